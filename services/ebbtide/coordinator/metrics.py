@@ -1,7 +1,6 @@
 """Defines the coordinator's metrics. Every label is bounded: no rollouts or workers, and of runs only live ones."""
 
 import asyncio
-import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Final
@@ -118,7 +117,7 @@ async def measure(state: CoordinatorState, store: Store) -> None:
     """Set the gauges, without runs whose data is broken. Raises `StoreUnavailable`."""
     room = await store.room()
     held = dict[RunState, tuple[int, int]]()
-    for run in state.at_work(time.monotonic()):
+    for run in state.at_work(state.clock()):
         with suppress(*UNEXPECTED):
             held[run] = await store.runs.waiting(run.run_id)
     store_bytes.set(room.used)

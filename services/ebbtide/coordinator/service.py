@@ -9,12 +9,14 @@ from ebbtide.coordinator.api.rollout_service import RolloutService
 from ebbtide.coordinator.api.run_service import RunService
 from ebbtide.coordinator.appends.append_streams import AppendStreams
 from ebbtide.coordinator.coordinator_parts import CoordinatorParts
+from ebbtide.coordinator.dispatcher.dispatch_round import DispatchRound
 from ebbtide.coordinator.dispatcher.dispatcher import Dispatcher
 from ebbtide.coordinator.failover.election import Election
 from ebbtide.coordinator.failover.run_recovery import RunRecovery
 from ebbtide.coordinator.failover.store_incarnations import StoreIncarnations
 from ebbtide.coordinator.fleet.flush_intervals import FlushIntervals
 from ebbtide.coordinator.fleet.worker_registry import WorkerRegistry
+from ebbtide.coordinator.fleet.worker_trust import WorkerTrust
 from ebbtide.coordinator.metrics import measure_for_ever
 from ebbtide.coordinator.publisher_keys import PublisherKeys
 from ebbtide.coordinator.servicers import fleet_servicer as fleet_wire
@@ -77,23 +79,23 @@ class Coordinator:
             keep_ended_bytes=settings.keep_ended_bytes,
         )
         self._run_events = RunEventWriter(self.state, self.store, self._notifier)
-        self.fleet = WorkerRegistry(settings, self.state, self._attempts, self._run_events)
+        trust = WorkerTrust(self.state)
+        self.fleet = WorkerRegistry(settings, self.state, trust, self._run_events)
         self._flushes = FlushIntervals(self.state, per_s=settings.flushes_per_s)
         incarnations = StoreIncarnations(self.state, self.store, lease_ttl_s=settings.lease_ttl_s)
         self._incarnations, self._publishers = incarnations, PublisherKeys(self.store)
         self._recovery = RunRecovery(
             self.state, self.store, incarnations, self._attempts.run_over, grace_s=settings.recover_grace_s
         )
-        self.dispatcher = Dispatcher(
+        self.rounds = DispatchRound(
             self.state,
-            self.fleet,
-            self._attempts,
-            self._recovery,
-            self._publishers,
+            trust,
+            self._publishers.public,
             self._run_events,
             slice_s=settings.slice_s,
             balance=settings.rebalance,
         )
+        self.dispatcher = Dispatcher(self.state, self.fleet, self._attempts, self._recovery, self.rounds)
         self.leading = Election(self.store)
         self.services = self._services()
 
@@ -167,6 +169,7 @@ class Coordinator:
     async def close(self) -> None:
         await self.writes.close()
         await self._recovery.close()
+        await self.fleet.close()
         await self._run_events.close()
         await self.link.close()
 

@@ -13,7 +13,7 @@ from ebbtide.coordinator.api.request_checks import (
     check_rollouts,
 )
 from ebbtide.coordinator.coordinator_parts import CoordinatorParts
-from ebbtide.coordinator.state.attempt_transitions import new_entry
+from ebbtide.coordinator.state.attempt_records import new_entry
 from ebbtide.coordinator.state.notifier import follow, notified_or_late
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.errors import EbbtideError, InvalidRequest, NotFound, StoreUnavailable
@@ -69,7 +69,7 @@ class RolloutService:
             elif row.outcome is SubmitOutcome.ACCEPTED:
                 group = run.group_place(request.group_id, row.place)
                 length = len(request.prompt_ids) // 4
-                run.admit(new_entry(request, place=row.place, group=group, length=length))
+                run.admit(new_entry(request, place=row.place, group=group, length=length, now=self._state.clock()))
             elif row.state is RolloutState.QUEUED and request.rollout_id not in run.queue:
                 run.mark_stale()  # taken by a call whose answer was lost
         return [row.outcome for row in accepted]

@@ -119,7 +119,7 @@ class RunService:
             return ""
         if run.newest is None:
             return "waits for its first policy version"
-        return self._fleet.lacking()
+        return self._fleet.trust.lacking(self._state.clock())
 
     async def list(self, cursor: str = "", *, newest_first: bool = False) -> AsyncGenerator[tuple[str, Run], None]:
         """Runs with a record beyond `cursor`, each with its own cursor, oldest first by default. Those with an expired

@@ -206,7 +206,7 @@ def _disown(run: RunState, rollout_id: str, attempt_id: str) -> None:
     attempt = run.running.get(rollout_id)
     if attempt is not None and attempt.attempt_id == attempt_id and attempt.orphaned is None:
         unknown = EndReason(EndCause.NOT_HELD, "the store did not know the attempt any more")
-        attempt.orphan(OrphanedAttempt(time.monotonic(), unknown))
+        attempt.orphan(OrphanedAttempt(run.clock(), unknown))
 
 
 def _next_batch(queue: list[_Message]) -> list[_Message]:

@@ -70,7 +70,7 @@ class AppendStreams:
         incarnation = self._state.incarnation
         if works:
             if request.tokens:
-                session.tokens_came(start)
+                session.tokens_came(self._state.clock())
             checked = [self._checked(columns, places) for places, columns in works]
             pairs = zip(works, checked, strict=True)
             stores = [self._storing.keep(session, columns, attempts) for (_, columns), attempts in pairs]
@@ -95,7 +95,7 @@ class AppendStreams:
                     f"more than the rollout's max_tokens ({attempt.max_tokens})", field=f"deltas[{places[i]}].tokens"
                 )
             if not attempt.started and deltas.counts[i]:
-                attempt.begin(time.monotonic())
+                attempt.begin(self._state.clock())
         return found
 
 

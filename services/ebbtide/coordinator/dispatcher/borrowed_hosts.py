@@ -12,7 +12,7 @@ from ebbtide import telemetry
 from ebbtide.coordinator.dispatcher.rebalancer import Rebalancer
 from ebbtide.coordinator.fleet.release_requests import free
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
-from ebbtide.coordinator.state.run_event_writer import RunEventWriter
+from ebbtide.coordinator.state.run_events import RunEvents
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.scheduling.dispatch.host_view import HostView, may_take
@@ -28,7 +28,7 @@ _GIVEN_UP: Final = "its host is given up"
 
 
 class BorrowedHosts:
-    def __init__(self, state: CoordinatorState, moves: Rebalancer, run_events: RunEventWriter) -> None:
+    def __init__(self, state: CoordinatorState, moves: Rebalancer, run_events: RunEvents) -> None:
         self._state, self._moves, self._run_events = state, moves, run_events
         self._borrowing = LenderSelection()
         self._next = float("-inf")

@@ -5,11 +5,10 @@ that of the last lesson on speeds, too. Lost with the process, and made again.
 """
 
 import math
-import time
 from typing import Final, NamedTuple
 
 from ebbtide.coordinator.dispatcher.rebalancer import Rebalancer
-from ebbtide.coordinator.fleet.worker_registry import WorkerRegistry
+from ebbtide.coordinator.fleet.worker_trust import WorkerTrust
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.worker_session import WorkerSession
@@ -26,14 +25,14 @@ class _Seen(NamedTuple):
 
 
 class HostViews:
-    def __init__(self, state: CoordinatorState, fleet: WorkerRegistry, moves: Rebalancer) -> None:
-        self._state, self._fleet, self._moves = state, fleet, moves
+    def __init__(self, state: CoordinatorState, trust: WorkerTrust, moves: Rebalancer) -> None:
+        self._state, self._trust, self._moves = state, trust, moves
         self._seen: dict[str, _Seen] = {}
 
-    def of(self, run: RunState) -> list[tuple[WorkerSession, HostView]]:
+    def of(self, run: RunState, now: float) -> list[tuple[WorkerSession, HostView]]:
         """The workers that have a version of the run and may get its rollouts, full ones too."""
         steady_only = run.spec.borrow.max_rollouts == 0
-        quarantined = self._fleet.quarantined(time.monotonic())
+        quarantined = self._trust.quarantined(now)
         lesson, seen = self._moves.lesson, self._seen
         found: list[tuple[WorkerSession, HostView]] = []
         for session in self._state.serving(run.run_id):
@@ -61,7 +60,7 @@ class HostViews:
             )
             for session in unready
             if not _ready(run, session)
-            and self._fleet.trusts(session)
+            and self._trust.trusts(session, now)
             and not (steady_only and session.borrowed)
             and session.unfit.get(run.run_id, 0.0) <= now
         ]

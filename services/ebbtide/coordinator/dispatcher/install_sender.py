@@ -4,8 +4,9 @@ Invariant: a worker whose `target` is the run's newest version stays there, unle
 So only the others are looked at.
 """
 
+from collections.abc import Callable
+
 from ebbtide.coordinator.fleet.engine_changes import EngineChanges
-from ebbtide.coordinator.publisher_keys import PublisherKeys
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.worker_session import WorkerSession
@@ -15,8 +16,10 @@ from ebbtide.wire.record_conversion import to_proto
 
 
 class InstallSender:
-    def __init__(self, state: CoordinatorState, changes: EngineChanges, publishers: PublisherKeys) -> None:
-        self._state, self._changes, self._publishers = state, changes, publishers
+    """`public_key`: of a run's publisher, raw; workers verify versions with it."""
+
+    def __init__(self, state: CoordinatorState, changes: EngineChanges, public_key: Callable[[str], bytes]) -> None:
+        self._state, self._changes, self._public_key = state, changes, public_key
 
     def send(self, run: RunState, now: float) -> None:
         """Tell workers which version to install; those that still hold another run's rollouts are told later."""
@@ -37,7 +40,7 @@ class InstallSender:
                 version=to_proto(run.versions[version], types_pb2.PolicyVersion),
                 run_id=run.run_id,
                 model=run.spec.model,
-                publisher=self._publishers.public(run.run_id),
+                publisher=self._public_key(run.run_id),
             )
             session.install(run.run_id, message, now, restart=self._changes.needed(run, session))
 

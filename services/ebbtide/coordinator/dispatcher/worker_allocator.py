@@ -6,7 +6,6 @@ none of another run. Rollouts of the run that it leaves finish there if that is 
 tokens. Lost with the process: no run is owed anything then, and the cost of changes is learnt again.
 """
 
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from math import ceil, inf
@@ -18,7 +17,7 @@ from ebbtide import telemetry
 from ebbtide.coordinator.dispatcher.rebalancer import Rebalancer
 from ebbtide.coordinator.fleet.engine_changes import EngineChanges
 from ebbtide.coordinator.fleet.release_requests import free, remind
-from ebbtide.coordinator.fleet.worker_registry import WorkerRegistry
+from ebbtide.coordinator.fleet.worker_trust import WorkerTrust
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.worker_session import WorkerSession
@@ -40,19 +39,19 @@ class WorkerAllocator:
     def __init__(
         self,
         state: CoordinatorState,
-        fleet: WorkerRegistry,
+        trust: WorkerTrust,
         moves: Rebalancer,
         changes: EngineChanges,
         *,
         slice_s: float,
     ) -> None:
-        self._state, self._fleet, self._moves, self._slice_s = state, fleet, moves, slice_s
+        self._state, self._trust, self._moves, self._slice_s = state, trust, moves, slice_s
         self._changes = changes
-        self._accounts, self._wants = ShareAccounts(time.monotonic()), WorkerDemand()
+        self._accounted = state.clock()
+        self._accounts, self._wants = ShareAccounts(self._accounted), WorkerDemand()
         self._due: dict[str, RunDue] = {}
         self._starved: dict[str, float] = {}  # run -> since when it has work and no worker
         self._next = 0.0
-        self._accounted = time.monotonic()
 
     def decide(self, now: float) -> None:
         """Update what runs are owed, and assign a run to each worker."""
@@ -62,14 +61,14 @@ class WorkerAllocator:
         trusted: list[WorkerSession] = []
         others: list[WorkerSession] = []
         for one in sessions:
-            (trusted if self._fleet.trusts(one) else others).append(one)
+            (trusted if self._trust.trusts(one, now) else others).append(one)
         self._update_accounts(trusted, now)
         demands = self._demands(trusted, now)
         held = self._allot(trusted, demands, now)
         # Apart from the trusted ones: these only pull weights, so a run with no others is not served.
         self._allot(others, demands, now)
         self._tell(entitled(demands, len(trusted)), held)
-        self._next = now + (time.monotonic() - now) / _LOAD
+        self._next = now + (self._state.clock() - now) / _LOAD
 
     def hand_over(self, now: float) -> None:
         """Ask workers for rollouts of runs that they leave, unless these finish soon."""

@@ -6,13 +6,12 @@ at no attached worker, wait `grace_s` for their worker and are then re-queued li
 
 import asyncio
 import math
-import time
 from collections.abc import Awaitable, Callable, Set
 from typing import Final
 
 from ebbtide import telemetry
 from ebbtide.coordinator.failover.store_incarnations import StoreIncarnations
-from ebbtide.coordinator.state.attempt_transitions import stored_entry
+from ebbtide.coordinator.state.attempt_records import stored_entry
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.running_attempt import OrphanedAttempt, RunningAttempt
@@ -47,7 +46,7 @@ class RunRecovery:
 
     def serving(self) -> None:
         """Begin the grace: from now on workers can attach."""
-        before, self._until = self._until, time.monotonic() + self._grace_s
+        before, self._until = self._until, self._state.clock() + self._grace_s
         for run in self._state.runs.values():
             for attempt in run.orphans.values():
                 if attempt.orphaned is not None and attempt.orphaned.due == before:
@@ -88,7 +87,7 @@ class RunRecovery:
 
     async def try_skipped(self) -> None:
         """Mirror skipped runs whose pause is over and whose data was mended."""
-        now = time.monotonic()
+        now = self._state.clock()
         for run_id in [name for name, pause in self._state.skipped.items() if not pause.lasts(now)]:
             await self._try(run_id)
 
@@ -178,7 +177,7 @@ class RunRecovery:
         async for row in self._store.rollouts.open_rollouts(run.run_id):  # page by page: others have their turn
             group = run.group_place(row.request.group_id, row.place)
             if row.state is RolloutState.QUEUED:
-                queue.add(stored_entry(row, group=group))
+                queue.add(stored_entry(row, group=group, now=self._state.clock()))
             else:
                 running[row.request.rollout_id] = self._attempt(row, run, group)
         # Nothing is awaited from here on: `ended` has what ended while rows were read.
@@ -194,15 +193,16 @@ class RunRecovery:
         before = run.running.get(row.request.rollout_id)
         if before is not None and before.attempt_id == row.attempt_id:
             return before
+        now = self._state.clock()
         due, reason = self._until, "its worker did not come back to the restarted coordinator"
-        if not run.reconciled.is_set() and due < (later := time.monotonic() + self._grace_s):
+        if not run.reconciled.is_set() and due < (later := now + self._grace_s):
             due, reason = later, "the store forgot how it continued, and its worker does not report it"
-        return RunningAttempt(
+        return run.attempt_class(
             run=run,
             attempt_id=row.attempt_id,
-            rollout=stored_entry(row, group=group),
+            rollout=stored_entry(row, group=group, now=now),
             start=row.stored,
             max_tokens=row.request.sampling.max_tokens,
-            given=time.monotonic(),  # not known; an earlier time would make its worker seem stalled
+            given=now,  # not known; an earlier time would make its worker seem stalled
             orphaned=OrphanedAttempt(due, EndReason(EndCause.NOT_HELD, reason)),
         )

@@ -7,7 +7,6 @@ store does not know stays unconfirmed for a while: the lease that submitted it s
 with the process; the next coordinator reads from the store whether its incarnation was reconciled.
 """
 
-import time
 from typing import Final
 
 from ebbtide import telemetry
@@ -66,7 +65,7 @@ class StoreIncarnations:
             if fate is AttemptFate.OVER and attempt in ended:
                 run.end(attempt.rollout.rollout_id)  # the store has its finish; its worker will ask
             if fate is AttemptFate.UNKNOWN:
-                run.unconfirm(attempt, time.monotonic() + DOUBT_S, newer=True)
+                run.unconfirm(attempt, self._state.clock() + DOUBT_S, newer=True)
         log.info("run settled", run_id=run.run_id, attempts=len(held), forgotten=len(run.unconfirmed))
         return True
 
@@ -107,7 +106,7 @@ class StoreIncarnations:
 
     def expire_unconfirmed(self, run: RunState) -> None:
         """End the unconfirmed attempts whose rollouts did not come again."""
-        now = time.monotonic()
+        now = self._state.clock()
         for unconfirmed in list(run.unconfirmed.values()):
             if unconfirmed.due <= now or unconfirmed.attempt.session is None:
                 run.drop_unconfirmed(unconfirmed.attempt)

@@ -4,23 +4,22 @@ Invariant: a worker has at most one session; `state.sessions` holds those with a
 gone has no attempts. When this process dies, workers keep their attempts and attach again with them.
 """
 
-import asyncio
 import math
-import time
-from collections.abc import Set
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from typing import Final
 
 import msgspec
 
 from ebbtide import telemetry
 from ebbtide.coordinator import metrics
+from ebbtide.coordinator.fleet.closing_sessions import DRAIN_S, ClosingSessions
 from ebbtide.coordinator.fleet.engine_changes import may_change, refused
 from ebbtide.coordinator.fleet.worker_health import SuspectWorker, WorkerHealth
+from ebbtide.coordinator.fleet.worker_trust import WorkerTrust
 from ebbtide.coordinator.settings import CoordinatorSettings
-from ebbtide.coordinator.state.attempt_transitions import AttemptTransitions
+from ebbtide.coordinator.state.attempt_adoption import adopt
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
-from ebbtide.coordinator.state.run_event_writer import RunEventWriter
+from ebbtide.coordinator.state.run_events import RunEvents
 from ebbtide.coordinator.state.running_attempt import OrphanedAttempt, RunningAttempt
 from ebbtide.coordinator.state.worker_reports import (
     AttachReport,
@@ -34,7 +33,6 @@ from ebbtide.coordinator.state.worker_reports import (
 from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.errors import NotFound, NotReady
 from ebbtide.scheduling.dispatch.attempt_endings import blames
-from ebbtide.scheduling.health.flapping import Flapping
 from ebbtide.store.rollout_rows import EndReason
 from ebbtide.types.end_cause import EndCause
 from ebbtide.types.fleet import PROTOCOL_VERSION, AttemptRef, EngineInfo, Worker, WorkerState, check_attempt
@@ -48,25 +46,30 @@ log = telemetry.get_logger(__name__)
 _LOST_KEPT_S: Final = 60.0
 _LOST_KEPT: Final = 256
 _NAME_BYTES: Final = 256
-#: How long a lost worker's last tokens may take to be stored before its attempts end.
-_DRAIN_S: Final = 0.1
 #: Pause after a failed install.
 _INSTALL_PAUSE_S: Final = 2.0
 
 
 class WorkerRegistry:
+    """Of the settings it uses `heartbeat_s`, `heartbeat_timeout_s` and `reattach_grace_s`. It needs an event loop only
+    for workers that are lost while an append stream of theirs is open.
+    """
+
     def __init__(
         self,
         settings: CoordinatorSettings,
         state: CoordinatorState,
-        attempts: AttemptTransitions,
-        run_events: RunEventWriter,
+        trust: WorkerTrust,
+        run_events: RunEvents,
+        *,
+        new_id: Callable[[], str] = new_fence,
     ) -> None:
-        self._settings, self._state, self._attempts, self._run_events = settings, state, attempts, run_events
+        """`new_id`: makes the ids of sessions; equal workers are placed at in their order."""
+        self._settings, self._state, self._run_events = settings, state, run_events
+        self.trust, self._new_id = trust, new_id
         self._health = WorkerHealth(settings.heartbeat_timeout_s, settings.heartbeat_s)
-        self._flapping = Flapping()
         self.judge_every_s = self._health.judge_every_s
-        self._closing: dict[str, WorkerSession] = {}  # gone, with tokens still to be stored
+        self._closing = ClosingSessions()
         self._lost: dict[str, tuple[float, Worker]] = {}
         self._leaving = False
 
@@ -80,19 +83,19 @@ class WorkerRegistry:
                 f"the worker speaks protocol {hello.protocol_version}, this coordinator {PROTOCOL_VERSION}; "
                 "run the same version of Ebbtide on both"
             )
-        now = time.monotonic()
-        session = self._state.new_session(new_fence(), hello, now)
-        adopted, superseded = self._attempts.adopt(session, (held.attempt for held in hello.held))
+        now = self._state.clock()
+        session = self._state.new_session(self._new_id(), hello, now)
+        adopted, superseded = adopt(self._state, session, (held.attempt for held in hello.held))
         for other in [one for one in self._state.sessions.values() if one.worker_id == hello.worker_id]:
             self.detach(other, "it attached again", went_on=not other.attempts)
         self._lost.pop(hello.worker_id, None)
-        self._flapping.attached(hello.worker_id, now)
+        self.trust.attached(hello.worker_id, now)
         self._recognise(session, adopted)
         self._state.attach(session)
         if hello.run_id and hello.run_id not in self._state.runs:
             session.tell_run_ended(hello.run_id)
         self._health.heard(session, now)
-        quarantined_s = self.quarantined_s(session)
+        quarantined_s = self.trust.quarantined_s(session, now)
         text = f"worker {hello.worker_id} attached"
         text += f"; it was lost too often, and gets no work for {quarantined_s:.0f} s" if quarantined_s else ""
         self._run_events.of_worker(session, text, "shunned" if quarantined_s else "attached")
@@ -115,19 +118,19 @@ class WorkerRegistry:
         """
         if session.gone:
             return
-        now = time.monotonic()
+        now = self._state.clock()
         self._state.detach(session)
         quiet_s = suspect.quiet_s if suspect else self._health.quiet_s(session, now)
         self._health.gone(session)
         if self._leaving:
             return
         if session.draining:
-            self._flapping.left(session.worker_id)
+            self.trust.left(session.worker_id)
         elif not went_on:
-            self._flapping.lost(session.worker_id, now)
+            self.trust.lost(session.worker_id, now)
         state = WorkerState.SUSPECTED if suspect else WorkerState.LOST
         lost = self._orphan_all(session, reason, now, quiet_s, suspected=suspect is not None)
-        self._keep_lost(msgspec.structs.replace(self._listed(session, state), running=lost, reason=reason), now)
+        self._keep_lost(msgspec.structs.replace(self._listed(session, state, now), running=lost, reason=reason), now)
         left = session.draining and not lost
         event = "left" if left else state.name.lower()
         log.warning(event, worker_id=session.worker_id, reason=reason, rollouts=lost)
@@ -150,68 +153,35 @@ class WorkerRegistry:
         lost = list(session.attempts.values())
         drains = not suspected and not session.drained.is_set()
         grace = 0.0 if suspected else self._settings.reattach_grace_s
-        due = now + max(grace, _DRAIN_S if drains else 0.0)
+        due = now + max(grace, DRAIN_S if drains else 0.0)
         cause = EndCause.WORKER_SUSPECTED if suspected else EndCause.WORKER_LOST
         blame = blames(cause) and not session.reclaimed  # on a reclaimed host no rollout can make a token
         orphaned = OrphanedAttempt(due, EndReason(cause, f"worker lost: {reason}", blame, noticed_s=quiet_s))
         for attempt, tokens in zip(lost, [_lost_at_most(one, session, now) for one in lost], strict=True):
             attempt.orphan(orphaned, lost=tokens)
         if lost and drains:
-            self._closing[session.session_id] = session
-            self._run_events.background(self._drain(session, lost, orphaned, now + grace))
+            self._closing.add(session, lost, orphaned, now + grace)
         return len(lost)
 
-    async def _drain(
-        self, session: WorkerSession, lost: list[RunningAttempt], orphaned: OrphanedAttempt, due: float
-    ) -> None:
-        """Let the append stream of a lost worker end before its attempts do."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_DRAIN_S):
-                await session.drained.wait()
-        self._closing.pop(session.session_id, None)
-        for attempt in lost:
-            if attempt.orphaned is orphaned:
-                attempt.set_due(due)
-
-    async def judge(self, now: float) -> None:
-        """Detach the workers that have been silent, or have made nothing, for too long; between two, others work."""
+    def judge(self, now: float) -> Iterator[None]:
+        """Detach the workers that have been silent, or have made nothing, for too long. It yields after each, so that
+        others have their turn in between; run it to its end.
+        """
         for suspect in self._health.judge(self._state.sessions.values(), now):
             if session := self._state.sessions.get(suspect.session_id):
                 self.detach(session, suspect.reason, suspect)
-                await asyncio.sleep(0)
+                yield
         for worker_id, (when, _) in list(self._lost.items()):
             if now - when > _LOST_KEPT_S:
                 del self._lost[worker_id]
 
-    def lacking(self) -> str:
-        """Why no attached worker may get work; "" if one may."""
-        sessions = self._state.sessions.values()
-        if any(self.trusts(session) for session in sessions):
-            return ""
-        if not sessions:
-            return "waits for workers: none is attached"
-        given_up = sum(bool(session.given_up) for session in sessions)
-        but = f" or are given up ({given_up}): their hosts cost more than they bring" if given_up else ""
-        return f"waits for workers: of {len(sessions)} attached, all drain or were lost too often{but}"
-
-    def trusts(self, session: WorkerSession) -> bool:
-        """Whether the worker may get rollouts at all."""
-        return not session.draining and not session.given_up and not self.quarantined_s(session)
-
-    def quarantined(self, now: float) -> Set[str]:
-        """The names of workers that were lost too often, and get no work now."""
-        return self._flapping.quarantined(now)
-
-    def quarantined_s(self, session: WorkerSession) -> float:
-        """For how much longer a worker that was lost too often gets no work; 0.0 for any other."""
-        return self._flapping.quarantined_s(session.worker_id, time.monotonic())
-
     def hear(self, session: WorkerSession, message: msgspec.Struct) -> None:
         """Take in one control message."""
-        self._health.heard(session, time.monotonic())
+        now = self._state.clock()
+        self._health.heard(session, now)
         match message:
             case HeartbeatReport():
-                if session.hear(message, time.monotonic()):
+                if session.hear(message, now):
                     self._turned(session)
             case InstalledReport():
                 self._installed(session, message)
@@ -250,7 +220,7 @@ class WorkerRegistry:
             return
         changed = session.note_installed(message.run_id, message.version)
         if changed is not None and not changed.restarted:
-            self._state.changes.learn(session.worker_id, time.monotonic() - changed.at)
+            self._state.note_changeover(session.worker_id, self._state.clock() - changed.at)
         run.note_installed(message.version.version, session.hello.engine.architecture)
         if not message.pull_s and not message.pause_s:
             return  # it had the version already
@@ -282,7 +252,7 @@ class WorkerRegistry:
         if (run := self._state.runs.get(message.run_id)) is None:
             session.tell_run_ended(message.run_id)
             return
-        now = time.monotonic()
+        now = self._state.clock()
         if message.architecture:
             run.note_architecture(message.architecture)
             if asked:
@@ -305,7 +275,7 @@ class WorkerRegistry:
         if cause is EndCause.WRONG_VERSION:  # it has another version than the mirror says: tell it again
             session.distrust_version()
         why = EndReason(cause, message.reason or "handed back", blames(cause))
-        orphaned = OrphanedAttempt(time.monotonic(), why)
+        orphaned = OrphanedAttempt(self._state.clock(), why)
         for ref in message.attempts:
             attempt = session.attempts.get(ref.attempt_id)
             if attempt is None or attempt.ref != ref:
@@ -318,7 +288,7 @@ class WorkerRegistry:
     def session(self, session_id: str) -> WorkerSession:
         """The session that a message names. Raises `NotFound` if it is over or another coordinator's."""
         if (session := self._state.sessions.get(session_id)) is not None:
-            self._health.heard(session, time.monotonic())
+            self._health.heard(session, self._state.clock())
             return session
         if (session := self._closing.get(session_id)) is not None:
             return session
@@ -326,7 +296,8 @@ class WorkerRegistry:
 
     def workers(self) -> list[Worker]:
         """All attached workers, and those lost lately."""
-        listed = [self._listed(session, session.state) for session in self._state.sessions.values()]
+        now = self._state.clock()
+        listed = [self._listed(session, session.state, now) for session in self._state.sessions.values()]
         return sorted([*listed, *(worker for _, worker in self._lost.values())], key=lambda one: one.worker_id)
 
     def engines(self) -> list[EngineInfo]:
@@ -334,8 +305,8 @@ class WorkerRegistry:
         lost = [worker.engine for _, worker in self._lost.values() if worker.engine]
         return [session.hello.engine for session in self._state.sessions.values()] + lost
 
-    def _listed(self, session: WorkerSession, state: WorkerState) -> Worker:
-        beat, quarantined_s = session.beat, self.quarantined_s(session)
+    def _listed(self, session: WorkerSession, state: WorkerState, now: float) -> Worker:
+        beat, quarantined_s = session.beat, self.trust.quarantined_s(session, now)
         if quarantined_s and state not in {WorkerState.DRAINING, WorkerState.LOST, WorkerState.SUSPECTED}:
             state = WorkerState.SHUNNED
         return Worker(
@@ -347,7 +318,7 @@ class WorkerRegistry:
             running=len(session.attempts),
             tokens_per_s=beat.tokens_per_s,
             installed=(session.installed[1],) if session.installed else session.hello.installed,
-            last_heartbeat_s=self._health.quiet_s(session, time.monotonic()),
+            last_heartbeat_s=self._health.quiet_s(session, now),
             tokens_generated=beat.tokens_generated,
             busy_s=beat.busy_s,
             uptime_s=beat.uptime_s,
@@ -363,6 +334,10 @@ class WorkerRegistry:
     def leave(self) -> None:
         """Prepare for this coordinator's end: streams that break from now on cost workers no attempts."""
         self._leaving = True
+
+    async def close(self) -> None:
+        """Wait no longer for the last tokens of lost workers."""
+        await self._closing.close()
 
 
 def _lost_at_most(attempt: RunningAttempt, session: WorkerSession, now: float) -> int:

@@ -1,14 +1,13 @@
-"""Starts, adopts, orphans, re-queues and ends attempts.
+"""Starts, re-queues and ends attempts, in the store and in the mirror.
 
 Invariant: the store changes first, and the mirror follows under the run's lock. So a process that dies halfway leaves
 in the store what had been done, and the next one reads it.
 """
 
-import time
+import math
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from functools import lru_cache
 from itertools import chain
 from typing import Final, TypeVar
 
@@ -16,25 +15,23 @@ import msgspec
 
 from ebbtide import telemetry
 from ebbtide.coordinator import metrics
+from ebbtide.coordinator.state.attempt_records import due_orphans, queued_again, started
 from ebbtide.coordinator.state.client_writes import ClientWrites
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.ended_histories import EndedHistories
 from ebbtide.coordinator.state.notifier import Notifier
 from ebbtide.coordinator.state.run_state import RunState
-from ebbtide.coordinator.state.running_attempt import OrphanedAttempt, RunningAttempt
+from ebbtide.coordinator.state.running_attempt import RunningAttempt
 from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.errors import LeaseSuperseded, NotFound, StoreUnavailable
 from ebbtide.rpc.run_endings import EndedRun
 from ebbtide.scheduling.dispatch.attempt_endings import dead_letter_message
 from ebbtide.scheduling.dispatch.placement import Placement
-from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout
-from ebbtide.scheduling.steps.step_pacing import VersionBounds
 from ebbtide.store.link.store_faults import UNEXPECTED
-from ebbtide.store.rollout_rows import EndedAttempt, EndReason, OpenRollout, PlacedRollout, RequeuedRollout
+from ebbtide.store.rollout_rows import EndedAttempt, EndReason, PlacedRollout, RequeuedRollout
 from ebbtide.store.store import Store
 from ebbtide.types.fleet import AttemptRef
 from ebbtide.types.ids import new_fence
-from ebbtide.types.rollout import RolloutKind, RolloutRequest
 from ebbtide.types.run import LeaseRef, RunStatus
 from ebbtide.types.tokens import token_count
 from ebbtide.v1 import fleet_pb2, types_pb2
@@ -44,35 +41,6 @@ log = telemetry.get_logger(__name__)
 T = TypeVar("T")
 #: Rollouts that one script ends or queues again: others wait for it, here and in the store.
 _AT_ONCE: Final = 128
-
-
-def new_entry(request: RolloutRequest, *, place: int, group: int, length: int) -> QueuedRollout:
-    """The queue entry of a new rollout. `group`: the place of its group's first rollout."""
-    return QueuedRollout(
-        rollout_id=request.rollout_id,
-        episode_id=request.episode_id,
-        bounds=_bounds(request.min_version, request.max_version),
-        length=length,
-        place=place,
-        priority=request.priority,
-        since=time.monotonic(),
-        budget=request.sampling.max_tokens,
-        group=group,
-        evaluation=request.kind is RolloutKind.EVAL,
-    )
-
-
-@lru_cache(1024)
-def _bounds(minimum: int, maximum: int) -> VersionBounds:
-    """One object for all rollouts with these bounds."""
-    return VersionBounds(minimum, maximum)
-
-
-def stored_entry(row: OpenRollout, *, group: int) -> QueuedRollout:
-    """The queue entry of a rollout that the store already has."""
-    fresh = new_entry(row.request, place=row.place, group=group, length=row.prompt_len + row.stored)
-    budget = max(1, row.request.sampling.max_tokens - row.stored)
-    return msgspec.structs.replace(fresh, avoid=row.avoid, no_progress=row.barren, made=row.stored, budget=budget)
 
 
 class AttemptTransitions:
@@ -103,6 +71,7 @@ class AttemptTransitions:
         rows = [(rollout_id, attempt_id, session.worker_id) for rollout_id, attempt_id, session in chosen]
         placed = await self._store.rollouts.place(run.run_id, rows)
         batches: dict[WorkerSession, list[fleet_pb2.Assignment]] = defaultdict(list)
+        now = self._state.clock()
         for (rollout_id, attempt_id, session), given in zip(chosen, placed, strict=False):
             queued = run.take_queued(rollout_id)
             if queued is None:
@@ -110,35 +79,28 @@ class AttemptTransitions:
             if given is None:
                 run.mark_stale()  # the store no longer has it as queued
                 continue
-            attempt = RunningAttempt(
-                run=run,
-                attempt_id=attempt_id,
-                rollout=queued,
-                start=token_count(given.partial),
-                max_tokens=given.request.sampling.max_tokens,
+            attempt = started(
+                run,
+                queued,
+                attempt_id,
+                stored=token_count(given.partial),
                 number=given.attempts,
-                given=time.monotonic(),
+                max_tokens=given.request.sampling.max_tokens,
+                now=now,
             )
-            _record(attempt, given, session)
+            _record(attempt, given, session, now)
             if run.start(attempt, session):
                 batches[session].append(_assignment(attempt, given, run.spec.policy))
         for session, assignments in batches.items():
             session.send_assignments(assignments)
         self._notifier.notify("events", run.run_id)
 
-    async def requeue_due(self, now: float) -> float | None:
-        """Put orphans that are due back into the queue. Returns when the next one is due, if any."""
-        next_due: float | None = None
+    async def requeue_due(self, now: float) -> float:
+        """Put orphans that are due back into the queue. Returns when the next one is due; inf: none is."""
+        next_due = math.inf
         for run in self._state.at_work(now):
-            due: dict[OrphanedAttempt, list[RunningAttempt]] = defaultdict(list)
-            for attempt in run.orphans.values():
-                if (orphaned := attempt.orphaned) is None:
-                    continue
-                if orphaned.due <= now:
-                    attempt.leave()
-                    due[orphaned].append(attempt)
-                else:
-                    next_due = min(next_due or orphaned.due, orphaned.due)
+            due, later = due_orphans(run, now)
+            next_due = min(next_due, later)
             async with self.while_it_lives(run):
                 for orphaned, attempts in due.items():
                     why = orphaned.why
@@ -178,16 +140,8 @@ class AttemptTransitions:
         if row is None:
             run.put_back(attempt, None)
             return False
-        queued = msgspec.structs.replace(
-            attempt.rollout,
-            length=attempt.rollout.length + row.stored - attempt.start,
-            since=time.monotonic(),
-            avoid=row.avoid,
-            no_progress=row.barren,
-            prefer=attempt.target,
-            made=row.stored,
-            budget=max(1, attempt.max_tokens - row.stored),
-        )
+        now = self._state.clock()
+        queued = queued_again(attempt, stored=row.stored, avoid=row.avoid, no_progress=row.barren, now=now)
         run.put_back(attempt, queued)
         return True
 
@@ -209,21 +163,6 @@ class AttemptTransitions:
             self._notifier.notify("tokens", run.run_id, rollout_id)
         self._notifier.notify("finished", run.run_id)
         self._notifier.notify("events", run.run_id)
-
-    def adopt(self, session: WorkerSession, held: Iterable[AttemptRef]) -> tuple[list[AttemptRef], list[AttemptRef]]:
-        """Sort a worker's attempts into those that continue and those that are over."""
-        adopted, superseded = [], []
-        for ref in held:
-            run = self._state.runs.get(ref.run_id)
-            attempt = run.running.get(ref.rollout_id) if run else None
-            if run is not None and keep_unconfirmed(self._state, run, ref, session):
-                adopted.append(ref)
-            elif attempt is None or attempt.attempt_id != ref.attempt_id or not _free(attempt, session):
-                superseded.append(ref)
-            else:
-                attempt.assign(session)
-                adopted.append(ref)
-        return adopted, superseded
 
     def over(self, run: RunState, ended: Iterable[tuple[str, str]]) -> None:
         """Stop the workers of running rollouts (rollout, attempt) that the store ended."""
@@ -306,45 +245,13 @@ class AttemptTransitions:
         await self._histories.bound()
 
 
-def keep_unconfirmed(state: CoordinatorState, run: RunState, ref: AttemptRef, session: WorkerSession) -> bool:
-    """Whether a worker may keep, for now, an attempt that this coordinator does not know: the store forgot it, or it
-    began just before store and coordinator restarted together.
-    """
-    unconfirmed = run.unconfirmed.get(ref.rollout_id)
-    if unconfirmed is None and state.doubtful and ref.rollout_id not in run.running:
-        nothing = VersionBounds(0, 0)
-        queued = QueuedRollout(rollout_id=ref.rollout_id, episode_id="", bounds=nothing, length=0, place=0)
-        attempt = RunningAttempt(
-            run=run,
-            attempt_id=ref.attempt_id,
-            rollout=queued,
-            start=0,
-            max_tokens=1 << 32,
-            given=time.monotonic(),  # not known; an earlier time would make the worker seem stalled
-        )
-        run.unconfirm(attempt, state.doubt_until, newer=False)
-        run.mark_stale()
-        unconfirmed = run.unconfirmed[ref.rollout_id]
-    if unconfirmed is None or unconfirmed.attempt.attempt_id != ref.attempt_id:
-        return False
-    unconfirmed.attempt.assign(session)
-    return True
-
-
 def _pages(items: Sequence[T]) -> Iterator[Sequence[T]]:
     return (items[at : at + _AT_ONCE] for at in range(0, len(items), _AT_ONCE))
 
 
-def _free(attempt: RunningAttempt, session: WorkerSession) -> bool:
-    """Whether the worker that attached with the attempt may continue it: no other worker has it, nor is it leaving."""
-    other = attempt.session is not None and attempt.session.worker_id != session.worker_id
-    taken = attempt.orphaned is not None and attempt.orphaned.why.avoid
-    return not other and not taken and not attempt.leaving
-
-
-def _record(attempt: RunningAttempt, given: PlacedRollout, session: WorkerSession) -> None:
+def _record(attempt: RunningAttempt, given: PlacedRollout, session: WorkerSession, now: float) -> None:
     metrics.attempts.inc()
-    metrics.placement_seconds.observe(time.monotonic() - attempt.rollout.since)
+    metrics.placement_seconds.observe(now - attempt.rollout.since)
     if given.attempts > 1:
         if given.partial:
             metrics.resumptions.inc()

@@ -10,7 +10,7 @@ runs back, and workers attach again with their attempts.
 import asyncio
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Final
 
@@ -44,9 +44,12 @@ class StoreIncarnation:
 
 
 class CoordinatorState:
-    """The live runs in the order of their submission, and the sessions."""
+    """The live runs in the order of their submission, and the sessions. `clock` gives seconds that only rise, to all
+    who decide by them: `time.monotonic`, or virtual time.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] | None = None) -> None:
+        self.clock: Final = clock or time.monotonic
         self._runs: dict[str, RunState] = {}
         self._sessions: dict[str, WorkerSession] = {}
         self._ended: set[str] = set()
@@ -67,18 +70,18 @@ class CoordinatorState:
 
     @property
     def doubtful(self) -> bool:
-        return time.monotonic() < self.doubt_until
+        return self.clock() < self.doubt_until
 
     def add_run(self, run_id: str, spec: RunSpec) -> RunState:
         """The mirror of a live run, which is new and stale unless there is one."""
         if (run := self._runs.get(run_id)) is None:
-            run = self._runs[run_id] = RunState(run_id, spec, self.wakeups)
+            run = self._runs[run_id] = RunState(run_id, spec, self.wakeups, self.clock)
         self._skipped.pop(run_id, None)
         return run
 
     def skip_run(self, run_id: str, error: Exception) -> None:
         """Leave a live run without a mirror for a while: the store gave an unexpected reply."""
-        self._skipped.setdefault(run_id, FaultPause(run_id)).begin(error)
+        self._skipped.setdefault(run_id, FaultPause(run_id)).begin(error, self.clock())
 
     def at_work(self, now: float) -> list[RunState]:
         """The live runs, but for those that are paused."""
@@ -127,6 +130,10 @@ class CoordinatorState:
             self._index.remove(session)
         self.wakeups.decide()
 
+    def note_changeover(self, worker_id: str, seconds: float) -> None:
+        """Note how long a worker took to change to another run, without an engine restart."""
+        self.changes.learn(worker_id, seconds)
+
     def begin_incarnation(self, name: str, durable_after_s: float) -> None:
         """Note the store's incarnation at the start."""
         self.incarnation = StoreIncarnation(name, durable_after_s)
@@ -154,7 +161,7 @@ class CoordinatorState:
     def doubt(self, seconds: float) -> None:
         """Expect for so long that the store lacks what workers and leases send again, if it can forget anything."""
         if self.incarnation.durable_after_s:
-            self.doubt_until = time.monotonic() + seconds
+            self.doubt_until = self.clock() + seconds
 
     def send_again(self) -> None:
         """Have all workers send again what is not durable."""

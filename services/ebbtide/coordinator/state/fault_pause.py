@@ -1,7 +1,6 @@
 """Leaves one run alone for a while when the store gives an unexpected reply for it, and logs each such pause."""
 
 import math
-import time
 from typing import Final
 
 from ebbtide import telemetry
@@ -19,9 +18,8 @@ class FaultPause:
     def lasts(self, now: float) -> bool:
         return now < self._until
 
-    def begin(self, error: Exception, now: float | None = None) -> float:
+    def begin(self, error: Exception, now: float) -> float:
         """Pause, unless a pause lasts already. Returns for how many seconds from now."""
-        now = time.monotonic() if now is None else now
         if not self.lasts(now):
             again = now < self._until + _SOON_S
             self._pause_s = min(_LONGEST_PAUSE_S, 2 * self._pause_s) if again else _PAUSE_S

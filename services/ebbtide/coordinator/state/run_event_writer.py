@@ -1,12 +1,11 @@
 """Writes the coordinator's own events for runs' watchers, in the background and without a guarantee."""
 
 import asyncio
-from collections.abc import Coroutine
-from typing import Any
 
 from ebbtide import telemetry
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.notifier import Notifier
+from ebbtide.coordinator.state.run_events import RunEvents
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.worker_reports import InstalledReport
 from ebbtide.coordinator.state.worker_session import WorkerSession
@@ -17,7 +16,7 @@ from ebbtide.types.run import RunEvent
 log = telemetry.get_logger(__name__)
 
 
-class RunEventWriter:
+class RunEventWriter(RunEvents):
     def __init__(self, state: CoordinatorState, store: Store, notifier: Notifier) -> None:
         self._state, self._store, self._notifier = state, store, notifier
         self._tasks: set[asyncio.Task[None]] = set()
@@ -39,11 +38,7 @@ class RunEventWriter:
         self.write(run, RunEvent(kind="installed", message=text, values=values, labels={"worker": session.worker_id}))
 
     def write(self, run: RunState, event: RunEvent) -> None:
-        self.background(self._write(run, event))
-
-    def background(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run `work`, which raises nothing, in the background until `close`."""
-        task = asyncio.create_task(work)
+        task = asyncio.create_task(self._write(run, event))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

@@ -8,12 +8,11 @@ it is used to place. Lost with the process, and read back by `RunRecovery`.
 
 import asyncio
 import math
-import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import asynccontextmanager, contextmanager
-from typing import Final
+from typing import ClassVar, Final
 
 from ebbtide.coordinator.state.dispatch_wakeups import DispatchWakeups
 from ebbtide.coordinator.state.fault_pause import FaultPause
@@ -46,8 +45,11 @@ _INSTALL_FAILURES: Final = 3
 class RunState:
     """A live run."""
 
-    def __init__(self, run_id: str, spec: RunSpec, wakeups: DispatchWakeups) -> None:
-        self.run_id, self.spec, self.wakeups = run_id, spec, wakeups
+    #: What its attempts are made of.
+    attempt_class: ClassVar[type[RunningAttempt]] = RunningAttempt
+
+    def __init__(self, run_id: str, spec: RunSpec, wakeups: DispatchWakeups, clock: Callable[[], float]) -> None:
+        self.run_id, self.spec, self.wakeups, self.clock = run_id, spec, wakeups, clock
         self.lock: Final = asyncio.Lock()
         self.stale = True
         self.ended = False
@@ -115,7 +117,7 @@ class RunState:
         """Leave the run alone for a while, then read it again: the store gave an unexpected reply. Returns seconds."""
         self.stale = True
         self.answerable.set()
-        return self._pause.begin(error, now)
+        return self._pause.begin(error, self.clock() if now is None else now)
 
     def new_queue(self) -> RolloutQueue:
         """An empty queue, to be filled for `reread`."""
@@ -132,7 +134,7 @@ class RunState:
             yield ended
         except BaseException:
             self.stale = True
-            if self.paused(time.monotonic()):
+            if self.paused(self.clock()):
                 self.answerable.set()
             raise
         finally:
@@ -173,7 +175,7 @@ class RunState:
         self._remember_home(attempt.rollout.episode_id, session.session_id)
         if session.gone:
             left = EndReason(EndCause.NOT_HELD, "its worker left as the rollout was given to it")
-            attempt.orphan(OrphanedAttempt(time.monotonic(), left))
+            attempt.orphan(OrphanedAttempt(self.clock(), left))
             return False
         attempt.assign(session)
         return True
@@ -229,7 +231,7 @@ class RunState:
             while finishes and finishes[0].at < durable_before:
                 finishes.popleft()
             if durable_before < math.inf and session is not None:
-                finishes.append(FinishedAttempt(attempt, session, time.monotonic()))
+                finishes.append(FinishedAttempt(attempt, session, self.clock()))
         return attempt
 
     def unfinish(self, durable_before: float) -> set[RunningAttempt]:
@@ -295,7 +297,7 @@ class RunState:
     def doubt(self) -> None:
         """Note that the store may know less than the mirror: appends wait until the run is reconciled."""
         self.reconciled.clear()
-        if not self.paused(time.monotonic()):
+        if not self.paused(self.clock()):
             self.answerable.clear()
 
     def note_reconciled(self) -> None:

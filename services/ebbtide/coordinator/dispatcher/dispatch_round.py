@@ -1,0 +1,109 @@
+"""Decides what each worker serves, installs and generates: shows the state to the rules in `scheduling`, in order.
+
+The coordinator and a simulator call the same rounds. A round has no clock, no store and no event loop: it changes the
+model where a decision is a message to a worker, and yields what needs the store. For example, with a store in memory:
+
+    for deed in rounds.turns(now):
+        match deed:
+            case SlotFill():
+                while deed.due(now) and (placements := deed.place(now)):
+                    for one in placements:
+                        session, queued = state.sessions[one.worker_id], deed.run.take_queued(one.rollout_id)
+                        deed.run.start(started(deed.run, queued, ..., now=now), session)
+                    deed.note_turn(0.0, now)
+
+The next round begins `gather_s` after a change, or after `pause_s`.
+"""
+
+from collections.abc import Callable, Iterator
+
+from ebbtide.coordinator.dispatcher.borrowed_hosts import BorrowedHosts
+from ebbtide.coordinator.dispatcher.host_views import HostViews
+from ebbtide.coordinator.dispatcher.install_sender import InstallSender
+from ebbtide.coordinator.dispatcher.rebalancer import Rebalancer
+from ebbtide.coordinator.dispatcher.round_deeds import Deed, SlotFill
+from ebbtide.coordinator.dispatcher.unserved_work import UnservedWork
+from ebbtide.coordinator.dispatcher.worker_allocator import WorkerAllocator
+from ebbtide.coordinator.fleet.engine_changes import EngineChanges
+from ebbtide.coordinator.fleet.worker_trust import WorkerTrust
+from ebbtide.coordinator.state.coordinator_state import CoordinatorState
+from ebbtide.coordinator.state.run_events import RunEvents
+from ebbtide.coordinator.state.run_state import RunState
+from ebbtide.scheduling.dispatch.round_pacing import RoundPacing
+from ebbtide.scheduling.dispatch.start_pacing import StartPacing
+
+
+class DispatchRound:
+    """`public_key`: of a run's publisher, for its installs; `slice_s`, `balance`: `slice_s` and `rebalance` of the
+    coordinator's settings.
+    """
+
+    def __init__(
+        self,
+        state: CoordinatorState,
+        trust: WorkerTrust,
+        public_key: Callable[[str], bytes],
+        run_events: RunEvents,
+        *,
+        slice_s: float,
+        balance: bool = True,
+    ) -> None:
+        self._state = state
+        self._moves = Rebalancer(state, on=balance)
+        self._borrowed = BorrowedHosts(state, self._moves, run_events)
+        changes = EngineChanges(state)
+        self._allocator = WorkerAllocator(state, trust, self._moves, changes, slice_s=slice_s)
+        self._hosts = HostViews(state, trust, self._moves)
+        self._installs = InstallSender(state, changes, public_key)
+        self._unserved = UnservedWork(state, trust, changes, run_events)
+        self._pacing, self._starts = RoundPacing(), StartPacing()
+        self._last_started = ""  # the run that got the last rollouts before starts were held
+
+    def pause_s(self, now: float) -> float:
+        """Seconds until the next round if nothing changes."""
+        return self._pacing.pause_s(self._starts.held_s(now))
+
+    def turns(self, now: float) -> Iterator[Deed]:
+        """One round, begun now: allot workers, send versions, fill free slots, move rollouts. The caller does each deed
+        before it goes on. A round that is not run to its end is left as it is; the next one makes up for it.
+        """
+        if self._pacing.arranges(now):
+            yield from self._arrange(now)
+        balance = self._moves.due(now)
+        if balance:
+            yield None
+            yield from self._moves.learn(now)
+            self._borrowed.judge(now)
+            self._allocator.hand_over(now)
+            yield None  # in a large fleet each of these takes a while: others have their turn
+        for run in self._in_turn(now):
+            fill = SlotFill(run, self._state, self._hosts, self._starts, now)
+            if fill.due(now):
+                yield fill
+            if fill.slowed:
+                self._last_started = run.run_id
+            if fill.held:  # free slots are for what is queued
+                continue
+            if balance and not run.stale and not run.ended:  # what is still queued fits nowhere, or waits for others
+                hosts = self._hosts.of(run, now)
+                self._borrowed.release(run, hosts, now)
+                self._moves.decide(run, hosts, now)
+                yield None
+
+    def _in_turn(self, now: float) -> list[RunState]:
+        """The runs, from the one after that which got the last rollouts before starts were held."""
+        runs = self._state.at_work(now)
+        first = next((i + 1 for i, run in enumerate(runs) if run.run_id == self._last_started), 0)
+        return runs[first:] + runs[:first]
+
+    def _arrange(self, now: float) -> Iterator[Deed]:
+        """Allot workers and send versions; end rollouts and runs that no worker can serve."""
+        self._allocator.decide(now)
+        yield None
+        measure = self._pacing.measures(now)
+        for run in self._state.at_work(now):
+            self._installs.send(run, now)
+            yield from self._unserved.deeds(run, now, measure=measure)
+            self._unserved.warn_if_lacking(run, now)
+            yield None
+        self._unserved.forget_ended()

@@ -1,0 +1,105 @@
+"""Finds runs and rollouts that no worker can serve, and warns of runs that wait for one.
+
+Lost with the process: a run without workers is warned of again.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Final
+
+from ebbtide import telemetry
+from ebbtide.coordinator.dispatcher.round_deeds import DeadLetters, Deed, RunFailure
+from ebbtide.coordinator.fleet.engine_changes import EngineChanges
+from ebbtide.coordinator.fleet.worker_trust import WorkerTrust
+from ebbtide.coordinator.state.coordinator_state import CoordinatorState
+from ebbtide.coordinator.state.run_events import RunEvents
+from ebbtide.coordinator.state.run_state import RunState
+from ebbtide.coordinator.state.worker_session import WorkerSession
+from ebbtide.scheduling.dispatch.placement import outsized
+from ebbtide.scheduling.dispatch.target_versions import fits_nowhere, unservable
+from ebbtide.types.run import RunEvent
+
+log = telemetry.get_logger(__name__)
+#: How long a worker with a longer context has to attach for rollouts that need one.
+_LONGER_GRACE_S: Final = 30.0
+#: A run without workers warns after so long: replacing a worker takes less.
+_LACKING_S: Final = 1.0
+
+
+class UnservedWork:
+    def __init__(
+        self, state: CoordinatorState, trust: WorkerTrust, changes: EngineChanges, run_events: RunEvents
+    ) -> None:
+        self._state, self._trust, self._changes, self._run_events = state, trust, changes, run_events
+        self._lacking: dict[str, float] = {}  # run -> since when it has work and no worker; inf after its warning
+
+    def deeds(self, run: RunState, now: float, *, measure: bool) -> Iterator[Deed]:
+        """The run's end if no worker can install its weights; else the dead letters of its queue. `measure`: also of
+        rollouts that are too long.
+        """
+        if message := self._misfit(run, now):
+            yield RunFailure(run, message)
+        if not run.ended and (letters := _unservable(run)):
+            yield DeadLetters(run, letters)
+        if measure and not run.ended and (letters := self._outsized(run, now)):
+            yield DeadLetters(run, letters)
+
+    def warn_if_lacking(self, run: RunState, now: float) -> None:
+        """Warn once each time a run has work and no worker may serve it."""
+        text = (self._trust.lacking(now) or self._barred(run)) if run.queue or run.running else ""
+        if not text:
+            self._lacking.pop(run.run_id, None)
+        elif now - self._lacking.setdefault(run.run_id, now) >= _LACKING_S:
+            self._lacking[run.run_id] = math.inf
+            waiting = len(run.queue) + len(run.running)
+            log.warning("no workers", run_id=run.run_id, rollouts=waiting)
+            message = f"{text}; {waiting} rollouts go on when one comes"
+            self._run_events.write(run, RunEvent(kind="warning", message=message, values={"rollouts": waiting}))
+
+    def forget_ended(self) -> None:
+        """Drop what is remembered of runs that are over."""
+        self._lacking = {run_id: since for run_id, since in self._lacking.items() if run_id in self._state.runs}
+
+    def _open_sessions(self) -> list[WorkerSession]:
+        """Workers that stay. Quarantined ones are among them: they pull weights, but get no rollouts."""
+        return [session for session in self._state.sessions.values() if not session.draining]
+
+    def _misfit(self, run: RunState, now: float) -> str:
+        """Why the run ends, if no attached worker can install its weights; else ""."""
+        if not run.misfits:
+            return ""
+        engines = [session.hello.engine for session in self._open_sessions()]
+        attached = [engine.architecture for engine in engines]
+        if run.architecture and self._changes.served_by_somebody(run, now):
+            return ""
+        if not any(fits_nowhere(architecture, attached, tries) for architecture, tries in run.misfits.items()):
+            return ""
+        serve = ", ".join(sorted({engine.model for engine in engines}))
+        return (
+            f"its weights are of another architecture than the model of any worker: it names {run.spec.model}, "
+            f"the workers serve {serve}; start workers with the run's model, then submit it again"
+        )
+
+    def _outsized(self, run: RunState, now: float) -> list[tuple[str, str]]:
+        sessions = self._open_sessions()
+        contexts = [session.hello.engine.max_model_len for session in sessions]
+        longest, manned = max(contexts, default=0), min((session.attached for session in sessions), default=0.0)
+        long = run.queue.not_shorter(longest)
+        why = "{} tokens leave no room for more in the longest context attached ({})"
+        found = outsized(long, contexts, manned=manned, now=now, grace_s=_LONGER_GRACE_S)
+        return [(one.rollout_id, why.format(one.length, longest)) for one in found]
+
+    def _barred(self, run: RunState) -> str:
+        """Why a run that may borrow nothing has no worker."""
+        if run.spec.borrow.max_rollouts != 0 or any(not session.borrowed for session in self._open_sessions()):
+            return ""
+        return "waits for workers: borrow.max_rollouts is 0 and only borrowed ones are attached; submit it with more"
+
+
+def _unservable(run: RunState) -> list[tuple[str, str]]:
+    old = [bounds for bounds in run.queue.bounds() if bounds.maximum and bounds.maximum < run.newest]
+    lost = {bounds for bounds in old if unservable(bounds, run.versions)}
+    if not lost:
+        return []
+    why = "no policy version in [{0.minimum}, {0.maximum}] can be had any more"
+    return [(one.rollout_id, why.format(one.bounds)) for one in run.queue if one.bounds in lost]

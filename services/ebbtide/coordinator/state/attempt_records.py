@@ -1,0 +1,95 @@
+"""Makes the records of rollouts and attempts as they are queued, started, lost and queued again.
+
+The coordinator makes them around calls of the store, a simulator around calls of its own store. They change nothing but
+the attempts that `due_orphans` returns.
+"""
+
+import math
+from collections import defaultdict
+from functools import lru_cache
+
+import msgspec
+
+from ebbtide.coordinator.state.run_state import RunState
+from ebbtide.coordinator.state.running_attempt import OrphanedAttempt, RunningAttempt
+from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout
+from ebbtide.scheduling.steps.step_pacing import VersionBounds
+from ebbtide.store.rollout_rows import OpenRollout
+from ebbtide.types.rollout import RolloutKind, RolloutRequest
+
+
+def new_entry(request: RolloutRequest, *, place: int, group: int, length: int, now: float) -> QueuedRollout:
+    """The queue entry of a new rollout. `group`: the place of its group's first rollout; `length`: tokens of its
+    prompt.
+    """
+    return QueuedRollout(
+        rollout_id=request.rollout_id,
+        episode_id=request.episode_id,
+        bounds=_bounds(request.min_version, request.max_version),
+        length=length,
+        place=place,
+        priority=request.priority,
+        since=now,
+        budget=request.sampling.max_tokens,
+        group=group,
+        evaluation=request.kind is RolloutKind.EVAL,
+    )
+
+
+@lru_cache(1024)
+def _bounds(minimum: int, maximum: int) -> VersionBounds:
+    """One object for all rollouts with these bounds."""
+    return VersionBounds(minimum, maximum)
+
+
+def stored_entry(row: OpenRollout, *, group: int, now: float) -> QueuedRollout:
+    """The queue entry of a rollout that the store already has."""
+    fresh = new_entry(row.request, place=row.place, group=group, length=row.prompt_len + row.stored, now=now)
+    budget = max(1, row.request.sampling.max_tokens - row.stored)
+    return msgspec.structs.replace(fresh, avoid=row.avoid, no_progress=row.barren, made=row.stored, budget=budget)
+
+
+def started(
+    run: RunState, queued: QueuedRollout, attempt_id: str, *, stored: int, number: int, max_tokens: int, now: float
+) -> RunningAttempt:
+    """The attempt at a queued rollout that the store gave to a worker; `RunState.start` takes it. `stored`: tokens of
+    the response so far; `number`: of the rollout's attempts, from 1 on; `max_tokens`: of the whole response.
+    """
+    return run.attempt_class(
+        run=run, attempt_id=attempt_id, rollout=queued, start=stored, max_tokens=max_tokens, number=number, given=now
+    )
+
+
+def due_orphans(run: RunState, now: float) -> tuple[dict[OrphanedAttempt, list[RunningAttempt]], float]:
+    """The attempts of a run that are to be queued again now, by why they ended, and when the next one is due (inf:
+    none). No worker can continue those from here on.
+    """
+    due: defaultdict[OrphanedAttempt, list[RunningAttempt]] = defaultdict(list)
+    next_due = math.inf
+    for attempt in run.orphans.values():
+        if (orphaned := attempt.orphaned) is None:
+            continue
+        if orphaned.due <= now:
+            attempt.leave()
+            due[orphaned].append(attempt)
+        else:
+            next_due = min(next_due, orphaned.due)
+    return due, next_due
+
+
+def queued_again(
+    attempt: RunningAttempt, *, stored: int, avoid: frozenset[str], no_progress: int, now: float
+) -> QueuedRollout:
+    """The queue entry of a rollout whose attempt ended; `RunState.put_back` takes it. `stored`: tokens of the response;
+    `avoid`: workers that went silent with it; `no_progress`: its latest attempts in a row that stored no token.
+    """
+    return msgspec.structs.replace(
+        attempt.rollout,
+        length=attempt.rollout.length + stored - attempt.start,
+        since=now,
+        avoid=avoid,
+        no_progress=no_progress,
+        prefer=attempt.target,
+        made=stored,
+        budget=max(1, attempt.max_tokens - stored),
+    )
