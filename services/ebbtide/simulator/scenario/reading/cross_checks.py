@@ -8,7 +8,7 @@ from ebbtide.errors import InvalidRequest
 from ebbtide.simulator.scenario.draws.served_arrivals import burst_pause_s
 from ebbtide.simulator.scenario.fault_plan import PlannedFault
 from ebbtide.simulator.scenario.machine_pool import MachinePool, ServingSpec
-from ebbtide.simulator.scenario.reading.known_names import KnownNames
+from ebbtide.simulator.scenario.reading.known_names import KnownNames, ProfileKind
 from ebbtide.simulator.scenario.reading.quantity_checks import Wrong, quantity_problems
 from ebbtide.simulator.scenario.reading.record_check import checked, suggestion
 from ebbtide.simulator.scenario.reading.scenario_source import ScenarioSource
@@ -18,8 +18,6 @@ from ebbtide.simulator.scenario.training_run import TrainingRun
 
 #: Rollouts of one step, over all of its groups.
 _MOST_ROLLOUTS: Final = 1_000_000
-#: Losses and stalls of a pool at random. More of them take minutes to draw alone.
-_MOST_EVENTS: Final = 1_000_000
 
 
 def check_names(spec: ScenarioSpec, source: ScenarioSource, known: KnownNames) -> None:
@@ -29,11 +27,11 @@ def check_names(spec: ScenarioSpec, source: ScenarioSource, known: KnownNames) -
     for path, text in _problems(spec):
         source.note(path, text)
     for index, pool in enumerate(spec.fleet):
-        _check_profile(("fleet", index, "engine"), pool.engine, known.engines, "engine", source)
+        _check_profile(("fleet", index, "engine"), pool.engine, "engine", source, known)
         if pool.serving is not None:
-            _check_profile(("fleet", index, "serving", "costs"), pool.serving.costs, known.costs, "costs", source)
+            _check_profile(("fleet", index, "serving", "costs"), pool.serving.costs, "costs", source, known)
     for index, run in enumerate(spec.run):
-        _check_profile(("run", index, "trainer"), run.trainer, known.trainers, "trainer", source)
+        _check_profile(("run", index, "trainer"), run.trainer, "trainer", source, known)
     _check_policy(spec, source, known)
 
 
@@ -58,13 +56,17 @@ def _check_unique(kind: str, names: list[str], source: ScenarioSource) -> None:
 
 
 def _check_profile(
-    path: TomlPath, reference: str, known: frozenset[str] | None, what: str, source: ScenarioSource
+    path: TomlPath, reference: str, kind: ProfileKind, source: ScenarioSource, known: KnownNames
 ) -> None:
+    names = known.profiles(kind)
     if is_path(reference):
-        if not (source.folder / reference).is_file():
+        file = source.folder / reference
+        if not file.is_file():
             source.note(path, f"there is no file {source.shown(reference)}; check the path")
-    elif known is not None and reference not in known:
-        source.note(path, f"there is no {what} profile {reference!r}{suggestion(reference, sorted(known))}")
+        elif known.file_problem is not None and (told := known.file_problem(kind, file)):
+            source.note(path, told)
+    elif names is not None and reference not in names:
+        source.note(path, f"no {kind} profile is called {reference!r}{suggestion(reference, sorted(names))}")
 
 
 def _check_policy(spec: ScenarioSpec, source: ScenarioSource, known: KnownNames) -> None:
@@ -87,10 +89,6 @@ def _pool_problems(spec: ScenarioSpec, pool: MachinePool) -> Iterator[Wrong]:
         yield ("from_s",), "must be before until_s and before the scenario's end"
     if pool.trace is not None and pool.trace.most == 0:
         yield ("trace", "most"), "must be at least 1; leave the pool out for none"
-    events = (pool.workers or 0) * spec.until_s / 3600.0 * (pool.losses_per_hour + pool.stalls_per_hour)
-    if events > _MOST_EVENTS:
-        told = f"makes about {events:.0f} losses and stalls; give fewer per hour, or fewer hours"
-        yield ("losses_per_hour" if pool.losses_per_hour else "stalls_per_hour",), told
     yield from _kind_problems(pool, [run.name for run in spec.run])
     if pool.serving is not None:
         yield from _below(("serving",), _serving_problems(pool.serving))
