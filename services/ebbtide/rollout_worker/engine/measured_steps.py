@@ -39,6 +39,7 @@ class EngineCapacity(Struct, frozen=True, kw_only=True):
 class EngineMeasurements(Struct, frozen=True, kw_only=True):
     """One engine, measured."""
 
+    device: str  # name of the GPUs; empty: a CPU
     capacity: EngineCapacity
     steps: tuple[MeasuredSteps, ...]
     start_s: float  # of its process to its first token

@@ -21,8 +21,8 @@ _AFTER_SLEEP: Final = 1 << 30
 def measure_vllm(settings: WorkerSettings, *, seconds: float, tell: Callable[[str], None]) -> EngineMeasurements:
     """Measures the engine of a worker with these settings for so many seconds, its start not counted.
 
-    Raises `InvalidRequest` for a model that it cannot boot, and `EngineFailed` if the engine fails. Called from the main thread, before any
-    other one runs: the engine's process may be forked.
+    Raises `InvalidRequest` for a model that it cannot boot, and `EngineFailed` if the engine fails. Called from the
+    main thread, before any other one runs: the engine's process may be forked.
     """
     if settings.engine != "vllm":
         raise InvalidRequest("only vllm can be measured", field="engine")
@@ -42,6 +42,7 @@ async def _measure(settings: WorkerSettings, seconds: float, tell: Callable[[str
         await measuring.run(seconds=seconds, weights=weights)
         sleep_s, wake_s = await _sleep(engine, weights) if weights and is_cpu_build() else (0.0, 0.0)
         return EngineMeasurements(
+            device=_device(),
             capacity=engine.capacity,
             steps=tuple(measuring.steps),
             start_s=start_s,
@@ -53,6 +54,12 @@ async def _measure(settings: WorkerSettings, seconds: float, tell: Callable[[str
         )
     finally:
         await engine.stop()
+
+
+def _device() -> str:
+    from vllm.platforms import current_platform
+
+    return "" if is_cpu_build() else str(current_platform.get_device_name())
 
 
 async def _sleep(engine: VllmEngine, weights: Path) -> tuple[float, float]:
