@@ -1,0 +1,93 @@
+"""Describes how fast an engine is: the time of a step by what it computes, memory for keys and values, delays."""
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+Seconds = Annotated[float, Meta(ge=0.0)]
+Share = Annotated[float, Meta(ge=0.0, le=1.0)]
+
+
+class StepCosts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The time of one engine step.
+
+    A step reads all weights once and computes each token. The slower of the two counts, so a step takes the same time
+    up to the knee, `weights_s / token_s` tokens. Attention comes on top: it reads the context of each decoding
+    sequence, and computes each prefilled token against those before it.
+    """
+
+    base_s: Seconds = 0.0  # of every step: launches, sampling, scheduling
+    weights_s: Seconds = 0.0  # to read the weights that every token uses
+    experts_s: Seconds = 0.0  # to read all routed experts of a mixture; a step reads those that its tokens use
+    expert_share: Share = 0.0  # share of the routed experts that one token uses
+    token_s: Seconds = 0.0  # per token, decoded or prefilled
+    sequence_s: Seconds = 0.0  # per decoding sequence
+    context_s: Seconds = 0.0  # per token of context of a decoding sequence
+    pair_s: Seconds = 0.0  # per pair of a prefilled token and a token that it attends to
+
+    def fixed_s(self, batch: int, prefill: int) -> float:
+        """Seconds of a step without its attention: `batch` sequences decode, `prefill` tokens are read."""
+        tokens = batch + prefill
+        weights_s = self.weights_s
+        if self.experts_s:
+            weights_s += self.experts_s * (1.0 - (1.0 - self.expert_share) ** tokens)
+        return self.base_s + self.sequence_s * batch + max(weights_s, self.token_s * tokens)
+
+    def step_s(self, *, batch: int, context: int, prefill: int = 0, pairs: int = 0) -> float:
+        """Seconds of a step. `context`: tokens that the decoding sequences attend to, over all of them; `pairs`: of
+        prefilled tokens and the tokens that each attends to."""
+        return self.fixed_s(batch, prefill) + self.context_s * context + self.pair_s * pairs
+
+
+class KvCapacity(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Memory for keys and values, and how the engine fills it."""
+
+    tokens: Annotated[int, Meta(ge=1)]  # all that fit
+    block: Annotated[int, Meta(ge=1)] = 16  # tokens that are allocated at once
+    prefix_cache: bool = True  # keys and values of known tokens are used again
+    whole_prompt_fits: bool = True  # a sequence starts only if all tokens that it has fit, as vLLM 0.32 does by default
+
+
+class EngineDelays(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What an engine takes to be there. A gigabyte has 1e9 bytes."""
+
+    start_s: Seconds = 0.0  # from the start of its process to its first token; no boot of the machine, no pull
+    install_s: Seconds = 0.0  # generation stands still for this and `install_s_per_gb` of weights
+    install_s_per_gb: Seconds = 0.0
+    sleep_s: Seconds = 0.0  # gives up its weights' memory
+    wake_s: Seconds = 0.0  # has them back
+
+
+class FitErrors(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How far a fitted profile is from what it was fitted to: relative errors of single observations."""
+
+    observations: int
+    median: float
+    p90: float
+    worst: float
+
+
+class EngineProfile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One engine: a model on the devices that share it."""
+
+    name: str
+    model: str
+    device: str
+    gpus: Annotated[int, Meta(ge=0)]  # 0: it runs on a CPU
+    source: str  # where the numbers come from
+    costs: StepCosts
+    kv: KvCapacity
+    batched_tokens: Annotated[int, Meta(ge=1)] = 8192  # most tokens of a step (vLLM's max_num_batched_tokens)
+    sequences: Annotated[int, Meta(ge=1)] = 1024  # most that run at once (vLLM's max_num_seqs)
+    weights_gb: Annotated[float, Meta(ge=0.0)] = 0.0  # of one version, over all its devices
+    delays: EngineDelays = EngineDelays()
+    errors: FitErrors | None = None  # None: not fitted to measurements
+
+    def install_pause_s(self, weights_gb: float | None = None) -> float:
+        """Seconds for which generation stands still while so much of a version is installed; None: all of it."""
+        size = self.weights_gb if weights_gb is None else weights_gb
+        return self.delays.install_s + self.delays.install_s_per_gb * size
+
+    def decode_tokens_per_s(self, batch: int, context: float) -> float:
+        """Tokens/s over all of `batch` decoding sequences with `context` tokens each."""
+        return batch / self.costs.step_s(batch=batch, context=round(batch * context))
