@@ -1,0 +1,23 @@
+"""Bounds of the numbers in a scenario. Each keeps a slip of the keyboard from becoming a run that never ends."""
+
+from typing import Annotated, TypeAlias
+
+from msgspec import Meta
+
+#: Names of pools and runs become parts of workers' and rollouts' ids.
+Name: TypeAlias = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
+Label: TypeAlias = Annotated[str, Meta(min_length=1, max_length=200)]
+#: A profile that comes with the simulator, or a path relative to the scenario's folder.
+Reference: TypeAlias = Annotated[str, Meta(min_length=1, max_length=1024)]
+#: 1e8 s are three years.
+Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=1e8)]
+LongerThanZero: TypeAlias = Annotated[float, Meta(gt=0, le=1e8)]
+Share: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
+#: A factor on lengths, times or rates.
+Factor: TypeAlias = Annotated[float, Meta(ge=1e-4, le=1e4)]
+#: One event per second is more than any machine survives.
+PerHour: TypeAlias = Annotated[float, Meta(ge=0, le=3600)]
+Dollars: TypeAlias = Annotated[float, Meta(ge=0, le=1e6)]
+Gbps: TypeAlias = Annotated[float, Meta(gt=0, le=1e5)]
+Machines: TypeAlias = Annotated[int, Meta(ge=0, le=20_000)]
+Tokens: TypeAlias = Annotated[int, Meta(ge=1, le=16 << 20)]

@@ -1,0 +1,111 @@
+"""Draws the work of a scenario's runs: the turns of each sample, by the seed alone.
+
+Whatever the order in which samples are asked for, and whoever asks, they are the same. So two policies get the same
+work.
+"""
+
+from functools import lru_cache
+from math import gcd, sqrt
+from random import Random
+
+from msgspec import Struct
+
+from ebbtide.simulator.scenario.draws.quantity_draws import curve
+from ebbtide.simulator.scenario.inputs.quantile_table import QuantileTable
+from ebbtide.simulator.scenario.scenario import Scenario
+from ebbtide.simulator.scenario.training_run import TrainingRun
+
+
+class Turn(Struct, frozen=True):
+    """One request to an engine. Lengths in tokens."""
+
+    prompt: int  # the whole context: the first prompt, earlier responses, and what the environment added
+    response: int
+    wait_s: float  # after the response: until the next turn, or until the reward of the last one
+
+
+class Workload:
+    """The work of all runs of a scenario."""
+
+    def __init__(self, scenario: Scenario, seed: int) -> None:
+        tables = scenario.tables.quantiles
+        self._runs = {run.name: RunWork(run, tables, seed) for run in scenario.run}
+
+    def turns(self, run: str, step: int, prompt: int, sample: int) -> tuple[Turn, ...]:
+        """Return the turns of a sample. `prompt` counts within the step, `sample` within the group, all from 0."""
+        return self._runs[run].turns(step, prompt, sample)
+
+    def prompt_id(self, run: str, step: int, prompt: int) -> int:
+        """Which prompt of the data set that is: equal ids are the same prompt in different epochs."""
+        return self._runs[run].identity(step, prompt)[1]
+
+
+class RunWork:
+    """The work of one run."""
+
+    def __init__(self, run: TrainingRun, tables: dict[str, QuantileTable], seed: int) -> None:
+        self._run, self._seed = run, seed
+        around = run.environment
+        self._length = curve(run.lengths, tables, run.cap)
+        self._prompt = curve(run.prompt_tokens, tables, run.context - 1)
+        self._number = curve(around.turns, tables, 1000.0)
+        self._added, self._wait, self._reward = (
+            curve(spec, tables) for spec in (around.adds_tokens, around.wait_s, around.reward_s)
+        )
+        self._alone = around.turns.value == 1 and around.reward_s.value == 0
+        self.normal = lru_cache(maxsize=4096)(self._normal)
+        self._order = lru_cache(maxsize=16)(self._permutation)
+
+    def identity(self, step: int, prompt: int) -> tuple[int, int]:
+        """Epoch and number of a prompt in the data set. Each epoch has an order of its own."""
+        index = step * self._run.prompts + prompt
+        if not (size := self._run.dataset):
+            return 0, index
+        epoch, place = divmod(index, size)
+        factor, offset = self._order(epoch)
+        return epoch, (place * factor + offset) % size
+
+    def turns(self, step: int, prompt: int, sample: int) -> tuple[Turn, ...]:
+        epoch, number = self.identity(step, prompt)
+        opening, z = self.normal(epoch, number)
+        name = f"{self._run.name} {step} {prompt} {sample}"
+        draw = Random(f"{self._seed} lengths {name}")
+        if self._alone:
+            return (Turn(opening, min(self._response(draw, z), self._run.context - opening), 0.0),)
+        return tuple(self._episode(draw, z, opening, Random(f"{self._seed} environment {name}")))
+
+    def _episode(self, draw: Random, z: float, opening: int, around: Random) -> list[Turn]:
+        """Draw turns until their number is reached, or the context is full."""
+        number = max(1, round(self._number(around.gauss())))
+        context, turns = opening, list[Turn]()
+        while True:
+            response = min(self._response(draw, z), self._run.context - context)
+            added, wait_s = round(self._added(around.gauss())), self._wait(around.gauss())
+            following = context + response + added
+            last = len(turns) + 1 >= number or following >= self._run.context
+            turns.append(Turn(context, response, self._reward(around.gauss()) if last else wait_s))
+            if last:
+                return turns
+            context = following
+
+    def _response(self, draw: Random, z: float) -> int:
+        share = self._run.lengths.correlation
+        return max(1, round(self._length(sqrt(share) * z + sqrt(1.0 - share) * draw.gauss())))
+
+    def _normal(self, epoch: int, number: int) -> tuple[int, float]:
+        """The prompt's tokens, and its part of the standard normal in an epoch."""
+        draw = Random(f"{self._seed} prompt {self._run.name} {number}")
+        tokens, lasting = max(1, round(self._prompt(draw.gauss()))), draw.gauss()
+        if not self._run.dataset:
+            return tokens, lasting
+        fresh = Random(f"{self._seed} epoch {self._run.name} {number} {epoch}").gauss()
+        repeats = self._run.lengths.repeats
+        return tokens, sqrt(repeats) * lasting + sqrt(1.0 - repeats) * fresh
+
+    def _permutation(self, epoch: int) -> tuple[int, int]:
+        """A factor without a common divisor with the data set's size, and an offset: an affine order of its prompts."""
+        size, draw = self._run.dataset, Random(f"{self._seed} order {self._run.name} {epoch}")
+        factor = draw.randrange(1, size + 1)
+        while gcd(factor, size) != 1:
+            factor = draw.randrange(1, size + 1)
+        return factor, draw.randrange(size)

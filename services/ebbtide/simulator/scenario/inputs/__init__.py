@@ -1,0 +1,1 @@
+"""Reads the tables that a scenario names: spot traces, quantiles, prices and served requests."""

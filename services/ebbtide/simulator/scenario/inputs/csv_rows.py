@@ -1,0 +1,160 @@
+"""Reads tables of comma-separated values whose cells are asked for by what they should be.
+
+A table is read within `read_rows`: problems gather, and all of them are raised at its end.
+"""
+
+import csv
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from io import StringIO
+from itertools import pairwise
+from math import inf, isfinite
+from pathlib import Path
+from typing import Final, NoReturn, TypeVar
+
+from ebbtide.simulator.scenario.refusals import MOST_PROBLEMS, Problem, ScenarioRefused
+from ebbtide.simulator.scenario.text_files import read_text
+
+T = TypeVar("T")
+#: A million requests are about 20 MB.
+_MOST_BYTES: Final = 32 << 20
+_MOST_ROWS: Final = 1_000_000
+#: Longest time in a table: three years in seconds.
+_LONGEST_S: Final = 1e8
+
+
+class CsvRows:
+    """The rows of a table, without empty ones and those that begin with #.
+
+    Problems of cells gather until there are too many; those of the table are raised at once.
+    """
+
+    def __init__(self, name: str, text: str) -> None:
+        self.name = name
+        self.lines: list[int] = []
+        self.problems: list[Problem] = []
+        self.columns: list[str] = []
+        self._rows: list[list[str]] = []
+        lines = ("\n" if line.startswith("#") else line for line in StringIO(text, newline=""))
+        reader = csv.reader(lines, strict=True)
+        try:
+            for cells in reader:
+                if any(cell.strip() for cell in cells):
+                    self._rows.append(cells)
+                    self.lines.append(reader.line_num)
+        except csv.Error as error:
+            self.refuse(reader.line_num, "", f"{error}; it must be a table of comma-separated values")
+        if len(self._rows) < 2:
+            self.refuse(1, "", "has no rows; it must be a table with a head and at least one row")
+        self.columns, self._head = [cell.strip() for cell in self._rows.pop(0)], self.lines.pop(0)
+        self._check_table()
+
+    def _check_table(self) -> None:
+        for index, column in enumerate(self.columns):
+            if column in self.columns[:index]:
+                self.refuse(self._head, column, "the table has this column twice; take one out")
+        if len(self._rows) > _MOST_ROWS:
+            self.refuse(self.lines[_MOST_ROWS], "", f"has more than {_MOST_ROWS} rows; cut a window out of it")
+
+    def __iter__(self) -> Iterator["CsvRow"]:
+        for line, cells in zip(self.lines, self._rows, strict=True):
+            yield CsvRow(self, line, cells)
+
+    def need(self, *columns: str) -> None:
+        """Refuse a table that lacks one of them."""
+        if missing := [column for column in columns if column not in self.columns]:
+            have, want = ",".join(self.columns)[:200], ",".join(columns)
+            self.refuse(self._head, missing[0], f"is no column; the table has {have!r} and needs {want!r}")
+
+    def one_of(self, columns: Sequence[str], what: str) -> str:
+        """Return the one that the table has, and refuse it if it has none or several."""
+        found = [column for column in columns if column in self.columns]
+        if len(found) != 1:
+            have = ",".join(self.columns)[:200]
+            self.refuse(self._head, "", f"has columns {have!r}; {what} must be one of {', '.join(columns)}")
+        return found[0]
+
+    def note(self, line: int, column: str, text: str) -> None:
+        """Note a problem, and raise all of them once there are enough."""
+        self.problems.append(Problem(self.name, line, self._position(line, column), column, text))
+        if len(self.problems) >= MOST_PROBLEMS:
+            raise ScenarioRefused(self.problems)
+
+    def refuse(self, line: int, column: str, text: str) -> NoReturn:
+        problem = Problem(self.name, line, self._position(line, column), column, text)
+        raise ScenarioRefused([*self.problems, problem])
+
+    def refuse_all(self, text: str) -> NoReturn:
+        self.refuse(1, "", text)
+
+    def _position(self, line: int, column: str) -> int:
+        """The character at which a cell begins, where no cell before it is quoted; else 0."""
+        if column not in self.columns or line not in self.lines:
+            return 0
+        cells = self._rows[self.lines.index(line)][: self.columns.index(column)]
+        return 0 if any('"' in cell or "," in cell for cell in cells) else 1 + sum(len(cell) + 1 for cell in cells)
+
+
+class CsvRow:
+    """One row. Cells that are not what they should be are noted, and replaced by something that is."""
+
+    def __init__(self, rows: CsvRows, line: int, cells: list[str]) -> None:
+        self._rows, self._line, self._cells = rows, line, cells
+        if len(cells) != len(rows.columns):
+            told = f"has {len(cells)} cells; the head has {len(rows.columns)} columns"
+            rows.note(line, "", f"{told}; the row must have as many")
+
+    def text(self, column: str) -> str:
+        index = self._rows.columns.index(column)
+        text = self._cells[index].strip() if index < len(self._cells) else ""
+        if not text or len(text) > 200 or not text.isprintable():
+            self._rows.note(self._line, column, "must be 1 to 200 printable characters")
+        return text
+
+    def word(self, column: str, known: Mapping[str, T]) -> T:
+        text = self.text(column)
+        if text not in known:
+            self._rows.note(self._line, column, f"is {_shown(text)}; it must be {' or '.join(known)}")
+            return next(iter(known.values()))
+        return known[text]
+
+    def number(self, column: str, *, most: float = _LONGEST_S) -> float:
+        text = self.text(column)
+        try:
+            value = float(text)
+        except ValueError:
+            value = inf
+        if not isfinite(value) or not 0 <= value <= most:
+            self._rows.note(self._line, column, f"is {_shown(text)}; it must be a number from 0 to {most:g}")
+            return 0.0
+        return value
+
+    def whole(self, column: str, *, most: int) -> int:
+        value = self.number(column, most=most)
+        if value != int(value):
+            self._rows.note(self._line, column, f"is {value:g}; it must be a whole number")
+        return int(value)
+
+
+def rising(rows: CsvRows, values: Sequence[float], column: str, *, strictly: bool = False) -> None:
+    """Note the first row whose value is less than the one before, or as large where they must rise."""
+    if rows.problems:
+        return
+    for index, (before, value) in enumerate(pairwise(values)):
+        if value < before or (strictly and value == before):
+            told = f"is {value:.12g} after {before:.12g}"
+            rows.note(rows.lines[index + 1], column, f"{told}; rows must be sorted by {column}")
+            return
+
+
+@contextmanager
+def read_rows(path: Path, name: str) -> Iterator[CsvRows]:
+    """Read a table, and raise what was noted. Raises `ScenarioRefused` naming the file as `name`."""
+    rows = CsvRows(name, read_text(path, name, most_bytes=_MOST_BYTES))
+    yield rows
+    if rows.problems:
+        raise ScenarioRefused(rows.problems)
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= 40 else text[:37] + "...")

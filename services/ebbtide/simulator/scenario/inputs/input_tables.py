@@ -1,0 +1,15 @@
+"""Holds the tables of all files that a scenario names, by the file's name there."""
+
+from msgspec import Struct
+
+from ebbtide.simulator.scenario.inputs.price_table import PriceTable
+from ebbtide.simulator.scenario.inputs.quantile_table import QuantileTable
+from ebbtide.simulator.scenario.inputs.served_trace import ServedTrace
+from ebbtide.simulator.scenario.inputs.spot_trace import SpotTrace
+
+
+class InputTables(Struct, frozen=True, kw_only=True):
+    spots: dict[str, SpotTrace] = {}
+    quantiles: dict[str, QuantileTable] = {}
+    prices: dict[str, PriceTable] = {}
+    served: dict[str, ServedTrace] = {}

@@ -1,0 +1,174 @@
+"""Checks what the type of one value cannot express: values against each other, and names of what there must be."""
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any, Final
+
+from ebbtide.errors import InvalidRequest
+from ebbtide.simulator.scenario.draws.served_arrivals import burst_pause_s
+from ebbtide.simulator.scenario.fault_plan import PlannedFault
+from ebbtide.simulator.scenario.machine_pool import MachinePool, ServingSpec
+from ebbtide.simulator.scenario.reading.known_names import KnownNames
+from ebbtide.simulator.scenario.reading.quantity_checks import Wrong, quantity_problems
+from ebbtide.simulator.scenario.reading.record_check import checked, suggestion
+from ebbtide.simulator.scenario.reading.scenario_source import ScenarioSource
+from ebbtide.simulator.scenario.reading.toml_places import TomlPath
+from ebbtide.simulator.scenario.scenario import ScenarioSpec, is_path
+from ebbtide.simulator.scenario.training_run import TrainingRun
+
+#: Rollouts of one step, over all of its groups.
+_MOST_ROLLOUTS: Final = 1_000_000
+#: Losses and stalls of a pool at random. More of them take minutes to draw alone.
+_MOST_EVENTS: Final = 1_000_000
+
+
+def check_names(spec: ScenarioSpec, source: ScenarioSource, known: KnownNames) -> None:
+    """Note all problems of a spec whose values have the right types."""
+    for kind in ("fleet", "run"):
+        _check_unique(kind, [one.name for one in getattr(spec, kind)], source)
+    for path, text in _problems(spec):
+        source.note(path, text)
+    for index, pool in enumerate(spec.fleet):
+        _check_profile(("fleet", index, "engine"), pool.engine, known.engines, "engine", source)
+        if pool.serving is not None:
+            _check_profile(("fleet", index, "serving", "costs"), pool.serving.costs, known.costs, "costs", source)
+    for index, run in enumerate(spec.run):
+        _check_profile(("run", index, "trainer"), run.trainer, known.trainers, "trainer", source)
+    _check_policy(spec, source, known)
+
+
+def _problems(spec: ScenarioSpec) -> Iterator[Wrong]:
+    runs = [run.name for run in spec.run]
+    for index, pool in enumerate(spec.fleet):
+        yield from _below(("fleet", index), _pool_problems(spec, pool))
+    for index, run in enumerate(spec.run):
+        yield from _below(("run", index), _run_problems(spec, run))
+    for index, fault in enumerate(spec.fault):
+        yield from _below(("fault", index), _fault_problems(spec, fault, runs))
+
+
+def _below(path: TomlPath, found: Iterable[Wrong]) -> Iterator[Wrong]:
+    return (((*path, *inner), text) for inner, text in found)
+
+
+def _check_unique(kind: str, names: list[str], source: ScenarioSource) -> None:
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            source.note((kind, index, "name"), f"{name!r} is the name of another one, too; choose another name")
+
+
+def _check_profile(
+    path: TomlPath, reference: str, known: frozenset[str] | None, what: str, source: ScenarioSource
+) -> None:
+    if is_path(reference):
+        if not (source.folder / reference).is_file():
+            source.note(path, f"there is no file {source.shown(reference)}; check the path")
+    elif known is not None and reference not in known:
+        source.note(path, f"there is no {what} profile {reference!r}{suggestion(reference, sorted(known))}")
+
+
+def _check_policy(spec: ScenarioSpec, source: ScenarioSource, known: KnownNames) -> None:
+    if known.policies is None:
+        return
+    name = spec.policy.name
+    if name not in known.policies:
+        source.note(("policy", "name"), f"there is no policy {name!r}{suggestion(name, list(known.policies))}")
+        return
+    checked(known.policies[name], spec.policy.params, ("policy", "params"), source.note)
+
+
+def _pool_problems(spec: ScenarioSpec, pool: MachinePool) -> Iterator[Wrong]:
+    if (pool.workers is None) == (pool.trace is None):
+        told = "state one of workers and trace" if pool.workers is None else "states trace and workers; take one out"
+        yield ("workers",), told
+    if pool.price_per_hour and pool.prices is not None:
+        yield ("prices",), "states prices and price_per_hour; take one out"
+    if pool.from_s >= min(spec.until_s, pool.until_s if pool.until_s is not None else spec.until_s):
+        yield ("from_s",), "must be before until_s and before the scenario's end"
+    if pool.trace is not None and pool.trace.most == 0:
+        yield ("trace", "most"), "must be at least 1; leave the pool out for none"
+    events = (pool.workers or 0) * spec.until_s / 3600.0 * (pool.losses_per_hour + pool.stalls_per_hour)
+    if events > _MOST_EVENTS:
+        told = f"makes about {events:.0f} losses and stalls; give fewer per hour, or fewer hours"
+        yield ("losses_per_hour" if pool.losses_per_hour else "stalls_per_hour",), told
+    yield from _kind_problems(pool, [run.name for run in spec.run])
+    if pool.serving is not None:
+        yield from _below(("serving",), _serving_problems(pool.serving))
+
+
+def _kind_problems(pool: MachinePool, runs: list[str]) -> Iterator[Wrong]:
+    if (pool.kind == "borrowed") != (pool.serving is not None):
+        told = "a borrowed machine serves users; add a table [fleet.serving]"
+        yield ("serving",), told if pool.kind == "borrowed" else 'only a pool of kind "borrowed" serves users'
+    if pool.kind != "trainer":
+        for name in ("run", "window_s"):
+            if getattr(pool, name) is not None:
+                yield (name,), 'is for pools of kind "trainer" alone; take it out or change the kind'
+        return
+    if pool.run is None and len(runs) > 1:
+        yield ("run",), "name the run whose trainer has these engines"
+    elif pool.run is not None and pool.run not in runs:
+        yield ("run",), f"there is no run {pool.run!r}{suggestion(pool.run, runs)}"
+    if pool.trace is not None:
+        yield ("trace",), "a trainer's machines come and go with it; state workers"
+
+
+def _serving_problems(serving: ServingSpec) -> Iterator[Wrong]:
+    try:
+        serving.slo.targets()
+    except InvalidRequest as error:
+        yield ("slo", error.field), str(error).removeprefix(f"{error.field}: ")
+    if serving.file is None and burst_pause_s(serving) <= 0:
+        yield ("burst_gap_s",), "leaves no pause between bursts at that rate; give a shorter gap or a lower rate"
+
+
+def _run_problems(spec: ScenarioSpec, run: TrainingRun) -> Iterator[Wrong]:
+    if spec.hours is None and spec.steps_of(run) is None:
+        yield ("steps",), "nothing ends this run; state hours or steps"
+    if run.start_s >= spec.until_s:
+        yield ("start_s",), f"must be before the scenario's end at {spec.until_s:g} s"
+    if run.rollouts_per_step > _MOST_ROLLOUTS:
+        yield (
+            ("prompts",),
+            f"a step has {run.rollouts_per_step} rollouts; prompts * group must be at most {_MOST_ROLLOUTS}",
+        )
+    if 0 < run.dataset < run.prompts:
+        yield ("dataset",), f"must be at least the {run.prompts} prompts of a step, or 0"
+    if run.share.ceiling is not None and run.share.floor > run.share.ceiling:
+        yield ("share", "floor"), f"must be at most the ceiling, {run.share.ceiling:g}"
+    quantities = partial(_quantity, run)
+    yield from quantities("prompt_tokens", most=run.context - 1)
+    yield from quantities("lengths", most=run.cap)
+    around = run.environment
+    for name in around.__struct_fields__:
+        yield from _below(("environment", name), quantity_problems(getattr(around, name), None))
+
+
+def _quantity(run: TrainingRun, name: str, most: float) -> Iterator[Wrong]:
+    return _below((name,), quantity_problems(getattr(run, name), most))
+
+
+def _fault_problems(spec: ScenarioSpec, fault: PlannedFault, runs: list[str]) -> Iterator[Wrong]:
+    pools: dict[str, Any] = {pool.name: pool for pool in spec.fleet}
+    if fault.kind == "trainer":
+        if fault.pool is not None:
+            yield ("pool",), "a trainer belongs to a run; take it out"
+    elif fault.pool is None and len(pools) > 1:
+        yield ("pool",), "name the pool whose machines it befalls"
+    elif fault.pool is not None and fault.pool not in pools:
+        yield ("pool",), f"there is no pool {fault.pool!r}{suggestion(fault.pool, pools)}"
+    if fault.run is not None and fault.run not in runs:
+        yield ("run",), f"there is no run {fault.run!r}{suggestion(fault.run, runs)}"
+    elif fault.run is None and len(runs) > 1 and (fault.step is not None or fault.kind == "trainer"):
+        yield ("run",), "name the run whose step or trainer it means"
+    if fault.step is None and fault.at_s >= spec.until_s:
+        yield ("at_s",), f"must be before the scenario's end at {spec.until_s:g} s"
+    yield from _size_problems(spec, fault)
+
+
+def _size_problems(spec: ScenarioSpec, fault: PlannedFault) -> Iterator[Wrong]:
+    if fault.kind == "trainer":
+        return
+    for pool in spec.fleet:
+        if pool.name == (fault.pool or spec.fleet[0].name) and fault.machines > (pool.workers or fault.machines):
+            yield ("machines",), f"must be at most the {pool.workers} machines of the pool {pool.name!r}"

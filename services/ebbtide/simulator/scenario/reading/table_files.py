@@ -1,0 +1,98 @@
+"""Reads all files that a scenario names."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+from ebbtide.simulator.scenario.draws.served_arrivals import served_span_s
+from ebbtide.simulator.scenario.inputs.input_tables import InputTables
+from ebbtide.simulator.scenario.inputs.price_table import read_prices
+from ebbtide.simulator.scenario.inputs.quantile_table import QuantileTable, read_quantiles
+from ebbtide.simulator.scenario.inputs.served_trace import read_served_trace
+from ebbtide.simulator.scenario.inputs.spot_trace import SpotTrace, read_spot_trace
+from ebbtide.simulator.scenario.machine_pool import ServingSpec, SpotTraceSpec
+from ebbtide.simulator.scenario.quantity_spec import QuantitySpec
+from ebbtide.simulator.scenario.reading.scenario_source import ScenarioSource
+from ebbtide.simulator.scenario.reading.toml_places import TomlPath
+from ebbtide.simulator.scenario.refusals import ScenarioRefused, UnreadableFile
+from ebbtide.simulator.scenario.scenario import ScenarioSpec
+from ebbtide.simulator.scenario.training_run import TrainingRun
+
+T = TypeVar("T")
+
+
+def read_tables(spec: ScenarioSpec, source: ScenarioSource) -> InputTables:
+    """Read the files, each once, and note their problems and those of windows that are cut out of them."""
+    tables = InputTables()
+    for index, pool in enumerate(spec.fleet):
+        at: TomlPath = ("fleet", index)
+        if pool.prices is not None:
+            _add(tables.prices, pool.prices, read_prices, (*at, "prices"), source)
+        if pool.trace is not None:
+            _add(tables.spots, pool.trace.file, read_spot_trace, (*at, "trace", "file"), source)
+            _check_window((*at, "trace"), pool.trace, tables, source)
+        if pool.serving is not None and pool.serving.file is not None:
+            _add(tables.served, pool.serving.file, read_served_trace, (*at, "serving", "file"), source)
+            _check_served((*at, "serving"), pool.serving, tables, source)
+    for index, run in enumerate(spec.run):
+        for path, quantity in _quantities(run):
+            if quantity.file is not None:
+                place = ("run", index, *path)
+                _add(tables.quantiles, quantity.file, read_quantiles, (*place, "file"), source)
+                _check_table(place, quantity, tables.quantiles.get(quantity.file), source)
+    return tables
+
+
+def _quantities(run: TrainingRun) -> Iterator[tuple[TomlPath, QuantitySpec]]:
+    yield ("prompt_tokens",), run.prompt_tokens
+    yield ("lengths",), run.lengths
+    for name in run.environment.__struct_fields__:
+        yield ("environment", name), getattr(run.environment, name)
+
+
+def _add(
+    tables: dict[str, T], file: str, read: Callable[[Path, str], T], path: TomlPath, source: ScenarioSource
+) -> None:
+    if file in tables:
+        return
+    try:
+        tables[file] = read(source.folder / file, source.shown(file))
+    except UnreadableFile as error:
+        source.note(path, f"{file!r} {'; '.join(problem.text for problem in error.problems)}")
+    except ScenarioRefused as error:
+        source.add(*error.problems)
+
+
+def _check_window(path: TomlPath, spec: SpotTraceSpec, tables: InputTables, source: ScenarioSource) -> None:
+    if (trace := tables.spots.get(spec.file)) is None:
+        return
+    end_s = spec.start_s + spec.span_s if spec.span_s else trace.end_s
+    if spec.start_s > trace.end_s:
+        source.note((*path, "start_s"), f"must be at most {trace.end_s:g}, the trace's end")
+    elif not _anybody(trace, spec.start_s, end_s):
+        told = f"no machine is there from {spec.start_s:g} to {end_s:g} s of the trace; choose another window"
+        source.note((*path, "start_s"), told)
+    if spec.repeats and end_s <= spec.start_s:
+        source.note((*path, "repeats"), "the window has no length, so it cannot begin again; state span_s")
+
+
+def _anybody(trace: SpotTrace, start_s: float, end_s: float) -> bool:
+    """Whether a machine is there at some moment of the window."""
+    there = 0
+    changes = [(one.at_s, there := there + (1 if one.joins else -1)) for one in trace.events] or trace.counts
+    before = [number for at_s, number in changes if at_s <= start_s]
+    return bool(before and before[-1]) or any(number for at_s, number in changes if start_s < at_s <= end_s)
+
+
+def _check_served(path: TomlPath, spec: ServingSpec, tables: InputTables, source: ScenarioSource) -> None:
+    if (trace := tables.served.get(spec.file or "")) is None:
+        return
+    span_s = served_span_s(spec, trace)
+    if not any(spec.start_s <= at_s < spec.start_s + span_s for at_s in trace.times_s):
+        told = f"no request comes from {spec.start_s:g} to {spec.start_s + span_s:g} s; choose another window"
+        source.note((*path, "start_s"), told)
+
+
+def _check_table(path: TomlPath, spec: QuantitySpec, table: QuantileTable | None, source: ScenarioSource) -> None:
+    if table is not None and spec.mean is not None and table.values[-1] <= 0:
+        source.note((*path, "mean"), "all values of the file are 0, so none of their multiples has this mean")

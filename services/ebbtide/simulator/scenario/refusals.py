@@ -1,0 +1,40 @@
+"""Defines how scenarios and their inputs are refused: by file, line, column, field and remedy."""
+
+from collections.abc import Sequence
+from typing import Final
+
+from msgspec import Struct
+
+from ebbtide.errors import InvalidRequest
+
+#: Of one scenario at once. Reading ends there.
+MOST_PROBLEMS: Final = 20
+
+
+class Problem(Struct, frozen=True, order=True):
+    """One thing that is wrong. Lines and columns count from 1; a column of 0 means the whole line."""
+
+    file: str
+    line: int
+    column: int
+    field: str
+    text: str  # what is wrong, and the remedy
+
+    def __str__(self) -> str:
+        place = f"{self.file}:{self.line}:{self.column}" if self.column else f"{self.file}:{self.line}"
+        return f"{place}: {self.field}: {self.text}" if self.field else f"{place}: {self.text}"
+
+
+class ScenarioRefused(InvalidRequest):
+    """A scenario, or a file that it names, is wrong. The text has a line for each problem."""
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        self.problems = tuple(sorted(set(problems)))
+        lines = [str(problem) for problem in self.problems]
+        if len(lines) >= MOST_PROBLEMS:
+            lines.append(f"{self.problems[-1].file}: further problems are not listed")
+        super().__init__("\n".join(lines))
+
+
+class UnreadableFile(ScenarioRefused):
+    """A file is not there, is none, or has no text. What names it is wrong, more than what is in it."""

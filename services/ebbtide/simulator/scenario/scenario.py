@@ -1,0 +1,66 @@
+"""Defines a scenario: a fleet, the runs on it, what befalls them, and the policy that decides."""
+
+from pathlib import Path
+from typing import Annotated, Final
+
+from msgspec import Meta, Struct
+
+from ebbtide.simulator.scenario.bounds import Gbps, Label, Name
+from ebbtide.simulator.scenario.fault_plan import PlannedFault
+from ebbtide.simulator.scenario.inputs.input_tables import InputTables
+from ebbtide.simulator.scenario.inputs.price_table import PriceTable, fixed_price
+from ebbtide.simulator.scenario.machine_pool import MachinePool
+from ebbtide.simulator.scenario.training_run import TrainingRun
+
+#: Where only steps end a scenario, it is given up after so many hours: a fleet may stay empty for ever.
+LONGEST_H: Final = 1_000.0
+
+
+class PolicyChoice(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Who decides: Ebbtide's own code, or a rival by name. Each policy checks its own parameters."""
+
+    name: Name = "ebbtide"
+    params: dict[str, bool | int | float | str] = {}
+
+
+class ScenarioSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A scenario as its file states it."""
+
+    name: Label
+    extends: str = ""  # a scenario in the same folder, whose keys hold where this one does not state them
+    hours: Annotated[float, Meta(gt=0, le=LONGEST_H)] | None = None  # whichever comes first, time or steps
+    steps: Annotated[int, Meta(ge=1, le=1_000_000)] | None = None  # of each run that names no number itself
+    fleet: Annotated[tuple[MachinePool, ...], Meta(min_length=1, max_length=100)]
+    run: Annotated[tuple[TrainingRun, ...], Meta(min_length=1, max_length=500)]
+    fault: Annotated[tuple[PlannedFault, ...], Meta(max_length=10_000)] = ()
+    policy: PolicyChoice = PolicyChoice()
+    relay_gbps: Gbps = 200.0  # the link of the relay from which workers pull versions
+
+    @property
+    def until_s(self) -> float:
+        """The scenario's last second, even if steps are left."""
+        return (self.hours if self.hours is not None else LONGEST_H) * 3600.0
+
+    def steps_of(self, run: TrainingRun) -> int | None:
+        """How many steps end the run; None: time alone ends it."""
+        return run.steps if run.steps is not None else self.steps
+
+
+class Scenario(ScenarioSpec, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A scenario with the tables of all files that it names."""
+
+    folder: str = "."  # paths in it are relative to this one
+    tables: InputTables = InputTables()
+
+    def profile_path(self, reference: str) -> Path | None:
+        """The file of a profile, or None for one that comes with the simulator."""
+        return Path(self.folder) / reference if is_path(reference) else None
+
+    def price(self, pool: MachinePool) -> PriceTable:
+        """What a machine of the pool costs."""
+        return self.tables.prices[pool.prices] if pool.prices is not None else fixed_price(pool.price_per_hour)
+
+
+def is_path(reference: str) -> bool:
+    """Whether a profile is named by its file."""
+    return "/" in reference or reference.endswith(".toml")

@@ -1,0 +1,51 @@
+"""Reads files of text that somebody named, and refuses those that are none."""
+
+import os
+import stat
+from pathlib import Path
+
+from ebbtide.simulator.scenario.refusals import Problem, ScenarioRefused, UnreadableFile
+
+
+def read_text(path: Path, name: str, *, most_bytes: int) -> str:
+    """Read a regular file in UTF-8. Raises `ScenarioRefused` naming the file as `name`.
+
+    If there is no such file, or it is too large, that is an `UnreadableFile`.
+    """
+    try:
+        # Pipes and devices could block, or never end: the file is opened without waiting and looked at first.
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(handle, "rb") as file:  # noqa: PTH123
+            if not stat.S_ISREG(os.fstat(handle).st_mode):
+                raise _unreadable(name, "is no regular file; name a file with a table or a scenario")
+            data = file.read(most_bytes + 1)
+    except (OSError, ValueError) as error:
+        told = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise _unreadable(name, f"cannot be read ({told}); check its path and permissions") from None
+    if len(data) > most_bytes:
+        raise _unreadable(name, f"is larger than {most_bytes} bytes; leave out what the simulation does not need")
+    return _decoded(data, name)
+
+
+def _decoded(data: bytes, name: str) -> str:
+    if data.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise _refused(name, "is encoded in UTF-16; save it in UTF-8")
+    try:
+        text = data.removeprefix(b"\xef\xbb\xbf").decode()
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        column = error.start - data.rfind(b"\n", 0, error.start)
+        raise _refused(name, "is not encoded in UTF-8; save it in UTF-8", line, column) from None
+    if (at := text.find("\0")) >= 0:
+        raise _refused(
+            name, "has a NUL character; take it out", text.count("\n", 0, at) + 1, at - text.rfind("\n", 0, at)
+        )
+    return text
+
+
+def _refused(name: str, text: str, line: int = 1, column: int = 0) -> ScenarioRefused:
+    return ScenarioRefused([Problem(name, line, column, "", text)])
+
+
+def _unreadable(name: str, text: str) -> UnreadableFile:
+    return UnreadableFile([Problem(name, 1, 0, "", text)])
