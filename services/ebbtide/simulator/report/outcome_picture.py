@@ -45,7 +45,9 @@ def write_outcome_picture(outcomes: Sequence[Outcome], path: Path) -> None:
     rows = [_machines(outcome.spans) for outcome in outcomes]
     heights = [height for found in rows for height in (_FLEET, _height(len(found)))]
     size = (_WIDTH, sum(heights) + 1.1 * len(outcomes))
-    figure, axes = plt.subplots(len(heights), 1, figsize=size, layout="constrained", height_ratios=heights, squeeze=False)
+    figure, axes = plt.subplots(
+        len(heights), 1, figsize=size, layout="constrained", height_ratios=heights, squeeze=False
+    )
     try:
         for number, (outcome, found) in enumerate(zip(outcomes, rows, strict=True)):
             _draw(axes[2 * number][0], axes[2 * number + 1][0], outcome, found)
