@@ -21,6 +21,7 @@ FOREIGN: Final = {
     "relay": ("torch", "vllm", "redis", "typer", "matplotlib"),
     "guard": ("torch", "vllm", "redis", "numba", "typer"),
     "cli": ("torch", "vllm", "redis", "numba", "matplotlib"),
+    "simulate": ("torch", "vllm", "numba", "httptools", "aiohttp"),
 }
 pytestmark = [pytest.mark.extras, pytest.mark.timeout(900)]
 

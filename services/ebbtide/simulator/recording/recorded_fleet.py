@@ -1,7 +1,7 @@
 """Tells from a run's attempts and events which workers it had, from when to when."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, Literal
 
 from msgspec import Struct
@@ -39,14 +39,17 @@ class _Presence(Struct):
 def record_fleet(
     spans: Iterable[AttemptSpan], events: Iterable[RunEvent], listed: Iterable[Worker]
 ) -> tuple[list[RecordedWorker], MeasuredEngine | None]:
-    """Returns the workers that served the run, by name, and the engine fitted to their attempts.
+    """Returns the workers that served the run, or were ready to, by name, and the engine fitted to their attempts.
 
     A worker without an event of its coming was there at the run's begin: events go to the runs that live. Kind and
     slots are known of workers that the coordinator still lists.
     """
-    by_worker: dict[str, list[AttemptSpan]] = defaultdict(list)
+    events, by_worker = list(events), defaultdict[str, list[AttemptSpan]](list)
     for span in spans:
         by_worker[span.worker_id].append(span)
+    for event in events:
+        if event.kind == "installed" and "worker" in event.labels:
+            by_worker.setdefault(event.labels["worker"], [])  # it was ready for the run, and got no rollout
     loads = {worker: WorkerLoad(found) for worker, found in by_worker.items()}
     engine = measured_engine(loads)
     presences, known = _presences(events, by_worker), {worker.worker_id: worker for worker in listed}
@@ -77,15 +80,15 @@ def _recorded(
     load: WorkerLoad,
     engine: MeasuredEngine | None,
     presence: _Presence,
-    spans: Iterable[AttemptSpan],
+    spans: Sequence[AttemptSpan],
     listed: Worker | None,
 ) -> RecordedWorker:
-    last_s = max(span.end_s for span in spans)
     spells = presence.spells
-    if spells[-1][1] is not None and spells[-1][1] < last_s:  # it worked on: the event of its return was dropped
+    # Attempts of a lost worker end a little after its loss; one that begins then shows that it came back unheard.
+    if spells[-1][1] is not None and any(span.begin_s > spells[-1][1] for span in spans):
         spells = [*spells[:-1], (spells[-1][0], None)]
     if spells[-1][1] is None and listed is None:  # it is not there any more, and nobody said when it went
-        spells = [*spells[:-1], (spells[-1][0], last_s)]
+        spells = [*spells[:-1], (spells[-1][0], max((span.end_s for span in spans), default=spells[-1][0]))]
     return RecordedWorker(
         worker=name,
         kind=_KINDS[listed.kind] if listed else "",
