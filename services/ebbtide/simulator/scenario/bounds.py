@@ -15,8 +15,8 @@ LongerThanZero: TypeAlias = Annotated[float, Meta(gt=0, le=1e8)]
 Share: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
 #: A factor on lengths, times or rates.
 Factor: TypeAlias = Annotated[float, Meta(ge=1e-4, le=1e4)]
-#: One event per second is more than any machine survives.
-PerHour: TypeAlias = Annotated[float, Meta(ge=0, le=3600)]
+#: A machine that is lost every minute never gets anything done.
+PerHour: TypeAlias = Annotated[float, Meta(ge=0, le=60)]
 Dollars: TypeAlias = Annotated[float, Meta(ge=0, le=1e6)]
 Gbps: TypeAlias = Annotated[float, Meta(gt=0, le=1e5)]
 Machines: TypeAlias = Annotated[int, Meta(ge=0, le=20_000)]

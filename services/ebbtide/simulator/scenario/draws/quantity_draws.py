@@ -68,6 +68,6 @@ def _scale_of_mean(shape: Curve, mean: float, least: float, cap: float) -> float
         factor = sqrt(low * high)
         found = sum(min(cap, max(least, factor * value)) for value in values) / _GRID
         low, high = (factor, high) if found < mean else (low, factor)
-        if high / low < 1.0 + 1e-9:
+        if high / low < 1.0 + 1e-6:
             break
     return sqrt(low * high)

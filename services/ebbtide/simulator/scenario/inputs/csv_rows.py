@@ -4,6 +4,7 @@ A table is read within `read_rows`: problems gather, and all of them are raised 
 """
 
 import csv
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import StringIO
@@ -21,6 +22,7 @@ _MOST_BYTES: Final = 32 << 20
 _MOST_ROWS: Final = 1_000_000
 #: Longest time in a table: three years in seconds.
 _LONGEST_S: Final = 1e8
+_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 class CsvRows:
@@ -105,23 +107,33 @@ class CsvRow:
             rows.note(line, "", f"{told}; the row must have as many")
 
     def text(self, column: str) -> str:
+        """The cell's text; none if that was noted."""
         index = self._rows.columns.index(column)
-        text = self._cells[index].strip() if index < len(self._cells) else ""
-        if not text or len(text) > 200 or not text.isprintable():
-            self._rows.note(self._line, column, "must be 1 to 200 printable characters")
+        if index >= len(self._cells):
+            return ""
+        text = self._cells[index].strip()
+        if text and len(text) <= 200 and text.isprintable():
+            return text
+        self._rows.note(self._line, column, "must be 1 to 200 printable characters")
+        return ""
+
+    def name(self, column: str) -> str:
+        """A text that may become part of an id."""
+        text = self.text(column)
+        if text and not _NAME.fullmatch(text):
+            self._rows.note(self._line, column, f"is {_shown(text)}; it must be 1 to 64 of A-Z a-z 0-9 . _ -")
         return text
 
     def word(self, column: str, known: Mapping[str, T]) -> T:
         text = self.text(column)
-        if text not in known:
+        if text and text not in known:
             self._rows.note(self._line, column, f"is {_shown(text)}; it must be {' or '.join(known)}")
-            return next(iter(known.values()))
-        return known[text]
+        return known.get(text, next(iter(known.values())))
 
     def number(self, column: str, *, most: float = _LONGEST_S) -> float:
         text = self.text(column)
         try:
-            value = float(text)
+            value = float(text or 0)
         except ValueError:
             value = inf
         if not isfinite(value) or not 0 <= value <= most:

@@ -18,8 +18,6 @@ from ebbtide.simulator.scenario.training_run import TrainingRun
 
 #: Rollouts of one step, over all of its groups.
 _MOST_ROLLOUTS: Final = 1_000_000
-#: Losses and stalls of a pool at random. More of them take minutes to draw alone.
-_MOST_EVENTS: Final = 1_000_000
 
 
 def check_names(spec: ScenarioSpec, source: ScenarioSource, known: KnownNames) -> None:
@@ -87,10 +85,6 @@ def _pool_problems(spec: ScenarioSpec, pool: MachinePool) -> Iterator[Wrong]:
         yield ("from_s",), "must be before until_s and before the scenario's end"
     if pool.trace is not None and pool.trace.most == 0:
         yield ("trace", "most"), "must be at least 1; leave the pool out for none"
-    events = (pool.workers or 0) * spec.until_s / 3600.0 * (pool.losses_per_hour + pool.stalls_per_hour)
-    if events > _MOST_EVENTS:
-        told = f"makes about {events:.0f} losses and stalls; give fewer per hour, or fewer hours"
-        yield ("losses_per_hour" if pool.losses_per_hour else "stalls_per_hour",), told
     yield from _kind_problems(pool, [run.name for run in spec.run])
     if pool.serving is not None:
         yield from _below(("serving",), _serving_problems(pool.serving))

@@ -1,8 +1,9 @@
 """Reads all files that a scenario names."""
 
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from ebbtide.simulator.scenario.draws.served_arrivals import served_span_s
 from ebbtide.simulator.scenario.inputs.input_tables import InputTables
@@ -19,6 +20,8 @@ from ebbtide.simulator.scenario.scenario import ScenarioSpec
 from ebbtide.simulator.scenario.training_run import TrainingRun
 
 T = TypeVar("T")
+#: Arrivals and losses that a repeated trace may make.
+_MOST_CHANGES: Final = 2_000_000
 
 
 def read_tables(spec: ScenarioSpec, source: ScenarioSource) -> InputTables:
@@ -31,6 +34,7 @@ def read_tables(spec: ScenarioSpec, source: ScenarioSource) -> InputTables:
         if pool.trace is not None:
             _add(tables.spots, pool.trace.file, read_spot_trace, (*at, "trace", "file"), source)
             _check_window((*at, "trace"), pool.trace, tables, source)
+            _check_laps((*at, "trace"), pool.trace, tables, spec.until_s, source)
         if pool.serving is not None and pool.serving.file is not None:
             _add(tables.served, pool.serving.file, read_served_trace, (*at, "serving", "file"), source)
             _check_served((*at, "serving"), pool.serving, tables, source)
@@ -72,8 +76,20 @@ def _check_window(path: TomlPath, spec: SpotTraceSpec, tables: InputTables, sour
     elif not _anybody(trace, spec.start_s, end_s):
         told = f"no machine is there from {spec.start_s:g} to {end_s:g} s of the trace; choose another window"
         source.note((*path, "start_s"), told)
-    if spec.repeats and end_s <= spec.start_s:
+
+
+def _check_laps(
+    path: TomlPath, spec: SpotTraceSpec, tables: InputTables, until_s: float, source: ScenarioSource
+) -> None:
+    if not spec.repeats or (trace := tables.spots.get(spec.file)) is None:
+        return
+    span_s = (spec.span_s or trace.end_s - spec.start_s) * spec.time_scale
+    rows = len(trace.events) or sum(abs(after - before) for (_, before), (_, after) in pairwise(trace.counts))
+    if span_s <= 0:
         source.note((*path, "repeats"), "the window has no length, so it cannot begin again; state span_s")
+    elif (rows + 1) * until_s / span_s > _MOST_CHANGES:
+        told = f"the window begins again {until_s / span_s:.0f} times; state a longer span_s, or fewer hours"
+        source.note((*path, "repeats"), told)
 
 
 def _anybody(trace: SpotTrace, start_s: float, end_s: float) -> bool:
