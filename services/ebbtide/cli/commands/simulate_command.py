@@ -1,6 +1,7 @@
 """Runs `ebbtide simulate`: simulates each scenario with each seed, and shows and writes what came of it."""
 
 import asyncio
+import importlib.util
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -10,7 +11,7 @@ from typing import Final
 from msgspec import Struct
 
 from ebbtide.cli.views.simulation_table import SimulationScreen, print_simulation
-from ebbtide.errors import InvalidRequest
+from ebbtide.errors import EbbtideError, InvalidRequest
 from ebbtide.simulator.outcome import Outcome, SimulationProgress
 from ebbtide.simulator.parallel.seed_messages import SeedTask
 from ebbtide.simulator.parallel.seed_processes import PROGRAM, simulate_seeds
@@ -24,7 +25,7 @@ INTERRUPTED: Final = 130
 class SimulateOptions(Struct, frozen=True, kw_only=True):
     scenario: Path | None = None
     compare: tuple[Path, ...] = ()
-    recording: Path | None = None  # its own fleet comes first
+    recording: Path | None = None  # without a scenario its own fleet comes first
     seed: int = 0
     seeds: int = 1
     jobs: int | None = None  # None: one per core
@@ -33,10 +34,10 @@ class SimulateOptions(Struct, frozen=True, kw_only=True):
 
     def tasks(self) -> list[list[SeedTask]]:
         """The tasks of each fleet, one for each seed. Raises `InvalidRequest` if no fleet is named."""
-        named = [str(path) for path in (self.scenario, *self.compare) if path is not None]
-        fleets = named if self.recording is None else ["", *named]
-        if not fleets or (self.scenario is None and self.recording is None):
+        if self.scenario is None and self.recording is None:
             raise InvalidRequest("name a scenario file, or a recorded run with --from", field="SCENARIO.toml")
+        first = "" if self.scenario is None else str(self.scenario)
+        fleets = [first, *map(str, self.compare)]
         recording = str(self.recording or "")
         seeds = range(self.seed, self.seed + self.seeds)
         return [[SeedTask(scenario=fleet, recording=recording, seed=seed) for seed in seeds] for fleet in fleets]
@@ -53,6 +54,9 @@ def run(
     `program` simulates a seed; `name_of` reads a task's scenario and returns its name.
     """
     tasks = options.tasks()
+    _need_installed("redis", "ebbtide simulate")
+    if options.png is not None:
+        _need_installed("matplotlib", "--png")
     names = [name_of(of_fleet[0]) for of_fleet in tasks]
     for path, field in ((options.json, "--json"), (options.png, "--png")):
         if path is not None:
@@ -98,6 +102,11 @@ def _write(options: SimulateOptions, outcomes: Sequence[Sequence[Outcome]]) -> N
             write_outcome_picture([of_fleet[0] for of_fleet in outcomes], options.png)
     except OSError as error:
         raise InvalidRequest(f"cannot be written ({error.strerror})", field=str(error.filename)) from None
+
+
+def _need_installed(module: str, what: str) -> None:
+    if importlib.util.find_spec(module) is None:
+        raise EbbtideError(f"{what} needs {module}, which is not installed: install ebbtide[simulate]")
 
 
 def _check_writable(path: Path, field: str) -> None:

@@ -24,7 +24,7 @@ def simulate(
     ] = None,
     recording: Annotated[
         Path | None,
-        typer.Option("--from", metavar="FILE", help="A run that `ebbtide record` kept: all fleets get its rollouts."),
+        typer.Option("--from", metavar="FILE", help="A run that `ebbtide record` kept. Every fleet gets its rollouts."),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="First seed of all that is drawn.")] = 0,
     seeds: Annotated[int, typer.Option(min=1, max=1000, help="Number of seeds: figures get a spread.")] = 1,

@@ -79,6 +79,7 @@ def measured_engine(loads: Mapping[str, WorkerLoad]) -> MeasuredEngine | None:
         attempts=len(paces),
         error_median=quantile(errors, 0.5) or 0.0,
         error_p90=quantile(errors, 0.9) or 0.0,
+        error_worst=max(errors),
     )
 
 

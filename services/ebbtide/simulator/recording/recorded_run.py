@@ -73,6 +73,7 @@ class MeasuredEngine(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     attempts: Count
     error_median: _Rate
     error_p90: _Rate
+    error_worst: _Rate
 
 
 class RecordedStep(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -59,7 +59,9 @@ def with_recorded_work(recorded: RecordedRun, scenario: Scenario, name: str) -> 
     Raises `ScenarioRefused` naming the scenario's file if it has several runs.
     """
     if len(scenario.run) != 1:
-        raise _refused(name, "run", f"has {len(scenario.run)} runs; the recorded run takes the place of one, so state one")
+        raise _refused(
+            name, "run", f"has {len(scenario.run)} runs; the recorded run takes the place of one, so state one"
+        )
     steps = _steps(recorded) if scenario.steps is None else min(scenario.steps, _steps(recorded))
     changed = replace(scenario, run=(_run(recorded, scenario.run[0]),), steps=steps)
     return _with_work(changed, recorded, scenario.tables)
