@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from ebbtide.cli.__main__ import main
 from ebbtide.cli.commands.simulate_command import SimulateOptions, run
@@ -42,20 +43,16 @@ def test_a_recorded_run_has_its_own_fleet_unless_a_scenario_is_named() -> None:
 def test_the_same_seeds_write_the_same_files_and_the_table_compares(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = SimulateOptions(
-        scenario=Path("a.toml"), compare=(Path("b.toml"),), seeds=3, jobs=2, json=tmp_path / "1.json", png=tmp_path / "1.png"
-    )  # fmt: skip
-    assert simulated(options) == 0
+    options = SimulateOptions(scenario=Path("a.toml"), compare=(Path("b.toml"),), seeds=3)
+    for jobs in (1, 2):
+        files = {"json": tmp_path / f"{jobs}.json", "png": tmp_path / f"{jobs}.png"}
+        assert simulated(replace(options, jobs=jobs, **files)) == 0
     printed = capsys.readouterr().out
     assert "step, median" in printed
     assert "seeds 0 to 2" in printed
     found = json.loads((tmp_path / "1.json").read_bytes())
     assert [one["scenario"] for one in found["scenarios"]] == ["a.toml", "b.toml"]
     assert found["scenarios"][0]["seeds"] == [0, 1, 2]
-    again = SimulateOptions(
-        scenario=Path("a.toml"), compare=(Path("b.toml"),), seeds=3, jobs=1, json=tmp_path / "2.json", png=tmp_path / "2.png"
-    )  # fmt: skip
-    assert simulated(again) == 0
     for name in ("json", "png"):
         assert (tmp_path / f"1.{name}").read_bytes() == (tmp_path / f"2.{name}").read_bytes()
 
@@ -68,7 +65,7 @@ def test_a_refused_scenario_ends_the_command_and_nothing_is_written(tmp_path: Pa
 
 @pytest.mark.parametrize("field", ["json", "png"])
 def test_a_file_that_cannot_be_written_is_refused_before_anything_is_simulated(tmp_path: Path, field: str) -> None:
-    options = SimulateOptions(scenario=Path("crash.toml"), **{field: tmp_path / "none" / "file"})
+    options = replace(SimulateOptions(scenario=Path("crash.toml")), **{field: tmp_path / "none" / "file"})
     with pytest.raises(InvalidRequest, match=f"^--{field}: .* cannot be written"):
         simulated(options)
 

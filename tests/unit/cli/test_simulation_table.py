@@ -4,6 +4,7 @@ import io
 import re
 
 import pytest
+from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 
@@ -51,16 +52,11 @@ def test_what_does_not_exist_is_a_dash_and_rows_that_nobody_has_are_left_out() -
 
 def test_runs_that_share_a_fleet_have_rows_of_their_own() -> None:
     one = outcome()
-    both = type(one)(**{name: getattr(one, name) for name in one.__struct_fields__})
-    both.steps = [*one.steps, *[type(step)(**{**as_mapping(step), "run": "code"}) for step in one.steps]]
+    both = replace(one, steps=[*one.steps, *(replace(step, run="code") for step in one.steps)])
     found = rows(simulation_table([figures([both])]))
     assert found["steps"] == ["4"]
     assert found["code: steps"] == found["math: steps"] == ["2"]
     assert found["math: step, p90"] == ["19 s"]
-
-
-def as_mapping(step: object) -> dict[str, object]:
-    return {name: getattr(step, name) for name in step.__struct_fields__}  # type: ignore[attr-defined]
 
 
 def test_what_is_printed_says_that_it_is_simulated_and_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:

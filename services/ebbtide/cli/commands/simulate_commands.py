@@ -17,7 +17,7 @@ def register(app: typer.Typer) -> None:
 
 def simulate(
     scenario: Annotated[
-        Path | None, typer.Argument(metavar="[SCENARIO.toml]", help="A fleet, and the runs on it.")
+        Path | None, typer.Argument(metavar="SCENARIO.toml", help="A fleet, and the runs on it.")
     ] = None,
     compare: Annotated[
         list[Path] | None, typer.Option(metavar="OTHER.toml", help="Another scenario beside it. May be repeated.")
@@ -37,11 +37,15 @@ def simulate(
 
     The decisions are those of a live cluster; engines, links, prices and failures are models.
     """
-    from ebbtide.cli.commands.simulate_command import SimulateOptions, list_inputs, run
-
     if show:
-        list_inputs()
+        from ebbtide.cli.views.simulation_inputs import example_table, profile_table
+        from ebbtide.cli.views.tables import print_table
+
+        print_table(profile_table())
+        print_table(example_table())
         return
+    from ebbtide.cli.commands.simulate_command import SimulateOptions, run
+
     options = SimulateOptions(
         scenario=scenario, compare=tuple(compare or ()), recording=recording, seed=seed, seeds=seeds, jobs=jobs,
         json=json, png=png,

@@ -35,6 +35,7 @@ class Refused(Struct, frozen=True, tag="refusal"):
 
 
 SeedMessage = Told | Ended | Refused
+_decoder: msgspec.msgpack.Decoder[SeedMessage] = msgspec.msgpack.Decoder(SeedMessage)
 
 
 def frame(message: SeedMessage) -> bytes:
@@ -49,4 +50,4 @@ def length(head: bytes) -> int:
 
 
 def message(body: bytes) -> SeedMessage:
-    return msgspec.msgpack.decode(body, type=SeedMessage)
+    return _decoder.decode(body)

@@ -1,11 +1,8 @@
-"""Writes profiles of a recorded run's engine and trainer, as measured from outside."""
+"""Makes profiles of a recorded run's engine and trainer, as measured from outside."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import pairwise
-from pathlib import Path
-from typing import Any, Final
-
-import msgspec
+from typing import Final
 
 from ebbtide.simulator.engines.engine_profile import EngineDelays, EngineProfile, FitErrors, KvCapacity, StepCosts
 from ebbtide.simulator.engines.trainer_profile import TrainerCosts, TrainerDelays, TrainerProfile
@@ -77,23 +74,7 @@ def _works(steps: list[RecordedStep]) -> Iterator[tuple[RecordedStep, float, flo
         yield step, learn_s, whole_s - learn_s
 
 
-def write_engine_profile(recorded: RecordedRun, engine: MeasuredEngine, path: Path) -> None:
-    path.write_text(_toml(msgspec.to_builtins(engine_of(recorded, engine))))
-
-
-def write_trainer_profile(recorded: RecordedRun, path: Path) -> None:
-    path.write_text(_toml(msgspec.to_builtins(trainer_of(recorded))))
-
-
 def _errors(engine: MeasuredEngine) -> FitErrors:
     return FitErrors(
         observations=engine.attempts, median=engine.error_median, p90=engine.error_p90, worst=engine.error_worst
     )
-
-
-def _toml(table: Mapping[str, Any], name: str = "") -> str:
-    """The table in TOML: its values, then the tables inside. Strings of JSON are strings of TOML."""
-    values = {key: value for key, value in table.items() if value is not None and not isinstance(value, Mapping)}
-    lines = [f"{key} = {msgspec.json.encode(value).decode()}" for key, value in values.items()]
-    inner = [_toml(value, key) for key, value in table.items() if isinstance(value, Mapping)]
-    return "\n".join([*([f"\n[{name}]"] if name else []), *lines, *inner]) + "\n"

@@ -35,7 +35,7 @@ def gather_rollouts(
     that were submitted without a step belong to steps of `groups_per_step` groups, in the order of their begin.
     """
     by_rollout: dict[str, list[AttemptSpan]] = defaultdict(list)
-    evaluation, first_end_s = set(), 0.0
+    evaluation, first_end_s = set[str](), 0.0
     for span in spans:
         if not by_rollout and not evaluation:
             first_end_s = span.end_s
@@ -79,12 +79,12 @@ def _placed(by_rollout: Mapping[str, Sequence[AttemptSpan]], batch: BatchSpec) -
         groups[group].append(_Rollout(-1 if span.step is None else span.step, group, span.episode_id or name, [*found]))
     placed, begun, samples = list[_Rollout](), 0, batch.groups_per_step * batch.group_size
     for group in sorted(groups, key=lambda group: (_begin(groups[group]), group)):
-        found = groups[group]
-        step = found[0].step
+        members = groups[group]
+        step = members[0].step
         if step < 0:
             step = begun // samples
-            begun += batch.group_size if found[0].last.group_id else 1
-        placed += [one._replace(step=step) for one in found]
+            begun += batch.group_size if members[0].last.group_id else 1
+        placed += [one._replace(step=step) for one in members]
     first = {name: index for index, name in enumerate(groups)}
     begins = {group: _begin(found) for group, found in groups.items()}
     return sorted(placed, key=lambda one: (one.step, begins[one.group], first[one.group], one.episode, one.last.turn))

@@ -9,7 +9,8 @@ from typing import Final, Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ebbtide.simulator.recording.recorded_profiles import write_engine_profile, write_trainer_profile
+from ebbtide.simulator.engines.profile_files import write_profile
+from ebbtide.simulator.recording.recorded_profiles import engine_of, trainer_of
 from ebbtide.simulator.recording.recorded_run import RecordedRun, RecordedWorker
 from ebbtide.simulator.recording.recorded_work import known_turns
 from ebbtide.simulator.report.seed_spread import quantile
@@ -38,8 +39,8 @@ def recorded_fleet(recorded: RecordedRun, folder: Path, name: str) -> Scenario:
     if recorded.engine is None:
         told = "no attempt was long enough to measure an engine; name a scenario whose fleet gets these rollouts"
         raise _refused(name, "engine", told)
-    write_engine_profile(recorded, recorded.engine, folder / _ENGINE)
-    write_trainer_profile(recorded, folder / _TRAINER)
+    write_profile(engine_of(recorded, recorded.engine), folder / _ENGINE)
+    write_profile(trainer_of(recorded), folder / _TRAINER)
     pools = list(_pools(recorded))
     run = _run(recorded, TrainingRun(name="run", trainer=_TRAINER))
     scenario = Scenario(
