@@ -25,7 +25,7 @@ class MachineChange(IntEnum):
     STALLS = 4  # it makes nothing for a while, and then goes on
 
 
-class MachineEvent(Struct, frozen=True, order=True):
+class MachineEvent(Struct, frozen=True, order=True, gc=False):
     at_s: float  # of the scenario
     change: MachineChange
     machine: str  # unique in the scenario; a machine that is gone does not come again

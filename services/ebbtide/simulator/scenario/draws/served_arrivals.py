@@ -15,7 +15,7 @@ from ebbtide.simulator.scenario.machine_pool import ServingSpec
 _SHORTEST_PROMPT: Final = 8
 
 
-class ServedArrival(Struct, frozen=True):
+class ServedArrival(Struct, frozen=True, gc=False):
     """A user's request. Lengths in tokens."""
 
     at_s: float  # of the scenario

@@ -17,7 +17,7 @@ from ebbtide.simulator.scenario.scenario import Scenario
 from ebbtide.simulator.scenario.training_run import TrainingRun
 
 
-class Turn(Struct, frozen=True):
+class Turn(Struct, frozen=True, gc=False):
     """One request to an engine. Lengths in tokens."""
 
     prompt: int  # the whole context: the first prompt, earlier responses, and what the environment added

@@ -17,7 +17,7 @@ _MOST_CHANGES: Final = 1_000_000
 _JOINS: Final = {"add": True, "remove": False}
 
 
-class TraceEvent(Struct, frozen=True):
+class TraceEvent(Struct, frozen=True, gc=False):
     at_s: float
     joins: bool
     node: str

@@ -30,9 +30,9 @@ def checked(kind: type[Struct], table: Mapping[str, Any], path: TomlPath, note: 
             found[key] = _value(hints[key], value, (*path, key), note)
         else:
             note((*path, key), f"is unknown{suggestion(key, hints)}", True)
-    for field in msgspec.structs.fields(kind):
-        if field.required and field.name not in table:
-            note((*path, field.name), f"is missing; add it, {wanted(hints[field.name])}", True)
+    for name in _required(kind):
+        if name not in table:
+            note((*path, name), f"is missing; add it, {wanted(hints[name])}", True)
     return found
 
 
@@ -99,6 +99,11 @@ def _bare(hint: Any) -> tuple[Any, list[Meta]]:
 def _hints(kind: type[Struct]) -> dict[str, Any]:
     hints = get_type_hints(kind, include_extras=True)
     return {field.name: hints[field.name] for field in msgspec.structs.fields(kind)}
+
+
+@cache
+def _required(kind: type[Struct]) -> tuple[str, ...]:
+    return tuple(field.name for field in msgspec.structs.fields(kind) if field.required)
 
 
 def wanted(hint: Any) -> str:

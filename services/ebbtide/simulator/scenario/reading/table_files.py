@@ -5,10 +5,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Final, TypeVar
 
+from ebbtide.simulator.scenario.draws.quantity_draws import curve, mean_of
 from ebbtide.simulator.scenario.draws.served_arrivals import served_span_s
 from ebbtide.simulator.scenario.inputs.input_tables import InputTables
 from ebbtide.simulator.scenario.inputs.price_table import read_prices
-from ebbtide.simulator.scenario.inputs.quantile_table import QuantileTable, read_quantiles
+from ebbtide.simulator.scenario.inputs.quantile_table import read_quantiles
 from ebbtide.simulator.scenario.inputs.served_trace import read_served_trace
 from ebbtide.simulator.scenario.inputs.spot_trace import SpotTrace, read_spot_trace
 from ebbtide.simulator.scenario.machine_pool import ServingSpec, SpotTraceSpec
@@ -39,19 +40,29 @@ def read_tables(spec: ScenarioSpec, source: ScenarioSource) -> InputTables:
             _add(tables.served, pool.serving.file, read_served_trace, (*at, "serving", "file"), source)
             _check_served((*at, "serving"), pool.serving, tables, source)
     for index, run in enumerate(spec.run):
-        for path, quantity in _quantities(run):
+        for path, quantity, _ in _quantities(run):
             if quantity.file is not None:
-                place = ("run", index, *path)
-                _add(tables.quantiles, quantity.file, read_quantiles, (*place, "file"), source)
-                _check_table(place, quantity, tables.quantiles.get(quantity.file), source)
+                _add(tables.quantiles, quantity.file, read_quantiles, ("run", index, *path, "file"), source)
     return tables
 
 
-def _quantities(run: TrainingRun) -> Iterator[tuple[TomlPath, QuantitySpec]]:
-    yield ("prompt_tokens",), run.prompt_tokens
-    yield ("lengths",), run.lengths
+def check_means(spec: ScenarioSpec, tables: InputTables, source: ScenarioSource) -> None:
+    """Note means that no multiple of the values has, such as one of values that are mostly 0."""
+    for index, run in enumerate(spec.run):
+        for path, quantity, most in _quantities(run):
+            if quantity.mean is not None:
+                found = mean_of(curve(quantity, tables.quantiles, most))
+                if abs(found - quantity.mean) > 0.01 * quantity.mean:
+                    told = f"no multiple of the values has this mean; the nearest is {found:.4g}"
+                    source.note(("run", index, *path, "mean"), told)
+
+
+def _quantities(run: TrainingRun) -> Iterator[tuple[TomlPath, QuantitySpec, float | None]]:
+    """All quantities of a run, and the bound that the run sets them."""
+    yield ("prompt_tokens",), run.prompt_tokens, run.context - 1
+    yield ("lengths",), run.lengths, run.cap
     for name in run.environment.__struct_fields__:
-        yield ("environment", name), getattr(run.environment, name)
+        yield ("environment", name), getattr(run.environment, name), None
 
 
 def _add(
@@ -107,8 +118,3 @@ def _check_served(path: TomlPath, spec: ServingSpec, tables: InputTables, source
     if not any(spec.start_s <= at_s < spec.start_s + span_s for at_s in trace.times_s):
         told = f"no request comes from {spec.start_s:g} to {spec.start_s + span_s:g} s; choose another window"
         source.note((*path, "start_s"), told)
-
-
-def _check_table(path: TomlPath, spec: QuantitySpec, table: QuantileTable | None, source: ScenarioSource) -> None:
-    if table is not None and spec.mean is not None and table.values[-1] <= 0:
-        source.note((*path, "mean"), "all values of the file are 0, so none of their multiples has this mean")
