@@ -7,7 +7,7 @@ from msgspec import Meta
 #: Names of pools and runs become parts of workers' and rollouts' ids.
 Name: TypeAlias = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
 Label: TypeAlias = Annotated[str, Meta(min_length=1, max_length=200)]
-#: A profile that comes with the simulator, or a path relative to the scenario's folder.
+#: A file relative to the scenario's folder, or the name of a profile that comes with the simulator.
 Reference: TypeAlias = Annotated[str, Meta(min_length=1, max_length=1024)]
 #: 1e8 s are three years.
 Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=1e8)]

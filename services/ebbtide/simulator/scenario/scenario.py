@@ -62,5 +62,5 @@ class Scenario(ScenarioSpec, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 def is_path(reference: str) -> bool:
-    """Whether a profile is named by its file."""
-    return "/" in reference or reference.endswith(".toml")
+    """Whether a profile is named by its file, which ends in .toml."""
+    return reference.endswith(".toml")

@@ -3,9 +3,12 @@
 from pathlib import Path
 from typing import Final
 
+from ebbtide.simulator.scenario.reading.known_names import KnownNames
 from ebbtide.simulator.scenario.reading.scenario_reader import parse_scenario
 from ebbtide.simulator.scenario.refusals import Problem, ScenarioRefused
 from ebbtide.simulator.scenario.scenario import Scenario
+
+_ANY: Final = KnownNames()
 
 SHORT: Final = """\
 name = "six machines"
@@ -145,10 +148,10 @@ def write_tables(folder: Path) -> Path:
     return folder / "scenario.toml"
 
 
-def problems(text: str, path: Path) -> list[Problem]:
+def problems(text: str, path: Path, known: KnownNames = _ANY) -> list[Problem]:
     """All that is wrong with a text; none if it is a scenario."""
     try:
-        parse_scenario(text, path)
+        parse_scenario(text, path, known)
     except ScenarioRefused as refused:
         return list(refused.problems)
     return []

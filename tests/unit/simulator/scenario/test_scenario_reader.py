@@ -127,10 +127,14 @@ def test_names_of_profiles_and_policies_are_checked_against_those_that_there_are
         parse_scenario(text, tmp_path / "s.toml", known)
     assert [problem.text for problem in refused.value.problems] == [
         f"there is no file {tmp_path / 'own.toml'}; check the path",
-        "there is no trainer profile 'large'; did you mean largest?",
+        "no trainer profile is called 'large'; did you mean largest?",
         "is unknown; did you mean eta?",
     ]
     (tmp_path / "own.toml").touch()
+    broken = KnownNames(file_problem=lambda kind, path: f"is a bad {kind} profile" if path.stem == "own" else "")
+    assert [str(one) for one in problems(text, tmp_path / "s.toml", broken)] == [
+        f"{tmp_path / 's.toml'}:6:10: fleet[0].engine: is a bad engine profile"
+    ]
     made = parse_scenario(text.replace("etta", "eta").replace('"large"', '"largest"'), tmp_path / "s.toml", known)
     assert made.profile_path(made.fleet[0].engine) == tmp_path / "own.toml"
     assert made.profile_path(made.run[0].trainer) is None

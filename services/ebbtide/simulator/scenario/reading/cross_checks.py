@@ -8,7 +8,7 @@ from ebbtide.errors import InvalidRequest
 from ebbtide.simulator.scenario.draws.served_arrivals import burst_pause_s
 from ebbtide.simulator.scenario.fault_plan import PlannedFault
 from ebbtide.simulator.scenario.machine_pool import MachinePool, ServingSpec
-from ebbtide.simulator.scenario.reading.known_names import KnownNames
+from ebbtide.simulator.scenario.reading.known_names import KnownNames, ProfileKind
 from ebbtide.simulator.scenario.reading.quantity_checks import Wrong, quantity_problems
 from ebbtide.simulator.scenario.reading.record_check import checked, suggestion
 from ebbtide.simulator.scenario.reading.scenario_source import ScenarioSource
@@ -27,11 +27,11 @@ def check_names(spec: ScenarioSpec, source: ScenarioSource, known: KnownNames) -
     for path, text in _problems(spec):
         source.note(path, text)
     for index, pool in enumerate(spec.fleet):
-        _check_profile(("fleet", index, "engine"), pool.engine, known.engines, "engine", source)
+        _check_profile(("fleet", index, "engine"), pool.engine, "engine", source, known)
         if pool.serving is not None:
-            _check_profile(("fleet", index, "serving", "costs"), pool.serving.costs, known.costs, "costs", source)
+            _check_profile(("fleet", index, "serving", "costs"), pool.serving.costs, "costs", source, known)
     for index, run in enumerate(spec.run):
-        _check_profile(("run", index, "trainer"), run.trainer, known.trainers, "trainer", source)
+        _check_profile(("run", index, "trainer"), run.trainer, "trainer", source, known)
     _check_policy(spec, source, known)
 
 
@@ -56,13 +56,17 @@ def _check_unique(kind: str, names: list[str], source: ScenarioSource) -> None:
 
 
 def _check_profile(
-    path: TomlPath, reference: str, known: frozenset[str] | None, what: str, source: ScenarioSource
+    path: TomlPath, reference: str, kind: ProfileKind, source: ScenarioSource, known: KnownNames
 ) -> None:
+    names = known.profiles(kind)
     if is_path(reference):
-        if not (source.folder / reference).is_file():
+        file = source.folder / reference
+        if not file.is_file():
             source.note(path, f"there is no file {source.shown(reference)}; check the path")
-    elif known is not None and reference not in known:
-        source.note(path, f"there is no {what} profile {reference!r}{suggestion(reference, sorted(known))}")
+        elif known.file_problem is not None and (told := known.file_problem(kind, file)):
+            source.note(path, told)
+    elif names is not None and reference not in names:
+        source.note(path, f"no {kind} profile is called {reference!r}{suggestion(reference, sorted(names))}")
 
 
 def _check_policy(spec: ScenarioSpec, source: ScenarioSource, known: KnownNames) -> None:
