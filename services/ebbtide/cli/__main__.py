@@ -13,6 +13,7 @@ from ebbtide.cli.commands import (
     profile_commands,
     run_commands,
     service_commands,
+    simulate_commands,
     tokens_commands,
 )
 from ebbtide.errors import EbbtideError, InvalidRequest
@@ -30,6 +31,7 @@ profile_commands.register(app)
 run_commands.register(app)
 fleet_commands.register(app)
 guard_commands.register(app)
+simulate_commands.register(app)
 certs_commands.register(app)
 tokens_commands.register(app)
 service_commands.register(app)

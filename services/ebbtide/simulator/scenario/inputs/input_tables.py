@@ -2,6 +2,7 @@
 
 from msgspec import Struct
 
+from ebbtide.simulator.scenario.inputs.known_turns import KnownTurns
 from ebbtide.simulator.scenario.inputs.price_table import PriceTable
 from ebbtide.simulator.scenario.inputs.quantile_table import QuantileTable
 from ebbtide.simulator.scenario.inputs.served_trace import ServedTrace
@@ -13,3 +14,4 @@ class InputTables(Struct, frozen=True, kw_only=True):
     quantiles: dict[str, QuantileTable] = {}
     prices: dict[str, PriceTable] = {}
     served: dict[str, ServedTrace] = {}
+    known: dict[str, KnownTurns] = {}  # by run: it was recorded, and nothing of its work is drawn
