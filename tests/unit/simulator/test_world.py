@@ -79,7 +79,7 @@ def test_every_token_that_was_sampled_is_kept_or_was_lost_before_it_was_stored()
 
 
 def test_a_notice_lets_a_worker_hand_over_everything():
-    fault = PlannedFault(kind="drain", step=0, at_s=6.0, machines=3, for_s=20.0, back_s=30.0)
+    fault = PlannedFault(kind="drain", step=1, at_s=6.0, machines=3, for_s=20.0, back_s=30.0)
     outcome = simulated(fault=(fault,))
     assert (pool_of(outcome).drains, pool_of(outcome).losses) == (3, 0)
     assert outcome.tokens.lost == 0
