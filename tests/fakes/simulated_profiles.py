@@ -1,5 +1,7 @@
 """Profiles of a plain engine and trainer, in round numbers, for tests of simulations."""
 
+from collections.abc import Sequence
+
 from msgspec import Struct
 
 from ebbtide.simulator.engines.engine_profile import EngineDelays, EngineProfile, KvCapacity, StepCosts
@@ -32,14 +34,17 @@ class PlainTimes(Struct, frozen=True, kw_only=True):
     publish: float = 3.0
     checkpoint: float = 0.0
 
-    def begin_s(self) -> float:
+    def start_s(self) -> float:
         return self.begin
 
-    def learn_s(self, tokens: int, samples: int) -> float:
-        return self.token * tokens
+    def gradient_s(self, lengths: Sequence[int]) -> float:
+        return self.token * sum(lengths)
 
     def update_s(self) -> float:
         return self.update
+
+    def snapshot_s(self) -> float:
+        return 0.0
 
     def publish_s(self) -> float:
         return self.publish

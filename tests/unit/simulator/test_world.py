@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ebbtide.simulator.outcome import Outcome
+from ebbtide.simulator.outcome import Outcome, PoolOutcome
 from ebbtide.simulator.scenario.fault_plan import PlannedFault
 from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.quantity_spec import LengthSpec, QuantitySpec
@@ -38,11 +38,11 @@ def simulated(*, seed: int = 0, hours: float = 1.0, times: PlainTimes | None = N
     return Simulation(Scenario(**given), seed, EbbtidePolicy(), PlainProfiles(times=times)).run(lambda _: None)  # type: ignore[arg-type]
 
 
-def pool_of(outcome: Outcome, name: str = "spot"):
+def pool_of(outcome: Outcome, name: str = "spot") -> PoolOutcome:
     return next(one for one in outcome.pools if one.pool == name)
 
 
-def test_one_rollout_takes_its_tokens_times_the_engines_step():
+def test_one_rollout_takes_its_tokens_times_the_engines_step() -> None:
     lengths = LengthSpec(value=500)
     outcome = simulated(fleet=(pool(1),), run=(training(prompts=1, group=1, steps=1, lengths=lengths),))
     (step,) = outcome.steps
@@ -52,7 +52,7 @@ def test_one_rollout_takes_its_tokens_times_the_engines_step():
     assert step.trained_s == pytest.approx(step.generated_s + 2.0)
 
 
-def test_steps_follow_one_another_as_versions_are_announced():
+def test_steps_follow_one_another_as_versions_are_announced() -> None:
     outcome = simulated()
     assert [step.step for step in outcome.steps] == [0, 1, 2]
     for before, after in zip(outcome.steps, outcome.steps[1:], strict=False):
@@ -60,14 +60,14 @@ def test_steps_follow_one_another_as_versions_are_announced():
     assert outcome.unfinished == 0
 
 
-def test_generation_runs_ahead_by_the_staleness_that_the_run_allows():
+def test_generation_runs_ahead_by_the_staleness_that_the_run_allows() -> None:
     outcome = simulated(run=(training(max_staleness=1, steps=4),))
     first, second = outcome.steps[:2]
     assert second.opened_s == first.opened_s
     assert outcome.simulated_s < simulated(run=(training(steps=4),)).simulated_s
 
 
-def test_every_token_that_was_sampled_is_kept_or_was_lost_before_it_was_stored():
+def test_every_token_that_was_sampled_is_kept_or_was_lost_before_it_was_stored() -> None:
     faults = [PlannedFault(kind="kill", step=step, at_s=6.0, machines=2, back_s=5.0) for step in range(3)]
     outcome = simulated(fault=tuple(faults))
     tokens = outcome.tokens
@@ -78,7 +78,7 @@ def test_every_token_that_was_sampled_is_kept_or_was_lost_before_it_was_stored()
     assert tokens.kept == simulated().tokens.kept
 
 
-def test_a_notice_lets_a_worker_hand_over_everything():
+def test_a_notice_lets_a_worker_hand_over_everything() -> None:
     fault = PlannedFault(kind="drain", step=1, at_s=6.0, machines=3, for_s=20.0, back_s=30.0)
     outcome = simulated(fault=(fault,))
     assert (pool_of(outcome).drains, pool_of(outcome).losses) == (3, 0)
@@ -86,19 +86,19 @@ def test_a_notice_lets_a_worker_hand_over_everything():
     assert outcome.tokens.moved > 0
 
 
-def test_a_frozen_worker_is_given_up_and_what_it_wakes_with_is_over():
+def test_a_frozen_worker_is_given_up_and_what_it_wakes_with_is_over() -> None:
     outcome = simulated(fault=(PlannedFault(kind="freeze", step=0, at_s=6.0, machines=1, for_s=30.0),))
     assert outcome.resumes > 0
     assert outcome.tokens.generated == outcome.tokens.kept + outcome.tokens.lost
 
 
-def test_a_slow_worker_loses_rollouts_to_faster_ones():
+def test_a_slow_worker_loses_rollouts_to_faster_ones() -> None:
     fault = PlannedFault(kind="slow", at_s=0.0, machines=1, for_s=3600.0, speed=0.1)
     slow = simulated(fault=(msgspec.structs.replace(fault, at_s=11.0),), run=(training(steps=6),))
     assert slow.moves > 0
 
 
-def test_a_fleet_of_zero_for_hours_is_waited_for(tmp_path: Path):
+def test_a_fleet_of_zero_for_hours_is_waited_for(tmp_path: Path) -> None:
     late = pool(2, from_s=7200.0)
     outcome = simulated(hours=3.0, fleet=(late,), run=(training(steps=1),))
     assert outcome.steps[0].generated_s > 7200.0
@@ -106,7 +106,7 @@ def test_a_fleet_of_zero_for_hours_is_waited_for(tmp_path: Path):
     assert (none.steps, none.tokens.generated, none.unfinished) == ([], 0, 32)
 
 
-def test_a_trainer_that_dies_learns_again_what_its_checkpoint_lacks():
+def test_a_trainer_that_dies_learns_again_what_its_checkpoint_lacks() -> None:
     times = PlainTimes(token=0.001)
     whole = simulated(times=times)
     fault = PlannedFault(kind="trainer", step=2, at_s=5.0, for_s=60.0)
@@ -115,7 +115,7 @@ def test_a_trainer_that_dies_learns_again_what_its_checkpoint_lacks():
     assert broken.simulated_s > whole.simulated_s + 30.0
 
 
-def test_episodes_take_their_turns_with_waits_between():
+def test_episodes_take_their_turns_with_waits_between() -> None:
     around = SimulatedEnvironment(
         turns=QuantitySpec(value=3), adds_tokens=QuantitySpec(value=50), wait_s=QuantitySpec(value=7)
     )
@@ -125,14 +125,14 @@ def test_episodes_take_their_turns_with_waits_between():
     assert step.generated_s - step.opened_s > 3 * 100 * STEP_S + 2 * 7
 
 
-def test_two_runs_share_the_fleet():
+def test_two_runs_share_the_fleet() -> None:
     runs = (training(name="one"), training(name="two"))
     outcome = simulated(run=runs)
     assert {step.run for step in outcome.steps} == {"one", "two"}
     assert all(sum(step.run == name for step in outcome.steps) == 3 for name in ("one", "two"))
 
 
-def test_a_trainers_devices_generate_between_its_steps():
+def test_a_trainers_devices_generate_between_its_steps() -> None:
     lent = pool(2, name="lent", kind="trainer", run="math", boot_s=0.0)
     outcome = simulated(fleet=(lent,))
     assert [step.step for step in outcome.steps] == [0, 1, 2]
@@ -140,7 +140,7 @@ def test_a_trainers_devices_generate_between_its_steps():
     assert outcome.tokens.lost == 0
 
 
-def test_rollouts_go_elsewhere_when_a_trainers_window_ends():
+def test_rollouts_go_elsewhere_when_a_trainers_window_ends() -> None:
     lent = pool(2, name="lent", kind="trainer", run="math", boot_s=0.0, window_s=8.0)
     outcome = simulated(fleet=(lent, pool(1)))
     assert len(outcome.steps) == 3
@@ -149,7 +149,7 @@ def test_rollouts_go_elsewhere_when_a_trainers_window_ends():
 
 
 @pytest.mark.parametrize("hashes", ["1", "2"])
-def test_the_same_seed_gives_the_same_bytes_in_any_process(hashes: str):
+def test_the_same_seed_gives_the_same_bytes_in_any_process(hashes: str) -> None:
     script = (
         "import sys, msgspec; from tests.unit.simulator.test_world import lossy; "
         "sys.stdout.buffer.write(msgspec.json.encode(lossy()))"
