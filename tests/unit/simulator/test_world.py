@@ -10,7 +10,7 @@ import pytest
 
 from ebbtide.simulator.outcome import Outcome, PoolOutcome
 from ebbtide.simulator.scenario.fault_plan import PlannedFault
-from ebbtide.simulator.scenario.machine_pool import MachinePool
+from ebbtide.simulator.scenario.machine_pool import MachinePool, ServingSpec
 from ebbtide.simulator.scenario.quantity_spec import LengthSpec, QuantitySpec
 from ebbtide.simulator.scenario.scenario import Scenario
 from ebbtide.simulator.scenario.training_run import SimulatedEnvironment, TrainingRun
@@ -164,3 +164,14 @@ def lossy(seed: int = 0) -> Outcome:
     """A fleet that loses machines often, with a notice for some."""
     fleet = pool(4, losses_per_hour=20.0, replaced_s=10.0, notice_s=5.0, unannounced=0.5, speed_spread=0.3)
     return simulated(seed=seed, fleet=(fleet,), run=(training(steps=4, max_staleness=1),))
+
+
+def test_a_borrowed_worker_makes_tokens_only_when_its_hosts_users_leave_it_time() -> None:
+    users = ServingSpec(requests_per_s=2.0)
+    borrowed = msgspec.structs.replace(pool(2, name="lent", kind="borrowed"), serving=users)
+    outcome = simulated(fleet=(borrowed,), run=(training(steps=2),))
+    assert len(outcome.steps) == 2
+    assert outcome.served_requests > 0
+    assert outcome.slo_attained is not None
+    assert outcome.slo_attained > 0.9
+    assert outcome.simulated_s > simulated(fleet=(pool(2),), run=(training(steps=2),)).simulated_s
