@@ -56,7 +56,7 @@ test-bare: env ## docs/bare-metal.md, followed in fresh containers with systemd;
 test-extras: env ## Each service's own extra, in an environment of its own; needs packages
 	@$(BIN)/python -m pytest -m extras tests/extras $(ARGS)
 
-simulate: env ## The whole system in one process, broken at random moments; options: ARGS="--seeds 0:1000 --jobs 2"
+simulate-faults: env ## The whole system in one process, broken at random moments; options: ARGS="--seeds 0:1000 --jobs 2"
 	@$(BIN)/python -m tests.simulation $(ARGS)
 
 bench-migration: env ## What preemption costs, and moves gain, on three levels; QUICK=1: in 4 minutes

@@ -1,4 +1,6 @@
-"""Build hook: compiles `protos/` into `common/ebbtide/v1`, for wheels and for installs in place alike."""
+"""Build hook: compiles `protos/` into `common/ebbtide/v1`, for wheels and for installs in place alike. Wheels get the
+example scenarios, too.
+"""
 
 import os
 import shutil
@@ -14,7 +16,7 @@ _PLUGINS = ("protoc-gen-mypy", "protoc-gen-mypy_grpc")
 class ProtoHook(BuildHookInterface[Any]):
     PLUGIN_NAME = "custom"
 
-    def initialize(self, version: str, build_data: dict[str, Any]) -> None:  # noqa: ARG002
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         from grpc_tools import protoc
 
         root = Path(self.root)
@@ -32,3 +34,5 @@ class ProtoHook(BuildHookInterface[Any]):
         if status:
             raise RuntimeError(f"protoc ended with status {status}")
         build_data["artifacts"].append("common/ebbtide/v1/*_pb2*")
+        if version == "standard":  # an install in place finds them where they are
+            build_data["force_include"]["examples/scenarios"] = "ebbtide/simulator/scenario/examples"

@@ -24,8 +24,8 @@ from benchmarks.pair.stack import MODEL, WORKER, Pair, installed, settle
 from benchmarks.pair.traffic import Speeds
 from ebbtide.demo.coserving.coserving_client import TrafficPlan, body, send
 from ebbtide.demo.coserving.coserving_records import BudgetMoment, ServedAnswer
-from ebbtide.demo.coserving.coserving_traffic import TrafficRequest
 from ebbtide.grants import Page, page_path
+from ebbtide.simulator.serving.request_traffic import TrafficRequest
 from ebbtide.types.grants import GuardStatus
 
 #: A block is as short as this allows: long against a burst, short against the machine's moods.

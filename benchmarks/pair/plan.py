@@ -8,8 +8,8 @@ from typing import Final
 
 from benchmarks.pair.level import Scene
 from benchmarks.pair.traffic import Speeds, lasting, speed_for
-from ebbtide.demo.coserving.coserving_traffic import TraceLengths, TrafficRequest, faster, read_trace
 from ebbtide.errors import InvalidRequest
+from ebbtide.simulator.serving.request_traffic import TraceLengths, TrafficRequest, faster, read_trace
 
 #: Seconds of a cell, in short and in full; the cells that matter most last for a number of requests.
 QUICK_S, FULL_S = 50.0, 240.0

@@ -10,7 +10,7 @@ from msgspec import Struct
 from benchmarks.pair.figures import Alone, Block, Cell, percentile, row
 from benchmarks.pair.level import Measuring, Scene, slo_of
 from benchmarks.pair.stack import WORKER, Pair
-from ebbtide.demo.coserving.coserving_traffic import TrafficRequest
+from ebbtide.simulator.serving.request_traffic import TrafficRequest
 
 _SAMPLE_S: Final = 30.0
 

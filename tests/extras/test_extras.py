@@ -21,6 +21,7 @@ FOREIGN: Final = {
     "relay": ("torch", "vllm", "redis", "typer", "matplotlib"),
     "guard": ("torch", "vllm", "redis", "numba", "typer"),
     "cli": ("torch", "vllm", "redis", "numba", "matplotlib"),
+    "simulate": ("torch", "vllm", "numba", "httptools", "aiohttp"),
 }
 pytestmark = [pytest.mark.extras, pytest.mark.timeout(900)]
 
@@ -94,3 +95,13 @@ def test_a_guard_needs_its_own_extra_alone(python: str) -> None:
 def test_the_command_line_needs_its_own_extra_alone(python: str) -> None:
     assert "submit" in run(python, "-m", "ebbtide.cli", "--help").stdout
     assert "--dir" in run(python, "-m", "ebbtide.cli", "certs", "init", "--help").stdout
+
+
+@pytest.mark.parametrize("python", ["simulate"], indirect=True)
+def test_a_simulation_needs_its_own_extra_alone(python: str, tmp_path: Path) -> None:
+    listed = run(python, "-m", "ebbtide.cli", "simulate", "--list").stdout
+    (example,) = [word for word in listed.split() if word.endswith("first.toml")]
+    files = {"--json": tmp_path / "figures.json", "--png": tmp_path / "fleet.png"}
+    flags = [str(word) for pair in files.items() for word in pair]
+    assert "step, median" in run(python, "-m", "ebbtide.cli", "simulate", example, *flags).stdout
+    assert all(file.stat().st_size > 0 for file in files.values())

@@ -11,7 +11,7 @@ from typing import Any, Final
 import msgspec
 
 from ebbtide.coordinator.failover.run_recovery import RunRecovery
-from ebbtide.coordinator.state.attempt_transitions import AttemptTransitions as Handed
+from ebbtide.coordinator.fleet import worker_registry
 from ebbtide.errors import StoreUnavailable
 from ebbtide.rollout_worker.generation.generation import Assignment, Generation, ResponseEnding
 from ebbtide.rollout_worker.generation.local_attempts import LocalAttempts
@@ -94,9 +94,9 @@ def _keeps_superseded(settle: Any) -> Any:
 
 
 def _adopts_anything(adopt: Any) -> Any:
-    def wrong(self: Handed, session: Any, held: Any) -> Any:
+    def wrong(state: Any, session: Any, held: Any) -> Any:
         refs = list(held)
-        adopted, superseded = adopt(self, session, refs)
+        adopted, superseded = adopt(state, session, refs)
         return [*adopted, *superseded], []
 
     return wrong
@@ -162,7 +162,7 @@ BUGS: Final[dict[str, Bug]] = {
         (host_view, "admits", lambda _: lambda bounds, version: version > 0),
     ),
     "an attempt that lives on though superseded": python(
-        (Outbox, "settle", _keeps_superseded), (Handed, "adopt", _adopts_anything)
+        (Outbox, "settle", _keeps_superseded), (worker_registry, "adopt", _adopts_anything)
     ),
     **FLEET_BUGS,
 }

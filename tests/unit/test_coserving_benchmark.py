@@ -14,7 +14,7 @@ from benchmarks.pair.report import figures, told
 from benchmarks.pair.soak import lapped
 from benchmarks.pair.traffic import Speeds, busy_s, lasting, speed_for
 from ebbtide.demo.coserving.coserving_records import ServedAnswer
-from ebbtide.demo.coserving.coserving_traffic import TrafficBursts, TrafficRequest, faster, made_up
+from ebbtide.simulator.serving.request_traffic import TrafficBursts, TrafficRequest, faster, made_up
 
 ALONE = Alone(tokens_per_s=1000.0, step_s=0.008)
 BOOKS = {"lost": 0, "twice": 0, "short": 0, "unfinished": 0}

@@ -182,6 +182,13 @@ class AttemptSpan(Struct, frozen=True, kw_only=True):
     first_version: int = 0
     last_version: int = 0
     cause: int | None = None  # an `EndCause`; derived from `end` if unknown: a former release stores `end` alone
+    # Of its rollout, as submitted. A former release stores none of these.
+    group_id: str = ""
+    episode_id: str = ""
+    turn: int = 0
+    evaluation: bool = False
+    prompt_tokens: int = 0
+    step: int | None = None  # that it was submitted for
 
     def __post_init__(self) -> None:
         force_setattr(self, "cause", EndCause(self.cause) if self.cause in set(EndCause) else cause_of(self.end))

@@ -10,8 +10,10 @@ from ebbtide.cli.commands import (
     fleet_commands,
     guard_commands,
     local_commands,
+    profile_commands,
     run_commands,
     service_commands,
+    simulate_commands,
     tokens_commands,
 )
 from ebbtide.errors import EbbtideError, InvalidRequest
@@ -25,9 +27,11 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 local_commands.register(app)
+profile_commands.register(app)
 run_commands.register(app)
 fleet_commands.register(app)
 guard_commands.register(app)
+simulate_commands.register(app)
 certs_commands.register(app)
 tokens_commands.register(app)
 service_commands.register(app)

@@ -37,7 +37,7 @@ async def lent(cluster: Any, name: str, *, slots: int = 8, **said: Any) -> Any:
 
 
 async def rounds(cluster: Any, number: int) -> None:
-    moves = cluster.coordinator.dispatcher._moves
+    moves = cluster.coordinator.rounds._moves
     after = moves._next + number * ROUND_S
     await wait_until(lambda: moves._next >= after, what="further rounds")
 
@@ -177,7 +177,7 @@ async def test_a_host_whose_users_suffer_is_given_up_and_its_rollouts_go_elsewhe
     await run.submit(*(f"x{number}" for number in range(20)))
     await rounds(cluster, 2)
     assert not worker.assigned
-    known = cluster.coordinator.dispatcher._borrowed._borrowing._hosts["lent"]
+    known = cluster.coordinator.rounds._borrowed._borrowing._hosts["lent"]
     known.until = 0.0  # its pause is over
     await says(worker, disturbance=0.0)
     await wait_until(lambda: worker.assigned, what="it is borrowed again")

@@ -243,8 +243,8 @@ async def test_ended_runs_leave_nothing_in_the_coordinators_memory(cluster: Any)
     await wait_until(lambda: session.installed is None)
     left = (session.attempts, session.pending, session.held, session.unfit, session.target, session.run_id)
     assert not any(left)
-    dispatcher = cluster.coordinator.dispatcher
-    await wait_until(lambda: not dispatcher._lacking and not dispatcher._moves._asked)
+    rounds = cluster.coordinator.rounds
+    await wait_until(lambda: not rounds._unserved._lacking and not rounds._moves._asked)
     gc.collect()
     assert len(made) <= 1, "the last one may still be in a frame"
     await wait_until(lambda: len(series()) <= samples, what="the gauges of ended runs to go")

@@ -18,7 +18,7 @@ STOP = types_pb2.FINISH_REASON_STOP
 async def paced(cluster: Any, worker: Any, tokens_per_s: int) -> None:
     """Heartbeats from which the coordinator learns how fast the worker is with what it has."""
     session = next(s for s in cluster.coordinator.state.sessions.values() if s.worker_id == worker.worker_id)
-    seen = cluster.coordinator.dispatcher._moves._beats
+    seen = cluster.coordinator.rounds._moves._beats
     for second in (1.0, 2.0, 3.0):
         await worker.beat(tokens_generated=int(second * tokens_per_s), busy_s=second, uptime_s=second)
 
@@ -58,7 +58,7 @@ async def test_what_waits_in_one_worker_goes_to_an_idle_one_but_for_the_first(cl
     counters = (await run.get()).counters
     assert (counters["attempts"], counters.get("resumed_midway", 0)) == (9, 0)
     assert not any(name.startswith("detection") for name in counters)
-    rounds = cluster.coordinator.dispatcher._moves
+    rounds = cluster.coordinator.rounds._moves
     after = rounds._next + 8 * 0.25
     await wait_until(lambda: rounds._next >= after, what="further rounds")
     assert full.asked == []  # whoever is first is being prefilled, and would be so anywhere
@@ -93,7 +93,7 @@ async def test_a_worker_is_not_asked_twice_for_one_rollout(cluster: Any) -> None
     run, full = await crowded(cluster, running=4, waiting=2)
     idle = await cluster.worker("w2", slots=32)
     await wait_until(lambda: full.asked, what="it is asked")
-    rounds = cluster.coordinator.dispatcher._moves
+    rounds = cluster.coordinator.rounds._moves
     after = rounds._next + 4 * 0.25
     await wait_until(lambda: rounds._next >= after, what="further rounds")
     assert full.asked == ["q1"]
@@ -111,7 +111,7 @@ async def test_nothing_moves_where_balancing_is_off(cluster_with: Any) -> None:
     async with cluster_with(rebalance=False) as cluster:
         _, full = await crowded(cluster, running=4, waiting=2)
         await cluster.worker("w2")
-        rounds = cluster.coordinator.dispatcher._moves
+        rounds = cluster.coordinator.rounds._moves
         after = rounds._next + 7 * 0.25  # beyond the second after which they count as stuck
         await wait_until(lambda: rounds._next >= after, what="some rounds")
         assert full.asked == []

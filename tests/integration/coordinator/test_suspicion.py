@@ -4,7 +4,7 @@ import asyncio
 import time
 from typing import Any
 
-from ebbtide.coordinator.dispatcher import dispatcher
+from ebbtide.coordinator.dispatcher import unserved_work
 from ebbtide.errors import NotFound
 from ebbtide.scheduling.health import flapping
 from ebbtide.testing import wait_until
@@ -148,7 +148,7 @@ async def test_silence_is_for_the_heartbeat_timeout_to_judge_and_lateness_is_no_
         for offset in range(3):
             await worker.add(name, offset, 1)
     late.beats(quiet_s=0.05)  # its engine makes tokens, and nothing of it arrives
-    looks = cluster.coordinator.dispatcher._moves
+    looks = cluster.coordinator.rounds._moves
     after = looks._next + 3.5
     await wait_until(lambda: looks._next >= after, what="more time than the watchdog allows")
     assert {listed(cluster, name).state for name in ("w1", "w2")} == {WorkerState.READY}
@@ -204,7 +204,7 @@ async def shunned(cluster: Any, worker_id: str, **more: Any) -> Any:
 async def test_a_worker_that_is_shunned_pulls_weights_and_is_waited_for(cluster: Any, monkeypatch: Any) -> None:
     """Nobody else could take what it could."""
     monkeypatch.setattr(flapping, "_SHORTEST_S", 2.5)
-    monkeypatch.setattr(dispatcher, "_LONGER_GRACE_S", 0.2)
+    monkeypatch.setattr(unserved_work, "_LONGER_GRACE_S", 0.2)
     run, small = await cluster.run(), await cluster.worker("w2")
     small.beats()
     engine = fleet_pb2.EngineInfo(model="m", vocab_size=1000, max_model_len=10_000)

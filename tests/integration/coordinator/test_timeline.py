@@ -9,8 +9,9 @@ from ebbtide.store.store_keys import run_key
 from ebbtide.testing import wait_until
 from ebbtide.types.end_cause import EndCause
 from ebbtide.types.fleet import WorkerState
-from ebbtide.types.rollout import DropReason
-from ebbtide.v1 import fleet_pb2, runs_pb2, types_pb2
+from ebbtide.types.rollout import DropReason, RolloutKind
+from ebbtide.types.tokens import pack_ids
+from ebbtide.v1 import fleet_pb2, rollouts_pb2, runs_pb2, types_pb2
 
 STOP = types_pb2.FINISH_REASON_STOP
 
@@ -69,6 +70,22 @@ async def test_every_attempt_leaves_one_span_however_it_ends(cluster: Any) -> No
     assert (found["d"].first, found["d"].last, found["d"].first_version) == (0, 0, 0)
 
 
+async def test_a_span_names_the_group_episode_turn_and_prompt_of_its_rollout(cluster: Any) -> None:
+    run, worker = await cluster.run(), await cluster.worker("w1")
+    more = {"group_id": "s7.g2", "episode_id": "s7.g2.1", "turn": 3, "prompt_ids": pack_ids(range(5))}
+    request = rollouts_pb2.SubmitRequest(lease=run.lease, rollouts=[run.request("a", **more)], step=7)
+    await cluster.call(cluster.rollouts.Submit, request)
+    await run.submit("b", kind=RolloutKind.EVAL)
+    await worker.has("a", "b")
+    await worker.add("a", 0, 2, STOP)
+    await worker.add("b", 0, 2, STOP)
+    found = {span.rollout_id: span for span in await spans(cluster, 2)}
+    one, two = found["a"], found["b"]
+    assert (one.group_id, one.episode_id, one.turn, one.prompt_tokens) == ("s7.g2", "s7.g2.1", 3, 5)
+    assert (one.evaluation, one.HasField("step"), one.step) == (False, True, 7)
+    assert (two.evaluation, two.HasField("step"), two.prompt_tokens) == (True, False, 3)
+
+
 async def test_spans_of_the_former_release_are_read_with_their_cause(cluster: Any) -> None:
     await cluster.run()
     link, key = cluster.coordinator.link, run_key("r", "SPANS")
@@ -94,7 +111,9 @@ async def test_spans_of_the_former_release_are_read_with_their_cause(cluster: An
     )
     await link.call("XADD", key, "*", *former)
     await link.call("XADD", key, "*", *former, "c", 99)  # one of a later release
-    assert {EndCause(span.cause) for span in await spans(cluster, 2)} == {EndCause.WRONG_VERSION}
+    found = await spans(cluster, 2)
+    assert {EndCause(span.cause) for span in found} == {EndCause.WRONG_VERSION}
+    assert {(span.group_id, span.prompt_tokens, span.HasField("step")) for span in found} == {("", 0, False)}
 
 
 async def test_what_no_timeline_can_have_is_refused(cluster: Any) -> None:

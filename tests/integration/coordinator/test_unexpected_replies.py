@@ -227,8 +227,7 @@ async def test_a_run_that_was_skipped_at_the_start_keeps_all_its_data(cluster: A
     await pauses_again(cluster, "broken")
     assert await stored(cluster, "broken") == before - {key}
     await mend(cluster, "broken", name)
-    await wait_until(lambda: not state.skipped, what="the mended run is read")
-    assert len(state.runs["broken"].queue) == 2
+    await wait_until(lambda: not state.skipped and len(state.runs["broken"].queue) == 2, what="the mended run is read")
     assert loops_run(cluster)
 
 
@@ -237,7 +236,7 @@ async def test_a_write_to_a_mended_run_before_it_is_taken_over_ends_no_coordinat
     await spoil(cluster, "broken", "FENCE")
     await cluster.restart()
     state = cluster.coordinator.state
-    state.skipped["broken"].begin(Internal("broken"))
+    state.skipped["broken"].begin(Internal("broken"), state.clock())
     await mend(cluster, "broken", "FENCE")
     former = broken.lease  # the fence has the former coordinator's term
     with pytest.raises(Internal):

@@ -37,7 +37,7 @@ def test_help_names_every_command_and_is_quick() -> None:
     assert time.monotonic() - began < 3 * imports + 0.3
     assert done.returncode == 0
     runs = ["submit", "runs", "watch", "timeline", "cancel", "weights"]
-    people = ["demo", "demo-coserving", "guard", "up", "base-model", *runs, "workers", "drain"]
+    people = ["demo", "demo-coserving", "guard", "up", "base-model", *runs, "workers", "drain", "simulate", "record"]
     assert [name for name in (*people, *SERVICES, *BESIDE) if f" {name} " not in done.stdout] == []
 
 

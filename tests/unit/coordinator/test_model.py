@@ -150,7 +150,7 @@ def test_the_indexes_are_right_whatever_happened(seed: int) -> None:
         fleet.happen()
         check(fleet)
         fresh = fleet.fresh_views()
-        assert all(fleet.views.of(run) == fresh.of(run) for run in fleet.state.runs.values())
+        assert all(fleet.views.of(run, 0.0) == fresh.of(run, 0.0) for run in fleet.state.runs.values())
 
 
 def _started(fleet: ModelFleet) -> None:

@@ -35,7 +35,9 @@ class Recovery(RunRecovery):
 
 
 def stale_run() -> RunState:
-    return RunState("r", RunSpec(name="r", model="m", environment=EnvironmentSpec(name="e")), DispatchWakeups())
+    return RunState(
+        "r", RunSpec(name="r", model="m", environment=EnvironmentSpec(name="e")), DispatchWakeups(), lambda: 0.0
+    )
 
 
 async def test_callers_share_a_reading() -> None:

@@ -1,32 +1,16 @@
-"""The simulated engine does what a loop over all steps and blocks does, and what can be worked out by hand."""
+"""The simulated engine does what a plain loop over all steps and blocks does, to the last bit."""
 
-from collections.abc import Iterator
 from random import Random
 
 import pytest
 
-from ebbtide.errors import InvalidRequest
-from ebbtide.simulator.engines.engine_profile import EngineProfile, KvCapacity, StepCosts
-from ebbtide.simulator.engines.simulated_engine import EngineEventKind, SimulatedEngine
+from ebbtide.simulator.engines.engine_profile import StepCosts
+from ebbtide.simulator.engines.simulated_engine import SimulatedEngine
+from tests.unit.simulator.made_up_profiles import engine_profile
 from tests.unit.simulator.stepwise_engine import StepwiseEngine, Tokens
 
 #: Sums of multiples of this are exact, so both engines must agree to the last bit.
 TICK = 2.0**-20
-
-
-def profile(
-    *, costs: StepCosts | None = None, tokens: int = 1 << 20, block: int = 16, batched: int = 8192, **kv: bool
-) -> EngineProfile:
-    return EngineProfile(
-        name="test",
-        model="test",
-        device="test",
-        gpus=1,
-        source="made up",
-        costs=costs or StepCosts(base_s=0.25),
-        kv=KvCapacity(tokens=tokens, block=block, **kv),
-        batched_tokens=batched,
-    )
 
 
 class Workload:
@@ -46,7 +30,7 @@ class Workload:
         tokens = draw.choice([160, 400, 4000])
         self.most = tokens // 2
         slots = draw.choice([1, 4, 12])
-        self.profile = profile(
+        self.profile = engine_profile(
             costs=costs,
             tokens=tokens,
             block=self.block,
@@ -70,7 +54,6 @@ class Workload:
             self.now += self.draw.choice([0, 1, 50, 5000, 50_000, 500_000]) * self.draw.randrange(3) * TICK
             chance = self.draw.random()
             if chance < 0.02:
-                self.now = max(self.now, 0.0)
                 self.clear()
             elif chance < 0.05:
                 self.advance()
@@ -140,7 +123,7 @@ class Workload:
         self.advance()
         for key, (prefix, after, prompt, made, length) in list(self.left.items()):
             del self.left[key]
-            if (len(prompt) + made) % self.block or self.block == 1:
+            if (len(prompt) + made) % self.block:  # else its last block is in the cache, and is made again beside it
                 self.give(key, prefix, after, prompt, made, length)
 
     def hold(self) -> None:
@@ -157,8 +140,8 @@ class Workload:
         self.here.clear()
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", range(30))
 def test_it_does_what_a_loop_over_all_steps_and_blocks_does(seed: int) -> None:
     work = Workload(seed)
-    work.run(120)
+    work.run(100)
     assert work.events

@@ -12,7 +12,7 @@ local REMEMBERED_S = 10
 -- Events that are no facts: at most one in so many of that, and so many bytes for each of that.
 local KEPT_PER_CHATTER, CHATTER_BYTES = 8, 64
 -- What one of them takes in memory; of events, besides their text, whose key is there twice.
-local SPAN_BYTES, MARK_BYTES, EVENT_BYTES = 128, 112, 64
+local SPAN_BYTES, MARK_BYTES, EVENT_BYTES = 176, 112, 64
 -- Old entries that go at most for each new one: after an upgrade or a step's end, many are due at once.
 local DROPPED_AT_ONCE = 4
 -- Upper ends of a run's histogram buckets, counted as `NAME:le:END`: each counts values above the bucket before; the last is `inf`.
@@ -159,13 +159,15 @@ end
 
 -- The timeline's entry of a running attempt that ends now. Read it before the rollout's data is deleted, log it after.
 local function span(id)
-  local r = redis.call('HMGET', ROLLOUT .. id, 'attempt', 'worker', 'from', 'begin')
+  local r = redis.call('HMGET', ROLLOUT .. id, 'attempt', 'worker', 'from', 'begin', 'kind', 'origin', 'step')
   local first, last, versions = tonumber(r[3]), redis.call('STRLEN', TOKENS .. id) / 12, ''
   if last > first then
     versions = redis.call('GETRANGE', TOKENS .. id, first * 12 + 8, first * 12 + 11)
       .. redis.call('GETRANGE', TOKENS .. id, last * 12 - 4, last * 12 - 1)
   end
-  return {'r', id, 'a', r[1], 'w', r[2], 'f', first, 'l', last, 'b', r[4] or age(), 'v', versions}
+  local prompt = redis.call('HSTRLEN', ROLLOUT .. id, 'prompt') / 4
+  return {'r', id, 'a', r[1], 'w', r[2], 'f', first, 'l', last, 'b', r[4] or age(), 'v', versions,
+    'k', r[5], 'o', r[6] or '', 's', r[7] or '', 'p', prompt}
 end
 -- `why`: for people. `cause`: a number of `EndCause`.
 local function log_span(fields, why, cause)

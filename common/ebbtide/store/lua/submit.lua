@@ -1,5 +1,6 @@
 -- ARGV: term, role, fence, quota in bytes, most open rollouts, this call's number (0: none), the first number that is not settled,
--- the rollouts' step ('' for none), the first step that is not over, then id, digest, kind, req, prompt of each.
+-- the rollouts' step ('' for none), the first step that is not over, then id, digest, kind, req, prompt, origin of each. The origin is
+-- its group, episode and turn with spaces between them, for its spans.
 -- Queues rollouts: all or nothing. Returns per rollout {1, place in the queue}, {2, state} for a known one, {3, ''} for one that is over.
 -- A rollout that is not here is over, and not new, in three cases: it is marked; its step is over; this call was taken before, or its
 -- number is settled, so that nobody waits for it.
@@ -11,11 +12,11 @@ history_limit()  -- and the first step
 local repeated = number > 0 and (number < settled or (fence == ARGV[3] and redis.call('ZSCORE', taken, number)))
 local past = repeated or (step ~= '' and tonumber(step) < first_step)
 local out, fresh, seen, bytes = {}, {}, {}, 0
-for at = 10, #ARGV, 5 do
+for at = 10, #ARGV, 6 do
   local id, digest = ARGV[at], ARGV[at + 1]
   local have = redis.call('HMGET', ROLLOUT .. id, 'digest', 'state')
   local known = have[1] or seen[id]
-  if known and known ~= digest then return refuse('TAKEN', tostring((at - 10) / 5)) end
+  if known and known ~= digest then return refuse('TAKEN', tostring((at - 10) / 6)) end
   if known then out[#out + 1] = {2, have[2] or 'queued'}
   elseif past or redis.call('SISMEMBER', DONE, 'r:' .. id) == 1 then out[#out + 1] = {3, ''}
   else
@@ -35,10 +36,10 @@ if #fresh > 0 then
   local seq = redis.call('HINCRBY', RUN, 'seq', #fresh) - #fresh
   for i, at in ipairs(fresh) do
     redis.call('HSET', ROLLOUT .. ARGV[at], 'digest', ARGV[at + 1], 'kind', ARGV[at + 2], 'req', ARGV[at + 3],
-      'prompt', ARGV[at + 4], 'state', 'queued', 'attempts', 0, 'barren', 0)
+      'prompt', ARGV[at + 4], 'origin', ARGV[at + 5], 'state', 'queued', 'attempts', 0, 'barren', 0)
     if step ~= '' then redis.call('HSET', ROLLOUT .. ARGV[at], 'step', step) end
     redis.call('ZADD', OPEN, seq + i, ARGV[at])
-    out[(at - 10) / 5 + 1][2] = seq + i
+    out[(at - 10) / 6 + 1][2] = seq + i
     count(ARGV[at + 2] == 'train' and 'submitted' or 'eval_submitted', 1)
   end
   count('queued', #fresh)

@@ -29,6 +29,7 @@ def _cause(stored: bytes | None) -> EndCause | None:
 def _span(cursor: str, fields: list[bytes]) -> AttemptSpan:
     have = dict(pairs(fields))
     first_version, last_version = struct.unpack("<II", have[b"v"]) if have[b"v"] else (0, 0)
+    group, episode, turn = have[b"o"].decode().split(" ") if have.get(b"o") else ("", "", "0")
     return AttemptSpan(
         cursor=cursor,
         rollout_id=have[b"r"].decode(),
@@ -42,4 +43,10 @@ def _span(cursor: str, fields: list[bytes]) -> AttemptSpan:
         cause=_cause(have.get(b"c")),
         first_version=first_version,
         last_version=last_version,
+        group_id=group,
+        episode_id=episode,
+        turn=int(turn),
+        evaluation=have.get(b"k") == b"eval",
+        prompt_tokens=int(have.get(b"p", 0)),
+        step=int(have[b"s"]) if have.get(b"s") else None,
     )

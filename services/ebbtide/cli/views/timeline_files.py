@@ -21,10 +21,11 @@ _SILENCE_S: Final = 2.0
 async def fetch(client: "Client", run_id: str) -> Timeline:
     """Fetches the timeline up to now. Raises `NotFound`."""
     spans = [span async for span in client.timeline(run_id)]
-    return make_timeline(run_id, spans, await _events(client, run_id))
+    return make_timeline(run_id, spans, await fetch_events(client, run_id))
 
 
-async def _events(client: "Client", run_id: str) -> list[RunEvent]:
+async def fetch_events(client: "Client", run_id: str) -> list[RunEvent]:
+    """Fetches the run's events up to now. Raises `NotFound`."""
     run = await client.run(run_id)
     events: list[RunEvent] = []
     stream = client.watch(run_id)

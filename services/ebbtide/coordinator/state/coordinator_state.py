@@ -45,7 +45,7 @@ class StoreIncarnation:
 
 class CoordinatorState:
     """The live runs in the order of their submission, and the sessions. `clock` gives seconds that only rise, to all
-    who decide by them: `time.monotonic`, or virtual time.
+    who decide by them: `time.monotonic`, or virtual time. `wakeups` hear of changes.
     """
 
     def __init__(self, clock: Callable[[], float] | None = None, wakeups: DispatchWakeups | None = None) -> None:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from ebbtide.demo.coserving.coserving_traffic import (
+from ebbtide.simulator.serving.request_traffic import (
     TraceLengths,
     TrafficBursts,
     TrafficRequest,

@@ -62,11 +62,14 @@ class PromptReader:
     def _known(self, sequence: EngineSequence) -> KvPrefix | None:
         """What the cache has of it. At least its last token is read, as its logits are needed."""
         block = self._prefixes.block
-        found = self._prefixes.find(sequence.key, (sequence.known - 1) // block)
-        for name in (sequence.after, sequence.prefix):
-            if found is None and name:
-                found = self._prefixes.find(name, (sequence.prompt - 1) // block)
-        return found
+        shared = (sequence.prompt - 1) // block
+        names = ((sequence.prefix, shared), (sequence.after, shared), (sequence.key, (sequence.known - 1) // block))
+        best: KvPrefix | None = None
+        for name, most in names:
+            found = self._prefixes.find(name, most) if name else None
+            if found is not None and found.end > (best.end if best else 0):
+                best = found
+        return best
 
     def _read(self, sequence: EngineSequence) -> None:
         tokens = min(sequence.known - sequence.fed, self.room)

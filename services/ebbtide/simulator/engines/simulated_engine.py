@@ -206,7 +206,9 @@ class SimulatedEngine:
             return
         self._at = max(self._at, now - self._late)
         self._wake()
-        while self._run is not None and self._run.end <= self._at:
+        # `next_event` adds what is subtracted here, and rounding may leave the end a trifle behind.
+        while self._run is not None and (self._run.end <= self._at or self._run.end + self._late <= now):
+            self._at = max(self._at, self._run.end)
             self._end_run(self._run)
         if self._run is not None:
             self._run.follow(self._at)

@@ -22,9 +22,7 @@ def figures_file(scenarios: Sequence[Sequence[Outcome]]) -> bytes:
     document = {
         "format": FORMAT,
         "kind": "simulation",
-        "scenarios": [
-            _scenario(one, found[0], outcomes) for one, outcomes in zip(found, scenarios, strict=True)
-        ],
+        "scenarios": [_scenario(one, found[0], outcomes) for one, outcomes in zip(found, scenarios, strict=True)],
     }
     return msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n"
 

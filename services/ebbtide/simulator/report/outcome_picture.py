@@ -45,7 +45,9 @@ def write_outcome_picture(outcomes: Sequence[Outcome], path: Path) -> None:
     rows = [_machines(outcome.spans) for outcome in outcomes]
     heights = [height for found in rows for height in (_FLEET, _height(len(found)))]
     size = (_WIDTH, sum(heights) + 1.1 * len(outcomes))
-    figure, axes = plt.subplots(len(heights), 1, figsize=size, layout="constrained", height_ratios=heights, squeeze=False)
+    figure, axes = plt.subplots(
+        len(heights), 1, figsize=size, layout="constrained", height_ratios=heights, squeeze=False
+    )
     try:
         for number, (outcome, found) in enumerate(zip(outcomes, rows, strict=True)):
             _draw(axes[2 * number][0], axes[2 * number + 1][0], outcome, found)
@@ -87,6 +89,8 @@ def _title(outcome: Outcome, shown: int) -> str:
 
 
 def _draw_fleet(axes: "Axes", outcome: Outcome, end: float) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     pools: dict[str, list[tuple[float, int]]] = {}
     for second, pool, count in outcome.fleet:
         pools.setdefault(pool, []).append((second, count))
@@ -96,7 +100,7 @@ def _draw_fleet(axes: "Axes", outcome: Outcome, end: float) -> None:
         axes.step([*seconds, end], [*counts, counts[-1]], where="post", label=pool, linewidth=1.4)
     axes.set_ylabel("machines")
     axes.set_ylim(bottom=0)
-    axes.yaxis.get_major_locator().set_params(integer=True)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     if pools:
         axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=8)
 

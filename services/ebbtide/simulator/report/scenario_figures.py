@@ -1,4 +1,4 @@
-"""Computes what users compare: speed, step times, idle time, tokens, bytes, SLO and cost of a scenario, over its seeds."""
+"""Computes what users compare of a scenario, over its seeds: speed, idle time, tokens, bytes, SLO and cost."""
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
@@ -154,8 +154,8 @@ def _notes(outcomes: Sequence[Outcome]) -> Iterable[str]:
     stepless = [str(outcome.seed) for outcome in outcomes if not outcome.steps]
     if stepless:
         yield (
-            f"No step was finished with seed {', '.join(stepless)}: figures per step leave it out. Simulate more hours, "
-            "or fewer and shorter rollouts."
+            f"No step was finished with seed {', '.join(stepless)}: figures per step leave it out. Simulate more "
+            "hours, or fewer and shorter rollouts."
         )
     if not all(outcome.tokens.kept for outcome in outcomes):
         yield "No response ended with some seed: its cost per token does not exist."

@@ -7,7 +7,7 @@ from msgspec import Meta
 #: Names of pools and runs become parts of workers' and rollouts' ids.
 Name: TypeAlias = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
 Label: TypeAlias = Annotated[str, Meta(min_length=1, max_length=200)]
-#: A profile that comes with the simulator, or a path relative to the scenario's folder.
+#: A file relative to the scenario's folder, or the name of a profile that comes with the simulator.
 Reference: TypeAlias = Annotated[str, Meta(min_length=1, max_length=1024)]
 #: 1e8 s are three years.
 Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=1e8)]
@@ -15,8 +15,8 @@ LongerThanZero: TypeAlias = Annotated[float, Meta(gt=0, le=1e8)]
 Share: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
 #: A factor on lengths, times or rates.
 Factor: TypeAlias = Annotated[float, Meta(ge=1e-4, le=1e4)]
-#: One event per second is more than any machine survives.
-PerHour: TypeAlias = Annotated[float, Meta(ge=0, le=3600)]
+#: A machine that is lost every minute never gets anything done.
+PerHour: TypeAlias = Annotated[float, Meta(ge=0, le=60)]
 Dollars: TypeAlias = Annotated[float, Meta(ge=0, le=1e6)]
 Gbps: TypeAlias = Annotated[float, Meta(gt=0, le=1e5)]
 Machines: TypeAlias = Annotated[int, Meta(ge=0, le=20_000)]

@@ -31,8 +31,8 @@ class ScenarioSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     hours: Annotated[float, Meta(gt=0, le=LONGEST_H)] | None = None  # whichever comes first, time or steps
     steps: Annotated[int, Meta(ge=1, le=1_000_000)] | None = None  # of each run that names no number itself
     fleet: Annotated[tuple[MachinePool, ...], Meta(min_length=1, max_length=100)]
-    run: Annotated[tuple[TrainingRun, ...], Meta(min_length=1, max_length=500)]
-    fault: Annotated[tuple[PlannedFault, ...], Meta(max_length=10_000)] = ()
+    run: Annotated[tuple[TrainingRun, ...], Meta(min_length=1, max_length=200)]
+    fault: Annotated[tuple[PlannedFault, ...], Meta(max_length=1_000)] = ()
     policy: PolicyChoice = PolicyChoice()
     relay_gbps: Gbps = 200.0  # the link of the relay from which workers pull versions
 
@@ -62,5 +62,5 @@ class Scenario(ScenarioSpec, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 def is_path(reference: str) -> bool:
-    """Whether a profile is named by its file."""
-    return "/" in reference or reference.endswith(".toml")
+    """Whether a profile is named by its file, which ends in .toml."""
+    return reference.endswith(".toml")

@@ -15,16 +15,27 @@ def read_text(path: Path, name: str, *, most_bytes: int) -> str:
     try:
         # Pipes and devices could block, or never end: the file is opened without waiting and looked at first.
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        with open(handle, "rb") as file:  # noqa: PTH123
-            if not stat.S_ISREG(os.fstat(handle).st_mode):
-                raise _unreadable(name, "is no regular file; name a file with a table or a scenario")
-            data = file.read(most_bytes + 1)
+        try:
+            regular = stat.S_ISREG(os.fstat(handle).st_mode)
+            data = _read(handle, most_bytes + 1) if regular else b""
+        finally:
+            os.close(handle)
     except (OSError, ValueError) as error:
         told = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise _unreadable(name, f"cannot be read ({told}); check its path and permissions") from None
+    if not regular:
+        raise _unreadable(name, "is no regular file; name a file with a table or a scenario")
     if len(data) > most_bytes:
         raise _unreadable(name, f"is larger than {most_bytes} bytes; leave out what the simulation does not need")
     return _decoded(data, name)
+
+
+def _read(handle: int, most_bytes: int) -> bytes:
+    parts: list[bytes] = []
+    while most_bytes > 0 and (part := os.read(handle, most_bytes)):
+        parts.append(part)
+        most_bytes -= len(part)
+    return b"".join(parts)
 
 
 def _decoded(data: bytes, name: str) -> str:

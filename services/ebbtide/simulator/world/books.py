@@ -40,7 +40,8 @@ class SimulationBooks:
         self.steps: list[StepOutcome] = []
         self.spans: list[Span] = []
         self.fleet: list[tuple[float, str, int]] = []
-        self.moves = self.resumes = self.installs = self.weight_bytes = 0
+        self.moves = self.resumes = self.installs = 0
+        self.served = self.attained = 0  # requests of borrowed hosts, and those within the SLO
         self._machines: dict[str, _Machine] = {}
         self._pools: dict[str, _Pool] = {}
 

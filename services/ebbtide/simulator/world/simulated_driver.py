@@ -22,7 +22,8 @@ class StepProgress(Struct, eq=False):
     number: int
     opened_s: float
     ends: list[float] = []  # when its episodes got their rewards
-    tokens: int = 0  # of the responses of those
+    lengths: list[int] = []  # of those, prompts included
+    tokens: int = 0  # of their responses
     complete: bool = False  # it has all that it trains on
 
 
@@ -133,6 +134,8 @@ class SimulatedDriver:
         progress = episode.progress
         progress.ends.append(self._time.now)
         progress.tokens += episode.tokens
+        last = episode.turns[-1]
+        progress.lengths.append(last.prompt + last.response)
         change = episode.round.ended(episode.sample)
         self._abandon(change.abandon)
         progress.complete = change.complete

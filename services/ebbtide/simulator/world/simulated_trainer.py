@@ -4,7 +4,7 @@ Invariant: steps are trained in order, each once. A trainer that died is followe
 the last checkpoint lacks; what the former one had begun is void.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from ebbtide.simulator.outcome import StepOutcome
@@ -17,20 +17,24 @@ from ebbtide.simulator.world.virtual_time import VirtualTime
 class TrainingTimes(Protocol):
     """What a trainer takes for its work, in seconds."""
 
-    def begin_s(self) -> float:
+    def start_s(self) -> float:
         """From its start until it can publish its first version, or go on."""
         ...
 
-    def learn_s(self, tokens: int, samples: int) -> float:
-        """To compute gradients of so many samples with so many tokens of responses."""
+    def gradient_s(self, lengths: Sequence[int]) -> float:
+        """To compute gradients of samples of so many tokens, prompts included."""
         ...
 
     def update_s(self) -> float:
         """The optimiser's step, once per training step."""
         ...
 
+    def snapshot_s(self) -> float:
+        """To copy the weights, before the next step may change them."""
+        ...
+
     def publish_s(self) -> float:
-        """From the optimiser's step to the announcement of the version."""
+        """From the copy to the announcement of the version; the trainer goes on meanwhile."""
         ...
 
     def checkpoint_s(self, step: int) -> float:
@@ -57,18 +61,18 @@ class SimulatedTrainer:
         self._announce = announce
         self._steps: dict[int, StepProgress] = {}
         self._next = 0  # step to train
-        self._learnt = self._learnt_samples = 0  # of that step: learnt from, or being learnt from; tokens first
-        self._learning_s = 0.0  # of that step
+        self._learnt = 0  # of that step: samples learnt from, or being learnt from
+        self._learning_s = 0.0  # of that step: for so long it computed
         self._newest = -1  # step whose weights were announced last
         self._busy = True
         self._life = 0
-        self._unsaved: list[tuple[int, int]] = []  # tokens and samples of the steps since the last checkpoint
+        self._unsaved: list[Sequence[int]] = []  # lengths of the samples of the steps since the last checkpoint
         loan.free = self._train
         self.done = False
 
     def begin(self) -> None:
         self._show("idle")
-        self._after(self._times.begin_s(), self._ready)
+        self._after(self._times.start_s(), self._ready)
 
     def opened(self, progress: StepProgress) -> None:
         self._steps[progress.number] = progress
@@ -95,14 +99,14 @@ class SimulatedTrainer:
         step = self._steps.get(self._next)
         if step is None or self._busy:
             return
-        tokens = step.tokens - self._learnt
-        if not step.complete and not (self._streams and tokens):
+        fresh = step.lengths[self._learnt :]
+        if not step.complete and not (self._streams and fresh):
             return
         if not self._loan.claim(complete=step.complete):
             return
-        seconds = self._times.learn_s(tokens, len(step.ends) - self._learnt_samples)
-        self._busy, self._learnt, self._learnt_samples = True, step.tokens, len(step.ends)
+        self._busy, self._learnt = True, len(step.lengths)
         self._show("training")
+        seconds = self._times.gradient_s(fresh)
         self._learning_s += seconds
         if step.complete:
             self._after(seconds + self._times.update_s(), lambda: self._trained(step))
@@ -117,31 +121,35 @@ class SimulatedTrainer:
     def _trained(self, step: StepProgress) -> None:
         self._record(step)
         del self._steps[step.number]
-        self._next, self._learnt, self._learnt_samples, self._learning_s = step.number + 1, 0, 0, 0.0
-        self._unsaved.append((step.tokens, len(step.ends)))
-        self._after(self._times.publish_s(), self._published)
-
-    def _published(self) -> None:
+        self._next, self._learnt, self._learning_s = step.number + 1, 0, 0.0
+        self._unsaved.append(step.lengths)
         self.done = self._next >= self._last
         if self.done:
             self._show("idle")
             return
-        self._newest = self._next
-        self._announce(self._next + 1, self._next)
-        checkpoint_s = self._times.checkpoint_s(self._next)
+        self._after(self._times.snapshot_s(), self._copied)
+
+    def _copied(self) -> None:
+        step = self._next
+        self._after(self._times.publish_s(), lambda: self._published(step))
+        checkpoint_s = self._times.checkpoint_s(step)
         if checkpoint_s:
             self._unsaved.clear()
         self._after(checkpoint_s, self._free)
+
+    def _published(self, step: int) -> None:
+        self._newest = step
+        self._announce(step + 1, step)
 
     def lose(self, seconds: float) -> None:
         """The trainer dies; the next one starts after so long."""
         if self.done:
             return
         self._life += 1
-        self._busy, self._learnt, self._learnt_samples, self._learning_s = True, 0, 0, 0.0
+        self._busy, self._learnt, self._learning_s = True, 0, 0.0
         self._show("idle")
-        again = sum(self._times.learn_s(tokens, samples) + self._times.update_s() for tokens, samples in self._unsaved)
-        self._after(seconds + self._times.begin_s(), lambda: self._catch_up(again))
+        again = sum(self._times.gradient_s(lengths) + self._times.update_s() for lengths in self._unsaved)
+        self._after(seconds + self._times.start_s(), lambda: self._catch_up(again))
 
     def _catch_up(self, seconds: float) -> None:
         self._show("training")

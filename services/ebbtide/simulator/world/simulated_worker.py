@@ -25,7 +25,7 @@ from ebbtide.simulator.world.attempt_host import AttemptHost, AttemptStore, Flus
 from ebbtide.simulator.world.books import GONE, SimulationBooks
 from ebbtide.simulator.world.virtual_time import Alarm, VirtualTime
 from ebbtide.types.end_cause import EndCause
-from ebbtide.types.fleet import PROTOCOL_VERSION, AttemptRef, EngineInfo, WorkerKind, WorkerState
+from ebbtide.types.fleet import PROTOCOL_VERSION, AttemptRef, BorrowedState, EngineInfo, WorkerKind, WorkerState
 from ebbtide.types.weights import PolicyVersion
 from ebbtide.v1 import fleet_pb2
 from ebbtide.wire.record_conversion import from_proto
@@ -76,6 +76,9 @@ class SimulatedWorker:
     ) -> None:
         """`speed`: of its engine, relative to the profile's."""
         self.name, self.terms, self._speed = name, terms, speed
+        self._slowed = self._share = 1.0  # of its speed: a fault, and the users of its host
+        #: What a borrowed worker knows of its host.
+        self.borrowed: Callable[[], BorrowedState | None] = lambda: None
         self._time, self._coordinator, self._books = time, coordinator, books
         engine = SimulatedEngine(terms.profile, slots=terms.slots, now=time.now, speed=speed)
         self.host = AttemptHost(engine, time, coordinator, books.tokens, terms.flush, self._show)
@@ -86,7 +89,7 @@ class SimulatedWorker:
         self._leaves = False
         self._began = time.now
         self._counted = (0, time.now)  # tokens generated, when the last heartbeat was sent
-        self._beat_due = Alarm(time, self._beat)
+        self._beat_due = Alarm(time, self.beat)
 
     @property
     def frozen(self) -> bool:
@@ -126,7 +129,7 @@ class SimulatedWorker:
         )
         self.host.session = self._coordinator.attach(self, hello)
         self._show()
-        self._beat()
+        self.beat()
 
     _busy_before = 0.0
 
@@ -167,14 +170,21 @@ class SimulatedWorker:
             self.host.hold("frozen")
             self._time.after(seconds, self._thaw)
 
-    def slow_down(self, speed: float, seconds: float) -> None:
+    def slow_down(self, factor: float, seconds: float) -> None:
         """Work at so many times the machine's speed for a while."""
-        self._pace(self._speed * speed)
-        self._time.after(seconds, lambda: self._pace(self._speed))
+        self._slowed = factor
+        self.pace(self._share)
+        self._time.after(seconds, self._quicken)
 
-    def _pace(self, speed: float) -> None:
+    def _quicken(self) -> None:
+        self._slowed = 1.0
+        self.pace(self._share)
+
+    def pace(self, share: float) -> None:
+        """Work at a share of the machine's speed: the rest is its host's users'."""
+        self._share = share
         if not self.gone:
-            self.host.engine.pace(speed, self._time.now)
+            self.host.engine.pace(self._speed * self._slowed * share, self._time.now)
             self.host.look()
 
     def _thaw(self) -> None:
@@ -186,7 +196,7 @@ class SimulatedWorker:
             self.host.drop(self.host.held)
             self.attach()
         elif session is not None:
-            self._beat()
+            self.beat()
 
     # What it is told.
 
@@ -266,7 +276,8 @@ class SimulatedWorker:
         if session is not None and not session.gone and not self.frozen:
             self._coordinator.hear(session, report)
 
-    def _beat(self) -> None:
+    def beat(self) -> None:
+        """Send a heartbeat now, and from now on regularly."""
         session = self.host.session
         if self.gone or self.frozen or session is None or session.gone:
             return
@@ -284,6 +295,7 @@ class SimulatedWorker:
                 uptime_s=now - self._began,
                 held=bool(host.holds),
                 quiet_s=now - host.made_at if host.works else 0.0,
+                borrowed=self.borrowed(),
             )
         )
         self._beat_due.set(now + self.terms.heartbeat_s)

@@ -12,10 +12,12 @@ from ebbtide.simulator.scenario.scenario import Scenario
 from ebbtide.simulator.scenario.training_run import TrainingRun
 from ebbtide.simulator.world.attempt_host import FlushTerms
 from ebbtide.simulator.world.books import SimulationBooks
+from ebbtide.simulator.world.borrowed_machines import BorrowedMachines
+from ebbtide.simulator.world.ebbtide_policy import EbbtidePolicy
 from ebbtide.simulator.world.machine_pools import MachinesOfPool
 from ebbtide.simulator.world.planned_faults import PlannedFaults
 from ebbtide.simulator.world.policy import Policy
-from ebbtide.simulator.world.profiles import Profiles
+from ebbtide.simulator.world.profiles import NamedProfiles, Profiles
 from ebbtide.simulator.world.simulated_driver import SimulatedDriver, StepProgress
 from ebbtide.simulator.world.simulated_trainer import SimulatedTrainer
 from ebbtide.simulator.world.simulated_worker import SimulatedWorker, WorkerTerms
@@ -32,6 +34,14 @@ _SAY_EVERY_S = 10.0
 #: Steps of a run that only time ends.
 _ENDLESS = 1_000_000
 _BYTES_PER_GBIT = 125e6
+
+
+def simulate(scenario: Scenario, *, seed: int, say: Say = lambda _: None) -> Outcome:
+    """Simulate a scenario with a seed. The same two give the same outcome. Raises `InvalidRequest` for profiles that
+    cannot be read, and for work that no worker can do.
+    """
+    policy = EbbtidePolicy()
+    return Simulation(scenario, seed, policy, NamedProfiles(scenario.folder)).run(say)
 
 
 class Simulation:
@@ -99,6 +109,9 @@ class Simulation:
         machines = MachinesOfPool(pool, scenario, self._seed, self._time, self._books, partial(self._worker, terms))
         if lent and pool.run is not None:
             machines.came = self._loans[pool.run].add
+        if pool.serving is not None:
+            users = BorrowedMachines(pool, scenario, self._seed, self._time, self._books)
+            machines.came = partial(_boot_beside_users, users, pool.boot_s)
         return machines
 
     def _worker(self, terms: WorkerTerms, name: str, speed: float) -> SimulatedWorker:
@@ -169,7 +182,14 @@ class Simulation:
             preemptions=sum(engine.preemptions for engine in engines),
             installs=books.installs,
             weight_bytes=self._pulls.bytes,
+            served_requests=books.served,
+            slo_attained=books.attained / books.served if books.served else None,
             unfinished=sum(driver.open_rollouts for driver in self._drivers.values()),
             spans=books.spans,
             fleet=books.fleet,
         )
+
+
+def _boot_beside_users(users: BorrowedMachines, boot_s: float, worker: SimulatedWorker) -> None:
+    worker.boot(boot_s)
+    users.lend(worker)

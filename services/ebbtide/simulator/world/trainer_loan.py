@@ -43,13 +43,14 @@ class TrainerLoan:
     def __init__(self, time: VirtualTime, window: LoanWindow) -> None:
         self._time, self.window = time, window
         self._workers: list[SimulatedWorker] = []
-        self._lent = self._closing = False
+        self._open = self._lent = self._closing = False
         self._step = 0
         self.free: Callable[[], None] = lambda: None  # called when the trainer has its devices back
 
     def add(self, worker: SimulatedWorker) -> None:
         self._workers.append(worker)
-        if self._lent and not self._closing:
+        if self._open and not self._closing:
+            self._lent = True
             worker.attach()
 
     @property
@@ -59,7 +60,8 @@ class TrainerLoan:
     def open(self) -> None:
         """The trainer waits for rollouts: its devices generate."""
         self._step += 1
-        if self._lent:
+        self._open = True
+        if self._lent or not self._workers:
             return
         self._lent = True
         for worker in self._workers:
@@ -74,6 +76,7 @@ class TrainerLoan:
         all ended.
         """
         if not self._lent:
+            self._open = False
             return True
         if complete:
             self._close()
@@ -90,5 +93,5 @@ class TrainerLoan:
     def _closed(self) -> None:
         for worker in self._workers:
             worker.detach()
-        self._lent = self._closing = False
+        self._open = self._lent = self._closing = False
         self.free()

@@ -38,6 +38,7 @@ from ebbtide.simulator.world.version_pulls import VersionPulls
 from ebbtide.simulator.world.virtual_time import VirtualTime
 from ebbtide.simulator.world.virtual_wakeups import VirtualWakeups
 from ebbtide.store.rollout_rows import EndReason
+from ebbtide.types.end_cause import EndCause
 from ebbtide.types.run import EnvironmentSpec, RunSpec, Sampling, ShareSpec
 from ebbtide.types.weights import PolicyVersion
 
@@ -134,6 +135,7 @@ class VirtualCoordinator:
             rollout.no_progress = 0
         elif why.blame:
             rollout.no_progress += 1
+        self._books.moves += why.cause is EndCause.MOVED
         if why.avoid:
             rollout.avoid_worker(rollout.home)
         if not self.decider.keeps:

@@ -17,14 +17,8 @@ from torch import Tensor
 
 from ebbtide.trainer.learning.grpo import policy_loss, token_logprobs
 from ebbtide.trainer.learning.network import Network
-from ebbtide.trainer.learning.training_batches import (
-    TrainingBatch,
-    TrainingSample,
-    collate,
-    micro_parts,
-    minibatches,
-    shares,
-)
+from ebbtide.trainer.learning.sample_deal import micro_parts, minibatches, shares
+from ebbtide.trainer.learning.training_batches import TrainingBatch, TrainingSample, collate
 from ebbtide.trainer.ranks.network_sharding import whole
 
 #: Values that are summed over a step's tokens or updates, and over ranks.

@@ -1,13 +1,14 @@
-"""Cuts samples into minibatches (one optimiser step each) and micro-batches (one backward each) of padded tensors."""
+"""Makes micro-batches (one backward each) of padded tensors from samples."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from random import Random
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from ebbtide.trainer.learning.sample_deal import micro_parts
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,10 @@ class TrainingSample:
     logprobs: npt.NDArray[np.float32]
     versions: npt.NDArray[np.int64]
     advantage: float
+
+    @property
+    def length(self) -> int:
+        return len(self.ids)
 
     @property
     def sampled(self) -> int:
@@ -81,41 +86,6 @@ def collate(samples: Sequence[TrainingSample], *, pad_id: int = 0) -> TrainingBa
     )
 
 
-def minibatches(samples: Sequence[TrainingSample], count: int, rng: Random) -> list[list[TrainingSample]]:
-    """Shuffles the samples, and deals them into at most `count` parts of nearly equal size."""
-    order = list(samples)
-    rng.shuffle(order)
-    return [part for start in range(count) if (part := order[start::count])]
-
-
-def shares(samples: Sequence[TrainingSample], ranks: int) -> list[list[TrainingSample]]:
-    """Deals the samples to ranks with like token counts: the longest first, each to the rank with the fewest tokens.
-
-    All ranks compute the same deal. One rank gets all samples in their order.
-    """
-    if ranks == 1:
-        return [list(samples)]
-    dealt: list[list[TrainingSample]] = [[] for _ in range(ranks)]
-    tokens = [0] * ranks
-    for sample in sorted(samples, key=lambda sample: len(sample.ids), reverse=True):
-        poorest = tokens.index(min(tokens))
-        dealt[poorest].append(sample)
-        tokens[poorest] += len(sample.ids)
-    return dealt
-
-
 def micro_batches(samples: Sequence[TrainingSample], max_tokens: int) -> Iterator[TrainingBatch]:
     """Makes batches of at most `max_tokens` padded tokens (at least one sample), of like lengths."""
     return map(collate, micro_parts(samples, max_tokens))
-
-
-def micro_parts(samples: Sequence[TrainingSample], max_tokens: int) -> Iterator[list[TrainingSample]]:
-    """Returns the samples of each of the `micro_batches`."""
-    part: list[TrainingSample] = []
-    for sample in sorted(samples, key=lambda sample: len(sample.ids)):
-        if part and (len(part) + 1) * len(sample.ids) > max_tokens:
-            yield part
-            part = []
-        part.append(sample)
-    if part:
-        yield part

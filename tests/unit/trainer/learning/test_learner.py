@@ -9,7 +9,8 @@ from transformers import Qwen3ForCausalLM
 
 from ebbtide.trainer.learning.learner import Learner, LearnerSettings
 from ebbtide.trainer.learning.network import Network
-from ebbtide.trainer.learning.training_batches import TrainingSample, collate, micro_batches, minibatches
+from ebbtide.trainer.learning.sample_deal import minibatches
+from ebbtide.trainer.learning.training_batches import TrainingSample, collate, micro_batches
 
 
 def sample(length: int, sampled: int, *, advantage: float = 1.0, version: int = 3, seed: int = 0) -> TrainingSample:

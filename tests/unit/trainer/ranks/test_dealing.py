@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from ebbtide.trainer.learning.training_batches import TrainingSample, micro_parts, shares
+from ebbtide.trainer.learning.sample_deal import micro_parts, shares
+from ebbtide.trainer.learning.training_batches import TrainingSample
 from ebbtide.trainer.ranks.checkpoint_shards import weight_files
 
 

@@ -1,8 +1,9 @@
 """Derives what happens to a pool's machines: arrivals, notices, losses and stalls, in order of time."""
 
-from collections import Counter
 from collections.abc import Iterator
 from enum import IntEnum
+from heapq import merge
+from itertools import count
 from math import inf, isfinite
 from random import Random
 
@@ -24,24 +25,32 @@ class MachineChange(IntEnum):
     STALLS = 4  # it makes nothing for a while, and then goes on
 
 
-class MachineEvent(Struct, frozen=True, order=True):
+class MachineEvent(Struct, frozen=True, order=True, gc=False):
     at_s: float  # of the scenario
     change: MachineChange
     machine: str  # unique in the scenario; a machine that is gone does not come again
     for_s: float = 0.0  # NOTICE: until it is gone; STALLS: how long
 
 
-def machine_events(scenario: Scenario, pool: MachinePool, seed: int) -> list[MachineEvent]:
-    """List all events of a pool up to the scenario's end, the same ones for the same seed."""
+def machine_events(scenario: Scenario, pool: MachinePool, seed: int) -> Iterator[MachineEvent]:
+    """Yield all events of a pool in order, up to the scenario's end, the same ones for the same seed."""
     until_s = scenario.until_s
-    lives: Counter[str] = Counter()
-    events: list[MachineEvent] = []
+    places: dict[str, list[Presence]] = {}
     for presence in presences(pool, scenario.tables.spots, until_s, seed):
+        places.setdefault(presence.node, []).append(presence)
+    return merge(*(_place(pool, node, there, until_s, seed) for node, there in places.items()))
+
+
+def _place(
+    pool: MachinePool, node: str, presences: list[Presence], until_s: float, seed: int
+) -> Iterator[MachineEvent]:
+    """The events of the machines that follow each other in one place."""
+    lives = count(1)
+    for presence in presences:
         for begin_s, end_s in _losses(pool, presence, until_s, seed):
-            lives[presence.node] += 1
-            suffix = f".{lives[presence.node]}" if lives[presence.node] > 1 else ""
-            events += _life(pool, f"{pool.name}-{presence.node}{suffix}", begin_s, end_s, until_s, seed)
-    return sorted(event for event in events if event.at_s < until_s)
+            life = next(lives)
+            machine = f"{pool.name}-{node}" if life == 1 else f"{pool.name}-{node}.{life}"
+            yield from _life(pool, machine, begin_s, end_s, until_s, seed)
 
 
 def machine_speed(pool: MachinePool, machine: str, seed: int) -> float:
@@ -68,14 +77,20 @@ def _life(
     pool: MachinePool, machine: str, begin_s: float, end_s: float, until_s: float, seed: int
 ) -> Iterator[MachineEvent]:
     yield MachineEvent(begin_s, MachineChange.COMES, machine)
+    ending = []
     if isfinite(end_s):
         if pool.notice_s and Random(f"{seed} notice {machine}").random() >= pool.unannounced:
             told_s = max(begin_s, end_s - pool.notice_s)
-            yield MachineEvent(told_s, MachineChange.NOTICE, machine, end_s - told_s)
-        yield MachineEvent(end_s, MachineChange.GONE, machine)
-    if pool.stalls_per_hour:
-        draw = Random(f"{seed} stalls {machine}")
-        at_s = begin_s + draw.expovariate(pool.stalls_per_hour) * _HOUR_S
-        while at_s < min(end_s, until_s):
-            yield MachineEvent(at_s, MachineChange.STALLS, machine, pool.stall_s)
-            at_s += pool.stall_s + draw.expovariate(pool.stalls_per_hour) * _HOUR_S
+            ending.append(MachineEvent(told_s, MachineChange.NOTICE, machine, end_s - told_s))
+        ending.append(MachineEvent(end_s, MachineChange.GONE, machine))
+    yield from merge(ending, _stalls(pool, machine, begin_s, min(end_s, until_s), seed))
+
+
+def _stalls(pool: MachinePool, machine: str, begin_s: float, end_s: float, seed: int) -> Iterator[MachineEvent]:
+    if not pool.stalls_per_hour:
+        return
+    draw = Random(f"{seed} stalls {machine}")
+    at_s = begin_s + draw.expovariate(pool.stalls_per_hour) * _HOUR_S
+    while at_s < end_s:
+        yield MachineEvent(at_s, MachineChange.STALLS, machine, pool.stall_s)
+        at_s += pool.stall_s + draw.expovariate(pool.stalls_per_hour) * _HOUR_S

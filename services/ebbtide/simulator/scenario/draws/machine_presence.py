@@ -12,7 +12,7 @@ from ebbtide.simulator.scenario.inputs.spot_trace import SpotTrace, TraceEvent
 from ebbtide.simulator.scenario.machine_pool import MachinePool, SpotTraceSpec
 
 
-class Presence(Struct, frozen=True, order=True):
+class Presence(Struct, frozen=True, order=True, gc=False):
     """A place in the fleet has a machine for a while. An end of inf is beyond the scenario."""
 
     begin_s: float

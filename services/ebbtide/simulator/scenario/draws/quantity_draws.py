@@ -1,6 +1,8 @@
 """Turns a `QuantitySpec` into a function from a standard normal to a value."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
+from itertools import accumulate
 from math import exp, sqrt
 from statistics import NormalDist
 from typing import Final, TypeAlias
@@ -61,13 +63,12 @@ def _log_normal(spec: QuantitySpec) -> Curve:
 
 def _scale_of_mean(shape: Curve, mean: float, least: float, cap: float) -> float:
     """Find the factor under which the values' mean between `least` and `cap` is `mean`, by bisection."""
-    values = [shape(u) for u in _GRID_NORMALS]
-    middle = max(values[_GRID // 2], 1e-9)
-    low, high = (factor * mean / middle for factor in _SCALES)
-    for _ in range(80):
+    values = [shape(u) for u in _GRID_NORMALS]  # they rise with `u`
+    sums = [0.0, *accumulate(values)]
+    low, high = (factor * mean / max(values[_GRID // 2], 1e-9) for factor in _SCALES)
+    while high / low > 1.0 + 1e-6:
         factor = sqrt(low * high)
-        found = sum(min(cap, max(least, factor * value)) for value in values) / _GRID
-        low, high = (factor, high) if found < mean else (low, factor)
-        if high / low < 1.0 + 1e-9:
-            break
+        short, long = bisect_left(values, least / factor), bisect_left(values, cap / factor)
+        found = short * least + factor * (sums[long] - sums[short]) + (_GRID - long) * min(cap, 1e300)
+        low, high = (factor, high) if found < mean * _GRID else (low, factor)
     return sqrt(low * high)

@@ -11,12 +11,13 @@ from random import Random
 from msgspec import Struct
 
 from ebbtide.simulator.scenario.draws.quantity_draws import curve
+from ebbtide.simulator.scenario.inputs.known_turns import KnownTurns
 from ebbtide.simulator.scenario.inputs.quantile_table import QuantileTable
 from ebbtide.simulator.scenario.scenario import Scenario
 from ebbtide.simulator.scenario.training_run import TrainingRun
 
 
-class Turn(Struct, frozen=True):
+class Turn(Struct, frozen=True, gc=False):
     """One request to an engine. Lengths in tokens."""
 
     prompt: int  # the whole context: the first prompt, earlier responses, and what the environment added
@@ -28,8 +29,11 @@ class Workload:
     """The work of all runs of a scenario."""
 
     def __init__(self, scenario: Scenario, seed: int) -> None:
-        tables = scenario.tables.quantiles
-        self._runs = {run.name: RunWork(run, tables, seed) for run in scenario.run}
+        tables, known = scenario.tables.quantiles, scenario.tables.known
+        self._runs: dict[str, RunWork | KnownWork] = {
+            run.name: KnownWork(run, known[run.name]) if run.name in known else RunWork(run, tables, seed)
+            for run in scenario.run
+        }
 
     def turns(self, run: str, step: int, prompt: int, sample: int) -> tuple[Turn, ...]:
         """Return the turns of a sample. `prompt` counts within the step, `sample` within the group, all from 0."""
@@ -109,3 +113,26 @@ class RunWork:
         while gcd(factor, size) != 1:
             factor = draw.randrange(1, size + 1)
         return factor, draw.randrange(size)
+
+
+class KnownWork:
+    """The work of a recorded run, whatever the seed.
+
+    After the last recorded step the first one comes again. A step that had fewer groups than the run asks for repeats
+    its first groups, and a group its first samples.
+    """
+
+    def __init__(self, run: TrainingRun, known: KnownTurns) -> None:
+        self._run, self._steps = run, known.steps
+
+    def identity(self, step: int, prompt: int) -> tuple[int, int]:
+        """Epoch and number of a prompt: no prompt comes twice."""
+        return 0, step * self._run.prompts + prompt
+
+    def turns(self, step: int, prompt: int, sample: int) -> tuple[Turn, ...]:
+        groups = self._steps[step % len(self._steps)]
+        if all(len(group) == 1 for group in groups):  # the record knows no groups, or each has one sample
+            samples = groups[(prompt * self._run.group + sample) % len(groups)]
+        else:
+            samples = groups[prompt % len(groups)]
+        return tuple(Turn(*turn) for turn in samples[sample % len(samples)])

@@ -1,6 +1,7 @@
 """Holds prices over time, and adds them up."""
 
 from bisect import bisect_right
+from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
@@ -26,8 +27,8 @@ class PriceTable(Struct, frozen=True):
         first, last = (max(0, bisect_right(self.times_s, at) - 1) for at in (begin_s, end_s))
         cuts = [begin_s, *self.times_s[first + 1 : last + 1], end_s]
         prices = self.dollars_per_hour[first : last + 1]
-        spans = zip(cuts[:-1], cuts[1:], prices, strict=True)
-        return sum((end - begin) * price for begin, end, price in spans) / _HOUR_S
+        spans = zip(pairwise(cuts), prices, strict=True)
+        return sum((end - begin) * price for (begin, end), price in spans) / _HOUR_S
 
 
 def fixed_price(dollars_per_hour: float) -> PriceTable:

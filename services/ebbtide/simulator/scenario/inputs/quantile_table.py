@@ -28,18 +28,25 @@ class QuantileTable(Struct, frozen=True):
                 return longest
             growth: float = (most / longest) ** ((share - last) / (1.0 - last))
             return longest * growth
-        index = min(max(1, bisect_left(self.shares, share)), len(self.shares) - 1)
+        if share < self.shares[0]:
+            begin = max(0.0, self._line(1, 0.0))
+            return begin + (self.values[0] - begin) * share / self.shares[0]
+        return self._line(min(max(1, bisect_left(self.shares, share)), len(self.shares) - 1), share)
+
+    def _line(self, index: int, share: float) -> float:
+        """The line between two rows, also beyond them."""
         low, high = self.shares[index - 1], self.shares[index]
         start, end = self.values[index - 1], self.values[index]
-        return max(0.0, start + (end - start) * (share - low) / (high - low))
+        return start + (end - start) * (share - low) / (high - low)
 
 
 def read_quantiles(path: Path, name: str) -> QuantileTable:
     """Read `quantile,VALUE` or `VALUE,cdf`. Raises `ScenarioRefused` naming the file as `name`.
 
     A column VALUE is called output_tokens, tokens, seconds, turns or value. Of equal shares the largest value counts.
-    Quantiles go on beyond the last by its line. A cdf that ends below 1 says nothing of the rest: the rest lies
-    between its last value and the cap, log-uniformly (of RollPacker's figure 5 % lie above 4k tokens, up to 16k).
+    The first line goes on to share 0, and the last one of quantiles to 1. A cdf that ends below 1 says nothing of the
+    rest, which lies between its last value and the cap, log-uniformly (of RollPacker's figure 5 % lie above 4k tokens,
+    up to 16k).
     """
     with read_rows(path, name) as rows:
         value = rows.one_of(_VALUES, "the values' column")
@@ -48,6 +55,6 @@ def read_quantiles(path: Path, name: str) -> QuantileTable:
         rising(rows, [at for at, _ in found], share)
         rising(rows, [amount for _, amount in found], value)
         distinct = dict(found)
-        if len(distinct) < 2:
+        if len(distinct) < 2 and not rows.problems:
             rows.refuse_all("has one share alone; it needs values at two different ones, to draw a line between them")
     return QuantileTable(tuple(distinct), tuple(distinct.values()), share == "quantile")

@@ -1,6 +1,7 @@
 """Reads spot traces: which machines of a recorded fleet were there from when to when."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 from typing import Final
@@ -11,10 +12,12 @@ from ebbtide.simulator.scenario.inputs.csv_rows import CsvRows, read_rows, risin
 
 #: More machines than any trace has.
 _MOST: Final = 20_000
+#: Arrivals and losses of a file of counts.
+_MOST_CHANGES: Final = 1_000_000
 _JOINS: Final = {"add": True, "remove": False}
 
 
-class TraceEvent(Struct, frozen=True):
+class TraceEvent(Struct, frozen=True, gc=False):
     at_s: float
     joins: bool
     node: str
@@ -58,11 +61,13 @@ def read_spot_trace(path: Path, name: str) -> SpotTrace:
             rows.need("t_s", "count")
             counts = [(row.number("t_s"), row.whole("count", most=_MOST)) for row in rows]
             rising(rows, [at for at, _ in counts], "t_s")
+            if sum(abs(after - before) for (_, before), (_, after) in pairwise(counts)) > _MOST_CHANGES:
+                rows.refuse_all(f"more than {_MOST_CHANGES} machines come and go; cut a window out of it")
             if not any(count for _, count in counts):
                 rows.refuse_all("no machine ever joins; there is nothing to simulate")
-            return SpotTrace(counts=tuple(counts))
+            return SpotTrace(counts=tuple(dict(counts).items()))  # of one instant the last row counts
         rows.need("t_s", "event", "node")
-        events = [TraceEvent(row.number("t_s"), row.word("event", _JOINS), row.text("node")) for row in rows]
+        events = [TraceEvent(row.number("t_s"), row.word("event", _JOINS), row.name("node")) for row in rows]
         rising(rows, [event.at_s for event in events], "t_s")
         _check_presence(rows, events)
     return SpotTrace(events=tuple(events))
@@ -70,6 +75,8 @@ def read_spot_trace(path: Path, name: str) -> SpotTrace:
 
 def _check_presence(rows: CsvRows, events: list[TraceEvent]) -> None:
     """Refuse machines that join twice or leave without having joined, and too many of them."""
+    if rows.problems:
+        return
     alive: set[str] = set()
     numbered = zip(rows.lines, events, strict=True)
     for line, event in sorted(numbered, key=lambda pair: (pair[1].at_s, pair[1].joins)):

@@ -1,14 +1,13 @@
 """Checks what the type of one value cannot express: values against each other, and names of what there must be."""
 
 from collections.abc import Iterable, Iterator
-from functools import partial
 from typing import Any, Final
 
 from ebbtide.errors import InvalidRequest
-from ebbtide.simulator.scenario.draws.served_arrivals import burst_pause_s
+from ebbtide.simulator.scenario.draws.served_recording import burst_pause_s
 from ebbtide.simulator.scenario.fault_plan import PlannedFault
 from ebbtide.simulator.scenario.machine_pool import MachinePool, ServingSpec
-from ebbtide.simulator.scenario.reading.known_names import KnownNames
+from ebbtide.simulator.scenario.reading.known_names import KnownNames, ProfileKind
 from ebbtide.simulator.scenario.reading.quantity_checks import Wrong, quantity_problems
 from ebbtide.simulator.scenario.reading.record_check import checked, suggestion
 from ebbtide.simulator.scenario.reading.scenario_source import ScenarioSource
@@ -18,8 +17,6 @@ from ebbtide.simulator.scenario.training_run import TrainingRun
 
 #: Rollouts of one step, over all of its groups.
 _MOST_ROLLOUTS: Final = 1_000_000
-#: Losses and stalls of a pool at random. More of them take minutes to draw alone.
-_MOST_EVENTS: Final = 1_000_000
 
 
 def check_names(spec: ScenarioSpec, source: ScenarioSource, known: KnownNames) -> None:
@@ -29,11 +26,11 @@ def check_names(spec: ScenarioSpec, source: ScenarioSource, known: KnownNames) -
     for path, text in _problems(spec):
         source.note(path, text)
     for index, pool in enumerate(spec.fleet):
-        _check_profile(("fleet", index, "engine"), pool.engine, known.engines, "engine", source)
+        _check_profile(("fleet", index, "engine"), pool.engine, "engine", source, known)
         if pool.serving is not None:
-            _check_profile(("fleet", index, "serving", "costs"), pool.serving.costs, known.costs, "costs", source)
+            _check_profile(("fleet", index, "serving", "costs"), pool.serving.costs, "costs", source, known)
     for index, run in enumerate(spec.run):
-        _check_profile(("run", index, "trainer"), run.trainer, known.trainers, "trainer", source)
+        _check_profile(("run", index, "trainer"), run.trainer, "trainer", source, known)
     _check_policy(spec, source, known)
 
 
@@ -58,13 +55,17 @@ def _check_unique(kind: str, names: list[str], source: ScenarioSource) -> None:
 
 
 def _check_profile(
-    path: TomlPath, reference: str, known: frozenset[str] | None, what: str, source: ScenarioSource
+    path: TomlPath, reference: str, kind: ProfileKind, source: ScenarioSource, known: KnownNames
 ) -> None:
+    names = known.profiles(kind)
     if is_path(reference):
-        if not (source.folder / reference).is_file():
+        file = source.folder / reference
+        if not file.is_file():
             source.note(path, f"there is no file {source.shown(reference)}; check the path")
-    elif known is not None and reference not in known:
-        source.note(path, f"there is no {what} profile {reference!r}{suggestion(reference, sorted(known))}")
+        elif known.file_problem is not None and (told := known.file_problem(kind, file)):
+            source.note(path, told)
+    elif names is not None and reference not in names:
+        source.note(path, f"no {kind} profile is called {reference!r}{suggestion(reference, sorted(names))}")
 
 
 def _check_policy(spec: ScenarioSpec, source: ScenarioSource, known: KnownNames) -> None:
@@ -87,10 +88,6 @@ def _pool_problems(spec: ScenarioSpec, pool: MachinePool) -> Iterator[Wrong]:
         yield ("from_s",), "must be before until_s and before the scenario's end"
     if pool.trace is not None and pool.trace.most == 0:
         yield ("trace", "most"), "must be at least 1; leave the pool out for none"
-    events = (pool.workers or 0) * spec.until_s / 3600.0 * (pool.losses_per_hour + pool.stalls_per_hour)
-    if events > _MOST_EVENTS:
-        told = f"makes about {events:.0f} losses and stalls; give fewer per hour, or fewer hours"
-        yield ("losses_per_hour" if pool.losses_per_hour else "stalls_per_hour",), told
     yield from _kind_problems(pool, [run.name for run in spec.run])
     if pool.serving is not None:
         yield from _below(("serving",), _serving_problems(pool.serving))
@@ -126,26 +123,18 @@ def _run_problems(spec: ScenarioSpec, run: TrainingRun) -> Iterator[Wrong]:
     if spec.hours is None and spec.steps_of(run) is None:
         yield ("steps",), "nothing ends this run; state hours or steps"
     if run.start_s >= spec.until_s:
-        yield ("start_s",), f"must be before the scenario's end at {spec.until_s:g} s"
+        yield ("start_s",), f"must be before the scenario's end at {spec.until_s:.12g} s"
     if run.rollouts_per_step > _MOST_ROLLOUTS:
-        yield (
-            ("prompts",),
-            f"a step has {run.rollouts_per_step} rollouts; prompts * group must be at most {_MOST_ROLLOUTS}",
-        )
+        told = f"a step has {run.rollouts_per_step} rollouts; prompts * group must be at most {_MOST_ROLLOUTS}"
+        yield ("prompts",), told
     if 0 < run.dataset < run.prompts:
         yield ("dataset",), f"must be at least the {run.prompts} prompts of a step, or 0"
     if run.share.ceiling is not None and run.share.floor > run.share.ceiling:
-        yield ("share", "floor"), f"must be at most the ceiling, {run.share.ceiling:g}"
-    quantities = partial(_quantity, run)
-    yield from quantities("prompt_tokens", most=run.context - 1)
-    yield from quantities("lengths", most=run.cap)
-    around = run.environment
-    for name in around.__struct_fields__:
-        yield from _below(("environment", name), quantity_problems(getattr(around, name), None))
-
-
-def _quantity(run: TrainingRun, name: str, most: float) -> Iterator[Wrong]:
-    return _below((name,), quantity_problems(getattr(run, name), most))
+        yield ("share", "floor"), f"must be at most the ceiling, {run.share.ceiling:.12g}"
+    for name, most in (("prompt_tokens", run.context - 1), ("lengths", run.cap)):
+        yield from _below((name,), quantity_problems(getattr(run, name), most))
+    for name in run.environment.__struct_fields__:
+        yield from _below(("environment", name), quantity_problems(getattr(run.environment, name), None))
 
 
 def _fault_problems(spec: ScenarioSpec, fault: PlannedFault, runs: list[str]) -> Iterator[Wrong]:
@@ -162,7 +151,7 @@ def _fault_problems(spec: ScenarioSpec, fault: PlannedFault, runs: list[str]) ->
     elif fault.run is None and len(runs) > 1 and (fault.step is not None or fault.kind == "trainer"):
         yield ("run",), "name the run whose step or trainer it means"
     if fault.step is None and fault.at_s >= spec.until_s:
-        yield ("at_s",), f"must be before the scenario's end at {spec.until_s:g} s"
+        yield ("at_s",), f"must be before the scenario's end at {spec.until_s:.12g} s"
     yield from _size_problems(spec, fault)
 
 

@@ -1,12 +1,23 @@
-"""Says which profiles and policies there are, so that names of others are refused."""
+"""Says which profiles and policies there are, so that others are refused."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal, TypeAlias
 
 from msgspec import Struct
 
+ProfileKind: TypeAlias = Literal["engine", "trainer", "costs"]
+
 
 class KnownNames(Struct, frozen=True, kw_only=True):
-    """Names that come with the simulator. None: any name passes, for those who know better later."""
+    """Names that come with the simulator. None: any name passes, for callers who check it later."""
 
     engines: frozenset[str] | None = None
     trainers: frozenset[str] | None = None
     costs: frozenset[str] | None = None
     policies: dict[str, type[Struct]] | None = None  # and the parameters of each
+    #: What is wrong with a profile's file; nothing if it is a good one.
+    file_problem: Callable[[ProfileKind, Path], str] | None = None
+
+    def profiles(self, kind: ProfileKind) -> frozenset[str] | None:
+        return {"engine": self.engines, "trainer": self.trainers, "costs": self.costs}[kind]

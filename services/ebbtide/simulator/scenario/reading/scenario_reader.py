@@ -9,7 +9,7 @@ from ebbtide.simulator.scenario.reading.cross_checks import check_names
 from ebbtide.simulator.scenario.reading.known_names import KnownNames
 from ebbtide.simulator.scenario.reading.record_check import checked
 from ebbtide.simulator.scenario.reading.scenario_source import ScenarioSource
-from ebbtide.simulator.scenario.reading.table_files import read_tables
+from ebbtide.simulator.scenario.reading.table_files import check_means, read_tables
 from ebbtide.simulator.scenario.scenario import Scenario, ScenarioSpec
 
 _ANY: Final = KnownNames()
@@ -31,6 +31,8 @@ def _build(source: ScenarioSource, known: KnownNames) -> Scenario:
     spec = msgspec.convert(table, ScenarioSpec)
     check_names(spec, source, known)
     tables = read_tables(spec, source)
+    source.refuse_noted()
+    check_means(spec, tables, source)
     source.refuse_noted()
     parts = {name: getattr(spec, name) for name in spec.__struct_fields__}
     return Scenario(**parts, folder=str(source.folder), tables=tables)

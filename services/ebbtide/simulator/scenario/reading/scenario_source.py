@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from ebbtide.simulator.scenario.reading.toml_places import Found, Place, TomlPath, excess, places
+from ebbtide.simulator.scenario.reading.toml_places import Offsets, TomlPath, excess, offsets, place_at
 from ebbtide.simulator.scenario.refusals import MOST_PROBLEMS, Problem, ScenarioRefused, UnreadableFile
 from ebbtide.simulator.scenario.text_files import read_text
 
-#: 500 runs have their place in it. Tables belong into files of their own.
-_MOST_BYTES: Final = 256 << 10
+#: 200 runs have their place in it, and are read within 50 ms. Tables belong into files of their own.
+_MOST_BYTES: Final = 48 << 10
 #: A scenario that extends one that extends one, and so on.
 _LONGEST_CHAIN: Final = 8
 _WHERE: Final = re.compile(r" \((?:at line (?P<line>\d+), column (?P<column>\d+)|at end of document)\)$")
@@ -91,8 +91,8 @@ class ScenarioSource:
 
 class _TomlFile:
     def __init__(self, name: str, text: str) -> None:
-        self._name, self._text = name, text
-        self._places: dict[TomlPath, Found] | None = None
+        self._name, self._text = name, text.replace("\r\n", "\n")
+        self._offsets: dict[TomlPath, Offsets] | None = None
         if found := excess(text):
             place, told = found
             raise ScenarioRefused([Problem(name, place.line, place.column, "", told)])
@@ -112,14 +112,13 @@ class _TomlFile:
         return Problem(self._name, line, column, "", f"{what[:200]}; {remedy}")
 
     def problem(self, path: TomlPath, text: str, key: bool = False) -> Problem:
-        if self._places is None:
-            self._places = places(self._text)
-        place, known = Place(1, 0), len(path)
-        while known and path[:known] not in self._places:
+        if self._offsets is None:
+            self._offsets = offsets(self._text)
+        known = len(path)
+        while known and path[:known] not in self._offsets:
             known -= 1
-        if known:
-            found = self._places[path[:known]]
-            place = found.key if key and known == len(path) else found.value
+        start, value = self._offsets[path[:known]] if known else (0, 0)
+        place = place_at(self._text, start if key and known == len(path) else value)
         return Problem(self._name, place.line, place.column, _dotted(path), text)
 
 

@@ -1,13 +1,16 @@
 """Reads all files that a scenario names."""
 
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
-from typing import TypeVar
+from typing import Final, TypeVar
 
-from ebbtide.simulator.scenario.draws.served_arrivals import served_span_s
+from ebbtide.simulator.scenario.draws.quantity_draws import curve, mean_of
+from ebbtide.simulator.scenario.draws.served_recording import served_span_s
 from ebbtide.simulator.scenario.inputs.input_tables import InputTables
+from ebbtide.simulator.scenario.inputs.pace_table import read_paces
 from ebbtide.simulator.scenario.inputs.price_table import read_prices
-from ebbtide.simulator.scenario.inputs.quantile_table import QuantileTable, read_quantiles
+from ebbtide.simulator.scenario.inputs.quantile_table import read_quantiles
 from ebbtide.simulator.scenario.inputs.served_trace import read_served_trace
 from ebbtide.simulator.scenario.inputs.spot_trace import SpotTrace, read_spot_trace
 from ebbtide.simulator.scenario.machine_pool import ServingSpec, SpotTraceSpec
@@ -19,6 +22,8 @@ from ebbtide.simulator.scenario.scenario import ScenarioSpec
 from ebbtide.simulator.scenario.training_run import TrainingRun
 
 T = TypeVar("T")
+#: Arrivals and losses that a repeated trace may make.
+_MOST_CHANGES: Final = 2_000_000
 
 
 def read_tables(spec: ScenarioSpec, source: ScenarioSource) -> InputTables:
@@ -31,23 +36,36 @@ def read_tables(spec: ScenarioSpec, source: ScenarioSource) -> InputTables:
         if pool.trace is not None:
             _add(tables.spots, pool.trace.file, read_spot_trace, (*at, "trace", "file"), source)
             _check_window((*at, "trace"), pool.trace, tables, source)
+            _check_laps((*at, "trace"), pool.trace, tables, spec.until_s, source)
+        if pool.serving is not None and pool.serving.paces is not None:
+            _add(tables.paces, pool.serving.paces, read_paces, (*at, "serving", "paces"), source)
         if pool.serving is not None and pool.serving.file is not None:
             _add(tables.served, pool.serving.file, read_served_trace, (*at, "serving", "file"), source)
             _check_served((*at, "serving"), pool.serving, tables, source)
     for index, run in enumerate(spec.run):
-        for path, quantity in _quantities(run):
+        for path, quantity, _ in _quantities(run):
             if quantity.file is not None:
-                place = ("run", index, *path)
-                _add(tables.quantiles, quantity.file, read_quantiles, (*place, "file"), source)
-                _check_table(place, quantity, tables.quantiles.get(quantity.file), source)
+                _add(tables.quantiles, quantity.file, read_quantiles, ("run", index, *path, "file"), source)
     return tables
 
 
-def _quantities(run: TrainingRun) -> Iterator[tuple[TomlPath, QuantitySpec]]:
-    yield ("prompt_tokens",), run.prompt_tokens
-    yield ("lengths",), run.lengths
+def check_means(spec: ScenarioSpec, tables: InputTables, source: ScenarioSource) -> None:
+    """Note means that no multiple of the values has, such as one of values that are mostly 0."""
+    for index, run in enumerate(spec.run):
+        for path, quantity, most in _quantities(run):
+            if quantity.mean is not None:
+                found = mean_of(curve(quantity, tables.quantiles, most))
+                if abs(found - quantity.mean) > 0.01 * quantity.mean:
+                    told = f"no multiple of the values has this mean; the nearest is {found:.4g}"
+                    source.note(("run", index, *path, "mean"), told)
+
+
+def _quantities(run: TrainingRun) -> Iterator[tuple[TomlPath, QuantitySpec, float | None]]:
+    """All quantities of a run, and the bound that the run sets them."""
+    yield ("prompt_tokens",), run.prompt_tokens, run.context - 1
+    yield ("lengths",), run.lengths, run.cap
     for name in run.environment.__struct_fields__:
-        yield ("environment", name), getattr(run.environment, name)
+        yield ("environment", name), getattr(run.environment, name), None
 
 
 def _add(
@@ -68,12 +86,24 @@ def _check_window(path: TomlPath, spec: SpotTraceSpec, tables: InputTables, sour
         return
     end_s = spec.start_s + spec.span_s if spec.span_s else trace.end_s
     if spec.start_s > trace.end_s:
-        source.note((*path, "start_s"), f"must be at most {trace.end_s:g}, the trace's end")
+        source.note((*path, "start_s"), f"must be at most {trace.end_s:.12g}, the trace's end")
     elif not _anybody(trace, spec.start_s, end_s):
-        told = f"no machine is there from {spec.start_s:g} to {end_s:g} s of the trace; choose another window"
+        told = f"no machine is there from {spec.start_s:.12g} to {end_s:.12g} s of the trace; choose another window"
         source.note((*path, "start_s"), told)
-    if spec.repeats and end_s <= spec.start_s:
+
+
+def _check_laps(
+    path: TomlPath, spec: SpotTraceSpec, tables: InputTables, until_s: float, source: ScenarioSource
+) -> None:
+    if not spec.repeats or (trace := tables.spots.get(spec.file)) is None:
+        return
+    span_s = (spec.span_s or trace.end_s - spec.start_s) * spec.time_scale
+    rows = len(trace.events) or sum(abs(after - before) for (_, before), (_, after) in pairwise(trace.counts))
+    if span_s <= 0:
         source.note((*path, "repeats"), "the window has no length, so it cannot begin again; state span_s")
+    elif (rows + 1) * until_s / span_s > _MOST_CHANGES:
+        told = f"the window begins again {until_s / span_s:.0f} times; state a longer span_s, or fewer hours"
+        source.note((*path, "repeats"), told)
 
 
 def _anybody(trace: SpotTrace, start_s: float, end_s: float) -> bool:
@@ -89,10 +119,5 @@ def _check_served(path: TomlPath, spec: ServingSpec, tables: InputTables, source
         return
     span_s = served_span_s(spec, trace)
     if not any(spec.start_s <= at_s < spec.start_s + span_s for at_s in trace.times_s):
-        told = f"no request comes from {spec.start_s:g} to {spec.start_s + span_s:g} s; choose another window"
+        told = f"no request comes from {spec.start_s:.12g} to {spec.start_s + span_s:.12g} s; choose another window"
         source.note((*path, "start_s"), told)
-
-
-def _check_table(path: TomlPath, spec: QuantitySpec, table: QuantileTable | None, source: ScenarioSource) -> None:
-    if table is not None and spec.mean is not None and table.values[-1] <= 0:
-        source.note((*path, "mean"), "all values of the file are 0, so none of their multiples has this mean")

@@ -19,6 +19,8 @@ _STRINGS: Final = re.compile(_STRING, re.DOTALL)
 _SPACE: Final = re.compile(r"(?:[ \t\n]|#[^\n]*)*")
 _BLANKS: Final = re.compile(r"[ \t]*")
 _BARE: Final = re.compile(r"[A-Za-z0-9_-]+")
+#: The plain begin of a pair.
+_SIMPLE: Final = re.compile(r"([A-Za-z0-9_-]+)[ \t]*=[ \t]*")
 _SCALAR: Final = re.compile(r"\d{4}-\d\d-\d\d \d\d:[^\s,\]}#]*|[^\s,\]}#]+")
 #: Nesting of arrays and inline tables. Scenarios need three levels; parsers recurse.
 _DEEPEST: Final = 32
@@ -40,9 +42,8 @@ class Place(Struct, frozen=True):
     column: int
 
 
-class Found(Struct, frozen=True):
-    key: Place
-    value: Place
+#: Where a key and its value begin, in characters from 0. Headers of tables have both at their bracket.
+Offsets: TypeAlias = tuple[int, int]
 
 
 def place_at(text: str, at: int) -> Place:
@@ -65,9 +66,9 @@ def excess(text: str) -> tuple[Place, str] | None:
     return None
 
 
-def places(text: str) -> dict[TomlPath, Found]:
-    """Find the places of all keys, values and tables of a TOML text that `tomllib` has parsed."""
-    scan = _Scan(text.replace("\r\n", "\n"))
+def offsets(text: str) -> dict[TomlPath, Offsets]:
+    r"""Find all keys, values and tables of a TOML text that `tomllib` has parsed. Its lines must end in `\n` alone."""
+    scan = _Scan(text)
     scan.document()
     return scan.found
 
@@ -75,7 +76,7 @@ def places(text: str) -> dict[TomlPath, Found]:
 class _Scan:
     def __init__(self, text: str) -> None:
         self._text, self._at = text, 0
-        self.found: dict[TomlPath, Found] = {}
+        self.found: dict[TomlPath, Offsets] = {}
         self._tables: dict[TomlPath, int] = {}  # arrays of tables, and how many there are
 
     def document(self) -> None:
@@ -98,7 +99,7 @@ class _Scan:
         return there
 
     def _header(self) -> TomlPath:
-        start = place_at(self._text, self._at)
+        start = self._at
         array = self._eat("[[") or not self._eat("[")
         path = self._within((), self._key())
         if array:
@@ -106,7 +107,7 @@ class _Scan:
             index = self._tables[plain] = self._tables.get(plain, -1) + 1
             path = (*plain, index)
         self._eat("]]" if array else "]")
-        self.found.setdefault(path, Found(start, start))
+        self.found.setdefault(path, (start, start))
         return path
 
     def _without_last_index(self, path: TomlPath) -> TomlPath:
@@ -135,31 +136,38 @@ class _Scan:
                 return keys
 
     def _pair(self, table: TomlPath) -> None:
-        start = place_at(self._text, self._at)
-        keys = self._key()
-        self._eat("=")
-        self._skip(_BLANKS)
-        value = place_at(self._text, self._at)
+        start = self._at
+        if simple := _SIMPLE.match(self._text, self._at):
+            keys, self._at = [simple[1]], simple.end()
+        else:
+            keys = self._key()
+            self._eat("=")
+            self._skip(_BLANKS)
+        value = self._at
         for length in range(1, len(keys)):
-            self.found.setdefault((*table, *keys[:length]), Found(start, start))
+            self.found.setdefault((*table, *keys[:length]), (start, start))
         path = (*table, *keys)
-        self.found[path] = Found(start, value)
+        self.found[path] = (start, value)
         self._value(path)
 
     def _value(self, path: TomlPath) -> None:
-        if self._eat("["):
-            self._array(path)
-        elif self._eat("{"):
-            self._inline(path)
-        else:
-            self._skip(_STRINGS if self._text[self._at : self._at + 1] in {'"', "'"} else _SCALAR)
+        match self._text[self._at : self._at + 1]:
+            case "[":
+                self._array(path)
+            case "{":
+                self._inline(path)
+            case '"' | "'":
+                self._skip(_STRINGS)
+            case _:
+                self._skip(_SCALAR)
 
     def _array(self, path: TomlPath) -> None:
         index = 0
+        self._at += 1
         self._skip(_SPACE)
         while self._at < len(self._text) and not self._eat("]"):
-            start = place_at(self._text, self._at)
-            self.found[*path, index] = Found(start, start)
+            start = self._at
+            self.found[*path, index] = (start, start)
             self._value((*path, index))
             index += 1
             self._skip(_SPACE)
@@ -167,6 +175,7 @@ class _Scan:
             self._skip(_SPACE)
 
     def _inline(self, path: TomlPath) -> None:
+        self._at += 1
         self._skip(_SPACE)
         while self._at < len(self._text) and not self._eat("}"):
             self._pair(path)

@@ -1,0 +1,102 @@
+"""Fits the time of an engine's steps to measured ones."""
+
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import numpy as np
+
+from ebbtide.errors import InvalidRequest
+from ebbtide.rollout_worker.engine.measured_steps import EngineMeasurements, MeasuredSteps
+from ebbtide.simulator.engines.engine_profile import EngineDelays, EngineProfile, FitErrors, KvCapacity, StepCosts
+from ebbtide.simulator.engines.non_negative_fit import Array, fit_costs, fit_errors
+
+#: With fewer observations than this the costs say nothing about other steps.
+_LEAST: Final = 6
+#: A later knee must make the error smaller by this factor, or noise would choose it.
+_BETTER: Final = 0.98
+
+
+def fit_engine(
+    measured: EngineMeasurements, *, name: str, model: str, device: str, gpus: int, source: str
+) -> EngineProfile:
+    """The profile of a measured engine. Raises `InvalidRequest` if too little was measured."""
+    costs, errors = fit_step_costs(measured.steps)
+    capacity = measured.capacity
+    return EngineProfile(
+        name=name,
+        model=model,
+        device=device,
+        gpus=gpus,
+        source=source,
+        costs=costs,
+        kv=KvCapacity(
+            tokens=capacity.kv_tokens,
+            block=capacity.kv_block,
+            prefix_cache=capacity.prefix_cache,
+            whole_prompt_fits=capacity.whole_prompt_fits,
+        ),
+        batched_tokens=capacity.batched_tokens,
+        sequences=capacity.sequences,
+        weights_gb=measured.weights_bytes / 1e9,
+        delays=EngineDelays(
+            start_s=measured.start_s,
+            stop_s=_median(measured.stop_s),
+            install_s=_median(measured.pause_s),
+            sleep_s=measured.sleep_s,
+            wake_s=measured.wake_s,
+        ),
+        errors=errors,
+    )
+
+
+def _median(seconds: Sequence[float]) -> float:
+    return float(np.median(seconds)) if seconds else 0.0
+
+
+def fit_step_costs(observations: Sequence[MeasuredSteps]) -> tuple[StepCosts, FitErrors]:
+    """The costs with the least relative errors, over all knees between reading weights and computing."""
+    if len(observations) < _LEAST:
+        text = f"{len(observations)} measured intervals are too few to fit costs to; {_LEAST} are the least"
+        raise InvalidRequest(text, field="observations")
+    seconds = np.array([one.seconds for one in observations])
+    best: tuple[float, float, Array, Array] | None = None
+    for knee in _knees(observations):
+        costs, errors = fit_costs(_matrix(observations, knee), seconds)
+        score = float(np.mean(errors))
+        if best is None or score < best[0] * _BETTER:
+            best = score, knee, costs, errors
+    assert best is not None  # noqa: S101 - the first knee is always tried
+    _, knee, (base_s, token_s, sequence_s, context_s, pair_s), errors = best
+    found = StepCosts(
+        base_s=float(base_s),
+        weights_s=float(knee * token_s),
+        token_s=float(token_s),
+        sequence_s=float(sequence_s),
+        context_s=float(context_s),
+        pair_s=float(pair_s),
+    )
+    return found, fit_errors(errors)
+
+
+def _knees(observations: Sequence[MeasuredSteps]) -> Iterator[float]:
+    """Tokens of a step at which computing may become slower than reading weights: 0 is never."""
+    sizes = sorted({group.batch + group.prefill for one in observations for group in one.groups})
+    yield 0.0
+    yield from map(float, sizes[1:-1])
+
+
+def _matrix(observations: Sequence[MeasuredSteps], knee: float) -> Array:
+    """What each observation computed: steps, tokens at least as many as the knee's, sequences, contexts and pairs."""
+    return np.array(
+        [
+            [
+                sum(group.steps for group in one.groups),
+                sum(group.steps * max(knee, group.batch + group.prefill) for group in one.groups),
+                sum(group.steps * group.batch for group in one.groups),
+                sum(group.steps * group.context for group in one.groups),
+                sum(group.steps * group.pairs for group in one.groups),
+            ]
+            for one in observations
+        ],
+        dtype=np.float64,
+    )

@@ -1,0 +1,169 @@
+"""Makes scenarios of a recorded run: its work on its own fleet, or on that of another scenario."""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final, Literal
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from ebbtide.simulator.engines.profile_files import write_profile
+from ebbtide.simulator.recording.recorded_profiles import engine_of, trainer_of
+from ebbtide.simulator.recording.recorded_run import RecordedRun, RecordedWorker
+from ebbtide.simulator.recording.recorded_work import known_turns
+from ebbtide.simulator.report.seed_spread import quantile
+from ebbtide.simulator.scenario.inputs.input_tables import InputTables
+from ebbtide.simulator.scenario.inputs.spot_trace import SpotTrace, TraceEvent
+from ebbtide.simulator.scenario.machine_pool import MachinePool, SpotTraceSpec
+from ebbtide.simulator.scenario.refusals import Problem, ScenarioRefused
+from ebbtide.simulator.scenario.scenario import Scenario
+from ebbtide.simulator.scenario.training_run import TrainingRun
+
+_ENGINE: Final = "engine.toml"
+_TRAINER: Final = "trainer.toml"
+#: The clouds' shortest notice. The record knows that machines had one, and not how long it was.
+_NOTICE_S: Final = 30.0
+#: As a scenario bounds it: more than this apart, machines are no like machines.
+_MOST_APART: Final = 0.9
+#: Of machines whose pulls say nothing: a scenario's default.
+_LINK_GBPS: Final = 50.0
+
+
+def recorded_fleet(recorded: RecordedRun, folder: Path, name: str) -> Scenario:
+    """The run on its own fleet, with profiles that are written into `folder`. `name` is that of the record's file.
+
+    Machines have no prices: the record has none. Raises `ScenarioRefused` if no engine could be measured.
+    """
+    if recorded.engine is None:
+        told = "no attempt was long enough to measure an engine; name a scenario whose fleet gets these rollouts"
+        raise _refused(name, "engine", told)
+    write_profile(engine_of(recorded, recorded.engine), folder / _ENGINE)
+    write_profile(trainer_of(recorded), folder / _TRAINER)
+    pools = list(_pools(recorded))
+    run = _run(recorded, TrainingRun(name="run", trainer=_TRAINER))
+    scenario = Scenario(
+        name=f"{recorded.spec.name}, as recorded",
+        steps=_steps(recorded),
+        fleet=tuple(pool.terms for pool in pools),
+        run=(run,),
+        folder=str(folder),
+    )
+    spots = {pool.terms.name: pool.trace for pool in pools if pool.trace is not None}
+    return _with_work(scenario, recorded, replace(scenario.tables, spots=spots))
+
+
+def with_recorded_work(recorded: RecordedRun, scenario: Scenario, name: str) -> Scenario:
+    """Another fleet, with its trainer, and the recorded rollouts in place of those of its run.
+
+    Raises `ScenarioRefused` naming the scenario's file if it has several runs.
+    """
+    if len(scenario.run) != 1:
+        raise _refused(
+            name, "run", f"has {len(scenario.run)} runs; the recorded run takes the place of one, so state one"
+        )
+    steps = _steps(recorded) if scenario.steps is None else min(scenario.steps, _steps(recorded))
+    changed = replace(scenario, run=(_run(recorded, scenario.run[0]),), steps=steps)
+    return _with_work(changed, recorded, scenario.tables)
+
+
+def _with_work(scenario: Scenario, recorded: RecordedRun, tables: InputTables) -> Scenario:
+    known = {scenario.run[0].name: known_turns(recorded)}
+    return replace(scenario, tables=replace(tables, known=known))
+
+
+def _run(recorded: RecordedRun, like: TrainingRun) -> TrainingRun:
+    spec, rows = recorded.spec, recorded.rollouts
+    longest = max(prompt + length for prompt, length in zip(rows.prompt, rows.length, strict=True))
+    return replace(
+        like,
+        name=_named(spec.name),
+        steps=None,
+        prompts=spec.groups_per_step,
+        group=spec.group_size,
+        max_staleness=spec.max_staleness,
+        cap=spec.max_tokens,
+        context=max(like.context, longest),
+    )
+
+
+def _steps(recorded: RecordedRun) -> int:
+    return len(set(recorded.rollouts.step))
+
+
+def _named(name: str) -> str:
+    """A name as scenarios want it."""
+    return re.sub(r"[^A-Za-z0-9_-]", "-", name).strip("-_")[:64] or "run"
+
+
+class _Pool(Struct):
+    terms: MachinePool
+    trace: SpotTrace | None
+
+
+def _pools(recorded: RecordedRun) -> Iterator[_Pool]:
+    """A pool for each kind and number of slots. Workers of unknown kind count as reserved."""
+    alike: dict[tuple[Literal["reserved", "spot"], int], list[RecordedWorker]] = defaultdict(list)
+    for worker in recorded.workers:
+        # What a borrowed host served is not recorded: its workers count as spot machines that came and went.
+        kind: Literal["reserved", "spot"] = "spot" if worker.kind in {"spot", "borrowed"} else "reserved"
+        alike[kind, worker.slots or max(1, worker.most_running)].append(worker)
+    for (kind, slots), workers in sorted(alike.items()):
+        yield _pool(recorded, f"{kind}-{slots}", kind, slots, workers)
+
+
+def _pool(
+    recorded: RecordedRun,
+    name: str,
+    kind: Literal["reserved", "spot"],
+    slots: int,
+    workers: Sequence[RecordedWorker],
+) -> _Pool:
+    trace = _trace(recorded, workers)
+    lost, drained = sum(worker.lost for worker in workers), sum(worker.drained for worker in workers)
+    speeds = [worker.speed for worker in workers if worker.speed > 0]
+    apart = (max(speeds) - min(speeds)) / (max(speeds) + min(speeds)) if speeds else 0.0
+    terms = MachinePool(
+        name=name,
+        kind=kind,
+        engine=_ENGINE,
+        workers=None if trace else len(workers),
+        trace=SpotTraceSpec(file=name) if trace else None,
+        slots=slots,
+        boot_s=0.0,  # machines come when their workers attached
+        link_gbps=_link_gbps(recorded),
+        speed_spread=min(_MOST_APART, apart),
+        notice_s=_NOTICE_S if drained else 0.0,
+        unannounced=lost / (lost + drained) if drained else 0.0,
+    )
+    return _Pool(terms, trace)
+
+
+def _trace(recorded: RecordedRun, workers: Sequence[RecordedWorker]) -> SpotTrace | None:
+    """The machines' comings and goings since the first step was opened; None if all were there throughout."""
+    begin_s = min(recorded.rollouts.begin_s)
+    events = []
+    for worker in workers:
+        for from_s, until_s in worker.present:
+            if until_s is not None and until_s <= begin_s:
+                continue
+            events.append(TraceEvent(max(0.0, from_s - begin_s), True, worker.worker))
+            if until_s is not None:
+                events.append(TraceEvent(until_s - begin_s, False, worker.worker))
+    if all(event.joins and event.at_s == 0.0 for event in events) and len(events) == len(workers):
+        return None
+    return SpotTrace(events=tuple(sorted(events, key=lambda event: (event.at_s, event.joins, event.node))))
+
+
+def _link_gbps(recorded: RecordedRun) -> float:
+    """What pulls of a version came to, in the median; the default where nothing is known of them."""
+    pulls = [install.pull_s for install in recorded.installs if install.pull_s > 0]
+    took_s = quantile(pulls, 0.5)
+    if took_s is None or not recorded.weights.sent:
+        return _LINK_GBPS
+    return min(1e5, max(1e-3, recorded.weights.sent * 8 / 1e9 / took_s))
+
+
+def _refused(file: str, field: str, text: str) -> ScenarioRefused:
+    return ScenarioRefused([Problem(file, 1, 0, field, text)])

@@ -1,0 +1,131 @@
+"""Defines what the work of a served engine and of a borrowed rollout engine costs on the device that they share.
+
+The defaults are of no measured engine. `pair_costs_fit` fits costs to a real pair, and a profile file keeps them.
+"""
+
+import math
+import tomllib
+from pathlib import Path
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta, Struct
+
+from ebbtide.errors import InvalidRequest
+
+Seconds = Annotated[float, Meta(ge=0, le=3600)]
+Count = Annotated[int, Meta(ge=0, le=1 << 40)]
+Speed = Annotated[float, Meta(gt=0, le=1)]
+
+#: No profile is longer.
+_MOST_BYTES: Final = 1 << 20
+
+
+class PairMemory(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Memory for the keys and values of both engines. Without a limit neither engine ever lacks any."""
+
+    limit_mib: Count = 0  # for both engines; 0: no limit
+    serving_kv_mib: Count = 0  # the served engine's pool; 0: as the limit
+    served_token_bytes: Count = 0
+    rollout_kv_mib: Count = 0  # the rollout engine's pool
+    rollout_token_bytes: Count = 0
+    block_tokens: Annotated[int, Meta(ge=1, le=1024)] = 16
+
+
+class CostResidual(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How far one figure of a real pair is from the pair with the fitted costs, which served the same requests."""
+
+    figure: str
+    measured: float
+    modelled: float
+    requests: int  # that both figures rest on
+
+    @property
+    def error(self) -> float:
+        """The model's relative error; 0.0 where the measured figure is 0."""
+        return self.modelled / self.measured - 1.0 if self.measured else 0.0
+
+
+class PairCosts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Durations without disturbance, in seconds, and limits of both engines."""
+
+    source: str = ""  # what was measured where
+    # A step of the served engine costs the sum over its chunks of prompts, and over the requests that decode in it.
+    prefill_s: Seconds = 0.01  # of each prompt
+    prefill_token_s: Seconds = 0.0002
+    decode_s: Seconds = 0.009  # of a step in which requests decode
+    decode_each_s: Seconds = 0.0002  # of each of them
+    chunk_tokens: Annotated[int, Meta(ge=1)] = 2048  # of prompts in one step, at most
+    # A rollout step, and the time between two of them.
+    step_s: Seconds = 0.004
+    step_token_s: Seconds = 0.000125
+    between_s: Seconds = 0.0
+    slots: Annotated[int, Meta(ge=1, le=4096)] = 32  # rollouts in the engine
+    step_tokens: Annotated[int, Meta(ge=1, le=1 << 20)] = 256  # of a step, at most
+    wake_s: Seconds = 60.0  # to load weights that were given up
+    # While steps of both engines overlap, each goes on at this part of its own speed. 0.5 each: they share the device.
+    serving_beside: Speed = 0.5
+    rollouts_beside: Speed = 0.5
+    noise: Annotated[float, Meta(ge=0, le=2)] = 0.05  # standard deviation of the logarithm of durations
+    hiccup: Count = 2000  # one step in so many takes four times as long; 0: none
+    memory: PairMemory = PairMemory()
+    residuals: tuple[CostResidual, ...] = ()
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Rollout tokens/s with all slots decoding and no served request."""
+        batch = min(self.slots, self.step_tokens)
+        return batch / (self.step_s + self.step_token_s * batch + self.between_s)
+
+    def prefill(self, tokens: int) -> float:
+        """Seconds of a prompt of so many tokens by itself."""
+        return self.prefill_s + self.prefill_token_s * tokens
+
+    def decode(self, batch: int) -> float:
+        """Seconds of a step in which so many requests decode."""
+        return self.decode_s + self.decode_each_s * batch if batch else 0.0
+
+    def checked(self) -> "PairCosts":
+        """Return these costs. Raises `InvalidRequest` naming the field if no work could cost nothing or never fit."""
+        for field in ("prefill_s", "decode_s", "step_s"):
+            if not getattr(self, field):
+                raise InvalidRequest("must be above 0 seconds, because no work is free", field=field)
+        if not all(math.isfinite(value) for one in self.residuals for value in (one.measured, one.modelled)):
+            raise InvalidRequest("must be finite numbers", field="residuals")
+        memory = self.memory
+        needed = (memory.served_token_bytes, memory.rollout_token_bytes, memory.rollout_kv_mib)
+        if memory.limit_mib and not all(needed):
+            message = "needs served_token_bytes, rollout_token_bytes and rollout_kv_mib, to know what the engines hold"
+            raise InvalidRequest(message, field="memory.limit_mib")
+        return self
+
+
+def read_pair_costs(path: Path) -> PairCosts:
+    """Read a profile (TOML). Raises `InvalidRequest` that names the file, the field and what is wrong."""
+    try:
+        text = path.read_bytes()
+        if len(text) > _MOST_BYTES:
+            raise InvalidRequest(f"is longer than {_MOST_BYTES >> 20} MiB, so it is no profile", field=str(path))
+        found = msgspec.convert(tomllib.loads(text.decode()), PairCosts)
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+        raise InvalidRequest(f"cannot be read as a pair's costs: {error}", field=str(path)) from None
+    try:
+        return found.checked()
+    except InvalidRequest as error:
+        raise InvalidRequest(str(error), field=str(path)) from None
+
+
+def pair_costs_text(costs: PairCosts) -> str:
+    """The profile as TOML; `read_pair_costs` reads the same costs back."""
+    fields = msgspec.to_builtins(costs)
+    memory, residuals = fields.pop("memory"), fields.pop("residuals")
+    lines = [f"{name} = {_toml(value)}" for name, value in fields.items()]
+    lines += ["", "[memory]", *(f"{name} = {_toml(value)}" for name, value in memory.items())]
+    for one in residuals:
+        lines += ["", "[[residuals]]", *(f"{name} = {_toml(value)}" for name, value in one.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: str | float) -> str:
+    # A JSON string is a TOML basic string; a number in Python's shortest form reads back as the same number.
+    return msgspec.json.encode(value).decode() if isinstance(value, str) else repr(value)

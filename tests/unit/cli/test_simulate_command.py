@@ -1,0 +1,118 @@
+"""`ebbtide simulate`: which simulations it asks for, what it prints and writes, and what it refuses."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from ebbtide.cli.__main__ import main
+from ebbtide.cli.commands.simulate_command import SimulateOptions, run
+from ebbtide.errors import EbbtideError, InvalidRequest
+from ebbtide.simulator.parallel.seed_messages import SeedTask
+from ebbtide.testing import wait_until
+
+STUB = (sys.executable, "-m", "tests.fakes.stub_simulation")
+
+
+def simulated(options: SimulateOptions) -> int:
+    """The command over simulations that are none."""
+    return run(options, program=STUB, name_of=lambda task: task.scenario or "as recorded")
+
+
+def test_each_fleet_is_simulated_with_each_seed() -> None:
+    both = SimulateOptions(scenario=Path("a.toml"), compare=(Path("b.toml"),), seed=3, seeds=2)
+    assert both.tasks() == [
+        [SeedTask(scenario=name, seed=3), SeedTask(scenario=name, seed=4)] for name in ("a.toml", "b.toml")
+    ]
+
+
+def test_a_recorded_run_has_its_own_fleet_unless_a_scenario_is_named() -> None:
+    own = SimulateOptions(recording=Path("run.json"), compare=(Path("b.toml"),))
+    assert [tasks[0].scenario for tasks in own.tasks()] == ["", "b.toml"]
+    other = SimulateOptions(recording=Path("run.json"), scenario=Path("a.toml"))
+    assert other.tasks() == [[SeedTask(scenario="a.toml", recording="run.json")]]
+    with pytest.raises(InvalidRequest, match=r"^SCENARIO\.toml: name a scenario file, or a recorded run with --from"):
+        SimulateOptions().tasks()
+
+
+def test_the_same_seeds_write_the_same_files_and_the_table_compares(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = SimulateOptions(scenario=Path("a.toml"), compare=(Path("b.toml"),), seeds=3)
+    for jobs in (1, 2):
+        files = {"json": tmp_path / f"{jobs}.json", "png": tmp_path / f"{jobs}.png"}
+        assert simulated(replace(options, jobs=jobs, **files)) == 0
+    printed = capsys.readouterr().out
+    assert "step, median" in printed
+    assert "seeds 0 to 2" in printed
+    found = json.loads((tmp_path / "1.json").read_bytes())
+    assert [one["scenario"] for one in found["scenarios"]] == ["a.toml", "b.toml"]
+    assert found["scenarios"][0]["seeds"] == [0, 1, 2]
+    for name in ("json", "png"):
+        assert (tmp_path / f"1.{name}").read_bytes() == (tmp_path / f"2.{name}").read_bytes()
+
+
+def test_a_refused_scenario_ends_the_command_and_nothing_is_written(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match=r"^x\.toml:3:1: "):
+        simulated(SimulateOptions(scenario=Path("refused.toml"), json=tmp_path / "out.json"))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("field", ["json", "png"])
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_simulated(tmp_path: Path, field: str) -> None:
+    options = replace(SimulateOptions(scenario=Path("crash.toml")), **{field: tmp_path / "none" / "file"})
+    with pytest.raises(InvalidRequest, match=f"^--{field}: .* cannot be written"):
+        simulated(options)
+
+
+def test_what_is_not_installed_is_named_with_the_extra_that_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(EbbtideError, match=r"needs redis, .* install ebbtide\[simulate\]"):
+        simulated(SimulateOptions(scenario=Path("a.toml")))
+
+
+INTERRUPTED = """
+import sys
+from pathlib import Path
+from tests.unit.cli.test_simulate_command import simulated
+from ebbtide.cli.commands.simulate_command import SimulateOptions
+sys.exit(simulated(SimulateOptions(scenario=Path(sys.argv[1]), seeds=2, jobs=2)))
+"""
+
+
+async def test_ctrl_c_ends_the_command_and_its_processes(tmp_path: Path) -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", INTERRUPTED, str(tmp_path / "endless.toml"),
+        stderr=asyncio.subprocess.PIPE, env={**os.environ, "PYTHONPATH": os.getcwd()},  # noqa: PTH109
+    )  # fmt: skip
+    await wait_until(lambda: len(list(tmp_path.glob("*.pid"))) == 2, timeout=20, what="both simulations")
+    pids = [int(path.read_text()) for path in sorted(tmp_path.glob("*.pid"))]  # noqa: ASYNC240 - a small folder
+    process.send_signal(signal.SIGINT)
+    _, err = await process.communicate()
+    assert (process.returncode, err) == (130, b"Interrupted; nothing was written.\n")
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def refused(*words: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+
+
+def test_a_scenario_that_is_none_is_refused_by_file_line_and_column(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "x.toml").write_text('name = "x"\nsteps = 0\n')
+    refused("simulate", str(tmp_path / "x.toml"))
+    assert "x.toml:2:" in capsys.readouterr().err
+    refused("simulate", "--from", str(tmp_path / "none.json"))
+    assert "none.json:1: cannot be read" in capsys.readouterr().err
+    refused("simulate")
+    assert "name a scenario file" in capsys.readouterr().err

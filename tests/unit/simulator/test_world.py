@@ -1,0 +1,177 @@
+"""What a simulated fleet does: the same work whatever befalls it, nothing made twice but what was not stored."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from ebbtide.simulator.outcome import Outcome, PoolOutcome
+from ebbtide.simulator.scenario.fault_plan import PlannedFault
+from ebbtide.simulator.scenario.machine_pool import MachinePool, ServingSpec
+from ebbtide.simulator.scenario.quantity_spec import LengthSpec, QuantitySpec
+from ebbtide.simulator.scenario.scenario import Scenario
+from ebbtide.simulator.scenario.training_run import SimulatedEnvironment, TrainingRun
+from ebbtide.simulator.world.ebbtide_policy import EbbtidePolicy
+from ebbtide.simulator.world.simulation import Simulation
+from tests.fakes.simulated_profiles import INSTALL_S, STEP_S, PlainProfiles, PlainTimes
+
+SPREAD = LengthSpec(median=300, sigma=0.8, most=4000)
+
+
+def pool(workers: int = 4, **terms: object) -> MachinePool:
+    given = {"name": "spot", "kind": "spot", "engine": "plain", "workers": workers, "slots": 8, "boot_s": 10.0} | terms
+    return msgspec.convert(given, MachinePool)
+
+
+def training(**terms: object) -> TrainingRun:
+    given = {"name": "math", "trainer": "plain", "prompts": 8, "group": 4, "cap": 4000, "steps": 3} | terms
+    lengths = given.pop("lengths", SPREAD)
+    around = given.pop("environment", SimulatedEnvironment())
+    return msgspec.structs.replace(msgspec.convert(given, TrainingRun), lengths=lengths, environment=around)
+
+
+def simulated(*, seed: int = 0, hours: float = 1.0, times: PlainTimes | None = None, **parts: object) -> Outcome:
+    given = {"name": "test", "hours": hours, "fleet": (pool(),), "run": (training(),)} | parts
+    return Simulation(Scenario(**given), seed, EbbtidePolicy(), PlainProfiles(times=times)).run(lambda _: None)  # type: ignore[arg-type]
+
+
+def pool_of(outcome: Outcome, name: str = "spot") -> PoolOutcome:
+    return next(one for one in outcome.pools if one.pool == name)
+
+
+def test_one_rollout_takes_its_tokens_times_the_engines_step() -> None:
+    lengths = LengthSpec(value=500)
+    outcome = simulated(fleet=(pool(1),), run=(training(prompts=1, group=1, steps=1, lengths=lengths),))
+    (step,) = outcome.steps
+    assert outcome.tokens.generated == outcome.tokens.kept == step.tokens == 500
+    ready = 10.0 + 1.0 / 6.25 + INSTALL_S  # boot, pull of a gigabyte over 50 Gbit/s, install
+    assert step.generated_s == pytest.approx(ready + 500 * STEP_S, abs=0.2)
+    assert step.trained_s == pytest.approx(step.generated_s + 2.0)
+
+
+def test_steps_follow_one_another_as_versions_are_announced() -> None:
+    outcome = simulated()
+    assert [step.step for step in outcome.steps] == [0, 1, 2]
+    for before, after in zip(outcome.steps, outcome.steps[1:], strict=False):
+        assert after.opened_s == pytest.approx(before.trained_s + 3.0)
+    assert outcome.unfinished == 0
+
+
+def test_generation_runs_ahead_by_the_staleness_that_the_run_allows() -> None:
+    outcome = simulated(run=(training(max_staleness=1, steps=4),))
+    first, second = outcome.steps[:2]
+    assert second.opened_s == first.opened_s
+    assert outcome.simulated_s < simulated(run=(training(steps=4),)).simulated_s
+
+
+def test_every_token_that_was_sampled_is_kept_or_was_lost_before_it_was_stored() -> None:
+    faults = [PlannedFault(kind="kill", step=step, at_s=6.0, machines=2, back_s=5.0) for step in range(3)]
+    outcome = simulated(fault=tuple(faults))
+    tokens = outcome.tokens
+    assert pool_of(outcome).losses == 6
+    assert tokens.generated == tokens.kept + tokens.lost
+    assert 0 < tokens.twice == tokens.lost <= 6 * 8 * 32
+    assert tokens.moved > 0
+    assert tokens.kept == simulated().tokens.kept
+
+
+def test_a_notice_lets_a_worker_hand_over_everything() -> None:
+    fault = PlannedFault(kind="drain", step=1, at_s=6.0, machines=3, for_s=20.0, back_s=30.0)
+    outcome = simulated(fault=(fault,))
+    assert (pool_of(outcome).drains, pool_of(outcome).losses) == (3, 0)
+    assert outcome.tokens.lost == 0
+    assert outcome.tokens.moved > 0
+
+
+def test_a_frozen_worker_is_given_up_and_what_it_wakes_with_is_over() -> None:
+    outcome = simulated(fault=(PlannedFault(kind="freeze", step=0, at_s=6.0, machines=1, for_s=30.0),))
+    assert outcome.resumes > 0
+    assert outcome.tokens.generated == outcome.tokens.kept + outcome.tokens.lost
+
+
+def test_a_slow_worker_loses_rollouts_to_faster_ones() -> None:
+    fault = PlannedFault(kind="slow", at_s=0.0, machines=1, for_s=3600.0, speed=0.1)
+    slow = simulated(fault=(msgspec.structs.replace(fault, at_s=11.0),), run=(training(steps=6),))
+    assert slow.moves > 0
+
+
+def test_a_fleet_of_zero_for_hours_is_waited_for(tmp_path: Path) -> None:
+    late = pool(2, from_s=7200.0)
+    outcome = simulated(hours=3.0, fleet=(late,), run=(training(steps=1),))
+    assert outcome.steps[0].generated_s > 7200.0
+    none = simulated(hours=1.0, fleet=(late,))
+    assert (none.steps, none.tokens.generated, none.unfinished) == ([], 0, 32)
+
+
+def test_a_trainer_that_dies_learns_again_what_its_checkpoint_lacks() -> None:
+    times = PlainTimes(token=0.001)
+    whole = simulated(times=times)
+    fault = PlannedFault(kind="trainer", step=2, at_s=5.0, for_s=60.0)
+    broken = simulated(times=times, fault=(fault,))
+    assert [one.tokens for one in broken.steps] == [one.tokens for one in whole.steps]
+    assert broken.simulated_s > whole.simulated_s + 30.0
+
+
+def test_episodes_take_their_turns_with_waits_between() -> None:
+    around = SimulatedEnvironment(
+        turns=QuantitySpec(value=3), adds_tokens=QuantitySpec(value=50), wait_s=QuantitySpec(value=7)
+    )
+    run = training(prompts=1, group=1, steps=1, lengths=LengthSpec(value=100), environment=around)
+    (step,) = simulated(fleet=(pool(1),), run=(run,)).steps
+    assert step.tokens == 300
+    assert step.generated_s - step.opened_s > 3 * 100 * STEP_S + 2 * 7
+
+
+def test_two_runs_share_the_fleet() -> None:
+    runs = (training(name="one"), training(name="two"))
+    outcome = simulated(run=runs)
+    assert {step.run for step in outcome.steps} == {"one", "two"}
+    assert all(sum(step.run == name for step in outcome.steps) == 3 for name in ("one", "two"))
+
+
+def test_a_trainers_devices_generate_between_its_steps() -> None:
+    lent = pool(2, name="lent", kind="trainer", run="math", boot_s=0.0)
+    outcome = simulated(fleet=(lent,))
+    assert [step.step for step in outcome.steps] == [0, 1, 2]
+    assert pool_of(outcome, "lent").busy_s > 0
+    assert outcome.tokens.lost == 0
+
+
+def test_rollouts_go_elsewhere_when_a_trainers_window_ends() -> None:
+    lent = pool(2, name="lent", kind="trainer", run="math", boot_s=0.0, window_s=8.0)
+    outcome = simulated(fleet=(lent, pool(1)))
+    assert len(outcome.steps) == 3
+    assert outcome.tokens.lost == 0
+    assert outcome.tokens.moved > 0
+
+
+@pytest.mark.parametrize("hashes", ["1", "2"])
+def test_the_same_seed_gives_the_same_bytes_in_any_process(hashes: str) -> None:
+    script = (
+        "import sys, msgspec; from tests.unit.simulator.test_world import lossy; "
+        "sys.stdout.buffer.write(msgspec.json.encode(lossy()))"
+    )
+    environment = {**os.environ, "PYTHONHASHSEED": hashes, "PYTHONPATH": str(Path(__file__).parents[3])}
+    said = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, check=True).stdout
+    assert said.splitlines()[-1] == msgspec.json.encode(lossy())
+    assert msgspec.json.encode(lossy(seed=1)) != msgspec.json.encode(lossy())
+
+
+def lossy(seed: int = 0) -> Outcome:
+    """A fleet that loses machines often, with a notice for some."""
+    fleet = pool(4, losses_per_hour=20.0, replaced_s=10.0, notice_s=5.0, unannounced=0.5, speed_spread=0.3)
+    return simulated(seed=seed, fleet=(fleet,), run=(training(steps=4, max_staleness=1),))
+
+
+def test_a_borrowed_worker_makes_tokens_only_when_its_hosts_users_leave_it_time() -> None:
+    users = ServingSpec(requests_per_s=2.0)
+    borrowed = msgspec.structs.replace(pool(2, name="lent", kind="borrowed"), serving=users)
+    outcome = simulated(fleet=(borrowed,), run=(training(steps=2),))
+    assert len(outcome.steps) == 2
+    assert outcome.served_requests > 0
+    assert outcome.slo_attained is not None
+    assert outcome.slo_attained > 0.9
+    assert outcome.simulated_s > simulated(fleet=(pool(2),), run=(training(steps=2),)).simulated_s
