@@ -91,18 +91,23 @@ def published_engine(
     *,
     slowness: float = 1.0,
     sequences: int = 1024,
+    layer_s: float = _LAYER_S,
     sequence_s: float = 0.0,
     memory_share: float = 0.9,
 ) -> EngineProfile:
-    """One engine on so many devices. `slowness`: see above; `sequence_s`: what each decoding sequence adds
-    to a step; `memory_share`: of the devices' memory, for weights and the cache.
+    """One engine on so many devices.
+
+    `slowness`: see above; `layer_s`: to launch a layer's kernels, behind which the reading of weights hides;
+    `sequence_s`: what each decoding sequence adds to a step; `memory_share`: of the devices' memory, for weights and
+    cache.
     """
     read = slowness / (gpus * device.bandwidth * _BANDWIDTH_SHARE)  # seconds per byte
     compute = 1.0 / (gpus * device.flops * _COMPUTE_SHARE)  # seconds per operation
+    launches_s = model.layers * layer_s
     costs = StepCosts(
-        base_s=slowness * model.layers * _LAYER_S,
+        base_s=launches_s,
         sequence_s=sequence_s,
-        weights_s=1e9 * (model.weights_gb - model.expert_gb) * read,
+        weights_s=max(0.0, 1e9 * (model.weights_gb - model.expert_gb) * read - launches_s),
         experts_s=1e9 * model.expert_gb * read,
         expert_share=model.expert_share,
         token_s=2.0 * model.active * compute,

@@ -3,13 +3,9 @@
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from statistics import median
-from typing import Final, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from msgspec import Struct
-
-#: Shares of a whole are judged by their difference: so many of them count as an error of 100 %. With it the five
-#: percentage points that are allowed weigh as much as the 25 % that are allowed of other points.
-_SHARE_UNIT: Final = 0.2
 
 
 class PointKind(StrEnum):
@@ -80,16 +76,6 @@ class JudgedPoint(NamedTuple):
             return more / less - 1.0 if less > 0 else float("inf")
         return self.simulated / published - 1.0
 
-    @property
-    def weighed(self) -> float:
-        """The error's size on one scale: of values as it is; of shares by `_SHARE_UNIT`; of counts a factor of two is
-        a quarter.
-        """
-        error = abs(self.error or 0.0)
-        if self.point.kind is PointKind.SHARE:
-            return error / _SHARE_UNIT
-        return error / 4.0 if self.point.kind is PointKind.COUNT else error
-
 
 def judge(paper: Paper) -> list[JudgedPoint]:
     """Simulate a paper's points."""
@@ -101,15 +87,19 @@ def judge(paper: Paper) -> list[JudgedPoint]:
 
 
 def figures(judged: Sequence[JudgedPoint]) -> dict[str, float | None]:
-    """Sum up. Errors are those of judged points that are neither shares nor counts, which have bounds of their own."""
-    values = [abs(one.error or 0.0) for one in judged if one.point.use is Use.JUDGED and _relative(one)]
+    """Sum up the judged points. Shares and counts have bounds, and so figures, of their own: the largest difference, and
+    the largest factor.
+    """
+    values, shares, counts = (_errors(judged, kind) for kind in PointKind)
     left_out = sum(one.point.use is Use.LEFT_OUT for one in judged)
     return {
         "error_vs_published_median": median(values) if values else None,
-        "error_vs_published_worst": max(values) if values else None,
+        "error_vs_published_worst": max(values, default=None),
+        "shares_vs_published_worst": max(shares, default=None),
+        "counts_vs_published_worst_factor": max(counts) + 1.0 if counts else None,
         "published_points_left_out_share": left_out / len(judged) if judged else None,
     }
 
 
-def _relative(one: JudgedPoint) -> bool:
-    return one.point.kind is PointKind.VALUE
+def _errors(judged: Sequence[JudgedPoint], kind: PointKind) -> list[float]:
+    return [abs(one.error or 0.0) for one in judged if one.point.use is Use.JUDGED and one.point.kind is kind]
