@@ -87,8 +87,8 @@ def judge(paper: Paper) -> list[JudgedPoint]:
 
 
 def figures(judged: Sequence[JudgedPoint]) -> dict[str, float | None]:
-    """Sum up the judged points. Shares and counts have bounds, and so figures, of their own: the largest difference, and
-    the largest factor.
+    """Sum up the judged points. Shares and counts have bounds of their own, so the largest difference and the largest
+    factor are figures, too.
     """
     values, shares, counts = (_errors(judged, kind) for kind in PointKind)
     left_out = sum(one.point.use is Use.LEFT_OUT for one in judged)

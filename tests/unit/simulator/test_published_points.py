@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.simulator.published.published_point import JudgedPoint, PointKind, PublishedPoint, Use, figures
+from benchmarks.simulator.published.published_point import JudgedPoint, Paper, PointKind, PublishedPoint, Use, figures
 from benchmarks.simulator.published.rlboost_points import RLBoostPaper
 from benchmarks.simulator.published.rollpacker_points import RollPackerPaper
 from benchmarks.simulator.published.rose_points import RosePaper
@@ -16,7 +16,7 @@ def judged(value: float, simulated: float | None, **terms: object) -> JudgedPoin
     return JudgedPoint("paper", point, simulated)
 
 
-def test_rollpackers_rollouts_with_one_half_more_prompts_take_as_long_as_published():
+def test_rollpackers_rollouts_with_one_half_more_prompts_take_as_long_as_published() -> None:
     paper = RollPackerPaper()
     (point,) = [one for one in paper.points if one.key == "8k 1.5 1"]
     assert point.use is Use.JUDGED
@@ -25,7 +25,7 @@ def test_rollpackers_rollouts_with_one_half_more_prompts_take_as_long_as_publish
 
 
 @pytest.mark.parametrize("paper", PAPERS, ids=lambda paper: paper.name)
-def test_at_most_half_of_a_papers_points_are_fitted_and_each_left_out_one_says_why(paper):
+def test_at_most_half_of_a_papers_points_are_fitted_and_each_left_out_one_says_why(paper: Paper) -> None:
     used = [one for one in paper.points if one.use is not Use.LEFT_OUT]
     assert 2 * sum(one.use is Use.FITTED for one in used) <= len(used)
     assert all(bool(one.reason) is (one.use is Use.LEFT_OUT) for one in paper.points)
@@ -33,17 +33,17 @@ def test_at_most_half_of_a_papers_points_are_fitted_and_each_left_out_one_says_w
     assert len(keys) == len(set(keys))
 
 
-def test_a_third_of_the_points_at_most_is_left_out():
+def test_a_third_of_the_points_at_most_is_left_out() -> None:
     points = [point for paper in PAPERS for point in paper.points]
     assert 3 * sum(one.use is Use.LEFT_OUT for one in points) <= len(points)
 
 
 @pytest.mark.parametrize("paper", PAPERS, ids=lambda paper: paper.name)
-def test_what_a_paper_does_not_state_is_chosen_within_the_range_that_is_swept(paper):
+def test_what_a_paper_does_not_state_is_chosen_within_the_range_that_is_swept(paper: Paper) -> None:
     assert all(one.low < one.value < one.high for one in paper.unstated)
 
 
-def test_figures_are_of_judged_points_and_each_kind_has_its_own():
+def test_figures_are_of_judged_points_and_each_kind_has_its_own() -> None:
     found = figures(
         [
             judged(100.0, 90.0),
@@ -61,5 +61,5 @@ def test_figures_are_of_judged_points_and_each_kind_has_its_own():
     assert found["published_points_left_out_share"] == pytest.approx(1 / 6)
 
 
-def test_without_a_judged_point_there_is_no_error():
+def test_without_a_judged_point_there_is_no_error() -> None:
     assert figures([])["error_vs_published_median"] is None

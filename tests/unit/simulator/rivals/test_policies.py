@@ -29,21 +29,23 @@ RUN = TrainingRun(
 KILL = PlannedFault(kind="kill", pool="spot", step=1, at_s=4.0)
 
 
-def simulated(name: str, *fleet: MachinePool, faults: tuple[PlannedFault, ...] = (), **params: bool | float) -> Outcome:
+def simulated(
+    name: str, *fleet: MachinePool, faults: tuple[PlannedFault, ...] = (), **params: bool | int | float | str
+) -> Outcome:
     policy = policy_of(PolicyChoice(name=name, params=params))
     scenario = Scenario(name="test", hours=1.0, fleet=fleet, run=(RUN,), fault=faults)
     return Simulation(scenario, 0, policy, PlainProfiles(times=PlainTimes(token=1e-3))).run(lambda _: None)
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
-def test_every_policy_trains_all_steps_without_parameters(name: str):
+def test_every_policy_trains_all_steps_without_parameters(name: str) -> None:
     fleet = (LOCAL,) if name in {"verl", "rollpacker"} else (SPOT,)
     outcome = simulated(name, *fleet)
     assert [step.step for step in outcome.steps] == [0, 1]
     assert outcome.unfinished == 0
 
 
-def test_unknown_policies_and_parameters_are_refused_by_name():
+def test_unknown_policies_and_parameters_are_refused_by_name() -> None:
     with pytest.raises(InvalidRequest, match="known are ebbtide"):
         policy_of(PolicyChoice(name="other"))
     with pytest.raises(InvalidRequest, match="pending"):
@@ -52,27 +54,27 @@ def test_unknown_policies_and_parameters_are_refused_by_name():
         policy_of(PolicyChoice(name="rlboost", params={"windows": "346,212"}))
 
 
-def test_verl_generates_on_the_trainers_devices_and_moves_nothing():
+def test_verl_generates_on_the_trainers_devices_and_moves_nothing() -> None:
     outcome = simulated("verl", LOCAL)
     assert outcome.tokens.moved == outcome.tokens.lost == 0
     states = Counter(span.state for span in outcome.spans if span.pool == "math trainer")
     assert states["training"] == 2
 
 
-def test_restart_makes_lost_tokens_twice_and_ebbtide_only_those_that_were_not_stored():
+def test_restart_makes_lost_tokens_twice_and_ebbtide_only_those_that_were_not_stored() -> None:
     again, kept = simulated("restart", SPOT, faults=(KILL,)), simulated("ebbtide", SPOT, faults=(KILL,))
     assert again.tokens.twice > 10 * kept.tokens.twice
     assert again.tokens.kept == kept.tokens.kept
 
 
-def test_rlboost_trains_while_remote_engines_still_generate():
+def test_rlboost_trains_while_remote_engines_still_generate() -> None:
     outcome = simulated("rlboost", SPOT, LOCAL, initial_window_s=2.0, adapts=True)
     step = outcome.steps[1]
     begins = [span.begin_s for span in outcome.spans if span.state == "training" and span.begin_s > step.opened_s]
     assert begins[0] < step.generated_s
 
 
-def test_rlboost_keeps_tokens_of_lost_engines_unless_it_does_not_migrate():
+def test_rlboost_keeps_tokens_of_lost_engines_unless_it_does_not_migrate() -> None:
     kept = simulated("rlboost", SPOT, faults=(KILL,), migrates=True)
     again = simulated("rlboost", SPOT, faults=(KILL,), migrates=False)
     assert again.tokens.twice > kept.tokens.twice

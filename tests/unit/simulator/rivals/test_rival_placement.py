@@ -81,7 +81,7 @@ def balance(fleet: Coordinator, *, keeps: bool = True, pending_limit: int = 8) -
     return PendingBalance(fleet.as_virtual(), keeps=keeps, pending_limit=pending_limit, balance=True)
 
 
-def test_verl_deals_whole_groups_in_turn_however_many_an_engine_has():
+def test_verl_deals_whole_groups_in_turn_however_many_an_engine_has() -> None:
     fleet = Coordinator(3, slots=4)
     fleet.queue(groups=7, size=4)
     placements = GroupTurns(fleet.as_virtual()).place(fleet.run, fleet.engines, 0.0)
@@ -91,7 +91,7 @@ def test_verl_deals_whole_groups_in_turn_however_many_an_engine_has():
         assert homes == {fleet.engines[group % 3].session_id}
 
 
-def test_verl_deals_a_lost_engines_group_again():
+def test_verl_deals_a_lost_engines_group_again() -> None:
     fleet = Coordinator(2)
     fleet.queue(groups=2, size=2)
     turns = GroupTurns(fleet.as_virtual())
@@ -101,7 +101,7 @@ def test_verl_deals_a_lost_engines_group_again():
     assert set(per_engine(again)) == {fleet.engines[1].session_id}
 
 
-def test_rlboost_sends_to_the_engine_where_the_fewest_wait():
+def test_rlboost_sends_to_the_engine_where_the_fewest_wait() -> None:
     fleet = Coordinator(2)
     fleet.queue(groups=1, size=6)
     placing = balance(fleet)
@@ -113,14 +113,14 @@ def test_rlboost_sends_to_the_engine_where_the_fewest_wait():
     assert rest[0].worker_id == fleet.engines[1].session_id
 
 
-def test_rlboost_holds_what_would_wait_beyond_theta():
+def test_rlboost_holds_what_would_wait_beyond_theta() -> None:
     fleet = Coordinator(2)
     fleet.queue(groups=2, size=8)
     placements = balance(fleet, pending_limit=3).place(fleet.run, fleet.engines, 0.0)
     assert set(per_engine(placements).values()) == {3}
 
 
-def test_rlboost_moves_one_that_waits_to_an_engine_where_none_does():
+def test_rlboost_moves_one_that_waits_to_an_engine_where_none_does() -> None:
     fleet = Coordinator(2)
     fleet.queue(groups=1, size=4)
     session = fleet.engines[0].session_id
@@ -132,7 +132,7 @@ def test_rlboost_moves_one_that_waits_to_an_engine_where_none_does():
     assert len(fleet.asked_back()) == 1  # the receiver has one coming
 
 
-def test_rlboost_lets_running_rollouts_stay_while_no_table_shows_a_plateau():
+def test_rlboost_lets_running_rollouts_stay_while_no_table_shows_a_plateau() -> None:
     fleet = Coordinator(2)
     fleet.queue(groups=1, size=8)
     session = fleet.engines[0].session_id
@@ -142,7 +142,7 @@ def test_rlboost_lets_running_rollouts_stay_while_no_table_shows_a_plateau():
     assert not fleet.asked_back()
 
 
-def test_rlboost_moves_what_an_engine_executes_beyond_the_plateau_to_one_without_work():
+def test_rlboost_moves_what_an_engine_executes_beyond_the_plateau_to_one_without_work() -> None:
     fleet = Coordinator(2)
     fleet.queue(groups=1, size=8)
     session = fleet.engines[0].session_id
@@ -155,7 +155,7 @@ def test_rlboost_moves_what_an_engine_executes_beyond_the_plateau_to_one_without
         assert len(fleet.asked_back()) == moved
 
 
-def test_rlboost_uses_no_more_remote_engines_than_help():
+def test_rlboost_uses_no_more_remote_engines_than_help() -> None:
     fleet = Coordinator(3)
     fleet.queue(groups=1, size=6)
     placing = balance(fleet)

@@ -34,13 +34,13 @@ def window(instances: Instances, *, remembers: bool = True, initial_s: float = 1
     return SeedingWindow(deciding, 4, eta=3.0, initial_s=initial_s, memory={} if remembers else None)
 
 
-def test_an_idle_trainer_lengthens_the_window_by_a_share_of_its_idle_time():
+def test_an_idle_trainer_lengthens_the_window_by_a_share_of_its_idle_time() -> None:
     around = window(Instances(2))
     around.trained(step(generated_s=400.0, trained_s=400.0), 210.0)  # 90 s idle behind the window
     assert around.open_s() == pytest.approx(100.0 + 90.0 / 3.0)
 
 
-def test_idle_engines_shorten_the_window_which_keeps_a_least_length():
+def test_idle_engines_shorten_the_window_which_keeps_a_least_length() -> None:
     around = window(Instances(2))
     around.trained(step(generated_s=250.0, trained_s=340.0), 240.0)
     assert around.open_s() == pytest.approx(100.0 - 90.0 / 3.0)
@@ -48,7 +48,7 @@ def test_idle_engines_shorten_the_window_which_keeps_a_least_length():
     assert around.open_s() == 5.0
 
 
-def test_the_window_of_a_number_of_instances_is_used_again_with_it():
+def test_the_window_of_a_number_of_instances_is_used_again_with_it() -> None:
     instances = Instances(2)
     around = window(instances)
     around.trained(step(generated_s=400.0, trained_s=400.0), 210.0)
@@ -63,7 +63,7 @@ def test_the_window_of_a_number_of_instances_is_used_again_with_it():
     assert around.open_s() == with_two != with_four
 
 
-def test_without_memory_the_window_only_follows_the_last_step():
+def test_without_memory_the_window_only_follows_the_last_step() -> None:
     instances = Instances(2)
     around = window(instances, remembers=False)
     around.trained(step(generated_s=400.0, trained_s=400.0), 210.0)
@@ -72,7 +72,7 @@ def test_without_memory_the_window_only_follows_the_last_step():
     assert around.open_s() == pytest.approx(130.0 + 90.0 / 3.0)
 
 
-def test_no_more_instances_are_used_than_end_the_rollouts_within_the_training():
+def test_no_more_instances_are_used_than_end_the_rollouts_within_the_training() -> None:
     instances = Instances(6)
     around = window(instances, initial_s=10.0)
     assert around.helpful == 4

@@ -14,7 +14,8 @@ def batching(prompts: int = 4, group: int = 4, excess: float = 1.25) -> TailBatc
 
 def finish(around: StepRound, rank: Callable[[Sample], int]) -> tuple[list[Sample], list[Sample]]:
     """Let samples end by rank until the step is complete: those that ended, and those that were abandoned."""
-    left, ended, gone = sorted(around.begin(), key=rank), [], []
+    left, ended = sorted(around.begin(), key=rank), list[Sample]()
+    gone = list[Sample]()
     while left:
         sample = left.pop(0)
         change = around.ended(sample)
@@ -27,14 +28,14 @@ def finish(around: StepRound, rank: Callable[[Sample], int]) -> tuple[list[Sampl
     raise AssertionError("the step was never complete")
 
 
-def test_a_short_round_begins_with_more_prompts_and_more_responses():
+def test_a_short_round_begins_with_more_prompts_and_more_responses() -> None:
     samples = batching(128, 8).open(0).begin()
     assert len({one.prompt for one in samples}) == 160
     assert len({one.sample for one in samples}) == 10
     assert len(samples) == 1600
 
 
-def test_a_prompt_is_done_with_enough_responses_and_abandons_the_rest():
+def test_a_prompt_is_done_with_enough_responses_and_abandons_the_rest() -> None:
     around = batching().open(0)
     for sample in range(3):
         assert not around.ended(Sample(0, sample)).abandon
@@ -43,7 +44,7 @@ def test_a_prompt_is_done_with_enough_responses_and_abandons_the_rest():
     assert not change.complete
 
 
-def test_a_step_is_complete_with_enough_prompts_and_defers_the_others():
+def test_a_step_is_complete_with_enough_prompts_and_defers_the_others() -> None:
     rounds = batching()
     around = rounds.open(0)
     ended, gone = finish(around, lambda one: one.sample * 100 + one.prompt)
@@ -52,7 +53,7 @@ def test_a_step_is_complete_with_enough_prompts_and_defers_the_others():
     assert {one.prompt for one in gone} == {0, 1, 2, 3, 4}
 
 
-def test_a_long_round_runs_deferred_prompts_whole_and_draws_their_responses_anew():
+def test_a_long_round_runs_deferred_prompts_whole_and_draws_their_responses_anew() -> None:
     rounds = batching()
     for step in range(4):
         finish(rounds.open(step), lambda one: one.prompt * 100 + one.sample)
@@ -66,7 +67,7 @@ def test_a_long_round_runs_deferred_prompts_whole_and_draws_their_responses_anew
 
 
 @pytest.mark.parametrize(("excess", "share"), [(1.125, 1 / 9), (1.25, 1 / 5), (1.5, 1 / 3)])
-def test_the_share_of_long_rounds_follows_from_the_excess(excess: float, share: float):
+def test_the_share_of_long_rounds_follows_from_the_excess(excess: float, share: float) -> None:
     rounds, kinds = batching(8, 2, excess), []
     for step in range(90):
         kinds.append(len(rounds.deferred()) >= 8)
@@ -74,7 +75,7 @@ def test_the_share_of_long_rounds_follows_from_the_excess(excess: float, share: 
     assert sum(kinds) / len(kinds) == pytest.approx(share, abs=0.02)
 
 
-def test_no_prompt_is_lost_and_none_is_trained_twice():
+def test_no_prompt_is_lost_and_none_is_trained_twice() -> None:
     rounds, trained = batching(), []
     for step in range(20):
         around = rounds.open(step)
@@ -85,7 +86,7 @@ def test_no_prompt_is_lost_and_none_is_trained_twice():
     assert set(trained) | set(rounds.deferred()) == set(range(max(trained + list(rounds.deferred())) + 1))
 
 
-def test_responses_alone_may_be_in_excess():
+def test_responses_alone_may_be_in_excess() -> None:
     rounds = TailBatching(4, 4, prompt_excess=1.0, response_excess=1.5)
     for step in range(3):
         assert len(rounds.open(step).begin()) == 4 * 6
