@@ -132,9 +132,8 @@ def test_factors_of_the_slo_are_on_serving_alone() -> None:
     ],
 )
 def test_traffic_that_makes_no_sense_is_refused_by_the_fields_name(changes: dict[str, object], field: str) -> None:
-    with pytest.raises(InvalidRequest, match=".*") as refused:
+    with pytest.raises(InvalidRequest, match=field):
         GrantTapes(replace(TRAFFIC, **changes), COSTS, SLO)
-    assert field in str(refused.value)
 
 
 def test_a_spell_keeps_its_forecast_when_it_is_cut() -> None:

@@ -135,7 +135,7 @@ class GrantTapes:
             if not (slo.ttft_s and slo.tpot_s):
                 windows = (traffic.window(number, 1.0, traffic.window_s) for number in range(traffic.count))
                 requests = next((found for found in windows if found), [])
-                slo = resolved_targets(slo, played_alone(requests, self._costs, seed=self._seed))
+                slo = resolved_targets(slo, played_alone(requests, self._costs, seed=self._seed).done)
             self._targets = slo.ttft_s, slo.tpot_s
         return self._targets
 
