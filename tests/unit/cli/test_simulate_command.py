@@ -26,6 +26,8 @@ def simulated(options: SimulateOptions) -> int:
 
 def test_each_fleet_is_simulated_with_each_seed() -> None:
     both = SimulateOptions(scenario=Path("a.toml"), compare=(Path("b.toml"),), seed=3, seeds=2)
+    drawn = replace(both, png=Path("x.png")).tasks()
+    assert [[task.spans for task in tasks] for tasks in drawn] == [[True, False]] * 2
     assert both.tasks() == [
         [SeedTask(scenario=name, seed=3), SeedTask(scenario=name, seed=4)] for name in ("a.toml", "b.toml")
     ]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import BinaryIO, Final, Protocol
 
 import msgspec
+from msgspec.structs import replace
 
 from ebbtide.errors import InvalidRequest
 from ebbtide.runtime import die_with_parent
@@ -31,7 +32,8 @@ def serve_seed(simulate: Simulate) -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what anything prints is no message
     task = msgspec.json.decode(sys.stdin.buffer.read(), type=SeedTask)
     try:
-        answer: SeedMessage = Ended(simulate(task, _seldom(out)))
+        outcome = simulate(task, _seldom(out))
+        answer: SeedMessage = Ended(outcome if task.spans else replace(outcome, spans=[]))
     except InvalidRequest as error:
         answer = Refused(str(error))
     _send(out, answer)
