@@ -42,8 +42,11 @@ async def test_outcomes_come_in_the_order_of_the_tasks_and_progress_names_its_ta
     assert {progress.share for _, progress in told} == {0.25}
 
 
-async def test_a_talkative_simulation_is_heard_seldom_and_what_it_prints_is_no_message() -> None:
+async def test_a_talkative_simulation_is_heard_seldom_and_what_it_prints_is_no_message(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     (only,), told = await simulated(SeedTask(scenario="chatty"))
+    assert capfd.readouterr() == ("", "a library prints this to stdout\n")
     assert only.seed == 0
     assert 1 <= len(told) < 1000
 
