@@ -10,6 +10,7 @@ from ebbtide.cli.commands import (
     fleet_commands,
     guard_commands,
     local_commands,
+    profile_commands,
     run_commands,
     service_commands,
     simulate_commands,
@@ -26,6 +27,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 local_commands.register(app)
+profile_commands.register(app)
 run_commands.register(app)
 fleet_commands.register(app)
 guard_commands.register(app)

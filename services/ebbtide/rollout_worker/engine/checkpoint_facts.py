@@ -38,6 +38,11 @@ def tensor_dtypes(root: Path) -> dict[str, str]:
     return {name: entry["dtype"] for name, entry in _tensors(root)}
 
 
+def weights_bytes(root: Path) -> int:
+    """Bytes of all tensors of the checkpoint."""
+    return sum(end - begin for _, entry in _tensors(root) for begin, end in [entry["data_offsets"]])
+
+
 def _tensors(root: Path) -> Iterator[tuple[str, Any]]:
     for file in sorted(root.glob("*.safetensors")):
         yield from ((name, entry) for name, entry in header(file).items() if name != "__metadata__")

@@ -25,16 +25,26 @@ class MeasuredSteps(Struct, frozen=True, kw_only=True):
         return sum(group.steps for group in self.groups)
 
 
-class EngineMeasurements(Struct, frozen=True, kw_only=True):
-    """One engine, measured. Bytes of all devices."""
+class EngineCapacity(Struct, frozen=True, kw_only=True):
+    """What an engine holds and schedules at most."""
 
-    steps: tuple[MeasuredSteps, ...]
-    start_s: float  # of its process to its first token
-    pause_s: tuple[float, ...]  # generation stood still for an install of the same weights
-    weights_bytes: int
     kv_tokens: int
     kv_block: int
-    batched_tokens: int
-    sequences: int
+    batched_tokens: int  # of a step
+    sequences: int  # that run at once
     prefix_cache: bool
-    whole_prompt_fits: bool
+    whole_prompt_fits: bool  # a sequence starts only if all tokens that it has fit
+
+
+class EngineMeasurements(Struct, frozen=True, kw_only=True):
+    """One engine, measured."""
+
+    device: str  # name of the GPUs; empty: a CPU
+    capacity: EngineCapacity
+    steps: tuple[MeasuredSteps, ...]
+    start_s: float  # of its process to its first token
+    stop_s: tuple[float, ...]  # from the wish to stop to the end of the step under way
+    pause_s: tuple[float, ...]  # generation stood still for an install of all weights
+    sleep_s: float = 0.0  # it gave up its weights' memory; 0: not measured
+    wake_s: float = 0.0  # it had them back
+    weights_bytes: int = 0  # of all devices

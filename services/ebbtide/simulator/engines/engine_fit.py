@@ -21,6 +21,7 @@ def fit_engine(
 ) -> EngineProfile:
     """The profile of a measured engine. Raises `InvalidRequest` if too little was measured."""
     costs, errors = fit_step_costs(measured.steps)
+    capacity = measured.capacity
     return EngineProfile(
         name=name,
         model=model,
@@ -29,19 +30,27 @@ def fit_engine(
         source=source,
         costs=costs,
         kv=KvCapacity(
-            tokens=measured.kv_tokens,
-            block=measured.kv_block,
-            prefix_cache=measured.prefix_cache,
-            whole_prompt_fits=measured.whole_prompt_fits,
+            tokens=capacity.kv_tokens,
+            block=capacity.kv_block,
+            prefix_cache=capacity.prefix_cache,
+            whole_prompt_fits=capacity.whole_prompt_fits,
         ),
-        batched_tokens=measured.batched_tokens,
-        sequences=measured.sequences,
+        batched_tokens=capacity.batched_tokens,
+        sequences=capacity.sequences,
         weights_gb=measured.weights_bytes / 1e9,
         delays=EngineDelays(
-            start_s=measured.start_s, install_s=float(np.median(measured.pause_s)) if measured.pause_s else 0.0
+            start_s=measured.start_s,
+            stop_s=_median(measured.stop_s),
+            install_s=_median(measured.pause_s),
+            sleep_s=measured.sleep_s,
+            wake_s=measured.wake_s,
         ),
         errors=errors,
     )
+
+
+def _median(seconds: Sequence[float]) -> float:
+    return float(np.median(seconds)) if seconds else 0.0
 
 
 def fit_step_costs(observations: Sequence[MeasuredSteps]) -> tuple[StepCosts, FitErrors]:

@@ -52,6 +52,7 @@ class EngineDelays(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """What an engine takes to be there. A gigabyte has 1e9 bytes."""
 
     start_s: Seconds = 0.0  # from the start of its process to its first token; no boot of the machine, no pull
+    stop_s: Seconds = 0.0  # from the wish to hold generation until it stands still
     install_s: Seconds = 0.0  # generation stands still for this and `install_s_per_gb` of weights
     install_s_per_gb: Seconds = 0.0
     sleep_s: Seconds = 0.0  # gives up its weights' memory

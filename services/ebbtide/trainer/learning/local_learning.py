@@ -140,6 +140,11 @@ def choose_device(wish: str) -> str:
     return ("cuda" if torch.cuda.is_available() else "cpu") if wish == "auto" else wish
 
 
+def device_name(device: str) -> str:
+    """The name of a GPU; empty for a CPU."""
+    return torch.cuda.get_device_name() if device.startswith("cuda") else ""
+
+
 def _settings(spec: RunSpec, ends: Sequence[int]) -> LearnerSettings:
     """The learner's settings; `ends`: the end-of-sequence tokens of the model."""
     given = {name: getattr(spec.trainer, name) for name in spec.trainer.__struct_fields__}

@@ -17,6 +17,7 @@ class LearnerWork(Struct, frozen=True, kw_only=True):
 class TrainerMeasurements(Struct, frozen=True, kw_only=True):
     """One trainer, measured."""
 
+    device: str  # name of the GPU; empty: a CPU
     work: tuple[LearnerWork, ...]
     start_s: float  # until its network is loaded
     snapshot_s: float  # to copy all weights

@@ -1,8 +1,9 @@
-"""Converts requests into vLLM's parameters, and its outputs into logprobs and versions."""
+"""Converts requests into vLLM's parameters, and its outputs and configuration into records."""
 
 from typing import Any, Final
 
 from ebbtide.rollout_worker.engine import EngineRequest
+from ebbtide.rollout_worker.engine.measured_steps import EngineCapacity
 
 #: vLLM's label before the first install.
 _UNLABELLED: Final = "default"
@@ -54,3 +55,16 @@ def token_versions(processor: Any, request_id: str, completion: Any, start: int)
             versions[index] = 0 if label == _UNLABELLED else int(label)
         newest = min(newest, first)
     return versions
+
+
+def engine_capacity(config: Any) -> EngineCapacity:
+    """What vLLM's configuration says after the start of its processes, which find how much memory is left."""
+    cache, scheduler = config.cache_config, config.scheduler_config
+    return EngineCapacity(
+        kv_tokens=cache.num_gpu_blocks * cache.block_size,
+        kv_block=cache.block_size,
+        batched_tokens=scheduler.max_num_batched_tokens,
+        sequences=scheduler.max_num_seqs,
+        prefix_cache=bool(cache.enable_prefix_caching),
+        whole_prompt_fits=bool(scheduler.scheduler_reserve_full_isl),
+    )

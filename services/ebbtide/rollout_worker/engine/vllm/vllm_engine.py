@@ -21,9 +21,15 @@ from typing import Any
 
 from ebbtide.errors import Internal, InvalidRequest
 from ebbtide.rollout_worker.engine import EngineFailed, EngineRequest, Shapes, TokenDelta, checkpoint_facts
+from ebbtide.rollout_worker.engine.measured_steps import EngineCapacity
 from ebbtide.rollout_worker.engine.vllm import cpu_build, vllm_plugin
 from ebbtide.rollout_worker.engine.vllm.borrowed_engine import BorrowedEngine
-from ebbtide.rollout_worker.engine.vllm.vllm_conversions import logprobs, sampling_params, token_versions
+from ebbtide.rollout_worker.engine.vllm.vllm_conversions import (
+    engine_capacity,
+    logprobs,
+    sampling_params,
+    token_versions,
+)
 from ebbtide.rollout_worker.engine.vllm.weights.tensor_boxes import Boxes
 from ebbtide.rollout_worker.engine.vllm.weights.version_updates import VersionUpdates
 from ebbtide.rollout_worker.settings import VllmSettings
@@ -66,6 +72,11 @@ class VllmEngine:
     def boxes(self) -> Boxes | None:
         boxes: Boxes | None = self._updates.boxes
         return boxes
+
+    @property
+    def capacity(self) -> EngineCapacity:
+        """What vLLM settled on. Known after the start."""
+        return engine_capacity(self._llm.vllm_config)
 
     async def start(self, *, aside: bool = False) -> EngineInfo:
         self._shapes = checkpoint_facts.tensor_shapes(self._root)
