@@ -46,6 +46,7 @@ class ServingSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     start_s: Seconds = 0.0  # window of the file, in its seconds
     span_s: Seconds = 0.0  # 0: up to its last row; then it begins again
     load: Factor = 1.0  # requests come this many times as fast
+    paces: Reference | None = None  # over a day: a file `t_s,pace`, factors on that from each second of the day on
     prompt_scale: Factor = 1.0  # on prompts' lengths
     output_scale: Factor = 1.0  # on responses' lengths
     longest_prompt: Tokens = 131_072  # tokens, after scaling

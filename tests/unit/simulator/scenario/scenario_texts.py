@@ -68,6 +68,7 @@ file = "served.csv"
 start_s = 1.0
 span_s = 20.0
 load = 2.0
+paces = "paces.csv"
 prompt_scale = 0.5
 output_scale = 0.5
 longest_prompt = 4096
@@ -136,6 +137,7 @@ TABLES: Final = {
     "events.csv": "t_s,event,node\n0,add,a\n0,add,b\n60,remove,a\n60,add,c\n7200,remove,b\n",
     "prices.csv": "t_s,dollars_per_hour\n0,5.0\n3600,6.5\n",
     "served.csv": "t_s,input_tokens,output_tokens\n0.5,100,20\n2,300,40\n2,50,8\n15.5,900,100\n30,10,1\n",
+    "paces.csv": "t_s,pace\n0,0.2\n28800,1.5\n",
     "quantiles.csv": "quantile,tokens\n0.1,100\n0.5,300\n1.0,900\n",
     "cdf.csv": "tokens,cdf\n10,0.1\n500,0.5\n4000,0.95\n",
 }

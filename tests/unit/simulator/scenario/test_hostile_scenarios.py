@@ -9,7 +9,7 @@ from time import process_time
 from msgspec.structs import replace
 
 from ebbtide.simulator.scenario.draws.machine_events import machine_events
-from ebbtide.simulator.scenario.draws.served_arrivals import served_arrivals
+from ebbtide.simulator.scenario.draws.served_recording import served_recording
 from ebbtide.simulator.scenario.draws.workload import Workload
 from ebbtide.simulator.scenario.reading.scenario_reader import parse_scenario, read_scenario
 from ebbtide.simulator.scenario.refusals import MOST_PROBLEMS, ScenarioRefused
@@ -55,8 +55,9 @@ def draw_all(scenario: Scenario) -> None:
         assert events == sorted(events)
         assert all(0 <= event.at_s < brief.until_s and event.for_s >= 0 for event in events)
         if pool.serving is not None:
-            arrivals = list(islice(served_arrivals(pool.serving, brief.tables.served, "m", 0), 50))
-            assert [one.at_s for one in arrivals] == sorted(one.at_s for one in arrivals)
+            recorded = served_recording(pool.serving, brief.tables.served, pool.name, 0)
+            times = [0.0, *(one.at_s for one in recorded.requests), recorded.seconds]
+            assert times == sorted(times)
         assert scenario.price(pool).cost(0.0, brief.until_s) >= 0
 
 

@@ -1,14 +1,14 @@
 """Tables are read as they are, and refused by line, column and remedy."""
 
-from itertools import islice, pairwise
+from itertools import pairwise
 from math import exp, floor, log, pi, sin
 from pathlib import Path
 from statistics import mean, median
 
 import pytest
-from msgspec.structs import replace
 
-from ebbtide.simulator.scenario.draws.served_arrivals import ServedArrival, served_arrivals
+from ebbtide.simulator.scenario.draws.served_recording import ServedArrival, ServedRecording, served_recording
+from ebbtide.simulator.scenario.inputs.pace_table import read_paces
 from ebbtide.simulator.scenario.inputs.price_table import fixed_price, read_prices
 from ebbtide.simulator.scenario.inputs.quantile_table import read_quantiles
 from ebbtide.simulator.scenario.inputs.served_trace import ServedTrace, read_served_trace
@@ -19,6 +19,7 @@ from ebbtide.simulator.scenario.refusals import MOST_PROBLEMS, ScenarioRefused
 EXAMPLES = Path(__file__).parents[4] / "examples" / "scenarios"
 READERS = {
     "spot": read_spot_trace, "quantiles": read_quantiles, "prices": read_prices, "served": read_served_trace,
+    "paces": read_paces,
 }  # fmt: skip
 
 
@@ -30,8 +31,8 @@ READERS = {
         ("spot", "t_s,count\n0,1\n5,1.5\n", "3:3: count: is 1.5; it must be a whole number"),
         ("spot", "t_s,count\n5,1\n0,2\n", "3:1: t_s: is 0 after 5; rows must be sorted by t_s"),
         ("spot", "t_s,count\n0,0\n5,0\n", "1: no machine ever joins; there is nothing to simulate"),
-        ("spot", "t_s,count\nnan,1\n", "2:1: t_s: is 'nan'; it must be a number from 0 to 1e+08"),
-        ("spot", "t_s,count\n-1,1\n", "2:1: t_s: is '-1'; it must be a number from 0 to 1e+08"),
+        ("spot", "t_s,count\nnan,1\n", "2:1: t_s: is 'nan'; it must be a number from 0 to 100000000"),
+        ("spot", "t_s,count\n-1,1\n", "2:1: t_s: is '-1'; it must be a number from 0 to 100000000"),
         ("spot", "t_s,count\n0,1,2\n", "2: has 3 cells; the head has 2 columns; the row must have as many"),
         ("spot", "t_s,event,node\n0,ad,a\n", "2:3: event: is 'ad'; it must be add or remove"),
         ("spot", "t_s,event,node\n0,add,a\n1,add,a\n", "3:7: node: 'a' joins, but is there already; correct"),
@@ -45,6 +46,8 @@ READERS = {
         ("quantiles", "quantile,tokens\n0,9\n1,8\n", "3:3: tokens: is 8 after 9; rows must be sorted by tokens"),
         ("quantiles", "quantile,tokens\n0,9\n1.1,10\n", "3:1: quantile: is '1.1'; it must be a number from 0 to 1"),
         ("prices", "t_s,dollars_per_hour\n0,1\n0,2\n", "3:1: t_s: is 0 after 0; rows must be sorted by t_s"),
+        ("paces", "t_s,pace\n60,1\n", "2:1: t_s: must be 0 in the first row"),
+        ("paces", "t_s,pace\n0,1\n90000,1\n", "3:1: t_s: is '90000'; it must be a number from 0 to 86400"),
         ("served", 't_s,input_tokens,output_tokens\n0,"1\n', "2: unexpected end of data; it must be a table"),
     ],
 )
@@ -91,39 +94,35 @@ def test_prices_hold_until_the_next_one_and_the_first_also_before(tmp_path: Path
 TRACE = ServedTrace((10.0, 10.0, 12.0, 40.0), (100, 200, 300, 400), (10, 20, 30, 40))
 
 
-def arrivals(spec: ServingSpec, number: int, machine: str = "m", seed: int = 0) -> list[ServedArrival]:
-    return list(islice(served_arrivals(spec, {"t.csv": TRACE}, machine, seed), number))
+def recording(spec: ServingSpec, seed: int = 0) -> ServedRecording:
+    return served_recording(spec, {"t.csv": TRACE}, "b", seed)
 
 
-def test_served_requests_follow_their_window_scaled_and_again() -> None:
-    spec = ServingSpec(file="t.csv", start_s=10, span_s=20, load=2.0, output_scale=0.5, longest_prompt=250, alike=True)
-    assert arrivals(spec, 5) == [
-        ServedArrival(0.0, 100, 5), ServedArrival(0.0, 200, 10), ServedArrival(1.0, 250, 15),
-        ServedArrival(10.0, 100, 5), ServedArrival(10.0, 200, 10),
-    ]  # fmt: skip
+def test_served_requests_are_those_of_their_window_scaled() -> None:
+    spec = ServingSpec(file="t.csv", start_s=10, span_s=20, load=2.0, output_scale=0.5, longest_prompt=250)
+    assert recording(spec) == ServedRecording(
+        (ServedArrival(0.0, 100, 5), ServedArrival(0.0, 200, 10), ServedArrival(1.0, 250, 15)), 10.0
+    )
 
 
-def test_each_machine_begins_at_a_place_of_its_own_unless_all_are_alike() -> None:
-    spec = ServingSpec(file="t.csv")
-    assert arrivals(spec, 9, "a") != arrivals(spec, 9, "b")
-    assert arrivals(spec, 9, "a") == arrivals(spec, 9, "a")
-    assert arrivals(spec, 9, "a") != arrivals(spec, 9, "a", seed=1)
-    same = replace(spec, alike=True)
-    assert arrivals(same, 9, "a") == arrivals(same, 9, "b")
-    for machine in "abcde":
-        found = arrivals(spec, 20, machine)
-        assert found[0].at_s >= 0
-        assert sum(one.at_s == other.at_s for one, other in pairwise(found)) in {4, 5}  # two came together in each lap
+def test_a_whole_trace_begins_again_a_mean_gap_after_its_end() -> None:
+    found = recording(ServingSpec(file="t.csv"))
+    assert [one.at_s for one in found.requests] == [10.0, 10.0, 12.0, 40.0]
+    assert found.seconds == pytest.approx(40.0 * 4 / 3)
+    assert recording(ServingSpec(file="t.csv", start_s=40)).seconds == 1.0
 
 
 def test_made_up_requests_have_their_rate_bursts_and_lengths() -> None:
-    spec = ServingSpec(requests_per_s=2.0, burst=8.0, burst_gap_s=0.05, load=2.0, prompt_tokens=700, output_tokens=90)
-    found = arrivals(spec, 20_000)
-    assert len(found) / found[-1].at_s == pytest.approx(4.0, rel=0.05)
-    gaps = [other.at_s - one.at_s for one, other in pairwise(found)]
-    assert median(gaps) < 0.1 * mean(gaps)
-    assert median(one.prompt for one in found) == pytest.approx(700, rel=0.03)
-    assert median(one.output for one in found) == pytest.approx(90, rel=0.03)
+    spec = ServingSpec(requests_per_s=5.0, burst=8.0, burst_gap_s=0.05, load=2.0, prompt_tokens=700, output_tokens=90)
+    found = recording(spec)
+    times = [one.at_s for one in found.requests]
+    assert (times == sorted(times), found.seconds, times[-1] < found.seconds) == (True, 1800.0, True)
+    assert len(times) / found.seconds == pytest.approx(10.0, rel=0.05)
+    gaps = [after - before for before, after in pairwise(times)]
+    assert median(gaps) < 0.5 * mean(gaps)
+    assert median(one.prompt for one in found.requests) == pytest.approx(700, rel=0.03)
+    assert median(one.output for one in found.requests) == pytest.approx(90, rel=0.03)
+    assert recording(spec) == found != recording(spec, seed=1)
 
 
 class TestExampleTables:

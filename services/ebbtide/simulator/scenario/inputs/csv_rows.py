@@ -144,14 +144,14 @@ class CsvRow:
         except ValueError:
             value = inf
         if not isfinite(value) or not 0 <= value <= most:
-            self._note(column, f"is {_shown(text)}; it must be a number from 0 to {most:g}")
+            self._note(column, f"is {_shown(text)}; it must be a number from 0 to {most:.12g}")
             return 0.0
         return value
 
     def whole(self, column: str, *, most: int) -> int:
         value = self.number(column, most=most)
         if value != int(value):
-            self._note(column, f"is {value:g}; it must be a whole number")
+            self._note(column, f"is {value:.12g}; it must be a whole number")
         return int(value)
 
 

@@ -3,6 +3,7 @@
 from msgspec import Struct
 
 from ebbtide.simulator.scenario.inputs.known_turns import KnownTurns
+from ebbtide.simulator.scenario.inputs.pace_table import PaceTable
 from ebbtide.simulator.scenario.inputs.price_table import PriceTable
 from ebbtide.simulator.scenario.inputs.quantile_table import QuantileTable
 from ebbtide.simulator.scenario.inputs.served_trace import ServedTrace
@@ -13,5 +14,6 @@ class InputTables(Struct, frozen=True, kw_only=True):
     spots: dict[str, SpotTrace] = {}
     quantiles: dict[str, QuantileTable] = {}
     prices: dict[str, PriceTable] = {}
+    paces: dict[str, PaceTable] = {}
     served: dict[str, ServedTrace] = {}
     known: dict[str, KnownTurns] = {}  # by run: it was recorded, and nothing of its work is drawn

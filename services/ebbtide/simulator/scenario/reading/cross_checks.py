@@ -1,11 +1,10 @@
 """Checks what the type of one value cannot express: values against each other, and names of what there must be."""
 
 from collections.abc import Iterable, Iterator
-from functools import partial
 from typing import Any, Final
 
 from ebbtide.errors import InvalidRequest
-from ebbtide.simulator.scenario.draws.served_arrivals import burst_pause_s
+from ebbtide.simulator.scenario.draws.served_recording import burst_pause_s
 from ebbtide.simulator.scenario.fault_plan import PlannedFault
 from ebbtide.simulator.scenario.machine_pool import MachinePool, ServingSpec
 from ebbtide.simulator.scenario.reading.known_names import KnownNames, ProfileKind
@@ -124,26 +123,18 @@ def _run_problems(spec: ScenarioSpec, run: TrainingRun) -> Iterator[Wrong]:
     if spec.hours is None and spec.steps_of(run) is None:
         yield ("steps",), "nothing ends this run; state hours or steps"
     if run.start_s >= spec.until_s:
-        yield ("start_s",), f"must be before the scenario's end at {spec.until_s:g} s"
+        yield ("start_s",), f"must be before the scenario's end at {spec.until_s:.12g} s"
     if run.rollouts_per_step > _MOST_ROLLOUTS:
-        yield (
-            ("prompts",),
-            f"a step has {run.rollouts_per_step} rollouts; prompts * group must be at most {_MOST_ROLLOUTS}",
-        )
+        told = f"a step has {run.rollouts_per_step} rollouts; prompts * group must be at most {_MOST_ROLLOUTS}"
+        yield ("prompts",), told
     if 0 < run.dataset < run.prompts:
         yield ("dataset",), f"must be at least the {run.prompts} prompts of a step, or 0"
     if run.share.ceiling is not None and run.share.floor > run.share.ceiling:
-        yield ("share", "floor"), f"must be at most the ceiling, {run.share.ceiling:g}"
-    quantities = partial(_quantity, run)
-    yield from quantities("prompt_tokens", most=run.context - 1)
-    yield from quantities("lengths", most=run.cap)
-    around = run.environment
-    for name in around.__struct_fields__:
-        yield from _below(("environment", name), quantity_problems(getattr(around, name), None))
-
-
-def _quantity(run: TrainingRun, name: str, most: float) -> Iterator[Wrong]:
-    return _below((name,), quantity_problems(getattr(run, name), most))
+        yield ("share", "floor"), f"must be at most the ceiling, {run.share.ceiling:.12g}"
+    for name, most in (("prompt_tokens", run.context - 1), ("lengths", run.cap)):
+        yield from _below((name,), quantity_problems(getattr(run, name), most))
+    for name in run.environment.__struct_fields__:
+        yield from _below(("environment", name), quantity_problems(getattr(run.environment, name), None))
 
 
 def _fault_problems(spec: ScenarioSpec, fault: PlannedFault, runs: list[str]) -> Iterator[Wrong]:
@@ -160,7 +151,7 @@ def _fault_problems(spec: ScenarioSpec, fault: PlannedFault, runs: list[str]) ->
     elif fault.run is None and len(runs) > 1 and (fault.step is not None or fault.kind == "trainer"):
         yield ("run",), "name the run whose step or trainer it means"
     if fault.step is None and fault.at_s >= spec.until_s:
-        yield ("at_s",), f"must be before the scenario's end at {spec.until_s:g} s"
+        yield ("at_s",), f"must be before the scenario's end at {spec.until_s:.12g} s"
     yield from _size_problems(spec, fault)
 
 

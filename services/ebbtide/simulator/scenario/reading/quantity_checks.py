@@ -17,13 +17,13 @@ def quantity_problems(spec: QuantitySpec, most: float | None) -> Iterator[Wrong]
     if (spec.low is None) != (spec.high is None):
         yield ("low" if spec.low is not None else "high",), "state both low and high"
     elif spec.low is not None and spec.high is not None and spec.low > spec.high:
-        yield ("low",), f"must be at most high, {spec.high:g}"
+        yield ("low",), f"must be at most high, {spec.high:.12g}"
     if spec.least > cap:
-        yield ("least",), f"must be at most {cap:g}, the longest"
+        yield ("least",), f"must be at most {cap:.12g}, the longest"
     if spec.mean is not None and not spec.least < spec.mean < cap:
-        yield ("mean",), f"must be between {spec.least:g} and {cap:g}, the least and the most"
+        yield ("mean",), f"must be between {spec.least:.12g} and {cap:.12g}, the least and the most"
     if spec.value is not None and not spec.least <= spec.value * spec.stretch <= cap:
-        yield ("value",), f"must be from {spec.least:g} to {cap:g}, the least and the most"
+        yield ("value",), f"must be from {spec.least:.12g} to {cap:.12g}, the least and the most"
 
 
 def _family_problems(spec: QuantitySpec) -> Iterator[Wrong]:

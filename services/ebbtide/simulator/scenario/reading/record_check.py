@@ -48,7 +48,7 @@ def _value(hint: Any, value: Any, path: TomlPath, note: Note) -> Any:
         return _record(bare, value, path, note)
     if get_origin(bare) is tuple and isinstance(value, list):
         inner = get_args(bare)[0]
-        _leaf(hint, len(value), value, path, note)
+        _check_size(hint, len(value), path, note)
         return [_value(inner, one, (*path, index), note) for index, one in enumerate(value)]
     if get_origin(bare) is dict and isinstance(value, dict):
         inner = get_args(bare)[1]
@@ -62,13 +62,13 @@ def _value(hint: Any, value: Any, path: TomlPath, note: Note) -> Any:
     return value
 
 
-def _leaf(hint: Any, length: int, value: list[Any], path: TomlPath, note: Note) -> None:
-    """Check the length of an array."""
+def _check_size(hint: Any, size: int, path: TomlPath, note: Note) -> None:
+    """Check how many entries an array has."""
     for meta in _bare(hint)[1]:
-        if meta.min_length is not None and length < meta.min_length:
+        if meta.min_length is not None and size < meta.min_length:
             note(path, f"is empty; it needs at least {meta.min_length}", False)
-        if meta.max_length is not None and length > meta.max_length:
-            note(path, f"has {len(value)} entries; it must have at most {meta.max_length}", False)
+        if meta.max_length is not None and size > meta.max_length:
+            note(path, f"has {size} entries; it must have at most {meta.max_length}", False)
 
 
 def _record(kind: type[Struct], value: Any, path: TomlPath, note: Note) -> Any:
@@ -126,8 +126,8 @@ def wanted(hint: Any) -> str:
 def _range(meta: Meta) -> str:
     if meta.max_length is not None:
         return f" with {meta.min_length or 0} to {meta.max_length} characters"
-    low = f"from {meta.ge:g}" if meta.ge is not None else f"above {meta.gt:g}" if meta.gt is not None else ""
-    high = f"to {meta.le:g}" if meta.le is not None else f"below {meta.lt:g}" if meta.lt is not None else ""
+    low = f"from {meta.ge:.12g}" if meta.ge is not None else f"above {meta.gt:.12g}" if meta.gt is not None else ""
+    high = f"to {meta.le:.12g}" if meta.le is not None else f"below {meta.lt:.12g}" if meta.lt is not None else ""
     joint = " and " if low.startswith("above") and high else " "
     return f" {joint.join(filter(None, (low, high)))}" if low or high else ""
 

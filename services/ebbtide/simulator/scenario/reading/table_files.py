@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from ebbtide.simulator.scenario.draws.quantity_draws import curve, mean_of
-from ebbtide.simulator.scenario.draws.served_arrivals import served_span_s
+from ebbtide.simulator.scenario.draws.served_recording import served_span_s
 from ebbtide.simulator.scenario.inputs.input_tables import InputTables
+from ebbtide.simulator.scenario.inputs.pace_table import read_paces
 from ebbtide.simulator.scenario.inputs.price_table import read_prices
 from ebbtide.simulator.scenario.inputs.quantile_table import read_quantiles
 from ebbtide.simulator.scenario.inputs.served_trace import read_served_trace
@@ -36,6 +37,8 @@ def read_tables(spec: ScenarioSpec, source: ScenarioSource) -> InputTables:
             _add(tables.spots, pool.trace.file, read_spot_trace, (*at, "trace", "file"), source)
             _check_window((*at, "trace"), pool.trace, tables, source)
             _check_laps((*at, "trace"), pool.trace, tables, spec.until_s, source)
+        if pool.serving is not None and pool.serving.paces is not None:
+            _add(tables.paces, pool.serving.paces, read_paces, (*at, "serving", "paces"), source)
         if pool.serving is not None and pool.serving.file is not None:
             _add(tables.served, pool.serving.file, read_served_trace, (*at, "serving", "file"), source)
             _check_served((*at, "serving"), pool.serving, tables, source)
@@ -83,9 +86,9 @@ def _check_window(path: TomlPath, spec: SpotTraceSpec, tables: InputTables, sour
         return
     end_s = spec.start_s + spec.span_s if spec.span_s else trace.end_s
     if spec.start_s > trace.end_s:
-        source.note((*path, "start_s"), f"must be at most {trace.end_s:g}, the trace's end")
+        source.note((*path, "start_s"), f"must be at most {trace.end_s:.12g}, the trace's end")
     elif not _anybody(trace, spec.start_s, end_s):
-        told = f"no machine is there from {spec.start_s:g} to {end_s:g} s of the trace; choose another window"
+        told = f"no machine is there from {spec.start_s:.12g} to {end_s:.12g} s of the trace; choose another window"
         source.note((*path, "start_s"), told)
 
 
@@ -116,5 +119,5 @@ def _check_served(path: TomlPath, spec: ServingSpec, tables: InputTables, source
         return
     span_s = served_span_s(spec, trace)
     if not any(spec.start_s <= at_s < spec.start_s + span_s for at_s in trace.times_s):
-        told = f"no request comes from {spec.start_s:g} to {spec.start_s + span_s:g} s; choose another window"
+        told = f"no request comes from {spec.start_s:.12g} to {spec.start_s + span_s:.12g} s; choose another window"
         source.note((*path, "start_s"), told)
