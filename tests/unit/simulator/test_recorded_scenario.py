@@ -96,14 +96,15 @@ def test_profiles_have_the_measured_pace_and_are_files_as_others(recorded: Recor
     assert trainer.publish_s() == pytest.approx(sum(publish) / 2, rel=1e-4)
 
 
-def test_pulls_take_as_long_as_they_did_whether_bytes_were_reported_or_not(
+def test_pulls_take_as_long_as_they_did_and_nothing_where_bytes_are_unknown(
     recorded: RecordedRun, tmp_path: Path
 ) -> None:
-    for weights in (recorded.weights, WeightSizes()):
+    for weights, took_s in ((recorded.weights, 1.5), (WeightSizes(), 0.0)):
         scenario = recorded_fleet(replace(recorded, weights=weights), tmp_path, "run.json")
         trainer = read_profile(TrainerProfile, scenario.run[0].trainer, beside=tmp_path)
         sent_gbit = trainer.weights_gb * trainer.patch_share * 8
-        assert sent_gbit / scenario.fleet[0].link_gbps == pytest.approx(1.5, rel=1e-3)
+        assert sent_gbit / scenario.fleet[0].link_gbps == pytest.approx(took_s, rel=1e-3)
+        assert sent_gbit / scenario.run[0].publish_gbps < 0.001  # the upload is in the recorded way to the announcement
 
 
 def test_a_record_without_a_measured_engine_asks_for_a_fleet(recorded: RecordedRun, tmp_path: Path) -> None:

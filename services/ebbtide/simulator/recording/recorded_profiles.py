@@ -6,7 +6,7 @@ from typing import Final
 
 from ebbtide.simulator.engines.engine_profile import EngineDelays, EngineProfile, FitErrors, KvCapacity, StepCosts
 from ebbtide.simulator.engines.trainer_profile import TrainerCosts, TrainerDelays, TrainerProfile
-from ebbtide.simulator.recording.recorded_run import MeasuredEngine, RecordedRun, RecordedStep, WeightSizes
+from ebbtide.simulator.recording.recorded_run import MeasuredEngine, RecordedRun, RecordedStep
 from ebbtide.simulator.report.seed_spread import quantile
 
 _UNKNOWN: Final = "recorded"
@@ -21,14 +21,6 @@ def link_gbps(recorded: RecordedRun) -> float:
     """The link over which the bytes of a version came in the time of a pull, both in the median."""
     pull_s, sent = _pull_s(recorded), recorded.weights.sent
     return min(1e5, max(1e-3, sent * _GBIT_PER_BYTE / pull_s)) if pull_s and sent else _LINK_GBPS
-
-
-def version_sizes(recorded: RecordedRun) -> WeightSizes:
-    """Bytes of a version. Where the trainer reported none, so many that they come in the time of a pull."""
-    if recorded.weights.dense and recorded.weights.sent:
-        return recorded.weights
-    size = round(_pull_s(recorded) * _LINK_GBPS / _GBIT_PER_BYTE)
-    return WeightSizes(dense=size, sent=size)
 
 
 def _pull_s(recorded: RecordedRun) -> float:
@@ -48,7 +40,7 @@ def engine_of(recorded: RecordedRun, engine: MeasuredEngine) -> EngineProfile:
         kv=KvCapacity(tokens=_NO_LIMIT, prefix_cache=False),
         sequences=_NO_LIMIT,
         batched_tokens=_NO_LIMIT,
-        weights_gb=version_sizes(recorded).dense / 1e9,
+        weights_gb=recorded.weights.dense / 1e9,
         delays=EngineDelays(install_s=quantile(pauses, 0.5) or 0.0),
         errors=_errors(engine),
     )
@@ -56,7 +48,7 @@ def engine_of(recorded: RecordedRun, engine: MeasuredEngine) -> EngineProfile:
 
 def trainer_of(recorded: RecordedRun) -> TrainerProfile:
     """The trainer that takes as long per token, and from there to the announcement, as the recorded one."""
-    rows, weights = recorded.rollouts, version_sizes(recorded)
+    rows, weights = recorded.rollouts, recorded.weights
     works = list(_works(recorded.steps))
     trained = {step.step for step, _, _ in works}
     tokens = sum(
