@@ -56,9 +56,9 @@ _OF_RUN: Final = (
     _Row("tail_s_median", "its last tenth, median", _seconds),
 )
 _REST: Final = (
-    _Row("cost_per_hour", "cost per hour", _dollars),
-    _Row("cost_per_step", "cost per step", _dollars),
-    _Row("cost_per_million_tokens", "cost per million tokens", _dollars),
+    _Row("cost_per_hour", "cost per hour", _dollars, always=False),
+    _Row("cost_per_step", "cost per step", _dollars, always=False),
+    _Row("cost_per_million_tokens", "cost per million tokens", _dollars, always=False),
     _Row("tokens_lost", "tokens lost", _count),
     _Row("tokens_twice", "tokens made twice", _count),
     _Row("twice_share", "  of all tokens", _share),
