@@ -1,11 +1,14 @@
 """Has the coordinator's own rounds decide: the policy that Ebbtide is."""
 
+from msgspec import Struct
+
 from ebbtide.coordinator.dispatcher.dispatch_round import DispatchRound
 from ebbtide.coordinator.dispatcher.round_deeds import DeadLetters, RunFailure, SlotFill
 from ebbtide.scheduling.dispatch.round_pacing import gather_s
+from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.training_run import TrainingRun
-from ebbtide.simulator.world.policy import Policy
 from ebbtide.simulator.world.step_rounds import Rounds, WholeGroups
+from ebbtide.simulator.world.trainer_loan import FixedWindow, LoanWindow
 from ebbtide.simulator.world.virtual_coordinator import Decider, VirtualCoordinator
 
 
@@ -45,13 +48,18 @@ class EbbtideDecider(Decider):
         return gather_s(len(self._coordinator.state.sessions))
 
 
-class EbbtidePolicy(Policy):
-    """Ebbtide as it is: the coordinator's own rounds; steps are trained whole."""
+class EbbtidePolicy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Ebbtide as it is: the coordinator's own rounds; steps are trained whole. It has no parameters."""
 
-    streams = False
+    @property
+    def streams(self) -> bool:
+        return False
 
     def decider(self, coordinator: VirtualCoordinator) -> Decider:
         return EbbtideDecider(coordinator)
 
     def rounds(self, run: TrainingRun) -> Rounds:
         return WholeGroups(run.prompts, run.group)
+
+    def window(self, decider: Decider, lent: MachinePool) -> LoanWindow:  # noqa: ARG002 - it is fixed
+        return FixedWindow(lent.window_s)

@@ -5,16 +5,20 @@ All policies see the same state: the coordinator's. What a rival is not told, it
 
 from typing import Protocol
 
+from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.training_run import TrainingRun
 from ebbtide.simulator.world.step_rounds import Rounds
+from ebbtide.simulator.world.trainer_loan import LoanWindow
 from ebbtide.simulator.world.virtual_coordinator import Decider, VirtualCoordinator
 
 
 class Policy(Protocol):
     """A policy for a whole scenario."""
 
-    #: Whether a trainer learns from what has ended before the last rollout ends.
-    streams: bool
+    @property
+    def streams(self) -> bool:
+        """Whether a trainer learns from what has ended before the last rollout ends."""
+        ...
 
     def decider(self, coordinator: VirtualCoordinator) -> Decider:
         """What decides where rollouts run."""
@@ -22,4 +26,8 @@ class Policy(Protocol):
 
     def rounds(self, run: TrainingRun) -> Rounds:
         """Which rollouts a step of the run begins with, and when it has enough."""
+        ...
+
+    def window(self, decider: Decider, lent: MachinePool) -> LoanWindow:
+        """For how long the trainer's devices generate in each step, as the pool `lent`."""
         ...

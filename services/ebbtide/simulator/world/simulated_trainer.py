@@ -62,6 +62,7 @@ class SimulatedTrainer:
         self._steps: dict[int, StepProgress] = {}
         self._next = 0  # step to train
         self._learnt = 0  # of that step: samples learnt from, or being learnt from
+        self._learning_s = 0.0  # of that step
         self._newest = -1  # step whose weights were announced last
         self._busy = True
         self._life = 0
@@ -106,6 +107,7 @@ class SimulatedTrainer:
         self._busy, self._learnt = True, len(step.lengths)
         self._show("training")
         seconds = self._times.gradient_s(fresh)
+        self._learning_s += seconds
         if step.complete:
             self._after(seconds + self._times.update_s(), lambda: self._trained(step))
         else:
@@ -119,7 +121,7 @@ class SimulatedTrainer:
     def _trained(self, step: StepProgress) -> None:
         self._record(step)
         del self._steps[step.number]
-        self._next, self._learnt = step.number + 1, 0
+        self._next, self._learnt, self._learning_s = step.number + 1, 0, 0.0
         self._unsaved.append(step.lengths)
         self.done = self._next >= self._last
         if self.done:
@@ -144,7 +146,7 @@ class SimulatedTrainer:
         if self.done:
             return
         self._life += 1
-        self._busy, self._learnt = True, 0
+        self._busy, self._learnt, self._learning_s = True, 0, 0.0
         self._show("idle")
         again = sum(self._times.gradient_s(lengths) + self._times.update_s() for lengths in self._unsaved)
         self._after(seconds + self._times.start_s(), lambda: self._catch_up(again))
@@ -160,18 +162,18 @@ class SimulatedTrainer:
 
     def _record(self, step: StepProgress) -> None:
         ends = sorted(step.ends)
-        self._books.steps.append(
-            StepOutcome(
-                run=self._run,
-                step=step.number,
-                opened_s=step.opened_s,
-                generated_s=ends[-1],
-                trained_s=self._time.now,
-                rollouts=len(ends),
-                tokens=step.tokens,
-                tail_s=ends[-1] - ends[max(0, int(0.9 * len(ends)) - 1)],
-            )
+        outcome = StepOutcome(
+            run=self._run,
+            step=step.number,
+            opened_s=step.opened_s,
+            generated_s=ends[-1],
+            trained_s=self._time.now,
+            rollouts=len(ends),
+            tokens=step.tokens,
+            tail_s=ends[-1] - ends[max(0, int(0.9 * len(ends)) - 1)],
         )
+        self._books.steps.append(outcome)
+        self._loan.window.trained(outcome, self._learning_s + self._times.update_s())
 
     def _show(self, state: str) -> None:
         self._books.enter(f"{self._run} trainer", f"{self._run} trainer", state, self._time.now, self._run)

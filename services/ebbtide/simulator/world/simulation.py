@@ -22,7 +22,7 @@ from ebbtide.simulator.world.simulated_driver import SimulatedDriver, StepProgre
 from ebbtide.simulator.world.simulated_trainer import SimulatedTrainer
 from ebbtide.simulator.world.simulated_worker import SimulatedWorker, WorkerTerms
 from ebbtide.simulator.world.step_rounds import Sample
-from ebbtide.simulator.world.trainer_loan import TrainerLoan
+from ebbtide.simulator.world.trainer_loan import FixedWindow, LoanWindow, TrainerLoan
 from ebbtide.simulator.world.version_pulls import VersionPulls
 from ebbtide.simulator.world.virtual_coordinator import RunAccount, VirtualCoordinator
 from ebbtide.simulator.world.virtual_time import VirtualTime
@@ -86,9 +86,9 @@ class Simulation:
         steps = [self._scenario.steps_of(run) for run in self._scenario.run]
         return sum(one for one in steps if one is not None) if all(steps) else 0
 
-    def _window_of(self, run: TrainingRun) -> float | None:
-        windows = [pool.window_s for pool in self._scenario.fleet if pool.kind == "trainer" and pool.run == run.name]
-        return windows[0] if windows else None
+    def _window_of(self, run: TrainingRun) -> LoanWindow:
+        lent = [pool for pool in self._scenario.fleet if pool.kind == "trainer" and pool.run == run.name]
+        return self._policy.window(self._coordinator.decider, lent[0]) if lent else FixedWindow(None)
 
     # Its parts.
 

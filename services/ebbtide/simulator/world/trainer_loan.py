@@ -1,11 +1,12 @@
-"""Lends a trainer's devices to engines of their own between its steps, by a fixed rule.
+"""Lends a trainer's devices to engines of their own between its steps, for as long as a window says.
 
 Invariant: while the devices are lent the trainer does not train, and while it trains no engine of theirs is attached.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, Protocol
 
+from ebbtide.simulator.outcome import StepOutcome
 from ebbtide.simulator.world.simulated_worker import SimulatedWorker
 from ebbtide.simulator.world.virtual_time import VirtualTime
 
@@ -13,11 +14,34 @@ from ebbtide.simulator.world.virtual_time import VirtualTime
 _CLOSE_S: Final = 0.1
 
 
-class TrainerLoan:
-    """`window_s`: the loan ends so long after the step was opened; None: with the step's last rollout."""
+class LoanWindow(Protocol):
+    """Says for how long a trainer's devices generate in each step."""
 
-    def __init__(self, time: VirtualTime, window_s: float | None) -> None:
-        self._time, self._window_s = time, window_s
+    def open_s(self) -> float | None:
+        """Seconds from the opening of a step on; None: until the step's last rollout has ended."""
+        ...
+
+    def trained(self, step: StepOutcome, learning_s: float) -> None:
+        """A step was trained. `learning_s`: for so long of it the trainer computed."""
+        ...
+
+
+class FixedWindow(LoanWindow):
+    """The same window in each step."""
+
+    def __init__(self, window_s: float | None) -> None:
+        self._window_s = window_s
+
+    def open_s(self) -> float | None:
+        return self._window_s
+
+    def trained(self, step: StepOutcome, learning_s: float) -> None:
+        """Nothing is learnt from it."""
+
+
+class TrainerLoan:
+    def __init__(self, time: VirtualTime, window: LoanWindow) -> None:
+        self._time, self.window = time, window
         self._workers: list[SimulatedWorker] = []
         self._open = self._lent = self._closing = False
         self._step = 0
@@ -42,9 +66,10 @@ class TrainerLoan:
         self._lent = True
         for worker in self._workers:
             worker.attach()
-        if self._window_s is not None:
+        window_s = self.window.open_s()
+        if window_s is not None:
             step = self._step
-            self._time.after(self._window_s, lambda: self._close() if step == self._step else None)
+            self._time.after(window_s, lambda: self._close() if step == self._step else None)
 
     def claim(self, *, complete: bool) -> bool:
         """Whether the trainer may train now. If not, `free` is called when it may. `complete`: its step's rollouts have

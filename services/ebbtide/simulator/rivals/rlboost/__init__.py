@@ -1,0 +1,1 @@
+"""Decides as RLBoost does, as published: placement, moves, and the window in which a trainer's devices generate."""

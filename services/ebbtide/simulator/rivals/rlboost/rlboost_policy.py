@@ -1,0 +1,49 @@
+"""Names what RLBoost does, and what of it comparisons leave out."""
+
+from typing import Annotated, cast
+
+from msgspec import Meta, Struct
+
+from ebbtide.simulator.rivals.rlboost.pending_balance import PendingBalance
+from ebbtide.simulator.rivals.rlboost.seeding_window import SeedingWindow
+from ebbtide.simulator.scenario.machine_pool import MachinePool
+from ebbtide.simulator.scenario.training_run import TrainingRun
+from ebbtide.simulator.world.step_rounds import Rounds, WholeGroups
+from ebbtide.simulator.world.trainer_loan import FixedWindow, LoanWindow
+from ebbtide.simulator.world.virtual_coordinator import Decider, VirtualCoordinator
+
+
+class RLBoostPolicy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """RLBoost as published (arXiv 2510.19225, section 4): remote engines beside a pool of kind "trainer", whose devices
+    generate for a window, and a trainer that learns from what has ended.
+
+    It is not told lengths, and of speeds only one table of throughput for all engines alike. It knows how many rollouts
+    wait and run in each engine, and the tokens that were made. The paper gives no values for Theta, eta and T_init;
+    those here are of its public code, Theta as the four groups that it sends to an engine at once.
+    """
+
+    pending_limit: Annotated[int, Meta(ge=1, le=65_536)] = 32  # Theta
+    eta: Annotated[float, Meta(gt=0, le=100)] = 3.0
+    initial_window_s: Annotated[float, Meta(ge=0, le=1e6)] = 150.0
+    adapts: bool = True  # else the window is the pool's
+    remembers: bool = True  # windows by the number of instances
+    migrates: bool = True  # else lost rollouts begin again
+    balances: bool = True  # rollouts move between engines
+
+    @property
+    def streams(self) -> bool:
+        return True
+
+    def decider(self, coordinator: VirtualCoordinator) -> Decider:
+        return PendingBalance(coordinator, keeps=self.migrates, pending_limit=self.pending_limit, balance=self.balances)
+
+    def rounds(self, run: TrainingRun) -> Rounds:
+        return WholeGroups(run.prompts, run.group)
+
+    def window(self, decider: Decider, lent: MachinePool) -> LoanWindow:
+        placing = cast("PendingBalance", decider)
+        placing.local = f"{lent.name}-"
+        if not self.adapts:
+            return FixedWindow(lent.window_s)
+        engines = lent.workers or 1
+        return SeedingWindow(placing, engines, eta=self.eta, initial_s=self.initial_window_s, remembers=self.remembers)
