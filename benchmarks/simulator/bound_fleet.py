@@ -7,6 +7,7 @@ Invariant: `present` and `spare` are disjoint, and hold each worker that was sta
 
 import asyncio
 import os
+import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -69,7 +70,7 @@ class BoundFleet:
         self.model = directory / "policy"
         self._slices = slices
         self._turns: dict[str, int] = {}
-        self._booted = 0
+        self.started: list[str] = []  # all workers, in order
         self._flags: dict[str, Any] = {}
 
     async def boot(self, seed: int) -> Client:
@@ -106,11 +107,6 @@ class BoundFleet:
         )
 
     @property
-    def started(self) -> list[str]:
-        """Names of all workers ever started, in order."""
-        return [f"w{number}" for number in range(1, self._booted + 1)]
-
-    @property
     def late_s(self) -> float:
         """By which the engines' turns lasted longer than they should, in all."""
         return self._slices.late_s
@@ -135,16 +131,27 @@ class BoundFleet:
 
     async def _boot_worker(self) -> None:
         """Boots a worker and freezes it as soon as it is attached."""
-        self._booted += 1
-        name = f"w{self._booted}"
+        name = await self._started()
+        self.cluster.freeze(name)
+        self.spare.append(name)
+
+    async def borrow(self, client: Client, grants: Path) -> None:
+        """Boots a worker that borrows the whole core by the grants of a guard; no other may be attached."""
+        name = await self._started(kind="borrowed", grant_dir=grants)
+        self.present.append(name)
+        await self._listed(client, lambda there: there == {name}, f"{name} alone")
+
+    async def _started(self, **flags: Any) -> str:
+        """Boots a worker and binds it. Returns its name."""
+        name = f"w{len(self.started) + 1}"
+        self.started.append(name)
         self.cluster.environment[name] = _SLEEPING
-        process = await self.cluster.worker(name, **self._flags)
-        self.boots_s.append(asyncio.get_running_loop().time() - process.started)
+        process = await self.cluster.worker(name, **{**self._flags, **flags})
+        self.boots_s.append(time.monotonic() - process.started)
         self.bind(process.pid, self.other_core)
         for pid in self.engines(name):
             self.bind(pid, self.engine_core)
-        self.cluster.freeze(name)
-        self.spare.append(name)
+        return name
 
     async def thaw(self, client: Client) -> str:
         """Lets a spare worker attach, and waits until it has. Returns its name."""
@@ -168,7 +175,7 @@ class BoundFleet:
     def gone(self, name: str) -> None:
         """Notes that a worker was killed or has left; its turn is free."""
         self.present.remove(name)
-        del self._turns[name]
+        self._turns.pop(name, None)
         self._assign()
 
     def _freeze(self, name: str) -> None:
@@ -176,20 +183,20 @@ class BoundFleet:
         self.cluster.freeze(name)
         self.spare.append(name)
 
-    def share_whole_core(self) -> None:
-        """Ends the turns: engines take what they get of their core."""
-        self._slices.assign({})
-
     def engines(self, name: str) -> tuple[int, ...]:
         """Ids of the processes of a worker's engine."""
-        return tuple(child.pid for child in psutil.Process(self.cluster.pid(name)).children(recursive=True))
+        return self.below(self.cluster.pid(name))
+
+    def below(self, pid: int) -> tuple[int, ...]:
+        """Ids of all processes that a process started, and of theirs."""
+        return tuple(child.pid for child in psutil.Process(pid).children(recursive=True))
 
     def _assign(self) -> None:
         self._slices.assign({turn: self.engines(name) for name, turn in self._turns.items()})
 
     def bind(self, pid: int, core: int) -> None:
         """Binds a process and those below it, with all their threads, to a core."""
-        for one in (pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))):
+        for one in (pid, *self.below(pid)):
             for task in Path(f"/proc/{one}/task").iterdir():
                 os.sched_setaffinity(int(task.name), {core})
 

@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any, Final
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from benchmarks.simulator.setting import RealSetting
 from ebbtide.demo.token_accounts import LedgerAttempt, settle
@@ -45,6 +46,7 @@ class MeasuredInterruption(Struct, frozen=True, kw_only=True):
     step: int
     after_s: float  # since the step was opened
     gone_s: float | None = None  # since then until its process had ended
+    handed_s: float | None = None  # since then until its last rollout was handed over, or known to be lost
     back_s: float | None = None  # since then until another one was attached in its place
 
 
@@ -161,6 +163,20 @@ def measured_tokens(
         twice=accounts.twice,
         moved=sum(span.first for span in spans),
     )
+
+
+def handed_over(
+    interruptions: Iterable[MeasuredInterruption], steps: Sequence[MeasuredStep], spans: Sequence[AttemptSpan]
+) -> list[MeasuredInterruption]:
+    """Adds when the rollouts of those that are gone were free to go on elsewhere, by the timeline."""
+    opened = {step.step: step.opened_s for step in steps}
+    found = []
+    for one in interruptions:
+        ends = [span.end_s for span in spans if span.worker_id == one.worker and not span.finished]
+        at_s = opened[one.step] + one.after_s if one.step in opened else None
+        later = [end - at_s for end in ends if at_s is not None and end >= at_s]
+        found.append(replace(one, handed_s=max(later)) if later and one.gone_s is not None else one)
+    return found
 
 
 def resumes(spans: Sequence[AttemptSpan]) -> int:

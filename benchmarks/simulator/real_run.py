@@ -7,6 +7,7 @@ from benchmarks.simulator.bound_fleet import BoundFleet
 from benchmarks.simulator.interrupting import RunWatch, interrupt
 from benchmarks.simulator.measured import (
     Measured,
+    handed_over,
     measured_installs,
     measured_responses,
     measured_steps,
@@ -41,12 +42,13 @@ async def run_setting(fleet: BoundFleet, client: Client, setting: RealSetting, r
         raise EbbtideError(f"the run of {setting.name!r} ended as {run.status.name.lower()}: {run.message}")
     spans = await _spans(client, run_id)
     ledgers = {name: fleet.ledger(name) for name in fleet.started}
+    steps = measured_steps(watch.events, spans)
     killed = {one.worker for one in interruptions if one.kind == "kill"}
     return Measured(
         setting=setting,
-        steps=measured_steps(watch.events, spans),
+        steps=steps,
         responses=measured_responses(spans),
-        interruptions=interruptions,
+        interruptions=handed_over(interruptions, steps, spans),
         installs=measured_installs(watch.events),
         tokens=measured_tokens(read_attempts(ledgers, run_id), spans, killed),
         resumes=resumes(spans),

@@ -68,7 +68,7 @@ class RealSetting(Struct, frozen=True, kw_only=True):
 
 def _every(kind: Literal["kill", "drain"], count: int, first: int = 2) -> tuple[Interruption, ...]:
     """One in every other part of the steps, early in some and late in others."""
-    shares = (0.3, 0.6, 0.45, 0.75)
+    shares = (0.15, 0.4, 0.25, 0.55)
     apart = (STEPS - first) / count
     return tuple(
         Interruption(kind=kind, step=first + int(number * apart), share=shares[number % len(shares)])
