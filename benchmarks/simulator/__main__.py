@@ -12,7 +12,6 @@ null, and `missing` says why. Ends with 1 if a part failed.
 """
 
 import argparse
-import asyncio
 import json
 import sys
 import time

@@ -11,16 +11,21 @@ from typing import Any, Final
 import msgspec
 from msgspec import Struct
 
-from benchmarks.simulator.comparison import LEAST_INTERRUPTIONS, InterruptionError, SettingError
-from benchmarks.simulator.comparison import compare_setting, over_interruptions
+from benchmarks.simulator.comparison import (
+    LEAST_INTERRUPTIONS,
+    InterruptionError,
+    SettingError,
+    compare_setting,
+    over_interruptions,
+)
 from benchmarks.simulator.real_settings import RealSession, chosen, measure, read_session
 from benchmarks.simulator.simulated_side import (
     PublishedErrors,
+    day_of_32_workers,
     equal_placements,
     half_hour_of_1000_workers,
     published_errors,
     simulated_setting,
-    day_of_32_workers,
 )
 
 Tell = Callable[[str], None]
@@ -65,9 +70,7 @@ async def _session(options: PartOptions) -> RealSession:
     if options.measured is not None:
         return read_session(options.measured)
     settings = chosen(options.quick, (), None)
-    return await measure(
-        settings, quick=options.quick, seed=options.seed, out=options.real_out, tell=options.tell
-    )
+    return await measure(settings, quick=options.quick, seed=options.seed, out=options.real_out, tell=options.tell)
 
 
 def _settings_table(found: list[SettingError]) -> list[tuple[str, ...]]:
@@ -89,9 +92,9 @@ def _pair(tokens: tuple[int, int]) -> str:
     return f"{tokens[0]:,} / {tokens[1]:,}"
 
 
-async def published(options: PartOptions) -> PartResult:
+async def published(_: PartOptions) -> PartResult:
     """Compares simulated with published points that no setting was fitted to."""
-    found: PublishedErrors = published_errors(quick=options.quick, tell=options.tell)
+    found: PublishedErrors = published_errors()
     return PartResult(
         figures={
             "error_vs_published_median": median(found.errors),
@@ -110,13 +113,16 @@ async def speed(options: PartOptions) -> PartResult:
     day, half_hour = day_of_32_workers(), half_hour_of_1000_workers()
     return PartResult(
         figures={"day_of_32_workers_s": day.seconds, "half_hour_of_1000_workers_s": half_hour.seconds},
-        details={"day_of_32_workers": msgspec.to_builtins(day), "half_hour_of_1000_workers": msgspec.to_builtins(half_hour)},
+        details={
+            "day_of_32_workers": msgspec.to_builtins(day),
+            "half_hour_of_1000_workers": msgspec.to_builtins(half_hour),
+        },
     )
 
 
-async def placements(options: PartOptions) -> PartResult:
+async def placements(_: PartOptions) -> PartResult:
     """Plays recorded decisions of a live run into the simulator."""
-    found = equal_placements(quick=options.quick)
+    found = equal_placements()
     return PartResult(
         figures={"placements_equal_share": found.equal / found.placements}, details=msgspec.to_builtins(found)
     )
