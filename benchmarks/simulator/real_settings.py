@@ -37,8 +37,8 @@ from ebbtide.runtime import write_atomically
 ROOT: Final = Path(__file__).parents[2]
 OUT: Final = ROOT / "benchmarks" / "results" / "simulator_real.json"
 CACHE: Final = ROOT / "runs" / "bench-simulator"
-#: Runs whose steps the trainer's profile, installs and delays are fitted to: many short samples, few long ones, and some
-#: between, so that costs per token and per pair of tokens can be told apart. Judged settings have other sizes.
+#: Runs whose steps the trainer's profile, installs and delays are fitted to: many short samples, few long ones, and
+#: some between, so that costs per token and per pair of tokens can be told apart. Judged settings have other sizes.
 _TRAINED: Final = (
     RealSetting(name="profile: many short", workers=2, prompts=24, stops=7, cap=64, prompt_tokens=32, steps=4),
     RealSetting(name="profile: few long", workers=1, prompts=3, stops=0, cap=512, prompt_tokens=128, steps=4),
