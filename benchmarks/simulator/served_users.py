@@ -21,7 +21,7 @@ from benchmarks.pair.traffic import Speeds
 from benchmarks.simulator.bound_fleet import BoundFleet
 from ebbtide.demo.coserving.coserving_client import TrafficPlan
 from ebbtide.demo.coserving.coserving_records import ServedAnswer, percentile, tpots, ttfts
-from ebbtide.demo.coserving.coserving_traffic import TrafficBursts, TrafficRequest, laps, made_up
+from ebbtide.simulator.serving.request_traffic import TrafficBursts, TrafficRequest, laps, made_up
 from ebbtide.errors import EbbtideError
 from ebbtide.local_cluster.local_cluster import free_address
 from ebbtide.local_cluster.program_process import ProgramProcess, tethered
