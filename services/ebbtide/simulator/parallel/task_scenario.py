@@ -14,9 +14,12 @@ from ebbtide.simulator.parallel.seed_messages import SeedTask
 from ebbtide.simulator.parallel.seed_program import Say
 from ebbtide.simulator.recording.recorded_scenario import recorded_fleet, with_recorded_work
 from ebbtide.simulator.recording.recording_file import read_record
+from ebbtide.simulator.rivals.policies import POLICIES
 from ebbtide.simulator.scenario.reading.known_names import KnownNames, ProfileKind
 from ebbtide.simulator.scenario.reading.scenario_reader import read_scenario
 from ebbtide.simulator.scenario.scenario import Scenario
+from ebbtide.simulator.serving.pair_costs import read_pair_costs
+from ebbtide.simulator.world.borrowed_machines import DEFAULT_COSTS
 
 
 def scenario_name(task: SeedTask) -> str:
@@ -27,7 +30,7 @@ def scenario_name(task: SeedTask) -> str:
 
 def simulate_task(task: SeedTask, say: Say) -> Outcome:
     """Simulates the task's scenario. Raises `InvalidRequest` for faulty input."""
-    from ebbtide.simulator.world.simulation import simulate
+    from ebbtide.simulator.simulate import simulate
 
     with task_scenario(task) as scenario:
         return simulate(scenario, seed=task.seed, say=say)
@@ -38,17 +41,21 @@ def known_names() -> KnownNames:
     return KnownNames(
         engines=frozenset(profile_names(EngineProfile)),
         trainers=frozenset(profile_names(TrainerProfile)),
+        costs=frozenset({DEFAULT_COSTS}),
+        policies=POLICIES,
         file_problem=_file_problem,
     )
 
 
 def _file_problem(kind: ProfileKind, path: Path) -> str:
-    """What is wrong with a profile's file; nothing if it is a good one, or of another kind."""
+    """What is wrong with a profile's file; nothing if it is a good one."""
     try:
         if kind == "engine":
             read_profile(EngineProfile, str(path))
         elif kind == "trainer":
             read_profile(TrainerProfile, str(path))
+        else:
+            read_pair_costs(path)
     except InvalidRequest as error:
         return str(error).removeprefix(f"{path}: ")
     return ""
