@@ -29,7 +29,7 @@ _WAKE_S: Final = 0.0005
 #: The pause after a step that could use none of its budget, as `BudgetedScheduler` makes it.
 _FRUITLESS_S: Final = 0.01
 #: The observer's heartbeats, as often as a worker's.
-_BEAT_S: Final = 1.0
+BEAT_S: Final = 1.0
 #: Less of a step than this is left by rounding alone.
 _NOTHING_S: Final = 1e-9
 #: Once nothing was inside for `_CALM_S`, rollouts coast: alike steps are taken at once, in their mean time, until
@@ -87,7 +87,7 @@ class ServingPair:
         self._coasting = 0  # steps of the stretch under way; 0: it is a single step
         self._idle_since = 0.0  # when the last request left
         self._may_begin = 0.0
-        self._beat_at = _BEAT_S
+        self._beat_at = BEAT_S
         self._named = 0
         self.now = self.busy_s = 0.0
         self.done: list[ServedCall] = []
@@ -163,7 +163,7 @@ class ServingPair:
         if self.guard.next_at <= now:
             self._fire()
         if self._beat_at <= now:
-            self._beat_at += _BEAT_S
+            self._beat_at += BEAT_S
             if self.observer is not None:
                 self.observer.beat(now, asleep=self._residency is not Residency.AWAKE)
 
