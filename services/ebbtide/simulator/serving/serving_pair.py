@@ -15,7 +15,8 @@ from random import Random
 from typing import Final, Protocol
 
 from ebbtide.scheduling.coserving.budget_decider import BudgetDecider
-from ebbtide.serving_guard.loans.memory_budget import MemoryBudget
+from ebbtide.scheduling.coserving.kv_budget import CUT
+from ebbtide.serving_guard.loans.memory_budget import AllowedMemory, MemoryBudget
 from ebbtide.simulator.serving.pair_costs import PairCosts
 from ebbtide.simulator.serving.request_traffic import TrafficRequest
 from ebbtide.simulator.serving.rollout_batch import RolloutBatch, RolloutShape
@@ -80,6 +81,7 @@ class ServingPair:
         self.batch = RolloutBatch(costs, shape or RolloutShape(), Random(f"{seed} rollouts"))
         self.guard = VirtualGuard(decider, memory if costs.memory.limit_mib else None, costs)
         self._aborts, self._cut = aborts, False
+        self._allowed: AllowedMemory | None = None  # what the last grant says, until it is done
         self._residency, self._awake_at = Residency.AWAKE, inf
         self._held: deque[tuple[float, float, ServedCall]] = deque()  # (until, arrival, request)
         self._serving = self._rolling = inf
@@ -185,6 +187,7 @@ class ServingPair:
         else:
             made = self.batch.end()
             self.guard.stepped(now, self._tokens, now - self._began)
+        self._obey()
         self._may_begin = max(self._may_begin, now + self._costs.between_s)
         if self._held:
             self._held = deque(
@@ -222,20 +225,27 @@ class ServingPair:
             self._may_begin = max(self._may_begin, self.now + _WAKE_S)
 
     def _look_at_memory(self) -> None:
-        """Do as the grant says: give memory back at once, and load the weights in their time."""
+        """Take the next grant's word on memory."""
+        block = self._costs.memory.block_tokens * self._costs.memory.rollout_token_bytes
+        use = RolloutUse(self.batch.running, self.batch.blocks * block, self._residency)
+        self._allowed = self.guard.tick(self.now, self._engine.tokens_inside, use)
+        if self._rolling == inf:
+            self._obey()
+
+    def _obey(self) -> None:
+        """Between steps, give memory back at once, and begin to load weights that are wished awake."""
+        allowed, self._allowed = self._allowed, None
+        if allowed is None:
+            return
         memory = self._costs.memory
         block = memory.block_tokens * memory.rollout_token_bytes
-        use = RolloutUse(self.batch.running, self.batch.blocks * block, self._residency)
-        allowed = self.guard.tick(self.now, self._engine.tokens_inside, use)
         if allowed.residency is not self._residency:
             if allowed.residency is not Residency.AWAKE:
                 self._residency, self._awake_at = allowed.residency, inf
                 self.batch.lose_cache()
             elif self._awake_at == inf:
                 self._awake_at = self.now + self._costs.wake_s
-        if self._rolling < inf:
-            return  # blocks are given back between steps
-        cut = allowed.phase == "cut"
+        cut = allowed.phase == CUT
         if self._aborts and cut and not self._cut:
             self.batch.abort(allowed.kv_bytes // block)
         self._cut = cut
