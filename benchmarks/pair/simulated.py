@@ -31,8 +31,8 @@ from ebbtide.simulator.serving.serving_figures import ServingFigures
 _ROSES: Final = ("rose:600,1,0.2,1", "rose:600,1,0.2,0.25")
 
 
-def main() -> None:
-    args = _parser().parse_args()
+def main(argv: Sequence[str] | None = None) -> None:
+    args = _parser().parse_args(argv)
     lengths = TraceLengths(prompts=args.scale, outputs=args.scale)
     window = (args.start_s, args.start_s + args.span_s)
     cases = {path.stem: read_trace(path, window, lengths) for path in args.trace}

@@ -89,8 +89,11 @@ def read_result(path: Path) -> MeasuredResult:
     """Read a result file. Raises `InvalidRequest` if it is none, or if it was written before it had what is needed."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=MeasuredResult)
-    except (OSError, msgspec.DecodeError) as error:
-        message = f"is no result of benchmarks/coserving.py that keeps its runs alone: {error}"
+    except OSError as error:
+        message = f"cannot be read ({error.strerror}); `make bench-coserving` writes one"
+        raise InvalidRequest(message, field=str(path)) from None
+    except msgspec.DecodeError as error:
+        message = f"is no result of `make bench-coserving` that keeps its runs alone: {error}"
         raise InvalidRequest(message, field=str(path)) from None
 
 

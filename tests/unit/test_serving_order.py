@@ -183,6 +183,8 @@ def test_a_file_without_runs_alone_is_refused(tmp_path: Path, capsys: pytest.Cap
     path.write_text('{"cells": []}')
     with pytest.raises(InvalidRequest, match="keeps its runs alone"):
         read_result(path)
+    with pytest.raises(InvalidRequest, match="make bench-coserving"):
+        read_result(tmp_path / "none.json")
     assert main([str(path)]) == 2
     assert "old.json" in capsys.readouterr().err
 

@@ -63,7 +63,7 @@ def fit_served(blocks: Sequence[Sequence[MeasuredRequest]], costs: PairCosts) ->
         decode_each_s=decode[1],
         hiccup=0,
     )
-    fitted = replace(fitted, noise=_noise(blocks, fitted))
+    fitted = _centred(blocks, fitted)
     return replace(fitted, residuals=residuals(blocks, fitted))
 
 
@@ -141,11 +141,24 @@ def _fit_decode(blocks: Sequence[Sequence[MeasuredRequest]], prefill: tuple[floa
     return _robust(np.array(rows), np.array(times))
 
 
-def _noise(blocks: Sequence[Sequence[MeasuredRequest]], costs: PairCosts) -> float:
-    """The deviation of the logarithm of single prompts' durations, by its median, which hiccups do not move."""
-    ratios = [math.log(max(1e-9, one.first - one.sent) / costs.prefill(one.prompt)) for one in _met_nobody(blocks)]
-    centred = np.abs(np.array(ratios) - np.median(ratios))
-    return float(min(1.0, 1.4826 * np.median(centred)))  # of a normal distribution, that is its deviation
+def _centred(blocks: Sequence[Sequence[MeasuredRequest]], costs: PairCosts) -> PairCosts:
+    """`costs` with the noise of single prompts, scaled so that it is noise around them: half of all prompts take
+    longer. A request's later tokens take many steps, so their time is that of the noise's mean."""
+    logs = np.array(
+        [math.log(max(1e-9, one.first - one.sent) / costs.prefill(one.prompt)) for one in _met_nobody(blocks)]
+    )
+    middle = float(np.median(logs))
+    # Of a normal distribution the median distance is this part of the deviation; hiccups hardly move it.
+    noise = min(1.0, 1.4826 * float(np.median(np.abs(logs - middle))))
+    prefill, decode = math.exp(middle), math.exp(-(noise**2) / 2)
+    return replace(
+        costs,
+        prefill_s=costs.prefill_s * prefill,
+        prefill_token_s=costs.prefill_token_s * prefill,
+        decode_s=costs.decode_s * decode,
+        decode_each_s=costs.decode_each_s * decode,
+        noise=noise,
+    )
 
 
 def _robust(rows: Values, times: Values) -> tuple[float, float]:

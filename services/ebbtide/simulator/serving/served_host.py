@@ -26,6 +26,7 @@ from ebbtide.simulator.serving.grant_tape import GrantSpell, SpellRecorder
 from ebbtide.simulator.serving.pair_costs import PairCosts
 from ebbtide.simulator.serving.request_traffic import TrafficRequest
 from ebbtide.simulator.serving.serving_comparison import played_alone, resolved_targets
+from ebbtide.simulator.serving.serving_pair import BEAT_S
 from ebbtide.simulator.serving.serving_policies import ServingPolicy, serving_policy
 from ebbtide.types.fleet import BorrowedState
 from ebbtide.types.grants import Forecast
@@ -244,4 +245,4 @@ class _IdleForecast:
             self._rhythm = TrafficRhythm(1.0 - LatencyTargets().percentile / 100.0)
             self._rhythm.turn(now, busy=False)
             self._rhythm.grant(now, granted=True)
-        return self._rhythm.forecast(now)
+        return self._rhythm.forecast(now + BEAT_S)  # at the first heartbeat, as in windows that are played

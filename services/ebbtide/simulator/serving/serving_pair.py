@@ -15,7 +15,8 @@ from random import Random
 from typing import Final, Protocol
 
 from ebbtide.scheduling.coserving.budget_decider import BudgetDecider
-from ebbtide.serving_guard.loans.memory_budget import MemoryBudget
+from ebbtide.scheduling.coserving.kv_budget import CUT
+from ebbtide.serving_guard.loans.memory_budget import AllowedMemory, MemoryBudget
 from ebbtide.simulator.serving.pair_costs import PairCosts
 from ebbtide.simulator.serving.request_traffic import TrafficRequest
 from ebbtide.simulator.serving.rollout_batch import RolloutBatch, RolloutShape
@@ -29,7 +30,7 @@ _WAKE_S: Final = 0.0005
 #: The pause after a step that could use none of its budget, as `BudgetedScheduler` makes it.
 _FRUITLESS_S: Final = 0.01
 #: The observer's heartbeats, as often as a worker's.
-_BEAT_S: Final = 1.0
+BEAT_S: Final = 1.0
 #: Less of a step than this is left by rounding alone.
 _NOTHING_S: Final = 1e-9
 #: Once nothing was inside for `_CALM_S`, rollouts coast: alike steps are taken at once, in their mean time, until
@@ -80,6 +81,7 @@ class ServingPair:
         self.batch = RolloutBatch(costs, shape or RolloutShape(), Random(f"{seed} rollouts"))
         self.guard = VirtualGuard(decider, memory if costs.memory.limit_mib else None, costs)
         self._aborts, self._cut = aborts, False
+        self._allowed: AllowedMemory | None = None  # what the last grant says, until it is done
         self._residency, self._awake_at = Residency.AWAKE, inf
         self._held: deque[tuple[float, float, ServedCall]] = deque()  # (until, arrival, request)
         self._serving = self._rolling = inf
@@ -87,7 +89,7 @@ class ServingPair:
         self._coasting = 0  # steps of the stretch under way; 0: it is a single step
         self._idle_since = 0.0  # when the last request left
         self._may_begin = 0.0
-        self._beat_at = _BEAT_S
+        self._beat_at = BEAT_S
         self._named = 0
         self.now = self.busy_s = 0.0
         self.done: list[ServedCall] = []
@@ -163,7 +165,7 @@ class ServingPair:
         if self.guard.next_at <= now:
             self._fire()
         if self._beat_at <= now:
-            self._beat_at += _BEAT_S
+            self._beat_at += BEAT_S
             if self.observer is not None:
                 self.observer.beat(now, asleep=self._residency is not Residency.AWAKE)
 
@@ -185,6 +187,7 @@ class ServingPair:
         else:
             made = self.batch.end()
             self.guard.stepped(now, self._tokens, now - self._began)
+        self._obey()
         self._may_begin = max(self._may_begin, now + self._costs.between_s)
         if self._held:
             self._held = deque(
@@ -222,20 +225,27 @@ class ServingPair:
             self._may_begin = max(self._may_begin, self.now + _WAKE_S)
 
     def _look_at_memory(self) -> None:
-        """Do as the grant says: give memory back at once, and load the weights in their time."""
+        """Take the next grant's word on memory."""
+        block = self._costs.memory.block_tokens * self._costs.memory.rollout_token_bytes
+        use = RolloutUse(self.batch.running, self.batch.blocks * block, self._residency)
+        self._allowed = self.guard.tick(self.now, self._engine.tokens_inside, use)
+        if self._rolling == inf:
+            self._obey()
+
+    def _obey(self) -> None:
+        """Between steps, give memory back at once, and begin to load weights that are wished awake."""
+        allowed, self._allowed = self._allowed, None
+        if allowed is None:
+            return
         memory = self._costs.memory
         block = memory.block_tokens * memory.rollout_token_bytes
-        use = RolloutUse(self.batch.running, self.batch.blocks * block, self._residency)
-        allowed = self.guard.tick(self.now, self._engine.tokens_inside, use)
         if allowed.residency is not self._residency:
             if allowed.residency is not Residency.AWAKE:
                 self._residency, self._awake_at = allowed.residency, inf
                 self.batch.lose_cache()
             elif self._awake_at == inf:
                 self._awake_at = self.now + self._costs.wake_s
-        if self._rolling < inf:
-            return  # blocks are given back between steps
-        cut = allowed.phase == "cut"
+        cut = allowed.phase == CUT
         if self._aborts and cut and not self._cut:
             self.batch.abort(allowed.kv_bytes // block)
         self._cut = cut
