@@ -99,7 +99,7 @@ class BoundFleet:
     async def _start_run_programs(self) -> None:
         """Starts the trainer, with the one thread that its core has, and the driver, which trusts our environment."""
         services = {name: self.cluster.process[name].address for name in ("coordinator", "relay")}
-        shared = {**services, "environments_allowed": ENVIRONMENT, "output_roots": "/"}
+        shared: dict[str, Any] = {**services, "environments_allowed": ENVIRONMENT, "output_roots": "/"}
         self.cluster.environment["trainer"] = _SLEEPING
         await asyncio.gather(
             self.cluster.start("trainer", "trainer", holder="trainer", threads=1, **shared),

@@ -28,7 +28,6 @@ class CoreSlices:
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="core slices", daemon=True)
         self.late_s = 0.0  # by which turns lasted longer than they should, in all
-        self.rounds = 0
 
     def assign(self, engines: Mapping[int, tuple[int, ...]]) -> None:
         """Gives turns to engines (turn -> ids of its processes) in place of all former ones. Raises `ValueError`."""
@@ -53,10 +52,10 @@ class CoreSlices:
     def _run(self) -> None:
         while not self._done.is_set():
             for turn in range(self._turns):
-                self._turn(turn)
-            self.rounds += 1
+                self.take(turn)
 
-    def _turn(self, turn: int) -> None:
+    def take(self, turn: int) -> None:
+        """Lets the engine of a turn run for that long."""
         with self._lock:
             pids = self._engines.get(turn, ())
             _signal(pids, signal.SIGCONT)

@@ -1,7 +1,7 @@
-"""Makes the policy of the real settings: the demo's network, with random weights, so that lengths of responses spread.
+"""Makes the policy of the real settings: the demo's network with random weights, so that lengths of responses spread.
 
-Of `VOCABULARY` tokens each is about as likely as any other at any time. So a response ends after a number of tokens that
-is distributed geometrically, with a mean of `VOCABULARY / (1 + n)` if `n` further tokens end it, too.
+Of `VOCABULARY` tokens each is about as likely as any other at any time. So the number of a response's tokens has a
+geometric distribution, with a mean of `VOCABULARY / (1 + n)` if `n` tokens besides the end token end it.
 """
 
 from pathlib import Path

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -187,15 +188,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--settings: {error}")
 
     async def run() -> int:
-        tell = lambda text: print(text, flush=True)  # noqa: E731
-        await measure(
-            settings,
-            quick=options.quick,
-            seed=options.seed,
-            out=options.out,
-            tell=tell,
-            directory=options.directory,
-        )
+        given: dict[str, Any] = {
+            "quick": options.quick,
+            "seed": options.seed,
+            "out": options.out,
+            "directory": options.directory,
+        }
+        await measure(settings, **given, tell=partial(print, flush=True))
         return 0
 
     status = run_interruptible(run)

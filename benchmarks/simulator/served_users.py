@@ -17,8 +17,6 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from benchmarks.pair.level import probe
-from benchmarks.pair.stack import MODEL
 from benchmarks.pair.traffic import Speeds
 from benchmarks.simulator.bound_fleet import BoundFleet
 from ebbtide.demo.coserving.coserving_client import TrafficPlan
@@ -31,6 +29,8 @@ from ebbtide.local_cluster.served_model import ServedNetwork, served_model
 from ebbtide.local_cluster.serving_engine import serving_engine
 from ebbtide.scheduling.coserving.budget_decider import LatencyTargets
 
+#: As `probe` names it.
+MODEL: Final = "served"
 #: 25 M parameters, as in the coserving benchmark.
 _NETWORK: Final = ServedNetwork(kv_heads=2)
 #: Of keys and values: one request of the longest context that the server takes.
@@ -121,6 +121,8 @@ async def served_users(fleet: BoundFleet, cache: Path, seed: int) -> AsyncIterat
 
 async def _alone(fleet: BoundFleet, url: str, seed: int) -> UsersRecord:
     """Sends one window to the engine alone, and derives the targets from its latencies."""
+    from benchmarks.pair.level import probe  # with torch, which nothing else here needs
+
     speeds = await probe(url)
     requests = made_up(BURSTS, _WINDOW_S, seed)
     answers = await _send(fleet, "alone", url, requests, asyncio.Event())
