@@ -15,8 +15,16 @@ from benchmarks.simulator.setting import RealSetting
 from ebbtide.demo.token_accounts import LedgerAttempt, settle
 from ebbtide.types.run import AttemptSpan, RunEvent
 
-#: Values of a step's event that say where the trainer's time went.
-_SECONDS: Final = ("seconds_wait", "seconds_train", "seconds_publish", "seconds_checkpoint", "publish_seconds")
+#: Values of a step's event that are kept: where the trainer's time went, and how large its version was.
+_KEPT: Final = (
+    "seconds_wait",
+    "seconds_train",
+    "seconds_publish",
+    "seconds_checkpoint",
+    "publish_seconds",
+    "publish_bytes",
+    "publish_dense_bytes",
+)
 
 
 class MeasuredStep(Struct, frozen=True, kw_only=True):
@@ -26,7 +34,7 @@ class MeasuredStep(Struct, frozen=True, kw_only=True):
     generated_s: float  # its last rollout ended
     announced_s: float  # the version was announced that it brought
     tokens: int  # of its responses
-    trainer: dict[str, float]  # seconds by phase
+    trainer: dict[str, float]  # seconds by phase, and bytes of the version
 
     @property
     def seconds(self) -> float:
@@ -111,9 +119,9 @@ def _opened(events: Iterable[RunEvent]) -> dict[int, float]:
 
 
 def _trainer(events: Iterable[RunEvent]) -> dict[int, dict[str, float]]:
-    """step -> seconds by phase. The event counts the optimiser steps that have been taken."""
+    """step -> what its event says. The event counts the optimiser steps that have been taken."""
     return {
-        int(event.values["step"]) - 1: {name: event.values[name] for name in _SECONDS if name in event.values}
+        int(event.values["step"]) - 1: {name: event.values[name] for name in _KEPT if name in event.values}
         for event in events
         if event.kind == "step"
     }
