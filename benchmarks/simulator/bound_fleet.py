@@ -32,6 +32,8 @@ SLOTS: Final = 16
 FLUSH_TOKENS: Final = 32
 FLUSH_INTERVAL_MS: Final = 250
 _KV_MIB: Final = 64
+#: What fits there: keys and values of the demo's network, 4 layers of 2 heads of 32 float32 numbers.
+KV_TOKENS: Final = (_KV_MIB << 20) // (2 * 4 * 2 * 32 * 4)
 _ENGINE: Final = f"""
 [vllm]
 dtype = "float32"

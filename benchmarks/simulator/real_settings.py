@@ -85,11 +85,12 @@ class RealMeasuring:
             self._write()
 
     async def _block(self) -> None:
-        """Observes one worker's engine, then the trainer on small and large steps."""
+        """Observes one worker's engine, then the trainer on small and large steps; if quick, on either in turn."""
         await self._fleet.arrange(self._client, 1)
         engine = await self._engine(whole_core=False)
         trained = []
-        for setting in _TRAINED[: 1 if self.session.quick else None]:
+        turn = len(self.session.blocks) % len(_TRAINED)
+        for setting in _TRAINED[turn : turn + 1] if self.session.quick else _TRAINED:
             await self._fleet.arrange(self._client, setting.workers)
             trained.append(await self._run(setting))
         self.session.blocks.append(ProfileBlock(engine=engine, trained=trained))
