@@ -37,10 +37,12 @@ from ebbtide.runtime import write_atomically
 ROOT: Final = Path(__file__).parents[2]
 OUT: Final = ROOT / "benchmarks" / "results" / "simulator_real.json"
 CACHE: Final = ROOT / "runs" / "bench-simulator"
-#: Runs whose steps the trainer's profile, installs and delays are fitted to. Judged settings have other sizes.
+#: Runs whose steps the trainer's profile, installs and delays are fitted to: many short samples, few long ones, and
+#: some between, so that costs per token and per pair of tokens can be told apart. Judged settings have other sizes.
 _TRAINED: Final = (
-    RealSetting(name="profile: small steps", workers=1, prompts=6, stops=4, cap=96, prompt_tokens=32, steps=4),
-    RealSetting(name="profile: large steps", workers=2, prompts=20, stops=2, cap=256, prompt_tokens=96, steps=3),
+    RealSetting(name="profile: many short", workers=2, prompts=24, stops=7, cap=64, prompt_tokens=32, steps=4),
+    RealSetting(name="profile: few long", workers=1, prompts=3, stops=0, cap=512, prompt_tokens=128, steps=4),
+    RealSetting(name="profile: medium", workers=2, prompts=12, stops=2, cap=256, prompt_tokens=96, steps=4),
 )
 Tell = Callable[[str], None]
 
@@ -85,7 +87,7 @@ class RealMeasuring:
             self._write()
 
     async def _block(self) -> None:
-        """Observes one worker's engine, then the trainer on small and large steps; if quick, on either in turn."""
+        """Observes one worker's engine, then the trainer on steps of several sizes; if quick, on one size in turn."""
         await self._fleet.arrange(self._client, 1)
         engine = await self._engine(whole_core=False)
         trained = []
