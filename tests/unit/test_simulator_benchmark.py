@@ -29,6 +29,7 @@ from benchmarks.simulator.profile_block import EngineBlock, FirstTokens, GridCel
 from benchmarks.simulator.random_reward import RandomRewardSource
 from benchmarks.simulator.real_settings import ProfileBlock, RealSession, chosen, read_session
 from benchmarks.simulator.setting import QUICK, QUICK_STEPS, SETTINGS, STEPS, RealSetting
+from benchmarks.simulator.simulated_side import PartMissing
 from ebbtide.client.client import read_spec
 from ebbtide.demo.token_accounts import LedgerAttempt
 from ebbtide.errors import InvalidRequest
@@ -288,6 +289,27 @@ def test_a_kept_session_is_judged_without_another_measurement(tmp_path: Path, mo
     assert told["figures"]["error_vs_real_worst"] == pytest.approx(0.1)
     assert told["parts"]["real"]["interruptions"]["twice_error"] == 0.0
     assert told["parts"]["real"]["enough_interruptions"] is False
+
+
+def test_a_setting_that_cannot_be_simulated_leaves_no_figure_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = msgspec.structs.replace(SETTING, name="beyond it")
+    session = RealSession(seed=3, quick=True, conditions={}, settings=[measured(), measured(other)])
+    path = tmp_path / "session.json"
+    path.write_bytes(msgspec.json.encode(session))
+
+    def simulated(one: Measured, _: RealSession) -> Outcome:
+        if one.setting.name == "beyond it":
+            raise PartMissing("no served host")
+        return outcome([6.0, 15.9])
+
+    monkeypatch.setattr(parts, "simulated_setting", simulated)
+    status, told = run(tmp_path, "--parts", "real", "--measured", str(path))
+    assert status == 1
+    assert told["failed"] == {"real": "beyond it: no served host"}
+    assert told["figures"]["error_vs_real_median"] is None
+    assert [one["setting"] for one in told["parts"]["real"]["settings"]] == ["two steps"]
 
 
 def test_a_session_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
