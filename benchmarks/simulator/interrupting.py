@@ -3,16 +3,11 @@
 import asyncio
 import time
 from statistics import median
-from typing import Final
-
 from benchmarks.simulator.bound_fleet import BoundFleet
 from benchmarks.simulator.measured import MeasuredInterruption
 from benchmarks.simulator.setting import Interruption
 from ebbtide.client import Client
-from ebbtide.testing import wait_until
 from ebbtide.types.run import RunEvent
-
-_DRAIN_S: Final = 30.0
 
 
 class RunWatch:
@@ -66,9 +61,7 @@ async def _one(fleet: BoundFleet, client: Client, watch: RunWatch, planned: Inte
     if planned.kind == "kill":
         fleet.kill(worker)
     else:
-        await client.drain_worker(worker, _DRAIN_S)
-        await wait_until(lambda: not fleet.cluster.process[worker].running(), timeout=60, what=f"the end of {worker}")
-        fleet.gone(worker)
+        await fleet.drain(client, worker)
     gone = time.monotonic()
     await asyncio.sleep(max(0.0, began + planned.back_s - time.monotonic()))
     await fleet.thaw(client)
