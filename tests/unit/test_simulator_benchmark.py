@@ -1,10 +1,12 @@
 """The simulator's benchmark: what it reads from real runs, what it fits to, and what becomes of its figures."""
 
+import asyncio
 import json
 import signal
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -13,6 +15,7 @@ from benchmarks.simulator import __main__ as benchmark
 from benchmarks.simulator import core_slices, parts
 from benchmarks.simulator.comparison import compare_setting, over_interruptions
 from benchmarks.simulator.fitting_inputs import cluster_delays, learned_steps, step_intervals
+from benchmarks.simulator.interrupting import RunWatch
 from benchmarks.simulator.measured import (
     Measured,
     MeasuredInterruption,
@@ -30,9 +33,10 @@ from benchmarks.simulator.random_reward import RandomRewardSource
 from benchmarks.simulator.real_settings import ProfileBlock, RealSession, chosen, read_session
 from benchmarks.simulator.setting import QUICK, QUICK_STEPS, SETTINGS, STEPS, RealSetting
 from benchmarks.simulator.simulated_side import PartMissing
+from ebbtide.client import Client
 from ebbtide.client.client import read_spec
 from ebbtide.demo.token_accounts import LedgerAttempt
-from ebbtide.errors import InvalidRequest
+from ebbtide.errors import EbbtideError, InvalidRequest
 from ebbtide.simulator.outcome import Outcome, StepOutcome, TokenCounts
 from ebbtide.types.end_cause import EndCause
 from ebbtide.types.run import AttemptSpan, RunEvent, check_spec
@@ -187,6 +191,21 @@ def test_the_trainer_is_fitted_to_steps_behind_each_runs_first() -> None:
     assert delays.notice_s == pytest.approx(3.0 - 2.0 - 0.5)
     with pytest.raises(ValueError, match="no trained steps"):
         cluster_delays([ProfileBlock(engine=engine)])
+
+
+async def test_a_run_that_ends_early_is_not_waited_for() -> None:
+    async def watch(_: str) -> AsyncIterator[RunEvent]:
+        for event in EVENTS:
+            yield event
+
+    found = RunWatch()
+    waiting = asyncio.create_task(found.opened(5))
+    await found.follow(cast("Client", SimpleNamespace(watch=watch)), "run")
+    with pytest.raises(EbbtideError, match="before its step 5"):
+        await waiting
+    assert found.events == EVENTS
+    assert found.usual_wait_s == 4.0
+    assert await found.opened(1) >= await found.opened(0)
 
 
 def test_all_settings_together_kill_and_drain_twenty_workers() -> None:
