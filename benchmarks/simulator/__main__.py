@@ -72,9 +72,13 @@ async def run_parts(options: argparse.Namespace, console: Console) -> dict[str, 
             missing |= dict.fromkeys(FIGURES[part], f"part {part} failed")
         else:
             figures |= result.figures
-            missing |= dict.fromkeys(FIGURES[part], f"part {part} brought none")
+            missing |= dict.fromkeys(FIGURES[part], f"part {part} {'failed' if result.failures else 'brought none'}")
+            if result.failures:
+                told["failed"][part] = "; ".join(result.failures)
             told["parts"][part] = result.details
             _show(console, result)
+            for failure in result.failures:
+                console.print(f"failed: {failure}", markup=False)
         told["seconds"][part] = round(time.monotonic() - began, 1)
     known = {name: text for name, text in missing.items() if figures[name] is None}
     return {"figures": figures, "missing": known, **told}

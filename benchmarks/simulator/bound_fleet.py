@@ -8,7 +8,7 @@ Invariant: `present` and `spare` are disjoint, and hold each worker that was sta
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -48,6 +48,8 @@ _HEARTBEAT_TIMEOUT_S: Final = 2.5
 _THERE: Final = (WorkerState.READY, WorkerState.INSTALLING)
 _SLEEPING: Final = {"OMP_WAIT_POLICY": "PASSIVE"}
 _BOOT_S: Final = 240.0
+_DRAIN_S: Final = 30.0
+_WATCH_S: Final = 0.5
 #: Engines that boot at the same time. More than cores only make each other wait.
 _BOOTS: Final = 2
 
@@ -72,6 +74,7 @@ class BoundFleet:
         self.model = directory / "policy"
         self._slices = slices
         self._turns: dict[str, int] = {}
+        self._leaving: set[str] = set()
         self.started: list[str] = []  # all workers, in order
         self._flags: dict[str, Any] = {}
 
@@ -172,16 +175,23 @@ class BoundFleet:
     def kill(self, name: str) -> None:
         """Sends SIGKILL to a worker and its engine."""
         self.cluster.kill(name)
-        self.gone(name)
+        self._gone(name)
 
-    def gone(self, name: str) -> None:
-        """Notes that a worker was killed or has left; its turn is free."""
+    async def drain(self, client: Client, name: str) -> None:
+        """Asks a worker to hand over and leave, and waits until its process has ended."""
+        self._leaving.add(name)
+        await client.drain_worker(name, _DRAIN_S)
+        await wait_until(lambda: not self.cluster.process[name].running(), timeout=60, what=f"the end of {name}")
+        self._gone(name)
+
+    def _gone(self, name: str) -> None:
+        """Notes that a worker is no longer there; its turn is free."""
         self.present.remove(name)
         self._turns.pop(name, None)
         self._assign()
 
     def _freeze(self, name: str) -> None:
-        self.gone(name)
+        self._gone(name)
         self.cluster.freeze(name)
         self.spare.append(name)
 
@@ -210,10 +220,14 @@ class BoundFleet:
 
         await wait_until(found, timeout=60, interval=0.05, what=what)
 
-    def restless(self) -> Iterable[str]:
-        """Names programs that have ended though nobody ended them."""
-        watched = ("coordinator", "relay", "trainer", "driver", *self.present)
-        return [name for name in watched if not self.cluster.process[name].running()]
+    async def watch(self) -> None:
+        """Raises `LaunchFailed` as soon as a program has ended that nobody ended. Never returns."""
+        while True:
+            programs = ("coordinator", "relay", "trainer", "driver", *self.present)
+            for process in (self.cluster.process[name] for name in programs if name not in self._leaving):
+                if not process.running():
+                    raise LaunchFailed(f"{process.name} ended with {process.status}{process.tail()}")
+            await asyncio.sleep(_WATCH_S)
 
 
 @asynccontextmanager

@@ -3,16 +3,13 @@
 import asyncio
 import time
 from statistics import median
-from typing import Final
 
 from benchmarks.simulator.bound_fleet import BoundFleet
 from benchmarks.simulator.measured import MeasuredInterruption
 from benchmarks.simulator.setting import Interruption
 from ebbtide.client import Client
-from ebbtide.testing import wait_until
+from ebbtide.errors import EbbtideError
 from ebbtide.types.run import RunEvent
-
-_DRAIN_S: Final = 30.0
 
 
 class RunWatch:
@@ -23,22 +20,36 @@ class RunWatch:
         self._changed = asyncio.Condition()
         self._opened: dict[int, float] = {}  # step -> when its version was announced, by the monotonic clock
         self._waits: list[float] = []
+        self._ended = False
 
     async def follow(self, client: Client, run_id: str) -> None:
         """Reads events until the run has ended."""
         async for event in client.watch(run_id):
-            self.events.append(event)
-            if event.kind == "version":
-                self._opened[int(event.values["step"])] = time.monotonic()
-            elif event.kind == "step":
-                self._waits.append(event.values["seconds_wait"])
-            async with self._changed:
-                self._changed.notify_all()
+            await self.heard(event)
+        self._ended = True
+        await self._tell()
+
+    async def heard(self, event: RunEvent) -> None:
+        self.events.append(event)
+        if event.kind == "version":
+            self._opened[int(event.values["step"])] = time.monotonic()
+        elif event.kind == "step":
+            self._waits.append(event.values["seconds_wait"])
+        await self._tell()
+
+    async def _tell(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
 
     async def opened(self, step: int) -> float:
-        """Waits until the step is open. Returns when that was said, by the monotonic clock."""
+        """Waits until the step is open. Returns when that was said, by the monotonic clock.
+
+        Raises `EbbtideError` if the run ends before.
+        """
         async with self._changed:
-            await self._changed.wait_for(lambda: step in self._opened)
+            await self._changed.wait_for(lambda: step in self._opened or self._ended)
+        if step not in self._opened:
+            raise EbbtideError(f"the run ended before its step {step}, in which a worker was to be disturbed")
         return self._opened[step]
 
     @property
@@ -66,9 +77,7 @@ async def _one(fleet: BoundFleet, client: Client, watch: RunWatch, planned: Inte
     if planned.kind == "kill":
         fleet.kill(worker)
     else:
-        await client.drain_worker(worker, _DRAIN_S)
-        await wait_until(lambda: not fleet.cluster.process[worker].running(), timeout=60, what=f"the end of {worker}")
-        fleet.gone(worker)
+        await fleet.drain(client, worker)
     gone = time.monotonic()
     await asyncio.sleep(max(0.0, began + planned.back_s - time.monotonic()))
     await fleet.thaw(client)

@@ -20,6 +20,7 @@ from benchmarks.simulator.comparison import (
 )
 from benchmarks.simulator.real_settings import RealSession, chosen, measure, read_session
 from benchmarks.simulator.simulated_side import (
+    PartMissing,
     PublishedErrors,
     day_of_32_workers,
     equal_placements,
@@ -45,16 +46,21 @@ class PartResult(Struct, frozen=True, kw_only=True):
     figures: dict[str, float | None]
     details: Any
     table: list[tuple[str, ...]] = []  # a head, then rows
+    failures: list[str] = []  # with any, the part has failed, though it found something
 
 
 async def real(options: PartOptions) -> PartResult:
-    """Compares simulated with real step times, over settings."""
+    """Compares simulated with real step times, over settings. Its figures are null unless all settings are judged."""
     session = await _session(options)
-    found = [compare_setting(measured, simulated_setting(measured, session)) for measured in session.settings]
+    found, failures = _judged(session)
     disturbed = over_interruptions(found)
     errors = [one.error for one in found]
+    whole = bool(errors) and not failures
     return PartResult(
-        figures={"error_vs_real_median": median(errors), "error_vs_real_worst": max(errors)},
+        figures={
+            "error_vs_real_median": median(errors) if whole else None,
+            "error_vs_real_worst": max(errors) if whole else None,
+        },
         details={
             "settings": msgspec.to_builtins(found),
             "interruptions": msgspec.to_builtins(disturbed)
@@ -63,7 +69,20 @@ async def real(options: PartOptions) -> PartResult:
             "conditions": session.conditions,
         },
         table=[*_settings_table(found), _interruptions_row(disturbed)],
+        failures=failures or ([] if found else ["the session has no setting"]),
     )
+
+
+def _judged(session: RealSession) -> tuple[list[SettingError], list[str]]:
+    """What the settings' comparison found, and why others cannot be compared."""
+    found: list[SettingError] = []
+    failures: list[str] = []
+    for measured in session.settings:
+        try:
+            found.append(compare_setting(measured, simulated_setting(measured, session)))
+        except (PartMissing, ValueError) as error:  # the other settings' errors are worth having
+            failures.append(f"{measured.setting.name}: {error}")
+    return found, failures
 
 
 async def _session(options: PartOptions) -> RealSession:

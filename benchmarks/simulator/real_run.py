@@ -19,6 +19,7 @@ from ebbtide.client import Client
 from ebbtide.demo.foreign_load import cores, share_of_others
 from ebbtide.demo.token_accounts import read_attempts
 from ebbtide.errors import EbbtideError
+from ebbtide.runtime import race
 from ebbtide.types.run import AttemptSpan, RunStatus
 
 
@@ -30,12 +31,11 @@ async def run_setting(fleet: BoundFleet, client: Client, setting: RealSetting, r
     following = asyncio.create_task(watch.follow(client, run_id))
     interrupting = asyncio.create_task(interrupt(fleet, client, watch, setting.interruptions))
     try:
-        await asyncio.wait({following, interrupting}, return_when=asyncio.FIRST_EXCEPTION)
-        following.result()  # raises what went wrong; the run has ended otherwise
+        await race(fleet.watch(), asyncio.gather(following, interrupting))
         interruptions = interrupting.result()
     finally:
-        for task in (following, interrupting):
-            task.cancel()
+        following.cancel()
+        interrupting.cancel()
         await asyncio.wait({following, interrupting})
     run = await client.run(run_id)
     if run.status is not RunStatus.FINISHED:

@@ -66,23 +66,29 @@ class RealSetting(Struct, frozen=True, kw_only=True):
         }
 
 
-def _every(kind: Literal["kill", "drain"], count: int, first: int = 2) -> tuple[Interruption, ...]:
-    """One in every other part of the steps, early in some and late in others."""
-    shares = (0.15, 0.4, 0.25, 0.55)
+def _every(kind: Literal["kill", "drain"], count: int, shift: int = 0) -> tuple[Interruption, ...]:
+    """As many as given, spread over the steps, early in some and late in others.
+
+    The first two steps tell how long the trainer usually waits. Late in a step few rollouts are left to be disturbed.
+    """
+    shares, first = (0.15, 0.4, 0.25, 0.5), 2
     apart = (STEPS - first) / count
     return tuple(
-        Interruption(kind=kind, step=first + int(number * apart), share=shares[number % len(shares)])
+        Interruption(kind=kind, step=first + int(number * apart), share=shares[(number + shift) % len(shares)])
         for number in range(count)
     )
 
 
-#: Together they have twenty kills and drains.
+#: Together they have thirty kills and drains. A kill costs each rollout of its worker what was made since the last
+#: flush, which is the same moment for all of them: so the sum over few kills varies by chance alone, and twenty are not
+#: too many.
 SETTINGS: Final = (
     RealSetting(name="one worker, short responses", workers=1, prompts=16, stops=7, cap=128),
     RealSetting(name="one worker, long responses", workers=1, stops=0, cap=768, prompt_tokens=160),
     RealSetting(name="two workers", workers=2),
     RealSetting(name="three workers, long responses", workers=3, prompts=12, stops=0, cap=768),
     RealSetting(name="kills", workers=3, prompts=12, interruptions=_every("kill", 10)),
+    RealSetting(name="kills, long responses", workers=3, stops=0, cap=768, interruptions=_every("kill", 10, shift=1)),
     RealSetting(name="drains", workers=3, prompts=12, interruptions=_every("drain", 10)),
     RealSetting(name="late joiner", workers=1, interruptions=(Interruption(kind="join", step=6, share=0.5),)),
     RealSetting(name="one step ahead", workers=1, max_staleness=1),
@@ -96,9 +102,9 @@ QUICK: Final = (
         prompts=12,
         steps=QUICK_STEPS,
         interruptions=(
-            Interruption(kind="kill", step=3, share=0.5),
-            Interruption(kind="drain", step=5, share=0.4),
-            Interruption(kind="kill", step=7, share=0.6),
+            Interruption(kind="kill", step=3, share=0.3),
+            Interruption(kind="drain", step=5, share=0.3),
+            Interruption(kind="kill", step=7, share=0.2),
         ),
     ),
 )

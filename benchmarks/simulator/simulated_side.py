@@ -40,7 +40,7 @@ def simulated_setting(measured: Measured, session: RealSession) -> Outcome:
     The simulated run gets the very lengths of each response, and each interruption at its time within its step.
     """
     raise PartMissing(
-        f"{measured.setting.name} of seed {session.seed} cannot be simulated: the simulator has no world yet"
+        f"the simulator has no world yet; {len(session.blocks)} blocks and {len(measured.steps)} steps are measured"
     )
 
 

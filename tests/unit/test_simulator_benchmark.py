@@ -1,10 +1,12 @@
 """The simulator's benchmark: what it reads from real runs, what it fits to, and what becomes of its figures."""
 
+import asyncio
 import json
 import signal
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -13,6 +15,7 @@ from benchmarks.simulator import __main__ as benchmark
 from benchmarks.simulator import core_slices, parts
 from benchmarks.simulator.comparison import compare_setting, over_interruptions
 from benchmarks.simulator.fitting_inputs import cluster_delays, learned_steps, step_intervals
+from benchmarks.simulator.interrupting import RunWatch
 from benchmarks.simulator.measured import (
     Measured,
     MeasuredInterruption,
@@ -29,9 +32,11 @@ from benchmarks.simulator.profile_block import EngineBlock, FirstTokens, GridCel
 from benchmarks.simulator.random_reward import RandomRewardSource
 from benchmarks.simulator.real_settings import ProfileBlock, RealSession, chosen, read_session
 from benchmarks.simulator.setting import QUICK, QUICK_STEPS, SETTINGS, STEPS, RealSetting
+from benchmarks.simulator.simulated_side import PartMissing
+from ebbtide.client import Client
 from ebbtide.client.client import read_spec
 from ebbtide.demo.token_accounts import LedgerAttempt
-from ebbtide.errors import InvalidRequest
+from ebbtide.errors import EbbtideError, InvalidRequest
 from ebbtide.simulator.outcome import Outcome, StepOutcome, TokenCounts
 from ebbtide.types.end_cause import EndCause
 from ebbtide.types.run import AttemptSpan, RunEvent, check_spec
@@ -188,6 +193,21 @@ def test_the_trainer_is_fitted_to_steps_behind_each_runs_first() -> None:
         cluster_delays([ProfileBlock(engine=engine)])
 
 
+async def test_a_run_that_ends_early_is_not_waited_for() -> None:
+    async def watch(_: str) -> AsyncIterator[RunEvent]:
+        for event in EVENTS:
+            yield event
+
+    found = RunWatch()
+    waiting = asyncio.create_task(found.opened(5))
+    await found.follow(cast("Client", SimpleNamespace(watch=watch)), "run")
+    with pytest.raises(EbbtideError, match="before its step 5"):
+        await waiting
+    assert found.events == EVENTS
+    assert found.usual_wait_s == 4.0
+    assert await found.opened(1) >= await found.opened(0)
+
+
 def test_all_settings_together_kill_and_drain_twenty_workers() -> None:
     kinds = [one.kind for setting in SETTINGS for one in setting.interruptions]
     assert kinds.count("kill") + kinds.count("drain") >= 20
@@ -288,6 +308,27 @@ def test_a_kept_session_is_judged_without_another_measurement(tmp_path: Path, mo
     assert told["figures"]["error_vs_real_worst"] == pytest.approx(0.1)
     assert told["parts"]["real"]["interruptions"]["twice_error"] == 0.0
     assert told["parts"]["real"]["enough_interruptions"] is False
+
+
+def test_a_setting_that_cannot_be_simulated_leaves_no_figure_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = msgspec.structs.replace(SETTING, name="beyond it")
+    session = RealSession(seed=3, quick=True, conditions={}, settings=[measured(), measured(other)])
+    path = tmp_path / "session.json"
+    path.write_bytes(msgspec.json.encode(session))
+
+    def simulated(one: Measured, _: RealSession) -> Outcome:
+        if one.setting.name == "beyond it":
+            raise PartMissing("no served host")
+        return outcome([6.0, 15.9])
+
+    monkeypatch.setattr(parts, "simulated_setting", simulated)
+    status, told = run(tmp_path, "--parts", "real", "--measured", str(path))
+    assert status == 1
+    assert told["failed"] == {"real": "beyond it: no served host"}
+    assert told["figures"]["error_vs_real_median"] is None
+    assert [one["setting"] for one in told["parts"]["real"]["settings"]] == ["two steps"]
 
 
 def test_a_session_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
