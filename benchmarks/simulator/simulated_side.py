@@ -3,11 +3,16 @@
 Each function raises `PartMissing` as long as the simulator lacks what it needs, so that no figure stands for it.
 """
 
+import tempfile
+from pathlib import Path
+
 from msgspec import Struct
 
 from benchmarks.simulator.measured import Measured
+from benchmarks.simulator.real_scenario import real_scenario
 from benchmarks.simulator.real_settings import RealSession
 from ebbtide.simulator.outcome import Outcome
+from ebbtide.simulator.simulate import simulate
 
 
 class PartMissing(Exception):
@@ -39,9 +44,11 @@ def simulated_setting(measured: Measured, session: RealSession) -> Outcome:
 
     The simulated run gets the very lengths of each response, and each interruption at its time within its step.
     """
-    raise PartMissing(
-        f"the simulator has no world yet; {len(session.blocks)} blocks and {len(measured.steps)} steps are measured"
-    )
+    if measured.setting.served:
+        raise PartMissing("no scenario can state the users that were measured beside a borrowed worker yet")
+    with tempfile.TemporaryDirectory(prefix="ebb-real-") as folder:
+        scenario = real_scenario(measured, session, Path(folder))
+        return simulate(scenario, seed=session.seed)
 
 
 def published_errors() -> PublishedErrors:

@@ -39,8 +39,8 @@ def test_help_names_every_command_and_is_quick() -> None:
     assert time.monotonic() - began < 3 * imports + 0.3
     assert done.returncode == 0
     runs = ["submit", "runs", "watch", "timeline", "cancel", "weights"]
-    people = ["demo", "demo-coserving", "guard", "up", "base-model", *runs, "workers", "drain", "simulate", "record"]
-    people = ["demo", "demo-coserving", "guard", "up", "profile", "base-model", *runs, "workers", "drain"]
+    fleet = ["workers", "drain", "profile", "simulate", "record"]
+    people = ["demo", "demo-coserving", "guard", "up", "base-model", *runs, *fleet]
     assert [name for name in (*people, *SERVICES, *BESIDE) if f" {name} " not in done.stdout] == []
 
 
