@@ -26,8 +26,8 @@ from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.errors import LeaseSuperseded, StoreUnavailable
 from ebbtide.scheduling.dispatch.response_lengths import ResponseLengths
 from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout, RolloutQueue
-from ebbtide.store.link.store_faults import UNEXPECTED
 from ebbtide.store.rollout_rows import EndReason
+from ebbtide.store.unexpected_data import UNEXPECTED
 from ebbtide.types.end_cause import EndCause
 from ebbtide.types.run import RunShare, RunSpec
 from ebbtide.types.weights import PolicyVersion
