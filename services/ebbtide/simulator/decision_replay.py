@@ -35,7 +35,15 @@ from ebbtide.errors import EbbtideError, InvalidRequest
 from ebbtide.scheduling.dispatch.placement import Placement
 
 #: What a record that contradicts the model makes the model raise.
-_CONTRADICTIONS: Final = (EbbtideError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+_CONTRADICTIONS: Final = (
+    EbbtideError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 
 
 class DecisionDifference(Struct, frozen=True):

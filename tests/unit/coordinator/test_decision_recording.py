@@ -14,6 +14,7 @@ from ebbtide.coordinator.dispatcher.dispatch_round import DispatchRound
 from ebbtide.coordinator.fleet.worker_trust import WorkerTrust
 from ebbtide.coordinator.recording import journal_format
 from ebbtide.coordinator.recording.decision_journal import DecisionJournal
+from ebbtide.coordinator.recording.decisions import MoveAsked
 from ebbtide.coordinator.recording.journal_format import FORMAT, Call, JournalHead, JournalRecord, packed, read_journal
 from ebbtide.coordinator.recording.model_call import ModelCall
 from ebbtide.coordinator.recording.recorded_runs import RecordedAttempt, RecordedRun
@@ -21,6 +22,7 @@ from ebbtide.coordinator.recording.recorded_state import RecordedState
 from ebbtide.coordinator.recording.recorded_workers import RecordedSession, RecordedTrust
 from ebbtide.coordinator.recording.round_calls import BatchPlaced
 from ebbtide.coordinator.recording.run_calls import Admitted
+from ebbtide.coordinator.recording.worker_calls import HeartbeatHeard
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.running_attempt import RunningAttempt
@@ -28,7 +30,7 @@ from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.errors import InvalidRequest
 from ebbtide.simulator.decision_replay import ReplayedCoordinator, ReplayReport, main
 from tests.unit.coordinator.model_fleet import rollout
-from tests.unit.coordinator.virtual_fleet import lived
+from tests.unit.coordinator.virtual_fleet import balanced, lived
 
 #: Methods of the model that are not recorded, by the reason.
 UNRECORDED: Final = {
@@ -83,6 +85,21 @@ def test_what_lived_in_virtual_time_is_decided_again(recorded: Path) -> None:
     assert report.placements == report.placements_equal == len(lived().placed)
     assert report.decisions == report.decisions_equal > 0
     assert report.placements_added == report.decisions_added == 0
+
+
+def test_moves_are_decided_again_by_the_speeds_that_workers_reported(tmp_path: Path) -> None:
+    path = tmp_path / "decisions"
+    fleet = balanced(record_decisions=str(path))
+    fleet.parts.close()
+    asked = [one for _, record in read_journal(path) for one in getattr(record.call, "decided", ())]
+    assert sum(isinstance(one, MoveAsked) for one in asked) >= 2
+    assert {worker for _, _, worker in fleet.placed[4:]} == {"fast"}
+    assert played(path).equal
+
+    def unheard(record: JournalRecord) -> JournalRecord | None:
+        return None if isinstance(record.call, HeartbeatHeard) else record
+
+    assert not played(rewritten(path, tmp_path / "changed", unheard)).equal
 
 
 def test_the_first_placement_that_differs_is_told_with_both_sides(recorded: Path, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """A coordinator's model in virtual time, without a store, an event loop or a clock, as a simulator runs it."""
 
 import itertools
+from collections import Counter
 from typing import Any, Final
 
 from ebbtide.coordinator.dispatcher.dispatch_round import DispatchRound
@@ -10,8 +11,9 @@ from ebbtide.coordinator.recording.recorded_parts import DecidingParts
 from ebbtide.coordinator.settings import CoordinatorSettings
 from ebbtide.coordinator.state.attempt_records import due_orphans, new_entry, queued_again, started
 from ebbtide.coordinator.state.run_events import SilentRunEvents
-from ebbtide.coordinator.state.worker_reports import AttachReport, HeartbeatReport, InstalledReport
+from ebbtide.coordinator.state.worker_reports import AttachReport, HeartbeatReport, InstalledReport, ReleasedReport
 from ebbtide.coordinator.state.worker_session import WorkerSession
+from ebbtide.types.end_cause import EndCause
 from ebbtide.types.fleet import PROTOCOL_VERSION, WorkerKind
 from ebbtide.types.rollout import RolloutKind, RolloutRequest
 from ebbtide.types.run import EnvironmentSpec, RunSpec, Sampling
@@ -49,8 +51,8 @@ class VirtualFleet:
         self.registry.hear(session, InstalledReport(version=VERSION, run_id="r"))
         return session
 
-    def submit(self, count: int, *, max_version: int = 0) -> None:
-        for number in range(count):
+    def submit(self, count: int, *, first: int = 0, max_version: int = 0) -> None:
+        for number in range(first, first + count):
             request = RolloutRequest(
                 rollout_id=f"x{number}",
                 group_id="g",
@@ -112,4 +114,29 @@ def lived(**settings: Any) -> VirtualFleet:
     for attempt in list(stays.attempts.values()):
         fleet.run.finish(attempt.rollout.rollout_id, attempt.attempt_id)
     fleet.round()
+    return fleet
+
+
+def balanced(**settings: Any) -> VirtualFleet:
+    """A slow worker has four rollouts when a fast one joins and gets a fifth: some move, handed back for it."""
+    fleet = VirtualFleet(**settings)
+    slow = fleet.attach("slow")
+    fleet.submit(4)
+    fleet.round()
+    fast = fleet.attach("fast")
+    workers = {slow: 1, fast: 100}  # tokens of each of its rollouts in a round
+    fleet.submit(1, first=4)
+    made: Counter[str] = Counter()
+    for beat in range(200):
+        fleet.round(0.25)
+        for session, tokens in workers.items():
+            for attempt in list(session.pending.values()):
+                attempt.begin(fleet.now)
+            made[session.worker_id] += len(session.attempts) * tokens
+            report = HeartbeatReport(uptime_s=fleet.now, busy_s=fleet.now, tokens_generated=made[session.worker_id])
+            if beat % 4 == 0:
+                fleet.registry.hear(session, report)
+        asked = tuple(attempt.ref for attempt in slow.attempts.values() if attempt.target)
+        if asked:
+            fleet.registry.hear(slow, ReleasedReport(attempts=asked, cause=EndCause.MOVED))
     return fleet

@@ -1,10 +1,11 @@
 """Writes what decisions were handed, and what was decided, into a file.
 
 Invariant: a record is written when its call is over, so the records stand in the order in which the model changed. The
-file never has more than `most_bytes`: it ends there, and the coordinator goes on without it. What the last 64 KiB had
-is lost if the process is killed.
+file never has more than `most_bytes`: it ends there, and the coordinator goes on without it. If the process is killed,
+what it buffered is lost: less than the last `_FLUSH_S` before the last record.
 """
 
+import math
 import os
 import time
 from collections.abc import Callable
@@ -20,6 +21,8 @@ from ebbtide.errors import InvalidRequest
 
 log = telemetry.get_logger(__name__)
 _BUFFER_BYTES: Final = 64 << 10
+#: What is buffered is written so often, while there is something to record.
+_FLUSH_S: Final = 0.5
 
 
 class DecisionJournal(CallRecorder):
@@ -37,19 +40,24 @@ class DecisionJournal(CallRecorder):
             text = f"{path} cannot be written ({error.strerror}); name a file where the coordinator may write"
             raise InvalidRequest(text, field="record_decisions") from None
         self._file: BinaryIO | None = os.fdopen(opened, "wb", buffering=_BUFFER_BYTES)
-        self._put(packed(JournalHead(FORMAT, version("ebbtide"))))
+        self._flushed = -math.inf
+        self._put(packed(JournalHead(FORMAT, version("ebbtide"))), self._read_clock())
 
     def write(self, call: ModelCall, readings: list[float]) -> None:
         if self._file is not None:
-            self._put(packed(JournalRecord(self._read_clock(), cast("Call", call), tuple(readings))))
+            now = self._read_clock()
+            self._put(packed(JournalRecord(now, cast("Call", call), tuple(readings))), now)
 
-    def _put(self, data: bytes) -> None:
+    def _put(self, data: bytes, now: float) -> None:
         if self._file is None:
             return
         self._left -= len(data)
         try:
             if self._left >= 0:
                 self._file.write(data)
+                if now - self._flushed >= _FLUSH_S:
+                    self._flushed = now
+                    self._file.flush()
                 return
             log.warning("decisions no longer recorded: the file is full", path=str(self._path))
         except OSError as error:
