@@ -11,6 +11,7 @@ from msgspec import Struct
 from benchmarks.simulator.measured import Measured
 from benchmarks.simulator.real_scenario import real_scenario
 from benchmarks.simulator.real_settings import RealSession
+from benchmarks.simulator.recorded_run import replayed_run
 from ebbtide.simulator.outcome import Outcome
 from ebbtide.simulator.simulate import simulate
 
@@ -67,4 +68,10 @@ def half_hour_of_1000_workers() -> TimedSimulation:
 
 def equal_placements() -> PlacementCount:
     """Records a live run with two kills and a drain, and counts the placements that the simulator takes alike."""
-    raise PartMissing("no decisions can be replayed: the coordinator records none yet")
+    report = replayed_run()
+    difference = report.first_difference
+    return PlacementCount(
+        placements=report.placements,
+        equal=report.placements_equal,
+        first_difference=str(difference) if difference is not None else "",
+    )
