@@ -77,6 +77,9 @@ bench-takeover: env ## How long another coordinator takes when the leading one i
 bench-scale: env ## A thousand workers: callbacks, decisions, cost, memory, takeover; QUICK=1: in 8 minutes
 	@$(BIN)/python -m benchmarks.scale $(if $(QUICK),--quick) $(ARGS)
 
+bench-simulator: env ## How good the simulator is: beside real engines, published points and live decisions; QUICK=1: in 10 minutes
+	@$(BIN)/python -m benchmarks.simulator $(if $(QUICK),--quick) $(ARGS)
+
 bench-tenants: env ## One user's latency beside another user at each limit; QUICK=1: in 3 minutes
 	@$(BIN)/python benchmarks/tenants.py $(if $(QUICK),--quick) $(ARGS)
 

@@ -98,6 +98,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="one trace, loads 20 and 50, three policies: 12 minutes")
     parser.add_argument("--soak", type=arguments.factor, help="one trace alone, then ours for so many seconds")
     parser.add_argument("--anew", action="store_true", help="measure blocks again that are kept")
+    parser.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float32"),
+        default="bfloat16",
+        help="of both engines; vLLM's CPU kernels for bfloat16 need instructions that not every processor has",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=arguments.output)
     options = parser.parse_args(argv)
@@ -166,11 +172,12 @@ async def measure(options: argparse.Namespace, console: Console) -> dict[str, An
     from benchmarks.pair.level import Measuring, probe
     from benchmarks.pair.plan import scene_of
     from benchmarks.pair.soak import soak
-    from benchmarks.pair.stack import pair, setting
+    from benchmarks.pair.stack import EngineSizes, pair, setting
 
-    keeping = Keeping(KEPT / "blocks", setting() | {"seed": options.seed})
+    sizes = EngineSizes(dtype=options.dtype)
+    keeping = Keeping(KEPT / "blocks", setting(sizes) | {"seed": options.seed})
     with tempfile.TemporaryDirectory(prefix="ebb-pair-") as temporary:
-        async with pair(Path(temporary), options.seed) as both:
+        async with pair(Path(temporary), options.seed, sizes) as both:
             url = await both.serve("serving", 2)
             if (speeds := keeping.speeds()) is None:
                 keeping.keep_speeds(speeds := await probe(url))
@@ -185,23 +192,26 @@ async def measure(options: argparse.Namespace, console: Console) -> dict[str, An
                 alone = await measuring.speed_alone(_ALONE_S)
                 found = {"soak": await soak(measuring, scene, alone, options.soak, options.extra)}
             else:
-                found = {"cells": await _cells(options, console, measuring, speeds)}
+                found = await _cells(options, console, measuring, speeds)
             await measuring.drain()
             return found | {
                 "books": both.books(),
                 "speeds": msgspec.to_builtins(speeds),
+                "pair": setting(sizes),
                 "blocks_measured_before": keeping.found,
             }
 
 
 async def _cells(
     options: argparse.Namespace, console: Console, measuring: "Measuring", speeds: "Speeds"
-) -> list[dict[str, Any]]:
-    """A row for each policy of each scene."""
+) -> dict[str, Any]:
+    """A row for each policy of each scene, and what was measured of each engine alone."""
     from benchmarks.pair.figures import Alone
     from benchmarks.pair.plan import scene_of
+    from benchmarks.pair.report import alone_run
 
     cells: list[dict[str, Any]] = []
+    alone_runs: dict[str, Any] = {}
     for path, load in product(options.trace, (0,) if options.speed else options.loads):
         scene, lengths = scene_of(options, path, load, speeds)
         console.print(
@@ -218,13 +228,16 @@ async def _cells(
             f"steps of {before.step_s * 1e3:.1f} and {after.step_s * 1e3:.1f} ms"
         )
         alone = Alone(
-            tokens_per_s=(before.tokens_per_s + after.tokens_per_s) / 2, step_s=(before.step_s + after.step_s) / 2
+            tokens_per_s=(before.tokens_per_s + after.tokens_per_s) / 2,
+            step_s=(before.step_s + after.step_s) / 2,
+            samples=before.samples + after.samples,
         )
+        alone_runs[scene.name] = alone_run(found["alone"], alone)
         scaled = {"prompts": lengths.prompts, "outputs": lengths.outputs}
         cells += [one | scaled for one in told(scene.name, path.stem, load, found, alone, console)]
         if "ours" in found:
             draw(scene.name, found, options.out.with_name(f"{options.out.stem}-{scene.name}.png"))
-    return cells
+    return {"cells": cells, "alone_runs": alone_runs}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -7,8 +7,10 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct, field
 
+from benchmarks.pair.resampling import drawn_runs
 from ebbtide.demo.coserving.coserving_records import BudgetMoment, ServedAnswer
 from ebbtide.scheduling.coserving.budget_decider import LatencyTargets
+from ebbtide.simulator.serving.pair_costs_fit import StepSample
 
 Values = npt.NDArray[np.float64]
 #: ROSE's own multiples of the percentiles alone (its Qwen3-8B pair).
@@ -19,9 +21,6 @@ SPARE_S: Final = 0.010
 #: By load: the least share of the ideal harvest; and what rollouts make more than under ROSE.
 HARVEST: Final = {20: 0.7, 50: 0.6}
 OVER_ROSE: Final = 1.3
-_RESAMPLES: Final = 1000
-#: Requests that are drawn together.
-_RUN: Final = 8
 #: Requests of which a p99 says something.
 _FEW: Final = 20
 
@@ -31,6 +30,7 @@ class Alone(Struct, frozen=True, kw_only=True):
 
     tokens_per_s: float
     step_s: float
+    samples: list[StepSample] = []
 
 
 class Block(Struct, kw_only=True):
@@ -109,11 +109,10 @@ def ratio_interval(cell: Cell, alone: Sequence[Cell], pick: Callable[[ServedAnsw
         for answers in zip(*(block.answers for block in blocks), strict=False)
         if not any(one.failed for one in answers) and answers[0].output > 1
     ]
-    if len(lines) < 2 * _RUN:
+    rows = drawn_runs(len(lines))
+    if not len(rows):
         return 0.0, 0.0
-    values, draw = np.array(lines), np.random.default_rng(0)
-    starts = draw.integers(0, len(values) - _RUN + 1, size=(_RESAMPLES, len(values) // _RUN))
-    drawn = values[starts[..., None] + np.arange(_RUN)].reshape(_RESAMPLES, -1, values.shape[1])
+    drawn = np.array(lines)[rows]
     p99 = np.percentile(drawn, 99, axis=1)
     low, high = np.percentile(p99[:, 0] / p99[:, 1:].mean(axis=1), [2.5, 97.5])
     return float(low), float(high)

@@ -9,6 +9,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 from typing import Any, Final
@@ -25,6 +26,7 @@ from benchmarks.pair.traffic import Speeds
 from ebbtide.demo.coserving.coserving_client import TrafficPlan, body, send
 from ebbtide.demo.coserving.coserving_records import BudgetMoment, ServedAnswer
 from ebbtide.grants import Page, page_path
+from ebbtide.simulator.serving.pair_costs_fit import StepSample
 from ebbtide.simulator.serving.request_traffic import TrafficRequest
 from ebbtide.types.grants import GuardStatus
 
@@ -89,14 +91,17 @@ class Measuring:
             await installed(self.pair)
             await self.pair.lent()
             await settle(3.0)
-            page = Page(page_path(self.pair.grants, WORKER))
-            steps, before, start = page.steps(), sum(self.pair.generated().values()), time.monotonic()
+            moments: list[BudgetMoment] = []
+            watching = asyncio.create_task(watch(self.pair, moments))
+            before, start = sum(self.pair.generated().values()), time.monotonic()
             await settle(seconds)
-            after, tokens = page.steps(), sum(self.pair.generated().values())
-            elapsed = time.monotonic() - start
-            page.close()
-            step_s = (after.busy_s - steps.busy_s) / max(1, after.steps - steps.steps)
-            return Alone(tokens_per_s=(tokens - before) / elapsed, step_s=step_s)
+            tokens, elapsed = sum(self.pair.generated().values()), time.monotonic() - start
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+            steps, busy_s = moments[-1].steps - moments[0].steps, moments[-1].busy_s - moments[0].busy_s
+            return Alone(
+                tokens_per_s=(tokens - before) / elapsed, step_s=busy_s / max(1, steps), samples=samples(moments)
+            )
 
     async def drain(self) -> None:
         """See all rollouts to their ends, so that the books can be closed."""
@@ -244,11 +249,20 @@ async def watch(pair: Pair, moments: list[BudgetMoment]) -> None:
                     sequences=offered.sequences,
                     generated=steps.scheduled,
                     busy_s=steps.busy_s,
+                    steps=steps.steps,
                 )
             )
             await asyncio.sleep(_WATCH_S)
     finally:
         page.close()
+
+
+def samples(moments: Sequence[BudgetMoment]) -> list[StepSample]:
+    """What the engine did between two moments."""
+    return [
+        StepSample(after.steps - before.steps, after.generated - before.generated, after.busy_s - before.busy_s)
+        for before, after in pairwise(moments)
+    ]
 
 
 async def abort(pair: Pair, made: Guard) -> None:

@@ -19,7 +19,7 @@ from typing import Final
 from msgspec import Struct
 
 from benchmarks.pair.rose import SETTING, TABLES
-from benchmarks.pair.stack import SERVED_TOKEN_BYTES, SERVING_KV_MIB, WORKER, Pair
+from benchmarks.pair.stack import WORKER, Pair
 from ebbtide.grants import socket_path
 from ebbtide.local_cluster.program_process import Program, ProgramProcess
 from ebbtide.rpc.channel import open_socket
@@ -30,9 +30,6 @@ from ebbtide.v1.grants_pb2_grpc import GrantsStub
 from ebbtide.wire.record_conversion import from_proto
 
 _ROOT: Final = Path(__file__).parents[2]
-#: Memory for both engines' keys and values: rollouts fill most of the four fifths that ROSE gives them, and bursts of
-#: served requests take up to two fifths.
-MEMORY_MIB: Final = 28
 _MODULES: Final = {
     "ours": "ebbtide.serving_guard",
     "observe": "ebbtide.serving_guard",
@@ -104,9 +101,9 @@ def _program(
 ) -> Program:
     ready = pair.directory / "guard.json"
     memory = {
-        "memory-limit-mib": "0" if name == "rollouts" else str(MEMORY_MIB),
-        "serving-kv-bytes-per-token": str(SERVED_TOKEN_BYTES),
-        "serving-kv-mib": str(SERVING_KV_MIB),
+        "memory-limit-mib": "0" if name == "rollouts" else str(pair.sizes.memory_mib),
+        "serving-kv-bytes-per-token": str(pair.sizes.token_bytes),
+        "serving-kv-mib": str(pair.sizes.serving_kv_mib),
     }
     flags = {
         "ready-file": str(ready),

@@ -3,10 +3,12 @@
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.pair.figures import TPOT_FACTOR, TTFT_FACTOR, Alone, Cell, best_rose, kept, percentile, row
+from benchmarks.pair.intervals import intervals
 from ebbtide.demo.coserving.coserving_records import ReplayRecord
 
 _COLUMNS = (
@@ -21,6 +23,8 @@ def told(
     """A row for each policy, shown as a table."""
     twice = [cell for name, cell in found.items() if name.startswith("alone")]
     rows = [row(cell, twice, alone) for cell in found.values()]
+    slo_s = [1e-3 * target for target in rows[0]["slo_ms"]]
+    rows = [one | intervals(cell, *slo_s) for one, cell in zip(rows, found.values(), strict=True)]
     table = Table(title=scene, title_justify="left")
     for column in _COLUMNS:
         table.add_column(column, justify="left" if column == "policy" else "right")
@@ -35,6 +39,22 @@ def told(
         )  # fmt: skip
     console.print(table)
     return [{"scene": scene, "trace": trace, "target_load": load, "step_ms": 1e3 * alone.step_s, **one} for one in rows]
+
+
+def alone_run(cell: Cell, rollouts: Alone) -> dict[str, Any]:
+    """What costs are fitted to: the requests of each block of serving alone (seconds from the block's begin, tokens),
+    and the steps of rollouts alone."""
+    blocks = []
+    for block in cell.blocks:
+        begin = min((one.due for one in block.answers), default=0.0)
+        whole = [one for one in block.answers if not one.failed]
+        times = [[one.sent - begin, one.first - begin, one.last - begin] for one in whole]
+        blocks.append([[*at, one.prompt, one.output] for at, one in zip(times, whole, strict=True)])
+    samples = [msgspec.to_builtins(one) for one in rollouts.samples]
+    return {
+        "served": blocks,
+        "rollouts": {"tokens_per_s": rollouts.tokens_per_s, "step_s": rollouts.step_s, "samples": samples},
+    }
 
 
 def draw(scene: str, found: dict[str, Cell], path: Path) -> None:

@@ -31,8 +31,8 @@ from ebbtide.simulator.serving.serving_figures import ServingFigures
 _ROSES: Final = ("rose:600,1,0.2,1", "rose:600,1,0.2,0.25")
 
 
-def main() -> None:
-    args = _parser().parse_args()
+def main(argv: Sequence[str] | None = None) -> None:
+    args = _parser().parse_args(argv)
     lengths = TraceLengths(prompts=args.scale, outputs=args.scale)
     window = (args.start_s, args.start_s + args.span_s)
     cases = {path.stem: read_trace(path, window, lengths) for path in args.trace}
@@ -43,13 +43,14 @@ def main() -> None:
     costs = read_pair_costs(args.costs) if args.costs else PairCosts()
     if args.together:
         costs = replace(costs, serving_beside=args.together / 2, rollouts_beside=args.together / 2)
+    slo = LatencyTargets(ttft_factor=args.ttft_factor, tpot_factor=args.tpot_factor)
     names = ["unguarded", *(args.rose or _ROSES), "idle-only", *(f"ours:{aim:g}" for aim in args.aim_tpot)]
     print("SIMULATION (virtual time; TTFT and TPOT in ms as p50/p95/p99)")
     for name, requests in cases.items():
         for load in args.load:
             for seed in range(args.seeds):
                 print(f"\n{name}, load {load:g}, {len(requests)} requests, seed {seed}")
-                print(table(figures(requests, load, costs, names, seed)))
+                print(table(figures(requests, load, costs, slo, names, seed)))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -60,6 +61,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--scale", type=arguments.factor, default=0.3, help="factor on the trace's lengths")
     parser.add_argument("--load", type=arguments.share, nargs="+", default=[0.2, 0.5, 0.8])
     parser.add_argument("--aim-tpot", type=arguments.share, nargs="+", default=[LatencyTargets().aim_tpot])
+    parser.add_argument("--ttft-factor", type=arguments.factor, default=TTFT_FACTOR, help="SLO over the p99 alone")
+    parser.add_argument("--tpot-factor", type=arguments.factor, default=TPOT_FACTOR, help="likewise; default: ROSE's")
     parser.add_argument("--rose", action="append", help="rose:STEP_S,WATERMARK,HEADROOM,HELD; repeatable")
     parser.add_argument("--costs", type=Path, help="profile of a pair's costs; default: of no measured pair")
     parser.add_argument("--together", type=arguments.factor, help="what overlapping steps get of the device, in all")
@@ -68,11 +71,15 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def figures(
-    requests: Sequence[TrafficRequest], load: float, costs: PairCosts, names: Sequence[str], seed: int
+    requests: Sequence[TrafficRequest],
+    load: float,
+    costs: PairCosts,
+    slo: LatencyTargets,
+    names: Sequence[str],
+    seed: int,
 ) -> list[ServingFigures]:
-    """All policies at one load. The SLO is ROSE's multiples of serving alone."""
+    """All policies at one load."""
     arrivals = faster(requests, speed_for_load(requests, load, costs))
-    slo = LatencyTargets(ttft_factor=TTFT_FACTOR, tpot_factor=TPOT_FACTOR)
     return compared(arrivals, costs, slo, names, seed=seed)
 
 

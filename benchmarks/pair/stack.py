@@ -12,9 +12,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
 
+from msgspec import Struct
 from safetensors.torch import load_file
 
-from benchmarks.pair.feeding import Feeding, feeding
+from benchmarks.pair.feeding import LONGEST, PROMPT, SHORTEST, Feeding, feeding
 from ebbtide.client import Lease
 from ebbtide.local_cluster.local_cluster import free_address
 from ebbtide.local_cluster.program_process import ProgramProcess
@@ -25,10 +26,11 @@ from tests.chaos.cluster import Cluster
 
 RUN: Final = "pair"
 CACHE: Final = Path(__file__).parents[2] / "runs" / "bench-coserving"
-#: 25 M parameters. Of keys and values, 8 layers, 2 heads, 64 dimensions and 2 bytes: 4 KiB a token.
+#: 25 M parameters. Keys and values of a token: 8 layers, 2 heads and 64 dimensions each.
 _SERVED: Final = ServedNetwork(kv_heads=2)
-SERVED_TOKEN_BYTES: Final = 8 * 2 * 2 * 64 * 2
-#: 4 M parameters, whose decode steps take much the same time for few as for many rollouts, as on a GPU; 4 KiB a token.
+_TOKEN_NUMBERS: Final = 8 * 2 * 2 * 64
+#: 4 M parameters, whose decode steps take much the same time for few as for many rollouts, as on a GPU; as many keys
+#: and values of a token.
 _ROLLOUTS: Final = ServedNetwork(hidden=256, layers=4, heads=4, kv_heads=4, feed_forward=768)
 MODEL: Final = "served"
 WORKER: Final = "borrowed"
@@ -38,28 +40,60 @@ SLOTS: Final = 8
 _OPEN: Final = 64
 #: Of one step: those of all slots, and a part of a prompt. A reclaim waits for the step that is under way.
 _STEP_TOKENS: Final = 32
-#: Room for all slots' longest texts, of 4 KiB a token. What of it may be used is the guard's to say.
-_KV_MIB: Final = 64
 #: A host that was given up is tried again in half a minute, then after twice as long.
 _WANTED_S: Final = 300.0
-#: Of the served engine, 3072 tokens: half a dozen usual requests, or one of the longest.
-SERVING_KV_MIB: Final = 12
-_ENGINE: Final = f"""
-[vllm]
-dtype = "bfloat16"
-enforce_eager = true
-threads = 1
-kv_cache_mib = {_KV_MIB}
-max_model_len = 2048
-"""
 _SLEEPING: Final = {"OMP_WAIT_POLICY": "PASSIVE"}
+
+
+class EngineSizes(Struct, frozen=True, kw_only=True):
+    """Both engines' type of numbers, and the memory for their keys and values. As many tokens fit in either type."""
+
+    dtype: str = "bfloat16"
+
+    @property
+    def token_bytes(self) -> int:
+        """Keys and values of a token, of either engine."""
+        return _TOKEN_NUMBERS * self._bytes
+
+    @property
+    def kv_mib(self) -> int:
+        """Room for all slots' longest texts. What of it may be used is the guard's to say."""
+        return 32 * self._bytes
+
+    @property
+    def serving_kv_mib(self) -> int:
+        """Of the served engine, 3072 tokens: half a dozen usual requests, or one of the longest."""
+        return 6 * self._bytes
+
+    @property
+    def memory_mib(self) -> int:
+        """For both engines: rollouts fill most of the four fifths that ROSE gives them, and bursts of served requests
+        take up to two fifths."""
+        return 14 * self._bytes
+
+    @property
+    def engine(self) -> str:
+        """The rollout engine's configuration."""
+        lines = (
+            "[vllm]",
+            f'dtype = "{self.dtype}"',
+            "enforce_eager = true",
+            "threads = 1",
+            f"kv_cache_mib = {self.kv_mib}",
+            "max_model_len = 2048",
+        )
+        return "\n".join(lines) + "\n"
+
+    @property
+    def _bytes(self) -> int:
+        return 4 if self.dtype == "float32" else 2
 
 
 class Pair:
     """Made by `pair`. `grants` is the folder that a guard and the worker share."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, sizes: EngineSizes) -> None:
+        self.directory, self.sizes = directory, sizes
         self.cluster = Cluster(directory)
         self.grants = directory / "grants"
         self.cores = os.sched_getaffinity(0)
@@ -73,7 +107,14 @@ class Pair:
             address = free_address()
             log = self.directory / f"{name}.log"
             program = serving_engine(
-                served_model(CACHE, _SERVED), MODEL, address, log, threads=threads, kv_mib=SERVING_KV_MIB, name=name
+                served_model(CACHE, _SERVED),
+                MODEL,
+                address,
+                log,
+                threads=threads,
+                kv_mib=self.sizes.serving_kv_mib,
+                dtype=self.sizes.dtype,
+                name=name,
             )
             process = self.serving[name] = ProgramProcess(program)
             if cores is not None:
@@ -127,9 +168,9 @@ class Pair:
 
 
 @asynccontextmanager
-async def pair(directory: Path, seed: int) -> AsyncIterator[Pair]:
+async def pair(directory: Path, seed: int, sizes: EngineSizes) -> AsyncIterator[Pair]:
     """Everything up, the policy's first version installed, and rollouts waiting for a grant."""
-    made = Pair(directory)
+    made = Pair(directory, sizes)
     made.grants.mkdir(mode=0o700)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(_close, made)
@@ -145,15 +186,19 @@ async def pair(directory: Path, seed: int) -> AsyncIterator[Pair]:
         yield made
 
 
-def setting() -> dict[str, Any]:
+def setting(sizes: EngineSizes) -> dict[str, Any]:
     """What all measurements of a pair have in common, besides the code."""
     return {
         "slots": SLOTS,
         "step_tokens": _STEP_TOKENS,
         "open": _OPEN,
-        "kv_mib": _KV_MIB,
-        "serving_kv_mib": SERVING_KV_MIB,
-        "engine": _ENGINE,
+        "kv_mib": sizes.kv_mib,
+        "serving_kv_mib": sizes.serving_kv_mib,
+        "memory_mib": sizes.memory_mib,
+        "token_bytes": sizes.token_bytes,
+        "engine": sizes.engine,
+        "prompt": PROMPT,
+        "response": (SHORTEST, LONGEST),
     }
 
 
@@ -169,7 +214,7 @@ async def installed(made: Pair) -> None:
 
 async def _worker(made: Pair, base: Path) -> None:
     config = made.directory / "worker.toml"
-    config.write_text(_ENGINE)
+    config.write_text(made.sizes.engine)
     made.cluster.environment[WORKER] = _SLEEPING
     flags: dict[str, Any] = {
         "engine": "vllm",

@@ -34,8 +34,8 @@ def version(step: int, at_s: float) -> RunEvent:
 
 def trained(step: int, at_s: float) -> RunEvent:
     """The trainer's report of the step after which the weights have `step` steps behind them."""
-    values = {"step": float(step), "seconds_train": 2.0, "seconds_publish": 0.5, "publish_bytes": 1000.0 * step}
-    return RunEvent(kind="step", values=values | {"publish_dense_bytes": 9000.0}, age_s=at_s)
+    values = {"step": float(step), "seconds_train": 2.0, "seconds_publish": 0.5, "publish_bytes": 2e8 * step}
+    return RunEvent(kind="step", values=values | {"publish_dense_bytes": 1.8e9}, age_s=at_s)
 
 
 def worker_event(worker: str, state: str, at_s: float) -> RunEvent:

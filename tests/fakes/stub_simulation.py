@@ -12,6 +12,7 @@ from ebbtide.errors import InvalidRequest
 from ebbtide.simulator.outcome import Outcome, SimulationProgress
 from ebbtide.simulator.parallel.seed_messages import SeedTask
 from ebbtide.simulator.parallel.seed_program import Say, serve_seed
+from ebbtide.telemetry import get_logger
 from tests.fakes.simulated_outcomes import outcome
 
 
@@ -29,6 +30,7 @@ def simulate(task: SeedTask, say: Say) -> Outcome:
             while True:
                 signal.pause()
         case "chatty":
+            get_logger(__name__).info("a decision", of="the coordinator")
             print("a library prints this to stdout")  # noqa: T201
             for second in range(10_000):
                 say(SimulationProgress(at_s=float(second), until_s=10_000.0))

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any, Final
 
 #: Strings hash alike in every process, or a set of them would not be in the same order again.
@@ -34,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.bugs:
         return _find_bugs(options)
     if options.seed is not None:
-        return _replay(options.seed, trace=options.trace, bug=options.bug)
+        return _replay(options.seed, trace=options.trace, bug=options.bug, record=options.record)
     return _run_all(options)
 
 
@@ -43,6 +44,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seeds", default="0:100", help="FIRST:END")
     parser.add_argument("--seed", type=int, help="one seed")
     parser.add_argument("--trace", action="store_true", help="with --seed: all that happened")
+    parser.add_argument("--record", type=Path, help="with --seed: a folder for what coordinators decide")
     parser.add_argument("--bug", default="", help="with --seed: a planted bug")
     parser.add_argument("--bugs", action="store_true", help="plant each bug, until one of the seeds finds it")
     parser.add_argument("--jobs", type=int, default=1)
@@ -50,12 +52,12 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _replay(seed: int, *, trace: bool, bug: str) -> int:
+def _replay(seed: int, *, trace: bool, bug: str, record: Path | None) -> int:
     from tests.simulation.bugs import BUGS
     from tests.simulation.simulate import simulate
 
     with BUGS[bug]() if bug else nullcontext():
-        outcome = simulate(seed, trace=trace)
+        outcome = simulate(seed, trace=trace, record=record)
     if outcome.trace:
         say("\n".join(outcome.trace))
     say(f"seed {seed}: {outcome.wrong or 'all held'}; digest {outcome.digest:08x}, {outcome.virtual_s:.1f} s")

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import sys
+from pathlib import Path
 from typing import Final
 
 from msgspec import Struct
@@ -39,21 +40,21 @@ class Outcome(Struct, kw_only=True):
     trace: list[str] | None = None
 
 
-def simulate(seed: int, *, trace: bool = False, faults: bool = True) -> Outcome:
-    """Run a seed; without `faults` nothing happens to its world."""
+def simulate(seed: int, *, trace: bool = False, faults: bool = True, record: Path | None = None) -> Outcome:
+    """Run a seed; without `faults` nothing happens to its world. `record`: a folder for coordinators' decisions."""
     gc.disable()
     hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
     try:
         with _LITTLE_KEPT():
-            return _simulate(seed, trace=trace, faults=faults)
+            return _simulate(seed, trace=trace, faults=faults, record=record)
     finally:
         gc.collect()  # what processes left is closed here, and some of it protests
         gc.enable()
         sys.unraisablehook = hook
 
 
-def _simulate(seed: int, *, trace: bool, faults: bool) -> Outcome:
-    world = World(seed, trace=trace)
+def _simulate(seed: int, *, trace: bool, faults: bool, record: Path | None) -> Outcome:
+    world = World(seed, trace=trace, record=record)
     chaos = Chaos(world, seed) if faults else None
     with world.patched():
         wrong = _run(world, chaos)

@@ -1,5 +1,6 @@
 """The simulated world: every service in a process of its own, and what starts them again."""
 
+import itertools
 import shutil
 import signal
 import tempfile
@@ -42,7 +43,9 @@ _STORE: Final = "redis://127.0.0.1:6379/0"
 class World:
     """`proc[name]` is the latest process of that name: redis, coordinator, standby, relay, trainer0..., w0, w1..."""
 
-    def __init__(self, seed: int, *, trace: bool = False) -> None:
+    def __init__(self, seed: int, *, trace: bool = False, record: Path | None = None) -> None:
+        """`record`: a folder for the decisions of each coordinator."""
+        self._record, self._started = record, itertools.count()
         self.loop = SimLoop(seed)
         self.plan = Plan(seed)
         self.outlook = Outlook()
@@ -181,6 +184,7 @@ class World:
                 store_url=_STORE,
                 lease_ttl_s=6.0,
                 reattach_grace_s=self.plan.reattach_grace_s,
+                record_decisions=str(self._record / f"{name}.{next(self._started)}") if self._record else "",
             )
             return lambda shutdown: serve_coordinator(coordinator, shutdown), coordinator
         if name == "relay":

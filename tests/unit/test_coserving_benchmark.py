@@ -7,6 +7,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks.coserving import parse
+from benchmarks.pair import simulated
 from benchmarks.pair.figures import Alone, Block, Cell, best_rose, kept, row
 from benchmarks.pair.keeping import Keeping
 from benchmarks.pair.level import Scene
@@ -169,3 +170,12 @@ def test_blocks_hold_each_request_once() -> None:
 
     assert [len(block) for block in blocks] == [100, 100, 100]
     assert all(0 <= one.at < 100 for block in blocks for one in block)
+
+
+def test_the_simulation_has_a_row_for_each_policy_and_says_what_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    simulated.main(["--span-s", "15", "--load", "0.4", "--rose", "rose:600,1,0.2,0.5", "--aim-tpot", "0.15", "0.3"])
+
+    told_text = capsys.readouterr().out
+    assert told_text.startswith("SIMULATION")
+    for policy in ("alone", "alone again", "unguarded", "rose:600,1,0.2,0.5", "idle-only", "ours:0.15", "ours:0.3"):
+        assert told_text.count(f"\n{policy} ") >= 2, "one for each of two scenes"

@@ -37,6 +37,7 @@ PLANTED = {
     "The views show": ("services/ebbtide/cli/views/planted.py", "import ebbtide.demo"),
     "The SDK installs light": ("common/ebbtide/client/planted.py", "import ebbtide.telemetry"),
     "Only the coordinator has a store": ("services/ebbtide/trainer/planted.py", "import ebbtide.store"),
+    "The simulator needs no client": ("services/ebbtide/simulator/planted.py", "import ebbtide.store.store"),
     "Only trainers, drivers and the": ("services/ebbtide/weight_relay/planted.py", "import ebbtide.client"),
     "Services do not run on": ("services/ebbtide/cli/planted_too.py", "import ebbtide.testing"),
     "Decisions and weights are pure": ("common/ebbtide/scheduling/planted.py", "import time"),

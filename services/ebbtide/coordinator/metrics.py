@@ -3,16 +3,18 @@
 import asyncio
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from ebbtide import telemetry
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.errors import StoreUnavailable
-from ebbtide.store.link.store_faults import UNEXPECTED
 from ebbtide.store.rollout_rows import EndReason
-from ebbtide.store.store import Store
+from ebbtide.store.unexpected_data import UNEXPECTED
 from ebbtide.types.fleet import BorrowedState, Worker, WorkerState
+
+if TYPE_CHECKING:  # a simulator counts too, without a store
+    from ebbtide.store.store import Store
 
 #: Beyond so many live runs, the youngest have no gauges.
 _RUNS_SHOWN: Final = 200
@@ -104,7 +106,7 @@ def observe(live: Iterable[RunState], fleet: Iterable[Worker]) -> None:
         borrowed.labels(name).set(number)
 
 
-async def measure_for_ever(state: CoordinatorState, store: Store) -> None:
+async def measure_for_ever(state: CoordinatorState, store: "Store") -> None:
     """Ask the store regularly how full it is, and what waits in it."""
     store_away_seconds.set_function(lambda: store.link.away_s)
     while True:
@@ -113,7 +115,7 @@ async def measure_for_ever(state: CoordinatorState, store: Store) -> None:
         await asyncio.sleep(_MEASURE_EVERY_S)
 
 
-async def measure(state: CoordinatorState, store: Store) -> None:
+async def measure(state: CoordinatorState, store: "Store") -> None:
     """Set the gauges, without runs whose data is broken. Raises `StoreUnavailable`."""
     room = await store.room()
     held = dict[RunState, tuple[int, int]]()

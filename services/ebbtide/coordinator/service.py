@@ -9,23 +9,21 @@ from ebbtide.coordinator.api.rollout_service import RolloutService
 from ebbtide.coordinator.api.run_service import RunService
 from ebbtide.coordinator.appends.append_streams import AppendStreams
 from ebbtide.coordinator.coordinator_parts import CoordinatorParts
-from ebbtide.coordinator.dispatcher.dispatch_round import DispatchRound
 from ebbtide.coordinator.dispatcher.dispatcher import Dispatcher
 from ebbtide.coordinator.failover.election import Election
 from ebbtide.coordinator.failover.run_recovery import RunRecovery
 from ebbtide.coordinator.failover.store_incarnations import StoreIncarnations
 from ebbtide.coordinator.fleet.flush_intervals import FlushIntervals
 from ebbtide.coordinator.fleet.worker_registry import WorkerRegistry
-from ebbtide.coordinator.fleet.worker_trust import WorkerTrust
 from ebbtide.coordinator.metrics import measure_for_ever
 from ebbtide.coordinator.publisher_keys import PublisherKeys
+from ebbtide.coordinator.recording.recorded_parts import DecidingParts
 from ebbtide.coordinator.servicers import fleet_servicer as fleet_wire
 from ebbtide.coordinator.servicers import rollouts_servicer as rollouts_wire
 from ebbtide.coordinator.servicers import runs_servicer as runs_wire
 from ebbtide.coordinator.settings import CoordinatorSettings
 from ebbtide.coordinator.state.attempt_transitions import AttemptTransitions
 from ebbtide.coordinator.state.client_writes import ClientWrites
-from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.notifier import Notifier
 from ebbtide.coordinator.state.run_event_writer import RunEventWriter
 from ebbtide.errors import StoreUnavailable
@@ -66,7 +64,8 @@ class Coordinator:
         )
         self.link.before_wait = end_turn
         self.store = Store(self.link, new_fence())
-        self.state = CoordinatorState()
+        self._parts = DecidingParts(settings)
+        self.state = self._parts.state
         self.writes = ClientWrites()
         self._notifier = Notifier()
         self._attempts = AttemptTransitions(
@@ -79,22 +78,14 @@ class Coordinator:
             keep_ended_bytes=settings.keep_ended_bytes,
         )
         self._run_events = RunEventWriter(self.state, self.store, self._notifier)
-        trust = WorkerTrust(self.state)
-        self.fleet = WorkerRegistry(settings, self.state, trust, self._run_events)
+        self.fleet = WorkerRegistry(settings, self.state, self._parts.trust, self._run_events)
         self._flushes = FlushIntervals(self.state, per_s=settings.flushes_per_s)
         incarnations = StoreIncarnations(self.state, self.store, lease_ttl_s=settings.lease_ttl_s)
         self._incarnations, self._publishers = incarnations, PublisherKeys(self.store)
         self._recovery = RunRecovery(
             self.state, self.store, incarnations, self._attempts.run_over, grace_s=settings.recover_grace_s
         )
-        self.rounds = DispatchRound(
-            self.state,
-            trust,
-            self._publishers.public,
-            self._run_events,
-            slice_s=settings.slice_s,
-            balance=settings.rebalance,
-        )
+        self.rounds = self._parts.new_rounds(self._publishers.public, self._run_events)
         self.dispatcher = Dispatcher(self.state, self.fleet, self._attempts, self._recovery, self.rounds)
         self.leading = Election(self.store)
         self.services = self._services()
@@ -172,6 +163,7 @@ class Coordinator:
         await self.fleet.close()
         await self._run_events.close()
         await self.link.close()
+        self._parts.close()
 
 
 def _judge(condition: Condition, link: StoreConnection) -> None:

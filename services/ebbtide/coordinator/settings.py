@@ -66,6 +66,12 @@ class CoordinatorSettings(ProcessSettings, frozen=True, kw_only=True, forbid_unk
         float,
         Meta(ge=0, description="flushes that all workers may send together; larger fleets flush less often; 0: any"),
     ] = 1000.0
+    record_decisions: Annotated[
+        str, Meta(description="file for what decisions are handed, and what is decided, to replay them; empty: none")
+    ] = ""
+    record_decisions_bytes: Annotated[
+        int, Meta(ge=1 << 16, description="most bytes of that file; then recording ends, and the coordinator goes on")
+    ] = 256 << 20
     keep_ended_s: Annotated[float, Meta(ge=1, description="how long an ended run's record is kept")] = 7 * 86400.0
     keep_ended_bytes: Annotated[
         int, Meta(ge=0, description="bytes of events and timelines that all ended runs keep together")

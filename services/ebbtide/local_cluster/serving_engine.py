@@ -20,7 +20,7 @@ _QUIET: Final = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 #: Our plugin ties the engine's process to the server's: nothing else ends it when the server is killed.
 _TIED: Final = {"EBBTIDE_ENGINE_TIED": "1"}
 _CPU: Final = (
-    "--dtype", "bfloat16", "--enforce-eager",
+    "--enforce-eager",
     "--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor",
 )  # fmt: skip
 _HEALTH_S: Final = 1.0
@@ -34,19 +34,20 @@ def serving_engine(
     *,
     threads: int = 0,
     kv_mib: int = 0,
+    dtype: str = "bfloat16",
     stage: int = 0,
     name: str = "serving",
 ) -> Program:
     """Returns the server of `model` at `address` (host:port); it is ready once it answers.
 
-    `threads`: of a CPU engine; 0: as cores. `kv_mib`: memory for keys and values; 0: vLLM's choice.
+    `threads` and `dtype`: of a CPU engine; 0 threads: as cores. `kv_mib`: memory for keys and values; 0: vLLM's choice.
     """
     host, _, port = address.rpartition(":")
     on_cpu = "cpu" in version("vllm")
     command = (
         sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--served-model-name", served_name,
         "--host", host, "--port", port, "--max-model-len", "8192", "--max-num-seqs", "64",
-        "--disable-uvicorn-access-log", *(_CPU if on_cpu else ()),
+        "--disable-uvicorn-access-log", *((*_CPU, "--dtype", dtype) if on_cpu else ()),
     )  # fmt: skip
     if kv_mib:
         command += ("--kv-cache-memory-bytes", str(kv_mib << 20))

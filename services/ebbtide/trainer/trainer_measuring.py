@@ -64,8 +64,8 @@ def measure_trainer(
 ) -> TrainerMeasurements:
     """Measures one rank for so many seconds, its start not counted; a step that has begun is ended.
 
-    `device`, `threads`: see `TrainerSettings`; `folder`: for a checkpoint, which is removed. Raises `InvalidRequest` for
-    a model or settings that cannot be trained.
+    `device`, `threads`: see `TrainerSettings`; `folder`: for a checkpoint, which is removed.
+    Raises `InvalidRequest` for a model or settings that cannot be trained.
     """
     from ebbtide.trainer.learning.torch_threads import limit_threads
 

@@ -24,6 +24,7 @@ _STEP_S = 0.012
 async def ebbtide(cluster: Cluster, *words: str) -> tuple[int | None, str, str]:
     """Exit status, output and errors of a command."""
     where = {"EBBTIDE_COORDINATOR": cluster.process["coordinator"].address, "EBBTIDE_TOKEN": TOKEN}
+    where["EBBTIDE_RELAY"] = cluster.process["relay"].address
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "ebbtide.cli", *words, env={**os.environ, **where},
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
@@ -95,5 +96,7 @@ async def test_lengths_groups_workers_and_steps_of_the_file_are_those_of_the_run
     assert all(_STEP_S * 0.8 < pace < _STEP_S * 8 for pace in paces)  # flushes take their time, on a busy machine more
     assert [step.step for step in recorded.steps] == [0, 1]
     assert all(step.opened_s < step.generated_s <= step.announced_s for step in recorded.steps)
+    assert recorded.weights.dense == 16 * 4  # the relay says what this trainer does not report
+    assert recorded.weights.sent > 0
     assert {one.worker for one in recorded.installs} == {"w1", "w2", "w3"}
     await load.close()

@@ -1,5 +1,6 @@
 """The `ebbtide` command as a person meets it: quick help, and errors in one line that name what is wrong."""
 
+import re
 import subprocess
 import sys
 import time
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ebbtide.cli.__main__ import app
 from ebbtide.cli.commands.local_commands import demo, demo_coserving
 from ebbtide.cli.commands.service_commands import BESIDE, SERVICES
 from ebbtide.demo.coserving.coserving_options import CoservingOptions
@@ -37,7 +39,8 @@ def test_help_names_every_command_and_is_quick() -> None:
     assert time.monotonic() - began < 3 * imports + 0.3
     assert done.returncode == 0
     runs = ["submit", "runs", "watch", "timeline", "cancel", "weights"]
-    people = ["demo", "demo-coserving", "guard", "up", "base-model", *runs, "workers", "drain", "simulate", "record"]
+    fleet = ["workers", "drain", "profile", "simulate", "record"]
+    people = ["demo", "demo-coserving", "guard", "up", "base-model", *runs, *fleet]
     assert [name for name in (*people, *SERVICES, *BESIDE) if f" {name} " not in done.stdout] == []
 
 
@@ -150,3 +153,21 @@ def test_a_window_that_is_none_is_refused_before_anything_is_started(tmp_path: P
     assert done.returncode == 2
     assert done.stderr.startswith(f"ebbtide: --window: {window!r} is no window")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["engine", "--model", ".", "--out", "speeds.txt"], "--out: must end with .toml"),
+        (["engine", "--model", ".", "--out", "nowhere/speeds.toml"], "--out: the folder nowhere does not exist"),
+        (["engine", "--model", ".", "--out", "speeds.toml", "--slotz", "4"], "--slotz: unknown flag; did you mean"),
+        (["engine", "--model", ".", "--out", "speeds.toml", "--engine", "scripted"], "engine: only vllm can be"),
+        (["trainer", "--config", "none.toml", "--out", "speeds.toml"], "none.toml: cannot be read"),
+    ],
+)
+def test_what_cannot_be_profiled_is_refused_before_minutes_are_spent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InvalidRequest, match=re.escape(said)):
+        app(["profile", *words], standalone_mode=False)

@@ -13,6 +13,9 @@ from msgspec.structs import replace
 from ebbtide.cli.__main__ import main
 from ebbtide.cli.commands.simulate_command import SimulateOptions, run
 from ebbtide.errors import EbbtideError, InvalidRequest
+from ebbtide.simulator.engines.engine_profile import EngineProfile
+from ebbtide.simulator.engines.profile_files import profile_names
+from ebbtide.simulator.engines.trainer_profile import TrainerProfile
 from ebbtide.simulator.parallel.seed_messages import SeedTask
 from ebbtide.testing import wait_until
 
@@ -26,6 +29,8 @@ def simulated(options: SimulateOptions) -> int:
 
 def test_each_fleet_is_simulated_with_each_seed() -> None:
     both = SimulateOptions(scenario=Path("a.toml"), compare=(Path("b.toml"),), seed=3, seeds=2)
+    drawn = replace(both, png=Path("x.png")).tasks()
+    assert [[task.spans for task in tasks] for tasks in drawn] == [[True, False]] * 2
     assert both.tasks() == [
         [SeedTask(scenario=name, seed=3), SeedTask(scenario=name, seed=4)] for name in ("a.toml", "b.toml")
     ]
@@ -40,21 +45,20 @@ def test_a_recorded_run_has_its_own_fleet_unless_a_scenario_is_named() -> None:
         SimulateOptions().tasks()
 
 
-def test_the_same_seeds_write_the_same_files_and_the_table_compares(
+def test_the_same_seeds_write_the_same_bytes_however_many_at_a_time_and_the_table_compares(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = SimulateOptions(scenario=Path("a.toml"), compare=(Path("b.toml"),), seeds=3)
-    for jobs in (1, 2):
-        files = {"json": tmp_path / f"{jobs}.json", "png": tmp_path / f"{jobs}.png"}
-        assert simulated(replace(options, jobs=jobs, **files)) == 0
+    options = SimulateOptions(scenario=Path("a.toml"), compare=(Path("b.toml"),), seeds=2)
+    assert simulated(replace(options, jobs=1, json=tmp_path / "1.json")) == 0
+    assert simulated(replace(options, jobs=2, json=tmp_path / "2.json", png=tmp_path / "2.png")) == 0
+    assert (tmp_path / "1.json").read_bytes() == (tmp_path / "2.json").read_bytes()
+    assert (tmp_path / "2.png").read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
     assert "step, median" in printed
-    assert "seeds 0 to 2" in printed
+    assert "seeds 0 to 1" in printed
     found = json.loads((tmp_path / "1.json").read_bytes())
     assert [one["scenario"] for one in found["scenarios"]] == ["a.toml", "b.toml"]
-    assert found["scenarios"][0]["seeds"] == [0, 1, 2]
-    for name in ("json", "png"):
-        assert (tmp_path / f"1.{name}").read_bytes() == (tmp_path / f"2.{name}").read_bytes()
+    assert found["scenarios"][0]["seeds"] == [0, 1]
 
 
 def test_a_refused_scenario_ends_the_command_and_nothing_is_written(tmp_path: Path) -> None:
@@ -116,3 +120,18 @@ def test_a_scenario_that_is_none_is_refused_by_file_line_and_column(
     assert "none.json:1: cannot be read" in capsys.readouterr().err
     refused("simulate")
     assert "name a scenario file" in capsys.readouterr().err
+
+
+def test_the_list_names_every_profile_with_its_source_and_every_example_with_its_question(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(("simulate", "--list"))
+    assert ended.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    first_words = [line.split(" ", 1)[0] for line in lines]
+    for kind in (EngineProfile, TrainerProfile):
+        assert set(profile_names(kind)) <= set(first_words)
+    asked = {Path(line.split(" ", 1)[0]).name: line for line in lines if ".toml " in line}
+    assert {"first.toml", "spot.toml", "coserving.toml", "shared.toml"} <= set(asked)
+    assert asked["first.toml"].rstrip().endswith("what do they cost?")

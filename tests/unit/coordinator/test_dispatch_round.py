@@ -1,122 +1,15 @@
 """Rounds run in virtual time, without a store, an event loop or a clock, as a simulator runs them."""
 
 import ast
-import itertools
 from pathlib import Path
 from typing import Final
 
 from ebbtide import coordinator
-from ebbtide.coordinator.dispatcher.dispatch_round import DispatchRound
-from ebbtide.coordinator.dispatcher.round_deeds import DeadLetters, SlotFill
-from ebbtide.coordinator.fleet.worker_registry import WorkerRegistry
-from ebbtide.coordinator.fleet.worker_trust import WorkerTrust
-from ebbtide.coordinator.settings import CoordinatorSettings
-from ebbtide.coordinator.state.attempt_records import due_orphans, new_entry, queued_again, started
-from ebbtide.coordinator.state.coordinator_state import CoordinatorState
-from ebbtide.coordinator.state.run_events import SilentRunEvents
-from ebbtide.coordinator.state.worker_reports import AttachReport, HeartbeatReport, InstalledReport
-from ebbtide.coordinator.state.worker_session import WorkerSession
-from ebbtide.types.fleet import PROTOCOL_VERSION, WorkerKind, WorkerState
-from ebbtide.types.rollout import RolloutKind, RolloutRequest
-from ebbtide.types.run import EnvironmentSpec, RunSpec, Sampling
+from ebbtide.types.fleet import WorkerState
 from ebbtide.types.weights import PolicyVersion
-from tests.unit.coordinator.model_fleet import ENGINE
+from tests.unit.coordinator.virtual_fleet import VirtualFleet, lived
 
 ROOT: Final = Path(coordinator.__file__).parent
-VERSION: Final = PolicyVersion(policy="policy", version=1, root=b"r" * 32)
-
-
-class VirtualFleet:
-    def __init__(self, *, slots: int = 4) -> None:
-        self.now, self._slots, ids = 0.0, slots, itertools.count()
-        self.state = CoordinatorState(lambda: self.now)
-        trust, events, settings = WorkerTrust(self.state), SilentRunEvents(), CoordinatorSettings()
-        self.registry = WorkerRegistry(settings, self.state, trust, events, new_id=lambda: f"s{next(ids)}")
-        self.rounds = DispatchRound(self.state, trust, lambda _: b"k" * 32, events, slice_s=settings.slice_s)
-        spec = RunSpec(name="r", model="m", environment=EnvironmentSpec(name="e"))
-        self.run = self.state.add_run("r", spec)
-        with self.run.rereading():
-            self.run.note_reconciled()
-        self.run.announce(VERSION)
-        self.placed: list[tuple[float, str, str]] = []
-        self.letters: list[str] = []
-
-    def attach(self, name: str) -> WorkerSession:
-        """A worker that installs at once what it is told."""
-        kind = WorkerKind.SPOT
-        hello = AttachReport(
-            worker_id=name, kind=kind, protocol_version=PROTOCOL_VERSION, slots=self._slots, engine=ENGINE
-        )
-        session, _, _ = self.registry.attach(hello)
-        self.round()
-        assert session.outbox.get_nowait().install.run_id == "r"  # type: ignore[union-attr]
-        self.registry.hear(session, InstalledReport(version=VERSION, run_id="r"))
-        return session
-
-    def submit(self, count: int, *, max_version: int = 0) -> None:
-        for number in range(count):
-            request = RolloutRequest(
-                rollout_id=f"x{number}",
-                group_id="g",
-                episode_id=f"e{number}",
-                prompt_ids=b"",
-                sampling=Sampling(max_tokens=64),
-                kind=RolloutKind.TRAIN,
-                max_version=max_version,
-            )
-            self.run.admit(new_entry(request, place=number, group=0, length=8, now=self.now))
-
-    def round(self, passing_s: float = 0.1) -> None:
-        self.now += passing_s
-        for run in self.state.runs.values():
-            for orphaned, attempts in due_orphans(run, self.now)[0].items():
-                avoid = frozenset({"gone"} if orphaned.why.avoid else ())
-                for one in attempts:
-                    again = queued_again(one, stored=one.stored, avoid=avoid, no_progress=0, now=self.now)
-                    run.put_back(one, again)
-        for deed in self.rounds.turns(self.now):
-            if isinstance(deed, SlotFill):
-                self._fill(deed)
-            elif isinstance(deed, DeadLetters):
-                self.letters += [rollout_id for rollout_id, _ in deed.letters]
-
-    def _fill(self, deed: SlotFill) -> None:
-        while deed.due(self.now) and (placements := deed.place(self.now)):
-            for rollout_id, session_id in placements:
-                queued = deed.run.take_queued(rollout_id)
-                assert queued is not None
-                number, session = len(self.placed), self.state.sessions[session_id]
-                self.placed.append((self.now, rollout_id, session.worker_id))
-                made = queued.made
-                attempt = started(deed.run, queued, f"a{number}", stored=made, number=1, max_tokens=64, now=self.now)
-                deed.run.start(attempt, session)
-            deed.note_turn(0.0, self.now)
-
-    def beat(self, *sessions: WorkerSession) -> None:
-        for session in sessions:
-            self.registry.hear(session, HeartbeatReport(uptime_s=self.now))
-
-
-def lived() -> VirtualFleet:
-    """Two workers, of which one falls silent with its rollouts in the midst."""
-    fleet = VirtualFleet()
-    gone, stays = fleet.attach("gone"), fleet.attach("stays")
-    fleet.submit(12)
-    fleet.round()
-    for attempt in list(fleet.run.running.values()):
-        attempt.begin(fleet.now)
-        fleet.run.accept_tokens([attempt], [5])
-    while not gone.gone:
-        fleet.round(0.25)
-        fleet.beat(stays)
-        for session in (gone, stays):
-            session.tokens_came(fleet.now)
-        for _ in fleet.registry.judge(fleet.now):
-            pass
-    for attempt in list(stays.attempts.values()):
-        fleet.run.finish(attempt.rollout.rollout_id, attempt.attempt_id)
-    fleet.round()
-    return fleet
 
 
 def test_rollouts_are_placed_lost_and_continued_without_a_store_or_an_event_loop() -> None:

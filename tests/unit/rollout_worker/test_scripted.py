@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import selectors
 from collections.abc import Callable, Coroutine
 from types import SimpleNamespace
 from typing import Any
@@ -13,26 +12,7 @@ from ebbtide.rollout_worker.engine import EngineFailed, EngineRequest, scripted_
 from ebbtide.rollout_worker.engine.scripted_engine import END, ScriptedEngine, follow
 from ebbtide.rollout_worker.settings import ScriptedSettings
 from ebbtide.types.rollout import FinishReason
-
-
-class Instant(selectors.DefaultSelector):
-    """Waits for nothing: the time that a loop would have waited has passed."""
-
-    now = 0.0
-
-    def select(self, timeout: float | None = None) -> Any:
-        self.now += max(0.0, timeout or 0.0)
-        return super().select(0)
-
-
-class Loop(asyncio.SelectorEventLoop):
-    def __init__(self) -> None:
-        self.instant = Instant()
-        super().__init__(self.instant)
-
-    def time(self) -> float:
-        return self.instant.now
-
+from tests.fakes.instant_loop import InstantLoop
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
@@ -42,7 +22,7 @@ def virtually(monkeypatch: pytest.MonkeyPatch) -> Run:
     """Runs a coroutine in virtual time."""
 
     def run(work: Coroutine[Any, Any, Any]) -> Any:
-        loop = Loop()
+        loop = InstantLoop()
         monkeypatch.setattr(scripted_engine, "time", SimpleNamespace(monotonic=loop.time))
         with asyncio.Runner(loop_factory=lambda: loop) as runner:
             return runner.run(work)

@@ -63,6 +63,7 @@ class Sequence:
     salt: int = 0
     started: bool = False  # has its first token since its admission
     decodes: bool = False  # has one since it was last read
+    noted: int = 0  # blocks whose content was looked at
     blocks: list[Block] = field(default_factory=list)
 
     @property
@@ -208,7 +209,7 @@ class StepwiseEngine:
             return 0
         for one in found:
             self.blocks.use(one)
-        sequence.blocks, sequence.fed, sequence.salt = found, fed, self.salt
+        sequence.blocks, sequence.fed, sequence.salt, sequence.noted = found, fed, self.salt, len(found)
         assert self.allocate(sequence, fed + tokens)
         self.feed(sequence, tokens)
         return tokens
@@ -227,13 +228,12 @@ class StepwiseEngine:
             self.read += tokens
             self.reread += tokens if sequence.again else 0
         if self.blocks.caching and sequence.salt == self.salt:
-            for place in range(sequence.fed // self.profile.kv.block):
+            for place in range(sequence.noted, sequence.fed // self.profile.kv.block):
                 content = self.blocks.content(sequence.salt, sequence.tokens((place + 1) * self.profile.kv.block))
                 if content not in self.blocks.known:
-                    block = sequence.blocks[place]
-                    if not block.content:
-                        block.content = content
-                        self.blocks.known[content] = block
+                    sequence.blocks[place].content = content
+                    self.blocks.known[content] = sequence.blocks[place]
+                sequence.noted = place + 1
 
     def seconds(self) -> float:
         """Of the step just scheduled, summed token by token."""

@@ -65,16 +65,16 @@ def test_one_slot_serves_one_after_the_other() -> None:
     assert told(one, 9.0)[1:] == [(0.5, "finished", "a"), (0.75, "started", "b"), (0.75, "finished", "b")]
 
 
-def test_a_step_takes_as_long_as_the_slower_of_reading_weights_and_computing() -> None:
+def test_a_step_takes_the_sum_of_what_it_reads_and_computes() -> None:
     costs = StepCosts(base_s=1.0, weights_s=4.0, token_s=0.5, sequence_s=0.25, context_s=0.125, pair_s=0.0625)
-    assert costs.step_s(batch=2, context=8) == 1.0 + 4.0 + 0.5 + 1.0
-    assert costs.step_s(batch=2, context=8, prefill=10, pairs=16) == 1.0 + 6.0 + 0.5 + 1.0 + 1.0
+    assert costs.step_s(batch=2, context=8) == 1.0 + 4.0 + 1.0 + 0.5 + 1.0
+    assert costs.step_s(batch=2, context=8, prefill=10, pairs=16) == 1.0 + 4.0 + 6.0 + 0.5 + 1.0 + 1.0
 
 
 def test_a_step_reads_only_the_experts_that_its_tokens_use() -> None:
     costs = StepCosts(weights_s=1.0, experts_s=8.0, expert_share=0.5)
-    assert [costs.fixed_s(batch, 0) for batch in (1, 2)] == [5.0, 7.0]
-    assert costs.fixed_s(1000, 0) == pytest.approx(9.0)
+    assert [costs.step_s(batch=batch, context=0) for batch in (1, 2)] == [5.0, 7.0]
+    assert costs.step_s(batch=1, context=0, prefill=1000) == pytest.approx(9.0)
 
 
 def test_twice_the_speed_takes_half_the_time() -> None:

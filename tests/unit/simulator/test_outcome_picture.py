@@ -18,8 +18,8 @@ def size(path: Path) -> tuple[int, int]:
 
 
 def test_the_same_outcomes_give_the_same_picture_and_others_another(tmp_path: Path) -> None:
-    for name, drawn in (("a", outcome()), ("b", outcome()), ("c", outcome(slower=40.0))):
-        write_outcome_picture([drawn, empty_outcome()], tmp_path / name)
+    for name, drawn in (("a", [outcome(), empty_outcome()]), ("b", [outcome(), empty_outcome()]), ("c", [outcome(1)])):
+        write_outcome_picture(drawn, tmp_path / name)
     first = (tmp_path / "a").read_bytes()
     assert first == (tmp_path / "b").read_bytes()
     assert first != (tmp_path / "c").read_bytes()

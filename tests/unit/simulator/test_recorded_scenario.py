@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from ebbtide.simulator.engines.engine_profile import EngineProfile
 from ebbtide.simulator.engines.profile_files import read_profile
 from ebbtide.simulator.engines.trainer_profile import TrainerProfile
-from ebbtide.simulator.recording.recorded_run import RecordedRun
+from ebbtide.simulator.recording.recorded_run import RecordedRun, WeightSizes
 from ebbtide.simulator.recording.recorded_scenario import recorded_fleet, with_recorded_work
 from ebbtide.simulator.recording.run_recorder import record_run
 from ebbtide.simulator.scenario.draws.machine_presence import presences
@@ -94,6 +94,17 @@ def test_profiles_have_the_measured_pace_and_are_files_as_others(recorded: Recor
     first, second = recorded.steps
     publish = [one.announced_s - one.generated_s - 2.0 for one in (first, second)]
     assert trainer.publish_s() == pytest.approx(sum(publish) / 2, rel=1e-4)
+
+
+def test_pulls_take_as_long_as_they_did_and_nothing_where_bytes_are_unknown(
+    recorded: RecordedRun, tmp_path: Path
+) -> None:
+    for weights, took_s in ((recorded.weights, 1.5), (WeightSizes(), 0.0)):
+        scenario = recorded_fleet(replace(recorded, weights=weights), tmp_path, "run.json")
+        trainer = read_profile(TrainerProfile, scenario.run[0].trainer, beside=tmp_path)
+        sent_gbit = trainer.weights_gb * trainer.patch_share * 8
+        assert sent_gbit / scenario.fleet[0].link_gbps == pytest.approx(took_s, rel=1e-3)
+        assert sent_gbit / scenario.run[0].publish_gbps < 0.001  # the upload is in the recorded way to the announcement
 
 
 def test_a_record_without_a_measured_engine_asks_for_a_fleet(recorded: RecordedRun, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def test_steps_have_their_begin_their_end_and_what_the_trainer_reported() -> Non
     assert first.generated_s == pytest.approx(11.0 + 400 * (BASE_S + 2 * ROLLOUT_S))
     assert (second.train_s, second.publish_s, second.checkpoint_s) == (2.0, 0.5, 0.0)
     weights = record_run(*history()).weights
-    assert (weights.dense, weights.sent) == (9000, 1500)
+    assert (weights.dense, weights.sent) == (1_800_000_000, 300_000_000)
 
 
 def test_workers_have_their_kind_slots_and_presence_as_far_as_anybody_knows() -> None:

@@ -100,7 +100,7 @@ def test_silent_windows_are_not_played_and_their_forecast_grows() -> None:
     assert tapes.played == 0
     assert {one.share for one in spells} == {1.0}
     assert spells[-1].forecast.spell_s > spells[1].forecast.spell_s
-    assert borrowed_state(spells[-1], 3_600.0).share == 1.0
+    assert all(borrowed_state(one, one.end_s).share > 0.99 for one in spells)
 
 
 def test_a_pace_of_the_day_scales_requests_and_zero_means_none(tapes: GrantTapes) -> None:
@@ -132,9 +132,8 @@ def test_factors_of_the_slo_are_on_serving_alone() -> None:
     ],
 )
 def test_traffic_that_makes_no_sense_is_refused_by_the_fields_name(changes: dict[str, object], field: str) -> None:
-    with pytest.raises(InvalidRequest, match=".*") as refused:
+    with pytest.raises(InvalidRequest, match=field):
         GrantTapes(replace(TRAFFIC, **changes), COSTS, SLO)
-    assert field in str(refused.value)
 
 
 def test_a_spell_keeps_its_forecast_when_it_is_cut() -> None:

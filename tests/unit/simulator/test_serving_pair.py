@@ -150,3 +150,28 @@ def test_weights_go_away_while_serving_needs_all_memory_and_come_back() -> None:
     pair.rest(120.0)
     assert any(asleep for at, asleep in beats if at < 15.0)
     assert (beats[0][1], beats[-1][1]) == (False, False)
+
+
+def test_a_cut_of_memory_takes_effect_at_the_end_of_the_step_under_way() -> None:
+    block = SCARCE.memory.block_tokens * SCARCE.memory.rollout_token_bytes
+    slow = replace(SCARCE, step_s=0.06)  # a step is nearly always under way when memory is looked at
+    burst = made_up(TrafficBursts(size=12, prompt=900, output=30), 30.0, seed=4)
+    requests = [TrafficRequest(one.at + 30.0, one.prompt, one.output) for one in burst]  # rollouts hold much by then
+    shape = RolloutShape(prompt=600)
+    pair = serving_policy("rose:600,0.5,0.2,1", slow).play(requests, slow, TARGETS, seed=0, shape=shape)
+    steps_beyond, longest = 0, 0
+
+    class Watch:
+        def stepped(self, began: float, now: float, made: int) -> None:
+            nonlocal steps_beyond, longest
+            steps_beyond = steps_beyond + 1 if pair.batch.blocks * block > pair.guard.allowed.kv_bytes else 0
+            longest = max(longest, steps_beyond)
+
+        def served(self, now: float, call: object) -> None: ...
+
+        def beat(self, now: float, *, asleep: bool) -> None: ...
+
+    pair.observer = Watch()
+    pair.run()
+    assert pair.batch.wasted > 0
+    assert longest <= 1

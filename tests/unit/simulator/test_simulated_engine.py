@@ -94,7 +94,6 @@ class Workload:
         elif self.block > 1 and draw.random() < 0.6:  # one of a group
             prefix = f"g{self.number // 4}"
             size = Random(prefix).randrange(1, 80)
-            size += size % self.block == 0  # its last block is shared by none, which vLLM does for some members
             prompt = tuple((prefix, place) for place in range(size))
         else:
             prompt = tuple((key, "alone", place) for place in range(draw.randrange(1, 120)))

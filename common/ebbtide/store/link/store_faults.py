@@ -2,13 +2,9 @@
 
 from typing import Final
 
-import msgspec
 import redis.exceptions
 
 from ebbtide.errors import Draining, Internal, StoreUnavailable
-
-#: What a call raises for data of one run that the store or this program cannot make sense of.
-UNEXPECTED: Final = (Internal, msgspec.MsgspecError)
 
 
 class TermSuperseded(Draining):

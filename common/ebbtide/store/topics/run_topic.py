@@ -5,11 +5,12 @@ from typing import Final, NamedTuple
 import msgspec
 
 from ebbtide.errors import AlreadyExists, Internal, InvalidRequest, NotReady, StoreUnavailable
-from ebbtide.store.link.store_faults import UNEXPECTED, StoreRefused
+from ebbtide.store.link.store_faults import StoreRefused
 from ebbtide.store.lua_scripts import script
 from ebbtide.store.record_codec import json_record, pack, pairs, text_pairs, unpack
 from ebbtide.store.store_keys import FLEET, INDEX, LIFE, PUBLISHERS, run_key
 from ebbtide.store.topics.topic import Topic, no_run
+from ebbtide.store.unexpected_data import UNEXPECTED
 from ebbtide.types.run import ROLES, LeaseRef, Run, RunSpec, RunStatus
 from ebbtide.types.weights import PolicyVersion
 

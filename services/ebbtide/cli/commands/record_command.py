@@ -3,11 +3,14 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from ebbtide.cli.views.timeline_files import fetch_events
-from ebbtide.errors import InvalidRequest
-from ebbtide.simulator.recording.recorded_run import RecordedRun
+from ebbtide.errors import EbbtideError, InvalidRequest
+from ebbtide.simulator.recording.recorded_run import RecordedRun, WeightSizes
 from ebbtide.simulator.recording.recording_file import write_record
 from ebbtide.simulator.recording.run_recorder import record_run
+from ebbtide.simulator.report.seed_spread import quantile
 
 if TYPE_CHECKING:
     from ebbtide.client import Client
@@ -17,7 +20,19 @@ async def fetch_recording(client: "Client", run_id: str) -> RecordedRun:
     """Records the run up to now. Raises `NotFound`, and `NotReady` while no step of it is over."""
     spans = [span async for span in client.timeline(run_id)]
     events = await fetch_events(client, run_id)
-    return record_run(await client.run(run_id), spans, events, await client.workers())
+    recorded = record_run(await client.run(run_id), spans, events, await client.workers())
+    return recorded if recorded.weights.dense else replace(recorded, weights=await _sizes(client, run_id))
+
+
+async def _sizes(client: "Client", run_id: str) -> WeightSizes:
+    """Bytes of a version as the relay has them; 0 if it cannot be asked."""
+    try:
+        state = await client.describe_weights(run_id)
+    except EbbtideError:
+        return WeightSizes()
+    dense = [one.info.size for one in state.versions]
+    sent = [min([patch.size for patch in one.patches if patch.size] or [one.info.size]) for one in state.versions]
+    return WeightSizes(dense=round(quantile(dense, 0.5) or 0), sent=round(quantile(sent, 0.5) or 0))
 
 
 def write_recording(recorded: RecordedRun, file: Path) -> str:
@@ -35,4 +50,5 @@ def write_recording(recorded: RecordedRun, file: Path) -> str:
         "of steps that are not whole": left_out.of_partial_steps,
     }
     missing = ", ".join(f"{count:,} {name}" for name, count in parts.items() if count)
-    return told + (f"; left out: {missing}" if missing else "")
+    told += f"; left out: {missing}" if missing else ""
+    return told if recorded.weights.dense else f"{told}; sizes of versions are unknown: name their --relay"

@@ -37,10 +37,14 @@ class SimulateOptions(Struct, frozen=True, kw_only=True):
         if self.scenario is None and self.recording is None:
             raise InvalidRequest("name a scenario file, or a recorded run with --from", field="SCENARIO.toml")
         first = "" if self.scenario is None else str(self.scenario)
-        fleets = [first, *map(str, self.compare)]
-        recording = str(self.recording or "")
-        seeds = range(self.seed, self.seed + self.seeds)
-        return [[SeedTask(scenario=fleet, recording=recording, seed=seed) for seed in seeds] for fleet in fleets]
+        return [
+            [self._task(fleet, seed) for seed in range(self.seed, self.seed + self.seeds)]
+            for fleet in (first, *map(str, self.compare))
+        ]
+
+    def _task(self, fleet: str, seed: int) -> SeedTask:
+        drawn = self.png is not None and seed == self.seed
+        return SeedTask(scenario=fleet, recording=str(self.recording or ""), seed=seed, spans=drawn)
 
 
 def run(

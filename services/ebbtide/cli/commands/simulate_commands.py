@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from ebbtide.cli.cluster_connection import Coordinator, RunId, TokenFile, with_client
+from ebbtide.cli.cluster_connection import Coordinator, Relay, RunId, TokenFile, with_client
 
 _PANEL = "Simulation"
 
@@ -57,6 +57,7 @@ def record(
     run_id: RunId,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="File to write.")],
     coordinator: Coordinator = None,
+    relay: Relay = None,
     token_file: TokenFile = None,
 ) -> None:
     """Keep a run's rollouts, workers and steps in a file, for `ebbtide simulate --from`.
@@ -65,5 +66,5 @@ def record(
     """
     from ebbtide.cli.commands.record_command import fetch_recording, write_recording
 
-    recorded = with_client(lambda client: fetch_recording(client, run_id), coordinator, token_file)
+    recorded = with_client(lambda client: fetch_recording(client, run_id), coordinator, token_file, relay=relay)
     typer.echo(write_recording(recorded, file))

@@ -38,9 +38,9 @@ def example_table() -> Table:
 
 
 def _question(path: Path) -> str:
-    """The comment with which an example begins; else its name."""
-    asked = " ".join(_opening_comment(path.read_text()))
-    return asked or str(tomllib.loads(path.read_text()).get("name", ""))
+    """The comment with which an example begins, up to its question mark; else its name."""
+    asked, mark, _ = " ".join(_opening_comment(path.read_text())).partition("?")
+    return f"{asked}{mark}" or str(tomllib.loads(path.read_text()).get("name", ""))
 
 
 def _opening_comment(text: str) -> Iterator[str]:

@@ -13,7 +13,7 @@ from ebbtide.cli.views.tables import amount, cell, clock, data_table, plain, pri
 from ebbtide.simulator.outcome import SimulationProgress
 from ebbtide.simulator.report.figures_file import ratios
 from ebbtide.simulator.report.scenario_figures import Figures, ScenarioFigures
-from ebbtide.simulator.report.seed_spread import Spread
+from ebbtide.simulator.report.seed_spread import SeedSpread
 
 _MISSING: Final = "-"
 
@@ -56,9 +56,9 @@ _OF_RUN: Final = (
     _Row("tail_s_median", "its last tenth, median", _seconds),
 )
 _REST: Final = (
-    _Row("cost_per_hour", "cost per hour", _dollars),
-    _Row("cost_per_step", "cost per step", _dollars),
-    _Row("cost_per_million_tokens", "cost per million tokens", _dollars),
+    _Row("cost_per_hour", "cost per hour", _dollars, always=False),
+    _Row("cost_per_step", "cost per step", _dollars, always=False),
+    _Row("cost_per_million_tokens", "cost per million tokens", _dollars, always=False),
     _Row("tokens_lost", "tokens lost", _count),
     _Row("tokens_twice", "tokens made twice", _count),
     _Row("twice_share", "  of all tokens", _share),
@@ -105,7 +105,7 @@ def print_simulation(scenarios: Sequence[ScenarioFigures]) -> None:
         print_wide(cell(line), style="dim")
 
 
-def _over_seeds(scenarios: Sequence[ScenarioFigures], most: Spread) -> str:
+def _over_seeds(scenarios: Sequence[ScenarioFigures], most: SeedSpread) -> str:
     seeds = scenarios[0].seeds
     if len(seeds) == 1:
         return f", seed {seeds[0]}"
@@ -131,7 +131,7 @@ def _called(row: _Row, name: str) -> _Row:
     return row._replace(label=f"{plain(name)}: {row.label}") if name else row
 
 
-def _text(found: Spread | None, text: Callable[[float], str]) -> str:
+def _text(found: SeedSpread | None, text: Callable[[float], str]) -> str:
     if found is None:
         return _MISSING
     if found.low == found.high:

@@ -11,8 +11,8 @@ from typing import Final
 
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.errors import NoCapacity, NotFound, NotReady
-from ebbtide.store.link.store_faults import UNEXPECTED
 from ebbtide.store.store import Store
+from ebbtide.store.unexpected_data import UNEXPECTED
 
 #: Runs end seldom.
 _RETRY_AFTER_S: Final = 30.0

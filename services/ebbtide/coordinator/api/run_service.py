@@ -21,7 +21,7 @@ from ebbtide.rpc.caller_turns import stream_turn
 from ebbtide.rpc.run_endings import EndedRun, RunsEnded, check_held
 from ebbtide.scheduling.fair_share.shares import check_floor
 from ebbtide.scheduling.steps.run_claims import ClaimableRun, choose
-from ebbtide.store.link.store_faults import UNEXPECTED
+from ebbtide.store.unexpected_data import UNEXPECTED
 from ebbtide.types.ids import check_id
 from ebbtide.types.rollout import DropReason
 from ebbtide.types.run import ROLES, AttemptSpan, LeaseRef, Run, RunEvent, RunShare, RunSpec, RunStatus, check_spec

@@ -20,9 +20,9 @@ from ebbtide.coordinator.state.running_attempt import OrphanedAttempt, RunningAt
 from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.errors import NotFound, StoreUnavailable
 from ebbtide.rpc.backoff import pauses
-from ebbtide.store.link.store_faults import UNEXPECTED
 from ebbtide.store.rollout_rows import EndReason
 from ebbtide.store.store import Store
+from ebbtide.store.unexpected_data import UNEXPECTED
 from ebbtide.types.append_delta import AppendAck, AppendColumns, joined
 from ebbtide.types.end_cause import EndCause
 from ebbtide.types.fleet import AppendStatus

@@ -77,7 +77,7 @@ class DispatchRound:
             self._allocator.hand_over(now)
             yield None  # in a large fleet each of these takes a while: others have their turn
         for run in self._in_turn(now):
-            fill = SlotFill(run, self._state, self._hosts, self._starts, now)
+            fill = self._new_fill(run, now)
             if fill.due(now):
                 yield fill
             if fill.slowed:
@@ -89,6 +89,9 @@ class DispatchRound:
                 self._borrowed.release(run, hosts, now)
                 self._moves.decide(run, hosts, now)
                 yield None
+
+    def _new_fill(self, run: RunState, now: float) -> SlotFill:
+        return SlotFill(run, self._state, self._hosts, self._starts, now)
 
     def _in_turn(self, now: float) -> list[RunState]:
         """The runs, from the one after that which got the last rollouts before starts were held."""

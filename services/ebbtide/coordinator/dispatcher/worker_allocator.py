@@ -133,6 +133,8 @@ class WorkerAllocator:
         if not demands:
             demands = [_demand(run) for run in live.values() if run.versions]
             sessions = [one for one in sessions if one.run_id not in live]
+        if len(demands) == 1 and _serve_it_alone(sessions, demands[0]):
+            return held
         posts = [self._post(one, barred if one.borrowed else set(), now) for one in sessions]
         rest_s = self._accounts.owed_s(REST)
         runs = allot(posts, demands, now=now, slice_s=self._slice_s, rest_owed_s=rest_s)
@@ -168,6 +170,12 @@ class WorkerAllocator:
                 self._due[run.run_id] = RunDue(share, waits=bool(run.queue))
             workers = held.get(run.run_id, 0)
             run.note_share(RunShare(lately=self._accounts.lately(run.run_id), due=share, workers=workers))
+
+
+def _serve_it_alone(sessions: Sequence[WorkerSession], demand: Demand) -> bool:
+    """Whether the only run with a demand has all these workers, and keeps them: the plain case, decided at once."""
+    serving = all(one.run_id == demand.run_id and not one.unfit for one in sessions)
+    return serving and demand.ceiling is None
 
 
 def _demand(run: RunState) -> Demand:

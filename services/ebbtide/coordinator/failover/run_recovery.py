@@ -16,9 +16,9 @@ from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.running_attempt import OrphanedAttempt, RunningAttempt
 from ebbtide.errors import Internal, LeaseSuperseded, NotFound, NotReady
-from ebbtide.store.link.store_faults import UNEXPECTED
 from ebbtide.store.rollout_rows import EndReason, OpenRollout, RolloutState
 from ebbtide.store.store import Store
+from ebbtide.store.unexpected_data import UNEXPECTED
 from ebbtide.types.end_cause import EndCause
 from ebbtide.types.run import Run
 

@@ -27,9 +27,9 @@ from ebbtide.errors import LeaseSuperseded, NotFound, StoreUnavailable
 from ebbtide.rpc.run_endings import EndedRun
 from ebbtide.scheduling.dispatch.attempt_endings import dead_letter_message
 from ebbtide.scheduling.dispatch.placement import Placement
-from ebbtide.store.link.store_faults import UNEXPECTED
 from ebbtide.store.rollout_rows import EndedAttempt, EndReason, PlacedRollout, RequeuedRollout
 from ebbtide.store.store import Store
+from ebbtide.store.unexpected_data import UNEXPECTED
 from ebbtide.types.fleet import AttemptRef
 from ebbtide.types.ids import new_fence
 from ebbtide.types.run import LeaseRef, RunStatus

@@ -75,7 +75,7 @@ class CoordinatorState:
     def add_run(self, run_id: str, spec: RunSpec) -> RunState:
         """The mirror of a live run, which is new and stale unless there is one."""
         if (run := self._runs.get(run_id)) is None:
-            run = self._runs[run_id] = RunState(run_id, spec, self.wakeups, self.clock)
+            run = self._runs[run_id] = self._make_run(run_id, spec)
         self._skipped.pop(run_id, None)
         return run
 
@@ -108,7 +108,7 @@ class CoordinatorState:
 
     def new_session(self, session_id: str, hello: AttachReport, now: float) -> WorkerSession:
         """A session that is not attached yet."""
-        return WorkerSession(session_id, hello, now, self.wakeups, self._index)
+        return self._make_session(session_id, hello, now)
 
     def attach(self, session: WorkerSession) -> None:
         self._sessions[session.session_id] = session
@@ -129,6 +129,12 @@ class CoordinatorState:
         if self._sessions.pop(session.session_id, None) is not None:
             self._index.remove(session)
         self.wakeups.decide()
+
+    def _make_run(self, run_id: str, spec: RunSpec) -> RunState:
+        return RunState(run_id, spec, self.wakeups, self.clock)
+
+    def _make_session(self, session_id: str, hello: AttachReport, now: float) -> WorkerSession:
+        return WorkerSession(session_id, hello, now, self.wakeups, self._index)
 
     def note_changeover(self, worker_id: str, seconds: float) -> None:
         """Note how long a worker took to change to another run, without an engine restart."""

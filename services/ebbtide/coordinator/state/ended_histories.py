@@ -9,9 +9,9 @@ from typing import Final
 
 from ebbtide import telemetry
 from ebbtide.errors import StoreUnavailable
-from ebbtide.store.link.store_faults import UNEXPECTED
 from ebbtide.store.store import Store
 from ebbtide.store.topics.run_topic import EndedHistory
+from ebbtide.store.unexpected_data import UNEXPECTED
 
 log = telemetry.get_logger(__name__)
 

@@ -26,8 +26,8 @@ from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.errors import LeaseSuperseded, StoreUnavailable
 from ebbtide.scheduling.dispatch.response_lengths import ResponseLengths
 from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout, RolloutQueue
-from ebbtide.store.link.store_faults import UNEXPECTED
 from ebbtide.store.rollout_rows import EndReason
+from ebbtide.store.unexpected_data import UNEXPECTED
 from ebbtide.types.end_cause import EndCause
 from ebbtide.types.run import RunShare, RunSpec
 from ebbtide.types.weights import PolicyVersion
@@ -98,15 +98,19 @@ class RunState:
             try:
                 yield
             except (StoreUnavailable, asyncio.CancelledError):
-                self.stale = True  # read again in the next round
+                self.set_stale(True)  # read again in the next round
                 raise
             except UNEXPECTED as error:
                 self.pause(error)
                 raise
 
+    def set_stale(self, stale: bool) -> None:
+        """Note whether the mirror may have missed something; nothing is placed by such a one."""
+        self.stale = stale
+
     def mark_stale(self) -> None:
         """Have the mirror read again: the store said what it does not."""
-        self.stale = True
+        self.set_stale(True)
         self.wakeups.decide()
 
     def paused(self, now: float) -> bool:
@@ -115,7 +119,7 @@ class RunState:
 
     def pause(self, error: Exception, now: float | None = None) -> float:
         """Leave the run alone for a while, then read it again: the store gave an unexpected reply. Returns seconds."""
-        self.stale = True
+        self.set_stale(True)
         self.answerable.set()
         return self._pause.begin(error, self.clock() if now is None else now)
 
@@ -127,13 +131,14 @@ class RunState:
     def rereading(self) -> Iterator[AbstractSet[str]]:
         """Entered while the mirror is read again. Yields the rollouts that end meanwhile. A failure leaves it stale."""
         ended: set[str] = set()
-        self.stale, self._ended_lately = False, ended
+        self.set_stale(False)
+        self._ended_lately = ended
         if not self.reconciled.is_set():
             self.answerable.clear()
         try:
             yield ended
         except BaseException:
-            self.stale = True
+            self.set_stale(True)
             if self.paused(self.clock()):
                 self.answerable.set()
             raise

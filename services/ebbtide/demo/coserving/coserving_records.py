@@ -43,6 +43,7 @@ class BudgetMoment(Struct, frozen=True, kw_only=True):
     sequences: int = 0  # most sequences of the next step
     generated: int = 0  # tokens since the engine's start
     busy_s: float = 0.0  # time in which steps ran since the engine's start
+    steps: int = 0  # since the engine's start
     training: bool = False  # the trainer ran
 
 

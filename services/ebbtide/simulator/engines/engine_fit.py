@@ -1,6 +1,6 @@
 """Fits the time of an engine's steps to measured ones."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -12,8 +12,6 @@ from ebbtide.simulator.engines.non_negative_fit import Array, fit_costs, fit_err
 
 #: With fewer observations than this the costs say nothing about other steps.
 _LEAST: Final = 6
-#: A later knee must make the error smaller by this factor, or noise would choose it.
-_BETTER: Final = 0.98
 
 
 def fit_engine(
@@ -54,22 +52,14 @@ def _median(seconds: Sequence[float]) -> float:
 
 
 def fit_step_costs(observations: Sequence[MeasuredSteps]) -> tuple[StepCosts, FitErrors]:
-    """The costs with the least relative errors, over all knees between reading weights and computing."""
+    """The costs with the least relative errors. The time to read the weights is a part of each step's base."""
     if len(observations) < _LEAST:
         text = f"{len(observations)} measured intervals are too few to fit costs to; {_LEAST} are the least"
         raise InvalidRequest(text, field="observations")
-    seconds = np.array([one.seconds for one in observations])
-    best: tuple[float, float, Array, Array] | None = None
-    for knee in _knees(observations):
-        costs, errors = fit_costs(_matrix(observations, knee), seconds)
-        score = float(np.mean(errors))
-        if best is None or score < best[0] * _BETTER:
-            best = score, knee, costs, errors
-    assert best is not None  # noqa: S101 - the first knee is always tried
-    _, knee, (base_s, token_s, sequence_s, context_s, pair_s), errors = best
+    costs, errors = fit_costs(_matrix(observations), np.array([one.seconds for one in observations]))
+    base_s, token_s, sequence_s, context_s, pair_s = costs
     found = StepCosts(
         base_s=float(base_s),
-        weights_s=float(knee * token_s),
         token_s=float(token_s),
         sequence_s=float(sequence_s),
         context_s=float(context_s),
@@ -78,20 +68,13 @@ def fit_step_costs(observations: Sequence[MeasuredSteps]) -> tuple[StepCosts, Fi
     return found, fit_errors(errors)
 
 
-def _knees(observations: Sequence[MeasuredSteps]) -> Iterator[float]:
-    """Tokens of a step at which computing may become slower than reading weights: 0 is never."""
-    sizes = sorted({group.batch + group.prefill for one in observations for group in one.groups})
-    yield 0.0
-    yield from map(float, sizes[1:-1])
-
-
-def _matrix(observations: Sequence[MeasuredSteps], knee: float) -> Array:
-    """What each observation computed: steps, tokens at least as many as the knee's, sequences, contexts and pairs."""
+def _matrix(observations: Sequence[MeasuredSteps]) -> Array:
+    """What each observation computed: steps, tokens, sequences, contexts and pairs."""
     return np.array(
         [
             [
                 sum(group.steps for group in one.groups),
-                sum(group.steps * max(knee, group.batch + group.prefill) for group in one.groups),
+                sum(group.steps * (group.batch + group.prefill) for group in one.groups),
                 sum(group.steps * group.batch for group in one.groups),
                 sum(group.steps * group.context for group in one.groups),
                 sum(group.steps * group.pairs for group in one.groups),

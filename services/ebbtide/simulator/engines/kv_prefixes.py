@@ -97,6 +97,15 @@ class KvPrefixes:
         self._named[name] = prefix = KvPrefix(name, None, 0, self.salt, shared=True)
         return prefix
 
+    def split_off(self, parent: KvPrefix, name: str) -> KvPrefix:
+        """The holder's own block behind `parent`'s becomes a part for others to share; the holder has it as well."""
+        self._named[name] = tail = KvPrefix(name, parent, parent.end, self.salt, shared=True)
+        tail.blocks = tail.holders = 1
+        return tail
+
+    def knows(self, name: str) -> bool:
+        return name in self._named
+
     def release(self, name: str, parent: KvPrefix | None, start: int, tokens: int, salt: int) -> None:
         """A sequence stops: of its `tokens` the whole blocks behind the first `start`, which are `parent`'s, remain
         known under its name if the present weights made them."""

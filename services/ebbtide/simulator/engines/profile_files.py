@@ -2,9 +2,11 @@
 
 import math
 import tomllib
+from collections.abc import Mapping
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -49,10 +51,13 @@ def profile_names(kind: type[EngineProfile] | type[TrainerProfile]) -> list[str]
     return sorted(one.name.removesuffix(_SUFFIX) for one in _folder(kind).iterdir() if one.name.endswith(_SUFFIX))
 
 
-def write_profile(profile: EngineProfile | TrainerProfile, path: Path) -> None:
-    """Writes a file that `read_profile` reads. Raises `InvalidRequest` if it cannot be written."""
+def write_profile(
+    profile: EngineProfile | TrainerProfile, path: Path, notes: Mapping[str, str] = MappingProxyType({})
+) -> None:
+    """Writes a file that `read_profile` reads. `notes`: comments by the dotted names of fields. Raises `InvalidRequest`
+    if it cannot be written."""
     try:
-        path.write_text("\n".join(_lines(msgspec.to_builtins(profile), "")) + "\n", encoding="utf-8")
+        path.write_text("\n".join(_lines(msgspec.to_builtins(profile), "", notes)) + "\n", encoding="utf-8")
     except OSError as error:
         raise InvalidRequest(f"cannot be written ({error.strerror})", field=str(path)) from None
 
@@ -61,14 +66,17 @@ def _folder(kind: type[Struct]) -> Traversable:
     return files("ebbtide.simulator.engines").joinpath("profiles", _FOLDERS[kind])
 
 
-def _lines(table: dict[str, Any], name: str) -> list[str]:
+def _lines(table: dict[str, Any], name: str, notes: Mapping[str, str]) -> list[str]:
     """The table as TOML, plain values first."""
-    lines = [f"[{name}]"] if name else []
-    lines += [f"{key} = {_value(value)}" for key, value in table.items() if not isinstance(value, dict | None)]
+    lines, tables = [f"[{name}]"] if name else [], []
     for key, value in table.items():
+        where = f"{name}.{key}" if name else key
         if isinstance(value, dict):
-            lines += ["", *_lines(value, f"{name}.{key}" if name else key)]
-    return lines
+            tables += ["", *_lines(value, where, notes)]
+        elif value is not None:
+            lines += [f"# {notes[where]}"] if where in notes else []
+            lines.append(f"{key} = {_value(value)}")
+    return lines + tables
 
 
 def _value(value: str | float | bool) -> str:

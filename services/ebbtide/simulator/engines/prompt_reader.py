@@ -3,9 +3,14 @@
 Invariant: at most one sequence is cut, that is, read in part. No other starts before the rest of it is read.
 """
 
+from typing import Final
+
 from ebbtide.simulator.engines.engine_profile import EngineProfile
 from ebbtide.simulator.engines.engine_sequence import EngineSequence
 from ebbtide.simulator.engines.kv_prefixes import KvPrefix, KvPrefixes
+
+#: Behind a prompt's name, the name of its last block.
+_TAIL: Final = "\0"
 
 
 class PromptReader:
@@ -62,11 +67,16 @@ class PromptReader:
     def _known(self, sequence: EngineSequence) -> KvPrefix | None:
         """What the cache has of it. At least its last token is read, as its logits are needed."""
         block = self._prefixes.block
-        shared = (sequence.prompt - 1) // block
-        names = ((sequence.prefix, shared), (sequence.after, shared), (sequence.key, (sequence.known - 1) // block))
+        shared, own = min(sequence.prompt, sequence.known - 1) // block, (sequence.known - 1) // block
+        names = (
+            (sequence.prefix + _TAIL, shared),
+            (sequence.prefix, shared),
+            (sequence.after, own),
+            (sequence.key, own),
+        )
         best: KvPrefix | None = None
         for name, most in names:
-            found = self._prefixes.find(name, most) if name else None
+            found = self._prefixes.find(name, most)
             if found is not None and found.end > (best.end if best else 0):
                 best = found
         return best
@@ -86,11 +96,20 @@ class PromptReader:
             self.complete.append(sequence)
 
     def _share(self, sequence: EngineSequence) -> None:
-        """Lets others use the whole blocks of its prompt, as soon as they are read, under the prompt's name."""
-        parent = sequence.parent
+        """Lets others use the whole blocks of its prompt, as soon as they are read, under the prompt's name.
+
+        A prompt may end with a block. Those who have no more than the prompt cannot use that block, as they need the
+        last token's logits. So it is a part of its own.
+        """
+        parent, prefixes = sequence.parent, self._prefixes
         if parent is None or not parent.shared or sequence.after:
             return
-        end = min(sequence.fed, sequence.prompt - 1) // self._prefixes.block
+        end = min(sequence.fed, sequence.prompt - 1) // prefixes.block
         if end > parent.end:
             parent.blocks += end - parent.end
             sequence.start = end
+        prompt, rest = divmod(sequence.prompt, prefixes.block)
+        tail = sequence.prefix + _TAIL
+        if not rest and sequence.fed >= sequence.prompt and parent.end == prompt - 1 and not prefixes.knows(tail):
+            sequence.parent = prefixes.split_off(parent, tail)
+            sequence.start = prompt

@@ -18,6 +18,7 @@ class SeedTask(Struct, frozen=True, kw_only=True):
     scenario: str  # path of a scenario file; "": the recorded fleet
     recording: str = ""  # path of a recorded run, whose rollouts take the place of the scenario's; "": none
     seed: int = 0
+    spans: bool = False  # whether the outcome is to have what each machine did: it is large
 
 
 class Told(Struct, frozen=True, tag="progress"):

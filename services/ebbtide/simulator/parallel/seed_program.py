@@ -7,7 +7,9 @@ from collections.abc import Callable
 from typing import BinaryIO, Final, Protocol
 
 import msgspec
+from msgspec.structs import replace
 
+from ebbtide import telemetry
 from ebbtide.errors import InvalidRequest
 from ebbtide.runtime import die_with_parent
 from ebbtide.simulator.outcome import Outcome, SimulationProgress
@@ -27,11 +29,13 @@ class Simulate(Protocol):
 def serve_seed(simulate: Simulate) -> None:
     """Does the task on stdin. The process dies with the parent that started it, named by the first argument."""
     die_with_parent(int(sys.argv[1]))
+    telemetry.configure("simulation", level="error")  # the coordinator's code logs what happens, by the wall clock
     out = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what anything prints is no message
     task = msgspec.json.decode(sys.stdin.buffer.read(), type=SeedTask)
     try:
-        answer: SeedMessage = Ended(simulate(task, _seldom(out)))
+        outcome = simulate(task, _seldom(out))
+        answer: SeedMessage = Ended(outcome if task.spans else replace(outcome, spans=[]))
     except InvalidRequest as error:
         answer = Refused(str(error))
     _send(out, answer)

@@ -5,13 +5,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from ebbtide.errors import InvalidRequest
+from ebbtide.simulator.engines.engine_profile import EngineProfile
+from ebbtide.simulator.engines.profile_files import profile_names, read_profile
+from ebbtide.simulator.engines.trainer_profile import TrainerProfile
 from ebbtide.simulator.outcome import Outcome
 from ebbtide.simulator.parallel.seed_messages import SeedTask
 from ebbtide.simulator.parallel.seed_program import Say
 from ebbtide.simulator.recording.recorded_scenario import recorded_fleet, with_recorded_work
 from ebbtide.simulator.recording.recording_file import read_record
+from ebbtide.simulator.rivals.policies import POLICIES
+from ebbtide.simulator.scenario.reading.known_names import KnownNames, ProfileKind
 from ebbtide.simulator.scenario.reading.scenario_reader import read_scenario
 from ebbtide.simulator.scenario.scenario import Scenario
+from ebbtide.simulator.serving.pair_costs import read_pair_costs
+from ebbtide.simulator.world.borrowed_machines import DEFAULT_COSTS
 
 
 def scenario_name(task: SeedTask) -> str:
@@ -22,10 +30,35 @@ def scenario_name(task: SeedTask) -> str:
 
 def simulate_task(task: SeedTask, say: Say) -> Outcome:
     """Simulates the task's scenario. Raises `InvalidRequest` for faulty input."""
-    from ebbtide.simulator.world.simulation import simulate
+    from ebbtide.simulator.simulate import simulate
 
     with task_scenario(task) as scenario:
         return simulate(scenario, seed=task.seed, say=say)
+
+
+def known_names() -> KnownNames:
+    """The profiles that come with the simulator, and how files of others are checked."""
+    return KnownNames(
+        engines=frozenset(profile_names(EngineProfile)),
+        trainers=frozenset(profile_names(TrainerProfile)),
+        costs=frozenset({DEFAULT_COSTS}),
+        policies=POLICIES,
+        file_problem=_file_problem,
+    )
+
+
+def _file_problem(kind: ProfileKind, path: Path) -> str:
+    """What is wrong with a profile's file; nothing if it is a good one."""
+    try:
+        if kind == "engine":
+            read_profile(EngineProfile, str(path))
+        elif kind == "trainer":
+            read_profile(TrainerProfile, str(path))
+        else:
+            read_pair_costs(path)
+    except InvalidRequest as error:
+        return str(error).removeprefix(f"{path}: ")
+    return ""
 
 
 @contextmanager
@@ -33,9 +66,9 @@ def task_scenario(task: SeedTask) -> Iterator[Scenario]:
     """The scenario; files that it may name are there as long as the block lasts. Raises `InvalidRequest`."""
     recorded = read_record(Path(task.recording)) if task.recording else None
     if recorded is None:
-        yield read_scenario(Path(task.scenario))
+        yield read_scenario(Path(task.scenario), known_names())
     elif task.scenario:
-        yield with_recorded_work(recorded, read_scenario(Path(task.scenario)), task.scenario)
+        yield with_recorded_work(recorded, read_scenario(Path(task.scenario), known_names()), task.scenario)
     else:
         with TemporaryDirectory(prefix="ebbtide-") as folder:
             yield recorded_fleet(recorded, Path(folder), task.recording)

@@ -12,6 +12,19 @@ from ebbtide.simulator.report.seed_spread import quantile
 _UNKNOWN: Final = "recorded"
 #: Whether memory for keys and values held rollouts back is in the measured pace, and must not count twice.
 _NO_LIMIT: Final = 1 << 40
+#: Of machines of whose pulls nothing is known: a scenario's default.
+_LINK_GBPS: Final = 50.0
+_GBIT_PER_BYTE: Final = 8e-9
+
+
+def link_gbps(recorded: RecordedRun) -> float:
+    """The link over which the bytes of a version came in the time of a pull, both in the median."""
+    pull_s, sent = _pull_s(recorded), recorded.weights.sent
+    return min(1e5, max(1e-3, sent * _GBIT_PER_BYTE / pull_s)) if pull_s and sent else _LINK_GBPS
+
+
+def _pull_s(recorded: RecordedRun) -> float:
+    return quantile([install.pull_s for install in recorded.installs], 0.5) or 0.0
 
 
 def engine_of(recorded: RecordedRun, engine: MeasuredEngine) -> EngineProfile:

@@ -10,10 +10,9 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ebbtide.simulator.engines.profile_files import write_profile
-from ebbtide.simulator.recording.recorded_profiles import engine_of, trainer_of
+from ebbtide.simulator.recording.recorded_profiles import engine_of, link_gbps, trainer_of
 from ebbtide.simulator.recording.recorded_run import RecordedRun, RecordedWorker
 from ebbtide.simulator.recording.recorded_work import known_turns
-from ebbtide.simulator.report.seed_spread import quantile
 from ebbtide.simulator.scenario.inputs.input_tables import InputTables
 from ebbtide.simulator.scenario.inputs.spot_trace import SpotTrace, TraceEvent
 from ebbtide.simulator.scenario.machine_pool import MachinePool, SpotTraceSpec
@@ -25,10 +24,10 @@ _ENGINE: Final = "engine.toml"
 _TRAINER: Final = "trainer.toml"
 #: The clouds' shortest notice. The record knows that machines had one, and not how long it was.
 _NOTICE_S: Final = 30.0
+#: The upload of a version is in the time to its announcement, and must not count twice: no link is faster.
+_UPLOADED_GBPS: Final = 1e5
 #: As a scenario bounds it: more than this apart, machines are no like machines.
 _MOST_APART: Final = 0.9
-#: Of machines whose pulls say nothing: a scenario's default.
-_LINK_GBPS: Final = 50.0
 
 
 def recorded_fleet(recorded: RecordedRun, folder: Path, name: str) -> Scenario:
@@ -42,7 +41,7 @@ def recorded_fleet(recorded: RecordedRun, folder: Path, name: str) -> Scenario:
     write_profile(engine_of(recorded, recorded.engine), folder / _ENGINE)
     write_profile(trainer_of(recorded), folder / _TRAINER)
     pools = list(_pools(recorded))
-    run = _run(recorded, TrainingRun(name="run", trainer=_TRAINER))
+    run = _run(recorded, TrainingRun(name="run", trainer=_TRAINER, publish_gbps=_UPLOADED_GBPS))
     scenario = Scenario(
         name=f"{recorded.spec.name}, as recorded",
         steps=_steps(recorded),
@@ -132,7 +131,7 @@ def _pool(
         trace=SpotTraceSpec(file=name) if trace else None,
         slots=slots,
         boot_s=0.0,  # machines come when their workers attached
-        link_gbps=_link_gbps(recorded),
+        link_gbps=link_gbps(recorded),
         speed_spread=min(_MOST_APART, apart),
         notice_s=_NOTICE_S if drained else 0.0,
         unannounced=lost / (lost + drained) if drained else 0.0,
@@ -154,15 +153,6 @@ def _trace(recorded: RecordedRun, workers: Sequence[RecordedWorker]) -> SpotTrac
     if all(event.joins and event.at_s == 0.0 for event in events) and len(events) == len(workers):
         return None
     return SpotTrace(events=tuple(sorted(events, key=lambda event: (event.at_s, event.joins, event.node))))
-
-
-def _link_gbps(recorded: RecordedRun) -> float:
-    """What pulls of a version came to, in the median; the default where nothing is known of them."""
-    pulls = [install.pull_s for install in recorded.installs if install.pull_s > 0]
-    took_s = quantile(pulls, 0.5)
-    if took_s is None or not recorded.weights.sent:
-        return _LINK_GBPS
-    return min(1e5, max(1e-3, recorded.weights.sent * 8 / 1e9 / took_s))
 
 
 def _refused(file: str, field: str, text: str) -> ScenarioRefused:

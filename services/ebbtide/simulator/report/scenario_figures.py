@@ -8,11 +8,11 @@ from msgspec import Struct
 
 from ebbtide.errors import InvalidRequest
 from ebbtide.simulator.outcome import Outcome, PoolOutcome, StepOutcome
-from ebbtide.simulator.report.seed_spread import Spread, quantile, spread
+from ebbtide.simulator.report.seed_spread import SeedSpread, quantile, spread
 
 _HOUR_S: Final = 3600.0
 #: A figure that does not exist, such as the cost of a step where no step was finished, is None.
-Figures = dict[str, Spread | None]
+Figures = dict[str, SeedSpread | None]
 
 
 class ScenarioFigures(Struct, frozen=True, kw_only=True):

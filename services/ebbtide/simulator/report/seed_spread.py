@@ -10,7 +10,7 @@ from msgspec import Struct
 _COVERED: Final = 0.95
 
 
-class Spread(Struct, frozen=True, kw_only=True):
+class SeedSpread(Struct, frozen=True, kw_only=True):
     """A figure over seeds. `low` and `high` bound the median at 95 % ("interval95"), or are the extremes ("range")."""
 
     median: float
@@ -20,7 +20,7 @@ class Spread(Struct, frozen=True, kw_only=True):
     kind: Literal["range", "interval95"]
 
 
-def spread(values: Iterable[float | None]) -> Spread | None:
+def spread(values: Iterable[float | None]) -> SeedSpread | None:
     """Returns the spread of the seeds that have the figure, or None if no seed has it.
 
     The interval is that of order statistics: it holds for every distribution (David and Nagaraja, Order Statistics,
@@ -30,7 +30,7 @@ def spread(values: Iterable[float | None]) -> Spread | None:
     if not found:
         return None
     left_out = _left_out(len(found))
-    return Spread(
+    return SeedSpread(
         median=median(found),
         low=found[left_out or 0],
         high=found[-1 - (left_out or 0)],

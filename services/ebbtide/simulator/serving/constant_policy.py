@@ -12,6 +12,7 @@ from ebbtide.scheduling.coserving.budget_decider import (
     LearntCosts,
     StepLimits,
 )
+from ebbtide.scheduling.coserving.kv_budget import NORMAL
 from ebbtide.serving_guard.loans.memory_budget import AllowedMemory, MemoryBudget
 from ebbtide.types.grants import GRANT_S, BorrowerReport, Budget, Forecast, Hello, Residency
 
@@ -64,4 +65,4 @@ class ConstantMemory(MemoryBudget):
     def tokens_inside(self, now: float, tokens: int) -> None: ...
 
     def allowed(self, now: float, worker_id: str, *, idle_s: float) -> AllowedMemory:
-        return AllowedMemory(self._kv, "normal", Residency.AWAKE)
+        return AllowedMemory(self._kv, NORMAL, Residency.AWAKE)

@@ -107,7 +107,7 @@ class RolloutBatch:
         """Take so many alike steps at once, at most `calm`. Returns the tokens that they made."""
         made = steps * len(self._running)
         self._ahead, self._calm = self._ahead + steps, self._calm - steps
-        if not self._calm:
+        if self._calm <= 0:
             self._settle()
         self.made += made
         return made

@@ -26,6 +26,7 @@ from ebbtide.scheduling.coserving.budget_decider import (
     LearntCosts,
     StepLimits,
 )
+from ebbtide.scheduling.coserving.kv_budget import CUT, NORMAL
 from ebbtide.serving_guard.loans.memory_budget import AllowedMemory, MemoryBudget
 from ebbtide.types.grants import GRANT_S, BorrowerReport, Budget, Forecast, Hello, Residency
 
@@ -157,5 +158,5 @@ class RoseMemory(MemoryBudget):
     def allowed(self, now: float, worker_id: str, *, idle_s: float) -> AllowedMemory:
         self.tokens_inside(now, self.serving_bytes // max(1, self._token_bytes))
         budget = min(self._kv.get(worker_id, 0), int((1 - self._setting.headroom) * self.limit))
-        phase = "cut" if self._cut else "normal"
+        phase = CUT if self._cut else NORMAL
         return AllowedMemory(budget // 2 if self._cut else budget, phase, Residency.AWAKE)

@@ -26,6 +26,7 @@ from ebbtide.simulator.serving.grant_tape import GrantSpell, SpellRecorder
 from ebbtide.simulator.serving.pair_costs import PairCosts
 from ebbtide.simulator.serving.request_traffic import TrafficRequest
 from ebbtide.simulator.serving.serving_comparison import played_alone, resolved_targets
+from ebbtide.simulator.serving.serving_pair import BEAT_S
 from ebbtide.simulator.serving.serving_policies import ServingPolicy, serving_policy
 from ebbtide.types.fleet import BorrowedState
 from ebbtide.types.grants import Forecast
@@ -135,7 +136,7 @@ class GrantTapes:
             if not (slo.ttft_s and slo.tpot_s):
                 windows = (traffic.window(number, 1.0, traffic.window_s) for number in range(traffic.count))
                 requests = next((found for found in windows if found), [])
-                slo = resolved_targets(slo, played_alone(requests, self._costs, seed=self._seed))
+                slo = resolved_targets(slo, played_alone(requests, self._costs, seed=self._seed).done)
             self._targets = slo.ttft_s, slo.tpot_s
         return self._targets
 
@@ -244,4 +245,4 @@ class _IdleForecast:
             self._rhythm = TrafficRhythm(1.0 - LatencyTargets().percentile / 100.0)
             self._rhythm.turn(now, busy=False)
             self._rhythm.grant(now, granted=True)
-        return self._rhythm.forecast(now)
+        return self._rhythm.forecast(now + BEAT_S)  # at the first heartbeat, as in windows that are played

@@ -9,6 +9,7 @@ from ebbtide.scheduling.coserving.budget_decider import LatencyTargets
 from ebbtide.simulator.serving.pair_costs import PairCosts
 from ebbtide.simulator.serving.request_traffic import TrafficRequest, faster
 from ebbtide.simulator.serving.rollout_batch import RolloutShape
+from ebbtide.simulator.serving.served_engine import ServedCall
 from ebbtide.simulator.serving.serving_figures import (
     ServingFigures,
     latency_percentile,
@@ -33,10 +34,10 @@ def played_alone(requests: Sequence[TrafficRequest], costs: PairCosts, *, seed: 
     return pair
 
 
-def resolved_targets(slo: LatencyTargets, alone: ServingPair) -> LatencyTargets:
+def resolved_targets(slo: LatencyTargets, alone: Sequence[ServedCall]) -> LatencyTargets:
     """The targets in seconds; factors are on the percentile of serving alone."""
-    ttft = latency_percentile(served_ttft(alone.done), slo.percentile)
-    tpot = latency_percentile(served_tpot(alone.done), slo.percentile)
+    ttft = latency_percentile(served_ttft(alone), slo.percentile)
+    tpot = latency_percentile(served_tpot(alone), slo.percentile)
     return replace(slo, ttft_s=slo.ttft_s or slo.ttft_factor * ttft, tpot_s=slo.tpot_s or slo.tpot_factor * tpot)
 
 
@@ -51,7 +52,7 @@ def compared(
 ) -> list[ServingFigures]:
     """The figures of serving alone, alone again, and of each named policy; see `serving_policies` for names."""
     alone = played_alone(requests, costs, seed=seed)
-    targets = resolved_targets(slo, alone)
+    targets = resolved_targets(slo, alone.done)
     idle_s = alone.now - alone.busy_s
 
     def figures(name: str, pair: ServingPair) -> ServingFigures:

@@ -10,16 +10,18 @@ own speed; `inf` where none is under way.
 
 from collections import deque
 from collections.abc import Sequence
-from math import exp, inf
+from math import inf
 from random import Random
 from typing import Final, Protocol
 
 from ebbtide.scheduling.coserving.budget_decider import BudgetDecider
-from ebbtide.serving_guard.loans.memory_budget import MemoryBudget
+from ebbtide.scheduling.coserving.kv_budget import CUT
+from ebbtide.serving_guard.loans.memory_budget import AllowedMemory, MemoryBudget
 from ebbtide.simulator.serving.pair_costs import PairCosts
 from ebbtide.simulator.serving.request_traffic import TrafficRequest
 from ebbtide.simulator.serving.rollout_batch import RolloutBatch, RolloutShape
 from ebbtide.simulator.serving.served_engine import ServedCall, ServedEngine
+from ebbtide.simulator.serving.step_noise import StepNoise
 from ebbtide.simulator.serving.virtual_guard import RolloutUse, VirtualGuard
 from ebbtide.types.grants import Residency
 
@@ -28,16 +30,13 @@ _WAKE_S: Final = 0.0005
 #: The pause after a step that could use none of its budget, as `BudgetedScheduler` makes it.
 _FRUITLESS_S: Final = 0.01
 #: The observer's heartbeats, as often as a worker's.
-_BEAT_S: Final = 1.0
+BEAT_S: Final = 1.0
 #: Less of a step than this is left by rounding alone.
 _NOTHING_S: Final = 1e-9
-_HICCUP: Final = 4.0
 #: Once nothing was inside for `_CALM_S`, rollouts coast: alike steps are taken at once, in their mean time, until
 #: `_NEAR_S` before the next arrival. By then memory has long returned, and the governor's ramp is at its top.
 _CALM_S: Final = 1.0
 _NEAR_S: Final = 0.5
-#: Noise is drawn in rounds of so many, because single draws cost more.
-_DRAWS: Final = 1024
 _MIB: Final = 1 << 20
 
 
@@ -75,21 +74,22 @@ class ServingPair:
         """`requests` in order of arrival. `memory`: divides `costs.memory`; None: memory never lacks. `aborts`: a cut
         of memory aborts whole rollouts, as ROSE does; otherwise its victims keep their tokens."""
         self._requests, self._costs, self.observer = deque(requests), costs, observer
-        self._noise_of = Random(f"{seed} noise")
-        self._noises: list[float] = []
+        # Each engine has its own noise, so that served requests meet the same under each policy, as far as they can.
+        self._served_noise = StepNoise(costs, Random(f"{seed} served noise"))
+        self._rolled_noise = StepNoise(costs, Random(f"{seed} rollout noise"))
         self._engine = ServedEngine(costs)
         self.batch = RolloutBatch(costs, shape or RolloutShape(), Random(f"{seed} rollouts"))
         self.guard = VirtualGuard(decider, memory if costs.memory.limit_mib else None, costs)
         self._aborts, self._cut = aborts, False
+        self._allowed: AllowedMemory | None = None  # what the last grant says, until it is done
         self._residency, self._awake_at = Residency.AWAKE, inf
         self._held: deque[tuple[float, float, ServedCall]] = deque()  # (until, arrival, request)
         self._serving = self._rolling = inf
         self._tokens, self._began = 0, 0.0
         self._coasting = 0  # steps of the stretch under way; 0: it is a single step
         self._idle_since = 0.0  # when the last request left
-        self._typical = exp(costs.noise**2 / 2) * (1.0 + ((_HICCUP - 1.0) / costs.hiccup if costs.hiccup else 0.0))
         self._may_begin = 0.0
-        self._beat_at = _BEAT_S
+        self._beat_at = BEAT_S
         self._named = 0
         self.now = self.busy_s = 0.0
         self.done: list[ServedCall] = []
@@ -165,7 +165,7 @@ class ServingPair:
         if self.guard.next_at <= now:
             self._fire()
         if self._beat_at <= now:
-            self._beat_at += _BEAT_S
+            self._beat_at += BEAT_S
             if self.observer is not None:
                 self.observer.beat(now, asleep=self._residency is not Residency.AWAKE)
 
@@ -187,6 +187,7 @@ class ServingPair:
         else:
             made = self.batch.end()
             self.guard.stepped(now, self._tokens, now - self._began)
+        self._obey()
         self._may_begin = max(self._may_begin, now + self._costs.between_s)
         if self._held:
             self._held = deque(
@@ -224,20 +225,27 @@ class ServingPair:
             self._may_begin = max(self._may_begin, self.now + _WAKE_S)
 
     def _look_at_memory(self) -> None:
-        """Do as the grant says: give memory back at once, and load the weights in their time."""
+        """Take the next grant's word on memory."""
+        block = self._costs.memory.block_tokens * self._costs.memory.rollout_token_bytes
+        use = RolloutUse(self.batch.running, self.batch.blocks * block, self._residency)
+        self._allowed = self.guard.tick(self.now, self._engine.tokens_inside, use)
+        if self._rolling == inf:
+            self._obey()
+
+    def _obey(self) -> None:
+        """Between steps, give memory back at once, and begin to load weights that are wished awake."""
+        allowed, self._allowed = self._allowed, None
+        if allowed is None:
+            return
         memory = self._costs.memory
         block = memory.block_tokens * memory.rollout_token_bytes
-        use = RolloutUse(self.batch.running, self.batch.blocks * block, self._residency)
-        allowed = self.guard.tick(self.now, self._engine.tokens_inside, use)
         if allowed.residency is not self._residency:
             if allowed.residency is not Residency.AWAKE:
                 self._residency, self._awake_at = allowed.residency, inf
                 self.batch.lose_cache()
             elif self._awake_at == inf:
                 self._awake_at = self.now + self._costs.wake_s
-        if self._rolling < inf:
-            return  # blocks are given back between steps
-        cut = allowed.phase == "cut"
+        cut = allowed.phase == CUT
         if self._aborts and cut and not self._cut:
             self.batch.abort(allowed.kv_bytes // block)
         self._cut = cut
@@ -246,7 +254,7 @@ class ServingPair:
     def _begin(self) -> None:
         now = self.now
         if self._serving == inf and len(self._engine) and (seconds := self._engine.begin()):
-            self._serving = seconds * self._noise()
+            self._serving = seconds * self._served_noise.draw()
         budget = self.guard.budget
         if self._rolling == inf and budget.tokens and self._may_begin <= now < budget.until:
             if self._residency is not Residency.AWAKE or self._coast():
@@ -256,7 +264,8 @@ class ServingPair:
                 self._may_begin = now + _FRUITLESS_S
                 return
             costs = self._costs
-            self._began, self._rolling = now, (costs.step_s + costs.step_token_s * self._tokens) * self._noise()
+            seconds = costs.step_s + costs.step_token_s * self._tokens
+            self._began, self._rolling = now, seconds * self._rolled_noise.draw()
 
     def _coast(self) -> bool:
         """Begin a stretch of alike steps if nothing can happen in it."""
@@ -267,18 +276,10 @@ class ServingPair:
         if min(budget.tokens, budget.sequences) < batch.running:
             return False
         until = min(self._beat_at, self._requests[0].at - _NEAR_S if self._requests else inf)
-        step_s = self._typical * (costs.step_s + costs.step_token_s * batch.running) + costs.between_s
+        step_s = self._rolled_noise.mean * (costs.step_s + costs.step_token_s * batch.running) + costs.between_s
         steps = min(batch.calm, int((until - now) / step_s))
         if steps < 2:
             return False
         self._coasting, self._began, self._rolling = steps, now, steps * step_s
         self.guard.rest(now + self._rolling)
         return True
-
-    def _noise(self) -> float:
-        if not self._noises:
-            draw, costs = self._noise_of, self._costs
-            self._noises = [draw.lognormvariate(0.0, costs.noise) for _ in range(_DRAWS)]
-            if costs.hiccup:
-                self._noises = [one * _HICCUP if draw.random() * costs.hiccup < 1.0 else one for one in self._noises]
-        return self._noises.pop()

@@ -13,6 +13,7 @@ from typing import Final
 from msgspec import Struct
 
 from ebbtide.scheduling.coserving.budget_decider import BudgetDecider
+from ebbtide.scheduling.coserving.kv_budget import NORMAL
 from ebbtide.serving_guard.loans.memory_budget import UNREADABLE, AllowedMemory, MemoryBudget
 from ebbtide.simulator.serving.pair_costs import PairCosts
 from ebbtide.types.grants import GRANTS_VERSION, BorrowerReport, Budget, Forecast, Hello, Residency
@@ -44,7 +45,7 @@ class VirtualGuard:
         self._decider, self._memory, self._costs = decider, memory, costs
         self.decision = decider.decide(0.0)
         self.budget = Budget()
-        self.allowed = AllowedMemory(0, "normal", Residency.AWAKE)
+        self.allowed = AllowedMemory(0, NORMAL, Residency.AWAKE)
         self._awake = True
         self._review_at = self._look_at = inf
         self._tick_at, self._ticks = 0.0 if memory else inf, 0

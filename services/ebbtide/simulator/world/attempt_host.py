@@ -61,14 +61,14 @@ class AttemptHost:
         self.engine, self._time, self._store, self._tokens = engine, time, store, tokens
         self._flush_terms, self._changed = flush, changed
         self._interval_s = flush.interval_s
+        self._began = self._reported = time.now
         self.session: WorkerSession | None = None  # None: nothing can be reported
         self._attempts: dict[str, RunningAttempt] = {}  # by rollout
         self._first: dict[str, None] = {}  # rollouts whose first token is to be reported
         self._ended: dict[str, None] = {}
         self._holds: set[str] = set()
         self.made_at = time.now  # when the engine made its last token, as far as was looked
-        self._engine_due = Alarm(time, self._engine_event)
-        self._flush_due = Alarm(time, self._flush)
+        self._engine_due = Alarm(time, self.look)
         self._urgent_due = Alarm(time, self._report)
 
     @property
@@ -139,20 +139,24 @@ class AttemptHost:
         for rollout_id, made in self.engine.clear(self._time.now):
             attempt = self._attempts.get(rollout_id)
             if attempt is not None:
-                self._flush_by_count(attempt, made)
+                self._flush_late(attempt, made)
                 self._lose(attempt, made)
         for rollout_id in self._ended:
             self._lose(self._attempts[rollout_id], self._store.response(rollout_id).length)
         self._attempts.clear()
-        for alarm in (self._engine_due, self._flush_due, self._urgent_due):
-            alarm.set(inf)
+        self._engine_due.set(inf)
+        self._urgent_due.set(inf)
 
-    def _flush_by_count(self, attempt: RunningAttempt, made: int) -> None:
-        """A fast engine's tokens are flushed whenever half a window of them has gathered."""
-        enough = ceil(self._flush_terms.tokens / 2)
-        flushed = made - (made - attempt.stored) % enough
-        if attempt.session is not None and attempt.session is self.session and flushed > attempt.stored:
-            self._store.stored(attempt.session, [attempt], [flushed])
+    def _flush_late(self, attempt: RunningAttempt, made: int) -> None:
+        """Store what a lost machine had flushed since its last report."""
+        session, fresh = self.session, made - attempt.stored
+        if session is None or attempt.session is not session or fresh <= 0:
+            return
+        now = self._time.now
+        pace = fresh / max(self._interval_s, now - self._reported)
+        since_flush_s = (now - self._began) % self._interval_s
+        unsent = min(fresh, ceil(pace * since_flush_s), ceil(self._flush_terms.tokens / 2))
+        self._store.stored(session, [attempt], [made - unsent])
 
     def _lose(self, attempt: RunningAttempt, made: int) -> None:
         lost = max(0, made - attempt.stored)
@@ -191,22 +195,20 @@ class AttemptHost:
         if engine.generated > before:
             self.made_at = now
         self._engine_due.set(engine.next_event())
-        if self.works and self._flush_due.due == inf:
-            self._flush_due.set(now + self._interval_s)
         self._changed()
-
-    def _engine_event(self) -> None:
-        self.look()
 
     # What is stored.
 
-    def _flush(self) -> None:
-        """Store all tokens that were made."""
+    def report(self) -> None:
+        """Tell the coordinator how far all attempts have come. A live worker does so with every flush; here once per
+        heartbeat is enough, and what was flushed since counts when the machine is lost.
+        """
         self.look()
         session = self.session
         if session is None or session.gone or "frozen" in self._holds:
             return
         self._report()
+        self._reported = self._time.now
         running = [one for one in self._attempts.values() if one.started and one.session is session]
         if running:
             made = self.engine.made

@@ -20,7 +20,7 @@ from ebbtide.simulator.world.virtual_time import VirtualTime
 from ebbtide.types.fleet import BorrowedState
 
 #: The costs that come with the simulator; they are of no measured engine.
-_DEFAULT_COSTS: Final = "default"
+DEFAULT_COSTS: Final = "default"
 
 
 class BorrowedMachines:
@@ -42,7 +42,7 @@ class BorrowedMachines:
             window_s=min(120.0, found.seconds),
         )
         self._costs = (
-            PairCosts() if serving.costs == _DEFAULT_COSTS else read_pair_costs(Path(scenario.folder) / serving.costs)
+            PairCosts() if serving.costs == DEFAULT_COSTS else read_pair_costs(Path(scenario.folder) / serving.costs)
         )
         self._slo = serving.slo.targets()
         self._tapes = GrantTapes(self._traffic, self._costs, self._slo, seed=seed)

@@ -62,7 +62,7 @@ class SimulatedTrainer:
         self._steps: dict[int, StepProgress] = {}
         self._next = 0  # step to train
         self._learnt = 0  # of that step: samples learnt from, or being learnt from
-        self._learning_s = 0.0  # of that step: for so long it computed
+        self._learning_s = 0.0  # of that step
         self._newest = -1  # step whose weights were announced last
         self._busy = True
         self._life = 0

@@ -282,7 +282,7 @@ class SimulatedWorker:
         if self.gone or self.frozen or session is None or session.gone:
             return
         host, now = self.host, self._time.now
-        host.look()
+        host.report()
         generated = host.engine.generated
         made, since = self._counted
         self._counted = (generated, now)

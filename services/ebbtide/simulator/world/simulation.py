@@ -1,4 +1,4 @@
-"""Simulates a scenario: builds its world, lets time pass, and tells what it came to."""
+"""Builds a scenario's world, lets time pass in it, and tells what it came to."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,11 +13,10 @@ from ebbtide.simulator.scenario.training_run import TrainingRun
 from ebbtide.simulator.world.attempt_host import FlushTerms
 from ebbtide.simulator.world.books import SimulationBooks
 from ebbtide.simulator.world.borrowed_machines import BorrowedMachines
-from ebbtide.simulator.world.ebbtide_policy import EbbtidePolicy
 from ebbtide.simulator.world.machine_pools import MachinesOfPool
 from ebbtide.simulator.world.planned_faults import PlannedFaults
 from ebbtide.simulator.world.policy import Policy
-from ebbtide.simulator.world.profiles import NamedProfiles, Profiles
+from ebbtide.simulator.world.profiles import Profiles
 from ebbtide.simulator.world.simulated_driver import SimulatedDriver, StepProgress
 from ebbtide.simulator.world.simulated_trainer import SimulatedTrainer
 from ebbtide.simulator.world.simulated_worker import SimulatedWorker, WorkerTerms
@@ -34,14 +33,6 @@ _SAY_EVERY_S = 10.0
 #: Steps of a run that only time ends.
 _ENDLESS = 1_000_000
 _BYTES_PER_GBIT = 125e6
-
-
-def simulate(scenario: Scenario, *, seed: int, say: Say = lambda _: None) -> Outcome:
-    """Simulate a scenario with a seed. The same two give the same outcome. Raises `InvalidRequest` for profiles that
-    cannot be read, and for work that no worker can do.
-    """
-    policy = EbbtidePolicy()
-    return Simulation(scenario, seed, policy, NamedProfiles(scenario.folder)).run(say)
 
 
 class Simulation:

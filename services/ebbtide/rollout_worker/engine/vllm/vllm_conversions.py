@@ -61,7 +61,7 @@ def engine_capacity(config: Any) -> EngineCapacity:
     """What vLLM's configuration says after the start of its processes, which find how much memory is left."""
     cache, scheduler = config.cache_config, config.scheduler_config
     return EngineCapacity(
-        kv_tokens=cache.num_gpu_blocks * cache.block_size,
+        kv_tokens=(cache.num_gpu_blocks - 1) * cache.block_size,  # one block stands for "no block"
         kv_block=cache.block_size,
         batched_tokens=scheduler.max_num_batched_tokens,
         sequences=scheduler.max_num_seqs,

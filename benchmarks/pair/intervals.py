@@ -1,0 +1,64 @@
+"""95 % intervals of one cell's figures, by a moving-block bootstrap over its requests or seconds."""
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from benchmarks.pair.figures import Block, Cell, Values
+from benchmarks.pair.resampling import RUN, drawn_runs
+
+
+def intervals(cell: Cell, ttft_s: float, tpot_s: float) -> dict[str, Any]:
+    """Of means and 99th percentiles of both latencies, of attainment, and of the harvest; None where there is too
+    little to say any."""
+    whole = cell.whole
+    later = np.array([one.tpot_s for one in whole if one.output > 1])
+    good = np.array([one.ttft_s <= ttft_s and (one.output < 2 or one.tpot_s <= tpot_s) for one in whole], float)
+    return {
+        "ttft_mean_ms_interval": _interval(1e3 * cell.ttft, _mean),
+        "ttft_p99_ms_interval": _interval(1e3 * cell.ttft, _p99),
+        "tpot_mean_ms_interval": _interval(1e3 * later, _mean),
+        "tpot_p99_ms_interval": _interval(1e3 * later, _p99),
+        "slo_attainment_interval": _interval(good, _mean),
+        "rollout_tokens_per_s_interval": harvest_interval(cell),
+    }
+
+
+def harvest_interval(cell: Cell) -> tuple[float, float] | None:
+    """Of rollout tokens/s. The page of grants counts each second's tokens, those of prompts too; the ledger, which
+    counts those that were kept, says how many there were in all."""
+    seconds = np.concatenate([_per_second(block) for block in cell.blocks]) if cell.blocks else np.empty(0)
+    if len(seconds) < 2 * RUN or not seconds.mean():
+        return None
+    return _interval(seconds * (cell.tokens / cell.seconds / seconds.mean()), _mean)
+
+
+def _per_second(block: Block) -> Values:
+    """Tokens that the rollout engine computed in each whole second between the first request and the last answer."""
+    moments = block.moments
+    whole = [one for one in block.answers if not one.failed]
+    if len(moments) < 2 or not whole:
+        return np.empty(0)
+    begin = max(moments[0].at_s, min(one.sent for one in whole))
+    end = min(moments[-1].at_s, max(one.last for one in whole))
+    marks = np.arange(begin, end, 1.0)
+    counted = np.interp(marks, [one.at_s for one in moments], [float(one.generated) for one in moments])
+    return np.array([after - before for before, after in pairwise(counted)])
+
+
+def _interval(values: Values, figure: Callable[[Values], Values]) -> tuple[float, float] | None:
+    drawn = drawn_runs(len(values))
+    if not len(drawn):
+        return None
+    low, high = np.percentile(figure(values[drawn]), [2.5, 97.5])
+    return float(low), float(high)
+
+
+def _mean(values: Values) -> Values:
+    return np.asarray(values.mean(axis=1))
+
+
+def _p99(values: Values) -> Values:
+    return np.asarray(np.percentile(values, 99, axis=1))

@@ -1,0 +1,154 @@
+"""A live run whose coordinator records its decisions: two workers are killed, one drains, and another comes."""
+
+import asyncio
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Final
+
+from benchmarks.control_plane.driver import Driver
+from benchmarks.control_plane.house import ROOT, House
+from benchmarks.control_plane.worker import Rollout, Watcher
+from benchmarks.scale.lasting_worker import MeteredWorker
+from ebbtide.simulator.decision_replay import ReplayedCoordinator, ReplayReport
+from ebbtide.testing import wait_until
+from ebbtide.v1 import fleet_pb2
+
+#: Rollouts that are placed, at least.
+PLACED: Final = 2_000
+_PATIENCE_S: Final = 120.0
+
+
+class Pace(Watcher):
+    """One worker's speed. What else workers tell is of no interest."""
+
+    def __init__(self, tokens_per_s: float) -> None:
+        self.running, self._pace = 0, tokens_per_s
+        self.placements = 0
+
+    @property
+    def pace(self) -> float:
+        return self._pace
+
+    def placed(self, rollout_id: str, now: float) -> None:  # noqa: ARG002 - of no interest
+        self.placements += 1
+
+    def answered(self, tokens: int, seconds: float) -> None:
+        pass
+
+    def resumed(self, rollout_id: str, now: float) -> None:
+        pass
+
+    def failed(self, what: str) -> None:
+        pass
+
+
+class DrainingWorker(MeteredWorker):
+    """Tells how fast it really is, and can leave with notice."""
+
+    @property
+    def pace(self) -> Pace:
+        if not isinstance(self._fleet, Pace):
+            raise TypeError("a draining worker has a pace of its own")
+        return self._fleet
+
+    def _heartbeat(self) -> fleet_pb2.Heartbeat:
+        beat = super()._heartbeat()
+        beat.tokens_generated = int(self._up_s * self.pace.pace * 8)
+        return beat
+
+    async def leave(self) -> None:
+        for one in list(self.rollouts.values()):
+            one.releasing = True
+            self._hurry(one, time.monotonic())
+        await wait_until(lambda: not self.rollouts, what="all is handed over")
+        self.vanish()
+
+    def _release(self, one: Rollout) -> None:
+        self._forget(one.attempt.attempt_id)
+        released = fleet_pb2.Released(attempts=[one.attempt], reason="drain")
+        self._say.put_nowait(fleet_pb2.WorkerMessage(released=released))
+
+
+class Crew:
+    """Workers of several speeds."""
+
+    def __init__(self, address: str, token: str) -> None:
+        self._address, self._token = address, token
+        self.workers: dict[str, DrainingWorker] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def hire(self, name: str, tokens_per_s: float) -> None:
+        worker = self.workers[name] = DrainingWorker(Pace(tokens_per_s), name, self._address, self._token, 24)
+        self._tasks.append(asyncio.create_task(worker.run()))
+        await worker.ready.wait()
+
+    async def until(self, placed: int) -> None:
+        """Wait until so many rollouts were placed."""
+        await wait_until(lambda: self.placed >= placed, _PATIENCE_S, interval=0.02, what=f"{placed} rollouts placed")
+
+    @property
+    def placed(self) -> int:
+        return sum(worker.pace.placements for worker in self.workers.values())
+
+    async def close(self) -> None:
+        for worker in self.workers.values():
+            worker.vanish()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+class RecordedHouse(House):
+    """Redis and a coordinator that records, without a process of workers."""
+
+    async def _start(self) -> None:
+        self._stack.enter_context(self.redis)
+        self.address, self.coordinator = await self._coordinator("coordinator", **self._environment)
+
+
+def replayed_run() -> ReplayReport:
+    """Run the fleet, and take the recorded decisions again. Raises what fails in it."""
+    with tempfile.TemporaryDirectory(prefix="ebb-decisions-") as folder:
+        path = Path(folder) / "decisions"
+        asyncio.run(_run(path))
+        return ReplayedCoordinator().play(path)
+
+
+async def _run(path: Path) -> None:
+    settings = {"RECORD_DECISIONS": str(path), "HEARTBEAT_TIMEOUT_S": "1.0", "HEARTBEAT_S": "0.2"}
+    house = RecordedHouse({f"EBBTIDE_COORDINATOR_{name}": value for name, value in settings.items()})
+    async with house:
+        drivers = [Driver(house.address, house.token, run_id=name, lengths=(2, 24)) for name in ("one", "two")]
+        crew = Crew(house.address, house.token)
+        for driver in drivers:
+            await driver.start()
+            driver.want(160)
+        await befall(crew, lambda: _drain(house, "w3"))
+        await crew.close()
+        for driver in drivers:
+            driver.check()
+            await driver.close()
+
+
+async def befall(crew: Crew, drain: Callable[[], Awaitable[None]]) -> None:
+    """Hire workers of several speeds, lose two, drain `w3`, and hire another, while rollouts are placed."""
+    for number, speed in enumerate((40.0, 60.0, 80.0, 100.0, 60.0, 80.0)):
+        await crew.hire(f"w{number}", speed)
+    await crew.until(PLACED // 4)
+    crew.workers["w1"].vanish()
+    await crew.until(PLACED // 2)
+    crew.workers["w2"].silent = True
+    await drain()
+    await crew.workers["w3"].leave()
+    await crew.hire("w6", 100.0)
+    await crew.until(PLACED + 200)
+
+
+async def _drain(house: House, worker: str) -> None:
+    command = [sys.executable, "-m", "ebbtide.cli", "drain", worker, "--within", "5", "--no-wait"]
+    environment = {**os.environ, "EBBTIDE_TOKEN": house.token, "EBBTIDE_COORDINATOR": house.address}
+    process = await asyncio.create_subprocess_exec(*command, env=environment, cwd=ROOT)
+    if await process.wait():
+        raise RuntimeError(f"draining {worker} failed")

@@ -1,0 +1,77 @@
+"""What the benchmark has simulated or judged by the simulator itself, in one place.
+
+Each function raises `PartMissing` as long as the simulator lacks what it needs, so that no figure stands for it.
+"""
+
+import tempfile
+from pathlib import Path
+
+from msgspec import Struct
+
+from benchmarks.simulator.measured import Measured
+from benchmarks.simulator.real_scenario import real_scenario
+from benchmarks.simulator.real_settings import RealSession
+from benchmarks.simulator.recorded_run import replayed_run
+from ebbtide.simulator.outcome import Outcome
+from ebbtide.simulator.simulate import simulate
+
+
+class PartMissing(Exception):
+    """The simulator cannot do this yet; the text says what is missing."""
+
+
+class PublishedErrors(Struct, frozen=True, kw_only=True):
+    """Relative errors of published points that nothing was fitted to."""
+
+    errors: list[float]
+    left_out_share: float  # of all points that were not fitted
+    table: list[tuple[str, ...]] = []  # a head, then a row for each point
+
+
+class TimedSimulation(Struct, frozen=True, kw_only=True):
+    seconds: float  # of this machine
+    memory_mib: float  # most that the process held
+    outcome: Outcome
+
+
+class PlacementCount(Struct, frozen=True, kw_only=True):
+    placements: int  # of the live run
+    equal: int  # that the simulator took, too
+    first_difference: str = ""
+
+
+def simulated_setting(measured: Measured, session: RealSession) -> Outcome:
+    """Simulates a measured setting, with profiles fitted to what `fitting_inputs` makes of the session.
+
+    The simulated run gets the very lengths of each response, and each interruption at its time within its step.
+    """
+    if measured.setting.served:
+        raise PartMissing("no scenario can state the users that were measured beside a borrowed worker yet")
+    with tempfile.TemporaryDirectory(prefix="ebb-real-") as folder:
+        scenario = real_scenario(measured, session, Path(folder))
+        return simulate(scenario, seed=session.seed)
+
+
+def published_errors() -> PublishedErrors:
+    raise PartMissing("published points cannot be judged: the simulator has no rivals yet")
+
+
+def day_of_32_workers() -> TimedSimulation:
+    """24 h of 32 workers with 16 slots, 4,000 tokens a response on average, 30 tokens/s a rollout."""
+    raise PartMissing("no scenario can be timed: the simulator has no world yet")
+
+
+def half_hour_of_1000_workers() -> TimedSimulation:
+    """30 min of 1,000 such workers."""
+    raise PartMissing("no scenario can be timed: the simulator has no world yet")
+
+
+def equal_placements() -> PlacementCount:
+    """Records a live run with two kills and a drain, and counts the placements that the simulator takes alike."""
+    report = replayed_run()
+    difference = report.first_difference
+    return PlacementCount(
+        placements=report.placements,
+        equal=report.placements_equal,
+        first_difference=str(difference) if difference is not None else "",
+    )

@@ -1,0 +1,40 @@
+"""Chooses the parts that decide: recorded ones if `record_decisions` is set, else plain ones, which cost no more."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from ebbtide.coordinator.dispatcher.dispatch_round import DispatchRound
+from ebbtide.coordinator.fleet.worker_trust import WorkerTrust
+from ebbtide.coordinator.recording.decision_journal import DecisionJournal
+from ebbtide.coordinator.recording.recorded_round import RecordedRounds
+from ebbtide.coordinator.recording.recorded_state import RecordedState
+from ebbtide.coordinator.recording.recorded_workers import RecordedTrust
+from ebbtide.coordinator.settings import CoordinatorSettings
+from ebbtide.coordinator.state.coordinator_state import CoordinatorState
+from ebbtide.coordinator.state.run_events import RunEvents
+
+
+class DecidingParts:
+    """The state, the trust in workers and the rounds of one coordinator, or of a simulated one."""
+
+    def __init__(self, settings: CoordinatorSettings, clock: Callable[[], float] | None = None) -> None:
+        """`clock`: see `CoordinatorState`. Raises `InvalidRequest` if `record_decisions` cannot be written."""
+        self._settings = settings
+        path, most = settings.record_decisions, settings.record_decisions_bytes
+        self._journal = DecisionJournal(Path(path), most_bytes=most, clock=clock) if path else None
+        self.state = RecordedState(self._journal) if self._journal else CoordinatorState(clock)
+        self.trust = RecordedTrust(self.state, self._journal) if self._journal else WorkerTrust(self.state)
+
+    def new_rounds(self, public_key: Callable[[str], bytes], run_events: RunEvents) -> DispatchRound:
+        """`public_key`: see `DispatchRound`."""
+        slice_s, balance = self._settings.slice_s, self._settings.rebalance
+        if self._journal is None:
+            return DispatchRound(self.state, self.trust, public_key, run_events, slice_s=slice_s, balance=balance)
+        return RecordedRounds(
+            self.state, self.trust, public_key, run_events, recorder=self._journal, slice_s=slice_s, balance=balance
+        )
+
+    def close(self) -> None:
+        """End the recording."""
+        if self._journal is not None:
+            self._journal.close()

@@ -1,0 +1,235 @@
+"""Decisions are recorded with all that they depend on, into a file that is bounded and refused where it is damaged."""
+
+import contextlib
+import inspect
+import random
+from pathlib import Path
+from typing import Any, Final, get_args
+
+import msgspec
+import pytest
+from structlog.testing import capture_logs
+
+from ebbtide.coordinator.dispatcher.dispatch_round import DispatchRound
+from ebbtide.coordinator.fleet.worker_trust import WorkerTrust
+from ebbtide.coordinator.recording import journal_format
+from ebbtide.coordinator.recording.decision_journal import DecisionJournal
+from ebbtide.coordinator.recording.decisions import MoveAsked
+from ebbtide.coordinator.recording.journal_format import FORMAT, Call, JournalHead, JournalRecord, packed, read_journal
+from ebbtide.coordinator.recording.model_call import ModelCall
+from ebbtide.coordinator.recording.recorded_runs import RecordedAttempt, RecordedRunState
+from ebbtide.coordinator.recording.recorded_state import RecordedState
+from ebbtide.coordinator.recording.recorded_workers import RecordedSession, RecordedTrust
+from ebbtide.coordinator.recording.round_calls import BatchPlaced
+from ebbtide.coordinator.recording.run_calls import Admitted
+from ebbtide.coordinator.recording.worker_calls import HeartbeatHeard
+from ebbtide.coordinator.state.coordinator_state import CoordinatorState
+from ebbtide.coordinator.state.run_state import RunState
+from ebbtide.coordinator.state.running_attempt import RunningAttempt
+from ebbtide.coordinator.state.worker_session import WorkerSession
+from ebbtide.errors import InvalidRequest
+from ebbtide.simulator.decision_replay import ReplayedCoordinator, ReplayReport, main
+from tests.unit.coordinator.model_fleet import rollout
+from tests.unit.coordinator.virtual_fleet import balanced, lived
+
+#: Methods of the model that are not recorded, by the reason.
+UNRECORDED: Final = {
+    "it changes nothing": (
+        "paused", "new_queue", "is_unconfirmed", "lent", "version_of", "at_work", "serving", "has_room",
+        "trusts", "quarantined", "quarantined_s", "lacking",
+    ),
+    "only rounds call it": ("take_made", "note_share", "learn_plateau", "give_up_move"),
+    "it is part of recorded calls, or made of them": (
+        "changing", "mark_stale", "rereading", "note_worker", "hold", "begun", "let_go", "forget", "close",
+        "replace_incarnation",
+    ),
+    "no decision depends on it": (
+        "note_resumed", "take_resumes", "group_place", "appending", "send_again", "stream_opened", "send",
+        "stop_sending", "send_assignments", "pace_flushes", "tell_run_ended", "cancel", "ask_back", "skip_run", "sweep",
+        "swept", "begin_incarnation", "learn_durability", "doubt",
+    ),
+}  # fmt: skip
+#: A rollout that was placed once, in the first batch.
+ONCE: Final = "x6"
+RECORDED: Final = {
+    CoordinatorState: RecordedState,
+    RunState: RecordedRunState,
+    RunningAttempt: RecordedAttempt,
+    WorkerSession: RecordedSession,
+    WorkerTrust: RecordedTrust,
+}
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("recorded") / "decisions"
+    lived(record_decisions=str(path)).parts.close()
+    return path
+
+
+def rewritten(source: Path, target: Path, change: Any) -> Path:
+    """The file with each record as `change` makes it; None drops one."""
+    records = [change(record) for _, record in read_journal(source)]
+    head = packed(JournalHead(FORMAT, "test"))
+    target.write_bytes(head + b"".join(packed(one) for one in records if one is not None))
+    return target
+
+
+def played(path: Path) -> ReplayReport:
+    return ReplayedCoordinator().play(path)
+
+
+def test_what_lived_in_virtual_time_is_decided_again(recorded: Path) -> None:
+    report = played(recorded)
+    assert report.equal
+    assert report.placements == report.placements_equal == len(lived().placed)
+    assert report.decisions == report.decisions_equal > 0
+    assert report.placements_added == report.decisions_added == 0
+
+
+def test_moves_are_decided_again_by_the_speeds_that_workers_reported(tmp_path: Path) -> None:
+    path = tmp_path / "decisions"
+    fleet = balanced(record_decisions=str(path))
+    fleet.parts.close()
+    asked = [one for _, record in read_journal(path) for one in getattr(record.call, "decided", ())]
+    assert sum(isinstance(one, MoveAsked) for one in asked) >= 2
+    assert {worker for _, _, worker in fleet.placed[4:]} == {"fast"}
+    assert played(path).equal
+
+    def unheard(record: JournalRecord) -> JournalRecord | None:
+        return None if isinstance(record.call, HeartbeatHeard) else record
+
+    assert not played(rewritten(path, tmp_path / "changed", unheard)).equal
+
+
+def test_the_first_placement_that_differs_is_told_with_both_sides(recorded: Path, tmp_path: Path) -> None:
+    def elsewhere(record: JournalRecord) -> JournalRecord:
+        if not isinstance(record.call, BatchPlaced):
+            return record
+        moved = [one._replace(worker_id="nowhere") if one.rollout_id == ONCE else one for one in record.call.placed]
+        return msgspec.structs.replace(record, call=msgspec.structs.replace(record.call, placed=moved))
+
+    report = played(rewritten(recorded, tmp_path / "changed", elsewhere))
+    assert report.placements - report.placements_equal == 1
+    found = report.first_difference
+    assert found is not None
+    assert found.what == "placement of run r, number 7 of 8"
+    assert "nowhere" in found.recorded
+    assert ONCE in found.replayed
+
+
+def test_a_placement_that_only_the_replay_makes_is_counted_and_told(recorded: Path, tmp_path: Path) -> None:
+    def without_it(record: JournalRecord) -> JournalRecord:
+        if not isinstance(record.call, BatchPlaced):
+            return record
+        fewer = [one for one in record.call.placed if one.rollout_id != ONCE]
+        return msgspec.structs.replace(record, call=msgspec.structs.replace(record.call, placed=fewer))
+
+    report = played(rewritten(recorded, tmp_path / "changed", without_it))
+    assert report.placements == report.placements_equal
+    assert report.placements_added == 1
+    assert not report.equal
+
+
+def test_a_record_that_contradicts_those_before_it_is_named(recorded: Path, tmp_path: Path) -> None:
+    def without_runs(record: JournalRecord) -> JournalRecord | None:
+        return None if type(record.call).__name__ == "RunAdded" else record
+
+    path = rewritten(recorded, tmp_path / "changed", without_runs)
+    with pytest.raises(InvalidRequest, match=r"changed: record 2 \(StaleSet\) contradicts .*no run r was recorded"):
+        played(path)
+
+
+def test_a_process_that_was_killed_leaves_a_file_that_can_be_replayed(recorded: Path, tmp_path: Path) -> None:
+    data, path, before = recorded.read_bytes(), tmp_path / "cut", 0
+    for size in range(200, len(data), 997):
+        path.write_bytes(data[:size])
+        report = played(path)
+        assert report.equal
+        assert report.records >= before
+        before = report.records
+    path.write_bytes(data[:3])
+    with pytest.raises(InvalidRequest, match="record 0 is damaged"):
+        played(path)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_damaged_file_is_refused_or_replayed_and_nothing_else(recorded: Path, tmp_path: Path, seed: int) -> None:
+    draw, data, path = random.Random(seed), recorded.read_bytes(), tmp_path / "damaged"
+    replayed = 0
+    for _ in range(60):
+        changed = bytearray(data)
+        for _ in range(draw.choice((1, 1, 8))):
+            changed[draw.randrange(len(changed))] = draw.randrange(256)
+        path.write_bytes(changed)
+        with contextlib.suppress(InvalidRequest):
+            played(path)
+            replayed += 1
+    assert 0 < replayed < 60
+
+
+def test_what_is_no_recording_is_refused_with_a_remedy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "file"
+    files = {
+        b"{}": "record 0 is damaged, or no file of record_decisions",
+        b"\xff" * 64: "record 0 would have 4294967295 bytes",
+        packed(JournalHead(FORMAT + 1, "9.9")): "has format 2 of release 9.9; this release reads format 1",
+        packed(JournalHead(FORMAT, "0")) + (3).to_bytes(4, "big") + b"abc": "record 1 is damaged",
+    }
+    for data, message in files.items():
+        path.write_bytes(data)
+        with pytest.raises(InvalidRequest, match=message):
+            played(path)
+    assert main([str(tmp_path / "absent")]) == 2
+    assert "absent: cannot be read (No such file or directory); name a file" in capsys.readouterr().err
+
+
+def test_a_record_larger_than_any_is_not_read_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_format, "_MOST_RECORD_BYTES", 64)
+    path = tmp_path / "file"
+    path.write_bytes(packed(JournalHead(FORMAT, "0")) + (65).to_bytes(4, "big") + b"x" * 65)
+    with pytest.raises(InvalidRequest, match="record 1 would have 65 bytes, more than the 64 of any"):
+        played(path)
+
+
+def test_a_full_file_ends_the_recording_and_nothing_else(tmp_path: Path) -> None:
+    path, most = tmp_path / "decisions", 1 << 16
+    journal = DecisionJournal(path, most_bytes=most, clock=lambda: 1.0)
+    with capture_logs() as logs:
+        for _ in range(5_000):
+            with journal.handed(Admitted("r", rollout("x"))):
+                pass
+    assert [one["event"] for one in logs] == ["decisions no longer recorded: the file is full"]
+    assert most - 1_000 < path.stat().st_size <= most
+    assert len(list(read_journal(path))) > 100
+
+
+def test_the_file_is_its_owners_and_a_former_one_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "decisions"
+    for _ in range(2):
+        DecisionJournal(path, most_bytes=1 << 16).close()
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "decisions.former").exists()
+    with pytest.raises(InvalidRequest, match="cannot be written") as caught:
+        DecisionJournal(tmp_path / "absent" / "decisions", most_bytes=1 << 16)
+    assert caught.value.field == "record_decisions"
+
+
+def test_a_coordinator_that_records_nothing_has_the_plain_model() -> None:
+    fleet = lived()
+    attempts = [type(one) for one in fleet.run.running.values()]
+    made = {type(one) for one in (fleet.state, fleet.run, fleet.parts.trust, fleet.rounds)}
+    assert made == {CoordinatorState, RunState, WorkerTrust, DispatchRound}
+    assert set(attempts) == {RunningAttempt}
+
+
+@pytest.mark.parametrize("plain", RECORDED)
+def test_each_method_of_the_model_is_recorded_or_has_a_reason_not_to_be(plain: type) -> None:
+    methods = {name for name, _ in inspect.getmembers(plain, inspect.isfunction) if not name.startswith("_")}
+    own = {name for name in vars(RECORDED[plain]) if not name.startswith("_")}
+    reasons = {name for names in UNRECORDED.values() for name in names}
+    assert methods - own - reasons == set(), "record it in `recording`, or say here why not"
+
+
+def test_each_recorded_call_may_stand_in_a_file() -> None:
+    assert set(get_args(Call)) == set(ModelCall.__subclasses__())

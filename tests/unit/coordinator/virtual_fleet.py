@@ -1,0 +1,142 @@
+"""A coordinator's model in virtual time, without a store, an event loop or a clock, as a simulator runs it."""
+
+import itertools
+from collections import Counter
+from typing import Any, Final
+
+from ebbtide.coordinator.dispatcher.dispatch_round import DispatchRound
+from ebbtide.coordinator.dispatcher.round_deeds import DeadLetters, SlotFill
+from ebbtide.coordinator.fleet.worker_registry import WorkerRegistry
+from ebbtide.coordinator.recording.recorded_parts import DecidingParts
+from ebbtide.coordinator.settings import CoordinatorSettings
+from ebbtide.coordinator.state.attempt_records import due_orphans, new_entry, queued_again, started
+from ebbtide.coordinator.state.run_events import SilentRunEvents
+from ebbtide.coordinator.state.worker_reports import AttachReport, HeartbeatReport, InstalledReport, ReleasedReport
+from ebbtide.coordinator.state.worker_session import WorkerSession
+from ebbtide.types.end_cause import EndCause
+from ebbtide.types.fleet import PROTOCOL_VERSION, WorkerKind
+from ebbtide.types.rollout import RolloutKind, RolloutRequest
+from ebbtide.types.run import EnvironmentSpec, RunSpec, Sampling
+from ebbtide.types.weights import PolicyVersion
+from tests.unit.coordinator.model_fleet import ENGINE
+
+VERSION: Final = PolicyVersion(policy="policy", version=1, root=b"r" * 32)
+
+
+class VirtualFleet:
+    def __init__(self, *, slots: int = 4, **settings: Any) -> None:
+        self.now, self._slots, ids = 0.0, slots, itertools.count()
+        chosen, events = CoordinatorSettings(**settings), SilentRunEvents()
+        self.parts = DecidingParts(chosen, clock=lambda: self.now)
+        self.state = self.parts.state
+        self.registry = WorkerRegistry(chosen, self.state, self.parts.trust, events, new_id=lambda: f"s{next(ids)}")
+        self.rounds: DispatchRound = self.parts.new_rounds(lambda _: b"k" * 32, events)
+        spec = RunSpec(name="r", model="m", environment=EnvironmentSpec(name="e"))
+        self.run = self.state.add_run("r", spec)
+        with self.run.rereading():
+            self.run.note_reconciled()
+        self.run.announce(VERSION)
+        self.placed: list[tuple[float, str, str]] = []
+        self.letters: list[str] = []
+
+    def attach(self, name: str) -> WorkerSession:
+        """A worker that installs at once what it is told."""
+        kind = WorkerKind.SPOT
+        hello = AttachReport(
+            worker_id=name, kind=kind, protocol_version=PROTOCOL_VERSION, slots=self._slots, engine=ENGINE
+        )
+        session, _, _ = self.registry.attach(hello)
+        self.round()
+        assert session.outbox.get_nowait().install.run_id == "r"  # type: ignore[union-attr]
+        self.registry.hear(session, InstalledReport(version=VERSION, run_id="r"))
+        return session
+
+    def submit(self, count: int, *, first: int = 0, max_version: int = 0) -> None:
+        for number in range(first, first + count):
+            request = RolloutRequest(
+                rollout_id=f"x{number}",
+                group_id="g",
+                episode_id=f"e{number}",
+                prompt_ids=b"",
+                sampling=Sampling(max_tokens=64),
+                kind=RolloutKind.TRAIN,
+                max_version=max_version,
+            )
+            self.run.admit(new_entry(request, place=number, group=0, length=8, now=self.now))
+
+    def round(self, passing_s: float = 0.1) -> None:
+        self.now += passing_s
+        for run in self.state.runs.values():
+            for orphaned, attempts in due_orphans(run, self.now)[0].items():
+                avoid = frozenset({"gone"} if orphaned.why.avoid else ())
+                for one in attempts:
+                    again = queued_again(one, stored=one.stored, avoid=avoid, no_progress=0, now=self.now)
+                    run.put_back(one, again)
+        for deed in self.rounds.turns(self.now):
+            if isinstance(deed, SlotFill):
+                self._fill(deed)
+            elif isinstance(deed, DeadLetters):
+                self.letters += [rollout_id for rollout_id, _ in deed.letters]
+
+    def _fill(self, deed: SlotFill) -> None:
+        while deed.due(self.now) and (placements := deed.place(self.now)):
+            for rollout_id, session_id in placements:
+                queued = deed.run.take_queued(rollout_id)
+                assert queued is not None
+                number, session = len(self.placed), self.state.sessions[session_id]
+                self.placed.append((self.now, rollout_id, session.worker_id))
+                made = queued.made
+                attempt = started(deed.run, queued, f"a{number}", stored=made, number=1, max_tokens=64, now=self.now)
+                deed.run.start(attempt, session)
+            deed.note_turn(0.0, self.now)
+
+    def beat(self, *sessions: WorkerSession) -> None:
+        for session in sessions:
+            self.registry.hear(session, HeartbeatReport(uptime_s=self.now))
+
+
+def lived(**settings: Any) -> VirtualFleet:
+    """Two workers, of which one falls silent with its rollouts in the midst."""
+    fleet = VirtualFleet(**settings)
+    gone, stays = fleet.attach("gone"), fleet.attach("stays")
+    fleet.submit(12)
+    fleet.round()
+    for attempt in list(fleet.run.running.values()):
+        attempt.begin(fleet.now)
+        fleet.run.accept_tokens([attempt], [5])
+    while not gone.gone:
+        fleet.round(0.25)
+        fleet.beat(stays)
+        for session in (gone, stays):
+            session.tokens_came(fleet.now)
+        for _ in fleet.registry.judge(fleet.now):
+            pass
+    for attempt in list(stays.attempts.values()):
+        fleet.run.finish(attempt.rollout.rollout_id, attempt.attempt_id)
+    fleet.round()
+    return fleet
+
+
+def balanced(**settings: Any) -> VirtualFleet:
+    """A slow worker has four rollouts when a fast one joins and gets a fifth: some move, handed back for it."""
+    fleet = VirtualFleet(**settings)
+    slow = fleet.attach("slow")
+    fleet.submit(4)
+    fleet.round()
+    fast = fleet.attach("fast")
+    workers = {slow: 1, fast: 100}  # tokens of each of its rollouts in a round
+    fleet.submit(1, first=4)
+    made: Counter[str] = Counter()
+    for beat in range(200):
+        fleet.round(0.25)
+        for session, tokens in workers.items():
+            for attempt in list(session.pending.values()):
+                attempt.begin(fleet.now)
+            made[session.worker_id] += len(session.attempts) * tokens
+            report = HeartbeatReport(uptime_s=fleet.now, busy_s=fleet.now, tokens_generated=made[session.worker_id])
+            if beat % 4 == 0:
+                fleet.registry.hear(session, report)
+        asked = tuple(attempt.ref for attempt in slow.attempts.values() if attempt.target)
+        if asked:
+            fleet.registry.hear(slow, ReleasedReport(attempts=asked, cause=EndCause.MOVED))
+    return fleet

@@ -1,0 +1,89 @@
+"""Profiles are files that users read, write and get clear errors about."""
+
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from ebbtide.errors import InvalidRequest
+from ebbtide.simulator.engines import roofline_files
+from ebbtide.simulator.engines.engine_profile import EngineProfile, FitErrors, StepCosts
+from ebbtide.simulator.engines.profile_files import profile_names, read_profile, write_profile
+from ebbtide.simulator.engines.roofline_files import write_profiles
+from ebbtide.simulator.engines.trainer_profile import TrainerCosts, TrainerProfile
+from tests.unit.simulator.made_up_profiles import engine_profile
+
+COSTS = TrainerCosts(token_s=1e-4, forward_share=0.25)
+TRAINER = TrainerProfile(name="t", model="m", device="d", gpus=8, source="made up", costs=COSTS, ranks=8)
+
+
+def test_what_was_written_is_read(tmp_path: Path) -> None:
+    errors = FitErrors(observations=9, median=0.0125, p90=0.5, worst=1.0)
+    engine = replace(engine_profile(costs=StepCosts(base_s=1.5e-7, token_s=2.0)), errors=errors, source='a "quote" \\')
+    write_profile(engine, tmp_path / "engine.toml")
+    assert read_profile(EngineProfile, str(tmp_path / "engine.toml")) == engine
+    assert read_profile(EngineProfile, "engine.toml", beside=tmp_path) == engine
+    write_profile(TRAINER, tmp_path / "trainer.toml")
+    assert read_profile(TrainerProfile, str(tmp_path / "trainer.toml")) == TRAINER
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("gpus = 1", "gpus = -1", r"one.toml: gpus: expected `int` >= 0"),
+        ("base_s = 0.25", "base_s = inf", r"one.toml: costs.base_s: must be finite"),
+        ("base_s = 0.25", "bass_s = 0.25", r"one.toml: costs.bass_s: unknown key"),
+        ('model = "none"', "", r"one.toml: model: is required"),
+        ("tokens = 1048576", "tokens = 0", r"one.toml: kv.tokens: expected `int` >= 1"),
+        ("[kv]", "[kv", r"one.toml: cannot be read \("),
+    ],
+)
+def test_a_faulty_file_is_refused_by_file_and_key(tmp_path: Path, old: str, new: str, message: str) -> None:
+    path = tmp_path / "one.toml"
+    write_profile(engine_profile(), path)
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new))
+    with pytest.raises(InvalidRequest, match=message):
+        read_profile(EngineProfile, str(path))
+
+
+def test_a_name_that_no_profile_has_is_refused_with_those_that_there_are() -> None:
+    with pytest.raises(InvalidRequest, match=r"h100-gpt9: no profile of this name .* or a path that ends with .toml"):
+        read_profile(EngineProfile, "h100-gpt9")
+    with pytest.raises(InvalidRequest, match=r"nowhere.toml: cannot be read"):
+        read_profile(TrainerProfile, "nowhere.toml")
+
+
+def test_engines_and_trainers_come_with_the_simulator(tmp_path: Path) -> None:
+    """The files are those that the data sheets give; write them again after a change."""
+    write_profiles(tmp_path)
+    folder = Path(roofline_files.__file__).with_name("profiles")
+    shipped = {path.relative_to(folder): path.read_text() for path in folder.rglob("*.toml")}
+    assert shipped == {path.relative_to(tmp_path): path.read_text() for path in tmp_path.rglob("*.toml")}
+
+
+@pytest.mark.parametrize("name", profile_names(EngineProfile))
+def test_an_engine_that_comes_with_the_simulator_is_plausible(name: str) -> None:
+    profile = read_profile(EngineProfile, name)
+    costs = profile.costs
+    assert profile.name == name
+    assert 0.004 < costs.step_s(batch=1, context=1000) < 0.1  # seconds
+    few, many, longer = (
+        costs.step_s(batch=batch, context=batch * context) for batch, context in ((8, 1000), (64, 1000), (64, 8000))
+    )
+    assert few < many < longer
+    assert profile.decode_tokens_per_s(8, 1000) < profile.decode_tokens_per_s(64, 1000)
+    whole_prompt_s = costs.step_s(batch=0, context=0, prefill=8192, pairs=8192 * 8193 // 2)
+    assert 0.05 < whole_prompt_s * profile.gpus < 4.0
+    assert 100_000 < profile.kv.tokens < 20_000_000
+    assert 0.0 < profile.install_pause_s() < 2.0
+
+
+@pytest.mark.parametrize("name", profile_names(TrainerProfile))
+def test_a_trainer_that_comes_with_the_simulator_is_plausible(name: str) -> None:
+    profile = read_profile(TrainerProfile, name)
+    assert profile.name == name
+    short, long = profile.step_s([2000] * 1024), profile.step_s([8000] * 1024)
+    assert 4 < long / short < 8  # attention grows with the square
+    assert 5.0 < short < 100.0  # seconds
+    assert profile.step_s([2000] * 1024, forwards=2) > 1.4 * short
