@@ -32,7 +32,7 @@ class PlainTimes(Struct, frozen=True, kw_only=True):
     token: float = 0.0
     update: float = 2.0
     publish: float = 3.0
-    checkpoint: float = 0.0
+    checkpoint: float | None = None
 
     def start_s(self) -> float:
         return self.begin
@@ -49,7 +49,7 @@ class PlainTimes(Struct, frozen=True, kw_only=True):
     def publish_s(self) -> float:
         return self.publish
 
-    def checkpoint_s(self, step: int) -> float:
+    def checkpoint_s(self, step: int) -> float | None:
         return self.checkpoint
 
 

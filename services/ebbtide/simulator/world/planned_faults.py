@@ -55,6 +55,8 @@ class PlannedFaults:
             case "drain":
                 worker.notice(fault.for_s)
                 self._time.after(fault.for_s, lambda: pool.lose(machine) if machine in pool.present else None)
+            case "crash":
+                pool.lose(machine, silently=False)
             case _:
                 pool.lose(machine)
         if fault.back_s is not None:

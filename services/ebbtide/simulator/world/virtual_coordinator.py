@@ -104,14 +104,19 @@ class VirtualCoordinator:
     # Its loops.
 
     def _decide(self) -> float:
+        if not self.state.sessions:
+            return inf  # a worker that attaches is a change
         pause = self.decider.round(self._time.now)
         for worker in self._workers.values():
             worker.obey()
         return pause
 
     def _judge(self) -> None:
-        for _ in self.registry.judge(self._time.now):
-            pass
+        if self.state.sessions:
+            for _ in self.registry.judge(self._time.now):
+                pass
+        if len(self._workers) > len(self.state.sessions):  # some were given up
+            self._workers = {name: one for name, one in self._workers.items() if name in self.state.sessions}
         self._time.after(self.registry.judge_every_s, self._judge)
 
     def _pace(self) -> None:
@@ -229,8 +234,8 @@ class VirtualCoordinator:
         rollout = self._rollouts[rollout_id]
         return Response(rollout.prompt, rollout.length, rollout.prefix, rollout.after)
 
-    def pull(self, worker: SimulatedWorker, run_id: str, version: int, done: Callable[[], None]) -> None:
-        self._pulls.begin(run_id, version, worker.versions.get(run_id, 0), worker.terms.link_bytes_per_s, done)
+    def pull(self, worker: SimulatedWorker, run_id: str, version: int, done: Callable[[], None]) -> Callable[[], None]:
+        return self._pulls.begin(run_id, version, worker.versions.get(run_id, 0), worker.terms.link_bytes_per_s, done)
 
     # Runs.
 
