@@ -10,7 +10,7 @@ download of it would have got since the begin, had it lasted all the time.
 from collections.abc import Callable
 from heapq import heappop, heappush
 from itertools import count
-from math import inf
+from math import inf, ulp
 from typing import Final
 
 from ebbtide.simulator.world.virtual_time import Alarm, VirtualTime
@@ -77,7 +77,9 @@ class SharedLinks:
         self._follow()
         ended = []
         for link, links in self._classes.items():
-            while links.ends and links.ends[0][0] - links.got <= _NOTHING:
+            # Late in a scenario, time cannot tell moments apart in which more than that arrives.
+            nothing = max(_NOTHING, 2.0 * self._rate(link) * ulp(self._time.now))
+            while links.ends and links.ends[0][0] - links.got <= nothing:
                 ended.append(heappop(links.ends)[2])
                 self._fetching -= link
             if not links.ends:
