@@ -2,7 +2,7 @@
 
     python benchmarks/migration.py [--trace PATH ...] [--lengths PATH ...] [--levels abc] [--quick] [--out PATH]
 
-(a) Whole spot traces in simulated time, on the very code that decides in the coordinator: restart, migrate,
+(a) Whole spot traces in the simulator, on the very code that decides in the coordinator: restart, migrate,
     balance, and the clairvoyant longest-first schedule on the same fleet as the oracle.
 (b) The real coordinator, Redis and gRPC in real time, with scripted workers in a process of their own.
 (c) Real vLLM workers that are really killed, each token compared with that of an undisturbed run.
@@ -34,8 +34,11 @@ sys.path[:0] = [str(ROOT)]  # run as a script, from anywhere
 from benchmarks import arguments  # noqa: E402 - after the path
 from benchmarks.conditions import conditions  # noqa: E402
 from benchmarks.replay.report import LEGEND  # noqa: E402
-from benchmarks.replay.traces import CAP_HELP, CAP_TOKENS, read_lengths, read_spot  # noqa: E402
+from benchmarks.replay.setting import CAP_HELP, CAP_TOKENS  # noqa: E402
 from benchmarks.synthetic import CALM, CHURNY, write_lengths, write_trace  # noqa: E402
+from ebbtide.simulator.scenario.inputs.quantile_table import read_quantiles  # noqa: E402
+from ebbtide.simulator.scenario.inputs.spot_trace import read_spot_trace  # noqa: E402
+from ebbtide.simulator.scenario.refusals import ScenarioRefused  # noqa: E402
 
 Tell = Callable[[str], None]
 TRACES: Final = ROOT.parent / "shared" / "traces"
@@ -114,12 +117,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     options.levels = options.levels or ("a" if options.trace or options.lengths else "abc")
     if unknown := set(options.levels) - set(LEVELS):
         parser.error(f"--levels: {', '.join(sorted(unknown))} is none of {', '.join(LEVELS)}")
-    for flag, paths, read in (("--trace", options.trace, read_spot), ("--lengths", options.lengths, read_lengths)):
+    for flag, paths, read in (("trace", options.trace, read_spot_trace), ("lengths", options.lengths, read_quantiles)):
         for path in paths:
             try:
-                read(path)
-            except (OSError, ValueError) as error:
-                parser.error(f"{flag}: {path} cannot be read ({error})")
+                read(path, str(path))
+            except ScenarioRefused as error:
+                parser.error(f"--{flag}: {path} cannot be read ({error})")
     return options
 
 

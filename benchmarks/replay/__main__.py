@@ -7,8 +7,10 @@ from pathlib import Path
 from benchmarks import arguments
 from benchmarks.replay.report import table
 from benchmarks.replay.run import run_level
-from benchmarks.replay.setting import Setting
-from benchmarks.replay.traces import CAP_HELP, CAP_TOKENS, read_lengths, read_spot
+from benchmarks.replay.setting import CAP_HELP, CAP_TOKENS, Setting
+from ebbtide.simulator.scenario.inputs.quantile_table import read_quantiles
+from ebbtide.simulator.scenario.inputs.spot_trace import read_spot_trace
+from ebbtide.simulator.scenario.refusals import ScenarioRefused
 
 
 def main() -> None:
@@ -33,16 +35,16 @@ def main() -> None:
         "--gap-s", type=arguments.seconds, default=0.0, help="time between steps, the same for all policies"
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help="three hours of each trace")
+    parser.add_argument("--quick", action="store_true", help="an hour of each trace")
     parser.add_argument("--no-ablation", action="store_true")
     parser.add_argument("--json", type=arguments.output, help="write all figures there")
     args = parser.parse_args()
     try:
         for path in args.trace:
-            read_spot(path)
+            read_spot_trace(path, str(path))
         for path in args.lengths:
-            read_lengths(path, args.cap)
-    except (OSError, ValueError) as error:
+            read_quantiles(path, str(path))
+    except ScenarioRefused as error:
         parser.error(str(error))
     report = run_level(
         args.trace,

@@ -20,7 +20,7 @@ _COLUMNS: Final = (
 #: Whom speed is compared with: its share of theirs over the same steps.
 LEGEND: Final = {
     "share_of_oracle": "the oracle is the clairvoyant longest-first schedule on the same fleet, engines and slots: it "
-    "knows every length, its moves are free, and losses are noticed at once and cost it nothing",
+    "knows every length, its moves cost next to nothing, and losses are announced just before and cost it nothing",
     "share_of_plateau_first": "the oracle with one freedom more, to leave slots empty: it fills an engine only up to "
     "its plateau, so that shorter rollouts do not slow down the longest; where there are more slots than that, it "
     "is the stronger of the two",

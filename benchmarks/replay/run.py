@@ -1,16 +1,15 @@
 """Replays traces under all policies and puts the outcomes beside each other."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
-from random import Random
-from time import perf_counter
 from typing import Any, Final
 
-from msgspec import structs
+from msgspec import Struct, structs
 
 from benchmarks.replay.bound import blind_ends, ends
+from benchmarks.replay.played_case import PlayedCase, Say, play_all, speed_ratio
 from benchmarks.replay.report import LEGEND, SHARES
-from benchmarks.replay.result import Result, speed_ratio
 from benchmarks.replay.setting import (
     ABLATION,
     BALANCE,
@@ -19,75 +18,27 @@ from benchmarks.replay.setting import (
     PLATEAU_FIRST,
     POLICIES,
     RESTART,
-    Policy,
+    Compared,
     Setting,
 )
-from benchmarks.replay.traces import Distribution, FleetEvent, read_lengths, read_spot, serving, window
-from benchmarks.replay.world import World
+from benchmarks.replay.trace_scenario import ReplayCase, drawn_steps, serving_machines
+from ebbtide.simulator.scenario.inputs.quantile_table import read_quantiles
+from ebbtide.simulator.scenario.inputs.spot_trace import read_spot_trace
 
-Say = Callable[[str], None]
 HOUR_S: Final = 3_600.0
 #: So much of each trace is enough to compare parts of the balancer, and for a quick look at everything.
 _ABLATION_S: Final = 6 * HOUR_S
-_QUICK_S: Final = 3 * HOUR_S
+_QUICK_S: Final = HOUR_S
 #: In which contexts cost and workers differ, so that learning both can show.
 UNEVEN: Final = Setting(context_tokens=16_384.0, spread=0.3)
 
 
-def draw_steps(lengths: Distribution, *, stretch: float, until: float, setting: Setting) -> list[list[int]]:
-    """Response lengths of as many steps as could possibly end until then, by the seed alone."""
-    draw = Random(setting.seed)
-    steps: list[list[int]] = []
-    soonest = 0.0
-    while soonest <= until:
-        steps.append([lengths.draw(draw, stretch=stretch, cap=setting.cap_tokens) for _ in range(setting.rollouts)])
-        soonest += max(1.0, max(steps[-1]) / setting.rate)
-    return steps
+class TitledCase(Struct, frozen=True):
+    """A case, its policies, and what its table is called by."""
 
-
-def replay(
-    events: Sequence[FleetEvent],
-    steps: Sequence[Sequence[int]],
-    *,
-    until: float,
-    setting: Setting,
-    policies: Iterable[Policy] = POLICIES,
-    say: Say = print,
-) -> list[dict[str, Any]]:
-    """One row of figures per policy, of the same steps on the same fleet."""
-    results: list[tuple[Result, float]] = []
-    for policy in policies:
-        began = perf_counter()
-        result = World(events, until, policy, setting).run(steps)
-        results.append((result, perf_counter() - began))
-        say(f"  {policy.name}: {len(result.ends)} steps in {results[-1][1]:.1f} s")
-    fleet = serving(events, setting.boot_s + setting.pull_s)
-    alike = not setting.spread and not setting.context_tokens
-    by_name = {result.policy: result.ends for result, _ in results}
-    beside = {
-        "over_first": results[0][0].ends,
-        "share_of_oracle": by_name.get(ORACLE.name, []),
-        "share_of_plateau_first": by_name.get(PLATEAU_FIRST.name, []),
-        "share_of_bound": ends(steps, fleet, until, setting) if alike else [],
-        "share_of_blind": blind_ends(steps, fleet, until, setting) if alike else [],
-    }
-    return [_row(result, cpu_s, beside) for result, cpu_s in results]
-
-
-def _row(result: Result, cpu_s: float, beside: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """The figures of a policy, and how fast it is beside others (0.0 where there is no such other)."""
-    done = len(result.ends)
-    return {
-        "policy": result.policy,
-        "steps": done,
-        "mean_step_s": result.ends[-1] / done if done else 0.0,
-        "tokens_per_s": result.tokens / result.ends[-1] if done else 0.0,
-        "share_generated_twice": result.share_twice,
-        "attempts_per_rollout": result.attempts_per_rollout,
-        "moves": result.moves,
-        **{name: speed_ratio(result.ends, other) for name, other in beside.items()},
-        "cpu_s": cpu_s,
-    }
+    title: dict[str, Any]
+    case: ReplayCase
+    policies: Sequence[Compared]
 
 
 def run_level(
@@ -107,58 +58,101 @@ def run_level(
     """Level (a) of the migration benchmark: `cases`, `ablation`, `figures` (of several cases the worst), and `legend`.
 
     `start_s`, `span_s`: a window of each trace (0: all of it); `share` of its machines, drawn by the seed. `quick`:
-    three hours of each trace, and the ablation of the first alone.
+    an hour of each trace, and the ablation of the first alone. Raises `ScenarioRefused` for files that cannot be read.
     """
     given = setting or Setting()
-    span_s = span_s or (_QUICK_S if quick else 0.0)
-    report: dict[str, Any] = {"setting": structs.asdict(given), "cases": [], "ablation": []}
+    tables = {path: read_quantiles(path, str(path)) for path in lengths}
+    cases: list[TitledCase] = []
+    ablated: list[TitledCase] = []
     for path in traces:
-        events = _cut(read_spot(path, given.seed), start_s, span_s, share, given.seed)
-        for source in lengths:
-            distribution = read_lengths(source, given.cap_tokens)
-            for stretch in stretches:
-                for number in slots:
-                    case = structs.replace(given, slots=number)
-                    named = {"trace": path.stem, "lengths": source.stem, "stretch": stretch, "slots": number}
-                    say(" ".join(f"{key} {value}" for key, value in named.items()))
-                    until = events[-1].t_s
-                    steps = draw_steps(distribution, stretch=stretch, until=until, setting=case)
-                    rows = replay(events, steps, until=until, setting=case, say=say)
-                    report["cases"].append({**named, "policies": rows})
+        whole = ReplayCase(
+            trace=read_spot_trace(path, str(path)),
+            lengths=tables[lengths[0]],
+            stretch=stretches[-1],
+            setting=given,
+            start_s=start_s,
+            span_s=span_s or (_QUICK_S if quick else 0.0),
+            share=share,
+        )
+        for source, stretch, number in product(lengths, stretches, slots):
+            title = {"trace": path.stem, "lengths": source.stem, "stretch": stretch, "slots": number}
+            alike = structs.replace(given, slots=number)
+            case = structs.replace(whole, lengths=tables[source], stretch=stretch, setting=alike)
+            cases.append(TitledCase(title, case, POLICIES))
         if ablation and not (quick and path is not traces[0]):
-            distribution = read_lengths(lengths[0], given.cap_tokens)
-            report["ablation"] += _ablate(path.stem, events, distribution, stretches[-1], slots, given, say)
-    report["figures"] = figures(report["cases"])
-    report["legend"] = LEGEND
-    return report
+            ablated += _ablated(path.stem, whole, slots)
+    shown = replay([*cases, *ablated], say)
+    report: dict[str, Any] = {
+        "setting": structs.asdict(given),
+        "cases": shown[: len(cases)],
+        "ablation": shown[len(cases) :],
+    }
+    return report | {"figures": figures(report["cases"]), "legend": LEGEND}
 
 
-def _cut(events: list[FleetEvent], start_s: float, span_s: float, share: float, seed: int) -> list[FleetEvent]:
-    kept = [event for event in events if Random(f"{seed} {event.node}").random() < share]
-    return window(kept, start_s, span_s) if span_s else kept
-
-
-def _ablate(
-    name: str,
-    events: list[FleetEvent],
-    lengths: Distribution,
-    stretch: float,
-    slots: Sequence[int],
-    given: Setting,
-    say: Say,
-) -> list[dict[str, Any]]:
+def _ablated(name: str, whole: ReplayCase, slots: Sequence[int]) -> list[TitledCase]:
     """The balancer whole and without each of its parts, on even workers, and on uneven ones whose contexts cost."""
-    events = window(events, 0.0, _ABLATION_S)
-    until = events[-1].t_s
+    given = whole.setting
     uneven = structs.replace(given, context_tokens=UNEVEN.context_tokens, spread=UNEVEN.spread)
     found = []
-    for case in [*(structs.replace(given, slots=number) for number in slots), uneven]:
-        named = {"trace": name, "stretch": stretch, "slots": case.slots, "uneven": case.spread > 0}
-        say("ablation: " + " ".join(f"{key} {value}" for key, value in named.items()))
-        steps = draw_steps(lengths, stretch=stretch, until=until, setting=case)
-        rows = replay(events, steps, until=until, setting=case, policies=(BALANCE, MIGRATE, *ABLATION), say=say)
-        found.append({**named, "policies": rows})
+    for setting in [*(structs.replace(given, slots=number) for number in slots), uneven]:
+        title = {"trace": name, "stretch": whole.stretch, "slots": setting.slots, "uneven": setting.spread > 0}
+        case = structs.replace(whole, setting=setting, span_s=min(whole.until_s, _ABLATION_S))
+        found.append(TitledCase(title, case, (BALANCE, MIGRATE, *ABLATION)))
     return found
+
+
+def replay(cases: Sequence[TitledCase], say: Say = print) -> list[dict[str, Any]]:
+    """Each case with a row of figures per policy, of the same steps on the same fleet."""
+    played = play_all([(one.case, policy) for one in cases for policy in one.policies])
+    found = []
+    for one in cases:
+        say(", ".join(f"{key} {value}" for key, value in one.title.items()))
+        rows = []
+        for result in (next(played) for _ in one.policies):
+            say(f"  {result.policy}: {len(result.ends)} steps in {result.cpu_s:.1f} s")
+            rows.append(result)
+        found.append({**one.title, "policies": _rows(one.case, rows)})
+    return found
+
+
+def _rows(case: ReplayCase, played: Sequence[PlayedCase]) -> list[dict[str, Any]]:
+    by_name = {one.policy: one.ends for one in played}
+    beside = {
+        "over_first": played[0].ends,
+        "share_of_oracle": by_name.get(ORACLE.name, []),
+        "share_of_plateau_first": by_name.get(PLATEAU_FIRST.name, []),
+        **_bounds(case),
+    }
+    return [_row(one, beside) for one in played]
+
+
+def _bounds(case: ReplayCase) -> dict[str, list[float]]:
+    """When steps end at the bounds, which hold where workers are alike and contexts cost nothing."""
+    setting = case.setting
+    if setting.spread or setting.context_tokens:
+        return {"share_of_bound": [], "share_of_blind": []}
+    steps, fleet = drawn_steps(case), serving_machines(case)
+    return {
+        "share_of_bound": ends(steps, fleet, case.until_s, setting),
+        "share_of_blind": blind_ends(steps, fleet, case.until_s, setting),
+    }
+
+
+def _row(played: PlayedCase, beside: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """The figures of a policy, and how fast it is beside others (0.0 where there is no such other)."""
+    done = len(played.ends)
+    return {
+        "policy": played.policy,
+        "steps": done,
+        "mean_step_s": played.ends[-1] / done if done else 0.0,
+        "tokens_per_s": played.tokens / played.ends[-1] if done else 0.0,
+        "share_generated_twice": played.share_twice,
+        "attempts_per_rollout": played.attempts_per_rollout,
+        "moves": played.moves,
+        **{name: speed_ratio(played.ends, other) for name, other in beside.items()},
+        "cpu_s": played.cpu_s,
+    }
 
 
 def figures(cases: Sequence[dict[str, Any]]) -> dict[str, Any]:

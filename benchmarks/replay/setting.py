@@ -1,26 +1,32 @@
 """What the replay takes for given, and the policies that it compares."""
 
-from math import inf
 from typing import Final
 
 from msgspec import Struct
-from msgspec.structs import replace
 
-from benchmarks.replay.traces import CAP_TOKENS
-from ebbtide.scheduling.dispatch.move_costs import COSTS, MoveCosts
+from ebbtide.simulator.rivals.ablated_policy import AblatedPolicy
+from ebbtide.simulator.rivals.clairvoyant_policy import ClairvoyantPolicy
+from ebbtide.simulator.world.ebbtide_policy import EbbtidePolicy
+from ebbtide.simulator.world.policy import Policy
+
+#: The longest response: what a distribution says above it is cut off.
+CAP_TOKENS: Final = 32_768
+#: For those who may name another.
+CAP_HELP: Final = (
+    "the longest response in tokens, also after stretching (default: 32768). A cdf that ends below 1 says nothing of "
+    "the rest: it is taken to lie between its last point and the cap, log-uniformly. For responses that were cut off "
+    "at 16k (as those of response_length_math_cdf_upto4k.csv were) name 16384"
+)
 
 
 class Setting(Struct, frozen=True, kw_only=True):
     """The engine and the step, alike for all policies. Times in seconds, rates in tokens/s.
 
     A rollout makes `rate` until `plateau` of them run in an engine; beyond, all share what those make. With
-    `context_tokens` > 0 contexts cost too: at a mean context of that many tokens the plateau is half of `plateau`.
+    `context_tokens` > 0 contexts cost too: at a mean context of that many tokens a full plateau is half as fast.
     `spread`: workers are up to so much faster or slower. `boot_s` and `pull_s`: from the machine's start to its first
-    token. A loss is noticed after `detection_s`; what was flushed last, `flush_s` or `flush_tokens` ago at most, is
-    kept. A rollout that goes on elsewhere is on its way for `handover_s` and then holds up its new engine for a
-    prefill of all it has. That a rollout has started is known `start_s` after it was given. `gap_s`: between
-    steps. First starts cost no prefill: they would in every policy alike. `cap_tokens`: the longest response, also
-    after lengths were stretched.
+    token. What was flushed last, `flush_s` or `flush_tokens` ago at most, outlives a loss. `gap_s`: between steps.
+    `cap_tokens`: the longest response, also after lengths were stretched.
     """
 
     rate: float = 30.0
@@ -30,9 +36,6 @@ class Setting(Struct, frozen=True, kw_only=True):
     spread: float = 0.0
     boot_s: float = 60.0
     pull_s: float = 15.0
-    detection_s: float = 3.0
-    handover_s: float = 0.5
-    start_s: float = 0.05
     flush_s: float = 0.25
     flush_tokens: int = 32
     prefill_tokens_per_s: float = 10_000.0
@@ -40,55 +43,39 @@ class Setting(Struct, frozen=True, kw_only=True):
     gap_s: float = 0.0
     rollouts: int = 1_024
     cap_tokens: int = CAP_TOKENS
-    tick_s: float = 2.0
     seed: int = 0
 
 
-def costless(setting: Setting) -> Setting:
-    """The same, where starts and losses are noticed at once, and neither losses nor moves cost a thing."""
-    return replace(setting, detection_s=0.0, handover_s=0.0, start_s=0.0, flush_tokens=0, prefill_tokens_per_s=inf)
-
-
-class Policy(Struct, frozen=True, kw_only=True):
-    """`keeps`: what a lost worker had stored goes on elsewhere; else it is generated again from zero. `delays`: what
-    exceeds the slots waits in line; else all is given away at once. `knows`: it sees every length and puts the longest
-    first into line, and moves, resumes and losses cost it nothing. `spares`: it fills an engine no further than its
-    plateau. `balances` with `costs`; `unstarted`, `learnt` and `weighted`: see `scheduling.balance` and
-    `scheduling.throughput`.
-    """
+class Compared(Struct, frozen=True, kw_only=True):
+    """A policy by the name that tables show."""
 
     name: str
-    keeps: bool = True
-    knows: bool = False
-    spares: bool = False
-    delays: bool = True
-    balances: bool = True
-    unstarted: bool = True
-    learnt: bool = True
-    weighted: bool = True
-    costs: MoveCosts = COSTS
+    policy: Policy
+    delays: bool = True  # else all rollouts are given to engines at once, and wait there
+    costless: bool = False  # its losses are announced just before, and nothing is prefilled
 
 
-_NO_SURPLUS: Final = MoveCosts(advantage=inf)
-_FREE_MOVES: Final = MoveCosts(prefill_tokens_per_s=inf, handover_s=0.0, margin=0.0, advantage=1.0, least_stay_s=0.0)
-#: Also free, but made only where they change something: to and fro between equals is nothing but work for us.
-_USEFUL_MOVES: Final = replace(_FREE_MOVES, advantage=1.001)
+def _without(name: str, **parts: bool) -> Compared:
+    return Compared(name=name, policy=AblatedPolicy(**parts), delays=parts.get("delays", True))
 
-RESTART: Final = Policy(name="restart", keeps=False, delays=False, balances=False)
-MIGRATE: Final = Policy(name="migrate", delays=False, balances=False)
-BALANCE: Final = Policy(name="balance")
-#: The clairvoyant longest-first schedule on the same fleet, with the same engines, slots and rules.
-ORACLE: Final = Policy(name="oracle: longest first", knows=True, costs=_USEFUL_MOVES)
+
+RESTART: Final = _without("restart", keeps=False, delays=False, balances=False)
+MIGRATE: Final = _without("migrate", delays=False, balances=False)
+BALANCE: Final = Compared(name="balance", policy=EbbtidePolicy())
+#: The clairvoyant longest-first schedule on the same fleet, with the same engines and slots.
+ORACLE: Final = Compared(name="oracle: longest first", policy=ClairvoyantPolicy(), costless=True)
 #: The same with one freedom more: it leaves slots empty, so that the shorter ones do not slow down the longest.
-PLATEAU_FIRST: Final = Policy(name="oracle, up to the plateau", knows=True, spares=True, costs=_USEFUL_MOVES)
+PLATEAU_FIRST: Final = Compared(
+    name="oracle, up to the plateau", policy=ClairvoyantPolicy(up_to_plateau=True), costless=True
+)
 POLICIES: Final = (RESTART, MIGRATE, BALANCE, ORACLE, PLATEAU_FIRST)
 ABLATION: Final = (
-    Policy(name="delayed dispatch only", balances=False),
-    Policy(name="without delayed dispatch", delays=False),
-    Policy(name="without delayed dispatch and rule i", delays=False, unstarted=False),
-    Policy(name="without rule ii", costs=_NO_SURPLUS),
-    Policy(name="without delayed dispatch and rule ii", delays=False, costs=_NO_SURPLUS),
-    Policy(name="without a learnt plateau", learnt=False),
-    Policy(name="without weighing contexts", weighted=False),
-    Policy(name="without gain above cost", costs=_FREE_MOVES),
+    _without("delayed dispatch only", balances=False),
+    _without("without delayed dispatch", delays=False),
+    _without("without delayed dispatch and rule i", delays=False, unstarted=False),
+    _without("without rule ii", beyond_plateau=False),
+    _without("without delayed dispatch and rule ii", delays=False, beyond_plateau=False),
+    _without("without a learnt plateau", learns=False),
+    _without("without weighing contexts", weighs_contexts=False),
+    _without("without gain above cost", weighs_costs=False),
 )

@@ -18,6 +18,7 @@ The next round begins `gather_s` after a change, or after `pause_s`.
 from collections.abc import Callable, Iterator
 
 from ebbtide.coordinator.dispatcher.borrowed_hosts import BorrowedHosts
+from ebbtide.coordinator.dispatcher.dispatch_rules import RULES, DispatchRules
 from ebbtide.coordinator.dispatcher.host_views import HostViews
 from ebbtide.coordinator.dispatcher.install_sender import InstallSender
 from ebbtide.coordinator.dispatcher.rebalancer import Rebalancer
@@ -47,9 +48,11 @@ class DispatchRound:
         *,
         slice_s: float,
         balance: bool = True,
+        rules: DispatchRules = RULES,
     ) -> None:
         self._state = state
-        self._moves = Rebalancer(state, on=balance)
+        self._rules = rules
+        self._moves = Rebalancer(state, on=balance, rules=rules)
         self._borrowed = BorrowedHosts(state, self._moves, run_events)
         changes = EngineChanges(state)
         self._allocator = WorkerAllocator(state, trust, self._moves, changes, slice_s=slice_s)
@@ -91,7 +94,7 @@ class DispatchRound:
                 yield None
 
     def _new_fill(self, run: RunState, now: float) -> SlotFill:
-        return SlotFill(run, self._state, self._hosts, self._starts, now)
+        return SlotFill(run, self._state, self._hosts, self._starts, now, self._rules)
 
     def _in_turn(self, now: float) -> list[RunState]:
         """The runs, from the one after that which got the last rollouts before starts were held."""

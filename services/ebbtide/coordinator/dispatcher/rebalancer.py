@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Struct
 
 from ebbtide import telemetry
+from ebbtide.coordinator.dispatcher.dispatch_rules import RULES, DispatchRules
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.running_attempt import RunningAttempt
@@ -71,8 +72,8 @@ class _Beat(Struct):
 
 
 class Rebalancer:
-    def __init__(self, state: CoordinatorState, *, on: bool) -> None:
-        self._state, self._on = state, on
+    def __init__(self, state: CoordinatorState, *, on: bool, rules: DispatchRules = RULES) -> None:
+        self._state, self._on, self._rules = state, on, rules
         self._speeds: dict[str, WorkerThroughput] = {}  # by worker id
         self._seen: dict[str, float] = {}  # when those were attached last
         self._beats: dict[str, _Beat] = {}  # by session
@@ -185,7 +186,7 @@ class Rebalancer:
         steady = busy_s >= 0.9 * seconds and beat.quiet_s <= _QUIET * seconds
         if not 0 < seconds <= _LONGEST_S or churn > _CHURN * len(running) or not steady:
             return
-        speed = self._speeds.setdefault(session.worker_id, WorkerThroughput())
+        speed = self._speeds.setdefault(session.worker_id, self._rules.new_speed())
         speed.observe((len(running) + len(last.running)) / 2, context, tokens, seconds)
         session.learn_plateau(speed.plateau(context))
 
@@ -220,7 +221,9 @@ class Rebalancer:
         ]
         sessions = {host.worker_id: session for session, host in hosts if not session.gone}
         search = self._searches.setdefault(run.run_id, MoveSearch())
-        self._ask(run, rebalance(engines, run.lengths, now=now, search=search), sessions, now)
+        costs, unstarted = self._rules.costs, self._rules.unstarted
+        moves = rebalance(engines, run.lengths, now=now, costs=costs, unstarted=unstarted, search=search)
+        self._ask(run, moves, sessions, now)
 
     def _engine(self, session: WorkerSession, host: HostView, running: int, pending: int) -> EngineLoad:
         if running or pending:
@@ -228,7 +231,7 @@ class Rebalancer:
             host = msgspec.structs.replace(host, running=running, pending=pending)
         return EngineLoad(
             host=host,
-            speed=self._speeds.setdefault(session.worker_id, WorkerThroughput()),
+            speed=self._speeds.setdefault(session.worker_id, self._rules.new_speed()),
             context=self._contexts.get(session.session_id, 0.0),
             rollouts=lambda: self._movable(session),
         )

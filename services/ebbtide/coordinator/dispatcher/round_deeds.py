@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Final, NamedTuple, TypeAlias
 
+from ebbtide.coordinator.dispatcher.dispatch_rules import RULES, DispatchRules
 from ebbtide.coordinator.dispatcher.host_views import HostViews
 from ebbtide.coordinator.dispatcher.rebalancer import borrowable
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
@@ -22,11 +23,17 @@ class SlotFill:
     """
 
     def __init__(
-        self, run: RunState, state: CoordinatorState, hosts: HostViews, starts: StartPacing, now: float
+        self,
+        run: RunState,
+        state: CoordinatorState,
+        hosts: HostViews,
+        starts: StartPacing,
+        now: float,
+        rules: DispatchRules = RULES,
     ) -> None:
         self.run: Final = run
         self._state, self._hosts, self._starts = state, hosts, starts
-        self._now = now
+        self._now, self._rules = now, rules
         self.slowed = False  # the last batch made the caller hold starts
 
     @property
@@ -51,6 +58,7 @@ class SlotFill:
             run.queue,
             hosts + self._hosts.coming(run, now),
             run.homes,
+            pending_limit=self._rules.pending_limit,
             at_most=_PLACE_AT_ONCE,
             rest=lambda one: run.lengths.rest(one.made, one.budget or None),
             borrowable=borrowable(run),

@@ -23,6 +23,7 @@ class StepCosts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     sequence_s: Seconds = 0.0  # per decoding sequence, beyond that of its token
     context_s: Seconds = 0.0  # per token of context of a decoding sequence
     pair_s: Seconds = 0.0  # per pair of a prefilled token and a token that it attends to
+    spare: Annotated[int, Meta(ge=0)] = 0  # tokens, and sequences, whose cost hides behind reading the weights
 
     def step_s(self, *, batch: int, context: float, prefill: int = 0, pairs: int = 0) -> float:
         """Seconds of a step. `batch` sequences decode and attend to `context` tokens, over all of them; `prefill`
@@ -31,7 +32,8 @@ class StepCosts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         experts_s = self.experts_s
         if experts_s:  # tokens choose their experts independently of each other
             experts_s *= 1.0 - (1.0 - self.expert_share) ** tokens
-        fixed_s = self.base_s + self.weights_s + experts_s + self.token_s * tokens + self.sequence_s * batch
+        fixed_s = self.base_s + self.weights_s + experts_s
+        fixed_s += self.token_s * max(0, tokens - self.spare) + self.sequence_s * max(0, batch - self.spare)
         return fixed_s + self.context_s * context + self.pair_s * pairs
 
 

@@ -6,6 +6,8 @@ import msgspec
 from msgspec import Struct
 
 from ebbtide.errors import InvalidRequest
+from ebbtide.simulator.rivals.ablated_policy import AblatedPolicy
+from ebbtide.simulator.rivals.clairvoyant_policy import ClairvoyantPolicy
 from ebbtide.simulator.rivals.restart_policy import RestartPolicy
 from ebbtide.simulator.rivals.rlboost.rlboost_policy import RLBoostPolicy
 from ebbtide.simulator.rivals.rollpacker_policy import RollPackerPolicy
@@ -16,6 +18,8 @@ from ebbtide.simulator.world.policy import Policy
 
 #: By the name that a scenario's `[policy]` gives.
 POLICIES: Final[dict[str, type[Struct]]] = {
+    "ablated": AblatedPolicy,
+    "clairvoyant": ClairvoyantPolicy,
     "ebbtide": EbbtidePolicy,
     "restart": RestartPolicy,
     "rlboost": RLBoostPolicy,

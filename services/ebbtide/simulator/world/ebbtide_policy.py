@@ -3,6 +3,7 @@
 from msgspec import Struct
 
 from ebbtide.coordinator.dispatcher.dispatch_round import DispatchRound
+from ebbtide.coordinator.dispatcher.dispatch_rules import RULES, DispatchRules
 from ebbtide.coordinator.dispatcher.round_deeds import DeadLetters, RunFailure, SlotFill
 from ebbtide.scheduling.dispatch.round_pacing import gather_s
 from ebbtide.simulator.scenario.machine_pool import MachinePool
@@ -13,11 +14,18 @@ from ebbtide.simulator.world.virtual_coordinator import Decider, VirtualCoordina
 
 
 class EbbtideDecider(Decider):
-    """`balance`: rollouts move between workers; `keeps`: what a lost worker had stored goes on elsewhere. Both are
-    Ebbtide's; comparisons leave them out.
+    """`balance`: rollouts move between workers; `keeps`: what a lost worker had stored goes on elsewhere. These and the
+    rules' parameters are Ebbtide's; comparisons change them.
     """
 
-    def __init__(self, coordinator: VirtualCoordinator, *, balance: bool = True, keeps: bool = True) -> None:
+    def __init__(
+        self,
+        coordinator: VirtualCoordinator,
+        *,
+        balance: bool = True,
+        keeps: bool = True,
+        rules: DispatchRules = RULES,
+    ) -> None:
         self._coordinator, self.keeps = coordinator, keeps
         settings = coordinator.settings
         self._rounds = DispatchRound(
@@ -27,6 +35,7 @@ class EbbtideDecider(Decider):
             coordinator.run_events,
             slice_s=settings.slice_s,
             balance=balance and settings.rebalance,
+            rules=rules,
         )
 
     def round(self, now: float) -> float:

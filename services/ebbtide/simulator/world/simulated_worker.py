@@ -100,6 +100,11 @@ class SimulatedWorker:
         self._beat_due = Alarm(time, self.beat)
 
     @property
+    def speed(self) -> float:
+        """Of its engine now, relative to the profile's."""
+        return self._speed * self._slowed * self._share
+
+    @property
     def frozen(self) -> bool:
         return "frozen" in self.host.holds
 
@@ -193,7 +198,7 @@ class SimulatedWorker:
         """Work at a share of the machine's speed: the rest is its host's users'."""
         self._share = share
         if not self.gone:
-            self.host.engine.pace(self._speed * self._slowed * share, self._time.now)
+            self.host.engine.pace(self.speed, self._time.now)
             self.host.look()
 
     def _thaw(self) -> None:

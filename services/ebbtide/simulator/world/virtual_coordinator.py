@@ -234,6 +234,10 @@ class VirtualCoordinator:
         rollout = self._rollouts[rollout_id]
         return Response(rollout.prompt, rollout.length, rollout.prefix, rollout.after)
 
+    def worker(self, session_id: str) -> SimulatedWorker:
+        """The worker behind a session, for policies that are told more than the coordinator knows."""
+        return self._workers[session_id]
+
     def pull(self, worker: SimulatedWorker, run_id: str, version: int, done: Callable[[], None]) -> Callable[[], None]:
         return self._pulls.begin(run_id, version, worker.versions.get(run_id, 0), worker.terms.link_bytes_per_s, done)
 

@@ -1,0 +1,84 @@
+"""Leaves out parts of Ebbtide's dispatch, so that comparisons show what each of them is worth."""
+
+from math import inf
+from typing import Final
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from ebbtide.coordinator.dispatcher.dispatch_rules import DispatchRules
+from ebbtide.scheduling.dispatch.host_view import HostView
+from ebbtide.scheduling.dispatch.move_costs import COSTS
+from ebbtide.scheduling.dispatch.placement import pending_limit
+from ebbtide.scheduling.dispatch.throughput import WorkerThroughput
+from ebbtide.simulator.scenario.machine_pool import MachinePool
+from ebbtide.simulator.scenario.training_run import TrainingRun
+from ebbtide.simulator.world.ebbtide_policy import EbbtideDecider
+from ebbtide.simulator.world.step_rounds import Rounds, WholeGroups
+from ebbtide.simulator.world.trainer_loan import FixedWindow, LoanWindow
+from ebbtide.simulator.world.virtual_coordinator import Decider, VirtualCoordinator
+
+#: Moves that cost nothing and must gain nothing.
+FREE_MOVES: Final = replace(
+    COSTS, prefill_tokens_per_s=inf, handover_s=0.0, margin=0.0, advantage=1.0, least_stay_s=0.0
+)
+#: Tokens/s of an engine in which all rollouts share them. Its amount does not matter: all engines have the same.
+_SHARED: Final = 1_000.0
+
+
+class UnlearntSpeed(WorkerThroughput):
+    """Knows no plateau: as if each engine made as much with one rollout as with many."""
+
+    def rate(self, running: float, context: float) -> float:  # noqa: ARG002
+        return _SHARED / max(1.0, running)
+
+    def plateau(self, context: float) -> int:  # noqa: ARG002
+        return 0
+
+
+class AblatedPolicy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Ebbtide without those parts that are false. It is told what Ebbtide is told, or less.
+
+    Without `delays` all rollouts go to engines at once. Then the pool's `slots` should be more than the sequences that
+    its engine runs, so that rollouts wait in the engine.
+    """
+
+    keeps: bool = True  # what a lost worker had stored goes on elsewhere
+    delays: bool = True  # a worker holds few rollouts that have not started
+    balances: bool = True  # rollouts move
+    unstarted: bool = True  # so do those that have not started (rule i)
+    beyond_plateau: bool = True  # and those that run (rule ii)
+    learns: bool = True  # workers' speeds are known, by the number of rollouts
+    weighs_contexts: bool = True  # and by their contexts
+    weighs_costs: bool = True  # a move must gain more than it costs
+
+    @property
+    def streams(self) -> bool:
+        return False
+
+    def decider(self, coordinator: VirtualCoordinator) -> Decider:
+        return EbbtideDecider(coordinator, balance=self.balances, keeps=self.keeps, rules=self.rules())
+
+    def rules(self) -> DispatchRules:
+        """The rules' parameters under which the missing parts do nothing."""
+        costs = COSTS if self.weighs_costs else FREE_MOVES
+        return DispatchRules(
+            pending_limit=pending_limit if self.delays else _slots,
+            costs=costs if self.beyond_plateau else replace(costs, advantage=inf),
+            unstarted=self.unstarted,
+            new_speed=self._new_speed,
+        )
+
+    def _new_speed(self) -> WorkerThroughput:
+        return WorkerThroughput(weigh_context=self.weighs_contexts) if self.learns else UnlearntSpeed()
+
+    def rounds(self, run: TrainingRun) -> Rounds:
+        return WholeGroups(run.prompts, run.group)
+
+    def window(self, decider: Decider, lent: MachinePool) -> LoanWindow:
+        del decider
+        return FixedWindow(lent.window_s)
+
+
+def _slots(host: HostView) -> int:
+    return host.slots
