@@ -6,7 +6,7 @@ from msgspec import Struct
 
 from ebbtide.simulator.engines.engine_profile import EngineDelays, EngineProfile, KvCapacity, StepCosts
 from ebbtide.simulator.scenario.training_run import TrainingRun
-from ebbtide.simulator.world.version_pulls import WeightTerms
+from ebbtide.simulator.world.fleet.version_pulls import WeightTerms
 
 #: A step takes so long whatever it computes: each rollout makes 100 tokens/s.
 STEP_S = 0.01

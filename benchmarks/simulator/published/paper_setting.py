@@ -11,9 +11,9 @@ from ebbtide.simulator.scenario.fault_plan import PlannedFault
 from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.scenario import Scenario
 from ebbtide.simulator.scenario.training_run import TrainingRun
+from ebbtide.simulator.world.fleet.version_pulls import WeightTerms
 from ebbtide.simulator.world.policy import Policy
 from ebbtide.simulator.world.simulation import Simulation
-from ebbtide.simulator.world.version_pulls import WeightTerms
 
 #: Tokens are stored so seldom, since only what is lost with a worker depends on it: seconds.
 FLUSH_S = 1.0

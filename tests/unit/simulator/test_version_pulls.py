@@ -2,7 +2,7 @@
 
 import pytest
 
-from ebbtide.simulator.world.version_pulls import VersionPulls, WeightTerms
+from ebbtide.simulator.world.fleet.version_pulls import VersionPulls, WeightTerms
 from ebbtide.simulator.world.virtual_time import VirtualTime
 
 GB = 1_000_000_000

@@ -8,8 +8,8 @@ from ebbtide.simulator.engines.engine_profile import EngineProfile
 from ebbtide.simulator.engines.profile_files import read_profile
 from ebbtide.simulator.engines.trainer_profile import SampleLength, TrainerProfile
 from ebbtide.simulator.scenario.training_run import TrainingRun
-from ebbtide.simulator.world.simulated_trainer import TrainingTimes
-from ebbtide.simulator.world.version_pulls import WeightTerms
+from ebbtide.simulator.world.fleet.version_pulls import WeightTerms
+from ebbtide.simulator.world.training.simulated_trainer import TrainingTimes
 
 _BYTES_PER_GB = 1e9
 _BYTES_PER_GBIT = 125e6

@@ -10,19 +10,19 @@ from ebbtide.simulator.scenario.inputs.price_table import fixed_price
 from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.scenario import Scenario
 from ebbtide.simulator.scenario.training_run import TrainingRun
-from ebbtide.simulator.world.attempt_host import FlushTerms
 from ebbtide.simulator.world.books import SimulationBooks
-from ebbtide.simulator.world.borrowed_machines import BorrowedMachines
-from ebbtide.simulator.world.machine_pools import MachinesOfPool
-from ebbtide.simulator.world.planned_faults import PlannedFaults
+from ebbtide.simulator.world.fleet.attempt_host import FlushTerms
+from ebbtide.simulator.world.fleet.borrowed_machines import BorrowedMachines
+from ebbtide.simulator.world.fleet.machine_pools import MachinesOfPool
+from ebbtide.simulator.world.fleet.planned_faults import PlannedFaults
+from ebbtide.simulator.world.fleet.simulated_worker import SimulatedWorker, WorkerTerms
+from ebbtide.simulator.world.fleet.version_pulls import VersionPulls
 from ebbtide.simulator.world.policy import Policy
 from ebbtide.simulator.world.profiles import Profiles
-from ebbtide.simulator.world.simulated_driver import SimulatedDriver, StepProgress
-from ebbtide.simulator.world.simulated_trainer import SimulatedTrainer
-from ebbtide.simulator.world.simulated_worker import SimulatedWorker, WorkerTerms
-from ebbtide.simulator.world.step_rounds import Sample
-from ebbtide.simulator.world.trainer_loan import FixedWindow, LoanWindow, TrainerLoan
-from ebbtide.simulator.world.version_pulls import VersionPulls
+from ebbtide.simulator.world.training.simulated_driver import SimulatedDriver, StepProgress
+from ebbtide.simulator.world.training.simulated_trainer import SimulatedTrainer
+from ebbtide.simulator.world.training.step_rounds import Sample
+from ebbtide.simulator.world.training.trainer_loan import FixedWindow, LoanWindow, TrainerLoan
 from ebbtide.simulator.world.virtual_coordinator import RunAccount, VirtualCoordinator
 from ebbtide.simulator.world.virtual_time import VirtualTime
 from ebbtide.types.fleet import WorkerKind

@@ -29,12 +29,12 @@ from ebbtide.errors import InvalidRequest
 from ebbtide.scheduling.dispatch.attempt_endings import dead_letter_message
 from ebbtide.scheduling.dispatch.placement import Placement
 from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout
-from ebbtide.simulator.world.attempt_host import Response
 from ebbtide.simulator.world.books import SimulationBooks
-from ebbtide.simulator.world.simulated_driver import SimulatedDriver
+from ebbtide.simulator.world.fleet.attempt_host import Response
+from ebbtide.simulator.world.fleet.simulated_worker import SimulatedWorker
+from ebbtide.simulator.world.fleet.version_pulls import VersionPulls
 from ebbtide.simulator.world.simulated_rollout import SimulatedRollout
-from ebbtide.simulator.world.simulated_worker import SimulatedWorker
-from ebbtide.simulator.world.version_pulls import VersionPulls
+from ebbtide.simulator.world.training.simulated_driver import SimulatedDriver
 from ebbtide.simulator.world.virtual_time import VirtualTime
 from ebbtide.simulator.world.virtual_wakeups import VirtualWakeups
 from ebbtide.store.rollout_rows import EndReason

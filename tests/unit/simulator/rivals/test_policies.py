@@ -46,7 +46,7 @@ def test_every_policy_trains_all_steps_without_parameters(name: str) -> None:
 
 
 def test_unknown_policies_and_parameters_are_refused_by_name() -> None:
-    with pytest.raises(InvalidRequest, match="known are .*ebbtide"):
+    with pytest.raises(InvalidRequest, match=r"known are .*ebbtide"):
         policy_of(PolicyChoice(name="other"))
     with pytest.raises(InvalidRequest, match="pending"):
         policy_of(PolicyChoice(name="rlboost", params={"pending": 3}))

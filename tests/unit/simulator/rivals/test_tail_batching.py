@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from ebbtide.simulator.rivals.rollpacker_policy import TailBatching
-from ebbtide.simulator.world.step_rounds import Sample, StepRound
+from ebbtide.simulator.world.training.step_rounds import Sample, StepRound
 
 
 def batching(prompts: int = 4, group: int = 4, excess: float = 1.25) -> TailBatching:

@@ -15,7 +15,7 @@ from typing import Final
 
 from ebbtide.simulator.outcome import StepOutcome
 from ebbtide.simulator.rivals.rlboost.pending_balance import PendingBalance
-from ebbtide.simulator.world.trainer_loan import LoanWindow
+from ebbtide.simulator.world.training.trainer_loan import LoanWindow
 
 #: As the public code has it: a window has at least so many seconds.
 _LEAST_S: Final = 5.0

@@ -10,8 +10,8 @@ from typing import Protocol
 
 from ebbtide.simulator.outcome import StepOutcome
 from ebbtide.simulator.world.books import SimulationBooks
-from ebbtide.simulator.world.simulated_driver import StepProgress
-from ebbtide.simulator.world.trainer_loan import TrainerLoan
+from ebbtide.simulator.world.training.simulated_driver import StepProgress
+from ebbtide.simulator.world.training.trainer_loan import TrainerLoan
 from ebbtide.simulator.world.virtual_time import VirtualTime
 
 

@@ -7,7 +7,7 @@ from ebbtide.simulator.scenario.draws.machine_events import MachineChange, Machi
 from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.scenario import Scenario
 from ebbtide.simulator.world.books import SimulationBooks
-from ebbtide.simulator.world.simulated_worker import SimulatedWorker
+from ebbtide.simulator.world.fleet.simulated_worker import SimulatedWorker
 from ebbtide.simulator.world.virtual_time import VirtualTime
 
 #: Makes a worker by its name and the speed of its machine.

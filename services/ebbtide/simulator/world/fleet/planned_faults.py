@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from ebbtide.simulator.scenario.fault_plan import PlannedFault, struck
-from ebbtide.simulator.world.machine_pools import MachinesOfPool
-from ebbtide.simulator.world.simulated_trainer import SimulatedTrainer
+from ebbtide.simulator.world.fleet.machine_pools import MachinesOfPool
+from ebbtide.simulator.world.training.simulated_trainer import SimulatedTrainer
 from ebbtide.simulator.world.virtual_time import VirtualTime
 
 

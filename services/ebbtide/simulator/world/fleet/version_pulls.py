@@ -10,7 +10,7 @@ from typing import Final
 from msgspec import Struct
 
 from ebbtide.scheduling.distribution.version_paths import PatchStep, find_ways, wants_anchor
-from ebbtide.simulator.world.shared_links import SharedLinks
+from ebbtide.simulator.world.fleet.shared_links import SharedLinks
 from ebbtide.simulator.world.virtual_time import VirtualTime
 
 #: As the weight-relay's defaults: an anchor is built after so many patches, or so large a share of the dense bytes.
