@@ -22,12 +22,11 @@ from benchmarks.simulator.real_settings import RealSession, chosen, measure, rea
 from benchmarks.simulator.simulated_side import (
     PartMissing,
     PublishedErrors,
-    day_of_32_workers,
     equal_placements,
-    half_hour_of_1000_workers,
     published_errors,
     simulated_setting,
 )
+from benchmarks.simulator.speed import day_of_32_workers, half_hour_of_1000_workers
 
 Tell = Callable[[str], None]
 

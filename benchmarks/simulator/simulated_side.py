@@ -28,12 +28,6 @@ class PublishedErrors(Struct, frozen=True, kw_only=True):
     table: list[tuple[str, ...]] = []  # a head, then a row for each point
 
 
-class TimedSimulation(Struct, frozen=True, kw_only=True):
-    seconds: float  # of this machine
-    memory_mib: float  # most that the process held
-    outcome: Outcome
-
-
 class PlacementCount(Struct, frozen=True, kw_only=True):
     placements: int  # of the live run
     equal: int  # that the simulator took, too
@@ -54,16 +48,6 @@ def simulated_setting(measured: Measured, session: RealSession) -> Outcome:
 
 def published_errors() -> PublishedErrors:
     raise PartMissing("published points cannot be judged: the simulator has no rivals yet")
-
-
-def day_of_32_workers() -> TimedSimulation:
-    """24 h of 32 workers with 16 slots, 4,000 tokens a response on average, 30 tokens/s a rollout."""
-    raise PartMissing("no scenario can be timed: the simulator has no world yet")
-
-
-def half_hour_of_1000_workers() -> TimedSimulation:
-    """30 min of 1,000 such workers."""
-    raise PartMissing("no scenario can be timed: the simulator has no world yet")
 
 
 def equal_placements() -> PlacementCount:
