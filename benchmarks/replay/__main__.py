@@ -35,7 +35,9 @@ def main() -> None:
         "--gap-s", type=arguments.seconds, default=0.0, help="time between steps, the same for all policies"
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help="an hour of each trace")
+    parser.add_argument(
+        "--quick", action="store_true", help="ninety minutes of each trace, with fewer machines and rollouts"
+    )
     parser.add_argument("--no-ablation", action="store_true")
     parser.add_argument("--json", type=arguments.output, help="write all figures there")
     args = parser.parse_args()

@@ -1,7 +1,8 @@
 """Replays traces under all policies and puts the outcomes beside each other."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
+from math import nan
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,9 +27,12 @@ from ebbtide.simulator.scenario.inputs.quantile_table import read_quantiles
 from ebbtide.simulator.scenario.inputs.spot_trace import read_spot_trace
 
 HOUR_S: Final = 3_600.0
-#: So much of each trace is enough to compare parts of the balancer, and for a quick look at everything.
+#: So much of each trace is enough to compare parts of the balancer.
 _ABLATION_S: Final = 6 * HOUR_S
-_QUICK_S: Final = HOUR_S
+#: For a quick look at everything: so much of a trace, and so small a part of its machines and of a step's rollouts.
+_QUICK_S: Final = 1.5 * HOUR_S
+_QUICK_MACHINES: Final = 6
+_QUICK_ROLLOUTS: Final = 8
 #: In which contexts cost and workers differ, so that learning both can show.
 UNEVEN: Final = Setting(context_tokens=16_384.0, spread=0.3)
 
@@ -58,9 +62,13 @@ def run_level(
     """Level (a) of the migration benchmark: `cases`, `ablation`, `figures` (of several cases the worst), and `legend`.
 
     `start_s`, `span_s`: a window of each trace (0: all of it); `share` of its machines, drawn by the seed. `quick`:
-    an hour of each trace, and the ablation of the first alone. Raises `ScenarioRefused` for files that cannot be read.
+    ninety minutes of each trace, a sixth of the machines, an eighth of the rollouts, and the ablation of the first
+    trace alone. Raises `ScenarioRefused` for files that cannot be read.
     """
     given = setting or Setting()
+    if quick:
+        span_s, share = span_s or _QUICK_S, share / _QUICK_MACHINES
+        given = structs.replace(given, rollouts=max(1, given.rollouts // _QUICK_ROLLOUTS))
     tables = {path: read_quantiles(path, str(path)) for path in lengths}
     cases: list[TitledCase] = []
     ablated: list[TitledCase] = []
@@ -71,7 +79,7 @@ def run_level(
             stretch=stretches[-1],
             setting=given,
             start_s=start_s,
-            span_s=span_s or (_QUICK_S if quick else 0.0),
+            span_s=span_s,
             share=share,
         )
         for source, stretch, number in product(lengths, stretches, slots):
@@ -157,18 +165,26 @@ def _row(played: PlayedCase, beside: Mapping[str, Sequence[float]]) -> dict[str,
 
 def figures(cases: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The worst over the cases. `SHARES` are of those with most slots, and once more, with their own names, of those
-    with fewest, where work outlasts the slots; of the latter is also what balancing gains over none.
+    with fewest, where work outlasts the slots; of the latter is also what balancing gains over none. A figure is nan if
+    no two policies ended a step.
     """
     most, fewest = max(case["slots"] for case in cases), min(case["slots"] for case in cases)
     rows = [{row["policy"]: row for row in case["policies"]} for case in cases]
     wide = [row for case, row in zip(cases, rows, strict=True) if case["slots"] == most]
     narrow = [row for case, row in zip(cases, rows, strict=True) if case["slots"] == fewest]
     return {
-        **{share: min(row[BALANCE.name][share] for row in wide) for share in SHARES},
-        **{f"{share}_with_fewest_slots": min(row[BALANCE.name][share] for row in narrow) for share in SHARES},
-        "speedup_over_restart": min(row[BALANCE.name]["over_first"] for row in rows),
+        **{share: _least(row[BALANCE.name][share] for row in wide) for share in SHARES},
+        **{f"{share}_with_fewest_slots": _least(row[BALANCE.name][share] for row in narrow) for share in SHARES},
+        "speedup_over_restart": _least(row[BALANCE.name]["over_first"] for row in rows),
         "share_generated_twice": max(row[BALANCE.name]["share_generated_twice"] for row in rows),
         "share_generated_twice_by_restart": [row[RESTART.name]["share_generated_twice"] for row in wide],
-        "balancing_over_none": min(row[BALANCE.name]["over_first"] / row[MIGRATE.name]["over_first"] for row in narrow),
+        "balancing_over_none": _least(
+            row[BALANCE.name]["over_first"] / none for row in narrow if (none := row[MIGRATE.name]["over_first"])
+        ),
         "attempts_per_rollout": max(row[BALANCE.name]["attempts_per_rollout"] for row in rows),
     }
+
+
+def _least(ratios: Iterable[float]) -> float:
+    """Of those that are known: 0 stands for one that is not."""
+    return min((ratio for ratio in ratios if ratio), default=nan)

@@ -24,11 +24,10 @@ from benchmarks.simulator.published.published_point import judge
 from benchmarks.simulator.real_settings import RealSession, chosen, measure, read_session
 from benchmarks.simulator.simulated_side import (
     PartMissing,
-    day_of_32_workers,
     equal_placements,
-    half_hour_of_1000_workers,
     simulated_setting,
 )
+from benchmarks.simulator.speed import day_of_32_workers, half_hour_of_1000_workers
 
 Tell = Callable[[str], None]
 

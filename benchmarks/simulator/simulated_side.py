@@ -20,12 +20,6 @@ class PartMissing(Exception):
     """The simulator cannot do this yet; the text says what is missing."""
 
 
-class TimedSimulation(Struct, frozen=True, kw_only=True):
-    seconds: float  # of this machine
-    memory_mib: float  # most that the process held
-    outcome: Outcome
-
-
 class PlacementCount(Struct, frozen=True, kw_only=True):
     placements: int  # of the live run
     equal: int  # that the simulator took, too
@@ -42,16 +36,6 @@ def simulated_setting(measured: Measured, session: RealSession) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="ebb-real-") as folder:
         scenario = real_scenario(measured, session, Path(folder))
         return simulate(scenario, seed=session.seed)
-
-
-def day_of_32_workers() -> TimedSimulation:
-    """24 h of 32 workers with 16 slots, 4,000 tokens a response on average, 30 tokens/s a rollout."""
-    raise PartMissing("no scenario can be timed: the simulator has no world yet")
-
-
-def half_hour_of_1000_workers() -> TimedSimulation:
-    """30 min of 1,000 such workers."""
-    raise PartMissing("no scenario can be timed: the simulator has no world yet")
 
 
 def equal_placements() -> PlacementCount:
