@@ -226,3 +226,43 @@ def test_a_crash_is_noticed_sooner_than_a_silent_loss() -> None:
         fault = msgspec.convert({"kind": kind, "step": 1, "at_s": 4.0, "machines": 2}, PlannedFault)
         ends.append(simulated(fault=(fault,)).steps[1].generated_s)
     assert ends[0] < ends[1]
+
+
+def test_a_worker_that_is_given_up_as_stuck_attaches_again_and_goes_on() -> None:
+    fault = PlannedFault(kind="slow", at_s=15.0, machines=1, for_s=100.0, speed=0.0001)
+    outcome = simulated(fleet=(pool(1),), fault=(fault,))
+    assert len(outcome.steps) == 3
+    assert outcome.simulated_s < 600.0
+
+
+def test_a_slow_time_ends_when_it_is_over_also_in_the_middle_of_a_step() -> None:
+    fault = PlannedFault(kind="slow", at_s=15.0, machines=1, for_s=30.0, speed=0.001)
+    plain = simulated(fleet=(pool(1),), run=(training(steps=1),))
+    slowed = simulated(fleet=(pool(1),), run=(training(steps=1),), fault=(fault,))
+    assert slowed.steps[0].generated_s - plain.steps[0].generated_s == pytest.approx(30.0, abs=1.0)
+
+
+def test_a_trainer_cannot_die_before_its_run_begins() -> None:
+    fault = PlannedFault(kind="trainer", at_s=20.0, for_s=10.0)
+    late = training(start_s=60.0, steps=1)
+    assert simulated(run=(late,), fault=(fault,)).steps == simulated(run=(late,)).steps
+
+
+def test_a_machine_that_is_to_be_taken_before_it_has_booted_gets_no_work() -> None:
+    fault = PlannedFault(kind="drain", at_s=5.0, machines=1, for_s=60.0, back_s=0.0)
+    outcome = simulated(fleet=(pool(1),), fault=(fault,))
+    assert (pool_of(outcome).drains, outcome.tokens.lost) == (1, 0)
+    assert outcome.steps[0].generated_s > 65.0
+
+
+def test_a_machine_that_is_struck_twice_is_replaced_once() -> None:
+    twice = tuple(PlannedFault(kind="drain", at_s=20.0, machines=1, for_s=10.0, back_s=5.0) for _ in range(2))
+    outcome = simulated(fleet=(pool(1),), fault=twice, run=(training(steps=6),))
+    assert max(count for _, name, count in outcome.fleet if name == "spot") == 1
+
+
+def test_replacements_leave_with_their_pool() -> None:
+    ends = pool(1, until_s=60.0)
+    fault = PlannedFault(kind="kill", at_s=30.0, machines=1, back_s=5.0)
+    outcome = simulated(fleet=(ends,), fault=(fault,), hours=0.1)
+    assert pool_of(outcome).machine_s == pytest.approx(55.0)

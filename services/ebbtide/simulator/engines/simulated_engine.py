@@ -174,9 +174,13 @@ class SimulatedEngine:
             self._settle(now)
 
     def pace(self, speed: float, now: float) -> None:
-        """Steps at another speed, as a multiple of the profile's, from the end of the step under way."""
+        """Steps at another speed, as a multiple of the profile's. The rest of the step under way is rescaled, too."""
         self._settle(now)
         self._finish_step()
+        run = self._run
+        if run is not None:
+            rest_s = (run.end - self._at) * self._speed / speed
+            self._run = StepRun(run.begin, 1, self._at - run.begin + rest_s, 0.0)
         self._speed = speed
 
     def new_weights(self, now: float) -> None:

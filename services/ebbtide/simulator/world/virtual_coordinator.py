@@ -116,7 +116,10 @@ class VirtualCoordinator:
             for _ in self.registry.judge(self._time.now):
                 pass
         if len(self._workers) > len(self.state.sessions):  # some were given up
+            over = [one for name, one in self._workers.items() if name not in self.state.sessions]
             self._workers = {name: one for name, one in self._workers.items() if name in self.state.sessions}
+            for worker in over:
+                worker.session_over()
         self._time.after(self.registry.judge_every_s, self._judge)
 
     def _pace(self) -> None:

@@ -48,7 +48,7 @@ class MachinesOfPool:
             case MachineChange.COMES:
                 self.add(event.machine)
             case MachineChange.NOTICE if worker is not None:
-                worker.notice(event.for_s)
+                worker.doom(event.for_s)
             case MachineChange.STALLS if worker is not None:
                 worker.freeze(event.for_s)
             case MachineChange.GONE if worker is not None:
@@ -64,8 +64,14 @@ class MachinesOfPool:
 
     def replace(self) -> None:
         """A machine comes in place of one that a planned fault took."""
+        until_s = self.pool.until_s
+        if until_s is not None and self._time.now >= until_s:
+            return
         self._extra += 1
-        self.add(f"{self.pool.name}-again-{self._extra}")
+        machine = f"{self.pool.name}-again-{self._extra}"
+        self.add(machine)
+        if until_s is not None:
+            self._time.at(until_s, lambda: self.lose(machine) if machine in self.present else None)
 
     def lose(self, machine: str, *, silently: bool = True) -> None:
         """A machine is gone. `silently`: see `SimulatedWorker.vanish`."""

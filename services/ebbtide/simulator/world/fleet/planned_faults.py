@@ -53,12 +53,15 @@ class PlannedFaults:
                 worker.slow_down(fault.speed, fault.for_s)
                 return
             case "drain":
-                worker.notice(fault.for_s)
-                self._time.after(fault.for_s, lambda: pool.lose(machine) if machine in pool.present else None)
-            case "crash":
-                pool.lose(machine, silently=False)
+                worker.doom(fault.for_s)
+                self._time.after(fault.for_s, lambda: self._take(fault, pool, machine))
             case _:
-                pool.lose(machine)
+                self._take(fault, pool, machine)
+
+    def _take(self, fault: PlannedFault, pool: MachinesOfPool, machine: str) -> None:
+        """The machine is gone, unless it was before; another comes in its place if the fault says so."""
+        if machine not in pool.present:
+            return
+        pool.lose(machine, silently=fault.kind != "crash")
         if fault.back_s is not None:
-            gone_s = fault.for_s if fault.kind == "drain" else 0.0
-            self._time.after(gone_s + fault.back_s, pool.replace)
+            self._time.after(fault.back_s, pool.replace)

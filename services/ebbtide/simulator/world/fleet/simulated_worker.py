@@ -32,6 +32,8 @@ from ebbtide.wire.record_conversion import from_proto
 
 #: A released attempt ends with the engine's step under way, and its last tokens are stored before it goes back.
 _HAND_BACK_S: Final = 0.05
+#: A worker whose stream ended attaches again after so long.
+_REATTACH_S: Final = 0.1
 _PREEMPTED: Final = "preempted"
 
 
@@ -89,6 +91,7 @@ class SimulatedWorker:
         self._installed: tuple[str, PolicyVersion] | None = None
         self._wanted: tuple[str, PolicyVersion] | None = None
         self._leaves = False
+        self._doomed = False  # its machine will be taken: it attaches no more
         self._began = time.now
         self._counted = (0, time.now)  # tokens generated, when the last heartbeat was sent
         self._busy_before = 0.0  # of the engine, when the worker attached
@@ -117,7 +120,7 @@ class SimulatedWorker:
 
     def attach(self) -> None:
         """Open a session, without any attempts."""
-        if self.gone:
+        if self.gone or self._doomed:
             return
         terms = self.terms
         self._leaves = False
@@ -144,8 +147,21 @@ class SimulatedWorker:
         self._show()
         self.beat()
 
+    def doom(self, deadline_s: float) -> None:
+        """The machine will be taken: hand everything over, and do not attach again."""
+        self._doomed = True
+        self.notice(deadline_s)
+
+    def session_over(self) -> None:
+        """The coordinator ended the session, because it thought the worker stuck: attach again, without attempts."""
+        if not self.gone and not self.frozen and self.host.session is not None and self.host.session.gone:
+            self.host.session = None
+            self._beat_due.set(inf)
+            self.host.drop(self.host.held)
+            self._time.after(_REATTACH_S, self.attach)
+
     def notice(self, deadline_s: float) -> None:
-        """The machine will be taken: hand everything over."""
+        """Hand everything over."""
         if self.host.session is not None and not self._leaves and not self.gone:
             self._leaves = True
             self._say(DrainNotice(deadline_s=deadline_s, reason=_PREEMPTED))
@@ -165,7 +181,7 @@ class SimulatedWorker:
         """Lose the machine. `silently`: its connections stay open, as when its power fails; else they break at once."""
         if self.gone:
             return
-        lost = not self._leaves or bool(self.host.held)
+        lost = not (self._leaves or self._doomed) or bool(self.host.held)
         self.host.end()
         self.gone = True
         self._beat_due.set(inf)

@@ -68,12 +68,14 @@ class SimulatedTrainer:
         self._announced_s = 0.0  # when the version under way will be announced, or the last one was
         self.done_s = inf  # when its last step was trained
         self._busy = True
+        self._begun = False
         self._life = 0
         self._unsaved: list[Sequence[int]] = []  # lengths of the samples of the steps since the last checkpoint
         loan.free = self._train
         self.done = False
 
     def begin(self) -> None:
+        self._begun = True
         self._show("idle")
         self._after(self._times.start_s(), self._ready)
 
@@ -154,7 +156,7 @@ class SimulatedTrainer:
 
     def lose(self, seconds: float) -> None:
         """The trainer dies; the next one starts after so long."""
-        if self.done:
+        if self.done or not self._begun:
             return
         self._life += 1
         self._busy, self._learnt, self._learning_s = True, 0, 0.0
