@@ -17,9 +17,9 @@ from ebbtide.simulator.scenario.machine_pool import MachinePool, SpotTraceSpec
 from ebbtide.simulator.scenario.quantity_spec import LengthSpec, QuantitySpec
 from ebbtide.simulator.scenario.scenario import Scenario
 from ebbtide.simulator.scenario.training_run import TrainingRun
+from ebbtide.simulator.world.fleet.version_pulls import WeightTerms
 from ebbtide.simulator.world.profiles import Profiles
-from ebbtide.simulator.world.simulated_trainer import TrainingTimes
-from ebbtide.simulator.world.version_pulls import WeightTerms
+from ebbtide.simulator.world.training.simulated_trainer import TrainingTimes
 
 _POOL: Final = "spot"
 _RUN: Final = "run"

@@ -18,12 +18,13 @@ from benchmarks.simulator.comparison import (
     compare_setting,
     over_interruptions,
 )
+from benchmarks.simulator.published.__main__ import PAPERS, print_points
+from benchmarks.simulator.published.published_point import figures as point_figures
+from benchmarks.simulator.published.published_point import judge
 from benchmarks.simulator.real_settings import RealSession, chosen, measure, read_session
 from benchmarks.simulator.simulated_side import (
     PartMissing,
-    PublishedErrors,
     equal_placements,
-    published_errors,
     simulated_setting,
 )
 from benchmarks.simulator.speed import day_of_32_workers, half_hour_of_1000_workers
@@ -112,16 +113,11 @@ def _pair(tokens: tuple[int, int]) -> str:
 
 async def published(_: PartOptions) -> PartResult:
     """Compares simulated with published points that no setting was fitted to."""
-    found: PublishedErrors = published_errors()
-    return PartResult(
-        figures={
-            "error_vs_published_median": median(found.errors),
-            "error_vs_published_worst": max(found.errors),
-            "published_points_left_out_share": found.left_out_share,
-        },
-        details=msgspec.to_builtins(found),
-        table=found.table,
-    )
+    judged = [one for paper in PAPERS.values() for one in judge(paper)]
+    print_points(judged)
+    found = point_figures(judged)
+    points = [{"paper": one.paper, "point": one.point.what, "simulated": one.simulated} for one in judged]
+    return PartResult(figures={name: found[name] for name in FIGURES["published"]}, details=found | {"points": points})
 
 
 async def speed(options: PartOptions) -> PartResult:

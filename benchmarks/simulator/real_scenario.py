@@ -93,6 +93,6 @@ def pull_gbps(session: RealSession) -> float:
 
 def _fault(one: MeasuredInterruption) -> PlannedFault:
     if one.kind == "kill":
-        return PlannedFault(kind="kill", step=one.step, at_s=one.after_s, back_s=one.back_s)
+        return PlannedFault(kind="crash", step=one.step, at_s=one.after_s, back_s=one.back_s)
     gone_s, back_s = one.gone_s or 0.0, one.back_s or 0.0
     return PlannedFault(kind="drain", step=one.step, at_s=one.after_s, for_s=gone_s, back_s=max(0.0, back_s - gone_s))

@@ -20,14 +20,6 @@ class PartMissing(Exception):
     """The simulator cannot do this yet; the text says what is missing."""
 
 
-class PublishedErrors(Struct, frozen=True, kw_only=True):
-    """Relative errors of published points that nothing was fitted to."""
-
-    errors: list[float]
-    left_out_share: float  # of all points that were not fitted
-    table: list[tuple[str, ...]] = []  # a head, then a row for each point
-
-
 class PlacementCount(Struct, frozen=True, kw_only=True):
     placements: int  # of the live run
     equal: int  # that the simulator took, too
@@ -44,10 +36,6 @@ def simulated_setting(measured: Measured, session: RealSession) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="ebb-real-") as folder:
         scenario = real_scenario(measured, session, Path(folder))
         return simulate(scenario, seed=session.seed)
-
-
-def published_errors() -> PublishedErrors:
-    raise PartMissing("published points cannot be judged: the simulator has no rivals yet")
 
 
 def equal_placements() -> PlacementCount:

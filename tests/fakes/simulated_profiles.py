@@ -6,7 +6,7 @@ from msgspec import Struct
 
 from ebbtide.simulator.engines.engine_profile import EngineDelays, EngineProfile, KvCapacity, StepCosts
 from ebbtide.simulator.scenario.training_run import TrainingRun
-from ebbtide.simulator.world.version_pulls import WeightTerms
+from ebbtide.simulator.world.fleet.version_pulls import WeightTerms
 
 #: A step takes so long whatever it computes: each rollout makes 100 tokens/s.
 STEP_S = 0.01
@@ -32,7 +32,7 @@ class PlainTimes(Struct, frozen=True, kw_only=True):
     token: float = 0.0
     update: float = 2.0
     publish: float = 3.0
-    checkpoint: float = 0.0
+    checkpoint: float | None = None
 
     def start_s(self) -> float:
         return self.begin
@@ -49,7 +49,7 @@ class PlainTimes(Struct, frozen=True, kw_only=True):
     def publish_s(self) -> float:
         return self.publish
 
-    def checkpoint_s(self, step: int) -> float:
+    def checkpoint_s(self, step: int) -> float | None:
         return self.checkpoint
 
 

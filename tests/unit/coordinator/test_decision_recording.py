@@ -17,7 +17,7 @@ from ebbtide.coordinator.recording.decision_journal import DecisionJournal
 from ebbtide.coordinator.recording.decisions import MoveAsked
 from ebbtide.coordinator.recording.journal_format import FORMAT, Call, JournalHead, JournalRecord, packed, read_journal
 from ebbtide.coordinator.recording.model_call import ModelCall
-from ebbtide.coordinator.recording.recorded_runs import RecordedAttempt, RecordedRun
+from ebbtide.coordinator.recording.recorded_runs import RecordedAttempt, RecordedRunState
 from ebbtide.coordinator.recording.recorded_state import RecordedState
 from ebbtide.coordinator.recording.recorded_workers import RecordedSession, RecordedTrust
 from ebbtide.coordinator.recording.round_calls import BatchPlaced
@@ -53,7 +53,7 @@ UNRECORDED: Final = {
 ONCE: Final = "x6"
 RECORDED: Final = {
     CoordinatorState: RecordedState,
-    RunState: RecordedRun,
+    RunState: RecordedRunState,
     RunningAttempt: RecordedAttempt,
     WorkerSession: RecordedSession,
     WorkerTrust: RecordedTrust,

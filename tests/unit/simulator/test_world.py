@@ -175,3 +175,54 @@ def test_a_borrowed_worker_makes_tokens_only_when_its_hosts_users_leave_it_time(
     assert outcome.slo_attained is not None
     assert outcome.slo_attained > 0.9
     assert outcome.simulated_s > simulated(fleet=(pool(2),), run=(training(steps=2),)).simulated_s
+
+
+@pytest.mark.parametrize("at_s", [0.0, 0.5])
+def test_a_worker_that_is_frozen_when_a_version_comes_installs_it_once_it_thaws(at_s: float) -> None:
+    fault = PlannedFault(kind="freeze", step=1, at_s=at_s, machines=1, for_s=2.0)
+    outcome = simulated(fleet=(pool(1),), fault=(fault,))
+    assert len(outcome.steps) == 3
+
+
+def test_a_worker_that_gets_its_notice_while_it_is_frozen_hands_over_once_it_thaws() -> None:
+    frozen = PlannedFault(kind="freeze", step=1, at_s=4.0, machines=1, for_s=2.0)
+    drained = PlannedFault(kind="drain", step=1, at_s=5.0, machines=1, for_s=20.0, back_s=0.0)
+    outcome = simulated(fleet=(pool(1),), fault=(frozen, drained))
+    assert (pool_of(outcome).drains, pool_of(outcome).losses, outcome.tokens.lost) == (1, 0, 0)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_accounts_of_tokens_add_up_whatever_befalls_a_fleet(seed: int) -> None:
+    fleet = pool(4, losses_per_hour=60.0, stalls_per_hour=60.0, stall_s=5.0, replaced_s=5.0)
+    tokens = simulated(seed=seed, fleet=(fleet,)).tokens
+    assert tokens.generated == tokens.kept + tokens.lost + tokens.dropped
+    assert tokens.twice == tokens.lost
+
+
+def test_the_window_of_the_only_runs_trainer_needs_no_name_of_the_run() -> None:
+    named = pool(2, name="lent", kind="trainer", run="math", boot_s=0.0, window_s=8.0)
+    unnamed = pool(2, name="lent", kind="trainer", boot_s=0.0, window_s=8.0)
+    busy = [pool_of(simulated(fleet=(one, pool(1))), "lent").busy_s for one in (named, unnamed)]
+    assert busy[0] == busy[1]
+
+
+def test_a_checkpoint_that_takes_no_time_is_one() -> None:
+    times = PlainTimes(token=0.001, checkpoint=0.0)
+    fault = PlannedFault(kind="trainer", step=5, at_s=2.0, for_s=10.0)
+    plain = simulated(times=times, run=(training(steps=6),))
+    broken = simulated(times=times, run=(training(steps=6),), fault=(fault,))
+    assert broken.simulated_s - plain.simulated_s < 15.0
+
+
+def test_a_version_is_announced_before_the_next_is_published() -> None:
+    slow = PlainTimes(publish=200.0)
+    outcome = simulated(times=slow, run=(training(steps=4, max_staleness=3),))
+    assert outcome.steps[-1].trained_s > 2 * 200.0  # the third version waits for the second, and that for the first
+
+
+def test_a_crash_is_noticed_sooner_than_a_silent_loss() -> None:
+    ends = []
+    for kind in ("crash", "kill"):
+        fault = msgspec.convert({"kind": kind, "step": 1, "at_s": 4.0, "machines": 2}, PlannedFault)
+        ends.append(simulated(fault=(fault,)).steps[1].generated_s)
+    assert ends[0] < ends[1]

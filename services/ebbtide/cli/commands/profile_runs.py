@@ -1,6 +1,8 @@
 """Measures an engine or a trainer, fits its profile and writes it."""
 
+import os
 import platform
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -20,7 +22,8 @@ _MODEL_NAME: Final = "model name"
 
 
 def profile_engine(model: Path, out: Path, *, minutes: float, device: str, options: Sequence[str]) -> None:
-    """`options`: of the rollout-worker. Raises `InvalidRequest`, and `EngineFailed` if the engine fails."""
+    """Ends this process. `options`: of the rollout-worker. Raises `InvalidRequest`, and `EngineFailed` if the engine
+    fails."""
     from ebbtide.rollout_worker.engine.vllm.vllm_measuring import measure_vllm
     from ebbtide.rollout_worker.settings import WorkerSettings
     from ebbtide.settings import read
@@ -37,6 +40,9 @@ def profile_engine(model: Path, out: Path, *, minutes: float, device: str, optio
         source=_source(minutes, " ".join(options)),
     )
     _write(profile, out)
+    # vLLM's objects live until the interpreter ends, and then complain that their modules are gone.
+    sys.stdout.flush()
+    os._exit(0)
 
 
 def profile_trainer(

@@ -34,7 +34,7 @@ class RecordedAttempt(RunningAttempt, kw_only=True, eq=False):
 
     @property
     def _recorder(self) -> CallRecorder:
-        return cast("RecordedRun", self.run).recorder
+        return cast("RecordedRunState", self.run).recorder
 
     def begin(self, now: float) -> None:
         with self._recorder.handed(attempt_calls.AttemptBegun(self.serial, now)):
@@ -74,7 +74,7 @@ def serial_of(attempt: RunningAttempt | None) -> int:
     return cast("RecordedAttempt", attempt).serial if attempt is not None else 0
 
 
-class RecordedRun(RunState):
+class RecordedRunState(RunState):
     attempt_class: ClassVar[type[RunningAttempt]] = RecordedAttempt
 
     def __init__(

@@ -2,7 +2,7 @@
 
 from ebbtide.coordinator.recording import run_calls, worker_calls
 from ebbtide.coordinator.recording.call_recorder import CallRecorder
-from ebbtide.coordinator.recording.recorded_runs import RecordedRun
+from ebbtide.coordinator.recording.recorded_runs import RecordedRunState
 from ebbtide.coordinator.recording.recorded_workers import RecordedSession
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.run_state import RunState
@@ -43,7 +43,7 @@ class RecordedState(CoordinatorState):
             super().note_changeover(worker_id, seconds)
 
     def _make_run(self, run_id: str, spec: RunSpec) -> RunState:
-        return RecordedRun(run_id, spec, self.wakeups, self.clock, self._recorder)
+        return RecordedRunState(run_id, spec, self.wakeups, self.clock, self._recorder)
 
     def _make_session(self, session_id: str, hello: AttachReport, now: float) -> WorkerSession:
         return RecordedSession(session_id, hello, now, self.wakeups, self._index, self._recorder)

@@ -34,7 +34,7 @@ def fit_trainer(
         delays=TrainerDelays(
             start_s=measured.start_s,
             snapshot_s=measured.snapshot_s,
-            publish_s_per_gb=measured.encode_s / weights_gb,
+            publish_s=measured.encode_s,
             checkpoint_s=measured.checkpoint_s,
         ),
         errors=errors,

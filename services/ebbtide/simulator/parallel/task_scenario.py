@@ -19,7 +19,7 @@ from ebbtide.simulator.scenario.reading.known_names import KnownNames, ProfileKi
 from ebbtide.simulator.scenario.reading.scenario_reader import read_scenario
 from ebbtide.simulator.scenario.scenario import Scenario
 from ebbtide.simulator.serving.pair_costs import read_pair_costs
-from ebbtide.simulator.world.borrowed_machines import DEFAULT_COSTS
+from ebbtide.simulator.world.fleet.borrowed_machines import DEFAULT_COSTS
 
 
 def scenario_name(task: SeedTask) -> str:

@@ -63,7 +63,10 @@ def with_recorded_work(recorded: RecordedRun, scenario: Scenario, name: str) -> 
             name, "run", f"has {len(scenario.run)} runs; the recorded run takes the place of one, so state one"
         )
     steps = _steps(recorded) if scenario.steps is None else min(scenario.steps, _steps(recorded))
-    changed = replace(scenario, run=(_run(recorded, scenario.run[0]),), steps=steps)
+    run, former = _run(recorded, scenario.run[0]), scenario.run[0].name
+    fleet = tuple(replace(pool, run=run.name) if pool.run == former else pool for pool in scenario.fleet)
+    faults = tuple(replace(one, run=run.name) if one.run == former else one for one in scenario.fault)
+    changed = replace(scenario, run=(run,), fleet=fleet, fault=faults, steps=steps)
     return _with_work(changed, recorded, scenario.tables)
 
 

@@ -14,8 +14,8 @@ from ebbtide.scheduling.dispatch.throughput import WorkerThroughput
 from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.training_run import TrainingRun
 from ebbtide.simulator.world.ebbtide_policy import EbbtideDecider
-from ebbtide.simulator.world.step_rounds import Rounds, WholeGroups
-from ebbtide.simulator.world.trainer_loan import FixedWindow, LoanWindow
+from ebbtide.simulator.world.training.step_rounds import Rounds, WholeGroups
+from ebbtide.simulator.world.training.trainer_loan import FixedWindow, LoanWindow
 from ebbtide.simulator.world.virtual_coordinator import Decider, VirtualCoordinator
 
 #: Moves that cost nothing and must gain nothing.

@@ -20,8 +20,8 @@ from ebbtide.simulator.rivals.ablated_policy import FREE_MOVES
 from ebbtide.simulator.rivals.rival_decider import RivalDecider, ask_back
 from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.training_run import TrainingRun
-from ebbtide.simulator.world.step_rounds import Rounds, WholeGroups
-from ebbtide.simulator.world.trainer_loan import FixedWindow, LoanWindow
+from ebbtide.simulator.world.training.step_rounds import Rounds, WholeGroups
+from ebbtide.simulator.world.training.trainer_loan import FixedWindow, LoanWindow
 from ebbtide.simulator.world.virtual_coordinator import Decider, VirtualCoordinator
 
 #: Moves are free, but are made only where they change something: between equals they would never end.

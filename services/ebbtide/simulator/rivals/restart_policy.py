@@ -5,8 +5,8 @@ from msgspec import Struct
 from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.training_run import TrainingRun
 from ebbtide.simulator.world.ebbtide_policy import EbbtideDecider
-from ebbtide.simulator.world.step_rounds import Rounds, WholeGroups
-from ebbtide.simulator.world.trainer_loan import FixedWindow, LoanWindow
+from ebbtide.simulator.world.training.step_rounds import Rounds, WholeGroups
+from ebbtide.simulator.world.training.trainer_loan import FixedWindow, LoanWindow
 from ebbtide.simulator.world.virtual_coordinator import Decider, VirtualCoordinator
 
 

@@ -10,8 +10,8 @@ from msgspec import Meta, Struct
 from ebbtide.simulator.rivals.verl_policy import GroupTurns
 from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.training_run import TrainingRun
-from ebbtide.simulator.world.step_rounds import RoundChange, Rounds, Sample, StepRound
-from ebbtide.simulator.world.trainer_loan import FixedWindow, LoanWindow
+from ebbtide.simulator.world.training.step_rounds import RoundChange, Rounds, Sample, StepRound
+from ebbtide.simulator.world.training.trainer_loan import FixedWindow, LoanWindow
 from ebbtide.simulator.world.virtual_coordinator import Decider, VirtualCoordinator
 
 Excess: TypeAlias = Annotated[float, Meta(ge=1.0, le=16.0)]

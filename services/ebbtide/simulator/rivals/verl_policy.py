@@ -10,8 +10,8 @@ from ebbtide.scheduling.dispatch.placement import Placement
 from ebbtide.simulator.rivals.rival_decider import RivalDecider, fits
 from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.training_run import TrainingRun
-from ebbtide.simulator.world.step_rounds import Rounds, WholeGroups
-from ebbtide.simulator.world.trainer_loan import FixedWindow, LoanWindow
+from ebbtide.simulator.world.training.step_rounds import Rounds, WholeGroups
+from ebbtide.simulator.world.training.trainer_loan import FixedWindow, LoanWindow
 from ebbtide.simulator.world.virtual_coordinator import Decider, VirtualCoordinator
 
 

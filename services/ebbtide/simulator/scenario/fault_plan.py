@@ -12,12 +12,14 @@ from ebbtide.simulator.scenario.bounds import Name, Seconds
 class PlannedFault(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A `[[fault]]`: what befalls machines of a pool, or a run's trainer.
 
-    `kill`: they are gone without a word. `drain`: they get a notice of `for_s` and then are gone. `freeze`: they do
-    nothing for `for_s`. `partition`: nobody reaches them for `for_s`. `slow`: for `for_s` they work at `speed` times
-    their speed. `trainer`: the trainer of `run` dies and is back after `for_s`, at its last checkpoint.
+    `kill`: they are gone without a word, so their silence tells. `crash`: their connections break at once. `drain`:
+    they get a notice of `for_s` and then are gone. `freeze`: they do nothing for `for_s`. `partition`: nobody
+    reaches them for `for_s`, and they stand still: a worker waits until its tokens are taken. `slow`: for `for_s`
+    they work at `speed` times their speed. `trainer`: the trainer of `run` dies and is back after `for_s`, at its
+    last checkpoint.
     """
 
-    kind: Literal["kill", "drain", "freeze", "partition", "slow", "trainer"]
+    kind: Literal["kill", "crash", "drain", "freeze", "partition", "slow", "trainer"]
     at_s: Seconds  # of the scenario, or of the step if there is one
     step: Annotated[int, Meta(ge=0, le=1_000_000)] | None = None  # counted from 0: `at_s` counts from its begin
     run: Name | None = None  # whose step, or whose trainer; not needed where the scenario has one run

@@ -8,6 +8,7 @@ from typing import Final
 
 from msgspec import Struct
 
+from ebbtide.simulator.engines.simulated_engine import SimulatedEngine
 from ebbtide.simulator.outcome import PoolOutcome, Span, StepOutcome, TokenCounts
 
 #: Machines per pool, and spans in all, that a timeline can show. Further ones count, but leave no span.
@@ -40,7 +41,7 @@ class SimulationBooks:
         self.steps: list[StepOutcome] = []
         self.spans: list[Span] = []
         self.fleet: list[tuple[float, str, int]] = []
-        self.moves = self.resumes = self.installs = 0
+        self.moves = self.resumes = self.installs = self.preemptions = 0
         self.served = self.attained = 0  # requests of borrowed hosts, and those within the SLO
         self._machines: dict[str, _Machine] = {}
         self._pools: dict[str, _Pool] = {}
@@ -68,6 +69,13 @@ class SimulationBooks:
         books = self._pools.setdefault(pool, _Pool())
         books.losses += not drained
         books.drains += drained
+
+    def retire(self, engine: SimulatedEngine) -> None:
+        """Count what an engine has done that is no longer there."""
+        self.tokens.generated += engine.generated
+        self.tokens.read += engine.read
+        self.tokens.reread += engine.reread
+        self.preemptions += engine.preemptions
 
     def pay(self, pool: str, dollars: float) -> None:
         self._pools.setdefault(pool, _Pool()).cost += dollars

@@ -8,8 +8,8 @@ from ebbtide.coordinator.dispatcher.round_deeds import DeadLetters, RunFailure, 
 from ebbtide.scheduling.dispatch.round_pacing import gather_s
 from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.training_run import TrainingRun
-from ebbtide.simulator.world.step_rounds import Rounds, WholeGroups
-from ebbtide.simulator.world.trainer_loan import FixedWindow, LoanWindow
+from ebbtide.simulator.world.training.step_rounds import Rounds, WholeGroups
+from ebbtide.simulator.world.training.trainer_loan import FixedWindow, LoanWindow
 from ebbtide.simulator.world.virtual_coordinator import Decider, VirtualCoordinator
 
 

@@ -7,8 +7,8 @@ from typing import Protocol
 
 from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.training_run import TrainingRun
-from ebbtide.simulator.world.step_rounds import Rounds
-from ebbtide.simulator.world.trainer_loan import LoanWindow
+from ebbtide.simulator.world.training.step_rounds import Rounds
+from ebbtide.simulator.world.training.trainer_loan import LoanWindow
 from ebbtide.simulator.world.virtual_coordinator import Decider, VirtualCoordinator
 
 

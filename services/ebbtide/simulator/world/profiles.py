@@ -8,8 +8,8 @@ from ebbtide.simulator.engines.engine_profile import EngineProfile
 from ebbtide.simulator.engines.profile_files import read_profile
 from ebbtide.simulator.engines.trainer_profile import SampleLength, TrainerProfile
 from ebbtide.simulator.scenario.training_run import TrainingRun
-from ebbtide.simulator.world.simulated_trainer import TrainingTimes
-from ebbtide.simulator.world.version_pulls import WeightTerms
+from ebbtide.simulator.world.fleet.version_pulls import WeightTerms
+from ebbtide.simulator.world.training.simulated_trainer import TrainingTimes
 
 _BYTES_PER_GB = 1e9
 _BYTES_PER_GBIT = 125e6
@@ -49,13 +49,16 @@ class ProfiledTraining(TrainingTimes):
 
     def __init__(self, profile: TrainerProfile, run: TrainingRun) -> None:
         self._profile, self._every = profile, run.checkpoint_every
+        #: Stale tokens need the trainer's own logprobs, which a forward computes first.
+        self._forwards = 1 if run.max_staleness else 0
         self._upload_s = version_bytes(profile).patch_bytes / (run.publish_gbps * _BYTES_PER_GBIT)
 
     def start_s(self) -> float:
         return self._profile.delays.start_s
 
     def gradient_s(self, lengths: Sequence[int]) -> float:
-        return self._profile.gradient_s([SampleLength(length) for length in lengths]) if lengths else 0.0
+        samples = [SampleLength(length) for length in lengths]
+        return self._profile.gradient_s(samples, forwards=self._forwards) if samples else 0.0
 
     def update_s(self) -> float:
         return self._profile.costs.update_s
@@ -66,8 +69,8 @@ class ProfiledTraining(TrainingTimes):
     def publish_s(self) -> float:
         return self._profile.publish_s() + self._upload_s
 
-    def checkpoint_s(self, step: int) -> float:
-        return self._profile.delays.checkpoint_s if self._every and step % self._every == 0 else 0.0
+    def checkpoint_s(self, step: int) -> float | None:
+        return self._profile.delays.checkpoint_s if self._every and step % self._every == 0 else None
 
 
 def version_bytes(profile: TrainerProfile) -> WeightTerms:

@@ -10,19 +10,19 @@ from ebbtide.simulator.scenario.inputs.price_table import fixed_price
 from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.scenario import Scenario
 from ebbtide.simulator.scenario.training_run import TrainingRun
-from ebbtide.simulator.world.attempt_host import FlushTerms
 from ebbtide.simulator.world.books import SimulationBooks
-from ebbtide.simulator.world.borrowed_machines import BorrowedMachines
-from ebbtide.simulator.world.machine_pools import MachinesOfPool
-from ebbtide.simulator.world.planned_faults import PlannedFaults
+from ebbtide.simulator.world.fleet.attempt_host import FlushTerms
+from ebbtide.simulator.world.fleet.borrowed_machines import BorrowedMachines
+from ebbtide.simulator.world.fleet.machine_pools import MachinesOfPool
+from ebbtide.simulator.world.fleet.planned_faults import PlannedFaults
+from ebbtide.simulator.world.fleet.simulated_worker import SimulatedWorker, WorkerTerms
+from ebbtide.simulator.world.fleet.version_pulls import VersionPulls
 from ebbtide.simulator.world.policy import Policy
 from ebbtide.simulator.world.profiles import Profiles
-from ebbtide.simulator.world.simulated_driver import SimulatedDriver, StepProgress
-from ebbtide.simulator.world.simulated_trainer import SimulatedTrainer
-from ebbtide.simulator.world.simulated_worker import SimulatedWorker, WorkerTerms
-from ebbtide.simulator.world.step_rounds import Sample
-from ebbtide.simulator.world.trainer_loan import FixedWindow, LoanWindow, TrainerLoan
-from ebbtide.simulator.world.version_pulls import VersionPulls
+from ebbtide.simulator.world.training.simulated_driver import SimulatedDriver, StepProgress
+from ebbtide.simulator.world.training.simulated_trainer import SimulatedTrainer
+from ebbtide.simulator.world.training.step_rounds import Sample
+from ebbtide.simulator.world.training.trainer_loan import FixedWindow, LoanWindow, TrainerLoan
 from ebbtide.simulator.world.virtual_coordinator import RunAccount, VirtualCoordinator
 from ebbtide.simulator.world.virtual_time import VirtualTime
 from ebbtide.types.fleet import WorkerKind
@@ -45,7 +45,6 @@ class Simulation:
         self._loans = {run.name: TrainerLoan(self._time, self._window_of(run)) for run in scenario.run}
         self._trainers: dict[str, SimulatedTrainer] = {}
         self._drivers: dict[str, SimulatedDriver] = {}
-        self._workers: list[SimulatedWorker] = []
         self._pools = {pool.name: self._machines(pool) for pool in scenario.fleet}
         for run in scenario.run:
             self._add_run(run)
@@ -78,8 +77,12 @@ class Simulation:
         return sum(one for one in steps if one is not None) if all(steps) else 0
 
     def _window_of(self, run: TrainingRun) -> LoanWindow:
-        lent = [pool for pool in self._scenario.fleet if pool.kind == "trainer" and pool.run == run.name]
+        lent = [pool for pool in self._scenario.fleet if self._owner(pool) == run.name]
         return self._policy.window(self._coordinator.decider, lent[0]) if lent else FixedWindow(None)
+
+    def _owner(self, pool: MachinePool) -> str | None:
+        """The run on whose trainer's devices the pool's engines live; the only run needs no name."""
+        return (pool.run or self._scenario.run[0].name) if pool.kind == "trainer" else None
 
     # Its parts.
 
@@ -98,17 +101,15 @@ class Simulation:
             link_bytes_per_s=inf if lent else pool.link_gbps * _BYTES_PER_GBIT,
         )
         machines = MachinesOfPool(pool, scenario, self._seed, self._time, self._books, partial(self._worker, terms))
-        if lent and pool.run is not None:
-            machines.came = self._loans[pool.run].add
+        if (owner := self._owner(pool)) is not None:
+            machines.came = self._loans[owner].add
         if pool.serving is not None:
             users = BorrowedMachines(pool, scenario, self._seed, self._time, self._books)
             machines.came = partial(_boot_beside_users, users, pool.boot_s)
         return machines
 
     def _worker(self, terms: WorkerTerms, name: str, speed: float) -> SimulatedWorker:
-        worker = SimulatedWorker(name, terms, self._time, self._coordinator, self._books, speed=speed)
-        self._workers.append(worker)
-        return worker
+        return SimulatedWorker(name, terms, self._time, self._coordinator, self._books, speed=speed)
 
     def _add_run(self, run: TrainingRun) -> None:
         name, steps = run.name, self._scenario.steps_of(run) or _ENDLESS
@@ -156,11 +157,11 @@ class Simulation:
         for pool in self._pools.values():
             pool.settle()
         for run in self._scenario.run:
-            books.pay(f"{run.name} trainer", fixed_price(run.trainer_price_per_hour).cost(run.start_s, now))
-        engines = [worker.host.engine for worker in self._workers]
-        books.tokens.generated = sum(engine.generated for engine in engines)
-        books.tokens.read = sum(engine.read for engine in engines)
-        books.tokens.reread = sum(engine.reread for engine in engines)
+            end_s = min(now, self._trainers[run.name].done_s)
+            books.pay(f"{run.name} trainer", fixed_price(run.trainer_price_per_hour).cost(run.start_s, end_s))
+        for worker in (worker for pool in self._pools.values() for worker in pool.present.values()):
+            worker.host.look()
+            books.retire(worker.host.engine)
         return Outcome(
             scenario=self._scenario.name,
             seed=self._seed,
@@ -170,7 +171,7 @@ class Simulation:
             tokens=books.tokens,
             moves=books.moves,
             resumes=books.resumes,
-            preemptions=sum(engine.preemptions for engine in engines),
+            preemptions=books.preemptions,
             installs=books.installs,
             weight_bytes=self._pulls.bytes,
             served_requests=books.served,

@@ -29,12 +29,12 @@ from ebbtide.errors import InvalidRequest
 from ebbtide.scheduling.dispatch.attempt_endings import dead_letter_message
 from ebbtide.scheduling.dispatch.placement import Placement
 from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout
-from ebbtide.simulator.world.attempt_host import Response
 from ebbtide.simulator.world.books import SimulationBooks
-from ebbtide.simulator.world.simulated_driver import SimulatedDriver
+from ebbtide.simulator.world.fleet.attempt_host import Response
+from ebbtide.simulator.world.fleet.simulated_worker import SimulatedWorker
+from ebbtide.simulator.world.fleet.version_pulls import VersionPulls
 from ebbtide.simulator.world.simulated_rollout import SimulatedRollout
-from ebbtide.simulator.world.simulated_worker import SimulatedWorker
-from ebbtide.simulator.world.version_pulls import VersionPulls
+from ebbtide.simulator.world.training.simulated_driver import SimulatedDriver
 from ebbtide.simulator.world.virtual_time import VirtualTime
 from ebbtide.simulator.world.virtual_wakeups import VirtualWakeups
 from ebbtide.store.rollout_rows import EndReason
@@ -104,14 +104,19 @@ class VirtualCoordinator:
     # Its loops.
 
     def _decide(self) -> float:
+        if not self.state.sessions:
+            return inf  # a worker that attaches is a change
         pause = self.decider.round(self._time.now)
         for worker in self._workers.values():
             worker.obey()
         return pause
 
     def _judge(self) -> None:
-        for _ in self.registry.judge(self._time.now):
-            pass
+        if self.state.sessions:
+            for _ in self.registry.judge(self._time.now):
+                pass
+        if len(self._workers) > len(self.state.sessions):  # some were given up
+            self._workers = {name: one for name, one in self._workers.items() if name in self.state.sessions}
         self._time.after(self.registry.judge_every_s, self._judge)
 
     def _pace(self) -> None:
@@ -233,8 +238,8 @@ class VirtualCoordinator:
         """The worker behind a session, for policies that are told more than the coordinator knows."""
         return self._workers[session_id]
 
-    def pull(self, worker: SimulatedWorker, run_id: str, version: int, done: Callable[[], None]) -> None:
-        self._pulls.begin(run_id, version, worker.versions.get(run_id, 0), worker.terms.link_bytes_per_s, done)
+    def pull(self, worker: SimulatedWorker, run_id: str, version: int, done: Callable[[], None]) -> Callable[[], None]:
+        return self._pulls.begin(run_id, version, worker.versions.get(run_id, 0), worker.terms.link_bytes_per_s, done)
 
     # Runs.
 

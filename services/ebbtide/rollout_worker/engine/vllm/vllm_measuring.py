@@ -1,7 +1,6 @@
 """Boots vLLM as a worker does, and measures it."""
 
 import asyncio
-import gc
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,10 +26,7 @@ def measure_vllm(settings: WorkerSettings, *, seconds: float, tell: Callable[[st
     """
     if settings.engine != "vllm":
         raise InvalidRequest("only vllm can be measured", field="engine")
-    try:
-        return asyncio.run(_measure(settings, seconds, tell))
-    finally:
-        gc.collect()  # vLLM's objects complain if they are collected only when the interpreter ends
+    return asyncio.run(_measure(settings, seconds, tell))
 
 
 async def _measure(settings: WorkerSettings, seconds: float, tell: Callable[[str], None]) -> EngineMeasurements:

@@ -25,7 +25,8 @@ class PendingBalance(RivalDecider):
     def __init__(self, coordinator: VirtualCoordinator, *, keeps: bool, pending_limit: int, balance: bool) -> None:
         super().__init__(coordinator, keeps=keeps)
         self._pending_limit, self._balance = pending_limit, balance
-        self._table, self._last_table = WorkerThroughput(), WorkerThroughput()
+        self.table = WorkerThroughput()  # of the present step
+        self._last_table = WorkerThroughput()
         self._step = 0
         self._seen: dict[str, tuple[int, int, float]] = {}  # session -> tokens, rollouts and uptime at the last look
         self._looked = 0.0
@@ -83,7 +84,7 @@ class PendingBalance(RivalDecider):
         engines = self._used(engines)
         if not self._balance or len(engines) < 2 or run.queue:
             return
-        if not self._move_waiting(engines, now):
+        if not self._move_waiting(engines, now) and self.keeps:  # else a move would cost all tokens
             self._move_running(engines)
 
     def _move_waiting(self, engines: Sequence[WorkerSession], now: float) -> bool:
@@ -114,14 +115,14 @@ class PendingBalance(RivalDecider):
     def _record(self, run: RunState, engines: Sequence[WorkerSession]) -> None:
         """Record throughput against batch size."""
         if run.newest != self._step:
-            self._step, self._last_table, self._table = run.newest, self._table, WorkerThroughput()
+            self._step, self._last_table, self.table = run.newest, self.table, WorkerThroughput()
         for engine in engines:
             beat, running = engine.beat, len(engine.attempts) - len(engine.pending)
             tokens, before, uptime_s = self._seen.get(engine.session_id, (0, 0, 0.0))
             self._seen[engine.session_id] = (beat.tokens_generated, running, beat.uptime_s)
             if before and running == before and beat.uptime_s > uptime_s:
                 made, seconds = beat.tokens_generated - tokens, beat.uptime_s - uptime_s
-                self._table.observe(running, _context(engine), made, seconds)
+                self.table.observe(running, _context(engine), made, seconds)
 
     def _used(self, engines: Sequence[WorkerSession]) -> list[WorkerSession]:
         """The engines on the trainer's devices, and as many others as help."""

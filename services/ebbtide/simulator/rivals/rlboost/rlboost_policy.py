@@ -8,8 +8,8 @@ from ebbtide.simulator.rivals.rlboost.pending_balance import PendingBalance
 from ebbtide.simulator.rivals.rlboost.seeding_window import SeedingWindow
 from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.training_run import TrainingRun
-from ebbtide.simulator.world.step_rounds import Rounds, WholeGroups
-from ebbtide.simulator.world.trainer_loan import FixedWindow, LoanWindow
+from ebbtide.simulator.world.training.step_rounds import Rounds, WholeGroups
+from ebbtide.simulator.world.training.trainer_loan import FixedWindow, LoanWindow
 from ebbtide.simulator.world.virtual_coordinator import Decider, VirtualCoordinator
 
 
@@ -27,6 +27,8 @@ class RLBoostPolicy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     initial_window_s: Annotated[float, Meta(ge=0, le=1e6)] = 150.0
     adapts: bool = True  # else the window is the pool's
     remembers: bool = True  # windows by the number of instances
+    #: Windows that are remembered from the begin on, in seconds: with one instance, with two, and so on.
+    windows: Annotated[str, Meta(pattern=r"^([0-9]+( [0-9]+)*)?$", max_length=1000)] = ""
     migrates: bool = True  # else lost rollouts begin again
     balances: bool = True  # rollouts move between engines
 
@@ -45,5 +47,11 @@ class RLBoostPolicy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         placing.local = f"{lent.name}-"
         if not self.adapts:
             return FixedWindow(lent.window_s)
-        engines = lent.workers or 1
-        return SeedingWindow(placing, engines, eta=self.eta, initial_s=self.initial_window_s, remembers=self.remembers)
+        known = {count: float(text) for count, text in enumerate(self.windows.split(), start=1)}
+        return SeedingWindow(
+            placing,
+            lent.workers or 1,
+            eta=self.eta,
+            initial_s=self.initial_window_s,
+            memory=known if self.remembers else None,
+        )

@@ -12,7 +12,7 @@ from msgspec import Struct
 from ebbtide.scheduling.steps.step_pacing import VersionBounds, open_steps, training_bounds
 from ebbtide.simulator.scenario.draws.workload import Turn
 from ebbtide.simulator.world.simulated_rollout import SimulatedRollout
-from ebbtide.simulator.world.step_rounds import Rounds, Sample, StepRound
+from ebbtide.simulator.world.training.step_rounds import Rounds, Sample, StepRound
 from ebbtide.simulator.world.virtual_time import VirtualTime
 
 

@@ -21,8 +21,8 @@ from ebbtide.coordinator.state.worker_reports import (
 from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.simulator.engines.engine_profile import EngineProfile
 from ebbtide.simulator.engines.simulated_engine import SimulatedEngine
-from ebbtide.simulator.world.attempt_host import AttemptHost, AttemptStore, FlushTerms
 from ebbtide.simulator.world.books import GONE, SimulationBooks
+from ebbtide.simulator.world.fleet.attempt_host import AttemptHost, AttemptStore, FlushTerms
 from ebbtide.simulator.world.virtual_time import Alarm, VirtualTime
 from ebbtide.types.end_cause import EndCause
 from ebbtide.types.fleet import PROTOCOL_VERSION, AttemptRef, BorrowedState, EngineInfo, WorkerKind, WorkerState
@@ -58,8 +58,10 @@ class WorkersCoordinator(AttemptStore, Protocol):
 
     def stream_broke(self, session: WorkerSession, reason: str) -> None: ...
 
-    def pull(self, worker: "SimulatedWorker", run_id: str, version: int, done: Callable[[], None]) -> None:
-        """Begin to pull a version; `done` is called at the end."""
+    def pull(
+        self, worker: "SimulatedWorker", run_id: str, version: int, done: Callable[[], None]
+    ) -> Callable[[], None]:
+        """Begin to pull a version; `done` is called at the end. Returns what stops the pull."""
         ...
 
 
@@ -89,6 +91,12 @@ class SimulatedWorker:
         self._leaves = False
         self._began = time.now
         self._counted = (0, time.now)  # tokens generated, when the last heartbeat was sent
+        self._busy_before = 0.0  # of the engine, when the worker attached
+        self._thaws_s = 0.0
+        self._waiting: list[Callable[[], None]] = []  # what is done once the machine is no longer frozen
+        self._installing = False
+        self._pulled_next: Callable[[], None] | None = None  # an install that waits for the one under way
+        self._stop_pull: Callable[[], None] = lambda: None
         self._beat_due = Alarm(time, self.beat)
 
     @property
@@ -136,8 +144,6 @@ class SimulatedWorker:
         self._show()
         self.beat()
 
-    _busy_before = 0.0
-
     def notice(self, deadline_s: float) -> None:
         """The machine will be taken: hand everything over."""
         if self.host.session is not None and not self._leaves and not self.gone:
@@ -163,6 +169,8 @@ class SimulatedWorker:
         self.host.end()
         self.gone = True
         self._beat_due.set(inf)
+        self._stop_pull()
+        self._books.retire(self.host.engine)
         self._books.lose(self.terms.pool, drained=not lost)
         self._books.enter(self.name, self.terms.pool, GONE, self._time.now)
         session, self.host.session = self.host.session, None
@@ -170,19 +178,20 @@ class SimulatedWorker:
             self._coordinator.stream_broke(session, "it left" if self._leaves else "its stream broke")
 
     def freeze(self, seconds: float) -> None:
-        """Stop the whole machine for a while: nothing is generated, and nothing is said."""
-        if not self.gone and not self.frozen:
+        """Stop the whole machine for a while: nothing is generated, and nothing is said. What was sent to it waits."""
+        if not self.gone:
+            self._thaws_s = max(self._thaws_s, self._time.now + seconds)
             self.host.hold("frozen")
             self._time.after(seconds, self._thaw)
 
     def slow_down(self, factor: float, seconds: float) -> None:
         """Work at so many times the machine's speed for a while."""
-        self._slowed = factor
+        self._slowed *= factor
         self.pace(self._share)
-        self._time.after(seconds, self._quicken)
+        self._time.after(seconds, lambda: self._quicken(factor))
 
-    def _quicken(self) -> None:
-        self._slowed = 1.0
+    def _quicken(self, factor: float) -> None:
+        self._slowed /= factor
         self.pace(self._share)
 
     def pace(self, share: float) -> None:
@@ -193,14 +202,16 @@ class SimulatedWorker:
             self.host.look()
 
     def _thaw(self) -> None:
-        if self.gone:
+        if self.gone or self._time.now < self._thaws_s:
             return
         self.host.go_on("frozen")
-        session = self.host.session
+        session, (waiting, self._waiting) = self.host.session, (self._waiting, [])
         if session is not None and session.gone:  # it was given up meanwhile, and what it holds is over
             self.host.drop(self.host.held)
             self.attach()
         elif session is not None:
+            for deed in waiting:
+                deed()
             self.beat()
 
     # What it is told.
@@ -226,7 +237,10 @@ class SimulatedWorker:
                 self._time.after(self.terms.message_s, partial(self._obey, message))
 
     def _obey(self, message: fleet_pb2.CoordinatorMessage) -> None:
-        if self.gone or self.frozen or self.host.session is None:
+        if self.gone or self.host.session is None:
+            return
+        if self.frozen:
+            self._waiting.append(partial(self._obey, message))
             return
         match message.WhichOneof("kind"):
             case "install":
@@ -235,14 +249,17 @@ class SimulatedWorker:
                 refs, text = _refs(message.release.attempts), message.release.reason
                 self._time.after(_HAND_BACK_S, lambda: self._released(refs, EndCause.MOVED, text))
             case "cancel":
-                self.host.drop(_refs(message.cancel.attempts))
+                self.host.abandon(_refs(message.cancel.attempts))
             case "flush_interval":
                 self.host.pace(message.flush_interval.least_s)
             case _:
                 pass  # nothing else changes what is modelled
 
     def _released(self, refs: list[AttemptRef], cause: EndCause, text: str) -> None:
-        if self.gone or self.frozen or self.host.session is None:
+        if self.gone or self.host.session is None:
+            return
+        if self.frozen:
+            self._waiting.append(lambda: self._released(refs, cause, text))
             return
         back = self.host.hand_back(refs)
         if back:
@@ -253,32 +270,47 @@ class SimulatedWorker:
     def _install(self, run_id: str, version: PolicyVersion) -> None:
         self._wanted = (run_id, version)
         began = self._time.now
-        self._coordinator.pull(self, run_id, version.version, lambda: self._pulled(run_id, version, began))
+        self._stop_pull()
+        self._stop_pull = self._coordinator.pull(
+            self, run_id, version.version, lambda: self._pulled(run_id, version, began)
+        )
 
     def _pulled(self, run_id: str, version: PolicyVersion, began: float) -> None:
         if self.gone or self._wanted != (run_id, version):
             return
+        if self._installing:
+            self._pulled_next = lambda: self._pulled(run_id, version, began)
+            return
         pull_s = self._time.now - began
         self.versions[run_id] = version.version
-        pause_s = self.terms.profile.install_pause_s() if self._installed != (run_id, version) else 0.0
+        if self._installed == (run_id, version):
+            self._say(InstalledReport(version=version, run_id=run_id))
+            return
+        pause_s = self.terms.profile.install_pause_s()
+        self._installing = True
         self.host.hold("installing")
         self._time.after(pause_s, lambda: self._done(run_id, version, pull_s, pause_s))
 
     def _done(self, run_id: str, version: PolicyVersion, pull_s: float, pause_s: float) -> None:
         if self.gone:
             return
+        self._installing = False
+        self._installed = (run_id, version)
+        self.host.engine.new_weights(self._time.now)
         self.host.go_on("installing")
-        if self._wanted == (run_id, version):
-            self._installed = (run_id, version)
-            self.host.engine.new_weights(self._time.now)
-            self._books.installs += 1
-            self._say(InstalledReport(version=version, run_id=run_id, pull_s=pull_s, pause_s=pause_s))
+        self._books.installs += 1
+        self._say(InstalledReport(version=version, run_id=run_id, pull_s=pull_s, pause_s=pause_s))
+        following, self._pulled_next = self._pulled_next, None
+        if following is not None:
+            following()
 
     # What it reports.
 
     def _say(self, report: Struct) -> None:
         session = self.host.session
-        if session is not None and not session.gone and not self.frozen:
+        if self.frozen:
+            self._waiting.append(lambda: self._say(report))
+        elif session is not None and not session.gone:
             self._coordinator.hear(session, report)
 
     def beat(self) -> None:

@@ -15,7 +15,7 @@ from ebbtide.simulator.serving.pair_costs import PairCosts, read_pair_costs
 from ebbtide.simulator.serving.request_traffic import TrafficRequest
 from ebbtide.simulator.serving.served_host import GrantTapes, ServedHost, ServedTraffic, borrowed_state
 from ebbtide.simulator.world.books import SimulationBooks
-from ebbtide.simulator.world.simulated_worker import SimulatedWorker
+from ebbtide.simulator.world.fleet.simulated_worker import SimulatedWorker
 from ebbtide.simulator.world.virtual_time import VirtualTime
 from ebbtide.types.fleet import BorrowedState
 

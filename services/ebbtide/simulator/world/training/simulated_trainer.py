@@ -5,12 +5,13 @@ the last checkpoint lacks; what the former one had begun is void.
 """
 
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import Protocol
 
 from ebbtide.simulator.outcome import StepOutcome
 from ebbtide.simulator.world.books import SimulationBooks
-from ebbtide.simulator.world.simulated_driver import StepProgress
-from ebbtide.simulator.world.trainer_loan import TrainerLoan
+from ebbtide.simulator.world.training.simulated_driver import StepProgress
+from ebbtide.simulator.world.training.trainer_loan import TrainerLoan
 from ebbtide.simulator.world.virtual_time import VirtualTime
 
 
@@ -37,8 +38,8 @@ class TrainingTimes(Protocol):
         """From the copy to the announcement of the version; the trainer goes on meanwhile."""
         ...
 
-    def checkpoint_s(self, step: int) -> float:
-        """To write the checkpoint that is due behind a step; 0: none is."""
+    def checkpoint_s(self, step: int) -> float | None:
+        """To write the checkpoint that is due behind a step; None: none is."""
         ...
 
 
@@ -64,6 +65,8 @@ class SimulatedTrainer:
         self._learnt = 0  # of that step: samples learnt from, or being learnt from
         self._learning_s = 0.0  # of that step
         self._newest = -1  # step whose weights were announced last
+        self._announced_s = 0.0  # when the version under way will be announced, or the last one was
+        self.done_s = inf  # when its last step was trained
         self._busy = True
         self._life = 0
         self._unsaved: list[Sequence[int]] = []  # lengths of the samples of the steps since the last checkpoint
@@ -125,17 +128,25 @@ class SimulatedTrainer:
         self._unsaved.append(step.lengths)
         self.done = self._next >= self._last
         if self.done:
+            self.done_s = self._time.now
             self._show("idle")
             return
-        self._after(self._times.snapshot_s(), self._copied)
+        # As live, a version is announced before the next one is copied.
+        self._after(max(0.0, self._announced_s - self._time.now) + self._times.snapshot_s(), self._copied)
 
     def _copied(self) -> None:
-        step = self._next
-        self._after(self._times.publish_s(), lambda: self._published(step))
+        step, publish_s = self._next, self._times.publish_s()
+        self._announced_s = self._time.now + publish_s
+        self._after(publish_s, lambda: self._published(step))
         checkpoint_s = self._times.checkpoint_s(step)
-        if checkpoint_s:
-            self._unsaved.clear()
-        self._after(checkpoint_s, self._free)
+        if checkpoint_s is None:
+            self._free()
+        else:  # it is written once the version is announced
+            self._after(publish_s + checkpoint_s, self._saved)
+
+    def _saved(self) -> None:
+        self._unsaved.clear()
+        self._free()
 
     def _published(self, step: int) -> None:
         self._newest = step

@@ -7,7 +7,7 @@ from ebbtide.simulator.scenario.draws.machine_events import MachineChange, Machi
 from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.scenario import Scenario
 from ebbtide.simulator.world.books import SimulationBooks
-from ebbtide.simulator.world.simulated_worker import SimulatedWorker
+from ebbtide.simulator.world.fleet.simulated_worker import SimulatedWorker
 from ebbtide.simulator.world.virtual_time import VirtualTime
 
 #: Makes a worker by its name and the speed of its machine.
@@ -28,7 +28,7 @@ class MachinesOfPool:
     ) -> None:
         self.pool, self._time, self._books, self._new, self._seed = pool, time, books, new, seed
         self._prices = scenario.price(pool)
-        self._events = machine_events(scenario, pool, seed)
+        self._events = iter(machine_events(scenario, pool, seed))
         self._since: dict[str, float] = {}
         self._extra = 0
         self.present: dict[str, SimulatedWorker] = {}
@@ -36,10 +36,13 @@ class MachinesOfPool:
         self.came: Callable[[SimulatedWorker], None] = lambda worker: worker.boot(pool.boot_s)
 
     def begin(self) -> None:
-        for event in self._events:
+        """Plan the next event. Each one plans the one behind it: a scenario may be long, and end early."""
+        event = next(self._events, None)
+        if event is not None:
             self._time.at(event.at_s, partial(self._play, event))
 
     def _play(self, event: MachineEvent) -> None:
+        self.begin()
         worker = self.present.get(event.machine)
         match event.change:
             case MachineChange.COMES:
@@ -64,10 +67,10 @@ class MachinesOfPool:
         self._extra += 1
         self.add(f"{self.pool.name}-again-{self._extra}")
 
-    def lose(self, machine: str) -> None:
-        """A machine is gone."""
+    def lose(self, machine: str, *, silently: bool = True) -> None:
+        """A machine is gone. `silently`: see `SimulatedWorker.vanish`."""
         worker = self.present.pop(machine)
-        worker.vanish(silently=True)
+        worker.vanish(silently=silently)
         self._pay(machine)
 
     def settle(self) -> None:

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from ebbtide.simulator.scenario.fault_plan import PlannedFault, struck
-from ebbtide.simulator.world.machine_pools import MachinesOfPool
-from ebbtide.simulator.world.simulated_trainer import SimulatedTrainer
+from ebbtide.simulator.world.fleet.machine_pools import MachinesOfPool
+from ebbtide.simulator.world.training.simulated_trainer import SimulatedTrainer
 from ebbtide.simulator.world.virtual_time import VirtualTime
 
 
@@ -55,6 +55,8 @@ class PlannedFaults:
             case "drain":
                 worker.notice(fault.for_s)
                 self._time.after(fault.for_s, lambda: pool.lose(machine) if machine in pool.present else None)
+            case "crash":
+                pool.lose(machine, silently=False)
             case _:
                 pool.lose(machine)
         if fault.back_s is not None:

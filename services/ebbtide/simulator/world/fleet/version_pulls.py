@@ -10,7 +10,7 @@ from typing import Final
 from msgspec import Struct
 
 from ebbtide.scheduling.distribution.version_paths import PatchStep, find_ways, wants_anchor
-from ebbtide.simulator.world.shared_links import SharedLinks
+from ebbtide.simulator.world.fleet.shared_links import SharedLinks
 from ebbtide.simulator.world.virtual_time import VirtualTime
 
 #: As the weight-relay's defaults: an anchor is built after so many patches, or so large a share of the dense bytes.
@@ -63,22 +63,33 @@ class VersionPulls:
         if not ways or wants_anchor(ways[0], terms.dense_bytes, room, every=ANCHOR_EVERY, share=ANCHOR_SHARE):
             library.anchors = {version: terms.dense_bytes}
 
-    def begin(self, run: str, version: int, have: int, link_bytes_per_s: float, done: Callable[[], None]) -> None:
+    def begin(
+        self, run: str, version: int, have: int, link_bytes_per_s: float, done: Callable[[], None]
+    ) -> Callable[[], None]:
         """Begin a pull by a worker that has the version `have` (0: none). `done` is called at its end: at once over a
-        link without a limit, which is the trainer's own memory.
+        link without a limit, which is the trainer's own memory. Returns what stops it; once it has ended, that takes
+        the worker out of those that serve the version to others.
         """
         library = self._runs[run]
         if have == version or link_bytes_per_s == inf:
             done()
-            return
+            return lambda: None
         ways = find_ways(library.anchors, library.steps, version, (have,) if have else ())
         size = ways[0].size if ways else library.terms.dense_bytes
         self.bytes += size
-        links = library.links
-        links.download(size, link_bytes_per_s, lambda: self._pulled(library, version, link_bytes_per_s, done))
+        ended = False
 
-    def _pulled(self, library: _Library, version: int, link_bytes_per_s: float, done: Callable[[], None]) -> None:
+        def pulled() -> None:
+            nonlocal ended
+            ended = True
+            self._serve(library, version, link_bytes_per_s)
+            done()
+
+        stop = library.links.download(size, link_bytes_per_s, pulled)
+        return lambda: self._serve(library, version, -link_bytes_per_s) if ended else stop()
+
+    def _serve(self, library: _Library, version: int, link_bytes_per_s: float) -> None:
+        """Note that a worker with so fast a link serves a version; less than 0: that it no longer does."""
         if version == library.newest:
             library.helping += link_bytes_per_s
             library.links.help(library.helping)
-        done()

@@ -64,8 +64,9 @@ class AttemptHost:
         self._began = self._reported = time.now
         self.session: WorkerSession | None = None  # None: nothing can be reported
         self._attempts: dict[str, RunningAttempt] = {}  # by rollout
+        self._lengths: dict[str, int] = {}  # of the same ones: tokens of the whole response
         self._first: dict[str, None] = {}  # rollouts whose first token is to be reported
-        self._ended: dict[str, None] = {}
+        self._ended: dict[str, int] = {}  # with the tokens of the whole response
         self._holds: set[str] = set()
         self.made_at = time.now  # when the engine made its last token, as far as was looked
         self._engine_due = Alarm(time, self.look)
@@ -97,6 +98,7 @@ class AttemptHost:
             rollout_id = one.rollout.rollout_id
             self._attempts[rollout_id] = one
             prompt, length, prefix, after = self._store.response(rollout_id)
+            self._lengths[rollout_id] = length
             self.engine.admit(
                 rollout_id, prompt=prompt, made=one.start, length=length, now=now, prefix=prefix, after=after
             )
@@ -125,12 +127,23 @@ class AttemptHost:
                 self._lose(attempt, self.engine.remove(ref.rollout_id, self._time.now))
         self.look()
 
+    def abandon(self, refs: Iterable[AttemptRef]) -> None:
+        """Stop attempts whose rollouts nobody wants any more: what was not stored is dropped, and not made again."""
+        self.look()
+        for ref in refs:
+            attempt = self._stop(ref)
+            if attempt is not None:
+                made = self.engine.remove(ref.rollout_id, self._time.now)
+                self._tokens.dropped += max(0, made - attempt.stored)
+        self.look()
+
     def _stop(self, ref: AttemptRef) -> RunningAttempt | None:
         """Forget an attempt that has not ended. The engine still has it."""
         attempt = self._attempts.get(ref.rollout_id)
         if attempt is None or attempt.attempt_id != ref.attempt_id or ref.rollout_id in self._ended:
             return None
         self._first.pop(ref.rollout_id, None)
+        del self._lengths[ref.rollout_id]
         return self._attempts.pop(ref.rollout_id)
 
     def end(self) -> None:
@@ -141,9 +154,11 @@ class AttemptHost:
             if attempt is not None:
                 self._flush_late(attempt, made)
                 self._lose(attempt, made)
-        for rollout_id in self._ended:
-            self._lose(self._attempts[rollout_id], self._store.response(rollout_id).length)
+        for rollout_id, length in self._ended.items():
+            self._lose(self._attempts[rollout_id], length)
+        self._ended.clear()
         self._attempts.clear()
+        self._lengths.clear()
         self._engine_due.set(inf)
         self._urgent_due.set(inf)
 
@@ -189,7 +204,7 @@ class AttemptHost:
             if event.kind is EngineEventKind.STARTED:
                 self._first[event.key] = None
             elif event.kind is EngineEventKind.FINISHED:
-                self._ended[event.key] = None
+                self._ended[event.key] = self._lengths[event.key]
         if (self._first or self._ended) and self._urgent_due.due == inf:
             self._urgent_due.set(now + _URGENT_S)
         if engine.generated > before:
@@ -225,7 +240,10 @@ class AttemptHost:
         begun = [one for one in begun if one.session is session]
         if begun:
             self._store.stored(session, begun, [self.engine.made(one.rollout.rollout_id) for one in begun])
-        for rollout_id in ended:
+        for rollout_id, length in ended.items():
             attempt = self._attempts.pop(rollout_id)
+            del self._lengths[rollout_id]
             if attempt.session is session:
                 self._store.finished(attempt)
+            else:  # another worker has it meanwhile
+                self._lose(attempt, length)

@@ -8,7 +8,7 @@ download of it would have got since the begin, had it lasted all the time.
 """
 
 from collections.abc import Callable
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import count
 from math import inf, ulp
 from typing import Final
@@ -41,13 +41,27 @@ class SharedLinks:
         self._fetching = 0.0  # bytes/s of the links of active downloads, together
         self._due = Alarm(time, self._look)
 
-    def download(self, size: float, link_bytes_per_s: float, done: Callable[[], None]) -> None:
-        """Begin a download; `done` is called at its end."""
+    def download(self, size: float, link_bytes_per_s: float, done: Callable[[], None]) -> Callable[[], None]:
+        """Begin a download; `done` is called at its end. Returns what stops it, and does nothing once it has ended."""
         self._follow()
         links = self._classes.setdefault(link_bytes_per_s, _Class())
-        heappush(links.ends, (links.got + size, next(self._numbers), done))
-        self._active += 1
-        self._fetching += link_bytes_per_s
+        number = next(self._numbers)
+        heappush(links.ends, (links.got + size, number, done))
+        self._begun(link_bytes_per_s, 1)
+        return lambda: self._stop(link_bytes_per_s, number)
+
+    def _stop(self, link: float, number: int) -> None:
+        links = self._classes[link]
+        left = [one for one in links.ends if one[1] != number]
+        if len(left) < len(links.ends):
+            self._follow()
+            links.ends = left
+            heapify(left)
+            self._begun(link, -1)
+
+    def _begun(self, link: float, more: int) -> None:
+        self._active += more
+        self._fetching += more * link
         self._plan()
 
     def help(self, bytes_per_s: float) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 from ebbtide.simulator.outcome import StepOutcome
-from ebbtide.simulator.world.simulated_worker import SimulatedWorker
+from ebbtide.simulator.world.fleet.simulated_worker import SimulatedWorker
 from ebbtide.simulator.world.virtual_time import VirtualTime
 
 #: From the call for the devices until their engines have handed over: the step under way, and one message.

@@ -1,0 +1,1 @@
+"""Compares simulations with what papers published."""

@@ -1,0 +1,1 @@
+"""Models machines and workers: their lives, engines and links, and what befalls them."""

@@ -1,0 +1,1 @@
+"""Models runs: drivers that submit steps, trainers that learn from them, and devices that trainers lend."""

@@ -1,0 +1,164 @@
+"""Where rivals place rollouts, and which they move."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import cast
+
+from ebbtide.coordinator.state.attempt_records import started
+from ebbtide.coordinator.state.coordinator_state import CoordinatorState
+from ebbtide.coordinator.state.worker_reports import AttachReport
+from ebbtide.coordinator.state.worker_session import WorkerSession
+from ebbtide.scheduling.dispatch.placement import Placement
+from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout
+from ebbtide.scheduling.steps.step_pacing import VersionBounds
+from ebbtide.simulator.rivals.rlboost.pending_balance import PendingBalance
+from ebbtide.simulator.rivals.verl_policy import GroupTurns
+from ebbtide.simulator.world.virtual_coordinator import VirtualCoordinator
+from ebbtide.types.fleet import PROTOCOL_VERSION, EngineInfo, WorkerKind
+from ebbtide.types.run import EnvironmentSpec, RunSpec
+from ebbtide.types.weights import PolicyVersion
+
+VERSION = PolicyVersion(policy="policy", version=1, parent=0, step=0)
+
+
+class Coordinator:
+    """A coordinator's state with one run and some engines that have its version."""
+
+    def __init__(self, engines: int, slots: int = 64) -> None:
+        self.state = CoordinatorState(lambda: 0.0)
+        self.run = self.state.add_run("r", RunSpec(name="r", model="m", environment=EnvironmentSpec(name="e")))
+        with self.run.rereading():
+            self.run.reread({1: VERSION}, self.run.new_queue(), [])
+        self.engines = [self._attach(f"w-{index}", slots) for index in range(engines)]
+
+    def _attach(self, name: str, slots: int) -> WorkerSession:
+        engine = EngineInfo(model="m", vocab_size=8, max_model_len=4096, architecture="m")
+        hello = AttachReport(
+            worker_id=name, kind=WorkerKind.SPOT, protocol_version=PROTOCOL_VERSION, slots=slots, engine=engine
+        )
+        session = self.state.new_session(f"s-{name}", hello, 0.0)
+        self.state.attach(session)
+        session.serve("r", 0.0)
+        session.installed = ("r", VERSION)
+        return session
+
+    def queue(self, groups: int, size: int) -> None:
+        for group in range(groups):
+            for one in range(size):
+                place = group * size + one
+                self.run.admit(
+                    QueuedRollout(
+                        rollout_id=f"{group}.{one}",
+                        episode_id=f"{group}.{one}",
+                        bounds=VersionBounds(1, 1),
+                        length=10,
+                        place=place,
+                        group=group * size,
+                    )
+                )
+
+    def start(self, placements: Sequence[Placement], *, begun: bool = True) -> None:
+        for rollout_id, session_id in placements:
+            queued = self.run.take_queued(rollout_id)
+            assert queued is not None
+            attempt = started(self.run, queued, f"a{rollout_id}", stored=0, number=1, max_tokens=100, now=0.0)
+            self.run.start(attempt, self.state.sessions[session_id])
+            if begun:
+                attempt.begin(0.0)
+
+    def asked_back(self) -> dict[str, str]:
+        return {one.rollout.rollout_id: one.target for one in self.run.running.values() if one.target}
+
+    def as_virtual(self) -> VirtualCoordinator:
+        return cast("VirtualCoordinator", self)
+
+
+def per_engine(placements: Sequence[Placement]) -> Counter[str]:
+    return Counter(one.worker_id for one in placements)
+
+
+def balance(fleet: Coordinator, *, keeps: bool = True, pending_limit: int = 8) -> PendingBalance:
+    return PendingBalance(fleet.as_virtual(), keeps=keeps, pending_limit=pending_limit, balance=True)
+
+
+def test_verl_deals_whole_groups_in_turn_however_many_an_engine_has() -> None:
+    fleet = Coordinator(3, slots=4)
+    fleet.queue(groups=7, size=4)
+    placements = GroupTurns(fleet.as_virtual()).place(fleet.run, fleet.engines, 0.0)
+    assert [per_engine(placements)[one.session_id] for one in fleet.engines] == [12, 8, 8]
+    for group in range(7):
+        homes = {one.worker_id for one in placements if one.rollout_id.startswith(f"{group}.")}
+        assert homes == {fleet.engines[group % 3].session_id}
+
+
+def test_verl_deals_a_lost_engines_group_again() -> None:
+    fleet = Coordinator(2)
+    fleet.queue(groups=2, size=2)
+    turns = GroupTurns(fleet.as_virtual())
+    first = turns.place(fleet.run, fleet.engines, 0.0)
+    again = turns.place(fleet.run, fleet.engines[1:], 1.0)
+    assert per_engine(first)[fleet.engines[1].session_id] == 2
+    assert set(per_engine(again)) == {fleet.engines[1].session_id}
+
+
+def test_rlboost_sends_to_the_engine_where_the_fewest_wait() -> None:
+    fleet = Coordinator(2)
+    fleet.queue(groups=1, size=6)
+    placing = balance(fleet)
+    placements = placing.place(fleet.run, fleet.engines, 0.0)
+    assert set(per_engine(placements).values()) == {3}
+    fleet.start(placements[:1], begun=False)
+    fleet.start(placements[1:2])
+    rest = placing.place(fleet.run, fleet.engines, 0.0)
+    assert rest[0].worker_id == fleet.engines[1].session_id
+
+
+def test_rlboost_holds_what_would_wait_beyond_theta() -> None:
+    fleet = Coordinator(2)
+    fleet.queue(groups=2, size=8)
+    placements = balance(fleet, pending_limit=3).place(fleet.run, fleet.engines, 0.0)
+    assert set(per_engine(placements).values()) == {3}
+
+
+def test_rlboost_moves_one_that_waits_to_an_engine_where_none_does() -> None:
+    fleet = Coordinator(2)
+    fleet.queue(groups=1, size=4)
+    session = fleet.engines[0].session_id
+    fleet.start([Placement(f"0.{index}", session) for index in range(4)], begun=False)
+    placing = balance(fleet)
+    placing.move(fleet.run, fleet.engines, 5.0)
+    assert fleet.asked_back() == {"0.3": "w-1"}
+    placing.move(fleet.run, fleet.engines, 6.0)
+    assert len(fleet.asked_back()) == 1  # the receiver has one coming
+
+
+def test_rlboost_lets_running_rollouts_stay_while_no_table_shows_a_plateau() -> None:
+    fleet = Coordinator(2)
+    fleet.queue(groups=1, size=8)
+    session = fleet.engines[0].session_id
+    fleet.start([Placement(f"0.{index}", session) for index in range(8)])
+    placing = balance(fleet)
+    placing.move(fleet.run, fleet.engines, 5.0)
+    assert not fleet.asked_back()
+
+
+def test_rlboost_moves_what_an_engine_executes_beyond_the_plateau_to_one_without_work() -> None:
+    fleet = Coordinator(2)
+    fleet.queue(groups=1, size=8)
+    session = fleet.engines[0].session_id
+    fleet.start([Placement(f"0.{index}", session) for index in range(8)])
+    for keeps, moved in ((False, 0), (True, 5)):  # without stored tokens a move would cost them all
+        placing = balance(fleet, keeps=keeps)
+        for running in range(1, 9):
+            placing.table.observe(running, 10.0, 100 * min(running, 3), 1.0)
+        placing.move(fleet.run, fleet.engines, 5.0)
+        assert len(fleet.asked_back()) == moved
+
+
+def test_rlboost_uses_no_more_remote_engines_than_help() -> None:
+    fleet = Coordinator(3)
+    fleet.queue(groups=1, size=6)
+    placing = balance(fleet)
+    placing.local, placing.most = "w-0", 1
+    placements = placing.place(fleet.run, fleet.engines, 0.0)
+    assert set(per_engine(placements)) == {one.session_id for one in fleet.engines[:2]}
