@@ -2,7 +2,7 @@
 
 import pytest
 
-from ebbtide.simulator.world.shared_links import SharedLinks
+from ebbtide.simulator.world.fleet.shared_links import SharedLinks
 from ebbtide.simulator.world.virtual_time import VirtualTime
 
 
