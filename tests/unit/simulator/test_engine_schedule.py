@@ -71,6 +71,13 @@ def test_a_step_takes_the_sum_of_what_it_reads_and_computes() -> None:
     assert costs.step_s(batch=2, context=8, prefill=10, pairs=16) == 1.0 + 4.0 + 6.0 + 0.5 + 1.0 + 1.0
 
 
+def test_tokens_that_hide_behind_reading_the_weights_cost_nothing() -> None:
+    costs = StepCosts(weights_s=1.0, token_s=0.5, sequence_s=0.25, spare=4)
+    assert costs.step_s(batch=4, context=0) == 1.0
+    assert costs.step_s(batch=6, context=0) == 1.0 + 2 * 0.75
+    assert costs.step_s(batch=2, context=0, prefill=5) == 1.0 + 3 * 0.5
+
+
 def test_a_step_reads_only_the_experts_that_its_tokens_use() -> None:
     costs = StepCosts(weights_s=1.0, experts_s=8.0, expert_share=0.5)
     assert [costs.step_s(batch=batch, context=0) for batch in (1, 2)] == [5.0, 7.0]

@@ -98,6 +98,7 @@ class Simulation:
             slots=pool.slots,
             flush=FlushTerms(pool.flush_s, pool.flush_tokens),
             heartbeat_s=self._coordinator.settings.heartbeat_s,
+            seed=self._seed,
             link_bytes_per_s=inf if lent else pool.link_gbps * _BYTES_PER_GBIT,
         )
         machines = MachinesOfPool(pool, scenario, self._seed, self._time, self._books, partial(self._worker, terms))

@@ -56,12 +56,15 @@ class AttemptHost:
         tokens: TokenCounts,
         flush: FlushTerms,
         changed: Callable[[], None],
+        phase: float = 0.0,
     ) -> None:
-        """`changed` is called when the engine may have begun or ceased to work."""
+        """`changed` is called when the engine may have begun or ceased to work. `phase`: share of a flush interval that
+        had passed when the machine came, so that losses at whole seconds do not meet fresh flushes.
+        """
         self.engine, self._time, self._store, self._tokens = engine, time, store, tokens
         self._flush_terms, self._changed = flush, changed
         self._interval_s = flush.interval_s
-        self._began = self._reported = time.now
+        self._began, self._reported = time.now - phase * flush.interval_s, time.now
         self.session: WorkerSession | None = None  # None: nothing can be reported
         self._attempts: dict[str, RunningAttempt] = {}  # by rollout
         self._lengths: dict[str, int] = {}  # of the same ones: tokens of the whole response

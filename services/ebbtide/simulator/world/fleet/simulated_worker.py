@@ -6,6 +6,7 @@ Invariant: from its attach to its end a worker has one session. What the coordin
 from collections.abc import Callable, Iterable
 from functools import partial
 from math import inf
+from random import Random
 from typing import Final, Protocol
 
 from msgspec import Struct
@@ -49,6 +50,7 @@ class WorkerTerms(Struct, frozen=True, kw_only=True):
     heartbeat_s: float = 1.0
     message_s: float = 0.001  # between worker and coordinator, one way
     link_bytes_per_s: float = inf
+    seed: int = 0  # of what differs between workers
 
 
 class WorkersCoordinator(AttemptStore, Protocol):
@@ -84,8 +86,9 @@ class SimulatedWorker:
         #: What a borrowed worker knows of its host.
         self.borrowed: Callable[[], BorrowedState | None] = lambda: None
         self._time, self._coordinator, self._books = time, coordinator, books
+        phase = Random(f"{terms.seed} flush {name}").random()
         engine = SimulatedEngine(terms.profile, slots=terms.slots, now=time.now, speed=speed)
-        self.host = AttemptHost(engine, time, coordinator, books.tokens, terms.flush, self._show)
+        self.host = AttemptHost(engine, time, coordinator, books.tokens, terms.flush, self._show, phase)
         self.gone = False
         self.versions: dict[str, int] = {}  # run -> version that its host has
         self._installed: tuple[str, PolicyVersion] | None = None
