@@ -17,7 +17,7 @@ from ebbtide.simulator.scenario.inputs.input_tables import InputTables
 from ebbtide.simulator.scenario.inputs.spot_trace import SpotTrace, TraceEvent
 from ebbtide.simulator.scenario.machine_pool import MachinePool, SpotTraceSpec
 from ebbtide.simulator.scenario.refusals import Problem, ScenarioRefused
-from ebbtide.simulator.scenario.scenario import Scenario
+from ebbtide.simulator.scenario.scenario import LONGEST_H, Scenario
 from ebbtide.simulator.scenario.training_run import TrainingRun
 
 _ENGINE: Final = "engine.toml"
@@ -26,6 +26,10 @@ _TRAINER: Final = "trainer.toml"
 _NOTICE_S: Final = 30.0
 #: The upload of a version is in the time to its announcement, and must not count twice: no link is faster.
 _UPLOADED_GBPS: Final = 1e5
+#: A fleet that left for good ends no step: the simulation is given up after so many times the record's length,
+_PATIENCE: Final = 10.0
+#: or after an hour if that is longer, so that a short record has time for boots and pulls.
+_LEAST_H: Final = 1.0
 #: As a scenario bounds it: more than this apart, machines are no like machines.
 _MOST_APART: Final = 0.9
 
@@ -50,6 +54,7 @@ def recorded_fleet(recorded: RecordedRun, folder: Path, name: str) -> Scenario:
     run = _run(recorded, TrainingRun(name="run", trainer=_TRAINER, publish_gbps=_UPLOADED_GBPS))
     scenario = Scenario(
         name=f"{recorded.spec.name}, as recorded",
+        hours=_hours(recorded),
         steps=_steps(recorded),
         fleet=tuple(pool.terms for pool in pools),
         run=(run,),
@@ -98,6 +103,11 @@ def _run(recorded: RecordedRun, like: TrainingRun) -> TrainingRun:
 
 def _steps(recorded: RecordedRun) -> int:
     return len(set(recorded.rollouts.step))
+
+
+def _hours(recorded: RecordedRun) -> float:
+    length_s = max(recorded.until_s, max(recorded.rollouts.end_s)) - min(recorded.rollouts.begin_s)
+    return min(LONGEST_H, max(_LEAST_H, _PATIENCE * length_s / 3600.0))
 
 
 def _named(name: str) -> str:
