@@ -74,6 +74,17 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_simulated(t
         simulated(options)
 
 
+def test_a_file_on_a_full_disk_is_named() -> None:
+    with pytest.raises(InvalidRequest, match=r"^/dev/full: cannot be written \(No space left on device\); name another"):
+        simulated(SimulateOptions(scenario=Path("a.toml"), json=Path("/dev/full")))
+
+
+def test_a_seed_that_does_not_fit_is_refused_by_its_option(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(("simulate", "a.toml", "--seed", "9" * 20))
+    assert "--seed" in capsys.readouterr().err
+
+
 def test_what_is_not_installed_is_named_with_the_extra_that_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(EbbtideError, match=r"needs redis, .* install ebbtide\[simulate\]"):

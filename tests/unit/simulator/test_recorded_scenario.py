@@ -1,5 +1,6 @@
 """A recorded run is simulated again: the same rollouts in the same groups, on its own fleet or on another."""
 
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,51 @@ def test_pulls_take_as_long_as_they_did_and_nothing_where_bytes_are_unknown(
 def test_a_record_without_a_measured_engine_asks_for_a_fleet(recorded: RecordedRun, tmp_path: Path) -> None:
     with pytest.raises(ScenarioRefused, match=r"^run\.json:1: engine: .*; name a scenario whose fleet gets"):
         recorded_fleet(replace(recorded, engine=None), tmp_path, "run.json")
+
+
+def with_presence(recorded: RecordedRun, present: list[tuple[float, float | None]]) -> RecordedRun:
+    return replace(recorded, workers=[replace(worker, present=present) for worker in recorded.workers])
+
+
+def test_a_record_without_a_whole_step_asks_for_a_trainer_and_serves_another_fleet(
+    recorded: RecordedRun, tmp_path: Path
+) -> None:
+    bare = replace(recorded, steps=[])
+    with pytest.raises(ScenarioRefused, match=r"^run\.json:1: steps: .*; name a scenario that has one"):
+        recorded_fleet(bare, tmp_path, "run.json")
+    assert with_recorded_work(bare, other("x"), "o.toml").steps == 2
+
+
+def test_a_recorded_fleet_is_given_up_after_ten_times_its_records_length(
+    recorded: RecordedRun, tmp_path: Path
+) -> None:
+    long = replace(recorded, until_s=7211.0)
+    assert recorded_fleet(long, tmp_path, "run.json").hours == pytest.approx(20.0)
+    assert recorded_fleet(recorded, tmp_path, "run.json").hours == 1.0  # three minutes
+    assert recorded_fleet(replace(recorded, until_s=1e8), tmp_path, "run.json").hours == 1000.0
+
+
+@pytest.mark.parametrize("present", [[], [(0.0, 5.0)], [(20.0, 20.0)]])
+def test_a_record_whose_workers_were_never_there_asks_for_a_fleet(
+    recorded: RecordedRun, tmp_path: Path, present: list[tuple[float, float | None]]
+) -> None:
+    with pytest.raises(ScenarioRefused, match=r"^run\.json:1: workers: .*; name a scenario whose fleet gets"):
+        recorded_fleet(with_presence(recorded, present), tmp_path, "run.json")
+
+
+def test_a_worker_that_was_gone_before_the_first_rollout_is_no_part_of_the_fleet(
+    recorded: RecordedRun, tmp_path: Path
+) -> None:
+    gone = replace(recorded.workers[0], worker="w0", slots=3, present=[(0.0, 5.0)])
+    scenario = recorded_fleet(replace(recorded, workers=[gone, *recorded.workers]), tmp_path, "run.json")
+    assert [pool.name for pool in scenario.fleet] == ["reserved-2", "spot-8"]
+
+
+def test_a_worker_that_came_and_went_at_one_instant_was_not_there_then(recorded: RecordedRun, tmp_path: Path) -> None:
+    present = [(0.0, 50.0), (50.0, 50.0), (50.0, None)]
+    scenario = recorded_fleet(with_presence(recorded, present), tmp_path, "run.json")
+    found = presences(scenario.fleet[0], scenario.tables.spots, 1000.0, seed=0)
+    assert [(one.begin_s, one.end_s) for one in found] == [(0.0, 39.0), (39.0, inf)]
 
 
 def test_a_scenario_of_several_runs_cannot_take_a_recorded_one(recorded: RecordedRun) -> None:

@@ -49,6 +49,9 @@ Change = Callable[[dict[str, Any]], object]
         (lambda one: one["workers"][0].update(present=[[0.0, None], [3.0, None]]), "present[1]: must begin after"),
         (lambda one: one["workers"][0].update(worker="a b"), "expected `str` matching regex"),
         (lambda one: one["steps"][0].update(announced_s=1.0), "steps[0].announced_s: must not be before opened_s"),
+        (lambda one: one["spec"].update(groups_per_step=100_000, group_size=4096), "groups_per_step: a step has 4096"),
+        (lambda one: one["steps"][0].update(step=9), "steps[0].step: must be a step of rollouts.step"),
+        (lambda one: one["engine"].update(base_s=0, rollout_s=0), "engine.base_s: a token must take time"),
     ],
 )
 def test_a_file_that_was_tampered_with_is_refused_by_its_field_and_line(file: Path, change: Change, said: str) -> None:

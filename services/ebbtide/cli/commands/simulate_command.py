@@ -4,7 +4,8 @@ import asyncio
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -97,15 +98,24 @@ async def _simulate(
 
 def _write(options: SimulateOptions, outcomes: Sequence[Sequence[Outcome]]) -> None:
     """Writes what was asked for. The picture shows each scenario with its first seed."""
-    try:
-        if options.json is not None:
+    if options.json is not None:
+        with _named(options.json):
             options.json.write_bytes(figures_file(outcomes))
-        if options.png is not None:
-            from ebbtide.simulator.report.outcome_picture import write_outcome_picture
+    if options.png is not None:
+        from ebbtide.simulator.report.outcome_picture import write_outcome_picture
 
+        with _named(options.png):
             write_outcome_picture([of_fleet[0] for of_fleet in outcomes], options.png)
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Names the file that cannot be written. A full disk's error does not."""
+    try:
+        yield
     except OSError as error:
-        raise InvalidRequest(f"cannot be written ({error.strerror})", field=str(error.filename)) from None
+        told = f"cannot be written ({error.strerror}); name another file, or make room"
+        raise InvalidRequest(told, field=str(path)) from None
 
 
 def _need_installed(module: str, what: str) -> None:

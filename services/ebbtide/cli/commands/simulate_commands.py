@@ -8,6 +8,8 @@ import typer
 from ebbtide.cli.cluster_connection import Coordinator, Relay, RunId, TokenFile, with_client
 
 _PANEL = "Simulation"
+#: Seeds travel as 64 bits with a sign. Those of a scenario's traces have the same bound.
+_MOST_SEED = 1 << 62
 
 
 def register(app: typer.Typer) -> None:
@@ -26,7 +28,7 @@ def simulate(
         Path | None,
         typer.Option("--from", metavar="FILE", help="A run that `ebbtide record` kept. Every fleet gets its rollouts."),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="First seed of all that is drawn.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=_MOST_SEED, help="First seed of all that is drawn.")] = 0,
     seeds: Annotated[int, typer.Option(min=1, max=1000, help="Number of seeds: figures get a spread.")] = 1,
     jobs: Annotated[int | None, typer.Option(min=1, help="Simulations at a time.", show_default="one per core")] = None,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write all figures as JSON.")] = None,

@@ -17,7 +17,7 @@ from ebbtide.simulator.scenario.inputs.input_tables import InputTables
 from ebbtide.simulator.scenario.inputs.spot_trace import SpotTrace, TraceEvent
 from ebbtide.simulator.scenario.machine_pool import MachinePool, SpotTraceSpec
 from ebbtide.simulator.scenario.refusals import Problem, ScenarioRefused
-from ebbtide.simulator.scenario.scenario import Scenario
+from ebbtide.simulator.scenario.scenario import LONGEST_H, Scenario
 from ebbtide.simulator.scenario.training_run import TrainingRun
 
 _ENGINE: Final = "engine.toml"
@@ -26,6 +26,10 @@ _TRAINER: Final = "trainer.toml"
 _NOTICE_S: Final = 30.0
 #: The upload of a version is in the time to its announcement, and must not count twice: no link is faster.
 _UPLOADED_GBPS: Final = 1e5
+#: A fleet that left for good ends no step: the simulation is given up after so many times the record's length,
+_PATIENCE: Final = 10.0
+#: or after an hour if that is longer, so that a short record has time for boots and pulls.
+_LEAST_H: Final = 1.0
 #: As a scenario bounds it: more than this apart, machines are no like machines.
 _MOST_APART: Final = 0.9
 
@@ -33,17 +37,24 @@ _MOST_APART: Final = 0.9
 def recorded_fleet(recorded: RecordedRun, folder: Path, name: str) -> Scenario:
     """The run on its own fleet, with profiles that are written into `folder`. `name` is that of the record's file.
 
-    Machines have no prices: the record has none. Raises `ScenarioRefused` if no engine could be measured.
+    Machines have no prices: the record has none. Raises `ScenarioRefused` if engine, trainer or machines are not known.
     """
     if recorded.engine is None:
         told = "no attempt was long enough to measure an engine; name a scenario whose fleet gets these rollouts"
         raise _refused(name, "engine", told)
+    if not recorded.steps:
+        told = "the begin and end of no step are known, so no trainer was measured; name a scenario that has one"
+        raise _refused(name, "steps", told)
     write_profile(engine_of(recorded, recorded.engine), folder / _ENGINE)
     write_profile(trainer_of(recorded), folder / _TRAINER)
     pools = list(_pools(recorded))
+    if not pools:
+        told = "no worker was there since the first rollout began; name a scenario whose fleet gets these rollouts"
+        raise _refused(name, "workers", told)
     run = _run(recorded, TrainingRun(name="run", trainer=_TRAINER, publish_gbps=_UPLOADED_GBPS))
     scenario = Scenario(
         name=f"{recorded.spec.name}, as recorded",
+        hours=_hours(recorded),
         steps=_steps(recorded),
         fleet=tuple(pool.terms for pool in pools),
         run=(run,),
@@ -94,6 +105,11 @@ def _steps(recorded: RecordedRun) -> int:
     return len(set(recorded.rollouts.step))
 
 
+def _hours(recorded: RecordedRun) -> float:
+    length_s = max(recorded.until_s, max(recorded.rollouts.end_s)) - min(recorded.rollouts.begin_s)
+    return min(LONGEST_H, max(_LEAST_H, _PATIENCE * length_s / 3600.0))
+
+
 def _named(name: str) -> str:
     """A name as scenarios want it."""
     return re.sub(r"[^A-Za-z0-9_-]", "-", name).strip("-_")[:64] or "run"
@@ -108,6 +124,8 @@ def _pools(recorded: RecordedRun) -> Iterator[_Pool]:
     """A pool for each kind and number of slots. Workers of unknown kind count as reserved."""
     alike: dict[tuple[Literal["reserved", "spot"], int], list[RecordedWorker]] = defaultdict(list)
     for worker in recorded.workers:
+        if not _spells(recorded, worker):
+            continue  # it was gone before the first rollout
         # What a borrowed host served is not recorded: its workers count as spot machines that came and went.
         kind: Literal["reserved", "spot"] = "spot" if worker.kind in {"spot", "borrowed"} else "reserved"
         alike[kind, worker.slots or max(1, worker.most_running)].append(worker)
@@ -144,18 +162,22 @@ def _pool(
 
 def _trace(recorded: RecordedRun, workers: Sequence[RecordedWorker]) -> SpotTrace | None:
     """The machines' comings and goings since the first step was opened; None if all were there throughout."""
-    begin_s = min(recorded.rollouts.begin_s)
     events = []
     for worker in workers:
-        for from_s, until_s in worker.present:
-            if until_s is not None and until_s <= begin_s:
-                continue
-            events.append(TraceEvent(max(0.0, from_s - begin_s), True, worker.worker))
+        for from_s, until_s in _spells(recorded, worker):
+            events.append(TraceEvent(from_s, True, worker.worker))
             if until_s is not None:
-                events.append(TraceEvent(until_s - begin_s, False, worker.worker))
+                events.append(TraceEvent(until_s, False, worker.worker))
     if all(event.joins and event.at_s == 0.0 for event in events) and len(events) == len(workers):
         return None
     return SpotTrace(events=tuple(sorted(events, key=lambda event: (event.at_s, event.joins, event.node))))
+
+
+def _spells(recorded: RecordedRun, worker: RecordedWorker) -> list[tuple[float, float | None]]:
+    """When a worker was there, in seconds since the first rollout began. Spells of no length are left out."""
+    begin_s = min(recorded.rollouts.begin_s)
+    since = [(max(0.0, one - begin_s), None if end is None else end - begin_s) for one, end in worker.present]
+    return [(from_s, until_s) for from_s, until_s in since if until_s is None or until_s > from_s]
 
 
 def _refused(file: str, field: str, text: str) -> ScenarioRefused:

@@ -7,7 +7,8 @@ from typing import Any, Final
 import msgspec
 
 from ebbtide.errors import InvalidRequest
-from ebbtide.simulator.recording.recorded_run import RecordedRun, RolloutColumns
+from ebbtide.simulator.recording.recorded_run import MeasuredEngine, RecordedRun, RecordedSpec, RolloutColumns
+from ebbtide.simulator.scenario.bounds import MOST_STEP_ROLLOUTS
 from ebbtide.simulator.scenario.refusals import Problem, ScenarioRefused
 from ebbtide.simulator.scenario.text_files import read_text
 from ebbtide.types.parse import parse
@@ -55,14 +56,30 @@ def _refused(path: Path, text: str, field: str, told: str) -> ScenarioRefused:
 
 def _check(recorded: RecordedRun) -> None:
     """Refuses what the bounds of single fields let pass. Raises `InvalidRequest` naming the field."""
+    _check_size(recorded.spec)
     _check_columns(recorded.rollouts)
     for index, worker in enumerate(recorded.workers):
         _check_presence(worker.present, f"workers[{index}].present")
     _need(bool(recorded.workers), "workers", "must name a worker")
     names = [worker.worker for worker in recorded.workers]
     _need(len(set(names)) == len(names), "workers", "must not name a worker twice")
+    _check_pace(recorded.engine)
+    steps = set(recorded.rollouts.step)
     for index, step in enumerate(recorded.steps):
+        _need(step.step in steps, f"steps[{index}].step", "must be a step of rollouts.step")
         _need(step.opened_s <= step.announced_s, f"steps[{index}].announced_s", "must not be before opened_s")
+
+
+def _check_size(spec: RecordedSpec) -> None:
+    rollouts = spec.groups_per_step * spec.group_size
+    told = f"a step has {rollouts} rollouts; groups_per_step * group_size must be at most {MOST_STEP_ROLLOUTS}"
+    _need(rollouts <= MOST_STEP_ROLLOUTS, "spec.groups_per_step", told)
+
+
+def _check_pace(engine: MeasuredEngine | None) -> None:
+    if engine is not None:
+        told = "a token must take time: base_s and rollout_s must not both be 0"
+        _need(engine.base_s + engine.rollout_s > 0, "engine.base_s", told)
 
 
 def _check_presence(spells: Sequence[tuple[float, float | None]], field: str) -> None:

@@ -1,9 +1,11 @@
 """Bounds of the numbers in a scenario. Each keeps a slip of the keyboard from becoming a run that never ends."""
 
-from typing import Annotated, TypeAlias
+from typing import Annotated, Final, TypeAlias
 
 from msgspec import Meta
 
+#: Rollouts of one step, over all of its groups: the simulator holds them all at once.
+MOST_STEP_ROLLOUTS: Final = 1_000_000
 #: Names of pools and runs become parts of workers' and rollouts' ids.
 Name: TypeAlias = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
 Label: TypeAlias = Annotated[str, Meta(min_length=1, max_length=200)]

@@ -26,7 +26,7 @@ class PlannedFault(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     pool: Name | None = None
     machines: Annotated[int, Meta(ge=1, le=20_000)] = 1  # drawn by the seed from those that are there
     for_s: Seconds = 30.0
-    speed: Annotated[float, Meta(gt=0, le=1)] = 0.5
+    speed: Annotated[float, Meta(ge=0.01, le=1)] = 0.5  # a machine that is slower yet is as good as frozen
     back_s: Seconds | None = None  # after which others take the place of those that are gone; none: never
 
 

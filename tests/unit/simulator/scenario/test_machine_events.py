@@ -14,6 +14,7 @@ from ebbtide.simulator.scenario.inputs.spot_trace import SpotTrace, TraceEvent
 from ebbtide.simulator.scenario.machine_pool import MachinePool, SpotTraceSpec
 from ebbtide.simulator.scenario.scenario import Scenario
 from ebbtide.simulator.scenario.training_run import TrainingRun
+from ebbtide.types.ids import check_id
 
 COMES, GONE, NOTICE, STALLS = MachineChange.COMES, MachineChange.GONE, MachineChange.NOTICE, MachineChange.STALLS
 EVENTS = SpotTrace(
@@ -48,7 +49,9 @@ def events(
 
 
 def short(found: list[MachineEvent]) -> list[tuple[float, str, str]]:
-    return [(event.at_s, event.change.name, event.machine.removeprefix("spot-")) for event in found]
+    """First machines of their places by these alone, later ones with their number before it."""
+    names = [event.machine.removeprefix("spot-").removeprefix("1.") for event in found]
+    return [(event.at_s, event.change.name, name) for event, name in zip(found, names, strict=True)]
 
 
 def sizes(found: list[MachineEvent]) -> dict[float, int]:
@@ -67,13 +70,28 @@ def test_a_fixed_pool_comes_at_once_and_stays() -> None:
 def test_a_trace_is_replayed_with_losses_before_arrivals_of_the_same_instant() -> None:
     assert short(events(traced())) == [
         (0.0, "COMES", "a"), (0.0, "COMES", "b"), (10.0, "COMES", "c"), (20.0, "COMES", "d"), (60.0, "GONE", "a"),
-        (60.0, "GONE", "b"), (60.0, "COMES", "e"), (90.0, "GONE", "c"), (120.0, "COMES", "a.2"),
+        (60.0, "GONE", "b"), (60.0, "COMES", "e"), (90.0, "GONE", "c"), (120.0, "COMES", "2.a"),
     ]  # fmt: skip
 
 
 def test_a_machine_that_comes_again_is_another_one() -> None:
     names = [event.machine for event in events(traced()) if event.change is COMES]
     assert len(names) == len(set(names))
+
+
+def test_machines_of_different_pools_and_places_never_share_a_name() -> None:
+    nodes = ("0", "1", "b-0", "2.0", "0.2", "again-1")
+    twice = [(at_s, at_s % 2 == 0, node) for node in nodes for at_s in (0.0, 1.0, 2.0)]
+    TABLES.spots["nodes.csv"] = SpotTrace(events=tuple(TraceEvent(*one) for one in sorted(twice)))
+    names = [
+        event.machine
+        for name in ("a", "a-", "a-b", "a-1", "a-2", "a-again", "a-1-1")
+        for event in events(replace(traced("nodes.csv"), name=name))
+        if event.change is COMES
+    ]
+    assert len(names) == 7 * len(nodes) * 2
+    assert len(set(names)) == len(names)
+    assert all(check_id(name, field="worker_id") for name in names)
 
 
 def test_counts_are_replayed_with_hours_of_no_machine() -> None:
@@ -115,7 +133,7 @@ def test_a_repeated_window_begins_again_and_keeps_who_is_there_on_both_sides() -
         (0.0, "COMES", "a"), (0.0, "COMES", "b"), (10.0, "COMES", "c"), (20.0, "COMES", "d"), (60.0, "GONE", "a"),
         (60.0, "GONE", "b"), (60.0, "COMES", "e"), (90.0, "GONE", "c"),
     ]  # fmt: skip
-    assert found[8:12] == [(100.0, "GONE", "d"), (100.0, "GONE", "e"), (100.0, "COMES", "a.2"), (100.0, "COMES", "b.2")]
+    assert found[8:12] == [(100.0, "GONE", "d"), (100.0, "GONE", "e"), (100.0, "COMES", "2.a"), (100.0, "COMES", "2.b")]
     stays = events(traced("counts.csv", start_s=4100, span_s=100, repeats=True))
     assert len(stays) == 1
 

@@ -93,6 +93,7 @@ def test_a_problem_is_told_with_its_place_and_a_remedy(old: str, new: str, told:
         ("pool = 'spto'", "15:8: fault[0].pool: there is no pool 'spto'; did you mean spot?"),
         ("machines = 7", "15:12: fault[0].machines: must be at most the 6 machines of the pool 'spot'"),
         ("run = 'maths'", "15:7: fault[0].run: there is no run 'maths'; did you mean math?"),
+        ("speed = 0.001", "15:9: fault[0].speed: is 0.001; it must be a number from 0.01 to 1"),
         ("at = 3", "15:1: fault[0].at: is unknown; did you mean at_s?"),
     ],
 )

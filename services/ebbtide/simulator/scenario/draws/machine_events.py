@@ -49,7 +49,8 @@ def _place(
     for presence in presences:
         for begin_s, end_s in _losses(pool, presence, until_s, seed):
             life = next(lives)
-            machine = f"{pool.name}-{node}" if life == 1 else f"{pool.name}-{node}.{life}"
+            # Names of pools have no dot. So what stands before the first dot tells pool and life, whatever the node.
+            machine = f"{pool.name}-{life}.{node}"
             yield from _life(pool, machine, begin_s, end_s, until_s, seed)
 
 

@@ -1,9 +1,10 @@
 """Checks what the type of one value cannot express: values against each other, and names of what there must be."""
 
 from collections.abc import Iterable, Iterator
-from typing import Any, Final
+from typing import Any
 
 from ebbtide.errors import InvalidRequest
+from ebbtide.simulator.scenario.bounds import MOST_STEP_ROLLOUTS
 from ebbtide.simulator.scenario.draws.served_recording import burst_pause_s
 from ebbtide.simulator.scenario.fault_plan import PlannedFault
 from ebbtide.simulator.scenario.machine_pool import MachinePool, ServingSpec
@@ -14,9 +15,6 @@ from ebbtide.simulator.scenario.reading.scenario_source import ScenarioSource
 from ebbtide.simulator.scenario.reading.toml_places import TomlPath
 from ebbtide.simulator.scenario.scenario import ScenarioSpec, is_path
 from ebbtide.simulator.scenario.training_run import TrainingRun
-
-#: Rollouts of one step, over all of its groups.
-_MOST_ROLLOUTS: Final = 1_000_000
 
 
 def check_names(spec: ScenarioSpec, source: ScenarioSource, known: KnownNames) -> None:
@@ -124,8 +122,8 @@ def _run_problems(spec: ScenarioSpec, run: TrainingRun) -> Iterator[Wrong]:
         yield ("steps",), "nothing ends this run; state hours or steps"
     if run.start_s >= spec.until_s:
         yield ("start_s",), f"must be before the scenario's end at {spec.until_s:.12g} s"
-    if run.rollouts_per_step > _MOST_ROLLOUTS:
-        told = f"a step has {run.rollouts_per_step} rollouts; prompts * group must be at most {_MOST_ROLLOUTS}"
+    if run.rollouts_per_step > MOST_STEP_ROLLOUTS:
+        told = f"a step has {run.rollouts_per_step} rollouts; prompts * group must be at most {MOST_STEP_ROLLOUTS}"
         yield ("prompts",), told
     if 0 < run.dataset < run.prompts:
         yield ("dataset",), f"must be at least the {run.prompts} prompts of a step, or 0"
