@@ -155,7 +155,7 @@ class TestWhatNoSimulationCouldEnd:
             (
                 '"large"',
                 '"large"\nprompt_tokens = 498',
-                "6:10: fleet[0].engine: its kv.tokens hold 16880 tokens, and a rollout of run 'math' may have 16882; take",
+                "6:10: fleet[0].engine: its kv.tokens hold 16880 tokens, and a rollout of run 'math' may have 16882",
             ),
             ('"large"', '"large"\ncap = 900\nenvironment = { turns = 16 }', "6:10: fleet[0].engine: its kv.tokens"),
             ("workers = 6", "workers = 6\nslots = 81", "8:9: fleet[0].slots: must be at most 80, the batched_tokens"),
