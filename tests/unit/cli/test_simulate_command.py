@@ -75,7 +75,9 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_simulated(t
 
 
 def test_a_file_on_a_full_disk_is_named() -> None:
-    with pytest.raises(InvalidRequest, match=r"^/dev/full: cannot be written \(No space left on device\); name another"):
+    with pytest.raises(
+        InvalidRequest, match=r"^/dev/full: cannot be written \(No space left on device\); name another"
+    ):
         simulated(SimulateOptions(scenario=Path("a.toml"), json=Path("/dev/full")))
 
 

@@ -126,9 +126,7 @@ def test_a_record_without_a_whole_step_asks_for_a_trainer_and_serves_another_fle
     assert with_recorded_work(bare, other("x"), "o.toml").steps == 2
 
 
-def test_a_recorded_fleet_is_given_up_after_ten_times_its_records_length(
-    recorded: RecordedRun, tmp_path: Path
-) -> None:
+def test_a_recorded_fleet_is_given_up_after_ten_times_its_records_length(recorded: RecordedRun, tmp_path: Path) -> None:
     long = replace(recorded, until_s=7211.0)
     assert recorded_fleet(long, tmp_path, "run.json").hours == pytest.approx(20.0)
     assert recorded_fleet(recorded, tmp_path, "run.json").hours == 1.0  # three minutes

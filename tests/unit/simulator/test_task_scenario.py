@@ -1,17 +1,28 @@
 """What a task names becomes a scenario: a file, a recorded run, or a file's fleet with a recorded run's rollouts."""
 
+import re
 from pathlib import Path
 
 import pytest
 
+from ebbtide.errors import InvalidRequest
 from ebbtide.simulator.engines.profile_files import write_profile
 from ebbtide.simulator.parallel.seed_messages import SeedTask
-from ebbtide.simulator.parallel.task_scenario import scenario_name, task_scenario
+from ebbtide.simulator.parallel.task_scenario import known_names, scenario_name, task_scenario
 from ebbtide.simulator.recording.recorded_profiles import engine_of, trainer_of
 from ebbtide.simulator.recording.recording_file import write_record
 from ebbtide.simulator.recording.run_recorder import record_run
+from ebbtide.simulator.rivals.policies import POLICIES, policy_of
+from ebbtide.simulator.scenario.machine_pool import MachinePool
+from ebbtide.simulator.scenario.quantity_spec import LengthSpec
 from ebbtide.simulator.scenario.refusals import ScenarioRefused
+from ebbtide.simulator.scenario.scenario import PolicyChoice, Scenario
+from ebbtide.simulator.scenario.training_run import TrainingRun
+from ebbtide.simulator.world.simulation import Simulation
 from tests.fakes.run_histories import history
+from tests.fakes.simulated_profiles import PlainProfiles
+
+LENGTHS = LengthSpec(value=50)
 
 SCENARIO = """name = "two machines"
 steps = 5
@@ -57,6 +68,26 @@ def test_a_file_with_a_recorded_run_has_the_files_fleet_and_the_runs_rollouts(fo
     with task_scenario(task) as scenario:
         assert (scenario.fleet[0].workers, scenario.steps, scenario.run[0].name) == (2, 2, "math")
         assert len(scenario.tables.known["math"].steps) == 2
+
+
+def test_an_engine_that_is_too_small_is_refused_where_the_scenario_names_it(folder: Path) -> None:
+    text = (folder / "engine.toml").read_text()
+    (folder / "engine.toml").write_text(re.sub(r"(?m)^tokens = .*", "tokens = 16_000", text))
+    with pytest.raises(ScenarioRefused, match=r"two\.toml:5:10: fleet\[0\]\.engine: its kv\.tokens hold 16000 tokens"):
+        scenario_name(SeedTask(scenario=str(folder / "two.toml")))
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_policies_that_refuse_a_second_run_are_known_as_such(name: str) -> None:
+    runs = tuple(TrainingRun(name=run, trainer="plain", prompts=1, group=1, lengths=LENGTHS) for run in ("a", "b"))
+    pool = MachinePool(name="own", engine="plain", workers=1)
+    scenario = Scenario(name="two runs", steps=1, fleet=(pool,), run=runs)
+    simulation = Simulation(scenario, 0, policy_of(PolicyChoice(name=name)), PlainProfiles())
+    if name in known_names().single_run:
+        with pytest.raises(InvalidRequest, match="knows one run"):
+            simulation.run(lambda _: None)
+    else:
+        assert simulation.run(lambda _: None).unfinished == 0
 
 
 def test_a_profile_that_is_none_is_refused_where_the_scenario_names_it(folder: Path) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Final
 
 from ebbtide.errors import InvalidRequest
 from ebbtide.simulator.engines.engine_profile import EngineProfile
@@ -15,11 +16,14 @@ from ebbtide.simulator.parallel.seed_program import Say
 from ebbtide.simulator.recording.recorded_scenario import recorded_fleet, with_recorded_work
 from ebbtide.simulator.recording.recording_file import read_record
 from ebbtide.simulator.rivals.policies import POLICIES
-from ebbtide.simulator.scenario.reading.known_names import KnownNames, ProfileKind
+from ebbtide.simulator.scenario.reading.known_names import EngineLimits, KnownNames, ProfileKind
 from ebbtide.simulator.scenario.reading.scenario_reader import read_scenario
 from ebbtide.simulator.scenario.scenario import Scenario
 from ebbtide.simulator.serving.pair_costs import read_pair_costs
 from ebbtide.simulator.world.fleet.borrowed_machines import DEFAULT_COSTS
+
+#: Rivals that have a dispatch of their own. It refuses a second run when the simulation meets it.
+_SINGLE_RUN: Final = frozenset({"clairvoyant", "rlboost", "rollpacker", "verl"})
 
 
 def scenario_name(task: SeedTask) -> str:
@@ -43,7 +47,19 @@ def known_names() -> KnownNames:
         trainers=frozenset(profile_names(TrainerProfile)),
         costs=frozenset({DEFAULT_COSTS}),
         policies=POLICIES,
+        single_run=_SINGLE_RUN,
+        engine_limits=_engine_limits,
         file_problem=_file_problem,
+    )
+
+
+def _engine_limits(reference: str, folder: Path) -> EngineLimits:
+    profile = read_profile(EngineProfile, reference, beside=folder)
+    kv = profile.kv
+    return EngineLimits(
+        kv_tokens=kv.tokens // kv.block * kv.block,
+        sequences=profile.sequences,
+        batched_tokens=profile.batched_tokens,
     )
 
 

@@ -106,7 +106,8 @@ def _steps(recorded: RecordedRun) -> int:
 
 
 def _hours(recorded: RecordedRun) -> float:
-    length_s = max(recorded.until_s, *recorded.rollouts.end_s) - min(recorded.rollouts.begin_s)
+    ended_s = max(recorded.rollouts.end_s)
+    length_s = max(recorded.until_s, ended_s) - min(recorded.rollouts.begin_s)
     return min(LONGEST_H, max(_LEAST_H, _PATIENCE * length_s / 3600.0))
 
 

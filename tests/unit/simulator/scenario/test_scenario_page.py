@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from msgspec import Struct
 
+from ebbtide.simulator.rivals.policies import POLICIES
 from ebbtide.simulator.scenario.fault_plan import PlannedFault
 from ebbtide.simulator.scenario.machine_pool import MachinePool, ServingSpec, SpotTraceSpec
 from ebbtide.simulator.scenario.quantity_spec import LengthSpec
@@ -25,6 +26,12 @@ def test_every_key_is_on_the_page(record: type[Struct]) -> None:
     named = set(re.findall(r"`\[*([a-z_]+)\]*`|\[\[?([a-z]+)\]", PAGE.read_text()))
     words = {word for pair in named for word in pair}
     assert not set(record.__struct_fields__) - words
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_every_policy_is_on_the_page_with_its_parameters(name: str) -> None:
+    (row,) = [line for line in PAGE.read_text().splitlines() if line.startswith(f'| `"{name}"` |')]
+    assert set(POLICIES[name].__struct_fields__) == set(re.findall(r"`([a-z_]+)`", row.split("|")[2]))
 
 
 def test_the_examples_on_the_page_are_valid(tmp_path: Path) -> None:

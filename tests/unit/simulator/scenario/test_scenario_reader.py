@@ -7,7 +7,7 @@ import pytest
 from msgspec import Struct
 
 from ebbtide.simulator.scenario.quantity_spec import LengthSpec
-from ebbtide.simulator.scenario.reading.known_names import KnownNames
+from ebbtide.simulator.scenario.reading.known_names import EngineLimits, KnownNames
 from ebbtide.simulator.scenario.reading.scenario_reader import parse_scenario, read_scenario
 from ebbtide.simulator.scenario.refusals import MOST_PROBLEMS, ScenarioRefused
 from tests.unit.simulator.scenario.scenario_texts import FULL, SHORT, problems, scenario, write_tables
@@ -139,6 +139,51 @@ def test_names_of_profiles_and_policies_are_checked_against_those_that_there_are
     made = parse_scenario(text.replace("etta", "eta").replace('"large"', '"largest"'), tmp_path / "s.toml", known)
     assert made.profile_path(made.fleet[0].engine) == tmp_path / "own.toml"
     assert made.profile_path(made.run[0].trainer) is None
+
+
+class TestWhatNoSimulationCouldEnd:
+    LIMITS = EngineLimits(kv_tokens=16_880, sequences=100, batched_tokens=80)
+    KNOWN = KnownNames(
+        policies={"ebbtide": Struct, "alone": Struct},
+        single_run=frozenset({"alone"}),
+        engine_limits=lambda _name, _folder: TestWhatNoSimulationCouldEnd.LIMITS,
+    )
+
+    @pytest.mark.parametrize(
+        ("old", "new", "told"),
+        [
+            (
+                '"large"',
+                '"large"\nprompt_tokens = 498',
+                "6:10: fleet[0].engine: its kv.tokens hold 16880 tokens, and a rollout of run 'math' may have 16882",
+            ),
+            ('"large"', '"large"\ncap = 900\nenvironment = { turns = 16 }', "6:10: fleet[0].engine: its kv.tokens"),
+            ("workers = 6", "workers = 6\nslots = 81", "8:9: fleet[0].slots: must be at most 80, the batched_tokens"),
+        ],
+    )
+    def test_engines_that_cannot_hold_the_work_are_told(self, old: str, new: str, told: str) -> None:
+        small = SHORT.replace('"large"', '"large"\ncap = 16_000') if old != '"large"' else SHORT
+        (problem,) = problems(small.replace(old, new), AT, self.KNOWN)
+        assert f"s.toml:{told}" in str(problem)
+
+    @pytest.mark.parametrize("more", ["prompt_tokens = 497", "cap = 900", "context = 16_880", "lengths = 9"])
+    def test_work_that_just_fits_is_read(self, more: str) -> None:
+        assert not problems(SHORT + more, AT, self.KNOWN)
+
+    def test_a_policy_that_knows_one_run_gets_one(self) -> None:
+        two = SHORT + "cap = 900\n[[run]]\nname = 'code'\ntrainer = 'large'\ncap = 900\n"
+        (problem,) = problems(two + "[policy]\nname = 'alone'\n", AT, self.KNOWN)
+        assert str(problem).startswith(
+            "s.toml:18:8: policy.name: 'alone' knows one run, and there are 2; choose ebbtide"
+        )
+        assert not problems(two + "[policy]\nname = 'ebbtide'\n", AT, self.KNOWN)
+
+    def test_a_trainers_engines_alone_have_no_window(self) -> None:
+        lent = SHORT.replace("workers = 6", "workers = 6\nkind = 'trainer'\nwindow_s = 60")
+        (problem,) = problems(lent, AT)
+        assert str(problem).startswith("s.toml:9:12: fleet[0].window_s: no other engines end a step")
+        assert not problems(lent.replace("window_s = 60", ""), AT)
+        assert not problems(lent + "[[fleet]]\nname = 'more'\nengine = 'small'\nworkers = 1\n", AT)
 
 
 class TestExtending:

@@ -36,6 +36,7 @@ def _problems(spec: ScenarioSpec) -> Iterator[Wrong]:
     runs = [run.name for run in spec.run]
     for index, pool in enumerate(spec.fleet):
         yield from _below(("fleet", index), _pool_problems(spec, pool))
+    yield from _window_problems(spec, runs)
     for index, run in enumerate(spec.run):
         yield from _below(("run", index), _run_problems(spec, run))
     for index, fault in enumerate(spec.fault):
@@ -73,6 +74,9 @@ def _check_policy(spec: ScenarioSpec, source: ScenarioSource, known: KnownNames)
     if name not in known.policies:
         source.note(("policy", "name"), f"there is no policy {name!r}{suggestion(name, list(known.policies))}")
         return
+    if name in known.single_run and len(spec.run) > 1:
+        told = f"{name!r} knows one run, and there are {len(spec.run)}; choose ebbtide, or leave the others out"
+        source.note(("policy", "name"), told)
     checked(known.policies[name], spec.policy.params, ("policy", "params"), source.note)
 
 
@@ -106,6 +110,19 @@ def _kind_problems(pool: MachinePool, runs: list[str]) -> Iterator[Wrong]:
         yield ("run",), f"there is no run {pool.run!r}{suggestion(pool.run, runs)}"
     if pool.trace is not None:
         yield ("trace",), "a trainer's machines come and go with it; state workers"
+
+
+def _window_problems(spec: ScenarioSpec, runs: list[str]) -> Iterator[Wrong]:
+    """A window that closes leaves the rest of a step to other engines. A run's first pool sets its window."""
+    if any(pool.kind != "trainer" for pool in spec.fleet):
+        return
+    first: dict[str, int] = {}
+    for index, pool in enumerate(spec.fleet):
+        first.setdefault(pool.run or runs[0], index)
+    if all(spec.fleet[index].window_s is not None for index in first.values()):
+        told = "no other engines end a step whose window is over; take it out, or add a pool of another kind"
+        for index in first.values():
+            yield ("fleet", index, "window_s"), told
 
 
 def _serving_problems(serving: ServingSpec) -> Iterator[Wrong]:

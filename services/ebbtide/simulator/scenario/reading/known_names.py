@@ -9,6 +9,14 @@ from msgspec import Struct
 ProfileKind: TypeAlias = Literal["engine", "trainer", "costs"]
 
 
+class EngineLimits(Struct, frozen=True, kw_only=True):
+    """What an engine can hold."""
+
+    kv_tokens: int  # in whole blocks
+    sequences: int  # that run at once
+    batched_tokens: int  # of one step
+
+
 class KnownNames(Struct, frozen=True, kw_only=True):
     """Names that come with the simulator. None: any name passes, for callers who check it later."""
 
@@ -16,6 +24,9 @@ class KnownNames(Struct, frozen=True, kw_only=True):
     trainers: frozenset[str] | None = None
     costs: frozenset[str] | None = None
     policies: dict[str, type[Struct]] | None = None  # and the parameters of each
+    single_run: frozenset[str] = frozenset()  # policies that know one run
+    #: Of the profile that a scenario in the folder names. None: limits are not checked.
+    engine_limits: Callable[[str, Path], EngineLimits] | None = None
     #: What is wrong with a profile's file; nothing if it is a good one.
     file_problem: Callable[[ProfileKind, Path], str] | None = None
 

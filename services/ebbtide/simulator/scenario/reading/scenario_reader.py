@@ -6,6 +6,7 @@ from typing import Final
 import msgspec
 
 from ebbtide.simulator.scenario.reading.cross_checks import check_names
+from ebbtide.simulator.scenario.reading.engine_checks import check_engines
 from ebbtide.simulator.scenario.reading.known_names import KnownNames
 from ebbtide.simulator.scenario.reading.record_check import checked
 from ebbtide.simulator.scenario.reading.scenario_source import ScenarioSource
@@ -33,6 +34,7 @@ def _build(source: ScenarioSource, known: KnownNames) -> Scenario:
     tables = read_tables(spec, source)
     source.refuse_noted()
     check_means(spec, tables, source)
+    check_engines(spec, tables, source, known)
     source.refuse_noted()
     parts = {name: getattr(spec, name) for name in spec.__struct_fields__}
     return Scenario(**parts, folder=str(source.folder), tables=tables)
