@@ -29,7 +29,7 @@ class Coordinator:
         self.run = self.state.add_run("r", RunSpec(name="r", model="m", environment=EnvironmentSpec(name="e")))
         with self.run.rereading():
             self.run.reread({1: VERSION}, self.run.new_queue(), [])
-        self.engines = [self._attach(f"w-{index}", slots) for index in range(engines)]
+        self.engines = [self._attach(f"w{index}-1.0", slots) for index in range(engines)]
 
     def _attach(self, name: str, slots: int) -> WorkerSession:
         engine = EngineInfo(model="m", vocab_size=8, max_model_len=4096, architecture="m")
@@ -127,7 +127,7 @@ def test_rlboost_moves_one_that_waits_to_an_engine_where_none_does() -> None:
     fleet.start([Placement(f"0.{index}", session) for index in range(4)], begun=False)
     placing = balance(fleet)
     placing.move(fleet.run, fleet.engines, 5.0)
-    assert fleet.asked_back() == {"0.3": "w-1"}
+    assert fleet.asked_back() == {"0.3": "w1-1.0"}
     placing.move(fleet.run, fleet.engines, 6.0)
     assert len(fleet.asked_back()) == 1  # the receiver has one coming
 
@@ -159,6 +159,6 @@ def test_rlboost_uses_no_more_remote_engines_than_help() -> None:
     fleet = Coordinator(3)
     fleet.queue(groups=1, size=6)
     placing = balance(fleet)
-    placing.local, placing.most = "w-0", 1
+    placing.local, placing.most = "w0", 1
     placements = placing.place(fleet.run, fleet.engines, 0.0)
     assert set(per_engine(placements)) == {one.session_id for one in fleet.engines[:2]}

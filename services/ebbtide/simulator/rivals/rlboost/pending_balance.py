@@ -10,6 +10,7 @@ from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.scheduling.dispatch.placement import Placement
 from ebbtide.scheduling.dispatch.throughput import WorkerThroughput
 from ebbtide.simulator.rivals.rival_decider import POLL_S, RivalDecider, ask_back, fits
+from ebbtide.simulator.scenario.draws.machine_events import pool_of
 from ebbtide.simulator.world.virtual_coordinator import VirtualCoordinator
 
 #: Between two looks at the engines' queues. A rollout that was sent since the last look is not known to wait.
@@ -30,7 +31,7 @@ class PendingBalance(RivalDecider):
         self._step = 0
         self._seen: dict[str, tuple[int, int, float]] = {}  # session -> tokens, rollouts and uptime at the last look
         self._looked = 0.0
-        self.local = ""  # prefix of the names of engines on the trainer's devices
+        self.local = ""  # the pool of engines on the trainer's devices
         self.most: int | None = None  # engines elsewhere that get work
         self._present = 0.0  # of engines elsewhere, summed over the seconds since `_began`
         self._began = self._noted = 0.0
@@ -130,7 +131,7 @@ class PendingBalance(RivalDecider):
         return [one for one in engines if self._is_local(one)] + others[: self.most]
 
     def _is_local(self, engine: WorkerSession) -> bool:
-        return bool(self.local) and engine.worker_id.startswith(self.local)
+        return bool(self.local) and pool_of(engine.worker_id) == self.local
 
     def _note(self, now: float) -> None:
         self._present += self.remote() * (now - self._noted)

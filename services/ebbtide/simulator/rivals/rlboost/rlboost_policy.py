@@ -44,7 +44,7 @@ class RLBoostPolicy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     def window(self, decider: Decider, lent: MachinePool) -> LoanWindow:
         placing = cast("PendingBalance", decider)
-        placing.local = f"{lent.name}-"
+        placing.local = lent.name
         if not self.adapts:
             return FixedWindow(lent.window_s)
         known = {count: float(text) for count, text in enumerate(self.windows.split(), start=1)}

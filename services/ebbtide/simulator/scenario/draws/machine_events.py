@@ -49,9 +49,20 @@ def _place(
     for presence in presences:
         for begin_s, end_s in _losses(pool, presence, until_s, seed):
             life = next(lives)
-            # Names of pools have no dot. So what stands before the first dot tells pool and life, whatever the node.
-            machine = f"{pool.name}-{life}.{node}"
+            machine = machine_name(pool.name, str(life), node)
             yield from _life(pool, machine, begin_s, end_s, until_s, seed)
+
+
+def machine_name(pool: str, life: str, node: str) -> str:
+    """Name a machine. Pools' names have no dot: what stands before the first one tells pool and life, whatever the
+    node.
+    """
+    return f"{pool}-{life}.{node}"
+
+
+def pool_of(machine: str) -> str:
+    """Return the pool of a machine with such a name."""
+    return machine.partition(".")[0].rpartition("-")[0]
 
 
 def machine_speed(pool: MachinePool, machine: str, seed: int) -> float:

@@ -3,7 +3,13 @@
 from collections.abc import Callable
 from functools import partial
 
-from ebbtide.simulator.scenario.draws.machine_events import MachineChange, MachineEvent, machine_events, machine_speed
+from ebbtide.simulator.scenario.draws.machine_events import (
+    MachineChange,
+    MachineEvent,
+    machine_events,
+    machine_name,
+    machine_speed,
+)
 from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.scenario import Scenario
 from ebbtide.simulator.world.books import SimulationBooks
@@ -68,7 +74,7 @@ class MachinesOfPool:
         if until_s is not None and self._time.now >= until_s:
             return
         self._extra += 1
-        machine = f"{self.pool.name}-again-{self._extra}"
+        machine = machine_name(self.pool.name, "again", str(self._extra))
         self.add(machine)
         if until_s is not None:
             self._time.at(until_s, lambda: self.lose(machine) if machine in self.present else None)
