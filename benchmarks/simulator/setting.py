@@ -5,7 +5,7 @@ from typing import Any, Final, Literal
 from msgspec import Struct
 
 from benchmarks.simulator.bound_fleet import SLOTS
-from benchmarks.simulator.random_policy import VOCABULARY, ending_tokens
+from benchmarks.simulator.random_policy import ending_tokens
 from benchmarks.simulator.random_reward import ENVIRONMENT, RandomRewardParams
 
 #: Steps of a setting. The median of fewer says little.
@@ -35,11 +35,6 @@ class RealSetting(Struct, frozen=True, kw_only=True):
     interruptions: tuple[Interruption, ...] = ()
     served: bool = False  # the worker borrows its core from an engine that serves users
     slots: int = SLOTS
-
-    @property
-    def mean_tokens(self) -> float:
-        """Of a response without a cap."""
-        return VOCABULARY / (1 + self.stops)
 
     @property
     def spares(self) -> int:

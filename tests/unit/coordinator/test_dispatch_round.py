@@ -40,16 +40,12 @@ def test_a_round_yields_the_dead_letters_of_rollouts_that_no_version_can_serve()
     assert fleet.letters == ["x0", "x1"]
 
 
-def test_a_round_says_when_the_next_one_is_due_and_the_model_whether_it_is_due_at_once() -> None:
+def test_a_round_says_when_the_next_one_is_due() -> None:
     fleet = VirtualFleet()
     fleet.round()
     assert fleet.rounds.pause_s(fleet.now) == 0.25
     fleet.round(0.01)
     assert fleet.rounds.pause_s(fleet.now) == 0.05, "workers' runs and versions were not looked at"
-    fleet.state.wakeups.take_decide()
-    assert not fleet.state.wakeups.take_decide()
-    fleet.submit(1)
-    assert fleet.state.wakeups.take_decide()
 
 
 def test_what_decides_reads_no_clock_but_the_one_that_the_state_was_given() -> None:

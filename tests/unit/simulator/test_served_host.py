@@ -141,3 +141,15 @@ def test_a_spell_keeps_its_forecast_when_it_is_cut() -> None:
     head, tail = spell.between(0.0, 4.0), spell.between(4.0, 20.0)
     assert (head.end_s, head.requests, tail.begin_s, tail.end_s, tail.requests) == (4.0, 0, 4.0, 10.0, 3)
     assert head.forecast == tail.forecast == spell.forecast
+
+
+def test_requests_that_are_late_for_good_count_as_missed_when_a_window_ends() -> None:
+    flood = ServedTraffic(
+        requests=tuple(TrafficRequest(0.01 * number, 4000, 400) for number in range(2_000)),
+        seconds=20.0,
+        window_s=20.0,
+        windows=1,
+    )
+    spells = list(ServedHost(flood, COSTS, SLO, 0).spells(0.0, 20.0))
+    assert sum(one.requests for one in spells) > 1_000
+    assert sum(one.attained for one in spells) < 0.1 * sum(one.requests for one in spells)

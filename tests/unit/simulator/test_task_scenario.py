@@ -56,8 +56,7 @@ def test_a_file_alone_is_its_scenario(folder: Path) -> None:
 def test_a_recorded_run_alone_has_its_fleet_and_profiles_for_as_long_as_it_is_simulated(folder: Path) -> None:
     with task_scenario(SeedTask(scenario="", recording=str(folder / "run.json"))) as scenario:
         assert [pool.name for pool in scenario.fleet] == ["reserved-2", "spot-8"]
-        profile = scenario.profile_path(scenario.fleet[0].engine)
-        assert profile is not None
+        profile = Path(scenario.folder) / scenario.fleet[0].engine
         assert profile.is_file()
     assert not profile.exists()
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from ebbtide.simulator.engines.engine_profile import EngineDelays, EngineProfile
 from ebbtide.simulator.outcome import Outcome, PoolOutcome
 from ebbtide.simulator.scenario.fault_plan import PlannedFault
 from ebbtide.simulator.scenario.machine_pool import MachinePool, ServingSpec
@@ -16,7 +17,7 @@ from ebbtide.simulator.scenario.scenario import Scenario
 from ebbtide.simulator.scenario.training_run import SimulatedEnvironment, TrainingRun
 from ebbtide.simulator.world.ebbtide_policy import EbbtidePolicy
 from ebbtide.simulator.world.simulation import Simulation
-from tests.fakes.simulated_profiles import INSTALL_S, STEP_S, PlainProfiles, PlainTimes
+from tests.fakes.simulated_profiles import ENGINE, INSTALL_S, STEP_S, PlainProfiles, PlainTimes
 
 SPREAD = LengthSpec(median=300, sigma=0.8, most=4000)
 
@@ -33,9 +34,16 @@ def training(**terms: object) -> TrainingRun:
     return msgspec.structs.replace(msgspec.convert(given, TrainingRun), lengths=lengths, environment=around)
 
 
-def simulated(*, seed: int = 0, hours: float = 1.0, times: PlainTimes | None = None, **parts: object) -> Outcome:
+def simulated(
+    *,
+    seed: int = 0,
+    hours: float = 1.0,
+    times: PlainTimes | None = None,
+    engine: EngineProfile = ENGINE,
+    **parts: object,
+) -> Outcome:
     given = {"name": "test", "hours": hours, "fleet": (pool(),), "run": (training(),)} | parts
-    return Simulation(Scenario(**given), seed, EbbtidePolicy(), PlainProfiles(times=times)).run(lambda _: None)  # type: ignore[arg-type]
+    return Simulation(Scenario(**given), seed, EbbtidePolicy(), PlainProfiles(engine, times)).run(lambda _: None)  # type: ignore[arg-type]
 
 
 def pool_of(outcome: Outcome, name: str = "spot") -> PoolOutcome:
@@ -266,3 +274,15 @@ def test_replacements_leave_with_their_pool() -> None:
     fault = PlannedFault(kind="kill", at_s=30.0, machines=1, back_s=5.0)
     outcome = simulated(fleet=(ends,), fault=(fault,), hours=0.1)
     assert pool_of(outcome).machine_s == pytest.approx(55.0)
+
+
+def test_an_engines_start_comes_behind_its_machines_boot_and_a_lent_one_wakes_and_sleeps() -> None:
+    slow = msgspec.structs.replace(ENGINE, delays=EngineDelays(install_s=INSTALL_S, start_s=20.0))
+    run = training(prompts=1, group=1, steps=1, lengths=LengthSpec(value=100))
+    starts = [simulated(engine=one, fleet=(pool(1),), run=(run,)).steps[0].generated_s for one in (ENGINE, slow)]
+    assert starts[1] - starts[0] == pytest.approx(20.0, abs=0.3)
+    drowsy = msgspec.structs.replace(ENGINE, delays=EngineDelays(install_s=INSTALL_S, wake_s=3.0, sleep_s=2.0))
+    lent = pool(2, name="lent", kind="trainer", boot_s=0.0)
+    ends = [simulated(engine=one, fleet=(lent,)).simulated_s for one in (ENGINE, drowsy)]
+    # Only the first waking shows: later ones end while versions are published. Each step waits until engines sleep.
+    assert ends[1] - ends[0] == pytest.approx(3.0 + 3 * 2.0, abs=0.5)

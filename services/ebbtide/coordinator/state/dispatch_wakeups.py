@@ -20,12 +20,6 @@ class DispatchWakeups:
         """There may be an attempt to re-queue, or an ended run to delete."""
         self._reap.set()
 
-    def take_decide(self) -> bool:
-        """Whether there may be something to decide since the last round; for callers without an event loop."""
-        woken = self._decide.is_set()
-        self._decide.clear()
-        return woken
-
     async def wait_to_decide(self, longest_s: float, gather_s: float) -> None:
         """Wait for a change, and then for those that come within `gather_s`; at most `longest_s` for the first."""
         with suppress(TimeoutError):

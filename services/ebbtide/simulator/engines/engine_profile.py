@@ -86,7 +86,3 @@ class EngineProfile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         """Seconds for which generation stands still while so much of a version is installed; None: all of it."""
         size = self.weights_gb if weights_gb is None else weights_gb
         return self.delays.install_s + self.delays.install_s_per_gb * size
-
-    def decode_tokens_per_s(self, batch: int, context: float) -> float:
-        """Tokens/s over all of `batch` decoding sequences with `context` tokens each."""
-        return batch / self.costs.step_s(batch=batch, context=batch * context)

@@ -73,7 +73,7 @@ class MachinePool(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     until_s: Seconds | None = None  # its last one; none: the scenario's end
 
     slots: Annotated[int, Meta(ge=1, le=65_536)] = 64  # rollouts that a worker takes at once
-    boot_s: Seconds = 60.0  # from the machine's start until its worker attaches
+    boot_s: Seconds = 60.0  # from the machine's start until its worker attaches, without the profile's `start_s`
     link_gbps: Gbps = 50.0
     speed_spread: Annotated[float, Meta(ge=0, lt=1)] = (
         0.0  # machines are up to so much faster or slower than the engine

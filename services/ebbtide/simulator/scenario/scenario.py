@@ -1,6 +1,5 @@
 """Defines a scenario: a fleet, the runs on it, what befalls them, and the policy that decides."""
 
-from pathlib import Path
 from typing import Annotated, Final
 
 from msgspec import Meta, Struct
@@ -51,10 +50,6 @@ class Scenario(ScenarioSpec, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     folder: str = "."  # paths in it are relative to this one
     tables: InputTables = InputTables()
-
-    def profile_path(self, reference: str) -> Path | None:
-        """The file of a profile, or None for one that comes with the simulator."""
-        return Path(self.folder) / reference if is_path(reference) else None
 
     def price(self, pool: MachinePool) -> PriceTable:
         """What a machine of the pool costs."""

@@ -27,7 +27,7 @@ class GrantSpell(Struct, frozen=True):
     begin_s: float
     end_s: float
     share: float  # of the speed without served requests; 0.0: it stands still
-    requests: int  # served requests that ended in this time
+    requests: int  # served requests that ended in this time, or were late for good at its end
     attained: int  # of them, those within both targets of the SLO
     forecast: Forecast  # of the guard, at the begin
     asleep: bool = False  # the worker's weights are not on the device, at the begin
@@ -66,6 +66,7 @@ class SpellRecorder:
         self._steps: list[tuple[float, float, int]] = []  # (begin, end, tokens)
         self._served: list[tuple[float, bool]] = []  # (end, attained)
         self._beats: list[tuple[float, Forecast, bool]] = []
+        self.late = 0  # requests that had missed a target at the end, and had not ended
 
     def stepped(self, began: float, now: float, made: int) -> None:
         """A rollout step ended and made so many tokens."""
@@ -92,6 +93,8 @@ class SpellRecorder:
             times = (begin - self._begin, end - self._begin)
             found.append(GrantSpell(*times, share, ended - at, attained, *self._beat_since(begin)))
             at = ended
+        if found and self.late:
+            found[-1] = replace(found[-1], requests=found[-1].requests + self.late)
         return found
 
     def _stretches(self) -> Iterator[tuple[float, float, int]]:

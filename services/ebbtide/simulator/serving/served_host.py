@@ -170,6 +170,7 @@ class GrantTapes:
         pair.observer = recorder
         pair.run(2 * seconds)
         pair.rest(2 * seconds)
+        recorder.late = pair.late(ttft_s, tpot_s)
         return recorder.spells()
 
 

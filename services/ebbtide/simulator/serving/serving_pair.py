@@ -10,6 +10,7 @@ own speed; `inf` where none is under way.
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import chain
 from math import inf
 from random import Random
 from typing import Final, Protocol
@@ -168,6 +169,12 @@ class ServingPair:
             self._beat_at += BEAT_S
             if self.observer is not None:
                 self.observer.beat(now, asleep=self._residency is not Residency.AWAKE)
+
+    def late(self, ttft_s: float, tpot_s: float) -> int:
+        """How many requests under way have missed these targets already."""
+        waiting = sum(one.at < self.now - ttft_s for one in self._requests)
+        inside = chain(self._engine.calls(), (call for *_, call in self._held))
+        return waiting + sum(call.is_late(self.now, ttft_s, tpot_s) for call in inside)
 
     def _arrive(self, asked: TrafficRequest) -> None:
         self._named += 1

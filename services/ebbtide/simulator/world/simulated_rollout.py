@@ -28,7 +28,6 @@ class SimulatedRollout(Struct, kw_only=True, eq=False, gc=False):
     attempts: int = 0
     no_progress: int = 0
     avoid: tuple[str, ...] = ()
-    submitted_s: float = 0.0
     home: str = ""
 
     def avoid_worker(self, worker: str) -> None:

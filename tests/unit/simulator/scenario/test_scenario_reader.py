@@ -10,6 +10,7 @@ from ebbtide.simulator.scenario.quantity_spec import LengthSpec
 from ebbtide.simulator.scenario.reading.known_names import EngineLimits, KnownNames
 from ebbtide.simulator.scenario.reading.scenario_reader import parse_scenario, read_scenario
 from ebbtide.simulator.scenario.refusals import MOST_PROBLEMS, ScenarioRefused
+from ebbtide.simulator.scenario.scenario import is_path
 from tests.unit.simulator.scenario.scenario_texts import FULL, SHORT, problems, scenario, write_tables
 
 EXAMPLES = Path(__file__).parents[4] / "examples" / "scenarios"
@@ -137,8 +138,7 @@ def test_names_of_profiles_and_policies_are_checked_against_those_that_there_are
         f"{tmp_path / 's.toml'}:6:10: fleet[0].engine: is a bad engine profile"
     ]
     made = parse_scenario(text.replace("etta", "eta").replace('"large"', '"largest"'), tmp_path / "s.toml", known)
-    assert made.profile_path(made.fleet[0].engine) == tmp_path / "own.toml"
-    assert made.profile_path(made.run[0].trainer) is None
+    assert (is_path(made.fleet[0].engine), is_path(made.run[0].trainer)) == (True, False)
 
 
 class TestWhatNoSimulationCouldEnd:

@@ -117,9 +117,9 @@ class SimulatedWorker:
     # Its life.
 
     def boot(self, boot_s: float) -> None:
-        """Start the machine: the worker attaches after so many seconds."""
+        """Start the machine, which takes so many seconds, and then the engine: the worker attaches."""
         self._books.enter(self.name, self.terms.pool, "booting", self._time.now)
-        self._time.after(boot_s, self.attach)
+        self._time.after(boot_s + self.terms.profile.delays.start_s, self.attach)
 
     def attach(self) -> None:
         """Open a session, without any attempts."""

@@ -10,7 +10,8 @@ from ebbtide.simulator.outcome import StepOutcome
 from ebbtide.simulator.world.fleet.simulated_worker import SimulatedWorker
 from ebbtide.simulator.world.virtual_time import VirtualTime
 
-#: From the call for the devices until their engines have handed over: the step under way, and one message.
+#: From the call for the devices until their engines have handed over: the step under way, and one message. Then they
+#: give up their memory.
 _CLOSE_S: Final = 0.1
 
 
@@ -51,7 +52,7 @@ class TrainerLoan:
         self._workers.append(worker)
         if self._open and not self._closing:
             self._lent = True
-            worker.attach()
+            self._wake(worker)
 
     @property
     def workers(self) -> Sequence[SimulatedWorker]:
@@ -65,7 +66,7 @@ class TrainerLoan:
             return
         self._lent = True
         for worker in self._workers:
-            worker.attach()
+            self._wake(worker)
         window_s = self.window.open_s()
         if window_s is not None:
             step = self._step
@@ -82,13 +83,23 @@ class TrainerLoan:
             self._close()
         return False
 
+    def _wake(self, worker: SimulatedWorker) -> None:
+        """Attach once the engine has its weights' memory back, if its devices are still lent then."""
+        step = self._step
+        wake_s = worker.terms.profile.delays.wake_s
+        self._time.after(wake_s, lambda: worker.attach() if self._lends(step) else None)
+
+    def _lends(self, step: int) -> bool:
+        return step == self._step and self._lent and not self._closing
+
     def _close(self) -> None:
         if not self._lent or self._closing:
             return
         self._closing = True
         for worker in self._workers:
             worker.notice(_CLOSE_S)
-        self._time.after(_CLOSE_S, self._closed)
+        asleep_s = max(worker.terms.profile.delays.sleep_s for worker in self._workers)
+        self._time.after(_CLOSE_S + asleep_s, self._closed)
 
     def _closed(self) -> None:
         for worker in self._workers:
