@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from benchmarks.simulator.setting import RealSetting
 from ebbtide.demo.token_accounts import LedgerAttempt, settle
+from ebbtide.simulator.recording.recorded_run import RecordedInstall
 from ebbtide.types.run import AttemptSpan, RunEvent
 
 #: Values of a step's event that are kept: where the trainer's time went, and how large its version was.
@@ -58,14 +59,6 @@ class MeasuredInterruption(Struct, frozen=True, kw_only=True):
     back_s: float | None = None  # since then until another one was attached in its place
 
 
-class MeasuredInstall(Struct, frozen=True, kw_only=True):
-    worker: str
-    version: int
-    at_s: float
-    pull_s: float
-    pause_s: float
-
-
 class MeasuredTokens(Struct, frozen=True, kw_only=True):
     generated: int  # by the workers' own count
     kept: int  # of responses that ended
@@ -80,7 +73,7 @@ class Measured(Struct, frozen=True, kw_only=True):
     steps: list[MeasuredStep]
     responses: list[MeasuredResponse]
     interruptions: list[MeasuredInterruption]
-    installs: list[MeasuredInstall]
+    installs: list[RecordedInstall]
     tokens: MeasuredTokens
     resumes: int  # attempts beyond a rollout's first
     served: dict[str, Any] | None = None  # users' requests, their latencies and the engine's speeds
@@ -143,20 +136,6 @@ def measured_responses(spans: Iterable[AttemptSpan]) -> list[MeasuredResponse]:
     return [
         MeasuredResponse(step=step, prompt=prompt, sample=sample, tokens=tokens)
         for (step, prompt, sample), tokens in sorted(found)
-    ]
-
-
-def measured_installs(events: Iterable[RunEvent]) -> list[MeasuredInstall]:
-    return [
-        MeasuredInstall(
-            worker=event.labels["worker"],
-            version=int(event.values["version"]),
-            at_s=event.age_s,
-            pull_s=event.values["pull_s"],
-            pause_s=event.values["pause_s"],
-        )
-        for event in events
-        if event.kind == "installed"
     ]
 
 

@@ -8,7 +8,6 @@ from benchmarks.simulator.interrupting import RunWatch, interrupt
 from benchmarks.simulator.measured import (
     Measured,
     handed_over,
-    measured_installs,
     measured_responses,
     measured_steps,
     measured_tokens,
@@ -20,6 +19,7 @@ from ebbtide.demo.foreign_load import cores, share_of_others
 from ebbtide.demo.token_accounts import read_attempts
 from ebbtide.errors import EbbtideError
 from ebbtide.runtime import race
+from ebbtide.simulator.recording.recorded_steps import installs
 from ebbtide.types.run import AttemptSpan, RunStatus
 
 
@@ -49,7 +49,7 @@ async def run_setting(fleet: BoundFleet, client: Client, setting: RealSetting, r
         steps=steps,
         responses=measured_responses(spans),
         interruptions=handed_over(interruptions, steps, spans),
-        installs=measured_installs(watch.events),
+        installs=installs(watch.events),
         tokens=measured_tokens(read_attempts(ledgers, run_id), spans, killed),
         resumes=resumes(spans),
         load={"others": share_of_others(begin, cores()), "turns_late_s": fleet.late_s - late_s},

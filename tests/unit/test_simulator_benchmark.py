@@ -21,7 +21,6 @@ from benchmarks.simulator.measured import (
     MeasuredInterruption,
     MeasuredTokens,
     handed_over,
-    measured_installs,
     measured_responses,
     measured_steps,
     measured_tokens,
@@ -38,6 +37,7 @@ from ebbtide.client.client import read_spec
 from ebbtide.demo.token_accounts import LedgerAttempt
 from ebbtide.errors import EbbtideError, InvalidRequest
 from ebbtide.simulator.outcome import Outcome, StepOutcome, TokenCounts
+from ebbtide.simulator.recording.recorded_steps import installs
 from ebbtide.types.end_cause import EndCause
 from ebbtide.types.run import AttemptSpan, RunEvent, check_spec
 
@@ -124,7 +124,7 @@ def test_an_interruption_tells_when_its_rollouts_were_free() -> None:
 
 def test_installs_are_read_from_events() -> None:
     values = {"version": 2.0, "pull_s": 0.1, "pause_s": 0.2}
-    (found,) = measured_installs([RunEvent(kind="installed", values=values, labels={"worker": "w1"}, age_s=3.0)])
+    (found,) = installs([RunEvent(kind="installed", values=values, labels={"worker": "w1"}, age_s=3.0)])
     assert (found.worker, found.version, found.at_s, found.pull_s, found.pause_s) == ("w1", 2, 3.0, 0.1, 0.2)
 
 
@@ -178,7 +178,7 @@ def test_reading_is_what_long_prompts_take_beyond_a_short_one() -> None:
 
 def test_the_trainer_is_fitted_to_steps_behind_each_runs_first() -> None:
     firsts = [FirstTokens(concurrency=1, prompt=24, first_s=0.05, all_s=0.05)]
-    install = measured_installs(
+    install = installs(
         [RunEvent(kind="installed", values={"version": 2.0, "pull_s": 0.1, "pause_s": 0.2}, labels={"worker": "w1"})]
     )
     run = msgspec.structs.replace(measured(), installs=install)

@@ -1,5 +1,8 @@
 """Makes engines of papers' models on papers' devices by a roofline, slowed by what the papers do not state.
 
+`engines/roofline.py` derives profiles with efficiencies that are fitted to one engine's published steps. Here one
+setting of each paper stands for its engine, and is fitted to that paper alone.
+
 A step reads weights and contexts at the devices' bandwidth, and computes at their peak, both times a share that
 large kernels reach. How much slower the papers' engines are than that no paper states: `slowness` multiplies all costs
 but those of computing.
@@ -7,9 +10,8 @@ but those of computing.
 
 from typing import Final
 
-from msgspec import Struct
-
-from ebbtide.simulator.engines.engine_profile import EngineDelays, EngineProfile, KvCapacity, StepCosts
+from ebbtide.simulator.engines.engine_profile import EngineProfile, KvCapacity, StepCosts
+from ebbtide.simulator.engines.roofline import DeviceSheet, ModelShape
 
 #: Shares of the peaks that large kernels reach on these devices. An assumption: `slowness` makes up for it.
 _BANDWIDTH_SHARE: Final = 0.8
@@ -18,75 +20,9 @@ _COMPUTE_SHARE: Final = 0.5
 _LAYER_S: Final = 2e-5
 
 
-class Accelerator(Struct, frozen=True, kw_only=True):
-    """One device, by its maker's data sheet. H800 differs from H100 in its links alone."""
-
-    name: str
-    memory_gb: float = 80.0
-    bandwidth: float = 3.35e12  # bytes/s
-    flops: float = 989e12  # of dense bfloat16
-
-
-H100: Final = Accelerator(name="H100")
-H800: Final = Accelerator(name="H800")
-
-
-class PublishedModel(Struct, frozen=True, kw_only=True):
-    """A model by its public configuration. Weights are of two bytes, unless stated."""
-
-    name: str
-    weights_gb: float
-    layers: int
-    width: int
-    kv_bytes: int  # per token
-    active: float  # parameters that a token uses
-    expert_gb: float = 0.0  # of `weights_gb`: routed experts
-    expert_share: float = 0.0  # of them, that a token uses
-
-
-QWEN3_8B: Final = PublishedModel(
-    name="Qwen3-8B", weights_gb=16.4, layers=36, width=4096, kv_bytes=147_456, active=8.2e9
-)
-QWEN3_14B: Final = PublishedModel(
-    name="Qwen3-14B", weights_gb=29.5, layers=40, width=5120, kv_bytes=163_840, active=14.8e9
-)
-QWEN25_7B: Final = PublishedModel(
-    name="Qwen2.5-7B", weights_gb=15.2, layers=28, width=3584, kv_bytes=57_344, active=7.6e9
-)
-QWEN25_14B: Final = PublishedModel(
-    name="Qwen2.5-14B", weights_gb=29.5, layers=48, width=5120, kv_bytes=196_608, active=14.8e9
-)
-QWEN25_32B: Final = PublishedModel(
-    name="Qwen2.5-32B", weights_gb=65.5, layers=64, width=5120, kv_bytes=262_144, active=32.8e9
-)
-QWEN2_VL_72B: Final = PublishedModel(
-    name="Qwen2-VL-72B", weights_gb=146.0, layers=80, width=8192, kv_bytes=327_680, active=72.7e9
-)
-MOONLIGHT: Final = PublishedModel(
-    name="Moonlight",
-    weights_gb=32.0,
-    layers=27,
-    width=2048,
-    kv_bytes=31_104,
-    active=3e9,
-    expert_gb=28.4,
-    expert_share=6 / 64,
-)
-KIMI_K2: Final = PublishedModel(
-    name="Kimi-K2",
-    weights_gb=1000.0,
-    layers=61,
-    width=7168,
-    kv_bytes=70_272,
-    active=32e9,
-    expert_gb=978.0,
-    expert_share=8 / 384,
-)
-
-
 def published_engine(
-    model: PublishedModel,
-    device: Accelerator,
+    model: ModelShape,
+    device: DeviceSheet,
     gpus: int,
     *,
     slowness: float = 1.0,
@@ -107,14 +43,14 @@ def published_engine(
     costs = StepCosts(
         base_s=launches_s,
         sequence_s=sequence_s,
-        weights_s=max(0.0, 1e9 * (model.weights_gb - model.expert_gb) * read - launches_s),
-        experts_s=1e9 * model.expert_gb * read,
+        weights_s=max(0.0, model.weights * model.weight_bytes * read - launches_s),
+        experts_s=model.experts * model.weight_bytes * read,
         expert_share=model.expert_share,
         token_s=2.0 * model.active * compute,
         context_s=model.kv_bytes * read,
-        pair_s=4.0 * model.layers * model.width * compute,
+        pair_s=4.0 * model.layers * model.heads * model.head_dim * compute,
     )
-    room = 1e9 * (gpus * device.memory_gb * memory_share - model.weights_gb)
+    room = gpus * device.memory_bytes * memory_share - model.bytes
     return EngineProfile(
         name=f"{gpus}x{device.name}-{model.name}",
         model=model.name,
@@ -124,6 +60,5 @@ def published_engine(
         costs=costs,
         kv=KvCapacity(tokens=int(room / model.kv_bytes)),
         sequences=sequences,
-        weights_gb=model.weights_gb,
-        delays=EngineDelays(),
+        weights_gb=model.bytes / 1e9,
     )

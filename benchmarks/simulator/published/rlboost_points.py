@@ -11,16 +11,12 @@ from typing import Final
 import msgspec
 from msgspec import Struct
 
-from benchmarks.simulator.published.paper_hardware import (
-    H100,
-    QWEN3_8B,
-    QWEN3_14B,
-    PublishedModel,
-    published_engine,
-)
+from benchmarks.simulator.published.paper_hardware import published_engine
 from benchmarks.simulator.published.paper_setting import FLUSH_S, PaperProfiles, PaperTimes, co_located, simulated
 from benchmarks.simulator.published.published_point import Paper, PointKind, PublishedPoint, UnstatedValue, Use
 from ebbtide.simulator.engines.engine_profile import EngineProfile
+from ebbtide.simulator.engines.known_hardware import H100, QWEN3_8B, QWEN3_14B
+from ebbtide.simulator.engines.roofline import ModelShape
 from ebbtide.simulator.outcome import Outcome
 from ebbtide.simulator.rivals.rlboost.rlboost_policy import RLBoostPolicy
 from ebbtide.simulator.rivals.verl_policy import VerlPolicy
@@ -53,7 +49,7 @@ _TRACE: Final = "needs the segments of the trace, which are not published"
 class _Run(Struct, frozen=True):
     """One simulation: the model and cap, and the remote instances."""
 
-    model: PublishedModel
+    model: ModelShape
     cap: int
     instances: int
     seeds: bool = True  # the trainer's devices generate, too
@@ -244,7 +240,7 @@ class _Measurements:
         remote = msgspec.structs.replace(remote, name=f"{remote.name}-remote")
         times = PaperTimes(token=known["train_us"] * 1e-6 * model.active / 1e9, snapshot=known["snapshot_s"])
         # Versions are of four bytes per parameter on the wire, as a log of the authors shows.
-        profiles = PaperProfiles([local, remote], times, sent_gb=2.0 * model.weights_gb)
+        profiles = PaperProfiles([local, remote], times, sent_gb=2.0 * model.bytes / 1e9)
         mean = known["mean_8b"] if model is QWEN3_8B else known["mean_14b"]
         training = TrainingRun(
             name=_RUN,

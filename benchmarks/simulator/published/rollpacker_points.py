@@ -10,23 +10,18 @@ from typing import Final
 
 import msgspec
 
-from benchmarks.simulator.published.paper_hardware import (
-    H800,
-    QWEN25_7B,
-    QWEN25_14B,
-    QWEN25_32B,
-    PublishedModel,
-    published_engine,
-)
+from benchmarks.simulator.published.paper_hardware import published_engine
 from benchmarks.simulator.published.paper_setting import PaperProfiles, PaperTimes, co_located, simulated
 from benchmarks.simulator.published.published_point import Paper, PublishedPoint, UnstatedValue, Use
+from ebbtide.simulator.engines.known_hardware import H800, QWEN25_7B, QWEN25_14B, QWEN25_32B
+from ebbtide.simulator.engines.roofline import ModelShape
 from ebbtide.simulator.outcome import StepOutcome
 from ebbtide.simulator.rivals.rollpacker_policy import RollPackerPolicy
 from ebbtide.simulator.scenario.quantity_spec import MATH_RESPONSES, QuantitySpec
 from ebbtide.simulator.scenario.training_run import TrainingRun
 
 #: Cap -> model, devices of an engine, engines (16, 32 and 64 H800 in all).
-_SETTINGS: Final[dict[int, tuple[PublishedModel, int, int]]] = {
+_SETTINGS: Final[dict[int, tuple[ModelShape, int, int]]] = {
     8192: (QWEN25_7B, 1, 16),
     16_384: (QWEN25_14B, 2, 16),
     32_768: (QWEN25_32B, 2, 32),

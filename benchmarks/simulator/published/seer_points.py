@@ -5,16 +5,11 @@ from statistics import fmean
 from typing import Final, NamedTuple
 
 from benchmarks.simulator.published.observed_verl import ObservedVerl
-from benchmarks.simulator.published.paper_hardware import (
-    H800,
-    KIMI_K2,
-    MOONLIGHT,
-    QWEN2_VL_72B,
-    PublishedModel,
-    published_engine,
-)
+from benchmarks.simulator.published.paper_hardware import published_engine
 from benchmarks.simulator.published.paper_setting import PaperProfiles, PaperTimes, co_located, simulated
 from benchmarks.simulator.published.published_point import Paper, PointKind, PublishedPoint, UnstatedValue, Use
+from ebbtide.simulator.engines.known_hardware import H800, KIMI_K2, MOONLIGHT, QWEN2_VL_72B
+from ebbtide.simulator.engines.roofline import ModelShape
 from ebbtide.simulator.outcome import Outcome
 from ebbtide.simulator.scenario.quantity_spec import LengthSpec, QuantitySpec
 from ebbtide.simulator.scenario.training_run import TrainingRun
@@ -25,7 +20,7 @@ _SEEDS: Final = (0, 1, 2)
 
 
 class _Setting(NamedTuple):
-    model: PublishedModel
+    model: ModelShape
     gpus: int  # of an instance
     instances: int
     prompts: int
