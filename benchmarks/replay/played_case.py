@@ -5,9 +5,9 @@ from concurrent.futures import ProcessPoolExecutor
 from os import sched_getaffinity
 from time import process_time
 
-import structlog
 from msgspec import Struct
 
+from benchmarks.log_level import errors_only
 from benchmarks.replay.setting import Compared
 from benchmarks.replay.trace_scenario import PlateauProfiles, ReplayCase, trace_scenario
 from ebbtide.simulator.world.simulation import Simulation
@@ -60,13 +60,8 @@ def play(case: ReplayCase, compared: Compared) -> PlayedCase:
 
 def play_all(works: Sequence[tuple[ReplayCase, Compared]]) -> Iterator[PlayedCase]:
     """Play all, as many at a time as there are cores. Results come in the order of `works`."""
-    with ProcessPoolExecutor(len(sched_getaffinity(0)), initializer=_quieten) as processes:
+    with ProcessPoolExecutor(len(sched_getaffinity(0)), initializer=errors_only) as processes:
         yield from processes.map(play, *zip(*works, strict=True))
-
-
-def _quieten() -> None:
-    """Leave out what the coordinator logs of each move and loss."""
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))  # errors
 
 
 def speed_ratio(one: Sequence[float], other: Sequence[float]) -> float:

@@ -26,6 +26,7 @@ from rich.table import Table
 
 from benchmarks import arguments
 from benchmarks.conditions import conditions
+from benchmarks.log_level import errors_only
 from benchmarks.simulator.parts import FIGURES, PARTS, PartOptions, PartResult
 from benchmarks.simulator.real_settings import OUT as REAL_OUT
 from ebbtide.cli.interrupts import INTERRUPTED
@@ -96,6 +97,7 @@ def _show(console: Console, result: PartResult) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options, console = parse(argv), Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    errors_only()
     under, told = conditions() | {"quick": options.quick, "seed": options.seed}, dict[str, Any]()
 
     async def run() -> int:

@@ -5,12 +5,17 @@ An engine's time is observed as intervals of like steps, a trainer's as whole st
 
 from collections.abc import Iterable, Sequence
 from statistics import median
+from typing import Final
 
 from msgspec import Struct
 
 from benchmarks.simulator.measured import Measured, MeasuredStep
 from benchmarks.simulator.profile_block import EngineBlock, FirstTokens
 from benchmarks.simulator.real_settings import ProfileBlock
+
+#: Prompt tokens of a cell. With fewer, its first tokens tell how its prompts came in, and not how long it takes to read
+#: them: each waits for the step that is under way.
+_LEAST_READ: Final = 512
 
 
 class StepInterval(Struct, frozen=True, kw_only=True):
@@ -59,13 +64,14 @@ def step_intervals(blocks: Iterable[EngineBlock], *, whole_core: bool) -> list[S
 def _reading(firsts: Sequence[FirstTokens]) -> list[StepInterval]:
     """Tells what reading prompts took: the time to all first tokens, less that of a single short prompt.
 
-    The latter has the way through coordinator and worker in it, which is no engine's time.
+    The latter has the way through coordinator and worker in it, which is no engine's time. Cells with few prompt tokens
+    are left out.
     """
     least = min(firsts, key=lambda one: one.concurrency * one.prompt)
     found = []
     for one in firsts:
         tokens = one.concurrency * one.prompt - least.concurrency * least.prompt
-        if tokens > 0 and one.all_s > least.all_s:
+        if tokens >= _LEAST_READ and one.all_s > least.all_s:
             pairs = one.concurrency * one.prompt**2 / 2 - least.concurrency * least.prompt**2 / 2
             found.append(
                 StepInterval(seconds=one.all_s - least.all_s, steps=1.0, batch=0, prefill=tokens, pairs=max(0.0, pairs))

@@ -1,7 +1,4 @@
-"""What the benchmark has simulated or judged by the simulator itself, in one place.
-
-Each function raises `PartMissing` as long as the simulator lacks what it needs, so that no figure stands for it.
-"""
+"""Has the simulator play what was measured: real settings, and the decisions of a live run."""
 
 import tempfile
 from pathlib import Path
@@ -16,10 +13,6 @@ from ebbtide.simulator.outcome import Outcome
 from ebbtide.simulator.simulate import simulate
 
 
-class PartMissing(Exception):
-    """The simulator cannot do this yet; the text says what is missing."""
-
-
 class PlacementCount(Struct, frozen=True, kw_only=True):
     placements: int  # of the live run
     equal: int  # that the simulator took, too
@@ -31,8 +24,6 @@ def simulated_setting(measured: Measured, session: RealSession) -> Outcome:
 
     The simulated run gets the very lengths of each response, and each interruption at its time within its step.
     """
-    if measured.setting.served:
-        raise PartMissing("no scenario can state the users that were measured beside a borrowed worker yet")
     with tempfile.TemporaryDirectory(prefix="ebb-real-") as folder:
         scenario = real_scenario(measured, session, Path(folder))
         return simulate(scenario, seed=session.seed)

@@ -10,9 +10,9 @@ from multiprocessing import get_context
 from time import process_time
 from typing import Final
 
-import structlog
 from msgspec import Struct
 
+from benchmarks.log_level import errors_only
 from benchmarks.replay.setting import Setting
 from benchmarks.replay.trace_scenario import PlateauProfiles
 from ebbtide.simulator.outcome import Outcome
@@ -78,7 +78,7 @@ def in_own_process(scenario: Scenario) -> TimedSimulation:
 
 def timed(scenario: Scenario) -> TimedSimulation:
     """Simulate a scenario here. The memory is that of the whole process so far."""
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))  # errors alone
+    errors_only()
     began = process_time()
     outcome = Simulation(scenario, 0, EbbtidePolicy(), PlateauProfiles(_ENGINES, costless=False)).run(lambda _: None)
     memory_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

@@ -11,6 +11,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
+from benchmarks.pair.traffic import Speeds
 from benchmarks.simulator import __main__ as benchmark
 from benchmarks.simulator import core_slices, parts
 from benchmarks.simulator.comparison import compare_setting, over_interruptions
@@ -30,14 +31,19 @@ from benchmarks.simulator.parts import FIGURES, PartOptions, PartResult
 from benchmarks.simulator.profile_block import EngineBlock, FirstTokens, GridCell, decode_windows
 from benchmarks.simulator.random_reward import RandomRewardSource
 from benchmarks.simulator.real_settings import ProfileBlock, RealSession, chosen, read_session
+from benchmarks.simulator.served_pool import served_trace, serving_spec, users_record
+from benchmarks.simulator.served_users import UsersRecord
 from benchmarks.simulator.setting import QUICK, QUICK_STEPS, SETTINGS, STEPS, RealSetting
-from benchmarks.simulator.simulated_side import PartMissing
 from ebbtide.client import Client
 from ebbtide.client.client import read_spec
+from ebbtide.demo.coserving.coserving_records import ServedAnswer
 from ebbtide.demo.token_accounts import LedgerAttempt
 from ebbtide.errors import EbbtideError, InvalidRequest
+from ebbtide.simulator.engines.engine_profile import EngineProfile, KvCapacity, StepCosts
 from ebbtide.simulator.outcome import Outcome, StepOutcome, TokenCounts
 from ebbtide.simulator.recording.recorded_steps import installs
+from ebbtide.simulator.serving.pair_costs import read_pair_costs
+from ebbtide.simulator.serving.request_traffic import TrafficRequest
 from ebbtide.types.end_cause import EndCause
 from ebbtide.types.run import AttemptSpan, RunEvent, check_spec
 
@@ -320,13 +326,13 @@ def test_a_setting_that_cannot_be_simulated_leaves_no_figure_of_the_others(
 
     def simulated(one: Measured, _: RealSession) -> Outcome:
         if one.setting.name == "beyond it":
-            raise PartMissing("no served host")
+            raise ValueError("too few steps")
         return outcome([6.0, 15.9])
 
     monkeypatch.setattr(parts, "simulated_setting", simulated)
     status, told = run(tmp_path, "--parts", "real", "--measured", str(path))
     assert status == 1
-    assert told["failed"] == {"real": "beyond it: no served host"}
+    assert told["failed"] == {"real": "beyond it: too few steps"}
     assert told["figures"]["error_vs_real_median"] is None
     assert [one["setting"] for one in told["parts"]["real"]["settings"]] == ["two steps"]
 
@@ -335,3 +341,33 @@ def test_a_session_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.C
     with pytest.raises(SystemExit):
         benchmark.parse(["--measured", str(tmp_path / "none.json")])
     assert "real_settings writes one" in capsys.readouterr().err
+
+
+def test_users_beside_a_borrowed_worker_are_stated_as_they_were_measured(tmp_path: Path) -> None:
+    requests = [TrafficRequest(at=0.4 * number, prompt=100 + number, output=8) for number in range(30)]
+    alone = [
+        ServedAnswer(
+            due=one.at,
+            sent=one.at,
+            first=one.at + 0.01 + 0.001 * one.prompt,
+            last=one.at + 0.08 + 0.001 * one.prompt,
+            prompt=one.prompt,
+            output=one.output,
+        )
+        for one in requests
+    ]
+    speeds = Speeds(fixed_s=0.01, prompt_s=0.001, token_s=0.01)
+    users = UsersRecord(requests=requests, window_s=12.0, speeds=speeds, ttft_s=0.5, tpot_s=0.05, alone=alone)
+    served = msgspec.structs.replace(measured(), served=msgspec.to_builtins(users))
+    assert users_record(served) == users
+    assert served_trace(users).prompts == tuple(range(100, 130))
+    costs = StepCosts(base_s=0.004, context_s=1e-6)
+    engine = EngineProfile(name="e", model="m", device="d", gpus=0, source="s", costs=costs, kv=KvCapacity(tokens=4096))
+    spec = serving_spec(users, engine, 200.0, tmp_path)
+    assert (spec.span_s, spec.slo.ttft_ms, spec.slo.tpot_ms) == (12.0, 500.0, 50.0)
+    pair = read_pair_costs(tmp_path / spec.costs)
+    assert (pair.step_s, pair.step_token_s) == pytest.approx((0.004, 2e-4))
+    assert pair.prefill_token_s == pytest.approx(0.001, rel=0.1)
+    assert pair.decode(1) == pytest.approx(0.01, rel=0.1)
+    with pytest.raises(InvalidRequest, match="has no users"):
+        users_record(measured())

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-import structlog
 from msgspec import Struct
 
+from benchmarks.log_level import errors_only
 from ebbtide.simulator.engines.engine_profile import EngineProfile
 from ebbtide.simulator.outcome import Outcome
 from ebbtide.simulator.scenario.fault_plan import PlannedFault
@@ -82,6 +82,6 @@ def simulated(
     seed: int = 0,
 ) -> Outcome:
     """Simulate until all steps of the run are trained."""
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
+    errors_only()
     scenario = Scenario(name=run.name, fleet=tuple(fleet), run=(run,), fault=tuple(faults), hours=200.0)
     return Simulation(scenario, seed, policy, profiles).run(lambda _: None)

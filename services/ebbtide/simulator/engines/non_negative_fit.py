@@ -14,7 +14,9 @@ Array = npt.NDArray[np.float64]
 #: An observation counts in full up to this multiple of the usual relative error, and less beyond it (Huber 1964):
 #: other programs held it up.
 _USUAL: Final = 3.0
-_ROUNDS: Final = 5
+_ROUNDS: Final = 8
+#: A fit may give an observation no time at all; nothing can be relative to that.
+_SHORTEST_S: Final = 1e-6
 
 
 def least_squares(matrix: Array, target: Array) -> Array:
@@ -39,15 +41,20 @@ def least_squares(matrix: Array, target: Array) -> Array:
 
 
 def fit_costs(matrix: Array, seconds: Array) -> tuple[Array, Array]:
-    """Costs per unit of each column, and the relative errors of the observations. Relative errors are made small."""
-    weights = np.ones(len(seconds))
+    """Costs per unit of each column, and the relative errors of the observations. Relative errors are made small.
+
+    They are relative to the fitted times: relative to the measured ones, an observation that is too short by chance
+    would count for more than one that is too long, and all costs would come out too low.
+    """
+    weights, scale = np.ones(len(seconds)), seconds
     for _ in range(_ROUNDS):
-        factor = np.sqrt(weights) / seconds
+        factor = np.sqrt(weights) / scale
         costs = least_squares(matrix * factor[:, None], seconds * factor)
-        errors = np.abs(matrix @ costs / seconds - 1.0)
+        scale = np.maximum(matrix @ costs, _SHORTEST_S)
+        errors = np.abs(seconds / scale - 1.0)
         usual = max(float(np.median(errors)), 1e-9)
         weights = 1.0 / np.maximum(1.0, errors / (_USUAL * usual))
-    return costs, errors
+    return costs, np.abs(matrix @ costs / seconds - 1.0)
 
 
 def fit_errors(errors: Sequence[float] | Array) -> FitErrors:

@@ -1,0 +1,27 @@
+"""Keeps cores from halting while something is measured on them.
+
+A core that nothing uses halts, and takes its time to wake up, on a virtual machine above all. So steps would take
+longer the less else there is to do: the same engine measured up to a fifth slower in a run than when somebody looked
+at it often. A process of the kernel's idle class on each core runs only while nothing else wants the core.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+from ebbtide.local_cluster.program_process import tethered
+
+
+@contextmanager
+def awake_cores(cores: Sequence[int]) -> Iterator[None]:
+    """Keeps these cores awake while the block runs. The processes die with this one."""
+    with ExitStack() as stack:
+        for core in cores:
+            spinner = subprocess.Popen(tethered(sys.executable, "-c", "while True: pass"))
+            stack.callback(spinner.wait)
+            stack.callback(spinner.kill)
+            os.sched_setscheduler(spinner.pid, os.SCHED_IDLE, os.sched_param(0))
+            os.sched_setaffinity(spinner.pid, {core})
+        yield
