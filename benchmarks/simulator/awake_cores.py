@@ -9,7 +9,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 
 from ebbtide.local_cluster.program_process import tethered
 
@@ -19,9 +20,14 @@ def awake_cores(cores: Sequence[int]) -> Iterator[None]:
     """Keeps these cores awake while the block runs. The processes die with this one."""
     with ExitStack() as stack:
         for core in cores:
-            spinner = subprocess.Popen(tethered(sys.executable, "-c", "while True: pass"))
+            spinner = subprocess.Popen(
+                tethered(sys.executable, "-c", "while True: pass"), start_new_session=True, stdin=subprocess.DEVNULL
+            )
             stack.callback(spinner.wait)
             stack.callback(spinner.kill)
             os.sched_setscheduler(spinner.pid, os.SCHED_IDLE, os.sched_param(0))
             os.sched_setaffinity(spinner.pid, {core})
+            # Where the kernel groups processes by session, classes hold within a group only: the group gives way, too.
+            with suppress(OSError):
+                Path(f"/proc/{spinner.pid}/autogroup").write_text("19")
         yield
