@@ -15,7 +15,6 @@ from typing import Any, Final
 
 import psutil
 
-from benchmarks.simulator.awake_cores import awake_cores
 from benchmarks.simulator.core_slices import CoreSlices, core_slices
 from benchmarks.simulator.random_policy import CONTEXT, make_random_policy
 from benchmarks.simulator.random_reward import ENVIRONMENT
@@ -234,7 +233,7 @@ class BoundFleet:
 @asynccontextmanager
 async def bound_fleet(directory: Path, seed: int) -> AsyncIterator[tuple[BoundFleet, Client]]:
     """Gives a booted fleet without workers. All its processes are gone once the block is left."""
-    with awake_cores(declared_cores()), core_slices(TURNS) as slices:
+    with core_slices(TURNS) as slices:
         fleet = BoundFleet(directory, slices)
         try:
             yield fleet, await fleet.boot(seed)

@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Final
 
+from benchmarks.simulator.real_time import above_the_measured
+
 #: About the computation of one engine step, so that a step takes about as many turns as there are.
 SLICE_S: Final = 0.006
 
@@ -50,6 +52,7 @@ class CoreSlices:
         self.assign({})
 
     def _run(self) -> None:
+        above_the_measured()
         while not self._done.is_set():
             for turn in range(self._turns):
                 self.take(turn)

@@ -27,6 +27,7 @@ from benchmarks.simulator.core_slices import SLICE_S
 from benchmarks.simulator.measured import Measured
 from benchmarks.simulator.profile_block import GRID, QUICK_GRID, EngineBlock, engine_block
 from benchmarks.simulator.real_run import run_setting
+from benchmarks.simulator.real_time import real_time
 from benchmarks.simulator.served_users import served_users
 from benchmarks.simulator.setting import QUICK, SETTINGS, RealSetting
 from ebbtide.cli.interrupts import INTERRUPTED
@@ -146,9 +147,11 @@ async def measure(
 
     Call it from the main thread. Raises `EbbtideError`, or what a program failed with.
     """
-    with tempfile.TemporaryDirectory(prefix="ebb-real-") as temporary:
+    with tempfile.TemporaryDirectory(prefix="ebb-real-") as temporary, real_time() as permitted:
+        if not permitted:
+            tell("A real-time class is not permitted here: programs beside this one will show in the figures")
         async with bound_fleet(directory or Path(temporary), seed) as (fleet, client):
-            bound = {"engine_core": fleet.engine_core, "other_core": fleet.other_core}
+            bound = {"engine_core": fleet.engine_core, "other_core": fleet.other_core, "real_time": permitted}
             under = conditions() | bound | {"turns": TURNS, "slice_s": SLICE_S}
             session = RealSession(seed=seed, quick=quick, conditions=under)
             tell(f"engines on core {fleet.engine_core} in {TURNS} turns, all else on core {fleet.other_core}")
