@@ -1,10 +1,11 @@
 """Measures real runs on this machine, to be compared with simulated ones.
 
     python -m benchmarks.simulator.real_settings [--quick] [--settings NAME ...] [--steps N] [--seed N] [--out PATH]
+                                                 [--resume]
 
 Boots one cluster on two declared cores, and measures one setting after another on it. Before each of them, and behind
 the last one, profile blocks observe how fast engine and trainer are on other work. Writes a JSON file after each
-setting: an interrupted benchmark leaves what it has measured.
+setting: an interrupted benchmark leaves what it has measured, and goes on from there with --resume.
 """
 
 import argparse
@@ -74,6 +75,7 @@ class RealMeasuring:
         self.session = session
         self._began = time.monotonic()
         self._runs = 0
+        self._boots_before = list(session.boots_s)
 
     async def all(self, settings: Sequence[RealSetting]) -> None:
         for setting in settings:
@@ -136,14 +138,22 @@ class RealMeasuring:
         self._write()
 
     def _write(self) -> None:
-        self.session.boots_s = self._fleet.boots_s
+        self.session.boots_s = [*self._boots_before, *self._fleet.boots_s]
         write_atomically(self._out, msgspec.json.format(msgspec.json.encode(self.session), indent=1).decode() + "\n")
 
 
 async def measure(
-    settings: Sequence[RealSetting], *, quick: bool, seed: int, out: Path, tell: Tell, directory: Path | None = None
+    settings: Sequence[RealSetting],
+    *,
+    quick: bool,
+    seed: int,
+    out: Path,
+    tell: Tell,
+    directory: Path | None = None,
+    begun: RealSession | None = None,
 ) -> RealSession:
-    """Measures the settings, and writes the session to `out`. Logs stay in `directory`, if one is given.
+    """Measures the settings, and writes the session to `out`. Logs stay in `directory`, if one is given. `begun`: a
+    session to go on with, which keeps what it has.
 
     Call it from the main thread. Raises `EbbtideError`, or what a program failed with.
     """
@@ -153,7 +163,7 @@ async def measure(
         async with bound_fleet(directory or Path(temporary), seed) as (fleet, client):
             bound = {"engine_core": fleet.engine_core, "other_core": fleet.other_core, "real_time": permitted}
             under = conditions() | bound | {"turns": TURNS, "slice_s": SLICE_S}
-            session = RealSession(seed=seed, quick=quick, conditions=under)
+            session = begun or RealSession(seed=seed, quick=quick, conditions=under)
             tell(f"engines on core {fleet.engine_core} in {TURNS} turns, all else on core {fleet.other_core}")
             await RealMeasuring(fleet, client, session, out, tell).all(settings)
     return session
@@ -187,11 +197,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--directory", type=Path, help="where logs stay; must be empty")
     parser.add_argument("--out", type=arguments.output, default=str(OUT))
+    parser.add_argument("--resume", action="store_true", help="measure what the file of --out does not have yet")
     options = parser.parse_args(argv)
     try:
         settings = chosen(options.quick, options.settings, options.steps)
     except ValueError as error:
         parser.error(f"--settings: {error}")
+    begun = read_session(options.out) if options.resume and options.out.exists() else None
+    if begun is not None:
+        settings = [one for one in settings if one.name not in {had.setting.name for had in begun.settings}]
 
     async def run() -> int:
         given: dict[str, Any] = {
@@ -199,6 +213,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "seed": options.seed,
             "out": options.out,
             "directory": options.directory,
+            "begun": begun,
         }
         await measure(settings, **given, tell=partial(print, flush=True))
         return 0
