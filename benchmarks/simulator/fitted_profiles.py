@@ -11,10 +11,11 @@ from benchmarks.simulator.fitting_inputs import (
     learned_steps,
     step_intervals,
 )
+from benchmarks.simulator.profile_block import GRID
 from benchmarks.simulator.real_settings import RealSession
 from ebbtide.rollout_worker.engine.measured_steps import MeasuredSteps, StepGroup
 from ebbtide.simulator.engines.engine_fit import fit_step_costs
-from ebbtide.simulator.engines.engine_profile import EngineDelays, EngineProfile, KvCapacity
+from ebbtide.simulator.engines.engine_profile import EngineDelays, EngineProfile, KvCapacity, StepCosts
 from ebbtide.simulator.engines.trainer_fit import fit_trainer_costs
 from ebbtide.simulator.engines.trainer_profile import SampleLength, TrainerDelays, TrainerProfile
 from ebbtide.trainer.learning.measured_learning import LearnerWork
@@ -40,7 +41,7 @@ def fitted_engine(session: RealSession, *, whole_core: bool) -> EngineProfile:
         kv=KvCapacity(tokens=KV_TOKENS),
         sequences=SLOTS,
         weights_gb=version_bytes(session)[0] / 1e9,
-        delays=EngineDelays(install_s=delays.pause_s),
+        delays=EngineDelays(install_s=delays.pause_s, admit_s=_admit_s(delays.first_token_s, costs)),
         errors=errors,
     )
 
@@ -63,6 +64,13 @@ def fitted_trainer(session: RealSession) -> TrainerProfile:
         delays=TrainerDelays(publish_s=delays.notice_s + delays.publish_s),
         errors=errors,
     )
+
+
+def _admit_s(first_token_s: float, costs: StepCosts) -> float:
+    """What lies between a prompt's submission to an idle engine and the step that reads it."""
+    tokens = min(GRID, key=lambda cell: cell.concurrency * cell.prompt).prompt
+    read_s = costs.step_s(batch=0, context=0, prefill=tokens, pairs=tokens**2 // 2)
+    return max(0.0, first_token_s - read_s)
 
 
 def version_bytes(session: RealSession) -> tuple[float, float]:

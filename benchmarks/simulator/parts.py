@@ -22,7 +22,7 @@ from benchmarks.simulator.published.__main__ import PAPERS, print_points
 from benchmarks.simulator.published.published_point import figures as point_figures
 from benchmarks.simulator.published.published_point import judge
 from benchmarks.simulator.real_settings import RealSession, chosen, measure, read_session
-from benchmarks.simulator.simulated_side import equal_placements, simulated_setting
+from benchmarks.simulator.simulated_side import SessionSimulator, equal_placements
 from benchmarks.simulator.speed import day_of_32_workers, half_hour_of_1000_workers
 from ebbtide.errors import InvalidRequest
 
@@ -74,9 +74,10 @@ def _judged(session: RealSession) -> tuple[list[SettingError], list[str]]:
     """What the settings' comparison found, and why others cannot be compared."""
     found: list[SettingError] = []
     failures: list[str] = []
+    simulator = SessionSimulator(session)
     for measured in session.settings:
         try:
-            found.append(compare_setting(measured, simulated_setting(measured, session)))
+            found.append(compare_setting(measured, simulator.setting(measured)))
         except (InvalidRequest, ValueError) as error:  # the other settings' errors are worth having
             failures.append(f"{measured.setting.name}: {error}")
     return found, failures

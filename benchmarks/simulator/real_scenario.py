@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.simulator.bound_fleet import FLUSH_INTERVAL_MS, FLUSH_TOKENS
-from benchmarks.simulator.fitted_profiles import fitted_engine, fitted_trainer, version_bytes
+from benchmarks.simulator.fitted_profiles import fitted_trainer, version_bytes
 from benchmarks.simulator.fitting_inputs import cluster_delays
 from benchmarks.simulator.measured import Measured, MeasuredInterruption
 from benchmarks.simulator.random_policy import CONTEXT
@@ -27,10 +27,9 @@ _HOURS: Final = 6.0
 _RUN: Final = "real"
 
 
-def real_scenario(measured: Measured, session: RealSession, folder: Path) -> Scenario:
+def real_scenario(measured: Measured, session: RealSession, engine: EngineProfile, folder: Path) -> Scenario:
     """Writes the fitted profiles to `folder` and returns the scenario, whose paths start there."""
     setting = measured.setting
-    engine = fitted_engine(session, whole_core=setting.served)
     write_profile(engine, folder / "engine.toml")
     write_profile(fitted_trainer(session), folder / "trainer.toml")
     run = TrainingRun(

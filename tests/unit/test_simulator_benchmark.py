@@ -34,6 +34,7 @@ from benchmarks.simulator.real_settings import ProfileBlock, RealSession, chosen
 from benchmarks.simulator.served_pool import served_trace, serving_spec, users_record
 from benchmarks.simulator.served_users import UsersRecord
 from benchmarks.simulator.setting import QUICK, QUICK_STEPS, SETTINGS, STEPS, RealSetting
+from benchmarks.simulator.simulated_side import SessionSimulator
 from ebbtide.client import Client
 from ebbtide.client.client import read_spec
 from ebbtide.demo.coserving.coserving_records import ServedAnswer
@@ -308,7 +309,7 @@ def test_a_kept_session_is_judged_without_another_measurement(tmp_path: Path, mo
     path = tmp_path / "session.json"
     path.write_bytes(msgspec.json.encode(session))
     assert read_session(path) == session
-    monkeypatch.setattr(parts, "simulated_setting", lambda *_: outcome([6.0, 15.9], twice=6, moved=40))
+    monkeypatch.setattr(SessionSimulator, "setting", lambda *_: outcome([6.0, 15.9], twice=6, moved=40))
     status, told = run(tmp_path, "--quick", "--parts", "real", "--measured", str(path))
     assert status == 0
     assert told["figures"]["error_vs_real_worst"] == pytest.approx(0.1)
@@ -324,12 +325,12 @@ def test_a_setting_that_cannot_be_simulated_leaves_no_figure_of_the_others(
     path = tmp_path / "session.json"
     path.write_bytes(msgspec.json.encode(session))
 
-    def simulated(one: Measured, _: RealSession) -> Outcome:
+    def simulated(_: SessionSimulator, one: Measured) -> Outcome:
         if one.setting.name == "beyond it":
             raise ValueError("too few steps")
         return outcome([6.0, 15.9])
 
-    monkeypatch.setattr(parts, "simulated_setting", simulated)
+    monkeypatch.setattr(SessionSimulator, "setting", simulated)
     status, told = run(tmp_path, "--parts", "real", "--measured", str(path))
     assert status == 1
     assert told["failed"] == {"real": "beyond it: too few steps"}

@@ -59,6 +59,7 @@ class Sequence:
     length: int
     cached: int
     again: bool
+    ready: float
     fed: int = 0
     salt: int = 0
     started: bool = False  # has its first token since its admission
@@ -85,7 +86,7 @@ class StepwiseEngine:
         self.step: list[tuple[Sequence, int]] = []
         self.begin = self.end = -1.0
         self.held: float | None = None
-        self.salt = self.generated = self.read = self.reread = self.preemptions = 0
+        self.begun = self.salt = self.generated = self.read = self.reread = self.preemptions = 0
         self.busy_s = 0.0
 
     def _all_blocks(self) -> Blocks:
@@ -94,7 +95,8 @@ class StepwiseEngine:
 
     def admit(self, key: str, prompt: Tokens, made: int, length: int, now: float, cached: int = 0) -> None:
         self.settle(now)
-        self.line.append(Sequence(key, prompt, made, length, cached, made > 0))
+        ready = self.clock + self.profile.delays.admit_s
+        self.line.append(Sequence(key, prompt, made, length, cached, made > 0, ready))
         self.settle(now)
 
     def remove(self, key: str, now: float) -> int:
@@ -142,12 +144,17 @@ class StepwiseEngine:
     def settle(self, now: float) -> None:
         if self.held is not None:
             return
-        self.clock = max(self.clock, now - self.late)
-        if self.end < 0:
+        until = max(self.clock, now - self.late)
+        while True:
+            if 0 <= self.end <= until:
+                self.clock = self.end
+                self.finish_step()
+            elif self.end < 0 and self.line and max(self.clock, self.line[0].ready) <= until:
+                self.clock = max(self.clock, self.line[0].ready)
+            else:
+                break
             self.schedule(self.clock)
-        while 0 <= self.end <= self.clock:
-            self.finish_step()
-            self.schedule(self.end)
+        self.clock = until
 
     def finish_step(self) -> None:
         at, done = self.end + self.late, [one for one, _ in self.step if one in self.run and one.fed == one.known]
@@ -164,7 +171,7 @@ class StepwiseEngine:
                 self.events.append((at, "finished", sequence.key))
 
     def schedule(self, now: float) -> None:
-        self.step, preempted = [], False
+        self.step, self.begun, preempted = [], 0, False
         room = self.profile.batched_tokens
         place = 0
         while place < len(self.run):
@@ -185,10 +192,11 @@ class StepwiseEngine:
                 self.feed(sequence, tokens)
                 room -= tokens
                 place += 1
-        while not preempted and self.line and room and len(self.run) < self.slots:
+        while not preempted and self.line and self.line[0].ready <= now and room and len(self.run) < self.slots:
             tokens = self.start(self.line[0], room)
             if not tokens:
                 break
+            self.begun += 1
             self.run.append(self.line.pop(0))
             room -= tokens
         self.begin, self.end = (now, now + self.seconds()) if self.run else (-1.0, -1.0)
@@ -245,6 +253,7 @@ class StepwiseEngine:
             context=sum(one.fed for one in decoding),
             prefill=sum(tokens for _, tokens in read),
             pairs=pairs,
+            prompts=self.begun,
         )
         return seconds / self.speed
 

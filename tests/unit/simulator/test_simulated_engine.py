@@ -3,8 +3,9 @@
 from random import Random
 
 import pytest
+from msgspec.structs import replace
 
-from ebbtide.simulator.engines.engine_profile import StepCosts
+from ebbtide.simulator.engines.engine_profile import EngineDelays, StepCosts
 from ebbtide.simulator.engines.simulated_engine import SimulatedEngine
 from tests.unit.simulator.made_up_profiles import engine_profile
 from tests.unit.simulator.stepwise_engine import StepwiseEngine, Tokens
@@ -25,6 +26,7 @@ class Workload:
             sequence_s=draw.randrange(64) * TICK,
             context_s=draw.randrange(16) * TICK,
             pair_s=draw.randrange(4) * TICK,
+            prompt_s=draw.choice([0, draw.randrange(4096)]) * TICK,
         )
         self.block = draw.choice([1, 4, 16])
         tokens = draw.choice([160, 400, 4000])
@@ -38,6 +40,8 @@ class Workload:
             prefix_cache=draw.random() < 0.8,
             whole_prompt_fits=draw.random() < 0.7,
         )
+        delays = EngineDelays(admit_s=draw.choice([0, draw.randrange(50_000)]) * TICK)
+        self.profile = replace(self.profile, delays=delays)
         self.now = draw.randrange(100) * TICK
         speed = draw.choice([0.5, 1.0, 2.0])
         self.fast = SimulatedEngine(self.profile, slots=slots, now=self.now, speed=speed)

@@ -131,7 +131,10 @@ class EngineMeasuring:
         for start in range(0, tokens, room):
             part = min(room, tokens - start)
             pairs = part * start + part * (part + 1) // 2
-            groups.append(StepGroup(steps=1, batch=block.batch, context=context, prefill=part, pairs=pairs))
+            begun = 1 if start == 0 else 0
+            groups.append(
+                StepGroup(steps=1, batch=block.batch, context=context, prefill=part, pairs=pairs, prompts=begun)
+            )
         if steps > len(groups):
             groups.append(StepGroup(steps=steps - len(groups), batch=block.batch, context=context))
             self._note(watched.at - began, tuple(groups), streams)

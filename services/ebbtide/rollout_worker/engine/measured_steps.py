@@ -5,13 +5,14 @@ from msgspec import Struct
 
 class StepGroup(Struct, frozen=True, kw_only=True):
     """Like steps. `batch` sequences decode in each, with `context` tokens over all of them on average; `prefill` tokens
-    are read in each, which attend to `pairs` tokens over all of them."""
+    are read in each, which attend to `pairs` tokens over all of them; `prompts` sequences begin to be read in each."""
 
     steps: int
     batch: int
     context: float = 0.0
     prefill: int = 0
     pairs: int = 0
+    prompts: int = 0
 
 
 class MeasuredSteps(Struct, frozen=True, kw_only=True):

@@ -57,19 +57,20 @@ def fit_step_costs(observations: Sequence[MeasuredSteps]) -> tuple[StepCosts, Fi
         text = f"{len(observations)} measured intervals are too few to fit costs to; {_LEAST} are the least"
         raise InvalidRequest(text, field="observations")
     costs, errors = fit_costs(_matrix(observations), np.array([one.seconds for one in observations]))
-    base_s, token_s, sequence_s, context_s, pair_s = costs
+    base_s, token_s, sequence_s, context_s, pair_s, prompt_s = costs
     found = StepCosts(
         base_s=float(base_s),
         token_s=float(token_s),
         sequence_s=float(sequence_s),
         context_s=float(context_s),
         pair_s=float(pair_s),
+        prompt_s=float(prompt_s),
     )
     return found, fit_errors(errors)
 
 
 def _matrix(observations: Sequence[MeasuredSteps]) -> Array:
-    """What each observation computed: steps, tokens, sequences, contexts and pairs."""
+    """What each observation computed: steps, tokens, sequences, contexts, pairs and prompts."""
     return np.array(
         [
             [
@@ -78,6 +79,7 @@ def _matrix(observations: Sequence[MeasuredSteps]) -> Array:
                 sum(group.steps * group.batch for group in one.groups),
                 sum(group.steps * group.context for group in one.groups),
                 sum(group.steps * group.pairs for group in one.groups),
+                sum(group.steps * group.prompts for group in one.groups),
             ]
             for one in observations
         ],

@@ -23,18 +23,19 @@ class StepCosts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     sequence_s: Seconds = 0.0  # per decoding sequence, beyond that of its token
     context_s: Seconds = 0.0  # per token of context of a decoding sequence
     pair_s: Seconds = 0.0  # per pair of a prefilled token and a token that it attends to
+    prompt_s: Seconds = 0.0  # per sequence that begins to be read, whatever its length
     spare: Annotated[int, Meta(ge=0)] = 0  # tokens, and sequences, whose cost hides behind reading the weights
 
-    def step_s(self, *, batch: int, context: float, prefill: int = 0, pairs: int = 0) -> float:
+    def step_s(self, *, batch: int, context: float, prefill: int = 0, pairs: int = 0, prompts: int = 0) -> float:
         """Seconds of a step. `batch` sequences decode and attend to `context` tokens, over all of them; `prefill`
-        tokens are read, and attend to `pairs` tokens over all of them."""
+        tokens are read, and attend to `pairs` tokens over all of them; `prompts` sequences begin to be read."""
         tokens = batch + prefill
         experts_s = self.experts_s
         if experts_s:  # tokens choose their experts independently of each other
             experts_s *= 1.0 - (1.0 - self.expert_share) ** tokens
         fixed_s = self.base_s + self.weights_s + experts_s
         fixed_s += self.token_s * max(0, tokens - self.spare) + self.sequence_s * max(0, batch - self.spare)
-        return fixed_s + self.context_s * context + self.pair_s * pairs
+        return fixed_s + self.context_s * context + self.pair_s * pairs + self.prompt_s * prompts
 
 
 class KvCapacity(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -50,6 +51,7 @@ class EngineDelays(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """What an engine takes to be there. A gigabyte has 1e9 bytes."""
 
     start_s: Seconds = 0.0  # from the start of its process to its first token; no boot of the machine, no pull
+    admit_s: Seconds = 0.0  # from a sequence's assignment until a step may begin to read it
     stop_s: Seconds = 0.0  # from the wish to hold generation until it stands still
     install_s: Seconds = 0.0  # generation stands still for this and `install_s_per_gb` of weights
     install_s_per_gb: Seconds = 0.0

@@ -21,14 +21,18 @@ class EngineSequence:
         "parent",
         "prefix",
         "prompt",
+        "ready",
         "salt",
         "start",
         "started",
     )
 
-    def __init__(self, key: str, prompt: int, made: int, length: int, prefix: str, after: str, cached: int) -> None:
+    def __init__(
+        self, key: str, prompt: int, made: int, length: int, prefix: str, after: str, cached: int, ready: float
+    ) -> None:
         self.key, self.prompt, self.length = key, prompt, length
         self.prefix, self.after, self.cached = prefix, after, cached  # see `SimulatedEngine.admit`
+        self.ready = ready  # when a step may begin to read it, in the engine's own time
         self.made = made  # of the response when it last began to be read
         self.fed = 0  # read so far, those found in the cache included
         self.again = made > 0  # what it reads was read or made before, here or elsewhere

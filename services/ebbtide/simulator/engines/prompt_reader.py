@@ -15,13 +15,14 @@ _TAIL: Final = "\0"
 
 class PromptReader:
     """`room`: tokens that the step still has room for; `tokens`, `pairs`: what it reads, and the pairs of a token read
-    and one that it attends to; `complete`: the sequences that have been read whole when it ends."""
+    and one that it attends to; `begun`: sequences that it begins to read; `complete`: those that are whole when it
+    ends."""
 
     def __init__(self, profile: EngineProfile, prefixes: KvPrefixes) -> None:
         self._whole = profile.kv.whole_prompt_fits
         self._prefixes = prefixes
         self._cut: EngineSequence | None = None
-        self.room = self.tokens = self.pairs = 0
+        self.room = self.tokens = self.pairs = self.begun = 0
         self.complete: list[EngineSequence] = []
         self.read = self.reread = 0  # see `SimulatedEngine`
 
@@ -42,7 +43,7 @@ class PromptReader:
 
     def begin_step(self, room: int) -> None:
         """Goes on with the cut sequence, whose blocks are free."""
-        self.room, self.tokens, self.pairs, self.complete = room, 0, 0, []
+        self.room, self.tokens, self.pairs, self.begun, self.complete = room, 0, 0, 0, []
         if self._cut is not None:
             self._read(self._cut)
 
@@ -61,6 +62,7 @@ class PromptReader:
             prefixes.hold(parent)
         prefixes.take(prefixes.blocks_of(fed) - start)
         sequence.parent, sequence.start, sequence.fed, sequence.salt = parent, start, fed, prefixes.salt
+        self.begun += 1
         self._read(sequence)
         return True
 

@@ -97,8 +97,10 @@ def _engine_notes(
         "costs.sequence_s": f"the same / {fit.decode:g} (fitted) instead of {fit.prefill:g}, less token_s",
         "costs.context_s": f"{model.kv_bytes} B of a token (config.json) / bandwidth x {fit.contexts:g} (fitted)",
         "costs.pair_s": f"{pair} / {rate} / {fit.prefill:g} (assumed)",
+        "costs.prompt_s": "0: not published; measure it",
         "kv.tokens": f"({fit.memory:g} of {gpus} x {device.memory_bytes:.3g} B - {reserved}) / {model.kv_bytes} B",
         "delays.start_s": "0: a scenario's boot_s has it",
+        "delays.admit_s": "0: not published; measure it",
         "delays.install_s_per_gb": f"{gpus} x PCIe's {device.pcie:.3g} B/s (data sheet) x {fit.pcie:g} (assumed)",
         "delays.wake_s": "all weights over PCIe",
     }

@@ -128,7 +128,8 @@ class SimulatedEngine:
         if not 0 <= made < length or prompt < 1 or key in self._running or key in self._waiting:
             raise ValueError(f"{key}: {made} of {length} tokens behind a prompt of {prompt}, or it is here already")
         self._settle(now)
-        self._waiting[key] = EngineSequence(key, prompt, made, length, prefix, after, cached)
+        ready = self._at + self._profile.delays.admit_s
+        self._waiting[key] = EngineSequence(key, prompt, made, length, prefix, after, cached, ready)
         if len(self._waiting) == 1:  # else the first one lacks a slot or memory, and this one comes behind it
             self._finish_step()
             self._wake()
@@ -154,7 +155,9 @@ class SimulatedEngine:
         when a part of a prompt is read: then ask again."""
         if self._events:
             return self._events[0].at
-        return self._run.end + self._late if self._run and self._held_at is None else inf
+        if self._held_at is not None:
+            return inf
+        return self._next_at + self._late
 
     def made(self, key: str) -> int:
         """Tokens of a sequence's response by the last call."""
@@ -208,17 +211,29 @@ class SimulatedEngine:
         """Computes until `now`."""
         if self._held_at is not None:
             return
-        self._at = max(self._at, now - self._late)
-        self._wake()
-        # `next_event` adds what is subtracted here, and rounding may leave the end a trifle behind.
-        while self._run is not None and (self._run.end <= self._at or self._run.end + self._late <= now):
-            self._at = max(self._at, self._run.end)
-            self._end_run(self._run)
+        until = max(self._at, now - self._late)
+        while self._next_at <= until or self._next_at + self._late <= now:  # rounding may leave it a trifle behind
+            self._at = max(self._at, self._next_at)
+            if self._run is not None:
+                self._end_run(self._run)
+            else:
+                self._plan(self._at)
+        self._at = max(self._at, until)
         if self._run is not None:
             self._run.follow(self._at)
 
+    @property
+    def _next_at(self) -> float:
+        """When the run of steps under way ends; if there is none, when one begins. In its own time."""
+        return self._run.end if self._run else max(self._at, self._ready)
+
+    @property
+    def _ready(self) -> float:
+        """When the first waiting sequence may be read; inf if none waits."""
+        return next(iter(self._waiting.values())).ready if self._waiting else inf
+
     def _wake(self) -> None:
-        if self._run is None and self._waiting and self._held_at is None:
+        if self._run is None and self._held_at is None and self._ready <= self._at:
             self._plan(self._at)
 
     def _finish_step(self) -> None:
@@ -275,14 +290,25 @@ class SimulatedEngine:
         self._prefixes.take(self._batch.new_blocks(step))
         self._reader.begin_step(self._room)
         if not preempted:
-            self._start_waiting()
+            self._start_waiting(now)
         self._joining = self._reader.complete
         if not self._running:
             return
         costs, size, reader = self._profile.costs, self._batch.size, self._reader
-        first_s = costs.step_s(batch=size, context=self._batch.context(step), prefill=reader.tokens, pairs=reader.pairs)
+        first_s = costs.step_s(
+            batch=size,
+            context=self._batch.context(step),
+            prefill=reader.tokens,
+            pairs=reader.pairs,
+            prompts=reader.begun,
+        )
+        first_s /= self._speed
+        growth_s = costs.context_s * size / self._speed
         steps = 1 if reader.tokens or preempted else self._steps_alike(step)
-        self._run = StepRun(now, steps, first_s / self._speed, costs.context_s * size / self._speed)
+        run = StepRun(now, steps, first_s, growth_s)
+        if now < self._ready < run.end and len(self._running) < self._slots:
+            run = StepRun(now, run.steps_until(self._ready), first_s, growth_s)  # then the waiting one may join
+        self._run = run
 
     @property
     def _room(self) -> int:
@@ -306,8 +332,8 @@ class SimulatedEngine:
             self._events.append(EngineEvent(now + self._late, EngineEventKind.PREEMPTED, sequence.key))
         return preempted
 
-    def _start_waiting(self) -> None:
-        while self._waiting and self._reader.room and len(self._running) < self._slots:
+    def _start_waiting(self, now: float) -> None:
+        while self._ready <= now and self._reader.room and len(self._running) < self._slots:
             key, sequence = next(iter(self._waiting.items()))
             if not self._reader.start(sequence):
                 return

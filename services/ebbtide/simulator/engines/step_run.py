@@ -36,6 +36,11 @@ class StepRun:
             done += 1
         self.done = done
 
+    def steps_until(self, at: float) -> int:
+        """The fewest steps that do not end before `at`, which is within the run."""
+        self.follow(at)
+        return self.done + (self.after(self.done) < at)
+
     def _estimate(self, elapsed: float) -> int:
         """The root of the closed form, which rounding may put one step off."""
         if elapsed <= 0.0:
