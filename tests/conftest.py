@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 from xdist.scheduler import LoadFileScheduling
 
 from ebbtide.testing import EmbeddedRedis
@@ -35,6 +36,14 @@ class ByFile(LoadFileScheduling):  # type: ignore[misc]  # a class without types
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile | None:
     return ByFile(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+@pytest.fixture(autouse=True)
+def logs_as_they_were() -> Iterator[None]:
+    """A program that a test runs in this process may say which logs there are; the next test has all of them again."""
+    before = structlog.get_config()
+    yield
+    structlog.configure(**before)
 
 
 @pytest.fixture(scope="session")
