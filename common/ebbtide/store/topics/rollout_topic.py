@@ -53,7 +53,8 @@ class RolloutTopic(Topic):
                 await asyncio.sleep(0)  # other calls have their turn
             bare = msgspec.structs.replace(request, prompt_ids=b"")
             origin = f"{request.group_id} {request.episode_id} {request.turn}"
-            parts += [request.rollout_id, body_digest(request), _KINDS[request.kind], pack(bare), request.prompt_ids, origin]
+            parts += [request.rollout_id, body_digest(request), _KINDS[request.kind]]
+            parts += [pack(bare), request.prompt_ids, origin]
         try:
             found = await self._leased("submit", lease, quota_bytes, max_open, *_order_columns(order), *parts)
         except StoreRefused as refused:

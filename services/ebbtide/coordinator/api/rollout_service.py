@@ -13,7 +13,7 @@ from ebbtide.coordinator.api.request_checks import (
     check_rollouts,
 )
 from ebbtide.coordinator.coordinator_parts import CoordinatorParts
-from ebbtide.coordinator.state.attempt_records import new_entry
+from ebbtide.coordinator.state.attempt_records import new_entry, place_of_group
 from ebbtide.coordinator.state.notifier import follow, notified_or_late
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.errors import EbbtideError, InvalidRequest, NotFound, StoreUnavailable
@@ -67,7 +67,7 @@ class RolloutService:
             if request.rollout_id in run.unconfirmed:
                 run.mark_stale()  # its worker continues it
             elif row.outcome is SubmitOutcome.ACCEPTED:
-                group = run.group_place(request.group_id, row.place)
+                group = place_of_group(run, request, row.place)
                 length = len(request.prompt_ids) // 4
                 run.admit(new_entry(request, place=row.place, group=group, length=length, now=self._state.clock()))
             elif row.state is RolloutState.QUEUED and request.rollout_id not in run.queue:
