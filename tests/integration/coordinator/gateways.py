@@ -54,7 +54,7 @@ def branch(episode_id: str, rollouts: int) -> Trajectory:
 async def pass_time(cluster: Cluster, seconds: float, run_id: str = "r") -> None:
     """Have everything that requests and sessions left behind be older, and delete what is due by now."""
     link = cluster.coordinator.link
-    for name in ("REQUESTS", "IDLE", "OVER"):
+    for name in ("REQUESTS", "IDLE", "OVER", "GONE"):
         key = run_key(run_id, name)
         for member in await link.call("ZRANGE", key, 0, -1):
             await link.call("ZINCRBY", key, round(-seconds * 1000), member)
@@ -65,5 +65,17 @@ async def keys(cluster: Cluster, run_id: str = "r") -> set[str]:
     """The suffixes of the run's keys that requests and sessions have."""
     link, prefix = cluster.coordinator.link, run_key(run_id, "RUN").removesuffix("run")
     names = {name.decode().removeprefix(prefix) for name in await link.call("KEYS", f"{prefix}*")}
-    own = ("rollout:", "tokens:", "requests", "sessions", "idle", "over", "session:", "turn", "kept", "gateways")
-    return {name for name in names if name.startswith(own)}
+    own = (
+        "rollout:",
+        "tokens:",
+        "requests",
+        "sessions",
+        "idle",
+        "over",
+        "session:",
+        "turn",
+        "kept",
+        "gateways",
+        "gone",
+    )
+    return {name for name in names if name.startswith(own) and name != "requestspans"}

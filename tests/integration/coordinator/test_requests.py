@@ -115,6 +115,8 @@ async def test_a_finished_request_is_kept_for_its_time_and_then_deleted(cluster:
         with pytest.raises(NotFound, match="rollout a is not here"):
             await answer(lease, "a")
         assert await lease.submit_rollouts([asked("a")]) == [COMPLETED]
+        assert await keys(cluster) == {"rollout:open", "gateways", "gone"}
+        await pass_time(cluster, 610)  # late repeats are recognised no longer
         assert await keys(cluster) == {"rollout:open", "gateways"}
     counters = (await run.get()).counters
     assert [counters[name] for name in ("requests_completed", "finished", "running", "bytes")] == [1, 0, 1, 12]
@@ -232,13 +234,16 @@ async def test_the_end_of_a_run_ends_its_requests_and_deletes_them(cluster: Any)
     assert await keys(cluster) == set()
 
 
-async def test_a_span_says_that_it_was_of_a_request(cluster: Any) -> None:
-    await cluster.run()
+async def test_requests_have_a_timeline_of_their_own(cluster: Any) -> None:
+    run = await cluster.run()
     worker = await cluster.worker("w1")
     async with gateway(cluster) as lease:
         await lease.submit_rollouts([asked("a", sampling=Sampling(max_tokens=4))])
         await worker.has("a")
         await worker.add("a", 0, 4, STOP)
-    call = cluster.runs.ReadTimeline(runs_pb2.ReadTimelineRequest(run_id="r"))
-    (span,) = [span async for span in call]
-    assert (span.request, span.evaluation, span.rollout_id) == (True, False, "a")
+    await run.submit("t")
+    await worker.has("t")
+    await worker.add("t", 0, 4, STOP)
+    for requests, rollout_id in ((True, "a"), (False, "t")):
+        call = cluster.runs.ReadTimeline(runs_pb2.ReadTimelineRequest(run_id="r", requests=requests))
+        assert [(span.request, span.rollout_id) async for span in call] == [(requests, rollout_id)]

@@ -138,11 +138,13 @@ async def test_the_rollouts_of_a_session_are_kept_as_long_as_it_is_and_no_longer
         assert await lease.submit_rollouts([asked("done"), asked("unsent")]) == [COMPLETED, COMPLETED]
         ended = (await lease.read_turns("s", OWNER)).session
         assert (ended.state, ended.drop_reason, ended.turns) == (DROPPED, "not_wanted", 1)
-        assert await keys(cluster) == {"session:s", "sessions", "over", "gateways"}
+        assert await keys(cluster) == {"session:s", "sessions", "over", "gateways", "gone"}
         await pass_time(cluster, 601)
-        assert await keys(cluster) == {"gateways"}
+        assert await keys(cluster) == {"gateways", "gone"}
         with pytest.raises(NotReady, match="has ended, and was forgotten"):
             await lease.open_session("s", OWNER)
+        await pass_time(cluster, 601)
+        assert await keys(cluster) == {"gateways"}
     counters = (await run.get()).counters
     assert [counters[name] for name in ("bytes", "running", "finished", "sessions_dropped")] == [0, 0, 0, 1]
 

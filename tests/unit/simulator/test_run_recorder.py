@@ -24,13 +24,6 @@ def test_steps_that_are_over_are_kept_with_each_rollouts_group_prompt_and_length
     assert (recorded.spec.groups_per_step, recorded.spec.group_size, recorded.spec.steps) == (2, 2, 3)
 
 
-def test_requests_of_gateways_are_left_out() -> None:
-    run, spans, events, listed = history()
-    request = replace(span("e0.q", "w2", 5.0, 6.0, 64, step=None), request=True)
-    recorded = record_run(run, [request, *spans], events, listed)
-    assert (recorded.rollouts, recorded.left_out.requests) == (record_run(*history()).rollouts, 1)
-
-
 def test_steps_have_their_begin_their_end_and_what_the_trainer_reported() -> None:
     first, second = record_run(*history()).steps
     assert (first.step, first.opened_s, first.announced_s) == (0, 10.0, 100.0)

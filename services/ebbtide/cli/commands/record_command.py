@@ -46,7 +46,6 @@ def write_recording(recorded: RecordedRun, file: Path) -> str:
     left_out = recorded.left_out
     parts = {
         "of evaluation": left_out.evaluation,
-        "of gateways": left_out.requests,
         "unfinished": left_out.unfinished,
         "of steps that are not whole": left_out.of_partial_steps,
     }

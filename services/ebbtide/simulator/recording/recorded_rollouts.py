@@ -35,14 +35,12 @@ def gather_rollouts(
     that were submitted without a step belong to steps of `groups_per_step` groups, in the order of their begin.
     """
     by_rollout: dict[str, list[AttemptSpan]] = defaultdict(list)
-    evaluation, requests, first_end_s = set[str](), set[str](), 0.0
+    evaluation, first_end_s = set[str](), 0.0
     for span in spans:
-        if not by_rollout and not evaluation and not requests:
+        if not by_rollout and not evaluation:
             first_end_s = span.end_s
         if span.evaluation:
             evaluation.add(span.rollout_id)
-        elif span.request:
-            requests.add(span.rollout_id)
         else:
             by_rollout[span.rollout_id].append(span)
     rollouts = _placed({name: sorted(found, key=_order) for name, found in by_rollout.items()}, batch)
@@ -54,10 +52,7 @@ def gather_rollouts(
     kept = [one for one in rollouts if one.step in whole and one.last.finished]
     unfinished = sum(not one.last.finished for one in rollouts)
     left_out = LeftOut(
-        evaluation=len(evaluation),
-        requests=len(requests),
-        unfinished=unfinished,
-        of_partial_steps=len(rollouts) - unfinished - len(kept),
+        evaluation=len(evaluation), unfinished=unfinished, of_partial_steps=len(rollouts) - unfinished - len(kept)
     )
     generated_s: dict[int, float] = defaultdict(float)
     for one in kept:

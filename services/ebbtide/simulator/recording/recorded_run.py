@@ -110,7 +110,6 @@ class LeftOut(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     evaluation: Count = 0
     unfinished: Count = 0  # cancelled, or still under way
-    requests: Count = 0  # of gateways' clients
     of_partial_steps: Count = 0  # their steps were under way, or the store no longer had all of their attempts
 
 
