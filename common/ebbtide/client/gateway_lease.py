@@ -6,10 +6,12 @@ was acknowledged: another one submits the same rollouts again, under the same id
 
 from collections.abc import AsyncGenerator
 
-from ebbtide.client.rollout_lease import RolloutLease
+import msgspec
+
+from ebbtide.client.rollout_lease import RolloutLease, in_batches, trajectory_size
 from ebbtide.client.service_peer import ServicePeer
 from ebbtide.types.rollout import TokenChunk
-from ebbtide.types.session import Session, SessionEnd, SessionTurn, TurnPage
+from ebbtide.types.session import Session, SessionEnd, SessionState, SessionTurn, TurnPage
 from ebbtide.v1 import rollouts_pb2, runs_pb2, sessions_pb2
 from ebbtide.v1.sessions_pb2_grpc import SessionsStub
 from ebbtide.wire.record_conversion import from_proto, to_proto
@@ -91,8 +93,18 @@ class GatewayLease(RolloutLease):
     async def end_session(self, how: SessionEnd) -> Session:
         """End a session as trajectories of the run or dropped, or return how it ended. Its rollouts are deleted.
 
-        Raises `NotFound`, and `InvalidRequest` naming the field of a trajectory.
+        Trajectories that do not fit into one message travel in several. Raises `NotFound`, and `InvalidRequest` naming
+        the field of a trajectory.
         """
+        *first, last = list(in_batches(how.trajectories, trajectory_size)) or [[]]
+        for batch in first:
+            part = SessionEnd(session_id=how.session_id, owner=how.owner, trajectories=tuple(batch), more=True)
+            session = await self._end(part)
+            if session.state is not SessionState.OPEN:
+                return session
+        return await self._end(msgspec.structs.replace(how, trajectories=tuple(last)))
+
+    async def _end(self, how: SessionEnd) -> Session:
         request = to_proto(how, sessions_pb2.EndSessionRequest)
         request.lease.CopyFrom(self._fence)
         return from_proto(await self._kept(self._sessions.EndSession, request), Session)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from ebbtide.client.held_lease import LEAVE_S
-from ebbtide.client.rollout_lease import RolloutLease, in_batches
+from ebbtide.client.rollout_lease import RolloutLease, in_batches, trajectory_size
 from ebbtide.client.service_peer import ServicePeer
 from ebbtide.errors import EbbtideError, InvalidRequest
 from ebbtide.rpc.channel import DURABLE_TIMEOUT_S
@@ -169,6 +169,5 @@ def _config(model: str) -> bytes:
 
 
 def _episode_size(episode: Episode) -> int:
-    end = episode.trajectory
     ids = sum(len(name) + 2 for name in episode.rollout_ids)
-    return 256 + ids + (len(end.prompt_ids) + len(end.tokens) + len(end.loss_mask) if end else 0)
+    return ids + (trajectory_size(episode.trajectory) if episode.trajectory else 256)

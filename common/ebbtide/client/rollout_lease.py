@@ -6,7 +6,7 @@ from typing import Final, TypeVar
 from ebbtide.client.held_lease import HeldLease
 from ebbtide.client.service_peer import ServicePeer
 from ebbtide.errors import NoCapacity
-from ebbtide.types.rollout import RolloutRequest, SubmitOrder, SubmitOutcome
+from ebbtide.types.rollout import RolloutRequest, SubmitOrder, SubmitOutcome, Trajectory
 from ebbtide.v1 import rollouts_pb2, runs_pb2
 from ebbtide.v1.rollouts_pb2_grpc import RolloutsStub
 from ebbtide.wire.record_conversion import to_proto
@@ -87,3 +87,8 @@ def in_batches(items: Iterable[T], size: Callable[[T], int] = lambda _: 0) -> It
         total += weight
     if batch:
         yield batch
+
+
+def trajectory_size(end: Trajectory) -> int:
+    """Bytes that a trajectory takes in a message, about."""
+    return 256 + len(end.prompt_ids) + len(end.tokens) + len(end.loss_mask)

@@ -100,6 +100,9 @@ RUN_KEYS: Final[dict[str, str]] = {
     "TURN_IDS": "turnids:",
     # list per session: its rollouts. Ends with the session. Owner: add_turn.
     "KEPT": "kept:",
+    # hash per session: episode -> "ROLLOUTS TRAJECTORY" of a branch that came before its end: how many rollouts it
+    # counts for, and the packed trajectory. Ends with the session. Owner: end_session.
+    "BRANCHES": "branches:",
     # hash: rollout -> the open session that keeps it. Owner: add_turn, lib.
     "KEPT_BY": "keptby",
     # string per rollout: its token records so far. Owner: append. Ends with ROLLOUT.

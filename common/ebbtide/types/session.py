@@ -63,3 +63,4 @@ class SessionEnd(Struct, frozen=True, kw_only=True):
     trajectories: Annotated[tuple[Trajectory, ...], Meta(max_length=MAX_TURNS)] = ()
     drop_reason: str = ""
     record: bytes = b""  # takes the place of the session's, unless it is empty
+    more: bool = False  # further trajectories follow: until the last call the session stays open

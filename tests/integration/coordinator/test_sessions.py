@@ -3,6 +3,7 @@
 import asyncio
 from typing import Any
 
+import msgspec
 import pytest
 
 from ebbtide.errors import AlreadyExists, InvalidRequest, LeaseSuperseded, NoCapacity, NotFound, NotReady
@@ -178,6 +179,35 @@ async def test_a_session_that_becomes_trajectories_enters_the_accounts_of_traini
     counters = (await run.finish()).counters
     names = ("submitted", "trained", "dropped", "requests_submitted", "sessions_completed", "trajectories")
     assert [counters[name] for name in names] == [3, 2, 1, 3, 1, 0]
+
+
+async def test_branches_that_fill_several_messages_become_trajectories_together(cluster: Any) -> None:
+    run = await cluster.run()
+    long = [tokens(0, 150_000), tokens(5, 150_000), tokens(9, 10)]
+    branches = [
+        msgspec.structs.replace(branch(f"s.{number}", 1), tokens=one, loss_mask=bytes(len(one) // 12))
+        for number, one in enumerate(long)
+    ]
+    async with gateway(cluster) as lease:
+        await lease.open_session("s", OWNER)
+        await lease.add_turn("s", OWNER, turn("t1", "a", "b", "c"))
+        part = SessionEnd(session_id="s", owner=OWNER, trajectories=(branches[0],), more=True)
+        assert (await lease.end_session(part)).state is OPEN  # by a gateway that dies then
+        assert await run.count("trajectories") == 0
+        whole = SessionEnd(session_id="s", owner=OWNER, trajectories=tuple(branches), record=b"reward")
+        assert (await lease.end_session(whole)).record == b"reward"
+        await lease.open_session("dropped", OWNER)
+        await lease.add_turn("dropped", OWNER, turn("t1", "d"))
+        other = SessionEnd(session_id="dropped", owner=OWNER, trajectories=(branch("dropped", 1),), more=True)
+        await lease.end_session(other)
+        assert (await lease.end_session(drop("dropped", "x"))).state is DROPPED
+    found = await run.trajectories(3)
+    assert [(one.episode_id, one.tokens) for one in found] == [(f"s.{n}", one) for n, one in enumerate(long)]
+    await run.commit(*(one.cursor for one in found))
+    await pass_time(cluster, 601)
+    await pass_time(cluster, 601)
+    counters = (await run.get()).counters
+    assert [counters[name] for name in ("submitted", "trained", "trajectories", "bytes")] == [3, 3, 0, 0]
 
 
 async def test_a_session_that_nobody_goes_on_with_is_dropped_after_its_time(cluster: Any) -> None:

@@ -302,7 +302,7 @@ local function end_session(id, state, reason, out)
     if kind == 'request' then redis.call('ZADD', REQUESTS, '-inf', rollout)
     elseif not kind then mark_gone('r:' .. rollout) end  -- it was not submitted yet
   end
-  redis.call('UNLINK', TURNS .. id, TURN_IDS .. id, KEPT .. id)
+  redis.call('UNLINK', TURNS .. id, TURN_IDS .. id, KEPT .. id, BRANCHES .. id)
   local r = redis.call('HMGET', SESSION .. id, 'held', 'record')
   local held = #r[2] + SESSION_BYTES
   redis.call('HSET', SESSION .. id, 'state', state, 'reason', reason, 'held', held)

@@ -80,11 +80,11 @@ class SessionTopic(Topic):
         )
 
     async def end(self, lease: LeaseRef, how: SessionEnd) -> EndedSession:
-        """End a session, or return how it ended. Raises `InvalidRequest` if its trajectories count for more rollouts
-        than it has.
+        """End a session, or return how it ended. If more trajectories follow, it stays open, and these are kept. Raises
+        `InvalidRequest` if all of them count for more rollouts than it has.
         """
-        branches = [part for one in how.trajectories for part in (pack(one), one.rollouts)]
-        about = how.session_id, how.owner, how.drop_reason, how.record
+        branches = [part for one in how.trajectories for part in (one.episode_id, pack(one), one.rollouts)]
+        about = how.session_id, how.owner, how.drop_reason, how.record, int(how.more)
         try:
             row, *ended = await self._leased("end_session", lease, *about, *branches)
         except StoreRefused as refused:

@@ -68,7 +68,9 @@ class SessionService:
         return msgspec.structs.replace(page, session=self._told(page.session))
 
     async def end(self, lease: LeaseRef, how: SessionEnd) -> Session:
-        """End a session as trajectories or dropped, or return how it ended. Its rollouts stop, and are deleted."""
+        """End a session as trajectories or dropped, or return how it ended. Its rollouts stop, and are deleted. While
+        more trajectories follow, it stays open.
+        """
         _check_writer(lease)
         _check_session(how.session_id, how.owner)
         _check_end(how)
@@ -78,9 +80,10 @@ class SessionService:
     async def _end(self, run: RunState, lease: LeaseRef, how: SessionEnd) -> Session:
         with in_doubt(self._state, NotFound, InvalidRequest):
             done = await self._store.sessions.end(lease, how)
-        self._retention.forget(run, done.ended)
-        run.forget_episode(how.session_id)
-        self._notifier.notify("trajectories", run.run_id)
+        if done.session.state is not SessionState.OPEN:
+            self._retention.forget(run, done.ended)
+            run.forget_episode(how.session_id)
+            self._notifier.notify("trajectories", run.run_id)
         return self._told(done.session)
 
     async def list(self, lease: LeaseRef, owner: str, cursor: str) -> AsyncGenerator[tuple[str, Session], None]:
@@ -140,6 +143,8 @@ def _check_end(how: SessionEnd) -> None:
     _check_size(how.record, MAX_SESSION_RECORD)
     if bool(how.drop_reason) is bool(how.trajectories):
         raise InvalidRequest("give either trajectories or a drop_reason", field="drop_reason")
+    if how.more and how.record:
+        raise InvalidRequest("give it with the last trajectories", field="record")
     seen = set[str]()
     for index, one in enumerate(how.trajectories):
         field = f"trajectories[{index}]"
