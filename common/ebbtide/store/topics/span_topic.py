@@ -14,9 +14,11 @@ PAGE: Final = 512
 
 
 class SpanTopic(Topic):
-    async def page(self, run_id: str, cursor: str) -> list[AttemptSpan]:
-        """Up to `PAGE` spans after `cursor` (empty: from the first one kept), in the order of their ends."""
-        key = run_key(run_id, "SPANS")
+    async def page(self, run_id: str, cursor: str, *, requests: bool = False) -> list[AttemptSpan]:
+        """Up to `PAGE` spans after `cursor` (empty: from the first one kept), in the order of their ends. `requests`:
+        those of gateways' requests, which have a stream and cursors of their own, instead of all others.
+        """
+        key = run_key(run_id, "REQUEST_SPANS" if requests else "SPANS")
         entries = await self._link.call("XRANGE", key, f"({cursor or '0-0'}", "+", "COUNT", PAGE)
         return [_span(entry.decode(), fields) for entry, fields in entries]
 
@@ -47,6 +49,7 @@ def _span(cursor: str, fields: list[bytes]) -> AttemptSpan:
         episode_id=episode,
         turn=int(turn),
         evaluation=have.get(b"k") == b"eval",
+        request=have.get(b"k") == b"request",
         prompt_tokens=int(have.get(b"p", 0)),
         step=int(have[b"s"]) if have.get(b"s") else None,
     )

@@ -33,7 +33,14 @@ def new_entry(request: RolloutRequest, *, place: int, group: int, length: int, n
         budget=request.sampling.max_tokens,
         group=group,
         evaluation=request.kind is RolloutKind.EVAL,
+        request=request.kind is RolloutKind.REQUEST,
+        interactive=request.interactive,
     )
+
+
+def place_of_group(run: RunState, request: RolloutRequest, place: int) -> int:
+    """The place of the group's first rollout, for `new_entry`. Requests go by their own place, whatever their group."""
+    return place if request.kind is RolloutKind.REQUEST else run.group_place(request.group_id, place)
 
 
 @lru_cache(1024)

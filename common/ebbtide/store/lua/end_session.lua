@@ -1,0 +1,53 @@
+-- ARGV: term, role, fence, session, owner, drop reason ('' if it becomes trajectories), record ('' to leave it), '1' if more trajectories
+-- follow in another call, then episode, packed trajectory, number of rollouts that it counts for of each. Ends a session, once: from
+-- here on these rollouts count as training ones. If more follow, the trajectories are kept until then. Returns {its row, then id,
+-- attempt or '' of each rollout that was open, in turn}.
+local bad = barred(ARGV[1], ARGV[2], ARGV[3]); if bad then return bad end
+local id, branches = ARGV[4], BRANCHES .. ARGV[4]
+local row = session_row(id, ARGV[5])
+if not row then return refuse('SESSION') end
+if row[4] ~= 'open' then return {row} end
+if ARGV[8] == '1' then
+  local bytes = 0
+  for at = 9, #ARGV, 3 do
+    local branch = ARGV[at + 2] .. ' ' .. ARGV[at + 1]
+    bytes = bytes + #branch - redis.call('HSTRLEN', branches, ARGV[at])
+    redis.call('HSET', branches, ARGV[at], branch)
+  end
+  redis.call('HINCRBY', SESSION .. id, 'held', bytes)
+  redis.call('ZADD', IDLE, age(), id)
+  count('bytes', bytes)
+  settle()
+  return {session_row(id, '')}
+end
+local made, names, counted = {}, {}, 0
+if ARGV[6] == '' then
+  local before = redis.call('HGETALL', branches)
+  for i = 1, #before, 2 do
+    local n, data = string.match(before[i + 1], '^(%d+) (.*)$')
+    made[before[i]] = {tonumber(n), data}
+  end
+end
+for at = 9, #ARGV, 3 do made[ARGV[at]] = {tonumber(ARGV[at + 2]), ARGV[at + 1]} end
+for name, branch in pairs(made) do
+  names[#names + 1] = name
+  counted = counted + branch[1]
+end
+local rollouts = redis.call('LLEN', KEPT .. id)
+if counted > rollouts then return refuse('COUNTED', tostring(rollouts)) end
+table.sort(names)
+local ran = {}
+redis.call('ZREM', IDLE, id)  -- first: a store that is out of memory allows it, and then what follows
+if ARGV[7] ~= '' then redis.call('HSET', SESSION .. id, 'record', ARGV[7]) end
+end_session(id, ARGV[6] == '' and 'completed' or 'dropped', ARGV[6], ran)
+for _, name in ipairs(names) do
+  local n, data = made[name][1], made[name][2]
+  redis.call('XADD', TRAJECTORIES, '*', 'n', n, 'data', data, 'at', string.format('%.0f', now_ms()))
+  count('submitted', n)
+  count('trajectories', n)
+  count('bytes', #data)
+end
+settle()
+local out = {session_row(id, '')}
+for i = 1, #ran do out[i + 1] = ran[i] end
+return out
