@@ -69,12 +69,11 @@ class VllmOutputParser:
         if self._failed:
             return OutputDelta()
         made = self._parsed("", [], finished=True)
-        tool_parser = self._parser.tool_parser
-        if self._calls and not made.tool_calls and tool_parser is not None:
-            # vLLM's server appends what is left to the last part, which was returned here before the end was known.
-            if left := tool_parser.get_remaining_unstreamed_args():
-                rest = (ToolCallDelta(index=max(self._calls), arguments=left),)
-                return OutputDelta(made.reasoning, made.content, rest)
+        tool_parser = self._parser.tool_parser if self._calls and not made.tool_calls else None
+        # vLLM's server appends what is left to the last part, which was returned here before the end was known.
+        if tool_parser is not None and (left := tool_parser.get_remaining_unstreamed_args()):
+            rest = (ToolCallDelta(index=max(self._calls), arguments=left),)
+            return OutputDelta(made.reasoning, made.content, rest)
         return made
 
     def whole(self, text: str, ids: Sequence[int]) -> OutputDelta:
@@ -82,7 +81,7 @@ class VllmOutputParser:
             reasoning, content, calls = self._parser.parse(
                 text, self._request, enable_auto_tools=self._tools, model_output_token_ids=[int(one) for one in ids]
             )
-        except Exception:
+        except Exception:  # noqa: BLE001  # parsers of others
             _log.exception("parsing a response failed: all of it is content")
             return OutputDelta(content=text)
         made = [
@@ -96,7 +95,7 @@ class VllmOutputParser:
             delta = self._parser.parse_delta(
                 text, ids, self._request, prompt_token_ids=self._prompt_ids, finished=finished
             )
-        except Exception:
+        except Exception:  # noqa: BLE001  # parsers of others
             _log.exception("parsing a response failed: the rest of it is content")
             self._failed = True
             return OutputDelta(content=text)
