@@ -244,9 +244,16 @@ def test_text_that_follows_gets_no_space_before_it(sandbox: TemplateSandbox) -> 
     text = model_text(fallback_tokenizer(), sandbox)
     hello = text.encode("Hello", special=False)
     assert text.decode([*hello, *text.encode("dog", special=False)], skip_special=False) == "Hello dog"
+    for following in ("dog", " dog", "\ndog", f"{END}\n{START}user\n", "漢"):
+        ids = [*hello, *text.encode_following(following, hello[-1])]
+        assert text.decode(ids, skip_special=False) == text.decode(
+            text.encode("Hello" + following, special=False), skip_special=False
+        )
+    end = text.encode(END, special=False)
+    assert [*end, *text.encode_following("dog", end[-1])] == text.encode(END + "dog", special=False)
     byte_level = model_text(byte_level_tokenizer(), sandbox)
     for following in ("dog", " dog", f"{END}\n{START}user\n", ""):
-        assert byte_level.encode_following(following) == byte_level.encode(following, special=False)
+        assert byte_level.encode_following(following, 5) == byte_level.encode(following, special=False)
 
 
 def test_many_threads_share_one_model(sandbox: TemplateSandbox) -> None:

@@ -1,0 +1,142 @@
+"""Finds which sampled tokens a prompt's text repeats, so that encoding never changes them. Pure.
+
+Encoding the text of a conversation anew gives other ids than those sampled: a tokenizer cuts text its own way, and
+templates write JSON their own way. So the ids of an earlier path stand for its text wherever that is certainly what
+the client sent, and only what follows is encoded. What is not certain is encoded anew, and counted.
+"""
+
+import json
+from collections.abc import Collection, Sequence
+from typing import Final, Protocol
+
+from msgspec import Struct
+
+from ebbtide.gateway.sessions.message_digests import json_value, text_digest
+
+#: Braces that begin no JSON object. An answer with more of them counts as another one.
+_MAX_BRACES: Final = 64
+#: Ids before a response that its first character may depend on.
+_CONTEXT: Final = 8
+
+
+class TextStream(Protocol):
+    def push(self, ids: Sequence[int]) -> str: ...
+    def end(self) -> str: ...
+
+
+class TextCodec(Protocol):
+    """What matching needs of a model's tokenizer."""
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]: ...
+    def encode(self, text: str, *, special: bool) -> list[int]: ...
+    def encode_following(self, text: str, after: int) -> list[int]: ...
+    def token_text(self, token_id: int) -> str: ...
+    def detokenizer(
+        self, prompt_ids: Sequence[int], *, skip_special: bool, hidden_ends: Collection[int] | None = None
+    ) -> TextStream: ...
+
+
+class RenderedHistory(Struct, frozen=True):
+    """What the chat template makes of a conversation that goes on behind an earlier answer."""
+
+    answered: str
+    """Of the messages up to and with that answer, without the opening of a response."""
+    whole: str
+    """Of all messages, with that opening."""
+
+
+class EarlierAnswer(Struct, frozen=True, kw_only=True):
+    """A completion as it was sampled. `text` and `text_bytes` are those of its turn's record."""
+
+    prompt_ids: Sequence[int]
+    sampled: Sequence[int]
+    text: bytes
+    text_bytes: int
+
+
+def continued_ids(answer: EarlierAnswer, rendered: RenderedHistory, codec: TextCodec) -> list[int] | None:
+    """Returns the ids of the whole prompt, or None if those sampled do not stand for what the template renders.
+
+    They do if the template renders the answer's prompt and the answer just as they were, but for white space and for
+    the spelling of JSON: a template that leaves out reasoning, or rewrites a message once others follow, asks for
+    another prompt than the one that the model answered.
+    """
+    if not rendered.whole.startswith(rendered.answered):
+        return None
+    answered = rendered.answered.encode()
+    if answer.text_bytes == 0 or text_digest(answered[: answer.text_bytes]) != answer.text:
+        return None
+    parts = _parted(answer, answered[answer.text_bytes :].decode(), codec)
+    if parts is None:
+        return None
+    said, tail = parts
+    ids = [*answer.prompt_ids, *said]
+    return [*ids, *codec.encode_following(tail + rendered.whole[len(rendered.answered) :], ids[-1])]
+
+
+def response_text(prompt_ids: Sequence[int], sampled: Sequence[int], codec: TextCodec) -> str:
+    """The text of sampled ids, special tokens included."""
+    stream = codec.detokenizer(prompt_ids[-_CONTEXT:], skip_special=False, hidden_ends=())
+    return stream.push(sampled) + stream.end()
+
+
+def without_ends(sampled: Sequence[int], codec: TextCodec) -> list[int]:
+    """Sampled ids up to the tokens that end the response."""
+    count = len(sampled)
+    while count and sampled[count - 1] in codec.eos_ids:
+        count -= 1
+    return list(sampled[:count])
+
+
+def _parted(answer: EarlierAnswer, rendered: str, codec: TextCodec) -> tuple[list[int], str] | None:
+    """Parts the rendered answer into ids and what the template puts behind them.
+
+    The ids are those sampled, and the template's end token if another or none was sampled; without any end token if
+    the template has none.
+    """
+    unended = without_ends(answer.sampled, codec)
+    said = response_text(answer.prompt_ids, unended, codec)
+    last = answer.sampled[-1] if answer.sampled else -1
+    ends = [last] if last in codec.eos_ids else list(codec.eos_ids)
+    found = [(rendered.rfind(codec.token_text(end)), end) for end in ends]
+    at, end = max(found, default=(-1, -1))
+    if at >= 0:
+        if not _same_text(rendered[:at], said):
+            return None
+        ids = [*answer.sampled, *([] if end == last else [end])]
+        return ids, rendered[at + len(codec.token_text(end)) :]
+    if said and rendered.startswith(said):
+        return unended, rendered[len(said) :]
+    return None
+
+
+def _same_text(left: str, right: str) -> bool:
+    """Whether both are the same but for white space, and for how JSON objects in them are spelled."""
+    if _dense(left) == _dense(right):
+        return True
+    spelled = _spelled(left), _spelled(right)
+    return None not in spelled and spelled[0] == spelled[1]
+
+
+def _spelled(text: str) -> str | None:
+    """The text with its JSON objects in one spelling, and without white space around them; None if it has none."""
+    decoder, parts, at, failed, objects = json.JSONDecoder(), list[str](), 0, 0, 0
+    while (brace := text.find("{", at)) >= 0:
+        try:
+            value, after = decoder.raw_decode(text, brace)
+        except (ValueError, RecursionError):
+            failed += 1
+            if failed > _MAX_BRACES:
+                return None
+            parts.append(_dense(text[at : brace + 1]))
+            at = brace + 1
+            continue
+        objects += 1
+        parts += [_dense(text[at:brace]), json.dumps(json_value(value), sort_keys=True, separators=(",", ":"))]
+        at = after
+    return "".join(parts) + _dense(text[at:]) if objects else None
+
+
+def _dense(text: str) -> str:
+    return "".join(text.split())
