@@ -12,7 +12,9 @@ from msgspec import Struct
 from ebbtide.gateway.sessions.session_book import PlannedTurn, SessionBook
 from ebbtide.gateway.sessions.session_trace import SessionTrace, session_trace
 from ebbtide.gateway.text.model_text import ModelText
+from ebbtide.gateway.text.template_sandbox import TemplateSandbox
 from ebbtide.types.tokens import TOKEN, TokenArray
+from tests.fakes.model_texts import START, model_text, tokenizers
 
 Message = dict[str, Any]
 
@@ -200,3 +202,25 @@ def _assert_on_policy(
         one, number = made[float(tokens[at]["logprob"])]
         assert tokens[at] == one.tokens[number]
         assert ids[: start + at] == [*one.prompt_ids, *one.tokens["id"][:number].tolist()]
+
+
+#: A tool, and a call of it that is spelled as templates do not: without spaces, in another order, 1.0 for 1.
+TOOLS = [{"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}}]
+CALL = '<tool_call>{"arguments":{"q":"a b","n":[1,2],"x":{"z":1.0,"a":null}},"name":"search"}</tool_call>'
+
+
+def played(
+    sandbox: TemplateSandbox, template: str = CHATML, *, kind: str = "byte-level", seed: int = 0
+) -> PlayedSession:
+    text = model_text(tokenizers()[kind], sandbox, template=template)
+    return PlayedSession(text, marker="<|user|>" if kind == "characters" else START, seed=seed)
+
+
+def user(content: str = "Hello") -> Message:
+    return {"role": "user", "content": content}
+
+
+def rendered(session: PlayedSession, messages: list[Message], **options: Any) -> str:
+    """What the template makes of messages, with the spaces that the tokenizer puts behind special tokens."""
+    text = session.text.render(messages, tools=options.get("tools"), template_options=session.options)
+    return session.text.decode(session.text.encode(text, special=False), skip_special=False)

@@ -10,12 +10,11 @@ from typing import Any, Final
 
 import msgspec
 
-from ebbtide.gateway.text.template_messages import call_arguments, template_messages
+from ebbtide.gateway.text.template_messages import call_arguments, reasoning_of, template_messages, without_reasoning
 
 _BYTES: Final = 16
 #: The history before the first message.
 NO_HISTORY: Final = bytes(_BYTES)
-_REASONING: Final = ("reasoning", "reasoning_content")
 
 
 def message_digests(messages: list[dict[str, Any]]) -> list[bytes]:
@@ -69,9 +68,9 @@ def _meaning(message: dict[str, Any]) -> dict[str, Any]:
     kept = {key: value for key, value in message.items() if value not in (None, "", [], {})}
     if kept.get("role") != "assistant":
         return kept
-    reasoning = [kept.pop(name) for name in _REASONING if name in kept]
+    reasoning, kept = reasoning_of(kept), without_reasoning(kept)
     calls = [
         {"name": one["function"]["name"], "arguments": json_value(call_arguments(one["function"]["arguments"]))}
         for one in kept.pop("tool_calls", ())
     ]
-    return kept | ({"reasoning": reasoning[0]} if reasoning else {}) | ({"calls": calls} if calls else {})
+    return kept | ({"reasoning": reasoning} if reasoning else {}) | ({"calls": calls} if calls else {})

@@ -17,9 +17,10 @@ from ebbtide.errors import NotReady
 from ebbtide.gateway.sessions.message_digests import NO_HISTORY, history_digests, message_digests, text_digest
 from ebbtide.gateway.sessions.text_matches import TextMatches
 from ebbtide.gateway.sessions.token_tree import PathKey, TokenPrefix, TokenTree
-from ebbtide.gateway.sessions.turn_matching import EarlierAnswer, RenderedHistory, continued_ids
+from ebbtide.gateway.sessions.turn_matching import EarlierAnswer, continued_ids
 from ebbtide.gateway.sessions.turn_record import PromptOrigin, TurnRecord, unpack_turn
 from ebbtide.gateway.text.model_text import ModelText
+from ebbtide.gateway.text.template_messages import reasoning_of, without_reasoning
 from ebbtide.types.tokens import TOKEN, TokenArray, pack_ids, unpack_ids
 
 _NO_TOKENS: Final[TokenArray] = np.empty(0, dtype=TOKEN)
@@ -54,6 +55,7 @@ class SessionBook:
         #: Digest of a history -> the answer that it ends with; digest of an answer alone -> all that said it.
         self._answers: dict[bytes, PathKey] = {}
         self._sayings: dict[bytes, list[PathKey]] = {}
+        self._reasonings: dict[PathKey | None, str] = {}
 
     @property
     def last(self) -> int:
@@ -100,17 +102,20 @@ class SessionBook:
     def set_answer(self, rollout_id: str, message: dict[str, Any]) -> None:
         """Takes a finished completion as its client got it, a message of the assistant: later prompts may repeat it.
 
-        Where the whole response and the streamed one differ, both may be given.
+        Where the whole response and the streamed one differ, both may be given. Many clients send no reasoning back,
+        so the answer is known without it, too. Whether its tokens are repeated depends on its text alone.
         """
         key = self._rollouts[rollout_id]
         record = self.turns[key.turn].record
-        (said,) = message_digests([message])
-        known = self._sayings.setdefault(said, [])
-        if key not in known:
-            known.append(key)
-        if record.history:
-            (history,) = history_digests([said], after=record.history)
-            self._answers.setdefault(history, key)
+        if reasoning := reasoning_of(message):
+            self._reasonings[key] = str(reasoning)
+        for said in dict.fromkeys(message_digests([message, without_reasoning(message)])):
+            known = self._sayings.setdefault(said, [])
+            if key not in known:
+                known.append(key)
+            if record.history:
+                (history,) = history_digests([said], after=record.history)
+                self._answers.setdefault(history, key)
 
     def tokens(self, key: PathKey) -> TokenArray:
         return self._tokens.get(key, _NO_TOKENS)
@@ -126,21 +131,19 @@ class SessionBook:
         *,
         tools: list[dict[str, Any]] | None,
         template_options: dict[str, Any],
+        keep_reasoning: bool = False,
         settings: bytes = b"",
     ) -> PlannedTurn:
         """Plans the turn of a chat request. Blocks some milliseconds. Raises what `ModelText.render` raises.
 
-        `settings` go into the record, which does not open them.
+        `keep_reasoning`: answers that come back without their reasoning get it again before they are rendered, as most
+        clients of a chat have no place for it. `settings` go into the record, which does not open them.
         """
         digests = message_digests(messages)
         histories = history_digests(digests)
-        whole = self._text.render(messages, tools=tools, template_options=template_options)
-        ids, origin = None, PromptOrigin.CONTINUED
-        if (earlier := self._longest_history(histories)) is not None:
-            count, key = earlier
-            options: dict[str, Any] = {"tools": tools, "template_options": template_options}
-            answered = self._text.render(messages[:count], **options, generate=False)
-            ids = self._continued(key, RenderedHistory(answered, whole))
+        shown = self._with_reasoning(messages, histories) if keep_reasoning else messages
+        whole = self._text.render(shown, tools=tools, template_options=template_options)
+        ids, origin = self._continued(histories, whole), PromptOrigin.CONTINUED
         if ids is None:
             ids, origin = self._after_text(whole, raw=False)
         prefix, unmatched, unknown = self._repeated(ids, messages, digests)
@@ -159,14 +162,11 @@ class SessionBook:
         prompt = [int(one) for one in ids]
         return self._planned(prompt, self.tree.longest_prefix(prompt), PromptOrigin.TOKENS, settings=settings)
 
-    def _longest_history(self, histories: Sequence[bytes]) -> tuple[int, PathKey] | None:
-        """How many messages end with an answer of this session, and which: of several the last."""
-        for count in range(len(histories), 0, -1):
-            if (key := self._answers.get(histories[count - 1])) is not None:
-                return count, key
-        return None
-
-    def _continued(self, key: PathKey, rendered: RenderedHistory) -> list[int] | None:
+    def _continued(self, histories: Sequence[bytes], whole: str) -> list[int] | None:
+        """The ids behind the last answer of this session that the messages repeat, with all before it."""
+        key = next((self._answers[one] for one in reversed(histories) if one in self._answers), None)
+        if key is None:
+            return None
         record = self.turns[key.turn].record
         answer = EarlierAnswer(
             prompt_ids=self.tree.prompt(key.turn).tolist(),
@@ -174,7 +174,16 @@ class SessionBook:
             text=record.text,
             text_bytes=record.text_bytes,
         )
-        return continued_ids(answer, rendered, self._text)
+        return continued_ids(answer, whole, self._text)
+
+    def _with_reasoning(self, messages: list[dict[str, Any]], histories: Sequence[bytes]) -> list[dict[str, Any]]:
+        keys = [self._answers.get(one) for one in histories]
+        return [
+            {**message, "reasoning": self._reasonings[key]}
+            if key in self._reasonings and not reasoning_of(message)
+            else message
+            for message, key in zip(messages, keys, strict=True)
+        ]
 
     def _after_text(self, text: str, *, raw: bool, special: bool = False) -> tuple[list[int], PromptOrigin]:
         records = {number: turn.record for number, turn in self.turns.items() if turn.record.raw == raw}

@@ -37,15 +37,6 @@ class TextCodec(Protocol):
     ) -> TextStream: ...
 
 
-class RenderedHistory(Struct, frozen=True):
-    """What the chat template makes of a conversation that goes on behind an earlier answer."""
-
-    answered: str
-    """Of the messages up to and with that answer, without the opening of a response."""
-    whole: str
-    """Of all messages, with that opening."""
-
-
 class EarlierAnswer(Struct, frozen=True, kw_only=True):
     """A completion as it was sampled. `text` and `text_bytes` are those of its turn's record."""
 
@@ -55,24 +46,31 @@ class EarlierAnswer(Struct, frozen=True, kw_only=True):
     text_bytes: int
 
 
-def continued_ids(answer: EarlierAnswer, rendered: RenderedHistory, codec: TextCodec) -> list[int] | None:
-    """Returns the ids of the whole prompt, or None if those sampled do not stand for what the template renders.
+def continued_ids(answer: EarlierAnswer, prompt: str, codec: TextCodec) -> list[int] | None:
+    """Returns the ids of a prompt that goes on behind an answer, or None if its text is not what was sampled.
 
-    They do if the template renders the answer's prompt and the answer just as they were, but for white space and for
-    the spelling of JSON: a template that leaves out reasoning, or rewrites a message once others follow, asks for
-    another prompt than the one that the model answered.
+    `prompt` is what the chat template made of all messages, of which the first are those of the answer's turn and the
+    answer as the client got it. It must begin with the text that the model answered, and then with the answer up to
+    an end token; in the answer, white space and the spelling of JSON may differ. A template that leaves out reasoning,
+    or rewrites a message once others follow, asks for another prompt than the one that the model answered.
     """
-    if not rendered.whole.startswith(rendered.answered):
+    encoded = prompt.encode()
+    if not answer.text_bytes or text_digest(encoded[: answer.text_bytes]) != answer.text:
         return None
-    answered = rendered.answered.encode()
-    if answer.text_bytes == 0 or text_digest(answered[: answer.text_bytes]) != answer.text:
-        return None
-    parts = _parted(answer, answered[answer.text_bytes :].decode(), codec)
-    if parts is None:
-        return None
-    said, tail = parts
-    ids = [*answer.prompt_ids, *said]
-    return [*ids, *codec.encode_following(tail + rendered.whole[len(rendered.answered) :], ids[-1])]
+    rest = encoded[answer.text_bytes :].decode()
+    unended = without_ends(answer.sampled, codec)
+    said = response_text(answer.prompt_ids, unended, codec)
+    for end in codec.eos_ids:
+        text = codec.token_text(end)
+        at = rest.find(text) if text else -1
+        if at >= 0 and _same_text(rest[:at], said):
+            # Another end token that was sampled is not in the prompt's text.
+            ids = [*answer.prompt_ids, *unended, end]
+            return [*ids, *codec.encode_following(rest[at + len(text) :], end)]
+    if said and rest.startswith(said):  # no end token, or more of the template's before it
+        ids = [*answer.prompt_ids, *unended]
+        return [*ids, *codec.encode_following(rest[len(said) :], ids[-1])]
+    return None
 
 
 def response_text(prompt_ids: Sequence[int], sampled: Sequence[int], codec: TextCodec) -> str:
@@ -87,28 +85,6 @@ def without_ends(sampled: Sequence[int], codec: TextCodec) -> list[int]:
     while count and sampled[count - 1] in codec.eos_ids:
         count -= 1
     return list(sampled[:count])
-
-
-def _parted(answer: EarlierAnswer, rendered: str, codec: TextCodec) -> tuple[list[int], str] | None:
-    """Parts the rendered answer into ids and what the template puts behind them.
-
-    The ids are those sampled, and the template's end token if another or none was sampled; without any end token if
-    the template has none.
-    """
-    unended = without_ends(answer.sampled, codec)
-    said = response_text(answer.prompt_ids, unended, codec)
-    last = answer.sampled[-1] if answer.sampled else -1
-    ends = [last] if last in codec.eos_ids else list(codec.eos_ids)
-    found = [(rendered.rfind(codec.token_text(end)), end) for end in ends]
-    at, end = max(found, default=(-1, -1))
-    if at >= 0:
-        if not _same_text(rendered[:at], said):
-            return None
-        ids = [*answer.sampled, *([] if end == last else [end])]
-        return ids, rendered[at + len(codec.token_text(end)) :]
-    if said and rendered.startswith(said):
-        return unended, rendered[len(said) :]
-    return None
 
 
 def _same_text(left: str, right: str) -> bool:

@@ -88,13 +88,14 @@ def test_messages_arrive_as_templates_expect_them(sandbox: TemplateSandbox) -> N
     chat: list[dict[str, Any]] = [
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": None},
         {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "assistant", "content": "x", "tool_calls": []},
+        {"role": "assistant", "content": "x", "tool_calls": [], "reasoning": "r"},
     ]
     template = (
-        "{% for m in messages %}{{ m.content }}|{{ m.name is defined }}|{{ m.tool_calls is defined }}|"
+        "{% for m in messages %}{{ m.content }}|{{ m.reasoning_content }}"
+        "{{ m.name is defined }}|{{ m.tool_calls is defined }}|"
         "{% for c in m.tool_calls %}{{ c.function.arguments.a[1] }}{% endfor %};{% endfor %}"
     )
-    assert rendered(sandbox, template, chat) == "a\nb|False|False|;|False|True|2;x|False|False|;"
+    assert rendered(sandbox, template, chat) == "a\nb|False|False|;|False|True|2;x|rFalse|False|;"
 
 
 @pytest.mark.parametrize(
