@@ -4,12 +4,12 @@ Two messages have the same digest if a client that sends an answer back, unchang
 message: empty fields, ids of calls, and the spelling of arguments in JSON make no difference. Any other field does.
 """
 
+import json
 from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any, Final
 
-import msgspec
-
+from ebbtide.errors import InvalidRequest
 from ebbtide.gateway.text.template_messages import call_arguments, reasoning_of, template_messages, without_reasoning
 
 _BYTES: Final = 16
@@ -19,7 +19,10 @@ NO_HISTORY: Final = bytes(_BYTES)
 
 def message_digests(messages: list[dict[str, Any]]) -> list[bytes]:
     """Returns a digest of each message alone. Raises `InvalidRequest` naming `messages` for content that is no text."""
-    return [_digest(msgspec.json.encode(_meaning(one), order="sorted")) for one in template_messages(messages)]
+    try:
+        return [_digest(json.dumps(_meaning(one), sort_keys=True).encode()) for one in template_messages(messages)]
+    except RecursionError:
+        raise InvalidRequest("are nested too deeply", field="messages") from None
 
 
 def history_digests(digests: Sequence[bytes], *, after: bytes = NO_HISTORY) -> list[bytes]:

@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 from msgspec import Struct
 
-from ebbtide.errors import NotReady
+from ebbtide.errors import InvalidRequest, NotReady
 from ebbtide.gateway.sessions.message_digests import NO_HISTORY, history_digests, message_digests, text_digest
 from ebbtide.gateway.sessions.text_matches import TextMatches
 from ebbtide.gateway.sessions.token_tree import PathKey, TokenPrefix, TokenTree
@@ -52,9 +52,10 @@ class SessionBook:
         self._requests: dict[str, BookedTurn] = {}
         self._rollouts: dict[str, PathKey] = {}
         self._tokens: dict[PathKey, TokenArray] = {}
-        #: Digest of a history -> the answer that it ends with; digest of an answer alone -> all that said it.
+        #: Digest of a history -> the answer that it ends with; digest of an answer alone -> the last that said it.
         self._answers: dict[bytes, PathKey] = {}
-        self._sayings: dict[bytes, list[PathKey]] = {}
+        self._sayings: dict[bytes, PathKey] = {}
+        self._said_by: dict[PathKey, set[bytes]] = {}
         self._reasonings: dict[PathKey | None, str] = {}
 
     @property
@@ -109,10 +110,13 @@ class SessionBook:
         record = self.turns[key.turn].record
         if reasoning := reasoning_of(message):
             self._reasonings[key] = str(reasoning)
-        for said in dict.fromkeys(message_digests([message, without_reasoning(message)])):
-            known = self._sayings.setdefault(said, [])
-            if key not in known:
-                known.append(key)
+        try:
+            sayings = dict.fromkeys(message_digests([message, without_reasoning(message)]))
+        except InvalidRequest:  # a model can nest arguments too deeply: no prompt could repeat them
+            return
+        for said in sayings:
+            self._sayings[said] = key
+            self._said_by.setdefault(key, set()).add(said)
             if record.history:
                 (history,) = history_digests([said], after=record.history)
                 self._answers.setdefault(history, key)
@@ -152,7 +156,10 @@ class SessionBook:
         return self._planned(ids, prefix, origin, text=whole, history=history, settings=settings, **counts)
 
     def plan_text(self, text: str, *, special: bool = True, settings: bytes = b"") -> PlannedTurn:
-        """Plans the turn of a prompt without a template. `special`: a first prompt begins with special tokens."""
+        """Plans the turn of a prompt without a template. `special`: a first prompt begins with special tokens.
+
+        Raises `InvalidRequest` naming `prompt` for text that UTF-8 cannot hold.
+        """
         ids, origin = self._after_text(text, raw=True, special=special)
         prefix = self.tree.longest_prefix(ids)
         return self._planned(ids, prefix, origin, text=text, raw=True, settings=settings)
@@ -187,7 +194,10 @@ class SessionBook:
 
     def _after_text(self, text: str, *, raw: bool, special: bool = False) -> tuple[list[int], PromptOrigin]:
         records = {number: turn.record for number, turn in self.turns.items() if turn.record.raw == raw}
-        prefix, rest = TextMatches(self.tree, records, self._text).longest(text, raw=raw)
+        try:
+            prefix, rest = TextMatches(self.tree, records, self._text).longest(text, raw=raw)
+        except UnicodeEncodeError:
+            raise InvalidRequest("is no valid text in Unicode", field="prompt") from None
         if prefix.key is None:
             return self._text.encode(text, special=special), PromptOrigin.TOKENS
         ids = self.tree.prefix(prefix).tolist()
@@ -198,18 +208,21 @@ class SessionBook:
     ) -> tuple[TokenPrefix, int, int]:
         """What the prompt repeats; how many tokens of known answers it has as text; and unknown answers."""
         prefix = self.tree.longest_prefix(ids)
-        covered = {key: max(0, length - self.tree.prompt_length(key.turn)) for key, length in self.tree.chain(prefix)}
+        repeated: dict[bytes, list[int]] = {}
+        for key, length in self.tree.chain(prefix):
+            left = self.tree.length(key) - max(length, self.tree.prompt_length(key.turn))
+            for said in self._said_by.get(key, ()):
+                repeated.setdefault(said, []).append(left)
         unmatched, unknown = 0, 0
         for message, digest in zip(messages, digests, strict=True):
             if message.get("role") != "assistant":
                 continue
-            said = self._sayings.get(digest, [])
-            if not said:
+            if repeated.get(digest):
+                unmatched += repeated[digest].pop()
+            elif digest in self._sayings:
+                unmatched += len(self.tree.sampled(self._sayings[digest]))
+            else:
                 unknown += 1
-                continue
-            # The answer that the prompt has most of, and else the latest one.
-            key = max(said, key=lambda one: (covered.get(one, -1), one))
-            unmatched += len(self.tree.sampled(key)) - covered.pop(key, 0)
         return prefix, unmatched, unknown
 
     def _planned(

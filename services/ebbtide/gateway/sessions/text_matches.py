@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 
 from ebbtide.gateway.sessions.message_digests import prefix_digests
 from ebbtide.gateway.sessions.token_tree import PathKey, TokenPrefix, TokenTree
-from ebbtide.gateway.sessions.turn_matching import TextCodec, response_text, without_ends
+from ebbtide.gateway.sessions.turn_matching import CONTEXT_IDS, TextCodec, response_text, without_ends
 from ebbtide.gateway.sessions.turn_record import TurnRecord
 
 
@@ -26,26 +26,26 @@ class TextMatches:
         for number, record in sorted(self._records.items()):
             if not record.text_bytes or found.get(record.text_bytes) != record.text:
                 continue
-            for prefix, length in self._paths(number, encoded[record.text_bytes :].decode(), raw=raw):
-                if record.text_bytes + length > matched:
-                    best, matched = prefix, record.text_bytes + length
+            for prefix, end in self._paths(number, encoded, record.text_bytes, raw=raw):
+                if end > matched:
+                    best, matched = prefix, end
         return best, encoded[matched:].decode()
 
-    def _paths(self, number: int, rest: str, *, raw: bool) -> Iterator[tuple[TokenPrefix, int]]:
-        """Yields the turn's prompt, and its completions that `rest` begins with, and how many bytes these have."""
+    def _paths(self, number: int, text: bytes, at: int, *, raw: bool) -> Iterator[tuple[TokenPrefix, int]]:
+        """Yields the turn's prompt, which ends at byte `at`, and its completions that follow; and where these end."""
         start = self._tree.prompt_length(number)
-        yield TokenPrefix(PathKey(number), start), 0
-        prompt = self._tree.prompt(number).tolist()
+        yield TokenPrefix(PathKey(number), start), at
+        context = self._tree.prompt(number)[-CONTEXT_IDS:].tolist()
         for key in self._tree.completions(number):
             sampled = self._tree.sampled(key).tolist()
             ended = without_ends(sampled, self._codec)
             for ids in (sampled, ended):
-                said = response_text(prompt, ids, self._codec)
-                if said and rest.startswith(said) and (raw or self._ends(sampled, ids, rest[len(said) :])):
-                    yield TokenPrefix(key, start + len(ids)), len(said.encode())
+                said = response_text(context, ids, self._codec).encode()
+                if said and text.startswith(said, at) and (raw or self._ends(sampled, ids, text, at + len(said))):
+                    yield TokenPrefix(key, start + len(ids)), at + len(said)
 
-    def _ends(self, sampled: list[int], ids: list[int], behind: str) -> bool:
-        """Whether an answer is complete: its end token is among `ids`, or was not sampled and comes `behind`."""
+    def _ends(self, sampled: list[int], ids: list[int], text: bytes, at: int) -> bool:
+        """Whether an answer is complete: its end token is among `ids`, or was not sampled and is at byte `at`."""
         if len(sampled) > len(without_ends(sampled, self._codec)):
             return len(ids) == len(sampled)
-        return any(behind.startswith(self._codec.token_text(end)) for end in self._codec.eos_ids)
+        return any(text.startswith(self._codec.token_text(end).encode(), at) for end in self._codec.eos_ids)

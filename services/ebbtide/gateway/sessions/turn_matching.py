@@ -16,7 +16,7 @@ from ebbtide.gateway.sessions.message_digests import json_value, text_digest
 #: Braces that begin no JSON object. An answer with more of them counts as another one.
 _MAX_BRACES: Final = 64
 #: Ids before a response that its first character may depend on.
-_CONTEXT: Final = 8
+CONTEXT_IDS: Final = 8
 
 
 class TextStream(Protocol):
@@ -75,7 +75,7 @@ def continued_ids(answer: EarlierAnswer, prompt: str, codec: TextCodec) -> list[
 
 def response_text(prompt_ids: Sequence[int], sampled: Sequence[int], codec: TextCodec) -> str:
     """The text of sampled ids, special tokens included."""
-    stream = codec.detokenizer(prompt_ids[-_CONTEXT:], skip_special=False, hidden_ends=())
+    stream = codec.detokenizer(prompt_ids[-CONTEXT_IDS:], skip_special=False, hidden_ends=())
     return stream.push(sampled) + stream.end()
 
 
@@ -101,6 +101,7 @@ def _spelled(text: str) -> str | None:
     while (brace := text.find("{", at)) >= 0:
         try:
             value, after = decoder.raw_decode(text, brace)
+            spelled = json.dumps(json_value(value), sort_keys=True, separators=(",", ":"))
         except (ValueError, RecursionError):
             failed += 1
             if failed > _MAX_BRACES:
@@ -109,7 +110,7 @@ def _spelled(text: str) -> str | None:
             at = brace + 1
             continue
         objects += 1
-        parts += [_dense(text[at:brace]), json.dumps(json_value(value), sort_keys=True, separators=(",", ":"))]
+        parts += [_dense(text[at:brace]), spelled]
         at = after
     return "".join(parts) + _dense(text[at:]) if objects else None
 

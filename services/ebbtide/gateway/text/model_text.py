@@ -75,9 +75,15 @@ class ModelText:
         return RenderedPrompt(self.encode(text, special=False), text)
 
     def encode(self, text: str, *, special: bool) -> list[int]:
-        """Returns the ids of `text`; with `special`, between the tokens that begin and end a text of this model."""
-        # A batch, as `encode` would hold the interpreter for as long as it takes.
-        (encoded,) = self._fast.encode_batch_fast([text], add_special_tokens=special)
+        """Returns the ids of `text`; with `special`, between the tokens that begin and end a text of this model.
+
+        Raises `InvalidRequest` naming `prompt` for text that UTF-8 cannot hold.
+        """
+        try:
+            # A batch, as `encode` would hold the interpreter for as long as it takes.
+            (encoded,) = self._fast.encode_batch_fast([text], add_special_tokens=special)
+        except (TypeError, UnicodeError):  # half of a surrogate pair
+            raise InvalidRequest("is no valid text in Unicode", field="prompt") from None
         return list(encoded.ids)
 
     def encode_following(self, text: str, after: int) -> list[int]:

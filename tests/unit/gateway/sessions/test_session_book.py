@@ -2,7 +2,7 @@
 
 import pytest
 
-from ebbtide.errors import Internal, NotReady
+from ebbtide.errors import Internal, InvalidRequest, NotReady
 from ebbtide.gateway.sessions.session_book import SessionBook
 from ebbtide.gateway.sessions.session_trace import session_trace
 from ebbtide.gateway.text.template_sandbox import TemplateSandbox
@@ -156,4 +156,41 @@ def test_a_completion_without_tokens_is_no_branch(sandbox: TemplateSandbox) -> N
     session.ask([user()], "", ended=False)
     assert session.trace().branches == ()
     session.ask([user(), {"role": "assistant", "content": ""}, user("well?")], "ok")
+    assert len(assert_exact(session).branches) == 1
+
+
+def test_answers_that_say_the_same_are_counted_where_they_stand(sandbox: TemplateSandbox) -> None:
+    session, chat = played(sandbox), [user()]
+    for _ in range(3):
+        chat += [*session.ask(chat, "ok"), user()]
+    assert [plan.record.unmatched for plan in session.plans] == [0, 0, 0]
+    session.ask([user("other"), *chat[1:]], "ok")  # none of the three is in the context that it was sampled in
+    assert session.plans[3].record.unmatched == sum(len(session.ledger[f"q-{one}-0"].tokens) for one in (1, 2, 3))
+
+
+@pytest.mark.parametrize(
+    "hostile", ["\ud800", '{"a":' * 900 + "1" + "}" * 900, "{" * 5000, "[" * 100_000, "<|im_end|>" * 100]
+)
+def test_hostile_texts_are_refused_or_known_and_break_nothing(hostile: str, sandbox: TemplateSandbox) -> None:
+    session = played(sandbox, WRITES_CALLS)
+    (answer,) = session.ask([user()], "ok")
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": hostile}}
+    for back in ({"role": "assistant", "content": hostile}, {**answer, "tool_calls": [call]}):
+        try:
+            session.ask([user(), back, user()], "ok")
+        except InvalidRequest as refused:
+            assert refused.field == "messages"  # noqa: PT017
+    try:
+        session.submit(session.book.plan_text(hostile), "ok")
+    except InvalidRequest as refused:
+        assert refused.field == "prompt"  # noqa: PT017
+    assert_exact(session)
+
+
+def test_an_answer_that_is_nested_too_deeply_is_traced_all_the_same(sandbox: TemplateSandbox) -> None:
+    session = played(sandbox, WRITES_CALLS)
+    nested = '{"a":' * 900 + "1" + "}" * 900
+    (answer,) = session.ask([user()], f'<tool_call>{{"name":"f","arguments":{nested}}}</tool_call>')
+    with pytest.raises(InvalidRequest, match="nested too deeply"):
+        session.ask([user(), answer, user()], "ok")
     assert len(assert_exact(session).branches) == 1

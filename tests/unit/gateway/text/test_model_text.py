@@ -142,6 +142,19 @@ def test_a_template_that_does_not_compile_is_the_models_fault(sandbox: TemplateS
         assert refused.value.field == "model"
 
 
+def test_arguments_of_any_size_are_rendered(sandbox: TemplateSandbox) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": f'{{"a": {10**30}}}'}}
+    chat = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    assert (
+        rendered(sandbox, "{{ messages[0].tool_calls[0].function.arguments | tojson }}", chat) == f'{{"a": {10**30}}}'
+    )
+
+
+def test_text_that_is_no_unicode_is_refused(sandbox: TemplateSandbox) -> None:
+    with pytest.raises(InvalidRequest, match=r"^prompt: is no valid text"):
+        model_text(byte_level_tokenizer(), sandbox).encode("\ud800", special=False)
+
+
 def test_options_cannot_replace_messages(sandbox: TemplateSandbox) -> None:
     with pytest.raises(InvalidRequest, match=r"^chat_template_kwargs: tools"):
         model_text(byte_level_tokenizer(), sandbox, template="x").render(
