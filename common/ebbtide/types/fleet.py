@@ -11,6 +11,9 @@ from ebbtide.types.weights import PolicyVersion
 
 #: Grows when the meaning of the streams changes. Peers with different numbers refuse each other at attach.
 PROTOCOL_VERSION: Final = 2
+#: A worker sends the tokens of its interactive rollouts so often, unless it is told another interval: people take text
+#: that comes so for a steady flow.
+INTERACTIVE_FLUSH_S: Final = 0.05
 
 
 class WorkerKind(IntEnum):
