@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from ebbtide.auth.reloaded_files import ReloadedFiles
 from ebbtide.auth.role_tokens import SKEW_S, Claims, Keys, is_signed, verify
-from ebbtide.auth.roles import AMONG_PEERS, Role, is_open, permitted, told
+from ebbtide.auth.roles import AMONG_PEERS, Role, is_open, may_claim, permitted, told
 from ebbtide.auth.run_scope import OfOneRun, can_name_run, check_run, no_run_named
 from ebbtide.auth.security import AUTHORIZATION, TokenCheck
 from ebbtide.auth.tls import roles_of_peer
@@ -42,6 +42,13 @@ def is_among_peers() -> bool:
     """Whether workers may fetch from the present call's caller, and show it their tokens."""
     roles = _CALLER_ROLES.get()
     return roles is None or not roles.isdisjoint(AMONG_PEERS)
+
+
+def check_claim(lease_role: str) -> None:
+    """Raise `PermissionDenied` if the present call's caller may not claim a lease of this role."""
+    roles = _CALLER_ROLES.get()
+    if roles is not None and not may_claim(lease_role, roles):
+        raise PermissionDenied(f"the token is for role {_listed(roles)}, which takes no {lease_role} lease")
 
 
 class Admission:

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from enum import StrEnum
 from typing import Final
 
+from ebbtide.types.run import GATEWAY, ROLES
+
 
 class Role(StrEnum):
     """The role of a token's or certificate's holder."""
@@ -15,6 +17,7 @@ class Role(StrEnum):
     USER = "user"
     OPERATOR = "operator"
     TRAINER = "trainer"  # and the episode driver
+    GATEWAY = "gateway"
     WORKER = "worker"
     RELAY = "relay"
     COORDINATOR = "coordinator"  # this and the guard serve and call nobody: only certificates have these roles
@@ -22,22 +25,23 @@ class Role(StrEnum):
 
 
 #: Roles whose tokens may be bound to one run: the others work for the whole fleet.
-OF_ONE_RUN: Final = frozenset({Role.USER, Role.TRAINER})
+OF_ONE_RUN: Final = frozenset({Role.USER, Role.TRAINER, Role.GATEWAY})
 #: Roles whose tokens may be shown to a worker that serves its peers: they permit no more than its own.
 AMONG_PEERS: Final = frozenset({Role.WORKER, Role.RELAY})
 _PEOPLE: Final = {Role.USER, Role.OPERATOR}
+_HOLDERS: Final = {Role.TRAINER, Role.GATEWAY}  # of leases
 _READERS: Final = _PEOPLE | {Role.TRAINER, Role.WORKER, Role.RELAY}
 _METHODS: Final[dict[str, dict[str, set[Role]]]] = {
     "Runs": {
         "SubmitRun": _PEOPLE | {Role.TRAINER},  # an external trainer submits its own run
-        "GetRun": _PEOPLE | {Role.TRAINER},
-        "ListRuns": _PEOPLE,
+        "GetRun": _PEOPLE | _HOLDERS,
+        "ListRuns": _PEOPLE | {Role.GATEWAY},
         "CancelRun": _PEOPLE,
-        "WatchRun": _PEOPLE | {Role.TRAINER},
+        "WatchRun": _PEOPLE | _HOLDERS,
         "ReadTimeline": _PEOPLE | {Role.TRAINER},
-        "ClaimRun": {Role.TRAINER},
-        "RenewLease": {Role.TRAINER},
-        "ReleaseLease": {Role.TRAINER},
+        "ClaimRun": _HOLDERS,  # the lease's role must be theirs: see `may_claim`
+        "RenewLease": _HOLDERS,
+        "ReleaseLease": _HOLDERS,
         "ReserveVersion": {Role.TRAINER},
         "AnnounceVersion": {Role.TRAINER},
         "Report": {Role.TRAINER},
@@ -45,14 +49,21 @@ _METHODS: Final[dict[str, dict[str, set[Role]]]] = {
         "WatchEnded": {Role.RELAY},
     },
     "Rollouts": {
-        "Submit": {Role.TRAINER},
+        "Submit": _HOLDERS,
         "WatchFinished": {Role.TRAINER},
-        "StreamTokens": _PEOPLE | {Role.TRAINER},
+        "StreamTokens": _PEOPLE | _HOLDERS,
         "Acknowledge": {Role.TRAINER},
-        "Cancel": {Role.TRAINER},
+        "Cancel": _HOLDERS,
         "CompleteEpisodes": {Role.TRAINER},
         "WatchTrajectories": {Role.TRAINER},
         "CommitTrajectories": {Role.TRAINER},
+    },
+    "Sessions": {
+        "OpenSession": {Role.GATEWAY},
+        "AddTurn": {Role.GATEWAY},
+        "ReadTurns": _HOLDERS,
+        "EndSession": {Role.GATEWAY},
+        "ListSessions": _HOLDERS,
     },
     "Fleet": {
         "Control": {Role.WORKER},
@@ -83,6 +94,8 @@ TABLE: Final[dict[str, frozenset[Role]]] = {
     for service, methods in _METHODS.items()
     for method, roles in methods.items()
 }
+#: Role -> the roles of leases that it may claim.
+_LEASES: Final = {Role.TRAINER: ROLES, Role.GATEWAY: (GATEWAY,)}
 #: Every authenticated caller may call these services: they say nothing about runs.
 _OPEN: Final = ("/grpc.health.v1.Health/", "/grpc.reflection.")
 
@@ -94,6 +107,11 @@ def is_open(method: str) -> bool:
 def permitted(method: str, roles: Iterable[Role]) -> bool:
     """Whether one of `roles` may call the method."""
     return is_open(method) or not TABLE.get(method, frozenset()).isdisjoint(roles)
+
+
+def may_claim(lease_role: str, roles: Iterable[Role]) -> bool:
+    """Whether one of `roles` may claim a lease of this role."""
+    return any(lease_role in _LEASES.get(role, ()) for role in roles)
 
 
 def told(method: str) -> str:

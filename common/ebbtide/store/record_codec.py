@@ -55,8 +55,8 @@ def json_object(mapping: dict[str, Any]) -> str:
 
 
 def body_digest(request: RolloutRequest) -> bytes:
-    """Identifies a request's body: all but version bounds and priority, which say when to run it."""
-    body = msgspec.structs.replace(request, min_version=0, max_version=0, priority=0)
+    """Identifies a request's body: all but version bounds, priority and who waits, which say when to run it."""
+    body = msgspec.structs.replace(request, min_version=0, max_version=0, priority=0, interactive=False)
     return hashlib.blake2b(pack(body), digest_size=16).digest()
 
 

@@ -16,6 +16,7 @@ MAX_NUMBER: Final = 1 << 53
 class RolloutKind(IntEnum):
     TRAIN = 1
     EVAL = 2
+    REQUEST = 3  # of a gateway's client
 
 
 class FinishReason(IntEnum):
@@ -32,7 +33,7 @@ class SubmitOutcome(IntEnum):
 
 
 class DropReason:
-    """Why a training rollout was dropped. Environments may add reasons that begin with `environment_`."""
+    """Why a training rollout or a session was dropped. Environments may add reasons that begin with `environment_`."""
 
     ENVIRONMENT: Final = "environment_failure"
     TIMEOUT: Final = "episode_timeout"
@@ -40,6 +41,7 @@ class DropReason:
     TOO_STALE: Final = "too_stale"
     DEAD_LETTERED: Final = "dead_lettered"
     GROUP_INCOMPLETE: Final = "group_incomplete"
+    ABANDONED: Final = "abandoned"  # a session that nobody continued
     RUN_ENDED: Final = "run_ended"
 
 
@@ -56,6 +58,7 @@ class RolloutRequest(Struct, frozen=True, kw_only=True):
     min_version: int = 0  # 0: no bound
     max_version: int = 0  # 0: no bound
     priority: int = 0
+    interactive: bool = False  # somebody waits for each token
 
 
 class SubmitOrder(Struct, frozen=True, kw_only=True):
@@ -84,6 +87,7 @@ class TokenChunk(Struct, frozen=True, kw_only=True):
     offset: int
     tokens: bytes
     reason: FinishReason | None = None
+    message: str = ""  # the evidence of a dead letter, or why a request was cancelled
 
 
 class Trajectory(Struct, frozen=True, kw_only=True):

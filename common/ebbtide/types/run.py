@@ -114,6 +114,13 @@ class ShareSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     priority: Annotated[int, Meta(ge=-10, le=10)] = 0  # runs of a higher one go first
 
 
+class RequestSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the requests of gateways' clients get of a run."""
+
+    #: Requests' share of the places while other rollouts wait, too: three of four, one of two, or one of eight.
+    priority: Literal["before", "beside", "behind"] = "before"
+
+
 class RunSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: str
     model: str
@@ -128,6 +135,7 @@ class RunSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     quota_bytes: Annotated[int, Meta(ge=1 << 20)] = 256 << 20
     borrow: BorrowSpec = BorrowSpec()
     share: ShareSpec = ShareSpec()
+    requests: RequestSpec = RequestSpec()
 
     @property
     def external(self) -> bool:
@@ -189,6 +197,7 @@ class AttemptSpan(Struct, frozen=True, kw_only=True):
     evaluation: bool = False
     prompt_tokens: int = 0
     step: int | None = None  # that it was submitted for
+    request: bool = False  # of a gateway's client
 
     def __post_init__(self) -> None:
         force_setattr(self, "cause", EndCause(self.cause) if self.cause in set(EndCause) else cause_of(self.end))
@@ -204,7 +213,20 @@ class LeaseRef(Struct, frozen=True):
     fence: str
 
 
+#: Roles with one holder each, without which a run does not go on.
 ROLES = ("trainer", "driver")
+#: The role of which each holder has a lease of its own, under `gateway_role`.
+GATEWAY: Final = "gateway"
+
+
+def gateway_role(holder: str) -> str:
+    """The role in the reference of a gateway's lease."""
+    return f"{GATEWAY}/{holder}"
+
+
+def is_gateway(role: str) -> bool:
+    """Whether a lease of this role is a gateway's."""
+    return role.startswith(f"{GATEWAY}/")
 
 
 def check_spec(spec: RunSpec) -> RunSpec:

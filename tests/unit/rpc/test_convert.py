@@ -46,6 +46,7 @@ from ebbtide.types.run import (
     EnvironmentSpec,
     EvaluationSpec,
     LeaseRef,
+    RequestSpec,
     Run,
     RunEvent,
     RunShare,
@@ -54,6 +55,7 @@ from ebbtide.types.run import (
     ShareSpec,
     TrainerSpec,
 )
+from ebbtide.types.session import Session, SessionEnd, SessionState, SessionTurn, TurnPage
 from ebbtide.types.weights import (
     BlobSource,
     FoundWay,
@@ -70,7 +72,7 @@ from ebbtide.types.weights import (
     VersionState,
     WeightsState,
 )
-from ebbtide.v1 import fleet_pb2, grants_pb2, rollouts_pb2, runs_pb2, types_pb2, weights_pb2
+from ebbtide.v1 import fleet_pb2, grants_pb2, rollouts_pb2, runs_pb2, sessions_pb2, types_pb2, weights_pb2
 from ebbtide.wire.record_conversion import from_proto, to_proto
 
 PAIRS: dict[type[Struct], type[Message]] = {
@@ -94,7 +96,12 @@ PAIRS: dict[type[Struct], type[Message]] = {
     BorrowSpec: types_pb2.BorrowSpec,
     RunShare: runs_pb2.RunShare,
     ShareSpec: types_pb2.ShareSpec,
+    RequestSpec: types_pb2.RequestSpec,
     RunSpec: types_pb2.RunSpec,
+    Session: sessions_pb2.Session,
+    SessionTurn: sessions_pb2.Turn,
+    TurnPage: sessions_pb2.TurnPage,
+    SessionEnd: sessions_pb2.EndSessionRequest,
     Run: runs_pb2.Run,
     RunEvent: runs_pb2.RunEvent,
     LeaseRef: runs_pb2.LeaseRef,
@@ -289,6 +296,7 @@ def test_enums_have_the_same_numbers_on_both_sides() -> None:
     sides = [
         (FinishReason, types_pb2.FinishReason, "FINISH_REASON_"),
         (RolloutKind, types_pb2.RolloutKind, "ROLLOUT_KIND_"),
+        (SessionState, sessions_pb2.SessionState, "SESSION_STATE_"),
         (WorkerKind, types_pb2.WorkerKind, "WORKER_KIND_"),
         (WorkerState, types_pb2.WorkerState, "WORKER_STATE_"),
     ]

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from ebbtide.auth.roles import TABLE, Role, permitted
-from ebbtide.v1 import fleet_pb2, grants_pb2, rollouts_pb2, runs_pb2, types_pb2, weights_pb2
+from ebbtide.auth.roles import TABLE, Role, may_claim, permitted
+from ebbtide.v1 import fleet_pb2, grants_pb2, rollouts_pb2, runs_pb2, sessions_pb2, types_pb2, weights_pb2
 
-FILES = (fleet_pb2, grants_pb2, rollouts_pb2, runs_pb2, types_pb2, weights_pb2)
+FILES = (fleet_pb2, grants_pb2, rollouts_pb2, runs_pb2, sessions_pb2, types_pb2, weights_pb2)
 
 
 def test_the_table_names_every_rpc_of_the_contracts_and_no_other() -> None:
@@ -19,14 +19,25 @@ def test_every_file_of_the_contracts_was_looked_at() -> None:
     assert found == {f"{file.__name__.rpartition('.')[2]}.py" for file in FILES}
 
 
-def test_a_worker_cannot_call_what_only_a_trainer_may() -> None:
+def test_neither_a_worker_nor_a_gateway_can_call_what_only_a_trainer_may() -> None:
     trainers = [method for method, roles in TABLE.items() if roles == {Role.TRAINER}]
-    assert {"/ebbtide.v1.Runs/ClaimRun", "/ebbtide.v1.Weights/CommitPublish"} <= set(trainers)
-    assert not any(permitted(method, [Role.WORKER]) for method in trainers)
+    assert {"/ebbtide.v1.Runs/AnnounceVersion", "/ebbtide.v1.Weights/CommitPublish"} <= set(trainers)
+    for other in (Role.WORKER, Role.GATEWAY):
+        assert not any(permitted(method, [other]) for method in trainers)
+    assert not permitted("/ebbtide.v1.Runs/ClaimRun", [Role.WORKER])
 
 
 def test_a_user_may_do_nothing_that_an_operator_may_not() -> None:
     assert all(Role.OPERATOR in roles for roles in TABLE.values() if Role.USER in roles)
+
+
+def test_a_gateway_claims_no_trainers_lease_and_a_trainer_no_gateways() -> None:
+    assert may_claim("gateway", [Role.GATEWAY])
+    assert may_claim("trainer", [Role.TRAINER])
+    assert may_claim("driver", [Role.TRAINER])
+    assert not may_claim("trainer", [Role.GATEWAY])
+    assert not may_claim("driver", [Role.GATEWAY])
+    assert not may_claim("gateway", [Role.TRAINER, Role.WORKER])
 
 
 def test_health_is_for_every_role_and_what_nobody_has_heard_of_for_none() -> None:

@@ -38,6 +38,8 @@ class QueuedRollout(Struct, frozen=True, kw_only=True, gc=False):  # in no cycle
     budget: int = 0  # tokens that it may still make; 0: not known
     group: int = 0  # the place of the first of its group
     evaluation: bool = False  # not trained on
+    request: bool = False  # of a gateway's client
+    interactive: bool = False  # somebody waits for each token
 
 
 class _Queue:

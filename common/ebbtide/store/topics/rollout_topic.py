@@ -32,6 +32,8 @@ _PLACE_BYTES: Final = 1 << 20
 #: Callers retry a full run after this time: about one flush of finished rollouts.
 _RETRY_AFTER_S: Final = 1.0
 _UNORDERED: Final = SubmitOrder()
+#: The kinds' names in the store.
+_KINDS: Final = {RolloutKind.TRAIN: "train", RolloutKind.EVAL: "eval", RolloutKind.REQUEST: "request"}
 
 
 class RolloutTopic(Topic):
@@ -49,10 +51,9 @@ class RolloutTopic(Topic):
         for number, request in enumerate(requests):
             if number % _PACKED_AT_ONCE == _PACKED_AT_ONCE - 1:
                 await asyncio.sleep(0)  # other calls have their turn
-            kind = "eval" if request.kind is RolloutKind.EVAL else "train"
             bare = msgspec.structs.replace(request, prompt_ids=b"")
             origin = f"{request.group_id} {request.episode_id} {request.turn}"
-            parts += [request.rollout_id, body_digest(request), kind, pack(bare), request.prompt_ids, origin]
+            parts += [request.rollout_id, body_digest(request), _KINDS[request.kind], pack(bare), request.prompt_ids, origin]
         try:
             found = await self._leased("submit", lease, quota_bytes, max_open, *_order_columns(order), *parts)
         except StoreRefused as refused:

@@ -47,6 +47,7 @@ def _span(cursor: str, fields: list[bytes]) -> AttemptSpan:
         episode_id=episode,
         turn=int(turn),
         evaluation=have.get(b"k") == b"eval",
+        request=have.get(b"k") == b"request",
         prompt_tokens=int(have.get(b"p", 0)),
         step=int(have[b"s"]) if have.get(b"s") else None,
     )

@@ -33,6 +33,8 @@ def new_entry(request: RolloutRequest, *, place: int, group: int, length: int, n
         budget=request.sampling.max_tokens,
         group=group,
         evaluation=request.kind is RolloutKind.EVAL,
+        request=request.kind is RolloutKind.REQUEST,
+        interactive=request.interactive,
     )
 
 

@@ -277,4 +277,5 @@ def _assignment(attempt: RunningAttempt, given: PlacedRollout, policy: str) -> f
         min_version=request.min_version,
         max_version=request.max_version,
         priority=request.priority,
+        interactive=request.interactive,
     )

@@ -1,0 +1,64 @@
+"""Defines sessions of gateways' clients, their turns, and their bounds."""
+
+from enum import IntEnum
+from typing import Annotated, Final
+
+from msgspec import Meta, Struct
+
+from ebbtide.types.rollout import Trajectory
+
+#: Bytes of a session's record, of a turn's, and of a page of turns: half of a message's 4 MiB.
+MAX_SESSION_RECORD: Final = 64 << 10
+MAX_TURN_RECORD: Final = 2 << 20
+TURN_PAGE_BYTES: Final = 2 << 20
+#: Completions of one turn, and turns of one session: the store ends a session in one script.
+MAX_COMPLETIONS: Final = 128
+MAX_TURNS: Final = 4096
+
+
+class SessionState(IntEnum):
+    OPEN = 1
+    COMPLETED = 2  # as trajectories
+    DROPPED = 3
+
+
+class Session(Struct, frozen=True, kw_only=True):
+    """An episode that a gateway's client plays. Times are seconds."""
+
+    session_id: str
+    run_id: str
+    owner: str
+    group_id: str  # of its trajectories
+    turns: int = 0
+    state: SessionState = SessionState.OPEN
+    age_s: float = 0.0
+    idle_s: float = 0.0  # since its last turn was added, a rollout of it finished, or it ended
+    ends_in_s: float = 0.0  # then it is dropped unless it goes on; an ended one is forgotten then
+    record: bytes = b""  # the gateway's own
+    drop_reason: str = ""
+
+
+class SessionTurn(Struct, frozen=True, kw_only=True):
+    """One request of a session. `record` is the gateway's own."""
+
+    request_id: str
+    rollout_ids: tuple[str, ...] = ()
+    record: bytes = b""
+    number: int = 0  # in the session, from 1 on
+    age_s: float = 0.0
+
+
+class TurnPage(Struct, frozen=True, kw_only=True):
+    session: Session
+    turns: tuple[SessionTurn, ...] = ()
+    more: bool = False  # ask again after the last one
+
+
+class SessionEnd(Struct, frozen=True, kw_only=True):
+    """How a session ends: as trajectories, or with a reason why it is dropped."""
+
+    session_id: str
+    owner: str
+    trajectories: Annotated[tuple[Trajectory, ...], Meta(max_length=MAX_TURNS)] = ()
+    drop_reason: str = ""
+    record: bytes = b""  # takes the place of the session's, unless it is empty
