@@ -8,6 +8,7 @@ from ebbtide.auth.tls import read_file
 from ebbtide.coordinator.api.rollout_service import RolloutService
 from ebbtide.coordinator.api.run_service import RunService
 from ebbtide.coordinator.appends.append_streams import AppendStreams
+from ebbtide.coordinator.appends.token_readers import TokenReaders
 from ebbtide.coordinator.coordinator_parts import CoordinatorParts
 from ebbtide.coordinator.dispatcher.dispatcher import Dispatcher
 from ebbtide.coordinator.failover.election import Election
@@ -103,9 +104,10 @@ class Coordinator:
             self._recovery,
             self._publishers,
             self.writes,
+            TokenReaders(self._notifier),
         )
         runs, rollouts = RunService(parts), RolloutService(parts)
-        appending = AppendStreams(self.state, self.store, self.fleet, self._notifier)
+        appending = AppendStreams(self.state, self.store, self.fleet, self._notifier, parts.readers)
         on_wire = runs_wire.RunsServicer(runs, lease_ttl_s=settings.lease_ttl_s)
         fleet = fleet_wire.FleetServicer(self.fleet, appending, self._flushes, heartbeat_s=settings.heartbeat_s)
         return [
