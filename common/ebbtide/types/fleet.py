@@ -53,6 +53,13 @@ class FlushWindow(Struct, frozen=True):
         return FlushWindow(ceil(self.tokens * least_s / self.interval_s), least_s)
 
 
+class FlushPace(Struct, frozen=True):
+    """How often a worker may flush at most, seconds between two messages; 0.0: as often as it is set to."""
+
+    least_s: float = 0.0
+    interactive_s: float = 0.0  # of its interactive rollouts
+
+
 class AttemptRef(Struct, frozen=True):
     run_id: str
     rollout_id: str

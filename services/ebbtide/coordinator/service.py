@@ -80,7 +80,9 @@ class Coordinator:
         )
         self._run_events = RunEventWriter(self.state, self.store, self._notifier)
         self.fleet = WorkerRegistry(settings, self.state, self._parts.trust, self._run_events)
-        self._flushes = FlushIntervals(self.state, per_s=settings.flushes_per_s)
+        self._flushes = FlushIntervals(
+            self.state, per_s=settings.flushes_per_s, interactive=settings.interactive_rollouts
+        )
         incarnations = StoreIncarnations(self.state, self.store, lease_ttl_s=settings.lease_ttl_s)
         self._incarnations, self._publishers = incarnations, PublisherKeys(self.store)
         self._recovery = RunRecovery(

@@ -104,3 +104,6 @@ class InteractiveLane:
             return False
         self.due, self._sent = math.inf, now
         return True
+
+
+FlushLane = BatchLane | InteractiveLane

@@ -9,13 +9,12 @@ unacknowledged tokens lie within one window. A message for interactive rollouts 
 due, too. When this process dies the outbox is gone: the rollout goes on elsewhere from its stored tokens.
 """
 
-import math
 from collections.abc import Callable, Iterable
 from typing import Final, NamedTuple
 
-from ebbtide.rollout_worker.generation.flush_lanes import BatchLane, InteractiveLane
+from ebbtide.rollout_worker.generation.flush_lanes import BatchLane, FlushLane, InteractiveLane
 from ebbtide.types.append_delta import AppendAck, AppendDelta
-from ebbtide.types.fleet import INTERACTIVE_FLUSH_S, AppendStatus, AttemptRef, FlushWindow
+from ebbtide.types.fleet import INTERACTIVE_FLUSH_S, AppendStatus, AttemptRef, FlushPace, FlushWindow
 from ebbtide.types.rollout import FinishReason
 from ebbtide.types.tokens import TOKEN_BYTES
 from ebbtide.wire.append_columns import MAX_DELTAS
@@ -43,8 +42,8 @@ class SettledOutput(NamedTuple):
 class RolloutOutput:
     """One attempt's response."""
 
-    def __init__(self, ref: AttemptRef, partial: bytes, *, interactive: bool) -> None:
-        self.ref, self.interactive = ref, interactive
+    def __init__(self, ref: AttemptRef, partial: bytes, lane: FlushLane) -> None:
+        self.ref, self.lane = ref, lane
         self.tokens = bytearray(partial)
         self.begin = self.sent = self.stored = self.length
         self.finish: FinishReason | None = None
@@ -89,23 +88,21 @@ class Outbox:
         self.unacknowledged = 0
         #: Unfinished attempts with most of a window unacknowledged: generation should wait for the store.
         self.behind: set[str] = set()
-        self._set_windows(0.0, 0.0)
+        self._set_windows(FlushPace())
 
-    def pace(self, least_s: float, now: float, *, interactive_s: float = 0.0) -> None:
-        """Flush no more often than every `least_s` seconds, with a window that is longer in proportion, and interactive
-        rollouts no more often than every `interactive_s`; 0.0: as set.
-        """
+    def pace(self, pace: FlushPace, now: float) -> None:
+        """Flush no more often than that; the window of batch rollouts grows in proportion."""
         before = self._window
-        self._set_windows(least_s, interactive_s)
+        self._set_windows(pace)
         if self._window != before:
             self.flush(now)  # what is unsent may be due already in a shorter window
         for output in self._outputs.values():
             self._weigh(output)
 
-    def _set_windows(self, least_s: float, interactive_s: float) -> None:
-        self._window = window = self._own.stretched(least_s)
+    def _set_windows(self, pace: FlushPace) -> None:
+        self._window = window = self._own.stretched(pace.least_s)
         self._batch.interval_s = window.interval_s
-        self._interactive.interval_s = min(max(INTERACTIVE_FLUSH_S, interactive_s), window.interval_s)
+        self._interactive.interval_s = min(max(INTERACTIVE_FLUSH_S, pace.interactive_s), window.interval_s)
         self._enough = -(-window.tokens // 2)
         self._many = -(-3 * window.tokens // 4)  # the rest of the window is for tokens until the engine stops
 
@@ -129,11 +126,12 @@ class Outbox:
         return output.stored == output.length
 
     def open(self, ref: AttemptRef, partial: bytes, *, interactive: bool = False) -> None:
-        self._outputs[ref.attempt_id] = RolloutOutput(ref, partial, interactive=interactive)
+        lane = self._interactive if interactive else self._batch
+        self._outputs[ref.attempt_id] = RolloutOutput(ref, partial, lane)
 
     def append(self, attempt_id: str, tokens: bytes, now: float) -> None:
         output = self._outputs[attempt_id]
-        first, lane = output.length == output.begin, self._lane(output)
+        first, lane = output.length == output.begin, output.lane
         output.tokens += tokens
         self.unacknowledged += len(tokens) // TOKEN_BYTES
         self._weigh(output)
@@ -148,22 +146,20 @@ class Outbox:
         output = self._outputs[attempt_id]
         output.finish = reason
         self.behind.discard(attempt_id)
-        self._lane(output).hurry(attempt_id, now)
-
-    def _lane(self, output: RolloutOutput) -> BatchLane | InteractiveLane:
-        return self._interactive if output.interactive else self._batch
+        output.lane.hurry(attempt_id, now)
 
     def drop(self, attempt_id: str) -> None:
         """Forget an attempt, if it is held."""
         self.behind.discard(attempt_id)
         if output := self._outputs.pop(attempt_id, None):
-            self._lane(output).drop(attempt_id)
+            output.lane.drop(attempt_id)
             self.unacknowledged -= output.length - output.stored
 
     def flush(self, now: float) -> None:
         """Make all unsent tokens due."""
-        for lane in {self._lane(output) for output in self._outputs.values() if output.wants_sending}:
-            lane.bring_forward(now)
+        for output in self._outputs.values():
+            if output.wants_sending:
+                output.lane.bring_forward(now)
 
     def rewind(self, now: float) -> None:
         """Begin a new stream: send unacknowledged tokens again, and ask the store whether it still has the others."""
@@ -179,10 +175,10 @@ class Outbox:
         urgent, whole = self._batch.take(now)
         outputs = list[RolloutOutput]()
         if self._interactive.take(now, along=whole or bool(urgent)):
-            outputs += [output for output in self._outputs.values() if output.interactive]
+            outputs += [output for output in self._outputs.values() if output.lane is self._interactive]
         outputs += [self._outputs[attempt_id] for attempt_id in urgent if attempt_id in self._outputs]
         if whole:
-            batch = ((name, output) for name, output in self._outputs.items() if not output.interactive)
+            batch = ((name, output) for name, output in self._outputs.items() if output.lane is self._batch)
             outputs += [output for name, output in batch if name not in urgent]
         self._messages += 1
         return OutboxMessage(self._messages, self._filled(outputs, now))
@@ -198,7 +194,7 @@ class Outbox:
                 room -= len(delta.tokens) // TOKEN_BYTES
                 deltas.append(delta)
             if output.wants_sending:
-                self._lane(output).bring_forward(now)
+                output.lane.bring_forward(now)
         return deltas
 
     def settle(self, acks: Iterable[AppendAck], *, durable: bool, now: float) -> SettledOutput:
@@ -237,4 +233,4 @@ class Outbox:
         """Send again from the store's position; once, although messages after the refused one are refused too."""
         if not 0 < ack.message <= output.turned:
             output.wind_back(ack.stored, self._messages)
-            self._lane(output).bring_forward(now)
+            output.lane.bring_forward(now)
