@@ -114,7 +114,7 @@ class ScriptedFleet(fleet_pb2_grpc.FleetServicer):
         policy: str = POLICY,
         interactive: bool = False,
         broken: types_pb2.Sampling | None = None,
-        **bounds: int,
+        **bounds: Any,
     ) -> None:
         """Give a rollout out, with what is stored of it. `broken`: with this instead, which is no sampling."""
         self.fences[name] = f"{name}-{attempt}"

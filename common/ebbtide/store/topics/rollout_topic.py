@@ -22,7 +22,7 @@ from ebbtide.store.rollout_rows import (
 )
 from ebbtide.store.topics.topic import Topic
 from ebbtide.types.rollout import RolloutKind, RolloutRequest, SubmitOrder, SubmitOutcome
-from ebbtide.types.run import LeaseRef
+from ebbtide.types.run import LeaseRef, is_gateway
 
 _PAGE: Final = 256
 #: Requests packed between two turns of other calls.
@@ -53,7 +53,8 @@ class RolloutTopic(Topic):
                 await asyncio.sleep(0)  # other calls have their turn
             bare = msgspec.structs.replace(request, prompt_ids=b"")
             origin = f"{request.group_id} {request.episode_id} {request.turn}"
-            parts += [request.rollout_id, body_digest(request), _KINDS[request.kind], pack(bare), request.prompt_ids, origin]
+            parts += [request.rollout_id, body_digest(request), _KINDS[request.kind]]
+            parts += [pack(bare), request.prompt_ids, origin]
         try:
             found = await self._leased("submit", lease, quota_bytes, max_open, *_order_columns(order), *parts)
         except StoreRefused as refused:
@@ -64,10 +65,11 @@ class RolloutTopic(Topic):
                 "QUOTA": f"{refused.detail} of its quota_bytes ({quota_bytes})",
                 "QUEUE": f"{refused.detail} of {max_open} places in its queue",
             }[refused.code]
-            raise NoCapacity(
-                f"run {lease.run_id} uses {what}; complete, commit or acknowledge finished ones",
-                retry_after_s=_RETRY_AFTER_S,
-            ) from None
+            remedy = "complete, commit or acknowledge finished ones"
+            if is_gateway(lease.role):
+                remedy = "gateways may use three quarters; end sessions, or wait for finished requests to go"
+            text = f"run {lease.run_id} uses {what}; {remedy}"
+            raise NoCapacity(text, retry_after_s=_RETRY_AFTER_S) from None
         return [_accepted(outcome, rest) for outcome, rest in found]
 
     async def place(self, run_id: str, placements: Sequence[tuple[str, str, str]]) -> list[PlacedRollout | None]:
@@ -111,8 +113,14 @@ class RolloutTopic(Topic):
         return int(await self._write("dead_letter", run_id, *(part for letter in letters for part in letter)))
 
     async def cancel(self, lease: LeaseRef, rollout_ids: Sequence[str], reason: str) -> list[tuple[str, str]]:
-        """Drop rollouts in any state. Returns (rollout, attempt) of those that ran."""
-        return text_pairs(await self._leased("cancel", lease, reason, *rollout_ids))
+        """Drop rollouts in any state; requests finish as cancelled. Returns (rollout, attempt) of those that ran, and
+        of requests that were queued, with an empty attempt. Raises `InvalidRequest` if a gateway names other rollouts.
+        """
+        try:
+            return text_pairs(await self._leased("cancel", lease, reason, *rollout_ids))
+        except StoreRefused as refused:
+            text = "is no request, and under a gateway's lease nothing else can be cancelled"
+            raise InvalidRequest(text, field=f"rollout_ids[{refused.detail}]") from None
 
     async def acknowledge(
         self, lease: LeaseRef, rollout_ids: Sequence[str], drop_reason: str, *, vouched: bool = False
