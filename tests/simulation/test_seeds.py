@@ -21,7 +21,6 @@ _QUICK_BUGS: Final = {
     "a resume one token too far": 1,
     "a standby that serves": 0,
     "an append that goes to the run before it": 9,
-    "a push that is not compared with its reader's offset": 11,
 }
 
 

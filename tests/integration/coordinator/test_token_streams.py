@@ -10,7 +10,7 @@ from prometheus_client import REGISTRY
 from ebbtide.auth.security import ClientSecurity
 from ebbtide.client import Client
 from ebbtide.testing import wait_until
-from ebbtide.types.rollout import TokenChunk
+from ebbtide.types.rollout import FinishReason, RolloutKind, TokenChunk
 from ebbtide.types.tokens import token_count, unpack_tokens
 from ebbtide.v1 import fleet_pb2, types_pb2
 from tests.integration.coordinator.conftest import TOKEN
@@ -135,3 +135,18 @@ async def test_a_cancelled_rollout_ends_its_readers_at_once(cluster: Any) -> Non
     await run.cancel("a")
     await wait_until(reader.task.done, timeout=1.5, what="the reader's end, long before it looks again")
     assert reader.task.exception() is not None
+
+
+async def test_a_cancelled_request_ends_its_readers_behind_the_tokens_that_it_has(cluster: Any) -> None:
+    run = await cluster.run()
+    await run.claim(holder="g1", role="gateway")
+    worker = await cluster.worker("w1")
+    await run.submit("q", kind=RolloutKind.REQUEST, interactive=True)
+    await worker.has("q")
+    assert worker.assigned["q"].interactive
+    reader = SdkReader(cluster, "q")
+    await worker.add("q", 0, 2)
+    await reader.has(2)
+    await run.cancel("q")
+    assert await reader.ended() == [0, 1]
+    assert reader.chunks[-1].reason is FinishReason.CANCELLED
