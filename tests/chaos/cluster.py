@@ -115,19 +115,25 @@ class Cluster:
             flags["coordinator"] = self.process["coordinator"].address
         return await self.start("relay", "weight_relay", **flags, **settings)
 
-    async def worker(self, name: str, *coordinators: str, **settings: Any) -> ProgramProcess:
+    async def worker(
+        self, name: str, *coordinators: str, module: str = "rollout_worker", **settings: Any
+    ) -> ProgramProcess:
         flags: dict[str, Any] = {
             "coordinator": ",".join([await self.route(name, head) for head in coordinators or self.heads]),
             "relay": await self.route(name, "relay"),
             "worker_id": name,
             "counter_file": self.directory / f"{name}.ledger",
         }
-        return await self.start(name, "rollout_worker", **{**flags, **_WORKER, **self.script, **settings})
+        return await self.start(name, module, **{**flags, **_WORKER, **self.script, **settings})
 
     async def start(self, name: str, module: str, /, *, boot_s: float = 60.0, **settings: Any) -> ProgramProcess:
         """Start a service and wait until it is ready."""
         flags = {"die_with_parent": os.getpid(), "ready_file": self.directory / f"{name}.json", **settings}
-        command = [sys.executable, "-m", module if module.startswith("tests.") else f"ebbtide.{module}"]
+        command = [
+            sys.executable,
+            "-m",
+            module if module.startswith(("tests.", "benchmarks.")) else f"ebbtide.{module}",
+        ]
         for flag, value in flags.items():
             command += [f"--{flag.replace('_', '-')}", *([] if value is True else [str(value)])]
         program = Program(

@@ -112,6 +112,7 @@ class ScriptedFleet(fleet_pb2_grpc.FleetServicer):
         *,
         attempt: str = "a1",
         policy: str = POLICY,
+        interactive: bool = False,
         broken: types_pb2.Sampling | None = None,
         **bounds: Any,
     ) -> None:
@@ -124,6 +125,7 @@ class ScriptedFleet(fleet_pb2_grpc.FleetServicer):
             prompt_ids=pack_ids(PROMPT),
             partial=partial,
             sampling=broken or to_proto(sampling, types_pb2.Sampling),
+            interactive=interactive,
             **bounds,
         )
         self.say(assign=fleet_pb2.AssignBatch(assignments=[assignment]))

@@ -37,6 +37,7 @@ class ScriptedWorker:
         self.asked: list[str] = []  # rollouts that it is to hand back
         self.borrows: list[fleet_pb2.Borrow] = []  # whether its host is to be borrowed, as it was told
         self.flush_intervals: list[float] = []  # the least, as it was told after its attach
+        self.interactive_intervals: list[float] = []  # the same for interactive rollouts
         self._loops: list[asyncio.Task[None]] = []
         self.attached = fleet_pb2.Attached()
         self.ended: Exception | None = None
@@ -91,6 +92,7 @@ class ScriptedWorker:
             self.forgotten.append(message.forget.run_id)
         if message.HasField("flush_interval"):
             self.flush_intervals.append(message.flush_interval.least_s)
+            self.interactive_intervals.append(message.flush_interval.interactive_s)
         if message.HasField("drain"):
             self.drains.append(message.drain.deadline_s)
         if message.HasField("install"):

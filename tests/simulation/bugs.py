@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import msgspec
 
+from ebbtide.coordinator.appends.token_readers import TokenReader
 from ebbtide.coordinator.failover.run_recovery import RunRecovery
 from ebbtide.coordinator.fleet import worker_registry
 from ebbtide.errors import StoreUnavailable
@@ -86,6 +87,16 @@ def _forgets_what_flew(rewind: Any) -> Any:
     return wrong
 
 
+def _takes_what_it_has(take: Any) -> Any:
+    """What was pushed is taken for what follows the reader's last token."""
+
+    def wrong(self: TokenReader, offset: int) -> Any:
+        self._begin, self._end = offset, offset + len(self._tokens) // TOKEN_BYTES
+        return take(self, offset)
+
+    return wrong
+
+
 def _keeps_superseded(settle: Any) -> Any:
     def wrong(self: Outbox, acks: Any, **options: Any) -> Any:
         return settle(self, [ack for ack in acks if ack.status.name != "SUPERSEDED"], **options)
@@ -149,6 +160,7 @@ BUGS: Final[dict[str, Bug]] = {
     "a wake-up that is lost": python((LocalAttempts, "settle", _without_pressure)),
     "a stream that goes on behind what was on its way": python((Outbox, "rewind", _forgets_what_flew)),
     "an acknowledgement before the store": python((AppendTopic, "append", _ahead_of_the_store)),
+    "a push that is not compared with its reader's offset": python((TokenReader, "_take", _takes_what_it_has)),
     "a limit that forgets the partial": python(
         (ResponseEnding, "__init__", _room_forgets_partial), (Generation, "request", _asks_for_all)
     ),

@@ -102,6 +102,7 @@ class RunPlan:
             prompt_ids=pack_ids(prompt),
             sampling=Sampling(max_tokens=most, min_tokens=chance.choice((0, 0, 5))),
             priority=chance.choice((0, 0, 1)),
+            interactive=number % 3 == 0,
         )
         script = follow(self._script, prompt, most)
         ids = [token for token, _ in script]

@@ -11,6 +11,9 @@ from ebbtide.types.weights import PolicyVersion
 
 #: Grows when the meaning of the streams changes. Peers with different numbers refuse each other at attach.
 PROTOCOL_VERSION: Final = 2
+#: A worker sends the tokens of its interactive rollouts so often, unless it is told another interval: people take text
+#: that comes so for a steady flow.
+INTERACTIVE_FLUSH_S: Final = 0.05
 
 
 class WorkerKind(IntEnum):
@@ -48,6 +51,13 @@ class FlushWindow(Struct, frozen=True):
         if not 0 < self.interval_s < least_s:
             return self
         return FlushWindow(ceil(self.tokens * least_s / self.interval_s), least_s)
+
+
+class FlushPace(Struct, frozen=True):
+    """How often a worker may flush at most, seconds between two messages; 0.0: as often as it is set to."""
+
+    least_s: float = 0.0
+    interactive_s: float = 0.0  # of its interactive rollouts
 
 
 class AttemptRef(Struct, frozen=True):

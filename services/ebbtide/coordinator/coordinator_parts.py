@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from ebbtide.coordinator.appends.token_readers import TokenReaders
 from ebbtide.coordinator.failover.run_recovery import RunRecovery
 from ebbtide.coordinator.fleet.worker_registry import WorkerRegistry
 from ebbtide.coordinator.publisher_keys import PublisherKeys
@@ -23,3 +24,4 @@ class CoordinatorParts(NamedTuple):
     recovery: RunRecovery
     publishers: PublisherKeys
     writes: ClientWrites
+    readers: TokenReaders

@@ -59,6 +59,18 @@ dead_letters = telemetry.counter("coordinator_dead_letters_total", "rollouts giv
 tokens = telemetry.counter("coordinator_tokens_appended_total", "tokens received from workers, repeats included")
 appends = telemetry.counter("coordinator_append_acks_total", "deltas answered", ("outcome",))
 append_seconds = telemetry.histogram("coordinator_append_seconds", "append message received to acknowledged")
+interactive_rollouts = telemetry.gauge(
+    "coordinator_interactive_rollouts",
+    "interactive rollouts given to workers",
+)
+interactive_flush_seconds = telemetry.gauge(
+    "coordinator_interactive_flush_seconds",
+    "time between two messages for interactive rollouts; above 0.05 more are generated than interactive_rollouts",
+)
+token_readers = telemetry.gauge("coordinator_token_readers", "open streams of a rollout's tokens")
+token_chunks = telemetry.counter(
+    "coordinator_token_chunks_total", "messages to readers of tokens, by where the tokens came from", ("kind",)
+)
 placement_seconds = telemetry.histogram("coordinator_placement_seconds", "rollout queued to given to a worker")
 engine_starts = telemetry.counter(
     "coordinator_engine_starts_total", "engines of workers restarted for another architecture"

@@ -10,6 +10,7 @@ from ebbtide.coordinator.api.rollout_service import RolloutService
 from ebbtide.coordinator.api.run_service import RunService
 from ebbtide.coordinator.api.session_service import SessionService
 from ebbtide.coordinator.appends.append_streams import AppendStreams
+from ebbtide.coordinator.appends.token_readers import TokenReaders
 from ebbtide.coordinator.coordinator_parts import CoordinatorParts
 from ebbtide.coordinator.dispatcher.dispatcher import Dispatcher
 from ebbtide.coordinator.failover.election import Election
@@ -83,7 +84,9 @@ class Coordinator:
         )
         self._run_events = RunEventWriter(self.state, self.store, self._notifier)
         self.fleet = WorkerRegistry(settings, self.state, self._parts.trust, self._run_events)
-        self._flushes = FlushIntervals(self.state, per_s=settings.flushes_per_s)
+        self._flushes = FlushIntervals(
+            self.state, per_s=settings.flushes_per_s, interactive=settings.interactive_rollouts
+        )
         incarnations = StoreIncarnations(self.state, self.store, lease_ttl_s=settings.lease_ttl_s)
         self._incarnations, self._publishers = incarnations, PublisherKeys(self.store)
         self._recovery = RunRecovery(
@@ -107,11 +110,12 @@ class Coordinator:
             self._recovery,
             self._publishers,
             self.writes,
+            TokenReaders(self._notifier),
         )
         self.retention = RequestRetention(parts)
         runs, rollouts = RunService(parts), RolloutService(parts, self.retention)
         sessions = SessionService(parts, self.retention)
-        appending = AppendStreams(self.state, self.store, self.fleet, self._notifier)
+        appending = AppendStreams(self.state, self.store, self.fleet, self._notifier, parts.readers)
         on_wire = runs_wire.RunsServicer(runs, lease_ttl_s=settings.lease_ttl_s)
         fleet = fleet_wire.FleetServicer(self.fleet, appending, self._flushes, heartbeat_s=settings.heartbeat_s)
         return [

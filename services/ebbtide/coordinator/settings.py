@@ -75,6 +75,10 @@ class CoordinatorSettings(ProcessSettings, frozen=True, kw_only=True, forbid_unk
         float,
         Meta(ge=0, description="flushes that all workers may send together; larger fleets flush less often; 0: any"),
     ] = 1000.0
+    interactive_rollouts: Annotated[
+        int,
+        Meta(ge=0, description="so many interactive rollouts at once flush every 50 ms; more flush less often; 0: any"),
+    ] = 200
     record_decisions: Annotated[
         str, Meta(description="file for what decisions are handed, and what is decided, to replay them; empty: none")
     ] = ""

@@ -22,8 +22,9 @@ from ebbtide.rollout_worker.engine.changing_engine import ChangingEngine
 from ebbtide.rollout_worker.engine.vllm.borrowed_engine import BorrowedEngine
 from ebbtide.rollout_worker.engine.vllm.cpu_build import is_cpu_build
 from ebbtide.rollout_worker.engine.weight_sleep import WeightSleep
+from ebbtide.rollout_worker.generation.flush_lanes import JITTER
 from ebbtide.rollout_worker.generation.local_attempts import LocalAttempts
-from ebbtide.rollout_worker.generation.outbox import JITTER, Outbox
+from ebbtide.rollout_worker.generation.outbox import Outbox
 from ebbtide.rollout_worker.guard_link import GuardLink
 from ebbtide.rollout_worker.installs.install_reports import InstallReports
 from ebbtide.rollout_worker.installs.installer import Installer

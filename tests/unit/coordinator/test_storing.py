@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from ebbtide.coordinator.appends.append_batcher import AppendBatcher
+from ebbtide.coordinator.appends.token_readers import TokenReaders
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.notifier import Notifier
 from ebbtide.coordinator.state.worker_reports import AttachReport
@@ -15,7 +16,7 @@ from ebbtide.errors import Internal, StoreUnavailable
 from ebbtide.testing import wait_until
 from ebbtide.types.append_delta import AppendAck, AppendColumns, joined
 from ebbtide.types.fleet import PROTOCOL_VERSION, AppendStatus, EngineInfo, WorkerKind
-from ebbtide.types.rollout import FinishReason
+from ebbtide.types.rollout import FinishReason, TokenChunk
 from ebbtide.types.run import EnvironmentSpec, RunSpec
 from ebbtide.types.tokens import TOKEN_BYTES
 
@@ -55,7 +56,9 @@ class House:
             worker_id="w", kind=WorkerKind.SPOT, protocol_version=PROTOCOL_VERSION, slots=4, engine=engine
         )
         self.session = self.state.new_session("session", hello, 0.0)
-        self.storing = AppendBatcher(self.state, self.store, Notifier())  # type: ignore[arg-type] # an imitation
+        notifier = Notifier()
+        self.readers = TokenReaders(notifier)
+        self.storing = AppendBatcher(self.state, self.store, notifier, self.readers)  # type: ignore[arg-type] # an imitation
 
     def keep(self, *rollouts: str, run: str = "run") -> "asyncio.Task[dict[int, AppendAck]]":
         deltas = columns(*rollouts, run=run)
@@ -180,3 +183,26 @@ async def test_a_run_that_pauses_before_it_is_reconciled_holds_nobody_back(house
 async def test_a_run_that_is_gone_has_no_attempts_any_more(house: House) -> None:
     house.state.drop_run(house.state.runs["run"])
     assert (await house.keep("a"))[0].status is AppendStatus.SUPERSEDED
+
+
+async def test_readers_get_tokens_once_the_store_has_acknowledged_them_and_never_what_it_refused(
+    house: House,
+) -> None:
+    async def read(offset: int) -> TokenChunk:
+        return TokenChunk(offset=offset, tokens=b"")
+
+    async def follow(rollout: str, offset: int) -> TokenChunk:
+        with house.readers.reading("run", rollout) as reader:
+            return await anext(reader.follow(offset, read))
+
+    stored, refused = (asyncio.create_task(follow(rollout, 3)) for rollout in ("a", "gap"))
+    await asyncio.sleep(0)  # they have looked
+    house.store.go.clear()
+    kept = house.keep("gap", "a")
+    await house.called()
+    assert not stored.done()
+    house.store.go.set()
+    await kept
+    assert await stored == TokenChunk(offset=3, tokens=b"a" * TOKEN_BYTES)
+    assert not refused.done()
+    refused.cancel()

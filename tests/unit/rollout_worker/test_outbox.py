@@ -6,7 +6,7 @@ import pytest
 
 from ebbtide.rollout_worker.generation.outbox import MESSAGE_DELTAS, MESSAGE_TOKENS, Outbox
 from ebbtide.types.append_delta import AppendAck, AppendDelta
-from ebbtide.types.fleet import AppendStatus, AttemptRef
+from ebbtide.types.fleet import AppendStatus, AttemptRef, FlushPace
 from ebbtide.types.rollout import FinishReason
 from ebbtide.types.tokens import TOKEN_BYTES
 
@@ -85,17 +85,17 @@ def test_a_longer_interval_stretches_the_window_in_proportion_and_0_gives_the_ow
     begun(outbox, "a")
     outbox.append("a", tokens(6), 5.0)
     assert outbox.behind == {"a"}
-    outbox.pace(0.4, 5.0)
+    outbox.pace(FlushPace(0.4), 5.0)
     assert not outbox.behind, "of 32 tokens, 7 are not stored"
     assert outbox.due == 5.0
     outbox.take(5.0)
     outbox.append("a", tokens(6), 6.0)
     assert outbox.due == pytest.approx(6.4), "less than half a window of 32 is unsent"
-    outbox.pace(0.0, 6.1)
+    outbox.pace(FlushPace(), 6.1)
     assert outbox.due == 6.1, "in the own window it is due"
     assert outbox.behind == {"a"}
     outbox.take(6.1)
-    outbox.pace(0.05, 6.2)
+    outbox.pace(FlushPace(0.05), 6.2)
     outbox.append("a", tokens(1), 6.2)
     assert outbox.due == pytest.approx(6.3), "never shorter than the own one: 8 tokens or 0.1 s"
 

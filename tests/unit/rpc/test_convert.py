@@ -16,7 +16,16 @@ from msgspec import Meta, Struct
 
 import ebbtide.types
 from ebbtide.errors import InvalidRequest
-from ebbtide.types.fleet import AttemptRef, BorrowedState, EngineInfo, FlushWindow, Worker, WorkerKind, WorkerState
+from ebbtide.types.fleet import (
+    AttemptRef,
+    BorrowedState,
+    EngineInfo,
+    FlushPace,
+    FlushWindow,
+    Worker,
+    WorkerKind,
+    WorkerState,
+)
 from ebbtide.types.grants import (
     Borrower,
     BorrowerReport,
@@ -78,6 +87,7 @@ from ebbtide.wire.record_conversion import from_proto, to_proto
 PAIRS: dict[type[Struct], type[Message]] = {
     AttemptRef: fleet_pb2.AttemptRef,
     EngineInfo: fleet_pb2.EngineInfo,
+    FlushPace: fleet_pb2.FlushInterval,
     Worker: fleet_pb2.Worker,
     BorrowedState: fleet_pb2.Borrowed,
     AttemptSpan: runs_pb2.AttemptSpan,

@@ -17,7 +17,7 @@ from ebbtide.coordinator.api.request_retention import RequestRetention
 from ebbtide.coordinator.api.store_doubts import in_doubt
 from ebbtide.coordinator.coordinator_parts import CoordinatorParts
 from ebbtide.coordinator.state.attempt_records import new_entry, place_of_group
-from ebbtide.coordinator.state.notifier import follow, notified_or_late
+from ebbtide.coordinator.state.notifier import follow
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.errors import EbbtideError, InvalidRequest, NotFound
 from ebbtide.rpc.caller_turns import stream_turn
@@ -35,7 +35,6 @@ from ebbtide.types.rollout import (
     TrajectoryOutcome,
 )
 from ebbtide.types.run import LeaseRef
-from ebbtide.types.tokens import token_count
 
 
 class RolloutService:
@@ -49,7 +48,7 @@ class RolloutService:
             parts.notifier,
         )
         self._fleet, self._attempts, self._recovery = parts.fleet, parts.attempts, parts.recovery
-        self._writes, self._retention = parts.writes, retention
+        self._writes, self._retention, self._readers = parts.writes, retention, parts.readers
 
     async def submit(
         self, lease: LeaseRef, requests: Sequence[RolloutRequest], order: SubmitOrder
@@ -95,20 +94,15 @@ class RolloutService:
         """The rollout's tokens from `offset`; the last chunk has the reason. `LeaseSuperseded` when the run ends."""
         check_id(run_id, field="run_id")
         check_id(rollout_id, field="rollout_id")
-        with self._notifier.listening("tokens", run_id, rollout_id) as notified:
-            while True:
-                notified.clear()
-                await self._recovery.live(run_id)
-                with self._in_doubt(NotFound, InvalidRequest):
-                    async with stream_turn():
-                        chunk = await self._store.trajectories.tokens(run_id, rollout_id, offset)
-                if chunk.tokens or chunk.reason:
-                    yield chunk
-                if chunk.reason:
-                    return
-                offset += token_count(chunk.tokens)
-                if not chunk.tokens:
-                    await notified_or_late(notified)
+        with self._readers.reading(run_id, rollout_id) as reader:
+            async for chunk in reader.follow(offset, lambda at: self._stored_tokens(run_id, rollout_id, at)):
+                yield chunk
+
+    async def _stored_tokens(self, run_id: str, rollout_id: str, offset: int) -> TokenChunk:
+        await self._recovery.live(run_id)
+        with self._in_doubt(NotFound, InvalidRequest):
+            async with stream_turn():
+                return await self._store.trajectories.tokens(run_id, rollout_id, offset)
 
     async def acknowledge(self, lease: LeaseRef, rollout_ids: Sequence[str], drop_reason: str) -> None:
         """End finished rollouts as trained, or dropped with a reason, and delete them."""

@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from typing import Final
 
 from ebbtide.coordinator import metrics
+from ebbtide.coordinator.appends.token_readers import TokenReaders
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.notifier import Notifier
 from ebbtide.coordinator.state.run_state import RunState
@@ -45,8 +46,8 @@ class _Message:
 
 
 class AppendBatcher:
-    def __init__(self, state: CoordinatorState, store: Store, notifier: Notifier) -> None:
-        self._state, self._store, self._notifier = state, store, notifier
+    def __init__(self, state: CoordinatorState, store: Store, notifier: Notifier, readers: TokenReaders) -> None:
+        self._state, self._store, self._notifier, self._readers = state, store, notifier, readers
         self._queues: dict[str, list[_Message]] = {}  # by run; a run is here while it has a task
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -167,7 +168,7 @@ class AppendBatcher:
                 ended.append(i)
             elif ack.status is AppendStatus.SUPERSEDED:
                 _disown(run, deltas.rollouts[i], deltas.attempts[i])
-        self._notifier.notify_all("tokens", run.run_id, deltas.rollouts)
+        self._readers.push(deltas, others)
         if not ended:
             return
         over = ((deltas.rollouts[i], deltas.attempts[i]) for i in ended)

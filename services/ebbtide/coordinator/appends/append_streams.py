@@ -15,6 +15,7 @@ from typing import Final, Self
 
 from ebbtide.coordinator import metrics
 from ebbtide.coordinator.appends.append_batcher import AppendBatcher
+from ebbtide.coordinator.appends.token_readers import TokenReaders
 from ebbtide.coordinator.fleet.worker_registry import WorkerRegistry
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState, StoreIncarnation
 from ebbtide.coordinator.state.notifier import Notifier
@@ -33,9 +34,11 @@ _AWAY_S: Final = 0.2
 
 
 class AppendStreams:
-    def __init__(self, state: CoordinatorState, store: Store, fleet: WorkerRegistry, notifier: Notifier) -> None:
+    def __init__(
+        self, state: CoordinatorState, store: Store, fleet: WorkerRegistry, notifier: Notifier, readers: TokenReaders
+    ) -> None:
         self._state, self._fleet, self._link = state, fleet, store.link
-        self._storing = AppendBatcher(state, store, notifier)
+        self._storing = AppendBatcher(state, store, notifier, readers)
 
     def stream(self, requests: AsyncIterator[fleet_pb2.AppendRequest]) -> Responses:
         """Answer a worker's messages in their order."""

@@ -86,11 +86,13 @@ class FleetServicer(fleet_pb2_grpc.FleetServicer):
     def _attached(
         self, session: WorkerSession, adopted: list[AttemptRef], superseded: list[AttemptRef]
     ) -> fleet_pb2.Attached:
+        pace = self._flushes.attached(session)
         return fleet_pb2.Attached(
             session=session.session_id,
             protocol_version=PROTOCOL_VERSION,
             heartbeat_s=self._heartbeat_s,
-            flush_interval_s=self._flushes.attached(session),
+            flush_interval_s=pace.least_s,
+            interactive_flush_s=pace.interactive_s,
             adopted=[to_proto(ref, fleet_pb2.AttemptRef) for ref in adopted],
             superseded=[to_proto(ref, fleet_pb2.AttemptRef) for ref in superseded],
         )

@@ -6,7 +6,7 @@ Invariant: a topic exists only while it has listeners. A lost notification loses
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Final, Protocol, TypeVar
 
 from ebbtide.rpc.caller_turns import stream_turn
@@ -20,14 +20,20 @@ _GATHER_S: Final = 0.01
 _MANY: Final = 16
 
 
+class Listener(Protocol):
+    """An event, or what acts like one."""
+
+    def set(self) -> None: ...
+
+
 class Notifier:
     def __init__(self) -> None:
-        self._listeners: dict[Topic, set[asyncio.Event]] = {}
+        self._listeners: dict[Topic, set[Listener]] = {}
         self._kinds: Counter[str] = Counter()  # listeners by kind, the topic's first part
 
     def notify(self, *topic: str) -> None:
-        for event in self._listeners.get(topic, ()):
-            event.set()
+        for listener in self._listeners.get(topic, ()):
+            listener.set()
 
     def notify_all(self, kind: str, run_id: str, members: Iterable[str]) -> None:
         """Notify `(kind, run_id, member)` for each member; cheap while the kind has no listener."""
@@ -39,22 +45,30 @@ class Notifier:
     def listening(self, *topic: str) -> Iterator[asyncio.Event]:
         """An event that each notification sets from now on."""
         event = asyncio.Event()
-        self._listeners.setdefault(topic, set()).add(event)
+        with self.told(event, *topic):
+            yield event
+
+    @contextmanager
+    def told(self, listener: Listener, *topic: str) -> Iterator[None]:
+        """Have each notification call `listener.set` meanwhile."""
+        self._listeners.setdefault(topic, set()).add(listener)
         self._kinds[topic[0]] += 1
         try:
-            yield event
+            yield
         finally:
             self._kinds[topic[0]] -= 1
-            self._listeners[topic].discard(event)
+            self._listeners[topic].discard(listener)
             if not self._listeners[topic]:
                 del self._listeners[topic]
 
 
-async def notified_or_late(notified: asyncio.Event) -> None:
-    """Sleep until the next notification, or the next poll."""
-    with suppress(TimeoutError):
+async def notified_or_late(notified: asyncio.Event) -> bool:
+    """Sleep until the next notification (true), or until it is time to look again without one."""
+    try:
         async with asyncio.timeout(_LOOK_AGAIN_S):
-            await notified.wait()
+            return await notified.wait()
+    except TimeoutError:
+        return False
 
 
 class CursorReader(Protocol):

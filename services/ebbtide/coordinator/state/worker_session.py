@@ -21,7 +21,7 @@ from ebbtide.coordinator.state.session_index import SessionIndex
 from ebbtide.coordinator.state.worker_reports import AttachReport, HeartbeatReport
 from ebbtide.scheduling.dispatch.reclaim_risk import LentHost
 from ebbtide.scheduling.steps.step_pacing import VersionBounds
-from ebbtide.types.fleet import AttemptRef, EngineInfo, FlushWindow, WorkerKind, WorkerState
+from ebbtide.types.fleet import AttemptRef, EngineInfo, FlushPace, FlushWindow, WorkerKind, WorkerState
 from ebbtide.types.weights import PolicyVersion
 from ebbtide.v1 import fleet_pb2
 from ebbtide.wire.record_conversion import to_proto
@@ -87,7 +87,8 @@ class WorkerSession:
         self.reclaimed, self.turned = self.borrowed, now
         self.given_up = ""  # why its host is not borrowed now
         self.wanted: bool | None = None  # whether its host is borrowed, as the worker was told
-        self._flush_interval_s = 0.0  # the least, as the worker was told
+        self._flush_pace = FlushPace()  # as the worker was told
+        self.interactive = 0  # of its attempts
         self._streams = 0
         self.drained: Final = asyncio.Event()  # it has no open append stream: all that it sent was handled
         self.drained.set()
@@ -96,18 +97,19 @@ class WorkerSession:
     def flush_tokens(self) -> int:
         """So many of each rollout's newest tokens may be lost with the worker; 0: not known."""
         window = FlushWindow(self.hello.flush_tokens, self.hello.flush_interval_s)
-        return window.stretched(self._flush_interval_s).tokens
+        return window.stretched(self._flush_pace.least_s).tokens
 
     @property
     def flush_interval_s(self) -> float:
         """The least time between two of its flushes, as it was told; 0.0: its own."""
-        return self._flush_interval_s
+        return self._flush_pace.least_s
 
     # Its attempts: called by `RunningAttempt`.
 
     def hold(self, attempt: RunningAttempt) -> None:
         self._attempts[attempt.attempt_id] = attempt
         self._held[attempt.run_id, attempt.rollout.bounds] += 1
+        self.interactive += attempt.rollout.interactive
         if not attempt.started:
             self._pending[attempt.attempt_id] = attempt
         self.revision += 1
@@ -123,6 +125,7 @@ class WorkerSession:
             return
         self._pending.pop(attempt.attempt_id, None)
         self._freed.pop(attempt.attempt_id, None)
+        self.interactive -= attempt.rollout.interactive
         kind = (attempt.run_id, attempt.rollout.bounds)
         self._held[kind] -= 1
         if not self._held[kind]:
@@ -136,6 +139,7 @@ class WorkerSession:
         kinds = [kind for kind in self._held if kind[0] == run_id]
         for attempt in [one for one in self._attempts.values() if one.run_id == run_id] if kinds else ():
             attempt.session = None
+            self.interactive -= attempt.rollout.interactive
             for mine in (self._attempts, self._pending, self._freed):
                 mine.pop(attempt.attempt_id, None)
         for kind in kinds:
@@ -328,13 +332,14 @@ class WorkerSession:
                 self.send(fleet_pb2.CoordinatorMessage(assign=fleet_pb2.AssignBatch(assignments=batch)))
                 batch, size = [], 0
 
-    def pace_flushes(self, least_s: float, *, tell: bool = True) -> None:
-        """Have the worker flush no more often than every `least_s` seconds. Former releases flush as they are set."""
+    def pace_flushes(self, pace: FlushPace, *, tell: bool = True) -> None:
+        """Have the worker flush no more often than that. Former releases flush as they are set."""
         if "flush_interval" not in self.hello.capabilities:
             return
-        self._flush_interval_s = least_s
+        self._flush_pace = pace
         if tell:
-            self.send(fleet_pb2.CoordinatorMessage(flush_interval=fleet_pb2.FlushInterval(least_s=least_s)))
+            message = to_proto(pace, fleet_pb2.FlushInterval)
+            self.send(fleet_pb2.CoordinatorMessage(flush_interval=message))
 
     def tell_run_ended(self, run_id: str) -> None:
         """Tell the worker that a run is not live: live runs were read before any worker could attach, so this one has

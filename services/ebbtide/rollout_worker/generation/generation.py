@@ -32,6 +32,7 @@ class Assignment(Struct, frozen=True, kw_only=True):
     min_version: int = 0
     max_version: int = 0
     priority: int = 0
+    interactive: bool = False  # somebody waits for each token
 
     def admits(self, version: int) -> bool:
         """Whether the rollout takes tokens of `version`; a bound of 0 is none."""

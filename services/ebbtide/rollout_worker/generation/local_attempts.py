@@ -142,7 +142,7 @@ class LocalAttempts:
         entry = self._ledger.open(ref, token_count(assignment.partial)) if self._ledger else 0
         held = self._held[ref.attempt_id] = LocalAttempt(assignment, generation, entry)
         self.empty.clear()
-        self._outbox.open(ref, assignment.partial)
+        self._outbox.open(ref, assignment.partial, interactive=assignment.interactive)
         if generation.finish is None:
             held.task = asyncio.create_task(self._generate(held), name=f"generate {ref.rollout_id}")
             held.task.add_done_callback(lambda task: self._ended(held, task))

@@ -4,17 +4,17 @@ monotonic).
 Invariant: an attempt's whole response, partial included, stays here from its assignment until its finish is durable, or
 it is superseded, released or cancelled; so all that the store forgets can be sent again. 0 <= stored <= length and
 0 <= sent <= length always. While messages are taken when due, no rollout has half a window of unsent tokens, and no
-token waits unsent for longer than the interval less `lag`, or half the interval if that is more: so with prompt
-acknowledgements, unsent and unacknowledged tokens lie within one window. When this process dies the outbox is gone: the
-rollout goes on elsewhere from its stored tokens.
+token waits unsent for longer than its lane says (`flush_lanes`): so with prompt acknowledgements, unsent and
+unacknowledged tokens lie within one window. A message for interactive rollouts carries batch tokens only if these are
+due, too. When this process dies the outbox is gone: the rollout goes on elsewhere from its stored tokens.
 """
 
-import math
 from collections.abc import Callable, Iterable
 from typing import Final, NamedTuple
 
+from ebbtide.rollout_worker.generation.flush_lanes import BatchLane, FlushLane, InteractiveLane
 from ebbtide.types.append_delta import AppendAck, AppendDelta
-from ebbtide.types.fleet import AppendStatus, AttemptRef, FlushWindow
+from ebbtide.types.fleet import INTERACTIVE_FLUSH_S, AppendStatus, AttemptRef, FlushPace, FlushWindow
 from ebbtide.types.rollout import FinishReason
 from ebbtide.types.tokens import TOKEN_BYTES
 from ebbtide.wire.append_columns import MAX_DELTAS
@@ -23,10 +23,6 @@ from ebbtide.wire.append_columns import MAX_DELTAS
 MESSAGE_TOKENS: Final = 200_000
 #: Deltas in one message: the coordinator takes no more.
 MESSAGE_DELTAS: Final = MAX_DELTAS
-#: Random shares of the interval, so that workers do not all flush at the same moment.
-JITTER: Final = (0.9, 1.0)
-#: A finish, and an attempt's first token, wait this long for others to share the message.
-_URGENT_S: Final = 0.02
 
 
 class OutboxMessage(NamedTuple):
@@ -46,8 +42,8 @@ class SettledOutput(NamedTuple):
 class RolloutOutput:
     """One attempt's response."""
 
-    def __init__(self, ref: AttemptRef, partial: bytes) -> None:
-        self.ref = ref
+    def __init__(self, ref: AttemptRef, partial: bytes, lane: FlushLane) -> None:
+        self.ref, self.lane = ref, lane
         self.tokens = bytearray(partial)
         self.begin = self.sent = self.stored = self.length
         self.finish: FinishReason | None = None
@@ -77,37 +73,38 @@ class RolloutOutput:
 
 
 class Outbox:
-    """The outputs of all held attempts, and when the next message is due.
-
-    All unsent tokens go by `_due`; the few `_urgent` ones go earlier, in messages of their own, so that other tokens
-    still travel in bulk.
-    """
+    """The outputs of all held attempts, and when the next message is due."""
 
     def __init__(
         self, *, flush_tokens: int, flush_interval_s: float, jitter: Callable[[], float] = lambda: 1.0
     ) -> None:
-        """The window: tokens of a rollout or seconds, whichever is less. `jitter` returns a factor in (0, 1] for each
-        interval."""
+        """The window of batch rollouts: tokens of a rollout or seconds, whichever is less. `jitter`: of its intervals,
+        see `BatchLane`."""
         self._outputs: dict[str, RolloutOutput] = {}
-        self._window, self._jitter = FlushWindow(flush_tokens, flush_interval_s), jitter
+        self._own = self._window = FlushWindow(flush_tokens, flush_interval_s)
+        self._batch, self._interactive = BatchLane(jitter), InteractiveLane()
         self.lag = 0.0  # usual seconds from a message to its acknowledgement; the sender sets it
-        self._due = self._urgent_due = math.inf
-        self._urgent: dict[str, None] = {}  # attempt ids, oldest first
         self._messages = 0
         self.unacknowledged = 0
         #: Unfinished attempts with most of a window unacknowledged: generation should wait for the store.
         self.behind: set[str] = set()
-        self.pace(0.0, now=0.0)
+        self._set_windows(FlushPace())
 
-    def pace(self, least_s: float, now: float) -> None:
-        """Flush no more often than every `least_s` seconds, with a window that is longer in proportion; 0.0: as set."""
-        window = self._window.stretched(least_s)
-        self.flush(now)  # what is unsent may be due already in a shorter window
-        self._interval = window.interval_s
-        self._enough = -(-window.tokens // 2)
-        self._many = -(-3 * window.tokens // 4)  # the rest of the window is for tokens until the engine stops
+    def pace(self, pace: FlushPace, now: float) -> None:
+        """Flush no more often than that; the window of batch rollouts grows in proportion."""
+        before = self._window
+        self._set_windows(pace)
+        if self._window != before:
+            self.flush(now)  # what is unsent may be due already in a shorter window
         for output in self._outputs.values():
             self._weigh(output)
+
+    def _set_windows(self, pace: FlushPace) -> None:
+        self._window = window = self._own.stretched(pace.least_s)
+        self._batch.interval_s = window.interval_s
+        self._interactive.interval_s = min(max(INTERACTIVE_FLUSH_S, pace.interactive_s), window.interval_s)
+        self._enough = -(-window.tokens // 2)
+        self._many = -(-3 * window.tokens // 4)  # the rest of the window is for tokens until the engine stops
 
     def __len__(self) -> int:
         return len(self._outputs)
@@ -118,7 +115,7 @@ class Outbox:
     @property
     def due(self) -> float:
         """When the next message should go; infinity while there is nothing to send."""
-        return min(self._due, self._urgent_due)
+        return min(self._batch.due, self._interactive.due)
 
     def held(self) -> list[tuple[AttemptRef, int]]:
         return [(output.ref, output.length) for output in self._outputs.values()]
@@ -128,61 +125,61 @@ class Outbox:
         output = self._outputs[attempt_id]
         return output.stored == output.length
 
-    def open(self, ref: AttemptRef, partial: bytes) -> None:
-        self._outputs[ref.attempt_id] = RolloutOutput(ref, partial)
+    def open(self, ref: AttemptRef, partial: bytes, *, interactive: bool = False) -> None:
+        lane = self._interactive if interactive else self._batch
+        self._outputs[ref.attempt_id] = RolloutOutput(ref, partial, lane)
 
     def append(self, attempt_id: str, tokens: bytes, now: float) -> None:
         output = self._outputs[attempt_id]
-        first = output.length == output.begin
+        first, lane = output.length == output.begin, output.lane
         output.tokens += tokens
         self.unacknowledged += len(tokens) // TOKEN_BYTES
         self._weigh(output)
         if output.length - output.sent >= self._enough:
-            self._due = min(self._due, now)
-        elif self._due == math.inf:
-            spare = max(self._interval / 2, self._interval - self.lag)
-            self._due = now + min(spare, self._interval * self._jitter())
+            lane.bring_forward(now)
+        else:
+            lane.wait(now, self.lag)
         if first:
-            self._hurry(attempt_id, now)
+            lane.hurry(attempt_id, now)
 
     def finish(self, attempt_id: str, reason: FinishReason, now: float) -> None:
-        self._outputs[attempt_id].finish = reason
+        output = self._outputs[attempt_id]
+        output.finish = reason
         self.behind.discard(attempt_id)
-        self._hurry(attempt_id, now)
-
-    def _hurry(self, attempt_id: str, now: float) -> None:
-        self._urgent[attempt_id] = None
-        self._urgent_due = min(self._urgent_due, now + min(_URGENT_S, self._interval))
+        output.lane.hurry(attempt_id, now)
 
     def drop(self, attempt_id: str) -> None:
         """Forget an attempt, if it is held."""
-        self._urgent.pop(attempt_id, None)
         self.behind.discard(attempt_id)
         if output := self._outputs.pop(attempt_id, None):
+            output.lane.drop(attempt_id)
             self.unacknowledged -= output.length - output.stored
 
     def flush(self, now: float) -> None:
         """Make all unsent tokens due."""
-        if any(output.wants_sending for output in self._outputs.values()):
-            self._due = min(self._due, now)
+        for output in self._outputs.values():
+            if output.wants_sending:
+                output.lane.bring_forward(now)
 
     def rewind(self, now: float) -> None:
         """Begin a new stream: send unacknowledged tokens again, and ask the store whether it still has the others."""
         for output in self._outputs.values():
             output.wind_back(output.stored, self._messages)
             output.asked = True
-        self._due = math.inf
+        for lane in (self._batch, self._interactive):
+            lane.rewind()
         self.flush(now)
 
     def take(self, now: float) -> OutboxMessage:
-        """The next message; its tokens count as sent. If it cannot hold all, another one is due."""
-        whole = self._urgent_due == math.inf or self._due <= now + _URGENT_S
-        outputs = [self._outputs[attempt_id] for attempt_id in self._urgent if attempt_id in self._outputs]
+        """The next message: what is due; its tokens count as sent. If it cannot hold all, another one is due."""
+        urgent, whole = self._batch.take(now)
+        outputs = list[RolloutOutput]()
+        if self._interactive.take(now, along=whole or bool(urgent)):
+            outputs += [output for output in self._outputs.values() if output.lane is self._interactive]
+        outputs += [self._outputs[attempt_id] for attempt_id in urgent if attempt_id in self._outputs]
         if whole:
-            outputs += [output for attempt_id, output in self._outputs.items() if attempt_id not in self._urgent]
-            self._due = math.inf
-        self._urgent.clear()
-        self._urgent_due = math.inf
+            batch = ((name, output) for name, output in self._outputs.items() if output.lane is self._batch)
+            outputs += [output for name, output in batch if name not in urgent]
         self._messages += 1
         return OutboxMessage(self._messages, self._filled(outputs, now))
 
@@ -192,14 +189,12 @@ class Outbox:
         for output in outputs:
             if not output.wants_sending:
                 continue
-            if room <= 0 or len(deltas) == MESSAGE_DELTAS:
-                self._due = now
-                break
-            delta = output.take(room)
-            room -= len(delta.tokens) // TOKEN_BYTES
-            deltas.append(delta)
+            if room > 0 and len(deltas) < MESSAGE_DELTAS:
+                delta = output.take(room)
+                room -= len(delta.tokens) // TOKEN_BYTES
+                deltas.append(delta)
             if output.wants_sending:
-                self._due = now
+                output.lane.bring_forward(now)
         return deltas
 
     def settle(self, acks: Iterable[AppendAck], *, durable: bool, now: float) -> SettledOutput:
@@ -238,4 +233,4 @@ class Outbox:
         """Send again from the store's position; once, although messages after the refused one are refused too."""
         if not 0 < ack.message <= output.turned:
             output.wind_back(ack.stored, self._messages)
-            self._due = min(self._due, now)
+            output.lane.bring_forward(now)

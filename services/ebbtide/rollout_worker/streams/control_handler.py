@@ -23,7 +23,7 @@ from ebbtide.rollout_worker.guard_link import GuardLink
 from ebbtide.rollout_worker.installs.installer import Installer
 from ebbtide.rollout_worker.settings import WorkerSettings
 from ebbtide.types.end_cause import EndCause
-from ebbtide.types.fleet import PROTOCOL_VERSION, AttemptRef, WorkerState
+from ebbtide.types.fleet import PROTOCOL_VERSION, AttemptRef, FlushPace, WorkerState
 from ebbtide.v1 import fleet_pb2, types_pb2
 from ebbtide.wire.record_conversion import to_proto
 
@@ -184,9 +184,9 @@ class ControlHandler:
             self.outgoing.release(early, why)
         self.attempts.release(refs, why)
 
-    def pace_flushes(self, least_s: float) -> None:
-        """Flush no more often than every `least_s` seconds; 0.0: as the worker is set."""
-        self.outbox.pace(least_s, time.monotonic())
+    def pace_flushes(self, pace: FlushPace) -> None:
+        """Flush no more often than that."""
+        self.outbox.pace(pace, time.monotonic())
         self.attempts.due.set()
         self.attempts.pressure.set()
 

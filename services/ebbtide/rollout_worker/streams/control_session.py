@@ -32,7 +32,7 @@ from ebbtide.rpc.channel import write, write_first
 from ebbtide.rpc.leader_channel import LeaderChannel
 from ebbtide.runtime import race
 from ebbtide.types.end_cause import EndCause
-from ebbtide.types.fleet import PROTOCOL_VERSION, AttemptRef
+from ebbtide.types.fleet import PROTOCOL_VERSION, AttemptRef, FlushPace
 from ebbtide.types.weights import PolicyVersion
 from ebbtide.v1 import fleet_pb2
 from ebbtide.v1.fleet_pb2_grpc import FleetStub
@@ -122,7 +122,7 @@ class ControlSession:
         adopted = {ref.attempt_id for ref in attached.adopted}
         lost = [ref for ref, _ in worker.outbox.held() if ref.attempt_id not in adopted]
         worker.attempts.drop(lost, "superseded")
-        worker.pace_flushes(attached.flush_interval_s)
+        worker.pace_flushes(FlushPace(attached.flush_interval_s, attached.interactive_flush_s))
         self.connected = True
         log.info("attached", session=attached.session, adopted=len(adopted), superseded=len(lost))
         self._attached()
@@ -171,7 +171,7 @@ class ControlSession:
             case "borrow":
                 worker.borrow(wanted=message.borrow.wanted, reason=message.borrow.reason)
             case "flush_interval":
-                worker.pace_flushes(message.flush_interval.least_s)
+                worker.pace_flushes(from_proto(message.flush_interval, FlushPace))
             case "drain":
                 worker.leave(message.drain.deadline_s or worker.settings.drain_timeout_s, "asked")
             case other:

@@ -87,7 +87,9 @@ class VirtualCoordinator:
         self.registry = WorkerRegistry(
             self.settings, self.state, self.trust, self.run_events, new_id=lambda: f"s{next(sessions):06}"
         )
-        self._flushes = FlushIntervals(self.state, per_s=self.settings.flushes_per_s)
+        self._flushes = FlushIntervals(
+            self.state, per_s=self.settings.flushes_per_s, interactive=self.settings.interactive_rollouts
+        )
         self._drivers: dict[str, SimulatedDriver] = {}
         self._max_tokens: dict[str, int] = {}
         self._rollouts: dict[str, SimulatedRollout] = {}
