@@ -1,0 +1,1 @@
+"""Messages into token ids, and sampled token ids into text."""

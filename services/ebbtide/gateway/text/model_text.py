@@ -1,0 +1,110 @@
+"""Turns text and messages into a model's token ids, and its token ids into text."""
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from ebbtide.errors import InvalidRequest
+from ebbtide.gateway.text.chat_template import ChatTemplate, RenderedPrompt
+from ebbtide.gateway.text.detokenizer import Detokenizer
+from ebbtide.gateway.text.piece_decoders import PieceDecoders
+from ebbtide.gateway.text.template_sandbox import TemplateSandbox
+from ebbtide.gateway.text.tokenizer_files import fast_tokenizer, load_tokenizer_files
+from ebbtide.weights import end_tokens
+
+
+class ModelText:
+    """The tokenizer and the chat template of one model folder.
+
+    Any thread may call it. `render` waits for another process, and `encode` of a long text takes a while without
+    holding the interpreter: call both in a thread of their own. The rest is quick.
+    """
+
+    def __init__(self, tokenizer: Any, *, eos_ids: Sequence[int], sandbox: TemplateSandbox) -> None:
+        """`tokenizer`: of `transformers`. Raises `InvalidRequest` naming `model` if it has no fast implementation."""
+        #: The tokenizer that parsers of responses want.
+        self.tokenizer = tokenizer
+        #: Ids that end a response, as the model's files name them. May be empty.
+        self.eos_ids = tuple(eos_ids)
+        self._fast = fast_tokenizer(tokenizer)
+        #: Number of ids: the highest that the tokenizer knows, plus one. The model's embedding may have more rows.
+        self.vocabulary = max(self._fast.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        special = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
+        self._template = ChatTemplate(tokenizer.chat_template, special, sandbox)
+        self._decoders = PieceDecoders(self._fast)
+        self._anchor = self._find_anchor()
+
+    @classmethod
+    def load(cls, folder: Path, sandbox: TemplateSandbox) -> Self:
+        """Reads a model folder. Raises `InvalidRequest` naming `model`."""
+        tokenizer = load_tokenizer_files(folder)
+        try:
+            ends = set(end_tokens(folder))
+        except OSError as error:
+            raise InvalidRequest(f"{str(folder)!r} cannot be read: {error}", field="model") from error
+        if tokenizer.eos_token_id is not None:
+            ends.add(int(tokenizer.eos_token_id))
+        return cls(tokenizer, eos_ids=sorted(ends), sandbox=sandbox)
+
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None,
+        template_options: dict[str, Any],
+        generate: bool = True,
+    ) -> str:
+        """Returns what the model's chat template makes of `messages`, with a response's opening if `generate`.
+
+        Raises `InvalidRequest` naming `messages`, `chat_template_kwargs` or `model`; `NoCapacity` and `Unavailable` as
+        `TemplateSandbox.render`.
+        """
+        return self._template.render(messages, tools=tools, options=template_options, generate=generate)
+
+    def prompt(
+        self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None, template_options: dict[str, Any]
+    ) -> RenderedPrompt:
+        """Renders and encodes. Templates write special tokens themselves. Raises what `render` raises."""
+        text = self.render(messages, tools=tools, template_options=template_options)
+        return RenderedPrompt(self.encode(text, special=False), text)
+
+    def encode(self, text: str, *, special: bool) -> list[int]:
+        """Returns the ids of `text`; with `special`, between the tokens that begin and end a text of this model."""
+        # A batch, as `encode` would hold the interpreter for as long as it takes.
+        (encoded,) = self._fast.encode_batch_fast([text], add_special_tokens=special)
+        return list(encoded.ids)
+
+    def encode_following(self, text: str) -> list[int]:
+        """Returns the ids of `text` that follows other ids: without the space that some tokenizers put first."""
+        if self._anchor is None:
+            return self.encode(text, special=False)
+        anchor, spelled = self._anchor
+        ids = self.encode(spelled + text, special=False)
+        # A token of white space can swallow spaces beside it: then the anchor is not one, and the text stands alone.
+        return ids[1:] if ids[:1] == [anchor] else self.encode(text, special=False)
+
+    def detokenizer(
+        self, prompt_ids: Sequence[int], *, skip_special: bool, hidden_ends: Collection[int] | None = None
+    ) -> Detokenizer:
+        """Decodes a response to `prompt_ids`, without special tokens if `skip_special`.
+
+        `hidden_ends`: ids that have no text at the response's very end, by default `eos_ids`.
+        """
+        pieces = self._decoders.decoder(prompt_ids, skip_special=skip_special)
+        return Detokenizer(pieces, hidden_ends=self.eos_ids if hidden_ends is None else hidden_ends)
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool) -> str:
+        """Returns the text of `ids`, which begin a text."""
+        return self._fast.decode([int(one) for one in ids], skip_special_tokens=skip_special)
+
+    def token_text(self, token_id: int) -> str:
+        """Returns the text of one id alone; bytes of an incomplete character are U+FFFD."""
+        return self._fast.decode([token_id], skip_special_tokens=False)
+
+    def _find_anchor(self) -> tuple[int, str] | None:
+        """Finds a special token that text can follow: the text behind it begins no text."""
+        for token_id, token in sorted(self._fast.get_added_tokens_decoder().items()):
+            plain = token.special and not token.rstrip
+            if plain and self.encode(token.content + "x", special=False)[:1] == [token_id]:
+                return token_id, token.content
+        return None
