@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from ebbtide.auth.security import ClientSecurity
+from ebbtide.client.gateway_lease import GatewayLease
 from ebbtide.client.held_lease import LEAVE_S
 from ebbtide.client.lease import Lease
 from ebbtide.client.service_peer import ServicePeer
@@ -21,7 +22,7 @@ from ebbtide.types.fleet import Worker
 from ebbtide.types.ids import new_run_id
 from ebbtide.types.parse import parse
 from ebbtide.types.rollout import TokenChunk
-from ebbtide.types.run import AttemptSpan, Run, RunEvent, RunSpec, check_spec
+from ebbtide.types.run import GATEWAY, AttemptSpan, Run, RunEvent, RunSpec, check_spec
 from ebbtide.types.weights import Box, Manifest, VersionInfo, WeightsState
 from ebbtide.v1 import fleet_pb2, rollouts_pb2, runs_pb2, types_pb2
 from ebbtide.v1.fleet_pb2_grpc import FleetStub
@@ -252,9 +253,24 @@ class Client:
         A `holder` that claims again ends its former lease at once. With `wait`, waits until a lease is free, and
         prefers runs that have begun (`ebbtide.scheduling.steps.run_claims`); else raises `NotReady` or `NotFound`.
         """
-        holder = holder or f"{socket.gethostname()}-{os.getpid()}"
-        request = runs_pb2.ClaimRunRequest(run_id=run_id or "", role=role, holder=holder)
+        request = runs_pb2.ClaimRunRequest(run_id=run_id or "", role=role, holder=holder or _holder())
         return Lease(self._coordinator, await self._claim(request, wait=wait), self._weights)
+
+    @asynccontextmanager
+    async def claim_gateway(self, run_id: str, *, holder: str = "") -> AsyncIterator[GatewayLease]:
+        """`acquire_gateway` for the length of a block, at whose end the lease is released."""
+        lease = await self.acquire_gateway(run_id, holder=holder)
+        try:
+            yield lease
+        finally:
+            await lease.release()
+
+    async def acquire_gateway(self, run_id: str, *, holder: str = "") -> GatewayLease:
+        """Take a lease to serve clients of a run. Any number of holders have one; each that claims again ends its own
+        former one at once. Raises `NotFound`, `LeaseSuperseded` if the run has ended, and `NoCapacity` beyond 1,024.
+        """
+        request = runs_pb2.ClaimRunRequest(run_id=run_id, role=GATEWAY, holder=holder or _holder())
+        return GatewayLease(self._coordinator, await self._claim(request, wait=False))
 
     async def _claim(self, request: runs_pb2.ClaimRunRequest, *, wait: bool) -> runs_pb2.Lease:
         began = time.monotonic()
@@ -268,6 +284,10 @@ class Client:
                     raise
             await asyncio.sleep(pause)
         raise NotReady("not claimed")
+
+
+def _holder() -> str:
+    return f"{socket.gethostname()}-{os.getpid()}"
 
 
 def read_spec(spec: RunSpec | Mapping[str, Any] | str | Path) -> RunSpec:

@@ -1,28 +1,20 @@
 """Makes the calls of a run's trainer or driver under its lease, until another holder claims the run."""
 
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from ebbtide.client.held_lease import LEAVE_S, HeldLease
+from ebbtide.client.held_lease import LEAVE_S
+from ebbtide.client.rollout_lease import RolloutLease, in_batches
 from ebbtide.client.service_peer import ServicePeer
-from ebbtide.errors import EbbtideError, InvalidRequest, NoCapacity
+from ebbtide.errors import EbbtideError, InvalidRequest
 from ebbtide.rpc.channel import DURABLE_TIMEOUT_S
 from ebbtide.types.ids import new_fence
-from ebbtide.types.rollout import (
-    Episode,
-    FinishedRollout,
-    RolloutRequest,
-    SubmitOrder,
-    SubmitOutcome,
-    Trajectory,
-    TrajectoryOutcome,
-)
+from ebbtide.types.rollout import Episode, FinishedRollout, Trajectory, TrajectoryOutcome
 from ebbtide.types.run import Run, RunEvent, RunStatus
 from ebbtide.types.weights import PolicyVersion
 from ebbtide.v1 import rollouts_pb2, runs_pb2, types_pb2
-from ebbtide.v1.rollouts_pb2_grpc import RolloutsStub
 from ebbtide.v1.runs_pb2_grpc import RunsStub
 from ebbtide.wire.record_conversion import from_proto, to_proto
 
@@ -33,13 +25,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-#: Half of a message's 4 MiB, so that ids and framing fit beside the payload.
-_BATCH_BYTES: Final = 2 << 20
-#: Small enough for the store to take in one script without delaying other calls.
-_BATCH_ITEMS: Final = 1024
 
 
-class Lease(HeldLease):
+class Lease(RolloutLease):
     """Made by `Client.claim`; renews itself until it is released.
 
     Once another holder has claimed the run, or the run has ended, `lost` is set and every call raises
@@ -50,51 +38,10 @@ class Lease(HeldLease):
     def __init__(self, peer: ServicePeer, claimed: runs_pb2.Lease, relay: "Callable[[], RelayClient]") -> None:
         super().__init__(peer, claimed)
         self._runs = RunsStub(peer.channel)
-        self._rollouts = RolloutsStub(peer.channel)
         self._relay = relay
         self._publisher: Publisher | None = None
 
     # -- rollouts ------------------------------------------------------------------------------------------------
-
-    async def submit_rollouts(
-        self, rollouts: Iterable[RolloutRequest], *, wait: bool = True, step: int | None = None, first_step: int = 0
-    ) -> list[SubmitOutcome]:
-        """Queue rollouts, idempotent by id; returns an outcome for each, in order.
-
-        With `wait`, waits for room in the queue or quota as long as the lease lasts; otherwise raises `NoCapacity`.
-        Raises `InvalidRequest` naming the field, `AlreadyExists` for the id of another rollout.
-
-        `step`: that the rollouts are for, the same whenever they are asked for. `first_step`: no holder submits more
-        rollouts of lower steps to the run. Both let a later holder that submits the same ids again learn what is over,
-        however long ago that was. Without a step it learns this of the ids that ended last.
-        """
-        outcomes: list[SubmitOutcome] = []
-        for batch in _batches(rollouts, lambda item: len(item.prompt_ids) + 256):
-            request = rollouts_pb2.SubmitRequest(
-                lease=self._fence,
-                rollouts=[to_proto(item, rollouts_pb2.RolloutRequest) for item in batch],
-            )
-            while True:
-                try:
-                    answer = await self._submit(request, self._journal.order(step=step, first_step=first_step))
-                    break
-                except NoCapacity as error:
-                    if not wait:
-                        raise
-                    await self._pause(error.retry_after_s)
-            outcomes.extend(SubmitOutcome(outcome) for outcome in answer.outcomes)
-        return outcomes
-
-    async def _submit(self, request: rollouts_pb2.SubmitRequest, order: SubmitOrder) -> rollouts_pb2.SubmitResponse:
-        """Submit under a number that no other submit has: what was refused comes again under another one."""
-        request.sequence, request.settled, request.first_step = order.sequence, order.settled, order.first_step
-        if order.step is not None:
-            request.step = order.step
-        try:
-            return await self._kept(self._rollouts.Submit, request, order.sequence)
-        except BaseException:
-            self._journal.settle(order.sequence)
-            raise
 
     async def finished(self, cursor: str = "") -> AsyncGenerator[FinishedRollout, None]:
         """Yield finished rollouts after `cursor`, oldest first, then new ones; a reconnect can repeat some."""
@@ -105,21 +52,15 @@ class Lease(HeldLease):
 
     async def acknowledge(self, rollout_ids: Iterable[str], drop_reason: str = "") -> None:
         """Count finished rollouts as trained, or as dropped with a reason, and delete their data."""
-        for batch in _batches(rollout_ids):
+        for batch in in_batches(rollout_ids):
             request = rollouts_pb2.AcknowledgeRequest(lease=self._fence, rollout_ids=batch, drop_reason=drop_reason)
             await self._kept(self._rollouts.Acknowledge, request)
-
-    async def cancel_rollouts(self, rollout_ids: Iterable[str], reason: str = "") -> None:
-        """End rollouts in any state; training rollouts count as dropped with `reason` (default "cancelled")."""
-        for batch in _batches(rollout_ids):
-            request = rollouts_pb2.CancelRequest(lease=self._fence, rollout_ids=batch, reason=reason)
-            await self._kept(self._rollouts.Cancel, request)
 
     # -- episodes and trajectories -------------------------------------------------------------------------------
 
     async def complete_episodes(self, episodes: Iterable[Episode]) -> None:
         """Turn episodes into trajectories or drop them, and delete their rollouts' data."""
-        for batch in _batches(episodes, _episode_size):
+        for batch in in_batches(episodes, _episode_size):
             request = rollouts_pb2.CompleteEpisodesRequest(
                 lease=self._fence, episodes=[to_proto(item, rollouts_pb2.Episode) for item in batch]
             )
@@ -134,7 +75,7 @@ class Lease(HeldLease):
 
     async def commit(self, outcomes: Iterable[TrajectoryOutcome]) -> None:
         """Count trajectories as trained or dropped and delete them. Call it after a checkpoint with them is durable."""
-        for batch in _batches(outcomes):
+        for batch in in_batches(outcomes):
             request = rollouts_pb2.CommitTrajectoriesRequest(
                 lease=self._fence, outcomes=[to_proto(item, rollouts_pb2.TrajectoryOutcome) for item in batch]
             )
@@ -197,7 +138,9 @@ class Lease(HeldLease):
 
     async def report(self, events: Sequence[RunEvent]) -> None:
         """Append events to the run, once per kind and key."""
-        for batch in _batches(events, lambda event: 64 * (len(event.values) + len(event.labels)) + len(event.message)):
+        for batch in in_batches(
+            events, lambda event: 64 * (len(event.values) + len(event.labels)) + len(event.message)
+        ):
             messages = [to_proto(item, runs_pb2.RunEvent) for item in batch]
             for message in messages if self._journal.needed else ():
                 message.key = message.key or new_fence()  # a repeated event is stored once
@@ -223,21 +166,6 @@ def _config(model: str) -> bytes:
     except (EbbtideError, OSError) as error:
         log.warning("versions carry no config.json, so workers of other models cannot serve the run: %s", error)
         return b""
-
-
-def _batches(items: Iterable[T], size: Callable[[T], int] = lambda _: 0) -> Iterator[list[T]]:
-    """Cut `items`, in order, into lists that fit a message; `size` gives an item's payload in bytes."""
-    batch: list[T] = []
-    total = 0
-    for item in items:
-        weight = size(item)
-        if batch and (len(batch) >= _BATCH_ITEMS or total + weight > _BATCH_BYTES):
-            yield batch
-            batch, total = [], 0
-        batch.append(item)
-        total += weight
-    if batch:
-        yield batch
 
 
 def _episode_size(episode: Episode) -> int:

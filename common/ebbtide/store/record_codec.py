@@ -29,7 +29,13 @@ RELEASED: Final[dict[type[Struct], int]] = {
 
 
 def pack(record: Struct) -> bytes:
-    return _ordered_msgpack.encode(_lasting(record)) if _grown(type(record)) else _msgpack.encode(record)
+    kind = type(record)
+    if not _grown(kind):
+        return _msgpack.encode(record)
+    former = _former(kind)
+    if former is not None and all(getattr(record, name) == default for name, default in _later(kind).items()):
+        return _msgpack.encode(former(*(getattr(record, name) for name in former.__struct_fields__)))
+    return _ordered_msgpack.encode(_lasting(record))
 
 
 def unpack(data: bytes, kind: type[T]) -> T:
@@ -78,10 +84,22 @@ def _later(kind: type[Struct]) -> dict[str, Any]:
 
 
 @cache
+def _former(kind: type[Struct]) -> type[Struct] | None:
+    """The record with the fields of 0.1.0, which is encoded directly. None if a record inside it has newer fields."""
+    if any(map(_grown, _inner(kind))):
+        return None
+    return msgspec.defstruct(kind.__name__, kind.__struct_fields__[: RELEASED.get(kind, 0)])
+
+
+@cache
 def _grown(kind: type[Struct]) -> bool:
     """Whether a record, or one inside it, has newer fields. Others are encoded directly, which is faster."""
-    inner = [hint for hint in get_type_hints(kind).values() if isinstance(hint, type) and issubclass(hint, Struct)]
-    return bool(_later(kind)) or any(map(_grown, inner))
+    return bool(_later(kind)) or any(map(_grown, _inner(kind)))
+
+
+def _inner(kind: type[Struct]) -> list[type[Struct]]:
+    """The records inside a record."""
+    return [hint for hint in get_type_hints(kind).values() if isinstance(hint, type) and issubclass(hint, Struct)]
 
 
 def _default(field: msgspec.structs.FieldInfo) -> Any:

@@ -15,6 +15,7 @@ from ebbtide.store.topics.leadership_topic import LeadershipTopic
 from ebbtide.store.topics.lease_topic import LeaseTopic
 from ebbtide.store.topics.rollout_topic import RolloutTopic
 from ebbtide.store.topics.run_topic import RunTopic
+from ebbtide.store.topics.session_topic import SessionTopic
 from ebbtide.store.topics.span_topic import SpanTopic
 from ebbtide.store.topics.trajectory_topic import TrajectoryTopic
 
@@ -58,6 +59,7 @@ class Store:
         self.trajectories = TrajectoryTopic(link, term, untaken)
         self.events = EventTopic(link, term, untaken)
         self.spans = SpanTopic(link, term, untaken)
+        self.sessions = SessionTopic(link, term, untaken)
 
     async def check(self) -> None:
         """Check, without a change, that this program can read all stored data. Raises `StoreUnavailable`."""

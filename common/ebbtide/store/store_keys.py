@@ -34,10 +34,10 @@ INDEX: Final = FLEET + "runs"
 #: Name -> suffix after the run's prefix.
 RUN_KEYS: Final[dict[str, str]] = {
     # hash: spec, status, message, created and ended (ms, the store's clock), seq (next place in the queue), version
-    # (last one reserved), events (last number used), newest, newest_record, kept (entries of spans and of ids that are
-    # over), first_step (lower steps are over), facts and chatter (bytes of events), submitter (a name; 0.2.0 wrote
-    # none). Owner: submit_run, submit, lease_claim, announce_version, lib, end_run. Expires some days after the run's
-    # end.
+    # (last one reserved), events (last number used), newest, newest_record, sessions (last number given), kept (entries
+    # of spans and of ids that are over), first_step (lower steps are over), facts and chatter (bytes of events),
+    # submitter (a name; 0.2.0 wrote none). Owner: submit_run, submit, lease_claim, announce_version, lib, end_run.
+    # Expires some days after the run's end.
     "RUN": "run",
     # hash: counter or `dropped:REASON` -> integer. The script of a transition changes its counters. Expires with RUN.
     "COUNT": "count",
@@ -52,13 +52,16 @@ RUN_KEYS: Final[dict[str, str]] = {
     # v(ersions of its first and last token, u32 each), c(ause, a number of `EndCause`; 0.1.0 wrote none): an entry per
     # attempt that has ended. Capped. Owner: lib. Expires with RUN, or goes when ended runs take too much.
     "SPANS": "spans",
-    # hash: term, `lease:ROLE` -> fence, `settled:ROLE` -> "FENCE NUMBER" (submits under that lease with a lower number
-    # are settled), and `r:ROLLOUT` -> attempt for each running rollout (0.2.0 wrote "ATTEMPT:stored"): what every write
-    # compares. Owner: claim_term, lease_*, submit, place, append, requeue. Deleted at the run's end, which bars all
-    # further writes.
+    # hash: term, `lease:ROLE` -> fence (of a gateway, the role is `gateway/HOLDER`), `settled:ROLE` -> "FENCE NUMBER"
+    # (submits under that lease with a lower number are settled), and `r:ROLLOUT` -> attempt for each running rollout
+    # (0.2.0 wrote "ATTEMPT:stored"): what every write compares. Owner: claim_term, lease_*, submit, place, append,
+    # requeue. Deleted at the run's end, which bars all further writes.
     "FENCE": "fence",
     # string per role, with an expiry: the role's holder; gone unless the lease is renewed in time.
     "CLAIM": "claim:",
+    # zset: holder of a gateway's lease -> when it was last renewed (ms since submission). Silent ones go with their
+    # fences. Owner: lease_*. Deleted at the run's end.
+    "GATEWAYS": "gateways",
     # zset per role: number -> the same, of submits that were taken and are not settled. Owner: submit. Deleted at the
     # run's end.
     "SUBMITS": "submits:",
@@ -72,12 +75,34 @@ RUN_KEYS: Final[dict[str, str]] = {
     # cursor, step (if it has one). Owner: submit .. complete. Deleted when acknowledged, completed, cancelled, or at
     # the run's end.
     "ROLLOUT": "rollout:",
+    # zset: finished rollout of the kind request -> when it finished (ms since submission), `inf` while a session keeps
+    # it, `-inf` if it is to be deleted at once. A member leaves with ROLLOUT. Owner: lib, add_turn, expire.
+    "REQUESTS": "requests",
+    # zset: session -> its number in the order of opening, until it is forgotten. Owner: open_session, expire.
+    "SESSIONS": "sessions",
+    # zset: open session -> when it was last used (ms since submission). Owner: open_session, add_turn, lib.
+    "IDLE": "idle",
+    # zset: ended session -> when it ended (ms since submission). Owner: lib, expire.
+    "OVER": "over",
+    # hash per session: owner, group, record, state ("open", "completed", "dropped"), reason, opened (ms since
+    # submission), turns (their number), held (bytes that it counts for). Ends some minutes after the session. Owner:
+    # open_session, add_turn, lib.
+    "SESSION": "session:",
+    # list per session: "MS RECORD" of its turns, in order: ms since submission, and the packed turn. Ends with the
+    # session. Owner: add_turn.
+    "TURNS": "turns:",
+    # hash per session: request -> number of its turn. Ends with the session. Owner: add_turn.
+    "TURN_IDS": "turnids:",
+    # list per session: its rollouts. Ends with the session. Owner: add_turn.
+    "KEPT": "kept:",
+    # hash: rollout -> the open session that keeps it. Owner: add_turn, lib.
+    "KEPT_BY": "keptby",
     # string per rollout: its token records so far. Owner: append. Ends with ROLLOUT.
     "TOKENS": "tokens:",
     # stream: id -> finished rollout that is neither acknowledged nor completed. An entry ends with ROLLOUT.
     "FINISHED": "finished",
-    # set: `r:ROLLOUT` and `e:EPISODE` that are over, to recognise late repeats: the newest ones, and those of the
-    # steps from `first_step` on. Deleted at the run's end.
+    # set: `r:ROLLOUT`, `e:EPISODE` and `s:SESSION` that are over, to recognise late repeats: the newest ones, and those
+    # of the steps from `first_step` on. Deleted at the run's end.
     "DONE": "done",
     # list: "STEP SECONDS MEMBER" of DONE, oldest first: its step, if it has one, and when it was over, since the run's
     # submission. 0.2.0 wrote none, so what it marked stays. Deleted at the run's end.

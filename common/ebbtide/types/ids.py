@@ -1,5 +1,6 @@
 """Checks and makes ids."""
 
+import hashlib
 import re
 import secrets
 
@@ -18,6 +19,18 @@ def check_id(value: str, *, field: str) -> str:
 def new_fence() -> str:
     """A new attempt id, lease fence or coordinator term. Random, so a lost write cannot lead to the same one twice."""
     return secrets.token_hex(8)
+
+
+def rollout_id_of_request(run_id: str, owner: str, session_id: str, request_id: str, completion: int) -> str:
+    """The rollout of a completion of a gateway's request, from 0 on. Whoever submits the request again, the id is the
+    same. `session_id`: "" for a request of no session. The texts may be any.
+    """
+    parts = (run_id, owner, session_id, request_id)
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:  # each behind its length: no two requests join to the same bytes
+        data = part.encode()
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return f"q-{digest.hexdigest()}-{completion}"
 
 
 def new_run_id(name: str) -> str:

@@ -11,9 +11,10 @@ from ebbtide.types.rollout import Trajectory
 MAX_SESSION_RECORD: Final = 64 << 10
 MAX_TURN_RECORD: Final = 2 << 20
 TURN_PAGE_BYTES: Final = 2 << 20
-#: Completions of one turn, and turns of one session: the store ends a session in one script.
-MAX_COMPLETIONS: Final = 128
+MAX_COMPLETIONS: Final = 128  # of one turn
+#: Turns of one session, and rollouts of all of them: the store ends a session in one script.
 MAX_TURNS: Final = 4096
+MAX_SESSION_ROLLOUTS: Final = 4096
 
 
 class SessionState(IntEnum):

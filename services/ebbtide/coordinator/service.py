@@ -5,8 +5,10 @@ from typing import Any
 
 from ebbtide import telemetry
 from ebbtide.auth.tls import read_file
+from ebbtide.coordinator.api.request_retention import RequestRetention
 from ebbtide.coordinator.api.rollout_service import RolloutService
 from ebbtide.coordinator.api.run_service import RunService
+from ebbtide.coordinator.api.session_service import SessionService
 from ebbtide.coordinator.appends.append_streams import AppendStreams
 from ebbtide.coordinator.coordinator_parts import CoordinatorParts
 from ebbtide.coordinator.dispatcher.dispatcher import Dispatcher
@@ -21,6 +23,7 @@ from ebbtide.coordinator.recording.recorded_parts import DecidingParts
 from ebbtide.coordinator.servicers import fleet_servicer as fleet_wire
 from ebbtide.coordinator.servicers import rollouts_servicer as rollouts_wire
 from ebbtide.coordinator.servicers import runs_servicer as runs_wire
+from ebbtide.coordinator.servicers import sessions_servicer as sessions_wire
 from ebbtide.coordinator.settings import CoordinatorSettings
 from ebbtide.coordinator.state.attempt_transitions import AttemptTransitions
 from ebbtide.coordinator.state.client_writes import ClientWrites
@@ -37,6 +40,7 @@ from ebbtide.types.ids import new_fence
 from ebbtide.v1.fleet_pb2_grpc import add_FleetServicer_to_server
 from ebbtide.v1.rollouts_pb2_grpc import add_RolloutsServicer_to_server
 from ebbtide.v1.runs_pb2_grpc import add_RunsServicer_to_server
+from ebbtide.v1.sessions_pb2_grpc import add_SessionsServicer_to_server
 
 log = telemetry.get_logger(__name__)
 
@@ -104,13 +108,16 @@ class Coordinator:
             self._publishers,
             self.writes,
         )
-        runs, rollouts = RunService(parts), RolloutService(parts)
+        self._retention = RequestRetention(parts)
+        runs, rollouts = RunService(parts), RolloutService(parts, self._retention)
+        sessions = SessionService(parts, self._retention)
         appending = AppendStreams(self.state, self.store, self.fleet, self._notifier)
         on_wire = runs_wire.RunsServicer(runs, lease_ttl_s=settings.lease_ttl_s)
         fleet = fleet_wire.FleetServicer(self.fleet, appending, self._flushes, heartbeat_s=settings.heartbeat_s)
         return [
             (add_RunsServicer_to_server, on_wire, runs_wire.SERVICE),
             (add_RolloutsServicer_to_server, rollouts_wire.RolloutsServicer(rollouts), rollouts_wire.SERVICE),
+            (add_SessionsServicer_to_server, sessions_wire.SessionsServicer(sessions), sessions_wire.SERVICE),
             (add_FleetServicer_to_server, fleet, fleet_wire.SERVICE),
         ]
 
@@ -142,6 +149,7 @@ class Coordinator:
             "decide": self.dispatcher.decide_for_ever(),
             "watch": self.dispatcher.watch_for_ever(),
             "reap": self.dispatcher.reap_for_ever(),
+            "expire": self._retention.expire_for_ever(),
             "flushes": self._flushes.pace_for_ever(),
             "term": self.leading.keep(serving),
             "store": self.link.lost(),

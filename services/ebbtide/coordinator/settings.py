@@ -54,6 +54,15 @@ class CoordinatorSettings(ProcessSettings, frozen=True, kw_only=True, forbid_unk
         int,
         Meta(ge=0, description="calls of one user, by the name in the token, that are worked on at once; others wait"),
     ] = 4
+    request_kept_s: Annotated[
+        float,
+        Meta(
+            ge=1, description="how long a gateway's finished requests, without a session, and ended sessions are kept"
+        ),
+    ] = 600.0
+    session_idle_s: Annotated[
+        float, Meta(ge=1, description="a gateway's session that is not used for so long is dropped as abandoned")
+    ] = 3600.0
     barren_attempts: Annotated[
         int, Meta(ge=1, description="attempts in a row without a new token that make a rollout a dead letter")
     ] = 5

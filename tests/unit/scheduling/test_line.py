@@ -5,11 +5,14 @@ from collections import Counter
 import msgspec
 import pytest
 
-from ebbtide.scheduling.dispatch.rollout_queue import EVALUATION_PART, QueuedRollout, RolloutQueue
+from ebbtide.scheduling.dispatch.rollout_queue import PARTS, QueuedRollout, RolloutQueue
 from ebbtide.scheduling.steps.step_pacing import VersionBounds
 
 
-def waiting(name: str, place: int, *, group: int = 0, evaluation: bool = False, priority: int = 0) -> QueuedRollout:
+def waiting(
+    name: str, place: int, *, group: int = 0, evaluation: bool = False, priority: int = 0, request: bool = False,
+    interactive: bool = False,
+) -> QueuedRollout:  # fmt: skip
     return QueuedRollout(
         rollout_id=name,
         episode_id=name,
@@ -19,6 +22,8 @@ def waiting(name: str, place: int, *, group: int = 0, evaluation: bool = False, 
         group=group or place,
         evaluation=evaluation,
         priority=priority,
+        request=request,
+        interactive=interactive,
     )
 
 
@@ -58,7 +63,7 @@ def test_no_group_starves_behind_later_ones_that_go_on_and_on() -> None:
     assert ended == list(range(1, 11))
 
 
-@pytest.mark.parametrize("setting", sorted(EVALUATION_PART))
+@pytest.mark.parametrize("setting", sorted(PARTS))
 def test_evaluation_and_training_take_turns_by_their_parts_where_both_wait(setting: str) -> None:
     line = RolloutQueue(setting)
     for number in range(400):
@@ -69,17 +74,17 @@ def test_evaluation_and_training_take_turns_by_their_parts_where_both_wait(setti
         one = line.take(next(iter(line)).rollout_id)
         assert one is not None
         taken[one.evaluation] += 1
-    assert taken[True] == pytest.approx(80 * EVALUATION_PART[setting], abs=1)
+    assert taken[True] == pytest.approx(80 * PARTS[setting], abs=1)
 
 
-@pytest.mark.parametrize("setting", sorted(EVALUATION_PART))
+@pytest.mark.parametrize("setting", sorted(PARTS))
 def test_many_places_at_once_are_shared_as_single_ones_are(setting: str) -> None:
     line = RolloutQueue(setting)
     for number in range(100):
         line.add(waiting(f"t{number}", number))
         line.add(waiting(f"e{number}", 1000 + number, evaluation=True))
     first = order(line)[:40]
-    assert sum(name[0] == "e" for name in first) == pytest.approx(40 * EVALUATION_PART[setting], abs=1)
+    assert sum(name[0] == "e" for name in first) == pytest.approx(40 * PARTS[setting], abs=1)
     assert sorted(order(line)) == sorted(
         [f"t{number}" for number in range(100)] + [f"e{number}" for number in range(100)]
     )
@@ -106,11 +111,48 @@ def test_a_rollout_that_leaves_without_a_place_has_had_no_turn() -> None:
     assert line.take("zz") is None
 
 
+def test_interactive_requests_go_before_all_others_and_those_by_priority_and_age() -> None:
+    line = RolloutQueue()
+    line.add(waiting("old", 1, request=True))
+    line.add(waiting("urgent", 2, request=True, priority=-1))
+    line.add(waiting("chat.b", 4, request=True, interactive=True, priority=3))
+    line.add(waiting("chat.a", 3, request=True, interactive=True, priority=3))
+    assert order(line) == ["chat.a", "chat.b", "urgent", "old"]
+
+
+@pytest.mark.parametrize("setting", sorted(PARTS))
+def test_requests_take_turns_with_all_other_rollouts_by_their_part(setting: str) -> None:
+    """Training and evaluation share what is left as they would without requests."""
+    line = RolloutQueue("beside", setting)
+    for number in range(400):
+        line.add(waiting(f"t{number}", number))
+        line.add(waiting(f"e{number}", 1000 + number, evaluation=True))
+        line.add(waiting(f"r{number}", 2000 + number, request=True, interactive=number % 2 == 0))
+    foreseen = [name[0] for name in order(line)[:160]]
+    taken = [one.rollout_id[0] for _ in range(160) if (one := line.take(next(iter(line)).rollout_id))]
+    assert taken == foreseen
+    count = Counter(taken)
+    assert count["r"] == pytest.approx(160 * PARTS[setting], abs=1)
+    assert count["t"] == pytest.approx(count["e"], abs=1)
+
+
+def test_requests_that_come_after_a_pause_have_saved_nothing_up() -> None:
+    line = RolloutQueue("before", "beside")
+    for number in range(50):
+        line.add(waiting(f"t{number}", number))
+    line.add(waiting("r0", 100, request=True))
+    for _ in range(40):
+        line.take(next(iter(line)).rollout_id)
+    for number in range(1, 20):
+        line.add(waiting(f"r{number}", 100 + number, request=True))
+    assert sum(name[0] == "r" for name in order(line)[:10]) == pytest.approx(5, abs=1)
+
+
 def test_a_line_takes_over_the_members_of_another() -> None:
     line, other = RolloutQueue(), RolloutQueue()
     line.add(waiting("former", 1))
     for n in range(50):
-        other.add(waiting(f"r{n}", n * 7 % 50, group=n % 9, evaluation=n % 5 == 0))
+        other.add(waiting(f"r{n}", n * 7 % 50, group=n % 9, evaluation=n % 5 == 0, request=n % 7 == 0))
     there = order(other)
     line.replace(other)
     assert order(line) == there

@@ -47,6 +47,7 @@ def later() -> Any:
         yield
     record_codec._later.cache_clear()
     record_codec._grown.cache_clear()
+    record_codec._former.cache_clear()
 
 
 def as_later(record: msgspec.Struct, kind: Any, **more: Any) -> Any:

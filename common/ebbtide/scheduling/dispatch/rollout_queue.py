@@ -2,25 +2,29 @@
 re-queued rollout returns to its place, and what a started group still lacks (later turns, retries) comes before later
 groups: groups are completed in order, and none starves.
 
-Evaluation has a queue of its own. While both wait, the two take turns by start-time fair queueing (Goyal, Vin and
-Cheng, SIGCOMM 1996) with the parts of `EVALUATION_PART`: neither blocks the other.
+Evaluation has a queue of its own, and so have requests of gateways' clients. Requests take turns with all other
+rollouts, and evaluation with training in the turns that are left, both by start-time fair queueing (Goyal, Vin and
+Cheng, SIGCOMM 1996) with the parts of `PARTS`: none blocks another. Among requests the interactive ones go first, then
+those of a lower priority, then the older ones.
 
-Invariant: each `_Queue` holds the sorted keys of its kind's members of `_waiting`, and `_bounds` counts their bounds.
-Mirrors the store: lost with the process, and read back at its start.
+Invariant: each list of `_orders` holds the sorted keys of its kind's members of `_waiting`, and `_bounds` counts their
+bounds. Mirrors the store: lost with the process, and read back at its start.
 """
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from enum import IntEnum
 from typing import Final, TypeAlias
 
 from msgspec import Struct
 
 from ebbtide.scheduling.steps.step_pacing import VersionBounds
 
-_Key: TypeAlias = tuple[int, int, int, str]
-#: Evaluation's part of the placements while training waits too, by `EvaluationSpec.priority`.
-EVALUATION_PART: Final = {"before": 0.75, "beside": 0.5, "behind": 0.125}
+_Key: TypeAlias = tuple[int, int, int, int, str]
+#: Part of the placements while others wait too: of evaluation beside training by `EvaluationSpec.priority`, of requests
+#: beside both by `RequestSpec.priority`.
+PARTS: Final = {"before": 0.75, "beside": 0.5, "behind": 0.125}
 
 
 class QueuedRollout(Struct, frozen=True, kw_only=True, gc=False):  # in no cycle: the collector need not look at it
@@ -42,20 +46,49 @@ class QueuedRollout(Struct, frozen=True, kw_only=True, gc=False):  # in no cycle
     interactive: bool = False  # somebody waits for each token
 
 
-class _Queue:
-    """One kind of rollouts."""
+class _Kind(IntEnum):
+    """The kinds that have queues. The first two are sides of their turns."""
+
+    TRAINING = 0
+    EVALUATION = 1
+    REQUEST = 2
+
+
+class _Turns:
+    """Turns of two sides: of the first, and of the second, which has `part` of the places while both wait."""
 
     def __init__(self, part: float) -> None:
-        self.order: list[_Key] = []
-        self.stride = 1.0 / part
-        self.passed = 0.0  # virtual time; the queue with the lower one is next
+        self._strides = 1.0 / (1.0 - part), 1.0 / part
+        self.passed = [0.0, 0.0]  # virtual time of each side; the one with the lower is next
+
+    def begin(self, side: int, *, other_waits: bool) -> None:
+        """Note that a side has something again: its idle time earned no turns."""
+        self.passed[side] = max(self.passed[side], self.passed[not side] if other_waits else 0.0)
+
+    def take(self, side: int, *, other_waits: bool) -> None:
+        """Note that a side had a place."""
+        if other_waits:
+            self.passed[side] += self._strides[side]
+
+    def merged(self, first: Iterator[_Key], second: Iterator[_Key]) -> Iterator[_Key]:
+        """What both sides have, as they will have their turns."""
+        heads, sides, passed = [next(first, None), next(second, None)], (first, second), list(self.passed)
+        tie = self._strides[1] <= self._strides[0]  # the larger part first
+        while heads[0] is not None or heads[1] is not None:
+            second_next = passed[1] < passed[0] or (passed[1] == passed[0] and tie)
+            side = 1 if heads[0] is None or (heads[1] is not None and second_next) else 0
+            if (head := heads[side]) is not None:
+                yield head
+            heads[side] = next(sides[side], None)
+            passed[side] += self._strides[side]
 
 
 class RolloutQueue:
-    def __init__(self, evaluation: str = "before") -> None:
-        """`evaluation`: see `EvaluationSpec.priority`."""
-        part = EVALUATION_PART[evaluation]
-        self._training, self._evaluation = _Queue(1.0 - part), _Queue(part)
+    def __init__(self, evaluation: str = "before", requests: str = "before") -> None:
+        """`evaluation`, `requests`: see `EvaluationSpec.priority` and `RequestSpec.priority`."""
+        self._orders: dict[_Kind, list[_Key]] = {kind: [] for kind in _Kind}
+        self._own_turns = _Turns(PARTS[evaluation])  # training, evaluation
+        self._turns = _Turns(PARTS[requests])  # both of these, requests
         self._waiting: dict[str, QueuedRollout] = {}
         self._bounds: Counter[VersionBounds] = Counter()
         self._longest = 0  # no member is longer
@@ -67,41 +100,41 @@ class RolloutQueue:
         return rollout_id in self._waiting
 
     def __iter__(self) -> Iterator[QueuedRollout]:
-        if not self._evaluation.order:
-            return (self._waiting[key[-1]] for key in self._training.order)
-        return self._in_turns()
+        return (self._waiting[key[-1]] for key in self._in_turns())
 
     def add(self, one: QueuedRollout) -> None:
         """Queue `one`, replacing a member with the same id."""
         self.remove(one.rollout_id)
-        queue, other = self._queues(one)
-        if not queue.order:  # idle time earns no turns
-            queue.passed = max(queue.passed, other.passed if other.order else 0.0)
+        kind = _kind(one)
+        if not self._orders[kind]:
+            self._begin(kind)
         self._waiting[one.rollout_id] = one
         self._bounds[one.bounds] += 1
         self._longest = max(self._longest, one.length)
-        insort(queue.order, _key(one))
+        insort(self._orders[kind], _key(one))
 
     def replace(self, other: "RolloutQueue") -> None:
         """Take over the members of another queue, which must not be used again, instead of these. Turns stay."""
-        passed = self._training.passed, self._evaluation.passed
+        turns = self._turns, self._own_turns
         vars(self).update(vars(other))
-        self._training.passed, self._evaluation.passed = passed
+        self._turns, self._own_turns = turns
 
     def take(self, rollout_id: str) -> QueuedRollout | None:
         """Remove a rollout that was placed: its kind has had a turn."""
         one = self.remove(rollout_id)
         if one is not None:
-            queue, other = self._queues(one)
-            if other.order:
-                queue.passed += queue.stride
+            kind = _kind(one)
+            if kind is not _Kind.REQUEST:
+                self._own_turns.take(kind, other_waits=bool(self._orders[_other(kind)]))
+            request = kind is _Kind.REQUEST
+            self._turns.take(request, other_waits=self._waits(request=not request))
         return one
 
     def remove(self, rollout_id: str) -> QueuedRollout | None:
         """Remove a rollout; None if it is not queued."""
         one = self._waiting.pop(rollout_id, None)
         if one is not None:
-            order = self._queues(one)[0].order
+            order = self._orders[_kind(one)]
             del order[bisect_left(order, _key(one))]
             self._bounds[one.bounds] -= 1
             if not self._bounds[one.bounds]:
@@ -119,22 +152,39 @@ class RolloutQueue:
         self._longest = max((one.length for one in self._waiting.values()), default=0)
         return [one for one in self if one.length >= tokens] if self._longest >= tokens else []
 
-    def _queues(self, one: QueuedRollout) -> tuple[_Queue, _Queue]:
-        """The queue of its kind, and the other."""
-        queues = (self._training, self._evaluation)
-        return queues[one.evaluation], queues[not one.evaluation]
+    def _begin(self, kind: _Kind) -> None:
+        """Note that a kind of which none waited has a member again."""
+        request = kind is _Kind.REQUEST
+        if not self._waits(request=request):
+            self._turns.begin(request, other_waits=self._waits(request=not request))
+        if not request:
+            self._own_turns.begin(kind, other_waits=bool(self._orders[_other(kind)]))
 
-    def _in_turns(self) -> Iterator[QueuedRollout]:
-        training, evaluation = self._training, self._evaluation
-        at = {id(training): 0, id(evaluation): 0}
-        passed = {id(training): training.passed, id(evaluation): evaluation.passed}
-        first = sorted((evaluation, training), key=lambda one: one.stride)  # ties: the larger part first
-        while open_ := [queue for queue in first if at[id(queue)] < len(queue.order)]:
-            queue = min(open_, key=lambda one: passed[id(one)])
-            yield self._waiting[queue.order[at[id(queue)]][-1]]
-            at[id(queue)] += 1
-            passed[id(queue)] += queue.stride
+    def _waits(self, *, request: bool) -> bool:
+        if request:
+            return bool(self._orders[_Kind.REQUEST])
+        return bool(self._orders[_Kind.TRAINING] or self._orders[_Kind.EVALUATION])
+
+    def _in_turns(self) -> Iterator[_Key]:
+        training, evaluation, requests = (self._orders[kind] for kind in _Kind)
+        own: Iterable[_Key] = training or evaluation
+        if training and evaluation:
+            own = self._own_turns.merged(iter(training), iter(evaluation))
+        if not requests:
+            return iter(own)
+        return self._turns.merged(iter(own), iter(requests)) if self._waits(request=False) else iter(requests)
+
+
+def _kind(one: QueuedRollout) -> _Kind:
+    if one.request:
+        return _Kind.REQUEST
+    return _Kind.EVALUATION if one.evaluation else _Kind.TRAINING
+
+
+def _other(kind: _Kind) -> _Kind:
+    return _Kind.TRAINING if kind is _Kind.EVALUATION else _Kind.EVALUATION
 
 
 def _key(one: QueuedRollout) -> _Key:
-    return one.priority, one.group, one.place, one.rollout_id
+    patient = int(one.request and not one.interactive)
+    return patient, one.priority, one.group, one.place, one.rollout_id

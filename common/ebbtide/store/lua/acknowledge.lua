@@ -3,6 +3,7 @@ local bad = barred(ARGV[1], ARGV[2], ARGV[3]); if bad then return bad end
 local kinds = {}
 for at = 6, #ARGV do
   local r = redis.call('HMGET', ROLLOUT .. ARGV[at], 'state', 'kind')
+  if r[2] == 'request' then return refuse('UNKNOWN', tostring(at - 6)) end  -- its gateway's
   if r[1] and r[1] ~= 'finished' and ARGV[5] ~= '1' then return refuse('OPEN', tostring(at - 6)) end
   if not r[1] and redis.call('SISMEMBER', DONE, 'r:' .. ARGV[at]) == 0 then return refuse('UNKNOWN', tostring(at - 6)) end
   kinds[ARGV[at]] = r[2]

@@ -25,8 +25,8 @@ end
 -- Status, stored and finished of a delta whose attempt does not run.
 local function ended(place)
   local id = ids[place]
-  local r = call('HMGET', ROLLOUT .. id, 'state', 'attempt')
-  if r[1] == 'finished' and r[2] == attempts[place] then return 1, call('STRLEN', TOKENS .. id) / 12, 1 end
+  local r = call('HMGET', ROLLOUT .. id, 'state', 'attempt', 'reason')
+  if r[1] == 'finished' and r[2] == attempts[place] and r[3] ~= 'CANCELLED' then return 1, call('STRLEN', TOKENS .. id) / 12, 1 end
   return 3, 0, 0
 end
 

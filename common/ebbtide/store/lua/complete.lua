@@ -8,6 +8,7 @@ local kinds, ids, train, step = {}, {}, 0, nil
 for at = 8, #ARGV do
   local id = ARGV[at]
   local r = redis.call('HMGET', ROLLOUT .. id, 'state', 'kind', 'step')
+  if r[2] == 'request' then return refuse('UNKNOWN', tostring(at - 8)) end  -- its gateway's
   if r[1] and not kinds[id] then
     if r[1] ~= 'finished' and reason == '' and ARGV[7] ~= '1' then return refuse('OPEN', tostring(at - 8)) end
     kinds[id] = r[2]

@@ -14,10 +14,14 @@ for _, field in ipairs(redis.call('HKEYS', FENCE)) do
 end
 redis.call('DEL', FENCE)
 for _, fields in ipairs(ran) do log_span(fields, 'run ended', CAUSE.RUN_ENDED) end
+for _, holder in ipairs(redis.call('ZRANGE', GATEWAYS, 0, -1)) do redis.call('DEL', SUBMITS .. 'gateway/' .. holder) end
+redis.call('DEL', GATEWAYS)
 for i = 9, #ARGV do redis.call('DEL', CLAIM .. ARGV[i], SUBMITS .. ARGV[i]) end
 redis.call('HSET', RUN, 'status', ARGV[4], 'message', ARGV[5], 'ended', string.format('%.0f', now_ms()))
 count('dropped', open)
 count('dropped:' .. ARGV[6], open)
+count('requests_completed', counter('requests_submitted') - counter('requests_completed'))
+count('sessions_dropped', redis.call('ZCARD', IDLE))
 for _, name in ipairs({'queued', 'running', 'finished', 'trajectories', 'bytes'}) do count(name, -counter(name)) end
 settle()
 emit('status', ARGV[4], ARGV[5], '{}', cjson.encode({status = ARGV[4]}))

@@ -13,6 +13,8 @@ local REMEMBERED_S = 10
 local KEPT_PER_CHATTER, CHATTER_BYTES = 8, 64
 -- What one of them takes in memory; of events, besides their text, whose key is there twice.
 local SPAN_BYTES, MARK_BYTES, EVENT_BYTES = 176, 112, 64
+-- The same of a session, of a turn and of a turn's rollout, besides their records.
+local SESSION_BYTES, TURN_BYTES, KEPT_BYTES = 512, 192, 224
 -- Old entries that go at most for each new one: after an upgrade or a step's end, many are due at once.
 local DROPPED_AT_ONCE = 4
 -- Upper ends of a run's histogram buckets, counted as `NAME:le:END`: each counts values above the bucket before; the last is `inf`.
@@ -150,8 +152,9 @@ local function emit(kind, key, message, values, labels)
   if not fact then trim_chatter(all) end
 end
 
--- Counts a rollout as ended: trained if there is no reason, else dropped. Evaluation is counted apart.
+-- Counts a rollout as ended: trained if there is no reason, else dropped. Evaluation and requests are counted apart.
 local function close(kind, reason)
+  if kind == 'request' then return end  -- counted as it finished
   if kind ~= 'train' then count('eval_completed', 1)
   elseif reason == '' then count('trained', 1)
   else count('dropped', 1); count('dropped:' .. reason, 1) end
@@ -174,7 +177,7 @@ local function log_span(fields, why, cause)
   redis.call('XADD', SPANS, 'MAXLEN', '~', history_limit(), '*', 'e', age(), 'why', why, 'c', cause, unpack(fields))
 end
 
--- Marks a rollout (`r:ID`) or an episode (`e:ID`) as over. Marks beyond what is kept go, but for new ones and those of steps that are
+-- Marks a rollout (`r:ID`), an episode (`e:ID`) or a session (`s:ID`) as over. Marks beyond what is kept go, but for new ones and those of steps that are
 -- not over.
 local function mark_over(mark, step)
   if redis.call('SADD', DONE, mark) == 0 then return end
@@ -193,11 +196,15 @@ end
 
 -- Deletes a rollout's data and marks it as over. Returns its attempt if one ran.
 local function forget(id)
-  local r = redis.call('HMGET', ROLLOUT .. id, 'state', 'cursor', 'attempt', 'step')
+  local r = redis.call('HMGET', ROLLOUT .. id, 'state', 'cursor', 'attempt', 'step', 'kind')
   local ran = r[1] == 'running' and span(id)
   local bytes = redis.call('HSTRLEN', ROLLOUT .. id, 'prompt') + redis.call('STRLEN', TOKENS .. id)
   redis.call('DEL', ROLLOUT .. id, TOKENS .. id)
   if r[2] then redis.call('XDEL', FINISHED, r[2]) end
+  if r[5] == 'request' then
+    redis.call('ZREM', REQUESTS, id)
+    if r[1] ~= 'finished' then count('requests_completed', 1) end
+  end
   redis.call('ZREM', OPEN, id)
   redis.call('HDEL', FENCE, 'r:' .. id)
   mark_over('r:' .. id, r[4])
@@ -208,14 +215,83 @@ local function forget(id)
   return r[3]
 end
 
--- Ends a queued or running rollout and puts it into the finished stream.
+-- Keeps a finished request for a while after now, or as long as its session.
+local function keep_request(id)
+  local session = redis.call('HGET', KEPT_BY, id)
+  redis.call('ZADD', REQUESTS, session and 'inf' or age(), id)
+  if session then redis.call('ZADD', IDLE, 'XX', age(), session) end
+  count('requests_completed', 1)
+end
+
+-- Ends a queued or running rollout and puts it into the finished stream, or among the finished requests.
 local function finish(id, state, reason, message)
   redis.call('HDEL', FENCE, 'r:' .. id)
   redis.call('ZREM', OPEN, id)
-  local cursor = redis.call('XADD', FINISHED, '*', 'id', id)
-  redis.call('HSET', ROLLOUT .. id, 'state', 'finished', 'reason', reason, 'message', message, 'cursor', cursor)
-  if state == 'running' then log_span(span(id), 'finished', CAUSE.FINISHED) end
-  observe('attempts', tonumber(redis.call('HGET', ROLLOUT .. id, 'attempts')))
+  local r = redis.call('HMGET', ROLLOUT .. id, 'attempts', 'kind')
+  redis.call('HSET', ROLLOUT .. id, 'state', 'finished', 'reason', reason, 'message', message)
+  if r[2] == 'request' then keep_request(id)
+  else redis.call('HSET', ROLLOUT .. id, 'cursor', redis.call('XADD', FINISHED, '*', 'id', id)) end
+  if state == 'running' then
+    if reason == 'CANCELLED' then log_span(span(id), 'cancelled', CAUSE.CANCELLED)
+    else log_span(span(id), 'finished', CAUSE.FINISHED) end
+  end
+  if reason ~= 'CANCELLED' then observe('attempts', tonumber(r[1])) end
   count(state, -1)
   count('finished', 1)
+end
+
+-- Finishes an open request as cancelled; its tokens stay. Returns its attempt, '' if none ran, or nil if it is not open.
+local function cancel_request(id, why)
+  local r = redis.call('HMGET', ROLLOUT .. id, 'state', 'attempt', 'kind')
+  if r[3] ~= 'request' or (r[1] ~= 'queued' and r[1] ~= 'running') then return nil end
+  finish(id, r[1], 'CANCELLED', why)
+  return r[1] == 'running' and r[2] or ''
+end
+
+-- Whether the lease's role is a gateway's.
+local function of_gateway(role) return string.sub(role, 1, 8) == 'gateway/' end
+
+-- Deletes the lease of a gateway, by its holder.
+local function drop_gateway(holder)
+  redis.call('ZREM', GATEWAYS, holder)
+  redis.call('HDEL', FENCE, 'lease:gateway/' .. holder, 'settled:gateway/' .. holder)
+  redis.call('DEL', SUBMITS .. 'gateway/' .. holder)
+end
+
+-- The refusal of so many more bytes for the run if they are beyond its quota; nil if they are within it.
+local function beyond_quota(bytes, quota)
+  local used = tonumber(redis.call('HGET', COUNT, 'bytes') or 0) + history()
+  if used + bytes > tonumber(quota) then return refuse('QUOTA', tostring(used)) end
+  return nil
+end
+
+-- {session, owner, group, state, reason, turns, its age in ms, ms since it was last used or ended, record}; nil if it is not here, or
+-- of another owner than `owner` ('' for any).
+local function session_row(id, owner)
+  local r = redis.call('HMGET', SESSION .. id, 'owner', 'group', 'state', 'reason', 'turns', 'opened', 'record')
+  if not r[1] or (owner ~= '' and owner ~= r[1]) then return nil end
+  local last = redis.call('ZSCORE', r[3] == 'open' and IDLE or OVER, id)
+  local now = tonumber(age())
+  return {id, r[1], r[2], r[3], r[4], tonumber(r[5]), now - tonumber(r[6]), now - tonumber(last or now), r[7]}
+end
+
+-- Ends an open session, and has its rollouts deleted. Open ones are cancelled first: {id, attempt or ''} of each, in turn, are
+-- appended to `out`. Its record stays for a while.
+local function end_session(id, state, reason, out)
+  redis.call('ZREM', IDLE, id)
+  for _, rollout in ipairs(redis.call('LRANGE', KEPT .. id, 0, -1)) do
+    redis.call('HDEL', KEPT_BY, rollout)
+    local attempt = cancel_request(rollout, 'its session ended')
+    if attempt then out[#out + 1] = rollout; out[#out + 1] = attempt end
+    local kind = redis.call('HGET', ROLLOUT .. rollout, 'kind')
+    if kind == 'request' then redis.call('ZADD', REQUESTS, '-inf', rollout)
+    elseif not kind then mark_over('r:' .. rollout) end  -- it was not submitted yet
+  end
+  redis.call('UNLINK', TURNS .. id, TURN_IDS .. id, KEPT .. id)
+  local r = redis.call('HMGET', SESSION .. id, 'held', 'record')
+  local held = #r[2] + SESSION_BYTES
+  redis.call('HSET', SESSION .. id, 'state', state, 'reason', reason, 'held', held)
+  redis.call('ZADD', OVER, age(), id)
+  count('bytes', held - tonumber(r[1]))
+  count('sessions_' .. state, 1)
 end

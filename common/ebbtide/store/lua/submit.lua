@@ -4,6 +4,7 @@
 -- Queues rollouts: all or nothing. Returns per rollout {1, place in the queue}, {2, state} for a known one, {3, ''} for one that is over.
 -- A rollout that is not here is over, and not new, in three cases: it is marked; its step is over; this call was taken before, or its
 -- number is settled, so that nobody waits for it.
+local SUBMITTED = {train = 'submitted', eval = 'eval_submitted', request = 'requests_submitted'}
 local bad = barred(ARGV[1], ARGV[2], ARGV[3]); if bad then return bad end
 local taken, number, step = SUBMITS .. ARGV[2], tonumber(ARGV[6]), ARGV[8]
 local fence, settled = string.match(redis.call('HGET', FENCE, 'settled:' .. ARGV[2]) or '', '^(%S+) (%d+)$')
@@ -29,8 +30,7 @@ end
 if #fresh > 0 then
   redis.call('HSETNX', RUN, 'kept', history_limit_of(ARGV[4]))  -- the run may be of the former release, which kept more
   redis.call('XTRIM', SPANS, 'MAXLEN', '~', history_limit_of(ARGV[4]))
-  local used = tonumber(redis.call('HGET', COUNT, 'bytes') or 0) + history()
-  if used + bytes > tonumber(ARGV[4]) then return refuse('QUOTA', tostring(used)) end
+  local full = beyond_quota(bytes, ARGV[4]); if full then return full end
   local open = redis.call('ZCARD', OPEN)
   if open + #fresh > tonumber(ARGV[5]) then return refuse('QUEUE', tostring(open)) end
   local seq = redis.call('HINCRBY', RUN, 'seq', #fresh) - #fresh
@@ -40,7 +40,7 @@ if #fresh > 0 then
     if step ~= '' then redis.call('HSET', ROLLOUT .. ARGV[at], 'step', step) end
     redis.call('ZADD', OPEN, seq + i, ARGV[at])
     out[(at - 10) / 6 + 1][2] = seq + i
-    count(ARGV[at + 2] == 'train' and 'submitted' or 'eval_submitted', 1)
+    count(SUBMITTED[ARGV[at + 2]], 1)
   end
   count('queued', #fresh)
   count('bytes', bytes)

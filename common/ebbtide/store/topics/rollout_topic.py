@@ -53,7 +53,8 @@ class RolloutTopic(Topic):
                 await asyncio.sleep(0)  # other calls have their turn
             bare = msgspec.structs.replace(request, prompt_ids=b"")
             origin = f"{request.group_id} {request.episode_id} {request.turn}"
-            parts += [request.rollout_id, body_digest(request), _KINDS[request.kind], pack(bare), request.prompt_ids, origin]
+            parts += [request.rollout_id, body_digest(request), _KINDS[request.kind]]
+            parts += [pack(bare), request.prompt_ids, origin]
         try:
             found = await self._leased("submit", lease, quota_bytes, max_open, *_order_columns(order), *parts)
         except StoreRefused as refused:
@@ -111,8 +112,14 @@ class RolloutTopic(Topic):
         return int(await self._write("dead_letter", run_id, *(part for letter in letters for part in letter)))
 
     async def cancel(self, lease: LeaseRef, rollout_ids: Sequence[str], reason: str) -> list[tuple[str, str]]:
-        """Drop rollouts in any state. Returns (rollout, attempt) of those that ran."""
-        return text_pairs(await self._leased("cancel", lease, reason, *rollout_ids))
+        """Drop rollouts in any state; requests finish as cancelled. Returns (rollout, attempt) of those that ran, and
+        of requests that were queued, with an empty attempt. Raises `InvalidRequest` if a gateway names other rollouts.
+        """
+        try:
+            return text_pairs(await self._leased("cancel", lease, reason, *rollout_ids))
+        except StoreRefused as refused:
+            text = "is no request, and under a gateway's lease nothing else can be cancelled"
+            raise InvalidRequest(text, field=f"rollout_ids[{refused.detail}]") from None
 
     async def acknowledge(
         self, lease: LeaseRef, rollout_ids: Sequence[str], drop_reason: str, *, vouched: bool = False

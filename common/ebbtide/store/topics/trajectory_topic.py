@@ -39,11 +39,13 @@ class TrajectoryTopic(Topic):
         found = await self._run("read_tokens", run_id, rollout_id, offset, CHUNK_TOKENS)
         if not found:
             raise NotFound(f"rollout {rollout_id} is not here: it was never submitted, or is completed and deleted")
-        state, reason, stored, tokens = found
+        state, reason, stored, tokens, message = found
         if offset > stored:
             raise InvalidRequest(f"{offset} is beyond the {stored} tokens stored", field="offset")
         ended = state.decode() == RolloutState.FINISHED and offset + len(tokens) // 12 == stored
-        return TokenChunk(offset=offset, tokens=tokens, reason=FinishReason[reason.decode()] if ended else None)
+        if not ended:
+            return TokenChunk(offset=offset, tokens=tokens)
+        return TokenChunk(offset=offset, tokens=tokens, reason=FinishReason[reason.decode()], message=message.decode())
 
     async def complete(self, lease: LeaseRef, episode: Episode, *, vouched: bool = False) -> list[tuple[str, str]]:
         """End an episode, once. Returns (rollout, attempt) of its rollouts that still ran. Raises `InvalidRequest`.

@@ -9,9 +9,9 @@ from ebbtide.coordinator.list_pace import paced
 from ebbtide.errors import InvalidRequest
 from ebbtide.types.fleet import EngineInfo
 from ebbtide.types.ids import check_id
-from ebbtide.types.rollout import MAX_NUMBER, MAX_UNSETTLED, RolloutRequest, SubmitOrder
-from ebbtide.types.run import ROLES, LeaseRef, RunSpec, check_sampling
-from ebbtide.types.tokens import TOKEN_BYTES, unpack_ids
+from ebbtide.types.rollout import MAX_NUMBER, MAX_UNSETTLED, RolloutKind, RolloutRequest, SubmitOrder, Trajectory
+from ebbtide.types.run import ROLES, LeaseRef, RunSpec, check_sampling, is_gateway
+from ebbtide.types.tokens import TOKEN_BYTES, token_count, unpack_ids
 
 #: Rollouts in one call: one store script takes them all, and blocks others meanwhile.
 MAX_BATCH: Final = 4096
@@ -26,10 +26,12 @@ def check_batch(items: Sequence[object], *, field: str) -> None:
         raise InvalidRequest(f"at most {MAX_BATCH} in one call; send several", field=field)
 
 
-def check_lease(lease: LeaseRef, *, field: str = "lease", role: str = "") -> LeaseRef:
-    """Check that the lease is well formed, and of `role` if given."""
+def check_lease(lease: LeaseRef, *, field: str = "lease", role: str = "", gateways: bool = False) -> LeaseRef:
+    """Check that the lease is well formed, and of `role` if given. `gateways`: those of gateways will do, too."""
     check_id(lease.run_id, field=f"{field}.run_id")
-    if lease.role not in ROLES:
+    if gateways and is_gateway(lease.role):
+        check_id(lease.role.partition("/")[2], field=f"{field}.role")
+    elif lease.role not in ROLES:
         raise InvalidRequest(f"must be one of {', '.join(ROLES)}", field=f"{field}.role")
     if role and lease.role != role:
         raise InvalidRequest(f"only the {role} lease allows this", field=f"{field}.role")
@@ -43,9 +45,12 @@ def check_reason(reason: str, *, field: str) -> str:
     return check_id(reason, field=field) if reason else reason
 
 
-async def check_rollouts(requests: Sequence[RolloutRequest], engines: Sequence[EngineInfo], spec: RunSpec) -> None:
-    """Refuse rollouts that no attached engine could generate, or no message could carry."""
+async def check_rollouts(
+    requests: Sequence[RolloutRequest], engines: Sequence[EngineInfo], spec: RunSpec, lease: LeaseRef
+) -> None:
+    """Refuse rollouts that no attached engine could generate, no message could carry, or the lease is not for."""
     check_batch(requests, field="rollouts")
+    _check_kinds(requests, lease)
     context = max((engine.max_model_len for engine in engines), default=0)
     vocabulary = max((engine.vocab_size for engine in engines), default=0)
     total = index = 0
@@ -58,6 +63,14 @@ async def check_rollouts(requests: Sequence[RolloutRequest], engines: Sequence[E
             f"{total} bytes of prompts are more than the run's quota_bytes ({spec.quota_bytes}); send fewer at a time",
             field="rollouts",
         )
+
+
+def _check_kinds(requests: Sequence[RolloutRequest], lease: LeaseRef) -> None:
+    gateway = is_gateway(lease.role)
+    for index, request in enumerate(requests):
+        if (request.kind is RolloutKind.REQUEST) is not gateway:
+            text = "a gateway's lease takes requests only" if gateway else "only a gateway's lease takes requests"
+            raise InvalidRequest(text, field=f"rollouts[{index}].kind")
 
 
 def _check_rollout(request: RolloutRequest, field: str, context: int, vocabulary: int) -> None:
@@ -100,6 +113,14 @@ def _check_prompt(request: RolloutRequest, field: str, context: int, vocabulary:
     longest = min(request.sampling.max_tokens, context or request.sampling.max_tokens)
     if len(request.prompt_ids) + longest * TOKEN_BYTES > _MAX_BYTES:
         raise InvalidRequest("prompt and response would not fit into one message", field=f"{field}.sampling.max_tokens")
+
+
+def check_trajectory(trajectory: Trajectory, field: str) -> None:
+    """Refuse a trajectory whose parts do not fit each other."""
+    if len(trajectory.tokens) % TOKEN_BYTES or token_count(trajectory.tokens) != len(trajectory.loss_mask):
+        raise InvalidRequest("must have one byte per token of tokens", field=f"{field}.loss_mask")
+    if len(trajectory.prompt_ids) % 4:
+        raise InvalidRequest("is no run of little-endian u32 token ids", field=f"{field}.prompt_ids")
 
 
 def check_number(cursor: str, default: float) -> float:

@@ -1,8 +1,8 @@
 """Implements the `Rollouts` service: rollouts, episodes and trajectories."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractContextManager
 
 from ebbtide.coordinator.api.request_checks import (
     check_batch,
@@ -11,12 +11,15 @@ from ebbtide.coordinator.api.request_checks import (
     check_order,
     check_reason,
     check_rollouts,
+    check_trajectory,
 )
+from ebbtide.coordinator.api.request_retention import RequestRetention
+from ebbtide.coordinator.api.store_doubts import in_doubt
 from ebbtide.coordinator.coordinator_parts import CoordinatorParts
-from ebbtide.coordinator.state.attempt_records import new_entry
+from ebbtide.coordinator.state.attempt_records import new_entry, place_of_group
 from ebbtide.coordinator.state.notifier import follow, notified_or_late
 from ebbtide.coordinator.state.run_state import RunState
-from ebbtide.errors import EbbtideError, InvalidRequest, NotFound, StoreUnavailable
+from ebbtide.errors import EbbtideError, InvalidRequest, NotFound
 from ebbtide.rpc.caller_turns import stream_turn
 from ebbtide.store.rollout_rows import RolloutState
 from ebbtide.types.ids import check_id
@@ -38,7 +41,7 @@ from ebbtide.types.tokens import token_count
 class RolloutService:
     """Has no state of its own. All methods raise `StoreUnavailable`, `NotFound` and `LeaseSuperseded`."""
 
-    def __init__(self, parts: CoordinatorParts) -> None:
+    def __init__(self, parts: CoordinatorParts, retention: RequestRetention) -> None:
         self._settings, self._state, self._store, self._notifier = (
             parts.settings,
             parts.state,
@@ -46,15 +49,16 @@ class RolloutService:
             parts.notifier,
         )
         self._fleet, self._attempts, self._recovery = parts.fleet, parts.attempts, parts.recovery
-        self._writes = parts.writes
+        self._writes, self._retention = parts.writes, retention
 
     async def submit(
         self, lease: LeaseRef, requests: Sequence[RolloutRequest], order: SubmitOrder
     ) -> list[SubmitOutcome]:
         """Queue rollouts, all or none. Raises `InvalidRequest`, `AlreadyExists`, `NoCapacity`."""
-        run = await self._recovery.live(check_lease(lease).run_id)
+        run = await self._recovery.live(check_lease(lease, gateways=True).run_id)
         check_order(order)
-        await check_rollouts(requests, self._fleet.engines(), run.spec)
+        await check_rollouts(requests, self._fleet.engines(), run.spec, lease)
+        self._retention.note(run.run_id, lease)
         return await self._writes.carry_out(run.changing(), lambda: self._submit(run, lease, requests, order))
 
     async def _submit(
@@ -67,7 +71,7 @@ class RolloutService:
             if request.rollout_id in run.unconfirmed:
                 run.mark_stale()  # its worker continues it
             elif row.outcome is SubmitOutcome.ACCEPTED:
-                group = run.group_place(request.group_id, row.place)
+                group = place_of_group(run, request, row.place)
                 length = len(request.prompt_ids) // 4
                 run.admit(new_entry(request, place=row.place, group=group, length=length, now=self._state.clock()))
             elif row.state is RolloutState.QUEUED and request.rollout_id not in run.queue:
@@ -115,8 +119,8 @@ class RolloutService:
             await self._store.rollouts.acknowledge(lease, rollout_ids, drop_reason, vouched=self._state.doubtful)
 
     async def cancel(self, lease: LeaseRef, rollout_ids: Sequence[str], reason: str) -> None:
-        """Drop rollouts in any state; workers stop generating them."""
-        run = await self._recovery.live(check_lease(lease).run_id)
+        """Drop rollouts in any state; workers stop generating them. Requests finish with the tokens they have."""
+        run = await self._recovery.live(check_lease(lease, gateways=True).run_id)
         self._check_ids(rollout_ids)
         reason = check_reason(reason, field="reason") or DropReason.CANCELLED
         await self._writes.carry_out(run.changing(), lambda: self._cancel(run, lease, rollout_ids, reason))
@@ -174,19 +178,8 @@ class RolloutService:
             check_reason(outcome.drop_reason, field=f"outcomes[{index}].drop_reason")
         await self._store.trajectories.commit(lease, outcomes)
 
-    @contextmanager
-    def _in_doubt(self, *refusals: type[EbbtideError]) -> Iterator[None]:
-        """Turn a refusal into `StoreUnavailable` while the store may have forgotten what the caller saw stored: workers
-        and leases send it again, and then the repeated call succeeds.
-        """
-        try:
-            yield
-        except refusals as error:
-            if not self._state.doubtful:
-                raise
-            raise StoreUnavailable(
-                f"the store came back and may have forgotten something ({error}); ask again"
-            ) from None
+    def _in_doubt(self, *refusals: type[EbbtideError]) -> AbstractContextManager[None]:
+        return in_doubt(self._state, *refusals)
 
     def _over(self, run_id: str) -> Callable[[], bool]:
         return lambda: run_id not in self._state.runs
@@ -215,7 +208,4 @@ def _check_episode(episode: Episode, field: str) -> None:
         raise InvalidRequest("leave it out: a dropped episode has no trajectory", field=f"{field}.trajectory")
     if trajectory.episode_id != episode.episode_id:
         raise InvalidRequest(f"must be the episode's ({episode.episode_id})", field=f"{field}.trajectory.episode_id")
-    if len(trajectory.tokens) % 12 or token_count(trajectory.tokens) != len(trajectory.loss_mask):
-        raise InvalidRequest("must have one byte per token of tokens", field=f"{field}.trajectory.loss_mask")
-    if len(trajectory.prompt_ids) % 4:
-        raise InvalidRequest("is no run of little-endian u32 token ids", field=f"{field}.trajectory.prompt_ids")
+    check_trajectory(trajectory, f"{field}.trajectory")

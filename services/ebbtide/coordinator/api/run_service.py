@@ -24,7 +24,18 @@ from ebbtide.scheduling.steps.run_claims import ClaimableRun, choose
 from ebbtide.store.unexpected_data import UNEXPECTED
 from ebbtide.types.ids import check_id
 from ebbtide.types.rollout import DropReason
-from ebbtide.types.run import ROLES, AttemptSpan, LeaseRef, Run, RunEvent, RunShare, RunSpec, RunStatus, check_spec
+from ebbtide.types.run import (
+    GATEWAY,
+    ROLES,
+    AttemptSpan,
+    LeaseRef,
+    Run,
+    RunEvent,
+    RunShare,
+    RunSpec,
+    RunStatus,
+    check_spec,
+)
 from ebbtide.types.weights import DIGEST_BYTES, PolicyVersion
 
 log = telemetry.get_logger(__name__)
@@ -209,11 +220,14 @@ class RunService:
 
     async def claim(self, run_id: str, role: str, holder: str, waited_s: float) -> tuple[LeaseRef, Run]:
         """Claim the role's lease on the run; without an id, on a run that `run_claims.choose` finds among those that
-        are not external. Raises `NotReady` if it is held, or there is none.
+        are not external. Raises `NotReady` if it is held, or there is none, `NoCapacity` if the run has too many
+        gateways.
         """
-        if role not in ROLES:
-            raise InvalidRequest(f"must be one of {', '.join(ROLES)}", field="role")
+        if role not in {*ROLES, GATEWAY}:
+            raise InvalidRequest(f"must be one of {', '.join(ROLES)}, {GATEWAY}", field="role")
         check_id(holder, field="holder")
+        if role == GATEWAY and not run_id:
+            raise InvalidRequest(f"is required: a {GATEWAY} names the run that it serves", field="run_id")
         if run_id:
             await self._recovery.live(check_id(run_id, field="run_id"))
             lease = await self._store.leases.claim(run_id, role, holder, self._settings.lease_ttl_s)
@@ -255,12 +269,12 @@ class RunService:
         return ClaimableRun(run_id=run_id, holder=mine.holder, renewed_s=renewed_s, paired=bool(held))
 
     async def renew(self, lease: LeaseRef) -> Run:
-        await self._store.leases.renew(check_lease(lease), self._settings.lease_ttl_s)
+        await self._store.leases.renew(check_lease(lease, gateways=True), self._settings.lease_ttl_s)
         return await self.get(lease.run_id)
 
     async def release(self, lease: LeaseRef) -> None:
         try:
-            await self._store.leases.release(check_lease(lease))
+            await self._store.leases.release(check_lease(lease, gateways=True))
         except LeaseSuperseded:  # the run has ended: there is nothing to release
             return
 

@@ -11,7 +11,7 @@ from typing import Final
 
 from ebbtide import telemetry
 from ebbtide.coordinator.failover.store_incarnations import StoreIncarnations
-from ebbtide.coordinator.state.attempt_records import stored_entry
+from ebbtide.coordinator.state.attempt_records import place_of_group, stored_entry
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.running_attempt import OrphanedAttempt, RunningAttempt
@@ -175,7 +175,7 @@ class RunRecovery:
         known = await self._store.runs.versions(run.run_id)
         queue, running = run.new_queue(), dict[str, RunningAttempt]()
         async for row in self._store.rollouts.open_rollouts(run.run_id):  # page by page: others have their turn
-            group = run.group_place(row.request.group_id, row.place)
+            group = place_of_group(run, row.request, row.place)
             if row.state is RolloutState.QUEUED:
                 queue.add(stored_entry(row, group=group, now=self._state.clock()))
             else:

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import grpc
 
-from ebbtide.auth.admission import caller_name
+from ebbtide.auth.admission import caller_name, check_claim
 from ebbtide.coordinator.api.request_checks import check_cursor
 from ebbtide.coordinator.api.run_service import RunService
 from ebbtide.coordinator.servicers.list_page import ListPage
@@ -60,6 +60,7 @@ class RunsServicer(runs_pb2_grpc.RunsServicer):
             yield to_proto(span, runs_pb2.AttemptSpan)
 
     async def ClaimRun(self, request: runs_pb2.ClaimRunRequest, context: Context) -> runs_pb2.Lease:
+        check_claim(request.role)
         waited_s = request.waited_s if request.HasField("waited_s") else math.inf
         lease, run = await self._runs.claim(request.run_id, request.role, request.holder, waited_s)
         return self._lease(to_proto(lease, runs_pb2.LeaseRef), run)

@@ -38,6 +38,11 @@ def new_entry(request: RolloutRequest, *, place: int, group: int, length: int, n
     )
 
 
+def place_of_group(run: RunState, request: RolloutRequest, place: int) -> int:
+    """The place of the group's first rollout, for `new_entry`. Requests go by their own place, whatever their group."""
+    return place if request.kind is RolloutKind.REQUEST else run.group_place(request.group_id, place)
+
+
 @lru_cache(1024)
 def _bounds(minimum: int, maximum: int) -> VersionBounds:
     """One object for all rollouts with these bounds."""

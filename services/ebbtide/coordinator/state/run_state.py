@@ -125,7 +125,7 @@ class RunState:
 
     def new_queue(self) -> RolloutQueue:
         """An empty queue, to be filled for `reread`."""
-        return RolloutQueue(self.spec.evaluation.priority)
+        return RolloutQueue(self.spec.evaluation.priority, self.spec.requests.priority)
 
     @contextmanager
     def rereading(self) -> Iterator[AbstractSet[str]]:
@@ -231,7 +231,8 @@ class RunState:
         session = running.session if running else None
         attempt = self.end(rollout_id, attempt_id)
         if attempt is not None:
-            self.lengths.finished(attempt.stored)
+            if not attempt.rollout.request:  # requests are as long as their clients want
+                self.lengths.finished(attempt.stored)
             finishes = self._volatile_finishes
             while finishes and finishes[0].at < durable_before:
                 finishes.popleft()

@@ -1,0 +1,28 @@
+-- ARGV: term, ms that finished requests and ended sessions are kept, ms after which an unused session is dropped, most of each at once.
+-- Deletes what is due. Returns {how many were due, 1 if requests or sessions are left, then id, attempt or '' of each rollout that was open, in turn}.
+local MOST_SESSIONS = 4  -- each may have thousands of rollouts
+local bad = barred(ARGV[1]); if bad then return bad end
+local out, due = {0, 0}, 0
+local function older(key, ms, most) return redis.call('ZRANGEBYSCORE', key, '-inf', age() - ms, 'LIMIT', 0, most) end
+for _, id in ipairs(older(REQUESTS, ARGV[2], ARGV[4])) do
+  forget(id)
+  due = due + 1
+end
+for _, id in ipairs(older(IDLE, ARGV[3], MOST_SESSIONS)) do
+  end_session(id, 'dropped', 'abandoned', out)
+  count('sessions_abandoned', 1)
+  due = due + 1
+end
+for _, id in ipairs(older(OVER, ARGV[2], ARGV[4])) do
+  count('bytes', -tonumber(redis.call('HGET', SESSION .. id, 'held')))
+  redis.call('UNLINK', SESSION .. id)
+  redis.call('ZREM', SESSIONS, id)
+  redis.call('ZREM', OVER, id)
+  mark_over('s:' .. id)
+  due = due + 1
+end
+settle()
+local r = redis.call('HMGET', COUNT, 'requests_submitted', 'requests_completed')
+local open = tonumber(r[1] or 0) - tonumber(r[2] or 0)
+out[1], out[2] = due, (open + redis.call('ZCARD', REQUESTS) + redis.call('ZCARD', SESSIONS) > 0) and 1 or 0
+return out

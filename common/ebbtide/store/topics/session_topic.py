@@ -1,0 +1,147 @@
+"""Stores sessions of gateways' clients, their turns, and how they end. Each change is one script, safe to repeat."""
+
+from typing import Final, NamedTuple
+
+import msgspec
+
+from ebbtide.errors import AlreadyExists, InvalidRequest, NoCapacity, NotFound, NotReady
+from ebbtide.store.link.store_faults import StoreRefused
+from ebbtide.store.record_codec import pack, text_pairs, unpack
+from ebbtide.store.topics.topic import Topic
+from ebbtide.types.run import LeaseRef
+from ebbtide.types.session import (
+    MAX_SESSION_ROLLOUTS,
+    MAX_TURNS,
+    TURN_PAGE_BYTES,
+    Session,
+    SessionEnd,
+    SessionState,
+    SessionTurn,
+    TurnPage,
+)
+
+#: Sessions that one script looks at for a list.
+_LOOKED_AT: Final = 128
+#: What is due that one script deletes: others wait for it.
+_EXPIRED_AT_ONCE: Final = 64
+#: Sessions end, and requests expire, at about this pace.
+_RETRY_AFTER_S: Final = 5.0
+_Row = list[bytes | int]
+
+
+class EndedSession(NamedTuple):
+    session: Session
+    ended: list[tuple[str, str]]  # (rollout, attempt or "") of those that were open
+
+
+class ExpiredRequests(NamedTuple):
+    due: int  # requests and sessions; 0: nothing is due any more
+    left: bool  # the run still has some, open ones included
+    ended: list[tuple[str, str]]  # as of `EndedSession`
+
+
+class SessionTopic(Topic):
+    """All calls under a lease also raise `NotFound` for a session that is not here, or of another owner. `ends_in_s` of
+    the sessions that they return is not set.
+    """
+
+    async def open(self, lease: LeaseRef, session: Session, *, quota_bytes: int) -> Session:
+        """Open a session, or return the one that is here. Raises `NotReady` (it was forgotten), `NoCapacity`."""
+        about = session.session_id, session.owner, session.group_id, session.record
+        try:
+            return _session(lease.run_id, await self._leased("open_session", lease, *about, quota_bytes))
+        except StoreRefused as refused:
+            raise _refusal(refused, session.session_id, quota_bytes) from None
+
+    async def add_turn(
+        self, lease: LeaseRef, session_id: str, owner: str, turn: SessionTurn, *, quota_bytes: int
+    ) -> SessionTurn:
+        """Add a turn, or return the one of this request. Raises `NotReady` (the session has ended), `NoCapacity`, and
+        `AlreadyExists` for a rollout of another turn.
+        """
+        about = session_id, owner, turn.request_id, pack(turn), quota_bytes, MAX_TURNS, MAX_SESSION_ROLLOUTS
+        try:
+            return _turn(*await self._leased("add_turn", lease, *about, *turn.rollout_ids))
+        except StoreRefused as refused:
+            if refused.code == "ROLLOUT":
+                rollout = turn.rollout_ids[int(refused.detail)]
+                raise AlreadyExists(f"rollout {rollout} is of another turn; choose another id") from None
+            raise _refusal(refused, session_id, quota_bytes) from None
+
+    async def read_turns(self, lease: LeaseRef, session_id: str, owner: str, after: int) -> TurnPage:
+        """A page of the turns after a number. `owner`: "" for any."""
+        try:
+            found = await self._leased("read_turns", lease, session_id, owner, after, TURN_PAGE_BYTES)
+        except StoreRefused as refused:
+            raise _refusal(refused, session_id) from None
+        row, more, *turns = found
+        return TurnPage(
+            session=_session(lease.run_id, row), turns=tuple(_turn(*turn) for turn in turns), more=bool(more)
+        )
+
+    async def end(self, lease: LeaseRef, how: SessionEnd) -> EndedSession:
+        """End a session, or return how it ended. Raises `InvalidRequest` if its trajectories count for more rollouts
+        than it has.
+        """
+        branches = [part for one in how.trajectories for part in (pack(one), one.rollouts)]
+        about = how.session_id, how.owner, how.drop_reason, how.record
+        try:
+            row, *ended = await self._leased("end_session", lease, *about, *branches)
+        except StoreRefused as refused:
+            if refused.code == "COUNTED":
+                text = f"count for more rollouts than the session has ({refused.detail})"
+                raise InvalidRequest(text, field="trajectories") from None
+            raise _refusal(refused, how.session_id) from None
+        return EndedSession(_session(lease.run_id, row), text_pairs(ended))
+
+    async def page(self, lease: LeaseRef, owner: str, cursor: float) -> tuple[list[tuple[int, Session]], int]:
+        """Sessions behind a number, each with its own, and the number to look behind next; 0: there are no more."""
+        *rows, last = await self._leased("list_sessions", lease, owner, cursor, _LOOKED_AT)
+        return [(number, _session(lease.run_id, row)) for number, row in rows], int(last)
+
+    async def expire(self, run_id: str, *, kept_s: float, idle_s: float) -> ExpiredRequests:
+        """Delete some requests that finished `kept_s` ago, drop sessions unused for `idle_s`, and forget sessions that
+        ended `kept_s` ago.
+        """
+        limits = round(kept_s * 1000), round(idle_s * 1000), _EXPIRED_AT_ONCE
+        due, left, *ended = await self._write("expire", run_id, *limits)
+        return ExpiredRequests(int(due), bool(left), text_pairs(ended))
+
+
+def _session(run_id: str, row: _Row) -> Session:
+    session, owner, group, state, reason, turns, age_ms, idle_ms, record = row
+    texts = (bytes(part).decode() for part in (session, owner, group))
+    session_id, owner_id, group_id = texts
+    return Session(
+        session_id=session_id,
+        run_id=run_id,
+        owner=owner_id,
+        group_id=group_id,
+        turns=int(turns),
+        state=SessionState[bytes(state).decode().upper()],
+        age_s=max(0, int(age_ms)) / 1000,
+        idle_s=max(0, int(idle_ms)) / 1000,
+        record=bytes(record),
+        drop_reason=bytes(reason).decode(),
+    )
+
+
+def _turn(number: int, age_ms: int, packed: bytes) -> SessionTurn:
+    return msgspec.structs.replace(unpack(packed, SessionTurn), number=number, age_s=max(0, int(age_ms)) / 1000)
+
+
+def _refusal(refused: StoreRefused, session_id: str, quota_bytes: int = 0) -> Exception:
+    match refused.code:
+        case "SESSION":
+            return NotFound(f"there is no session {session_id}; open it, or it has ended and was forgotten")
+        case "OVER" if refused.detail:
+            return NotReady(f"session {session_id} has ended ({refused.detail.strip()}); open another one")
+        case "OVER":
+            return NotReady(f"session {session_id} has ended, and was forgotten; choose another id")
+        case "TURNS":
+            text = f"session {session_id} has {refused.detail} turns, and takes no more; end it, and open another one"
+            return NoCapacity(text, retry_after_s=_RETRY_AFTER_S)
+        case "QUOTA":
+            text = f"its run uses {refused.detail} of its quota_bytes ({quota_bytes}); end sessions, or wait"
+            return NoCapacity(f"session {session_id}: {text}", retry_after_s=_RETRY_AFTER_S)
+    return refused

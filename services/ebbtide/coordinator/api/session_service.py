@@ -1,0 +1,155 @@
+"""Implements the `Sessions` service: sessions of gateways' clients, and their turns."""
+
+from collections.abc import AsyncGenerator
+from typing import Final
+
+import msgspec
+
+from ebbtide.coordinator.api.request_checks import check_lease, check_number, check_reason, check_trajectory
+from ebbtide.coordinator.api.request_retention import RequestRetention
+from ebbtide.coordinator.api.store_doubts import in_doubt
+from ebbtide.coordinator.coordinator_parts import CoordinatorParts
+from ebbtide.coordinator.state.run_state import RunState
+from ebbtide.errors import InvalidRequest, NotFound, NotReady
+from ebbtide.types.ids import check_id
+from ebbtide.types.run import LeaseRef, is_gateway
+from ebbtide.types.session import (
+    MAX_COMPLETIONS,
+    MAX_SESSION_RECORD,
+    MAX_TURN_RECORD,
+    Session,
+    SessionEnd,
+    SessionState,
+    SessionTurn,
+    TurnPage,
+)
+
+_NEEDS_GATEWAY: Final = "only a gateway's lease allows this; claim the run as gateway"
+
+
+class SessionService:
+    """Has no state of its own. All methods raise `StoreUnavailable`, `LeaseSuperseded`, and `NotFound` for runs and
+    sessions that are not here, or of another owner.
+    """
+
+    def __init__(self, parts: CoordinatorParts, retention: RequestRetention) -> None:
+        self._state, self._store, self._notifier = parts.state, parts.store, parts.notifier
+        self._recovery, self._writes, self._retention = parts.recovery, parts.writes, retention
+
+    async def open(self, lease: LeaseRef, session: Session) -> Session:
+        """Open a session, or return the owner's. Raises `NotReady` if it was forgotten, `NoCapacity`."""
+        _check_writer(lease)
+        _check_session(session.session_id, session.owner)
+        check_id(session.group_id, field="group_id")
+        _check_size(session.record, MAX_SESSION_RECORD)
+        run = await self._recovery.live(lease.run_id)
+        self._retention.note(run.run_id, lease)
+        return self._told(await self._store.sessions.open(lease, session, quota_bytes=run.spec.quota_bytes))
+
+    async def add_turn(self, lease: LeaseRef, session_id: str, owner: str, turn: SessionTurn) -> SessionTurn:
+        """Add a turn, or return that of the same request. Raises `NotReady` after the session's end, `NoCapacity`, and
+        `AlreadyExists` for another turn's rollout.
+        """
+        _check_writer(lease)
+        _check_session(session_id, owner)
+        _check_turn(turn)
+        run = await self._recovery.live(lease.run_id)
+        with in_doubt(self._state, NotFound, NotReady):
+            return await self._store.sessions.add_turn(lease, session_id, owner, turn, quota_bytes=run.spec.quota_bytes)
+
+    async def read_turns(self, lease: LeaseRef, session_id: str, owner: str, after: int) -> TurnPage:
+        """A page of the turns after a number."""
+        check_lease(lease, gateways=True)
+        check_id(session_id, field="session_id")
+        _check_reader(lease, owner)
+        await self._recovery.live(lease.run_id)
+        with in_doubt(self._state, NotFound):
+            page = await self._store.sessions.read_turns(lease, session_id, owner, after)
+        return msgspec.structs.replace(page, session=self._told(page.session))
+
+    async def end(self, lease: LeaseRef, how: SessionEnd) -> Session:
+        """End a session as trajectories or dropped, or return how it ended. Its rollouts stop, and are deleted."""
+        _check_writer(lease)
+        _check_session(how.session_id, how.owner)
+        _check_end(how)
+        run = await self._recovery.live(lease.run_id)
+        return await self._writes.carry_out(run.changing(), lambda: self._end(run, lease, how))
+
+    async def _end(self, run: RunState, lease: LeaseRef, how: SessionEnd) -> Session:
+        with in_doubt(self._state, NotFound, InvalidRequest):
+            done = await self._store.sessions.end(lease, how)
+        self._retention.forget(run, done.ended)
+        run.forget_episode(how.session_id)
+        self._notifier.notify("trajectories", run.run_id)
+        return self._told(done.session)
+
+    async def list(self, lease: LeaseRef, owner: str, cursor: str) -> AsyncGenerator[tuple[str, Session], None]:
+        """The owner's sessions behind `cursor`, each with its own cursor, in the order in which they were opened. Those
+        of all owners for a trainer or a driver that names none. They come without records.
+        """
+        check_lease(lease, gateways=True)
+        _check_reader(lease, owner)
+        behind = check_number(cursor, 0.0)
+        await self._recovery.live(lease.run_id)
+        while True:
+            found, behind = await self._store.sessions.page(lease, owner, behind)
+            for number, session in found:
+                yield str(number), self._told(session)
+            if not behind:
+                return
+
+    def _told(self, session: Session) -> Session:
+        lasts_s = self._retention.idle_s if session.state is SessionState.OPEN else self._retention.kept_s
+        return msgspec.structs.replace(session, ends_in_s=max(0.0, lasts_s - session.idle_s))
+
+
+def _check_writer(lease: LeaseRef) -> None:
+    check_lease(lease, gateways=True)
+    if not is_gateway(lease.role):
+        raise InvalidRequest(_NEEDS_GATEWAY, field="lease.role")
+
+
+def _check_reader(lease: LeaseRef, owner: str) -> None:
+    if owner or is_gateway(lease.role):
+        check_id(owner, field="owner")
+
+
+def _check_session(session_id: str, owner: str) -> None:
+    check_id(session_id, field="session_id")
+    check_id(owner, field="owner")
+
+
+def _check_size(record: bytes, most: int) -> None:
+    if len(record) > most:
+        raise InvalidRequest(f"{len(record)} bytes are more than {most}", field="record")
+
+
+def _check_turn(turn: SessionTurn) -> None:
+    check_id(turn.request_id, field="request_id")
+    if len(turn.rollout_ids) > MAX_COMPLETIONS:
+        raise InvalidRequest(f"at most {MAX_COMPLETIONS} for one turn", field="rollout_ids")
+    for index, rollout_id in enumerate(turn.rollout_ids):
+        check_id(rollout_id, field=f"rollout_ids[{index}]")
+        if rollout_id in turn.rollout_ids[:index]:
+            raise InvalidRequest(f"names {rollout_id} twice", field=f"rollout_ids[{index}]")
+    _check_size(turn.record, MAX_TURN_RECORD)
+
+
+def _check_end(how: SessionEnd) -> None:
+    check_reason(how.drop_reason, field="drop_reason")
+    _check_size(how.record, MAX_SESSION_RECORD)
+    if bool(how.drop_reason) is bool(how.trajectories):
+        raise InvalidRequest("give either trajectories or a drop_reason", field="drop_reason")
+    seen = set[str]()
+    for index, one in enumerate(how.trajectories):
+        field = f"trajectories[{index}]"
+        for name in ("episode_id", "group_id"):
+            check_id(getattr(one, name), field=f"{field}.{name}")
+        own = one.episode_id == how.session_id or one.episode_id.startswith(f"{how.session_id}.")
+        if not own or one.episode_id in seen:
+            text = f"must be {how.session_id}, or begin with it and a dot, and differ from those before"
+            raise InvalidRequest(text, field=f"{field}.episode_id")
+        if one.rollouts < 1:
+            raise InvalidRequest("must count for at least one rollout", field=f"{field}.rollouts")
+        check_trajectory(one, field)
+        seen.add(one.episode_id)
