@@ -10,7 +10,8 @@ from starlette.routing import BaseRoute, Mount, Route
 
 from ebbtide.gateway.dialects.chat import ChatDialect
 from ebbtide.gateway.dialects.completions import CompletionDialect
-from ebbtide.gateway.dialects.error_shapes import anthropic_error, openai_error
+from ebbtide.gateway.dialects.dialect import Dialect
+from ebbtide.gateway.dialects.error_shapes import ErrorShape, anthropic_error, openai_error
 from ebbtide.gateway.dialects.messages import MessagesDialect
 from ebbtide.gateway.dialects.responses import ResponsesDialect
 from ebbtide.gateway.dialects.sglang import SglangDialect
@@ -38,7 +39,7 @@ def _text_routes(doors: GatewayDoors) -> Sequence[BaseRoute]:
     chat = ChatDialect(max_messages=limits.messages, max_tools=limits.tools)
     responses = ResponsesDialect(max_items=limits.messages, max_tools=limits.tools)
     messages = MessagesDialect(max_messages=limits.messages, max_tools=limits.tools)
-    served = {
+    served: dict[str, tuple[Dialect, ErrorShape]] = {
         "/v1/completions": (CompletionDialect(), openai_error),
         "/v1/chat/completions": (chat, openai_error),
         "/v1/responses": (responses, openai_error),

@@ -3,13 +3,13 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal
 
+import msgspec
 from msgspec import Meta
 
-from ebbtide.errors import EbbtideError, InvalidRequest
+from ebbtide.errors import InvalidRequest
 from ebbtide.gateway.dialects.chat_answer import ChatAnswer
 from ebbtide.gateway.dialects.chat_messages import read_messages, read_tools
 from ebbtide.gateway.dialects.dialect import AskedText
-from ebbtide.gateway.dialects.error_shapes import openai_error
 from ebbtide.gateway.dialects.request_bodies import Completions, Count, SharedBody, stream_options
 from ebbtide.gateway.fields.openai_fields import CHAT_FIELDS
 from ebbtide.gateway.generation.text_request import ChatPrompt, TextRequest
@@ -26,10 +26,10 @@ class ChatBody(SharedBody, kw_only=True):
     max_completion_tokens: Count | None = None
     n: Completions = 1
     logprobs: bool = False
-    tools: list[Any] = []
+    tools: list[Any] = msgspec.field(default_factory=list)
     tool_choice: Any = None
     reasoning_effort: Effort | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=64)] = {}
+    chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=64)] = msgspec.field(default_factory=dict)
     add_generation_prompt: bool = True
     add_special_tokens: bool = False
     include_reasoning: bool = True
@@ -55,7 +55,6 @@ class ChatDialect:
             keep_stop=asked.include_stop_str_in_output,
             skip_special=asked.skip_special_tokens,
             parse_tools=calls_tools(asked.tool_choice, asked.tools),
-            parse_reasoning=True,
             stream=asked.stream,
             priority=asked.priority,
             versions=asked.weight_version.wish(),

@@ -8,7 +8,8 @@ from ebbtide.gateway.dialects.dialect import AnswerContext
 from ebbtide.gateway.dialects.error_shapes import openai_error, status_of
 from ebbtide.gateway.dialects.event_lines import DONE, KEEP_ALIVE, data_event
 from ebbtide.gateway.dialects.token_shapes import TokenTally, chat_logprobs, token_name, version_spans
-from ebbtide.gateway.generation.choice_delta import ChoiceDelta, ChoiceFinish, ChoiceResult, ToolCallDelta
+from ebbtide.gateway.generation.choice_delta import ChoiceDelta, ChoiceFinish, ChoiceResult
+from ebbtide.gateway.text.output_parsers import ToolCallDelta
 from ebbtide.types.tokens import TokenArray
 
 

@@ -29,7 +29,7 @@ class _Message(Struct, kw_only=True):
     role: str
     content: str | list[dict[str, Any]] | None = None
     name: str | None = None
-    tool_calls: list[_ToolCall] = []
+    tool_calls: list[_ToolCall] = msgspec.field(default_factory=list)
     tool_call_id: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
@@ -42,7 +42,7 @@ class _ToolFunction(Struct, kw_only=True):
 
 
 def read_messages(messages: Sequence[Any], *, field: str = "messages") -> list[dict[str, Any]]:
-    """The messages as chat templates take them: content is text, arguments of tool calls are objects.
+    """The messages as chat templates take them: content is one text.
 
     Raises `InvalidRequest` naming the message and its field.
     """
@@ -86,16 +86,12 @@ def text_of(content: str | list[dict[str, Any]] | None, field: str, *, kinds: Se
 def _read_call(call: _ToolCall, field: str) -> dict[str, Any]:
     if call.type != "function":
         raise InvalidRequest("only functions are called; set type to function", field=f"{field}.type")
-    return tool_call(call.id, call.function.name, call.function.arguments, f"{field}.function.arguments")
+    return tool_call(call.id, call.function.name, call.function.arguments)
 
 
-def tool_call(call_id: str, name: str, arguments: str, field: str) -> dict[str, Any]:
-    """A tool call as chat templates take it. Raises `InvalidRequest` unless `arguments` is an object in JSON."""
-    try:
-        parsed = msgspec.json.decode(arguments or "{}", type=dict[str, Any])
-    except (msgspec.MsgspecError, RecursionError):
-        raise InvalidRequest("must be a JSON object in a string", field=field) from None
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": parsed}}
+def tool_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    """A tool call as it was answered. Its arguments are a text that a model wrote, JSON or not."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def read_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:

@@ -10,7 +10,8 @@ from ebbtide.gateway.dialects.dialect import AnswerContext
 from ebbtide.gateway.dialects.error_shapes import anthropic_error, status_of
 from ebbtide.gateway.dialects.event_lines import named_event
 from ebbtide.gateway.dialects.token_shapes import TokenTally
-from ebbtide.gateway.generation.choice_delta import ChoiceDelta, ChoiceFinish, ChoiceResult, ToolCallDelta
+from ebbtide.gateway.generation.choice_delta import ChoiceDelta, ChoiceFinish, ChoiceResult
+from ebbtide.gateway.text.output_parsers import ToolCallDelta
 
 
 class MessageAnswer:
@@ -67,10 +68,10 @@ class MessageAnswer:
             blocks.append({"type": "thinking", "thinking": result.reasoning, "signature": ""})
         if result.text or not result.calls:
             blocks.append({"type": "text", "text": result.text})
-        for call in result.calls:
-            blocks.append(
-                {"type": "tool_use", "id": call["id"], "name": call["name"], "input": _input(call["arguments"])}
-            )
+        blocks += [
+            {"type": "tool_use", "id": call["id"], "name": call["name"], "input": _input(call["arguments"])}
+            for call in result.calls
+        ]
         ended = {"stop_reason": self._reason(), "stop_sequence": self._stop_sequence()}
         return self._message(blocks) | ended | self._tally.stamps()
 

@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 from typing import Any, Final
 
+import msgspec
+
 from ebbtide.errors import InvalidRequest
-from ebbtide.gateway.dialects.chat_messages import text_of
+from ebbtide.gateway.dialects.chat_messages import text_of, tool_call
 
 _ROLES: Final = ("user", "assistant", "system")
 
@@ -68,8 +70,8 @@ def _call(block: dict[str, Any], field: str) -> dict[str, Any]:
     given = block.get("input")
     if not isinstance(given, dict):
         raise InvalidRequest("must be an object", field=f"{field}.input")
-    function = {"name": _string(block, "name", field), "arguments": given}
-    return {"id": _string(block, "id", field), "type": "function", "function": function}
+    arguments = msgspec.json.encode(given).decode()
+    return tool_call(_string(block, "id", field), _string(block, "name", field), arguments)
 
 
 def _result(block: dict[str, Any], field: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
+import msgspec
 from msgspec import Meta, Struct
 
 from ebbtide.errors import InvalidRequest
@@ -29,7 +30,7 @@ class _Thinking(Struct, forbid_unknown_fields=True):
     display: str | None = None
 
 
-class _OutputConfig(Struct, forbid_unknown_fields=True):
+class _OutputConfig(Struct, frozen=True, forbid_unknown_fields=True):
     effort: Effort | None = None
 
 
@@ -39,15 +40,15 @@ class MessagesBody(Struct, kw_only=True):
     model: str = ""
     system: str | list[dict[str, Any]] | None = None
     stream: bool = False
-    stop_sequences: list[str] = []
+    stop_sequences: list[str] = msgspec.field(default_factory=list)
     temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Meta(ge=-1, lt=1 << 31)] = 0
-    tools: list[Any] = []
+    tools: list[Any] = msgspec.field(default_factory=list)
     tool_choice: _ToolChoice | None = None
     thinking: _Thinking | None = None
     output_config: _OutputConfig = _OutputConfig()
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
     priority: Priority = 0
     weight_version: WeightVersionBody = WeightVersionBody()
 
@@ -72,7 +73,6 @@ class MessagesDialect:
             max_tokens=asked.max_tokens,
             stop=sampled.stops("stop_sequences"),
             parse_tools=_calls_tools(asked),
-            parse_reasoning=True,
             stream=asked.stream,
             priority=asked.priority,
             versions=asked.weight_version.wish(),

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated, Any
 
+import msgspec
 from msgspec import Meta, Struct
 
 from ebbtide.errors import InvalidRequest
@@ -28,8 +29,8 @@ class SamplingBody(Struct, kw_only=True):
     top_k: Annotated[int, Meta(ge=-1, lt=1 << 31)] = 0
     repetition_penalty: Annotated[float, Meta(gt=0, le=100)] = 1.0
     min_tokens: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
-    stop: str | list[str] = []
-    stop_token_ids: list[TokenId] = []
+    stop: str | list[str] = msgspec.field(default_factory=list)
+    stop_token_ids: list[TokenId] = msgspec.field(default_factory=list)
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
@@ -56,7 +57,7 @@ class SamplingBody(Struct, kw_only=True):
         return stops
 
 
-class WeightVersionBody(Struct, forbid_unknown_fields=True):
+class WeightVersionBody(Struct, frozen=True, forbid_unknown_fields=True):
     min_version: Annotated[int, Meta(ge=0, lt=1 << 32)] = 0
     exact_version: Annotated[int, Meta(ge=0, lt=1 << 32)] = 0
 
@@ -71,7 +72,7 @@ class SharedBody(SamplingBody, kw_only=True):
 
     model: str = ""
     stream: bool = False
-    stream_options: dict[str, Any] = {}
+    stream_options: dict[str, Any] = msgspec.field(default_factory=dict)
     priority: Priority = 0
     request_id: str = ""
     session_id: str = ""

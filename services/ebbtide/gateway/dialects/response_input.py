@@ -36,7 +36,7 @@ def _add(messages: list[dict[str, Any]], item: dict[str, Any], field: str) -> No
             _assistant(messages)["reasoning"] = _reasoning(item, field)
         case "function_call":
             name, arguments = _text(item, "name", field), _text(item, "arguments", field)
-            call = tool_call(_text(item, "call_id", field), name, arguments, f"{field}.arguments")
+            call = tool_call(_text(item, "call_id", field), name, arguments)
             _assistant(messages).setdefault("tool_calls", []).append(call)
         case "function_call_output":
             output = text_of(_content(item, "output", field), f"{field}.output", kinds=_TEXTS)

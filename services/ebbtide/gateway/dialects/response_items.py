@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ebbtide.gateway.generation.choice_delta import ToolCallDelta
+from ebbtide.gateway.text.output_parsers import ToolCallDelta
 
 Event = dict[str, Any]
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Final, Literal
 
+import msgspec
 from msgspec import Struct
 
 from ebbtide.errors import InvalidRequest
@@ -16,20 +17,21 @@ from ebbtide.gateway.fields.agent_fields import RESPONSES_FIELDS
 from ebbtide.gateway.generation.text_request import ChatPrompt, TextRequest
 from ebbtide.types.parse import parse
 
+_Include = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 _LOGPROBS: Final = "message.output_text.logprobs"
 
 
-class _Reasoning(Struct, forbid_unknown_fields=True):
+class _Reasoning(Struct, frozen=True, forbid_unknown_fields=True):
     effort: Effort | None = None
     summary: Any = None
     generate_summary: Any = None
 
 
-class _Format(Struct, forbid_unknown_fields=True):
+class _Format(Struct, frozen=True, forbid_unknown_fields=True):
     type: str
 
 
-class _TextConfig(Struct, forbid_unknown_fields=True):
+class _TextConfig(Struct, frozen=True, forbid_unknown_fields=True):
     format: _Format | None = None
     verbosity: str | None = None
 
@@ -40,13 +42,13 @@ class ResponsesBody(SamplingBody, kw_only=True):
     instructions: str = ""
     max_output_tokens: Count | None = None
     stream: bool = False
-    tools: list[Any] = []
+    tools: list[Any] = msgspec.field(default_factory=list)
     tool_choice: Any = None
     reasoning: _Reasoning = _Reasoning()
     text: _TextConfig = _TextConfig()
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = []
+    include: list[_Include] = msgspec.field(default_factory=list)
     include_reasoning: bool = True
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
     priority: Priority = 0
     request_id: str = ""
     session_id: str = ""
@@ -72,7 +74,6 @@ class ResponsesDialect:
             keep_stop=asked.include_stop_str_in_output,
             skip_special=asked.skip_special_tokens,
             parse_tools=calls_tools(asked.tool_choice, asked.tools),
-            parse_reasoning=True,
             stream=asked.stream,
             priority=asked.priority,
             versions=asked.weight_version.wish(),

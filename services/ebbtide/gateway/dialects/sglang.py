@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
+import msgspec
 from msgspec import Meta, Struct
 
 from ebbtide.errors import EbbtideError, InvalidRequest
@@ -35,7 +36,7 @@ class SglangSamplingBody(SamplingBody, kw_only=True):
 class SglangBody(Struct, kw_only=True):
     text: str | list[str] | None = None
     input_ids: list[Any] | None = None  # ids, or lists of ids
-    sampling_params: dict[str, Any] = {}
+    sampling_params: dict[str, Any] = msgspec.field(default_factory=dict)
     model: str = ""
     stream: bool = False
     return_logprob: bool = False
@@ -144,4 +145,4 @@ def _prompts(asked: SglangBody) -> list[Prompt]:
 
 
 def _is_batch(ids: list[Any] | None) -> bool:
-    return bool(ids) and isinstance(ids[0], list)
+    return ids is not None and ids != [] and isinstance(ids[0], list)

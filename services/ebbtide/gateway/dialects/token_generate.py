@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
+import msgspec
 from msgspec import Meta, Struct
 
 from ebbtide.errors import EbbtideError
@@ -40,7 +41,7 @@ class GenerateBody(Struct, kw_only=True):
     sampling_params: dict[str, Any]
     model: str = ""
     stream: bool = False
-    stream_options: dict[str, Any] = {}
+    stream_options: dict[str, Any] = msgspec.field(default_factory=dict)
     output_mode: Literal["tokens", "text"] = "tokens"
     request_id: str = ""
     session_id: str = ""

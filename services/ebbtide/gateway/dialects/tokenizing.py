@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 from msgspec import Struct
 
 
@@ -12,5 +13,5 @@ class TokenizeBody(Struct, kw_only=True):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
     return_token_strs: bool = False
-    tools: list[Any] = []
-    chat_template_kwargs: dict[str, Any] = {}
+    tools: list[Any] = msgspec.field(default_factory=list)
+    chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)

@@ -91,7 +91,7 @@ MESSAGE_FIELDS: Final = RouteFields(
         "role": supported("developer counts as system"),
         "content": supported("a string, or a list of parts of type text"),
         "name": supported("handed to the chat template"),
-        "tool_calls": supported("of an assistant; arguments are JSON in a string"),
+        "tool_calls": supported("of an assistant; arguments are a string"),
         "tool_call_id": supported("of a tool's answer"),
         "reasoning": supported("of an assistant"),
         "reasoning_content": supported("as reasoning"),

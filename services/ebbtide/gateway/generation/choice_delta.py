@@ -5,16 +5,8 @@ from typing import Any, Literal
 import numpy as np
 from msgspec import Struct
 
+from ebbtide.gateway.text.output_parsers import ToolCallDelta
 from ebbtide.types.tokens import TOKEN, TokenArray
-
-
-class ToolCallDelta(Struct, frozen=True, kw_only=True):
-    """A part of a tool call. `call_id` and `name` come once, with its first part."""
-
-    index: int
-    call_id: str = ""
-    name: str = ""
-    arguments: str = ""
 
 
 class ChoiceFinish(Struct, frozen=True, kw_only=True):

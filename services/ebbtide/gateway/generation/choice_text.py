@@ -7,8 +7,9 @@ token is dropped: it is neither shown nor counted.
 from collections.abc import Sequence
 from typing import Protocol
 
-from ebbtide.gateway.generation.choice_delta import ChoiceDelta, ChoiceFinish, ToolCallDelta
-from ebbtide.gateway.generation.text_model import TextParser, TokenDecoder
+from ebbtide.gateway.generation.choice_delta import ChoiceDelta, ChoiceFinish
+from ebbtide.gateway.generation.text_model import TokenDecoder
+from ebbtide.gateway.text.output_parsers import OutputDelta, OutputParser
 from ebbtide.types.rollout import FinishReason
 from ebbtide.types.tokens import TokenArray
 
@@ -32,14 +33,19 @@ class ChoiceText:
         decoder: TokenDecoder,
         *,
         stops: StopSearch | None = None,
-        parser: TextParser | None = None,
+        parser: OutputParser | None = None,
+        whole: bool = False,
         stop_ids: Sequence[int] = (),
         min_tokens: int = 0,
         keep_stop: bool = False,
     ) -> None:
-        """`stop_ids`: the client's stop tokens. `min_tokens`: within so many, no stop string counts."""
+        """`whole`: parse the text at its end. `stop_ids`: the client's stop tokens. `min_tokens`: within so many tokens
+        no stop string counts.
+        """
         self._index, self._decoder, self._stops, self._parser = index, decoder, stops, parser
         self._stop_ids, self._min_tokens, self._keep_stop = frozenset(stop_ids), min_tokens, keep_stop
+        self._unparsed: list[str] | None = [] if whole and parser is not None else None
+        self._ids: list[int] = []  # of the unparsed text
         self._decoded = 0
         self._last = -1
         self.finished = False
@@ -87,17 +93,22 @@ class ChoiceText:
         return ChoiceFinish(reason="stop", stop=self._last if self._last in self._stop_ids else None)
 
     def _delta(self, tokens: TokenArray, text: str, finish: ChoiceFinish | None) -> ChoiceDelta:
-        if self._parser is None:
-            return ChoiceDelta(index=self._index, tokens=tokens, text=text, finish=finish)
-        parts = [self._parser.push(text, tokens["id"].tolist())]
-        if finish is not None:
-            parts.append(self._parser.end())
-        calls: tuple[ToolCallDelta, ...] = tuple(call for part in parts for call in part.tool_calls)
+        parts = self._parsed(text, tokens["id"].tolist(), ends=finish is not None)
         return ChoiceDelta(
             index=self._index,
             tokens=tokens,
             text="".join(part.content for part in parts),
             reasoning="".join(part.reasoning for part in parts),
-            tool_calls=calls,
+            tool_calls=tuple(call for part in parts for call in part.tool_calls),
             finish=finish,
         )
+
+    def _parsed(self, text: str, ids: list[int], *, ends: bool) -> list[OutputDelta]:
+        if self._parser is None:
+            return [OutputDelta(content=text)]
+        if self._unparsed is None:
+            pushed = self._parser.push(text, ids)
+            return [pushed, self._parser.end()] if ends else [pushed]
+        self._unparsed.append(text)
+        self._ids += ids
+        return [self._parser.whole("".join(self._unparsed), self._ids)] if ends else []

@@ -12,13 +12,14 @@ from ebbtide.errors import InvalidRequest
 from ebbtide.gateway.generation.choice_text import ChoiceText
 from ebbtide.gateway.generation.played_request import PlayedRequest
 from ebbtide.gateway.generation.prompt_encoding import check_prompt, encode_prompt, sampling_of
-from ebbtide.gateway.generation.request_identity import RequestIdentity
 from ebbtide.gateway.generation.rollout_source import RolloutSource
+from ebbtide.gateway.generation.session_episode import session_episode
 from ebbtide.gateway.generation.text_model import TextModel
 from ebbtide.gateway.generation.text_request import ChatPrompt, Prompt, RawPrompt, TextRequest
 from ebbtide.gateway.generation.version_wishes import is_satisfied, unsatisfied, version_bounds
+from ebbtide.gateway.text.output_parsers import OutputParser
 from ebbtide.gateway.text.stop_strings import StopStrings
-from ebbtide.types.ids import new_fence
+from ebbtide.types.ids import new_fence, rollout_id_of_request
 from ebbtide.types.rollout import RolloutKind, RolloutRequest
 from ebbtide.types.run import Sampling
 from ebbtide.types.session import MAX_COMPLETIONS
@@ -43,11 +44,15 @@ class RequestPlayer:
         a run that has none, `AlreadyExists` for the id of another request.
         """
         _check_count(request)
+        self._check_tools(request)
         await self._check_versions(request)
         prompts = [await self.encoded(prompt, _field(request, number)) for number, prompt in enumerate(request.prompts)]
         samplings = [sampling_of(request, self.model, len(ids)) for ids in prompts]
         rollouts = self._rollouts(request, owner, prompts, samplings)
-        choices = self._choices(request, prompts)
+        choices = [
+            self._choice(request, number, rollout.rollout_id, prompts[number // request.n])
+            for number, rollout in enumerate(rollouts)
+        ]
         await self.source.submit(rollouts)
         return PlayedRequest(self.source, rollouts, choices, prompts)
 
@@ -72,18 +77,14 @@ class RequestPlayer:
     def _rollouts(
         self, request: TextRequest, owner: str, prompts: Sequence[list[int]], samplings: Sequence[Sampling]
     ) -> list[RolloutRequest]:
-        identity = RequestIdentity(
-            run_id=self.source.run.run_id,
-            owner=owner,
-            session_id=request.session_id,
-            request_id=request.request_id or new_fence(),
-        )
-        ids = identity.rollout_ids(len(prompts) * request.n)
-        episode, group = identity.episode_id(), f"q-{identity.digest}"
+        run_id, asked = self.source.run.run_id, request.request_id or new_fence()
+        names = (run_id, owner, request.session_id, asked)
+        group = rollout_id_of_request(*names, 0).rpartition("-")[0]
+        episode = session_episode(run_id, owner, request.session_id) if request.session_id else group
         lowest, highest = version_bounds(request.versions)
         return [
             RolloutRequest(
-                rollout_id=ids[number],
+                rollout_id=rollout_id_of_request(*names, number),
                 group_id=group,
                 episode_id=episode,
                 prompt_ids=pack_ids(prompts[number // request.n]),
@@ -94,22 +95,15 @@ class RequestPlayer:
                 priority=request.priority,
                 interactive=request.stream,
             )
-            for number in range(len(ids))
+            for number in range(len(prompts) * request.n)
         ]
 
-    def _choices(self, request: TextRequest, prompts: Sequence[list[int]]) -> list[ChoiceText]:
-        numbers = range(len(prompts) * request.n)
-        return [self._choice(request, number, prompts[number // request.n]) for number in numbers]
-
-    def _choice(self, request: TextRequest, index: int, prompt_ids: list[int]) -> ChoiceText:
-        chat = request.prompts[index // request.n]
-        tools = chat.tools if isinstance(chat, ChatPrompt) and request.parse_tools else None
-        parses = request.parse_reasoning or tools
-        parser = self.model.parser(prompt_ids, tools=tools or (), reasoning=request.parse_reasoning) if parses else None
+    def _choice(self, request: TextRequest, index: int, rollout_id: str, prompt_ids: list[int]) -> ChoiceText:
+        parser = self._parser(request, index, rollout_id, prompt_ids)
         ends = (*(() if request.sampling.ignore_eos else self.model.eos_ids), *request.sampling.stop_token_ids)
         decoder = self.model.detokenizer(
             prompt_ids,
-            skip_special=request.skip_special and parser is None,  # parsers look for special tokens
+            skip_special=request.skip_special and (parser is None or parser.skip_special),
             hidden_ends=() if request.keep_stop else ends,
         )
         return ChoiceText(
@@ -117,10 +111,31 @@ class RequestPlayer:
             decoder,
             stops=StopStrings(request.stop) if request.stop else None,
             parser=parser,
+            whole=not request.stream,
             stop_ids=request.sampling.stop_token_ids,
             min_tokens=request.sampling.min_tokens,
             keep_stop=request.keep_stop,
         )
+
+    def _parser(self, request: TextRequest, index: int, rollout_id: str, prompt_ids: list[int]) -> OutputParser | None:
+        prompt = request.prompts[index // request.n]
+        if not isinstance(prompt, ChatPrompt):
+            return None
+        return self.model.parser(
+            tools=prompt.tools,
+            tool_choice="auto" if request.parse_tools else "none",
+            template_options=prompt.template_options,
+            prompt_ids=prompt_ids,
+            call_seed=rollout_id,
+        )
+
+    def _check_tools(self, request: TextRequest) -> None:
+        if request.parse_tools and not self.model.parses_tools:
+            raise InvalidRequest(
+                "this gateway has no tool parser, so calls could not be told from text; start it with --tool-parser, "
+                "or set tool_choice to none",
+                field="tools",
+            )
 
 
 def _check_count(request: TextRequest) -> None:

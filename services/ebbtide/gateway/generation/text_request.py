@@ -54,8 +54,7 @@ class TextRequest(Struct, frozen=True, kw_only=True):
     stop: tuple[str, ...] = ()
     keep_stop: bool = False  # the text ends with the stop string or token
     skip_special: bool = True  # the text is without special tokens
-    parse_tools: bool = False
-    parse_reasoning: bool = False
+    parse_tools: bool = False  # find tool calls in the text
     stream: bool = False
     priority: int = 0
     versions: VersionWish = VersionWish()

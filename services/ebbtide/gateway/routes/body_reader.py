@@ -16,7 +16,10 @@ _CONTAINERS: Final = frozenset({dict, list})
 
 
 async def read_body(headers: Headers, receive: Receive, limits: RequestLimits) -> dict[str, Any]:
-    """The body's object. Raises `BodyTooLarge`, and `InvalidRequest` naming `body`; `Unavailable` if the client leaves."""
+    """The body's object.
+
+    Raises `BodyTooLarge`, `InvalidRequest` naming `body`, and `Unavailable` if the client leaves.
+    """
     length = headers.get("content-length", "")
     if length.isdecimal() and int(length) > limits.body_bytes:
         raise _too_large(limits)

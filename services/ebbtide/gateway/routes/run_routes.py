@@ -17,7 +17,6 @@ from ebbtide.types.run import Run
 
 #: How a pause treats requests under way, as vLLM names it.
 _MODES: Final = ("keep", "wait", "abort")
-_LOOK_S: Final = 0.05
 
 
 class RunRoutes:
@@ -29,14 +28,14 @@ class RunRoutes:
     async def models(self, call: JsonCall) -> dict[str, Any]:
         """GET /v1/models: the live runs that the key is for."""
         runs = await self._doors.directory.visible(call.key)
-        return {"object": "list", "data": [await self._model(call, run) for run in runs]}
+        return {"object": "list", "data": [await self._model(run) for run in runs]}
 
     async def model(self, call: JsonCall) -> dict[str, Any]:
         """GET /v1/models/{model}."""
         served = await self._doors.directory.find(call.key, call.path["model"])
-        return await self._model(call, served.run)
+        return await self._model(served.run)
 
-    async def _model(self, call: JsonCall, run: Run) -> dict[str, Any]:
+    async def _model(self, run: Run) -> dict[str, Any]:
         card: dict[str, Any] = {
             "id": run.run_id,
             "object": "model",
@@ -87,7 +86,7 @@ class RunRoutes:
         if mode == "abort":
             await asyncio.gather(*(played.cancel() for played in list(served.playing)))
         if mode == "wait":
-            await self._emptied(served)
+            await served.emptied()
         return {"status": "paused", "run_id": served.run.run_id, "under_way": len(served.playing)}
 
     async def resume(self, call: JsonCall) -> dict[str, Any]:
@@ -106,11 +105,6 @@ class RunRoutes:
 
     async def _run(self, call: JsonCall) -> ServedRun:
         return await self._doors.directory.find(call.key, call.query.get("model", ""))
-
-    async def _emptied(self, served: ServedRun) -> None:
-        """Return when no request is under way, or the pause is over."""
-        while served.playing and self._doors.pauses.is_paused(served.run.run_id):
-            await asyncio.sleep(_LOOK_S)
 
 
 def _prompt(asked: TokenizeBody) -> Prompt:

@@ -45,8 +45,7 @@ class TextRoute:
         outcome = "ok"
         try:
             key = self._doors.keys.admit(headers)
-            if self._doors.is_leaving():
-                raise Unavailable("this gateway is shutting down; try again, another one answers")
+            self._doors.check_open()
             with self._doors.slots.taken(key), UNDER_WAY.track_inprogress():
                 body = await read_body(headers, receive, self._doors.limits)
                 asked = self._dialect.read(body)
@@ -113,13 +112,11 @@ class _TextExchange:
         served = await self._doors.directory.find(key, self._request.model)
         await self._doors.pauses.passed(served.run.run_id)
         played = self._played = await served.player.play(self._request, owner=key.owner)
-        served.playing.add(played)
         try:
-            await self._send(played, served)
+            with served.counted(played):
+                await self._send(played, served)
         except EbbtideError as error:
             await self._fail(error)
-        finally:
-            served.playing.discard(played)
 
     async def _send(self, played: PlayedRequest, served: ServedRun) -> None:
         context = AnswerContext(

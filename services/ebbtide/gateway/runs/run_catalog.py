@@ -26,5 +26,8 @@ class RunCatalog(Protocol):
     async def open(self, run: Run) -> HeldSource:
         """Claim a lease. Raises `NotFound` or `NotReady` for a run that takes no requests."""
 
+    async def context(self, run: Run) -> int:
+        """Most tokens of prompt and response of the run's model; 0 if its folder is not here."""
+
     async def text_model(self, run: Run) -> TextModel:
         """The text side of the run's model. Raises `InvalidRequest` naming `model` if it cannot be loaded here."""

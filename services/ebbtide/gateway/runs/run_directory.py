@@ -7,7 +7,8 @@ leases expire by themselves.
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Final
 
 from ebbtide.errors import EbbtideError, InvalidRequest, NotFound
@@ -30,10 +31,28 @@ class ServedRun:
         self.source, self.player = source, player
         self.used_at = now
         self.playing: set[PlayedRequest] = set()
+        self._empty = asyncio.Event()
 
     @property
     def run(self) -> Run:
         return self.source.run
+
+    @contextmanager
+    def counted(self, played: PlayedRequest) -> Iterator[None]:
+        """Count a request as under way inside the block."""
+        self.playing.add(played)
+        self._empty.clear()
+        try:
+            yield
+        finally:
+            self.playing.discard(played)
+            if not self.playing:
+                self._empty.set()
+
+    async def emptied(self) -> None:
+        """Return when no request is under way."""
+        if self.playing:
+            await self._empty.wait()
 
 
 class RunDirectory:
@@ -64,6 +83,10 @@ class RunDirectory:
         """Read the runs again, and release leases that are not needed."""
         self._runs, self._read_at = await self._catalog.runs(), self._clock()
         await self._release_idle()
+
+    async def context(self, run: Run) -> int:
+        """Most tokens of prompt and response of a run's model; 0 if its folder is not here."""
+        return await self._catalog.context(run)
 
     async def visible(self, key: ClientKey) -> list[Run]:
         """The live runs that a key is for, oldest first."""
