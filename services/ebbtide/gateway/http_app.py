@@ -68,6 +68,11 @@ def _run_routes(doors: GatewayDoors) -> Sequence[BaseRoute]:
     return [
         *_model_routes(doors),
         Route("/tokenize", JsonRoute(doors, runs.tokenize, "/tokenize", reads_body=True), methods=["POST"]),
+        Route(
+            "/v1/messages/count_tokens",
+            JsonRoute(doors, runs.count_tokens, "/v1/messages", reads_body=True, shape=anthropic_error),
+            methods=["POST"],
+        ),
         *(Route(path, JsonRoute(doors, work, path), methods=["GET"]) for path, work in asked.items()),
         *(Route(path, JsonRoute(doors, work, path), methods=["POST"]) for path, work in ordered.items()),
     ]

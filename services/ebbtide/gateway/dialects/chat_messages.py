@@ -8,7 +8,7 @@ from msgspec import Meta, Struct
 
 from ebbtide.errors import InvalidRequest
 from ebbtide.gateway.dialects.nested_errors import parsed_inside
-from ebbtide.gateway.fields.openai_fields import MESSAGE_FIELDS, TOOL_FUNCTION_FIELDS
+from ebbtide.gateway.fields.openai_fields import MESSAGE_FIELDS, PART_FIELDS, TOOL_FUNCTION_FIELDS
 
 _ROLES: Final = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
@@ -71,14 +71,15 @@ def text_of(content: str | list[dict[str, Any]] | None, field: str, *, kinds: Se
         return content or ""
     texts = []
     for number, part in enumerate(content):
+        place = f"{field}[{number}]"
         if part.get("type") not in kinds:
             raise InvalidRequest(
                 f"{str(part.get('type'))[:40]!r} is not supported: requests are text only; send parts of type "
                 f"{' or '.join(kinds)}",
-                field=f"{field}[{number}].type",
+                field=f"{place}.type",
             )
-        if not isinstance(text := part.get("text"), str):
-            raise InvalidRequest("must be a string", field=f"{field}[{number}].text")
+        if not isinstance(text := PART_FIELDS.checked(part, inside=place).get("text"), str):
+            raise InvalidRequest("must be a string", field=f"{place}.text")
         texts.append(text)
     return "\n".join(texts)
 

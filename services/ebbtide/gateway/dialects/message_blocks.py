@@ -7,7 +7,9 @@ import msgspec
 
 from ebbtide.errors import InvalidRequest
 from ebbtide.gateway.dialects.chat_messages import text_of, tool_call
+from ebbtide.gateway.fields.agent_fields import BLOCK_FIELDS
 
+_KINDS: Final = ("text", "thinking", "tool_use", "tool_result")
 _ROLES: Final = ("user", "assistant", "system")
 
 
@@ -41,8 +43,9 @@ def _blocks(content: Any, field: str) -> list[dict[str, Any]]:
 
 def _read_blocks(role: str, blocks: list[dict[str, Any]], field: str) -> list[dict[str, Any]]:
     texts, thoughts, calls, results = list[str](), list[str](), list[dict[str, Any]](), list[dict[str, Any]]()
-    for number, block in enumerate(blocks):
+    for number, given in enumerate(blocks):
         place = f"{field}.content[{number}]"
+        block = BLOCK_FIELDS.checked(given, inside=place) if given.get("type") in _KINDS else given
         match (role, block.get("type")):
             case (_, "text"):
                 texts.append(_string(block, "text", place))

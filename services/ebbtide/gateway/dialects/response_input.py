@@ -5,6 +5,7 @@ from typing import Any, Final
 
 from ebbtide.errors import InvalidRequest
 from ebbtide.gateway.dialects.chat_messages import text_of, tool_call
+from ebbtide.gateway.fields.agent_fields import ITEM_FIELDS
 
 _TEXTS: Final = ("input_text", "output_text", "text", "refusal")
 _ROLES: Final = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
@@ -24,7 +25,7 @@ def response_messages(given: str | Sequence[Any], instructions: str) -> list[dic
         field = f"input[{number}]"
         if not isinstance(item, dict):
             raise InvalidRequest("must be an object", field=field)
-        _add(messages, item, field)
+        _add(messages, ITEM_FIELDS.checked(item, inside=field), field)
     return messages
 
 

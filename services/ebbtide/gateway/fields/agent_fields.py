@@ -107,3 +107,42 @@ AGENT_TOOL_FIELDS: Final = RouteFields(
         "allowed_callers": neutral(["direct"], why="no code runs here"),
     },
 )
+#: The fields of an item of a response's input. Which of them an item needs follows from its type.
+ITEM_FIELDS: Final = RouteFields(
+    route="an input item",
+    rules={
+        "type": supported("message, reasoning, function_call or function_call_output"),
+        "role": supported("of a message; developer counts as system"),
+        "content": supported("of a message: a string, or parts of text; of reasoning: parts of type reasoning_text"),
+        "call_id": supported("of a call and of its output"),
+        "name": supported("of a call"),
+        "arguments": supported("of a call: a string"),
+        "output": supported("of a call: a string, or parts of text"),
+        "id": ignored("a label"),
+        "status": ignored("a label"),
+        "phase": ignored("a label"),
+        "summary": ignored("of reasoning; its content counts"),
+        "encrypted_content": refused("nothing is encrypted here; send the content of reasoning"),
+        "namespace": refused("functions have plain names"),
+        "caller": refused("no code runs here"),
+    },
+)
+#: The fields of a block of a message's content. Which of them a block needs follows from its type.
+BLOCK_FIELDS: Final = RouteFields(
+    route="a content block",
+    rules={
+        "type": supported("text, thinking, tool_use or tool_result"),
+        "text": supported(),
+        "thinking": supported(),
+        "id": supported("of tool_use"),
+        "name": supported("of tool_use"),
+        "input": supported("of tool_use: an object"),
+        "tool_use_id": supported("of tool_result"),
+        "content": supported("of tool_result: a string, or blocks of type text"),
+        "is_error": ignored("chat templates know no such mark; the result's text has to say it"),
+        "signature": ignored("thoughts are not signed"),
+        "cache_control": ignored("prefix caches need no marks"),
+        "citations": neutral([], why="the models write none"),
+        "caller": refused("no code runs here"),
+    },
+)

@@ -112,3 +112,14 @@ TOOL_FUNCTION_FIELDS: Final = RouteFields(
         "defer_loading": neutral(False, why="all tools are in the prompt"),
     },
 )
+PART_FIELDS: Final = RouteFields(
+    route="a content part",
+    rules={
+        "type": supported("text; on /v1/responses input_text, output_text and reasoning_text"),
+        "text": supported(),
+        "annotations": neutral([], why="the models write none"),
+        "logprobs": ignored("they were answered, and say nothing of the text"),
+        "cache_control": ignored("prefix caches need no marks"),
+        "prompt_cache_breakpoint": ignored("prefix caches need no marks"),
+    },
+)

@@ -5,6 +5,7 @@ from typing import Any, Final
 
 from ebbtide.errors import InvalidRequest, PermissionDenied
 from ebbtide.gateway.dialects.chat_messages import read_messages, read_tools
+from ebbtide.gateway.dialects.messages import MessagesDialect
 from ebbtide.gateway.dialects.tokenizing import TokenizeBody
 from ebbtide.gateway.fields.token_fields import TOKENIZE_FIELDS
 from ebbtide.gateway.generation.prompt_encoding import encode_prompt
@@ -55,6 +56,15 @@ class RunRoutes:
         ids = await asyncio.to_thread(encode_prompt, _prompt(asked), model)
         texts = [model.token_text(token) for token in ids] if asked.return_token_strs else None
         return {"count": len(ids), "max_model_len": model.context, "tokens": ids, "token_strs": texts}
+
+    async def count_tokens(self, call: JsonCall) -> dict[str, Any]:
+        """POST /v1/messages/count_tokens."""
+        limits = self._doors.limits
+        dialect = MessagesDialect(max_messages=limits.messages, max_tools=limits.tools)
+        request = dialect.read({"max_tokens": 1} | call.body).request
+        served = await self._doors.directory.find(call.key, request.model)
+        ids = await asyncio.to_thread(encode_prompt, request.prompts[0], served.player.model)
+        return {"input_tokens": len(ids)}
 
     async def server_info(self, call: JsonCall) -> dict[str, Any]:
         """GET /server_info: what the run serves, in Stitch's words; TRL looks for `lora_config`."""
