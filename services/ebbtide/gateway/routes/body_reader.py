@@ -51,7 +51,7 @@ async def _read(receive: Receive, limits: RequestLimits) -> bytes:
 def _decoded(data: bytes, limits: RequestLimits) -> dict[str, Any]:
     try:
         body = _decoder.decode(data)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"is no JSON: {error}", field="body") from None
     except RecursionError:
         raise _too_deep(limits) from None
