@@ -113,7 +113,7 @@ class ScriptedFleet(fleet_pb2_grpc.FleetServicer):
         attempt: str = "a1",
         policy: str = POLICY,
         broken: types_pb2.Sampling | None = None,
-        **bounds: int,
+        **bounds: Any,
     ) -> None:
         """Give a rollout out, with what is stored of it. `broken`: with this instead, which is no sampling."""
         self.fences[name] = f"{name}-{attempt}"

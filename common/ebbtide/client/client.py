@@ -161,9 +161,13 @@ class Client:
         stub = FleetStub(self._coordinator.channel)
         return (await self._coordinator.call(stub.DrainWorker, request)).running
 
-    async def timeline(self, run_id: str, cursor: str = "") -> AsyncGenerator[AttemptSpan, None]:
-        """Yield the finished attempts of a run after `cursor`, oldest first. Raises `NotFound`."""
-        request = runs_pb2.ReadTimelineRequest(run_id=run_id, cursor=cursor)
+    async def timeline(
+        self, run_id: str, cursor: str = "", *, requests: bool = False
+    ) -> AsyncGenerator[AttemptSpan, None]:
+        """Yield the finished attempts of a run after `cursor`, oldest first: those at gateways' `requests`, or all
+        others. Raises `NotFound`.
+        """
+        request = runs_pb2.ReadTimelineRequest(run_id=run_id, cursor=cursor, requests=requests)
         async for message in self._coordinator.follow(lambda: self._runs.ReadTimeline(request)):
             request.cursor = message.cursor
             yield from_proto(message, AttemptSpan)

@@ -52,6 +52,8 @@ RUN_KEYS: Final[dict[str, str]] = {
     # v(ersions of its first and last token, u32 each), c(ause, a number of `EndCause`; 0.1.0 wrote none): an entry per
     # attempt that has ended. Capped. Owner: lib. Expires with RUN, or goes when ended runs take too much.
     "SPANS": "spans",
+    # stream like SPANS, of requests: so many of them do not push out what the run's steps did.
+    "REQUEST_SPANS": "requestspans",
     # hash: term, `lease:ROLE` -> fence (of a gateway, the role is `gateway/HOLDER`), `settled:ROLE` -> "FENCE NUMBER"
     # (submits under that lease with a lower number are settled), and `r:ROLLOUT` -> attempt for each running rollout
     # (0.2.0 wrote "ATTEMPT:stored"): what every write compares. Owner: claim_term, lease_*, submit, place, append,
@@ -84,6 +86,9 @@ RUN_KEYS: Final[dict[str, str]] = {
     "IDLE": "idle",
     # zset: ended session -> when it ended (ms since submission). Owner: lib, expire.
     "OVER": "over",
+    # zset: `r:ROLLOUT` of deleted requests and `s:SESSION` of forgotten sessions -> since when (ms since submission),
+    # to recognise late repeats for a while. Owner: lib, expire.
+    "GONE": "gone",
     # hash per session: owner, group, record, state ("open", "completed", "dropped"), reason, opened (ms since
     # submission), turns (their number), held (bytes that it counts for). Ends some minutes after the session. Owner:
     # open_session, add_turn, lib.
@@ -101,8 +106,8 @@ RUN_KEYS: Final[dict[str, str]] = {
     "TOKENS": "tokens:",
     # stream: id -> finished rollout that is neither acknowledged nor completed. An entry ends with ROLLOUT.
     "FINISHED": "finished",
-    # set: `r:ROLLOUT`, `e:EPISODE` and `s:SESSION` that are over, to recognise late repeats: the newest ones, and those
-    # of the steps from `first_step` on. Deleted at the run's end.
+    # set: `r:ROLLOUT` and `e:EPISODE` that are over, to recognise late repeats: the newest ones, and those of the steps
+    # from `first_step` on. Deleted at the run's end.
     "DONE": "done",
     # list: "STEP SECONDS MEMBER" of DONE, oldest first: its step, if it has one, and when it was over, since the run's
     # submission. 0.2.0 wrote none, so what it marked stays. Deleted at the run's end.

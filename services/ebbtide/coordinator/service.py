@@ -108,9 +108,9 @@ class Coordinator:
             self._publishers,
             self.writes,
         )
-        self._retention = RequestRetention(parts)
-        runs, rollouts = RunService(parts), RolloutService(parts, self._retention)
-        sessions = SessionService(parts, self._retention)
+        self.retention = RequestRetention(parts)
+        runs, rollouts = RunService(parts), RolloutService(parts, self.retention)
+        sessions = SessionService(parts, self.retention)
         appending = AppendStreams(self.state, self.store, self.fleet, self._notifier)
         on_wire = runs_wire.RunsServicer(runs, lease_ttl_s=settings.lease_ttl_s)
         fleet = fleet_wire.FleetServicer(self.fleet, appending, self._flushes, heartbeat_s=settings.heartbeat_s)
@@ -149,7 +149,7 @@ class Coordinator:
             "decide": self.dispatcher.decide_for_ever(),
             "watch": self.dispatcher.watch_for_ever(),
             "reap": self.dispatcher.reap_for_ever(),
-            "expire": self._retention.expire_for_ever(),
+            "expire": self.retention.expire_for_ever(),
             "flushes": self._flushes.pace_for_ever(),
             "term": self.leading.keep(serving),
             "store": self.link.lost(),

@@ -15,7 +15,10 @@ from ebbtide.store.link.durability import _FSYNC_S, DurabilityPromise
 from ebbtide.store.store_keys import RUN_KEYS, run_key, run_prefix
 from ebbtide.testing import EmbeddedRedis, wait_until
 from ebbtide.types.fleet import AppendStatus
+from ebbtide.types.session import SessionEnd, SessionTurn
 from ebbtide.v1 import runs_pb2, types_pb2
+from tests.fakes.scripted_worker import tokens
+from tests.integration.coordinator.gateways import OWNER, answer, asked, gateway, pass_time
 
 STOP = types_pb2.FINISH_REASON_STOP
 STORED, GAP, SUPERSEDED = AppendStatus.STORED, AppendStatus.GAP, AppendStatus.SUPERSEDED
@@ -110,6 +113,33 @@ async def test_a_move_that_the_store_forgot_stays_made(rig: Rig) -> None:
     assert (gap.status, gap.stored) == (GAP, 4)
     assert (await second.add("a", 4, 4, STOP)).finished
     assert not second.cancelled
+
+
+async def test_what_a_gateway_did_last_comes_again_with_its_turns_before_their_rollouts(rig: Rig) -> None:
+    run, worker = await rig.cluster.run(), await rig.cluster.worker("w1")
+    async with gateway(rig.cluster) as lease:
+        await lease.open_session("before", OWNER)
+        rig.mark()
+        lease._journal.renewed(rig.cluster.coordinator.state.incarnation.name, 30.0, 0.0)  # it may forget from now on
+        await lease.open_session("s", OWNER)
+        await lease.add_turn("s", OWNER, SessionTurn(request_id="t1", rollout_ids=("a",), record=b"prompt"))
+        await lease.submit_rollouts([asked("a")])
+        await lease.end_session(SessionEnd(session_id="before", owner=OWNER, drop_reason="done"))
+        await worker.has("a")
+        await worker.add("a", 0, 3)
+        await rig.forget()
+        await rig.again(worker)
+        found = await lease.read_turns("s", OWNER)  # unknown at first, and asked again until it is there
+        assert [(one.request_id, one.record) for one in found.turns] == [("t1", b"prompt")]
+        await wait_until(lambda: "a" not in rig.cluster.coordinator.state.runs["r"].unconfirmed)
+        await rig.again(worker)
+        assert (await worker.add("a", 0, 5, STOP)).finished
+        assert (await answer(lease, "a"))[0] == tokens(0, 5)
+        assert (await lease.read_turns("before", OWNER)).session.drop_reason == "done"
+        await pass_time(rig.cluster, 3000)
+        assert (await answer(lease, "a"))[0] == tokens(0, 5)  # its session keeps it
+    assert not worker.cancelled
+    assert await run.count("requests_submitted") == 1
 
 
 async def test_what_was_numbered_in_a_forgotten_life_does_not_hide_what_comes_in_the_next(rig: Rig) -> None:

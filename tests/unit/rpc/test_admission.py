@@ -98,7 +98,7 @@ def test_a_server_with_keys_takes_the_shared_secret_only_where_that_is_set_too(k
     both = ServerSettings(token_keys=keys, token="secret").admission()
     both.admit(CLAIM, bearing("secret"))
     both.admit(GET, bearing(mint(KEY, Role.USER, ttl_s=60)))
-    with pytest.raises(PermissionDenied, match="ClaimRun is for trainer"):
+    with pytest.raises(PermissionDenied, match="ClaimRun is for gateway or trainer"):
         both.admit(CLAIM, bearing(mint(KEY, Role.USER, ttl_s=60)))
 
 
@@ -174,7 +174,7 @@ def test_a_certificate_of_a_role_narrows_the_shared_secret_and_one_without_does_
     assert admission.checked(CLAIM, "request", context()) == "request"
     assert admission.checked(CLAIM, "request", context(b"spiffe://elsewhere")) == "request"
     for uri in (b"ebbtide:role:worker", b"ebbtide:role:emperor"):
-        with pytest.raises(PermissionDenied, match="ClaimRun is for trainer"):
+        with pytest.raises(PermissionDenied, match="ClaimRun is for gateway or trainer"):
             admission.checked(CLAIM, "request", context(uri))
 
 

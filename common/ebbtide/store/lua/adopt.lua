@@ -7,7 +7,7 @@ for at = 2, #ARGV, 4 do
   local id, attempt, worker, any = ARGV[at], ARGV[at + 1], ARGV[at + 2], ARGV[at + 3]
   local r = redis.call('HMGET', ROLLOUT .. id, 'state', 'attempt', 'attempts')
   local stored = redis.call('STRLEN', TOKENS .. id) / 12
-  if not r[1] then out[#out + 1] = {redis.call('SISMEMBER', DONE, 'r:' .. id) == 1 and 0 or 2, 0}
+  if not r[1] then out[#out + 1] = {is_over(id) and 0 or 2, 0}
   elseif r[1] == 'running' and r[2] == attempt then out[#out + 1] = {1, stored}
   elseif r[1] == 'finished' or (any ~= '1' and (r[1] == 'running' or (r[2] and r[2] ~= attempt))) then out[#out + 1] = {0, stored}
   else

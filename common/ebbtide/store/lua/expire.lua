@@ -1,4 +1,4 @@
--- ARGV: term, ms that finished requests and ended sessions are kept, ms after which an unused session is dropped, most of each at once.
+-- ARGV: term, ms that finished requests and ended sessions are kept, and the marks of both, ms after which an unused session is dropped, most of each at once.
 -- Deletes what is due. Returns {how many were due, 1 if requests or sessions are left, then id, attempt or '' of each rollout that was open, in turn}.
 local MOST_SESSIONS = 4  -- each may have thousands of rollouts
 local bad = barred(ARGV[1]); if bad then return bad end
@@ -18,11 +18,17 @@ for _, id in ipairs(older(OVER, ARGV[2], ARGV[4])) do
   redis.call('UNLINK', SESSION .. id)
   redis.call('ZREM', SESSIONS, id)
   redis.call('ZREM', OVER, id)
-  mark_over('s:' .. id)
+  mark_gone('s:' .. id)
+  due = due + 1
+end
+for _, mark in ipairs(older(GONE, ARGV[2], ARGV[4])) do
+  redis.call('ZREM', GONE, mark)
+  count('bytes', -MARK_BYTES)
   due = due + 1
 end
 settle()
 local r = redis.call('HMGET', COUNT, 'requests_submitted', 'requests_completed')
-local open = tonumber(r[1] or 0) - tonumber(r[2] or 0)
-out[1], out[2] = due, (open + redis.call('ZCARD', REQUESTS) + redis.call('ZCARD', SESSIONS) > 0) and 1 or 0
+local left = tonumber(r[1] or 0) - tonumber(r[2] or 0)
+for _, key in ipairs({REQUESTS, SESSIONS, GONE}) do left = left + redis.call('ZCARD', key) end
+out[1], out[2] = due, left > 0 and 1 or 0
 return out

@@ -117,7 +117,7 @@ end
 -- Bytes of what a run keeps of its past, which count towards its quota.
 local function history()
   local r = redis.call('HMGET', RUN, 'facts', 'chatter')
-  return redis.call('XLEN', SPANS) * SPAN_BYTES + redis.call('LLEN', DONE_ORDER) * MARK_BYTES
+  return (redis.call('XLEN', SPANS) + redis.call('XLEN', REQUEST_SPANS)) * SPAN_BYTES + redis.call('LLEN', DONE_ORDER) * MARK_BYTES
     + tonumber(r[1] or 0) + tonumber(r[2] or 0)
 end
 
@@ -174,10 +174,22 @@ local function span(id)
 end
 -- `why`: for people. `cause`: a number of `EndCause`.
 local function log_span(fields, why, cause)
-  redis.call('XADD', SPANS, 'MAXLEN', '~', history_limit(), '*', 'e', age(), 'why', why, 'c', cause, unpack(fields))
+  local request = fields[16] == 'request'
+  local most = request and math.floor(history_limit() / KEPT_PER_CHATTER) or history_limit()
+  redis.call('XADD', request and REQUEST_SPANS or SPANS, 'MAXLEN', '~', most, '*', 'e', age(), 'why', why, 'c', cause, unpack(fields))
 end
 
--- Marks a rollout (`r:ID`), an episode (`e:ID`) or a session (`s:ID`) as over. Marks beyond what is kept go, but for new ones and those of steps that are
+-- Marks a request (`r:ID`) or a session (`s:ID`) as gone, until `expire` drops the mark.
+local function mark_gone(mark)
+  if redis.call('ZADD', GONE, age(), mark) == 1 then count('bytes', MARK_BYTES) end
+end
+
+-- Whether a rollout that is not here is known to be over.
+local function is_over(id)
+  return redis.call('SISMEMBER', DONE, 'r:' .. id) == 1 or redis.call('ZSCORE', GONE, 'r:' .. id) and true
+end
+
+-- Marks a rollout (`r:ID`) or an episode (`e:ID`) as over. Marks beyond what is kept go, but for new ones and those of steps that are
 -- not over.
 local function mark_over(mark, step)
   if redis.call('SADD', DONE, mark) == 0 then return end
@@ -203,11 +215,11 @@ local function forget(id)
   if r[2] then redis.call('XDEL', FINISHED, r[2]) end
   if r[5] == 'request' then
     redis.call('ZREM', REQUESTS, id)
+    mark_gone('r:' .. id)
     if r[1] ~= 'finished' then count('requests_completed', 1) end
-  end
+  else mark_over('r:' .. id, r[4]) end
   redis.call('ZREM', OPEN, id)
   redis.call('HDEL', FENCE, 'r:' .. id)
-  mark_over('r:' .. id, r[4])
   count(r[1], -1)
   count('bytes', -bytes)
   if not ran then return nil end
@@ -285,7 +297,7 @@ local function end_session(id, state, reason, out)
     if attempt then out[#out + 1] = rollout; out[#out + 1] = attempt end
     local kind = redis.call('HGET', ROLLOUT .. rollout, 'kind')
     if kind == 'request' then redis.call('ZADD', REQUESTS, '-inf', rollout)
-    elseif not kind then mark_over('r:' .. rollout) end  -- it was not submitted yet
+    elseif not kind then mark_gone('r:' .. rollout) end  -- it was not submitted yet
   end
   redis.call('UNLINK', TURNS .. id, TURN_IDS .. id, KEPT .. id)
   local r = redis.call('HMGET', SESSION .. id, 'held', 'record')

@@ -4,7 +4,7 @@ local bad = barred(ARGV[1], ARGV[2], ARGV[3]); if bad then return bad end
 local id = ARGV[4]
 local row = session_row(id, '')
 if row then return row[2] == ARGV[5] and row or refuse('SESSION') end
-if redis.call('SISMEMBER', DONE, 's:' .. id) == 1 then return refuse('OVER') end
+if redis.call('ZSCORE', GONE, 's:' .. id) then return refuse('OVER') end
 local bytes = #ARGV[7] + SESSION_BYTES
 local full = beyond_quota(bytes, ARGV[8]); if full then return full end
 redis.call('ZADD', SESSIONS, redis.call('HINCRBY', RUN, 'sessions', 1), id)

@@ -7,7 +7,9 @@ local AHEAD_MS = 60000  -- more than the clocks of primary and replica differ, a
 -- The run's age on top: if the store forgets this call, too, the next one uses other numbers.
 local ahead = AHEAD_MS + math.max(0, tonumber(age()))  -- the clock may have been set back
 redis.call('HINCRBY', RUN, 'events', 1000000 + ahead)
-for _, stream in ipairs({FINISHED, TRAJECTORIES, SPANS}) do
+local streams = {FINISHED, TRAJECTORIES, SPANS}
+if redis.call('EXISTS', REQUEST_SPANS) == 1 then streams[4] = REQUEST_SPANS end
+for _, stream in ipairs(streams) do
   local last = last_number(stream)
   local id = string.format('%.0f-0', math.max(now_ms(), tonumber(last)) + ahead)
   redis.call('XADD', stream, id, 'x', '')

@@ -101,7 +101,7 @@ class SessionTopic(Topic):
 
     async def expire(self, run_id: str, *, kept_s: float, idle_s: float) -> ExpiredRequests:
         """Delete some requests that finished `kept_s` ago, drop sessions unused for `idle_s`, and forget sessions that
-        ended `kept_s` ago.
+        ended `kept_s` ago. Late repeats of what was deleted are recognised for `kept_s` more.
         """
         limits = round(kept_s * 1000), round(idle_s * 1000), _EXPIRED_AT_ONCE
         due, left, *ended = await self._write("expire", run_id, *limits)

@@ -14,9 +14,11 @@ PAGE: Final = 512
 
 
 class SpanTopic(Topic):
-    async def page(self, run_id: str, cursor: str) -> list[AttemptSpan]:
-        """Up to `PAGE` spans after `cursor` (empty: from the first one kept), in the order of their ends."""
-        key = run_key(run_id, "SPANS")
+    async def page(self, run_id: str, cursor: str, *, requests: bool = False) -> list[AttemptSpan]:
+        """Up to `PAGE` spans after `cursor` (empty: from the first one kept), in the order of their ends. `requests`:
+        those of gateways' requests, which have a stream and cursors of their own, instead of all others.
+        """
+        key = run_key(run_id, "REQUEST_SPANS" if requests else "SPANS")
         entries = await self._link.call("XRANGE", key, f"({cursor or '0-0'}", "+", "COUNT", PAGE)
         return [_span(entry.decode(), fields) for entry, fields in entries]
 

@@ -45,8 +45,9 @@ def retire(folder: Path) -> Path:
 def issue(folder: Path, role: Role, *, run_id: str, ttl_s: float, name: str) -> str:
     """Returns a token. Raises `InvalidRequest` for a role that cannot be bound to a run, or too long a time."""
     if run_id and role not in OF_ONE_RUN:
-        roles = " and ".join(sorted(OF_ONE_RUN))
-        raise InvalidRequest(f"a {role} works on all runs; only tokens of {roles} take a run", field="--run")
+        *roles, last = sorted(OF_ONE_RUN)
+        only = f"only tokens of {', '.join(roles)} and {last}"
+        raise InvalidRequest(f"a {role} works on all runs; {only} take a run", field="--run")
     if ttl_s > _LONGEST_S:
         raise InvalidRequest("is more than ten years; a token must be replaced now and then", field="--ttl")
     return mint(_signing(folder), role, ttl_s=ttl_s, run_id=run_id, name=name)

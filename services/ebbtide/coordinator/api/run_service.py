@@ -206,12 +206,12 @@ class RunService:
             return None
         return EndedRun(run_id, status) if status.ended else None
 
-    async def timeline(self, run_id: str, cursor: str) -> AsyncIterator[AttemptSpan]:
-        """The attempts that have ended, after `cursor`, oldest first."""
+    async def timeline(self, run_id: str, cursor: str, *, requests: bool = False) -> AsyncIterator[AttemptSpan]:
+        """The attempts that have ended, after `cursor`, oldest first: those at requests, or all others."""
         await self._store.runs.read(check_id(run_id, field="run_id"))
         while True:
             async with stream_turn():
-                spans = await self._store.spans.page(run_id, cursor)
+                spans = await self._store.spans.page(run_id, cursor, requests=requests)
             if not spans:
                 return
             for span in spans:

@@ -1,1 +1,1 @@
-"""Translates the three services' messages to and from calls."""
+"""Translates the four services' messages to and from calls."""

@@ -56,7 +56,8 @@ class RunsServicer(runs_pb2_grpc.RunsServicer):
     async def ReadTimeline(
         self, request: runs_pb2.ReadTimelineRequest, context: Context
     ) -> AsyncIterator[runs_pb2.AttemptSpan]:
-        async for span in self._runs.timeline(request.run_id, check_cursor(request.cursor)):
+        cursor = check_cursor(request.cursor)
+        async for span in self._runs.timeline(request.run_id, cursor, requests=request.requests):
             yield to_proto(span, runs_pb2.AttemptSpan)
 
     async def ClaimRun(self, request: runs_pb2.ClaimRunRequest, context: Context) -> runs_pb2.Lease:
