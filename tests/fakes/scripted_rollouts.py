@@ -93,9 +93,9 @@ class ScriptedSource:
         ids = self.model.encode(self._texts[rollout_id], special=False)
         ids += [] if sampling.ignore_eos else [self.model.eos_ids[0]]
         for place, token in enumerate(ids):
-            if token in sampling.stop_token_ids or (token in self.model.eos_ids and not sampling.ignore_eos):
-                if place + 1 <= sampling.max_tokens:
-                    return ids[: place + 1], FinishReason.STOP
+            ends = token in sampling.stop_token_ids or (token in self.model.eos_ids and not sampling.ignore_eos)
+            if ends and place < sampling.max_tokens:
+                return ids[: place + 1], FinishReason.STOP
         return ids[: sampling.max_tokens], FinishReason.LENGTH
 
     def _chunks(self, rollout_id: str) -> Iterator[TokenChunk]:
@@ -167,5 +167,3 @@ class _MarkedOutput:
             arguments = msgspec.json.encode(call["arguments"]).decode()
             calls.append(ToolCallDelta(index, call_id(self._seed, index), call["name"], arguments))
         return OutputDelta(reasoning.removeprefix("<think>"), content, tuple(calls))
-
-

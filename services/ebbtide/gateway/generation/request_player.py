@@ -5,7 +5,9 @@ from the request alone. So nothing is lost with this process.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Final
 
 from ebbtide.errors import InvalidRequest
@@ -27,6 +29,8 @@ from ebbtide.types.tokens import pack_ids
 
 #: Prompts of at most so many characters are encoded at once: a thread would take longer.
 _SHORT: Final = 2000
+#: A field of a rollout, as the coordinator names it.
+_ROLLOUT_FIELD: Final = re.compile(r"rollouts\[(?P<number>\d+)\]\.(?:sampling\.)?(?P<name>\w+)")
 
 
 class RequestPlayer:
@@ -53,7 +57,8 @@ class RequestPlayer:
             self._choice(request, number, rollout.rollout_id, prompts[number // request.n])
             for number, rollout in enumerate(rollouts)
         ]
-        await self.source.submit(rollouts)
+        with _named_as_asked(request):
+            await self.source.submit(rollouts)
         return PlayedRequest(self.source, rollouts, choices, prompts)
 
     async def encoded(self, prompt: Prompt, field: str) -> list[int]:
@@ -136,6 +141,20 @@ class RequestPlayer:
                 "or set tool_choice to none",
                 field="tools",
             )
+
+
+@contextmanager
+def _named_as_asked(request: TextRequest) -> Iterator[None]:
+    """Have what the coordinator refuses of a rollout name the client's field instead."""
+    try:
+        yield
+    except InvalidRequest as error:
+        text = str(error).removeprefix(f"{error.field}: ")
+        match = _ROLLOUT_FIELD.fullmatch(error.field)
+        if match is None:
+            raise
+        prompt = _field(request, int(match["number"]) // request.n)
+        raise InvalidRequest(text, field=prompt if match["name"] == "prompt_ids" else match["name"]) from None
 
 
 def _check_count(request: TextRequest) -> None:

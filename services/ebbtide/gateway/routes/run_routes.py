@@ -61,7 +61,7 @@ class RunRoutes:
         """POST /v1/messages/count_tokens."""
         limits = self._doors.limits
         dialect = MessagesDialect(max_messages=limits.messages, max_tools=limits.tools)
-        request = dialect.read({"max_tokens": 1} | call.body).request
+        request = dialect.read({"max_tokens": 1, **call.body}).request
         served = await self._doors.directory.find(call.key, request.model)
         ids = await asyncio.to_thread(encode_prompt, request.prompts[0], served.player.model)
         return {"input_tokens": len(ids)}

@@ -5,7 +5,7 @@ from typing import Any
 
 import anthropic
 import httpx
-import httpx2  # the anthropic client's own
+import httpx2
 import msgspec
 import openai
 import pytest
@@ -16,6 +16,7 @@ from tests.unit.gateway.http.conftest import SECRET
 from tests.unit.gateway.http.test_chat import CALL, prompt_text
 
 TOOL = {"type": "function", "name": "search", "parameters": {"type": "object"}, "strict": False}
+IMAGE = {"type": "input_image"}
 INPUT_TOOL = {"name": "search", "description": "Searches.", "input_schema": {"type": "object"}}
 
 
@@ -75,7 +76,7 @@ async def test_a_response_that_is_cut_says_so(http: httpx.AsyncClient) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_the_openai_client_reads_responses(app: Starlette, source: ScriptedSource, stream: bool) -> None:
     source.answer = CALL
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app)) as over:
+    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app)) as over:
         client = openai.AsyncOpenAI(base_url="http://gateway/v1", api_key=SECRET, http_client=over, max_retries=0)
         asked: Any = {"model": "spell", "input": "weather?", "tools": [TOOL]}
         if stream:
@@ -164,14 +165,22 @@ async def test_tokens_of_messages_are_counted(http: httpx.AsyncClient) -> None:
 @pytest.mark.parametrize(
     ("url", "body", "field"),
     [
-        ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+        (
+            "/v1/responses",
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "input[0].content[0].type",
+        ),
         ("/v1/responses", {"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ("/v1/responses", {"input": [{"role": "user", "content": "x", "mood": "x"}]}, "input[0].mood"),
         ("/v1/responses", {"input": "x", "tools": [{"type": "web_search"}]}, "tools[0].type"),
         ("/v1/responses", {"input": "x", "tools": [TOOL | {"strict": True}]}, "tools[0].strict"),
         ("/v1/responses", {"input": "x", "text": {"format": {"type": "json_object"}}}, "text.format.type"),
         ("/v1/responses", {"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
-        ("/v1/messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type"),
+        (
+            "/v1/messages",
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            "messages[0].content[0].type",
+        ),
         ("/v1/messages", {"messages": [{"role": "user", "content": "x", "mood": 1}]}, "messages[0].mood"),
         ("/v1/messages", {"messages": [], "tool_choice": {"type": "any"}}, "messages"),
     ],

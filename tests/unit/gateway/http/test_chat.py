@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import httpx
+import httpx2
 import openai
 import pytest
 from starlette.applications import Starlette
@@ -38,9 +39,7 @@ async def test_parts_and_developers_become_what_templates_know(http: httpx.Async
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     messages = [{"role": "developer", "content": "Rules."}, {"role": "user", "content": parts}]
     assert (await http.post(URL, json={"messages": messages})).status_code == 200
-    assert prompt_text(source).startswith(
-        "<|im_start|>system\nRules.<|im_end|>\n<|im_start|>user\none\ntwo<|im_end|>"
-    )
+    assert prompt_text(source).startswith("<|im_start|>system\nRules.<|im_end|>\n<|im_start|>user\none\ntwo<|im_end|>")
 
 
 async def test_reasoning_and_calls_are_told_from_content(http: httpx.AsyncClient, source: ScriptedSource) -> None:
@@ -134,11 +133,9 @@ async def test_a_session_in_the_path_is_one_in_the_header(http: httpx.AsyncClien
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_the_openai_client_reads_chats_and_calls(
-    app: Starlette, source: ScriptedSource, stream: bool
-) -> None:
+async def test_the_openai_client_reads_chats_and_calls(app: Starlette, source: ScriptedSource, stream: bool) -> None:
     source.answer = CALL
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app)) as over:
+    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app)) as over:
         client = openai.AsyncOpenAI(base_url="http://gateway/v1", api_key=SECRET, http_client=over, max_retries=0)
         asked: Any = {"model": "spell", "messages": HELLO, "tools": [SEARCH]}
         if stream:

@@ -89,9 +89,7 @@ def test_a_parser_sees_all_text_once(model: ServedModel, whole: bool) -> None:
     ids = [*model.encode(text, special=False), model.eos_ids[0]]
     parser = MarkedOutputs().parser(tools=[{}], tool_choice="auto", call_seed="q-1")
     decoder = model.detokenizer((), skip_special=False, hidden_ends=model.eos_ids)
-    result = played(
-        ChoiceText(0, decoder, parser=parser, whole=whole), ids, FinishReason.STOP, random.Random(1)
-    )
+    result = played(ChoiceText(0, decoder, parser=parser, whole=whole), ids, FinishReason.STOP, random.Random(1))
     assert (result.reasoning, result.text) == ("so", "I look.")
     assert [call["name"] for call in result.calls] == ["f"]
     assert result.tokens["id"].tolist() == ids

@@ -1,6 +1,7 @@
 """/v1/completions: texts and token ids in, texts and token ids out, whole and in events."""
 
 import httpx
+import httpx2
 import msgspec
 import openai
 import pytest
@@ -130,14 +131,16 @@ async def test_sampling_reaches_the_rollout_as_asked(http: httpx.AsyncClient, so
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_the_openai_client_reads_completions(app: Starlette, stream: bool) -> None:
-    transport = httpx.ASGITransport(app)
-    async with httpx.AsyncClient(transport=transport) as over:
+    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app)) as over:
         client = openai.AsyncOpenAI(base_url="http://gateway/v1", api_key=SECRET, http_client=over, max_retries=0)
         if not stream:
             made = await client.completions.create(model="spell", prompt="the dog", max_tokens=30)
             assert made.choices[0].text == "Hello world"
             return
-        texts = [chunk.choices[0].text async for chunk in await client.completions.create(
-            model="spell", prompt="the dog", max_tokens=30, stream=True
-        )]
+        texts = [
+            chunk.choices[0].text
+            async for chunk in await client.completions.create(
+                model="spell", prompt="the dog", max_tokens=30, stream=True
+            )
+        ]
         assert "".join(texts) == "Hello world"

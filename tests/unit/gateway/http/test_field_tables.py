@@ -46,7 +46,9 @@ def vllm_fields(path: str, name: str) -> set[str]:
 def test_the_page_shows_the_tables() -> None:
     text = PAGE.read_text()
     shown = text.partition("\n### ")[2]
-    assert f"### {shown}" == field_tables(), "write the tables anew: python -m ebbtide.gateway.fields >> docs/gateway.md"
+    assert f"### {shown}" == field_tables(), (
+        "write the tables anew: python -m ebbtide.gateway.fields >> docs/gateway.md"
+    )
 
 
 @pytest.mark.parametrize(

@@ -85,9 +85,7 @@ async def test_the_run_says_what_it_serves(http: httpx.AsyncClient) -> None:
     assert (await http.get("/get_world_size")).json() == {"world_size": 2}
 
 
-async def test_health_needs_no_key_and_follows_the_gateway(
-    doors: GatewayDoors, http: httpx.AsyncClient
-) -> None:
+async def test_health_needs_no_key_and_follows_the_gateway(doors: GatewayDoors, http: httpx.AsyncClient) -> None:
     bare = {"authorization": ""}
     assert (await http.get("/health", headers=bare)).status_code == 503
     await doors.directory.refresh()

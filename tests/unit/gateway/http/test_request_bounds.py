@@ -96,9 +96,7 @@ async def test_a_faulty_chat_is_refused_by_name(http: httpx.AsyncClient, body: d
 
 
 @pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer wrong"}, {"authorization": "Basic x"}])
-async def test_without_a_key_nothing_is_read(
-    app: Starlette, source: ScriptedSource, headers: dict[str, str]
-) -> None:
+async def test_without_a_key_nothing_is_read(app: Starlette, source: ScriptedSource, headers: dict[str, str]) -> None:
     call = AsgiCall(app, URL, None, headers, pieces=[])
     await call.task
     assert call.status == 401
@@ -141,12 +139,28 @@ async def test_routes_that_change_weights_are_not_there(http: httpx.AsyncClient)
 
 def mutated(draw: random.Random, value: Any, depth: int = 0) -> Any:
     """A value like this one, with parts exchanged for what nobody sends."""
-    odd = [None, True, -1, 2**70, 1e300, "", "\x00\ud800" * 9, [], {}, [[]], [{}], {"type": "text"}, [None] * 50]
+    odd: list[Any] = [
+        None,
+        True,
+        -1,
+        2**70,
+        1e300,
+        "",
+        "\x00\ud800" * 9,
+        [],
+        {},
+        [[]],
+        [{}],
+        {"type": "text"},
+        [None] * 50,
+    ]
     if draw.random() < 0.25 or depth > 6:
         return draw.choice(odd)
     if isinstance(value, dict):
         made = {key: mutated(draw, one, depth + 1) if draw.random() < 0.4 else one for key, one in value.items()}
-        return made | ({draw.choice(["type", "x", "stream", "n", "stop"]): draw.choice(odd)} if draw.random() < 0.3 else {})
+        return made | (
+            {draw.choice(["type", "x", "stream", "n", "stop"]): draw.choice(odd)} if draw.random() < 0.3 else {}
+        )
     if isinstance(value, list):
         return [mutated(draw, one, depth + 1) for one in value]
     return value

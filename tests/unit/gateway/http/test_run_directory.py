@@ -102,9 +102,7 @@ async def test_an_idle_run_is_released_and_opened_again(
 async def test_while_the_coordinator_is_away_known_runs_are_served(
     directory: RunDirectory, catalog: ScriptedCatalog, clock: SetClock
 ) -> None:
-    assert not directory.is_ready
     await directory.find(ANY, "a")
-    assert directory.is_ready
     catalog.away = Unavailable("away")
     clock.now += 30
     assert await found(directory, "a") == "a-1"

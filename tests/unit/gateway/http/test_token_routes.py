@@ -1,5 +1,7 @@
 """Routes that take token ids: /inference/v1/generate, SGLang's /generate, and /tokenize."""
 
+from itertools import pairwise
+
 import httpx
 
 from tests.fakes.scripted_rollouts import ScriptedSource, scripted_run
@@ -60,7 +62,7 @@ async def test_sglang_streams_all_of_the_text_each_time(http: httpx.AsyncClient)
     chunks = events(await http.post("/generate", json={"text": "a", "stream": True}))
     texts = [chunk["text"] for chunk in chunks]
     assert texts[-1] == "Hello world"
-    assert all(later.startswith(earlier) for earlier, later in zip(texts, texts[1:], strict=False))
+    assert all(later.startswith(earlier) for earlier, later in pairwise(texts))
 
 
 async def test_sglang_answers_a_list_for_a_list(http: httpx.AsyncClient, source: ScriptedSource) -> None:
