@@ -71,7 +71,10 @@ def joined(deltas: list[OutputDelta]) -> OutputDelta:
     return OutputDelta(
         "".join(one.reasoning for one in deltas),
         "".join(one.content for one in deltas),
-        tuple(ToolCallDelta(index, *call) for index, call in calls.items()),
+        tuple(
+            ToolCallDelta(index=number, call_id=one, name=name, arguments=rest)
+            for number, (one, name, rest) in calls.items()
+        ),
     )
 
 

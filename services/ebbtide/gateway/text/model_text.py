@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from ebbtide.errors import InvalidRequest
 from ebbtide.gateway.text.chat_template import ChatTemplate, RenderedPrompt
@@ -11,6 +11,11 @@ from ebbtide.gateway.text.piece_decoders import PieceDecoders
 from ebbtide.gateway.text.template_sandbox import TemplateSandbox
 from ebbtide.gateway.text.tokenizer_files import fast_tokenizer, load_tokenizer_files
 from ebbtide.weights import end_tokens
+
+#: How tokenizers write a space within a token.
+_SPACES: Final = ("\u2581", "\u0120")
+#: Text behind which other text gets no space, and with which little of it merges.
+_NEUTRAL: Final = "\n"
 
 
 class ModelText:
@@ -32,7 +37,8 @@ class ModelText:
         special = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
         self._template = ChatTemplate(tokenizer.chat_template, special, sandbox)
         self._decoders = PieceDecoders(self._fast)
-        self._anchor = self._find_anchor()
+        self._added = self._fast.get_added_tokens_decoder()
+        self._prepends = self._puts_space()
 
     @classmethod
     def load(cls, folder: Path, sandbox: TemplateSandbox) -> Self:
@@ -69,19 +75,28 @@ class ModelText:
         return RenderedPrompt(self.encode(text, special=False), text)
 
     def encode(self, text: str, *, special: bool) -> list[int]:
-        """Returns the ids of `text`; with `special`, between the tokens that begin and end a text of this model."""
-        # A batch, as `encode` would hold the interpreter for as long as it takes.
-        (encoded,) = self._fast.encode_batch_fast([text], add_special_tokens=special)
+        """Returns the ids of `text`; with `special`, between the tokens that begin and end a text of this model.
+
+        Raises `InvalidRequest` naming `prompt` for text that UTF-8 cannot hold.
+        """
+        try:
+            # A batch, as `encode` would hold the interpreter for as long as it takes.
+            (encoded,) = self._fast.encode_batch_fast([text], add_special_tokens=special)
+        except (TypeError, UnicodeError):  # half of a surrogate pair
+            raise InvalidRequest("is no valid text in Unicode", field="prompt") from None
         return list(encoded.ids)
 
-    def encode_following(self, text: str) -> list[int]:
-        """Returns the ids of `text` that follows other ids: without the space that some tokenizers put first."""
-        if self._anchor is None:
+    def encode_following(self, text: str, after: int) -> list[int]:
+        """Returns the ids that `text` has behind the id `after`, as if both had been encoded together.
+
+        They differ from those of `text` alone for tokenizers that put a space before a text.
+        """
+        if not text or not self._prepends:
             return self.encode(text, special=False)
-        anchor, spelled = self._anchor
-        ids = self.encode(spelled + text, special=False)
-        # A token of white space can swallow spaces beside it: then the anchor is not one, and the text stands alone.
-        return ids[1:] if ids[:1] == [anchor] else self.encode(text, special=False)
+        before = self._added[after].content if after in self._added else _NEUTRAL
+        ids, known = self.encode(before + text, special=False), self.encode(before, special=False)
+        # The two merge if `before` takes white space beside it, or begins a longer token: then the text stands alone.
+        return ids[len(known) :] if ids[: len(known)] == known else self.encode(text, special=False)
 
     def detokenizer(
         self, prompt_ids: Sequence[int], *, skip_special: bool, hidden_ends: Collection[int] | None = None
@@ -101,10 +116,7 @@ class ModelText:
         """Returns the text of one id alone; bytes of an incomplete character are U+FFFD."""
         return self._fast.decode([token_id], skip_special_tokens=False)
 
-    def _find_anchor(self) -> tuple[int, str] | None:
-        """Finds a special token that text can follow: the text behind it begins no text."""
-        for token_id, token in sorted(self._fast.get_added_tokens_decoder().items()):
-            plain = token.special and not token.rstrip
-            if plain and self.encode(token.content + "x", special=False)[:1] == [token_id]:
-                return token_id, token.content
-        return None
+    def _puts_space(self) -> bool:
+        """Whether a text gets a space that it does not have, as in Llama 2's tokenizer."""
+        first = self._fast.id_to_token(self.encode("x", special=False)[0]) if self.vocabulary else None
+        return first is not None and first.startswith(_SPACES)

@@ -24,7 +24,7 @@ class ParserNames(msgspec.Struct, frozen=True):
     reasoning: str = ""
 
 
-class ToolCallDelta(msgspec.Struct, frozen=True):
+class ToolCallDelta(msgspec.Struct, frozen=True, kw_only=True):
     """A part of a tool call: the first has `call_id` and `name`, the arguments of all parts are joined."""
 
     index: int

@@ -2,7 +2,7 @@
 
 import socket
 import struct
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -14,11 +14,14 @@ _Message = TypeVar("_Message")
 
 
 class TemplateJob(msgspec.Struct):
-    """One rendering. `template` is empty if the process compiled the template of that `key` before."""
+    """One rendering. `template` is empty if the process compiled the template of that `key` before.
+
+    `variables` is a JSON object: it holds integers of any size, which models do write.
+    """
 
     key: str
     template: str
-    variables: dict[str, Any]
+    variables: str
 
 
 class TemplateText(msgspec.Struct):
@@ -30,7 +33,7 @@ class TemplateText(msgspec.Struct):
 
 
 def send(connection: socket.socket, message: msgspec.Struct) -> None:
-    """Sends one frame. Raises `OSError`; `RecursionError` and `ValueError` for what msgpack cannot hold."""
+    """Sends one frame. Raises `OSError`, and `ValueError` if it is too large."""
     body = msgspec.msgpack.encode(message)
     if len(body) > _MAX_FRAME:
         raise ValueError(f"a frame of {len(body)} bytes")

@@ -7,10 +7,12 @@ from ebbtide.errors import InvalidRequest
 
 #: Text parts of one message, joined as vLLM's server joins them.
 _BETWEEN_PARTS: Final = "\n"
+#: What clients and templates call the reasoning of an answer: some know one name, some the other.
+_REASONING: Final = ("reasoning", "reasoning_content")
 
 
 def template_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns them with content as one text and with arguments of tool calls as objects; the rest as it is.
+    """Returns them with content as one text, reasoning under both its names, and arguments of calls as objects.
 
     Raises `InvalidRequest` naming `messages` for content that is no text.
     """
@@ -21,6 +23,8 @@ def _message(message: dict[str, Any], field: str) -> dict[str, Any]:
     made = {key: value for key, value in message.items() if value is not None or key == "content"}
     if "content" in made or made.get("role") != "assistant":
         made["content"] = _content(made.get("content"), field)
+    if (reasoning := reasoning_of(made)) is not None:
+        made |= dict.fromkeys(_REASONING, reasoning)
     if "tool_calls" in made:
         calls = made.pop("tool_calls")
         if not isinstance(calls, list):
@@ -28,6 +32,16 @@ def _message(message: dict[str, Any], field: str) -> dict[str, Any]:
         if calls:  # templates take an empty list for calls
             made["tool_calls"] = [_call(one, f"{field}.tool_calls[{index}]") for index, one in enumerate(calls)]
     return made
+
+
+def reasoning_of(message: dict[str, Any]) -> Any:
+    """Returns a message's reasoning under either of its names, or None."""
+    return next((message[name] for name in _REASONING if message.get(name) is not None), None)
+
+
+def without_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """Returns the message as clients send it back that keep no reasoning."""
+    return {key: value for key, value in message.items() if key not in _REASONING}
 
 
 def _content(content: Any, field: str) -> str:

@@ -115,9 +115,9 @@ class _Renderer:
             found = self._compiled[job.key] = self._environment.from_string(job.template)
         return found
 
-    def _text(self, template: Template, variables: dict[str, Any]) -> str:
+    def _text(self, template: Template, variables: str) -> str:
         pieces, length = [], 0
-        for piece in template.generate(variables):
+        for piece in template.generate(json.loads(variables)):
             pieces.append(piece)
             length += len(piece)
             if length > self._limits.text_chars:

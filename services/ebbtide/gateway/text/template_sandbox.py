@@ -9,6 +9,7 @@ their connections, or in a rendering by its time limit.
 
 import contextlib
 import hashlib
+import json
 import os
 import queue
 import signal
@@ -44,11 +45,16 @@ class TemplateSandbox:
         not compile; `NoCapacity` if no process is free in time; `Unavailable` if one ended by itself.
         """
         try:
+            packed = json.dumps(variables, ensure_ascii=False)
+            packed.encode()
+        except (RecursionError, UnicodeError, TypeError, ValueError) as error:
+            raise InvalidRequest(f"they cannot be encoded: {type(error).__name__}", field="messages") from None
+        try:
             process = self._idle.get(timeout=_SILENCE_S)
         except queue.Empty:
             raise NoCapacity("all template processes are busy: try again", retry_after_s=1.0) from None
         try:
-            made = process.render(template, variables)
+            made = process.render(template, packed)
         finally:
             self._idle.put(process)
         if made.error:
@@ -74,7 +80,7 @@ class _TemplateProcess:
         self._connection: socket.socket | None = None
         self._known: set[str] = set()
 
-    def render(self, template: str, variables: dict[str, Any]) -> TemplateText:
+    def render(self, template: str, variables: str) -> TemplateText:
         key = hashlib.blake2b(template.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
         if self._process is not None and self._process.poll() is not None:
             self.close()  # it ended while idle
@@ -82,8 +88,8 @@ class _TemplateProcess:
         try:
             send(connection, TemplateJob(key, "" if key in self._known else template, variables))
             made = receive(connection, TemplateText)
-        except (RecursionError, ValueError, TypeError, OverflowError, UnicodeError) as error:
-            return TemplateText(error=f"they cannot be encoded: {type(error).__name__}")
+        except ValueError:
+            return TemplateText(error="they are too large")
         except (OSError, EOFError):
             return self._lost()
         if not made.broken:

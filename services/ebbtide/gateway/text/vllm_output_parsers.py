@@ -1,16 +1,16 @@
 """Parses responses by vLLM's tool parsers and reasoning parsers, as vLLM's own server does."""
 
-import logging
 from collections.abc import Sequence
 from typing import Any, Final
 
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.parser.parser_manager import ParserManager
 
+from ebbtide import telemetry
 from ebbtide.errors import InvalidRequest
 from ebbtide.gateway.text.output_parsers import OutputDelta, ParserNames, ToolCallDelta, call_id
 
-_log: Final = logging.getLogger(__name__)
+_log: Final = telemetry.get_logger(__name__)
 
 
 class VllmOutputParsers:
@@ -85,7 +85,7 @@ class VllmOutputParser:
             _log.exception("parsing a response failed: all of it is content")
             return OutputDelta(content=text)
         made = [
-            ToolCallDelta(index, self._id(one.id, index), one.name, one.arguments)
+            ToolCallDelta(index=index, call_id=self._id(one.id, index), name=one.name, arguments=one.arguments)
             for index, one in enumerate(calls or ())
         ]
         return OutputDelta(reasoning or "", content or "", tuple(made))
@@ -107,7 +107,8 @@ class VllmOutputParser:
         self._calls.add(delta.index)
         function = delta.function
         name, arguments = (function.name or "", function.arguments or "") if function else ("", "")
-        return ToolCallDelta(delta.index, self._id(delta.id, delta.index) if name else "", name, arguments)
+        given = self._id(delta.id, delta.index) if name else ""
+        return ToolCallDelta(index=delta.index, call_id=given, name=name, arguments=arguments)
 
     def _id(self, given: str | None, index: int) -> str:
         """Kimi's models write ids themselves, `functions.NAME:NUMBER`; the others' are drawn at random by vLLM."""

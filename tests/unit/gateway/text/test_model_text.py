@@ -88,13 +88,14 @@ def test_messages_arrive_as_templates_expect_them(sandbox: TemplateSandbox) -> N
     chat: list[dict[str, Any]] = [
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": None},
         {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "assistant", "content": "x", "tool_calls": []},
+        {"role": "assistant", "content": "x", "tool_calls": [], "reasoning": "r"},
     ]
     template = (
-        "{% for m in messages %}{{ m.content }}|{{ m.name is defined }}|{{ m.tool_calls is defined }}|"
+        "{% for m in messages %}{{ m.content }}|{{ m.reasoning_content }}"
+        "{{ m.name is defined }}|{{ m.tool_calls is defined }}|"
         "{% for c in m.tool_calls %}{{ c.function.arguments.a[1] }}{% endfor %};{% endfor %}"
     )
-    assert rendered(sandbox, template, chat) == "a\nb|False|False|;|False|True|2;x|False|False|;"
+    assert rendered(sandbox, template, chat) == "a\nb|False|False|;|False|True|2;x|rFalse|False|;"
 
 
 @pytest.mark.parametrize(
@@ -139,6 +140,19 @@ def test_a_template_that_does_not_compile_is_the_models_fault(sandbox: TemplateS
         with pytest.raises(InvalidRequest, match="does not compile") as refused:
             rendered(sandbox, "{% for %}")
         assert refused.value.field == "model"
+
+
+def test_arguments_of_any_size_are_rendered(sandbox: TemplateSandbox) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": f'{{"a": {10**30}}}'}}
+    chat = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    assert (
+        rendered(sandbox, "{{ messages[0].tool_calls[0].function.arguments | tojson }}", chat) == f'{{"a": {10**30}}}'
+    )
+
+
+def test_text_that_is_no_unicode_is_refused(sandbox: TemplateSandbox) -> None:
+    with pytest.raises(InvalidRequest, match=r"^prompt: is no valid text"):
+        model_text(byte_level_tokenizer(), sandbox).encode("\ud800", special=False)
 
 
 def test_options_cannot_replace_messages(sandbox: TemplateSandbox) -> None:
@@ -244,9 +258,16 @@ def test_text_that_follows_gets_no_space_before_it(sandbox: TemplateSandbox) -> 
     text = model_text(fallback_tokenizer(), sandbox)
     hello = text.encode("Hello", special=False)
     assert text.decode([*hello, *text.encode("dog", special=False)], skip_special=False) == "Hello dog"
+    for following in ("dog", " dog", "\ndog", f"{END}\n{START}user\n", "漢"):
+        ids = [*hello, *text.encode_following(following, hello[-1])]
+        assert text.decode(ids, skip_special=False) == text.decode(
+            text.encode("Hello" + following, special=False), skip_special=False
+        )
+    end = text.encode(END, special=False)
+    assert [*end, *text.encode_following("dog", end[-1])] == text.encode(END + "dog", special=False)
     byte_level = model_text(byte_level_tokenizer(), sandbox)
     for following in ("dog", " dog", f"{END}\n{START}user\n", ""):
-        assert byte_level.encode_following(following) == byte_level.encode(following, special=False)
+        assert byte_level.encode_following(following, 5) == byte_level.encode(following, special=False)
 
 
 def test_many_threads_share_one_model(sandbox: TemplateSandbox) -> None:

@@ -1,0 +1,150 @@
+"""Makes of a session's turns what can be trained on: sequences of tokens with a loss mask. Pure.
+
+Each path that no later prompt repeats as a whole is a branch. Branches share tokens, as forks, retries and compacted
+histories begin alike; a sampled token has mask 1 in exactly one of them, the first that has it. Text of answers that a
+prompt has newly encoded has mask 0, and is counted: its sampled tokens have mask 1 where they were sampled.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from msgspec import Struct
+
+from ebbtide.gateway.sessions.session_book import BookedTurn, SessionBook
+from ebbtide.gateway.sessions.token_tree import PathKey, TokenPrefix
+from ebbtide.types.tokens import TOKEN, TokenArray, pack_ids
+
+MaskArray = npt.NDArray[np.uint8]
+
+
+class CompletionTrace(Struct, frozen=True, kw_only=True):
+    """One completion: ids, logprobs in nats, and the policy version of each token."""
+
+    rollout_id: str
+    tokens: TokenArray
+
+
+class TurnTrace(Struct, frozen=True, kw_only=True):
+    """One turn. Arrays have one element per id of the prompt."""
+
+    turn: BookedTurn
+    parent: PathKey | None
+    """The last completion of which the prompt has tokens as they were sampled."""
+    prompt_ids: npt.NDArray[np.uint32]
+    sampled: MaskArray
+    """1: the id was sampled by an earlier turn, in this very context."""
+    completions: tuple[CompletionTrace, ...]
+
+
+class BranchTrace(Struct, frozen=True, kw_only=True):
+    """One branch, from its first prompt to its last sampled token."""
+
+    leaf: PathKey
+    turns: tuple[int, ...]
+    """The turns of which it has sampled tokens, in order."""
+    prompt_ids: npt.NDArray[np.uint32]
+    """All ids before the first that was sampled."""
+    tokens: TokenArray
+    """What follows it. Ids that were not sampled have logprob 0 and version 0."""
+    loss_mask: MaskArray
+    """One per token: 1 in exactly one branch if it was sampled, else 0."""
+    sampled: MaskArray
+    """One per token: 1 if it was sampled, whatever branch counts it."""
+
+    def packed(self) -> dict[str, bytes]:
+        """The fields `prompt_ids`, `tokens` and `loss_mask` of a trajectory."""
+        return {
+            "prompt_ids": pack_ids(self.prompt_ids),
+            "tokens": self.tokens.tobytes(),
+            "loss_mask": self.loss_mask.tobytes(),
+        }
+
+
+class SessionTrace(Struct, frozen=True, kw_only=True):
+    """A session as it was generated."""
+
+    turns: tuple[TurnTrace, ...]
+    branches: tuple[BranchTrace, ...]
+    unmatched: int
+    """Sampled tokens that clients sent back as text which could not be matched, summed over all prompts."""
+    unknown: int
+    """Messages of the assistant that clients sent and no turn had answered, summed over all prompts."""
+
+
+def session_trace(book: SessionBook) -> SessionTrace:
+    """Makes the trace of all that the book knows. A completion without tokens belongs to no branch."""
+    records = [turn.record for turn in book.turns.values()]
+    return SessionTrace(
+        turns=tuple(_turn(book, turn) for _, turn in sorted(book.turns.items())),
+        branches=tuple(_branches(book)),
+        unmatched=sum(record.unmatched for record in records),
+        unknown=sum(record.unknown for record in records),
+    )
+
+
+def _turn(book: SessionBook, turn: BookedTurn) -> TurnTrace:
+    prompt = book.tree.prompt(turn.number)
+    spans = _spans(book, TokenPrefix(PathKey(turn.number), len(prompt)))
+    completions = zip(turn.rollout_ids, book.tree.completions(turn.number), strict=True)
+    return TurnTrace(
+        turn=turn,
+        parent=next(iter(spans), None),
+        prompt_ids=prompt,
+        sampled=_mask(len(prompt), spans),
+        completions=tuple(CompletionTrace(rollout_id=one, tokens=book.tokens(key)) for one, key in completions),
+    )
+
+
+def _branches(book: SessionBook) -> Iterator[BranchTrace]:
+    tree = book.tree
+    repeated = {parent.key for number in book.turns if (parent := tree.parent(number)) == _whole(book, parent.key)}
+    counted: dict[PathKey, int] = {}
+    for key in tree.paths():
+        if key in repeated or not len(tree.sampled(key)):
+            continue
+        yield _branch(book, key, counted)
+
+
+def _branch(book: SessionBook, leaf: PathKey, counted: dict[PathKey, int]) -> BranchTrace:
+    """Makes a branch, and notes in `counted` how many tokens of each completion have mask 1 by now."""
+    tree, whole = book.tree, TokenPrefix(leaf, book.tree.length(leaf))
+    spans = _spans(book, whole)
+    first = min(start for start, _ in spans.values())
+    tokens = np.zeros(whole.length, dtype=TOKEN)
+    tokens["id"] = tree.path(leaf)
+    loss = np.zeros(whole.length, dtype=np.uint8)
+    for key, (start, end) in spans.items():
+        tokens[start:end] = book.tokens(key)[: end - start]
+        before = counted.get(key, 0)
+        loss[min(end, start + before) : end] = 1
+        counted[key] = max(before, end - start)
+    return BranchTrace(
+        leaf=leaf,
+        turns=tuple(key.turn for key in spans)[::-1],
+        prompt_ids=tokens["id"][:first],
+        tokens=tokens[first:],
+        loss_mask=loss[first:],
+        sampled=_mask(whole.length, spans)[first:],
+    )
+
+
+def _spans(book: SessionBook, prefix: TokenPrefix) -> dict[PathKey, tuple[int, int]]:
+    """Where in a prefix the sampled tokens of which completion are: from the last completion to the first."""
+    spans = {}
+    for key, length in book.tree.chain(prefix):
+        if length > (start := book.tree.prompt_length(key.turn)):
+            spans[key] = (start, length)
+    return spans
+
+
+def _mask(length: int, spans: Mapping[Any, tuple[int, int]]) -> MaskArray:
+    mask = np.zeros(length, dtype=np.uint8)
+    for start, end in spans.values():
+        mask[start:end] = 1
+    return mask
+
+
+def _whole(book: SessionBook, key: PathKey | None) -> TokenPrefix | None:
+    return None if key is None else TokenPrefix(key, book.tree.length(key))
