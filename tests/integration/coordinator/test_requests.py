@@ -174,20 +174,31 @@ async def test_interactive_requests_are_given_first_and_named_so_to_the_worker(c
     assert not worker.assigned["batch"].interactive
 
 
-async def test_requests_take_of_the_runs_quota_and_tell_when_it_is_used_up(cluster: Any) -> None:
+async def test_requests_take_of_the_runs_quota_and_leave_a_quarter_to_training(cluster: Any) -> None:
     run = await cluster.run(quota_bytes=1 << 20)
     big = bytes(4) * 65000
     async with gateway(cluster) as lease:
-        for number in range(4):
+        for number in range(3):
             await lease.submit_rollouts([asked(f"a{number}", prompt_ids=big)])
-        with pytest.raises(NoCapacity, match="quota_bytes") as refused:
+        with pytest.raises(NoCapacity, match="gateways may use three quarters") as refused:
             await lease.submit_rollouts([asked("b", prompt_ids=big)], wait=False)
         assert refused.value.retry_after_s > 0
-        with pytest.raises(NoCapacity):
-            await run.submit("t", prompt_ids=big)
-        await lease.cancel_rollouts([f"a{number}" for number in range(4)])
+        assert await run.submit("t1", prompt_ids=big) == [1]
+        with pytest.raises(NoCapacity, match="complete, commit or acknowledge"):
+            await run.submit("t2", prompt_ids=big)
+        await lease.cancel_rollouts([f"a{number}" for number in range(3)])
         await pass_time(cluster, 601)
-        assert await run.submit("t", prompt_ids=big) == [1]
+        assert await run.submit("t2", prompt_ids=big) == [1]
+
+
+async def test_requests_leave_a_quarter_of_the_queue_to_training(cluster_with: Any) -> None:
+    async with cluster_with(max_open=4) as cluster:
+        run = await cluster.run()
+        async with gateway(cluster) as lease:
+            await lease.submit_rollouts([asked("a"), asked("b"), asked("c")])
+            with pytest.raises(NoCapacity, match="places in its queue"):
+                await lease.submit_rollouts([asked("d")], wait=False)
+            assert await run.submit("t") == [1]
 
 
 async def test_what_another_gateway_began_is_known_and_read_from_the_start(cluster: Any) -> None:

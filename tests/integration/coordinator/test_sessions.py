@@ -221,14 +221,14 @@ async def test_sessions_take_of_the_runs_quota_and_give_it_back(cluster: Any) ->
     run = await cluster.run(quota_bytes=1 << 20)
     async with gateway(cluster) as lease:
         await lease.open_session("s", OWNER)
-        await lease.add_turn("s", OWNER, turn("t1", "a", record=bytes(900_000)))
+        await lease.add_turn("s", OWNER, turn("t1", "a", record=bytes(700_000)))
         with pytest.raises(NoCapacity, match="of its quota_bytes"):
             await lease.add_turn("s", OWNER, turn("t2", "b", record=bytes(200_000)))
         with pytest.raises(NoCapacity, match="quota_bytes"):
-            await run.submit("t", prompt_ids=bytes(4) * 50_000)
+            await run.submit("t", prompt_ids=bytes(4) * 100_000)
         assert (await lease.read_turns("s", OWNER)).session.turns == 1
         await lease.end_session(drop("s", "too_large"))
-        assert await run.submit("t", prompt_ids=bytes(4) * 50_000) == [1]
+        assert await run.submit("t", prompt_ids=bytes(4) * 100_000) == [1]
 
 
 async def test_turns_are_read_in_pages_of_some_megabytes(cluster: Any) -> None:

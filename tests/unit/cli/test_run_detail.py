@@ -69,3 +69,11 @@ def test_a_live_run_tells_its_share_and_what_bounds_it_and_one_that_ended_the_bo
     ended = told(Run(run_id="r", spec=spec, status=RunStatus.FINISHED))
     assert bounds in ended
     assert "lately" not in ended
+
+
+def test_a_run_that_served_requests_tells_of_them_and_of_sessions() -> None:
+    counters = {"requests_submitted": 1200, "requests_completed": 1100, "sessions_opened": 9, "sessions_completed": 4}
+    text = told(Run(run_id="r", spec=SPEC, counters=counters))
+    assert "1,200 submitted, 1,100 ended" in text
+    assert "9 opened, 4 became trajectories, 0 dropped" in text
+    assert "sessions" not in told(Run(run_id="r", spec=SPEC))

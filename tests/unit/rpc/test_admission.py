@@ -9,7 +9,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-from ebbtide.auth.admission import Admission, caller_name, is_among_peers
+from ebbtide.auth.admission import Admission, caller_name, check_claim, is_among_peers
 from ebbtide.auth.role_tokens import SKEW_S, key_id, mint, public_keys, signing_key, unverified, verify
 from ebbtide.auth.roles import Role
 from ebbtide.auth.security import ClientSecurity, ServerSettings
@@ -162,6 +162,20 @@ def test_the_name_of_the_caller_is_that_in_the_token(keys: str) -> None:
         metadata = bearing(mint(KEY, Role.USER, ttl_s=60, name=name))
         admission.checked(LIST, "request", SimpleNamespace(invocation_metadata=lambda given=metadata: given))
         assert caller_name() == name
+
+
+@pytest.mark.parametrize(("role", "leases"), [(Role.TRAINER, {"trainer", "driver"}), (Role.GATEWAY, {"gateway"})])
+def test_a_caller_claims_the_leases_of_its_own_role_alone(keys: str, role: Role, leases: set[str]) -> None:
+    metadata = bearing(mint(KEY, role, ttl_s=60))
+    ServerSettings(token_keys=keys).admission().checked(
+        CLAIM, "request", SimpleNamespace(invocation_metadata=lambda: metadata)
+    )
+    for lease in ("trainer", "driver", "gateway"):
+        if lease in leases:
+            check_claim(lease)
+            continue
+        with pytest.raises(PermissionDenied, match=f"role {role}, which takes no {lease} lease"):
+            check_claim(lease)
 
 
 def test_a_certificate_of_a_role_narrows_the_shared_secret_and_one_without_does_not() -> None:

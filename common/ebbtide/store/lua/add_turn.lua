@@ -19,7 +19,7 @@ for at = 11, #ARGV do
   if redis.call('HEXISTS', KEPT_BY, ARGV[at]) == 1 then return refuse('ROLLOUT', tostring(at - 11)) end
 end
 local bytes = #ARGV[7] + TURN_BYTES + rollouts * KEPT_BYTES
-local full = beyond_quota(bytes, ARGV[8]); if full then return full end
+local full = beyond_quota(bytes, ARGV[8], ARGV[2]); if full then return full end
 local number = redis.call('RPUSH', TURNS .. id, age() .. ' ' .. ARGV[7])
 redis.call('HSET', TURN_IDS .. id, request, number)
 redis.call('HINCRBY', SESSION .. id, 'turns', 1)

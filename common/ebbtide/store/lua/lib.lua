@@ -270,10 +270,13 @@ local function drop_gateway(holder)
   redis.call('DEL', SUBMITS .. 'gateway/' .. holder)
 end
 
+-- How much of a run's limit the lease's role may use: gateways leave the last quarter of quota and queue to training.
+local function part_of(limit, role) return of_gateway(role) and tonumber(limit) * 0.75 or tonumber(limit) end
+
 -- The refusal of so many more bytes for the run if they are beyond its quota; nil if they are within it.
-local function beyond_quota(bytes, quota)
+local function beyond_quota(bytes, quota, role)
   local used = tonumber(redis.call('HGET', COUNT, 'bytes') or 0) + history()
-  if used + bytes > tonumber(quota) then return refuse('QUOTA', tostring(used)) end
+  if used + bytes > part_of(quota, role) then return refuse('QUOTA', tostring(used)) end
   return nil
 end
 

@@ -6,7 +6,7 @@ local row = session_row(id, '')
 if row then return row[2] == ARGV[5] and row or refuse('SESSION') end
 if redis.call('ZSCORE', GONE, 's:' .. id) then return refuse('OVER') end
 local bytes = #ARGV[7] + SESSION_BYTES
-local full = beyond_quota(bytes, ARGV[8]); if full then return full end
+local full = beyond_quota(bytes, ARGV[8], ARGV[2]); if full then return full end
 redis.call('ZADD', SESSIONS, redis.call('HINCRBY', RUN, 'sessions', 1), id)
 redis.call('ZADD', IDLE, age(), id)
 redis.call('HSET', SESSION .. id, 'owner', ARGV[5], 'group', ARGV[6], 'record', ARGV[7], 'state', 'open', 'reason', '', 'turns', 0,

@@ -30,9 +30,9 @@ end
 if #fresh > 0 then
   redis.call('HSETNX', RUN, 'kept', history_limit_of(ARGV[4]))  -- the run may be of the former release, which kept more
   redis.call('XTRIM', SPANS, 'MAXLEN', '~', history_limit_of(ARGV[4]))
-  local full = beyond_quota(bytes, ARGV[4]); if full then return full end
+  local full = beyond_quota(bytes, ARGV[4], ARGV[2]); if full then return full end
   local open = redis.call('ZCARD', OPEN)
-  if open + #fresh > tonumber(ARGV[5]) then return refuse('QUEUE', tostring(open)) end
+  if open + #fresh > part_of(ARGV[5], ARGV[2]) then return refuse('QUEUE', tostring(open)) end
   local seq = redis.call('HINCRBY', RUN, 'seq', #fresh) - #fresh
   for i, at in ipairs(fresh) do
     redis.call('HSET', ROLLOUT .. ARGV[at], 'digest', ARGV[at + 1], 'kind', ARGV[at + 2], 'req', ARGV[at + 3],

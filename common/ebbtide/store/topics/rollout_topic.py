@@ -22,7 +22,7 @@ from ebbtide.store.rollout_rows import (
 )
 from ebbtide.store.topics.topic import Topic
 from ebbtide.types.rollout import RolloutKind, RolloutRequest, SubmitOrder, SubmitOutcome
-from ebbtide.types.run import LeaseRef
+from ebbtide.types.run import LeaseRef, is_gateway
 
 _PAGE: Final = 256
 #: Requests packed between two turns of other calls.
@@ -65,10 +65,11 @@ class RolloutTopic(Topic):
                 "QUOTA": f"{refused.detail} of its quota_bytes ({quota_bytes})",
                 "QUEUE": f"{refused.detail} of {max_open} places in its queue",
             }[refused.code]
-            raise NoCapacity(
-                f"run {lease.run_id} uses {what}; complete, commit or acknowledge finished ones",
-                retry_after_s=_RETRY_AFTER_S,
-            ) from None
+            remedy = "complete, commit or acknowledge finished ones"
+            if is_gateway(lease.role):
+                remedy = "gateways may use three quarters; end sessions, or wait for finished requests to go"
+            text = f"run {lease.run_id} uses {what}; {remedy}"
+            raise NoCapacity(text, retry_after_s=_RETRY_AFTER_S) from None
         return [_accepted(outcome, rest) for outcome, rest in found]
 
     async def place(self, run_id: str, placements: Sequence[tuple[str, str, str]]) -> list[PlacedRollout | None]:

@@ -142,6 +142,7 @@ def _refusal(refused: StoreRefused, session_id: str, quota_bytes: int = 0) -> Ex
             text = f"session {session_id} has {refused.detail} turns, and takes no more; end it, and open another one"
             return NoCapacity(text, retry_after_s=_RETRY_AFTER_S)
         case "QUOTA":
-            text = f"its run uses {refused.detail} of its quota_bytes ({quota_bytes}); end sessions, or wait"
+            text = f"its run uses {refused.detail} of its quota_bytes ({quota_bytes}), of which gateways may use three "
+            text += "quarters; end sessions, or wait"
             return NoCapacity(f"session {session_id}: {text}", retry_after_s=_RETRY_AFTER_S)
     return refused

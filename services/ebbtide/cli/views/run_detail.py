@@ -58,6 +58,7 @@ def _lines(run: Run) -> Iterator[tuple[str, str]]:
     count = {name: counts.get(name, 0) for name in ("submitted", "trained", "queued", "running", "finished")}
     yield "rollouts", f"{count['submitted']:,} submitted, {count['trained']:,} trained; dropped: {dropped}"
     yield "now", f"{count['queued']:,} wait, {count['running']:,} run, {count['finished']:,} finished"
+    yield from _served(counts)
     yield from _migration(counts)
     yield from sorted(run.holders.items())
 
@@ -69,6 +70,16 @@ def _share(run: Run) -> str:
     if share is None:
         return bounds
     return f"{share.lately:.1%} of the tokens lately, {share.due:.1%} due, {share.workers:,} workers ({bounds})"
+
+
+def _served(counts: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+    """What its gateways' clients asked for, if they did."""
+    names = ("requests_submitted", "requests_completed", "sessions_opened", "sessions_completed", "sessions_dropped")
+    asked, ended, opened, trajectories, dropped = (counts.get(name, 0) for name in names)
+    if asked:
+        yield "requests", f"{asked:,} submitted, {ended:,} ended"
+    if opened:
+        yield "sessions", f"{opened:,} opened, {trajectories:,} became trajectories, {dropped:,} dropped"
 
 
 def _migration(counts: Mapping[str, int]) -> Iterator[tuple[str, str]]:
