@@ -161,9 +161,15 @@ class _MarkedOutput:
     def whole(self, text: str, ids: Sequence[int]) -> OutputDelta:
         reasoning, _, rest = text.partition("</think>") if "</think>" in text else ("", "", text)
         content, *marked = rest.split("<tool_call>") if self._calls else [rest]
-        calls = []
-        for index, one in enumerate(marked):
-            call = msgspec.json.decode(one.partition("</tool_call>")[0])
-            arguments = msgspec.json.encode(call["arguments"]).decode()
-            calls.append(ToolCallDelta(index, call_id(self._seed, index), call["name"], arguments))
-        return OutputDelta(reasoning.removeprefix("<think>"), content, tuple(calls))
+        found = [msgspec.json.decode(one.partition("</tool_call>")[0]) for one in marked]
+        calls = [
+            ToolCallDelta(
+                index=index,
+                call_id=call_id(self._seed, index),
+                name=call["name"],
+                arguments=msgspec.json.encode(call["arguments"]).decode(),
+            )
+            for index, call in enumerate(found)
+        ]
+        reasoning = reasoning.removeprefix("<think>")
+        return OutputDelta(reasoning=reasoning, content=content, tool_calls=tuple(calls))
