@@ -24,6 +24,10 @@ PLANTED = {
         "import ebbtide.rollout_worker.generation.outbox",
     ),
     "Inside the guard": ("services/ebbtide/serving_guard/loans/planted.py", "import ebbtide.serving_guard.proxy.proxy"),
+    "Inside the gateway": (
+        "services/ebbtide/gateway/generation/planted.py",
+        "import ebbtide.gateway.routes.http_reply",
+    ),
     "Inside the trainer": ("services/ebbtide/trainer/ranks/planted.py", "import ebbtide.trainer.training"),
     "Decisions of one kind": (
         "common/ebbtide/scheduling/health/planted.py",
@@ -38,7 +42,7 @@ PLANTED = {
     "The SDK installs light": ("common/ebbtide/client/planted.py", "import ebbtide.telemetry"),
     "Only the coordinator has a store": ("services/ebbtide/trainer/planted.py", "import ebbtide.store"),
     "The simulator needs no client": ("services/ebbtide/simulator/planted.py", "import ebbtide.store.store"),
-    "Only trainers, drivers and the": ("services/ebbtide/weight_relay/planted.py", "import ebbtide.client"),
+    "Only trainers, drivers, gateways": ("services/ebbtide/weight_relay/planted.py", "import ebbtide.client"),
     "Services do not run on": ("services/ebbtide/cli/planted_too.py", "import ebbtide.testing"),
     "Decisions and weights are pure": ("common/ebbtide/scheduling/planted.py", "import time"),
     "redis belongs": ("services/ebbtide/coordinator/planted.py", "import redis.asyncio"),

@@ -20,12 +20,13 @@ class Role(StrEnum):
     GATEWAY = "gateway"
     WORKER = "worker"
     RELAY = "relay"
+    AGENT = "agent"  # asks gateways for text, and may call no service
     COORDINATOR = "coordinator"  # this and the guard serve and call nobody: only certificates have these roles
     GUARD = "guard"
 
 
 #: Roles whose tokens may be bound to one run: the others work for the whole fleet.
-OF_ONE_RUN: Final = frozenset({Role.USER, Role.TRAINER, Role.GATEWAY})
+OF_ONE_RUN: Final = frozenset({Role.USER, Role.TRAINER, Role.GATEWAY, Role.AGENT})
 #: Roles whose tokens may be shown to a worker that serves its peers: they permit no more than its own.
 AMONG_PEERS: Final = frozenset({Role.WORKER, Role.RELAY})
 _PEOPLE: Final = {Role.USER, Role.OPERATOR}

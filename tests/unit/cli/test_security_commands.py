@@ -99,7 +99,7 @@ def test_one_that_cannot_be_read_holds_up_none_of_the_others(ask: Ask) -> None:
         (("tokens", "issue", "--dir", "nowhere", "--role", "user"), "ebbtide tokens key makes one"),
         (
             ("tokens", "issue", "--dir", "keys", "--role", "operator", "--run", "r"),
-            "only tokens of gateway, trainer and user",
+            "only tokens of agent, gateway, trainer and user",
         ),
         (("tokens", "issue", "--dir", "keys", "--role", "user", "--run", "a b"), "run: must be"),
         (("tokens", "issue", "--dir", "keys", "--role", "user", "--ttl", "soon"), "--ttl: 'soon' is no duration"),

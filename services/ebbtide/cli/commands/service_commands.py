@@ -17,6 +17,7 @@ SERVICES: Final = {
         "Run a serving-guard. It lends a serving engine's idle time.",
     ),
     "weight-relay": ("ebbtide.weight_relay", "Run a weight-relay. It stores and serves policy versions."),
+    "gateway": ("ebbtide.gateway", "Run a gateway. It serves runs' policies over HTTP."),
     "trainer": ("ebbtide.trainer", "Run a trainer. It trains runs, one after another."),
     "driver": ("ebbtide.driver", "Run an episode driver. It runs the environments of runs."),
 }

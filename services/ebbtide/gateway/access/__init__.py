@@ -1,0 +1,1 @@
+"""Decides who may ask the gateway for what, and how much at once."""

@@ -1,0 +1,63 @@
+"""Declares the bounds on requests, and counts those under way.
+
+Invariant: a request under way is counted once, from before its body is read until its answer has ended. The counts are
+this process's alone.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from ebbtide.errors import NoCapacity
+from ebbtide.gateway.access.client_key import ClientKey
+
+
+class RequestLimits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Bounds on what clients may ask for. More is refused, never cut."""
+
+    body_bytes: Annotated[int, Meta(ge=1024, description="bytes of one request's body")] = 8 << 20
+    body_s: Annotated[float, Meta(gt=0, description="seconds within which a body must arrive")] = 30.0
+    header_bytes: Annotated[int, Meta(ge=1024, description="bytes of a request's line and headers")] = 64 << 10
+    header_s: Annotated[float, Meta(gt=0, description="seconds within which line and headers must arrive")] = 15.0
+    json_depth: Annotated[int, Meta(ge=4, le=500, description="objects and lists inside each other in a body")] = 64
+    prompt_tokens: Annotated[int, Meta(ge=0, description="tokens of one prompt; 0: what the model's context holds")] = 0
+    messages: Annotated[int, Meta(ge=1, description="messages of one chat")] = 4096
+    tools: Annotated[int, Meta(ge=1, description="tools of one chat")] = 256
+    requests_per_key: Annotated[int, Meta(ge=1, description="requests under way at once under one key")] = 1024
+    requests: Annotated[int, Meta(ge=1, description="requests under way at once in this gateway")] = 4096
+    request_s: Annotated[float, Meta(gt=0, description="seconds that one request may take in all")] = 21600.0
+    keep_alive_s: Annotated[
+        float, Meta(gt=0, description="seconds without a token after which a stream shows that it lives")
+    ] = 15.0
+
+
+class RequestSlots:
+    """Counts requests under way, in all and by key."""
+
+    def __init__(self, limits: RequestLimits) -> None:
+        self._limits = limits
+        self._by_owner: Counter[str] = Counter()
+        self.under_way = 0
+
+    @contextmanager
+    def taken(self, key: ClientKey) -> Iterator[None]:
+        """Count one request inside the block. Raises `NoCapacity` if there are too many already."""
+        if self.under_way >= self._limits.requests:
+            raise NoCapacity(f"this gateway has {self.under_way} requests under way, and takes no more; try again")
+        if self._by_owner[key.owner] >= self._limits.requests_per_key:
+            most = self._limits.requests_per_key
+            raise NoCapacity(
+                f"{key.owner} has {most} requests under way, the most that one key may have; wait for some"
+            )
+        self._by_owner[key.owner] += 1
+        self.under_way += 1
+        try:
+            yield
+        finally:
+            self.under_way -= 1
+            self._by_owner[key.owner] -= 1
+            if not self._by_owner[key.owner]:
+                del self._by_owner[key.owner]

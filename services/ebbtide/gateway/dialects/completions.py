@@ -1,0 +1,164 @@
+"""Speaks /v1/completions."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from msgspec import Struct
+
+from ebbtide.errors import EbbtideError, InvalidRequest
+from ebbtide.gateway.dialects.dialect import AnswerContext, AskedText
+from ebbtide.gateway.dialects.error_shapes import openai_error, status_of
+from ebbtide.gateway.dialects.event_lines import DONE, KEEP_ALIVE, data_event
+from ebbtide.gateway.dialects.request_bodies import (
+    Completions,
+    Count,
+    LogprobCount,
+    SharedBody,
+    TokenId,
+    stream_options,
+)
+from ebbtide.gateway.dialects.token_shapes import TokenTally, completion_logprobs, token_name, version_spans
+from ebbtide.gateway.fields.openai_fields import COMPLETION_FIELDS
+from ebbtide.gateway.generation.choice_delta import ChoiceDelta, ChoiceFinish, ChoiceResult
+from ebbtide.gateway.generation.text_request import IdsPrompt, Prompt, RawPrompt, TextRequest
+from ebbtide.types.parse import parse
+from ebbtide.types.tokens import TokenArray
+
+
+class CompletionBody(SharedBody, kw_only=True):
+    prompt: str | list[Any]
+    max_tokens: Count = 16
+    n: Completions = 1
+    logprobs: LogprobCount | None = None
+    add_special_tokens: bool = True
+    return_tokens_as_token_ids: bool = False
+
+
+class _Ids(Struct):
+    prompt: list[TokenId]
+
+
+class _Texts(Struct):
+    prompt: list[str]
+
+
+class _ManyIds(Struct):
+    prompt: list[list[TokenId]]
+
+
+class CompletionDialect:
+    """Reads and answers completions of texts and of token ids."""
+
+    def read(self, body: Mapping[str, Any]) -> AskedText:
+        asked = parse(CompletionBody, COMPLETION_FIELDS.checked(body))
+        options = stream_options(asked.stream_options, stream=asked.stream)
+        request = TextRequest(
+            model=asked.model,
+            prompts=_prompts(asked),
+            sampling=asked.sampling(),
+            max_tokens=asked.max_tokens,
+            n=asked.n,
+            stop=asked.stops(),
+            keep_stop=asked.include_stop_str_in_output,
+            skip_special=asked.skip_special_tokens,
+            stream=asked.stream,
+            priority=asked.priority,
+            versions=asked.weight_version.wish(),
+            request_id=asked.request_id,
+            session_id=asked.session_id,
+        )
+        return AskedText(
+            request,
+            lambda context: CompletionAnswer(
+                asked, context, usage=options.include_usage, running_usage=options.continuous_usage_stats
+            ),
+        )
+
+
+class CompletionAnswer:
+    """The answer to one request."""
+
+    def __init__(self, asked: CompletionBody, context: AnswerContext, *, usage: bool, running_usage: bool) -> None:
+        self._asked, self._context = asked, context
+        self._usage, self._running_usage = usage, running_usage
+        self._tally = TokenTally(context.played.prompts)
+        self._name = token_name(context.token_text, as_ids=asked.return_tokens_as_token_ids)
+        self._offsets = [0] * context.played.completions
+        self._begun: set[int] = set()
+
+    def begin(self) -> bytes:
+        return b""
+
+    def events(self, delta: ChoiceDelta) -> bytes:
+        self._tally.add(delta)
+        choice = self._choice(delta.index, delta.text, delta.tokens, delta.finish)
+        if delta.index in self._begun:
+            choice.pop("prompt_token_ids", None)
+        self._begun.add(delta.index)
+        chunk = self._frame([choice])
+        if delta.finish is not None:
+            chunk |= self._tally.stamps()
+        if self._running_usage:
+            chunk["usage"] = self._tally.usage()
+        return data_event(chunk)
+
+    def end(self) -> bytes:
+        last = data_event(self._frame([]) | {"usage": self._tally.usage()}) if self._usage else b""
+        return last + DONE
+
+    def failure(self, error: EbbtideError) -> bytes:
+        return data_event(openai_error(status_of(error), error, self._context.request_id)) + DONE
+
+    def idle(self) -> bytes:
+        return KEEP_ALIVE
+
+    def whole(self, results: Sequence[ChoiceResult]) -> dict[str, Any]:
+        choices = []
+        for result in results:
+            tokens = result.tokens
+            self._tally.add_tokens(tokens)
+            choice = self._choice(result.index, result.text, tokens, result.finish)
+            if self._asked.return_token_ids:
+                choice["weight_versions"] = version_spans(tokens)
+            choices.append(choice)
+        return self._frame(choices) | {"usage": self._tally.usage()} | self._tally.stamps()
+
+    def _frame(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": f"cmpl-{self._context.request_id}",
+            "object": "text_completion",
+            "created": self._context.created,
+            "model": self._context.model,
+            "choices": choices,
+        }
+
+    def _choice(self, index: int, text: str, tokens: TokenArray, finish: ChoiceFinish | None) -> dict[str, Any]:
+        choice: dict[str, Any] = {
+            "index": index,
+            "text": text,
+            "logprobs": None,
+            "finish_reason": finish.reason if finish else None,
+            "stop_reason": finish.stop if finish else None,
+        }
+        if self._asked.logprobs is not None:
+            found = completion_logprobs(tokens, self._name, self._offsets[index])
+            self._offsets[index] += sum(map(len, found["tokens"]))
+            choice["logprobs"] = found
+        if self._asked.return_token_ids:
+            choice["token_ids"] = tokens["id"].tolist()
+            choice["prompt_token_ids"] = self._context.played.prompt_of(index)
+        return choice
+
+
+def _prompts(body: CompletionBody) -> list[Prompt]:
+    """Raises `InvalidRequest` naming `prompt`."""
+    if isinstance(body.prompt, str):
+        return [RawPrompt(body.prompt, body.add_special_tokens)]
+    if not body.prompt:
+        raise InvalidRequest("is empty; give a text or token ids", field="prompt")
+    first = body.prompt[0]
+    if isinstance(first, int):
+        return [IdsPrompt(parse(_Ids, {"prompt": body.prompt}).prompt)]
+    if isinstance(first, str):
+        return [RawPrompt(text, body.add_special_tokens) for text in parse(_Texts, {"prompt": body.prompt}).prompt]
+    return [IdsPrompt(ids) for ids in parse(_ManyIds, {"prompt": body.prompt}).prompt]

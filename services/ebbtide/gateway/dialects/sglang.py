@@ -1,0 +1,148 @@
+"""Speaks SGLang's POST /generate."""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+
+from ebbtide.errors import EbbtideError, InvalidRequest
+from ebbtide.gateway.dialects.dialect import AnswerContext, AskedText
+from ebbtide.gateway.dialects.error_shapes import openai_error, status_of
+from ebbtide.gateway.dialects.event_lines import DONE, KEEP_ALIVE, data_event
+from ebbtide.gateway.dialects.nested_errors import parsed_inside
+from ebbtide.gateway.dialects.request_bodies import (
+    Completions,
+    Count,
+    Priority,
+    SamplingBody,
+    TokenId,
+    WeightVersionBody,
+)
+from ebbtide.gateway.dialects.token_shapes import TokenTally, logprobs_of
+from ebbtide.gateway.fields.token_fields import SGLANG_FIELDS, SGLANG_SAMPLING_FIELDS
+from ebbtide.gateway.generation.choice_delta import ChoiceDelta, ChoiceResult
+from ebbtide.gateway.generation.text_request import IdsPrompt, Prompt, RawPrompt, TextRequest
+from ebbtide.types.parse import parse
+
+
+class SglangSamplingBody(SamplingBody, kw_only=True):
+    max_new_tokens: Count = 128
+    min_new_tokens: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
+    no_stop_trim: bool = False
+    n: Completions = 1
+
+
+class SglangBody(Struct, kw_only=True):
+    text: str | list[str] | None = None
+    input_ids: list[Any] | None = None  # ids, or lists of ids
+    sampling_params: dict[str, Any] = msgspec.field(default_factory=dict)
+    model: str = ""
+    stream: bool = False
+    return_logprob: bool = False
+    return_text_in_logprobs: bool = False
+    rid: str = ""
+    priority: Priority = 0
+    weight_version: WeightVersionBody = WeightVersionBody()
+
+
+class SglangDialect:
+    """Reads and answers SGLang's requests."""
+
+    def read(self, body: Mapping[str, Any]) -> AskedText:
+        asked = parse(SglangBody, SGLANG_FIELDS.checked(body))
+        checked = SGLANG_SAMPLING_FIELDS.checked(asked.sampling_params, inside="sampling_params")
+        sampling = parsed_inside(SglangSamplingBody, checked, "sampling_params")
+        sampling.min_tokens = sampling.min_new_tokens
+        request = TextRequest(
+            model=asked.model,
+            prompts=_prompts(asked),
+            sampling=sampling.sampling(),
+            max_tokens=sampling.max_new_tokens,
+            n=sampling.n,
+            stop=sampling.stops("sampling_params.stop"),
+            keep_stop=sampling.no_stop_trim,
+            skip_special=sampling.skip_special_tokens,
+            stream=asked.stream,
+            priority=asked.priority,
+            versions=asked.weight_version.wish(),
+            request_id=asked.rid,
+        )
+        listed = sampling.n > 1 or isinstance(asked.text, list) or _is_batch(asked.input_ids)
+        return AskedText(request, lambda context: SglangAnswer(asked, context, listed=listed))
+
+
+class SglangAnswer:
+    """The answer to one request: an object for each completion, in a list if there may be several."""
+
+    def __init__(self, asked: SglangBody, context: AnswerContext, *, listed: bool) -> None:
+        self._asked, self._context, self._listed = asked, context, listed
+        self._results: dict[int, ChoiceResult] = {}
+
+    def begin(self) -> bytes:
+        return b""
+
+    def events(self, delta: ChoiceDelta) -> bytes:
+        """Each event has all of the completion so far, as SGLang's have."""
+        result = self._results.setdefault(delta.index, ChoiceResult(delta.index))
+        result.add(delta)
+        return data_event(self._object(result) | ({"index": delta.index} if self._listed else {}))
+
+    def end(self) -> bytes:
+        return DONE
+
+    def failure(self, error: EbbtideError) -> bytes:
+        return data_event(openai_error(status_of(error), error, self._context.request_id)) + DONE
+
+    def idle(self) -> bytes:
+        return KEEP_ALIVE
+
+    def whole(self, results: Sequence[ChoiceResult]) -> Any:
+        made = [self._object(result) for result in results]
+        return made if self._listed else made[0]
+
+    def _object(self, result: ChoiceResult) -> dict[str, Any]:
+        tokens, finish = result.tokens, result.finish
+        prompt = self._context.played.prompt_of(result.index)
+        tally = TokenTally([prompt])
+        tally.add_tokens(tokens)
+        meta: dict[str, Any] = {
+            "id": self._context.request_id,
+            "finish_reason": None,
+            "prompt_tokens": len(prompt),
+            "completion_tokens": len(tokens),
+            **tally.stamps(),
+        }
+        if stamps := tally.stamps():
+            meta["weight_version"] = str(stamps["weight_version_end"])
+        if finish is not None:
+            ended = {"type": finish.reason}
+            meta["finish_reason"] = ended | ({"matched": finish.stop} if finish.stop is not None else {})
+        ids = tokens["id"].tolist()
+        if self._asked.return_logprob:
+            name = self._context.token_text if self._asked.return_text_in_logprobs else lambda _token: None
+            pairs = zip(logprobs_of(tokens), ids, strict=True)
+            meta["output_token_logprobs"] = [[logprob, token, name(token)] for logprob, token in pairs]
+        return {"text": result.text, "output_ids": ids, "meta_info": meta}
+
+
+class _OneList(Struct):
+    input_ids: list[TokenId]
+
+
+class _ManyLists(Struct):
+    input_ids: list[list[TokenId]]
+
+
+def _prompts(asked: SglangBody) -> list[Prompt]:
+    if (asked.text is None) == (asked.input_ids is None):
+        raise InvalidRequest("give text or input_ids, and not both", field="input_ids")
+    if asked.text is not None:
+        return [RawPrompt(text) for text in ([asked.text] if isinstance(asked.text, str) else asked.text)]
+    if _is_batch(asked.input_ids):
+        return [IdsPrompt(ids) for ids in parse(_ManyLists, {"input_ids": asked.input_ids}).input_ids]
+    return [IdsPrompt(parse(_OneList, {"input_ids": asked.input_ids}).input_ids)]
+
+
+def _is_batch(ids: list[Any] | None) -> bool:
+    return ids is not None and ids != [] and isinstance(ids[0], list)

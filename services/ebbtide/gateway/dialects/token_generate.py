@@ -1,0 +1,150 @@
+"""Speaks /inference/v1/generate: token ids in, token ids out."""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from ebbtide.errors import EbbtideError
+from ebbtide.gateway.dialects.dialect import AnswerContext, AskedText
+from ebbtide.gateway.dialects.error_shapes import openai_error, status_of
+from ebbtide.gateway.dialects.event_lines import DONE, KEEP_ALIVE, data_event
+from ebbtide.gateway.dialects.nested_errors import parsed_inside
+from ebbtide.gateway.dialects.request_bodies import (
+    Completions,
+    Count,
+    LogprobCount,
+    Priority,
+    SamplingBody,
+    StreamOptions,
+    TokenId,
+    WeightVersionBody,
+    stream_options,
+)
+from ebbtide.gateway.dialects.token_shapes import TokenTally, chat_logprobs, generate_logprobs, version_spans
+from ebbtide.gateway.fields.token_fields import GENERATE_FIELDS, TOKEN_SAMPLING_FIELDS
+from ebbtide.gateway.generation.choice_delta import ChoiceDelta, ChoiceFinish, ChoiceResult
+from ebbtide.gateway.generation.text_request import IdsPrompt, TextRequest
+from ebbtide.types.parse import parse
+from ebbtide.types.tokens import TokenArray
+
+
+class TokenSamplingBody(SamplingBody, kw_only=True):
+    n: Completions = 1
+    max_tokens: Count | None = None
+    logprobs: LogprobCount | None = None
+
+
+class GenerateBody(Struct, kw_only=True):
+    token_ids: Annotated[list[TokenId], Meta(min_length=1)]
+    sampling_params: dict[str, Any]
+    model: str = ""
+    stream: bool = False
+    stream_options: dict[str, Any] = msgspec.field(default_factory=dict)
+    output_mode: Literal["tokens", "text"] = "tokens"
+    request_id: str = ""
+    session_id: str = ""
+    return_token_ids: bool = False
+    priority: Priority = 0
+    weight_version: WeightVersionBody = WeightVersionBody()
+
+
+class TokenGenerateDialect:
+    """Reads and answers requests of token ids."""
+
+    def read(self, body: Mapping[str, Any]) -> AskedText:
+        asked = parse(GenerateBody, GENERATE_FIELDS.checked(body))
+        checked = TOKEN_SAMPLING_FIELDS.checked(asked.sampling_params, inside="sampling_params")
+        sampling = parsed_inside(TokenSamplingBody, checked, "sampling_params")
+        options = stream_options(asked.stream_options, stream=asked.stream)
+        request = TextRequest(
+            model=asked.model,
+            prompts=[IdsPrompt(asked.token_ids)],
+            sampling=sampling.sampling(),
+            max_tokens=sampling.max_tokens,
+            n=sampling.n,
+            stop=sampling.stops("sampling_params.stop"),
+            keep_stop=sampling.include_stop_str_in_output,
+            skip_special=sampling.skip_special_tokens,
+            stream=asked.stream,
+            priority=asked.priority,
+            versions=asked.weight_version.wish(),
+            request_id=asked.request_id,
+            session_id=asked.session_id,
+        )
+        logprobs = sampling.logprobs is not None
+        return AskedText(request, lambda context: TokenGenerateAnswer(asked, context, options, logprobs=logprobs))
+
+
+class TokenGenerateAnswer:
+    """The answer to one request."""
+
+    def __init__(self, asked: GenerateBody, context: AnswerContext, options: StreamOptions, *, logprobs: bool) -> None:
+        self._asked, self._context, self._options, self._logprobs = asked, context, options, logprobs
+        self._tally = TokenTally(context.played.prompts)
+        self._results: dict[int, ChoiceResult] = {}
+
+    def begin(self) -> bytes:
+        return b""
+
+    def events(self, delta: ChoiceDelta) -> bytes:
+        first = not self._results
+        result = self._results.setdefault(delta.index, ChoiceResult(delta.index))
+        result.add(delta)
+        self._tally.add(delta)
+        choice = self._choice(delta.index, delta.text, delta.tokens, delta.finish)
+        chunk = self._frame([choice])
+        if first and self._asked.return_token_ids:
+            chunk["prompt_token_ids"] = self._context.played.prompt_of(0)
+        if delta.finish is not None:
+            choice["weight_versions"] = version_spans(result.tokens)
+            chunk |= self._tally.stamps()
+        if self._options.continuous_usage_stats:
+            chunk["usage"] = self._tally.usage()
+        return data_event(chunk)
+
+    def end(self) -> bytes:
+        last = data_event(self._frame([]) | {"usage": self._tally.usage()}) if self._options.include_usage else b""
+        return last + DONE
+
+    def failure(self, error: EbbtideError) -> bytes:
+        return data_event(openai_error(status_of(error), error, self._context.request_id)) + DONE
+
+    def idle(self) -> bytes:
+        return KEEP_ALIVE
+
+    def whole(self, results: Sequence[ChoiceResult]) -> dict[str, Any]:
+        choices = []
+        for result in results:
+            tokens = result.tokens
+            self._tally.add_tokens(tokens)
+            choice = self._choice(result.index, result.text, tokens, result.finish)
+            choices.append(choice | {"weight_versions": version_spans(tokens)})
+        whole = self._frame(choices) | {"created": self._context.created, "model": self._context.model}
+        if self._asked.return_token_ids:
+            whole["prompt_token_ids"] = self._context.played.prompt_of(0)
+        return whole | {"usage": self._tally.usage()} | self._tally.stamps()
+
+    def _frame(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "request_id": self._context.request_id,
+            "output_mode": self._asked.output_mode,
+            "choices": choices,
+        }
+
+    def _choice(self, index: int, text: str, tokens: TokenArray, finish: ChoiceFinish | None) -> dict[str, Any]:
+        in_text = self._asked.output_mode == "text"
+        choice: dict[str, Any] = {
+            "index": index,
+            "finish_reason": finish.reason if finish else None,
+            "stop_reason": finish.stop if finish else None,
+            "token_ids": tokens["id"].tolist(),
+            "logprobs": None,
+        }
+        if in_text:
+            choice["text"] = text
+        if self._logprobs:
+            named = chat_logprobs(tokens, self._context.token_text) if in_text else generate_logprobs(tokens)
+            choice["logprobs"] = named
+        return choice

@@ -1,0 +1,125 @@
+"""Follows the rollouts of one request, and yields what is new of its completions.
+
+Invariant: each completion's tokens are read by one task at most, and a completion that is ahead of the answer waits
+once its queue is full, so that a slow client costs no memory. The rollouts are the coordinator's: when the gateway
+dies, they go on, and a repeat of the request meets them.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Final
+
+from ebbtide.errors import EbbtideError, Internal, Unavailable
+from ebbtide.gateway.generation.choice_delta import ChoiceDelta
+from ebbtide.gateway.generation.choice_text import ChoiceText
+from ebbtide.gateway.generation.rollout_source import RolloutSource
+from ebbtide.types.rollout import FinishReason, RolloutRequest, TokenChunk
+from ebbtide.types.tokens import unpack_tokens
+
+#: Deltas of one request that wait for its client.
+_AHEAD: Final = 16
+
+
+class PlayedRequest:
+    """A request whose rollouts are submitted. `deltas` is read once."""
+
+    def __init__(
+        self,
+        source: RolloutSource,
+        rollouts: Sequence[RolloutRequest],
+        choices: Sequence[ChoiceText],
+        prompts: Sequence[list[int]],
+    ) -> None:
+        self._source, self._rollouts, self._choices = source, rollouts, choices
+        self.prompts = prompts  # token ids; each has an equal number of completions, in order
+        self.run_id = source.run.run_id
+
+    @property
+    def completions(self) -> int:
+        return len(self._rollouts)
+
+    def prompt_of(self, index: int) -> list[int]:
+        """The prompt of a completion."""
+        return self.prompts[index * len(self.prompts) // self.completions]
+
+    async def deltas(self) -> AsyncGenerator[ChoiceDelta, None]:
+        """Yield deltas of all completions as they come. Each completion's last one has a finish.
+
+        Raises `Unavailable` if a rollout was cancelled by another, `Internal` if it was given up.
+        """
+        if self.completions == 1:
+            async with aclosing(self._follow(0)) as following:
+                async for delta in following:
+                    yield delta
+            return
+        async with aclosing(self._joined()) as joined:
+            async for delta in joined:
+                yield delta
+
+    async def cancel(self) -> None:
+        """End the rollouts that still run."""
+        await self._source.cancel([rollout.rollout_id for rollout in self._unfinished()])
+
+    def _unfinished(self) -> list[RolloutRequest]:
+        return [one for one, choice in zip(self._rollouts, self._choices, strict=True) if not choice.finished]
+
+    async def _joined(self) -> AsyncGenerator[ChoiceDelta, None]:
+        queue: asyncio.Queue[ChoiceDelta | EbbtideError | None] = asyncio.Queue(_AHEAD)
+        tasks = [asyncio.create_task(self._enqueue(number, queue)) for number in range(self.completions)]
+        try:
+            under_way = len(tasks)
+            while under_way:
+                item = await queue.get()
+                if isinstance(item, EbbtideError):
+                    raise item
+                if item is None:
+                    under_way -= 1
+                else:
+                    yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _enqueue(self, number: int, queue: "asyncio.Queue[ChoiceDelta | EbbtideError | None]") -> None:
+        try:
+            async with aclosing(self._follow(number)) as following:
+                async for delta in following:
+                    await queue.put(delta)
+        except EbbtideError as error:
+            await queue.put(error)
+        except Exception as error:  # noqa: BLE001 - raised where the queue is read
+            failure = Internal("a completion could not be read")
+            failure.__cause__ = error
+            await queue.put(failure)
+        else:
+            await queue.put(None)
+
+    async def _follow(self, number: int) -> AsyncGenerator[ChoiceDelta, None]:
+        choice, rollout_id = self._choices[number], self._rollouts[number].rollout_id
+        async with aclosing(self._source.tokens(rollout_id)) as chunks:
+            async for chunk in chunks:
+                ends = chunk.reason in (FinishReason.STOP, FinishReason.LENGTH)
+                delta = choice.push(unpack_tokens(chunk.tokens), chunk.reason if ends else None)
+                if choice.stopped_early and chunk.reason is None:
+                    await self._stop(rollout_id)
+                if len(delta.tokens) or delta.finish is not None:
+                    yield delta
+                if choice.finished:
+                    return
+                if chunk.reason is not None:
+                    raise _ended_badly(chunk)
+        raise Unavailable("the completion's tokens ended without a reason; ask again under the same X-Request-ID")
+
+    async def _stop(self, rollout_id: str) -> None:
+        """End a rollout behind a stop string. If that fails, its tokens cost time and nothing else."""
+        with contextlib.suppress(EbbtideError):
+            await self._source.cancel([rollout_id])
+
+
+def _ended_badly(chunk: TokenChunk) -> EbbtideError:
+    if chunk.reason is FinishReason.DEAD_LETTERED:
+        return Unavailable(f"the completion was given up, as too many attempts at it failed: {chunk.message}")
+    return Unavailable(f"the completion was cancelled {f'({chunk.message})' if chunk.message else ''}".strip())

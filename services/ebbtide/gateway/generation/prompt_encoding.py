@@ -1,0 +1,65 @@
+"""Turns the prompts of a request into token ids, and checks that they fit the model."""
+
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+
+from ebbtide.errors import InvalidRequest
+from ebbtide.gateway.generation.text_model import TextModel
+from ebbtide.gateway.generation.text_request import ChatPrompt, IdsPrompt, Prompt, RawPrompt, TextRequest
+from ebbtide.types.run import Sampling, check_sampling
+
+#: Most tokens of one completion that workers are asked for, as `Sampling.max_tokens` states it.
+MAX_NEW_TOKENS: Final = 1 << 20
+
+
+def encode_prompt(prompt: Prompt, model: TextModel) -> list[int]:
+    """The prompt's token ids. Takes milliseconds for a long text. Raises `InvalidRequest` naming the field."""
+    match prompt:
+        case IdsPrompt(ids):
+            return ids
+        case RawPrompt(text, special):
+            return model.encode(text, special=special)
+        case ChatPrompt():
+            text = model.render(
+                prompt.messages,
+                tools=prompt.tools,
+                template_options=prompt.template_options,
+                generate=prompt.generate,
+            )
+            return model.encode(text, special=prompt.special)
+
+
+def check_prompt(ids: Sequence[int], model: TextModel, *, max_prompt_tokens: int, field: str) -> None:
+    """Raise `InvalidRequest` for a prompt that no worker could continue. `max_prompt_tokens` 0: no bound."""
+    if not ids:
+        raise InvalidRequest("holds no token; there must be something to continue", field=field)
+    if max_prompt_tokens and len(ids) > max_prompt_tokens:
+        raise InvalidRequest(f"has {len(ids)} tokens, more than this gateway's {max_prompt_tokens}", field=field)
+    if len(ids) >= model.context:
+        raise InvalidRequest(
+            f"has {len(ids)} tokens, which leaves no room in the model's context of {model.context}", field=field
+        )
+    if not 0 <= min(ids) <= max(ids) < model.vocabulary:
+        raise InvalidRequest(f"token ids are 0 to {model.vocabulary - 1} in this model's vocabulary", field=field)
+
+
+def sampling_of(request: TextRequest, model: TextModel, prompt_tokens: int) -> Sampling:
+    """The sampling of one prompt's completions. Raises `InvalidRequest` naming the field.
+
+    Stop strings stay here: the gateway finds them itself.
+    """
+    room = model.context - prompt_tokens
+    if request.max_tokens is not None and request.max_tokens > room:
+        raise InvalidRequest(
+            f"{request.max_tokens} and a prompt of {prompt_tokens} tokens exceed the model's context of "
+            f"{model.context}; ask for at most {room}",
+            field="max_tokens",
+        )
+    limit = min(room, MAX_NEW_TOKENS) if request.max_tokens is None else request.max_tokens
+    sampling = msgspec.structs.replace(request.sampling, max_tokens=limit)
+    try:
+        return check_sampling(sampling, field="")
+    except InvalidRequest as error:
+        raise InvalidRequest(str(error).partition(": ")[2] or str(error), field=error.field.lstrip(".")) from None

@@ -1,0 +1,177 @@
+"""Plays a request for text: encodes its prompts, submits their rollouts, and follows these.
+
+Invariant: the same request of the same client has the same rollouts at any gateway, as their ids and contents follow
+from the request alone. So nothing is lost with this process.
+"""
+
+import asyncio
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final
+
+from ebbtide.errors import InvalidRequest
+from ebbtide.gateway.generation.choice_text import ChoiceText
+from ebbtide.gateway.generation.played_request import PlayedRequest
+from ebbtide.gateway.generation.prompt_encoding import check_prompt, encode_prompt, sampling_of
+from ebbtide.gateway.generation.rollout_source import RolloutSource
+from ebbtide.gateway.generation.session_episode import session_episode
+from ebbtide.gateway.generation.text_model import TextModel
+from ebbtide.gateway.generation.text_request import ChatPrompt, Prompt, RawPrompt, TextRequest
+from ebbtide.gateway.generation.version_wishes import is_satisfied, unsatisfied, version_bounds
+from ebbtide.gateway.text.output_parsers import OutputParser
+from ebbtide.gateway.text.stop_strings import StopStrings
+from ebbtide.types.ids import new_fence, rollout_id_of_request
+from ebbtide.types.rollout import RolloutKind, RolloutRequest
+from ebbtide.types.run import Sampling
+from ebbtide.types.session import MAX_COMPLETIONS
+from ebbtide.types.tokens import pack_ids
+
+#: Prompts of at most so many characters are encoded at once: a thread would take longer.
+_SHORT: Final = 2000
+#: A field of a rollout, as the coordinator names it.
+_ROLLOUT_FIELD: Final = re.compile(r"rollouts\[(?P<number>\d+)\]\.(?:sampling\.)?(?P<name>\w+)")
+
+
+class RequestPlayer:
+    """Plays requests on one run."""
+
+    def __init__(self, source: RolloutSource, model: TextModel, *, max_prompt_tokens: int = 0) -> None:
+        """`max_prompt_tokens` 0: what the model's context holds."""
+        self.source, self.model = source, model
+        self._max_prompt_tokens = max_prompt_tokens
+
+    async def play(self, request: TextRequest, *, owner: str) -> PlayedRequest:
+        """Submit a request's rollouts.
+
+        Raises `InvalidRequest` naming the field, `VersionUnavailable` for a version that is not there, `NotReady` for
+        a run that has none, `AlreadyExists` for the id of another request.
+        """
+        _check_count(request)
+        self._check_tools(request)
+        await self._check_versions(request)
+        prompts = [await self.encoded(prompt, _field(request, number)) for number, prompt in enumerate(request.prompts)]
+        samplings = [sampling_of(request, self.model, len(ids)) for ids in prompts]
+        rollouts = self._rollouts(request, owner, prompts, samplings)
+        choices = [
+            self._choice(request, number, rollout.rollout_id, prompts[number // request.n])
+            for number, rollout in enumerate(rollouts)
+        ]
+        with _named_as_asked(request):
+            await self.source.submit(rollouts)
+        return PlayedRequest(self.source, rollouts, choices, prompts)
+
+    async def encoded(self, prompt: Prompt, field: str) -> list[int]:
+        """The token ids of a prompt that the model can continue. Raises `InvalidRequest` naming the field."""
+
+        def work() -> list[int]:
+            ids = encode_prompt(prompt, self.model)
+            check_prompt(ids, self.model, max_prompt_tokens=self._max_prompt_tokens, field=field)
+            return ids
+
+        return await _aside(prompt, work)
+
+    async def _check_versions(self, request: TextRequest) -> None:
+        """What is known of the run may be some seconds old, so it is asked for before a request is refused."""
+        if is_satisfied(request.versions, self.source.run):
+            return
+        run = await self.source.refreshed()
+        if not is_satisfied(request.versions, run):
+            raise unsatisfied(request.versions, run)
+
+    def _rollouts(
+        self, request: TextRequest, owner: str, prompts: Sequence[list[int]], samplings: Sequence[Sampling]
+    ) -> list[RolloutRequest]:
+        run_id, asked = self.source.run.run_id, request.request_id or new_fence()
+        names = (run_id, owner, request.session_id, asked)
+        group = rollout_id_of_request(*names, 0).rpartition("-")[0]
+        episode = session_episode(run_id, owner, request.session_id) if request.session_id else group
+        lowest, highest = version_bounds(request.versions)
+        return [
+            RolloutRequest(
+                rollout_id=rollout_id_of_request(*names, number),
+                group_id=group,
+                episode_id=episode,
+                prompt_ids=pack_ids(prompts[number // request.n]),
+                sampling=samplings[number // request.n],
+                kind=RolloutKind.REQUEST,
+                min_version=lowest,
+                max_version=highest,
+                priority=request.priority,
+                interactive=request.stream,
+            )
+            for number in range(len(prompts) * request.n)
+        ]
+
+    def _choice(self, request: TextRequest, index: int, rollout_id: str, prompt_ids: list[int]) -> ChoiceText:
+        parser = self._parser(request, index, rollout_id, prompt_ids)
+        ends = (*(() if request.sampling.ignore_eos else self.model.eos_ids), *request.sampling.stop_token_ids)
+        decoder = self.model.detokenizer(
+            prompt_ids,
+            skip_special=request.skip_special and (parser is None or parser.skip_special),
+            hidden_ends=() if request.keep_stop else ends,
+        )
+        return ChoiceText(
+            index,
+            decoder,
+            stops=StopStrings(request.stop) if request.stop else None,
+            parser=parser,
+            whole=not request.stream,
+            stop_ids=request.sampling.stop_token_ids,
+            min_tokens=request.sampling.min_tokens,
+            keep_stop=request.keep_stop,
+        )
+
+    def _parser(self, request: TextRequest, index: int, rollout_id: str, prompt_ids: list[int]) -> OutputParser | None:
+        prompt = request.prompts[index // request.n]
+        if not isinstance(prompt, ChatPrompt):
+            return None
+        return self.model.parser(
+            tools=prompt.tools,
+            tool_choice="auto" if request.parse_tools else "none",
+            template_options=prompt.template_options,
+            prompt_ids=prompt_ids,
+            call_seed=rollout_id,
+        )
+
+    def _check_tools(self, request: TextRequest) -> None:
+        if request.parse_tools and not self.model.parses_tools:
+            raise InvalidRequest(
+                "this gateway has no tool parser, so calls could not be told from text; start it with --tool-parser, "
+                "or set tool_choice to none",
+                field="tools",
+            )
+
+
+@contextmanager
+def _named_as_asked(request: TextRequest) -> Iterator[None]:
+    """Have what the coordinator refuses of a rollout name the client's field instead."""
+    try:
+        yield
+    except InvalidRequest as error:
+        text = str(error).removeprefix(f"{error.field}: ")
+        match = _ROLLOUT_FIELD.fullmatch(error.field)
+        if match is None:
+            raise
+        prompt = _field(request, int(match["number"]) // request.n)
+        raise InvalidRequest(text, field=prompt if match["name"] == "prompt_ids" else match["name"]) from None
+
+
+def _check_count(request: TextRequest) -> None:
+    if not request.prompts:
+        raise InvalidRequest("is required and must not be empty", field="prompt")
+    if (count := len(request.prompts) * request.n) > MAX_COMPLETIONS:
+        raise InvalidRequest(f"asks for {count} completions in all; at most {MAX_COMPLETIONS}", field="n")
+
+
+def _field(request: TextRequest, number: int) -> str:
+    if isinstance(request.prompts[number], ChatPrompt):
+        return "messages"
+    return "prompt" if len(request.prompts) == 1 else f"prompt[{number}]"
+
+
+async def _aside(prompt: Prompt, work: Callable[[], list[int]]) -> list[int]:
+    """Run `work` in a thread unless it is short: the event loop serves other clients meanwhile."""
+    if isinstance(prompt, RawPrompt) and len(prompt.text) <= _SHORT:
+        return work()
+    return await asyncio.to_thread(work)

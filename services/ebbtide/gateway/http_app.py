@@ -1,0 +1,96 @@
+"""Puts the routes together as one ASGI application."""
+
+from collections.abc import Sequence
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import BaseRoute, Mount, Route
+
+from ebbtide.gateway.dialects.chat import ChatDialect
+from ebbtide.gateway.dialects.completions import CompletionDialect
+from ebbtide.gateway.dialects.dialect import Dialect
+from ebbtide.gateway.dialects.error_shapes import ErrorShape, anthropic_error, openai_error
+from ebbtide.gateway.dialects.messages import MessagesDialect
+from ebbtide.gateway.dialects.responses import ResponsesDialect
+from ebbtide.gateway.dialects.sglang import SglangDialect
+from ebbtide.gateway.dialects.token_generate import TokenGenerateDialect
+from ebbtide.gateway.routes.gateway_doors import GatewayDoors
+from ebbtide.gateway.routes.json_route import JsonRoute
+from ebbtide.gateway.routes.run_routes import RunRoutes
+from ebbtide.gateway.routes.text_route import TextRoute
+
+
+def make_app(doors: GatewayDoors) -> Starlette:
+    """The gateway's application. The same routes stand behind /sessions/{id}, for clients that set a URL alone."""
+    text = _text_routes(doors)
+    routes = [
+        Route("/health", _health(doors), methods=["GET"]),
+        *_run_routes(doors),
+        *text,
+        Mount("/sessions/{session_id}", routes=[*text, *_model_routes(doors)]),
+    ]
+    return Starlette(routes=routes, exception_handlers={HTTPException: _unknown_route})
+
+
+def _text_routes(doors: GatewayDoors) -> Sequence[BaseRoute]:
+    limits = doors.limits
+    chat = ChatDialect(max_messages=limits.messages, max_tools=limits.tools)
+    responses = ResponsesDialect(max_items=limits.messages, max_tools=limits.tools)
+    messages = MessagesDialect(max_messages=limits.messages, max_tools=limits.tools)
+    served: dict[str, tuple[Dialect, ErrorShape]] = {
+        "/v1/completions": (CompletionDialect(), openai_error),
+        "/v1/chat/completions": (chat, openai_error),
+        "/v1/responses": (responses, openai_error),
+        "/v1/messages": (messages, anthropic_error),
+        "/inference/v1/generate": (TokenGenerateDialect(), openai_error),
+        "/generate": (SglangDialect(), openai_error),
+    }
+    return [
+        Route(path, TextRoute(doors, dialect, shape, path), methods=["POST"])
+        for path, (dialect, shape) in served.items()
+    ]
+
+
+def _model_routes(doors: GatewayDoors) -> Sequence[BaseRoute]:
+    runs = RunRoutes(doors)
+    return [
+        Route("/v1/models", JsonRoute(doors, runs.models, "/v1/models"), methods=["GET"]),
+        Route("/v1/models/{model}", JsonRoute(doors, runs.model, "/v1/models"), methods=["GET"]),
+    ]
+
+
+def _run_routes(doors: GatewayDoors) -> Sequence[BaseRoute]:
+    runs = RunRoutes(doors)
+    asked = {"/server_info": runs.server_info, "/get_world_size": runs.world_size, "/is_paused": runs.is_paused}
+    ordered = {"/pause": runs.pause, "/resume": runs.resume}
+    return [
+        *_model_routes(doors),
+        Route("/tokenize", JsonRoute(doors, runs.tokenize, "/tokenize", reads_body=True), methods=["POST"]),
+        Route(
+            "/v1/messages/count_tokens",
+            JsonRoute(doors, runs.count_tokens, "/v1/messages", reads_body=True, shape=anthropic_error),
+            methods=["POST"],
+        ),
+        *(Route(path, JsonRoute(doors, work, path), methods=["GET"]) for path, work in asked.items()),
+        *(Route(path, JsonRoute(doors, work, path), methods=["POST"]) for path, work in ordered.items()),
+    ]
+
+
+def _health(doors: GatewayDoors):  # type: ignore[no-untyped-def]
+    async def health(_request: Request) -> Response:
+        """200 while the gateway takes requests. Nobody needs a key to ask."""
+        if doors.is_leaving() or not doors.directory.is_ready:
+            return PlainTextResponse("not ready\n", status_code=503)
+        return PlainTextResponse("")
+
+    return health
+
+
+async def _unknown_route(request: Request, error: Exception) -> Response:
+    from ebbtide.errors import NotFound
+
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    told = NotFound(f"{request.method} {request.url.path[:200]} is not served here; docs/gateway.md lists the routes")
+    return JSONResponse(openai_error(status, told, ""), status_code=status)

@@ -1,0 +1,1 @@
+"""Serves the routes: reads requests within their bounds, and sends answers and errors."""

@@ -1,0 +1,84 @@
+"""Reads a request's body as JSON, within bounds on bytes, time and depth."""
+
+import asyncio
+from typing import Any, Final
+
+import msgspec
+from starlette.datastructures import Headers
+from starlette.types import Receive
+
+from ebbtide.errors import InvalidRequest, Unavailable
+from ebbtide.gateway.access.request_limits import RequestLimits
+from ebbtide.gateway.dialects.error_shapes import BodyTooLarge
+
+_decoder: Final = msgspec.json.Decoder()
+_CONTAINERS: Final = frozenset({dict, list})
+
+
+async def read_body(headers: Headers, receive: Receive, limits: RequestLimits) -> dict[str, Any]:
+    """The body's object.
+
+    Raises `BodyTooLarge`, `InvalidRequest` naming `body`, and `Unavailable` if the client leaves.
+    """
+    length = headers.get("content-length", "")
+    if length.isdecimal() and int(length) > limits.body_bytes:
+        raise _too_large(limits)
+    if headers.get("content-encoding", "identity").lower() != "identity":
+        raise InvalidRequest("is compressed; send it as it is", field="body")
+    try:
+        async with asyncio.timeout(limits.body_s):
+            data = await _read(receive, limits)
+    except TimeoutError:
+        raise InvalidRequest(f"did not arrive within {limits.body_s:g} s", field="body") from None
+    return _decoded(data, limits)
+
+
+async def _read(receive: Receive, limits: RequestLimits) -> bytes:
+    parts, size = [], 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise Unavailable("the client left before its request had arrived")
+        part = message.get("body", b"")
+        size += len(part)
+        if size > limits.body_bytes:
+            raise _too_large(limits)
+        parts.append(part)
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+def _decoded(data: bytes, limits: RequestLimits) -> dict[str, Any]:
+    try:
+        body = _decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"is no JSON: {error}", field="body") from None
+    except RecursionError:
+        raise _too_deep(limits) from None
+    if not isinstance(body, dict):
+        raise InvalidRequest("must be a JSON object", field="body")
+    _check_depth(body, limits)
+    return body
+
+
+def _check_depth(body: dict[str, Any], limits: RequestLimits) -> None:
+    """Whatever reads the body later recurses into it at most so deeply."""
+    level: list[Any] = [body]
+    for _ in range(limits.json_depth):
+        level = [
+            child
+            for node in level
+            for child in (node.values() if type(node) is dict else node)
+            if type(child) in _CONTAINERS
+        ]
+        if not level:
+            return
+    raise _too_deep(limits)
+
+
+def _too_large(limits: RequestLimits) -> BodyTooLarge:
+    return BodyTooLarge(f"has more than {limits.body_bytes} bytes, the most that this gateway takes", field="body")
+
+
+def _too_deep(limits: RequestLimits) -> InvalidRequest:
+    return InvalidRequest(f"nests deeper than {limits.json_depth} objects and lists", field="body")

@@ -1,0 +1,30 @@
+"""Reads the ids by which a client can come back: of its request, and of its session."""
+
+from collections.abc import Mapping
+
+import msgspec
+from starlette.datastructures import Headers
+
+from ebbtide.errors import InvalidRequest
+from ebbtide.gateway.generation.text_request import MAX_CLIENT_ID, TextRequest
+
+REQUEST_ID = "x-request-id"
+SESSION_ID = "x-session-id"
+
+
+def checked_id(value: str, *, field: str) -> str:
+    """Raises `InvalidRequest` naming `field` for an id that no header could carry back."""
+    if len(value) > MAX_CLIENT_ID or not value.isascii() or not value.isprintable():
+        raise InvalidRequest(f"must be at most {MAX_CLIENT_ID} printable ASCII characters", field=field)
+    return value
+
+
+def with_ids(request: TextRequest, headers: Headers, path: Mapping[str, str]) -> TextRequest:
+    """The request with the ids of its headers and its path, which count before those of its body."""
+    request_id = headers.get(REQUEST_ID, "") or request.request_id
+    session_id = path.get("session_id", "") or headers.get(SESSION_ID, "") or request.session_id
+    return msgspec.structs.replace(
+        request,
+        request_id=checked_id(request_id, field="X-Request-ID"),
+        session_id=checked_id(session_id, field="X-Session-ID"),
+    )

@@ -1,0 +1,131 @@
+"""Answers what clients ask of runs: which there are, how a text is encoded, and for operators, to pause them."""
+
+import asyncio
+from typing import Any, Final
+
+from ebbtide.errors import InvalidRequest, PermissionDenied
+from ebbtide.gateway.dialects.chat_messages import read_messages, read_tools
+from ebbtide.gateway.dialects.messages import MessagesDialect
+from ebbtide.gateway.dialects.tokenizing import TokenizeBody
+from ebbtide.gateway.fields.token_fields import TOKENIZE_FIELDS
+from ebbtide.gateway.generation.prompt_encoding import encode_prompt
+from ebbtide.gateway.generation.text_request import ChatPrompt, Prompt, RawPrompt
+from ebbtide.gateway.routes.gateway_doors import GatewayDoors
+from ebbtide.gateway.routes.json_route import JsonCall
+from ebbtide.gateway.runs.run_directory import ServedRun
+from ebbtide.types.parse import parse
+from ebbtide.types.run import Run
+
+#: How a pause treats requests under way, as vLLM names it.
+_MODES: Final = ("keep", "wait", "abort")
+
+
+class RunRoutes:
+    """The work of these routes."""
+
+    def __init__(self, doors: GatewayDoors) -> None:
+        self._doors = doors
+
+    async def models(self, call: JsonCall) -> dict[str, Any]:
+        """GET /v1/models: the live runs that the key is for."""
+        runs = await self._doors.directory.visible(call.key)
+        return {"object": "list", "data": [await self._model(run) for run in runs]}
+
+    async def model(self, call: JsonCall) -> dict[str, Any]:
+        """GET /v1/models/{model}."""
+        served = await self._doors.directory.find(call.key, call.path["model"])
+        return await self._model(served.run)
+
+    async def _model(self, run: Run) -> dict[str, Any]:
+        card: dict[str, Any] = {
+            "id": run.run_id,
+            "object": "model",
+            "created": 0,
+            "owned_by": "ebbtide",
+            "root": run.spec.model,
+            "parent": None,
+            "max_model_len": await self._doors.directory.context(run),
+        }
+        return card | ({"weight_version": run.newest.version} if run.newest else {})
+
+    async def tokenize(self, call: JsonCall) -> dict[str, Any]:
+        """POST /tokenize."""
+        asked = parse(TokenizeBody, TOKENIZE_FIELDS.checked(call.body))
+        served = await self._doors.directory.find(call.key, asked.model)
+        model = served.player.model
+        ids = await asyncio.to_thread(encode_prompt, _prompt(asked), model)
+        texts = [model.token_text(token) for token in ids] if asked.return_token_strs else None
+        return {"count": len(ids), "max_model_len": model.context, "tokens": ids, "token_strs": texts}
+
+    async def count_tokens(self, call: JsonCall) -> dict[str, Any]:
+        """POST /v1/messages/count_tokens."""
+        limits = self._doors.limits
+        dialect = MessagesDialect(max_messages=limits.messages, max_tools=limits.tools)
+        request = dialect.read({"max_tokens": 1, **call.body}).request
+        served = await self._doors.directory.find(call.key, request.model)
+        ids = await asyncio.to_thread(encode_prompt, request.prompts[0], served.player.model)
+        return {"input_tokens": len(ids)}
+
+    async def server_info(self, call: JsonCall) -> dict[str, Any]:
+        """GET /server_info: what the run serves, in Stitch's words; TRL looks for `lora_config`."""
+        run = (await self._run(call)).run
+        version = run.newest.version if run.newest else 0
+        return {
+            "run_id": run.run_id,
+            "model": run.spec.model,
+            "ready": bool(version),
+            "applied": version,
+            "sync_state": "IDLE",
+            "paused": self._doors.pauses.is_paused(run.run_id),
+            "lora_config": None,
+        }
+
+    async def world_size(self, call: JsonCall) -> dict[str, Any]:
+        """GET /get_world_size: the workers that are to serve the run."""
+        served = await self._run(call)
+        share = (await served.source.refreshed()).share
+        return {"world_size": share.workers if share else 0}
+
+    async def pause(self, call: JsonCall) -> dict[str, Any]:
+        """POST /pause: new requests wait. Those under way go on (keep), are waited for, or are ended (abort)."""
+        mode = call.query.get("mode", "keep")
+        if mode not in _MODES:
+            raise InvalidRequest(f"must be one of {', '.join(_MODES)}", field="mode")
+        served = await self._operated(call)
+        self._doors.pauses.pause(served.run.run_id)
+        if mode == "abort":
+            await asyncio.gather(*(played.cancel() for played in list(served.playing)))
+        if mode == "wait":
+            await served.emptied()
+        return {"status": "paused", "run_id": served.run.run_id, "under_way": len(served.playing)}
+
+    async def resume(self, call: JsonCall) -> dict[str, Any]:
+        served = await self._operated(call)
+        self._doors.pauses.resume(served.run.run_id)
+        return {"status": "resumed", "run_id": served.run.run_id}
+
+    async def is_paused(self, call: JsonCall) -> dict[str, Any]:
+        served = await self._run(call)
+        return {"is_paused": self._doors.pauses.is_paused(served.run.run_id)}
+
+    async def _operated(self, call: JsonCall) -> ServedRun:
+        if not call.key.operates:
+            raise PermissionDenied("the key may ask for text only; pausing a run takes a key of role operator")
+        return await self._run(call)
+
+    async def _run(self, call: JsonCall) -> ServedRun:
+        return await self._doors.directory.find(call.key, call.query.get("model", ""))
+
+
+def _prompt(asked: TokenizeBody) -> Prompt:
+    if (asked.prompt is None) == (asked.messages is None):
+        raise InvalidRequest("give prompt or messages, and not both", field="prompt")
+    if asked.prompt is not None:
+        return RawPrompt(asked.prompt, asked.add_special_tokens is not False)
+    return ChatPrompt(
+        messages=read_messages(asked.messages or ()),
+        tools=read_tools(asked.tools) or None,
+        template_options=asked.chat_template_kwargs,
+        generate=asked.add_generation_prompt,
+        special=bool(asked.add_special_tokens),
+    )

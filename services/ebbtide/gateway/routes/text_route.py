@@ -1,0 +1,168 @@
+"""Serves one route that generates text: reads the body, plays the request, and sends its answer whole or in events.
+
+A client that leaves ends its rollouts only if it gave no id under which it could come back.
+"""
+
+import asyncio
+import contextlib
+import time
+from contextlib import aclosing
+from typing import Final
+
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope, Send
+
+from ebbtide.errors import EbbtideError, Unavailable
+from ebbtide.gateway.access.client_key import ClientKey
+from ebbtide.gateway.dialects.dialect import Answer, AnswerContext, AskedText, Dialect
+from ebbtide.gateway.dialects.error_shapes import ErrorShape
+from ebbtide.gateway.generation.choice_delta import ChoiceResult
+from ebbtide.gateway.generation.played_request import PlayedRequest
+from ebbtide.gateway.generation.text_request import TextRequest
+from ebbtide.gateway.metrics import FIRST_TOKEN_SECONDS, LEFT, REQUESTS, TOKENS, UNDER_WAY
+from ebbtide.gateway.routes.body_reader import read_body
+from ebbtide.gateway.routes.client_ids import REQUEST_ID, with_ids
+from ebbtide.gateway.routes.error_replies import as_told
+from ebbtide.gateway.routes.gateway_doors import GatewayDoors
+from ebbtide.gateway.routes.http_reply import HttpReply
+from ebbtide.gateway.runs.run_directory import ServedRun
+from ebbtide.types.ids import new_fence
+
+#: A client's rollouts are cancelled within so long after it left, or not at all: they cost tokens, and nothing else.
+_CANCEL_S: Final = 10.0
+
+
+class TextRoute:
+    """An ASGI application."""
+
+    def __init__(self, doors: GatewayDoors, dialect: Dialect, shape: ErrorShape, name: str) -> None:
+        """`name`: of the route, for metrics."""
+        self._doors, self._dialect, self._shape, self._name = doors, dialect, shape, name
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope=scope)
+        reply = HttpReply(receive, send, new_fence())
+        outcome = "ok"
+        try:
+            key = self._doors.keys.admit(headers)
+            self._doors.check_open()
+            with self._doors.slots.taken(key), UNDER_WAY.track_inprogress():
+                body = await read_body(headers, receive, self._doors.limits)
+                asked = self._dialect.read(body)
+                asked = AskedText(with_ids(asked.request, headers, scope.get("path_params", {})), asked.answer)
+                reply.request_id = asked.request.request_id or reply.request_id
+                outcome = await _TextExchange(self._doors, reply, asked).run(key)
+        except Exception as error:  # noqa: BLE001 - the client is told, and unexpected errors are logged
+            told, outcome = as_told(error, reply.request_id)
+            if not reply.started:
+                reply.request_id = _echoed(headers) or reply.request_id
+                await reply.error(told, self._shape)
+        finally:
+            REQUESTS.labels(self._name, outcome).inc()
+
+
+class _TextExchange:
+    """One request that was read."""
+
+    def __init__(self, doors: GatewayDoors, reply: HttpReply, asked: AskedText) -> None:
+        self._doors, self._reply = doors, reply
+        self._asked = asked
+        self._request: TextRequest = asked.request
+        self._answer: Answer | None = None
+        self._played: PlayedRequest | None = None
+        self._complete = False
+        self._began = time.monotonic()
+
+    async def run(self, key: ClientKey) -> str:
+        """The outcome, for metrics. Raises an error if nothing was sent yet; later ones are sent as events."""
+        limits = self._doors.limits
+        work = asyncio.create_task(self._bounded(key, limits.request_s))
+        gone = asyncio.create_task(self._reply.departure(lambda: self._answer, limits.keep_alive_s))
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (work, gone):
+                task.cancel()
+            await asyncio.gather(work, gone, return_exceptions=True)
+            if not self._complete:
+                await self._end_rollouts()
+        if work.cancelled():
+            LEFT.inc()
+            return "left"
+        work.result()
+        return "ok" if self._complete else "failed"
+
+    async def _end_rollouts(self) -> None:
+        """Cancel what nobody can come back for."""
+        if self._request.returns or self._played is None:
+            return
+        with contextlib.suppress(EbbtideError, TimeoutError):
+            async with asyncio.timeout(_CANCEL_S):
+                await self._played.cancel()
+
+    async def _bounded(self, key: ClientKey, request_s: float) -> None:
+        try:
+            async with asyncio.timeout(request_s):
+                await self._serve(key)
+        except TimeoutError:
+            error = Unavailable(f"the request took more than {request_s:g} s, the most that this gateway gives one")
+            await self._fail(error)
+
+    async def _serve(self, key: ClientKey) -> None:
+        served = await self._doors.directory.find(key, self._request.model)
+        await self._doors.pauses.passed(served.run.run_id)
+        played = self._played = await served.player.play(self._request, owner=key.owner)
+        try:
+            with served.counted(played):
+                await self._send(played, served)
+        except EbbtideError as error:
+            await self._fail(error)
+
+    async def _send(self, played: PlayedRequest, served: ServedRun) -> None:
+        context = AnswerContext(
+            request_id=self._reply.request_id,
+            created=int(time.time()),
+            played=played,
+            token_text=served.player.model.token_text,
+        )
+        answer = self._answer = self._asked.answer(context)
+        if self._request.stream:
+            await self._send_events(played, answer)
+        else:
+            await self._send_whole(played, answer)
+
+    async def _send_events(self, played: PlayedRequest, answer: Answer) -> None:
+        await self._reply.begin_events()
+        await self._reply.events(answer.begin())
+        first = True
+        async with aclosing(played.deltas()) as deltas:
+            async for delta in deltas:
+                if first:
+                    FIRST_TOKEN_SECONDS.observe(time.monotonic() - self._began)
+                    first = False
+                TOKENS.inc(len(delta.tokens))
+                await self._reply.events(answer.events(delta))
+        self._complete = True
+        await self._reply.end_events(answer.end())
+
+    async def _send_whole(self, played: PlayedRequest, answer: Answer) -> None:
+        results = [ChoiceResult(number) for number in range(played.completions)]
+        async with aclosing(played.deltas()) as deltas:
+            async for delta in deltas:
+                TOKENS.inc(len(delta.tokens))
+                results[delta.index].add(delta)
+        self._complete = True
+        await self._reply.json(answer.whole(results))
+
+    async def _fail(self, error: EbbtideError) -> None:
+        """Tell of an error behind the answer's beginning; else raise it."""
+        if not self._reply.started or self._answer is None:
+            raise error
+        told, _ = as_told(error, self._reply.request_id)
+        await self._reply.end_events(self._answer.failure(told))
+
+
+def _echoed(headers: Headers) -> str:
+    """The client's id of its request, if an answer can carry it."""
+    given = headers.get(REQUEST_ID, "")
+    return given if given.isascii() and given.isprintable() and len(given) <= 256 else ""

@@ -1,0 +1,174 @@
+"""Finds the run that a request belongs to, and keeps open what serving it takes.
+
+Invariant: a run has at most one open lease here, which one task opens while others wait for it. Leases that are lost
+are opened again by the next request; those of runs that nobody asks of are released. Nothing here outlives the process:
+leases expire by themselves.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from ebbtide.errors import EbbtideError, InvalidRequest, NotFound
+from ebbtide.gateway.access.client_key import ClientKey
+from ebbtide.gateway.generation.played_request import PlayedRequest
+from ebbtide.gateway.generation.request_player import RequestPlayer
+from ebbtide.gateway.runs.run_catalog import HeldSource, RunCatalog
+from ebbtide.telemetry import get_logger
+from ebbtide.types.run import Run
+
+log = get_logger(__name__)
+#: How old the list of runs may be: a name that is not in it is looked up again.
+_FRESH_S: Final = 2.0
+
+
+class ServedRun:
+    """An open run."""
+
+    def __init__(self, source: HeldSource, player: RequestPlayer, now: float) -> None:
+        self.source, self.player = source, player
+        self.used_at = now
+        self.playing: set[PlayedRequest] = set()
+        self._empty = asyncio.Event()
+
+    @property
+    def run(self) -> Run:
+        return self.source.run
+
+    @contextmanager
+    def counted(self, played: PlayedRequest) -> Iterator[None]:
+        """Count a request as under way inside the block."""
+        self.playing.add(played)
+        self._empty.clear()
+        try:
+            yield
+        finally:
+            self.playing.discard(played)
+            if not self.playing:
+                self._empty.set()
+
+    async def emptied(self) -> None:
+        """Return when no request is under way."""
+        if self.playing:
+            await self._empty.wait()
+
+
+class RunDirectory:
+    """The runs that this gateway serves."""
+
+    def __init__(
+        self,
+        catalog: RunCatalog,
+        *,
+        max_prompt_tokens: int = 0,
+        idle_s: float = 300.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`idle_s`: after so long without a request a run's lease is released."""
+        self._catalog, self._clock, self._idle_s = catalog, clock, idle_s
+        self._max_prompt_tokens = max_prompt_tokens
+        self._runs: list[Run] = []
+        self._read_at: float | None = None
+        self._served: dict[str, ServedRun] = {}
+        self._opening: dict[str, asyncio.Task[ServedRun]] = {}
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the coordinator has told of its runs."""
+        return self._read_at is not None
+
+    async def refresh(self) -> None:
+        """Read the runs again, and release leases that are not needed."""
+        self._runs, self._read_at = await self._catalog.runs(), self._clock()
+        await self._release_idle()
+
+    async def context(self, run: Run) -> int:
+        """Most tokens of prompt and response of a run's model; 0 if its folder is not here."""
+        return await self._catalog.context(run)
+
+    async def visible(self, key: ClientKey) -> list[Run]:
+        """The live runs that a key is for, oldest first."""
+        await self._refresh_old()
+        return [run for run in self._live() if key.admits(run.run_id)]
+
+    async def find(self, key: ClientKey, model: str) -> ServedRun:
+        """The run of a request. A key of one run decides alone; else `model` is the run's id, or its name.
+
+        Raises `NotFound` and `InvalidRequest` naming `model`.
+        """
+        if (run := self._named(key, model)) is None:
+            await self._refresh_old()
+            run = self._named(key, model)
+        if run is None:
+            raise NotFound(_unknown(key, model))
+        return await self._open(run)
+
+    async def close(self) -> None:
+        for task in list(self._opening.values()):
+            task.cancel()
+        await asyncio.gather(*self._opening.values(), return_exceptions=True)
+        await asyncio.gather(*(served.source.release() for served in self._served.values()), return_exceptions=True)
+        self._served.clear()
+
+    def _live(self) -> list[Run]:
+        return [run for run in self._runs if not run.status.ended]
+
+    def _named(self, key: ClientKey, model: str) -> Run | None:
+        live = self._live()
+        if key.run_id:
+            return next((run for run in live if run.run_id == key.run_id), None)
+        if found := next((run for run in live if run.run_id == model), None):
+            return found
+        named = [run for run in live if run.spec.name == model] if model else live
+        if len(named) > 1:
+            raise InvalidRequest(
+                f"{len(named)} live runs {f'are named {model[:100]}' if model else 'are there'}; give a run's id",
+                field="model",
+            )
+        return named[0] if named else None
+
+    async def _refresh_old(self) -> None:
+        if self._read_at is None or self._clock() - self._read_at > _FRESH_S:
+            await self.refresh()
+
+    async def _open(self, run: Run) -> ServedRun:
+        served = self._served.get(run.run_id)
+        if served is None or served.source.is_lost:
+            if (task := self._opening.get(run.run_id)) is None:
+                task = self._opening[run.run_id] = asyncio.create_task(self._make(run))
+                task.add_done_callback(lambda done: self._opened(run.run_id, done))
+            served = await asyncio.shield(task)
+        served.used_at = self._clock()
+        return served
+
+    def _opened(self, run_id: str, task: "asyncio.Task[ServedRun]") -> None:
+        self._opening.pop(run_id, None)
+        if not task.cancelled():
+            task.exception()  # those who wait raise it; perhaps all of them have left
+
+    async def _make(self, run: Run) -> ServedRun:
+        model = await self._catalog.text_model(run)
+        source = await self._catalog.open(run)
+        player = RequestPlayer(source, model, max_prompt_tokens=self._max_prompt_tokens)
+        served = self._served[run.run_id] = ServedRun(source, player, self._clock())
+        log.info("serves a run", run_id=run.run_id)
+        return served
+
+    async def _release_idle(self) -> None:
+        live, now = {run.run_id for run in self._live()}, self._clock()
+        for run_id, served in list(self._served.items()):
+            idle = not served.playing and now - served.used_at > self._idle_s
+            if served.source.is_lost or run_id not in live or idle:
+                del self._served[run_id]
+                try:
+                    await served.source.release()
+                except EbbtideError as error:
+                    log.info("a lease was not released; it expires", run_id=run_id, reason=str(error))
+
+
+def _unknown(key: ClientKey, model: str) -> str:
+    if key.run_id:
+        return f"model: the key's run {key.run_id} is not there, or has ended"
+    return f"model: no live run has the id or name {model[:100]!r}; GET /v1/models lists them"

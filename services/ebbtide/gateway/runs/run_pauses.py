@@ -1,0 +1,45 @@
+"""Holds back new requests of runs that an operator paused.
+
+Invariant: a pause ends by `resume`, or by itself after a bound. It is this process's alone: other gateways are paused
+by themselves, and a restart ends it.
+"""
+
+import asyncio
+from typing import Final
+
+#: A pause that nobody ends is over after so long.
+LONGEST_S: Final = 3600.0
+
+
+class RunPauses:
+    """The paused runs."""
+
+    def __init__(self, longest_s: float = LONGEST_S) -> None:
+        self._longest_s = longest_s
+        self._ends: dict[str, asyncio.Event] = {}
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+
+    def is_paused(self, run_id: str) -> bool:
+        return run_id in self._ends
+
+    def pause(self, run_id: str) -> None:
+        """Pause a run, or begin its bound again."""
+        self._ends.setdefault(run_id, asyncio.Event())
+        if timer := self._timers.pop(run_id, None):
+            timer.cancel()
+        self._timers[run_id] = asyncio.get_running_loop().call_later(self._longest_s, self.resume, run_id)
+
+    def resume(self, run_id: str) -> None:
+        if timer := self._timers.pop(run_id, None):
+            timer.cancel()
+        if end := self._ends.pop(run_id, None):
+            end.set()
+
+    async def passed(self, run_id: str) -> None:
+        """Return when the run is not paused."""
+        while (end := self._ends.get(run_id)) is not None:
+            await end.wait()
+
+    def close(self) -> None:
+        for run_id in list(self._ends):
+            self.resume(run_id)

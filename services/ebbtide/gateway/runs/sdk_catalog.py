@@ -1,0 +1,122 @@
+"""Reaches runs through the SDK, and loads their models from this machine.
+
+Invariant: a model folder is loaded once, by one thread, while others wait for it. Models that were loaded stay until
+the process ends; a restart loads them again.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
+from typing import Final
+
+from ebbtide.client import Client
+from ebbtide.client.gateway_lease import GatewayLease
+from ebbtide.errors import InvalidRequest, LeaseSuperseded, NotFound
+from ebbtide.gateway.runs.served_model import ServedModel, context_of, load_served_model, read_model_config
+from ebbtide.gateway.text.output_parsers import ParserNames
+from ebbtide.gateway.text.template_sandbox import TemplateSandbox
+from ebbtide.types.rollout import RolloutRequest, TokenChunk
+from ebbtide.types.run import Run
+
+#: Model folders to keep loaded, 10 to 100 MB each.
+_MOST_MODELS: Final = 64
+
+
+class LeaseSource:
+    """A run under a gateway's lease."""
+
+    def __init__(self, client: Client, lease: GatewayLease) -> None:
+        self._client, self._lease = client, lease
+        self._run: Run | None = None
+
+    @property
+    def run(self) -> Run:
+        """The newest that is known: the lease's renewals bring it along, too."""
+        renewed = self._lease.run
+        if self._run is not None and self._run.age_s > renewed.age_s:
+            return self._run
+        return renewed
+
+    @property
+    def is_lost(self) -> bool:
+        return self._lease.lost.is_set()
+
+    async def refreshed(self) -> Run:
+        self._run = await self._client.run(self._lease.run_id)
+        return self._run
+
+    async def submit(self, rollouts: Sequence[RolloutRequest]) -> None:
+        await self._lease.submit_rollouts(rollouts)
+
+    async def tokens(self, rollout_id: str) -> AsyncGenerator[TokenChunk, None]:
+        async for chunk in self._lease.tokens(rollout_id):
+            yield chunk
+
+    async def cancel(self, rollout_ids: Sequence[str]) -> None:
+        await self._lease.cancel_rollouts(rollout_ids)
+
+    async def release(self) -> None:
+        await self._lease.release()
+
+
+class SdkCatalog:
+    """All runs of a cluster."""
+
+    def __init__(
+        self,
+        client: Client,
+        sandbox: TemplateSandbox,
+        parsers: ParserNames,
+        *,
+        holder: str,
+        model_roots: Sequence[str],
+        max_model_len: int,
+    ) -> None:
+        """`holder`: names this gateway among those of a run. `max_model_len` 0: each model's own."""
+        self._client, self._sandbox, self._parsers = client, sandbox, parsers
+        self._holder, self._max_model_len = holder, max_model_len
+        self._roots = [Path(root).resolve() for root in model_roots]
+        self._models: dict[str, asyncio.Task[ServedModel]] = {}
+
+    async def runs(self) -> list[Run]:
+        return await self._client.runs()
+
+    async def open(self, run: Run) -> LeaseSource:
+        try:
+            lease = await self._client.acquire_gateway(run.run_id, holder=self._holder)
+        except LeaseSuperseded:
+            raise NotFound(f"model: run {run.run_id} has ended") from None
+        return LeaseSource(self._client, lease)
+
+    async def context(self, run: Run) -> int:
+        try:
+            folder = await asyncio.to_thread(self._folder, run)
+            return context_of(await asyncio.to_thread(read_model_config, folder), self._max_model_len)
+        except InvalidRequest:
+            return 0
+
+    async def text_model(self, run: Run) -> ServedModel:
+        task = self._models.get(run.spec.model)
+        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
+            while len(self._models) >= _MOST_MODELS:
+                self._models.pop(next(iter(self._models)))
+            task = self._models[run.spec.model] = asyncio.create_task(self._load(run))
+        return await asyncio.shield(task)
+
+    async def _load(self, run: Run) -> ServedModel:
+        folder = await asyncio.to_thread(self._folder, run)
+        return await asyncio.to_thread(
+            load_served_model, folder, self._sandbox, self._parsers, max_model_len=self._max_model_len
+        )
+
+    def _folder(self, run: Run) -> Path:
+        """The model's folder, where links lead. Raises `InvalidRequest` naming `model` outside of the allowed roots."""
+        folder = Path(run.spec.model).resolve()
+        if not any(folder.is_relative_to(root) for root in self._roots):
+            roots = ", ".join(map(str, self._roots)) or "any folder"
+            raise InvalidRequest(
+                f"the run's model {str(folder)!r} is not below {roots}; have its folder added to model_roots "
+                "(EBBTIDE_MODEL_ROOTS) of the gateway",
+                field="model",
+            )
+        return folder

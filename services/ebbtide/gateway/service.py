@@ -1,0 +1,75 @@
+"""Builds the gateway, and runs it until it is asked to end.
+
+Invariant: nothing that must survive is here. Requests are rollouts of the coordinator, which another gateway finds
+again under the clients' ids; with this process only its answers under way are lost.
+"""
+
+import asyncio
+import os
+import socket
+from typing import Final
+
+from ebbtide.client import Client
+from ebbtide.errors import EbbtideError
+from ebbtide.gateway.access.request_limits import RequestSlots
+from ebbtide.gateway.http_app import make_app
+from ebbtide.gateway.http_server import HttpServer
+from ebbtide.gateway.routes.gateway_doors import GatewayDoors
+from ebbtide.gateway.runs.run_directory import RunDirectory
+from ebbtide.gateway.runs.run_pauses import RunPauses
+from ebbtide.gateway.runs.sdk_catalog import SdkCatalog
+from ebbtide.gateway.settings import GatewaySettings
+from ebbtide.gateway.text.output_parsers import ParserNames
+from ebbtide.gateway.text.template_sandbox import TemplateSandbox
+from ebbtide.runtime import Shutdown
+from ebbtide.telemetry import get_logger
+
+log = get_logger(__name__)
+#: How often the runs are read again without a request, and leases that are not needed are released.
+_REFRESH_S: Final = 5.0
+
+
+async def serve(shutdown: Shutdown, settings: GatewaySettings) -> None:
+    """Serve clients until `shutdown` is requested, then let requests under way finish."""
+    settings.checked()
+    client = Client(settings.coordinator, security=settings.security, patience_s=settings.patience_s)
+    sandbox = TemplateSandbox(processes=settings.template_processes)
+    async with client:
+        catalog = SdkCatalog(
+            client,
+            sandbox,
+            ParserNames(settings.tool_parser, settings.reasoning_parser),
+            holder=settings.holder or f"{socket.gethostname()}-{os.getpid()}",
+            model_roots=settings.model_roots,
+            max_model_len=settings.max_model_len,
+        )
+        directory = RunDirectory(catalog, max_prompt_tokens=settings.limits.prompt_tokens, idle_s=settings.idle_s)
+        pauses = RunPauses()
+        doors = GatewayDoors(
+            keys=settings.key_ring(),
+            limits=settings.limits,
+            slots=RequestSlots(settings.limits),
+            directory=directory,
+            pauses=pauses,
+            is_leaving=shutdown.requested.is_set,
+        )
+        server = HttpServer(make_app(doors), settings)
+        await server.start()
+        shutdown.spawn(_refresh(directory), "runs")
+        shutdown.spawn(server.ended(), "http")
+        shutdown.ready(server.address)
+        await shutdown.requested.wait()
+        pauses.close()
+        await server.stop()
+        await directory.close()
+    await asyncio.to_thread(sandbox.close)
+
+
+async def _refresh(directory: RunDirectory) -> None:
+    """Keep the list of runs fresh. While the coordinator is away, requests wait for it."""
+    while True:
+        try:
+            await directory.refresh()
+        except EbbtideError as error:
+            log.warning("the runs could not be read, trying again", reason=str(error))
+        await asyncio.sleep(_REFRESH_S)

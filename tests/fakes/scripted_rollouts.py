@@ -1,0 +1,175 @@
+"""A run whose rollouts are written by the test: what a gateway serves clients from, without a coordinator."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from ebbtide.errors import AlreadyExists, EbbtideError
+from ebbtide.gateway.runs.served_model import ServedModel
+from ebbtide.gateway.text.output_parsers import OutputDelta, OutputParser, PlainOutputs, ToolCallDelta, call_id
+from ebbtide.gateway.text.template_sandbox import TemplateSandbox
+from ebbtide.types.rollout import FinishReason, RolloutRequest, TokenChunk
+from ebbtide.types.run import EnvironmentSpec, Run, RunShare, RunSpec, RunStatus
+from ebbtide.types.tokens import pack_tokens
+from ebbtide.types.weights import PolicyVersion
+from tests.fakes.model_texts import byte_level_tokenizer, model_text
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n"
+    "{% endfor %}{% if tools %}tools: {{ tools | length }}\n{% endif %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+#: Tokens of one chunk.
+CHUNK = 3
+
+
+def served_model(sandbox: TemplateSandbox, *, tools: bool = False, context: int = 512) -> ServedModel:
+    text = model_text(byte_level_tokenizer(), sandbox, template=CHATML)
+    parsers = MarkedOutputs() if tools else PlainOutputs()
+    return ServedModel(text, parsers, parses_tools=tools, context=context, rows=0)
+
+
+def scripted_run(run_id: str = "spell-1", *, name: str = "spell", version: int = 3, model: str = "/models/m") -> Run:
+    spec = RunSpec(name=name, model=model, environment=EnvironmentSpec(name="number_guessing"))
+    newest = PolicyVersion(policy="policy", version=version, parent=0, step=0, root=b"r" * 32) if version else None
+    return Run(run_id=run_id, spec=spec, status=RunStatus.RUNNING, newest=newest, share=RunShare(workers=2))
+
+
+class ScriptedSource:
+    """Answers each rollout with a text of `answers`, or of `answer` when these are used up."""
+
+    def __init__(self, run: Run, model: ServedModel, answer: str = "Hello world") -> None:
+        self.run, self.model, self.answer = run, model, answer
+        self.answers: list[str] = []
+        self.submitted: dict[str, RolloutRequest] = {}
+        self.cancelled: list[str] = []
+        self.released = False
+        self.is_lost = False
+        self.refusal: EbbtideError | None = None
+        self.gate = asyncio.Event()  # chunks behind the first wait for it
+        self.gate.set()
+        self.first = asyncio.Event()  # the first chunk was taken
+        self.break_off: FinishReason | None = None  # how each rollout ends behind its first chunk
+        self.newer: Run | None = None  # what `refreshed` finds
+        self.chunk = CHUNK
+        self._texts: dict[str, str] = {}
+
+    async def refreshed(self) -> Run:
+        self.run = self.newer or self.run
+        return self.run
+
+    async def submit(self, rollouts: Sequence[RolloutRequest]) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+        for rollout in rollouts:
+            if self.submitted.setdefault(rollout.rollout_id, rollout) != rollout:
+                raise AlreadyExists(f"rollout {rollout.rollout_id} is another one")
+            if rollout.rollout_id not in self._texts:
+                self._texts[rollout.rollout_id] = self.answers.pop(0) if self.answers else self.answer
+
+    async def tokens(self, rollout_id: str) -> AsyncGenerator[TokenChunk, None]:
+        chunks = list(self._chunks(rollout_id))
+        for place, chunk in enumerate(chunks):
+            if place:
+                await self.gate.wait()
+                if self.break_off is not None:
+                    yield TokenChunk(offset=chunk.offset, tokens=b"", reason=self.break_off, message="evidence")
+                    return
+            yield chunk
+            self.first.set()
+
+    async def cancel(self, rollout_ids: Sequence[str]) -> None:
+        self.cancelled += rollout_ids
+
+    async def release(self) -> None:
+        self.released = True
+
+    def ids(self, rollout_id: str) -> tuple[list[int], FinishReason]:
+        """The whole response."""
+        sampling = self.submitted[rollout_id].sampling
+        ids = self.model.encode(self._texts[rollout_id], special=False)
+        ids += [] if sampling.ignore_eos else [self.model.eos_ids[0]]
+        for place, token in enumerate(ids):
+            ends = token in sampling.stop_token_ids or (token in self.model.eos_ids and not sampling.ignore_eos)
+            if ends and place < sampling.max_tokens:
+                return ids[: place + 1], FinishReason.STOP
+        return ids[: sampling.max_tokens], FinishReason.LENGTH
+
+    def _chunks(self, rollout_id: str) -> Iterator[TokenChunk]:
+        ids, reason = self.ids(rollout_id)
+        assert self.run.newest is not None
+        logprobs = [-0.25 * (1 + place % 4) for place in range(len(ids))]
+        for offset in range(0, len(ids), self.chunk):
+            last = offset + self.chunk >= len(ids)
+            part = slice(offset, offset + self.chunk)
+            tokens = pack_tokens(ids[part], logprobs[part], self.run.newest.version)
+            yield TokenChunk(offset=offset, tokens=tokens, reason=reason if last else None)
+
+
+class ScriptedCatalog:
+    """Runs by their ids, each with a source."""
+
+    def __init__(self, sources: Sequence[ScriptedSource]) -> None:
+        self.sources = {source.run.run_id: source for source in sources}
+        self.reads = 0
+        self.opened: list[str] = []
+        self.away: EbbtideError | None = None
+
+    async def runs(self) -> list[Run]:
+        if self.away is not None:
+            raise self.away
+        self.reads += 1
+        return [source.run for source in self.sources.values()]
+
+    async def open(self, run: Run) -> ScriptedSource:
+        await asyncio.sleep(0)
+        self.opened.append(run.run_id)
+        source = self.sources[run.run_id]
+        source.is_lost = source.released = False
+        return source
+
+    async def context(self, run: Run) -> int:
+        return self.sources[run.run_id].model.context
+
+    async def text_model(self, run: Run) -> ServedModel:
+        return self.sources[run.run_id].model
+
+
+class MarkedOutputs:
+    """Finds `<think>...</think>` and `<tool_call>{"name": ..., "arguments": ...}</tool_call>`."""
+
+    def parser(self, *, tools: Any, tool_choice: str, call_seed: str, **_: Any) -> OutputParser:
+        return _MarkedOutput(call_seed, calls=bool(tools) and tool_choice == "auto")
+
+
+class _MarkedOutput:
+    skip_special = False
+
+    def __init__(self, seed: str, *, calls: bool) -> None:
+        self._seed, self._calls, self._text, self._count = seed, calls, "", 0
+
+    def push(self, text: str, ids: Sequence[int]) -> OutputDelta:
+        self._text += text
+        return OutputDelta()
+
+    def end(self) -> OutputDelta:
+        return self.whole(self._text, ())
+
+    def whole(self, text: str, ids: Sequence[int]) -> OutputDelta:
+        reasoning, _, rest = text.partition("</think>") if "</think>" in text else ("", "", text)
+        content, *marked = rest.split("<tool_call>") if self._calls else [rest]
+        found = [msgspec.json.decode(one.partition("</tool_call>")[0]) for one in marked]
+        calls = [
+            ToolCallDelta(
+                index=index,
+                call_id=call_id(self._seed, index),
+                name=call["name"],
+                arguments=msgspec.json.encode(call["arguments"]).decode(),
+            )
+            for index, call in enumerate(found)
+        ]
+        reasoning = reasoning.removeprefix("<think>")
+        return OutputDelta(reasoning=reasoning, content=content, tool_calls=tuple(calls))

@@ -1,0 +1,109 @@
+"""Clients of gateways before real coordinators and workers, some of which die."""
+
+import asyncio
+import os
+import signal
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from ebbtide.testing import wait_until
+from tests.chaos.cluster import TOKEN
+from tests.fakes.model_texts import byte_level_tokenizer
+from tests.integration.gateway.conftest import GatewayStand
+
+PROMPT = [5, 6, 7, 8]
+
+
+async def streamed(
+    client: openai.AsyncOpenAI, count: int, seen: asyncio.Event, **headers: str
+) -> tuple[list[int], str]:
+    """The ids and the text of a stream. `seen` is set with its first chunk."""
+    ids, text = list[int](), ""
+    further: dict[str, Any] = {"return_token_ids": True}
+    chunks = await client.completions.create(
+        model="spell", prompt=PROMPT, max_tokens=count, stream=True, extra_body=further, extra_headers=headers
+    )
+    async for chunk in chunks:
+        choice: Any = chunk.choices[0]
+        ids += choice.token_ids
+        text += choice.text
+        seen.set()
+    return ids, text
+
+
+async def busy_worker(stand: GatewayStand) -> str:
+    """The worker that generates."""
+
+    async def found() -> str:
+        workers = await stand.client.workers()
+        return next((worker.worker_id for worker in workers if worker.running), "")
+
+    return await wait_until(found)
+
+
+async def test_a_killed_worker_costs_the_client_a_pause(stand: GatewayStand) -> None:
+    client = await stand.gateway("g1")
+    (model,) = (await client.models.list()).data
+    assert model.id == "spell-1"
+    seen = asyncio.Event()
+    reading = asyncio.create_task(streamed(client, 150, seen))
+    await seen.wait()
+    stand.cluster.kill(await busy_worker(stand))
+    ids, text = await reading
+    assert ids == stand.expected(PROMPT, 150)
+    assert text == byte_level_tokenizer().decode(ids, skip_special_tokens=True)
+
+
+async def test_another_gateway_goes_on_where_one_was_killed(stand: GatewayStand) -> None:
+    first, second = await asyncio.gather(stand.gateway("g1"), stand.gateway("g2"))
+    seen = asyncio.Event()
+    reading = asyncio.create_task(streamed(first, 100, seen, **{"X-Request-ID": "turn-1"}))
+    await seen.wait()
+    stand.cluster.kill("g1")
+    broken = (await asyncio.gather(reading, return_exceptions=True))[0]
+    assert isinstance(broken, openai.APIError | httpx.HTTPError)
+    ids, _ = await streamed(second, 100, asyncio.Event(), **{"X-Request-ID": "turn-1"})
+    assert ids == stand.expected(PROMPT, 100)
+    run = await stand.client.run(stand.run_id)
+    assert run.counters["requests_submitted"] == 1
+    assert run.counters.get("submitted", 0) == 0
+
+
+async def test_a_gateway_that_is_asked_to_end_finishes_what_it_serves(stand: GatewayStand) -> None:
+    client = await stand.gateway("g1")
+    process = stand.cluster.process["g1"]
+    seen = asyncio.Event()
+    reading = asyncio.create_task(streamed(client, 100, seen))
+    await seen.wait()
+    os.kill(process.pid, signal.SIGTERM)
+    ids, _ = await reading
+    assert ids == stand.expected(PROMPT, 100)
+    await wait_until(lambda: not process.running())
+    assert process.returncode == 0
+
+
+async def test_a_client_that_leaves_ends_what_nobody_can_come_back_for(stand: GatewayStand) -> None:
+    await stand.gateway("g1")
+    url = f"http://{stand.cluster.process['g1'].address}/v1/completions"
+    body = {"prompt": PROMPT, "max_tokens": 3000, "stream": True}
+    headers = {"authorization": f"Bearer {TOKEN}"}
+    async with httpx.AsyncClient() as client, client.stream("POST", url, json=body, headers=headers) as answer:
+        assert answer.status_code == 200
+        assert answer.headers["x-request-id"]
+        async for line in answer.aiter_lines():
+            if line.startswith("data: "):
+                break
+
+    async def idle() -> bool:
+        return not any(worker.running for worker in await stand.client.workers())
+
+    await wait_until(idle, what="the rollout is cancelled")
+
+
+async def test_what_only_the_coordinator_can_refuse_names_the_clients_field(stand: GatewayStand) -> None:
+    client = await stand.gateway("g1")
+    with pytest.raises(openai.BadRequestError, match="prompt: token id 450 is beyond the engines' vocabulary"):
+        await client.completions.create(model="spell", prompt=[450])

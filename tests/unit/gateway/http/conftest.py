@@ -1,0 +1,61 @@
+"""A gateway's application over scripted rollouts, and clients of it."""
+
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+
+from ebbtide.auth.reloaded_files import ReloadedFiles
+from ebbtide.auth.security import TokenCheck
+from ebbtide.gateway.access.client_key import KeyRing
+from ebbtide.gateway.access.request_limits import RequestLimits, RequestSlots
+from ebbtide.gateway.http_app import make_app
+from ebbtide.gateway.routes.gateway_doors import GatewayDoors
+from ebbtide.gateway.runs.run_directory import RunDirectory
+from ebbtide.gateway.runs.run_pauses import RunPauses
+from ebbtide.gateway.text.template_sandbox import TemplateSandbox
+from tests.fakes.scripted_rollouts import ScriptedCatalog, ScriptedSource, scripted_run, served_model
+
+SECRET = "the-shared-secret"
+HEADERS = {"authorization": f"Bearer {SECRET}"}
+
+
+@pytest.fixture
+def source(sandbox: TemplateSandbox) -> ScriptedSource:
+    return ScriptedSource(scripted_run(), served_model(sandbox, tools=True))
+
+
+@pytest.fixture
+def limits() -> RequestLimits:
+    return RequestLimits(body_bytes=64 << 10, prompt_tokens=200, messages=20, tools=4)
+
+
+@pytest.fixture
+def catalog(source: ScriptedSource) -> ScriptedCatalog:
+    return ScriptedCatalog([source])
+
+
+@pytest.fixture
+def doors(catalog: ScriptedCatalog, limits: RequestLimits) -> GatewayDoors:
+    check = TokenCheck(f"Bearer {SECRET}")
+    return GatewayDoors(
+        keys=KeyRing(ReloadedFiles((), lambda: check), None),
+        limits=limits,
+        slots=RequestSlots(limits),
+        directory=RunDirectory(catalog, max_prompt_tokens=limits.prompt_tokens),
+        pauses=RunPauses(),
+        is_leaving=lambda: False,
+    )
+
+
+@pytest.fixture
+def app(doors: GatewayDoors) -> Starlette:
+    return make_app(doors)
+
+
+@pytest.fixture
+async def http(app: Starlette) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(app, raise_app_exceptions=True)
+    async with httpx.AsyncClient(transport=transport, base_url="http://gateway", headers=HEADERS) as client:
+        yield client

@@ -1,0 +1,137 @@
+"""Which keys are admitted to what, and runs that an operator paused."""
+
+import asyncio
+
+import httpx
+import msgspec
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from starlette.applications import Starlette
+
+from ebbtide.auth.reloaded_files import ReloadedFiles
+from ebbtide.auth.role_tokens import key_id, mint
+from ebbtide.auth.roles import TABLE, Role
+from ebbtide.gateway.access.client_key import KeyRing
+from ebbtide.gateway.http_app import make_app
+from ebbtide.gateway.routes.gateway_doors import GatewayDoors
+from ebbtide.gateway.runs.run_pauses import RunPauses
+from tests.fakes.asgi_call import AsgiCall
+from tests.fakes.scripted_rollouts import ScriptedSource
+from tests.unit.gateway.http.conftest import HEADERS
+
+SIGNER = Ed25519PrivateKey.generate()
+BODY = {"prompt": "x"}
+
+
+def token(role: Role, **claims: str) -> str:
+    return mint(SIGNER, role, ttl_s=60, **claims)
+
+
+@pytest.fixture
+def signed_app(doors: GatewayDoors) -> Starlette:
+    known = {key_id(SIGNER.public_key()): SIGNER.public_key()}
+    return make_app(msgspec.structs.replace(doors, keys=KeyRing(None, ReloadedFiles((), lambda: known))))
+
+
+async def ask(app: Starlette, method: str, url: str, key: str, *, header: str = "authorization") -> httpx.Response:
+    shown = f"Bearer {key}" if header == "authorization" else key
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as client:
+        return await client.request(method, url, headers={header: shown}, json=BODY if method == "POST" else None)
+
+
+def test_an_agents_token_may_call_no_service() -> None:
+    assert not any(Role.AGENT in roles for roles in TABLE.values())
+
+
+@pytest.mark.parametrize("role", list(Role))
+async def test_some_roles_may_ask_for_text_and_operators_pause(signed_app: Starlette, role: Role) -> None:
+    asked = await ask(signed_app, "POST", "/v1/completions", token(role))
+    paused = await ask(signed_app, "POST", "/resume?model=spell-1", token(role))
+    asks = role in (Role.AGENT, Role.USER, Role.TRAINER, Role.OPERATOR)
+    assert asked.status_code == (200 if asks else 403)
+    assert paused.status_code == (200 if role is Role.OPERATOR else 403)
+
+
+async def test_either_header_carries_a_key(signed_app: Starlette) -> None:
+    assert (await ask(signed_app, "POST", "/v1/completions", token(Role.AGENT), header="x-api-key")).status_code == 200
+    for wrong in ("", "ey.a.b", "x" * 9000, mint(Ed25519PrivateKey.generate(), Role.USER, ttl_s=60)):
+        assert (await ask(signed_app, "POST", "/v1/completions", wrong)).status_code == 401
+
+
+async def test_a_key_of_another_run_finds_nothing(signed_app: Starlette) -> None:
+    assert (await ask(signed_app, "POST", "/v1/completions", token(Role.AGENT, run_id="other-1"))).status_code == 404
+    models = (await ask(signed_app, "GET", "/v1/models", token(Role.AGENT, run_id="other-1"))).json()
+    assert models["data"] == []
+
+
+async def test_requests_of_two_users_never_meet(signed_app: Starlette, source: ScriptedSource) -> None:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(signed_app), base_url="http://gateway") as client:
+        for name in ("alice", "bob"):
+            headers = {"authorization": f"Bearer {token(Role.AGENT, name=name)}", "x-request-id": "same"}
+            assert (await client.post("/v1/completions", json=BODY, headers=headers)).status_code == 200
+    assert len(source.submitted) == 2
+
+
+async def test_models_tell_their_context_and_version(http: httpx.AsyncClient) -> None:
+    (card,) = (await http.get("/v1/models")).json()["data"]
+    assert (card["id"], card["max_model_len"], card["weight_version"]) == ("spell-1", 512, 3)
+    assert (await http.get("/v1/models/spell")).json() == card
+    assert (await http.get("/v1/models/none")).status_code == 404
+
+
+async def test_the_run_says_what_it_serves(http: httpx.AsyncClient) -> None:
+    info = (await http.get("/server_info")).json()
+    assert (info["ready"], info["applied"], info["sync_state"], info["lora_config"]) == (True, 3, "IDLE", None)
+    assert (await http.get("/get_world_size")).json() == {"world_size": 2}
+
+
+async def test_health_needs_no_key_and_follows_the_gateway(doors: GatewayDoors, http: httpx.AsyncClient) -> None:
+    bare = {"authorization": ""}
+    assert (await http.get("/health", headers=bare)).status_code == 503
+    await doors.directory.refresh()
+    assert (await http.get("/health", headers=bare)).status_code == 200
+    leaving = make_app(msgspec.structs.replace(doors, is_leaving=lambda: True))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(leaving), base_url="http://gateway") as client:
+        assert (await client.get("/health")).status_code == 503
+        answer = await client.post("/v1/completions", json=BODY, headers=HEADERS)
+    assert answer.status_code == 503
+    assert "retry-after" in answer.headers
+
+
+async def test_a_paused_run_holds_back_new_requests(
+    app: Starlette, http: httpx.AsyncClient, source: ScriptedSource
+) -> None:
+    assert (await http.post("/pause?model=spell-1")).json()["under_way"] == 0
+    assert (await http.get("/is_paused")).json() == {"is_paused": True}
+    call = AsgiCall(app, "/v1/completions", BODY, HEADERS)
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert source.submitted == {}
+    await http.post("/resume")
+    await call.task
+    assert call.status == 200
+
+
+@pytest.mark.parametrize("mode", ["wait", "abort"])
+async def test_a_pause_deals_with_requests_under_way(
+    app: Starlette, http: httpx.AsyncClient, source: ScriptedSource, mode: str
+) -> None:
+    source.gate.clear()
+    call = AsgiCall(app, "/v1/completions", BODY, HEADERS)
+    await source.first.wait()
+    pausing = asyncio.create_task(http.post(f"/pause?mode={mode}"))
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert pausing.done() == (mode == "abort")
+    assert source.cancelled == (list(source.submitted) if mode == "abort" else [])
+    source.gate.set()
+    assert (await pausing).status_code == 200
+    await call.task
+    assert (await http.post("/pause?mode=never")).status_code == 400
+
+
+async def test_a_pause_ends_by_itself() -> None:
+    pauses = RunPauses(longest_s=0.01)
+    pauses.pause("a")
+    await pauses.passed("a")
+    assert not pauses.is_paused("a")

@@ -1,0 +1,180 @@
+"""Bodies that are too large, too deep, malformed or without a key; and how many requests may be under way."""
+
+import asyncio
+import json
+import random
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from starlette.applications import Starlette
+
+from ebbtide.gateway.access.request_limits import RequestLimits, RequestSlots
+from ebbtide.gateway.http_app import make_app
+from ebbtide.gateway.routes.gateway_doors import GatewayDoors
+from tests.fakes.asgi_call import AsgiCall
+from tests.fakes.scripted_rollouts import ScriptedSource
+from tests.unit.gateway.http.conftest import HEADERS
+from tests.unit.gateway.http.test_field_tables import SERVED
+
+URL = "/v1/completions"
+
+
+def nested(depth: int) -> str:
+    return "[" * depth + "]" * depth
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "part"),
+    [
+        (b"", 400, "body: is no JSON"),
+        (b"{", 400, "body: is no JSON"),
+        (b"[1]", 400, "body: must be a JSON object"),
+        (b'{"prompt": "\xff"}', 400, "body: is no JSON"),
+        (b'{"prompt": NaN}', 400, "body: is no JSON"),
+        (b'{"prompt": 1e999}', 400, "body: is no JSON"),
+        (('{"logit_bias": ' + nested(70) + "}").encode(), 400, "body: nests deeper than 64"),
+        (('{"logit_bias": ' + nested(20000) + "}").encode(), 400, "body: nests deeper than 64"),
+        (b'{"prompt": "' + b"x" * 70000 + b'"}', 413, "body: has more than 65536 bytes"),
+        (b'{"prompt": "x", "n": 100000}', 400, "n:"),
+        (b'{"prompt": "x", "n": 129}', 400, "n: asks for 129 completions"),
+        (b'{"prompt": [[]]}', 400, "prompt: holds no token"),
+        (b'{"prompt": []}', 400, "prompt: is empty"),
+        (b'{"prompt": [1, "x"]}', 400, "prompt"),
+        (b'{"prompt": [-1]}', 400, "prompt"),
+        (b'{"prompt": [4294967295]}', 400, "token ids are 0 to"),
+        (b'{"prompt": [true]}', 400, "prompt"),
+        (b'{"prompt": {"a": 1}}', 400, "prompt"),
+        (b'{"prompt": "x", "max_tokens": 0}', 400, "max_tokens"),
+        (b'{"prompt": "x", "max_tokens": 5000}', 400, "max_tokens: 5000 and a prompt"),
+        (b'{"prompt": "x", "min_tokens": 40}', 400, "min_tokens"),
+        (b'{"prompt": "x", "temperature": -1}', 400, "temperature"),
+        (b'{"prompt": "x", "stop": [""]}', 400, "stop"),
+        (b'{"prompt": "x", "stream_options": {"include_usage": true}}', 400, "stream_options"),
+        (b'{"prompt": "x", "weight_version": {"min_version": 1, "exact_version": 2}}', 400, "weight_version"),
+        (b'{"prompt": "x", "weight_version": {"newest": 1}}', 400, "weight_version.newest"),
+        (msgspec.json.encode({"prompt": [1] * 201}), 400, "more than this gateway's 200"),
+        (b'{"prompt": "x", "model": "another"}', 404, "no live run has the id or name 'another'"),
+    ],
+)
+async def test_a_faulty_body_is_refused_by_name(
+    http: httpx.AsyncClient, source: ScriptedSource, body: bytes, status: int, part: str
+) -> None:
+    answer = await http.post(URL, content=body)
+    assert answer.status_code == status, answer.text
+    assert part in answer.json()["error"]["message"]
+    assert source.submitted == {}
+
+
+@pytest.mark.parametrize(
+    ("body", "part"),
+    [
+        ({"messages": []}, "messages: is empty"),
+        ({"messages": [{"role": "user", "content": "x"}] * 21}, "messages: has 21 entries"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": "x", "mood": "x"}]}, "messages[0].mood"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}] * 5}, "tools: has 5 entries"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools[0].function.strict"),
+        ({"tools": [{"type": "retrieval"}]}, "tools[0]"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "auto"}, "tool_choice"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"seed": 1}, "seed"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+    ],
+)
+async def test_a_faulty_chat_is_refused_by_name(http: httpx.AsyncClient, body: dict[str, Any], part: str) -> None:
+    asked = {"messages": [{"role": "user", "content": "x"}]} | body
+    answer = await http.post("/v1/chat/completions", json=asked)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["message"].startswith(part)
+
+
+@pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer wrong"}, {"authorization": "Basic x"}])
+async def test_without_a_key_nothing_is_read(app: Starlette, source: ScriptedSource, headers: dict[str, str]) -> None:
+    call = AsgiCall(app, URL, None, headers, pieces=[])
+    await call.task
+    assert call.status == 401
+    assert source.submitted == {}
+
+
+async def test_a_body_that_never_ends_has_its_time(doors: GatewayDoors) -> None:
+    app = make_app(msgspec.structs.replace(doors, limits=RequestLimits(body_s=0.02)))
+    call = AsgiCall(app, URL, None, HEADERS, pieces=[b"{", b'"'])
+    await call.task
+    assert call.status == 400
+    assert b"did not arrive within 0.02 s" in call.body
+
+
+async def test_a_key_has_a_bounded_number_of_requests(doors: GatewayDoors, source: ScriptedSource) -> None:
+    limits = RequestLimits(requests_per_key=2)
+    app = make_app(msgspec.structs.replace(doors, limits=limits, slots=RequestSlots(limits)))
+    source.gate.clear()
+    calls = [AsgiCall(app, URL, {"prompt": "x"}, HEADERS) for _ in range(3)]
+    await asyncio.wait({call.task for call in calls}, return_when=asyncio.FIRST_COMPLETED)
+    (refused,) = [call for call in calls if call.task.done()]
+    assert refused.status == 429
+    source.gate.set()
+    await asyncio.gather(*(call.task for call in calls))
+    assert sorted(call.status for call in calls) == [200, 200, 429]
+
+
+async def test_ids_that_no_header_can_carry_are_refused(http: httpx.AsyncClient) -> None:
+    answer = await http.post(URL, json={"prompt": "x", "request_id": "a\nb"})
+    assert answer.status_code == 400
+    assert "X-Request-ID" in answer.json()["error"]["message"]
+
+
+async def test_routes_that_change_weights_are_not_there(http: httpx.AsyncClient) -> None:
+    for path in ("/update_weights", "/load_lora_adapter", "/init_weight_transfer_engine", "/collective_rpc"):
+        answer = await http.post(path, json={})
+        assert answer.status_code == 404
+        assert "is not served here" in answer.json()["error"]["message"]
+
+
+def mutated(draw: random.Random, value: Any, depth: int = 0) -> Any:
+    """A value like this one, with parts exchanged for what nobody sends."""
+    odd: list[Any] = [
+        None,
+        True,
+        -1,
+        2**70,
+        1e300,
+        "",
+        "\x00\ud800" * 9,
+        [],
+        {},
+        [[]],
+        [{}],
+        {"type": "text"},
+        [None] * 50,
+    ]
+    if draw.random() < 0.25 or depth > 6:
+        return draw.choice(odd)
+    if isinstance(value, dict):
+        made = {key: mutated(draw, one, depth + 1) if draw.random() < 0.4 else one for key, one in value.items()}
+        return made | (
+            {draw.choice(["type", "x", "stream", "n", "stop"]): draw.choice(odd)} if draw.random() < 0.3 else {}
+        )
+    if isinstance(value, list):
+        return [mutated(draw, one, depth + 1) for one in value]
+    return value
+
+
+async def test_no_hostile_body_is_an_internal_error(http: httpx.AsyncClient, doors: GatewayDoors) -> None:
+    draw = random.Random(18)
+    statuses = set()
+    for number in range(600):
+        path = draw.choice(list(SERVED))
+        full = SERVED[path] | {"stop": ["a"], "tools": [{"type": "function", "function": {"name": "f"}}]}
+        body = json.dumps(mutated(draw, full if draw.random() < 0.5 else SERVED[path]))  # also halves of characters
+        answer = await http.post(path, content=body)
+        assert answer.status_code in (200, 400, 404), (number, path, answer.text)
+        statuses.add(answer.status_code)
+    assert {200, 400} <= statuses
+    assert doors.slots.under_way == 0

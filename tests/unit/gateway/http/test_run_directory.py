@@ -1,0 +1,110 @@
+"""Which run a request belongs to, and when leases are opened and released."""
+
+import asyncio
+
+import msgspec
+import pytest
+
+from ebbtide.errors import InvalidRequest, NotFound, Unavailable
+from ebbtide.gateway.access.client_key import ClientKey
+from ebbtide.gateway.runs.run_directory import RunDirectory
+from ebbtide.gateway.text.template_sandbox import TemplateSandbox
+from ebbtide.types.run import RunStatus
+from tests.fakes.clocks import SetClock
+from tests.fakes.scripted_rollouts import ScriptedCatalog, ScriptedSource, scripted_run, served_model
+
+ANY = ClientKey(owner="team")
+
+
+@pytest.fixture
+def catalog(sandbox: TemplateSandbox) -> ScriptedCatalog:
+    model = served_model(sandbox)
+    runs = [scripted_run("a-1", name="a"), scripted_run("b-1", name="b"), scripted_run("b-2", name="b")]
+    return ScriptedCatalog([ScriptedSource(run, model) for run in runs])
+
+
+@pytest.fixture
+def clock() -> SetClock:
+    return SetClock(100.0)
+
+
+@pytest.fixture
+def directory(catalog: ScriptedCatalog, clock: SetClock) -> RunDirectory:
+    return RunDirectory(catalog, idle_s=60, clock=clock)
+
+
+async def found(directory: RunDirectory, model: str, key: ClientKey = ANY) -> str:
+    return (await directory.find(key, model)).run.run_id
+
+
+async def test_a_run_is_found_by_its_id_or_its_only_name(directory: RunDirectory) -> None:
+    assert await found(directory, "b-2") == "b-2"
+    assert await found(directory, "a") == "a-1"
+    with pytest.raises(InvalidRequest, match="2 live runs are named b"):
+        await directory.find(ANY, "b")
+    with pytest.raises(InvalidRequest, match="model: 3 live runs are there; give a run's id"):
+        await directory.find(ANY, "")
+    with pytest.raises(NotFound, match="no live run has the id or name 'c'"):
+        await directory.find(ANY, "c")
+
+
+async def test_a_key_of_one_run_decides_alone(directory: RunDirectory) -> None:
+    key = ClientKey(owner="team", run_id="b-1")
+    assert await found(directory, "gpt-of-somebody", key) == "b-1"
+    assert [run.run_id for run in await directory.visible(key)] == ["b-1"]
+    with pytest.raises(NotFound, match="the key's run z-1 is not there"):
+        await directory.find(ClientKey(owner="team", run_id="z-1"), "a")
+
+
+async def test_ended_runs_are_not_served(directory: RunDirectory, catalog: ScriptedCatalog, clock: SetClock) -> None:
+    assert await found(directory, "b-1") == "b-1"
+    source = catalog.sources["b-1"]
+    source.run = msgspec.structs.replace(source.run, status=RunStatus.FINISHED)
+    clock.now += 5
+    await directory.refresh()
+    assert source.released
+    assert await found(directory, "b") == "b-2"
+    assert [run.run_id for run in await directory.visible(ANY)] == ["a-1", "b-2"]
+
+
+async def test_a_run_submitted_just_now_is_looked_up(
+    directory: RunDirectory, catalog: ScriptedCatalog, clock: SetClock, sandbox: TemplateSandbox
+) -> None:
+    assert await found(directory, "a") == "a-1"
+    catalog.sources["c-1"] = ScriptedSource(scripted_run("c-1", name="c"), served_model(sandbox))
+    clock.now += 3
+    assert await found(directory, "c") == "c-1"
+
+
+async def test_one_lease_serves_all_who_ask_at_once(directory: RunDirectory, catalog: ScriptedCatalog) -> None:
+    await asyncio.gather(*(directory.find(ANY, "a") for _ in range(5)))
+    assert catalog.opened == ["a-1"]
+
+
+async def test_a_lost_lease_is_claimed_again(directory: RunDirectory, catalog: ScriptedCatalog) -> None:
+    await directory.find(ANY, "a")
+    catalog.sources["a-1"].is_lost = True
+    await directory.find(ANY, "a")
+    assert catalog.opened == ["a-1", "a-1"]
+
+
+async def test_an_idle_run_is_released_and_opened_again(
+    directory: RunDirectory, catalog: ScriptedCatalog, clock: SetClock
+) -> None:
+    await directory.find(ANY, "a")
+    clock.now += 61
+    await directory.refresh()
+    assert catalog.sources["a-1"].released
+    await directory.find(ANY, "a")
+    assert catalog.opened == ["a-1", "a-1"]
+
+
+async def test_while_the_coordinator_is_away_known_runs_are_served(
+    directory: RunDirectory, catalog: ScriptedCatalog, clock: SetClock
+) -> None:
+    await directory.find(ANY, "a")
+    catalog.away = Unavailable("away")
+    clock.now += 30
+    assert await found(directory, "a") == "a-1"
+    with pytest.raises(Unavailable):
+        await directory.find(ANY, "c")
