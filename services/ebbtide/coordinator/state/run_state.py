@@ -26,6 +26,7 @@ from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.errors import LeaseSuperseded, StoreUnavailable
 from ebbtide.scheduling.dispatch.response_lengths import ResponseLengths
 from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout, RolloutQueue
+from ebbtide.scheduling.dispatch.turns.cached_prefixes import CachedPrefixes, Prefixes
 from ebbtide.store.rollout_rows import EndReason
 from ebbtide.store.unexpected_data import UNEXPECTED
 from ebbtide.types.end_cause import EndCause
@@ -34,8 +35,6 @@ from ebbtide.types.weights import PolicyVersion
 
 #: Finishes per run that are remembered; the worker of an older one asks for it by itself.
 _FINISHES: Final = 1 << 16
-#: Episodes per run whose last worker is remembered: no prefix cache lasts longer.
-_HOMES: Final = 1 << 16
 #: Groups per run whose place is remembered; groups idle for longer get a new place.
 _GROUPS: Final = 1 << 16
 #: So many failed installs make an old version unavailable.
@@ -72,8 +71,8 @@ class RunState:
         self._versions: dict[int, PolicyVersion] = {}
         self.versions: Final[Mapping[int, PolicyVersion]] = self._versions  # announced, and available
         self.newest = 0  # of these; 0: none
-        self._homes: dict[str, str] = {}
-        self.homes: Final[Mapping[str, str]] = self._homes  # episode -> session of its last turn
+        self._prefixes = CachedPrefixes()
+        self.prefixes: Final[Prefixes] = self._prefixes.by_episode  # by session
         self._groups: dict[str, int] = {}  # group -> queue place of its first rollout
         self._failed_installs: dict[int, int] = {}
         self.lengths: Final = ResponseLengths()
@@ -177,7 +176,12 @@ class RunState:
     def start(self, attempt: RunningAttempt, session: WorkerSession) -> bool:
         """Give a rollout that the store placed to its worker. False if that has left: the rollout is an orphan."""
         self._running[attempt.rollout.rollout_id] = attempt
-        self._remember_home(attempt.rollout.episode_id, session.session_id)
+        self._prefixes.began(
+            attempt.rollout.episode_id,
+            session.session_id,
+            version=session.version_of(self.run_id),
+            tokens=attempt.rollout.length,
+        )
         if session.gone:
             left = EndReason(EndCause.NOT_HELD, "its worker left as the rollout was given to it")
             attempt.orphan(OrphanedAttempt(self.clock(), left))
@@ -187,6 +191,7 @@ class RunState:
 
     def put_back(self, attempt: RunningAttempt, queued: QueuedRollout | None) -> None:
         """Queue the rollout of an attempt that the store ended; None: it finished while the store was asked."""
+        self._prefixes.ended(attempt.rollout.episode_id, attempt.length)
         self._forget_attempt(attempt)
         if queued is None:
             self.mark_stale()
@@ -232,6 +237,7 @@ class RunState:
         attempt = self.end(rollout_id, attempt_id)
         if attempt is not None:
             self.lengths.finished(attempt.stored)
+            self._prefixes.ended(attempt.rollout.episode_id, attempt.length)
             finishes = self._volatile_finishes
             while finishes and finishes[0].at < durable_before:
                 finishes.popleft()
@@ -283,15 +289,9 @@ class RunState:
             del self._groups[next(iter(self._groups))]
         return found
 
-    def _remember_home(self, episode_id: str, session_id: str) -> None:
-        """Remember the worker of an episode's last turn."""
-        self._homes.pop(episode_id, None)
-        self._homes[episode_id] = session_id
-        if len(self._homes) > _HOMES:
-            del self._homes[next(iter(self._homes))]
-
     def forget_episode(self, episode_id: str) -> None:
-        self._homes.pop(episode_id, None)
+        """Note that the episode has no further turn."""
+        self._prefixes.forget(episode_id)
 
     # What a store that came back may have forgotten.
 

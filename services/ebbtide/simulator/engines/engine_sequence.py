@@ -26,7 +26,9 @@ class EngineSequence:
         "started",
     )
 
-    def __init__(self, key: str, prompt: int, made: int, length: int, prefix: str, after: str, cached: int) -> None:
+    def __init__(
+        self, key: str, prompt: int, made: int, length: int, prefix: str, after: tuple[str, ...], cached: int
+    ) -> None:
         self.key, self.prompt, self.length = key, prompt, length
         self.prefix, self.after, self.cached = prefix, after, cached  # see `SimulatedEngine.admit`
         self.made = made  # of the response when it last began to be read
