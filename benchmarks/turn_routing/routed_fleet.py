@@ -46,7 +46,7 @@ class TrialSetting(Struct, frozen=True, kw_only=True):
 class TrialFigures(Struct, frozen=True, kw_only=True):
     """Of the time that counts."""
 
-    tokens_per_s: float  # of ended responses
+    tokens_per_s: float  # made, without those made twice
     turn_s: float  # from submission to the last token, on average
     hits: float  # share of the repeated tokens that were not read again
     prompt_share: float  # of all tokens
@@ -108,9 +108,9 @@ class RoutedFleet:
         self._crowd.begin()
         self._plan_losses()
         self._pass_until(self._setting.warm_s)
-        before, read = _copy(self._crowd.counts), self._read()
+        before, made, read = _copy(self._crowd.counts), self._made(), self._read()
         self._pass_until(self._setting.warm_s + self._setting.counted_s)
-        return self._figures(before, self._crowd.counts, self._read() - read)
+        return self._figures(before, self._made() - made, self._read() - read)
 
     def _pass_until(self, until_s: float) -> None:
         while self._time.next <= until_s:
@@ -146,17 +146,21 @@ class RoutedFleet:
         self._losses += 1
         self._start(_REPLACED_S)
 
-    def _read(self) -> int:
+    def _made(self) -> int:
         for worker in self._workers:
             if not worker.gone:
                 worker.host.look()
+        return sum(worker.host.engine.generated for worker in self._workers) - self._books.tokens.twice
+
+    def _read(self) -> int:
         return sum(worker.host.engine.read for worker in self._workers)
 
-    def _figures(self, before: CrowdCounts, after: CrowdCounts, read: int) -> TrialFigures:
+    def _figures(self, before: CrowdCounts, made: int, read: int) -> TrialFigures:
+        after = self._crowd.counts
         turns, prompts = after.turns - before.turns, after.prompts - before.prompts
         responses, repeated = after.responses - before.responses, after.repeated - before.repeated
         return TrialFigures(
-            tokens_per_s=responses / self._setting.counted_s,
+            tokens_per_s=made / self._setting.counted_s,
             turn_s=(after.turn_s - before.turn_s) / turns,
             hits=(prompts - read) / repeated,
             prompt_share=prompts / (prompts + responses),

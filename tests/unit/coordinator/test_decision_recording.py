@@ -41,7 +41,7 @@ UNRECORDED: Final = {
     "only rounds call it": ("take_made", "note_share", "learn_plateau", "give_up_move"),
     "it is part of recorded calls, or made of them": (
         "changing", "mark_stale", "rereading", "note_worker", "hold", "begun", "let_go", "forget", "close",
-        "replace_incarnation",
+        "replace_incarnation", "note_cached",
     ),
     "no decision depends on it": (
         "note_resumed", "take_resumes", "group_place", "appending", "send_again", "stream_opened", "send",

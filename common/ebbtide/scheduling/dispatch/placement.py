@@ -218,7 +218,7 @@ class _Rooms:
         if not (cached := self._router.cached(one)):
             return best, False
         home = self._router.home(one, cached, fit, best)
-        if self._router.waits(one, cached, home or best):
+        if self._router.waits(one, cached, fit, home or best):
             return None
         return home or best, home is not None
 

@@ -233,6 +233,7 @@ class Rebalancer:
             host=host,
             speed=self._speeds.setdefault(session.worker_id, self._rules.new_speed()),
             context=self._contexts.get(session.session_id, 0.0),
+            quiet_s=session.beat.quiet_s,
             rollouts=lambda: self._movable(session),
         )
 
@@ -247,6 +248,7 @@ class Rebalancer:
                     budget=attempt.max_tokens - attempt.stored,
                     since=attempt.given if attempt.started else max(attempt.given, session.turned),
                     started=attempt.started,
+                    cached=attempt.cached,
                     stays=(attempt.run_id, attempt.rollout.rollout_id) in self._asked,
                 )
 

@@ -176,12 +176,9 @@ class RunState:
     def start(self, attempt: RunningAttempt, session: WorkerSession) -> bool:
         """Give a rollout that the store placed to its worker. False if that has left: the rollout is an orphan."""
         self._running[attempt.rollout.rollout_id] = attempt
-        self._prefixes.began(
-            attempt.rollout.episode_id,
-            session.session_id,
-            version=session.version_of(self.run_id),
-            tokens=attempt.rollout.length,
-        )
+        episode_id, version = attempt.rollout.episode_id, session.version_of(self.run_id)
+        tokens = attempt.rollout.length
+        attempt.note_cached(self._prefixes.began(episode_id, session.session_id, version=version, tokens=tokens))
         if session.gone:
             left = EndReason(EndCause.NOT_HELD, "its worker left as the rollout was given to it")
             attempt.orphan(OrphanedAttempt(self.clock(), left))
@@ -191,7 +188,7 @@ class RunState:
 
     def put_back(self, attempt: RunningAttempt, queued: QueuedRollout | None) -> None:
         """Queue the rollout of an attempt that the store ended; None: it finished while the store was asked."""
-        self._prefixes.ended(attempt.rollout.episode_id, attempt.length)
+        self._prefixes.left(attempt.rollout.episode_id, attempt.length)
         self._forget_attempt(attempt)
         if queued is None:
             self.mark_stale()
@@ -237,13 +234,21 @@ class RunState:
         attempt = self.end(rollout_id, attempt_id)
         if attempt is not None:
             self.lengths.finished(attempt.stored)
-            self._prefixes.ended(attempt.rollout.episode_id, attempt.length)
+            self._note_prefix(attempt, session)
             finishes = self._volatile_finishes
             while finishes and finishes[0].at < durable_before:
                 finishes.popleft()
             if durable_before < math.inf and session is not None:
                 finishes.append(FinishedAttempt(attempt, session, self.clock()))
         return attempt
+
+    def _note_prefix(self, attempt: RunningAttempt, session: WorkerSession | None) -> None:
+        """Note what the last worker of a finished rollout has of its episode. It may have come with the rollout."""
+        episode_id = attempt.rollout.episode_id
+        if session is not None and session.session_id not in self.prefixes.get(episode_id, ()):
+            version = session.version_of(self.run_id)
+            self._prefixes.began(episode_id, session.session_id, version=version, tokens=attempt.length)
+        self._prefixes.left(episode_id, attempt.length)
 
     def unfinish(self, durable_before: float) -> set[RunningAttempt]:
         """Treat attempts as running whose finish the store may have forgotten, and whose workers still have them.

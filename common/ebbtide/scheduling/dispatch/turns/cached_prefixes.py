@@ -31,19 +31,20 @@ class CachedPrefixes:
         self._episodes: dict[str, dict[str, CachedPrefix]] = {}
         self.by_episode: Final[Prefixes] = self._episodes
 
-    def began(self, episode_id: str, session_id: str, *, version: int, tokens: int) -> None:
-        """Note that a worker reads so many tokens of the episode."""
+    def began(self, episode_id: str, session_id: str, *, version: int, tokens: int) -> int:
+        """Note that a worker reads so many tokens of the episode. Returns how many of them it had."""
         known = self._episodes.pop(episode_id, None) or {}
-        known.pop(session_id, None)
+        before = known.pop(session_id, None)
         known[session_id] = CachedPrefix(version, tokens)
         if len(known) > _WORKERS:
             del known[next(iter(known))]
         self._episodes[episode_id] = known
         if len(self._episodes) > _EPISODES:
             del self._episodes[next(iter(self._episodes))]
+        return min(before.tokens, tokens) if before is not None and before.version == version else 0
 
-    def ended(self, episode_id: str, tokens: int) -> None:
-        """Note that the episode's last worker has stopped, with so many tokens."""
+    def left(self, episode_id: str, tokens: int) -> None:
+        """Note that the episode's last worker stopped with so many tokens."""
         known = self._episodes.get(episode_id)
         if known:
             session_id = next(reversed(known))

@@ -86,23 +86,27 @@ class TurnRouter:
         near = seat.speed >= self._terms.near * best.speed
         return seat if near or end_s <= self._end_s(one, cached, best, rest) else None
 
-    def waits(self, one: QueuedRollout, cached: Mapping[str, CachedPrefix], seat: Seat) -> bool:
+    def waits(
+        self, one: QueuedRollout, cached: Mapping[str, CachedPrefix], open_: Mapping[str, Seat], seat: Seat
+    ) -> bool:
         """Whether the turn waits for a full worker with its prefix, rather than take this seat."""
         waited_s = self._now - one.since
         if not 0.0 <= waited_s < self._terms.wait_most_s or self._waiting >= self._terms.waiting_most:
             return False
         here = _kept(cached, seat.host)
-        kept = max((_kept(cached, host) for host in self._full(one, cached)), default=0)
+        kept = max((_kept(cached, host) for host in self._full(one, cached, open_)), default=0)
         saved_s = (min(kept, one.length) - here) / self._costs.prefill_tokens_per_s
         waits = waited_s < saved_s * (1 + seat.beside)
         self._waiting += waits
         return waits
 
-    def _full(self, one: QueuedRollout, cached: Mapping[str, CachedPrefix]) -> list[HostView]:
+    def _full(
+        self, one: QueuedRollout, cached: Mapping[str, CachedPrefix], open_: Mapping[str, Seat]
+    ) -> list[HostView]:
         """Workers with a part of the prefix, which could take the turn if they had room."""
         if self._by_id is None:
             self._by_id = {host.worker_id: host for host in self._hosts}
-        known = [self._by_id[name] for name in cached if name in self._by_id]
+        known = [self._by_id[name] for name in cached if name in self._by_id and name not in open_]
         return [host for host in known if not host.shut and not host.held and may_take(one, host)]
 
     def _end_s(self, one: QueuedRollout, cached: Mapping[str, CachedPrefix], seat: Seat, rest: float) -> float:
