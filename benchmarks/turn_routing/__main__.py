@@ -50,7 +50,9 @@ def compare(seeds: Sequence[int], tell: Tell, *, quick: bool) -> dict[str, Any]:
         tell(what)
         told["sweep"][what] = _compared(_played(policies, setting, seeds[:2], tell))
     tell("4 losses an hour")
-    as_published = TunedPolicy(name="rose_turns", slots=256, params={**best["rose_turns"].policy.params, "keeps": False})
+    as_published = TunedPolicy(
+        name="rose_turns", slots=256, params={**best["rose_turns"].policy.params, "keeps": False}
+    )
     lost = _played(policies, LOSSES, seeds[: 1 if quick else 3], tell)
     told["losses"] = _compared(lost)
     restarts = play(as_published, LOSSES, seeds[: 1 if quick else 3], tell)
@@ -58,9 +60,7 @@ def compare(seeds: Sequence[int], tell: Tell, *, quick: bool) -> dict[str, Any]:
     return {"figures": _figures(told), **told}
 
 
-def _played(
-    policies: Sequence[TunedPolicy], setting: Setting, seeds: Sequence[int], tell: Tell
-) -> dict[str, Played]:
+def _played(policies: Sequence[TunedPolicy], setting: Setting, seeds: Sequence[int], tell: Tell) -> dict[str, Played]:
     return {policy.name: play(policy, setting, seeds, tell) for policy in policies}
 
 

@@ -36,7 +36,7 @@ from tests.unit.coordinator.virtual_fleet import balanced, lived
 UNRECORDED: Final = {
     "it changes nothing": (
         "paused", "new_queue", "is_unconfirmed", "lent", "version_of", "at_work", "serving", "has_room",
-        "trusts", "quarantined", "quarantined_s", "lacking",
+        "returning", "trusts", "quarantined", "quarantined_s", "lacking",
     ),
     "only rounds call it": ("take_made", "note_share", "learn_plateau", "give_up_move"),
     "it is part of recorded calls, or made of them": (

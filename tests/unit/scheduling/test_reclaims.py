@@ -164,7 +164,9 @@ def test_a_run_borrows_no_more_than_it_may() -> None:
 
 def test_a_turn_stays_with_its_episodes_worker_be_it_borrowed() -> None:
     line = [waiting(0, 9_000), waiting(1)]
-    found = placed(line, [host("steady", 1), lent("shaky", 1)], prefixes={"e0": {"shaky": CachedPrefix(version=1, tokens=9)}})
+    found = placed(
+        line, [host("steady", 1), lent("shaky", 1)], prefixes={"e0": {"shaky": CachedPrefix(version=1, tokens=9)}}
+    )
     assert found == {"r0": "shaky", "r1": "steady"}
 
 

@@ -10,7 +10,7 @@ learnt speeds instead of their queue lengths alone.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import chain
-from math import inf
+from math import inf, sqrt
 from operator import attrgetter
 from statistics import median
 from typing import NamedTuple, TypeAlias
@@ -48,9 +48,11 @@ def place(
     now: float = -inf,
     costs: MoveCosts = COSTS,
     terms: TurnTerms = TERMS,
+    returning: Callable[[str], float] = lambda _: 0.0,
 ) -> list[Placement]:
     """Fill the hosts' free slots from the queue, with `at_most` placements. `prefixes`: what hosts have in their caches;
-    `rest`: tokens that a rollout will probably still make; `borrowable`: most further rollouts on borrowed hosts.
+    `rest`: tokens that a rollout will probably still make; `borrowable`: most further rollouts on borrowed hosts;
+    `returning`: rollouts that will soon come back to a host, which count as load.
 
     A worker may take a rollout if its version and target are within the rollout's bounds, and one more token fits into
     its context. A rollout that fits nowhere, or waits for the worker with its prefix, blocks no other. A worker with as many pending
@@ -64,7 +66,7 @@ def place(
     the next in the queue; a displaced rollout takes the other's place, or waits a while if a steady host could take it.
     """
     router = TurnRouter(prefixes, hosts, rest=rest, now=now, costs=costs, terms=terms)
-    rooms = _Rooms(hosts, pending_limit, borrowable, router)
+    rooms = _Rooms(hosts, pending_limit, borrowable, router, returning)
     kinds = queue.bounds() if isinstance(queue, RolloutQueue) else None
     shut: set[VersionBounds] = set()
     places: list[BorrowedPlace] = []
@@ -107,8 +109,8 @@ _Rank: TypeAlias = tuple[float, float, int]
 class _Room:
     """The places left at a host during a round. `at`: its place in the order of names."""
 
-    def __init__(self, host: HostView, at: int, limit: int, rate: float, plateau: float) -> None:
-        self.host, self._at = host, at
+    def __init__(self, host: HostView, at: int, limit: int, rate: float, plateau: float, returning: float) -> None:
+        self.host, self._at, self._returning = host, at, returning
         self.rate, self.plateau = (host.rate or rate) * host.share, host.plateau or plateau
         self.given = 0
         self.left = min(host.slots - host.running, limit - host.pending)
@@ -134,8 +136,9 @@ class _Room:
         """The least is best: the predicted rate, in steps of a tenth so that noise decides nothing; then the share of
         free slots; then the name, so that a decision can be repeated.
         """
-        slots = self.host.slots
-        return -_tenths(self.speed), -(slots - self.beside) / slots, -self._at
+        slots, load = self.host.slots, self.beside + self._returning
+        speed = self.speed * sqrt((self.beside + 1) / (load + 1))  # between no slowdown and that beyond the plateau
+        return -_tenths(speed), -(slots - load) / slots, -self._at
 
 
 def _tenths(rate: float) -> float:
@@ -181,7 +184,12 @@ class _Rooms:
     """The hosts with room, by the version bounds that they serve."""
 
     def __init__(
-        self, hosts: Sequence[HostView], limit: Callable[[HostView], int], borrowable: float, router: TurnRouter
+        self,
+        hosts: Sequence[HostView],
+        limit: Callable[[HostView], int],
+        borrowable: float,
+        router: TurnRouter,
+        returning: Callable[[str], float],
     ) -> None:
         self._hosts, self._router = hosts, router
         self._borrowable = borrowable
@@ -189,7 +197,7 @@ class _Rooms:
         plateau = median([host.plateau for host in hosts if host.plateau] or [0])
         free = [host for host in hosts if host.running < host.slots and not host.shut]
         free = sorted((one for one in free if borrowable > 0 or not one.borrowed), key=attrgetter("worker_id"))
-        rooms = [_Room(host, at, limit(host), rate, plateau) for at, host in enumerate(free)]
+        rooms = [_Room(host, at, limit(host), rate, plateau, returning(host.worker_id)) for at, host in enumerate(free)]
         self.open = {room.host.worker_id: room for room in rooms if room.left > 0}
         self._within: dict[VersionBounds, _Within] = {}
         self._context = min((host.max_model_len for host in hosts), default=0)

@@ -65,6 +65,7 @@ class SlotFill:
             now=now,
             costs=self._rules.costs,
             terms=self._rules.turns,
+            returning=run.returning,
         )
 
     def note_turn(self, turn_s: float, now: float) -> None:

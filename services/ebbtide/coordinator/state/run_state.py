@@ -27,6 +27,7 @@ from ebbtide.errors import LeaseSuperseded, StoreUnavailable
 from ebbtide.scheduling.dispatch.response_lengths import ResponseLengths
 from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout, RolloutQueue
 from ebbtide.scheduling.dispatch.turns.cached_prefixes import CachedPrefixes, Prefixes
+from ebbtide.scheduling.dispatch.turns.expected_returns import ExpectedReturns
 from ebbtide.store.rollout_rows import EndReason
 from ebbtide.store.unexpected_data import UNEXPECTED
 from ebbtide.types.end_cause import EndCause
@@ -73,6 +74,7 @@ class RunState:
         self.newest = 0  # of these; 0: none
         self._prefixes = CachedPrefixes()
         self.prefixes: Final[Prefixes] = self._prefixes.by_episode  # by session
+        self._returns = ExpectedReturns()
         self._groups: dict[str, int] = {}  # group -> queue place of its first rollout
         self._failed_installs: dict[int, int] = {}
         self.lengths: Final = ResponseLengths()
@@ -166,6 +168,7 @@ class RunState:
 
     def admit(self, one: QueuedRollout) -> None:
         """Queue a rollout."""
+        self._returns.queued(one.episode_id, one.since)
         self.queue.add(one)
         self.wakeups.decide()
 
@@ -244,11 +247,18 @@ class RunState:
 
     def _note_prefix(self, attempt: RunningAttempt, session: WorkerSession | None) -> None:
         """Note what the last worker of a finished rollout has of its episode. It may have come with the rollout."""
-        episode_id = attempt.rollout.episode_id
-        if session is not None and session.session_id not in self.prefixes.get(episode_id, ()):
+        episode_id, now = attempt.rollout.episode_id, self.clock()
+        if session is None:
+            return
+        if session.session_id not in self.prefixes.get(episode_id, ()):
             version = session.version_of(self.run_id)
             self._prefixes.began(episode_id, session.session_id, version=version, tokens=attempt.length)
         self._prefixes.left(episode_id, attempt.length)
+        self._returns.ended(episode_id, session.session_id, turn_s=max(0.0, now - attempt.given), now=now)
+
+    def returning(self, session_id: str) -> float:
+        """Rollouts that will probably come back to a worker soon, from episodes that wait for their environments."""
+        return self._returns.beside(session_id)
 
     def unfinish(self, durable_before: float) -> set[RunningAttempt]:
         """Treat attempts as running whose finish the store may have forgotten, and whose workers still have them.
@@ -297,6 +307,7 @@ class RunState:
     def forget_episode(self, episode_id: str) -> None:
         """Note that the episode has no further turn."""
         self._prefixes.forget(episode_id)
+        self._returns.forget(episode_id)
 
     # What a store that came back may have forgotten.
 
