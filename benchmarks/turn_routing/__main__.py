@@ -20,7 +20,7 @@ import msgspec
 
 from benchmarks import arguments
 from benchmarks.conditions import conditions
-from benchmarks.turn_routing.routed_fleet import speeds
+from benchmarks.turn_routing.routed_fleet import TrialSetting, speeds
 from benchmarks.turn_routing.routed_trials import (
     BASE,
     LOSSES,
@@ -33,7 +33,6 @@ from benchmarks.turn_routing.routed_trials import (
     throughput_ratio,
     tuned,
 )
-from benchmarks.turn_routing.routed_trials import TrialSetting as Setting
 
 OUT: Final = Path(__file__).parents[1] / "results" / "turn_routing.json"
 _SEEDS: Final = 5
@@ -60,7 +59,9 @@ def compare(seeds: Sequence[int], tell: Tell, *, quick: bool) -> dict[str, Any]:
     return {"figures": _figures(told), **told}
 
 
-def _played(policies: Sequence[TunedPolicy], setting: Setting, seeds: Sequence[int], tell: Tell) -> dict[str, Played]:
+def _played(
+    policies: Sequence[TunedPolicy], setting: TrialSetting, seeds: Sequence[int], tell: Tell
+) -> dict[str, Played]:
     return {policy.name: play(policy, setting, seeds, tell) for policy in policies}
 
 

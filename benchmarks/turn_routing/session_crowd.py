@@ -4,6 +4,7 @@ Invariant: a place has one turn that the coordinator knows, or its environment i
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 from msgspec import Struct
 
@@ -47,7 +48,7 @@ class SessionCrowd:
 
     def begin(self) -> None:
         for place in range(len(self._places)):
-            self._time.at(self._work.begins_s(place, self._over_s), lambda place=place: self._open(place))
+            self._time.at(self._work.begins_s(place, self._over_s), partial(self._open, place))
 
     def ended(self, rollout: SimulatedRollout) -> None:
         """Count a turn; the next one follows once its environment has answered."""

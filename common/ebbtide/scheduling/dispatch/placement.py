@@ -50,13 +50,13 @@ def place(
     terms: TurnTerms = TERMS,
     returning: Callable[[str], float] = lambda _: 0.0,
 ) -> list[Placement]:
-    """Fill the hosts' free slots from the queue, with `at_most` placements. `prefixes`: what hosts have in their caches;
-    `rest`: tokens that a rollout will probably still make; `borrowable`: most further rollouts on borrowed hosts;
-    `returning`: rollouts that will soon come back to a host, which count as load.
+    """Fill the hosts' free slots from the queue, with `at_most` placements. `prefixes`: what hosts have cached; `rest`:
+    tokens that a rollout will probably still make; `borrowable`: most further rollouts on borrowed hosts; `returning`:
+    rollouts that will soon come back to a host, which count as load.
 
     A worker may take a rollout if its version and target are within the rollout's bounds, and one more token fits into
-    its context. A rollout that fits nowhere, or waits for the worker with its prefix, blocks no other. A worker with as many pending
-    rollouts as `pending_limit` allows gets no more; the rest stays queued for the next free worker.
+    its context. A rollout that fits nowhere, or waits for the worker with its prefix, blocks no other. A worker with as
+    many pending rollouts as `pending_limit` allows gets no more; the rest stays queued for the next free worker.
 
     A rollout goes to a worker that it avoids only if it avoids all `hosts` that could take it, full ones included. A
     rollout without progress in its last attempt goes only where no other such is pending, so that one that kills

@@ -167,7 +167,7 @@ def _sides(engines: Sequence[EngineLoad]) -> list[_Side]:
 
 
 def _moved_waiting(sides: list[_Side], now: float, costs: MoveCosts, passed: set[str]) -> list[RolloutMove]:
-    """Moves from the engine with the most waiting rollouts to one with room and none waiting, until there is no pair."""
+    """Moves from the engine where most rollouts wait to one with room where none waits, until there is no pair."""
     moves: list[RolloutMove] = []
     open_ = [side for side in sides if side.next_rate > 0.0]
     queues = [side for side in sides if side.waiting and side.key not in passed] if open_ else []
