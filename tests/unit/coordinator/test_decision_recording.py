@@ -36,12 +36,12 @@ from tests.unit.coordinator.virtual_fleet import balanced, lived
 UNRECORDED: Final = {
     "it changes nothing": (
         "paused", "new_queue", "is_unconfirmed", "lent", "version_of", "at_work", "serving", "has_room",
-        "trusts", "quarantined", "quarantined_s", "lacking",
+        "returning", "trusts", "quarantined", "quarantined_s", "lacking",
     ),
     "only rounds call it": ("take_made", "note_share", "learn_plateau", "give_up_move"),
     "it is part of recorded calls, or made of them": (
         "changing", "mark_stale", "rereading", "note_worker", "hold", "begun", "let_go", "forget", "close",
-        "replace_incarnation",
+        "replace_incarnation", "note_cached",
     ),
     "no decision depends on it": (
         "note_resumed", "take_resumes", "group_place", "appending", "send_again", "stream_opened", "send",

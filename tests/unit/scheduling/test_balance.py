@@ -5,6 +5,7 @@ import time
 from math import inf
 from typing import Any
 
+import msgspec
 import pytest
 
 from ebbtide.scheduling.dispatch.host_view import HostView
@@ -195,6 +196,24 @@ def test_what_has_hardly_had_time_to_start_is_not_stuck() -> None:
     for waited_s, most in ((14.0, 0), (14.9, 1), (20.0, 1)):  # 1 s, and 6.9 s for each prefill
         queue = running("q", 2, started=False, made=34_000, since=NOW - waited_s)
         assert len(moves([engine("a", queue), engine("b", [])])) == most
+
+
+def test_what_waits_stays_with_its_prefix_for_as_long_as_reading_that_elsewhere_would_cost() -> None:
+    for waited_s, most in ((6.0, 0), (9.0, 1)):  # 1 s of bound, and 1 s of reading at a worker with 6 others
+        queue = running("q", 2, started=False, made=4_500, since=NOW - waited_s)
+        queue = [msgspec.structs.replace(one, cached=5_000) for one in queue]
+        assert len(moves([engine("a", queue), engine("b", running("b", 6, since=NOW))])) == most
+
+
+def test_an_engine_that_makes_no_token_loses_also_what_it_reads_first() -> None:
+    queue = running("q", 1, started=False, made=4_500, since=NOW - 3.5)  # 2 s of bound, and 0.2 s of reading
+    queue = [msgspec.structs.replace(one, cached=4_000) for one in queue]
+    for quiet_s, most in ((0.0, 0), (1.9, 0), (2.0, 1)):
+        stalled = msgspec.structs.replace(engine("a", queue), quiet_s=quiet_s)
+        assert len(moves([stalled, engine("b", [])])) == most
+        assert moves([engine("c", running("c", 3, started=False)), stalled]) == []
+    early = [msgspec.structs.replace(one, since=NOW - 2.1) for one in queue]
+    assert moves([msgspec.structs.replace(engine("a", early), quiet_s=9.0), engine("b", [])]) == []
 
 
 def test_what_is_to_stay_counts_and_stays() -> None:

@@ -11,6 +11,7 @@ import pytest
 from ebbtide.scheduling.dispatch.host_view import HostView, admits
 from ebbtide.scheduling.dispatch.placement import outsized, place
 from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout, RolloutQueue
+from ebbtide.scheduling.dispatch.turns.cached_prefixes import CachedPrefix, Prefixes
 from ebbtide.scheduling.steps.step_pacing import VersionBounds
 
 
@@ -44,6 +45,10 @@ def host(
         target=version if target is None else target,
         max_model_len=context,
     )
+
+
+def cached(episode: str, *workers: str, tokens: int = 9, version: int = 1) -> Prefixes:
+    return {episode: {one: CachedPrefix(version=version, tokens=tokens) for one in workers}}
 
 
 @dataclass
@@ -110,7 +115,7 @@ def test_placement_can_be_repeated() -> None:
 def test_turns_go_home_while_there_is_room_and_elsewhere_when_there_is_none() -> None:
     hosts = [host("w1", slots=2, running=1), host("w2", slots=8)]
     line = [waiting(1, episode="e"), waiting(2, episode="e")]
-    assert place(line, hosts, {"e": "w1"}) == [("r1", "w1"), ("r2", "w2")]
+    assert place(line, hosts, cached("e", "w1")) == [("r1", "w1"), ("r2", "w2")]
 
 
 def test_the_emptiest_worker_is_chosen_by_share() -> None:
@@ -119,9 +124,9 @@ def test_the_emptiest_worker_is_chosen_by_share() -> None:
 
 
 def given(
-    line: list[QueuedRollout], hosts: list[HostView], homes: dict[str, str] | None = None, **terms: Any
+    line: list[QueuedRollout], hosts: list[HostView], prefixes: Prefixes | None = None, **terms: Any
 ) -> dict[str, str]:
-    return {one.rollout_id: one.worker_id for one in place(line, hosts, homes or {}, **terms)}
+    return {one.rollout_id: one.worker_id for one in place(line, hosts, prefixes or {}, **terms)}
 
 
 def better(one: Any, **changes: Any) -> Any:
@@ -165,8 +170,8 @@ def test_a_worker_on_which_nothing_has_started_takes_half_its_slots_at_once() ->
 def test_a_move_goes_where_it_was_meant_to_and_comes_before_affinity() -> None:
     hosts = [better(host("s1"), name="w1"), better(host("s2", running=3), name="w2"), host("s3")]
     moved = better(waiting(1, episode="e"), prefer="w2")
-    assert given([moved], hosts, {"e": "s1"}) == {"r1": "s2"}
-    assert given([moved], [hosts[0], better(hosts[1], running=4), hosts[2]], {"e": "s1"}) == {"r1": "s1"}
+    assert given([moved], hosts, cached("e", "s1")) == {"r1": "s2"}
+    assert given([moved], [hosts[0], better(hosts[1], running=4), hosts[2]], cached("e", "s1")) == {"r1": "s1"}
 
 
 @pytest.mark.parametrize("full", [False, True])
@@ -174,7 +179,7 @@ def test_an_avoided_worker_is_never_chosen_while_another_could_take_it(full: Any
     """Even if that one is full now: it will have room again."""
     hosts = [better(host("s1"), name="w1"), better(host("s2", running=4 if full else 0), name="w2")]
     one = better(waiting(1, episode="e"), avoid=frozenset({"w1"}), prefer="w1")
-    assert given([one], hosts, {"e": "s1"}) == ({} if full else {"r1": "s2"})
+    assert given([one], hosts, cached("e", "s1")) == ({} if full else {"r1": "s2"})
 
 
 def test_a_rollout_that_must_avoid_all_that_could_take_it_avoids_none() -> None:
@@ -265,5 +270,5 @@ def test_a_worker_that_is_held_takes_only_what_nobody_else_has_room_for() -> Non
     placed = place(line, [held, host("busy", slots=4, running=1)], {})
     assert [one.worker_id for one in placed] == ["busy"] * 3 + ["held"] * 3
     line = [waiting(0, episode="e"), waiting(1)]
-    assert [one.worker_id for one in place(line, [held, host("free")], {"e": "held"})] == ["free"] * 2
+    assert [one.worker_id for one in place(line, [held, host("free")], cached("e", "held"))] == ["free"] * 2
     assert [one.worker_id for one in place(line, [held], {})] == ["held"] * 2

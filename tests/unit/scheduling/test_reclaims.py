@@ -11,6 +11,7 @@ from ebbtide.scheduling.dispatch.move_costs import COSTS
 from ebbtide.scheduling.dispatch.placement import place
 from ebbtide.scheduling.dispatch.reclaim_risk import SHORT_S, LentHost, interrupted, leaving, risk_s
 from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout, RolloutQueue
+from ebbtide.scheduling.dispatch.turns.cached_prefixes import CachedPrefix
 from ebbtide.scheduling.steps.step_pacing import VersionBounds
 
 
@@ -107,7 +108,7 @@ def placed(line: list[QueuedRollout], hosts: list[HostView], **more: Any) -> dic
     queue = RolloutQueue()
     for one in line:
         queue.add(one)
-    return dict(place(queue, hosts, more.pop("homes", {}), rest=rest, **more))
+    return dict(place(queue, hosts, more.pop("prefixes", {}), rest=rest, **more))
 
 
 def test_long_work_goes_to_the_steady_worker_and_short_work_to_the_shaky_one() -> None:
@@ -163,7 +164,9 @@ def test_a_run_borrows_no_more_than_it_may() -> None:
 
 def test_a_turn_stays_with_its_episodes_worker_be_it_borrowed() -> None:
     line = [waiting(0, 9_000), waiting(1)]
-    found = placed(line, [host("steady", 1), lent("shaky", 1)], homes={"e0": "shaky"})
+    found = placed(
+        line, [host("steady", 1), lent("shaky", 1)], prefixes={"e0": {"shaky": CachedPrefix(version=1, tokens=9)}}
+    )
     assert found == {"r0": "shaky", "r1": "steady"}
 
 

@@ -114,9 +114,18 @@ def test_a_turn_reads_only_what_came_since_the_one_before() -> None:
     one = engine()
     one.admit("turn 1", prompt=100, made=0, length=5, now=0.0, prefix="group")
     one.advance(10.0)
-    one.admit("turn 2", prompt=130, made=0, length=5, now=10.0, prefix="group", after="turn 1")
+    one.admit("turn 2", prompt=130, made=0, length=5, now=10.0, prefix="group", after=("turn 1",))
     one.advance(20.0)
     assert one.read == 100 + 130 - 96
+
+
+def test_a_turn_finds_what_an_earlier_one_left_though_the_last_one_ran_elsewhere() -> None:
+    one = engine()
+    one.admit("turn 1", prompt=100, made=0, length=5, now=0.0)
+    one.advance(10.0)
+    one.admit("turn 3", prompt=300, made=0, length=5, now=10.0, after=("turn 2", "turn 1"))
+    one.advance(20.0)
+    assert one.read == 100 + 300 - 96
 
 
 def test_other_weights_make_the_cache_worthless() -> None:

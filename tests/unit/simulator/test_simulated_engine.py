@@ -46,9 +46,9 @@ class Workload:
         speed = draw.choice([0.5, 1.0, 2.0])
         self.fast = SimulatedEngine(self.profile, slots=slots, now=self.now, speed=speed)
         self.slow = StepwiseEngine(self.profile, slots=slots, now=self.now, speed=speed)
-        self.here: dict[str, tuple[str, str, Tokens, int]] = {}  # prefix, after, prompt, length
-        self.ended: list[tuple[str, Tokens]] = []
-        self.left: dict[str, tuple[str, str, Tokens, int, int]] = {}
+        self.here: dict[str, tuple[str, tuple[str, ...], Tokens, int]] = {}  # prefix, after, prompt, length
+        self.ended: list[tuple[tuple[str, ...], Tokens]] = []  # a turn and those before it, the last one first
+        self.left: dict[str, tuple[str, tuple[str, ...], Tokens, int, int]] = {}
         self.number = 0
         self.events = 0
 
@@ -77,9 +77,9 @@ class Workload:
         self.events += len(events)
         for _, kind, key in events:
             if kind == "finished":
-                prefix, _, prompt, length = self.here.pop(key)
+                prefix, after, prompt, length = self.here.pop(key)
                 if not prefix:  # a turn that reads a part of its group's prompt again shares it in one of them alone
-                    self.ended.append((key, (*prompt, *((key, place) for place in range(length)))))
+                    self.ended.append(((key, *after), (*prompt, *((key, place) for place in range(length)))))
         assert [self.fast.made(key) for key in self.here] == [self.slow.made(key) for key in self.here]
         assert (self.fast.running, self.fast.waiting) == (len(self.slow.run), len(self.slow.line))
         assert (self.fast.generated, self.fast.read, self.fast.reread, self.fast.preemptions) == (
@@ -91,9 +91,12 @@ class Workload:
 
     def admit(self) -> None:
         self.number += 1
-        key, draw, prefix, after = f"r{self.number}", self.draw, "", ""
+        key, draw, prefix, after = f"r{self.number}", self.draw, "", tuple[str, ...]()
         if self.ended and draw.random() < 0.3:  # the next turn
             after, begin = self.ended.pop(draw.randrange(len(self.ended)))
+            if draw.random() < 0.3:  # another engine had a turn in between
+                after = (f"{key} elsewhere", *after)
+                begin = (*begin, *((after[0], place) for place in range(draw.randrange(1, 30))))
             prompt: Tokens = (*begin, *((key, "more", place) for place in range(draw.randrange(1, 30))))
         elif self.block > 1 and draw.random() < 0.6:  # one of a group
             prefix = f"g{self.number // 4}"
@@ -106,7 +109,9 @@ class Workload:
             made = draw.randrange(length) if draw.random() < 0.3 else 0
             self.give(key, prefix, after, prompt, made, length, cached=draw.choice([0, 0, 0, len(prompt) // 2]))
 
-    def give(self, key: str, prefix: str, after: str, prompt: Tokens, made: int, length: int, cached: int = 0) -> None:
+    def give(
+        self, key: str, prefix: str, after: tuple[str, ...], prompt: Tokens, made: int, length: int, cached: int = 0
+    ) -> None:
         self.here[key] = (prefix, after, prompt, length)
         self.fast.admit(
             key, prompt=len(prompt), made=made, length=length, now=self.now, prefix=prefix, after=after, cached=cached

@@ -1,5 +1,6 @@
-"""Places queued rollouts in queue order: at the worker that a move chose, else at the worker of the episode's last
-turn, else where they will run fastest. Short rollouts prefer borrowed workers, long ones steady workers.
+"""Places queued rollouts in queue order: at the worker that a move chose, else by what workers' caches have of the
+episode (`turns/turn_routing.py`), else where they will run fastest. Short rollouts prefer borrowed workers, long ones
+steady workers.
 
 Delayed dispatch and the choice of the shortest queue follow RLBoost (arXiv 2510.19225, Algorithm 2). Unlike there,
 rollouts are placed one by one and not by groups, on every event and not by polling, and workers are compared by their
@@ -9,14 +10,17 @@ learnt speeds instead of their queue lengths alone.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import chain
-from math import inf
+from math import inf, sqrt
 from operator import attrgetter
 from statistics import median
 from typing import NamedTuple, TypeAlias
 
 from ebbtide.scheduling.dispatch.borrowed_places import BorrowedPlace, exchanged
 from ebbtide.scheduling.dispatch.host_view import HostView, may_take, serves
+from ebbtide.scheduling.dispatch.move_costs import COSTS, MoveCosts
 from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout, RolloutQueue
+from ebbtide.scheduling.dispatch.turns.cached_prefixes import Prefixes
+from ebbtide.scheduling.dispatch.turns.turn_routing import TERMS, TurnRouter, TurnTerms
 from ebbtide.scheduling.steps.step_pacing import VersionBounds
 
 
@@ -35,20 +39,24 @@ def pending_limit(host: HostView) -> int:
 def place(
     queue: Iterable[QueuedRollout],
     hosts: Sequence[HostView],
-    homes: Mapping[str, str],
+    prefixes: Prefixes,
     *,
     pending_limit: Callable[[HostView], int] = pending_limit,
     at_most: int | None = None,
     rest: Callable[[QueuedRollout], float] | None = None,
     borrowable: float = inf,
     now: float = -inf,
+    costs: MoveCosts = COSTS,
+    terms: TurnTerms = TERMS,
+    returning: Callable[[str], float] = lambda _: 0.0,
 ) -> list[Placement]:
-    """Fill the hosts' free slots from the queue, with `at_most` placements. `homes`: episode -> worker of its last
-    turn; `rest`: tokens that a rollout will probably still make; `borrowable`: most further rollouts on borrowed hosts.
+    """Fill the hosts' free slots from the queue, with `at_most` placements. `prefixes`: what hosts have cached; `rest`:
+    tokens that a rollout will probably still make; `borrowable`: most further rollouts on borrowed hosts; `returning`:
+    rollouts that will soon come back to a host, which count as load.
 
     A worker may take a rollout if its version and target are within the rollout's bounds, and one more token fits into
-    its context. A rollout that fits nowhere is skipped, so that it blocks no other. A worker with as many pending
-    rollouts as `pending_limit` allows gets no more; the rest stays queued for the next free worker.
+    its context. A rollout that fits nowhere, or waits for the worker with its prefix, blocks no other. A worker with as
+    many pending rollouts as `pending_limit` allows gets no more; the rest stays queued for the next free worker.
 
     A rollout goes to a worker that it avoids only if it avoids all `hosts` that could take it, full ones included. A
     rollout without progress in its last attempt goes only where no other such is pending, so that one that kills
@@ -57,7 +65,8 @@ def place(
     With `rest`, the places of borrowed hosts go to the rollouts that risk least by a reclaim, among those placed and
     the next in the queue; a displaced rollout takes the other's place, or waits a while if a steady host could take it.
     """
-    rooms = _Rooms(hosts, pending_limit, borrowable)
+    router = TurnRouter(prefixes, hosts, rest=rest, now=now, costs=costs, terms=terms)
+    rooms = _Rooms(hosts, pending_limit, borrowable, router, returning)
     kinds = queue.bounds() if isinstance(queue, RolloutQueue) else None
     shut: set[VersionBounds] = set()
     places: list[BorrowedPlace] = []
@@ -72,7 +81,7 @@ def place(
         if not within.open:
             shut.add(one.bounds)
             continue
-        found = rooms.choose(one, within, homes)
+        found = rooms.choose(one, within)
         if found is not None:
             room, bound = found
             places.append(BorrowedPlace(one, room.host, bound))
@@ -100,8 +109,8 @@ _Rank: TypeAlias = tuple[float, float, int]
 class _Room:
     """The places left at a host during a round. `at`: its place in the order of names."""
 
-    def __init__(self, host: HostView, at: int, limit: int, rate: float, plateau: float) -> None:
-        self.host, self._at = host, at
+    def __init__(self, host: HostView, at: int, limit: int, rate: float, plateau: float, returning: float) -> None:
+        self.host, self._at, self._returning = host, at, returning
         self.rate, self.plateau = (host.rate or rate) * host.share, host.plateau or plateau
         self.given = 0
         self.left = min(host.slots - host.running, limit - host.pending)
@@ -114,14 +123,22 @@ class _Room:
         self.probation += one.no_progress > 0
         self.rank = self._rank()
 
+    @property
+    def beside(self) -> int:
+        return self.host.running + self.given
+
+    @property
+    def speed(self) -> float:
+        """Beyond the plateau all rollouts share its throughput."""
+        return self.rate * max(self.host.running + 1, self.plateau) / max(self.beside + 1, self.plateau)
+
     def _rank(self) -> _Rank:
         """The least is best: the predicted rate, in steps of a tenth so that noise decides nothing; then the share of
-        free slots; then the name, so that a decision can be repeated. Beyond the plateau all rollouts share its
-        throughput.
+        free slots; then the name, so that a decision can be repeated.
         """
-        host, load = self.host, self.host.running + self.given + 1
-        rate = self.rate * max(host.running + 1, self.plateau) / max(load, self.plateau)
-        return -_tenths(rate), -(host.slots - load + 1) / host.slots, -self._at
+        slots, load = self.host.slots, self.beside + self._returning
+        speed = self.speed * sqrt((self.beside + 1) / (load + 1))  # between no slowdown and that beyond the plateau
+        return -_tenths(speed), -(slots - load) / slots, -self._at
 
 
 def _tenths(rate: float) -> float:
@@ -166,14 +183,21 @@ class _Within:
 class _Rooms:
     """The hosts with room, by the version bounds that they serve."""
 
-    def __init__(self, hosts: Sequence[HostView], limit: Callable[[HostView], int], borrowable: float) -> None:
-        self._hosts = hosts
+    def __init__(
+        self,
+        hosts: Sequence[HostView],
+        limit: Callable[[HostView], int],
+        borrowable: float,
+        router: TurnRouter,
+        returning: Callable[[str], float],
+    ) -> None:
+        self._hosts, self._router = hosts, router
         self._borrowable = borrowable
         rate = median([host.rate for host in hosts if host.rate] or [0.0])
         plateau = median([host.plateau for host in hosts if host.plateau] or [0])
         free = [host for host in hosts if host.running < host.slots and not host.shut]
         free = sorted((one for one in free if borrowable > 0 or not one.borrowed), key=attrgetter("worker_id"))
-        rooms = [_Room(host, at, limit(host), rate, plateau) for at, host in enumerate(free)]
+        rooms = [_Room(host, at, limit(host), rate, plateau, returning(host.worker_id)) for at, host in enumerate(free)]
         self.open = {room.host.worker_id: room for room in rooms if room.left > 0}
         self._within: dict[VersionBounds, _Within] = {}
         self._context = min((host.max_model_len for host in hosts), default=0)
@@ -185,7 +209,7 @@ class _Rooms:
             found = self._within[bounds] = _Within(room for room in self.open.values() if serves(bounds, room.host))
         return found
 
-    def choose(self, one: QueuedRollout, within: _Within, homes: Mapping[str, str]) -> tuple[_Room, bool] | None:
+    def choose(self, one: QueuedRollout, within: _Within) -> tuple[_Room, bool] | None:
         """The room for a rollout, if any, and whether it needs this very one, for its prefix cache or a move."""
         plain = not one.avoid and not one.no_progress
         if plain and one.length >= within.too_long:
@@ -196,10 +220,15 @@ class _Rooms:
             if not fit:
                 within.too_long = min(within.too_long, one.length) if plain else within.too_long
                 return None
-        bound = self._bound(one, fit, homes)
-        if bound is not None:
-            return bound, True
-        return within.best() if fit is within.open else min(fit.values(), key=attrgetter("rank")), False
+        if (moved := _moved_to(one, fit)) is not None:
+            return moved, True
+        best = within.best() if fit is within.open else min(fit.values(), key=attrgetter("rank"))
+        if not (cached := self._router.cached(one)):
+            return best, False
+        home = self._router.home(one, cached, fit, best)
+        if self._router.waits(one, cached, fit, home or best):
+            return None
+        return home or best, home is not None
 
     def _fit(self, one: QueuedRollout, rooms: Mapping[str, _Room]) -> dict[str, _Room]:
         """Those that may take `one`, of the `rooms` with its versions: those that are not held, or all if all are."""
@@ -211,15 +240,6 @@ class _Rooms:
         if self._held:
             fit = [room for room in fit if not room.host.held] or fit
         return {room.host.worker_id: room for room in fit}
-
-    def _bound(self, one: QueuedRollout, fit: Mapping[str, _Room], homes: Mapping[str, str]) -> _Room | None:
-        """The room that a move chose, or else that of the episode's last turn, if it fits."""
-        if one.prefer:
-            for room in fit.values():
-                if one.prefer in (room.host.worker_id, room.host.name):
-                    return room
-        home = homes.get(one.episode_id)
-        return fit.get(home) if home is not None else None
 
     def take(self, room: _Room, one: QueuedRollout) -> None:
         room.take(one)
@@ -236,3 +256,10 @@ class _Rooms:
             del self.open[room.host.worker_id]
         for within in self._within.values():
             within.changed(room)
+
+
+def _moved_to(one: QueuedRollout, fit: Mapping[str, _Room]) -> _Room | None:
+    """The room that a move chose."""
+    if not one.prefer:
+        return None
+    return next((room for room in fit.values() if one.prefer in (room.host.worker_id, room.host.name)), None)

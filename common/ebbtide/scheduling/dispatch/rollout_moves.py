@@ -29,6 +29,9 @@ from ebbtide.scheduling.dispatch.throughput import WorkerThroughput
 
 #: A rollout is stuck if it starts so much later than its prefill, and those before it, would take.
 _STUCK_S: Final = 1.0
+#: An engine has stalled that made no token for so long, though it had work and was not held (as in ROSE, arXiv
+#: 2605.06534). Then the rollout that it prefills counts as stuck, too.
+_STALLED_S: Final = 2.0
 #: Sources that a round looks at in vain: each means to look at all of its rollouts.
 _LOOKS: Final = 16
 #: Engines, evenly picked, that stand for a larger fleet where a typical rate is asked for.
@@ -46,12 +49,14 @@ class RunningRollout(Struct, frozen=True, kw_only=True, gc=False):
     since: float  # when its worker got it
     started: bool
     stays: bool = False  # it must not move now
+    cached: int = 0  # of `length`, what its worker had when it came
 
 
 class EngineLoad(Struct, frozen=True, kw_only=True):
     host: HostView  # `running` counts requested moves as done
     speed: WorkerThroughput
     context: float  # mean tokens of prompt and response
+    quiet_s: float = 0.0  # since it made a token, while it had work and was not held
     #: Its rollouts in the order of arrival, without those asked back; called only if some may move.
     rollouts: Callable[[], Iterable[RunningRollout]]
 
@@ -102,15 +107,24 @@ class _Side:
         self.pending = engine.host.pending
         self.arriving = 0  # unstarted rollouts that move here in this round
         self.prefill_s = 0.0
+        self.stalled = engine.quiet_s >= _STALLED_S
         self._typical = typical
         self._rollouts: list[RunningRollout] | None = None
         self.refresh()
+
+    @property
+    def waiting(self) -> int:
+        """Its unstarted rollouts, without the first one while it makes tokens: that is being prefilled, as it would be
+        anywhere.
+        """
+        return self.pending if self.stalled else max(0, self.pending - 1)
 
     def refresh(self) -> None:
         started = max(0, self.running - self.pending)
         self.now_rate = self.rate(started) if started else 0.0
         host = self.engine.host
-        room = self.running < host.slots and not self.pending and not host.held and not host.shut
+        closed = host.held or host.shut or self.stalled
+        room = self.running < host.slots and not self.pending and not closed
         self.next_rate = self.rate(started + 1) if room else 0.0
 
     def rate(self, running: int) -> float:
@@ -153,17 +167,14 @@ def _sides(engines: Sequence[EngineLoad]) -> list[_Side]:
 
 
 def _moved_waiting(sides: list[_Side], now: float, costs: MoveCosts, passed: set[str]) -> list[RolloutMove]:
-    """Moves from the engine with the most waiting rollouts to one with room and none waiting, until there is no pair.
-
-    An engine's first unstarted rollout does not count: it is being prefilled, as it would be anywhere.
-    """
+    """Moves from the engine where most rollouts wait to one with room where none waits, until there is no pair."""
     moves: list[RolloutMove] = []
     open_ = [side for side in sides if side.next_rate > 0.0]
-    queues = [side for side in sides if side.pending > 1 and side.key not in passed] if open_ else []
+    queues = [side for side in sides if side.waiting and side.key not in passed] if open_ else []
     looks = 0
     while queues and len(moves) < costs.at_once:
-        source = max(queues, key=lambda side: (side.pending, side.key))
-        rooms = [side for side in open_ if side.next_rate > 0.0 and side.arriving + 1 < source.pending]
+        source = max(queues, key=lambda side: (side.waiting, side.key))
+        rooms = [side for side in open_ if side.next_rate > 0.0 and side.arriving < source.waiting]
         found = _stuck(source, rooms, now, costs)
         if found is None:
             queues.remove(source)
@@ -177,7 +188,7 @@ def _moved_waiting(sides: list[_Side], now: float, costs: MoveCosts, passed: set
         source.pending -= 1
         target.arriving += 1
         source.give(one, target, 0.0)
-        if source.pending <= 1:
+        if not source.waiting:
             queues.remove(source)
     if looks < _LOOKS:
         passed.clear()
@@ -185,17 +196,28 @@ def _moved_waiting(sides: list[_Side], now: float, costs: MoveCosts, passed: set
 
 
 def _stuck(source: _Side, rooms: list[_Side], now: float, costs: MoveCosts) -> tuple[RunningRollout, _Side] | None:
-    """The last stuck rollout that another engine has room for, and the fastest such engine."""
+    """The last stuck rollout that another engine has room for, and the fastest such engine.
+
+    What its engine has of it in the cache, the other one reads; so it stays for as long as that would cost, unless the
+    engine has stalled.
+    """
     if not rooms:
         return None
     queue = sorted((one for one in source.rollouts() if not one.started), key=lambda one: one.since)
-    prefilled_s = [tokens / costs.prefill_tokens_per_s for tokens in accumulate(one.length for one in queue)]
-    for one, prefill_s in list(zip(queue, prefilled_s, strict=True))[:0:-1]:
-        if one.stays or now - one.since < _STUCK_S + prefill_s:
+    reads_s = [(one.length - one.cached) / costs.prefill_tokens_per_s for one in queue]
+    waiting = list(zip(queue, accumulate(reads_s), strict=True))[0 if source.stalled else 1 :]
+    bound_s = _STALLED_S if source.stalled else _STUCK_S
+    for one, prefill_s in reversed(waiting):
+        late_s = now - one.since - prefill_s - bound_s
+        if one.stays or late_s < 0.0:
             continue
         fit = [side for side in rooms if may_take(one.rollout, side.engine.host)]
-        if fit:
-            return one, max(fit, key=lambda side: (side.next_rate, side.key))
+        target = max(fit, key=lambda side: (side.next_rate, side.key), default=None)
+        if target is None:
+            continue
+        again_s = one.cached / costs.prefill_tokens_per_s * (1 + target.running)
+        if source.stalled or late_s >= again_s:
+            return one, target
     return None
 
 

@@ -9,6 +9,7 @@ from ebbtide.scheduling.dispatch.host_view import HostView
 from ebbtide.scheduling.dispatch.move_costs import COSTS, MoveCosts
 from ebbtide.scheduling.dispatch.placement import pending_limit
 from ebbtide.scheduling.dispatch.throughput import WorkerThroughput
+from ebbtide.scheduling.dispatch.turns.turn_routing import TERMS, TurnTerms
 
 
 class DispatchRules(Struct, frozen=True, kw_only=True):
@@ -16,6 +17,7 @@ class DispatchRules(Struct, frozen=True, kw_only=True):
 
     pending_limit: Callable[[HostView], int] = pending_limit
     costs: MoveCosts = COSTS
+    turns: TurnTerms = TERMS
     unstarted: bool = True  # rollouts that wait in an engine may move
     new_speed: Callable[[], WorkerThroughput] = WorkerThroughput  # of a worker of which nothing is known
 

@@ -42,6 +42,8 @@ _BLIND_S: Final = 0.5
 _STORING_S: Final = 0.25
 #: or if so large a share at its end passed without a token.
 _QUIET: Final = 0.5
+#: A rate that is so near to a typical worker's does not tell the worker from others: so much is noise.
+_ALIKE: Final = 0.15
 #: Workers whose heartbeats are looked at in one step.
 _PART: Final = 100
 #: Workers, evenly picked, that stand for a larger fleet where a typical speed is asked for.
@@ -87,17 +89,22 @@ class Rebalancer:
 
     def rate(self, session: WorkerSession) -> float:
         """Tokens/s of each of its rollouts with one more; a typical worker's if its own are not known yet, so that it
-        is not passed over. 0.0 while no worker is known.
+        is not passed over, or are nearly the same, so that load decides among like workers. 0.0 while no worker is
+        known.
         """
         running = len(session.attempts) + 1
         found = self._rates.get((session.session_id, running))
         if found is None:
-            found = self._own_rate(session, running) or self._typical(running)
+            found, typical = self._own_rate(session, running), self._typical(running)
+            if not found or abs(found - typical) <= _ALIKE * typical:
+                found = typical
             self._rates[session.session_id, running] = found
         return found
 
     def knows(self, session: WorkerSession) -> bool:
-        """Whether `rate` is the worker's own: then it changes with the session's `revision` only."""
+        """Whether the worker's own rate is known: then `rate` is looked up again with its `revision` only, which grows
+        with each heartbeat.
+        """
         return self._own_rate(session, len(session.attempts) + 1) > 0.0
 
     def _own_rate(self, session: WorkerSession, running: int) -> float:
@@ -233,6 +240,7 @@ class Rebalancer:
             host=host,
             speed=self._speeds.setdefault(session.worker_id, self._rules.new_speed()),
             context=self._contexts.get(session.session_id, 0.0),
+            quiet_s=session.beat.quiet_s,
             rollouts=lambda: self._movable(session),
         )
 
@@ -247,6 +255,7 @@ class Rebalancer:
                     budget=attempt.max_tokens - attempt.stored,
                     since=attempt.given if attempt.started else max(attempt.given, session.turned),
                     started=attempt.started,
+                    cached=attempt.cached,
                     stays=(attempt.run_id, attempt.rollout.rollout_id) in self._asked,
                 )
 

@@ -57,12 +57,15 @@ class SlotFill:
         return place(
             run.queue,
             hosts + self._hosts.coming(run, now),
-            run.homes,
+            run.prefixes,
             pending_limit=self._rules.pending_limit,
             at_most=_PLACE_AT_ONCE,
             rest=lambda one: run.lengths.rest(one.made, one.budget or None),
             borrowable=borrowable(run),
             now=now,
+            costs=self._rules.costs,
+            terms=self._rules.turns,
+            returning=run.returning,
         )
 
     def note_turn(self, turn_s: float, now: float) -> None:

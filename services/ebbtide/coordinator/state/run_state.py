@@ -26,6 +26,8 @@ from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.errors import LeaseSuperseded, StoreUnavailable
 from ebbtide.scheduling.dispatch.response_lengths import ResponseLengths
 from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout, RolloutQueue
+from ebbtide.scheduling.dispatch.turns.cached_prefixes import CachedPrefixes, Prefixes
+from ebbtide.scheduling.dispatch.turns.expected_returns import ExpectedReturns
 from ebbtide.store.rollout_rows import EndReason
 from ebbtide.store.unexpected_data import UNEXPECTED
 from ebbtide.types.end_cause import EndCause
@@ -34,8 +36,6 @@ from ebbtide.types.weights import PolicyVersion
 
 #: Finishes per run that are remembered; the worker of an older one asks for it by itself.
 _FINISHES: Final = 1 << 16
-#: Episodes per run whose last worker is remembered: no prefix cache lasts longer.
-_HOMES: Final = 1 << 16
 #: Groups per run whose place is remembered; groups idle for longer get a new place.
 _GROUPS: Final = 1 << 16
 #: So many failed installs make an old version unavailable.
@@ -72,8 +72,9 @@ class RunState:
         self._versions: dict[int, PolicyVersion] = {}
         self.versions: Final[Mapping[int, PolicyVersion]] = self._versions  # announced, and available
         self.newest = 0  # of these; 0: none
-        self._homes: dict[str, str] = {}
-        self.homes: Final[Mapping[str, str]] = self._homes  # episode -> session of its last turn
+        self._prefixes = CachedPrefixes()
+        self.prefixes: Final[Prefixes] = self._prefixes.by_episode  # by session
+        self._returns = ExpectedReturns()
         self._groups: dict[str, int] = {}  # group -> queue place of its first rollout
         self._failed_installs: dict[int, int] = {}
         self.lengths: Final = ResponseLengths()
@@ -167,6 +168,7 @@ class RunState:
 
     def admit(self, one: QueuedRollout) -> None:
         """Queue a rollout."""
+        self._returns.queued(one.episode_id, one.since)
         self.queue.add(one)
         self.wakeups.decide()
 
@@ -177,7 +179,9 @@ class RunState:
     def start(self, attempt: RunningAttempt, session: WorkerSession) -> bool:
         """Give a rollout that the store placed to its worker. False if that has left: the rollout is an orphan."""
         self._running[attempt.rollout.rollout_id] = attempt
-        self._remember_home(attempt.rollout.episode_id, session.session_id)
+        episode_id, version = attempt.rollout.episode_id, session.version_of(self.run_id)
+        tokens = attempt.rollout.length
+        attempt.note_cached(self._prefixes.began(episode_id, session.session_id, version=version, tokens=tokens))
         if session.gone:
             left = EndReason(EndCause.NOT_HELD, "its worker left as the rollout was given to it")
             attempt.orphan(OrphanedAttempt(self.clock(), left))
@@ -187,6 +191,7 @@ class RunState:
 
     def put_back(self, attempt: RunningAttempt, queued: QueuedRollout | None) -> None:
         """Queue the rollout of an attempt that the store ended; None: it finished while the store was asked."""
+        self._prefixes.left(attempt.rollout.episode_id, attempt.length)
         self._forget_attempt(attempt)
         if queued is None:
             self.mark_stale()
@@ -233,12 +238,28 @@ class RunState:
         if attempt is not None:
             if not attempt.rollout.request:  # requests are as long as their clients want
                 self.lengths.finished(attempt.stored)
+            self._note_prefix(attempt, session)
             finishes = self._volatile_finishes
             while finishes and finishes[0].at < durable_before:
                 finishes.popleft()
             if durable_before < math.inf and session is not None:
                 finishes.append(FinishedAttempt(attempt, session, self.clock()))
         return attempt
+
+    def _note_prefix(self, attempt: RunningAttempt, session: WorkerSession | None) -> None:
+        """Note what the last worker of a finished rollout has of its episode. It may have come with the rollout."""
+        episode_id, now = attempt.rollout.episode_id, self.clock()
+        if session is None:
+            return
+        if session.session_id not in self.prefixes.get(episode_id, ()):
+            version = session.version_of(self.run_id)
+            self._prefixes.began(episode_id, session.session_id, version=version, tokens=attempt.length)
+        self._prefixes.left(episode_id, attempt.length)
+        self._returns.ended(episode_id, session.session_id, turn_s=max(0.0, now - attempt.given), now=now)
+
+    def returning(self, session_id: str) -> float:
+        """Rollouts that will probably come back to a worker soon, from episodes that wait for their environments."""
+        return self._returns.beside(session_id)
 
     def unfinish(self, durable_before: float) -> set[RunningAttempt]:
         """Treat attempts as running whose finish the store may have forgotten, and whose workers still have them.
@@ -284,15 +305,10 @@ class RunState:
             del self._groups[next(iter(self._groups))]
         return found
 
-    def _remember_home(self, episode_id: str, session_id: str) -> None:
-        """Remember the worker of an episode's last turn."""
-        self._homes.pop(episode_id, None)
-        self._homes[episode_id] = session_id
-        if len(self._homes) > _HOMES:
-            del self._homes[next(iter(self._homes))]
-
     def forget_episode(self, episode_id: str) -> None:
-        self._homes.pop(episode_id, None)
+        """Note that the episode has no further turn."""
+        self._prefixes.forget(episode_id)
+        self._returns.forget(episode_id)
 
     # What a store that came back may have forgotten.
 

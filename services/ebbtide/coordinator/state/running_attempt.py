@@ -40,6 +40,7 @@ class RunningAttempt(Struct, kw_only=True, eq=False):
     number: int = 0  # of the rollout's attempts; 0: not known
     given: float = 0.0  # when a worker got it
     lost: int = 0  # tokens lost with its worker, at most
+    cached: int = 0  # tokens of the rollout that its worker had when it got it
     target: str = ""  # the worker that the coordinator moves it to
     session: "WorkerSession | None" = None
     orphaned: OrphanedAttempt | None = None
@@ -70,6 +71,9 @@ class RunningAttempt(Struct, kw_only=True, eq=False):
     def believe_stored(self, tokens: int) -> None:
         """Take the store's word for how many of the rollout's tokens it has."""
         self.stored = tokens
+
+    def note_cached(self, tokens: int) -> None:
+        self.cached = tokens
 
     def assign(self, session: "WorkerSession") -> None:
         self.unassign()

@@ -28,7 +28,15 @@ class EngineSequence:
     )
 
     def __init__(
-        self, key: str, prompt: int, made: int, length: int, prefix: str, after: str, cached: int, ready: float
+        self,
+        key: str,
+        prompt: int,
+        made: int,
+        length: int,
+        prefix: str,
+        after: tuple[str, ...],
+        cached: int,
+        ready: float,
     ) -> None:
         self.key, self.prompt, self.length = key, prompt, length
         self.prefix, self.after, self.cached = prefix, after, cached  # see `SimulatedEngine.admit`

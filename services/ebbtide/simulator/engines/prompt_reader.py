@@ -73,7 +73,7 @@ class PromptReader:
         names = (
             (sequence.prefix + _TAIL, shared),
             (sequence.prefix, shared),
-            (sequence.after, own),
+            *((turn, own) for turn in sequence.after),
             (sequence.key, own),
         )
         best: KvPrefix | None = None

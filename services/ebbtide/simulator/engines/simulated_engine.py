@@ -111,14 +111,15 @@ class SimulatedEngine:
         length: int,
         now: float,
         prefix: str = "",
-        after: str = "",
+        after: tuple[str, ...] = (),
         cached: int = 0,
     ) -> None:
         """Takes a sequence, which waits for a slot and for memory.
 
         `length`: tokens that the whole response will have; `made`: of these exist already, so they are read with the
-        prompt. `prefix`: a name of the prompt that its group shares; `after`: the key of the turn before, with whose
-        tokens the prompt begins, behind those of the group's. `cached`: tokens whose keys and values it brings along.
+        prompt. `prefix`: a name of the prompt that its group shares; `after`: the keys of the turns before, the last
+        one first: the prompt begins with all tokens of each, behind those of the group's. `cached`: tokens whose keys
+        and values it brings along.
         Raises `InvalidRequest` if it could not run even alone.
         """
         blocks = self._prefixes.blocks_of(prompt + length - 1)

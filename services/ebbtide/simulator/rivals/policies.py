@@ -11,6 +11,8 @@ from ebbtide.simulator.rivals.clairvoyant_policy import ClairvoyantPolicy
 from ebbtide.simulator.rivals.restart_policy import RestartPolicy
 from ebbtide.simulator.rivals.rlboost.rlboost_policy import RLBoostPolicy
 from ebbtide.simulator.rivals.rollpacker_policy import RollPackerPolicy
+from ebbtide.simulator.rivals.turns.rose_turns_policy import RoseTurnsPolicy
+from ebbtide.simulator.rivals.turns.spreading_policies import LeastLoadedPolicy, StickyPolicy
 from ebbtide.simulator.rivals.verl_policy import VerlPolicy
 from ebbtide.simulator.scenario.scenario import PolicyChoice
 from ebbtide.simulator.world.ebbtide_policy import EbbtidePolicy
@@ -21,9 +23,12 @@ POLICIES: Final[dict[str, type[Struct]]] = {
     "ablated": AblatedPolicy,
     "clairvoyant": ClairvoyantPolicy,
     "ebbtide": EbbtidePolicy,
+    "least_loaded": LeastLoadedPolicy,
     "restart": RestartPolicy,
     "rlboost": RLBoostPolicy,
     "rollpacker": RollPackerPolicy,
+    "rose_turns": RoseTurnsPolicy,
+    "sticky": StickyPolicy,
     "verl": VerlPolicy,
 }
 

@@ -22,7 +22,7 @@ class SimulatedRollout(Struct, kw_only=True, eq=False, gc=False):
     prompt: int
     length: int  # of the whole response: what its model would say, however often it is interrupted
     prefix: str  # names the first turn's prompt, which the samples of a group share
-    after: str = ""  # the rollout of the turn before
+    after: tuple[str, ...] = ()  # the rollouts of the turns before, the last one first
     place: int = 0
     stored: int = 0
     attempts: int = 0

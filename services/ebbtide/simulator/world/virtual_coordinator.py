@@ -34,7 +34,6 @@ from ebbtide.simulator.world.fleet.attempt_host import Response
 from ebbtide.simulator.world.fleet.simulated_worker import SimulatedWorker
 from ebbtide.simulator.world.fleet.version_pulls import VersionPulls
 from ebbtide.simulator.world.simulated_rollout import SimulatedRollout
-from ebbtide.simulator.world.training.simulated_driver import SimulatedDriver
 from ebbtide.simulator.world.virtual_time import VirtualTime
 from ebbtide.simulator.world.virtual_wakeups import VirtualWakeups
 from ebbtide.store.rollout_rows import EndReason
@@ -58,6 +57,14 @@ class Decider(Protocol):
 
     def gather_s(self) -> float:
         """For how long changes are gathered before a round."""
+        ...
+
+
+class RolloutOwner(Protocol):
+    """Who submits a run's rollouts."""
+
+    def ended(self, rollout: SimulatedRollout) -> None:
+        """Note that a rollout has its whole response."""
         ...
 
 
@@ -90,7 +97,7 @@ class VirtualCoordinator:
         self._flushes = FlushIntervals(
             self.state, per_s=self.settings.flushes_per_s, interactive=self.settings.interactive_rollouts
         )
-        self._drivers: dict[str, SimulatedDriver] = {}
+        self._drivers: dict[str, RolloutOwner] = {}
         self._max_tokens: dict[str, int] = {}
         self._rollouts: dict[str, SimulatedRollout] = {}
         self._workers: dict[str, SimulatedWorker] = {}  # by session
@@ -248,7 +255,7 @@ class VirtualCoordinator:
 
     # Runs.
 
-    def add_run(self, account: RunAccount, driver: SimulatedDriver) -> None:
+    def add_run(self, account: RunAccount, driver: RolloutOwner) -> None:
         spec = RunSpec(
             name=account.name,
             model=account.model,

@@ -25,7 +25,7 @@ class Response(NamedTuple):
     prompt: int
     length: int
     prefix: str  # names the prompt, which the samples of a group share
-    after: str  # the rollout of the turn before
+    after: tuple[str, ...]  # the rollouts of the turns before, the last one first
 
 
 class AttemptStore(Protocol):

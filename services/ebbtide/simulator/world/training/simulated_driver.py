@@ -103,7 +103,7 @@ class SimulatedDriver:
             prompt=turn.prompt,
             length=turn.response,
             prefix=f"{run}.{sample.prompt}",
-            after=f"{name}.{episode.at - 1}" if episode.at else "",
+            after=tuple(f"{name}.{turn}" for turn in reversed(range(episode.at))),
             place=self._place,
         )
         self._place += 1

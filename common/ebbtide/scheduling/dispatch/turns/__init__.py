@@ -1,0 +1,1 @@
+"""Decides where an episode's next turn runs."""

@@ -1,0 +1,130 @@
+"""Chooses between the worker that has a turn's prefix in its cache and the worker that is fastest now.
+
+A turn goes to the worker with its prefix while that is nearly as fast as the fastest one; as in consistent hashing with
+bounded loads (Mirrokni, Thorup and Zadimoghaddam, SODA 2018), a bound on load limits affinity. Beyond the bound, the
+earlier expected end decides. If the worker with the prefix has no room, the turn waits for it, as in delay scheduling
+(Zaharia et al., EuroSys 2010), but no longer than reading the prefix elsewhere would cost: so it loses at most twice
+what the better choice costs. Meanwhile others take the free slots.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, Protocol, TypeVar
+
+from msgspec import Struct
+
+from ebbtide.scheduling.dispatch.host_view import HostView, may_take
+from ebbtide.scheduling.dispatch.move_costs import COSTS, MoveCosts
+from ebbtide.scheduling.dispatch.reclaim_risk import risk_s
+from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout
+from ebbtide.scheduling.dispatch.turns.cached_prefixes import CachedPrefix, Prefixes
+
+
+class TurnTerms(Struct, frozen=True, kw_only=True):
+    """How far a turn goes for its prefix."""
+
+    near: float = 0.8  # a worker at so much of the fastest one's speed is near enough to it
+    wait_most_s: float = 10.0  # a turn waits no longer for its worker, whatever its prefix would cost
+    waiting_most: int = 256  # turns of a run that wait at a time: the search among them is part of each round
+
+
+TERMS: Final = TurnTerms()
+
+
+class Seat(Protocol):
+    """A place at a worker, for one rollout more."""
+
+    @property
+    def host(self) -> HostView: ...
+
+    @property
+    def beside(self) -> int:
+        """Rollouts that it would have beside it."""
+        ...
+
+    @property
+    def speed(self) -> float:
+        """Tokens/s of each of them then; 0.0: not known."""
+        ...
+
+
+S = TypeVar("S", bound=Seat)
+
+
+class TurnRouter:
+    """One round's routing of a run's turns. `hosts`: all, full ones too; `rest`: tokens that a turn will probably make;
+    `now`: seconds; -inf: nothing waits.
+    """
+
+    def __init__(
+        self,
+        prefixes: Prefixes,
+        hosts: Sequence[HostView],
+        *,
+        rest: Callable[[QueuedRollout], float] | None,
+        now: float,
+        costs: MoveCosts = COSTS,
+        terms: TurnTerms = TERMS,
+    ) -> None:
+        self._prefixes, self._hosts, self._now = prefixes, hosts, now
+        self._rest, self._costs, self._terms = rest, costs, terms
+        self._by_id: dict[str, HostView] | None = None
+        self._waiting = 0
+
+    def cached(self, one: QueuedRollout) -> Mapping[str, CachedPrefix] | None:
+        """What workers have of the turn's episode."""
+        return self._prefixes.get(one.episode_id)
+
+    def home(self, one: QueuedRollout, cached: Mapping[str, CachedPrefix], open_: Mapping[str, S], best: S) -> S | None:
+        """The seat with a part of the prefix that the turn shall take instead of the `best` one; None for that."""
+        rest = self._rest(one) if self._rest is not None else 0.0
+        warm = [seat for name, prefix in cached.items() if (seat := open_.get(name)) and _valid(prefix, seat.host)]
+        if not warm:
+            return None
+        ends = [(self._end_s(one, cached, seat, rest), at) for at, seat in enumerate(warm)]
+        end_s, at = min(ends)
+        seat = warm[at]
+        near = seat.speed >= self._terms.near * best.speed
+        return seat if near or end_s <= self._end_s(one, cached, best, rest) else None
+
+    def waits(
+        self, one: QueuedRollout, cached: Mapping[str, CachedPrefix], open_: Mapping[str, Seat], seat: Seat
+    ) -> bool:
+        """Whether the turn waits for a full worker with its prefix, rather than take this seat."""
+        waited_s = self._now - one.since
+        if not 0.0 <= waited_s < self._terms.wait_most_s or self._waiting >= self._terms.waiting_most:
+            return False
+        here = _kept(cached, seat.host)
+        kept = max((_kept(cached, host) for host in self._full(one, cached, open_)), default=0)
+        saved_s = (min(kept, one.length) - here) / self._costs.prefill_tokens_per_s
+        waits = waited_s < saved_s * (1 + seat.beside)
+        self._waiting += waits
+        return waits
+
+    def _full(
+        self, one: QueuedRollout, cached: Mapping[str, CachedPrefix], open_: Mapping[str, Seat]
+    ) -> list[HostView]:
+        """Workers with a part of the prefix, which could take the turn if they had room."""
+        if self._by_id is None:
+            self._by_id = {host.worker_id: host for host in self._hosts}
+        known = [self._by_id[name] for name in cached if name in self._by_id and name not in open_]
+        return [host for host in known if not host.shut and not host.held and may_take(one, host)]
+
+    def _end_s(self, one: QueuedRollout, cached: Mapping[str, CachedPrefix], seat: Seat, rest: float) -> float:
+        """Seconds until the turn ends there. The reading delays the rollouts beside it, and counts for each of them."""
+        host, speed = seat.host, seat.speed
+        read_s = max(0, one.length - _kept(cached, host)) / self._costs.prefill_tokens_per_s
+        end_s = read_s * (1 + seat.beside) + (rest / speed if speed else 0.0)
+        if host.borrowed:
+            rate = speed / (host.share or 1.0)
+            end_s += risk_s(one.length, rest, rate=rate, spell_s=host.spell_s, costs=self._costs)
+        return end_s
+
+
+def _valid(prefix: CachedPrefix, host: HostView) -> bool:
+    return prefix.version == host.installed
+
+
+def _kept(cached: Mapping[str, CachedPrefix], host: HostView) -> int:
+    """Tokens that the worker finds in its cache, as far as is known."""
+    prefix = cached.get(host.worker_id)
+    return prefix.tokens if prefix is not None and _valid(prefix, host) else 0

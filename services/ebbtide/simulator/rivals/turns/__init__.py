@@ -1,0 +1,1 @@
+"""Places an episode's turns as simple rules and ROSE do."""
