@@ -4,9 +4,9 @@ import asyncio
 from typing import Any, Final
 
 from ebbtide.errors import InvalidRequest, PermissionDenied
-from ebbtide.gateway.dialects.chat_messages import read_messages, read_tools
-from ebbtide.gateway.dialects.messages import MessagesDialect
-from ebbtide.gateway.dialects.tokenizing import TokenizeBody
+from ebbtide.gateway.dialects.agents.messages import MessagesDialect
+from ebbtide.gateway.dialects.openai.chat_messages import read_messages, read_tools
+from ebbtide.gateway.dialects.tokens.tokenizing import TokenizeBody
 from ebbtide.gateway.fields.token_fields import TOKENIZE_FIELDS
 from ebbtide.gateway.generation.prompt_encoding import encode_prompt
 from ebbtide.gateway.generation.text_request import ChatPrompt, Prompt, RawPrompt

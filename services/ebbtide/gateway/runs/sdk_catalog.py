@@ -48,9 +48,8 @@ class LeaseSource:
     async def submit(self, rollouts: Sequence[RolloutRequest]) -> None:
         await self._lease.submit_rollouts(rollouts)
 
-    async def tokens(self, rollout_id: str) -> AsyncGenerator[TokenChunk, None]:
-        async for chunk in self._lease.tokens(rollout_id):
-            yield chunk
+    def tokens(self, rollout_id: str) -> AsyncGenerator[TokenChunk, None]:
+        return self._lease.tokens(rollout_id)
 
     async def cancel(self, rollout_ids: Sequence[str]) -> None:
         await self._lease.cancel_rollouts(rollout_ids)

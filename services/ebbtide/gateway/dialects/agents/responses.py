@@ -7,12 +7,12 @@ import msgspec
 from msgspec import Struct
 
 from ebbtide.errors import InvalidRequest
-from ebbtide.gateway.dialects.agent_tools import read_agent_tools
-from ebbtide.gateway.dialects.chat import Effort, calls_tools, check_count, template_options
+from ebbtide.gateway.dialects.agents.agent_tools import read_agent_tools
+from ebbtide.gateway.dialects.agents.response_answer import ResponseAnswer
+from ebbtide.gateway.dialects.agents.response_input import response_messages
 from ebbtide.gateway.dialects.dialect import AskedText
+from ebbtide.gateway.dialects.openai.chat import Effort, calls_tools, check_count, template_options
 from ebbtide.gateway.dialects.request_bodies import Count, Priority, SamplingBody, WeightVersionBody
-from ebbtide.gateway.dialects.response_answer import ResponseAnswer
-from ebbtide.gateway.dialects.response_input import response_messages
 from ebbtide.gateway.fields.agent_fields import RESPONSES_FIELDS
 from ebbtide.gateway.generation.text_request import ChatPrompt, TextRequest
 from ebbtide.types.parse import parse

@@ -6,7 +6,7 @@ from typing import Any, Final
 import msgspec
 
 from ebbtide.errors import InvalidRequest
-from ebbtide.gateway.dialects.chat_messages import text_of, tool_call
+from ebbtide.gateway.dialects.openai.chat_messages import text_of, tool_call
 from ebbtide.gateway.fields.agent_fields import BLOCK_FIELDS
 
 _KINDS: Final = ("text", "thinking", "tool_use", "tool_result")

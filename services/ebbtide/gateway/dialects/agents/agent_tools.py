@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from ebbtide.errors import InvalidRequest
-from ebbtide.gateway.dialects.chat_messages import tool_function
+from ebbtide.gateway.dialects.openai.chat_messages import tool_function
 from ebbtide.gateway.fields.agent_fields import AGENT_TOOL_FIELDS
 
 _RENAMED: Final = {"input_schema": "parameters"}

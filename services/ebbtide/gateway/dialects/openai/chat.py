@@ -7,9 +7,9 @@ import msgspec
 from msgspec import Meta
 
 from ebbtide.errors import InvalidRequest
-from ebbtide.gateway.dialects.chat_answer import ChatAnswer
-from ebbtide.gateway.dialects.chat_messages import read_messages, read_tools
 from ebbtide.gateway.dialects.dialect import AskedText
+from ebbtide.gateway.dialects.openai.chat_answer import ChatAnswer
+from ebbtide.gateway.dialects.openai.chat_messages import read_messages, read_tools
 from ebbtide.gateway.dialects.request_bodies import Completions, Count, SharedBody, stream_options
 from ebbtide.gateway.fields.openai_fields import CHAT_FIELDS
 from ebbtide.gateway.generation.text_request import ChatPrompt, TextRequest

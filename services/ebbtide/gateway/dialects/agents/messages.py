@@ -7,11 +7,11 @@ import msgspec
 from msgspec import Meta, Struct
 
 from ebbtide.errors import InvalidRequest
-from ebbtide.gateway.dialects.agent_tools import read_agent_tools
-from ebbtide.gateway.dialects.chat import Effort, check_count, template_options
+from ebbtide.gateway.dialects.agents.agent_tools import read_agent_tools
+from ebbtide.gateway.dialects.agents.message_answer import MessageAnswer
+from ebbtide.gateway.dialects.agents.message_blocks import block_messages
 from ebbtide.gateway.dialects.dialect import AskedText
-from ebbtide.gateway.dialects.message_answer import MessageAnswer
-from ebbtide.gateway.dialects.message_blocks import block_messages
+from ebbtide.gateway.dialects.openai.chat import Effort, check_count, template_options
 from ebbtide.gateway.dialects.request_bodies import Count, Priority, SamplingBody, WeightVersionBody
 from ebbtide.gateway.fields.agent_fields import MESSAGES_FIELDS
 from ebbtide.gateway.generation.text_request import ChatPrompt, TextRequest

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from ebbtide.errors import EbbtideError
+from ebbtide.gateway.dialects.agents.response_items import Event, ResponseItems
 from ebbtide.gateway.dialects.dialect import AnswerContext
 from ebbtide.gateway.dialects.error_shapes import openai_error, status_of
 from ebbtide.gateway.dialects.event_lines import KEEP_ALIVE, named_event
-from ebbtide.gateway.dialects.response_items import Event, ResponseItems
 from ebbtide.gateway.dialects.token_shapes import TokenTally, chat_logprobs
 from ebbtide.gateway.generation.choice_delta import ChoiceDelta, ChoiceFinish, ChoiceResult
 from ebbtide.gateway.text.output_parsers import ToolCallDelta

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from ebbtide.errors import InvalidRequest
-from ebbtide.gateway.dialects.chat_messages import text_of, tool_call
+from ebbtide.gateway.dialects.openai.chat_messages import text_of, tool_call
 from ebbtide.gateway.fields.agent_fields import ITEM_FIELDS
 
 _TEXTS: Final = ("input_text", "output_text", "text", "refusal")

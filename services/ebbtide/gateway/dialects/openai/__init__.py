@@ -1,0 +1,1 @@
+"""Speaks the routes of OpenAI's completions and chats."""

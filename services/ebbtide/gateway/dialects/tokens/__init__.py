@@ -1,0 +1,1 @@
+"""Speaks the routes that take token ids."""
