@@ -6,10 +6,12 @@ token counts as stored once it was flushed. What was not flushed when the machin
 
 from collections.abc import Callable, Iterable, Sequence
 from math import ceil, inf
+from statistics import fmean
 from typing import Final, NamedTuple, Protocol
 
 from ebbtide.coordinator.state.running_attempt import RunningAttempt
 from ebbtide.coordinator.state.worker_session import WorkerSession
+from ebbtide.rollout_worker.generation.outbox import JITTER
 from ebbtide.simulator.engines.simulated_engine import EngineEventKind, SimulatedEngine
 from ebbtide.simulator.outcome import TokenCounts
 from ebbtide.simulator.world.virtual_time import Alarm, VirtualTime
@@ -152,11 +154,11 @@ class AttemptHost:
     def end(self) -> None:
         """Lose the machine, with all that was not flushed."""
         self.look()
-        for rollout_id, made in self.engine.clear(self._time.now):
-            attempt = self._attempts.get(rollout_id)
-            if attempt is not None:
-                self._flush_late(attempt, made)
-                self._lose(attempt, made)
+        made = self.engine.clear(self._time.now)
+        lost = [(attempt, tokens) for key, tokens in made if (attempt := self._attempts.get(key))]
+        self._flush_late([one for one in lost if one[0].session is self.session])
+        for attempt, tokens in lost:
+            self._lose(attempt, tokens)
         for rollout_id, length in self._ended.items():
             self._lose(self._attempts[rollout_id], length)
         self._ended.clear()
@@ -165,16 +167,21 @@ class AttemptHost:
         self._engine_due.set(inf)
         self._urgent_due.set(inf)
 
-    def _flush_late(self, attempt: RunningAttempt, made: int) -> None:
-        """Store what a lost machine had flushed since its last report."""
-        session, fresh = self.session, made - attempt.stored
-        if session is None or attempt.session is not session or fresh <= 0:
+    def _flush_late(self, lost: Sequence[tuple[RunningAttempt, int]]) -> None:
+        """Store what a lost machine had flushed since its last report.
+
+        All attempts are flushed at once, after the interval or when one has half a window of tokens, as `Outbox` does.
+        """
+        session, now = self.session, self._time.now
+        fresh = [(attempt, made, made - attempt.stored) for attempt, made in lost if made > attempt.stored]
+        if session is None or not fresh:
             return
-        now = self._time.now
-        pace = fresh / max(self._interval_s, now - self._reported)
-        since_flush_s = (now - self._began) % self._interval_s
-        unsent = min(fresh, ceil(pace * since_flush_s), ceil(self._flush_terms.tokens / 2))
-        self._store.stored(session, [attempt], [made - unsent])
+        passed_s = max(self._interval_s, now - self._reported)
+        fastest = max(tokens for *_, tokens in fresh) / passed_s
+        cycle_s = min(fmean(JITTER) * self._interval_s, ceil(self._flush_terms.tokens / 2) / fastest)
+        share = (now - self._began) % cycle_s / passed_s
+        ends = [made - min(tokens, ceil(tokens * share)) for _, made, tokens in fresh]
+        self._store.stored(session, [attempt for attempt, *_ in fresh], ends)
 
     def _lose(self, attempt: RunningAttempt, made: int) -> None:
         lost = max(0, made - attempt.stored)
