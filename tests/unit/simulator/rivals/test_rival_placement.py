@@ -143,6 +143,16 @@ def test_rollpacker_sends_each_response_to_the_engine_with_the_fewest_whatever_i
     assert again[0].worker_id != first[0].worker_id
 
 
+def test_rlboost_counts_only_instances_that_get_work() -> None:
+    fleet = Coordinator(3)
+    placing = balance(fleet)
+    assert placing.remote() == 3
+    placing.most = 2
+    assert placing.remote() == 2
+    fleet.queue(groups=1, size=6)
+    assert len(per_engine(placing.place(fleet.run, fleet.engines, 0.0))) == 2
+
+
 def test_rlboost_moves_one_that_waits_to_an_engine_where_none_does() -> None:
     fleet = Coordinator(2)
     fleet.queue(groups=1, size=4)
