@@ -47,7 +47,7 @@ class RLBoostPaper(Paper):
         UnstatedValue(name="correlation", value=0.9, low=0.3, high=0.99, what="of lengths within a group"),
         UnstatedValue(name="step_ms", value=1.0, low=0.0, high=8.0, what="added to a step beyond vLLM's (ms)"),
         UnstatedValue(name="sequence_ms", value=0.0825, low=0.0, high=0.3, what="added by each sequence (ms)"),
-        # The public code's windows are nearly a line in the number of instances: T (n + 4) = W - n t_train, with 140 s of
+        # The public code's windows T are nearly those of T (n + 4) = W - n t_train with n instances, with 140 s of
         # training for 8B and 401 s for 14B. That is what these make of a step's tokens.
         UnstatedValue(
             name="train_us_8b", value=3.25, low=2.0, high=6.0, what="Qwen3-8B: training a token, per 1e9 weights (us)"
