@@ -5,6 +5,7 @@ import json
 from collections.abc import Sequence
 from typing import Final
 
+from benchmarks.simulator.published.coordinate_search import CoordinateSearch
 from benchmarks.simulator.published.published_point import (
     JudgedPoint,
     Paper,
@@ -30,6 +31,7 @@ PAPERS: Final[dict[str, Paper]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.simulator.published", description=__doc__)
     parser.add_argument("--papers", nargs="+", choices=list(PAPERS), default=list(PAPERS), help="papers to compare")
+    parser.add_argument("--fit", action="store_true", help="search what papers do not state by their fitted points")
     parser.add_argument("--sweep", action="store_true", help="also simulate both ends of what papers do not state")
     options = parser.parse_args()
     judged: list[JudgedPoint] = []
@@ -38,12 +40,20 @@ def main() -> None:
         print(f"{paper.name} does not state:", flush=True)
         for one in paper.unstated:
             print(f"  {one.name} = {one.value:g}: {one.what}; swept from {one.low:g} to {one.high:g}")
+        if options.fit:
+            print(f"  fitted: {CoordinateSearch(paper, print_now).run()}", flush=True)
+            continue
         found = judge(paper)
         print_points(found)
         judged += found
         if options.sweep:
             print_sweep(paper)
-    print(json.dumps(figures(judged), indent=2))
+    if not options.fit:
+        print(json.dumps(figures(judged), indent=2))
+
+
+def print_now(text: str) -> None:
+    print(f"  {text}", flush=True)
 
 
 def print_points(judged: Sequence[JudgedPoint]) -> None:

@@ -62,8 +62,8 @@ class ObservedVerl:
         self._ends: list[tuple[float, str]] = []
 
     @property
-    def streams(self) -> bool:
-        return False
+    def stream_batch(self) -> int | None:
+        return None
 
     def decider(self, coordinator: VirtualCoordinator) -> Decider:
         self._clock = coordinator.state.clock

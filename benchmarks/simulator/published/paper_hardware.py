@@ -28,21 +28,18 @@ def published_engine(
     slowness: float = 1.0,
     sequences: int = 1024,
     layer_s: float = _LAYER_S,
-    sequence_s: float = 0.0,
     memory_share: float = 0.9,
 ) -> EngineProfile:
     """One engine on so many devices.
 
     `slowness`: see above; `layer_s`: to launch a layer's kernels, behind which the reading of weights hides;
-    `sequence_s`: what each decoding sequence adds to a step; `memory_share`: of the devices' memory, for weights and
-    cache.
+    `memory_share`: of the devices' memory, for weights and cache.
     """
     read = slowness / (gpus * device.bandwidth * _BANDWIDTH_SHARE)  # seconds per byte
     compute = 1.0 / (gpus * device.flops * _COMPUTE_SHARE)  # seconds per operation
     launches_s = model.layers * layer_s
     costs = StepCosts(
         base_s=launches_s,
-        sequence_s=sequence_s,
         weights_s=max(0.0, model.weights * model.weight_bytes * read - launches_s),
         experts_s=model.experts * model.weight_bytes * read,
         expert_share=model.expert_share,

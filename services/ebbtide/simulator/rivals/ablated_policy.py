@@ -53,8 +53,8 @@ class AblatedPolicy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     weighs_costs: bool = True  # a move must gain more than it costs
 
     @property
-    def streams(self) -> bool:
-        return False
+    def stream_batch(self) -> int | None:
+        return None
 
     def decider(self, coordinator: VirtualCoordinator) -> Decider:
         return EbbtideDecider(coordinator, balance=self.balances, keeps=self.keeps, rules=self.rules())

@@ -139,8 +139,8 @@ class ClairvoyantPolicy(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     up_to_plateau: bool = False  # engines get no more than they run at full speed, so that none slows down the longest
 
     @property
-    def streams(self) -> bool:
-        return False
+    def stream_batch(self) -> int | None:
+        return None
 
     def decider(self, coordinator: VirtualCoordinator) -> Decider:
         return LongestFirst(coordinator, up_to_plateau=self.up_to_plateau)

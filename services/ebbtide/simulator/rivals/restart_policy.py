@@ -17,8 +17,8 @@ class RestartPolicy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """
 
     @property
-    def streams(self) -> bool:
-        return False
+    def stream_batch(self) -> int | None:
+        return None
 
     def decider(self, coordinator: VirtualCoordinator) -> Decider:
         return EbbtideDecider(coordinator, balance=False, keeps=False)

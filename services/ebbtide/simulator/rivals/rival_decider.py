@@ -19,12 +19,17 @@ from ebbtide.simulator.world.virtual_coordinator import Decider, VirtualCoordina
 
 #: How often a rival looks without a change: RLBoost's public code polls its engines about as often.
 POLL_S: Final = 1.0
+#: How often rivals look that do nothing without a change, in case that one was missed.
+IDLE_POLL_S: Final = 10.0
 #: Changes are gathered for so long, as few messages would be.
 _GATHER_S: Final = 0.01
 
 
 class RivalDecider(Decider):
     """`keeps`: whether what a lost worker had stored goes on elsewhere."""
+
+    #: The longest pause between two rounds. Rivals that move nothing only wait for changes.
+    poll_s = POLL_S
 
     def __init__(self, coordinator: VirtualCoordinator, *, keeps: bool) -> None:
         self._coordinator, self._state, self.keeps = coordinator, coordinator.state, keeps
@@ -47,10 +52,10 @@ class RivalDecider(Decider):
                     session.serve(run.run_id, now)
             self._installs.send(run, now)
             engines = self._ready(run)
-            if engines and (placements := self.place(run, engines, now)):
+            if engines and run.queue and (placements := self.place(run, engines, now)):
                 self._coordinator.start(run, placements)
             self.move(run, engines, now)
-        return POLL_S
+        return self.poll_s
 
     def gather_s(self) -> float:
         return _GATHER_S

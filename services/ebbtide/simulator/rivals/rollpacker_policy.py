@@ -2,12 +2,16 @@
 
 from collections import Counter, deque
 from collections.abc import Sequence
+from heapq import heapify, heapreplace
 from math import ceil
 from typing import Annotated, TypeAlias
 
 from msgspec import Meta, Struct
 
-from ebbtide.simulator.rivals.verl_policy import GroupTurns
+from ebbtide.coordinator.state.run_state import RunState
+from ebbtide.coordinator.state.worker_session import WorkerSession
+from ebbtide.scheduling.dispatch.placement import Placement
+from ebbtide.simulator.rivals.rival_decider import IDLE_POLL_S, RivalDecider, fits
 from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.training_run import TrainingRun
 from ebbtide.simulator.world.training.step_rounds import RoundChange, Rounds, Sample, StepRound
@@ -74,9 +78,29 @@ class _Race:
         return RoundChange(abandoned, complete=True)
 
 
+class FewestResponses(RivalDecider):
+    """Each response goes at once to the engine that has the fewest unfinished ones, whatever its group: the public code
+    (Farrrrland/RollPacker, `generate_scheduler.py`) submits every response on its own.
+    """
+
+    poll_s = IDLE_POLL_S
+
+    def place(self, run: RunState, engines: Sequence[WorkerSession], now: float) -> list[Placement]:
+        del now
+        loads = [(len(engine.attempts), at) for at, engine in enumerate(engines)]
+        heapify(loads)
+        placements = []
+        for one in run.queue:
+            if fits(one, engines[0], run):
+                load, at = loads[0]
+                heapreplace(loads, (load + 1, at))
+                placements.append(Placement(one.rollout_id, engines[at].session_id))
+        return placements
+
+
 class RollPackerPolicy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """RollPacker's tail batching over co-located engines, with groups dealt in turn. Aborted responses begin again from
-    zero tokens, as on-policy training wants.
+    """RollPacker's tail batching over co-located engines, with responses dealt by `FewestResponses`. Aborted responses
+    begin again from zero tokens, as on-policy training wants.
 
     It is not told lengths or tokens made: a response counts when its reward is there. Its planner of parallelism, its
     scaling down of engines within a step and its judges that share devices are not modelled.
@@ -86,11 +110,11 @@ class RollPackerPolicy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     response_excess: Excess = 1.25  # eta of responses
 
     @property
-    def streams(self) -> bool:
-        return False
+    def stream_batch(self) -> int | None:
+        return None
 
     def decider(self, coordinator: VirtualCoordinator) -> Decider:
-        return GroupTurns(coordinator)
+        return FewestResponses(coordinator, keeps=False)
 
     def rounds(self, run: TrainingRun) -> Rounds:
         excess = {"prompt_excess": self.prompt_excess, "response_excess": self.response_excess}

@@ -7,7 +7,7 @@ from msgspec import Struct
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.scheduling.dispatch.placement import Placement
-from ebbtide.simulator.rivals.rival_decider import RivalDecider, fits
+from ebbtide.simulator.rivals.rival_decider import IDLE_POLL_S, RivalDecider, fits
 from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.training_run import TrainingRun
 from ebbtide.simulator.world.training.step_rounds import Rounds, WholeGroups
@@ -18,6 +18,8 @@ from ebbtide.simulator.world.virtual_coordinator import Decider, VirtualCoordina
 class GroupTurns(RivalDecider):
     """Each group goes to the next engine, whole and at once; the engine queues what it cannot run yet. Invariant: a
     group's engine is in `_engines`, until that engine is lost."""
+
+    poll_s = IDLE_POLL_S
 
     def __init__(self, coordinator: VirtualCoordinator, *, keeps: bool = False) -> None:
         super().__init__(coordinator, keeps=keeps)
@@ -51,8 +53,8 @@ class VerlPolicy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """
 
     @property
-    def streams(self) -> bool:
-        return False
+    def stream_batch(self) -> int | None:
+        return None
 
     def decider(self, coordinator: VirtualCoordinator) -> Decider:
         return GroupTurns(coordinator)

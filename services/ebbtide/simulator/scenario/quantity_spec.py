@@ -46,6 +46,9 @@ class LengthSpec(QuantitySpec, frozen=True, kw_only=True, forbid_unknown_fields=
     #: Share of the variance of `u` that the samples of a prompt have in common. Papers report a strong correlation
     #: within groups and no coefficient (Seer, section 2), so one half is an assumption.
     correlation: Share = 0.5
+    #: Share of the responses that never end by themselves, as in loops: they run into the cap. Trainers know it as the
+    #: share of responses that were cut, if the cap is far beyond the others. Those with the greatest `u` are endless.
+    endless: Annotated[float, Meta(ge=0, lt=1)] = 0.0
     #: A policy changes little from epoch to epoch, so prompts keep most of their difficulty. An assumption, too.
     repeats: Share = 0.8
 

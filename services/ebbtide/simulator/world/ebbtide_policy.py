@@ -61,8 +61,8 @@ class EbbtidePolicy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Ebbtide as it is: the coordinator's own rounds; steps are trained whole. It has no parameters."""
 
     @property
-    def streams(self) -> bool:
-        return False
+    def stream_batch(self) -> int | None:
+        return None
 
     def decider(self, coordinator: VirtualCoordinator) -> Decider:
         return EbbtideDecider(coordinator)

@@ -16,8 +16,8 @@ class Policy(Protocol):
     """A policy for a whole scenario."""
 
     @property
-    def streams(self) -> bool:
-        """Whether a trainer learns from what has ended before the last rollout ends."""
+    def stream_batch(self) -> int | None:
+        """The fewest samples that a trainer learns from before a step's last rollout ends; None: it waits for that."""
         ...
 
     def decider(self, coordinator: VirtualCoordinator) -> Decider:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from math import inf
 
+from ebbtide.coordinator.settings import CoordinatorSettings
 from ebbtide.simulator.outcome import Outcome, SimulationProgress
 from ebbtide.simulator.scenario.draws.workload import Turn, Workload
 from ebbtide.simulator.scenario.inputs.price_table import fixed_price
@@ -36,11 +37,18 @@ _BYTES_PER_GBIT = 125e6
 
 
 class Simulation:
-    def __init__(self, scenario: Scenario, seed: int, policy: Policy, profiles: Profiles) -> None:
+    def __init__(
+        self,
+        scenario: Scenario,
+        seed: int,
+        policy: Policy,
+        profiles: Profiles,
+        settings: CoordinatorSettings | None = None,
+    ) -> None:
         self._scenario, self._seed, self._policy, self._profiles = scenario, seed, policy, profiles
         self._time, self._books = VirtualTime(), SimulationBooks()
         self._pulls = VersionPulls(self._time, scenario.relay_gbps * _BYTES_PER_GBIT)
-        self._coordinator = VirtualCoordinator(self._time, self._books, self._pulls, policy.decider)
+        self._coordinator = VirtualCoordinator(self._time, self._books, self._pulls, policy.decider, settings)
         self._workload = Workload(scenario, seed)
         self._loans = {run.name: TrainerLoan(self._time, self._window_of(run)) for run in scenario.run}
         self._trainers: dict[str, SimulatedTrainer] = {}
@@ -127,7 +135,7 @@ class Simulation:
         trainer = self._trainers[name] = SimulatedTrainer(
             name,
             steps=steps,
-            streams=self._policy.streams,
+            stream_batch=self._policy.stream_batch,
             time=self._time,
             times=self._profiles.training(run),
             books=self._books,

@@ -129,7 +129,9 @@ class VirtualCoordinator:
             self._workers = {name: one for name, one in self._workers.items() if name in self.state.sessions}
             for worker in over:
                 worker.session_over()
-        self._time.after(self.registry.judge_every_s, self._judge)
+        # Between heartbeats nothing new is known: four looks are enough, as many as live.
+        every_s = max(self.registry.judge_every_s, self.settings.heartbeat_s / 4)
+        self._time.after(every_s, self._judge)
 
     def _pace(self) -> None:
         self._flushes.pace()

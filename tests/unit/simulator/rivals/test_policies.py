@@ -68,10 +68,17 @@ def test_restart_makes_lost_tokens_twice_and_ebbtide_only_those_that_were_not_st
 
 
 def test_rlboost_trains_while_remote_engines_still_generate() -> None:
-    outcome = simulated("rlboost", SPOT, LOCAL, initial_window_s=2.0, adapts=True)
+    outcome = simulated("rlboost", SPOT, LOCAL, initial_window_s=2.0, adapts=True, micro_batch=4)
     step = outcome.steps[1]
     begins = [span.begin_s for span in outcome.spans if span.state == "training" and span.begin_s > step.opened_s]
     assert begins[0] < step.generated_s
+
+
+def test_rlboosts_trainer_waits_for_as_many_responses_as_a_micro_batch_has() -> None:
+    whole = simulated("rlboost", SPOT, LOCAL, initial_window_s=2.0, micro_batch=16)  # as many as a step has
+    for step in whole.steps:
+        begins = [span.begin_s for span in whole.spans if span.state == "training" and span.begin_s > step.opened_s]
+        assert begins[0] >= step.generated_s
 
 
 def test_rlboost_keeps_tokens_of_lost_engines_unless_it_does_not_migrate() -> None:

@@ -12,6 +12,7 @@ from ebbtide.scheduling.dispatch.placement import Placement
 from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout
 from ebbtide.scheduling.steps.step_pacing import VersionBounds
 from ebbtide.simulator.rivals.rlboost.pending_balance import PendingBalance
+from ebbtide.simulator.rivals.rollpacker_policy import FewestResponses
 from ebbtide.simulator.rivals.verl_policy import GroupTurns
 from ebbtide.simulator.world.virtual_coordinator import VirtualCoordinator
 from ebbtide.types.fleet import PROTOCOL_VERSION, EngineInfo, WorkerKind
@@ -77,8 +78,8 @@ def per_engine(placements: Sequence[Placement]) -> Counter[str]:
     return Counter(one.worker_id for one in placements)
 
 
-def balance(fleet: Coordinator, *, keeps: bool = True, pending_limit: int = 8) -> PendingBalance:
-    return PendingBalance(fleet.as_virtual(), keeps=keeps, pending_limit=pending_limit, balance=True)
+def balance(fleet: Coordinator, *, keeps: bool = True, pending_limit: int = 8, sweep: int = 64) -> PendingBalance:
+    return PendingBalance(fleet.as_virtual(), keeps=keeps, pending_limit=pending_limit, sweep=sweep, balance=True)
 
 
 def test_verl_deals_whole_groups_in_turn_however_many_an_engine_has() -> None:
@@ -118,6 +119,38 @@ def test_rlboost_holds_what_would_wait_beyond_theta() -> None:
     fleet.queue(groups=2, size=8)
     placements = balance(fleet, pending_limit=3).place(fleet.run, fleet.engines, 0.0)
     assert set(per_engine(placements).values()) == {3}
+
+
+def test_rlboost_sends_no_more_between_two_looks_than_a_sweep_has() -> None:
+    fleet = Coordinator(2)
+    fleet.queue(groups=2, size=8)
+    placing = balance(fleet, sweep=6)
+    first = placing.place(fleet.run, fleet.engines, 0.0)
+    fleet.start(first)
+    assert len(first) == 6
+    assert not placing.place(fleet.run, fleet.engines, 0.5)
+    assert len(placing.place(fleet.run, fleet.engines, 1.0)) == 6
+
+
+def test_rollpacker_sends_each_response_to_the_engine_with_the_fewest_whatever_its_group() -> None:
+    fleet = Coordinator(3)
+    fleet.queue(groups=1, size=8)
+    placing = FewestResponses(fleet.as_virtual(), keeps=False)
+    first = placing.place(fleet.run, fleet.engines, 0.0)
+    assert sorted(per_engine(first).values()) == [2, 3, 3]
+    fleet.start(first[:1])
+    again = placing.place(fleet.run, fleet.engines, 0.0)
+    assert again[0].worker_id != first[0].worker_id
+
+
+def test_rlboost_counts_only_instances_that_get_work() -> None:
+    fleet = Coordinator(3)
+    placing = balance(fleet)
+    assert placing.remote() == 3
+    placing.most = 2
+    assert placing.remote() == 2
+    fleet.queue(groups=1, size=6)
+    assert len(per_engine(placing.place(fleet.run, fleet.engines, 0.0))) == 2
 
 
 def test_rlboost_moves_one_that_waits_to_an_engine_where_none_does() -> None:

@@ -184,3 +184,13 @@ def test_a_tail_is_heavier_above_its_begin_alone() -> None:
     pairs = list(zip(plain, tailed, strict=True))
     assert all(one == other for one, other in pairs if one < begin - 1)
     assert all(other > one for one, other in pairs if one > begin + 30)
+
+
+def test_endless_responses_run_into_any_cap_and_the_others_keep_their_lengths() -> None:
+    plain = LengthSpec(median=500, sigma=0.5, correlation=0.2)
+    for cap in (20_000, 80_000):
+        found = lengths(replace(plain, endless=0.05), cap=cap)
+        assert found.count(cap) / NUMBER == pytest.approx(0.05, abs=0.02)
+        assert [one for one in found if one < cap] == [
+            length for length, one in zip(lengths(plain, cap=cap), found, strict=True) if one < cap
+        ]

@@ -18,14 +18,18 @@ _LOOK_S: Final = POLL_S
 
 
 class PendingBalance(RivalDecider):
-    """`pending_limit`: Theta, the most rollouts that may wait in an engine; `balance`: whether rollouts move.
+    """`pending_limit`: Theta, the most rollouts that may wait in an engine; `sweep`: the most that are sent between two
+    looks, to all engines together; `balance`: whether rollouts move.
 
     The table of throughput against batch size is recorded in one step and used in the next, for all engines alike.
     """
 
-    def __init__(self, coordinator: VirtualCoordinator, *, keeps: bool, pending_limit: int, balance: bool) -> None:
+    def __init__(
+        self, coordinator: VirtualCoordinator, *, keeps: bool, pending_limit: int, sweep: int, balance: bool
+    ) -> None:
         super().__init__(coordinator, keeps=keeps)
-        self._pending_limit, self._balance = pending_limit, balance
+        self._pending_limit, self._sweep, self._balance = pending_limit, sweep, balance
+        self._sent, self._swept = 0, -_LOOK_S  # since the last look, and when that was
         self.table = WorkerThroughput()  # of the present step
         self._last_table = WorkerThroughput()
         self._step = 0
@@ -37,8 +41,9 @@ class PendingBalance(RivalDecider):
         self._began = self._noted = 0.0
 
     def remote(self) -> int:
-        """Engines that are not on the trainer's devices, now."""
-        return sum(not self._is_local(one) for one in self._state.sessions.values())
+        """Engines that get work and are not on the trainer's devices, now. The authors allocate no others."""
+        present = sum(not self._is_local(one) for one in self._state.sessions.values())
+        return present if self.most is None else min(present, self.most)
 
     def take_mean_remote(self, now: float) -> float:
         """How many there were on average since the last call."""
@@ -52,14 +57,18 @@ class PendingBalance(RivalDecider):
         return super().round(now)
 
     def place(self, run: RunState, engines: Sequence[WorkerSession], now: float) -> list[Placement]:
-        """Each goes to the engine where the fewest wait, or stays here if as many as allowed wait everywhere."""
-        del now
+        """Each goes to the engine where the fewest wait, or stays here if as many as allowed wait everywhere, or were
+        sent since the last look."""
+        if now - self._swept >= _LOOK_S:
+            self._sent, self._swept = 0, now
         engines = self._used(engines)
         waiting = {engine.session_id: len(engine.pending) for engine in engines}
         room = {engine.session_id: engine.hello.slots - len(engine.attempts) for engine in engines}
         by_name = {engine.worker_id: engine for engine in engines}
         placements = []
         for one in list(run.queue):
+            if self._sent >= self._sweep:
+                break
             moved_to = by_name.get(one.prefer)
             open_ = [moved_to] if moved_to is not None and room[moved_to.session_id] > 0 else engines
             open_ = [
@@ -74,6 +83,7 @@ class PendingBalance(RivalDecider):
             engine = min(open_, key=lambda engine: waiting[engine.session_id])
             waiting[engine.session_id] += 1
             room[engine.session_id] -= 1
+            self._sent += 1
             placements.append(Placement(one.rollout_id, engine.session_id))
         return placements
 

@@ -18,11 +18,14 @@ class RLBoostPolicy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     generate for a window, and a trainer that learns from what has ended.
 
     It is not told lengths, and of speeds only one table of throughput for all engines alike. It knows how many rollouts
-    wait and run in each engine, and the tokens that were made. The paper gives no values for Theta, eta and T_init;
-    those here are of its public code, Theta as the four groups that it sends to an engine at once.
+    wait and run in each engine, and the tokens that were made. The paper gives no values for Theta, m_b, eta and
+    T_init; those here are of its public code (Terra-Flux/PolyRL), m_b as its `min_stream_batch_size`. That code looks
+    at all engines about once a second, and sends at most four groups between two looks. Theta is as many.
     """
 
     pending_limit: Annotated[int, Meta(ge=1, le=65_536)] = 32  # Theta
+    sweep: Annotated[int, Meta(ge=1, le=65_536)] = 32  # rollouts that are sent between two looks
+    micro_batch: Annotated[int, Meta(ge=1, le=65_536)] = 16  # m_b: the trainer waits for so many responses
     eta: Annotated[float, Meta(gt=0, le=100)] = 3.0
     initial_window_s: Annotated[float, Meta(ge=0, le=1e6)] = 150.0
     adapts: bool = True  # else the window is the pool's
@@ -33,11 +36,17 @@ class RLBoostPolicy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     balances: bool = True  # rollouts move between engines
 
     @property
-    def streams(self) -> bool:
-        return True
+    def stream_batch(self) -> int | None:
+        return self.micro_batch
 
     def decider(self, coordinator: VirtualCoordinator) -> Decider:
-        return PendingBalance(coordinator, keeps=self.migrates, pending_limit=self.pending_limit, balance=self.balances)
+        return PendingBalance(
+            coordinator,
+            keeps=self.migrates,
+            pending_limit=self.pending_limit,
+            sweep=self.sweep,
+            balance=self.balances,
+        )
 
     def rounds(self, run: TrainingRun) -> Rounds:
         return WholeGroups(run.prompts, run.group)

@@ -3,12 +3,12 @@
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from itertools import accumulate
-from math import exp, sqrt
+from math import exp, inf, sqrt
 from statistics import NormalDist
 from typing import Final, TypeAlias
 
 from ebbtide.simulator.scenario.inputs.quantile_table import QuantileTable
-from ebbtide.simulator.scenario.quantity_spec import QuantitySpec
+from ebbtide.simulator.scenario.quantity_spec import LengthSpec, QuantitySpec
 
 #: Value of a standard normal `u`: it rises with `u`.
 Curve: TypeAlias = Callable[[float], float]
@@ -23,8 +23,10 @@ _SIGMA: Final = 0.78
 
 def curve(spec: QuantitySpec, tables: Mapping[str, QuantileTable], most: float | None = None) -> Curve:
     """Make the function. Values lie between `spec.least` and the lesser of `spec.most` and `most`."""
-    cap = min(limit for limit in (spec.most, most, float("inf")) if limit is not None)
+    cap = min(limit for limit in (spec.most, most, inf) if limit is not None)
     shape = _shape(spec, tables, cap)
+    if isinstance(spec, LengthSpec) and spec.endless:
+        shape = _with_endless(shape, spec.endless)
     scale = spec.stretch if spec.mean is None else _scale_of_mean(shape, spec.mean, spec.least, cap)
     least = spec.least
 
@@ -47,12 +49,18 @@ def _shape(spec: QuantitySpec, tables: Mapping[str, QuantileTable], cap: float) 
         constant = spec.value
         return lambda _: constant
     if spec.file is not None:
-        table, ends = tables[spec.file], None if cap == float("inf") else cap / spec.stretch
+        table, ends = tables[spec.file], None if cap == inf else cap / spec.stretch
         return lambda u: table.at(_NORMAL.cdf(u), ends)
     if spec.low is not None and spec.high is not None:
         low, width = spec.low, spec.high - spec.low
         return lambda u: low + width * _NORMAL.cdf(u)
     return _log_normal(spec)
+
+
+def _with_endless(shape: Curve, share: float) -> Curve:
+    """The greatest values are without end."""
+    first = _NORMAL.inv_cdf(1.0 - share)
+    return lambda u: shape(u) if u < first else inf
 
 
 def _log_normal(spec: QuantitySpec) -> Curve:

@@ -49,15 +49,16 @@ class SimulatedTrainer:
         run: str,
         *,
         steps: int,
-        streams: bool,
+        stream_batch: int | None,
         time: VirtualTime,
         times: TrainingTimes,
         books: SimulationBooks,
         loan: TrainerLoan,
         announce: Callable[[int, int], None],
     ) -> None:
-        """`streams`: it learns from what has ended before the step is complete. `announce` takes version and step."""
-        self._run, self._last, self._streams = run, steps, streams
+        """`stream_batch`: it learns from so many samples before the step is complete; None: from none.
+        `announce` takes version and step."""
+        self._run, self._last, self._stream_batch = run, steps, stream_batch
         self._time, self._times, self._books, self._loan = time, times, books, loan
         self._announce = announce
         self._steps: dict[int, StepProgress] = {}
@@ -105,7 +106,7 @@ class SimulatedTrainer:
         if step is None or self._busy:
             return
         fresh = step.lengths[self._learnt :]
-        if not step.complete and not (self._streams and fresh):
+        if not step.complete and (self._stream_batch is None or len(fresh) < self._stream_batch):
             return
         if not self._loan.claim(complete=step.complete):
             return
