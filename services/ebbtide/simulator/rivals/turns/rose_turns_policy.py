@@ -73,8 +73,8 @@ class RoseTurnsPolicy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     keeps: bool = False  # else a cut turn begins again
 
     @property
-    def streams(self) -> bool:
-        return False
+    def stream_batch(self) -> int | None:
+        return None
 
     def decider(self, coordinator: VirtualCoordinator) -> Decider:
         return AffineTurns(coordinator, keeps=self.keeps, cap=self.cap, dedicated_first=self.dedicated_first)

@@ -37,8 +37,8 @@ class _TurnPolicy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     keeps: bool = True  # what a lost worker had stored goes on elsewhere
 
     @property
-    def streams(self) -> bool:
-        return False
+    def stream_batch(self) -> int | None:
+        return None
 
     def rounds(self, run: TrainingRun) -> Rounds:
         return WholeGroups(run.prompts, run.group)
