@@ -131,7 +131,7 @@ class RunTopic(Topic):
             raise Internal(f"the record of run {run_id} makes no sense: {error!r}") from None
 
     async def waiting(self, run_id: str) -> tuple[int, int, int]:
-        """The run's bytes that count towards its quota, and its numbers of uncommitted trajectories and open sessions."""
+        """The run's bytes that count towards its quota, its uncommitted trajectories, and its open sessions."""
         used, trajectories, sessions = await self._run("quota_used", run_id)
         return int(used), int(trajectories), int(sessions)
 
