@@ -85,7 +85,7 @@ async def _stand(plan: FirstTokenPlan, directory: Path) -> AsyncIterator[str]:
     try:
         client = await cluster.boot(workers=0)
         engine: dict[str, Any] = _CPU_ENGINE if plan.device == "cpu" else {}
-        windows = {"flush_tokens": 32, "flush_interval_ms": 250}  # the default ones
+        windows: dict[str, Any] = {"flush_tokens": 32, "flush_interval_ms": 250}  # the default ones
         await cluster.worker("w1", engine="vllm", model=base, boot_s=_BOOT_S, **windows, **engine)
         spec = {"name": RUN, "model": str(base), "environment": {"name": "none"}, "trainer": {"name": "external"}}
         await client.submit(spec, RUN)

@@ -67,6 +67,9 @@ interactive_flush_seconds = telemetry.gauge(
     "coordinator_interactive_flush_seconds",
     "time between two messages for interactive rollouts; above 0.05 more are generated than interactive_rollouts",
 )
+interactive_slots = telemetry.gauge(
+    "coordinator_interactive_slots_kept", "slots that batch rollouts leave free for interactive ones"
+)
 token_readers = telemetry.gauge("coordinator_token_readers", "open streams of a rollout's tokens")
 token_chunks = telemetry.counter(
     "coordinator_token_chunks_total", "messages to readers of tokens, by where the tokens came from", ("kind",)
