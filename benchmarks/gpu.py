@@ -1,11 +1,13 @@
 """Runs what needs a GPU, where there is one: the trainer's step on it, and a real engine of vLLM's ordinary wheel; and
-measures how fast weight patches are made of tensors on it, and how long publishing them holds the trainer up.
+measures how fast weight patches are made of tensors on it, how long publishing them holds the trainer up, and how soon
+a person sees the first token of an engine on it through a gateway (`benchmarks/first_token.py` does it on CPUs).
 
     python benchmarks/gpu.py
 
 Prints tables and writes `benchmarks/results/gpu.json`. Ends with 1 if a check failed, with 2 where there is no GPU.
 """
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -23,8 +25,10 @@ import torch
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT)]  # run as a script, from anywhere
 
-from benchmarks.patches.synthetic import rate_for, step  # noqa: E402 - after the path
+from benchmarks.first_token import FirstTokenPlan, measure_first_tokens  # noqa: E402 - after the path
+from benchmarks.patches.synthetic import rate_for, step  # noqa: E402
 from ebbtide.client.publisher.tensor_snapshots import TensorSnapshot  # noqa: E402
+from ebbtide.errors import EbbtideError  # noqa: E402
 from ebbtide.trainer.learning.gpu_changes import KeptTensor, KeptTensors, find_changes  # noqa: E402
 from ebbtide.types.weights import TILE_BYTES  # noqa: E402
 from ebbtide.weights.found_changes import Found  # noqa: E402
@@ -39,6 +43,8 @@ CHECKS = (
 )
 #: Elements of bf16 that are encoded, and the share of them that changed.
 ELEMENTS, DENSITY = 100_000_000, 0.03
+#: A model whose step takes about as long as the path to its reader, so that neither hides the other.
+FIRST_TOKEN = FirstTokenPlan(device="cuda", requests=200, hidden=2048, layers=16)
 
 
 def run_checks(report: Path) -> list[dict[str, Any]]:
@@ -129,6 +135,15 @@ def crossed(found: Found | None, size: int) -> int:
     return whole + sum(array.nbytes for changes in found if changes is not None for array in changes)
 
 
+def first_tokens() -> dict[str, Any]:
+    """The figures, or why there are none: the other measurements stand without them."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            return asyncio.run(measure_first_tokens(FIRST_TOKEN, Path(folder)))
+        except (EbbtideError, TimeoutError, ValueError) as error:
+            return {"failed": str(error)}
+
+
 def _seconds(work: Callable[[], object], device: str) -> float:
     def settle() -> None:
         if device != "cpu":
@@ -147,12 +162,13 @@ def main() -> int:
         return 2
     with tempfile.TemporaryDirectory() as folder:
         checks = run_checks(Path(folder) / "report.xml")
+    first = first_tokens()  # before this process takes memory of the device
     pair = made_pair("cuda", ELEMENTS)
     speeds, pauses = patch_speeds("cuda", *pair), publishing("cuda", *pair)
     results = ROOT / "benchmarks" / "results"
     results.mkdir(exist_ok=True)
     device = torch.cuda.get_device_name()
-    told = {"device": device, "checks": checks, "patches": speeds, "publishing": pauses}
+    told = {"device": device, "checks": checks, "patches": speeds, "publishing": pauses, "first_token": first}
     (results / "gpu.json").write_text(json.dumps(told, indent=2))
     print(f"on {device}, {ELEMENTS * 2 / 1e6:.0f} MB of bf16, {DENSITY:.0%} of it changed")
     for check in checks:
@@ -162,7 +178,8 @@ def main() -> int:
     for way, found in pauses.items():
         pause, whole = (1e3 * found[name] for name in ("pause_s", "seconds"))
         print(f"published, {way}: {pause:.1f} ms pause, {whole:.1f} ms to the host, {found['bytes'] / 1e6:.1f} MB")
-    return int(any(check["outcome"] in {"failure", "error"} for check in checks))
+    print(f"through a gateway: {first}")
+    return int("failed" in first or any(check["outcome"] in {"failure", "error"} for check in checks))
 
 
 if __name__ == "__main__":

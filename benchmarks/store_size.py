@@ -85,7 +85,7 @@ async def measure(length: int) -> dict[str, float]:
         generated, appended = used(server), server.journal.stat().st_size
         await complete(store, lease, requests, length)
         completed = used(server)
-        counted, _ = await store.runs.waiting(RUN)
+        counted, *_ = await store.runs.waiting(RUN)
         await link.close()
     all_tokens = ROLLOUTS * length
     return {

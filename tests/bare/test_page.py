@@ -16,6 +16,7 @@ pytestmark = [pytest.mark.bare, pytest.mark.timeout(3600)]
 UNITS = {
     "control": ["ebbtide-coordinator"],
     "relay": ["ebbtide-weight-relay"],
+    "gateway": ["ebbtide-gateway"],
     "trainer": ["ebbtide-trainer", "ebbtide-driver"],
 }
 
@@ -25,7 +26,7 @@ def test_the_page_brings_up_a_system_that_trains(tmp_path: Path) -> None:
         pytest.skip("fresh machines are containers: they need root, podman and debootstrap")
     page = blocks(PAGE.read_text())
     hosts = sorted({host for block in page for host in block.hosts} - {ADMIN})
-    assert hosts == ["control", "relay", "trainer", "worker"]
+    assert hosts == ["control", "gateway", "relay", "trainer", "worker"]
     with Containers(tmp_path, hosts) as containers:
         admin = Admin(tmp_path, containers)
         for block in page:

@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
+from ebbtide.cli.chat.gateway_connection import GatewayConnection
 from ebbtide.client import Client
 from ebbtide.errors import EbbtideError
 from ebbtide.free_ports import free_port
@@ -38,7 +39,7 @@ def step(name: str) -> Iterator[None]:
     say(f"{name}: {time.monotonic() - began:.0f} s")
 
 
-def settings(folder: Path, coordinator: int, relay: int) -> dict[str, str]:
+def settings(folder: Path, coordinator: int, relay: int, gateway: int) -> dict[str, str]:
     """What docker-compose.yml is filled in with. The folder is this user's alone; its secrets, containers' too."""
     token, password = folder / "token", folder / "store-password"
     for secret in (token, password):
@@ -50,6 +51,7 @@ def settings(folder: Path, coordinator: int, relay: int) -> dict[str, str]:
         "EBBTIDE_STORE_PASSWORD_SOURCE": str(password),
         "EBBTIDE_PUBLISH_COORDINATOR": str(coordinator),
         "EBBTIDE_PUBLISH_RELAY": str(relay),
+        "EBBTIDE_PUBLISH_GATEWAY": str(gateway),
     }
 
 
@@ -62,7 +64,7 @@ def build(podman: Podman, folder: Path, base: str) -> None:
         with step(f"image of the {service}"):
             images.build(podman, service, folder)
     with step("images bear nothing of this host"):
-        for name in ("redis", "control", "trainer", "worker-cpu"):
+        for name in ("redis", "control", "gateway", "trainer", "worker-cpu"):
             images.check_clean(podman, f"{_IMAGES}-{name}", base, folder)
 
 
@@ -72,14 +74,16 @@ async def play(podman: Podman, folder: Path, ports: list[int], steps: int) -> No
     with step("the base model is made"):
         if (status := podman("wait", podman.container("base-model"), timeout_s=900).strip()) != "0":
             raise Failed(f"base-model ended with status {status}")
-    address = [f"127.0.0.1:{port}" for port in ports]
-    async with Client(*address, token=(folder / "token").read_text(), patience_s=120) as client:
+    coordinator, relay, gateway = (f"127.0.0.1:{port}" for port in ports)
+    token = (folder / "token").read_text()
+    async with Client(coordinator, relay, token=token, patience_s=120) as client:
         with step("the worker attached"):
             await scene.workers_attached(client, 1)
         with step("health and rights of the containers"):
             scene.check_containers(podman)
         with step("the run"):
-            run = await scene.run_and_break(podman, client, steps, lambda text: say(f"  {text}"))
+            asked = GatewayConnection(f"http://{gateway}", token)
+            run = await scene.run_and_break(podman, client, asked, steps, lambda text: say(f"  {text}"))
         say(f"  {scene.check_books(run)}")
 
 
@@ -126,7 +130,7 @@ def main() -> int:
 def _guarded(options: argparse.Namespace) -> int:
     _LOG.parent.mkdir(exist_ok=True)
     _LOG.write_text("")
-    began, ports = time.monotonic(), [free_port(), free_port()]
+    began, ports = time.monotonic(), [free_port(), free_port(), free_port()]
     with tempfile.TemporaryDirectory(prefix="ebbtide-compose-") as name:
         folder = Path(name)
         podman = Podman(_ROOT.absolute(), f"ebbtide-test-{os.getpid()}", settings(folder, *ports), _LOG.absolute())

@@ -17,7 +17,7 @@ from tests.compose.podman import Failed, Podman
 PYTHON: Final = "python:3.11-slim-bookworm"
 _OWN_BASE: Final = "localhost/ebbtide-test-base"
 #: One service for each image.
-SERVICES: Final = ("redis", "coordinator", "driver", "worker")
+SERVICES: Final = ("redis", "coordinator", "gateway", "driver", "worker")
 _PIP: Final = Path("/etc/pip.conf")
 _SETTING: Final = re.compile(r"^(?:global|install|:env:)\.([a-z-]+)='(.*)'$", re.MULTILINE)
 

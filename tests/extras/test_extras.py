@@ -20,6 +20,7 @@ FOREIGN: Final = {
     "coordinator": ("torch", "vllm", "numba", "typer", "matplotlib"),
     "relay": ("torch", "vllm", "redis", "typer", "matplotlib"),
     "guard": ("torch", "vllm", "redis", "numba", "typer"),
+    "gateway": ("torch", "vllm", "redis", "numba", "matplotlib"),
     "cli": ("torch", "vllm", "redis", "numba", "matplotlib"),
     "simulate": ("torch", "vllm", "numba", "httptools", "aiohttp"),
 }
@@ -89,6 +90,12 @@ def test_a_relay_needs_its_own_extra_alone(python: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("python", ["guard"], indirect=True)
 def test_a_guard_needs_its_own_extra_alone(python: str) -> None:
     assert "--upstream" in run(python, "-m", "ebbtide.serving_guard", "--help").stdout
+
+
+@pytest.mark.parametrize("python", ["gateway"], indirect=True)
+def test_a_gateway_needs_its_own_extra_alone(python: str) -> None:
+    assert "--door-token-keys" in run(python, "-m", "ebbtide.gateway", "--help").stdout
+    starts_and_ends(python, "ebbtide.gateway", "--listen", "127.0.0.1:0")
 
 
 @pytest.mark.parametrize("python", ["cli"], indirect=True)

@@ -5,7 +5,7 @@ import re
 from tests.bare.admin import ROOT
 from tests.bare.page import ADMIN, PAGE, blocks
 
-HOSTS = {"control", "relay", "trainer", "worker"}
+HOSTS = {"control", "relay", "trainer", "gateway", "worker"}
 
 
 def test_the_page_has_commands_for_every_host_and_for_who_installs() -> None:

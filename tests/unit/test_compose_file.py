@@ -13,6 +13,7 @@ from ebbtide.cli.commands.service_commands import SERVICES as COMMANDS
 from ebbtide.client.client import read_spec
 from ebbtide.coordinator.settings import CoordinatorSettings
 from ebbtide.driver.settings import DriverSettings
+from ebbtide.gateway.settings import GatewaySettings
 from ebbtide.rollout_worker.settings import WorkerSettings
 from ebbtide.settings import read
 from ebbtide.trainer.settings import TrainerSettings
@@ -28,6 +29,7 @@ KINDS: dict[str, type[msgspec.Struct]] = {
     "ebbtide.trainer": TrainerSettings,
     "ebbtide.driver": DriverSettings,
     "ebbtide.weight_relay": RelaySettings,
+    "ebbtide.gateway": GatewaySettings,
 }
 #: How long Redis and a one-shot job may take is not ours to say.
 NOT_OURS = {"redis", "base-model"}
@@ -151,6 +153,18 @@ def test_a_servers_health_is_asked_where_it_listens(name: str, port: int) -> Non
     assert SERVICES[name]["healthcheck"]["test"][-1] == f"127.0.0.1:{port}"
 
 
+def test_a_gateways_health_is_asked_where_it_listens_and_its_requests_may_finish() -> None:
+    settings, service = loaded("gateway"), SERVICES["gateway"]
+    assert settings.listen == "0.0.0.0:7640"
+    assert "http://127.0.0.1:7640/health" in service["healthcheck"]["test"][-1]
+    assert seconds(service["stop_grace_period"]) >= settings.drain_s + 10
+
+
+def test_a_gateway_reads_models_where_the_trainer_may_take_them_from_and_writes_none() -> None:
+    assert loaded("gateway").model_roots == loaded("trainer").model_roots
+    assert all(volume.endswith(":ro") for volume in SERVICES["gateway"]["volumes"])
+
+
 def test_the_store_writes_before_it_answers() -> None:
     (command,) = SERVICES["redis"]["command"]
     assert "--appendonly yes" in command
@@ -163,7 +177,7 @@ def test_the_store_writes_before_it_answers() -> None:
 )
 def test_a_profile_is_a_whole_cluster(profile: str, wanted: set[str]) -> None:
     services = {name for name, service in SERVICES.items() if profile in service.get("profiles", [profile])}
-    assert services == wanted | {"redis", "coordinator", "weight-relay", "driver", "base-model"}
+    assert services == wanted | {"redis", "coordinator", "weight-relay", "gateway", "driver", "base-model"}
 
 
 def test_gpus_are_reserved_by_the_gpu_profile_alone() -> None:

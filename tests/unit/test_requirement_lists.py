@@ -25,18 +25,18 @@ def test_an_extra_brings_what_the_extras_that_it_names_bring() -> None:
 
 
 def test_no_requirement_is_ebbtide_itself_or_twice() -> None:
-    names = [Requirement(line).name for line in listed("coordinator", "relay", "trainer", "worker")]
+    names = [Requirement(line).name for line in listed("coordinator", "relay", "gateway", "trainer", "worker")]
     assert "ebbtide" not in names
     assert sorted(names) == sorted(set(names))
 
 
 def test_the_slim_images_have_neither_torch_nor_vllm() -> None:
-    assert not {"torch", "vllm"} & {Requirement(line).name for line in listed("coordinator", "relay")}
+    assert not {"torch", "vllm"} & {Requirement(line).name for line in listed("coordinator", "relay", "gateway")}
 
 
 def test_every_requirement_of_an_image_has_its_pin() -> None:
     pins = {Requirement(line).name for line in listed("--pins")}
-    required = {Requirement(line).name for line in listed("coordinator", "relay", "trainer")}
+    required = {Requirement(line).name for line in listed("coordinator", "relay", "gateway", "trainer")}
     assert required - pins == {"torch"}  # which is installed before, as the builder says
 
 

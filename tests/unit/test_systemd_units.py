@@ -24,6 +24,7 @@ PROGRAMS: Final = {
     "rollout-worker": ("ebbtide.rollout_worker", "ebbtide.rollout_worker.settings:WorkerSettings"),
     "trainer": ("ebbtide.trainer", "ebbtide.trainer.settings:TrainerSettings"),
     "driver": ("ebbtide.driver", "ebbtide.driver.settings:DriverSettings"),
+    "gateway": ("ebbtide.gateway", "ebbtide.gateway.settings:GatewaySettings"),
     "serving-guard": ("ebbtide.serving_guard", "ebbtide.serving_guard.settings:GuardSettings"),
 }
 _SYSTEMD: Final = Path("/usr/lib/systemd/system")
@@ -116,6 +117,12 @@ def test_systemd_waits_longer_than_a_worker_drains() -> None:
     assert seconds(keys["TimeoutStopSec"][0]) >= drain_s + 10
     assert keys["KillMode"] == ["mixed"], "the engine's processes have to live while the worker hands over"
     assert keys["KillSignal"] in ([], ["SIGTERM"])
+
+
+def test_systemd_waits_longer_than_a_gateways_requests_may_finish() -> None:
+    example = assignments((UNITS / "gateway.env.example").read_text())
+    stop_s = seconds(read(UNITS / "ebbtide-gateway.service")["TimeoutStopSec"][0])
+    assert stop_s >= float(example["EBBTIDE_GATEWAY_DRAIN_S"]) + 10
 
 
 @each_example

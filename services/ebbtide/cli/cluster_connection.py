@@ -1,6 +1,7 @@
 """Connects commands to a cluster: shared options, a client, and the choice between one look, JSON and watching."""
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,7 +52,7 @@ def with_client(
     relay: str | None = None,
 ) -> T:
     """Returns what `ask` returns. Raises its errors, and `InvalidRequest` for an unreadable token file."""
-    token = _token(token_file)
+    token = _read(token_file)
 
     async def ask_it() -> T:
         from ebbtide.client import Client
@@ -73,7 +74,15 @@ def watching(*, as_json: bool = False) -> Iterator[None]:
         raise typer.Exit(0) from None
 
 
-def _token(file: Path | None) -> str | None:
+def token_of(file: Path | None) -> str:
+    """The cluster's token. Raises `InvalidRequest` if there is none, or the file cannot be read."""
+    from ebbtide.auth.security import ClientSecurity
+
+    text = os.environ.get("EBBTIDE_TOKEN", "") if file is None else _read(file) or ""
+    return ClientSecurity(token=text).bearer().removeprefix("Bearer ")
+
+
+def _read(file: Path | None) -> str | None:
     try:
         return None if file is None else file.read_text(errors="replace").strip()
     except OSError as error:

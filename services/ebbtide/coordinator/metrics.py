@@ -67,11 +67,17 @@ interactive_flush_seconds = telemetry.gauge(
     "coordinator_interactive_flush_seconds",
     "time between two messages for interactive rollouts; above 0.05 more are generated than interactive_rollouts",
 )
+interactive_slots = telemetry.gauge(
+    "coordinator_interactive_slots_kept", "slots that batch rollouts leave free for interactive ones"
+)
 token_readers = telemetry.gauge("coordinator_token_readers", "open streams of a rollout's tokens")
 token_chunks = telemetry.counter(
     "coordinator_token_chunks_total", "messages to readers of tokens, by where the tokens came from", ("kind",)
 )
 placement_seconds = telemetry.histogram("coordinator_placement_seconds", "rollout queued to given to a worker")
+interactive_placement_seconds = telemetry.histogram(
+    "coordinator_interactive_placement_seconds", "interactive rollout queued to given to a worker"
+)
 engine_starts = telemetry.counter(
     "coordinator_engine_starts_total", "engines of workers restarted for another architecture"
 )
@@ -85,6 +91,8 @@ store_bytes = telemetry.gauge("coordinator_store_bytes", "memory that the store 
 store_limit_bytes = telemetry.gauge("coordinator_store_limit_bytes", "memory that the store may use; 0: no limit")
 quota_used = telemetry.gauge("coordinator_quota_used", "the largest share that a live run has used of its quota")
 trajectories = telemetry.gauge("coordinator_trajectories_waiting", "trajectories that no trainer has committed yet")
+requests = telemetry.counter("coordinator_requests_total", "completions that gateways' clients asked for")
+sessions = telemetry.gauge("coordinator_sessions", "open sessions of gateways' clients")
 
 
 def count_requeued(why: EndReason, attempts: int, lost: int) -> None:
@@ -130,15 +138,16 @@ async def measure_for_ever(state: CoordinatorState, store: "Store") -> None:
 async def measure(state: CoordinatorState, store: "Store") -> None:
     """Set the gauges, without runs whose data is broken. Raises `StoreUnavailable`."""
     room = await store.room()
-    held = dict[RunState, tuple[int, int]]()
+    held = dict[RunState, tuple[int, int, int]]()
     for run in state.at_work(state.clock()):
         with suppress(*UNEXPECTED):
             held[run] = await store.runs.waiting(run.run_id)
     store_bytes.set(room.used)
     store_limit_bytes.set(room.limit)
-    shares = (used / run.spec.quota_bytes for run, (used, _) in held.items())
+    shares = (used / run.spec.quota_bytes for run, (used, _, _) in held.items())
     quota_used.set(max(shares, default=0.0))
-    trajectories.set(sum(count for _, count in held.values()))
+    trajectories.set(sum(count for _, count, _ in held.values()))
+    sessions.set(sum(count for _, _, count in held.values()))
 
 
 def _observe_shares(shown: Sequence[RunState]) -> None:

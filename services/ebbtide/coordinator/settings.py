@@ -79,6 +79,13 @@ class CoordinatorSettings(ProcessSettings, frozen=True, kw_only=True, forbid_unk
         int,
         Meta(ge=0, description="so many interactive rollouts at once flush every 50 ms; more flush less often; 0: any"),
     ] = 200
+    interactive_slots: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="slots that batch rollouts leave free while people ask a run's policy; at most an eighth",
+        ),
+    ] = 2
     record_decisions: Annotated[
         str, Meta(description="file for what decisions are handed, and what is decided, to replay them; empty: none")
     ] = ""

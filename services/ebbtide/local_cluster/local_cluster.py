@@ -29,8 +29,11 @@ from ebbtide.local_cluster.serving_engine import serving_engine
 from ebbtide.redis_server import redis_command
 from ebbtide.types.run import RunSpec, to_mapping
 
-#: Stages in the order in which they end: workers hand over first, services end after their clients.
-_WORKERS, _RUN, _COORDINATOR, _RELAY, _REDIS, _GUARD, _SERVING = range(7)
+#: Stages in the order in which they end: a gateway's answers first, then workers hand over, services end after their
+#: clients.
+_GATEWAY, _WORKERS, _RUN, _COORDINATOR, _RELAY, _REDIS, _GUARD, _SERVING = range(8)
+#: Answers under way get so long when the cluster ends: its user waits.
+_GATEWAY_DRAIN_S: Final = 2.0
 #: A unix socket's path must fit into 108 bytes.
 _MAX_SOCKET_PATH: Final = 100
 #: Waiting threads sleep: on cores that other programs use too, spinning ones train ten times slower.
@@ -50,6 +53,7 @@ class ClusterShape(Struct, frozen=True, kw_only=True):
     coordinator: str
     standby: str = ""  # address of a second coordinator; empty: none
     relay: str
+    gateway: str = ""  # address of a gateway; empty: none
     flush_tokens: int = 8
     flush_interval_ms: int = 100
     worker_config: Path | None = None  # TOML file of settings for the workers
@@ -99,7 +103,8 @@ class LocalCluster:
         if shape.standby:
             await self.launcher.start(self._coordinator("coordinator-2", shape.standby))
         workers = [self._next_worker() for _ in range(shape.workers)]
-        await self.launcher.start_all([self._relay(), self._trainer(), self._driver(), *workers])
+        gateways = [self._gateway()] if shape.gateway else []
+        await self.launcher.start_all([self._relay(), self._trainer(), self._driver(), *gateways, *workers])
 
     async def serve(self, model: Path, served_name: str) -> str:
         """Starts a serving engine, and waits until it answers. Returns its URL. Raises `LaunchFailed`."""
@@ -174,6 +179,10 @@ class LocalCluster:
     def _driver(self) -> Program:
         own = {"environments_trust": True} if self.shape.environments else {}
         return self._service("driver", "ebbtide.driver", _RUN, **own, **self._permissions("driver"))
+
+    def _gateway(self) -> Program:
+        flags = {"listen": self.shape.gateway, "holder": "gateway", "drain_s": _GATEWAY_DRAIN_S}
+        return self._service("gateway", "ebbtide.gateway", _GATEWAY, **flags)
 
     def _permissions(self, holder: str) -> dict[str, object]:
         """Settings that trainer and driver share. The cluster serves its user alone, whose files runs may use."""

@@ -146,10 +146,16 @@ class ReplayedCoordinator:
 
     # Its rounds.
 
-    def make_rounds(self, *, slice_s: float, balance: bool) -> None:
-        events = SilentRunEvents()
+    def make_rounds(self, *, slice_s: float, balance: bool, interactive_slots: int) -> None:
         self._rounds = RecordedRounds(
-            self.state, self.trust, _no_key, events, recorder=self._clock, slice_s=slice_s, balance=balance
+            self.state,
+            self.trust,
+            _no_key,
+            SilentRunEvents(),
+            recorder=self._clock,
+            slice_s=slice_s,
+            balance=balance,
+            interactive_slots=interactive_slots,
         )
 
     def begin_round(self, now: float) -> None:

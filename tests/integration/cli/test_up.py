@@ -47,7 +47,7 @@ class Up:
             "--worker-config",
             str(folder / "worker.toml"),
         ]
-        addresses = ["--coordinator", "127.0.0.1:0", "--relay", "127.0.0.1:0", "--standby"]
+        addresses = ["--coordinator", "127.0.0.1:0", "--relay", "127.0.0.1:0", "--gateway", "127.0.0.1:0", "--standby"]
         with (folder / "out").open("wb") as out:
             command = [sys.executable, "-m", "ebbtide.cli", "up", *options, *addresses]
             self.process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=self.environment)
@@ -166,6 +166,12 @@ def test_a_run_that_is_not_there_is_told_in_one_line(up: Up) -> None:
         assert done.returncode == 1
         assert done.stderr.startswith("ebbtide: there is no run no-such-run")
         assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_chat_reaches_the_clusters_gateway_without_any_option(up: Up) -> None:
+    done = up.run("chat", "no-such-run", "hello")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("ebbtide: model: no live run has the id or name 'no-such-run'")
 
 
 async def test_the_weights_of_a_run_are_told_and_a_copy_of_them_is_written(up: Up, tmp_path: Path) -> None:

@@ -258,3 +258,22 @@ async def test_requests_have_a_timeline_of_their_own(cluster: Any) -> None:
     for requests, rollout_id in ((True, "a"), (False, "t")):
         call = cluster.runs.ReadTimeline(runs_pb2.ReadTimelineRequest(run_id="r", requests=requests))
         assert [(span.request, span.rollout_id) async for span in call] == [(requests, rollout_id)]
+
+
+async def test_while_people_ask_a_slot_is_kept_for_the_next_question(cluster: Any) -> None:
+    run = await cluster.run()
+    worker = await cluster.worker("w1", slots=8)
+    await run.submit(*(f"b{number}" for number in range(20)))
+    await worker.has(*(f"b{number}" for number in range(8)))
+    async with gateway(cluster) as lease:
+        await lease.submit_rollouts([asked("i1", interactive=True)])
+        await worker.add("b0", 0, 4, STOP)
+        await worker.has("i1")  # before the batch rollouts that wait
+        await worker.add("i1", 0, 4, STOP)
+        rounds = cluster.coordinator.rounds
+        await wait_until(lambda: rounds.kept_slots == 1)
+        assert "b8" not in worker.assigned
+        await lease.submit_rollouts([asked("i2", interactive=True)])
+        await worker.has("i2")
+        await worker.add("b1", 0, 4, STOP)
+        await worker.has("b8")  # the question has its slot, so no other one is kept

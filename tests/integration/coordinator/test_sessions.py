@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from ebbtide.coordinator import metrics
 from ebbtide.errors import AlreadyExists, InvalidRequest, LeaseSuperseded, NoCapacity, NotFound, NotReady
 from ebbtide.testing import wait_until
 from ebbtide.types.rollout import SubmitOutcome
@@ -304,3 +305,17 @@ async def test_an_end_may_leave_a_last_record(cluster: Any) -> None:
         await lease.open_session("s", OWNER, record=b"so far")
         await lease.end_session(drop("s", "x", record=b"its reward"))
         assert (await lease.read_turns("s", OWNER)).session.record == b"its reward"
+
+
+async def test_open_sessions_and_requests_are_counted_for_people_on_call(cluster: Any) -> None:
+    await cluster.run()
+    before = metrics.requests._value.get()
+    async with gateway(cluster) as lease:
+        for session_id in ("s1", "s2", "s3"):
+            await lease.open_session(session_id, OWNER)
+        await lease.end_session(drop("s2", "done"))
+        assert await lease.submit_rollouts([asked("q-1"), asked("q-2")]) == [ACCEPTED, ACCEPTED]
+        await lease.submit_rollouts([asked("q-1")])
+        await metrics.measure(cluster.coordinator.state, cluster.coordinator.store)
+    assert metrics.sessions._value.get() == 2
+    assert metrics.requests._value.get() - before == 2

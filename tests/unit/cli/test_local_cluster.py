@@ -9,6 +9,7 @@ import pytest
 from ebbtide import settings
 from ebbtide.driver.settings import DriverSettings
 from ebbtide.environments import BUILT_IN
+from ebbtide.gateway.settings import GatewaySettings
 from ebbtide.local_cluster.launcher import Launcher
 from ebbtide.local_cluster.local_cluster import ClusterShape, LocalCluster
 from ebbtide.rollout_worker.settings import WorkerSettings
@@ -22,7 +23,8 @@ ONE, OTHER = "127.0.0.1:1", "127.0.0.1:2"
 def cluster(tmp_path: Path) -> LocalCluster:
     """Nothing of it runs."""
     made = LocalCluster(tmp_path, tmp_path / "a" / "b" / "redis.sock", cast("Launcher", None))
-    made.shape = ClusterShape(model=tmp_path, coordinator=ONE, standby=OTHER, relay="127.0.0.1:3")
+    relay, gateway = "127.0.0.1:3", "127.0.0.1:4"
+    made.shape = ClusterShape(model=tmp_path, coordinator=ONE, standby=OTHER, relay=relay, gateway=gateway)
     return made
 
 
@@ -33,12 +35,21 @@ def cluster(tmp_path: Path) -> LocalCluster:
         (LocalCluster._trainer, TrainerSettings),
         (LocalCluster._driver, DriverSettings),
         (LocalCluster._next_worker, WorkerSettings),
+        (LocalCluster._gateway, GatewaySettings),
     ],
 )
 def test_every_program_knows_of_the_coordinator_that_stands_by(cluster: LocalCluster, make: Any, kind: Any) -> None:
     program = make(cluster)
     found = settings.read(kind, prog=program.name, argv=program.command[3:], environ=program.environment)
     assert found.coordinator == f"{ONE},{OTHER}"
+
+
+def test_the_gateway_listens_where_it_is_wanted_and_ends_before_the_workers(cluster: LocalCluster) -> None:
+    program = cluster._gateway()
+    found = settings.read(GatewaySettings, prog="gateway", argv=program.command[3:], environ=program.environment)
+    assert found.listen == "127.0.0.1:4"
+    assert found.drain_s < 5
+    assert program.stage < cluster._next_worker().stage
 
 
 def test_the_users_own_environments_are_allowed_and_run_as_the_user(cluster: LocalCluster) -> None:

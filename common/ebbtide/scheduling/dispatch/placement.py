@@ -7,7 +7,7 @@ rollouts are placed one by one and not by groups, on every event and not by poll
 learnt speeds instead of their queue lengths alone.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import chain
 from math import inf, sqrt
@@ -45,14 +45,16 @@ def place(
     at_most: int | None = None,
     rest: Callable[[QueuedRollout], float] | None = None,
     borrowable: float = inf,
+    batch_slots: float = inf,
     now: float = -inf,
     costs: MoveCosts = COSTS,
     terms: TurnTerms = TERMS,
     returning: Callable[[str], float] = lambda _: 0.0,
 ) -> list[Placement]:
     """Fill the hosts' free slots from the queue, with `at_most` placements. `prefixes`: what hosts have cached; `rest`:
-    tokens that a rollout will probably still make; `borrowable`: most further rollouts on borrowed hosts; `returning`:
-    rollouts that will soon come back to a host, which count as load.
+    tokens that a rollout will probably still make; `borrowable`: most further rollouts on borrowed hosts;
+    `batch_slots`: most placements of others than interactive rollouts; `returning`: rollouts that will soon come back
+    to a host, which count as load.
 
     A worker may take a rollout if its version and target are within the rollout's bounds, and one more token fits into
     its context. A rollout that fits nowhere, or waits for the worker with its prefix, blocks no other. A worker with as
@@ -67,28 +69,56 @@ def place(
     """
     router = TurnRouter(prefixes, hosts, rest=rest, now=now, costs=costs, terms=terms)
     rooms = _Rooms(hosts, pending_limit, borrowable, router, returning)
-    kinds = queue.bounds() if isinstance(queue, RolloutQueue) else None
-    shut: set[VersionBounds] = set()
-    places: list[BorrowedPlace] = []
-    behind = iter(queue)
-    for one in behind:
-        if not rooms.open or len(places) == at_most or (kinds is not None and len(shut) == len(kinds)):
-            behind = chain((one,), behind)
-            break
-        if one.bounds in shut:
-            continue
-        within = rooms.within(one.bounds)
-        if not within.open:
-            shut.add(one.bounds)
-            continue
-        found = rooms.choose(one, within)
-        if found is not None:
-            room, bound = found
-            places.append(BorrowedPlace(one, room.host, bound))
-            rooms.take(room, one)
+    kinds = len(queue.bounds()) if isinstance(queue, RolloutQueue) else None
+    filling = _Filling(rooms, kinds=kinds, at_most=at_most, batch_slots=batch_slots)
+    behind = filling.fill(iter(queue))
+    if filling.keeps and isinstance(queue, RolloutQueue):
+        placed = {place.one.rollout_id for place in filling.places}
+        filling.fill(one for one in queue.interactive() if one.rollout_id not in placed)
+    places = filling.places
     if rest is not None and any(place.host.borrowed for place in places):
         places = exchanged(places, behind, hosts, rest, now)
     return [Placement(one.rollout_id, host.worker_id) for one, host, _ in places]
+
+
+class _Filling:
+    """The placements of one round, in the order of the queue."""
+
+    def __init__(self, rooms: "_Rooms", *, kinds: int | None, at_most: int | None, batch_slots: float) -> None:
+        """`kinds`: distinct bounds in the queue, if known."""
+        self._rooms = rooms
+        self._kinds, self._at_most, self._batch_left = kinds, at_most, batch_slots
+        self._shut: set[VersionBounds] = set()
+        self.places: list[BorrowedPlace] = []
+
+    @property
+    def keeps(self) -> bool:
+        """Whether what is left is for interactive rollouts alone."""
+        return self._batch_left <= 0
+
+    def fill(self, queue: Iterator[QueuedRollout]) -> Iterator[QueuedRollout]:
+        """Place what fits. Returns the rollouts that were not looked at."""
+        for one in queue:
+            if self._full() or (self.keeps and not one.interactive):
+                return chain((one,), queue)
+            if one.bounds not in self._shut:
+                self._place(one)
+        return iter(())
+
+    def _full(self) -> bool:
+        return not self._rooms.open or len(self.places) == self._at_most or len(self._shut) == self._kinds
+
+    def _place(self, one: QueuedRollout) -> None:
+        within = self._rooms.within(one.bounds)
+        if not within.open:
+            self._shut.add(one.bounds)
+            return
+        found = self._rooms.choose(one, within)
+        if found is not None:
+            room, bound = found
+            self.places.append(BorrowedPlace(one, room.host, bound))
+            self._rooms.take(room, one)
+            self._batch_left -= not one.interactive
 
 
 def outsized(

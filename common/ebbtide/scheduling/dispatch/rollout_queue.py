@@ -141,6 +141,14 @@ class RolloutQueue:
                 del self._bounds[one.bounds]
         return one
 
+    def interactive(self) -> Iterator[QueuedRollout]:
+        """The interactive members, in their order."""
+        for key in self._orders[_Kind.REQUEST]:
+            one = self._waiting[key[-1]]
+            if not one.interactive:
+                return
+            yield one
+
     def bounds(self) -> set[VersionBounds]:
         """The distinct version bounds in the queue."""
         return set(self._bounds)

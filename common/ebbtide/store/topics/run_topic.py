@@ -130,10 +130,10 @@ class RunTopic(Topic):
         except (KeyError, ValueError) as error:
             raise Internal(f"the record of run {run_id} makes no sense: {error!r}") from None
 
-    async def waiting(self, run_id: str) -> tuple[int, int]:
-        """The run's bytes that count towards its quota, and its number of uncommitted trajectories."""
-        used, trajectories = await self._run("quota_used", run_id)
-        return int(used), int(trajectories)
+    async def waiting(self, run_id: str) -> tuple[int, int, int]:
+        """The run's bytes that count towards its quota, its uncommitted trajectories, and its open sessions."""
+        used, trajectories, sessions = await self._run("quota_used", run_id)
+        return int(used), int(trajectories), int(sessions)
 
     async def forget(self, run_id: str) -> None:
         """Take a run whose record has expired off the list."""

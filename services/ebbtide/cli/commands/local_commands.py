@@ -99,6 +99,7 @@ def up(
     coordinator: Annotated[str, typer.Option(help="Address of the coordinator. Port 0: any.")] = "127.0.0.1:7600",
     standby: Annotated[bool, typer.Option(help="Run a second coordinator that takes over from a lost one.")] = False,
     relay: Annotated[str, typer.Option(help="Address of the weight-relay. Port 0: any.")] = "127.0.0.1:7610",
+    gateway: Annotated[str, typer.Option(help="Address of the gateway. Port 0: any. Empty: none.")] = "127.0.0.1:7640",
     worker_config: Annotated[
         Path | None, typer.Option(help="TOML file of settings for the workers (see ebbtide rollout-worker --help).")
     ] = None,
@@ -119,6 +120,7 @@ def up(
         coordinator=coordinator,
         standby=f"{coordinator.rpartition(':')[0]}:0" if standby else "",
         relay=relay,
+        gateway=gateway,
         worker_config=worker_config,
         environments=tuple(environment or ()),
     )

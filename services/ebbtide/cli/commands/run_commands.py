@@ -1,5 +1,6 @@
 """Defines the commands on the runs of a cluster and on their weights."""
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -14,13 +15,14 @@ from ebbtide.cli.cluster_connection import (
     RunId,
     TokenFile,
     Watch,
+    token_of,
     watching,
     with_client,
 )
 
 
 def register(app: typer.Typer) -> None:
-    for command in (submit, runs, watch, timeline, cancel, weights):
+    for command in (submit, runs, watch, chat, timeline, cancel, weights):
         app.command(rich_help_panel="Runs")(command)
 
 
@@ -72,6 +74,34 @@ def watch(run_id: RunId, coordinator: Coordinator = None, token_file: TokenFile 
 
     status = with_client(lambda client: watch_run(client, run_id), coordinator, token_file, WATCH_PATIENCE_S)
     raise typer.Exit(0 if status.name == "FINISHED" else 1)
+
+
+def chat(
+    run_id: Annotated[str, typer.Argument(metavar="RUN", help="Id of a live run, or its name.")],
+    message: Annotated[
+        str | None, typer.Argument(metavar="[MESSAGE]", help="Ask this alone. Without it, talk; a pipe is one message.")
+    ] = None,
+    gateway: Annotated[str, typer.Option(envvar="EBBTIDE_GATEWAY", help="URL of a gateway.")] = "http://127.0.0.1:7640",
+    token_file: TokenFile = None,
+    tls_ca: Annotated[
+        str, typer.Option(envvar="EBBTIDE_TLS_CA", help="PEM file of the authorities of the gateway's certificate.")
+    ] = "",
+    system: Annotated[str, typer.Option(help="System message.")] = "",
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens of an answer.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0, help="Sampling temperature.")] = None,
+    version: Annotated[int, typer.Option(min=0, help="Talk to this policy version. 0: the newest.")] = 0,
+) -> None:
+    """Talk to a run's newest policy, through a gateway. Ctrl-C stops an answer, Ctrl-D ends the chat.
+
+    The chat template is the model's own. Each answer is followed by the policy versions that wrote it.
+    """
+    from ebbtide.cli.chat.chat_command import GatewayTarget, run
+    from ebbtide.cli.chat.chat_history import ChatOptions
+
+    if message is None and not sys.stdin.isatty():
+        message = sys.stdin.read().strip()
+    options = ChatOptions(system=system, max_tokens=max_tokens, temperature=temperature, version=version)
+    run(GatewayTarget(url=gateway, key=token_of(token_file), authority=tls_ca), run_id, options, message)
 
 
 def timeline(

@@ -20,7 +20,8 @@ def run(shape: ClusterShape, directory: Path, cache: Path) -> int:
     """Returns exit status 0 after an interrupt, once all programs are gone."""
     console = Console(highlight=False)
     addresses = {"coordinator": free_address(shape.coordinator), "relay": free_address(shape.relay)}
-    addresses |= {"standby": free_address(shape.standby)} if shape.standby else {}
+    further = {"standby": shape.standby, "gateway": shape.gateway}
+    addresses |= {name: free_address(wanted) for name, wanted in further.items() if wanted}
     shape = msgspec.structs.replace(shape, **addresses)
 
     async def main() -> int:
@@ -50,8 +51,11 @@ async def _boot(cluster: LocalCluster, shape: ClusterShape, cache: Path, console
         "EBBTIDE_TOKEN_FILE": str(cluster.token_file.resolve()),
         "EBBTIDE_ENVIRONMENTS_ALLOWED": shlex.quote(shape.allowed_environments),  # for the check at submit
     }
+    if shape.gateway:
+        exports["EBBTIDE_GATEWAY"] = f"http://{shape.gateway}"
     file = cluster.directory / _ENVIRONMENT
     file.write_text("".join(f"export {name}={value}\n" for name, value in exports.items()))
     console.print(f"The cluster is up: {shape.workers} workers on {shape.model}. In another terminal:\n")
-    console.print(f"    source {file}\n    ebbtide submit RUN.toml --watch\n")
+    talk = "    ebbtide chat RUN\n" if shape.gateway else ""
+    console.print(f"    source {file}\n    ebbtide submit RUN.toml --watch\n{talk}")
     console.print(f"Logs are in {cluster.directory / 'logs'}. Ctrl-C ends it.")

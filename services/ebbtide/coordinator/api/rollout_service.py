@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractContextManager
 
+from ebbtide.coordinator import metrics
 from ebbtide.coordinator.api.request_checks import (
     check_batch,
     check_cursor,
@@ -27,6 +28,7 @@ from ebbtide.types.rollout import (
     DropReason,
     Episode,
     FinishedRollout,
+    RolloutKind,
     RolloutRequest,
     SubmitOrder,
     SubmitOutcome,
@@ -73,6 +75,7 @@ class RolloutService:
                 group = place_of_group(run, request, row.place)
                 length = len(request.prompt_ids) // 4
                 run.admit(new_entry(request, place=row.place, group=group, length=length, now=self._state.clock()))
+                metrics.requests.inc(request.kind is RolloutKind.REQUEST)
             elif row.state is RolloutState.QUEUED and request.rollout_id not in run.queue:
                 run.mark_stale()  # taken by a call whose answer was lost
         return [row.outcome for row in accepted]

@@ -35,8 +35,8 @@ from ebbtide.scheduling.dispatch.start_pacing import StartPacing
 
 
 class DispatchRound:
-    """`public_key`: of a run's publisher, for its installs; `slice_s`, `balance`: `slice_s` and `rebalance` of the
-    coordinator's settings.
+    """`public_key`: of a run's publisher, for its installs; `slice_s`, `balance`, `interactive_slots`: `slice_s`,
+    `rebalance` and `interactive_slots` of the coordinator's settings.
     """
 
     def __init__(
@@ -48,6 +48,7 @@ class DispatchRound:
         *,
         slice_s: float,
         balance: bool = True,
+        interactive_slots: int = 0,
         rules: DispatchRules = RULES,
     ) -> None:
         self._state = state
@@ -60,7 +61,14 @@ class DispatchRound:
         self._installs = InstallSender(state, changes, public_key)
         self._unserved = UnservedWork(state, trust, changes, run_events)
         self._pacing, self._starts = RoundPacing(), StartPacing()
+        self._interactive_slots = interactive_slots
+        self._kept: dict[str, int] = {}
         self._last_started = ""  # the run that got the last rollouts before starts were held
+
+    @property
+    def kept_slots(self) -> int:
+        """Slots that the last round left free for interactive rollouts, of all runs."""
+        return sum(self._kept.values())
 
     def pause_s(self, now: float) -> float:
         """Seconds until the next round if nothing changes."""
@@ -70,6 +78,7 @@ class DispatchRound:
         """One round, begun now: allot workers, send versions, fill free slots, move rollouts. The caller does each deed
         before it goes on. A round that is not run to its end is left as it is; the next one makes up for it.
         """
+        self._kept.clear()
         if self._pacing.arranges(now):
             yield from self._arrange(now)
         balance = self._moves.due(now)
@@ -83,6 +92,7 @@ class DispatchRound:
             fill = self._new_fill(run, now)
             if fill.due(now):
                 yield fill
+            self._kept[run.run_id] = fill.kept
             if fill.slowed:
                 self._last_started = run.run_id
             if fill.held:  # free slots are for what is queued
@@ -94,7 +104,9 @@ class DispatchRound:
                 yield None
 
     def _new_fill(self, run: RunState, now: float) -> SlotFill:
-        return SlotFill(run, self._state, self._hosts, self._starts, now, self._rules)
+        return SlotFill(
+            run, self._state, self._hosts, self._starts, now, self._rules, interactive_slots=self._interactive_slots
+        )
 
     def _in_turn(self, now: float) -> list[RunState]:
         """The runs, from the one after that which got the last rollouts before starts were held."""

@@ -61,6 +61,7 @@ class Dispatcher:
             if now - observed >= _OBSERVE_EVERY_S:
                 observed = now
                 metrics.observe(self._state.runs.values(), self._fleet.workers())
+                metrics.interactive_slots.set(self._rounds.kept_slots)
 
     async def reap_for_ever(self) -> None:
         next_due = math.inf

@@ -1,5 +1,6 @@
 """Defines what a dispatcher's round has its caller do, because it needs the store."""
 
+import math
 from collections.abc import Sequence
 from typing import Final, NamedTuple, TypeAlias
 
@@ -8,6 +9,9 @@ from ebbtide.coordinator.dispatcher.host_views import HostViews
 from ebbtide.coordinator.dispatcher.rebalancer import borrowable
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.run_state import RunState
+from ebbtide.coordinator.state.worker_session import WorkerSession
+from ebbtide.scheduling.dispatch.host_view import HostView
+from ebbtide.scheduling.dispatch.kept_slots import kept_slots
 from ebbtide.scheduling.dispatch.placement import Placement, place
 from ebbtide.scheduling.dispatch.start_pacing import StartPacing
 
@@ -30,10 +34,15 @@ class SlotFill:
         starts: StartPacing,
         now: float,
         rules: DispatchRules = RULES,
+        *,
+        interactive_slots: int = 0,
     ) -> None:
+        """`interactive_slots`: see the settings."""
         self.run: Final = run
         self._state, self._hosts, self._starts = state, hosts, starts
         self._now, self._rules = now, rules
+        self._interactive_slots = interactive_slots
+        self.kept = 0  # slots that the last batch left free for interactive rollouts
         self.slowed = False  # the last batch made the caller hold starts
 
     @property
@@ -51,7 +60,8 @@ class SlotFill:
         A placement's `worker_id` is a session's id.
         """
         self._now, run = now, self.run
-        hosts = [host for _, host in self._hosts.of(run, now)]
+        served = self._hosts.of(run, now)
+        hosts = [host for _, host in served]
         if all(host.running >= host.slots for host in hosts):
             return []
         return place(
@@ -62,11 +72,22 @@ class SlotFill:
             at_most=_PLACE_AT_ONCE,
             rest=lambda one: run.lengths.rest(one.made, one.budget or None),
             borrowable=borrowable(run),
+            batch_slots=self._batch_slots(served),
             now=now,
             costs=self._rules.costs,
             terms=self._rules.turns,
             returning=run.returning,
         )
+
+    def _batch_slots(self, served: Sequence[tuple[WorkerSession, HostView]]) -> float:
+        """Most placements of batch rollouts: the others' free slots are kept."""
+        running = sum(session.interactive for session, _ in served)
+        total = sum(host.slots for _, host in served)
+        asked_s = self._now - self.run.asked_at
+        self.kept = kept_slots(total, running, most=self._interactive_slots, asked_s=asked_s)
+        if not self.kept:
+            return math.inf
+        return sum(max(0, host.slots - host.running) for _, host in served if not host.shut) - self.kept
 
     def note_turn(self, turn_s: float, now: float) -> None:
         """Note how long others had their turn after a batch."""

@@ -1,6 +1,7 @@
 """Chooses the parts that decide: recorded ones if `record_decisions` is set, else plain ones, which cost no more."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from ebbtide.coordinator.dispatcher.dispatch_round import DispatchRound
@@ -27,11 +28,16 @@ class DecidingParts:
 
     def new_rounds(self, public_key: Callable[[str], bytes], run_events: RunEvents) -> DispatchRound:
         """`public_key`: see `DispatchRound`."""
-        slice_s, balance = self._settings.slice_s, self._settings.rebalance
-        if self._journal is None:
-            return DispatchRound(self.state, self.trust, public_key, run_events, slice_s=slice_s, balance=balance)
-        return RecordedRounds(
-            self.state, self.trust, public_key, run_events, recorder=self._journal, slice_s=slice_s, balance=balance
+        settings = self._settings
+        made = DispatchRound if self._journal is None else partial(RecordedRounds, recorder=self._journal)
+        return made(
+            self.state,
+            self.trust,
+            public_key,
+            run_events,
+            slice_s=settings.slice_s,
+            balance=settings.rebalance,
+            interactive_slots=settings.interactive_slots,
         )
 
     def close(self) -> None:

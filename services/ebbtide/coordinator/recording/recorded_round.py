@@ -33,10 +33,19 @@ class RecordedRounds(DispatchRound):
         recorder: CallRecorder,
         slice_s: float,
         balance: bool = True,
+        interactive_slots: int = 0,
     ) -> None:
         self._recorder = recorder
-        with recorder.handed(RoundsMade(slice_s, balance)):
-            super().__init__(state, trust, public_key, run_events, slice_s=slice_s, balance=balance)
+        with recorder.handed(RoundsMade(slice_s, balance, interactive_slots)):
+            super().__init__(
+                state,
+                trust,
+                public_key,
+                run_events,
+                slice_s=slice_s,
+                balance=balance,
+                interactive_slots=interactive_slots,
+            )
 
     def turns(self, now: float) -> Iterator[Deed]:
         with self._recorder.handed(RoundBegun(now)):
@@ -49,7 +58,15 @@ class RecordedRounds(DispatchRound):
             yield deed
 
     def _new_fill(self, run: RunState, now: float) -> SlotFill:
-        return RecordedFill(run, self._state, self._hosts, self._starts, now, recorder=self._recorder)
+        return RecordedFill(
+            run,
+            self._state,
+            self._hosts,
+            self._starts,
+            now,
+            recorder=self._recorder,
+            interactive_slots=self._interactive_slots,
+        )
 
 
 class RecordedFill(SlotFill):
@@ -62,8 +79,9 @@ class RecordedFill(SlotFill):
         now: float,
         *,
         recorder: CallRecorder,
+        interactive_slots: int = 0,
     ) -> None:
-        super().__init__(run, state, hosts, starts, now)
+        super().__init__(run, state, hosts, starts, now, interactive_slots=interactive_slots)
         self._recorder = recorder
 
     def due(self, now: float) -> bool:

@@ -8,9 +8,10 @@ from ebbtide.scheduling.dispatch.placement import Placement
 class RoundsMade(ModelCall, frozen=True):
     slice_s: float
     balance: bool
+    interactive_slots: int = 0
 
     def apply(self, model: ReplayModel) -> None:
-        model.make_rounds(slice_s=self.slice_s, balance=self.balance)
+        model.make_rounds(slice_s=self.slice_s, balance=self.balance, interactive_slots=self.interactive_slots)
 
 
 class RoundBegun(ModelCall, frozen=True):

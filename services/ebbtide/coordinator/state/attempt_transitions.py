@@ -252,6 +252,8 @@ def _pages(items: Sequence[T]) -> Iterator[Sequence[T]]:
 def _record(attempt: RunningAttempt, given: PlacedRollout, session: WorkerSession, now: float) -> None:
     metrics.attempts.inc()
     metrics.placement_seconds.observe(now - attempt.rollout.since)
+    if attempt.rollout.interactive:
+        metrics.interactive_placement_seconds.observe(now - attempt.rollout.since)
     if given.attempts > 1:
         if given.partial:
             metrics.resumptions.inc()

@@ -85,6 +85,7 @@ class RunState:
         self.share = RunShare()
         self._made = 0  # tokens stored since the last share accounting
         self._resumes: list[float] = []
+        self._asked_at = -math.inf
         self._ended_lately: set[str] | None = None  # rollouts that end while the mirror is being read again
         self._pause = FaultPause(run_id)
 
@@ -166,10 +167,17 @@ class RunState:
 
     # Its rollouts.
 
+    @property
+    def asked_at(self) -> float:
+        """When an interactive rollout was queued last."""
+        return self._asked_at
+
     def admit(self, one: QueuedRollout) -> None:
         """Queue a rollout."""
         self._returns.queued(one.episode_id, one.since)
         self.queue.add(one)
+        if one.interactive:
+            self._asked_at = max(self._asked_at, one.since)
         self.wakeups.decide()
 
     def take_queued(self, rollout_id: str) -> QueuedRollout | None:

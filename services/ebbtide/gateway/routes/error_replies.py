@@ -4,15 +4,25 @@ import secrets
 
 from ebbtide.errors import EbbtideError, Internal
 from ebbtide.gateway.dialects.error_shapes import status_of
+from ebbtide.gateway.metrics import ERRORS
 from ebbtide.telemetry import get_logger
 
 log = get_logger(__name__)
 
 
 def as_told(error: Exception, request_id: str) -> tuple[EbbtideError, str]:
-    """The error as the client may see it, and its outcome for metrics. Unexpected ones are logged under an id."""
+    """The error as the client may see it, and its outcome for metrics. It is counted. Unexpected ones are logged under
+    an id.
+    """
+    told = _tellable(error, request_id)
+    status = status_of(told)
+    ERRORS.labels(str(status)).inc()
+    return told, "refused" if status < 500 else "failed"
+
+
+def _tellable(error: Exception, request_id: str) -> EbbtideError:
     if isinstance(error, EbbtideError) and not isinstance(error, Internal):
-        return error, "refused" if status_of(error) < 500 else "failed"
+        return error
     name = secrets.token_hex(4)
     log.error("unexpected error", exc_info=error, error_id=name, request_id=request_id)
-    return Internal(f"internal error {name}; look for this id in the gateway's log"), "failed"
+    return Internal(f"internal error {name}; look for this id in the gateway's log")

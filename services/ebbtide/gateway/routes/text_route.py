@@ -19,7 +19,7 @@ from ebbtide.gateway.dialects.error_shapes import ErrorShape
 from ebbtide.gateway.generation.choice_delta import ChoiceResult
 from ebbtide.gateway.generation.played_request import PlayedRequest
 from ebbtide.gateway.generation.text_request import TextRequest
-from ebbtide.gateway.metrics import FIRST_TOKEN_SECONDS, LEFT, REQUESTS, TOKENS, UNDER_WAY
+from ebbtide.gateway.metrics import FIRST_TOKEN_SECONDS, GAP_SECONDS, LEFT, REQUESTS, STREAMS, TOKENS, UNDER_WAY
 from ebbtide.gateway.routes.body_reader import read_body
 from ebbtide.gateway.routes.client_ids import REQUEST_ID, with_ids
 from ebbtide.gateway.routes.error_replies import as_told
@@ -127,23 +127,31 @@ class _TextExchange:
         )
         answer = self._answer = self._asked.answer(context)
         if self._request.stream:
-            await self._send_events(played, answer)
+            with STREAMS.track_inprogress():
+                await self._send_events(played, answer)
         else:
             await self._send_whole(played, answer)
 
     async def _send_events(self, played: PlayedRequest, answer: Answer) -> None:
         await self._reply.begin_events()
         await self._reply.events(answer.begin())
-        first = True
+        last = 0.0
         async with aclosing(played.deltas()) as deltas:
             async for delta in deltas:
-                if first:
-                    FIRST_TOKEN_SECONDS.observe(time.monotonic() - self._began)
-                    first = False
+                last = self._timed(last)
                 TOKENS.inc(len(delta.tokens))
                 await self._reply.events(answer.events(delta))
         self._complete = True
         await self._reply.end_events(answer.end())
+
+    def _timed(self, last: float) -> float:
+        """Measure the wait for a part of the stream. `last`: when the one before came; 0: this is the first."""
+        now = time.monotonic()
+        if last:
+            GAP_SECONDS.observe(now - last)
+        else:
+            FIRST_TOKEN_SECONDS.observe(now - self._began)
+        return now
 
     async def _send_whole(self, played: PlayedRequest, answer: Answer) -> None:
         results = [ChoiceResult(number) for number in range(played.completions)]

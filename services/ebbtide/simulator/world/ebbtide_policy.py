@@ -35,6 +35,7 @@ class EbbtideDecider(Decider):
             coordinator.run_events,
             slice_s=settings.slice_s,
             balance=balance and settings.rebalance,
+            interactive_slots=settings.interactive_slots,
             rules=rules,
         )
 

@@ -1,0 +1,1 @@
+"""Lets people talk to a run's policy through a gateway."""
