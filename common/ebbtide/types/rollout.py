@@ -105,6 +105,8 @@ class Trajectory(Struct, frozen=True, kw_only=True):
     truncated: bool = False
     rollouts: int = 1
     metrics: dict[str, float] = {}
+    session_id: str = ""  # of a branch of a session; empty: of an episode that a driver played
+    branches: int = 0  # trajectories of that session in all
 
 
 class Episode(Struct, frozen=True, kw_only=True):

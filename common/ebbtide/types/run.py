@@ -18,6 +18,8 @@ Natural = Annotated[int, Meta(ge=0)]
 
 #: The `trainer.name` of a run whose trainer and driver come from outside the cluster.
 EXTERNAL: Final = "external"
+#: The `environment.name` of a run whose episodes are sessions that agents play through gateways.
+AGENTS: Final = "agents"
 #: Stop strings and token ids travel with every assignment of a rollout.
 MAX_STOPS: Final = 128
 MAX_STOP_LENGTH: Final = 128
@@ -141,6 +143,11 @@ class RunSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def external(self) -> bool:
         """Whether trainer and driver come from outside: then only claims by run id get its leases."""
         return self.trainer.name == EXTERNAL
+
+    @property
+    def from_agents(self) -> bool:
+        """Whether its episodes are sessions of gateways' clients, and not played by a driver."""
+        return self.environment.name == AGENTS
 
 
 class RunShare(Struct, frozen=True, kw_only=True):
