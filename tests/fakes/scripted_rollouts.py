@@ -12,6 +12,7 @@ from ebbtide.gateway.text.output_parsers import OutputDelta, OutputParser, Plain
 from ebbtide.gateway.text.template_sandbox import TemplateSandbox
 from ebbtide.types.rollout import FinishReason, RolloutRequest, TokenChunk
 from ebbtide.types.run import EnvironmentSpec, Run, RunShare, RunSpec, RunStatus
+from ebbtide.types.session import Session, SessionEnd
 from ebbtide.types.tokens import pack_tokens
 from ebbtide.types.weights import PolicyVersion
 from tests.fakes.model_texts import byte_level_tokenizer, model_text
@@ -102,6 +103,13 @@ class ScriptedSource(ScriptedSessions):
 
     async def cancel(self, rollout_ids: Sequence[str]) -> None:
         self.cancelled += rollout_ids
+
+    async def end_session(self, how: SessionEnd) -> Session:
+        session = await super().end_session(how)
+        for turn in self.stored[how.session_id][1]:
+            for rollout_id in turn.rollout_ids:
+                self.submitted.pop(rollout_id, None)
+        return session
 
     async def release(self) -> None:
         self.released = True

@@ -20,7 +20,7 @@ from ebbtide.gateway.episodes.turn_settings import TurnSettings, turn_settings, 
 from ebbtide.gateway.generation.request_player import RequestPlayer
 from ebbtide.gateway.generation.text_request import ChatPrompt, IdsPrompt, RawPrompt, TextRequest
 from ebbtide.gateway.sessions.session_book import PlannedTurn, SessionBook
-from ebbtide.types.session import Session, SessionTurn
+from ebbtide.types.session import Session, SessionState, SessionTurn
 from ebbtide.types.tokens import TOKEN_BYTES
 
 T = TypeVar("T")
@@ -79,7 +79,8 @@ class LiveSession:
             self._book(completion)
         self._fresh.clear()
         session = await self._read_turns()
-        await self._read_rest(patience_s)
+        if session.state is SessionState.OPEN:
+            await self._read_rest(patience_s)
         return session
 
     async def plan(self, request: TextRequest) -> PlannedTurn:
@@ -130,6 +131,8 @@ class LiveSession:
         while True:
             page = await self.source.read_turns(self.session_id, self.owner, self.book.last)
             self.session = page.session
+            if page.session.state is not SessionState.OPEN:  # its rollouts are deleted
+                return page.session
             for turn in page.turns:
                 await self._add(turn)
             if not page.more:

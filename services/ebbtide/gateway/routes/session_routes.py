@@ -6,7 +6,7 @@ from typing import Annotated, Any, Final
 
 from msgspec import Meta, Struct
 
-from ebbtide.errors import InvalidRequest
+from ebbtide.errors import InvalidRequest, NotFound
 from ebbtide.gateway.dialects.trace_shapes import completion_bodies, session_head, trace_body
 from ebbtide.gateway.episodes.live_session import in_thread
 from ebbtide.gateway.episodes.session_ending import end_dropped, end_with_reward
@@ -18,6 +18,7 @@ from ebbtide.gateway.routes.json_route import JsonCall
 from ebbtide.gateway.sessions.session_trace import SessionTrace, session_trace
 from ebbtide.types.ids import check_id, new_fence
 from ebbtide.types.parse import parse
+from ebbtide.types.session import SessionState
 
 #: Sessions of one page. Each is read by itself, as lists hold no records.
 _PAGE: Final = 100
@@ -71,13 +72,15 @@ class SessionRoutes:
         return {"object": "list", "data": heads, "total": len(found), "has_more": int(after) + _PAGE < len(found)}
 
     async def trace(self, call: JsonCall) -> dict[str, Any]:
-        """GET /v1/sessions/{id}: ids, logprobs, masks and versions, by turn and by branch."""
+        """GET /v1/sessions/{id}: ids, logprobs, masks and versions, by turn and by branch; of an ended one, its end."""
         head, trace = await self._traced(call)
-        return head | trace_body(trace)
+        return head | (trace_body(trace) if trace else {"turns": None, "branches": None})
 
     async def completions(self, call: JsonCall) -> dict[str, Any]:
         """GET /v1/sessions/{id}/completions: each completion with its whole prompt."""
         head, trace = await self._traced(call)
+        if trace is None:
+            raise NotFound("the session has ended, and its tokens are deleted here; read them before")
         return {"object": "list", "session": head, "data": completion_bodies(trace)}
 
     async def reward(self, call: JsonCall) -> dict[str, Any]:
@@ -99,9 +102,11 @@ class SessionRoutes:
             raise InvalidRequest("must be finite", field="reward")
         return session_head(await end_with_reward(await self._sessions(call), _name(call), reward))
 
-    async def _traced(self, call: JsonCall) -> tuple[dict[str, Any], SessionTrace]:
+    async def _traced(self, call: JsonCall) -> tuple[dict[str, Any], SessionTrace | None]:
         sessions = await self._sessions(call)
         async with sessions.found(_name(call)) as (live, session):
+            if session.state is not SessionState.OPEN:
+                return session_head(session), None
             return session_head(session), await in_thread(lambda: session_trace(live.book))
 
     async def _sessions(self, call: JsonCall) -> SessionPlayer:

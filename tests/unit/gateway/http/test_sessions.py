@@ -212,6 +212,10 @@ async def test_a_reward_makes_each_branch_a_trajectory_of_the_sessions_group(
     assert (await agent.end(reward=1.0)).status_code == 409
     late = await agent.post([user("more")], at=1)
     assert (late.status_code, "has ended" in late.text) == (409, True)
+    for at in (0, 1):
+        after = await agent.trace(at)
+        assert (after["state"], after["reward"], after["turns"]) == ("completed", 0.5, None)
+        assert (await agent.clients[at].get("/v1/sessions/episode-1/completions")).status_code == 404
 
 
 async def test_a_reward_stops_what_is_under_way_and_counts_it_as_far_as_it_came(
