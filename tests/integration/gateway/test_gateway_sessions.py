@@ -37,10 +37,10 @@ class Conversation:
     async def ask(self, at: str, messages: list[Message], request: str, seen: asyncio.Event | None = None) -> Message:
         """The answer to a chat, read from a stream. `seen` is set with its first text."""
         content = ""
-        headers = self.headers | {"X-Request-ID": request}
+        headers, sent = self.headers | {"X-Request-ID": request}, list[Any](messages)
         chunks = await self.clients[at].chat.completions.create(
             model="spell",
-            messages=messages,  # type: ignore[arg-type]
+            messages=sent,
             max_tokens=COUNT,
             stream=True,
             extra_headers=headers,
