@@ -6,15 +6,17 @@ from typing import Any
 
 import msgspec
 
-from ebbtide.errors import AlreadyExists, EbbtideError
+from ebbtide.errors import AlreadyExists, EbbtideError, NotFound
 from ebbtide.gateway.runs.served_model import ServedModel
 from ebbtide.gateway.text.output_parsers import OutputDelta, OutputParser, PlainOutputs, ToolCallDelta, call_id
 from ebbtide.gateway.text.template_sandbox import TemplateSandbox
 from ebbtide.types.rollout import FinishReason, RolloutRequest, TokenChunk
 from ebbtide.types.run import EnvironmentSpec, Run, RunShare, RunSpec, RunStatus
+from ebbtide.types.session import Session, SessionEnd
 from ebbtide.types.tokens import pack_tokens
 from ebbtide.types.weights import PolicyVersion
 from tests.fakes.model_texts import byte_level_tokenizer, model_text
+from tests.fakes.scripted_sessions import ScriptedSessions
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
@@ -26,8 +28,20 @@ CHATML = (
 CHUNK = 3
 
 
-def served_model(sandbox: TemplateSandbox, *, tools: bool = False, context: int = 512) -> ServedModel:
-    text = model_text(byte_level_tokenizer(), sandbox, template=CHATML)
+#: The prompt of each turn begins with that of the turn before and its answer, reasoning and calls included.
+KEEPS_HISTORY = (
+    "{% if tools %}tools: {{ tools | length }}\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.reasoning %}<think>{{ m.reasoning }}</think>{% endif %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def served_model(
+    sandbox: TemplateSandbox, *, tools: bool = False, context: int = 512, template: str = CHATML
+) -> ServedModel:
+    text = model_text(byte_level_tokenizer(), sandbox, template=template)
     parsers = MarkedOutputs() if tools else PlainOutputs()
     return ServedModel(text, parsers, parses_tools=tools, context=context, rows=0)
 
@@ -38,11 +52,12 @@ def scripted_run(run_id: str = "spell-1", *, name: str = "spell", version: int =
     return Run(run_id=run_id, spec=spec, status=RunStatus.RUNNING, newest=newest, share=RunShare(workers=2))
 
 
-class ScriptedSource:
+class ScriptedSource(ScriptedSessions):
     """Answers each rollout with a text of `answers`, or of `answer` when these are used up."""
 
     def __init__(self, run: Run, model: ServedModel, answer: str = "Hello world") -> None:
-        self.run, self.model, self.answer = run, model, answer
+        super().__init__(run)
+        self.model, self.answer = model, answer
         self.answers: list[str] = []
         self.submitted: dict[str, RolloutRequest] = {}
         self.cancelled: list[str] = []
@@ -71,10 +86,15 @@ class ScriptedSource:
                 self._texts[rollout.rollout_id] = self.answers.pop(0) if self.answers else self.answer
 
     async def tokens(self, rollout_id: str) -> AsyncGenerator[TokenChunk, None]:
+        if rollout_id not in self.submitted:
+            raise NotFound(f"rollout {rollout_id} is not here")
         chunks = list(self._chunks(rollout_id))
         for place, chunk in enumerate(chunks):
             if place:
                 await self.gate.wait()
+                if rollout_id in self.cancelled:
+                    yield TokenChunk(offset=chunk.offset, tokens=b"", reason=FinishReason.CANCELLED)
+                    return
                 if self.break_off is not None:
                     yield TokenChunk(offset=chunk.offset, tokens=b"", reason=self.break_off, message="evidence")
                     return
@@ -83,6 +103,13 @@ class ScriptedSource:
 
     async def cancel(self, rollout_ids: Sequence[str]) -> None:
         self.cancelled += rollout_ids
+
+    async def end_session(self, how: SessionEnd) -> Session:
+        session = await super().end_session(how)
+        for turn in self.stored[how.session_id][1]:
+            for rollout_id in turn.rollout_ids:
+                self.submitted.pop(rollout_id, None)
+        return session
 
     async def release(self) -> None:
         self.released = True

@@ -41,6 +41,7 @@ class DropReason:
     TOO_STALE: Final = "too_stale"
     DEAD_LETTERED: Final = "dead_lettered"
     GROUP_INCOMPLETE: Final = "group_incomplete"
+    GROUP_FULL: Final = "group_full"  # a session more than its group has
     ABANDONED: Final = "abandoned"  # a session that nobody continued
     RUN_ENDED: Final = "run_ended"
 
@@ -105,6 +106,8 @@ class Trajectory(Struct, frozen=True, kw_only=True):
     truncated: bool = False
     rollouts: int = 1
     metrics: dict[str, float] = {}
+    session_id: str = ""  # of a branch of a session; empty: of an episode that a driver played
+    branches: int = 0  # trajectories of that session in all
 
 
 class Episode(Struct, frozen=True, kw_only=True):

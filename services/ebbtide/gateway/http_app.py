@@ -19,6 +19,7 @@ from ebbtide.gateway.dialects.tokens.token_generate import TokenGenerateDialect
 from ebbtide.gateway.routes.gateway_doors import GatewayDoors
 from ebbtide.gateway.routes.json_route import JsonRoute
 from ebbtide.gateway.routes.run_routes import RunRoutes
+from ebbtide.gateway.routes.session_routes import SessionRoutes
 from ebbtide.gateway.routes.text_route import TextRoute
 
 
@@ -28,6 +29,7 @@ def make_app(doors: GatewayDoors) -> Starlette:
     routes = [
         Route("/health", _health(doors), methods=["GET"]),
         *_run_routes(doors),
+        *_session_routes(doors),
         *text,
         Mount("/sessions/{session_id}", routes=[*text, *_model_routes(doors)]),
     ]
@@ -58,6 +60,20 @@ def _model_routes(doors: GatewayDoors) -> Sequence[BaseRoute]:
     return [
         Route("/v1/models", JsonRoute(doors, runs.models, "/v1/models"), methods=["GET"]),
         Route("/v1/models/{model}", JsonRoute(doors, runs.model, "/v1/models"), methods=["GET"]),
+    ]
+
+
+def _session_routes(doors: GatewayDoors) -> Sequence[BaseRoute]:
+    sessions, one = SessionRoutes(doors), "/v1/sessions/{session_id}"
+    return [
+        Route("/v1/sessions", JsonRoute(doors, sessions.listed, "/v1/sessions"), methods=["GET"]),
+        Route("/v1/sessions", JsonRoute(doors, sessions.open, "/v1/sessions", reads_body=True), methods=["POST"]),
+        Route(one, JsonRoute(doors, sessions.trace, "/v1/sessions"), methods=["GET"]),
+        Route(f"{one}/completions", JsonRoute(doors, sessions.completions, "/v1/sessions"), methods=["GET"]),
+        *(
+            Route(f"{one}/{name}", JsonRoute(doors, work, "/v1/sessions", reads_body=True), methods=["POST"])
+            for name, work in {"reward": sessions.reward, "end": sessions.end}.items()
+        ),
     ]
 
 

@@ -12,6 +12,7 @@ from typing import Final
 from ebbtide.client import Client
 from ebbtide.errors import EbbtideError
 from ebbtide.gateway.access.request_limits import RequestSlots
+from ebbtide.gateway.episodes.session_shelf import SessionShelf
 from ebbtide.gateway.http_app import make_app
 from ebbtide.gateway.http_server import HttpServer
 from ebbtide.gateway.routes.gateway_doors import GatewayDoors
@@ -44,13 +45,15 @@ async def serve(shutdown: Shutdown, settings: GatewaySettings) -> None:
             max_model_len=settings.max_model_len,
         )
         directory = RunDirectory(catalog, max_prompt_tokens=settings.limits.prompt_tokens, idle_s=settings.idle_s)
-        pauses = RunPauses()
+        pauses, shelf = RunPauses(), SessionShelf(settings.sessions.shelf_bytes)
         doors = GatewayDoors(
             keys=settings.key_ring(),
             limits=settings.limits,
             slots=RequestSlots(settings.limits),
             directory=directory,
             pauses=pauses,
+            session_limits=settings.sessions,
+            shelf=shelf,
             is_leaving=shutdown.requested.is_set,
         )
         server = HttpServer(make_app(doors), settings)
@@ -61,6 +64,7 @@ async def serve(shutdown: Shutdown, settings: GatewaySettings) -> None:
         await shutdown.requested.wait()
         pauses.close()
         await server.stop()
+        shelf.close()
         await directory.close()
     await asyncio.to_thread(sandbox.close)
 

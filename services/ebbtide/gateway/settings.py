@@ -11,6 +11,7 @@ from ebbtide.auth.tls import read_authority, read_file, read_pair
 from ebbtide.errors import InvalidRequest
 from ebbtide.gateway.access.client_key import KeyRing
 from ebbtide.gateway.access.request_limits import RequestLimits
+from ebbtide.gateway.episodes.session_limits import SessionLimits
 from ebbtide.runtime import ProcessSettings
 
 _KEYS: Final = "door.token_keys"
@@ -44,6 +45,7 @@ class GatewaySettings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown
     security: ClientSecurity = ClientSecurity()
     door: DoorSettings = DoorSettings()
     limits: RequestLimits = RequestLimits()
+    sessions: SessionLimits = SessionLimits()
     holder: Annotated[str, Meta(description="unique name of this gateway; empty: of host and process")] = ""
     patience_s: Annotated[float, Meta(gt=0, description="requests wait so long for a coordinator that is away")] = 600.0
     drain_s: Annotated[

@@ -33,6 +33,8 @@ def check(spec: RunSpec, settings: TrainerSettings) -> None:
     check_trainable(spec, settings)
     if spec.trainer.name != GRPO:
         load_trainer(spec.trainer.name)
+    if spec.from_agents:
+        return
     source = load_source(spec.environment.name, spec.environment.params, spec.seed)
     opening = source.make("train", 0).reset()
     if spec.evaluation.problems:

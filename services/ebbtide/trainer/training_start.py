@@ -9,6 +9,7 @@ from ebbtide.telemetry import get_logger
 from ebbtide.trainer import training_checkpoint
 from ebbtide.trainer.learning.local_learning import LocalLearning, choose_device
 from ebbtide.trainer.ranks.rank_group import RankGroup, RankZeroLearning
+from ebbtide.trainer.session_collector import SessionCollector
 from ebbtide.trainer.settings import TrainerSettings
 from ebbtide.trainer.training_checkpoint import CheckpointError, TrainingState
 from ebbtide.trainer.trajectory_collector import TrajectoryCollector
@@ -42,17 +43,20 @@ class TrainingStart:
         learning, state = await self._load()
         await self._following.catch_up(self._lease)
         self._check_lineage(state)
-        staleness = self._spec.batch.max_staleness
         if state is None:
-            return learning, TrajectoryCollector(step=0, max_staleness=staleness), []
+            return learning, self._collector(None), []
         log.info("resumed", step=state.step, version=state.version)
         message = f"training resumed from the checkpoint of step {state.step}"
         resumed = RunEvent(kind="resumed", key=self._lineage, message=message, values={"step": float(state.step)})
-        collector = TrajectoryCollector(
-            step=state.step, max_staleness=staleness, consumed=state.consumed, cursor=state.cursor
-        )
         # The checkpoint's writer may have died before it reported and committed the contents.
-        return learning, collector, [*state.reports, resumed]
+        return learning, self._collector(state), [*state.reports, resumed]
+
+    def _collector(self, state: TrainingState | None) -> TrajectoryCollector:
+        step, consumed, cursor = (state.step, state.consumed, state.cursor) if state else (0, (), "")
+        if self._spec.from_agents:
+            return SessionCollector(self._spec, self._following.steps, step=step, consumed=consumed, cursor=cursor)
+        staleness = self._spec.batch.max_staleness
+        return TrajectoryCollector(step=step, max_staleness=staleness, consumed=consumed, cursor=cursor)
 
     async def _load(self) -> tuple[LocalLearning, TrainingState | None]:
         """Loads the run's model, or its newest checkpoint with the training's state.

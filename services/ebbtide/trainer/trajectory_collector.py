@@ -6,7 +6,7 @@ restart the checkpoint restores `uncommitted`, and the coordinator sends the wai
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
 import numpy as np
@@ -81,7 +81,7 @@ class TrajectoryCollector:
 
     def cursor(self) -> str:
         """Returns where reading may resume: no trajectory up to it is still waiting."""
-        waiting = {item.cursor for groups in self._waiting.values() for group in groups.values() for item in group}
+        waiting = {item.cursor for item in self._held()}
         while self._read and self._read[0] not in waiting:
             self._cursor = self._read.pop(0)
         return self._cursor
@@ -94,6 +94,10 @@ class TrajectoryCollector:
         for item in self.uncommitted[:count]:
             self._known.discard(item.episode_id)
         del self.uncommitted[:count]
+
+    def _held(self) -> Iterator[Trajectory]:
+        """All trajectories whose outcome is open."""
+        return (item for groups in self._waiting.values() for group in groups.values() for item in group)
 
     def _consume(self, trajectory: Trajectory, reason: str) -> None:
         item = ConsumedTrajectory(episode_id=trajectory.episode_id, cursor=trajectory.cursor, drop_reason=reason)

@@ -9,15 +9,15 @@ import numpy as np
 import openai
 import pytest
 
-from ebbtide.client import Client
+from ebbtide.client import Client, Lease
 from ebbtide.rollout_worker.engine.scripted_engine import follow
 from ebbtide.rollout_worker.settings import ScriptedSettings
 from tests.chaos.cluster import TOKEN, Cluster
 from tests.fakes.model_texts import byte_level_tokenizer
 from tests.fakes.scripted_rollouts import CHATML
 
-#: Ids below it have a text in the tests' tokenizer. Nothing ends a response but its length.
-SCRIPT: Final = ScriptedSettings(step_s=0.02, vocab_size=400, mean_length=0)
+#: The ids of the tests' tokenizer. Nothing ends a response but its length.
+SCRIPT: Final = ScriptedSettings(step_s=0.02, vocab_size=424, mean_length=0)
 
 
 def save_model(folder: Path) -> Path:
@@ -33,8 +33,9 @@ def save_model(folder: Path) -> Path:
 class GatewayStand:
     """A cluster with one run, and gateways by their names."""
 
-    def __init__(self, cluster: Cluster, client: Client, run_id: str) -> None:
-        self.cluster, self.client, self.run_id = cluster, client, run_id
+    def __init__(self, cluster: Cluster, client: Client, lease: Lease) -> None:
+        """`lease`: of the run's trainer."""
+        self.cluster, self.client, self.lease, self.run_id = cluster, client, lease, lease.run_id
         self._clients: list[openai.AsyncOpenAI] = []
 
     async def gateway(self, name: str, **settings: Any) -> openai.AsyncOpenAI:
@@ -65,6 +66,6 @@ async def stand(cluster: Cluster, tmp_path: Path) -> AsyncIterator[GatewayStand]
     run = await client.submit(spec, "spell-1")
     async with client.claim(run.run_id) as lease:
         await lease.publish({"w": np.ones((3, 4), "f4")}, step=0)
-        made = GatewayStand(cluster, client, run.run_id)
+        made = GatewayStand(cluster, client, lease)
         yield made
         await made.close()

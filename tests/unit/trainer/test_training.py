@@ -10,6 +10,8 @@ import msgspec
 import pytest
 import torch
 
+from ebbtide.driver.service import drive
+from ebbtide.driver.settings import DriverSettings
 from ebbtide.errors import InvalidRequest, PermissionDenied
 from ebbtide.testing import wait_until
 from ebbtide.trainer import training_checkpoint
@@ -78,6 +80,24 @@ async def feed(cluster: Any) -> None:
     cluster.finish(RunStatus.FINISHED, "")
 
 
+async def feed_sessions(cluster: Any) -> None:
+    """Stands for agents: sessions of two branches, one more in each group than it has, as soon as there are weights."""
+    spec: RunSpec = cluster.run.spec
+    await wait_until(lambda: bool(cluster.versions))
+    for step in range(spec.trainer.steps + 1):
+        wanted = min(step, spec.trainer.steps - 1)
+        await wait_until(lambda: max(version.step for version in cluster.versions) >= wanted)  # noqa: B023
+        made = make_trajectories(spec, step, max(version.version for version in cluster.versions))
+        extra = msgspec.structs.replace(made[0], episode_id=f"s{step}.extra")
+        for one in (*made, extra):
+            for branch in range(2):
+                name, cursor = f"{one.episode_id}.{branch}", str(len(cluster.trajectories) + 1)
+                changes = {"episode_id": name, "cursor": cursor, "session_id": one.episode_id, "branches": 2}
+                cluster.trajectories.append(msgspec.structs.replace(one, **changes))
+                cluster.counters["submitted"] += 1
+        cluster.bell()
+
+
 async def train_to_end(cluster: Any, client: Any) -> None:
     async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         tasks.create_task(feed(cluster))
@@ -128,6 +148,26 @@ async def test_a_run_publishes_reports_and_commits_every_step(
     assert rates[0] < 1e-2
     assert cluster.counters["trained"] == 24
     assert any(not torch.equal(tensor, cluster.weights[1][name]) for name, tensor in final_weights(cluster).items())
+
+
+async def test_a_run_of_agents_trains_on_sessions_as_they_come_and_is_ended_by_its_driver(
+    tiny_model: Path, tmp_path: Path, make_cluster: Any, make_client: Any
+) -> None:
+    spec = make_spec(tiny_model, tmp_path, environment={"name": "agents"}, batch={"max_staleness": 2})
+    cluster = make_cluster(spec, lambda request: None)
+    client = make_client(cluster)
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        tasks.create_task(feed_sessions(cluster))
+        tasks.create_task(train(client, cluster.lease("trainer"), SETTINGS))
+        tasks.create_task(drive(client, cluster.lease("driver"), DriverSettings(output_roots=("/",))))
+    assert cluster.run.status is RunStatus.FINISHED
+    steps = cluster.named("step")
+    assert [event.values["step"] for event in steps] == [1, 2, 3, 4]
+    per_step = spec.batch.groups_per_step * spec.batch.group_size * 2
+    assert [event.values["trained"] for event in steps] == [per_step] * 4
+    assert cluster.settled()
+    assert cluster.dropped["too_stale"] > 0
+    assert not cluster.rollouts
 
 
 async def test_the_final_checkpoint_loads_with_transformers_and_holds_the_published_weights(

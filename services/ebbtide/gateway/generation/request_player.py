@@ -47,26 +47,49 @@ class RequestPlayer:
         Raises `InvalidRequest` naming the field, `VersionUnavailable` for a version that is not there, `NotReady` for
         a run that has none, `AlreadyExists` for the id of another request.
         """
+        await self.check(request)
+        prompts = [await self.encoded(prompt, _field(request, number)) for number, prompt in enumerate(request.prompts)]
+        rollouts, choices = self.prepared(request, owner, prompts)
+        await self.submit(request, rollouts)
+        return PlayedRequest(self.source, rollouts, choices, prompts)
+
+    async def check(self, request: TextRequest) -> None:
+        """Raise for a request that cannot be played, whatever its prompts are."""
         _check_count(request)
         self._check_tools(request)
         await self._check_versions(request)
-        prompts = [await self.encoded(prompt, _field(request, number)) for number, prompt in enumerate(request.prompts)]
+
+    def prepared(
+        self, request: TextRequest, owner: str, prompts: Sequence[list[int]]
+    ) -> tuple[list[RolloutRequest], list[ChoiceText]]:
+        """The rollouts of a request, and what makes text of each. Raises `InvalidRequest` naming the field."""
         samplings = [sampling_of(request, self.model, len(ids)) for ids in prompts]
         rollouts = self._rollouts(request, owner, prompts, samplings)
         choices = [
-            self._choice(request, number, rollout.rollout_id, prompts[number // request.n])
+            self.choice(request, number, rollout.rollout_id, prompts[number // request.n])
             for number, rollout in enumerate(rollouts)
         ]
+        return rollouts, choices
+
+    async def submit(self, request: TextRequest, rollouts: Sequence[RolloutRequest]) -> None:
+        """Queue a request's rollouts. Known ones change nothing."""
         with _named_as_asked(request):
             await self.source.submit(rollouts)
-        return PlayedRequest(self.source, rollouts, choices, prompts)
+
+    def request_name(self, request: TextRequest, owner: str) -> str:
+        """The coordinator's id of a request that has one of its client: the same wherever it is repeated."""
+        return _group_of(self.source.run.run_id, owner, request.session_id, request.request_id)
+
+    def check_ids(self, ids: Sequence[int], field: str) -> None:
+        """Raise `InvalidRequest` naming the field for a prompt that the model cannot continue."""
+        check_prompt(ids, self.model, max_prompt_tokens=self._max_prompt_tokens, field=field)
 
     async def encoded(self, prompt: Prompt, field: str) -> list[int]:
         """The token ids of a prompt that the model can continue. Raises `InvalidRequest` naming the field."""
 
         def work() -> list[int]:
             ids = encode_prompt(prompt, self.model)
-            check_prompt(ids, self.model, max_prompt_tokens=self._max_prompt_tokens, field=field)
+            self.check_ids(ids, field)
             return ids
 
         return await _aside(prompt, work)
@@ -84,7 +107,7 @@ class RequestPlayer:
     ) -> list[RolloutRequest]:
         run_id, asked = self.source.run.run_id, request.request_id or new_fence()
         names = (run_id, owner, request.session_id, asked)
-        group = rollout_id_of_request(*names, 0).rpartition("-")[0]
+        group = _group_of(*names)
         episode = session_episode(run_id, owner, request.session_id) if request.session_id else group
         lowest, highest = version_bounds(request.versions)
         return [
@@ -103,7 +126,8 @@ class RequestPlayer:
             for number in range(len(prompts) * request.n)
         ]
 
-    def _choice(self, request: TextRequest, index: int, rollout_id: str, prompt_ids: list[int]) -> ChoiceText:
+    def choice(self, request: TextRequest, index: int, rollout_id: str, prompt_ids: list[int]) -> ChoiceText:
+        """What makes text of one completion's tokens, as the request wants it."""
         parser = self._parser(request, index, rollout_id, prompt_ids)
         ends = (*(() if request.sampling.ignore_eos else self.model.eos_ids), *request.sampling.stop_token_ids)
         decoder = self.model.detokenizer(
@@ -141,6 +165,11 @@ class RequestPlayer:
                 "or set tool_choice to none",
                 field="tools",
             )
+
+
+def _group_of(run_id: str, owner: str, session_id: str, request_id: str) -> str:
+    """What the ids of a request's rollouts begin with."""
+    return rollout_id_of_request(run_id, owner, session_id, request_id, 0).rpartition("-")[0]
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
+from ebbtide.gateway.text.model_text import ModelText
 from ebbtide.gateway.text.output_parsers import OutputParser
 
 
@@ -20,6 +21,11 @@ class TokenDecoder(Protocol):
 
 class TextModel(Protocol):
     """One model folder. Its calls may take some milliseconds, and may come from any thread."""
+
+    @property
+    def text(self) -> ModelText:
+        """Its tokenizer and template alone."""
+        ...
 
     @property
     def eos_ids(self) -> tuple[int, ...]: ...

@@ -60,6 +60,7 @@ class TextRequest(Struct, frozen=True, kw_only=True):
     versions: VersionWish = VersionWish()
     request_id: str = ""  # the client's; empty: it gave none
     session_id: str = ""
+    group_id: str = ""  # of the session, the client's; empty: it gave none
 
     @property
     def returns(self) -> bool:

@@ -10,6 +10,7 @@ from ebbtide.gateway.generation.text_request import MAX_CLIENT_ID, TextRequest
 
 REQUEST_ID = "x-request-id"
 SESSION_ID = "x-session-id"
+GROUP_ID = "x-group-id"
 
 
 def checked_id(value: str, *, field: str) -> str:
@@ -27,4 +28,12 @@ def with_ids(request: TextRequest, headers: Headers, path: Mapping[str, str]) ->
         request,
         request_id=checked_id(request_id, field="X-Request-ID"),
         session_id=checked_id(session_id, field="X-Session-ID"),
+        group_id=checked_id(_group(headers, session_id), field="X-Group-ID"),
     )
+
+
+def _group(headers: Headers, session_id: str) -> str:
+    group_id = headers.get(GROUP_ID, "")
+    if group_id and not session_id:
+        raise InvalidRequest("is of a session; name the session by X-Session-ID, too", field="X-Group-ID")
+    return group_id

@@ -5,8 +5,13 @@ from collections.abc import Callable
 from msgspec import Struct
 
 from ebbtide.errors import Unavailable
-from ebbtide.gateway.access.client_key import KeyRing
+from ebbtide.gateway.access.client_key import ClientKey, KeyRing
 from ebbtide.gateway.access.request_limits import RequestLimits, RequestSlots
+from ebbtide.gateway.episodes.session_limits import SessionLimits
+from ebbtide.gateway.episodes.session_player import SessionPlayer
+from ebbtide.gateway.episodes.session_shelf import SessionShelf
+from ebbtide.gateway.episodes.session_source import SessionSource
+from ebbtide.gateway.generation.request_player import RequestPlayer
 from ebbtide.gateway.runs.run_directory import RunDirectory
 from ebbtide.gateway.runs.run_pauses import RunPauses
 
@@ -19,7 +24,13 @@ class GatewayDoors(Struct, frozen=True, kw_only=True):
     slots: RequestSlots
     directory: RunDirectory
     pauses: RunPauses
+    session_limits: SessionLimits
+    shelf: SessionShelf
     is_leaving: Callable[[], bool]  # whether the gateway takes no more requests
+
+    def sessions_of(self, source: SessionSource, player: RequestPlayer, key: ClientKey) -> SessionPlayer:
+        """The sessions of a key on one run."""
+        return SessionPlayer(self.shelf, source, player, self.session_limits, key.owner)
 
     def check_open(self) -> None:
         """Raise `Unavailable` once the gateway shuts down."""

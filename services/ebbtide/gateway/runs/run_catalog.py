@@ -2,12 +2,12 @@
 
 from typing import Protocol
 
-from ebbtide.gateway.generation.rollout_source import RolloutSource
+from ebbtide.gateway.episodes.session_source import SessionSource
 from ebbtide.gateway.generation.text_model import TextModel
 from ebbtide.types.run import Run
 
 
-class HeldSource(RolloutSource, Protocol):
+class HeldSource(SessionSource, Protocol):
     """A source whose lease this process holds."""
 
     @property

@@ -17,6 +17,7 @@ from ebbtide.gateway.text.output_parsers import ParserNames
 from ebbtide.gateway.text.template_sandbox import TemplateSandbox
 from ebbtide.types.rollout import RolloutRequest, TokenChunk
 from ebbtide.types.run import Run
+from ebbtide.types.session import Session, SessionEnd, SessionTurn, TurnPage
 
 #: Model folders to keep loaded, 10 to 100 MB each.
 _MOST_MODELS: Final = 64
@@ -55,6 +56,21 @@ class LeaseSource:
 
     async def cancel(self, rollout_ids: Sequence[str]) -> None:
         await self._lease.cancel_rollouts(rollout_ids)
+
+    async def open_session(self, session_id: str, owner: str, *, group_id: str = "", record: bytes = b"") -> Session:
+        return await self._lease.open_session(session_id, owner, group_id=group_id, record=record)
+
+    async def add_turn(self, session_id: str, owner: str, turn: SessionTurn) -> SessionTurn:
+        return await self._lease.add_turn(session_id, owner, turn)
+
+    async def read_turns(self, session_id: str, owner: str, after: int = 0) -> TurnPage:
+        return await self._lease.read_turns(session_id, owner, after)
+
+    async def end_session(self, how: SessionEnd) -> Session:
+        return await self._lease.end_session(how)
+
+    async def sessions(self, owner: str) -> list[Session]:
+        return await self._lease.sessions(owner)
 
     async def release(self) -> None:
         await self._lease.release()

@@ -17,7 +17,7 @@ class ServedModel:
 
     def __init__(self, text: ModelText, parsers: OutputParsers, *, parses_tools: bool, context: int, rows: int) -> None:
         """`rows`: of the model's embedding; 0: unknown."""
-        self._text, self._parsers = text, parsers
+        self.text, self._parsers = text, parsers
         self.parses_tools, self.context = parses_tools, context
         self.vocabulary = max(text.vocabulary, rows)
         self.eos_ids = text.eos_ids
@@ -30,18 +30,18 @@ class ServedModel:
         template_options: dict[str, Any],
         generate: bool = True,
     ) -> str:
-        return self._text.render(messages, tools=tools, template_options=template_options, generate=generate)
+        return self.text.render(messages, tools=tools, template_options=template_options, generate=generate)
 
     def encode(self, text: str, *, special: bool) -> list[int]:
-        return self._text.encode(text, special=special)
+        return self.text.encode(text, special=special)
 
     def detokenizer(
         self, prompt_ids: Sequence[int], *, skip_special: bool, hidden_ends: Collection[int] | None = None
     ) -> Detokenizer:
-        return self._text.detokenizer(prompt_ids, skip_special=skip_special, hidden_ends=hidden_ends)
+        return self.text.detokenizer(prompt_ids, skip_special=skip_special, hidden_ends=hidden_ends)
 
     def token_text(self, token_id: int) -> str:
-        return self._text.token_text(token_id)
+        return self.text.token_text(token_id)
 
     def parser(
         self,

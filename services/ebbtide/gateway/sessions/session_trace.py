@@ -52,6 +52,8 @@ class BranchTrace(Struct, frozen=True, kw_only=True):
     """One per token: 1 in exactly one branch if it was sampled, else 0."""
     sampled: MaskArray
     """One per token: 1 if it was sampled, whatever branch counts it."""
+    rollouts: int
+    """Completions of which no earlier branch has a token."""
 
     def packed(self) -> dict[str, bytes]:
         """The fields `prompt_ids`, `tokens` and `loss_mask` of a trajectory."""
@@ -115,6 +117,7 @@ def _branch(book: SessionBook, leaf: PathKey, counted: dict[PathKey, int]) -> Br
     tokens = np.zeros(whole.length, dtype=TOKEN)
     tokens["id"] = tree.path(leaf)
     loss = np.zeros(whole.length, dtype=np.uint8)
+    rollouts = len(spans.keys() - counted.keys())
     for key, (start, end) in spans.items():
         tokens[start:end] = book.tokens(key)[: end - start]
         before = counted.get(key, 0)
@@ -127,6 +130,7 @@ def _branch(book: SessionBook, leaf: PathKey, counted: dict[PathKey, int]) -> Br
         tokens=tokens[first:],
         loss_mask=loss[first:],
         sampled=_mask(whole.length, spans)[first:],
+        rollouts=rollouts,
     )
 
 

@@ -39,7 +39,7 @@ def summary(trajectories: Sequence[Trajectory], steps: Mapping[int, int], *, ste
     """Averages a step's trajectories for its event; `accuracy` only if the environment counts right answers."""
     if not trajectories:
         return {"trained": 0.0, "tokens": 0.0}
-    rewards = np.array([trajectory.reward for trajectory in trajectories])
+    rewards = np.array([trajectory.reward for trajectory in _episodes(trajectories).values()])
     lengths = [trajectory.loss_mask.count(1) for trajectory in trajectories]
     ages = [staleness(trajectory, step, steps) for trajectory in trajectories]
     values = {
@@ -58,11 +58,26 @@ def summary(trajectories: Sequence[Trajectory], steps: Mapping[int, int], *, ste
 
 
 def _advantages(trajectories: Sequence[Trajectory], spec: TrainerSpec, *, seed: int, step: int) -> list[float]:
-    numbers = {group: number for number, group in enumerate(dict.fromkeys(one.group_id for one in trajectories))}
-    rewards = torch.tensor([trajectory.reward for trajectory in trajectories], dtype=torch.float64)
-    groups = torch.tensor([numbers[trajectory.group_id] for trajectory in trajectories], dtype=torch.int64)
+    """One of each trajectory. Branches of a session have the session's: they count once in their group's mean."""
+    episodes = _episodes(trajectories)
+    numbers = {group: number for number, group in enumerate(dict.fromkeys(one.group_id for one in episodes.values()))}
+    rewards = torch.tensor([one.reward for one in episodes.values()], dtype=torch.float64)
+    groups = torch.tensor([numbers[one.group_id] for one in episodes.values()], dtype=torch.int64)
     if spec.permute_rewards:
         lots = torch.Generator().manual_seed((seed << 32) ^ step)
         rewards = permute_within_groups(rewards, groups, lots)
     advantages: list[float] = group_advantages(rewards, groups, normalize_std=spec.normalize_std).tolist()
-    return advantages
+    by_episode = dict(zip(episodes, advantages, strict=True))
+    return [by_episode[_episode(trajectory)] for trajectory in trajectories]
+
+
+def _episodes(trajectories: Sequence[Trajectory]) -> dict[str, Trajectory]:
+    """The first trajectory of each episode, in order: branches of a session have one reward."""
+    first: dict[str, Trajectory] = {}
+    for trajectory in trajectories:
+        first.setdefault(_episode(trajectory), trajectory)
+    return first
+
+
+def _episode(trajectory: Trajectory) -> str:
+    return trajectory.session_id or trajectory.episode_id

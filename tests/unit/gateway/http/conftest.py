@@ -10,6 +10,8 @@ from ebbtide.auth.reloaded_files import ReloadedFiles
 from ebbtide.auth.security import TokenCheck
 from ebbtide.gateway.access.client_key import KeyRing
 from ebbtide.gateway.access.request_limits import RequestLimits, RequestSlots
+from ebbtide.gateway.episodes.session_limits import SessionLimits
+from ebbtide.gateway.episodes.session_shelf import SessionShelf
 from ebbtide.gateway.http_app import make_app
 from ebbtide.gateway.routes.gateway_doors import GatewayDoors
 from ebbtide.gateway.runs.run_directory import RunDirectory
@@ -37,7 +39,12 @@ def catalog(source: ScriptedSource) -> ScriptedCatalog:
 
 
 @pytest.fixture
-def doors(catalog: ScriptedCatalog, limits: RequestLimits) -> GatewayDoors:
+def session_limits() -> SessionLimits:
+    return SessionLimits(turns=6, per_key=5)
+
+
+@pytest.fixture
+def doors(catalog: ScriptedCatalog, limits: RequestLimits, session_limits: SessionLimits) -> GatewayDoors:
     check = TokenCheck(f"Bearer {SECRET}")
     return GatewayDoors(
         keys=KeyRing(ReloadedFiles((), lambda: check), None),
@@ -45,6 +52,8 @@ def doors(catalog: ScriptedCatalog, limits: RequestLimits) -> GatewayDoors:
         slots=RequestSlots(limits),
         directory=RunDirectory(catalog, max_prompt_tokens=limits.prompt_tokens),
         pauses=RunPauses(),
+        session_limits=session_limits,
+        shelf=SessionShelf(session_limits.shelf_bytes),
         is_leaving=lambda: False,
     )
 

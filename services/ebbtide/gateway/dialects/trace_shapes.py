@@ -1,0 +1,86 @@
+"""Shapes sessions and their traces as JSON: ids, logprobs, masks and versions, by turn and by branch."""
+
+from typing import Any
+
+from ebbtide.gateway.dialects.token_shapes import logprobs_of, version_spans
+from ebbtide.gateway.episodes.session_player import names_of
+from ebbtide.gateway.sessions.session_trace import BranchTrace, CompletionTrace, SessionTrace, TurnTrace
+from ebbtide.types.session import Session
+
+
+def session_head(session: Session) -> dict[str, Any]:
+    """What is known of a session without its tokens. Times are seconds."""
+    names = names_of(session)
+    return {
+        "id": names.session,
+        "object": "session",
+        "run_id": session.run_id,
+        "group_id": names.group or None,
+        "state": session.state.name.lower(),
+        "reward": names.reward,
+        "drop_reason": session.drop_reason or None,
+        "turn_count": session.turns,
+        "age_s": session.age_s,
+        "idle_s": session.idle_s,
+        "ends_in_s": session.ends_in_s,
+    }
+
+
+def trace_body(trace: SessionTrace) -> dict[str, Any]:
+    """All tokens of a session."""
+    return {
+        "turns": [turn_body(turn) for turn in trace.turns],
+        "branches": [_branch(branch) for branch in trace.branches],
+        "unmatched_tokens": trace.unmatched,
+        "unknown_answers": trace.unknown,
+    }
+
+
+def turn_body(turn: TurnTrace) -> dict[str, Any]:
+    """One turn. `prompt_mask` is 1 where the prompt repeats a token as it was sampled."""
+    record = turn.turn.record
+    return {
+        "number": turn.turn.number,
+        "parent": turn.parent and {"turn": turn.parent.turn, "completion": turn.parent.completion},
+        "matched_by": record.origin.name.lower(),
+        "prompt_token_ids": turn.prompt_ids.tolist(),
+        "prompt_mask": turn.sampled.tolist(),
+        "unmatched_tokens": record.unmatched,
+        "unknown_answers": record.unknown,
+        "completions": [_completion(one) for one in turn.completions],
+    }
+
+
+def completion_bodies(trace: SessionTrace) -> list[dict[str, Any]]:
+    """All completions in the order of their turns, each with its whole prompt."""
+    return [
+        {
+            "turn": turn.turn.number,
+            "prompt_token_ids": turn.prompt_ids.tolist(),
+            "prompt_mask": turn.sampled.tolist(),
+            **_completion(one),
+        }
+        for turn in trace.turns
+        for one in turn.completions
+    ]
+
+
+def _completion(one: CompletionTrace) -> dict[str, Any]:
+    return {
+        "id": one.rollout_id,
+        "token_ids": one.tokens["id"].tolist(),
+        "logprobs": logprobs_of(one.tokens),
+        "weight_versions": version_spans(one.tokens),
+    }
+
+
+def _branch(branch: BranchTrace) -> dict[str, Any]:
+    return {
+        "turns": list(branch.turns),
+        "prompt_token_ids": branch.prompt_ids.tolist(),
+        "token_ids": branch.tokens["id"].tolist(),
+        "loss_mask": branch.loss_mask.tolist(),
+        "sampled_mask": branch.sampled.tolist(),
+        "logprobs": logprobs_of(branch.tokens),
+        "weight_versions": branch.tokens["version"].tolist(),
+    }

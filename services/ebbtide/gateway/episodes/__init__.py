@@ -1,0 +1,1 @@
+"""Sessions that are played: their turns, kept at the coordinator, and how they end."""

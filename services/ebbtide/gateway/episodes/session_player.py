@@ -1,0 +1,175 @@
+"""Plays the turns of sessions: each is matched to what was sampled before, stored, and then submitted."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Final
+
+import msgspec
+from msgspec.structs import replace
+
+from ebbtide.errors import AlreadyExists, Internal, InvalidRequest, NotFound, NotReady
+from ebbtide.gateway.episodes.live_session import LiveSession
+from ebbtide.gateway.episodes.played_turn import PlayedTurn
+from ebbtide.gateway.episodes.session_limits import SessionLimits
+from ebbtide.gateway.episodes.session_shelf import SessionShelf
+from ebbtide.gateway.episodes.session_source import SessionSource
+from ebbtide.gateway.episodes.turn_settings import request_digest
+from ebbtide.gateway.generation.request_player import RequestPlayer
+from ebbtide.gateway.generation.session_episode import session_episode, session_group
+from ebbtide.gateway.generation.text_request import ChatPrompt, IdsPrompt, TextRequest
+from ebbtide.types.ids import new_fence
+from ebbtide.types.session import Session, SessionState, SessionTurn
+
+#: A turn waits so long for completions of the session that its client left, or that another gateway answers.
+_PATIENCE_S: Final = 5.0
+
+
+class SessionNames(msgspec.Struct, frozen=True, kw_only=True):
+    """A session's record: what its client calls it, and its group."""
+
+    session: str
+    group: str = ""
+    reward: float | None = None  # with which it ended
+
+    def packed(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+
+def names_of(session: Session) -> SessionNames:
+    """Raises `Internal` for a session of which this cannot read the record."""
+    try:
+        return msgspec.msgpack.decode(session.record, type=SessionNames)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise Internal(f"the stored record of session {session.session_id} cannot be read: {error}") from error
+
+
+class SessionPlayer:
+    """Plays the sessions of one key on one run."""
+
+    def __init__(
+        self, shelf: SessionShelf, source: SessionSource, player: RequestPlayer, limits: SessionLimits, owner: str
+    ) -> None:
+        self.source, self._shelf, self._player, self._limits, self._owner = source, shelf, player, limits, owner
+
+    async def play(self, request: TextRequest) -> PlayedTurn:
+        """Submit the rollouts of a session's request. Opens the session if it is new.
+
+        A repeat of a request's id plays the stored turn. Raises what `RequestPlayer.play` raises, `AlreadyExists` if
+        the session has ended, and `NoCapacity` for too many sessions.
+        """
+        _check_prompts(request)
+        await self._player.check(request)
+        asked = replace(request, request_id=request.request_id or new_fence())
+        async with self.opened(request.session_id, request.group_id) as live:
+            prompt = await self._turn(live, asked)
+            rollouts, choices = self._player.prepared(asked, self._owner, [prompt])
+            await self._player.submit(asked, rollouts)
+            return PlayedTurn(live, rollouts, choices, prompt)
+
+    @asynccontextmanager
+    async def opened(self, name: str, group: str = "") -> AsyncIterator[LiveSession]:
+        """A session under its lock, with all turns. It is opened if it is new; raises `AlreadyExists` if it ended."""
+        with self._shelf.used(self.source, self._player, self._id(name), self._owner) as live:
+            async with live.lock:
+                try:
+                    session = await live.catch_up(_PATIENCE_S)
+                except NotFound:
+                    live.session = session = await self._open(live, name, group)
+                if session.state is not SessionState.OPEN:
+                    raise _ended(name)
+                if group and group != names_of(session).group:
+                    text = "the session is of another group; leave it out, or begin another session"
+                    raise InvalidRequest(text, field="X-Group-ID")
+                yield live
+
+    @asynccontextmanager
+    async def found(self, name: str) -> AsyncIterator[tuple[LiveSession, Session]]:
+        """A session under its lock, as far as it is known. Raises `NotFound` for one that is not this key's."""
+        with self._shelf.used(self.source, self._player, self._id(name), self._owner) as live:
+            async with live.lock:
+                try:
+                    session = await live.catch_up(_PATIENCE_S)
+                except NotFound:
+                    raise NotFound(f"no session {name[:100]!r} of this key is here") from None
+                yield live, session
+
+    def _id(self, name: str) -> str:
+        return session_episode(self.source.run.run_id, self._owner, name)
+
+    async def _open(self, live: LiveSession, name: str, group: str) -> Session:
+        if live.book.last:  # it was here: its end was forgotten meanwhile
+            live.session = None
+            raise _ended(name)
+        await self._shelf.count(self.source, self._owner, self._limits.per_key)
+        names = SessionNames(session=name, group=group)
+        group_id = session_group(self.source.run.run_id, self._owner, group) if group else ""
+        try:
+            return await self.source.open_session(
+                live.session_id, self._owner, group_id=group_id, record=names.packed()
+            )
+        except NotReady:
+            raise _ended(name) from None
+
+    async def _turn(self, live: LiveSession, request: TextRequest) -> list[int]:
+        """The prompt of a request's turn, which is added unless it is here."""
+        name = self._player.request_name(request, self._owner)
+        if live.book.turn_of(name) is None:
+            await self._add(live, name, request)
+        turn = live.book.turn_of(name)
+        if turn is None:
+            raise Internal("the coordinator stored a turn, and did not tell of it")
+        if live.settings_of(turn.number).request != request_digest(request):
+            raise AlreadyExists("X-Request-ID: another request of the session has this id; choose another one")
+        return live.book.prompt_ids(turn.number)
+
+    async def _add(self, live: LiveSession, name: str, request: TextRequest) -> None:
+        self._check_room(live)
+        prompt = request.prompts[0]
+        field = "messages" if isinstance(prompt, ChatPrompt) else "prompt"
+        if isinstance(prompt, IdsPrompt):
+            self._player.check_ids(prompt.ids, field)
+        planned = await live.plan(request)
+        self._player.check_ids(planned.prompt_ids, field)
+        # What is refused is refused before the turn is stored.
+        rollouts, _ = self._player.prepared(request, self._owner, [planned.prompt_ids])
+        ids = tuple(rollout.rollout_id for rollout in rollouts)
+        turn = SessionTurn(request_id=name, rollout_ids=ids, record=planned.record.packed())
+        try:
+            await live.add(turn)
+        except (NotReady, NotFound):
+            await self._tell_ended(live, request.session_id)
+            raise
+
+    async def _tell_ended(self, live: LiveSession, name: str) -> None:
+        """Raise `AlreadyExists` if a turn was refused because the session has ended."""
+        try:
+            page = await live.source.read_turns(live.session_id, self._owner, live.book.last)
+        except NotFound:
+            live.session = None
+            raise _ended(name) from None
+        live.session = page.session
+        if page.session.state is not SessionState.OPEN:
+            raise _ended(name)
+
+    def _check_room(self, live: LiveSession) -> None:
+        if live.book.last >= self._limits.turns:
+            text = f"has {live.book.last} turns, the most that a session may have; end it, and begin another one"
+            raise InvalidRequest(text, field="X-Session-ID")
+        if live.bytes >= self._limits.session_bytes:
+            most = self._limits.session_bytes
+            text = f"takes more than {most} bytes, the most that a session may take; end it, and begin another one"
+            raise InvalidRequest(text, field="X-Session-ID")
+
+
+def _check_prompts(request: TextRequest) -> None:
+    if len(request.prompts) > 1:
+        raise InvalidRequest("a request of a session has one prompt; ask once for each", field="prompt")
+    prompt = request.prompts[0] if request.prompts else None
+    if isinstance(prompt, ChatPrompt) and not prompt.generate:
+        raise InvalidRequest("must be true in a session", field="add_generation_prompt")
+    if isinstance(prompt, ChatPrompt) and prompt.special:
+        raise InvalidRequest("must be false in a session: the template writes them", field="add_special_tokens")
+
+
+def _ended(name: str) -> AlreadyExists:
+    return AlreadyExists(f"X-Session-ID: session {name[:100]!r} has ended; begin another one, under another id")

@@ -1,0 +1,118 @@
+"""Answers what clients ask of their sessions: which there are, what was sampled in them, and how they end."""
+
+import asyncio
+import math
+from typing import Annotated, Any, Final
+
+from msgspec import Meta, Struct
+
+from ebbtide.errors import InvalidRequest, NotFound
+from ebbtide.gateway.dialects.trace_shapes import completion_bodies, session_head, trace_body
+from ebbtide.gateway.episodes.live_session import in_thread
+from ebbtide.gateway.episodes.session_ending import end_dropped, end_with_reward
+from ebbtide.gateway.episodes.session_player import SessionPlayer
+from ebbtide.gateway.generation.text_request import MAX_CLIENT_ID
+from ebbtide.gateway.routes.client_ids import checked_id
+from ebbtide.gateway.routes.gateway_doors import GatewayDoors
+from ebbtide.gateway.routes.json_route import JsonCall
+from ebbtide.gateway.sessions.session_trace import SessionTrace, session_trace
+from ebbtide.types.ids import check_id, new_fence
+from ebbtide.types.parse import parse
+from ebbtide.types.session import SessionState
+
+#: Sessions of one page. Each is read by itself, as lists hold no records.
+_PAGE: Final = 100
+_AT_ONCE: Final = 16
+ClientId = Annotated[str, Meta(max_length=MAX_CLIENT_ID)]
+
+
+class OpenBody(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    session_id: ClientId = ""
+    group_id: ClientId = ""
+
+
+class RewardBody(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    reward: float
+
+
+class EndBody(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    reward: float | None = None
+    drop_reason: str = ""
+
+
+class SessionRoutes:
+    """The work of these routes. A session that is another key's is not there."""
+
+    def __init__(self, doors: GatewayDoors) -> None:
+        self._doors = doors
+
+    async def open(self, call: JsonCall) -> dict[str, Any]:
+        """POST /v1/sessions: opens a session, or answers as it is."""
+        asked = parse(OpenBody, call.body)
+        name = checked_id(asked.session_id or new_fence(), field="session_id")
+        sessions = await self._sessions(call)
+        async with sessions.opened(name, checked_id(asked.group_id, field="group_id")) as live:
+            assert live.session is not None  # noqa: S101 - it is open
+            return session_head(live.session)
+
+    async def listed(self, call: JsonCall) -> dict[str, Any]:
+        """GET /v1/sessions: the key's own, newest first, from the place `after` on."""
+        sessions = await self._sessions(call)
+        after = call.query.get("after", "0")
+        if not after.isdecimal() or len(after) > 9:
+            raise InvalidRequest("must be a number of sessions to leave out", field="after")
+        found = (await sessions.source.sessions(call.key.owner))[::-1]
+        page, slots = found[int(after) : int(after) + _PAGE], asyncio.Semaphore(_AT_ONCE)
+
+        async def head(session_id: str, turns: int) -> dict[str, Any]:
+            async with slots:
+                return session_head((await sessions.source.read_turns(session_id, call.key.owner, turns)).session)
+
+        heads = await asyncio.gather(*(head(one.session_id, one.turns) for one in page))
+        return {"object": "list", "data": heads, "total": len(found), "has_more": int(after) + _PAGE < len(found)}
+
+    async def trace(self, call: JsonCall) -> dict[str, Any]:
+        """GET /v1/sessions/{id}: ids, logprobs, masks and versions, by turn and by branch; of an ended one, its end."""
+        head, trace = await self._traced(call)
+        return head | (trace_body(trace) if trace else {"turns": None, "branches": None})
+
+    async def completions(self, call: JsonCall) -> dict[str, Any]:
+        """GET /v1/sessions/{id}/completions: each completion with its whole prompt."""
+        head, trace = await self._traced(call)
+        if trace is None:
+            raise NotFound("the session has ended, and its tokens are deleted here; read them before")
+        return {"object": "list", "session": head, "data": completion_bodies(trace)}
+
+    async def reward(self, call: JsonCall) -> dict[str, Any]:
+        """POST /v1/sessions/{id}/reward: ends the session as trajectories."""
+        return await self._rewarded(call, parse(RewardBody, call.body).reward)
+
+    async def end(self, call: JsonCall) -> dict[str, Any]:
+        """POST /v1/sessions/{id}/end: with a reward, or with a reason why it is dropped."""
+        asked = parse(EndBody, call.body)
+        if (asked.reward is None) is not bool(asked.drop_reason):
+            raise InvalidRequest("give a reward or a drop_reason, and not both", field="reward")
+        if asked.reward is not None:
+            return await self._rewarded(call, asked.reward)
+        reason = check_id(asked.drop_reason, field="drop_reason")
+        return session_head(await end_dropped(await self._sessions(call), _name(call), reason))
+
+    async def _rewarded(self, call: JsonCall, reward: float) -> dict[str, Any]:
+        if not math.isfinite(reward):
+            raise InvalidRequest("must be finite", field="reward")
+        return session_head(await end_with_reward(await self._sessions(call), _name(call), reward))
+
+    async def _traced(self, call: JsonCall) -> tuple[dict[str, Any], SessionTrace | None]:
+        sessions = await self._sessions(call)
+        async with sessions.found(_name(call)) as (live, session):
+            if session.state is not SessionState.OPEN:
+                return session_head(session), None
+            return session_head(session), await in_thread(lambda: session_trace(live.book))
+
+    async def _sessions(self, call: JsonCall) -> SessionPlayer:
+        served = await self._doors.directory.find(call.key, call.query.get("model", ""))
+        return self._doors.sessions_of(served.source, served.player, call.key)
+
+
+def _name(call: JsonCall) -> str:
+    return checked_id(call.path["session_id"], field="session_id")

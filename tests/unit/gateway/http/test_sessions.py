@@ -1,0 +1,341 @@
+"""Sessions over HTTP: traces are what was sampled, whatever clients do, and gateways take over from each other."""
+
+import asyncio
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from msgspec.structs import replace
+from starlette.applications import Starlette
+
+from ebbtide.gateway.episodes.session_limits import SessionLimits
+from ebbtide.gateway.episodes.session_shelf import SessionShelf
+from ebbtide.gateway.http_app import make_app
+from ebbtide.gateway.routes.gateway_doors import GatewayDoors
+from ebbtide.gateway.runs.run_directory import RunDirectory
+from ebbtide.gateway.text.template_sandbox import TemplateSandbox
+from ebbtide.testing import wait_until
+from ebbtide.types.run import EnvironmentSpec
+from ebbtide.types.session import SessionState
+from ebbtide.types.tokens import TOKEN, unpack_ids, unpack_tokens
+from tests.fakes.scripted_rollouts import KEEPS_HISTORY, ScriptedCatalog, ScriptedSource, scripted_run, served_model
+from tests.unit.gateway.http.conftest import HEADERS
+
+Message = dict[str, Any]
+CALL = '<think>hm</think>I look.<tool_call>{"name": "search", "arguments": {"q": "x"}}</tool_call>'
+TOOLS = [{"type": "function", "function": {"name": "search", "parameters": {"type": "object"}}}]
+
+
+def user(content: str) -> Message:
+    return {"role": "user", "content": content}
+
+
+class Agent:
+    """A client of any of several gateways, which share what the coordinator has."""
+
+    def __init__(self, apps: list[Starlette], name: str = "episode-1", **headers: str) -> None:
+        self.clients = [
+            httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway", headers=HEADERS)
+            for app in apps
+        ]
+        self.name, self.headers = name, {"x-session-id": name, **headers}
+
+    async def ask(self, messages: list[Message], *, at: int = 0, **body: Any) -> Message:
+        """The answer to a chat, which must succeed."""
+        answer = await self.post(messages, at=at, **body)
+        assert answer.status_code == 200, answer.text
+        message: Message = answer.json()["choices"][0]["message"]
+        return message
+
+    async def post(self, messages: list[Message], *, at: int = 0, request: str = "", **body: Any) -> httpx.Response:
+        headers = self.headers | ({"x-request-id": request} if request else {})
+        sent = {"messages": messages, "max_tokens": 60, **body}
+        return await self.clients[at].post("/v1/chat/completions", json=sent, headers=headers)
+
+    async def trace(self, at: int = 0) -> dict[str, Any]:
+        answer = await self.clients[at].get(f"/v1/sessions/{self.name}")
+        assert answer.status_code == 200, answer.text
+        body: dict[str, Any] = answer.json()
+        return body
+
+    async def end(self, how: str = "reward", **body: Any) -> httpx.Response:
+        return await self.clients[0].post(f"/v1/sessions/{self.name}/{how}", json=body)
+
+
+def another_gateway(doors: GatewayDoors, catalog: ScriptedCatalog) -> Starlette:
+    directory = RunDirectory(catalog, max_prompt_tokens=doors.limits.prompt_tokens)
+    shelf = SessionShelf(doors.session_limits.shelf_bytes)
+    return make_app(replace(doors, directory=directory, shelf=shelf))
+
+
+@pytest.fixture
+def source(sandbox: TemplateSandbox) -> ScriptedSource:
+    return ScriptedSource(scripted_run(), served_model(sandbox, tools=True, template=KEEPS_HISTORY))
+
+
+@pytest.fixture
+def agent(app: Starlette, doors: GatewayDoors, catalog: ScriptedCatalog) -> Agent:
+    return Agent([app, another_gateway(doors, catalog)])
+
+
+def takes_sessions(source: ScriptedSource) -> None:
+    spec = replace(source.run.spec, environment=EnvironmentSpec(name="agents"))
+    source.run = replace(source.run, spec=spec)
+
+
+def assert_as_sampled(trace: dict[str, Any], source: ScriptedSource) -> None:
+    """Each completion is what the ledger has, behind the prompt that was submitted; each token is trained once."""
+    counted = 0
+    for turn in trace["turns"]:
+        for one in turn["completions"]:
+            assert one["token_ids"] == source.ids(one["id"])[0]
+            assert turn["prompt_token_ids"] == unpack_ids(source.submitted[one["id"]].prompt_ids).tolist()
+            counted += len(one["token_ids"])
+    masks = [branch["loss_mask"] for branch in trace["branches"]]
+    assert sum(map(sum, masks)) == counted
+    assert sum(len(turn["completions"]) for turn in trace["turns"]) == len(source.submitted)
+
+
+async def test_a_conversation_is_one_branch_of_the_very_tokens_that_were_sampled(
+    agent: Agent, source: ScriptedSource
+) -> None:
+    source.answers = ["Hello", CALL, "Done"]
+    chat = [user("Hi")]
+    for words in ("more", "and more", ""):
+        chat += [await agent.ask(chat, tools=TOOLS), user(words)]
+    trace = await agent.trace()
+    assert_as_sampled(trace, source)
+    assert [turn["parent"] for turn in trace["turns"]] == [None, *({"turn": n, "completion": 0} for n in (1, 2))]
+    assert len(trace["branches"]) == 1
+    assert (trace["turn_count"], trace["state"], trace["unmatched_tokens"]) == (3, "open", 0)
+
+
+async def test_another_gateway_goes_on_with_turns_that_it_did_not_answer(agent: Agent, source: ScriptedSource) -> None:
+    source.answers = ["Hello", CALL, "Done", "Again"]
+    chat = [user("Hi")]
+    for number, words in enumerate(("more", "and more", "further", "")):
+        chat += [await agent.ask(chat, at=number % 2, tools=TOOLS), user(words)]
+    traces = [await agent.trace(at) for at in (0, 1)]
+    assert traces[0] == traces[1]
+    assert_as_sampled(traces[0], source)
+    assert len(traces[0]["branches"]) == 1
+
+
+async def test_forks_edits_and_compacted_histories_become_branches_with_their_own_masks(
+    agent: Agent, source: ScriptedSource
+) -> None:
+    source.answers = ["one", "two", "three", "four", "five"]
+    first = [user("Hi"), await agent.ask([user("Hi")])]
+    await agent.ask([*first, user("left")], at=1)
+    await agent.ask([*first, user("right")])
+    await agent.ask([user("Hi"), {**first[1], "content": "edited"}, user("left")], at=1)
+    await agent.ask([user("summary of all")])
+    trace = await agent.trace()
+    assert_as_sampled(trace, source)
+    assert [branch["turns"] for branch in trace["branches"]] == [[1, 2], [1, 3], [4], [5]]
+    assert trace["unknown_answers"] == 1
+
+
+async def test_a_repeat_of_a_request_plays_the_stored_turn_at_any_gateway(agent: Agent, source: ScriptedSource) -> None:
+    answers = [(await agent.post([user("Hi")], at=at, request="turn-1")).json() for at in (0, 1, 0)]
+    assert len({str(answer["choices"]) for answer in answers}) == 1
+    assert len(source.submitted) == 1
+    assert (await agent.trace())["turn_count"] == 1
+    other = await agent.post([user("Other")], at=1, request="turn-1")
+    assert (other.status_code, "X-Request-ID" in other.text) == (409, True)
+
+
+async def test_a_turn_whose_gateway_died_before_it_submitted_is_submitted_by_the_next(
+    agent: Agent, source: ScriptedSource
+) -> None:
+    await agent.post([user("Hi")], request="turn-1")
+    submitted = dict(source.submitted)
+    source.submitted.clear()
+    source.answers = ["Hello world"]
+    assert (await agent.trace(at=1))["turns"][0]["completions"][0]["token_ids"] == []
+    await agent.post([user("Hi")], at=1, request="turn-1")
+    assert source.submitted == submitted
+    assert_as_sampled(await agent.trace(at=1), source)
+
+
+async def test_two_gateways_that_add_turns_at_once_agree_on_their_order(agent: Agent, source: ScriptedSource) -> None:
+    await asyncio.gather(*(agent.ask([user(f"number {number}")], at=number % 2) for number in range(6)))
+    traces = [await agent.trace(at) for at in (0, 1)]
+    assert traces[0] == traces[1]
+    assert_as_sampled(traces[0], source)
+
+
+async def test_prompts_of_ids_and_texts_go_on_where_they_repeat_a_path(agent: Agent, source: ScriptedSource) -> None:
+    client, headers = agent.clients[0], agent.headers
+    body = {"prompt": [5, 6, 7], "max_tokens": 60, "return_token_ids": True}
+    first = (await client.post("/v1/completions", json=body, headers=headers)).json()["choices"][0]
+    body["prompt"] = [5, 6, 7, *first["token_ids"], 9]
+    assert (await agent.clients[1].post("/v1/completions", json=body, headers=headers)).status_code == 200
+    trace = await agent.trace()
+    assert_as_sampled(trace, source)
+    assert len(trace["branches"]) == 1
+    assert trace["turns"][1]["prompt_mask"] == [0] * 3 + [1] * len(first["token_ids"]) + [0]
+
+
+async def test_a_session_in_the_path_is_the_same_as_one_in_the_header(agent: Agent, source: ScriptedSource) -> None:
+    path = "/sessions/episode-1/v1/chat/completions"
+    answer = await agent.clients[0].post(path, json={"messages": [user("Hi")]})
+    message = answer.json()["choices"][0]["message"]
+    await agent.ask([user("Hi"), message, user("more")])
+    assert (await agent.trace())["turn_count"] == 2
+
+
+async def test_a_reward_makes_each_branch_a_trajectory_of_the_sessions_group(
+    agent: Agent, source: ScriptedSource
+) -> None:
+    takes_sessions(source)
+    agent.headers["x-group-id"] = "problem 7"
+    source.answers = ["one", "two", "three"]
+    first = [user("Hi"), await agent.ask([user("Hi")])]
+    await agent.ask([*first, user("left")])
+    await agent.ask([*first, user("right")], at=1)
+    trace = await agent.trace()
+    ended = await agent.end(reward=0.5)
+    assert (ended.status_code, ended.json()["state"], ended.json()["group_id"]) == (200, "completed", "problem 7")
+    assert [len(source.trajectories), trace["turn_count"]] == [2, 3]
+    for made, branch in zip(source.trajectories, trace["branches"], strict=True):
+        tokens = unpack_tokens(made.tokens)
+        assert tokens["id"].tolist() == branch["token_ids"]
+        assert list(made.loss_mask) == branch["loss_mask"]
+        assert tokens["version"].tolist() == branch["weight_versions"]
+        assert np.allclose(tokens["logprob"], branch["logprobs"])
+        assert (made.reward, made.group_size, made.branches) == (0.5, source.run.spec.batch.group_size, 2)
+    assert len({(one.session_id, one.group_id) for one in source.trajectories}) == 1
+    assert [one.rollouts for one in source.trajectories] == [2, 1]
+    assert (await agent.end(reward=0.5)).json() == ended.json()
+    assert (await agent.end(reward=1.0)).status_code == 409
+    late = await agent.post([user("more")], at=1)
+    assert (late.status_code, "has ended" in late.text) == (409, True)
+    for at in (0, 1):
+        after = await agent.trace(at)
+        assert (after["state"], after["reward"], after["turns"]) == ("completed", 0.5, None)
+        assert (await agent.clients[at].get("/v1/sessions/episode-1/completions")).status_code == 404
+
+
+async def test_a_reward_stops_what_is_under_way_and_counts_it_as_far_as_it_came(
+    agent: Agent, source: ScriptedSource
+) -> None:
+    takes_sessions(source)
+    agent.headers["x-group-id"] = "problem 7"
+    source.gate.clear()
+    asking = asyncio.create_task(agent.post([user("Hi")]))
+    await source.first.wait()
+    ending = asyncio.create_task(agent.end(reward=1.0))
+    await wait_until(lambda: bool(source.cancelled))
+    source.gate.set()
+    assert (await ending).json()["state"] == "completed"
+    assert (await asking).status_code == 503
+    (made,) = source.trajectories
+    assert len(made.tokens) == source.chunk * TOKEN.itemsize
+
+
+async def test_only_runs_that_take_sessions_take_rewards_and_only_of_groups(
+    agent: Agent, source: ScriptedSource
+) -> None:
+    await agent.ask([user("Hi")])
+    refused = await agent.end(reward=1.0)
+    assert (refused.status_code, "agents" in refused.text) == (400, True)
+    takes_sessions(source)
+    refused = await agent.end(reward=1.0)
+    assert (refused.status_code, "X-Group-ID" in refused.text) == (400, True)
+    assert not source.trajectories
+    dropped = await agent.end("end", drop_reason="gave_up")
+    assert (dropped.json()["state"], dropped.json()["drop_reason"]) == ("dropped", "gave_up")
+    assert (await agent.end("end", drop_reason="gave_up")).status_code == 200
+
+
+@pytest.mark.parametrize("body", [{}, {"reward": 1.0, "drop_reason": "x"}, {"drop_reason": "a b"}, {"verifier": "v"}])
+async def test_an_end_that_says_nothing_clear_is_refused(agent: Agent, body: dict[str, Any]) -> None:
+    await agent.ask([user("Hi")])
+    assert (await agent.end("end", **body)).status_code == 400
+
+
+async def test_sessions_of_others_and_unknown_ones_are_not_there(agent: Agent, source: ScriptedSource) -> None:
+    await agent.ask([user("Hi")])
+    ((stored, (session, turns)),) = source.stored.items()
+    source.stored[stored] = (replace(session, owner="another"), turns)
+    for path in ("episode-1", "episode-1/completions", "nothing"):
+        assert (await agent.clients[1].get(f"/v1/sessions/{path}")).status_code == 404
+    assert (await agent.end(reward=1.0)).status_code == 404
+    assert (await agent.clients[0].get("/v1/sessions")).json()["data"] == []
+
+
+async def test_a_key_sees_its_sessions_by_the_names_that_it_gave(agent: Agent) -> None:
+    opened = await agent.clients[0].post("/v1/sessions", json={"session_id": "a b", "group_id": "g"})
+    assert opened.json()["state"] == "open"
+    await agent.ask([user("Hi")])
+    page = (await agent.clients[1].get("/v1/sessions")).json()
+    assert [(one["id"], one["group_id"]) for one in page["data"]] == [("episode-1", None), ("a b", "g")]
+    rest = (await agent.clients[1].get("/v1/sessions?after=1")).json()
+    assert [one["id"] for one in rest["data"]] == ["a b"]
+    completions = (await agent.clients[1].get("/v1/sessions/episode-1/completions")).json()["data"]
+    assert [one["turn"] for one in completions] == [1]
+
+
+async def test_sessions_stay_within_their_limits(
+    agent: Agent, source: ScriptedSource, session_limits: SessionLimits
+) -> None:
+    for number in range(session_limits.turns):
+        await agent.ask([user(str(number))])
+    full = await agent.post([user("more")])
+    assert (full.status_code, "X-Session-ID" in full.text) == (400, True)
+    for number in range(1, session_limits.per_key):
+        agent.headers["x-session-id"] = f"other-{number}"
+        await agent.ask([user("Hi")])
+    agent.headers["x-session-id"] = "one too many"
+    assert (await agent.post([user("Hi")])).status_code == 429
+    assert (await agent.end("end", drop_reason="enough")).status_code == 200
+    assert (await agent.post([user("Hi")])).status_code == 200
+
+
+async def test_a_session_has_one_prompt_a_request_and_stays_in_its_group(agent: Agent) -> None:
+    body = {"prompt": ["a", "b"]}
+    several = await agent.clients[0].post("/v1/completions", json=body, headers=agent.headers)
+    assert (several.status_code, "one prompt" in several.text) == (400, True)
+    await agent.ask([user("Hi")])
+    agent.headers["x-group-id"] = "late"
+    assert (await agent.post([user("Hi")])).status_code == 400
+    alone = await agent.clients[0].post("/v1/completions", json={"prompt": "a"}, headers={"x-group-id": "g"})
+    assert alone.status_code == 400
+
+
+async def test_a_session_that_ended_and_was_forgotten_does_not_begin_again(
+    agent: Agent, source: ScriptedSource
+) -> None:
+    await agent.ask([user("Hi")])
+    source.forget()
+    for at in (0, 1):
+        late = await agent.post([user("more")], at=at)
+        assert (late.status_code, "has ended" in late.text) == (409, True)
+
+
+async def test_books_beyond_the_bound_are_read_again(doors: GatewayDoors, source: ScriptedSource) -> None:
+    small = replace(doors, shelf=SessionShelf(kept_bytes=1))
+    agents = [Agent([make_app(small)], f"episode-{number}") for number in range(3)]
+    source.answers = [f"answer {number}" for number in range(6)]
+    chats = [[user("Hi"), await agent.ask([user("Hi")]), user("more")] for agent in agents]
+    for agent, chat in zip(agents, chats, strict=True):
+        await agent.ask(chat)
+        assert len((await agent.trace())["branches"]) == 1
+    assert len(small.shelf) <= 1
+
+
+async def test_what_a_client_left_goes_on_and_is_read_by_the_next_turn(agent: Agent, source: ScriptedSource) -> None:
+    source.gate.clear()
+    asking = asyncio.create_task(agent.post([user("Hi")]))
+    await source.first.wait()
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    source.gate.set()
+    await agent.ask([user("Hi")])
+    trace = await agent.trace()
+    assert_as_sampled(trace, source)
+    assert trace["turn_count"] == 2
+    assert not source.cancelled
+    assert next(iter(source.stored.values()))[0].state is SessionState.OPEN
