@@ -1,4 +1,4 @@
-"""Measures the gateway: what clients see of kills, what it costs beside vLLM's own server, and what routing turns gains.
+"""Measures the gateway: what clients see of kills, its cost beside vLLM's own server, and the gain of routing turns.
 
     python -m benchmarks.gateway [--quick] [--parts kills vllm turns] [--seed N] [--out PATH]
 
@@ -32,7 +32,7 @@ _PARTS: Final = {
     "vllm": ("ttft_overhead_p50_ms", "ttft_overhead_p99_ms", "tpot_over_vllm", "gateway_cpu_over_vllm"),
     "turns": ("prefix_hits_over_sticky", "throughput_over_least_loaded", "throughput_over_rose_rule"),
 }
-_UNTOLD: Final = "the gateway has no route that tells a session's trace; wrong_answers counts what clients were answered"
+_UNTOLD: Final = "the gateway has no route that tells a session's trace; wrong_answers counts answers"
 
 
 def measure(parts: Sequence[str], seed: int, *, quick: bool) -> tuple[dict[str, Any], dict[str, str]]:

@@ -14,12 +14,21 @@ from ebbtide.types.ids import rollout_id_of_request
 _OWNER: Final = "shared-secret"
 
 
-def wrong_answers(turns: Iterable[AnsweredTurn], ledger: Sequence[AttemptRecord], *, version: int) -> list[str]:
-    """The request ids whose tokens, logprobs or versions are not what engines made. The run had `version` alone."""
+def wrong_answers(
+    turns: Iterable[AnsweredTurn], ledger: Sequence[AttemptRecord], *, tokens: int, version: int
+) -> list[str]:
+    """The request ids whose tokens, logprobs or versions are not what engines made.
+
+    Each turn asked for `tokens`, and the run had `version` alone.
+    """
     by_rollout = defaultdict(list)
     for record in ledger:
         by_rollout[record.rollout_id].append(record)
-    return [turn.request_id for turn in turns if not _is_exact(turn, by_rollout[rollout_of(turn)], version)]
+    return [
+        turn.request_id
+        for turn in turns
+        if turn.versions != {version} or not _is_exact(turn, by_rollout[rollout_of(turn)], tokens)
+    ]
 
 
 def rollout_of(turn: AnsweredTurn) -> str:
@@ -34,10 +43,10 @@ def doubled_tokens(turns: Iterable[AnsweredTurn], ledger: Sequence[AttemptRecord
     return generated - sum(lengths.values())
 
 
-def _is_exact(turn: AnsweredTurn, records: Sequence[AttemptRecord], version: int) -> bool:
-    expected = follow(SCRIPT, turn.prompt_ids, len(turn.ids))
-    made = list(zip(turn.ids, turn.logprobs, strict=False))
-    return made == expected and turn.versions == {version} and _covered(records) >= len(turn.ids)
+def _is_exact(turn: AnsweredTurn, records: Sequence[AttemptRecord], tokens: int) -> bool:
+    expected = follow(SCRIPT, turn.prompt_ids, tokens)
+    ids, logprobs = [token for token, _ in expected], [logprob for _, logprob in expected]
+    return turn.ids == ids and turn.logprobs == logprobs and _covered(records) >= tokens
 
 
 def _covered(records: Iterable[AttemptRecord]) -> int:

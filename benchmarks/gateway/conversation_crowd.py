@@ -12,7 +12,7 @@ from msgspec import Struct
 from benchmarks.gateway.disturbed_fleet import RUN_ID, DisturbedFleet
 from benchmarks.gateway.gateway_plan import GatewayPlan
 
-_WORDS: Final = "the quick brown fox jumps over lazy dog and sleeps on search weather days query hello world".split()
+_WORDS: Final = ("quick", "brown", "fox", "jumps", "lazy", "dog", "sleeps", "search", "weather", "Zürich", "漢字")
 #: Conversations get so long to end behind the last kill. One that has not counts as an error.
 _PATIENCE_S: Final = 300.0
 

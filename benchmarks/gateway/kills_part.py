@@ -33,7 +33,8 @@ async def _measured(cluster: Cluster, plan: GatewayPlan, random: Random, notify:
         await fleet.disturb(plan, random, notify)
         await crowd.finish()
         ledger, run = cluster.ledger(), await fleet.client.run(RUN_ID)
-        wrong = wrong_answers(crowd.answered, ledger, version=run.newest.version if run.newest else 0)
+        version = run.newest.version if run.newest else 0
+        wrong = wrong_answers(crowd.answered, ledger, tokens=plan.tokens, version=version)
         return {
             "client_errors_under_kills": len(crowd.errors),
             "wrong_answers": len(wrong),

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from random import Random
 from typing import Any
 
@@ -34,7 +35,7 @@ async def timed_stream(client: openai.AsyncOpenAI, model: str, random: Random, v
             counts.append(len(ids))
     if sum(counts) != TOKENS_OUT:
         raise RuntimeError(f"{sum(counts)} tokens were streamed, and {TOKENS_OUT} asked for")
-    gaps = [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+    gaps = [later - earlier for earlier, later in pairwise(times)]
     rest = sum(counts[1:])
     return StreamTiming(times[0] - began, (times[-1] - times[0]) / rest if rest else 0.0, max(gaps, default=0.0))
 

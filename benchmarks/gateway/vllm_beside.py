@@ -58,10 +58,8 @@ async def gateway_server(cluster: Cluster, model: Path) -> AsyncIterator[TimedSe
     client = await cluster.boot(workers=0)
     config = cluster.directory / "worker.toml"
     config.write_text(_WORKER)
-    windows = {"flush_tokens": 32, "flush_interval_ms": 250}
-    await cluster.worker(
-        "w1", engine="vllm", model=model, config=config, slots=2 * AT_ONCE, boot_s=_BOOT_S, **windows
-    )
+    windows: dict[str, Any] = {"flush_tokens": 32, "flush_interval_ms": 250}
+    await cluster.worker("w1", engine="vllm", model=model, config=config, slots=2 * AT_ONCE, boot_s=_BOOT_S, **windows)
     spec = {"name": "beside", "model": str(model), "environment": {"name": "none"}, "trainer": {"name": "external"}}
     run = await client.submit(spec, RUN_ID)
     async with client.claim(run.run_id) as lease:

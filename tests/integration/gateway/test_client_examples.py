@@ -103,9 +103,7 @@ async def test_verifiers_token_client_finds_all_that_it_reads(
     assert variables["context"] == source.model.context
 
 
-async def test_trls_http_half_gets_its_completions_in_order(
-    play: Callable[[str], Any], source: ScriptedSource
-) -> None:
+async def test_trls_http_half_gets_its_completions_in_order(play: Callable[[str], Any], source: ScriptedSource) -> None:
     (code,) = examples("TRL")
     variables = await play(code)
     assert variables["prompt_ids"] == [[5, 6, 7], [5, 6, 7], [8, 9], [8, 9]]
