@@ -1,9 +1,12 @@
 """Conversations of several turns with plain `openai` clients that never try again.
 
+Some clients change their history midway, as agents do: they ask again, edit their last message, or compact it all.
+
 A client's error counts unless its gateway was killed; then it comes back to the other one under its request's id.
 """
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from random import Random
 from typing import Any, Final
 
@@ -37,6 +40,7 @@ class ConversationCrowd:
         self._tasks: list[asyncio.Task[None]] = []
         self.answered: list[AnsweredTurn] = []
         self.errors: list[str] = []
+        self.traces: dict[str, Any] = {}
         self.came_back = 0
         self.conversations = 0
 
@@ -56,33 +60,60 @@ class ConversationCrowd:
         gateway = list(self._fleet.gateways)[number % len(self._fleet.gateways)]
         while not self._leaving:
             self.conversations += 1
-            gateway = await self._converse(f"c{self.conversations}", gateway)
+            number, session_id = self.conversations, f"c{self.conversations}"
+            gateway = await self._converse(session_id, list(_CHANGES)[number % len(_CHANGES)], gateway)
+            if self._fleet.tells_traces:
+                self.traces[session_id], gateway = await self._persistent(_trace_of(session_id), gateway)
 
-    async def _converse(self, session_id: str, gateway: str) -> str:
+    async def _converse(self, session_id: str, change: str, gateway: str) -> str:
         """Play one conversation. Returns the gateway that its client speaks to at its end."""
         messages: list[dict[str, Any]] = []
         for number in range(self._plan.turns):
-            messages.append({"role": "user", "content": " ".join(self._random.choices(_WORDS, k=8))})
+            said = " ".join(self._random.choices(_WORDS, k=8))
+            changed = _CHANGES[change](messages, said) if number == self._plan.turns // 2 else messages
+            messages = [*changed, {"role": "user", "content": said}] if changed is not None else messages[:-1]
             asked = _Asked(messages, session_id, f"{session_id}-{number}", self._plan.tokens, stream=bool(number % 2))
-            text, gateway = await self._answer(asked, gateway)
-            if text is None:
+            answered, gateway = await self._persistent(asked.answer, gateway)
+            if answered is None:
                 break
+            text, turn = answered
+            self.answered.append(turn)
             messages.append({"role": "assistant", "content": text})
         return gateway
 
-    async def _answer(self, asked: "_Asked", gateway: str) -> tuple[str | None, str]:
+    async def _persistent(self, work: Callable[[Any], Awaitable[Any]], gateway: str) -> tuple[Any, str]:
+        """What `work` answers, or None for an error that counts; and the gateway that the client speaks to now."""
         while True:
             try:
-                text, turn = await asked.answer(self._fleet.gateways[gateway])
+                return await work(self._fleet.gateways[gateway]), gateway
             except Exception as error:  # noqa: BLE001 - whatever a client raises is an error that it sees
                 if gateway not in self._fleet.gone:
                     self.errors.append(f"{gateway}: {type(error).__name__}: {error}"[:300])
                     return None, gateway
                 self.came_back += 1
                 gateway = self._fleet.other(gateway)
-            else:
-                self.answered.append(turn)
-                return text, gateway
+
+
+def _trace_of(session_id: str) -> Callable[[Any], Awaitable[Any]]:
+    """Asks for the trace of a session."""
+
+    async def ask(client: Any) -> Any:
+        return await client.get(f"/sessions/{session_id}", cast_to=object)
+
+    return ask
+
+
+def _compacted(messages: list[dict[str, Any]], said: str) -> list[dict[str, Any]]:
+    return [{"role": "system", "content": f"Until now {len(messages)} messages: {said}"}]
+
+
+#: What becomes of the history in the middle of a conversation. None: the last request is sent once more.
+_CHANGES: Final[dict[str, Callable[[list[dict[str, Any]], str], list[dict[str, Any]] | None]]] = {
+    "none": lambda messages, _: messages,
+    "retried": lambda _messages, _: None,
+    "edited": lambda messages, _: messages[:-2],
+    "compacted": _compacted,
+}
 
 
 class _Asked:

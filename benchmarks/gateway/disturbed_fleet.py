@@ -37,6 +37,7 @@ class DisturbedFleet:
         self.gateways: dict[str, openai.AsyncOpenAI] = {}
         self.gone: set[str] = set()
         self.kills: list[str] = []
+        self.tells_traces = False  # whether the gateways have a route for a session's trace
         self._living: list[str] = []
         self._joined = 0
 
@@ -56,6 +57,7 @@ class DisturbedFleet:
                 await fleet._join()
             for name in _GATEWAYS:
                 await fleet._gateway(name)
+            fleet.tells_traces = await fleet._has_traces()
             yield fleet
             for one in fleet.gateways.values():
                 await one.close()
@@ -78,6 +80,13 @@ class DisturbedFleet:
     def other(self, gateway: str) -> str:
         """The gateway to which a client of `gateway` turns."""
         return next(name for name in _GATEWAYS if name != gateway)
+
+    async def _has_traces(self) -> bool:
+        try:
+            await self.gateways[_GATEWAYS[0]].get("/sessions", cast_to=object)
+        except openai.NotFoundError:
+            return False
+        return True
 
     async def _replace_busiest(self) -> None:
         running = {one.worker_id: one.running for one in await self.client.workers()}

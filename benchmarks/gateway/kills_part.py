@@ -10,6 +10,7 @@ from benchmarks.gateway.answer_check import doubled_tokens, wrong_answers
 from benchmarks.gateway.conversation_crowd import ConversationCrowd
 from benchmarks.gateway.disturbed_fleet import RUN_ID, DisturbedFleet, Notify
 from benchmarks.gateway.gateway_plan import GatewayPlan
+from benchmarks.gateway.trace_check import wrong_traces
 from tests.chaos.cluster import Cluster
 
 
@@ -35,10 +36,12 @@ async def _measured(cluster: Cluster, plan: GatewayPlan, random: Random, notify:
         ledger, run = cluster.ledger(), await fleet.client.run(RUN_ID)
         version = run.newest.version if run.newest else 0
         wrong = wrong_answers(crowd.answered, ledger, tokens=plan.tokens, version=version)
+        untrue = wrong_traces(crowd.traces, crowd.answered, version=version) if fleet.tells_traces else None
         return {
+            "trace_mismatches": None if untrue is None else len(untrue),
             "client_errors_under_kills": len(crowd.errors),
             "wrong_answers": len(wrong),
-            "examples": {"errors": crowd.errors[:10], "wrong": wrong[:10]},
+            "examples": {"errors": crowd.errors[:10], "wrong": wrong[:10], "traces": (untrue or [])[:10]},
             "conversations": crowd.conversations,
             "turns": len(crowd.answered),
             "tokens": sum(len(turn.ids) for turn in crowd.answered),

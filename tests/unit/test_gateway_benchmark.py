@@ -16,6 +16,7 @@ from benchmarks.gateway.disturbed_fleet import SCRIPT
 from benchmarks.gateway.gateway_figures import PROMISED_BOUNDS, figure_rows, promised_figures
 from benchmarks.gateway.gateway_plan import GatewayPlan
 from benchmarks.gateway.stream_timing import StreamTiming, block_figures
+from benchmarks.gateway.trace_check import wrong_traces
 from benchmarks.gateway.vllm_part import latency_figures
 from ebbtide.ledger import AttemptRecord
 from ebbtide.rollout_worker.engine.scripted_engine import follow
@@ -65,6 +66,80 @@ def test_tokens_that_no_ledger_has_are_wrong(ledger: list[AttemptRecord]) -> Non
     assert wrong_answers([TURN], ledger, tokens=8, version=1) == ["c1-0"]
 
 
+def told_session(turns: list[AnsweredTurn]) -> Any:
+    """The trace of a session whose turns lie on one path."""
+    last, path = turns[-1], list[int]()
+    tokens: list[tuple[int, float, int]] = []
+    for turn in turns:
+        tokens += [(token, 0.0, 0) for token in turn.prompt_ids[len(path) :]]
+        tokens += [(token, logprob, 1) for token, logprob in zip(turn.ids, turn.logprobs, strict=True)]
+        path = turn.prompt_ids + turn.ids
+    first = len(turns[0].prompt_ids)
+    ids, logprobs, masks = (list(column) for column in zip(*tokens[first:], strict=True))
+    told = [
+        {
+            "prompt_token_ids": turn.prompt_ids,
+            "completions": [
+                {
+                    "id": rollout_of(turn),
+                    "token_ids": turn.ids,
+                    "logprobs": turn.logprobs,
+                    "weight_versions": [{"version": "1", "start": 0, "end": len(turn.ids)}],
+                }
+            ],
+        }
+        for turn in turns
+    ]
+    branch = {"prompt_token_ids": last.prompt_ids[:first], "token_ids": ids, "logprobs": logprobs}
+    masks_and_versions = {"loss_mask": masks, "sampled_mask": list(masks), "weight_versions": list(masks)}
+    return {"turns": told, "branches": [branch | masks_and_versions]}
+
+
+def two_turns() -> list[AnsweredTurn]:
+    prompt = [*PROMPT, *TURN.ids, 9, 10]
+    made = follow(SCRIPT, prompt, 4)
+    ids, logprobs = [token for token, _ in made], [logprob for _, logprob in made]
+    return [TURN, msgspec.structs.replace(TURN, request_id="c1-1", prompt_ids=prompt, ids=ids, logprobs=logprobs)]
+
+
+def test_a_true_trace_is_right() -> None:
+    turns = two_turns()
+    assert wrong_traces({"c1": told_session(turns)}, turns, version=1) == []
+
+
+def test_a_session_without_a_trace_counts() -> None:
+    assert wrong_traces({}, two_turns(), version=1) == ["c1-0", "c1-1", "c1"]
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "value"),
+    [
+        ("token_ids", 0, 99),
+        ("token_ids", -1, 99),
+        ("logprobs", -1, -7.0),
+        ("loss_mask", 0, 0),
+        ("loss_mask", 8, 1),
+        ("sampled_mask", 8, 1),
+        ("weight_versions", 0, 2),
+        ("weight_versions", 8, 1),
+        ("prompt_token_ids", 0, 99),
+    ],
+)
+def test_a_branch_that_differs_in_anything_is_wrong(name: str, place: int, value: float) -> None:
+    turns = two_turns()
+    trace = told_session(turns)
+    trace["branches"][0][name] = list(trace["branches"][0][name])
+    trace["branches"][0][name][place] = value
+    assert wrong_traces({"c1": trace}, turns, version=1) == ["c1"]
+
+
+def test_a_turn_that_is_told_otherwise_is_wrong() -> None:
+    turns = two_turns()
+    trace = told_session(turns)
+    trace["turns"][1]["prompt_token_ids"] = [1, *turns[1].prompt_ids[1:]]
+    assert wrong_traces({"c1": trace}, turns, version=1) == ["c1-1"]
+
+
 class FailingClient:
     """An `openai` client of a gateway that never answers."""
 
@@ -83,7 +158,7 @@ class TwoGateways:
 
     def __init__(self) -> None:
         self.gateways: dict[str, Any] = {"g1": FailingClient(), "g2": FailingClient()}
-        self.gone = {"g1"}
+        self.gone, self.tells_traces = {"g1"}, False
 
     def other(self, gateway: str) -> str:
         return "g2" if gateway == "g1" else "g1"
