@@ -38,12 +38,8 @@ def _is_told(turn: AnsweredTurn, told: Any, version: int) -> bool:
         return False
     completion = told["completions"][0]
     whole = [{"version": str(version), "start": 0, "end": len(turn.ids)}]
-    return (
-        told["prompt_token_ids"] == turn.prompt_ids
-        and completion["token_ids"] == turn.ids
-        and completion["logprobs"] == turn.logprobs
-        and completion["weight_versions"] == whole
-    )
+    found = [told["prompt_token_ids"], *(completion[name] for name in ("token_ids", "logprobs", "weight_versions"))]
+    return found == [turn.prompt_ids, turn.ids, turn.logprobs, whole]
 
 
 def _are_exact(branches: Sequence[Any], sampled: int, version: int) -> bool:

@@ -12,14 +12,12 @@ import pytest
 from ebbtide.auth.reloaded_files import ReloadedFiles
 from ebbtide.auth.security import ClientSecurity, TokenCheck
 from ebbtide.gateway.access.client_key import KeyRing
-from ebbtide.gateway.access.request_limits import RequestLimits, RequestSlots
+from ebbtide.gateway.access.request_limits import RequestLimits
 from ebbtide.gateway.http_app import make_app
 from ebbtide.gateway.http_server import HttpServer
-from ebbtide.gateway.routes.gateway_doors import GatewayDoors
-from ebbtide.gateway.runs.run_directory import RunDirectory
-from ebbtide.gateway.runs.run_pauses import RunPauses
 from ebbtide.gateway.settings import GatewaySettings
 from ebbtide.gateway.text.template_sandbox import TemplateSandbox
+from tests.fakes.scripted_doors import scripted_doors
 from tests.fakes.scripted_rollouts import ScriptedCatalog, ScriptedSource, scripted_run, served_model
 
 PAGE: Final = Path(__file__).parents[3] / "docs" / "gateway.md"
@@ -45,15 +43,9 @@ async def source() -> AsyncIterator[ScriptedSource]:
 @pytest.fixture
 async def play(source: ScriptedSource, tmp_path: Path) -> AsyncIterator[Callable[[str], Any]]:
     """Runs an example against a gateway, and returns its variables; of curl, what it shows."""
-    limits, check = RequestLimits(), TokenCheck(f"Bearer {KEY}")
-    doors = GatewayDoors(
-        keys=KeyRing(ReloadedFiles((), lambda: check), None),
-        limits=limits,
-        slots=RequestSlots(limits),
-        directory=RunDirectory(ScriptedCatalog([source])),
-        pauses=RunPauses(),
-        is_leaving=lambda: False,
-    )
+    check = TokenCheck(f"Bearer {KEY}")
+    keys = KeyRing(ReloadedFiles((), lambda: check), None)
+    doors = scripted_doors(ScriptedCatalog([source]), keys, RequestLimits())
     await doors.directory.refresh()
     server = HttpServer(make_app(doors), GatewaySettings(security=ClientSecurity(token=KEY), listen="127.0.0.1:0"))
     await server.start()

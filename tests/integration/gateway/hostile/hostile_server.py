@@ -22,13 +22,10 @@ from ebbtide.auth.role_tokens import key_id, mint
 from ebbtide.auth.roles import Role
 from ebbtide.auth.security import ClientSecurity
 from ebbtide.gateway.access.client_key import KeyRing
-from ebbtide.gateway.access.request_limits import RequestLimits, RequestSlots
+from ebbtide.gateway.access.request_limits import RequestLimits
 from ebbtide.gateway.freed_memory import return_freed_memory
 from ebbtide.gateway.http_app import make_app
 from ebbtide.gateway.http_server import HttpServer
-from ebbtide.gateway.routes.gateway_doors import GatewayDoors
-from ebbtide.gateway.runs.run_directory import RunDirectory
-from ebbtide.gateway.runs.run_pauses import RunPauses
 from ebbtide.gateway.runs.served_model import ServedModel
 from ebbtide.gateway.settings import GatewaySettings
 from ebbtide.gateway.text.template_process import TemplateLimits
@@ -36,6 +33,7 @@ from ebbtide.gateway.text.template_sandbox import TemplateSandbox
 from ebbtide.runtime import die_with_parent
 from ebbtide.types.rollout import RolloutRequest
 from tests.fakes.model_texts import CHATML, byte_level_tokenizer, model_text
+from tests.fakes.scripted_doors import scripted_doors
 from tests.fakes.scripted_rollouts import MarkedOutputs, ScriptedCatalog, ScriptedSource, scripted_run
 
 #: Small, so that a test reaches them soon.
@@ -66,18 +64,10 @@ async def serve(ready: Path) -> None:
     sandbox = TemplateSandbox(processes=2, limits=TemplateLimits(cpu_s=_TEMPLATE_CPU_S))
     text = model_text(byte_level_tokenizer(), sandbox, template=_SCHEMAS + CHATML)
     source = ForgetfulSource(scripted_run(), ServedModel(text, MarkedOutputs(), parses_tools=True, context=512, rows=0))
-    directory = RunDirectory(ScriptedCatalog([source]))
-    await directory.refresh()
     signer = Ed25519PrivateKey.generate()
     known = {key_id(signer.public_key()): signer.public_key()}
-    doors = GatewayDoors(
-        keys=KeyRing(None, ReloadedFiles((), lambda: known)),
-        limits=LIMITS,
-        slots=RequestSlots(LIMITS),
-        directory=directory,
-        pauses=RunPauses(),
-        is_leaving=lambda: False,
-    )
+    doors = scripted_doors(ScriptedCatalog([source]), KeyRing(None, ReloadedFiles((), lambda: known)), LIMITS)
+    await doors.directory.refresh()
     settings = GatewaySettings(security=ClientSecurity(token="unused"), listen="127.0.0.1:0", limits=LIMITS)
     server = HttpServer(make_app(doors), settings)
     await server.start()
