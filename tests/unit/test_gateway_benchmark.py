@@ -1,5 +1,6 @@
 """What the benchmark of the gateway makes of answers, ledgers and times."""
 
+import argparse
 import asyncio
 import json
 from pathlib import Path
@@ -140,6 +141,14 @@ def test_a_turn_that_is_told_otherwise_is_wrong() -> None:
     assert wrong_traces({"c1": trace}, turns, version=1) == ["c1-1"]
 
 
+def turn_options(words: list[str]) -> argparse.Namespace:
+    """How the benchmark of turn routing reads its command line."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--out")
+    return parser.parse_args(words)
+
+
 class FailingClient:
     """An `openai` client of a gateway that never answers."""
 
@@ -222,3 +231,20 @@ def test_a_part_that_fails_leaves_the_others_figures(tmp_path: Path, monkeypatch
     assert told["figures"]["client_errors_under_kills"] == 0
     assert told["figures"]["tpot_over_vllm"] is None
     assert "no engine here" in told["missing"]["tpot_over_vllm"]
+
+
+def test_turns_are_simulated_by_their_own_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("prefix_hits_over_sticky", "throughput_over_least_loaded", "throughput_over_rose_rule")
+
+    def run(command: list[str], **_: Any) -> None:
+        given = vars(turn_options(command[3:]))
+        assert given["quick"]
+        Path(given["out"]).write_text(json.dumps({"figures": dict.fromkeys(names, 1.25)}))
+
+    monkeypatch.setattr(benchmark, "conditions", dict)
+    monkeypatch.setattr(benchmark.subprocess, "run", run)
+    out = tmp_path / "gateway.json"
+    assert benchmark.main(["--quick", "--parts", "turns", "--out", str(out)]) == 0
+    figures = json.loads(out.read_text())["figures"]
+    assert [figures[name] for name in names] == [1.25] * 3
+    assert figures["client_errors_under_kills"] is None

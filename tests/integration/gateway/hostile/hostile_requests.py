@@ -109,6 +109,14 @@ def _anothers_ids(random: Random, key: str) -> bytes:
     return post(path, b'{"prompt": "x", "max_tokens": 4}', key, *ids)
 
 
+def _session_route(random: Random, key: str) -> bytes:
+    """What is known of a session, or its end, under an id that other keys have sessions of, too."""
+    name, end = random.choice(_SHARED_IDS), random.choice(["", "/completions", "/reward", "/end"])
+    body = random.choice([b"{}", b'{"reward": 1e400}', b'{"reward": 1}', b'{"drop_reason": "\\u0000"}', b"[]"])
+    asked = post(f"/v1/sessions/{name}{end}", body, key)
+    return asked.replace(b"POST", b"GET", 1) if random.random() < 0.3 else asked
+
+
 def _malformed(random: Random, key: str) -> bytes:
     whole = bytearray(post("/v1/completions", b'{"prompt": "x"}', key))
     for _ in range(random.choice([1, 3, 30])):
@@ -166,6 +174,7 @@ _KINDS: Final[dict[str, tuple[float, Callable[[Random, str], bytes]]]] = {
     "exploding schema": (2, _exploding_schema),
     "odd tools": (8, _odd_tools),
     "another's ids": (15, _anothers_ids),
+    "session route": (4, _session_route),
     "malformed": (10, _malformed),
     "noise": (5, _noise),
     "smuggled": (5, _smuggled),
