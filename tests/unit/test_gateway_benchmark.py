@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import json
+import subprocess
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -242,7 +243,7 @@ def test_turns_are_simulated_by_their_own_benchmark(tmp_path: Path, monkeypatch:
         Path(given["out"]).write_text(json.dumps({"figures": dict.fromkeys(names, 1.25)}))
 
     monkeypatch.setattr(benchmark, "conditions", dict)
-    monkeypatch.setattr(benchmark.subprocess, "run", run)
+    monkeypatch.setattr(subprocess, "run", run)
     out = tmp_path / "gateway.json"
     assert benchmark.main(["--quick", "--parts", "turns", "--out", str(out)]) == 0
     figures = json.loads(out.read_text())["figures"]
