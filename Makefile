@@ -80,6 +80,9 @@ bench-scale: env ## A thousand workers: callbacks, decisions, cost, memory, take
 bench-simulator: env ## How good the simulator is: beside real engines, published points and live decisions; QUICK=1: in 10 minutes
 	@$(BIN)/python -m benchmarks.simulator $(if $(QUICK),--quick) $(ARGS)
 
+bench-gateway: env ## The gateway: kills under its clients, its cost beside vLLM's server, turn routing; QUICK=1: in 12 minutes
+	@$(BIN)/python -m benchmarks.gateway $(if $(QUICK),--quick) $(ARGS)
+
 bench-tenants: env ## One user's latency beside another user at each limit; QUICK=1: in 3 minutes
 	@$(BIN)/python benchmarks/tenants.py $(if $(QUICK),--quick) $(ARGS)
 

@@ -1,7 +1,9 @@
 """Makes tokenizers as models have them: byte-level BPE, text with byte fallback, and the demos' characters."""
 
+import json
 import random
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -18,6 +20,12 @@ CORPUS = [
     "system user assistant tool <tool_call> </tool_call> hello Hello world I am here. 1 2 3 42",
     "Ein schöner Tag; 漢字かな交じり文 and emoji 🎉👍🏽 too.\n\nNext paragraph\twith tabs.",
 ]
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n"
+    "{% endfor %}{% if tools %}tools: {{ tools | length }}\n{% endif %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 #: What random texts are drawn from: several bytes long, combined, and special.
 ALPHABET = [*'abc ABC,.\n\t{}":0189', "é", "ß", "漢", "字", "🎉", "👍🏽", "  ", "the ", "dog", START, END]
 
@@ -62,8 +70,6 @@ def fallback_tokenizer() -> Any:
 
 
 def _without_added(text: str) -> str:
-    import json
-
     described = json.loads(text)
     described["added_tokens"] = []
     return json.dumps(described)
@@ -81,6 +87,16 @@ def _copied(tokenizer: Any) -> Any:
     import copy
 
     return copy.copy(tokenizer)
+
+
+def save_chat_model(folder: Path) -> Path:
+    """What a gateway reads of a model: its tokenizer, template and configuration."""
+    tokenizer = byte_level_tokenizer()
+    tokenizer.chat_template = CHATML
+    tokenizer.save_pretrained(folder)
+    tokenizer.chat_template = None
+    (folder / "config.json").write_text(json.dumps({"max_position_embeddings": 4096, "vocab_size": 512}))
+    return folder
 
 
 def tokenizers() -> dict[str, Any]:

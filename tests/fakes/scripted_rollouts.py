@@ -15,15 +15,9 @@ from ebbtide.types.run import EnvironmentSpec, Run, RunShare, RunSpec, RunStatus
 from ebbtide.types.session import Session, SessionEnd
 from ebbtide.types.tokens import pack_tokens
 from ebbtide.types.weights import PolicyVersion
-from tests.fakes.model_texts import byte_level_tokenizer, model_text
+from tests.fakes.model_texts import CHATML, byte_level_tokenizer, model_text
 from tests.fakes.scripted_sessions import ScriptedSessions
 
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n"
-    "{% endfor %}{% if tools %}tools: {{ tools | length }}\n{% endif %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 #: Tokens of one chunk.
 CHUNK = 3
 

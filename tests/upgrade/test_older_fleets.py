@@ -13,7 +13,7 @@ from ebbtide.rollout_worker.engine.scripted_engine import follow
 from ebbtide.rollout_worker.settings import ScriptedSettings
 from ebbtide.testing import wait_until
 from tests.chaos.cluster import TOKEN, Cluster
-from tests.integration.gateway.conftest import save_model
+from tests.fakes.model_texts import save_chat_model
 from tests.upgrade.previous import Previous
 
 #: Ids below it have a text in the tests' tokenizer. Nothing ends a response but its length.
@@ -35,7 +35,7 @@ async def test_a_gateway_serves_a_fleet_of_before_gateways_once_its_coordinator_
     cluster.environment |= dict.fromkeys(("coordinator", "relay", "w1"), before_gateways.environment)
     cluster.script = {f"scripted_{name}": getattr(SCRIPT, name) for name in ("step_s", "vocab_size", "mean_length")}
     client = await cluster.boot(workers=1)
-    model = save_model(tmp_path / "model")
+    model = save_chat_model(tmp_path / "model")
     spec = {"name": "old", "model": str(model), "environment": {"name": "none"}, "trainer": {"name": "external"}}
     await client.submit(spec, "old-1")
     async with client.claim("old-1") as lease:

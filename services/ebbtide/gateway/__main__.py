@@ -4,6 +4,7 @@ import sys
 from collections.abc import Sequence
 
 from ebbtide.errors import InvalidRequest
+from ebbtide.gateway.freed_memory import return_freed_memory
 from ebbtide.gateway.settings import GatewaySettings
 from ebbtide.runtime import Shutdown, run
 from ebbtide.settings import load
@@ -23,6 +24,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         await serve(shutdown, settings)
 
+    return_freed_memory()
     run(gateway, "gateway", settings)
 
 

@@ -33,7 +33,9 @@ def make_app(doors: GatewayDoors) -> Starlette:
         *text,
         Mount("/sessions/{session_id}", routes=[*text, *_model_routes(doors)]),
     ]
-    return Starlette(routes=routes, exception_handlers={HTTPException: _unknown_route})
+    app = Starlette(routes=routes, exception_handlers={HTTPException: _unknown_route})
+    app.router.redirect_slashes = False  # a redirection would lead where the client's Host header says
+    return app
 
 
 def _text_routes(doors: GatewayDoors) -> Sequence[BaseRoute]:

@@ -1,6 +1,5 @@
 """Gateways before a whole cluster of processes, whose engines follow a script."""
 
-import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, Final
@@ -13,21 +12,10 @@ from ebbtide.client import Client, Lease
 from ebbtide.rollout_worker.engine.scripted_engine import follow
 from ebbtide.rollout_worker.settings import ScriptedSettings
 from tests.chaos.cluster import TOKEN, Cluster
-from tests.fakes.model_texts import byte_level_tokenizer
-from tests.fakes.scripted_rollouts import CHATML
+from tests.fakes.model_texts import save_chat_model
 
 #: The ids of the tests' tokenizer. Nothing ends a response but its length.
 SCRIPT: Final = ScriptedSettings(step_s=0.02, vocab_size=424, mean_length=0)
-
-
-def save_model(folder: Path) -> Path:
-    """What a gateway reads of a model: its tokenizer, template and configuration."""
-    tokenizer = byte_level_tokenizer()
-    tokenizer.chat_template = CHATML
-    tokenizer.save_pretrained(folder)
-    tokenizer.chat_template = None
-    (folder / "config.json").write_text(json.dumps({"max_position_embeddings": 4096, "vocab_size": 512}))
-    return folder
 
 
 class GatewayStand:
@@ -61,7 +49,7 @@ class GatewayStand:
 async def stand(cluster: Cluster, tmp_path: Path) -> AsyncIterator[GatewayStand]:
     cluster.script = {f"scripted_{name}": getattr(SCRIPT, name) for name in ("step_s", "vocab_size", "mean_length")}
     client = await cluster.boot(workers=2, heartbeat_s=0.5, heartbeat_timeout_s=2.0)
-    model = save_model(tmp_path / "model")
+    model = save_chat_model(tmp_path / "model")
     spec = {"name": "spell", "model": str(model), "environment": {"name": "none"}, "trainer": {"name": "external"}}
     run = await client.submit(spec, "spell-1")
     async with client.claim(run.run_id) as lease:

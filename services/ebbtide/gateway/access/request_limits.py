@@ -1,7 +1,7 @@
-"""Declares the bounds on requests, and counts those under way.
+"""Declares the bounds on requests, and counts those under way and the bytes of their bodies.
 
-Invariant: a request under way is counted once, from before its body is read until its answer has ended. The counts are
-this process's alone.
+Invariant: a request under way is counted once, from before its body is read until its answer has ended, and so are its
+body's bytes from their arrival. The counts are this process's alone.
 """
 
 from collections import Counter
@@ -19,6 +19,9 @@ class RequestLimits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Bounds on what clients may ask for. More is refused, never cut."""
 
     body_bytes: Annotated[int, Meta(ge=1024, description="bytes of one request's body")] = 8 << 20
+    bodies_bytes: Annotated[
+        int, Meta(ge=1024, description="bytes of the bodies of all requests under way; at least body_bytes")
+    ] = 256 << 20
     body_s: Annotated[float, Meta(gt=0, description="seconds within which a body must arrive")] = 30.0
     header_bytes: Annotated[int, Meta(ge=1024, description="bytes of a request's line and headers")] = 64 << 10
     header_s: Annotated[float, Meta(gt=0, description="seconds within which line and headers must arrive")] = 15.0
@@ -34,6 +37,19 @@ class RequestLimits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     ] = 15.0
 
 
+class RequestSlot:
+    """The place of one request under way."""
+
+    def __init__(self, slots: "RequestSlots") -> None:
+        self._slots = slots
+        self.body_bytes = 0
+
+    def add_body(self, count: int) -> None:
+        """Count bytes that have arrived. Raises `NoCapacity` if the bodies of all requests have too many."""
+        self._slots.add_body(count)
+        self.body_bytes += count
+
+
 class RequestSlots:
     """Counts requests under way, in all and by key."""
 
@@ -41,9 +57,17 @@ class RequestSlots:
         self._limits = limits
         self._by_owner: Counter[str] = Counter()
         self.under_way = 0
+        self.body_bytes = 0
+
+    def add_body(self, count: int) -> None:
+        """Raises `NoCapacity`, and counts nothing then."""
+        most = max(self._limits.bodies_bytes, self._limits.body_bytes)
+        if self.body_bytes + count > most:
+            raise NoCapacity(f"the requests under way have bodies of {most} bytes, the most that fit; try again")
+        self.body_bytes += count
 
     @contextmanager
-    def taken(self, key: ClientKey) -> Iterator[None]:
+    def taken(self, key: ClientKey) -> Iterator[RequestSlot]:
         """Count one request inside the block. Raises `NoCapacity` if there are too many already."""
         if self.under_way >= self._limits.requests:
             raise NoCapacity(f"this gateway has {self.under_way} requests under way, and takes no more; try again")
@@ -54,9 +78,11 @@ class RequestSlots:
             )
         self._by_owner[key.owner] += 1
         self.under_way += 1
+        slot = RequestSlot(self)
         try:
-            yield
+            yield slot
         finally:
+            self.body_bytes -= slot.body_bytes
             self.under_way -= 1
             self._by_owner[key.owner] -= 1
             if not self._by_owner[key.owner]:

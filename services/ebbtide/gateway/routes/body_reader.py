@@ -8,17 +8,18 @@ from starlette.datastructures import Headers
 from starlette.types import Receive
 
 from ebbtide.errors import InvalidRequest, Unavailable
-from ebbtide.gateway.access.request_limits import RequestLimits
+from ebbtide.gateway.access.request_limits import RequestLimits, RequestSlot
 from ebbtide.gateway.dialects.error_shapes import BodyTooLarge
 
 _decoder: Final = msgspec.json.Decoder()
 _CONTAINERS: Final = frozenset({dict, list})
 
 
-async def read_body(headers: Headers, receive: Receive, limits: RequestLimits) -> dict[str, Any]:
+async def read_body(headers: Headers, receive: Receive, limits: RequestLimits, slot: RequestSlot) -> dict[str, Any]:
     """The body's object.
 
-    Raises `BodyTooLarge`, `InvalidRequest` naming `body`, and `Unavailable` if the client leaves.
+    Raises `BodyTooLarge`, `InvalidRequest` naming `body`, `NoCapacity` while other bodies fill the memory for them, and
+    `Unavailable` if the client leaves.
     """
     length = headers.get("content-length", "")
     if length.isdecimal() and int(length) > limits.body_bytes:
@@ -27,13 +28,13 @@ async def read_body(headers: Headers, receive: Receive, limits: RequestLimits) -
         raise InvalidRequest("is compressed; send it as it is", field="body")
     try:
         async with asyncio.timeout(limits.body_s):
-            data = await _read(receive, limits)
+            data = await _read(receive, limits, slot)
     except TimeoutError:
         raise InvalidRequest(f"did not arrive within {limits.body_s:g} s", field="body") from None
     return _decoded(data, limits)
 
 
-async def _read(receive: Receive, limits: RequestLimits) -> bytes:
+async def _read(receive: Receive, limits: RequestLimits, slot: RequestSlot) -> bytes:
     parts, size = [], 0
     while True:
         message = await receive()
@@ -43,6 +44,7 @@ async def _read(receive: Receive, limits: RequestLimits) -> bytes:
         size += len(part)
         if size > limits.body_bytes:
             raise _too_large(limits)
+        slot.add_body(len(part))
         parts.append(part)
         if not message.get("more_body", False):
             return b"".join(parts)

@@ -47,8 +47,8 @@ class JsonRoute:
         outcome = "ok"
         try:
             key = self._doors.keys.admit(headers)
-            with self._doors.slots.taken(key):
-                body = await read_body(headers, receive, self._doors.limits) if self._reads_body else {}
+            with self._doors.slots.taken(key) as slot:
+                body = await read_body(headers, receive, self._doors.limits, slot) if self._reads_body else {}
                 query = dict(QueryParams(scope["query_string"]))
                 call = JsonCall(key=key, body=body, query=query, path=scope.get("path_params", {}))
                 await reply.json(await self._work(call))

@@ -46,8 +46,8 @@ class TextRoute:
         try:
             key = self._doors.keys.admit(headers)
             self._doors.check_open()
-            with self._doors.slots.taken(key), UNDER_WAY.track_inprogress():
-                body = await read_body(headers, receive, self._doors.limits)
+            with self._doors.slots.taken(key) as slot, UNDER_WAY.track_inprogress():
+                body = await read_body(headers, receive, self._doors.limits, slot)
                 asked = self._dialect.read(body)
                 asked = AskedText(with_ids(asked.request, headers, scope.get("path_params", {})), asked.answer)
                 reply.request_id = asked.request.request_id or reply.request_id

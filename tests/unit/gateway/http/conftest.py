@@ -9,14 +9,12 @@ from starlette.applications import Starlette
 from ebbtide.auth.reloaded_files import ReloadedFiles
 from ebbtide.auth.security import TokenCheck
 from ebbtide.gateway.access.client_key import KeyRing
-from ebbtide.gateway.access.request_limits import RequestLimits, RequestSlots
+from ebbtide.gateway.access.request_limits import RequestLimits
 from ebbtide.gateway.episodes.session_limits import SessionLimits
-from ebbtide.gateway.episodes.session_shelf import SessionShelf
 from ebbtide.gateway.http_app import make_app
 from ebbtide.gateway.routes.gateway_doors import GatewayDoors
-from ebbtide.gateway.runs.run_directory import RunDirectory
-from ebbtide.gateway.runs.run_pauses import RunPauses
 from ebbtide.gateway.text.template_sandbox import TemplateSandbox
+from tests.fakes.scripted_doors import scripted_doors
 from tests.fakes.scripted_rollouts import ScriptedCatalog, ScriptedSource, scripted_run, served_model
 
 SECRET = "the-shared-secret"
@@ -46,16 +44,7 @@ def session_limits() -> SessionLimits:
 @pytest.fixture
 def doors(catalog: ScriptedCatalog, limits: RequestLimits, session_limits: SessionLimits) -> GatewayDoors:
     check = TokenCheck(f"Bearer {SECRET}")
-    return GatewayDoors(
-        keys=KeyRing(ReloadedFiles((), lambda: check), None),
-        limits=limits,
-        slots=RequestSlots(limits),
-        directory=RunDirectory(catalog, max_prompt_tokens=limits.prompt_tokens),
-        pauses=RunPauses(),
-        session_limits=session_limits,
-        shelf=SessionShelf(session_limits.shelf_bytes),
-        is_leaving=lambda: False,
-    )
+    return scripted_doors(catalog, KeyRing(ReloadedFiles((), lambda: check), None), limits, session_limits)
 
 
 @pytest.fixture

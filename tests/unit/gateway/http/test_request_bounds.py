@@ -124,6 +124,32 @@ async def test_a_key_has_a_bounded_number_of_requests(doors: GatewayDoors, sourc
     assert sorted(call.status for call in calls) == [200, 200, 429]
 
 
+async def test_the_bodies_of_all_requests_have_bounded_bytes(doors: GatewayDoors, source: ScriptedSource) -> None:
+    limits = RequestLimits(body_bytes=1024, bodies_bytes=1500)
+    slots = RequestSlots(limits)
+    app = make_app(msgspec.structs.replace(doors, limits=limits, slots=slots))
+    source.gate.clear()
+    body = {"prompt": "x", "user": "x" * 800}
+    first = AsgiCall(app, URL, body, HEADERS)
+    await source.first.wait()
+    second = AsgiCall(app, URL, body, HEADERS)
+    await second.task
+    assert second.status == 429
+    assert b"try again" in second.body
+    source.gate.set()
+    await first.task
+    assert (first.status, slots.body_bytes) == (200, 0)
+    third = AsgiCall(app, URL, body, HEADERS)
+    await third.task
+    assert third.status == 200
+
+
+async def test_a_path_with_a_slash_too_many_leads_nowhere_else(http: httpx.AsyncClient) -> None:
+    answer = await http.post("/v1/completions/", json={"prompt": "x"})
+    assert answer.status_code == 404
+    assert "location" not in answer.headers
+
+
 async def test_ids_that_no_header_can_carry_are_refused(http: httpx.AsyncClient) -> None:
     answer = await http.post(URL, json={"prompt": "x", "request_id": "a\nb"})
     assert answer.status_code == 400

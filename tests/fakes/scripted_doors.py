@@ -1,0 +1,28 @@
+"""Makes what a gateway's routes share, over scripted rollouts."""
+
+from ebbtide.gateway.access.client_key import KeyRing
+from ebbtide.gateway.access.request_limits import RequestLimits, RequestSlots
+from ebbtide.gateway.episodes.session_limits import SessionLimits
+from ebbtide.gateway.episodes.session_shelf import SessionShelf
+from ebbtide.gateway.routes.gateway_doors import GatewayDoors
+from ebbtide.gateway.runs.run_directory import RunDirectory
+from ebbtide.gateway.runs.run_pauses import RunPauses
+from tests.fakes.scripted_rollouts import ScriptedCatalog
+
+_SESSIONS = SessionLimits()
+
+
+def scripted_doors(
+    catalog: ScriptedCatalog, keys: KeyRing, limits: RequestLimits, sessions: SessionLimits = _SESSIONS
+) -> GatewayDoors:
+    """The doors of a gateway that is not leaving."""
+    return GatewayDoors(
+        keys=keys,
+        limits=limits,
+        slots=RequestSlots(limits),
+        directory=RunDirectory(catalog, max_prompt_tokens=limits.prompt_tokens),
+        pauses=RunPauses(),
+        session_limits=sessions,
+        shelf=SessionShelf(sessions.shelf_bytes),
+        is_leaving=lambda: False,
+    )
