@@ -134,7 +134,7 @@ async def speed(options: PartOptions) -> PartResult:
 
 async def placements(_: PartOptions) -> PartResult:
     """Plays recorded decisions of a live run into the simulator."""
-    found = equal_placements()
+    found = await equal_placements()
     return PartResult(
         figures={"placements_equal_share": found.equal / found.placements}, details=msgspec.to_builtins(found)
     )

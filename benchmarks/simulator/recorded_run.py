@@ -108,11 +108,11 @@ class RecordedHouse(House):
         self.address, self.coordinator = await self._coordinator("coordinator", **self._environment)
 
 
-def replayed_run() -> ReplayReport:
+async def replayed_run() -> ReplayReport:
     """Run the fleet, and take the recorded decisions again. Raises what fails in it."""
     with tempfile.TemporaryDirectory(prefix="ebb-decisions-") as folder:
         path = Path(folder) / "decisions"
-        asyncio.run(_run(path))
+        await _run(path)
         return ReplayedCoordinator().play(path)
 
 

@@ -77,9 +77,9 @@ class SessionSimulator:
         return simulated / sum(step.generated_s - step.opened_s for step in run.steps[1:])
 
 
-def equal_placements() -> PlacementCount:
+async def equal_placements() -> PlacementCount:
     """Records a live run with two kills and a drain, and counts the placements that the simulator takes alike."""
-    report = replayed_run()
+    report = await replayed_run()
     difference = report.first_difference
     return PlacementCount(
         placements=report.placements,
