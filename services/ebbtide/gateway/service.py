@@ -24,6 +24,7 @@ from ebbtide.gateway.text.output_parsers import ParserNames
 from ebbtide.gateway.text.template_sandbox import TemplateSandbox
 from ebbtide.runtime import Shutdown
 from ebbtide.telemetry import get_logger
+from ebbtide.types.ids import new_fence
 
 log = get_logger(__name__)
 #: How often the runs are read again without a request, and leases that are not needed are released.
@@ -40,7 +41,7 @@ async def serve(shutdown: Shutdown, settings: GatewaySettings) -> None:
             client,
             sandbox,
             ParserNames(settings.tool_parser, settings.reasoning_parser),
-            holder=settings.holder or f"{socket.gethostname()}-{os.getpid()}",
+            holder=settings.holder or own_holder(),
             model_roots=settings.model_roots,
             max_model_len=settings.max_model_len,
         )
@@ -67,6 +68,11 @@ async def serve(shutdown: Shutdown, settings: GatewaySettings) -> None:
         shelf.close()
         await directory.close()
     await asyncio.to_thread(sandbox.close)
+
+
+def own_holder() -> str:
+    """A holder's name that no other gateway has: containers may share a host's name, and have the same process ids."""
+    return f"{socket.gethostname()}-{os.getpid()}-{new_fence()}"
 
 
 async def _refresh(directory: RunDirectory) -> None:
