@@ -13,6 +13,7 @@ from ebbtide.client import Client
 from ebbtide.errors import EbbtideError
 from ebbtide.gateway.access.request_limits import RequestSlots
 from ebbtide.gateway.episodes.session_shelf import SessionShelf
+from ebbtide.gateway.generation.prompt_threads import PromptThreads
 from ebbtide.gateway.http_app import make_app
 from ebbtide.gateway.http_server import HttpServer
 from ebbtide.gateway.routes.gateway_doors import GatewayDoors
@@ -29,6 +30,8 @@ from ebbtide.types.ids import new_fence
 log = get_logger(__name__)
 #: How often the runs are read again without a request, and leases that are not needed are released.
 _REFRESH_S: Final = 5.0
+#: Threads for prompts beyond those that wait for template processes: they encode texts meanwhile.
+_MORE_THREADS: Final = 2
 
 
 async def serve(shutdown: Shutdown, settings: GatewaySettings) -> None:
@@ -36,6 +39,7 @@ async def serve(shutdown: Shutdown, settings: GatewaySettings) -> None:
     settings.checked()
     client = Client(settings.coordinator, security=settings.security, patience_s=settings.patience_s)
     sandbox = TemplateSandbox(processes=settings.template_processes)
+    threads = PromptThreads(settings.template_processes + _MORE_THREADS)
     async with client:
         catalog = SdkCatalog(
             client,
@@ -45,7 +49,12 @@ async def serve(shutdown: Shutdown, settings: GatewaySettings) -> None:
             model_roots=settings.model_roots,
             max_model_len=settings.max_model_len,
         )
-        directory = RunDirectory(catalog, max_prompt_tokens=settings.limits.prompt_tokens, idle_s=settings.idle_s)
+        directory = RunDirectory(
+            catalog,
+            threads=threads,
+            max_prompt_tokens=settings.limits.prompt_tokens,
+            idle_s=settings.idle_s,
+        )
         pauses, shelf = RunPauses(), SessionShelf(settings.sessions.shelf_bytes)
         doors = GatewayDoors(
             keys=settings.key_ring(),
@@ -67,6 +76,7 @@ async def serve(shutdown: Shutdown, settings: GatewaySettings) -> None:
         await server.stop()
         shelf.close()
         await directory.close()
+    threads.close()
     await asyncio.to_thread(sandbox.close)
 
 
