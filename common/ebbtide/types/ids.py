@@ -6,7 +6,9 @@ import secrets
 
 from ebbtide.errors import InvalidRequest
 
-_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+#: Characters of an id.
+MAX_ID = 128
+_ID = re.compile(rf"[A-Za-z0-9._-]{{1,{MAX_ID}}}")
 
 
 def check_id(value: str, *, field: str) -> str:

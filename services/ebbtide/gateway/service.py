@@ -13,6 +13,7 @@ from ebbtide.client import Client
 from ebbtide.errors import EbbtideError
 from ebbtide.gateway.access.request_limits import RequestSlots
 from ebbtide.gateway.episodes.session_shelf import SessionShelf
+from ebbtide.gateway.generation.prompt_threads import PromptThreads
 from ebbtide.gateway.http_app import make_app
 from ebbtide.gateway.http_server import HttpServer
 from ebbtide.gateway.routes.gateway_doors import GatewayDoors
@@ -24,10 +25,13 @@ from ebbtide.gateway.text.output_parsers import ParserNames
 from ebbtide.gateway.text.template_sandbox import TemplateSandbox
 from ebbtide.runtime import Shutdown
 from ebbtide.telemetry import get_logger
+from ebbtide.types.ids import new_fence
 
 log = get_logger(__name__)
 #: How often the runs are read again without a request, and leases that are not needed are released.
 _REFRESH_S: Final = 5.0
+#: Threads for prompts beyond those that wait for template processes: they encode texts meanwhile.
+_MORE_THREADS: Final = 2
 
 
 async def serve(shutdown: Shutdown, settings: GatewaySettings) -> None:
@@ -35,16 +39,22 @@ async def serve(shutdown: Shutdown, settings: GatewaySettings) -> None:
     settings.checked()
     client = Client(settings.coordinator, security=settings.security, patience_s=settings.patience_s)
     sandbox = TemplateSandbox(processes=settings.template_processes)
+    threads = PromptThreads(settings.template_processes + _MORE_THREADS)
     async with client:
         catalog = SdkCatalog(
             client,
             sandbox,
             ParserNames(settings.tool_parser, settings.reasoning_parser),
-            holder=settings.holder or f"{socket.gethostname()}-{os.getpid()}",
+            holder=settings.holder or own_holder(),
             model_roots=settings.model_roots,
             max_model_len=settings.max_model_len,
         )
-        directory = RunDirectory(catalog, max_prompt_tokens=settings.limits.prompt_tokens, idle_s=settings.idle_s)
+        directory = RunDirectory(
+            catalog,
+            threads=threads,
+            max_prompt_tokens=settings.limits.prompt_tokens,
+            idle_s=settings.idle_s,
+        )
         pauses, shelf = RunPauses(), SessionShelf(settings.sessions.shelf_bytes)
         doors = GatewayDoors(
             keys=settings.key_ring(),
@@ -66,7 +76,13 @@ async def serve(shutdown: Shutdown, settings: GatewaySettings) -> None:
         await server.stop()
         shelf.close()
         await directory.close()
+    threads.close()
     await asyncio.to_thread(sandbox.close)
+
+
+def own_holder() -> str:
+    """A holder's name that no other gateway has: containers may share a host's name, and have the same process ids."""
+    return f"{socket.gethostname()}-{os.getpid()}-{new_fence()}"
 
 
 async def _refresh(directory: RunDirectory) -> None:

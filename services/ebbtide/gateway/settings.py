@@ -46,7 +46,7 @@ class GatewaySettings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown
     door: DoorSettings = DoorSettings()
     limits: RequestLimits = RequestLimits()
     sessions: SessionLimits = SessionLimits()
-    holder: Annotated[str, Meta(description="unique name of this gateway; empty: of host and process")] = ""
+    holder: Annotated[str, Meta(description="unique name of this gateway; empty: of host, process and chance")] = ""
     patience_s: Annotated[float, Meta(gt=0, description="requests wait so long for a coordinator that is away")] = 600.0
     drain_s: Annotated[
         float, Meta(ge=0, description="requests under way get so long to finish when the gateway is asked to end")

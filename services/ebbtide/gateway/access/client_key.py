@@ -6,6 +6,7 @@ role and perhaps one run.
 Invariant: `_known` has only tokens that the present keys verified. A restart verifies again.
 """
 
+import hashlib
 import time
 from collections.abc import Mapping
 from typing import Final
@@ -17,6 +18,7 @@ from ebbtide.auth.role_tokens import SKEW_S, Claims, Keys, is_signed, verify
 from ebbtide.auth.roles import Role
 from ebbtide.auth.security import TokenCheck
 from ebbtide.errors import PermissionDenied, Unauthenticated
+from ebbtide.types.ids import MAX_ID
 
 #: Roles whose tokens may ask for text.
 ASKS: Final = frozenset({Role.AGENT, Role.USER, Role.OPERATOR, Role.TRAINER})
@@ -30,7 +32,7 @@ _LONGEST: Final = 4096
 class ClientKey(Struct, frozen=True, kw_only=True):
     """Who asks. Requests and sessions belong to `owner`."""
 
-    owner: str  # an id
+    owner: str  # an id: names, roles and the shared secret have spaces of their own
     run_id: str = ""  # the only run that it is for; empty: every run
     operates: bool = False  # may pause runs
 
@@ -60,9 +62,8 @@ class KeyRing:
             raise PermissionDenied(
                 f"the key is a token of role {claims.role}; the gateway takes keys of role {allowed}"
             )
-        return ClientKey(
-            owner=claims.name or f"{claims.role}", run_id=claims.run_id, operates=claims.role is Role.OPERATOR
-        )
+        owner = _owner(claims, token)
+        return ClientKey(owner=owner, run_id=claims.run_id, operates=claims.role is Role.OPERATOR)
 
     def _verified(self, token: str, keys: Keys) -> Claims:
         if keys is not self._known_by or len(self._known) >= _MOST:
@@ -71,6 +72,19 @@ class KeyRing:
         if claims is None or claims.expires + SKEW_S <= time.time():
             claims = self._known[token] = verify(token, keys)
         return claims
+
+
+def _owner(claims: Claims, token: str) -> str:
+    """Whom a token's requests belong to: all tokens of its role and name, or it alone if it has no name."""
+    if not claims.name:
+        # The signed part alone: however the signature is spelled, the token is the same.
+        return f"token.{claims.role}.{_digest(token.rpartition('.')[0])}"
+    owner = f"name.{claims.role}.{claims.name}"
+    return owner if len(owner) <= MAX_ID else f"long-name.{claims.role}.{_digest(claims.name)}"
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _token(headers: Mapping[str, str]) -> str:

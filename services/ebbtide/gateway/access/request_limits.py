@@ -22,6 +22,9 @@ class RequestLimits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     bodies_bytes: Annotated[
         int, Meta(ge=1024, description="bytes of the bodies of all requests under way; at least body_bytes")
     ] = 256 << 20
+    bodies_bytes_per_key: Annotated[
+        int, Meta(ge=1024, description="bytes of the bodies under way under one key; at least body_bytes")
+    ] = 128 << 20
     body_s: Annotated[float, Meta(gt=0, description="seconds within which a body must arrive")] = 30.0
     header_bytes: Annotated[int, Meta(ge=1024, description="bytes of a request's line and headers")] = 64 << 10
     header_s: Annotated[float, Meta(gt=0, description="seconds within which line and headers must arrive")] = 15.0
@@ -40,13 +43,13 @@ class RequestLimits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class RequestSlot:
     """The place of one request under way."""
 
-    def __init__(self, slots: "RequestSlots") -> None:
-        self._slots = slots
+    def __init__(self, slots: "RequestSlots", owner: str) -> None:
+        self._slots, self._owner = slots, owner
         self.body_bytes = 0
 
     def add_body(self, count: int) -> None:
-        """Count bytes that have arrived. Raises `NoCapacity` if the bodies of all requests have too many."""
-        self._slots.add_body(count)
+        """Count bytes that have arrived. Raises `NoCapacity` if the bodies of the key, or of all, have too many."""
+        self._slots.add_body(self._owner, count)
         self.body_bytes += count
 
 
@@ -56,14 +59,20 @@ class RequestSlots:
     def __init__(self, limits: RequestLimits) -> None:
         self._limits = limits
         self._by_owner: Counter[str] = Counter()
+        self._body_bytes_of: Counter[str] = Counter()
         self.under_way = 0
         self.body_bytes = 0
 
-    def add_body(self, count: int) -> None:
+    def add_body(self, owner: str, count: int) -> None:
         """Raises `NoCapacity`, and counts nothing then."""
-        most = max(self._limits.bodies_bytes, self._limits.body_bytes)
+        limits = self._limits
+        most = max(limits.bodies_bytes_per_key, limits.body_bytes)
+        if self._body_bytes_of[owner] + count > most:
+            raise NoCapacity(f"the requests of {owner} have bodies of {most} bytes, the most of one key; try again")
+        most = max(limits.bodies_bytes, limits.body_bytes)
         if self.body_bytes + count > most:
             raise NoCapacity(f"the requests under way have bodies of {most} bytes, the most that fit; try again")
+        self._body_bytes_of[owner] += count
         self.body_bytes += count
 
     @contextmanager
@@ -78,12 +87,13 @@ class RequestSlots:
             )
         self._by_owner[key.owner] += 1
         self.under_way += 1
-        slot = RequestSlot(self)
+        slot = RequestSlot(self, key.owner)
         try:
             yield slot
         finally:
+            self._body_bytes_of[key.owner] -= slot.body_bytes
             self.body_bytes -= slot.body_bytes
             self.under_way -= 1
             self._by_owner[key.owner] -= 1
             if not self._by_owner[key.owner]:
-                del self._by_owner[key.owner]
+                del self._by_owner[key.owner], self._body_bytes_of[key.owner]

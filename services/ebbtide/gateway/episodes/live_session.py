@@ -7,7 +7,7 @@ others are read from the coordinator. What is lost with the process: nothing; an
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, TypeVar
 
@@ -101,7 +101,7 @@ class LiveSession:
                         settings=settings,
                     )
 
-        return await in_thread(work)
+        return await _to_its_end(self.player.threads.run(self.owner, work))
 
     async def add(self, turn: SessionTurn) -> None:
         """Add a turn at the coordinator, and book it as it is stored there."""
@@ -208,9 +208,13 @@ def _result(readers: "dict[str, asyncio.Task[ReadCompletion]]", rollout_id: str)
 
 async def in_thread(work: Callable[[], T]) -> T:
     """Run `work` in a thread, and return or be cancelled only once it has ended: it alone uses the book meanwhile."""
-    task: asyncio.Task[Any] = asyncio.create_task(asyncio.to_thread(work))
+    return await _to_its_end(asyncio.to_thread(work))
+
+
+async def _to_its_end(work: Coroutine[Any, Any, T]) -> T:
+    task = asyncio.create_task(work)
     try:
-        result: T = await asyncio.shield(task)
+        result = await asyncio.shield(task)
     except asyncio.CancelledError:
         await asyncio.wait({task})
         raise

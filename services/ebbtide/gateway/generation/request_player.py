@@ -4,9 +4,8 @@ Invariant: the same request of the same client has the same rollouts at any gate
 from the request alone. So nothing is lost with this process.
 """
 
-import asyncio
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
@@ -14,6 +13,7 @@ from ebbtide.errors import InvalidRequest
 from ebbtide.gateway.generation.choice_text import ChoiceText
 from ebbtide.gateway.generation.played_request import PlayedRequest
 from ebbtide.gateway.generation.prompt_encoding import check_prompt, encode_prompt, sampling_of
+from ebbtide.gateway.generation.prompt_threads import PromptThreads
 from ebbtide.gateway.generation.rollout_source import RolloutSource
 from ebbtide.gateway.generation.session_episode import session_episode
 from ebbtide.gateway.generation.text_model import TextModel
@@ -36,9 +36,17 @@ _ROLLOUT_FIELD: Final = re.compile(r"rollouts\[(?P<number>\d+)\]\.(?:sampling\.)
 class RequestPlayer:
     """Plays requests on one run."""
 
-    def __init__(self, source: RolloutSource, model: TextModel, *, max_prompt_tokens: int = 0) -> None:
-        """`max_prompt_tokens` 0: what the model's context holds."""
+    def __init__(
+        self,
+        source: RolloutSource,
+        model: TextModel,
+        *,
+        threads: PromptThreads | None = None,
+        max_prompt_tokens: int = 0,
+    ) -> None:
+        """`threads`: those that all runs share. `max_prompt_tokens` 0: what the model's context holds."""
         self.source, self.model = source, model
+        self.threads = threads or PromptThreads()
         self._max_prompt_tokens = max_prompt_tokens
 
     async def play(self, request: TextRequest, *, owner: str) -> PlayedRequest:
@@ -48,7 +56,9 @@ class RequestPlayer:
         a run that has none, `AlreadyExists` for the id of another request.
         """
         await self.check(request)
-        prompts = [await self.encoded(prompt, _field(request, number)) for number, prompt in enumerate(request.prompts)]
+        prompts = [
+            await self.encoded(prompt, _field(request, number), owner) for number, prompt in enumerate(request.prompts)
+        ]
         rollouts, choices = self.prepared(request, owner, prompts)
         await self.submit(request, rollouts)
         return PlayedRequest(self.source, rollouts, choices, prompts)
@@ -84,7 +94,7 @@ class RequestPlayer:
         """Raise `InvalidRequest` naming the field for a prompt that the model cannot continue."""
         check_prompt(ids, self.model, max_prompt_tokens=self._max_prompt_tokens, field=field)
 
-    async def encoded(self, prompt: Prompt, field: str) -> list[int]:
+    async def encoded(self, prompt: Prompt, field: str, owner: str) -> list[int]:
         """The token ids of a prompt that the model can continue. Raises `InvalidRequest` naming the field."""
 
         def work() -> list[int]:
@@ -92,7 +102,9 @@ class RequestPlayer:
             self.check_ids(ids, field)
             return ids
 
-        return await _aside(prompt, work)
+        if isinstance(prompt, RawPrompt) and len(prompt.text) <= _SHORT:
+            return work()
+        return await self.threads.run(owner, work)
 
     async def _check_versions(self, request: TextRequest) -> None:
         """What is known of the run may be some seconds old, so it is asked for before a request is refused."""
@@ -197,10 +209,3 @@ def _field(request: TextRequest, number: int) -> str:
     if isinstance(request.prompts[number], ChatPrompt):
         return "messages"
     return "prompt" if len(request.prompts) == 1 else f"prompt[{number}]"
-
-
-async def _aside(prompt: Prompt, work: Callable[[], list[int]]) -> list[int]:
-    """Run `work` in a thread unless it is short: the event loop serves other clients meanwhile."""
-    if isinstance(prompt, RawPrompt) and len(prompt.text) <= _SHORT:
-        return work()
-    return await asyncio.to_thread(work)

@@ -53,7 +53,7 @@ class RunRoutes:
         asked = parse(TokenizeBody, TOKENIZE_FIELDS.checked(call.body))
         served = await self._doors.directory.find(call.key, asked.model)
         model = served.player.model
-        ids = await asyncio.to_thread(encode_prompt, _prompt(asked), model)
+        ids = await _encoded(served, call, _prompt(asked))
         texts = [model.token_text(token) for token in ids] if asked.return_token_strs else None
         return {"count": len(ids), "max_model_len": model.context, "tokens": ids, "token_strs": texts}
 
@@ -63,7 +63,7 @@ class RunRoutes:
         dialect = MessagesDialect(max_messages=limits.messages, max_tools=limits.tools)
         request = dialect.read({"max_tokens": 1, **call.body}).request
         served = await self._doors.directory.find(call.key, request.model)
-        ids = await asyncio.to_thread(encode_prompt, request.prompts[0], served.player.model)
+        ids = await _encoded(served, call, request.prompts[0])
         return {"input_tokens": len(ids)}
 
     async def server_info(self, call: JsonCall) -> dict[str, Any]:
@@ -115,6 +115,11 @@ class RunRoutes:
 
     async def _run(self, call: JsonCall) -> ServedRun:
         return await self._doors.directory.find(call.key, call.query.get("model", ""))
+
+
+async def _encoded(served: ServedRun, call: JsonCall, prompt: Prompt) -> list[int]:
+    player = served.player
+    return await player.threads.run(call.key.owner, lambda: encode_prompt(prompt, player.model))
 
 
 def _prompt(asked: TokenizeBody) -> Prompt:

@@ -14,6 +14,7 @@ from typing import Final
 from ebbtide.errors import EbbtideError, InvalidRequest, NotFound
 from ebbtide.gateway.access.client_key import ClientKey
 from ebbtide.gateway.generation.played_request import PlayedRequest
+from ebbtide.gateway.generation.prompt_threads import PromptThreads
 from ebbtide.gateway.generation.request_player import RequestPlayer
 from ebbtide.gateway.runs.run_catalog import HeldSource, RunCatalog
 from ebbtide.telemetry import get_logger
@@ -62,13 +63,16 @@ class RunDirectory:
         self,
         catalog: RunCatalog,
         *,
+        threads: PromptThreads | None = None,
         max_prompt_tokens: int = 0,
         idle_s: float = 300.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`idle_s`: after so long without a request a run's lease is released."""
+        """`threads`: encode the prompts of all runs. `idle_s`: after so long without a request a run's lease is
+        released.
+        """
         self._catalog, self._clock, self._idle_s = catalog, clock, idle_s
-        self._max_prompt_tokens = max_prompt_tokens
+        self._threads, self._max_prompt_tokens = threads or PromptThreads(), max_prompt_tokens
         self._runs: list[Run] = []
         self._read_at: float | None = None
         self._served: dict[str, ServedRun] = {}
@@ -151,7 +155,7 @@ class RunDirectory:
     async def _make(self, run: Run) -> ServedRun:
         model = await self._catalog.text_model(run)
         source = await self._catalog.open(run)
-        player = RequestPlayer(source, model, max_prompt_tokens=self._max_prompt_tokens)
+        player = RequestPlayer(source, model, threads=self._threads, max_prompt_tokens=self._max_prompt_tokens)
         served = self._served[run.run_id] = ServedRun(source, player, self._clock())
         log.info("serves a run", run_id=run.run_id)
         return served

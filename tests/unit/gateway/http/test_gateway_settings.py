@@ -8,6 +8,7 @@ import pytest
 from ebbtide.auth.roles import Role
 from ebbtide.auth.security import ClientSecurity
 from ebbtide.errors import InvalidRequest, Unauthenticated
+from ebbtide.gateway.service import own_holder
 from ebbtide.gateway.settings import DoorSettings, GatewaySettings
 from tests.unit.gateway.http.test_keys_and_pauses import SIGNER, token
 
@@ -55,3 +56,7 @@ def test_the_shared_secret_may_do_everything() -> None:
     key = GatewaySettings(security=SHARED).key_ring().admit({"x-api-key": "secret"})
     assert key.operates
     assert key.admits("any-run")
+
+
+def test_gateways_of_the_same_host_and_process_id_are_two_holders() -> None:
+    assert own_holder() != own_holder()

@@ -11,10 +11,12 @@ from starlette.applications import Starlette
 from ebbtide.auth.reloaded_files import ReloadedFiles
 from ebbtide.auth.role_tokens import key_id, mint
 from ebbtide.auth.roles import TABLE, Role
+from ebbtide.auth.security import TokenCheck
 from ebbtide.gateway.access.client_key import KeyRing
 from ebbtide.gateway.http_app import make_app
 from ebbtide.gateway.routes.gateway_doors import GatewayDoors
 from ebbtide.gateway.runs.run_pauses import RunPauses
+from ebbtide.types.ids import check_id
 from tests.fakes.asgi_call import AsgiCall
 from tests.fakes.scripted_rollouts import ScriptedSource
 from tests.unit.gateway.http.conftest import HEADERS
@@ -70,6 +72,33 @@ async def test_requests_of_two_users_never_meet(signed_app: Starlette, source: S
             headers = {"authorization": f"Bearer {token(Role.AGENT, name=name)}", "x-request-id": "same"}
             assert (await client.post("/v1/completions", json=BODY, headers=headers)).status_code == 200
     assert len(source.submitted) == 2
+
+
+def owner(key: str) -> str:
+    """Of what is asked for under a key, of which the shared secret is `operator`."""
+    known = {key_id(SIGNER.public_key()): SIGNER.public_key()}
+    shared = TokenCheck("Bearer operator")
+    ring = KeyRing(ReloadedFiles((), lambda: shared), ReloadedFiles((), lambda: known))
+    return ring.admit({"x-api-key": key}).owner
+
+
+def test_each_key_without_a_name_is_an_owner_of_its_own() -> None:
+    first = token(Role.AGENT)
+    assert owner(first) == owner(first)
+    assert owner(first) != owner(token(Role.AGENT))
+
+
+def test_a_renewed_key_of_the_same_name_has_the_same_owner() -> None:
+    for name in ("team-a", "n" * 128):
+        assert owner(token(Role.AGENT, name=name)) == owner(token(Role.AGENT, name=name))
+
+
+def test_names_roles_and_the_shared_secret_never_meet() -> None:
+    names = ("agent", "operator", "shared-secret", "name.agent.x", "x", "n" * 128, "n" * 127 + "m")
+    named = [owner(token(role, name=name)) for name in names for role in (Role.AGENT, Role.USER)]
+    owners = [*named, owner(token(Role.AGENT)), owner("operator")]
+    assert len(set(owners)) == len(owners)
+    assert all(check_id(one, field="owner") for one in owners)
 
 
 async def test_models_tell_their_context_and_version(http: httpx.AsyncClient) -> None:

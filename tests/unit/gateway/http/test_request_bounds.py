@@ -10,6 +10,8 @@ import msgspec
 import pytest
 from starlette.applications import Starlette
 
+from ebbtide.errors import NoCapacity
+from ebbtide.gateway.access.client_key import ClientKey
 from ebbtide.gateway.access.request_limits import RequestLimits, RequestSlots
 from ebbtide.gateway.http_app import make_app
 from ebbtide.gateway.routes.gateway_doors import GatewayDoors
@@ -142,6 +144,20 @@ async def test_the_bodies_of_all_requests_have_bounded_bytes(doors: GatewayDoors
     third = AsgiCall(app, URL, body, HEADERS)
     await third.task
     assert third.status == 200
+
+
+def test_bodies_of_one_key_leave_room_for_those_of_others() -> None:
+    slots = RequestSlots(RequestLimits(body_bytes=1024, bodies_bytes=4000, bodies_bytes_per_key=2000))
+    alice, bob = ClientKey(owner="alice"), ClientKey(owner="bob")
+    with slots.taken(alice) as first, slots.taken(alice) as second, slots.taken(bob) as other:
+        first.add_body(1000)
+        second.add_body(1000)
+        with pytest.raises(NoCapacity, match="alice"):
+            second.add_body(1)
+        other.add_body(1000)
+    assert slots.body_bytes == 0
+    with slots.taken(alice) as again:
+        again.add_body(1000)
 
 
 async def test_a_path_with_a_slash_too_many_leads_nowhere_else(http: httpx.AsyncClient) -> None:

@@ -1,0 +1,83 @@
+"""Threads in which prompts are encoded: each key has its turns."""
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Final
+
+import httpx
+import pytest
+
+from ebbtide.gateway.generation.prompt_threads import PromptThreads
+
+CHAT: Final = {"messages": [{"role": "user", "content": "x"}]}
+
+
+async def started(work: list[asyncio.Task[None]]) -> None:
+    """Every task has asked for its turn."""
+    assert work
+    for _ in range(3):
+        await asyncio.sleep(0)
+
+
+async def test_a_key_with_many_prompts_delays_another_key_by_one() -> None:
+    threads, goes_on, order = PromptThreads(1), threading.Event(), list[str]()
+
+    def work(name: str) -> None:
+        goes_on.wait(30)
+        order.append(name)
+
+    asked = [asyncio.create_task(threads.run("flood", lambda: work("flood"))) for _ in range(5)]
+    asked.append(asyncio.create_task(threads.run("other", lambda: work("other"))))
+    await started(asked)
+    goes_on.set()
+    await asyncio.gather(*asked)
+    assert order.index("other") <= 2
+    threads.close()
+
+
+async def test_slow_prompts_leave_the_shared_threads_free() -> None:
+    threads, goes_on = PromptThreads(2), threading.Event()
+    asked = [asyncio.create_task(threads.run("a", lambda: goes_on.wait(30))) for _ in range(100)]
+    await asyncio.sleep(0)
+    async with asyncio.timeout(20):
+        assert await asyncio.to_thread(lambda: "free") == "free"
+    goes_on.set()
+    assert all(await asyncio.gather(*asked))
+    threads.close()
+
+
+async def test_those_that_leave_while_they_wait_take_no_turn() -> None:
+    threads, goes_on = PromptThreads(1), threading.Event()
+    ran = list[int]()
+    first = asyncio.create_task(threads.run("a", lambda: goes_on.wait(30)))
+    await asyncio.sleep(0)
+    waiting = [asyncio.create_task(threads.run("a", partial(ran.append, number))) for number in range(3)]
+    await started(waiting)
+    waiting[0].cancel()
+    goes_on.set()
+    first.cancel()  # its work still has the thread until it ends
+    await asyncio.gather(*waiting[1:])
+    assert ran == [1, 2]
+    threads.close()
+
+
+async def test_what_work_raises_reaches_its_caller_and_frees_the_thread() -> None:
+    threads = PromptThreads(1)
+    for _ in range(3):
+        with pytest.raises(ZeroDivisionError):
+            await threads.run("a", lambda: 1 // 0)
+    threads.close()
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/sessions/s/v1/chat/completions", "/tokenize"])
+async def test_prompts_are_encoded_while_the_shared_threads_are_busy(http: httpx.AsyncClient, path: str) -> None:
+    goes_on = threading.Event()
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    busy = asyncio.create_task(asyncio.to_thread(goes_on.wait, 30))
+    async with asyncio.timeout(20):
+        assert (await http.post(path, json=CHAT)).status_code == 200
+    assert not busy.done()
+    goes_on.set()
+    await busy
