@@ -1,19 +1,18 @@
-"""Plays a request for text: encodes its prompts, submits their rollouts, and follows these.
+"""Prepares requests for text: checks them, encodes their prompts, and names their rollouts.
 
 Invariant: the same request of the same client has the same rollouts at any gateway, as their ids and contents follow
 from the request alone. So nothing is lost with this process.
 """
 
 import asyncio
-import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from ebbtide.errors import InvalidRequest
 from ebbtide.gateway.generation.choice_text import ChoiceText
 from ebbtide.gateway.generation.played_request import PlayedRequest
 from ebbtide.gateway.generation.prompt_encoding import check_prompt, encode_prompt, sampling_of
+from ebbtide.gateway.generation.request_fields import prompt_field
 from ebbtide.gateway.generation.rollout_source import RolloutSource
 from ebbtide.gateway.generation.session_episode import session_episode
 from ebbtide.gateway.generation.text_model import TextModel
@@ -29,29 +28,27 @@ from ebbtide.types.tokens import pack_ids
 
 #: Prompts of at most so many characters are encoded at once: a thread would take longer.
 _SHORT: Final = 2000
-#: A field of a rollout, as the coordinator names it.
-_ROLLOUT_FIELD: Final = re.compile(r"rollouts\[(?P<number>\d+)\]\.(?:sampling\.)?(?P<name>\w+)")
 
 
 class RequestPlayer:
-    """Plays requests on one run."""
+    """Prepares requests on one run."""
 
     def __init__(self, source: RolloutSource, model: TextModel, *, max_prompt_tokens: int = 0) -> None:
         """`max_prompt_tokens` 0: what the model's context holds."""
         self.source, self.model = source, model
         self._max_prompt_tokens = max_prompt_tokens
 
-    async def play(self, request: TextRequest, *, owner: str) -> PlayedRequest:
-        """Submit a request's rollouts.
+    async def prepare(self, request: TextRequest, *, owner: str) -> PlayedRequest:
+        """Make a request ready to be submitted.
 
-        Raises `InvalidRequest` naming the field, `VersionUnavailable` for a version that is not there, `NotReady` for
-        a run that has none, `AlreadyExists` for the id of another request.
+        Raises `InvalidRequest` naming the field, `VersionUnavailable` for a version that is not there, and `NotReady`
+        for a run that has none.
         """
         await self.check(request)
-        prompts = [await self.encoded(prompt, _field(request, number)) for number, prompt in enumerate(request.prompts)]
-        rollouts, choices = self.prepared(request, owner, prompts)
-        await self.submit(request, rollouts)
-        return PlayedRequest(self.source, rollouts, choices, prompts)
+        fields = [prompt_field(request, number) for number in range(len(request.prompts))]
+        prompts = [await self.encoded(*one) for one in zip(request.prompts, fields, strict=True)]
+        rollouts, choices = self.completions(request, owner, prompts)
+        return PlayedRequest(self.source, request, rollouts, choices, prompts)
 
     async def check(self, request: TextRequest) -> None:
         """Raise for a request that cannot be played, whatever its prompts are."""
@@ -59,7 +56,7 @@ class RequestPlayer:
         self._check_tools(request)
         await self._check_versions(request)
 
-    def prepared(
+    def completions(
         self, request: TextRequest, owner: str, prompts: Sequence[list[int]]
     ) -> tuple[list[RolloutRequest], list[ChoiceText]]:
         """The rollouts of a request, and what makes text of each. Raises `InvalidRequest` naming the field."""
@@ -70,11 +67,6 @@ class RequestPlayer:
             for number, rollout in enumerate(rollouts)
         ]
         return rollouts, choices
-
-    async def submit(self, request: TextRequest, rollouts: Sequence[RolloutRequest]) -> None:
-        """Queue a request's rollouts. Known ones change nothing."""
-        with _named_as_asked(request):
-            await self.source.submit(rollouts)
 
     def request_name(self, request: TextRequest, owner: str) -> str:
         """The coordinator's id of a request that has one of its client: the same wherever it is repeated."""
@@ -172,31 +164,11 @@ def _group_of(run_id: str, owner: str, session_id: str, request_id: str) -> str:
     return rollout_id_of_request(run_id, owner, session_id, request_id, 0).rpartition("-")[0]
 
 
-@contextmanager
-def _named_as_asked(request: TextRequest) -> Iterator[None]:
-    """Have what the coordinator refuses of a rollout name the client's field instead."""
-    try:
-        yield
-    except InvalidRequest as error:
-        text = str(error).removeprefix(f"{error.field}: ")
-        match = _ROLLOUT_FIELD.fullmatch(error.field)
-        if match is None:
-            raise
-        prompt = _field(request, int(match["number"]) // request.n)
-        raise InvalidRequest(text, field=prompt if match["name"] == "prompt_ids" else match["name"]) from None
-
-
 def _check_count(request: TextRequest) -> None:
     if not request.prompts:
         raise InvalidRequest("is required and must not be empty", field="prompt")
     if (count := len(request.prompts) * request.n) > MAX_COMPLETIONS:
         raise InvalidRequest(f"asks for {count} completions in all; at most {MAX_COMPLETIONS}", field="n")
-
-
-def _field(request: TextRequest, number: int) -> str:
-    if isinstance(request.prompts[number], ChatPrompt):
-        return "messages"
-    return "prompt" if len(request.prompts) == 1 else f"prompt[{number}]"
 
 
 async def _aside(prompt: Prompt, work: Callable[[], list[int]]) -> list[int]:
