@@ -23,6 +23,8 @@ from ebbtide.types.tokens import unpack_tokens
 
 #: Deltas of one request that wait for its client.
 _AHEAD: Final = 16
+#: A rollout is cancelled within so long after its stop string, or goes on to its end.
+_STOP_S: Final = 10.0
 
 
 class PlayedRequest:
@@ -40,6 +42,7 @@ class PlayedRequest:
         self.prompts = prompts  # token ids; each has an equal number of completions, in order
         self.run_id = source.run.run_id
         self._submission: asyncio.Task[None] | None = None
+        self._stops: set[asyncio.Task[None]] = set()
 
     @property
     def completions(self) -> int:
@@ -132,7 +135,7 @@ class PlayedRequest:
                 ends = chunk.reason in (FinishReason.STOP, FinishReason.LENGTH)
                 delta = choice.push(unpack_tokens(chunk.tokens), chunk.reason if ends else None)
                 if choice.stopped_early and chunk.reason is None:
-                    await self._stop(rollout_id)
+                    self._stop(rollout_id)
                 if len(delta.tokens) or delta.finish is not None:
                     yield delta
                 if choice.finished:
@@ -141,10 +144,17 @@ class PlayedRequest:
                     raise _ended_badly(chunk)
         raise Unavailable("the completion's tokens ended without a reason; ask again under the same X-Request-ID")
 
-    async def _stop(self, rollout_id: str) -> None:
-        """End a rollout behind a stop string. If that fails, its tokens cost time and nothing else."""
-        with contextlib.suppress(EbbtideError):
-            await self._source.cancel([rollout_id])
+    def _stop(self, rollout_id: str) -> None:
+        """End a rollout behind a stop string, while the answer goes on."""
+        task = asyncio.create_task(self._end(rollout_id))
+        self._stops.add(task)
+        task.add_done_callback(self._stops.discard)
+
+    async def _end(self, rollout_id: str) -> None:
+        """If this fails, the rollout's tokens cost time and nothing else."""
+        with contextlib.suppress(EbbtideError, TimeoutError):
+            async with asyncio.timeout(_STOP_S):
+                await self._source.cancel([rollout_id])
 
 
 def _ended_badly(chunk: TokenChunk) -> EbbtideError:
