@@ -59,7 +59,7 @@ class SessionPlayer:
         the session has ended, and `NoCapacity` for too many sessions.
         """
         _check_prompts(request)
-        await self._player.check(request)
+        await self._player.check(request, self._owner)
         asked = replace(request, request_id=request.request_id or new_fence())
         async with self.opened(request.session_id, request.group_id) as live:
             prompt = await self._turn(live, asked)

@@ -6,9 +6,10 @@ from the request alone. So nothing is lost with this process.
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import aclosing
 from typing import Final
 
-from ebbtide.errors import InvalidRequest
+from ebbtide.errors import InvalidRequest, NotFound
 from ebbtide.gateway.generation.choice_text import ChoiceText
 from ebbtide.gateway.generation.played_request import PlayedRequest
 from ebbtide.gateway.generation.prompt_encoding import check_prompt, encode_prompt, sampling_of
@@ -28,6 +29,8 @@ from ebbtide.types.tokens import pack_ids
 
 #: Prompts of at most so many characters are encoded at once: a thread would take longer.
 _SHORT: Final = 2000
+#: A rollout of which the coordinator tells nothing for so long is there, and has no token yet.
+_KNOWN_S: Final = 5.0
 
 
 class RequestPlayer:
@@ -44,17 +47,17 @@ class RequestPlayer:
         Raises `InvalidRequest` naming the field, `VersionUnavailable` for a version that is not there, and `NotReady`
         for a run that has none.
         """
-        await self.check(request)
+        await self.check(request, owner)
         fields = [prompt_field(request, number) for number in range(len(request.prompts))]
         prompts = [await self.encoded(*one) for one in zip(request.prompts, fields, strict=True)]
         rollouts, choices = self.completions(request, owner, prompts)
         return PlayedRequest(self.source, request, rollouts, choices, prompts)
 
-    async def check(self, request: TextRequest) -> None:
+    async def check(self, request: TextRequest, owner: str) -> None:
         """Raise for a request that cannot be played, whatever its prompts are."""
         _check_count(request)
         self._check_tools(request)
-        await self._check_versions(request)
+        await self._check_versions(request, owner)
 
     def completions(
         self, request: TextRequest, owner: str, prompts: Sequence[list[int]]
@@ -86,13 +89,31 @@ class RequestPlayer:
 
         return await _aside(prompt, work)
 
-    async def _check_versions(self, request: TextRequest) -> None:
-        """What is known of the run may be some seconds old, so it is asked for before a request is refused."""
+    async def _check_versions(self, request: TextRequest, owner: str) -> None:
+        """What is known of the run may be some seconds old, so it is asked for before a request is refused.
+
+        A repeat is not refused: its tokens are stored, or its versions were there when it was submitted.
+        """
         if is_satisfied(request.versions, self.source.run):
             return
         run = await self.source.refreshed()
-        if not is_satisfied(request.versions, run):
+        if not is_satisfied(request.versions, run) and not await self._is_repeat(request, owner):
             raise unsatisfied(request.versions, run)
+
+    async def _is_repeat(self, request: TextRequest, owner: str) -> bool:
+        """Whether the coordinator has the request's rollouts. It tells at once of those that it lacks."""
+        if not request.request_id:
+            return False
+        run_id = self.source.run.run_id
+        first = rollout_id_of_request(run_id, owner, request.session_id, request.request_id, 0)
+        try:
+            async with asyncio.timeout(_KNOWN_S), aclosing(self.source.tokens(first)) as chunks:
+                await anext(chunks, None)
+        except NotFound:
+            return False
+        except TimeoutError:  # it waits for its first token
+            pass
+        return True
 
     def _rollouts(
         self, request: TextRequest, owner: str, prompts: Sequence[list[int]], samplings: Sequence[Sampling]
