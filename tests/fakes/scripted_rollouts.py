@@ -61,6 +61,9 @@ class ScriptedSource(ScriptedSessions):
         self.gate = asyncio.Event()  # chunks behind the first wait for it
         self.gate.set()
         self.first = asyncio.Event()  # the first chunk was taken
+        self.asked = asyncio.Event()  # a submit has come
+        self.acknowledges = asyncio.Event()  # submits are answered
+        self.acknowledges.set()
         self.break_off: FinishReason | None = None  # how each rollout ends behind its first chunk
         self.newer: Run | None = None  # what `refreshed` finds
         self.chunk = CHUNK
@@ -78,6 +81,8 @@ class ScriptedSource(ScriptedSessions):
                 raise AlreadyExists(f"rollout {rollout.rollout_id} is another one")
             if rollout.rollout_id not in self._texts:
                 self._texts[rollout.rollout_id] = self.answers.pop(0) if self.answers else self.answer
+        self.asked.set()
+        await self.acknowledges.wait()
 
     async def tokens(self, rollout_id: str) -> AsyncGenerator[TokenChunk, None]:
         if rollout_id not in self.submitted:

@@ -90,7 +90,7 @@ async def test_a_run_goes_on_while_authority_certificates_keys_and_tokens_are_re
         with pytest.raises(PermissionDenied, match="another run"):
             await trainer.submit(SPEC, "run-2")
         await user.submit(SPEC, "run-1")
-        with pytest.raises(PermissionDenied, match="ClaimRun is for trainer"):
+        with pytest.raises(PermissionDenied, match="ClaimRun is for gateway or trainer"):
             await user.acquire("run-1")
         async with trainer.claim("run-1") as lease:
             first = await lease.publish({"w": np.ones((3, 4), "f4")}, step=0)

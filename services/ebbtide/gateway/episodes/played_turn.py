@@ -1,14 +1,17 @@
-"""A request of a session whose rollouts are submitted. Its completions go into the session as they end."""
+"""Plays a request of a session: its completions go into the session as they end."""
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
+from ebbtide.errors import AlreadyExists
 from ebbtide.gateway.episodes.completion_reader import completion_of
 from ebbtide.gateway.episodes.live_session import LiveSession
 from ebbtide.gateway.generation.choice_delta import ChoiceDelta, ChoiceResult
 from ebbtide.gateway.generation.choice_text import ChoiceText
 from ebbtide.gateway.generation.played_request import PlayedRequest
+from ebbtide.gateway.generation.text_request import TextRequest
 from ebbtide.types.rollout import RolloutRequest
+from ebbtide.types.session import SessionState
 
 
 class PlayedTurn(PlayedRequest):
@@ -17,12 +20,20 @@ class PlayedTurn(PlayedRequest):
     def __init__(
         self,
         live: LiveSession,
+        request: TextRequest,
         rollouts: Sequence[RolloutRequest],
         choices: Sequence[ChoiceText],
         prompt: list[int],
     ) -> None:
-        super().__init__(live.source, rollouts, choices, [prompt])
+        super().__init__(live.source, request, rollouts, choices, [prompt])
         self._live = live
+
+    async def submit(self) -> None:
+        """Raises `AlreadyExists` if the session has ended since the turn was stored."""
+        session = self._live.session
+        if session is None or session.state is not SessionState.OPEN:
+            raise session_ended(self._request.session_id)
+        await super().submit()
 
     async def deltas(self) -> AsyncGenerator[ChoiceDelta, None]:
         ids = [rollout.rollout_id for rollout in self._rollouts]
@@ -34,3 +45,8 @@ class PlayedTurn(PlayedRequest):
                     if delta.finish is not None:  # before the client has it: its next turn repeats it
                         self._live.take(completion_of(ids[delta.index], results[delta.index]))
                     yield delta
+
+
+def session_ended(name: str) -> AlreadyExists:
+    """The error of a request that comes after its session's end."""
+    return AlreadyExists(f"X-Session-ID: session {name[:100]!r} has ended; begin another one, under another id")

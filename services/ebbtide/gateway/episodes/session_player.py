@@ -1,4 +1,4 @@
-"""Plays the turns of sessions: each is matched to what was sampled before, stored, and then submitted."""
+"""Prepares the turns of sessions: each is matched to what was sampled before, and stored before it is submitted."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from ebbtide.errors import AlreadyExists, Internal, InvalidRequest, NotFound, NotReady
 from ebbtide.gateway.episodes.live_session import LiveSession
-from ebbtide.gateway.episodes.played_turn import PlayedTurn
+from ebbtide.gateway.episodes.played_turn import PlayedTurn, session_ended
 from ebbtide.gateway.episodes.session_limits import SessionLimits
 from ebbtide.gateway.episodes.session_shelf import SessionShelf
 from ebbtide.gateway.episodes.session_source import SessionSource
@@ -51,20 +51,20 @@ class SessionPlayer:
     ) -> None:
         self.source, self._shelf, self._player, self._limits, self._owner = source, shelf, player, limits, owner
 
-    async def play(self, request: TextRequest) -> PlayedTurn:
-        """Submit the rollouts of a session's request. Opens the session if it is new.
+    async def prepare(self, request: TextRequest) -> PlayedTurn:
+        """Store the turn of a session's request. Opens the session if it is new.
 
-        A repeat of a request's id plays the stored turn. Raises what `RequestPlayer.play` raises, `AlreadyExists` if
+        Its caller submits it outside of the session's lock: a submit may wait, and the session's other requests do not.
+        A repeat of a request's id plays the stored turn. Raises what `RequestPlayer.prepare` raises, `AlreadyExists` if
         the session has ended, and `NoCapacity` for too many sessions.
         """
         _check_prompts(request)
-        await self._player.check(request)
+        await self._player.check(request, self._owner)
         asked = replace(request, request_id=request.request_id or new_fence())
         async with self.opened(request.session_id, request.group_id) as live:
             prompt = await self._turn(live, asked)
-            rollouts, choices = self._player.prepared(asked, self._owner, [prompt])
-            await self._player.submit(asked, rollouts)
-            return PlayedTurn(live, rollouts, choices, prompt)
+            rollouts, choices = self._player.completions(asked, self._owner, [prompt])
+            return PlayedTurn(live, asked, rollouts, choices, prompt)
 
     @asynccontextmanager
     async def opened(self, name: str, group: str = "") -> AsyncIterator[LiveSession]:
@@ -76,7 +76,7 @@ class SessionPlayer:
                 except NotFound:
                     live.session = session = await self._open(live, name, group)
                 if session.state is not SessionState.OPEN:
-                    raise _ended(name)
+                    raise session_ended(name)
                 if group and group != names_of(session).group:
                     text = "the session is of another group; leave it out, or begin another session"
                     raise InvalidRequest(text, field="X-Group-ID")
@@ -99,7 +99,7 @@ class SessionPlayer:
     async def _open(self, live: LiveSession, name: str, group: str) -> Session:
         if live.book.last:  # it was here: its end was forgotten meanwhile
             live.session = None
-            raise _ended(name)
+            raise session_ended(name)
         await self._shelf.count(self.source, self._owner, self._limits.per_key)
         names = SessionNames(session=name, group=group)
         group_id = session_group(self.source.run.run_id, self._owner, group) if group else ""
@@ -108,7 +108,7 @@ class SessionPlayer:
                 live.session_id, self._owner, group_id=group_id, record=names.packed()
             )
         except NotReady:
-            raise _ended(name) from None
+            raise session_ended(name) from None
 
     async def _turn(self, live: LiveSession, request: TextRequest) -> list[int]:
         """The prompt of a request's turn, which is added unless it is here."""
@@ -131,7 +131,7 @@ class SessionPlayer:
         planned = await live.plan(request)
         self._player.check_ids(planned.prompt_ids, field)
         # What is refused is refused before the turn is stored.
-        rollouts, _ = self._player.prepared(request, self._owner, [planned.prompt_ids])
+        rollouts, _ = self._player.completions(request, self._owner, [planned.prompt_ids])
         ids = tuple(rollout.rollout_id for rollout in rollouts)
         turn = SessionTurn(request_id=name, rollout_ids=ids, record=planned.record.packed())
         try:
@@ -146,10 +146,10 @@ class SessionPlayer:
             page = await live.source.read_turns(live.session_id, self._owner, live.book.last)
         except NotFound:
             live.session = None
-            raise _ended(name) from None
+            raise session_ended(name) from None
         live.session = page.session
         if page.session.state is not SessionState.OPEN:
-            raise _ended(name)
+            raise session_ended(name)
 
     def _check_room(self, live: LiveSession) -> None:
         if live.book.last >= self._limits.turns:
@@ -169,7 +169,3 @@ def _check_prompts(request: TextRequest) -> None:
         raise InvalidRequest("must be true in a session", field="add_generation_prompt")
     if isinstance(prompt, ChatPrompt) and prompt.special:
         raise InvalidRequest("must be false in a session: the template writes them", field="add_special_tokens")
-
-
-def _ended(name: str) -> AlreadyExists:
-    return AlreadyExists(f"X-Session-ID: session {name[:100]!r} has ended; begin another one, under another id")

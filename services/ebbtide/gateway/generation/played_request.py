@@ -2,7 +2,8 @@
 
 Invariant: each completion's tokens are read by one task at most, and a completion that is ahead of the answer waits
 once its queue is full, so that a slow client costs no memory. The rollouts are the coordinator's: when the gateway
-dies, they go on, and a repeat of the request meets them.
+dies, they go on, and a repeat of the request meets them. A submit that has begun is followed to its end, whoever
+leaves meanwhile: a cancel that overtook it would end nothing.
 """
 
 import asyncio
@@ -14,27 +15,34 @@ from typing import Final
 from ebbtide.errors import EbbtideError, Internal, Unavailable
 from ebbtide.gateway.generation.choice_delta import ChoiceDelta
 from ebbtide.gateway.generation.choice_text import ChoiceText
+from ebbtide.gateway.generation.request_fields import named_as_asked
 from ebbtide.gateway.generation.rollout_source import RolloutSource
+from ebbtide.gateway.generation.text_request import TextRequest
 from ebbtide.types.rollout import FinishReason, RolloutRequest, TokenChunk
 from ebbtide.types.tokens import unpack_tokens
 
 #: Deltas of one request that wait for its client.
 _AHEAD: Final = 16
+#: A rollout is cancelled within so long after its stop string, or goes on to its end.
+_STOP_S: Final = 10.0
 
 
 class PlayedRequest:
-    """A request whose rollouts are submitted. `deltas` is read once."""
+    """A request whose rollouts are known. It is submitted first; then `deltas` is read once."""
 
     def __init__(
         self,
         source: RolloutSource,
+        request: TextRequest,
         rollouts: Sequence[RolloutRequest],
         choices: Sequence[ChoiceText],
         prompts: Sequence[list[int]],
     ) -> None:
-        self._source, self._rollouts, self._choices = source, rollouts, choices
+        self._source, self._request, self._rollouts, self._choices = source, request, rollouts, choices
         self.prompts = prompts  # token ids; each has an equal number of completions, in order
         self.run_id = source.run.run_id
+        self._submission: asyncio.Task[None] | None = None
+        self._stops: set[asyncio.Task[None]] = set()
 
     @property
     def completions(self) -> int:
@@ -43,6 +51,22 @@ class PlayedRequest:
     def prompt_of(self, index: int) -> list[int]:
         """The prompt of a completion."""
         return self.prompts[index * len(self.prompts) // self.completions]
+
+    async def submit(self) -> None:
+        """Queue the rollouts. Known ones change nothing. Returns, or is cancelled, only once none arrives any more.
+
+        Raises `InvalidRequest` naming the client's field, `AlreadyExists` for the id of another request, and
+        `NoCapacity` if there is no room.
+        """
+        self._submission = task = asyncio.create_task(self._queue())
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError:
+            await asyncio.wait({task})
+            if not task.cancelled():
+                task.exception()  # its client has left
+            raise
+        task.result()
 
     async def deltas(self) -> AsyncGenerator[ChoiceDelta, None]:
         """Yield deltas of all completions as they come. Each completion's last one has a finish.
@@ -59,8 +83,15 @@ class PlayedRequest:
                 yield delta
 
     async def cancel(self) -> None:
-        """End the rollouts that still run."""
+        """End the rollouts that still run, also those that are being submitted."""
+        if self._submission is None:
+            return
+        await asyncio.wait({self._submission})
         await self._source.cancel([rollout.rollout_id for rollout in self._unfinished()])
+
+    async def _queue(self) -> None:
+        with named_as_asked(self._request):
+            await self._source.submit(self._rollouts)
 
     def _unfinished(self) -> list[RolloutRequest]:
         return [one for one, choice in zip(self._rollouts, self._choices, strict=True) if not choice.finished]
@@ -104,7 +135,7 @@ class PlayedRequest:
                 ends = chunk.reason in (FinishReason.STOP, FinishReason.LENGTH)
                 delta = choice.push(unpack_tokens(chunk.tokens), chunk.reason if ends else None)
                 if choice.stopped_early and chunk.reason is None:
-                    await self._stop(rollout_id)
+                    self._stop(rollout_id)
                 if len(delta.tokens) or delta.finish is not None:
                     yield delta
                 if choice.finished:
@@ -113,10 +144,17 @@ class PlayedRequest:
                     raise _ended_badly(chunk)
         raise Unavailable("the completion's tokens ended without a reason; ask again under the same X-Request-ID")
 
-    async def _stop(self, rollout_id: str) -> None:
-        """End a rollout behind a stop string. If that fails, its tokens cost time and nothing else."""
-        with contextlib.suppress(EbbtideError):
-            await self._source.cancel([rollout_id])
+    def _stop(self, rollout_id: str) -> None:
+        """End a rollout behind a stop string, while the answer goes on."""
+        task = asyncio.create_task(self._end(rollout_id))
+        self._stops.add(task)
+        task.add_done_callback(self._stops.discard)
+
+    async def _end(self, rollout_id: str) -> None:
+        """If this fails, the rollout's tokens cost time and nothing else."""
+        with contextlib.suppress(EbbtideError, TimeoutError):
+            async with asyncio.timeout(_STOP_S):
+                await self._source.cancel([rollout_id])
 
 
 def _ended_badly(chunk: TokenChunk) -> EbbtideError:

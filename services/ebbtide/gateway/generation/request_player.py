@@ -1,19 +1,20 @@
-"""Plays a request for text: encodes its prompts, submits their rollouts, and follows these.
+"""Prepares requests for text: checks them, encodes their prompts, and names their rollouts.
 
 Invariant: the same request of the same client has the same rollouts at any gateway, as their ids and contents follow
 from the request alone. So nothing is lost with this process.
 """
 
-import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import asyncio
+from collections.abc import Sequence
+from contextlib import aclosing
 from typing import Final
 
-from ebbtide.errors import InvalidRequest
+from ebbtide.errors import InvalidRequest, NotFound
 from ebbtide.gateway.generation.choice_text import ChoiceText
 from ebbtide.gateway.generation.played_request import PlayedRequest
 from ebbtide.gateway.generation.prompt_encoding import check_prompt, encode_prompt, sampling_of
 from ebbtide.gateway.generation.prompt_threads import PromptThreads
+from ebbtide.gateway.generation.request_fields import prompt_field
 from ebbtide.gateway.generation.rollout_source import RolloutSource
 from ebbtide.gateway.generation.session_episode import session_episode
 from ebbtide.gateway.generation.text_model import TextModel
@@ -29,12 +30,12 @@ from ebbtide.types.tokens import pack_ids
 
 #: Prompts of at most so many characters are encoded at once: a thread would take longer.
 _SHORT: Final = 2000
-#: A field of a rollout, as the coordinator names it.
-_ROLLOUT_FIELD: Final = re.compile(r"rollouts\[(?P<number>\d+)\]\.(?:sampling\.)?(?P<name>\w+)")
+#: A rollout of which the coordinator tells nothing for so long is there, and has no token yet.
+_KNOWN_S: Final = 5.0
 
 
 class RequestPlayer:
-    """Plays requests on one run."""
+    """Prepares requests on one run."""
 
     def __init__(
         self,
@@ -49,27 +50,25 @@ class RequestPlayer:
         self.threads = threads or PromptThreads()
         self._max_prompt_tokens = max_prompt_tokens
 
-    async def play(self, request: TextRequest, *, owner: str) -> PlayedRequest:
-        """Submit a request's rollouts.
+    async def prepare(self, request: TextRequest, *, owner: str) -> PlayedRequest:
+        """Make a request ready to be submitted.
 
-        Raises `InvalidRequest` naming the field, `VersionUnavailable` for a version that is not there, `NotReady` for
-        a run that has none, `AlreadyExists` for the id of another request.
+        Raises `InvalidRequest` naming the field, `VersionUnavailable` for a version that is not there, and `NotReady`
+        for a run that has none.
         """
-        await self.check(request)
-        prompts = [
-            await self.encoded(prompt, _field(request, number), owner) for number, prompt in enumerate(request.prompts)
-        ]
-        rollouts, choices = self.prepared(request, owner, prompts)
-        await self.submit(request, rollouts)
-        return PlayedRequest(self.source, rollouts, choices, prompts)
+        await self.check(request, owner)
+        fields = [prompt_field(request, number) for number in range(len(request.prompts))]
+        prompts = [await self.encoded(*one, owner) for one in zip(request.prompts, fields, strict=True)]
+        rollouts, choices = self.completions(request, owner, prompts)
+        return PlayedRequest(self.source, request, rollouts, choices, prompts)
 
-    async def check(self, request: TextRequest) -> None:
+    async def check(self, request: TextRequest, owner: str) -> None:
         """Raise for a request that cannot be played, whatever its prompts are."""
         _check_count(request)
         self._check_tools(request)
-        await self._check_versions(request)
+        await self._check_versions(request, owner)
 
-    def prepared(
+    def completions(
         self, request: TextRequest, owner: str, prompts: Sequence[list[int]]
     ) -> tuple[list[RolloutRequest], list[ChoiceText]]:
         """The rollouts of a request, and what makes text of each. Raises `InvalidRequest` naming the field."""
@@ -80,11 +79,6 @@ class RequestPlayer:
             for number, rollout in enumerate(rollouts)
         ]
         return rollouts, choices
-
-    async def submit(self, request: TextRequest, rollouts: Sequence[RolloutRequest]) -> None:
-        """Queue a request's rollouts. Known ones change nothing."""
-        with _named_as_asked(request):
-            await self.source.submit(rollouts)
 
     def request_name(self, request: TextRequest, owner: str) -> str:
         """The coordinator's id of a request that has one of its client: the same wherever it is repeated."""
@@ -106,13 +100,31 @@ class RequestPlayer:
             return work()
         return await self.threads.run(owner, work)
 
-    async def _check_versions(self, request: TextRequest) -> None:
-        """What is known of the run may be some seconds old, so it is asked for before a request is refused."""
+    async def _check_versions(self, request: TextRequest, owner: str) -> None:
+        """What is known of the run may be some seconds old, so it is asked for before a request is refused.
+
+        A repeat is not refused: its tokens are stored, or its versions were there when it was submitted.
+        """
         if is_satisfied(request.versions, self.source.run):
             return
         run = await self.source.refreshed()
-        if not is_satisfied(request.versions, run):
+        if not is_satisfied(request.versions, run) and not await self._is_repeat(request, owner):
             raise unsatisfied(request.versions, run)
+
+    async def _is_repeat(self, request: TextRequest, owner: str) -> bool:
+        """Whether the coordinator has the request's rollouts. It tells at once of those that it lacks."""
+        if not request.request_id:
+            return False
+        run_id = self.source.run.run_id
+        first = rollout_id_of_request(run_id, owner, request.session_id, request.request_id, 0)
+        try:
+            async with asyncio.timeout(_KNOWN_S), aclosing(self.source.tokens(first)) as chunks:
+                await anext(chunks, None)
+        except NotFound:
+            return False
+        except TimeoutError:  # it waits for its first token
+            pass
+        return True
 
     def _rollouts(
         self, request: TextRequest, owner: str, prompts: Sequence[list[int]], samplings: Sequence[Sampling]
@@ -184,28 +196,8 @@ def _group_of(run_id: str, owner: str, session_id: str, request_id: str) -> str:
     return rollout_id_of_request(run_id, owner, session_id, request_id, 0).rpartition("-")[0]
 
 
-@contextmanager
-def _named_as_asked(request: TextRequest) -> Iterator[None]:
-    """Have what the coordinator refuses of a rollout name the client's field instead."""
-    try:
-        yield
-    except InvalidRequest as error:
-        text = str(error).removeprefix(f"{error.field}: ")
-        match = _ROLLOUT_FIELD.fullmatch(error.field)
-        if match is None:
-            raise
-        prompt = _field(request, int(match["number"]) // request.n)
-        raise InvalidRequest(text, field=prompt if match["name"] == "prompt_ids" else match["name"]) from None
-
-
 def _check_count(request: TextRequest) -> None:
     if not request.prompts:
         raise InvalidRequest("is required and must not be empty", field="prompt")
     if (count := len(request.prompts) * request.n) > MAX_COMPLETIONS:
         raise InvalidRequest(f"asks for {count} completions in all; at most {MAX_COMPLETIONS}", field="n")
-
-
-def _field(request: TextRequest, number: int) -> str:
-    if isinstance(request.prompts[number], ChatPrompt):
-        return "messages"
-    return "prompt" if len(request.prompts) == 1 else f"prompt[{number}]"

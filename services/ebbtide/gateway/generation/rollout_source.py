@@ -18,7 +18,10 @@ class RolloutSource(Protocol):
         """The run as it is now."""
 
     async def submit(self, rollouts: Sequence[RolloutRequest]) -> None:
-        """Queue rollouts, idempotent by id. Waits for room. Raises `AlreadyExists` for the id of another rollout."""
+        """Queue rollouts, idempotent by id. Waits for room, for seconds.
+
+        Raises `AlreadyExists` for the id of another rollout, and `NoCapacity` if no room came.
+        """
 
     def tokens(self, rollout_id: str) -> AsyncGenerator[TokenChunk, None]:
         """All tokens of a rollout from its first one, as they come. The last chunk has a reason."""

@@ -110,18 +110,21 @@ class _TextExchange:
 
     async def _serve(self, key: ClientKey) -> None:
         served = await self._doors.directory.find(key, self._request.model)
-        await self._doors.pauses.passed(served.run.run_id)
-        played = self._played = await self._play(served, key)
-        try:
-            with served.counted(played):
-                await self._send(played, served)
-        except EbbtideError as error:
-            await self._fail(error)
+        with served.in_use():
+            await self._doors.pauses.passed(served.run.run_id)
+            played = self._played = await self._prepared(served, key)
+            await self._doors.pauses.passed(served.run.run_id)  # one that began meanwhile
+            try:
+                with served.counted(played):  # nothing comes between the pauses and this
+                    await played.submit()
+                    await self._send(played, served)
+            except EbbtideError as error:
+                await self._fail(error)
 
-    async def _play(self, served: ServedRun, key: ClientKey) -> PlayedRequest:
+    async def _prepared(self, served: ServedRun, key: ClientKey) -> PlayedRequest:
         if self._request.session_id:
-            return await self._doors.sessions_of(served.source, served.player, key).play(self._request)
-        return await served.player.play(self._request, owner=key.owner)
+            return await self._doors.sessions_of(served.source, served.player, key).prepare(self._request)
+        return await served.player.prepare(self._request, owner=key.owner)
 
     async def _send(self, played: PlayedRequest, served: ServedRun) -> None:
         context = AnswerContext(

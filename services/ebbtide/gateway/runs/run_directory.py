@@ -1,8 +1,8 @@
 """Finds the run that a request belongs to, and keeps open what serving it takes.
 
 Invariant: a run has at most one open lease here, which one task opens while others wait for it. Leases that are lost
-are opened again by the next request; those of runs that nobody asks of are released. Nothing here outlives the process:
-leases expire by themselves.
+are opened again by the next request; those of runs that nobody asks of are released, and a request that waits asks.
+Nothing here outlives the process: leases expire by themselves.
 """
 
 import asyncio
@@ -28,19 +28,39 @@ _FRESH_S: Final = 2.0
 class ServedRun:
     """An open run."""
 
-    def __init__(self, source: HeldSource, player: RequestPlayer, now: float) -> None:
-        self.source, self.player = source, player
-        self.used_at = now
-        self.playing: set[PlayedRequest] = set()
+    def __init__(self, source: HeldSource, player: RequestPlayer, clock: Callable[[], float]) -> None:
+        self.source, self.player, self._clock = source, player, clock
+        self.playing: set[PlayedRequest] = set()  # submitted, or about to be
         self._empty = asyncio.Event()
+        self._users = 0
+        self._used_at = clock()
 
     @property
     def run(self) -> Run:
         return self.source.run
 
+    @property
+    def idle_s(self) -> float:
+        """Seconds since the run was used last; 0 while it is in use."""
+        return 0.0 if self._users else self._clock() - self._used_at
+
+    def touch(self) -> None:
+        """Begin the idle time again."""
+        self._used_at = self._clock()
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Keep the run open inside the block. A request may wait in it, and is not under way yet."""
+        self._users += 1
+        try:
+            yield
+        finally:
+            self._users -= 1
+            self.touch()
+
     @contextmanager
     def counted(self, played: PlayedRequest) -> Iterator[None]:
-        """Count a request as under way inside the block."""
+        """Count a request as under way inside the block, which submits and follows it."""
         self.playing.add(played)
         self._empty.clear()
         try:
@@ -144,7 +164,7 @@ class RunDirectory:
                 task = self._opening[run.run_id] = asyncio.create_task(self._make(run))
                 task.add_done_callback(lambda done: self._opened(run.run_id, done))
             served = await asyncio.shield(task)
-        served.used_at = self._clock()
+        served.touch()
         return served
 
     def _opened(self, run_id: str, task: "asyncio.Task[ServedRun]") -> None:
@@ -156,15 +176,14 @@ class RunDirectory:
         model = await self._catalog.text_model(run)
         source = await self._catalog.open(run)
         player = RequestPlayer(source, model, threads=self._threads, max_prompt_tokens=self._max_prompt_tokens)
-        served = self._served[run.run_id] = ServedRun(source, player, self._clock())
+        served = self._served[run.run_id] = ServedRun(source, player, self._clock)
         log.info("serves a run", run_id=run.run_id)
         return served
 
     async def _release_idle(self) -> None:
-        live, now = {run.run_id for run in self._live()}, self._clock()
+        live = {run.run_id for run in self._live()}
         for run_id, served in list(self._served.items()):
-            idle = not served.playing and now - served.used_at > self._idle_s
-            if served.source.is_lost or run_id not in live or idle:
+            if served.source.is_lost or run_id not in live or served.idle_s > self._idle_s:
                 del self._served[run_id]
                 try:
                     await served.source.release()

@@ -5,13 +5,14 @@ the process ends; a restart loads them again.
 """
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Final
 
 from ebbtide.client import Client
 from ebbtide.client.gateway_lease import GatewayLease
-from ebbtide.errors import InvalidRequest, LeaseSuperseded, NotFound, Unavailable
+from ebbtide.errors import InvalidRequest, LeaseSuperseded, NoCapacity, NotFound, Unavailable
 from ebbtide.gateway.runs.served_model import ServedModel, context_of, load_served_model, read_model_config
 from ebbtide.gateway.text.output_parsers import ParserNames
 from ebbtide.gateway.text.template_sandbox import TemplateSandbox
@@ -19,6 +20,8 @@ from ebbtide.types.rollout import RolloutRequest, TokenChunk
 from ebbtide.types.run import Run
 from ebbtide.types.session import Session, SessionEnd, SessionTurn, TurnPage
 
+#: A request waits so long for room in the run's queue or quota; then its client is told, and may wait by itself.
+_ROOM_S: Final = 10.0
 #: Model folders to keep loaded, 10 to 100 MB each.
 _MOST_MODELS: Final = 64
 #: Coordinators of earlier releases refuse the role.
@@ -28,8 +31,9 @@ _OLDER_COORDINATOR: Final = "the coordinator knows no gateways; upgrade it, and 
 class LeaseSource:
     """A run under a gateway's lease."""
 
-    def __init__(self, client: Client, lease: GatewayLease) -> None:
-        self._client, self._lease = client, lease
+    def __init__(self, client: Client, lease: GatewayLease, *, room_s: float = _ROOM_S) -> None:
+        """`room_s`: how long a submit waits for room."""
+        self._client, self._lease, self._room_s = client, lease, room_s
         self._run: Run | None = None
 
     @property
@@ -49,7 +53,16 @@ class LeaseSource:
         return self._run
 
     async def submit(self, rollouts: Sequence[RolloutRequest]) -> None:
-        await self._lease.submit_rollouts(rollouts)
+        ends = time.monotonic() + self._room_s
+        while True:
+            try:
+                await self._lease.submit_rollouts(rollouts, wait=False)
+            except NoCapacity as error:
+                if time.monotonic() + error.retry_after_s > ends:
+                    raise
+                await asyncio.sleep(error.retry_after_s)
+            else:
+                return
 
     def tokens(self, rollout_id: str) -> AsyncGenerator[TokenChunk, None]:
         return self._lease.tokens(rollout_id)

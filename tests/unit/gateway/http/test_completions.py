@@ -1,5 +1,8 @@
 """/v1/completions: texts and token ids in, texts and token ids out, whole and in events."""
 
+import asyncio
+from collections.abc import Sequence
+
 import httpx
 import httpx2
 import msgspec
@@ -7,7 +10,8 @@ import openai
 import pytest
 from starlette.applications import Starlette
 
-from tests.fakes.scripted_rollouts import ScriptedSource
+from ebbtide.testing import wait_until
+from tests.fakes.scripted_rollouts import ScriptedSource, scripted_run
 from tests.unit.gateway.http.conftest import SECRET
 
 URL = "/v1/completions"
@@ -86,6 +90,20 @@ async def test_each_prompt_has_its_own_completions_in_order(http: httpx.AsyncCli
     assert {chunk["choices"][0]["index"] for chunk in chunks} == {0, 1, 2, 3}
 
 
+@pytest.mark.parametrize("session", [{}, {"X-Session-ID": "s"}])
+async def test_a_repeat_is_answered_though_its_version_is_gone(
+    http: httpx.AsyncClient, source: ScriptedSource, session: dict[str, str]
+) -> None:
+    body, headers = {"prompt": "x", "weight_version": {"exact_version": 3}}, {"X-Request-ID": "same", **session}
+    first = await http.post(URL, json=body, headers=headers)
+    source.run = scripted_run(version=4)
+    again = await http.post(URL, json=body, headers=headers)
+    assert again.status_code == 200
+    assert again.json()["choices"] == first.json()["choices"]
+    for other in ({"X-Request-ID": "another", **session}, session):
+        assert (await http.post(URL, json=body, headers=other)).status_code == 409
+
+
 async def test_a_stop_string_ends_the_text_and_the_rollout(http: httpx.AsyncClient, source: ScriptedSource) -> None:
     source.answer = "The quick brown fox jumps over the lazy dog"
     body = {"prompt": "x", "stop": ["fox j", "lazy"], "max_tokens": 60, "return_token_ids": True}
@@ -95,10 +113,33 @@ async def test_a_stop_string_ends_the_text_and_the_rollout(http: httpx.AsyncClie
     made = source.ids(rollout)[0]
     assert choice["token_ids"] == made[: len(choice["token_ids"])] != made
     assert "fox j" in source.model.text.decode(choice["token_ids"], skip_special=False)
-    assert source.cancelled == [rollout]
+    await wait_until(lambda: source.cancelled == [rollout])
     assert source.submitted[rollout].sampling.stop == ()
     kept = (await http.post(URL, json=body | {"include_stop_str_in_output": True})).json()["choices"][0]
     assert kept["text"] == "The quick brown fox j"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_does_not_wait_until_its_rollout_is_cancelled(
+    http: httpx.AsyncClient, source: ScriptedSource, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    gate, ended, cancel = asyncio.Event(), asyncio.Event(), source.cancel
+
+    async def slowly(rollout_ids: Sequence[str]) -> None:
+        await gate.wait()
+        await cancel(rollout_ids)
+        ended.set()
+
+    monkeypatch.setattr(source, "cancel", slowly)
+    source.answer = "The quick brown fox jumps over the lazy dog"
+    body = {"prompt": "x", "stop": ["fox j"], "max_tokens": 60, "stream": stream}
+    async with asyncio.timeout(60):
+        answer = await http.post(URL, json=body)
+    assert "brown" in answer.text
+    assert source.cancelled == []
+    gate.set()
+    await ended.wait()
+    assert source.cancelled == list(source.submitted)
 
 
 async def test_a_stop_token_is_answered_and_not_shown(http: httpx.AsyncClient, source: ScriptedSource) -> None:

@@ -35,6 +35,23 @@ async def test_a_client_that_cannot_come_back_ends_its_rollouts(
     assert doors.slots.under_way == 0
 
 
+async def test_a_client_that_leaves_during_its_submit_ends_its_rollouts(
+    app: Starlette, source: ScriptedSource, doors: GatewayDoors
+) -> None:
+    source.acknowledges.clear()
+    call = AsgiCall(app, URL, BODY | {"n": 2}, HEADERS)
+    await source.asked.wait()
+    call.leave()
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert source.cancelled == []  # it could overtake the submit
+    source.acknowledges.set()
+    await call.task
+    assert len(source.cancelled) == 2
+    assert sorted(source.cancelled) == sorted(source.submitted)
+    assert doors.slots.under_way == 0
+
+
 @pytest.mark.parametrize("ids", [{"X-Request-ID": "r"}, {"X-Session-ID": "s"}])
 async def test_a_client_that_can_come_back_keeps_its_rollouts(
     app: Starlette, source: ScriptedSource, ids: dict[str, str]

@@ -12,13 +12,19 @@ from ebbtide.auth.reloaded_files import ReloadedFiles
 from ebbtide.auth.role_tokens import key_id, mint
 from ebbtide.auth.roles import TABLE, Role
 from ebbtide.auth.security import TokenCheck
+from ebbtide.errors import Unavailable
 from ebbtide.gateway.access.client_key import KeyRing
+from ebbtide.gateway.generation.request_player import RequestPlayer
+from ebbtide.gateway.generation.text_request import Prompt
 from ebbtide.gateway.http_app import make_app
 from ebbtide.gateway.routes.gateway_doors import GatewayDoors
+from ebbtide.gateway.runs.run_directory import RunDirectory
 from ebbtide.gateway.runs.run_pauses import RunPauses
+from ebbtide.testing import wait_until
 from ebbtide.types.ids import check_id
 from tests.fakes.asgi_call import AsgiCall
-from tests.fakes.scripted_rollouts import ScriptedSource
+from tests.fakes.clocks import SetClock
+from tests.fakes.scripted_rollouts import ScriptedCatalog, ScriptedSource
 from tests.unit.gateway.http.conftest import HEADERS
 
 SIGNER = Ed25519PrivateKey.generate()
@@ -141,6 +147,76 @@ async def test_a_paused_run_holds_back_new_requests(
     assert call.status == 200
 
 
+async def test_a_request_that_waits_keeps_its_run_open(
+    doors: GatewayDoors, catalog: ScriptedCatalog, source: ScriptedSource
+) -> None:
+    clock = SetClock(100.0)
+    directory = RunDirectory(catalog, idle_s=60, clock=clock)
+    doors = msgspec.structs.replace(doors, directory=directory)
+    doors.pauses.pause("spell-1")
+    call = AsgiCall(make_app(doors), "/v1/completions", BODY, HEADERS)
+    await wait_until(lambda: bool(catalog.opened))
+    for _ in range(50):
+        await asyncio.sleep(0)
+    clock.now += 61
+    await directory.refresh()
+    assert not source.released
+    doors.pauses.resume("spell-1")
+    await call.task
+    assert call.status == 200
+    clock.now += 59
+    await directory.refresh()
+    assert not source.released
+    clock.now += 2
+    await directory.refresh()
+    assert source.released
+
+
+async def test_a_pause_holds_back_a_request_that_is_being_encoded(
+    app: Starlette, http: httpx.AsyncClient, source: ScriptedSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encodes, encoded, gate = asyncio.Event(), RequestPlayer.encoded, asyncio.Event()
+
+    async def slowly(player: RequestPlayer, prompt: Prompt, field: str, owner: str) -> list[int]:
+        encodes.set()
+        await gate.wait()
+        return await encoded(player, prompt, field, owner)
+
+    monkeypatch.setattr(RequestPlayer, "encoded", slowly)
+    call = AsgiCall(app, "/v1/completions", BODY, HEADERS)
+    await encodes.wait()
+    assert (await http.post("/pause?mode=wait")).json()["under_way"] == 0
+    gate.set()
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert source.submitted == {}
+    await http.post("/resume")
+    await call.task
+    assert call.status == 200
+
+
+@pytest.mark.parametrize("mode", ["wait", "abort"])
+async def test_a_pause_deals_with_requests_that_are_being_submitted(
+    app: Starlette, http: httpx.AsyncClient, source: ScriptedSource, mode: str
+) -> None:
+    source.gate.clear()
+    source.acknowledges.clear()
+    call = AsgiCall(app, "/v1/completions", BODY, HEADERS)
+    await source.asked.wait()
+    pausing = asyncio.create_task(http.post(f"/pause?mode={mode}"))
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert not pausing.done()
+    source.acknowledges.set()
+    await source.first.wait()
+    if mode == "abort":
+        await pausing
+        assert source.cancelled == list(source.submitted)
+    source.gate.set()
+    await pausing
+    await call.task
+
+
 @pytest.mark.parametrize("mode", ["wait", "abort"])
 async def test_a_pause_deals_with_requests_under_way(
     app: Starlette, http: httpx.AsyncClient, source: ScriptedSource, mode: str
@@ -157,6 +233,22 @@ async def test_a_pause_deals_with_requests_under_way(
     assert (await pausing).status_code == 200
     await call.task
     assert (await http.post("/pause?mode=never")).status_code == 400
+
+
+async def test_a_request_that_a_pause_holds_back_is_refused_when_the_gateway_leaves(
+    app: Starlette, doors: GatewayDoors, source: ScriptedSource
+) -> None:
+    doors.pauses.pause("spell-1")
+    call = AsgiCall(app, "/v1/completions", BODY, HEADERS)
+    for _ in range(50):
+        await asyncio.sleep(0)
+    doors.pauses.close()
+    await call.task
+    assert call.status == 503
+    assert b"shutting down" in call.body
+    assert source.submitted == {}
+    with pytest.raises(Unavailable):
+        await doors.pauses.passed("spell-1")
 
 
 async def test_a_pause_ends_by_itself() -> None:

@@ -235,6 +235,19 @@ async def test_a_reward_stops_what_is_under_way_and_counts_it_as_far_as_it_came(
     assert len(made.tokens) == source.chunk * TOKEN.itemsize
 
 
+async def test_a_submit_that_waits_holds_no_other_request_of_its_session_back(
+    agent: Agent, source: ScriptedSource
+) -> None:
+    source.acknowledges.clear()
+    asking = asyncio.create_task(agent.post([user("Hi")]))
+    await source.asked.wait()
+    async with asyncio.timeout(60):
+        assert len((await agent.trace())["turns"]) == 1
+    assert not asking.done()
+    source.acknowledges.set()
+    assert (await asking).status_code == 200
+
+
 async def test_only_runs_that_take_sessions_take_rewards_and_only_of_groups(
     agent: Agent, source: ScriptedSource
 ) -> None:
