@@ -235,6 +235,27 @@ async def test_a_session_that_nobody_goes_on_with_is_dropped_after_its_time(clus
     assert "submitted" not in counters
 
 
+async def test_a_session_stays_while_one_of_its_rollouts_waits_or_generates(cluster: Any) -> None:
+    await cluster.run()
+    worker = await cluster.worker("w1", slots=1)
+    async with gateway(cluster) as lease:
+        await lease.open_session("s", OWNER)
+        await lease.add_turn("s", OWNER, turn("t1", "going", "waiting"))
+        await lease.submit_rollouts([asked("going"), asked("waiting")])
+        await worker.has("going")
+        await pass_time(cluster, 3700)
+        found = (await lease.read_turns("s", OWNER)).session
+        assert (found.state, found.idle_s) == (OPEN, pytest.approx(0, abs=10))
+        await worker.add("going", 0, 4, STOP)
+        await worker.has("waiting")
+        await pass_time(cluster, 3700)
+        assert (await lease.read_turns("s", OWNER)).session.state is OPEN
+        await worker.add("waiting", 0, 4, STOP)
+        assert (await answer(lease, "waiting"))[0] == tokens(0, 4)
+        await pass_time(cluster, 3700)
+        assert (await lease.read_turns("s", OWNER)).session.drop_reason == "abandoned"
+
+
 async def test_a_rollout_is_of_one_turn(cluster: Any) -> None:
     await cluster.run()
     async with gateway(cluster) as lease:

@@ -290,6 +290,14 @@ local function session_row(id, owner)
   return {id, r[1], r[2], r[3], r[4], tonumber(r[5]), now - tonumber(r[6]), now - tonumber(last or now), r[7]}
 end
 
+-- Whether a rollout of an open session is queued or running.
+local function has_open_rollout(id)
+  for _, rollout in ipairs(redis.call('LRANGE', KEPT .. id, 0, -1)) do
+    if redis.call('ZSCORE', OPEN, rollout) then return true end
+  end
+  return false
+end
+
 -- Ends an open session, and has its rollouts deleted. Open ones are cancelled first: {id, attempt or ''} of each, in turn, are
 -- appended to `out`. Its record stays for a while.
 local function end_session(id, state, reason, out)
