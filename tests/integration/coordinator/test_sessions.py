@@ -269,6 +269,53 @@ async def test_a_rollout_is_of_one_turn(cluster: Any) -> None:
             await lease.add_turn("s", OWNER, turn("t2", "b", "b"))
 
 
+async def test_a_turn_takes_no_rollout_that_was_submitted_before(cluster: Any) -> None:
+    run = await cluster.run()
+    await run.submit("training")
+    async with gateway(cluster) as lease:
+        for name in ("s", "former"):
+            await lease.open_session(name, OWNER)
+        await lease.submit_rollouts([asked("of-another-owner")])
+        await lease.add_turn("former", OWNER, turn("t1", "gone"))
+        await lease.end_session(drop("former", "done"))
+        for rollout_id in ("training", "of-another-owner", "gone"):
+            with pytest.raises(AlreadyExists, match=f"rollout {rollout_id} was submitted before its turn"):
+                await lease.add_turn("s", OWNER, turn("t1", "new", rollout_id))
+        assert (await lease.add_turn("s", OWNER, turn("t1", "new"))).number == 1
+
+
+async def test_a_turn_cannot_bar_a_training_rollout_that_is_submitted_later(cluster: Any) -> None:
+    run = await cluster.run()
+    async with gateway(cluster) as lease:
+        for name in ("s", "open"):
+            await lease.open_session(name, OWNER)
+        await lease.add_turn("s", OWNER, turn("t1", "e1.0"))
+        await lease.end_session(drop("s", "done"))
+        await lease.add_turn("open", OWNER, turn("t1", "e2.0"))
+        assert await run.submit("e1.0", "e2.0") == [1, 1]
+        await lease.end_session(drop("open", "done"))
+        await cluster.coordinator.retention.round()
+        assert await lease.submit_rollouts([asked("q-1")]) == [ACCEPTED]
+    assert await run.count("queued") == 3
+
+
+async def test_trajectories_that_come_ahead_are_within_the_quota_and_again_cost_nothing(cluster: Any) -> None:
+    run = await cluster.run(quota_bytes=1 << 20)
+    long = [
+        msgspec.structs.replace(branch(f"s.{n}", 1), tokens=tokens(0, 40_000), loss_mask=bytes(40_000)) for n in (0, 1)
+    ]
+    async with gateway(cluster) as lease:
+        await lease.open_session("s", OWNER)
+        await lease.add_turn("s", OWNER, turn("t1", "a", "b"))
+        ahead = [SessionEnd(session_id="s", owner=OWNER, trajectories=(one,), more=True) for one in long]
+        await lease.end_session(ahead[0])
+        assert (await lease.end_session(ahead[0])).state is OPEN
+        with pytest.raises(NoCapacity, match="of its quota_bytes"):
+            await lease.end_session(ahead[1])
+        assert (await lease.end_session(drop("s", "too_large"))).state is DROPPED
+    assert await run.count("bytes") < 10_000
+
+
 async def test_sessions_take_of_the_runs_quota_and_give_it_back(cluster: Any) -> None:
     run = await cluster.run(quota_bytes=1 << 20)
     async with gateway(cluster) as lease:

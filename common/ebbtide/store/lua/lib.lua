@@ -184,9 +184,11 @@ local function mark_gone(mark)
   if redis.call('ZADD', GONE, age(), mark) == 1 then count('bytes', MARK_BYTES) end
 end
 
--- Whether a rollout that is not here is known to be over.
-local function is_over(id)
-  return redis.call('SISMEMBER', DONE, 'r:' .. id) == 1 or redis.call('ZSCORE', GONE, 'r:' .. id) and true
+-- Whether a rollout that is not here is known to be over. Marks of gone requests are made of the ids that gateways chose, so they bar
+-- requests alone; nil for any `kind`.
+local function is_over(id, kind)
+  if redis.call('SISMEMBER', DONE, 'r:' .. id) == 1 then return true end
+  return (kind or 'request') == 'request' and redis.call('ZSCORE', GONE, 'r:' .. id) and true
 end
 
 -- Marks a rollout (`r:ID`) or an episode (`e:ID`) as over. Marks beyond what is kept go, but for new ones and those of steps that are
