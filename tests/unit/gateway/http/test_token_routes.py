@@ -1,9 +1,16 @@
 """Routes that take token ids: /inference/v1/generate, SGLang's /generate, and /tokenize."""
 
+import json
 from itertools import pairwise
+from unittest.mock import Mock
 
 import httpx
+import numpy as np
 
+from ebbtide.gateway.dialects.dialect import AnswerContext
+from ebbtide.gateway.dialects.tokens.sglang import SglangDialect
+from ebbtide.gateway.generation.choice_delta import ChoiceDelta, ChoiceFinish
+from ebbtide.types.tokens import TOKEN
 from tests.fakes.scripted_rollouts import ScriptedSource, scripted_run
 from tests.unit.gateway.http.test_completions import events
 
@@ -63,6 +70,21 @@ async def test_sglang_streams_all_of_the_text_each_time(http: httpx.AsyncClient)
     texts = [chunk["text"] for chunk in chunks]
     assert texts[-1] == "Hello world"
     assert all(later.startswith(earlier) for earlier, later in pairwise(texts))
+
+
+async def test_sglangs_events_together_grow_with_the_answer_and_not_with_its_square() -> None:
+    asked = SglangDialect().read({"input_ids": [1], "stream": True, "return_logprob": True})
+    played = Mock(prompt_of=lambda _index: [1])
+    answer = asked.answer(AnswerContext(request_id="r", created=0, played=played, token_text=str))
+    token, length = np.array([(7, -0.5, 3)], dtype=TOKEN), 5_000
+    deltas = [ChoiceDelta(index=0, tokens=token, text="x") for _ in range(length)]
+    sent = [answer.events(delta) for delta in deltas]
+    last = answer.events(ChoiceDelta(index=0, tokens=token, text="y", finish=ChoiceFinish(reason="stop")))
+    assert all(sent[:64]), "the first ones come as they are made"
+    assert sum(map(len, sent)) < 40 * len(last)
+    found = json.loads(last.removeprefix(b"data: "))
+    assert found["text"] == "x" * length + "y"
+    assert len(found["output_ids"]) == len(found["meta_info"]["output_token_logprobs"]) == length + 1
 
 
 async def test_sglang_answers_a_list_for_a_list(http: httpx.AsyncClient, source: ScriptedSource) -> None:
