@@ -1,15 +1,19 @@
 """Routes that take token ids: /inference/v1/generate, SGLang's /generate, and /tokenize."""
 
 import json
+import threading
 from itertools import pairwise
 from unittest.mock import Mock
 
 import httpx
 import numpy as np
+import pytest
 
+from ebbtide.gateway.access.request_limits import RequestLimits
 from ebbtide.gateway.dialects.dialect import AnswerContext
 from ebbtide.gateway.dialects.tokens.sglang import SglangDialect
 from ebbtide.gateway.generation.choice_delta import ChoiceDelta, ChoiceFinish
+from ebbtide.gateway.runs.served_model import ServedModel
 from ebbtide.types.tokens import TOKEN
 from tests.fakes.scripted_rollouts import ScriptedSource, scripted_run
 from tests.unit.gateway.http.test_completions import events
@@ -106,6 +110,25 @@ async def test_a_text_and_a_chat_are_tokenized_as_they_would_be_sent(
     tokens = (await http.post("/tokenize", json=chat)).json()["tokens"]
     whole = (await http.post("/v1/chat/completions", json=chat | {"return_token_ids": True})).json()
     assert tokens == whole["prompt_token_ids"]
+
+
+async def test_a_text_is_tokenized_up_to_the_length_of_a_prompt_and_away_from_the_event_loop(
+    http: httpx.AsyncClient, source: ScriptedSource, limits: RequestLimits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = set[threading.Thread]()
+
+    def token_text(_model: ServedModel, _token: int) -> str:
+        threads.add(threading.current_thread())
+        return "?"
+
+    monkeypatch.setattr(ServedModel, "token_text", token_text)
+    asked = {"prompt": "the dog", "return_token_strs": True}
+    assert (await http.post("/tokenize", json=asked)).status_code == 200
+    assert threads
+    assert threading.main_thread() not in threads
+    answer = await http.post("/tokenize", json=asked | {"prompt": "the dog " * limits.prompt_tokens})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "prompt"
 
 
 async def test_a_version_that_is_not_there_is_a_conflict_to_be_retried(
