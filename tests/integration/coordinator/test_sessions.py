@@ -235,6 +235,28 @@ async def test_a_session_that_nobody_goes_on_with_is_dropped_after_its_time(clus
     assert "submitted" not in counters
 
 
+async def test_a_session_stays_while_one_of_its_rollouts_waits_or_generates(cluster: Any) -> None:
+    await cluster.run()
+    worker = await cluster.worker("w1", slots=1)
+    async with gateway(cluster) as lease:
+        await lease.open_session("s", OWNER)
+        await lease.add_turn("s", OWNER, turn("t1", "going", "waiting"))
+        await lease.submit_rollouts([asked("going"), asked("waiting")])
+        await worker.has("going")
+        await pass_time(cluster, 3700)
+        found = (await lease.read_turns("s", OWNER)).session
+        assert found.state is OPEN
+        assert found.idle_s == pytest.approx(0, abs=10)
+        await worker.add("going", 0, 4, STOP)
+        await worker.has("waiting")
+        await pass_time(cluster, 3700)
+        assert (await lease.read_turns("s", OWNER)).session.state is OPEN
+        await worker.add("waiting", 0, 4, STOP)
+        assert (await answer(lease, "waiting"))[0] == tokens(0, 4)
+        await pass_time(cluster, 3700)
+        assert (await lease.read_turns("s", OWNER)).session.drop_reason == "abandoned"
+
+
 async def test_a_rollout_is_of_one_turn(cluster: Any) -> None:
     await cluster.run()
     async with gateway(cluster) as lease:
@@ -246,6 +268,53 @@ async def test_a_rollout_is_of_one_turn(cluster: Any) -> None:
                 await lease.add_turn(session_id, OWNER, turn("t2", "b", "a"))
         with pytest.raises(InvalidRequest, match=r"rollout_ids\[1\]: names b twice"):
             await lease.add_turn("s", OWNER, turn("t2", "b", "b"))
+
+
+async def test_a_turn_takes_no_rollout_that_was_submitted_before(cluster: Any) -> None:
+    run = await cluster.run()
+    await run.submit("training")
+    async with gateway(cluster) as lease:
+        for name in ("s", "former"):
+            await lease.open_session(name, OWNER)
+        await lease.submit_rollouts([asked("of-another-owner")])
+        await lease.add_turn("former", OWNER, turn("t1", "gone"))
+        await lease.end_session(drop("former", "done"))
+        for rollout_id in ("training", "of-another-owner", "gone"):
+            with pytest.raises(AlreadyExists, match=f"rollout {rollout_id} was submitted before its turn"):
+                await lease.add_turn("s", OWNER, turn("t1", "new", rollout_id))
+        assert (await lease.add_turn("s", OWNER, turn("t1", "new"))).number == 1
+
+
+async def test_a_turn_cannot_bar_a_training_rollout_that_is_submitted_later(cluster: Any) -> None:
+    run = await cluster.run()
+    async with gateway(cluster) as lease:
+        for name in ("s", "open"):
+            await lease.open_session(name, OWNER)
+        await lease.add_turn("s", OWNER, turn("t1", "e1.0"))
+        await lease.end_session(drop("s", "done"))
+        await lease.add_turn("open", OWNER, turn("t1", "e2.0"))
+        assert await run.submit("e1.0", "e2.0") == [1, 1]
+        await lease.end_session(drop("open", "done"))
+        await cluster.coordinator.retention.round()
+        assert await lease.submit_rollouts([asked("q-1")]) == [ACCEPTED]
+    assert await run.count("queued") == 3
+
+
+async def test_trajectories_that_come_ahead_are_within_the_quota_and_again_cost_nothing(cluster: Any) -> None:
+    run = await cluster.run(quota_bytes=1 << 20)
+    long = [
+        msgspec.structs.replace(branch(f"s.{n}", 1), tokens=tokens(0, 40_000), loss_mask=bytes(40_000)) for n in (0, 1)
+    ]
+    async with gateway(cluster) as lease:
+        await lease.open_session("s", OWNER)
+        await lease.add_turn("s", OWNER, turn("t1", "a", "b"))
+        ahead = [SessionEnd(session_id="s", owner=OWNER, trajectories=(one,), more=True) for one in long]
+        await lease.end_session(ahead[0])
+        assert (await lease.end_session(ahead[0])).state is OPEN
+        with pytest.raises(NoCapacity, match="of its quota_bytes"):
+            await lease.end_session(ahead[1])
+        assert (await lease.end_session(drop("s", "too_large"))).state is DROPPED
+    assert await run.count("bytes") < 10_000
 
 
 async def test_sessions_take_of_the_runs_quota_and_give_it_back(cluster: Any) -> None:

@@ -97,6 +97,14 @@ def test_while_acknowledgements_are_late_only_some_interactive_messages_wait_for
     assert outbox.due == pytest.approx(4.1), "a quarter of the lag"
 
 
+def test_however_late_acknowledgements_are_interactive_tokens_wait_no_longer_than_a_batch_interval(
+    outbox: Outbox,
+) -> None:
+    outbox.lag = 40.0
+    outbox.append("chat", tokens(1, 1), 4.01)
+    assert outbox.due == pytest.approx(4.25)
+
+
 def test_a_longer_interval_is_for_interactive_rollouts_alone_and_never_longer_than_that_of_others(
     outbox: Outbox,
 ) -> None:

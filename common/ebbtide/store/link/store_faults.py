@@ -25,6 +25,7 @@ class StoreRefused(Exception):
 _REFUSALS: Final = frozenset({
     "NORUN", "ENDED", "LEASE", "TAKEN", "HELD", "UNSETTLED", "LIVE", "UNRESERVED", "OLD", "QUOTA", "QUEUE", "OPEN",
     "UNKNOWN", "TRAJECTORY", "KIND", "GATEWAYS", "SESSION", "OVER", "TURNS", "ROLLOUT", "COUNTED",
+    "KNOWN",
 })  # fmt: skip
 _REMEDIES: Final = {
     "OOM": "is full (maxmemory); raise maxmemory, or let trainers commit and acknowledge so that it empties",

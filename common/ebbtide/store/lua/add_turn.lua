@@ -17,6 +17,8 @@ if row[6] >= tonumber(ARGV[9]) or redis.call('LLEN', KEPT .. id) + rollouts > to
 end
 for at = 11, #ARGV do
   if redis.call('HEXISTS', KEPT_BY, ARGV[at]) == 1 then return refuse('ROLLOUT', tostring(at - 11)) end
+  -- A turn comes before its rollouts, so any that is here, or was, is another's.
+  if redis.call('EXISTS', ROLLOUT .. ARGV[at]) == 1 or is_over(ARGV[at]) then return refuse('KNOWN', tostring(at - 11)) end
 end
 local bytes = #ARGV[7] + TURN_BYTES + rollouts * KEPT_BYTES
 local full = beyond_quota(bytes, ARGV[8], ARGV[2]); if full then return full end

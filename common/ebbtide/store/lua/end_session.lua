@@ -1,5 +1,5 @@
 -- ARGV: term, role, fence, session, owner, drop reason ('' if it becomes trajectories), record ('' to leave it), '1' if more trajectories
--- follow in another call, then episode, packed trajectory, number of rollouts that it counts for of each. Ends a session, once: from
+-- follow in another call, quota in bytes, then episode, packed trajectory, number of rollouts that it counts for of each. Ends a session, once: from
 -- here on these rollouts count as training ones. If more follow, the trajectories are kept until then. Returns {its row, then id,
 -- attempt or '' of each rollout that was open, in turn}.
 local bad = barred(ARGV[1], ARGV[2], ARGV[3]); if bad then return bad end
@@ -9,11 +9,10 @@ if not row then return refuse('SESSION') end
 if row[4] ~= 'open' then return {row} end
 if ARGV[8] == '1' then
   local bytes = 0
-  for at = 9, #ARGV, 3 do
-    local branch = ARGV[at + 2] .. ' ' .. ARGV[at + 1]
-    bytes = bytes + #branch - redis.call('HSTRLEN', branches, ARGV[at])
-    redis.call('HSET', branches, ARGV[at], branch)
-  end
+  local function branch(at) return ARGV[at + 2] .. ' ' .. ARGV[at + 1] end
+  for at = 10, #ARGV, 3 do bytes = bytes + #branch(at) - redis.call('HSTRLEN', branches, ARGV[at]) end
+  local full = bytes > 0 and beyond_quota(bytes, ARGV[9], ARGV[2]); if full then return full end
+  for at = 10, #ARGV, 3 do redis.call('HSET', branches, ARGV[at], branch(at)) end
   redis.call('HINCRBY', SESSION .. id, 'held', bytes)
   redis.call('ZADD', IDLE, age(), id)
   count('bytes', bytes)
@@ -28,7 +27,7 @@ if ARGV[6] == '' then
     made[before[i]] = {tonumber(n), data}
   end
 end
-for at = 9, #ARGV, 3 do made[ARGV[at]] = {tonumber(ARGV[at + 2]), ARGV[at + 1]} end
+for at = 10, #ARGV, 3 do made[ARGV[at]] = {tonumber(ARGV[at + 2]), ARGV[at + 1]} end
 for name, branch in pairs(made) do
   names[#names + 1] = name
   counted = counted + branch[1]

@@ -1,5 +1,5 @@
 -- ARGV: term, ms that finished requests and ended sessions are kept, and the marks of both, ms after which an unused session is dropped, most of each at once.
--- Deletes what is due. Returns {how many were due, 1 if requests or sessions are left, then id, attempt or '' of each rollout that was open, in turn}.
+-- Deletes what is due; a session with an open rollout is in use, and counts as used now. Returns {how many were due, 1 if requests or sessions are left, then id, attempt or '' of each rollout that was open, in turn}.
 local MOST_SESSIONS = 4  -- each may have thousands of rollouts
 local bad = barred(ARGV[1]); if bad then return bad end
 local out, due = {0, 0}, 0
@@ -9,8 +9,13 @@ for _, id in ipairs(older(REQUESTS, ARGV[2], ARGV[4])) do
   due = due + 1
 end
 for _, id in ipairs(older(IDLE, ARGV[3], MOST_SESSIONS)) do
-  end_session(id, 'dropped', 'abandoned', out)
-  count('sessions_abandoned', 1)
+  if has_open_rollout(id) then  -- its client still gets an answer, or waits for one
+    redis.call('ZREM', IDLE, id)  -- first: a store that is out of memory allows it, and then the next
+    redis.call('ZADD', IDLE, age(), id)
+  else
+    end_session(id, 'dropped', 'abandoned', out)
+    count('sessions_abandoned', 1)
+  end
   due = due + 1
 end
 for _, id in ipairs(older(OVER, ARGV[2], ARGV[4])) do

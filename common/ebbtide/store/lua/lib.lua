@@ -184,9 +184,11 @@ local function mark_gone(mark)
   if redis.call('ZADD', GONE, age(), mark) == 1 then count('bytes', MARK_BYTES) end
 end
 
--- Whether a rollout that is not here is known to be over.
-local function is_over(id)
-  return redis.call('SISMEMBER', DONE, 'r:' .. id) == 1 or redis.call('ZSCORE', GONE, 'r:' .. id) and true
+-- Whether a rollout that is not here is known to be over. Marks of gone requests are made of the ids that gateways chose, so they bar
+-- requests alone; nil for any `kind`.
+local function is_over(id, kind)
+  if redis.call('SISMEMBER', DONE, 'r:' .. id) == 1 then return true end
+  return (kind or 'request') == 'request' and redis.call('ZSCORE', GONE, 'r:' .. id) and true
 end
 
 -- Marks a rollout (`r:ID`) or an episode (`e:ID`) as over. Marks beyond what is kept go, but for new ones and those of steps that are
@@ -288,6 +290,14 @@ local function session_row(id, owner)
   local last = redis.call('ZSCORE', r[3] == 'open' and IDLE or OVER, id)
   local now = tonumber(age())
   return {id, r[1], r[2], r[3], r[4], tonumber(r[5]), now - tonumber(r[6]), now - tonumber(last or now), r[7]}
+end
+
+-- Whether a rollout of an open session is queued or running.
+local function has_open_rollout(id)
+  for _, rollout in ipairs(redis.call('LRANGE', KEPT .. id, 0, -1)) do
+    if redis.call('ZSCORE', OPEN, rollout) then return true end
+  end
+  return false
 end
 
 -- Ends an open session, and has its rollouts deleted. Open ones are cancelled first: {id, attempt or ''} of each, in turn, are

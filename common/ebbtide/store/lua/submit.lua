@@ -19,7 +19,7 @@ for at = 10, #ARGV, 6 do
   local known = have[1] or seen[id]
   if known and known ~= digest then return refuse('TAKEN', tostring((at - 10) / 6)) end
   if known then out[#out + 1] = {2, have[2] or 'queued'}
-  elseif past or is_over(id) then out[#out + 1] = {3, ''}
+  elseif past or is_over(id, ARGV[at + 2]) then out[#out + 1] = {3, ''}
   else
     seen[id] = digest
     bytes = bytes + #ARGV[at + 4]

@@ -57,7 +57,7 @@ class SessionTopic(Topic):
         self, lease: LeaseRef, session_id: str, owner: str, turn: SessionTurn, *, quota_bytes: int
     ) -> SessionTurn:
         """Add a turn, or return the one of this request. Raises `NotReady` (the session has ended), `NoCapacity`, and
-        `AlreadyExists` for a rollout of another turn.
+        `AlreadyExists` for a rollout of another turn, or one that was submitted before.
         """
         about = session_id, owner, turn.request_id, pack(turn), quota_bytes, MAX_TURNS, MAX_SESSION_ROLLOUTS
         try:
@@ -66,6 +66,9 @@ class SessionTopic(Topic):
             if refused.code == "ROLLOUT":
                 rollout = turn.rollout_ids[int(refused.detail)]
                 raise AlreadyExists(f"rollout {rollout} is of another turn; choose another id") from None
+            if refused.code == "KNOWN":
+                rollout = turn.rollout_ids[int(refused.detail)]
+                raise AlreadyExists(f"rollout {rollout} was submitted before its turn; choose another id") from None
             raise _refusal(refused, session_id, quota_bytes) from None
 
     async def read_turns(self, lease: LeaseRef, session_id: str, owner: str, after: int) -> TurnPage:
@@ -79,19 +82,20 @@ class SessionTopic(Topic):
             session=_session(lease.run_id, row), turns=tuple(_turn(*turn) for turn in turns), more=bool(more)
         )
 
-    async def end(self, lease: LeaseRef, how: SessionEnd) -> EndedSession:
+    async def end(self, lease: LeaseRef, how: SessionEnd, *, quota_bytes: int) -> EndedSession:
         """End a session, or return how it ended. If more trajectories follow, it stays open, and these are kept. Raises
-        `InvalidRequest` if all of them count for more rollouts than it has.
+        `InvalidRequest` if all of them count for more rollouts than it has, and `NoCapacity` if more follow and the
+        quota does not hold these.
         """
         branches = [part for one in how.trajectories for part in (one.episode_id, pack(one), one.rollouts)]
-        about = how.session_id, how.owner, how.drop_reason, how.record, int(how.more)
+        about = how.session_id, how.owner, how.drop_reason, how.record, int(how.more), quota_bytes
         try:
             row, *ended = await self._leased("end_session", lease, *about, *branches)
         except StoreRefused as refused:
             if refused.code == "COUNTED":
                 text = f"count for more rollouts than the session has ({refused.detail})"
                 raise InvalidRequest(text, field="trajectories") from None
-            raise _refusal(refused, how.session_id) from None
+            raise _refusal(refused, how.session_id, quota_bytes) from None
         return EndedSession(_session(lease.run_id, row), text_pairs(ended))
 
     async def page(self, lease: LeaseRef, owner: str, cursor: float) -> tuple[list[tuple[int, Session]], int]:

@@ -48,7 +48,7 @@ class SessionService:
 
     async def add_turn(self, lease: LeaseRef, session_id: str, owner: str, turn: SessionTurn) -> SessionTurn:
         """Add a turn, or return that of the same request. Raises `NotReady` after the session's end, `NoCapacity`, and
-        `AlreadyExists` for another turn's rollout.
+        `AlreadyExists` for a rollout of another turn, or one that was submitted before.
         """
         _check_writer(lease)
         _check_session(session_id, owner)
@@ -69,7 +69,7 @@ class SessionService:
 
     async def end(self, lease: LeaseRef, how: SessionEnd) -> Session:
         """End a session as trajectories or dropped, or return how it ended. Its rollouts stop, and are deleted. While
-        more trajectories follow, it stays open.
+        more trajectories follow, it stays open; raises `NoCapacity` if the quota does not hold them.
         """
         _check_writer(lease)
         _check_session(how.session_id, how.owner)
@@ -79,7 +79,7 @@ class SessionService:
 
     async def _end(self, run: RunState, lease: LeaseRef, how: SessionEnd) -> Session:
         with in_doubt(self._state, NotFound, InvalidRequest):
-            done = await self._store.sessions.end(lease, how)
+            done = await self._store.sessions.end(lease, how, quota_bytes=run.spec.quota_bytes)
         if done.session.state is not SessionState.OPEN:
             self._retention.forget(run, done.ended)
             run.forget_episode(how.session_id)

@@ -1,11 +1,19 @@
-"""Shapes sessions and their traces as JSON: ids, logprobs, masks and versions, by turn and by branch."""
+"""Shapes sessions and their traces as JSON: ids, logprobs, masks and versions, by turn and by branch.
 
-from typing import Any
+Traces may be long. So call these in a thread: they encode each turn and branch by itself, and the event loop gets its
+turn in between.
+"""
+
+from typing import Any, Final
+
+import msgspec
 
 from ebbtide.gateway.dialects.token_shapes import logprobs_of, version_spans
 from ebbtide.gateway.episodes.session_player import names_of
 from ebbtide.gateway.sessions.session_trace import BranchTrace, CompletionTrace, SessionTrace, TurnTrace
 from ebbtide.types.session import Session
+
+_encoder: Final = msgspec.json.Encoder()
 
 
 def session_head(session: Session) -> dict[str, Any]:
@@ -29,8 +37,8 @@ def session_head(session: Session) -> dict[str, Any]:
 def trace_body(trace: SessionTrace) -> dict[str, Any]:
     """All tokens of a session."""
     return {
-        "turns": [turn_body(turn) for turn in trace.turns],
-        "branches": [_branch(branch) for branch in trace.branches],
+        "turns": [_encoded(turn_body(turn)) for turn in trace.turns],
+        "branches": [_encoded(_branch(branch)) for branch in trace.branches],
         "unmatched_tokens": trace.unmatched,
         "unknown_answers": trace.unknown,
     }
@@ -51,18 +59,24 @@ def turn_body(turn: TurnTrace) -> dict[str, Any]:
     }
 
 
-def completion_bodies(trace: SessionTrace) -> list[dict[str, Any]]:
+def completion_bodies(trace: SessionTrace) -> list[msgspec.Raw]:
     """All completions in the order of their turns, each with its whole prompt."""
     return [
-        {
-            "turn": turn.turn.number,
-            "prompt_token_ids": turn.prompt_ids.tolist(),
-            "prompt_mask": turn.sampled.tolist(),
-            **_completion(one),
-        }
+        _encoded(
+            {
+                "turn": turn.turn.number,
+                "prompt_token_ids": turn.prompt_ids.tolist(),
+                "prompt_mask": turn.sampled.tolist(),
+                **_completion(one),
+            }
+        )
         for turn in trace.turns
         for one in turn.completions
     ]
+
+
+def _encoded(body: dict[str, Any]) -> msgspec.Raw:
+    return msgspec.Raw(_encoder.encode(body))
 
 
 def _completion(one: CompletionTrace) -> dict[str, Any]:

@@ -33,6 +33,7 @@ class ChoiceResult:
     def __init__(self, index: int) -> None:
         self.index = index
         self.finish: ChoiceFinish | None = None
+        self.count = 0  # of tokens
         self._texts: list[str] = []
         self._reasonings: list[str] = []
         self._tokens: list[TokenArray] = []
@@ -42,6 +43,7 @@ class ChoiceResult:
         self._texts.append(delta.text)
         self._reasonings.append(delta.reasoning)
         self._tokens.append(delta.tokens)
+        self.count += len(delta.tokens)
         for part in delta.tool_calls:
             while len(self._calls) <= part.index:
                 self._calls.append({"id": "", "name": "", "arguments": ""})

@@ -31,12 +31,17 @@ def encode_prompt(prompt: Prompt, model: TextModel) -> list[int]:
             return model.encode(text, special=prompt.special)
 
 
+def check_length(ids: Sequence[int], *, max_prompt_tokens: int, field: str) -> None:
+    """Raise `InvalidRequest` for more tokens than a gateway takes in a prompt. `max_prompt_tokens` 0: no bound."""
+    if max_prompt_tokens and len(ids) > max_prompt_tokens:
+        raise InvalidRequest(f"has {len(ids)} tokens, more than this gateway's {max_prompt_tokens}", field=field)
+
+
 def check_prompt(ids: Sequence[int], model: TextModel, *, max_prompt_tokens: int, field: str) -> None:
     """Raise `InvalidRequest` for a prompt that no worker could continue. `max_prompt_tokens` 0: no bound."""
     if not ids:
         raise InvalidRequest("holds no token; there must be something to continue", field=field)
-    if max_prompt_tokens and len(ids) > max_prompt_tokens:
-        raise InvalidRequest(f"has {len(ids)} tokens, more than this gateway's {max_prompt_tokens}", field=field)
+    check_length(ids, max_prompt_tokens=max_prompt_tokens, field=field)
     if len(ids) >= model.context:
         raise InvalidRequest(
             f"has {len(ids)} tokens, which leaves no room in the model's context of {model.context}", field=field

@@ -12,7 +12,7 @@ from typing import Final
 from ebbtide.errors import InvalidRequest, NotFound
 from ebbtide.gateway.generation.choice_text import ChoiceText
 from ebbtide.gateway.generation.played_request import PlayedRequest
-from ebbtide.gateway.generation.prompt_encoding import check_prompt, encode_prompt, sampling_of
+from ebbtide.gateway.generation.prompt_encoding import check_length, check_prompt, encode_prompt, sampling_of
 from ebbtide.gateway.generation.prompt_threads import PromptThreads
 from ebbtide.gateway.generation.request_fields import prompt_field
 from ebbtide.gateway.generation.rollout_source import RolloutSource
@@ -87,6 +87,10 @@ class RequestPlayer:
     def check_ids(self, ids: Sequence[int], field: str) -> None:
         """Raise `InvalidRequest` naming the field for a prompt that the model cannot continue."""
         check_prompt(ids, self.model, max_prompt_tokens=self._max_prompt_tokens, field=field)
+
+    def check_length(self, ids: Sequence[int], field: str) -> None:
+        """Raise `InvalidRequest` naming the field for more tokens than this gateway takes in a prompt."""
+        check_length(ids, max_prompt_tokens=self._max_prompt_tokens, field=field)
 
     async def encoded(self, prompt: Prompt, field: str, owner: str) -> list[int]:
         """The token ids of a prompt that the model can continue. Raises `InvalidRequest` naming the field."""

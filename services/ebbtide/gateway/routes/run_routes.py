@@ -53,8 +53,14 @@ class RunRoutes:
         asked = parse(TokenizeBody, TOKENIZE_FIELDS.checked(call.body))
         served = await self._doors.directory.find(call.key, asked.model)
         model = served.player.model
-        ids = await _encoded(served, call, _prompt(asked))
-        texts = [model.token_text(token) for token in ids] if asked.return_token_strs else None
+        prompt = _prompt(asked)
+
+        def work() -> tuple[list[int], list[str] | None]:
+            ids = encode_prompt(prompt, model)
+            served.player.check_length(ids, "prompt" if asked.messages is None else "messages")
+            return ids, [model.token_text(token) for token in ids] if asked.return_token_strs else None
+
+        ids, texts = await served.player.threads.run(call.key.owner, work)
         return {"count": len(ids), "max_model_len": model.context, "tokens": ids, "token_strs": texts}
 
     async def count_tokens(self, call: JsonCall) -> dict[str, Any]:

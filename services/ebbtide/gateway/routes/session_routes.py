@@ -2,7 +2,8 @@
 
 import asyncio
 import math
-from typing import Annotated, Any, Final
+from collections.abc import Callable
+from typing import Annotated, Any, Final, TypeVar
 
 from msgspec import Meta, Struct
 
@@ -20,6 +21,7 @@ from ebbtide.types.ids import check_id, new_fence
 from ebbtide.types.parse import parse
 from ebbtide.types.session import SessionState
 
+T = TypeVar("T")
 #: Sessions of one page. Each is read by itself, as lists hold no records.
 _PAGE: Final = 100
 _AT_ONCE: Final = 16
@@ -73,15 +75,15 @@ class SessionRoutes:
 
     async def trace(self, call: JsonCall) -> dict[str, Any]:
         """GET /v1/sessions/{id}: ids, logprobs, masks and versions, by turn and by branch; of an ended one, its end."""
-        head, trace = await self._traced(call)
-        return head | (trace_body(trace) if trace else {"turns": None, "branches": None})
+        head, trace = await self._traced(call, trace_body)
+        return head | (trace or {"turns": None, "branches": None})
 
     async def completions(self, call: JsonCall) -> dict[str, Any]:
         """GET /v1/sessions/{id}/completions: each completion with its whole prompt."""
-        head, trace = await self._traced(call)
-        if trace is None:
+        head, data = await self._traced(call, completion_bodies)
+        if data is None:
             raise NotFound("the session has ended, and its tokens are deleted here; read them before")
-        return {"object": "list", "session": head, "data": completion_bodies(trace)}
+        return {"object": "list", "session": head, "data": data}
 
     async def reward(self, call: JsonCall) -> dict[str, Any]:
         """POST /v1/sessions/{id}/reward: ends the session as trajectories."""
@@ -102,12 +104,12 @@ class SessionRoutes:
             raise InvalidRequest("must be finite", field="reward")
         return session_head(await end_with_reward(await self._sessions(call), _name(call), reward))
 
-    async def _traced(self, call: JsonCall) -> tuple[dict[str, Any], SessionTrace | None]:
+    async def _traced(self, call: JsonCall, shape: Callable[[SessionTrace], T]) -> tuple[dict[str, Any], T | None]:
         sessions = await self._sessions(call)
         async with sessions.found(_name(call)) as (live, session):
             if session.state is not SessionState.OPEN:
                 return session_head(session), None
-            return session_head(session), await in_thread(lambda: session_trace(live.book))
+            return session_head(session), await in_thread(lambda: shape(session_trace(live.book)))
 
     async def _sessions(self, call: JsonCall) -> SessionPlayer:
         served = await self._doors.directory.find(call.key, call.query.get("model", ""))

@@ -145,7 +145,10 @@ class SdkCatalog:
 
     def _folder(self, run: Run) -> Path:
         """The model's folder, where links lead. Raises `InvalidRequest` naming `model` outside of the allowed roots."""
-        folder = Path(run.spec.model).resolve()
+        try:
+            folder = Path(run.spec.model).resolve()
+        except (OSError, RuntimeError, ValueError) as error:  # links in a circle, or a zero byte
+            raise InvalidRequest(f"{run.spec.model!r} is no folder: {error}", field="model") from error
         if not any(folder.is_relative_to(root) for root in self._roots):
             roots = ", ".join(map(str, self._roots)) or "any folder"
             raise InvalidRequest(

@@ -3,13 +3,29 @@
 import json
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
 
 from ebbtide.errors import InvalidRequest
 from ebbtide.gateway.text.detokenizer import Detokenizer
 from ebbtide.gateway.text.model_text import ModelText
 from ebbtide.gateway.text.output_parsers import OutputParser, OutputParsers, ParserNames, load_output_parsers
 from ebbtide.gateway.text.template_sandbox import TemplateSandbox
+
+Count = Annotated[int, Meta(ge=0)]
+
+
+class TextConfig(Struct, frozen=True, kw_only=True):
+    """Of config.json, what concerns text. None or 0: it does not say."""
+
+    max_position_embeddings: Count | None = None
+    vocab_size: Count | None = None
+
+
+class _ModelConfig(TextConfig, frozen=True, kw_only=True):
+    text_config: TextConfig | None = None  # of models for more than text
 
 
 class ServedModel:
@@ -70,23 +86,24 @@ def load_served_model(folder: Path, sandbox: TemplateSandbox, names: ParserNames
         load_output_parsers(text, names),
         parses_tools=bool(names.tool),
         context=context_of(config, max_model_len),
-        rows=int(config.get("vocab_size") or 0),
+        rows=config.vocab_size or 0,
     )
 
 
-def read_model_config(folder: Path) -> dict[str, Any]:
+def read_model_config(folder: Path) -> TextConfig:
     """The configuration of the text model. Raises `InvalidRequest` naming `model`."""
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        inner: dict[str, Any] = config.get("text_config") or config
-    except (OSError, ValueError, AttributeError) as error:
+        # Not by msgspec alone: files of Transformers may hold Infinity.
+        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = msgspec.convert(content, _ModelConfig)
+    except (OSError, ValueError, RecursionError, msgspec.ValidationError) as error:
         raise InvalidRequest(f"config.json of {str(folder)!r} cannot be read: {error}", field="model") from error
-    return inner
+    return config.text_config if content.get("text_config") and config.text_config else config
 
 
-def context_of(config: dict[str, Any], max_model_len: int) -> int:
+def context_of(config: TextConfig, max_model_len: int) -> int:
     """Most tokens of prompt and response together. Raises `InvalidRequest` naming `model` if nothing states it."""
-    own = int(config.get("max_position_embeddings") or 0)
+    own = config.max_position_embeddings or 0
     if not own and not max_model_len:
         text = "its config.json states no max_position_embeddings; set --max-model-len"
         raise InvalidRequest(text, field="model")

@@ -3,8 +3,8 @@ pass `now` (seconds, monotonic).
 
 Invariant: the batch lane knows nothing of the interactive one, so batch rollouts keep their times whatever else the
 worker generates. While tokens are taken when due, a batch token waits for at most the interval less `lag` (half the
-interval if that is more), and an interactive one for at most its interval. A lane that has nothing to send is due at
-infinity.
+interval if that is more). An interactive token waits for at most its interval; for a quarter of `lag` if that is more,
+but never for more than a batch interval. A lane that has nothing to send is due at infinity.
 """
 
 import math
@@ -78,11 +78,12 @@ class InteractiveLane:
     def __init__(self) -> None:
         self.due = math.inf
         self._sent = -math.inf  # when its last message was taken
-        self.interval_s = INTERACTIVE_FLUSH_S
+        self.interval_s = self.longest_s = INTERACTIVE_FLUSH_S  # the latter while acknowledgements are late
 
     def wait(self, now: float, lag_s: float) -> None:
         """Have new tokens sent with the next message. `lag_s`: usual seconds to an acknowledgement."""
-        self.due = min(self.due, max(now, self._sent + max(self.interval_s, lag_s / _UNANSWERED)))
+        between_s = max(self.interval_s, min(lag_s / _UNANSWERED, self.longest_s))
+        self.due = min(self.due, max(now, self._sent + between_s))
 
     def hurry(self, _attempt_id: str, now: float) -> None:
         """Have an attempt's first token, or its finish, sent at once."""

@@ -103,6 +103,7 @@ class Outbox:
         self._window = window = self._own.stretched(pace.least_s)
         self._batch.interval_s = window.interval_s
         self._interactive.interval_s = min(max(INTERACTIVE_FLUSH_S, pace.interactive_s), window.interval_s)
+        self._interactive.longest_s = window.interval_s
         self._enough = -(-window.tokens // 2)
         self._many = -(-3 * window.tokens // 4)  # the rest of the window is for tokens until the engine stops
 

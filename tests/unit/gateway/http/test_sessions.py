@@ -1,6 +1,7 @@
 """Sessions over HTTP: traces are what was sampled, whatever clients do, and gateways take over from each other."""
 
 import asyncio
+import threading
 from typing import Any
 
 import httpx
@@ -9,6 +10,7 @@ import pytest
 from msgspec.structs import replace
 from starlette.applications import Starlette
 
+from ebbtide.gateway.dialects import trace_shapes
 from ebbtide.gateway.episodes.session_limits import SessionLimits
 from ebbtide.gateway.episodes.session_shelf import SessionShelf
 from ebbtide.gateway.http_app import make_app
@@ -18,7 +20,7 @@ from ebbtide.gateway.text.template_sandbox import TemplateSandbox
 from ebbtide.testing import wait_until
 from ebbtide.types.run import EnvironmentSpec
 from ebbtide.types.session import SessionState
-from ebbtide.types.tokens import TOKEN, unpack_ids, unpack_tokens
+from ebbtide.types.tokens import TOKEN, TokenArray, unpack_ids, unpack_tokens
 from tests.fakes.scripted_rollouts import KEEPS_HISTORY, ScriptedCatalog, ScriptedSource, scripted_run, served_model
 from tests.unit.gateway.http.conftest import HEADERS
 
@@ -95,6 +97,22 @@ def assert_as_sampled(trace: dict[str, Any], source: ScriptedSource) -> None:
     masks = [branch["loss_mask"] for branch in trace["branches"]]
     assert sum(map(sum, masks)) == counted
     assert sum(len(turn["completions"]) for turn in trace["turns"]) == len(source.submitted)
+
+
+async def test_a_trace_is_shaped_away_from_the_event_loop(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = list[threading.Thread]()
+
+    def versions(_tokens: TokenArray) -> list[Any]:
+        threads.append(threading.current_thread())
+        return []
+
+    await agent.ask([user("hello")])
+    monkeypatch.setattr(trace_shapes, "version_spans", versions)
+    await agent.trace()
+    listed = (await agent.clients[0].get(f"/v1/sessions/{agent.name}/completions")).json()
+    assert [one["turn"] for one in listed["data"]] == [1]
+    assert len(threads) == 2
+    assert threading.main_thread() not in threads
 
 
 async def test_a_conversation_is_one_branch_of_the_very_tokens_that_were_sampled(

@@ -1,9 +1,20 @@
 """Routes that take token ids: /inference/v1/generate, SGLang's /generate, and /tokenize."""
 
+import json
+import threading
 from itertools import pairwise
+from unittest.mock import Mock
 
 import httpx
+import numpy as np
+import pytest
 
+from ebbtide.gateway.access.request_limits import RequestLimits
+from ebbtide.gateway.dialects.dialect import AnswerContext
+from ebbtide.gateway.dialects.tokens.sglang import SglangDialect
+from ebbtide.gateway.generation.choice_delta import ChoiceDelta, ChoiceFinish
+from ebbtide.gateway.runs.served_model import ServedModel
+from ebbtide.types.tokens import TOKEN
 from tests.fakes.scripted_rollouts import ScriptedSource, scripted_run
 from tests.unit.gateway.http.test_completions import events
 
@@ -65,6 +76,21 @@ async def test_sglang_streams_all_of_the_text_each_time(http: httpx.AsyncClient)
     assert all(later.startswith(earlier) for earlier, later in pairwise(texts))
 
 
+async def test_sglangs_events_together_grow_with_the_answer_and_not_with_its_square() -> None:
+    asked = SglangDialect().read({"input_ids": [1], "stream": True, "return_logprob": True})
+    played = Mock(prompt_of=lambda _index: [1])
+    answer = asked.answer(AnswerContext(request_id="r", created=0, played=played, token_text=str))
+    token, length = np.array([(7, -0.5, 3)], dtype=TOKEN), 5_000
+    deltas = [ChoiceDelta(index=0, tokens=token, text="x") for _ in range(length)]
+    sent = [answer.events(delta) for delta in deltas]
+    last = answer.events(ChoiceDelta(index=0, tokens=token, text="y", finish=ChoiceFinish(reason="stop")))
+    assert all(sent[:64]), "the first ones come as they are made"
+    assert sum(map(len, sent)) < 40 * len(last)
+    found = json.loads(last.removeprefix(b"data: "))
+    assert found["text"] == "x" * length + "y"
+    assert len(found["output_ids"]) == len(found["meta_info"]["output_token_logprobs"]) == length + 1
+
+
 async def test_sglang_answers_a_list_for_a_list(http: httpx.AsyncClient, source: ScriptedSource) -> None:
     source.answers = ["one", "two"]
     answer = (await http.post("/generate", json={"input_ids": [[1], [2, 3]]})).json()
@@ -84,6 +110,25 @@ async def test_a_text_and_a_chat_are_tokenized_as_they_would_be_sent(
     tokens = (await http.post("/tokenize", json=chat)).json()["tokens"]
     whole = (await http.post("/v1/chat/completions", json=chat | {"return_token_ids": True})).json()
     assert tokens == whole["prompt_token_ids"]
+
+
+async def test_a_text_is_tokenized_up_to_the_length_of_a_prompt_and_away_from_the_event_loop(
+    http: httpx.AsyncClient, source: ScriptedSource, limits: RequestLimits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = set[threading.Thread]()
+
+    def token_text(_model: ServedModel, _token: int) -> str:
+        threads.add(threading.current_thread())
+        return "?"
+
+    monkeypatch.setattr(ServedModel, "token_text", token_text)
+    asked = {"prompt": "the dog", "return_token_strs": True}
+    assert (await http.post("/tokenize", json=asked)).status_code == 200
+    assert threads
+    assert threading.main_thread() not in threads
+    answer = await http.post("/tokenize", json=asked | {"prompt": "the dog " * limits.prompt_tokens})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "prompt"
 
 
 async def test_a_version_that_is_not_there_is_a_conflict_to_be_retried(

@@ -1,7 +1,7 @@
 """Speaks SGLang's POST /generate."""
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import msgspec
 from msgspec import Meta, Struct
@@ -24,6 +24,10 @@ from ebbtide.gateway.fields.token_fields import SGLANG_FIELDS, SGLANG_SAMPLING_F
 from ebbtide.gateway.generation.choice_delta import ChoiceDelta, ChoiceResult
 from ebbtide.gateway.generation.text_request import IdsPrompt, Prompt, RawPrompt, TextRequest
 from ebbtide.types.parse import parse
+
+#: As each event repeats all before it, the next one waits for so small a part more of tokens. So all events of a
+#: completion together have at most about 33 times its tokens, and its first 64 tokens come as they are made.
+_NEXT_EVENT: Final = 32
 
 
 class SglangSamplingBody(SamplingBody, kw_only=True):
@@ -78,14 +82,18 @@ class SglangAnswer:
     def __init__(self, asked: SglangBody, context: AnswerContext, *, listed: bool) -> None:
         self._asked, self._context, self._listed = asked, context, listed
         self._results: dict[int, ChoiceResult] = {}
+        self._due: dict[int, int] = {}  # completion -> tokens with which its next event goes
 
     def begin(self) -> bytes:
         return b""
 
     def events(self, delta: ChoiceDelta) -> bytes:
-        """Each event has all of the completion so far, as SGLang's have."""
+        """Each event has all of the completion so far, as SGLang's have. The more that is, the more tokens are new."""
         result = self._results.setdefault(delta.index, ChoiceResult(delta.index))
         result.add(delta)
+        if delta.finish is None and result.count < self._due.get(delta.index, 0):
+            return b""
+        self._due[delta.index] = result.count + max(1, result.count // _NEXT_EVENT)
         return data_event(self._object(result) | ({"index": delta.index} if self._listed else {}))
 
     def end(self) -> bytes:

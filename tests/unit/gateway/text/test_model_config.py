@@ -1,0 +1,48 @@
+"""A model folder's config.json is typed: what it says wrongly concerns its own run alone."""
+
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+
+from ebbtide.errors import InvalidRequest
+from ebbtide.gateway.runs.sdk_catalog import SdkCatalog
+from ebbtide.gateway.runs.served_model import TextConfig, context_of, read_model_config
+from tests.fakes.scripted_rollouts import scripted_run
+
+BROKEN = [
+    "[]", "7", "{", "[" * 100_000, '{"text_config": "none"}', '{"max_position_embeddings": "many"}',
+    '{"max_position_embeddings": {}}', '{"vocab_size": -1}', '{"text_config": {"vocab_size": [1]}}',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", BROKEN, ids=range(len(BROKEN)))
+async def test_a_broken_config_is_refused_by_name_and_lists_its_run_without_a_context(
+    text: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(InvalidRequest, match=r"^model: config\.json of .* cannot be read"):
+        read_model_config(tmp_path)
+    catalog = SdkCatalog(Mock(), Mock(), Mock(), holder="g", model_roots=[str(tmp_path)], max_model_len=0)
+    assert await catalog.context(scripted_run(model=str(tmp_path))) == 0
+    assert await catalog.context(scripted_run(model=f"{tmp_path}/\0")) == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "context"),
+    [
+        ('{"max_position_embeddings": 512, "time_step_limit": [0.0, Infinity]}', 512),
+        ('{"text_config": {"max_position_embeddings": 512}, "max_position_embeddings": 9}', 512),
+        ('{"text_config": {}, "max_position_embeddings": 512}', 512),
+        ('{"text_config": null, "max_position_embeddings": 512, "vocab_size": null}', 512),
+    ],
+)
+def test_the_context_is_that_of_the_text_model(text: str, context: int, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    assert context_of(read_model_config(tmp_path), 0) == context
+
+
+def test_a_config_that_states_no_context_needs_one_from_the_settings() -> None:
+    with pytest.raises(InvalidRequest, match="set --max-model-len"):
+        context_of(TextConfig(), 0)
+    assert context_of(TextConfig(), 64) == 64
