@@ -224,6 +224,7 @@ async def test_an_attempt_at_another_worker_goes_on_in_the_same_stream(rollout: 
     rollout.refuse(AppendStatus.GAP)  # the killed worker's last message came behind a lost one
     rollout.add(3)  # the next worker's first tokens
     await reading.has(7)
+    assert reading.ids == list(range(7))
 
 
 @pytest.mark.parametrize("finish", [None, STOP])
