@@ -3,26 +3,22 @@
 A caller shows a token: the cluster's shared secret, which stands for every role, or a signed token, which stands for
 one role and perhaps one run. If clients show certificates, token and certificate must both permit the call. The check
 happens when a call begins; a stream goes on when its token expires.
-
-Invariant: `_known` has only tokens that the present keys verified, and nothing of any call. A restart verifies again.
 """
 
-import time
 from collections.abc import Iterable
 from contextvars import ContextVar
 from typing import Any, Final
 
 from ebbtide.auth.reloaded_files import ReloadedFiles
-from ebbtide.auth.role_tokens import SKEW_S, Claims, Keys, is_signed, verify
+from ebbtide.auth.role_tokens import Claims, Keys, is_signed
 from ebbtide.auth.roles import AMONG_PEERS, Role, is_open, may_claim, permitted, told
 from ebbtide.auth.run_scope import OfOneRun, can_name_run, check_run, no_run_named
 from ebbtide.auth.security import AUTHORIZATION, TokenCheck
 from ebbtide.auth.tls import roles_of_peer
+from ebbtide.auth.verified_tokens import VerifiedTokens
 from ebbtide.errors import PermissionDenied, Unauthenticated
 
 Metadata = Iterable[tuple[str, str | bytes]] | None
-#: Verified tokens to remember: to check a signature takes a tenth of a millisecond.
-_MOST: Final = 4096
 _SCHEME: Final = "Bearer "
 #: Roles of the present call's caller; None: the caller came without a role, and may do everything. Each call is a task
 #: of its own, so calls do not see each other's roles.
@@ -64,8 +60,7 @@ class Admission:
         certificates: bool = False,
     ) -> None:
         self._shared, self._keys, self._certificates = shared, keys, certificates
-        self._known: dict[str, Claims] = {}
-        self._known_by: Keys | None = None
+        self._verified = VerifiedTokens()
 
     def admit(self, method: str, metadata: Metadata) -> None:
         """Check what is known before the request is read. Raises `Unauthenticated` or `PermissionDenied`."""
@@ -107,15 +102,7 @@ class Admission:
         token = text.removeprefix(_SCHEME)
         if self._keys is None or not text.startswith(_SCHEME) or not is_signed(token):
             raise Unauthenticated("the token is missing or wrong; set EBBTIDE_TOKEN or EBBTIDE_TOKEN_FILE")
-        return self._verified(token, self._keys.get())
-
-    def _verified(self, token: str, keys: Keys) -> Claims:
-        if keys is not self._known_by or len(self._known) >= _MOST:
-            self._known, self._known_by = {}, keys
-        claims = self._known.get(token)
-        if claims is None or claims.expires + SKEW_S <= time.time():
-            claims = self._known[token] = verify(token, keys)
-        return claims
+        return self._verified.claims(token, self._keys.get())
 
 
 def _check_certificate(method: str, claims: Claims | None, roles: frozenset[Role] | None) -> None:

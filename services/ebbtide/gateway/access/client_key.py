@@ -2,21 +2,19 @@
 
 A key is a token as the services know it: the cluster's shared secret, which may do everything, or a signed token of one
 role and perhaps one run.
-
-Invariant: `_known` has only tokens that the present keys verified. A restart verifies again.
 """
 
 import hashlib
-import time
 from collections.abc import Mapping
 from typing import Final
 
 from msgspec import Struct
 
 from ebbtide.auth.reloaded_files import ReloadedFiles
-from ebbtide.auth.role_tokens import SKEW_S, Claims, Keys, is_signed, verify
+from ebbtide.auth.role_tokens import Claims, Keys, is_signed
 from ebbtide.auth.roles import Role
 from ebbtide.auth.security import TokenCheck
+from ebbtide.auth.verified_tokens import VerifiedTokens
 from ebbtide.errors import PermissionDenied, Unauthenticated
 from ebbtide.types.ids import MAX_ID
 
@@ -24,8 +22,6 @@ from ebbtide.types.ids import MAX_ID
 ASKS: Final = frozenset({Role.AGENT, Role.USER, Role.OPERATOR, Role.TRAINER})
 #: Owner of what is asked for under the shared secret.
 _SHARED: Final = "shared-secret"
-#: Verified tokens to remember: to check a signature takes a tenth of a millisecond.
-_MOST: Final = 4096
 _LONGEST: Final = 4096
 
 
@@ -45,8 +41,7 @@ class KeyRing:
 
     def __init__(self, shared: ReloadedFiles[TokenCheck | None] | None, keys: ReloadedFiles[Keys] | None) -> None:
         self._shared, self._keys = shared, keys
-        self._known: dict[str, Claims] = {}
-        self._known_by: Keys | None = None
+        self._verified = VerifiedTokens()
 
     def admit(self, headers: Mapping[str, str]) -> ClientKey:
         """The key of a request. Raises `Unauthenticated`, and `PermissionDenied` for a role that may not ask."""
@@ -56,7 +51,7 @@ class KeyRing:
             return ClientKey(owner=_SHARED, operates=True)
         if self._keys is None or not is_signed(token):
             raise Unauthenticated("the key is missing or wrong; send a token as Authorization: Bearer, or as x-api-key")
-        claims = self._verified(token, self._keys.get())
+        claims = self._verified.claims(token, self._keys.get())
         if claims.role not in ASKS:
             allowed = " or ".join(sorted(ASKS))
             raise PermissionDenied(
@@ -64,14 +59,6 @@ class KeyRing:
             )
         owner = _owner(claims, token)
         return ClientKey(owner=owner, run_id=claims.run_id, operates=claims.role is Role.OPERATOR)
-
-    def _verified(self, token: str, keys: Keys) -> Claims:
-        if keys is not self._known_by or len(self._known) >= _MOST:
-            self._known, self._known_by = {}, keys
-        claims = self._known.get(token)
-        if claims is None or claims.expires + SKEW_S <= time.time():
-            claims = self._known[token] = verify(token, keys)
-        return claims
 
 
 def _owner(claims: Claims, token: str) -> str:
