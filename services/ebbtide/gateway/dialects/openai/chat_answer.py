@@ -3,17 +3,16 @@
 from collections.abc import Sequence
 from typing import Any
 
-from ebbtide.errors import EbbtideError
 from ebbtide.gateway.dialects.dialect import AnswerContext
-from ebbtide.gateway.dialects.error_shapes import openai_error, status_of
-from ebbtide.gateway.dialects.event_lines import DONE, KEEP_ALIVE, data_event
+from ebbtide.gateway.dialects.event_lines import DONE, data_event
+from ebbtide.gateway.dialects.openai_events import OpenAIEvents
 from ebbtide.gateway.dialects.token_shapes import TokenTally, chat_logprobs, token_name, version_spans
 from ebbtide.gateway.generation.choice_delta import ChoiceDelta, ChoiceFinish, ChoiceResult
 from ebbtide.gateway.text.output_parsers import ToolCallDelta
 from ebbtide.types.tokens import TokenArray
 
 
-class ChatAnswer:
+class ChatAnswer(OpenAIEvents):
     """The answer to one chat."""
 
     def __init__(
@@ -27,7 +26,7 @@ class ChatAnswer:
         usage: bool,
         running_usage: bool,
     ) -> None:
-        self._context = context
+        super().__init__(context)
         self._logprobs, self._token_ids, self._reasoning = logprobs, token_ids, reasoning
         self._usage, self._running_usage = usage, running_usage
         self._tally = TokenTally(context.played.prompts)
@@ -58,12 +57,6 @@ class ChatAnswer:
         if not self._usage:
             return DONE
         return data_event(self._frame("chat.completion.chunk", []) | {"usage": self._tally.usage()}) + DONE
-
-    def failure(self, error: EbbtideError) -> bytes:
-        return data_event(openai_error(status_of(error), error, self._context.request_id)) + DONE
-
-    def idle(self) -> bytes:
-        return KEEP_ALIVE
 
     def whole(self, results: Sequence[ChoiceResult]) -> dict[str, Any]:
         choices = []

@@ -5,10 +5,10 @@ from typing import Any
 
 from msgspec import Struct
 
-from ebbtide.errors import EbbtideError, InvalidRequest
+from ebbtide.errors import InvalidRequest
 from ebbtide.gateway.dialects.dialect import AnswerContext, AskedText
-from ebbtide.gateway.dialects.error_shapes import openai_error, status_of
-from ebbtide.gateway.dialects.event_lines import DONE, KEEP_ALIVE, data_event
+from ebbtide.gateway.dialects.event_lines import DONE, data_event
+from ebbtide.gateway.dialects.openai_events import OpenAIEvents
 from ebbtide.gateway.dialects.request_bodies import (
     Completions,
     Count,
@@ -75,11 +75,12 @@ class CompletionDialect:
         )
 
 
-class CompletionAnswer:
+class CompletionAnswer(OpenAIEvents):
     """The answer to one request."""
 
     def __init__(self, asked: CompletionBody, context: AnswerContext, *, usage: bool, running_usage: bool) -> None:
-        self._asked, self._context = asked, context
+        super().__init__(context)
+        self._asked = asked
         self._usage, self._running_usage = usage, running_usage
         self._tally = TokenTally(context.played.prompts)
         self._name = token_name(context.token_text, as_ids=asked.return_tokens_as_token_ids)
@@ -105,12 +106,6 @@ class CompletionAnswer:
     def end(self) -> bytes:
         last = data_event(self._frame([]) | {"usage": self._tally.usage()}) if self._usage else b""
         return last + DONE
-
-    def failure(self, error: EbbtideError) -> bytes:
-        return data_event(openai_error(status_of(error), error, self._context.request_id)) + DONE
-
-    def idle(self) -> bytes:
-        return KEEP_ALIVE
 
     def whole(self, results: Sequence[ChoiceResult]) -> dict[str, Any]:
         choices = []

@@ -6,11 +6,11 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta, Struct
 
-from ebbtide.errors import EbbtideError, InvalidRequest
+from ebbtide.errors import InvalidRequest
 from ebbtide.gateway.dialects.dialect import AnswerContext, AskedText
-from ebbtide.gateway.dialects.error_shapes import openai_error, status_of
-from ebbtide.gateway.dialects.event_lines import DONE, KEEP_ALIVE, data_event
+from ebbtide.gateway.dialects.event_lines import DONE, data_event
 from ebbtide.gateway.dialects.nested_errors import parsed_inside
+from ebbtide.gateway.dialects.openai_events import OpenAIEvents
 from ebbtide.gateway.dialects.request_bodies import (
     Completions,
     Count,
@@ -76,11 +76,12 @@ class SglangDialect:
         return AskedText(request, lambda context: SglangAnswer(asked, context, listed=listed))
 
 
-class SglangAnswer:
+class SglangAnswer(OpenAIEvents):
     """The answer to one request: an object for each completion, in a list if there may be several."""
 
     def __init__(self, asked: SglangBody, context: AnswerContext, *, listed: bool) -> None:
-        self._asked, self._context, self._listed = asked, context, listed
+        super().__init__(context)
+        self._asked, self._listed = asked, listed
         self._results: dict[int, ChoiceResult] = {}
         self._due: dict[int, int] = {}  # completion -> tokens with which its next event goes
 
@@ -98,12 +99,6 @@ class SglangAnswer:
 
     def end(self) -> bytes:
         return DONE
-
-    def failure(self, error: EbbtideError) -> bytes:
-        return data_event(openai_error(status_of(error), error, self._context.request_id)) + DONE
-
-    def idle(self) -> bytes:
-        return KEEP_ALIVE
 
     def whole(self, results: Sequence[ChoiceResult]) -> Any:
         made = [self._object(result) for result in results]

@@ -6,11 +6,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from ebbtide.errors import EbbtideError
 from ebbtide.gateway.dialects.dialect import AnswerContext, AskedText
-from ebbtide.gateway.dialects.error_shapes import openai_error, status_of
-from ebbtide.gateway.dialects.event_lines import DONE, KEEP_ALIVE, data_event
+from ebbtide.gateway.dialects.event_lines import DONE, data_event
 from ebbtide.gateway.dialects.nested_errors import parsed_inside
+from ebbtide.gateway.dialects.openai_events import OpenAIEvents
 from ebbtide.gateway.dialects.request_bodies import (
     Completions,
     Count,
@@ -77,11 +76,12 @@ class TokenGenerateDialect:
         return AskedText(request, lambda context: TokenGenerateAnswer(asked, context, options, logprobs=logprobs))
 
 
-class TokenGenerateAnswer:
+class TokenGenerateAnswer(OpenAIEvents):
     """The answer to one request."""
 
     def __init__(self, asked: GenerateBody, context: AnswerContext, options: StreamOptions, *, logprobs: bool) -> None:
-        self._asked, self._context, self._options, self._logprobs = asked, context, options, logprobs
+        super().__init__(context)
+        self._asked, self._options, self._logprobs = asked, options, logprobs
         self._tally = TokenTally(context.played.prompts)
         self._results: dict[int, ChoiceResult] = {}
 
@@ -107,12 +107,6 @@ class TokenGenerateAnswer:
     def end(self) -> bytes:
         last = data_event(self._frame([]) | {"usage": self._tally.usage()}) if self._options.include_usage else b""
         return last + DONE
-
-    def failure(self, error: EbbtideError) -> bytes:
-        return data_event(openai_error(status_of(error), error, self._context.request_id)) + DONE
-
-    def idle(self) -> bytes:
-        return KEEP_ALIVE
 
     def whole(self, results: Sequence[ChoiceResult]) -> dict[str, Any]:
         choices = []
