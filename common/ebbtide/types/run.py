@@ -245,7 +245,9 @@ def check_spec(spec: RunSpec) -> RunSpec:
         raise InvalidRequest("at most 100 characters, so that ids fit", field="name")
     check_sampling(spec.sampling, field="sampling")
     if spec.sampling.without_logprobs:
-        raise InvalidRequest("a run's rollouts are trained on by their logprobs; leave it out", field="sampling.without_logprobs")
+        raise InvalidRequest(
+            "a run's rollouts are trained on by their logprobs; leave it out", field="sampling.without_logprobs"
+        )
     for name in ("trainer", "batch", "share"):
         _check_finite(to_mapping(getattr(spec, name)), name)
     _check_finite(spec.environment.params, "environment.params")
