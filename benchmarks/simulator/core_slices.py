@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Final
 
-from benchmarks.simulator.real_time import above_the_measured
+from benchmarks.real_time import above_the_measured
 
 #: About the computation of one engine step, so that a step takes about as many turns as there are.
 SLICE_S: Final = 0.006

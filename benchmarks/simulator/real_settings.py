@@ -23,12 +23,12 @@ from msgspec.structs import replace
 
 from benchmarks import arguments
 from benchmarks.conditions import conditions
+from benchmarks.real_time import real_time
 from benchmarks.simulator.bound_fleet import TURNS, BoundFleet, bound_fleet
 from benchmarks.simulator.core_slices import SLICE_S
 from benchmarks.simulator.measured import Measured
 from benchmarks.simulator.profile_block import GRID, QUICK_GRID, EngineBlock, engine_block
 from benchmarks.simulator.real_run import run_setting
-from benchmarks.simulator.real_time import real_time
 from benchmarks.simulator.served_users import served_users
 from benchmarks.simulator.setting import QUICK, SETTINGS, RealSetting
 from ebbtide.cli.interrupts import INTERRUPTED

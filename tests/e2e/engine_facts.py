@@ -74,6 +74,7 @@ async def gather(asker: Asker) -> Facts:
             PROMPTS[0] + penalised["ids"][:17], max_tokens=LENGTH - 17, repetition_penalty=1.3
         ),
         "not_stopped": await asker.ask(PROMPTS[0], stop_token_ids=[stop], min_tokens=40),
+        "without_logprobs": await asker.ask(PROMPTS[0], logprobs=False),
         "sampled": await asker.ask_all(PROMPTS, temperature=0.7, top_p=0.9, max_tokens=32),
         "top_k": await asker.ask_all(PROMPTS, temperature=1.3, top_k=5, max_tokens=32),
     }

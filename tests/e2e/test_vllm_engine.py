@@ -1,6 +1,7 @@
 """A real vLLM engine continues exactly, labels its tokens truly, and after an update equals one that was booted
 fresh."""
 
+import math
 import os
 import signal
 import subprocess
@@ -68,6 +69,13 @@ def test_responses_cut_at_different_places_continue_exactly_together(updated: Fa
     base = updated["base"]
     for whole, resumed, cut in zip(base["batch"], base["batch_resumed"], CUTS, strict=True):
         assert same(whole, resumed, cut)
+
+
+def test_a_request_without_logprobs_has_the_same_tokens_and_nan_for_each(updated: Facts) -> None:
+    base = updated["base"]
+    assert base["without_logprobs"]["ids"] == base["single"]["ids"]
+    assert all(math.isnan(logprob) for logprob in base["without_logprobs"]["logprobs"])
+    assert len(base["without_logprobs"]["logprobs"]) == len(base["single"]["ids"])
 
 
 def test_a_repetition_penalty_continues_exactly(updated: Facts) -> None:

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from threading import Thread
 
-from benchmarks.simulator.real_time import above_the_measured, real_time
+from benchmarks.real_time import above_the_measured, real_time
 
 _CLASS = "import os; print(os.sched_getscheduler(0), os.sched_getparam(0).sched_priority)"
 

@@ -55,6 +55,7 @@ class Sampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     frequency_penalty: float = 0.0
     seed: int | None = None
     structured_output: str = ""
+    without_logprobs: bool = False
 
 
 class EnvironmentSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -243,6 +244,10 @@ def check_spec(spec: RunSpec) -> RunSpec:
     if len(spec.name) > 100:
         raise InvalidRequest("at most 100 characters, so that ids fit", field="name")
     check_sampling(spec.sampling, field="sampling")
+    if spec.sampling.without_logprobs:
+        raise InvalidRequest(
+            "a run's rollouts are trained on by their logprobs; leave it out", field="sampling.without_logprobs"
+        )
     for name in ("trainer", "batch", "share"):
         _check_finite(to_mapping(getattr(spec, name)), name)
     _check_finite(spec.environment.params, "environment.params")

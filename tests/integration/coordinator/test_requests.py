@@ -75,6 +75,8 @@ async def test_a_gateways_lease_is_for_requests_alone(cluster: Any) -> None:
         await lease.submit_rollouts([asked("a")])
         with pytest.raises(InvalidRequest, match=r"rollouts\[0\].kind: only a gateway's lease takes requests"):
             await run.submit("c", kind=RolloutKind.REQUEST)
+        with pytest.raises(InvalidRequest, match=r"rollouts\[0\].sampling.without_logprobs: the trainer needs"):
+            await run.submit("c", sampling=Sampling(without_logprobs=True))
         with pytest.raises(InvalidRequest, match=r"rollout_ids\[0\]: a was never submitted"):
             await run.acknowledge("a")
         with pytest.raises(InvalidRequest, match=r"rollout_ids\[0\]: a was never submitted"):

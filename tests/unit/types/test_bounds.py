@@ -26,9 +26,10 @@ def test_parameters_that_json_cannot_carry_are_refused_by_key(params: dict[str, 
         (Sampling(stop=("x" * 129,)), "stop"),
         (Sampling(stop=("x",) * 129), "stop"),
         (Sampling(stop_token_ids=tuple(range(129))), "stop_token_ids"),
+        (Sampling(without_logprobs=True), "without_logprobs"),
     ],
 )
-def test_stops_that_would_weigh_down_every_assignment_are_refused_by_field(sampling: Sampling, field: str) -> None:
+def test_sampling_that_a_run_cannot_have_is_refused_by_field(sampling: Sampling, field: str) -> None:
     spec = RunSpec(name="n", model="m", environment=EnvironmentSpec(name="e"), sampling=sampling)
     with pytest.raises(InvalidRequest, match=f"^sampling.{field}: "):
         check_spec(spec)

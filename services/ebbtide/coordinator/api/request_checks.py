@@ -71,6 +71,9 @@ def _check_kinds(requests: Sequence[RolloutRequest], lease: LeaseRef) -> None:
         if (request.kind is RolloutKind.REQUEST) is not gateway:
             text = "a gateway's lease takes requests only" if gateway else "only a gateway's lease takes requests"
             raise InvalidRequest(text, field=f"rollouts[{index}].kind")
+        if request.sampling.without_logprobs and not gateway:
+            text = "the trainer needs the logprobs of what it trains on; leave it out"
+            raise InvalidRequest(text, field=f"rollouts[{index}].sampling.without_logprobs")
 
 
 def _check_rollout(request: RolloutRequest, field: str, context: int, vocabulary: int) -> None:

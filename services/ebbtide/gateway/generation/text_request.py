@@ -55,6 +55,7 @@ class TextRequest(Struct, frozen=True, kw_only=True):
     keep_stop: bool = False  # the text ends with the stop string or token
     skip_special: bool = True  # the text is without special tokens
     parse_tools: bool = False  # find tool calls in the text
+    logprobs: bool = False  # the answer shows those of its tokens
     stream: bool = False
     priority: int = 0
     versions: VersionWish = VersionWish()

@@ -22,7 +22,7 @@ class EngineRequest(Struct, frozen=True, kw_only=True):
     """One generation: `token_ids` are prompt and partial; bounds count tokens still to come.
 
     `stop_token_ids` includes the end-of-sequence tokens, unless the rollout ignores them. A stop token is generated,
-    with its logprob, and ends the request with `STOP`.
+    with its logprob, and ends the request with `STOP`. Without `logprobs`, NaN stands for each.
     """
 
     request_id: str
@@ -34,6 +34,7 @@ class EngineRequest(Struct, frozen=True, kw_only=True):
     min_tokens: int
     stop_token_ids: Sequence[int]
     repetition_penalty: float = 1.0
+    logprobs: bool = True
     priority: int = 0
 
 

@@ -92,7 +92,7 @@ class TokenFeed:
         elif self._made == self._request.max_tokens:
             self._finish = FinishReason.LENGTH
         self._ids.append(token)
-        self._logprobs.append(logprob)
+        self._logprobs.append(logprob if self._request.logprobs else math.nan)
         self._versions.append(version)
         return self._finish is not None
 

@@ -93,6 +93,7 @@ class Generation:
             min_tokens=max(0, sampling.min_tokens - made),
             stop_token_ids=sorted(self._ending.stop_token_ids),
             repetition_penalty=sampling.repetition_penalty,
+            logprobs=not sampling.without_logprobs,
             priority=self._assignment.priority,
         )
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 import httpx
 import httpx2
@@ -168,6 +169,19 @@ async def test_sampling_reaches_the_rollout_as_asked(http: httpx.AsyncClient, so
     assert (sampling.min_tokens, sampling.repetition_penalty, sampling.ignore_eos) == (1, 1.1, True)
     assert rollout.priority == -4
     assert not rollout.interactive
+
+
+@pytest.mark.parametrize(
+    ("asked", "headers", "without"),
+    [({}, {}, True), ({"logprobs": 1}, {}, False), ({}, {"X-Session-ID": "s"}, False)],
+)
+async def test_logprobs_are_computed_where_the_answer_or_a_session_has_them(
+    http: httpx.AsyncClient, source: ScriptedSource, asked: dict[str, Any], headers: dict[str, str], without: bool
+) -> None:
+    body = {"prompt": "x", "max_tokens": 2}
+    assert (await http.post(URL, json=body | asked, headers=headers)).status_code == 200
+    (rollout,) = source.submitted.values()
+    assert rollout.sampling.without_logprobs is without
 
 
 @pytest.mark.parametrize("stream", [False, True])

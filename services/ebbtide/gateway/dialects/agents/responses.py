@@ -74,6 +74,7 @@ class ResponsesDialect:
             keep_stop=asked.include_stop_str_in_output,
             skip_special=asked.skip_special_tokens,
             parse_tools=calls_tools(asked.tool_choice, asked.tools),
+            logprobs=_LOGPROBS in asked.include,
             stream=asked.stream,
             priority=asked.priority,
             versions=asked.weight_version.wish(),

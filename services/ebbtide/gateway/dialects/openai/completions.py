@@ -61,6 +61,7 @@ class CompletionDialect:
             stop=asked.stops(),
             keep_stop=asked.include_stop_str_in_output,
             skip_special=asked.skip_special_tokens,
+            logprobs=asked.logprobs is not None,
             stream=asked.stream,
             priority=asked.priority,
             versions=asked.weight_version.wish(),

@@ -67,6 +67,7 @@ class SglangDialect:
             stop=sampling.stops("sampling_params.stop"),
             keep_stop=sampling.no_stop_trim,
             skip_special=sampling.skip_special_tokens,
+            logprobs=asked.return_logprob,
             stream=asked.stream,
             priority=asked.priority,
             versions=asked.weight_version.wish(),

@@ -66,6 +66,7 @@ class TokenGenerateDialect:
             stop=sampling.stops("sampling_params.stop"),
             keep_stop=sampling.include_stop_str_in_output,
             skip_special=sampling.skip_special_tokens,
+            logprobs=sampling.logprobs is not None,
             stream=asked.stream,
             priority=asked.priority,
             versions=asked.weight_version.wish(),

@@ -1,5 +1,6 @@
 """Converts requests into vLLM's parameters, and its outputs and configuration into records."""
 
+import math
 from typing import Any, Final
 
 from ebbtide.rollout_worker.engine import EngineRequest
@@ -10,7 +11,7 @@ _UNLABELLED: Final = "default"
 
 
 def sampling_params(request: EngineRequest) -> Any:
-    """vLLM's parameters for a request that streams ids and exact logprobs, and no text."""
+    """vLLM's parameters for a request that streams ids and, if asked, exact logprobs, and no text."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -23,7 +24,7 @@ def sampling_params(request: EngineRequest) -> Any:
         min_tokens=request.min_tokens,
         stop_token_ids=list(request.stop_token_ids),
         ignore_eos=True,  # the stop tokens include them where they count
-        logprobs=0,
+        logprobs=0 if request.logprobs else None,
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
@@ -31,9 +32,9 @@ def sampling_params(request: EngineRequest) -> Any:
 
 
 def logprobs(completion: Any) -> list[float]:
-    """One per token: with `logprobs=0` only the sampled token's is there."""
+    """One per token: with `logprobs=0` only the sampled token's is there. NaN where the request asked for none."""
     flat = completion.logprobs
-    return [flat.logprobs[index] for index in flat.start_indices] if flat is not None else []
+    return [math.nan] * len(completion.token_ids) if flat is None else [flat.logprobs[at] for at in flat.start_indices]
 
 
 def token_versions(processor: Any, request_id: str, completion: Any, start: int) -> list[int]:
