@@ -24,7 +24,7 @@ from ebbtide.client import Client
 from ebbtide.errors import EbbtideError
 from ebbtide.free_ports import free_port
 from tests.compose import images, scene
-from tests.compose.clients import GatewayClients, train_on_sessions
+from tests.compose.clients import CLIENT_ERRORS, GatewayClients, train_on_sessions
 from tests.compose.podman import Failed, Podman, missing, say
 
 _ROOT: Final = Path(".cache/compose")
@@ -147,7 +147,7 @@ def _guarded(options: argparse.Namespace) -> int:
             ]
             for part in work:
                 part()
-        except (Failed, TimeoutError, EbbtideError) as error:
+        except (Failed, TimeoutError, EbbtideError, *CLIENT_ERRORS) as error:
             tails(podman)
             say(f"FAILED after {time.monotonic() - began:.0f} s: {error}")
             return 1
