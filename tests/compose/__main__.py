@@ -123,7 +123,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="make test-compose ARGS=...", description=__doc__)
     parser.add_argument("--keep", action="store_true", help="keep the images for the next time, in .cache/compose")
     parser.add_argument("--base", default="", help="base image, instead of a pulled or bootstrapped one")
-    parser.add_argument("--steps", type=int, default=6, help="optimiser steps of the run")
+    parser.add_argument("--steps", type=int, default=10, help="optimiser steps of the run")
     options = parser.parse_args()
     if lacking := list(missing()):
         say("What is missing:\n" + "\n".join(f"  {line}" for line in lacking))

@@ -26,6 +26,8 @@ CLIENT_ERRORS: Final = (openai.OpenAIError, httpx.HTTPError)
 SPEC: Final = Path("examples/compose.toml")
 #: Sessions of one problem: a whole group, and so a step of training.
 _SAMPLES: Final = 2
+#: Of a session. Each has one completion, which counts as submitted once its session has a reward.
+_TURNS: Final = 2
 _KEY_S: Final = 3600.0
 _ANSWER_S: Final = 300.0
 _VERSION_S: Final = 300.0
@@ -129,7 +131,8 @@ async def train_on_sessions(client: Client, clients: GatewayClients, between: Ca
         async for _ in client.watch(run_id):
             pass
     run = await client.run(run_id)
-    if run.status is not RunStatus.FINISHED or run.counters.get("trained") != _SAMPLES or run.dropped:
+    books = [run.counters.get(name) for name in ("sessions_completed", "submitted", "trained")]
+    if run.status is not RunStatus.FINISHED or books != [_SAMPLES, _TURNS * _SAMPLES, _TURNS * _SAMPLES] or run.dropped:
         raise Failed(f"the agents' run ended as {run}")
     return run
 

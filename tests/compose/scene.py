@@ -65,7 +65,7 @@ async def run_and_break(
     following = asyncio.create_task(follow(client, progress))
     try:
         async with asyncio.timeout(_RUN_S):
-            await _break(podman, progress, following, clients, tell)
+            await _break(podman, client, progress, following, clients, tell)
             return await following
     except TimeoutError as error:
         raise Failed(f"{error or f'the run did not end within {_RUN_S:g} s'}: {progress.run}") from None
@@ -76,27 +76,19 @@ async def run_and_break(
 
 async def _break(
     podman: Podman,
+    client: Client,
     progress: RunProgress,
     following: asyncio.Task[Run],
     clients: GatewayClients,
     tell: Callable[[str], None],
 ) -> None:
-    def stored() -> int:
-        return progress.run.counters.get("tokens_stored", 0) if progress.run else 0
-
-    def midway() -> bool:
-        if following.done():
-            raise Failed("the run ended before anything was killed")
-        return bool(progress.steps) and stored() > before and any(w.running > SLOTS // 2 for w in progress.workers)
-
     def first_step() -> bool:
         return bool(progress.steps) or following.done()
 
     await wait_until(first_step, _RUN_S, interval=_LOOK_S, what="the first step")
     await _ask(clients, progress.run_id, tell)
-    before = stored()
-    await wait_until(midway, _RUN_S, interval=_LOOK_S, what="a worker in the middle of responses")
     name = podman.container("worker")
+    await _stop_midway(client, progress.run_id, podman.inspect(name)["State"]["Pid"], following)
     podman("kill", "--signal", "KILL", name)
     tell(f"killed the worker's container while it generated, {len(progress.steps)} steps done")
     podman("wait", name)
@@ -110,6 +102,34 @@ async def _break(
     await wait_until(further, _BOOT_S, interval=_LOOK_S, what="a step with the new worker")
     await crash(podman, "coordinator")
     tell("killed the coordinator's process; its restart policy brought it back")
+
+
+async def _stop_midway(client: Client, run_id: str, pid: int, following: asyncio.Task[Run]) -> None:
+    """Freeze the worker's process in the middle of its responses: podman needs seconds to kill it on a busy machine."""
+    full_at: int | None = None
+
+    async def holds() -> int:
+        """Rollouts of the only worker, as the coordinator has them."""
+        return sum(worker.running for worker in await client.workers())
+
+    async def generates() -> bool:
+        """Whether tokens were stored since the worker has been given much."""
+        nonlocal full_at
+        if following.done():
+            raise Failed("the run ended before anything was killed")
+        stored = (await client.run(run_id)).counters.get("tokens_stored", 0)
+        if await holds() <= SLOTS // 2:
+            full_at = None
+        elif full_at is None:
+            full_at = stored
+        return full_at is not None and stored > full_at + SLOTS
+
+    while True:
+        await wait_until(generates, _RUN_S, interval=_LOOK_S, what="a worker in the middle of responses")
+        os.kill(pid, signal.SIGSTOP)
+        if await holds() > SLOTS // 2:
+            return
+        os.kill(pid, signal.SIGCONT)
 
 
 async def _ask(clients: GatewayClients, run_id: str, tell: Callable[[str], None]) -> None:
