@@ -1,8 +1,9 @@
 """`make test-compose`: docker-compose.yml, really run, by podman.
 
 Builds the images, brings the CPU profile up, trains a short run that is submitted from outside, kills the worker's
-container and the coordinator's process meanwhile, checks what is promised of containers, images and the run's books,
-and takes everything down. Each step is printed with its seconds; when one fails, so are the logs' last lines.
+container and the coordinator's process meanwhile, lets agents play another run's episodes while the gateway's process
+is killed, checks what is promised of containers, images and the runs' books, and takes everything down. Each step is
+printed with its seconds; when one fails, so are the logs' last lines.
 """
 
 import argparse
@@ -18,11 +19,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-from ebbtide.cli.chat.gateway_connection import GatewayConnection
+from ebbtide.cli.credentials import signing_keys
 from ebbtide.client import Client
 from ebbtide.errors import EbbtideError
 from ebbtide.free_ports import free_port
 from tests.compose import images, scene
+from tests.compose.clients import CLIENT_ERRORS, GatewayClients, train_on_sessions
 from tests.compose.podman import Failed, Podman, missing, say
 
 _ROOT: Final = Path(".cache/compose")
@@ -49,6 +51,7 @@ def settings(folder: Path, coordinator: int, relay: int, gateway: int) -> dict[s
         "EBBTIDE_IMAGES": _IMAGES,
         "EBBTIDE_TOKEN_SOURCE": str(token),
         "EBBTIDE_STORE_PASSWORD_SOURCE": str(password),
+        "EBBTIDE_TOKEN_KEYS_SOURCE": str(signing_keys.make(folder)),
         "EBBTIDE_PUBLISH_COORDINATOR": str(coordinator),
         "EBBTIDE_PUBLISH_RELAY": str(relay),
         "EBBTIDE_PUBLISH_GATEWAY": str(gateway),
@@ -81,10 +84,12 @@ async def play(podman: Podman, folder: Path, ports: list[int], steps: int) -> No
             await scene.workers_attached(client, 1)
         with step("health and rights of the containers"):
             scene.check_containers(podman)
+        clients = GatewayClients(f"http://{gateway}", folder)
         with step("the run"):
-            asked = GatewayConnection(f"http://{gateway}", token)
-            run = await scene.run_and_break(podman, client, asked, steps, lambda text: say(f"  {text}"))
+            run = await scene.run_and_break(podman, client, clients, steps, lambda text: say(f"  {text}"))
         say(f"  {scene.check_books(run)}")
+        with step("a run of agents, whose gateway is killed"):
+            await train_on_sessions(client, clients, lambda: scene.crash(podman, "gateway"))
 
 
 def end(podman: Podman) -> None:
@@ -118,7 +123,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="make test-compose ARGS=...", description=__doc__)
     parser.add_argument("--keep", action="store_true", help="keep the images for the next time, in .cache/compose")
     parser.add_argument("--base", default="", help="base image, instead of a pulled or bootstrapped one")
-    parser.add_argument("--steps", type=int, default=6, help="optimiser steps of the run")
+    parser.add_argument("--steps", type=int, default=10, help="optimiser steps of the run")
     options = parser.parse_args()
     if lacking := list(missing()):
         say("What is missing:\n" + "\n".join(f"  {line}" for line in lacking))
@@ -142,7 +147,7 @@ def _guarded(options: argparse.Namespace) -> int:
             ]
             for part in work:
                 part()
-        except (Failed, TimeoutError, EbbtideError) as error:
+        except (Failed, TimeoutError, EbbtideError, *CLIENT_ERRORS) as error:
             tails(podman)
             say(f"FAILED after {time.monotonic() - began:.0f} s: {error}")
             return 1

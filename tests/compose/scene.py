@@ -8,19 +8,16 @@ import os
 import signal
 import tomllib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Final
 
-from ebbtide.cli.chat.chat_history import ChatHistory, ChatOptions
-from ebbtide.cli.chat.gateway_connection import GatewayConnection
 from ebbtide.cli.views.run_progress import RunProgress, follow
 from ebbtide.client import Client
 from ebbtide.testing.wait import wait_until
 from ebbtide.types.fleet import WorkerState
 from ebbtide.types.run import Run, RunStatus
+from tests.compose.clients import SPEC, GatewayClients
 from tests.compose.podman import Failed, Podman
 
-SPEC: Final = Path("examples/compose.toml")
 STAYING: Final = ("redis", "coordinator", "weight-relay", "gateway", "trainer", "driver", "worker")
 #: Of docker-compose.yml: the slots of a worker, and the tokens of each that it may hold unstored.
 SLOTS, FLUSH_TOKENS = 64, 8
@@ -56,10 +53,10 @@ def check_containers(podman: Podman) -> None:
 
 
 async def run_and_break(
-    podman: Podman, client: Client, gateway: GatewayConnection, steps: int, tell: Callable[[str], None]
+    podman: Podman, client: Client, clients: GatewayClients, steps: int, tell: Callable[[str], None]
 ) -> Run:
     """Submit a run, kill the worker's container in the middle of its responses and the coordinator's process, and wait
-    for the end. Meanwhile a person talks to its policy. Raises `Failed`."""
+    for the end. Meanwhile a person and an agent ask its policy. Raises `Failed`."""
     spec: dict[str, Any] = tomllib.loads(SPEC.read_text())
     spec["trainer"]["steps"] = steps
     run = await client.submit(spec)
@@ -68,7 +65,7 @@ async def run_and_break(
     following = asyncio.create_task(follow(client, progress))
     try:
         async with asyncio.timeout(_RUN_S):
-            await _break(podman, progress, following, gateway, tell)
+            await _break(podman, client, progress, following, clients, tell)
             return await following
     except TimeoutError as error:
         raise Failed(f"{error or f'the run did not end within {_RUN_S:g} s'}: {progress.run}") from None
@@ -79,27 +76,19 @@ async def run_and_break(
 
 async def _break(
     podman: Podman,
+    client: Client,
     progress: RunProgress,
     following: asyncio.Task[Run],
-    gateway: GatewayConnection,
+    clients: GatewayClients,
     tell: Callable[[str], None],
 ) -> None:
-    def stored() -> int:
-        return progress.run.counters.get("tokens_stored", 0) if progress.run else 0
-
-    def midway() -> bool:
-        if following.done():
-            raise Failed("the run ended before anything was killed")
-        return bool(progress.steps) and stored() > before and any(w.running > SLOTS // 2 for w in progress.workers)
-
     def first_step() -> bool:
         return bool(progress.steps) or following.done()
 
     await wait_until(first_step, _RUN_S, interval=_LOOK_S, what="the first step")
-    tell(f"the gateway answered under version {await asyncio.to_thread(_talk, gateway, progress.run_id)}")
-    before = stored()
-    await wait_until(midway, _RUN_S, interval=_LOOK_S, what="a worker in the middle of responses")
+    await _ask(clients, progress.run_id, tell)
     name = podman.container("worker")
+    await _stop_midway(client, progress.run_id, podman.inspect(name)["State"]["Pid"], following)
     podman("kill", "--signal", "KILL", name)
     tell(f"killed the worker's container while it generated, {len(progress.steps)} steps done")
     podman("wait", name)
@@ -111,19 +100,45 @@ async def _break(
         return len(progress.steps) > reached or following.done()
 
     await wait_until(further, _BOOT_S, interval=_LOOK_S, what="a step with the new worker")
-    await _crash(podman, "coordinator")
+    await crash(podman, "coordinator")
     tell("killed the coordinator's process; its restart policy brought it back")
 
 
-def _talk(gateway: GatewayConnection, run_id: str) -> int:
-    """Ask the policy, and return the version that answered."""
-    *_, last = ChatHistory(gateway, run_id, ChatOptions(max_tokens=16)).ask("stone")
-    if not last.finish or not last.versions:
-        raise Failed(f"the gateway's answer ended with {last}")
-    return max(last.versions)
+async def _stop_midway(client: Client, run_id: str, pid: int, following: asyncio.Task[Run]) -> None:
+    """Freeze the worker's process in the middle of its responses: podman needs seconds to kill it on a busy machine."""
+    full_at: int | None = None
+
+    async def holds() -> int:
+        """Rollouts of the only worker, as the coordinator has them."""
+        return sum(worker.running for worker in await client.workers())
+
+    async def generates() -> bool:
+        """Whether tokens were stored since the worker has been given much."""
+        nonlocal full_at
+        if following.done():
+            raise Failed("the run ended before anything was killed")
+        stored = (await client.run(run_id)).counters.get("tokens_stored", 0)
+        if await holds() <= SLOTS // 2:
+            full_at = None
+        elif full_at is None:
+            full_at = stored
+        return full_at is not None and stored > full_at + SLOTS
+
+    while True:
+        await wait_until(generates, _RUN_S, interval=_LOOK_S, what="a worker in the middle of responses")
+        os.kill(pid, signal.SIGSTOP)
+        if await holds() > SLOTS // 2:
+            return
+        os.kill(pid, signal.SIGCONT)
 
 
-async def _crash(podman: Podman, service: str) -> None:
+async def _ask(clients: GatewayClients, run_id: str, tell: Callable[[str], None]) -> None:
+    tell(f"`ebbtide chat` printed {await clients.chat(run_id)!r}")
+    tell(f"an agent was answered under version {await clients.ask(run_id)}")
+    await clients.check_strangers(run_id)
+
+
+async def crash(podman: Podman, service: str) -> None:
     """Kill the process alone, as a fault of its own would: then the restart policy has to bring it back."""
     name = podman.container(service)
     before = podman.inspect(name)["State"]["Pid"]

@@ -1,22 +1,31 @@
-"""Each service installs with its own extra and nothing else, and starts. (Those of trainer and worker are gigabytes:
-`make test-bare` installs the trainer's, and on the worker vLLM's CPU build from its pins instead.)"""
+"""The SDK installs without an extra and works; each service installs with its own extra alone, and starts.
+
+The extras of trainer and worker are gigabytes: `make test-bare` installs the trainer's, and on the worker vLLM's CPU
+build from its pins instead.
+"""
 
 import os
 import signal
 import subprocess
 import sys
 import venv
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+import httpx
 import pytest
 
+from ebbtide.client import SyncClient
 from ebbtide.testing import EmbeddedRedis
 
 ROOT: Final = Path(__file__).parents[2]
 INHERITED: Final = {name: value for name, value in os.environ.items() if not name.startswith(("EBBTIDE_", "PYTHON"))}
-#: What a host with this extra has no use for.
+TOKEN: Final = "a-token-of-tests"
+#: What a host with this extra has no use for; the SDK is what has none.
 FOREIGN: Final = {
+    "": ("torch", "vllm", "redis", "numba", "uvloop", "jwt"),
     "coordinator": ("torch", "vllm", "numba", "typer", "matplotlib"),
     "relay": ("torch", "vllm", "redis", "typer", "matplotlib"),
     "guard": ("torch", "vllm", "redis", "numba", "typer"),
@@ -37,11 +46,11 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def python(request: pytest.FixtureRequest, wheel: Path, tmp_path: Path) -> str:
-    """A Python that has the wheel with one extra."""
+    """A Python that has the wheel with one extra, or with none."""
     extra = request.param
     venv.create(tmp_path / "env", with_pip=True)
     python = str(tmp_path / "env" / "bin" / "python")
-    run(python, "-m", "pip", "install", "-q", f"{wheel}[{extra}]")
+    run(python, "-m", "pip", "install", "-q", f"{wheel}[{extra}]" if extra else str(wheel))
     for module in FOREIGN[extra]:
         code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is not None)"
         assert run(python, "-c", code).returncode == 0, f"{extra} brings {module}"
@@ -54,37 +63,65 @@ def run(*command: str) -> "subprocess.CompletedProcess[str]":
     return done
 
 
-def starts_and_ends(python: str, *command: str) -> None:
-    """Start a service, wait until it says that it is ready, and let it end."""
-    environment = INHERITED | {"EBBTIDE_TOKEN": "a-token-of-tests"}
+@contextmanager
+def serving(python: str, *command: str) -> Iterator[str]:
+    """Start a service, wait until it says that it is ready, yield its address, and let it end."""
+    environment = INHERITED | {"EBBTIDE_TOKEN": TOKEN}
     process = subprocess.Popen(
         [python, "-m", *command], cwd="/", env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     try:
         assert process.stdout is not None
-        first = process.stdout.readline()
+        first = process.stdout.readline().split()
+        if first[:1] == ["READY"]:
+            yield first[2]
         process.send_signal(signal.SIGTERM)
         _, log = process.communicate(timeout=60)
     finally:
         process.kill()
         process.wait()
-    assert first.startswith("READY "), log
+    assert first[:1] == ["READY"], log
     assert process.returncode == 0, log
+
+
+@contextmanager
+def coordinator(python: str = sys.executable) -> Iterator[str]:
+    with EmbeddedRedis() as redis:
+        flags = ("--server-listen", "127.0.0.1:0", "--store-url", redis.url)
+        with serving(python, "ebbtide.coordinator", *flags) as address:
+            yield address
+
+
+def spec(model: object) -> dict[str, Any]:
+    """Of a run whose trainer does not come."""
+    return {"name": "r", "model": str(model), "environment": {"name": "agents"}}
+
+
+@pytest.mark.parametrize("python", [""], indirect=True)
+def test_the_sdk_needs_no_extra(python: str) -> None:
+    code = f"""
+from ebbtide.client import SyncClient
+with SyncClient(ADDRESS, token={TOKEN!r}) as client:
+    run = client.submit({spec("/models/m")})
+    print([found.run_id for found in client.runs()] == [run.run_id])
+"""
+    with coordinator() as address:
+        assert run(python, "-c", code.replace("ADDRESS", repr(address))).stdout == "True\n"
 
 
 @pytest.mark.parametrize("python", ["coordinator"], indirect=True)
 def test_a_coordinator_needs_its_own_extra_alone(python: str) -> None:
     assert "--store-url" in run(python, "-m", "ebbtide.coordinator", "--help").stdout
-    with EmbeddedRedis() as redis:
-        flags = ("--server-listen", "127.0.0.1:0", "--store-url", redis.url)
-        starts_and_ends(python, "ebbtide.coordinator", *flags)
+    with coordinator(python):
+        pass
 
 
 @pytest.mark.parametrize("python", ["relay"], indirect=True)
 def test_a_relay_needs_its_own_extra_alone(python: str, tmp_path: Path) -> None:
     assert "--data-dir" in run(python, "-m", "ebbtide.weight_relay", "--help").stdout
     flags = ("--server-listen", "127.0.0.1:0", "--data-dir", str(tmp_path / "data"))
-    starts_and_ends(python, "ebbtide.weight_relay", *flags)
+    with serving(python, "ebbtide.weight_relay", *flags):
+        pass
 
 
 @pytest.mark.parametrize("python", ["guard"], indirect=True)
@@ -93,9 +130,16 @@ def test_a_guard_needs_its_own_extra_alone(python: str) -> None:
 
 
 @pytest.mark.parametrize("python", ["gateway"], indirect=True)
-def test_a_gateway_needs_its_own_extra_alone(python: str) -> None:
+def test_a_gateway_needs_its_own_extra_alone(python: str, tiny_model: Path) -> None:
     assert "--door-token-keys" in run(python, "-m", "ebbtide.gateway", "--help").stdout
-    starts_and_ends(python, "ebbtide.gateway", "--listen", "127.0.0.1:0")
+    flags = ("--listen", "127.0.0.1:0", "--coordinator")
+    with coordinator() as address, serving(python, "ebbtide.gateway", *flags, address) as gateway:
+        with SyncClient(address, token=TOKEN) as client:
+            model = client.submit(spec(tiny_model)).run_id
+        body = {"model": model, "messages": [{"role": "user", "content": "stone"}]}
+        head = {"Authorization": f"Bearer {TOKEN}"}
+        answer = httpx.post(f"http://{gateway}/tokenize", json=body, headers=head, timeout=60)
+    assert answer.json()["count"] >= len("stone"), answer.text
 
 
 @pytest.mark.parametrize("python", ["cli"], indirect=True)

@@ -143,12 +143,17 @@ class ScriptedCatalog:
         self.reads = 0
         self.opened: list[str] = []
         self.away: EbbtideError | None = None
+        self.held: asyncio.Event | None = None
+        """The next read's answer waits for it."""
 
     async def runs(self) -> list[Run]:
         if self.away is not None:
             raise self.away
         self.reads += 1
-        return [source.run for source in self.sources.values()]
+        runs, held, self.held = [source.run for source in self.sources.values()], self.held, None
+        if held is not None:
+            await held.wait()
+        return runs
 
     async def open(self, run: Run) -> ScriptedSource:
         await asyncio.sleep(0)

@@ -4,6 +4,7 @@
     relay      the weight-relay
     trainer    the trainer and the episode driver
     a, b       a rollout-worker each, the one of b behind a long line that loses packets
+    gateway    a gateway, which a test starts if it has clients for it
     user       who submits runs, by the SDK
 
 Invariant: every process is in `process`, or is Redis, or one that `ask` waits for; `close` ends them by their ids.
@@ -26,16 +27,17 @@ from tests.hosts.network import Network
 ROOT: Final = Path(__file__).parents[2]
 #: The flush window of all workers.
 FLUSH_TOKENS: Final = 8
-COORDINATOR_PORT, RELAY_PORT = 7600, 7610
+COORDINATOR_PORT, RELAY_PORT, GATEWAY_PORT = 7600, 7610, 7640
 #: A worker that is silent for so long is lost. Long enough for a busy machine, and less than a cut.
 HEARTBEAT_TIMEOUT_S: Final = 6.0
-HOSTS: Final = ("control", "relay", "trainer", "a", "b", "user")
+HOSTS: Final = ("control", "relay", "trainer", "a", "b", "gateway", "user")
 #: From one coast to the other, on a line that is none of the best.
 LATENCY_S, LOSS = 0.02, 0.005
 #: Of the relay's host.
 _RELAY_BITS_PER_S: Final = 200_000_000
+_PAIR: Final = {"cert": "pem", "key": "key"}
 _WORKER: Final = {"slots": 32, "flush_tokens": FLUSH_TOKENS, "flush_interval_ms": 40}
-SCRIPTED: Final = {
+SCRIPTED: Final[dict[str, Any]] = {
     "engine": "scripted",
     "scripted_step_s": 0.025,
     "scripted_vocab_size": 100,
@@ -67,6 +69,7 @@ class Cluster:
         self.redis = _Redis(directory / "redis", network)
         self.coordinator = f"{network.address('control')}:{COORDINATOR_PORT}"
         self.relay = f"{network.address('relay')}:{RELAY_PORT}"
+        self.gateway = f"{network.address('gateway')}:{GATEWAY_PORT}"
 
     async def boot(self, **worker: Any) -> None:
         """Start everything; `worker`: settings of both workers."""
@@ -100,6 +103,11 @@ class Cluster:
 
     async def driver(self) -> None:
         await self.start("driver", "trainer", "ebbtide.driver", holder="driver")
+
+    async def serve_clients(self) -> None:
+        """Start the gateway. Its clients see the certificate that it has for the coordinator."""
+        files = {f"door_tls_{name}": self.identities.folder / f"gateway.{end}" for name, end in _PAIR.items()}
+        await self.start("gateway", "gateway", "ebbtide.gateway", listen=self.gateway, **files)
 
     async def worker(self, host: str, **settings: Any) -> None:
         # Without a mirror in shared memory, which hosts do not share.

@@ -15,9 +15,10 @@ _ROLES: Final = {
     "driver": (Role.TRAINER, ""),
     "a": (Role.WORKER, ""),
     "b": (Role.WORKER, ""),
+    "gateway": (Role.GATEWAY, "gateway"),
     "user": (Role.USER, ""),
 }
-_SERVE: Final = {Role.COORDINATOR, Role.RELAY}
+_SERVE: Final = {Role.COORDINATOR, Role.RELAY, Role.GATEWAY}
 _TOKEN_S: Final = 3600.0
 _DAYS: Final = 1
 
@@ -51,6 +52,10 @@ class Identities:
     def retire(self) -> None:
         """Let the former signing key count no more."""
         signing_keys.retire(self.folder)
+
+    def agent_key(self, run_id: str) -> str:
+        """What a client of gateways shows, for one run."""
+        return signing_keys.issue(self.folder, Role.AGENT, run_id=run_id, ttl_s=_TOKEN_S, name="team")
 
     def _token(self, name: str) -> None:
         if _calls(name):

@@ -1,6 +1,8 @@
 """What docker-compose.yml promises: nothing off the loopback, no rights to spare, and settings that exist."""
 
 import re
+import shutil
+import subprocess
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,10 @@ import msgspec
 import pytest
 import yaml
 
+from ebbtide.auth.role_tokens import public_keys, verify
+from ebbtide.auth.roles import Role
 from ebbtide.cli.commands.service_commands import SERVICES as COMMANDS
+from ebbtide.cli.credentials.signing_keys import issue
 from ebbtide.client.client import read_spec
 from ebbtide.coordinator.settings import CoordinatorSettings
 from ebbtide.driver.settings import DriverSettings
@@ -112,15 +117,16 @@ def test_a_service_finds_the_token_and_the_others_by_their_names(name: str) -> N
     security = next(getattr(settings, field) for field in ("server", "client", "security") if hasattr(settings, field))
     assert security.token == ""
     assert security.token_file == "/run/secrets/token"
-    passwords = ["store-password"] if name == "coordinator" else []
-    assert SERVICES[name]["secrets"] == ["token", *passwords]
+    further = {"coordinator": ["store-password"], "gateway": ["token-keys"]}
+    assert SERVICES[name]["secrets"] == ["token", *further.get(name, [])]
     for field in {"coordinator", "relay"} & set(settings.__struct_fields__):
         host, _, port = getattr(settings, field).rpartition(":")
         assert SERVICES[host]["ports"][0].endswith(f":{port}")
 
 
 def test_there_is_no_secret_in_the_file() -> None:
-    assert FILE["secrets"] == {name: {"file": f"./runs/compose/{name}"} for name in ("token", "store-password")}
+    files = {"token": "token", "store-password": "store-password", "token-keys": "tokens.pub"}
+    assert FILE["secrets"] == {name: {"file": f"./runs/compose/{file}"} for name, file in files.items()}
     assert "EBBTIDE_TOKEN:" not in (ROOT / "docker-compose.yml").read_text()
 
 
@@ -163,6 +169,26 @@ def test_a_gateways_health_is_asked_where_it_listens_and_its_requests_may_finish
 def test_a_gateway_reads_models_where_the_trainer_may_take_them_from_and_writes_none() -> None:
     assert loaded("gateway").model_roots == loaded("trainer").model_roots
     assert all(volume.endswith(":ro") for volume in SERVICES["gateway"]["volumes"])
+
+
+def test_a_gateway_alone_takes_tokens_that_agents_may_have() -> None:
+    assert loaded("gateway").door.token_keys == "/run/secrets/token-keys"
+    assert [name for name, service in SERVICES.items() if "token-keys" in service.get("secrets", [])] == ["gateway"]
+
+
+@pytest.mark.skipif(not shutil.which("make") or not shutil.which("openssl"), reason="needs make and openssl")
+def test_what_make_prepares_for_the_containers_is_made_once_and_signs_tokens_of_agents(tmp_path: Path) -> None:
+    command = ["make", "--silent", "--directory", str(tmp_path), "--file", str(ROOT / "Makefile"), "compose-token"]
+    subprocess.run(command, check=True, capture_output=True)
+    made = tmp_path / "runs" / "compose"
+    files = {path.name: path.read_bytes() for path in made.iterdir()}
+    assert set(files) == {"token", "store-password", "tokens.key", "tokens.pub"}
+    assert [oct(path.stat().st_mode & 0o777) for path in (made, made / "tokens.key")] == ["0o700", "0o600"]
+    keys = public_keys((made / "tokens.pub").read_bytes(), field="keys")
+    claims = verify(issue(made, Role.AGENT, run_id="r", ttl_s=60, name="team"), keys)
+    assert (claims.role, claims.run_id) == (Role.AGENT, "r")
+    subprocess.run(command, check=True, capture_output=True)
+    assert {path.name: path.read_bytes() for path in made.iterdir()} == files
 
 
 def test_the_store_writes_before_it_answers() -> None:

@@ -2,7 +2,8 @@
 
 Invariant: a run has at most one open lease here, which one task opens while others wait for it. Leases that are lost
 are opened again by the next request; those of runs that nobody asks of are released, and a request that waits asks.
-Nothing here outlives the process: leases expire by themselves.
+No request is told that its run is unknown by a list that is older than the request. Nothing here outlives the process:
+leases expire by themselves.
 """
 
 import asyncio
@@ -21,8 +22,10 @@ from ebbtide.telemetry import get_logger
 from ebbtide.types.run import Run
 
 log = get_logger(__name__)
-#: How old the list of runs may be: a name that is not in it is looked up again.
+#: How old a listing of the runs may be.
 _FRESH_S: Final = 2.0
+#: Between two reads for names that are not in the list: clients that ask for such names do not load the coordinator.
+_UNKNOWN_S: Final = 0.5
 
 
 class ServedRun:
@@ -94,7 +97,8 @@ class RunDirectory:
         self._catalog, self._clock, self._idle_s = catalog, clock, idle_s
         self._threads, self._max_prompt_tokens = threads or PromptThreads(), max_prompt_tokens
         self._runs: list[Run] = []
-        self._read_at: float | None = None
+        self._read_at: float | None = None  # when the read that they are from began
+        self._reading = asyncio.Lock()  # for unknown names: those who wait share a read
         self._served: dict[str, ServedRun] = {}
         self._opening: dict[str, asyncio.Task[ServedRun]] = {}
 
@@ -105,7 +109,9 @@ class RunDirectory:
 
     async def refresh(self) -> None:
         """Read the runs again, and release leases that are not needed."""
-        self._runs, self._read_at = await self._catalog.runs(), self._clock()
+        began, runs = self._clock(), await self._catalog.runs()
+        if self._read_at is None or began >= self._read_at:  # else a read that began later has ended before
+            self._runs, self._read_at = runs, began
         await self._release_idle()
 
     async def context(self, run: Run) -> int:
@@ -114,7 +120,8 @@ class RunDirectory:
 
     async def visible(self, key: ClientKey) -> list[Run]:
         """The live runs that a key is for, oldest first."""
-        await self._refresh_old()
+        if self._read_at is None or self._clock() - self._read_at > _FRESH_S:
+            await self.refresh()
         return [run for run in self._live() if key.admits(run.run_id)]
 
     async def find(self, key: ClientKey, model: str) -> ServedRun:
@@ -123,7 +130,7 @@ class RunDirectory:
         Raises `NotFound` and `InvalidRequest` naming `model`.
         """
         if (run := self._named(key, model)) is None:
-            await self._refresh_old()
+            await self._read_since(self._clock())
             run = self._named(key, model)
         if run is None:
             raise NotFound(_unknown(key, model))
@@ -153,9 +160,13 @@ class RunDirectory:
             )
         return named[0] if named else None
 
-    async def _refresh_old(self) -> None:
-        if self._read_at is None or self._clock() - self._read_at > _FRESH_S:
-            await self.refresh()
+    async def _read_since(self, asked_at: float) -> None:
+        """Return when the runs are from a read that began at `asked_at` or later."""
+        async with self._reading:
+            if self._read_at is not None and self._read_at < asked_at:
+                await asyncio.sleep(self._read_at + _UNKNOWN_S - self._clock())
+            if self._read_at is None or self._read_at < asked_at:  # perhaps the list was refreshed meanwhile
+                await self.refresh()
 
     async def _open(self, run: Run) -> ServedRun:
         served = self._served.get(run.run_id)

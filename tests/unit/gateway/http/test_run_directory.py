@@ -9,6 +9,7 @@ from ebbtide.errors import InvalidRequest, NotFound, Unavailable
 from ebbtide.gateway.access.client_key import ClientKey
 from ebbtide.gateway.runs.run_directory import RunDirectory
 from ebbtide.gateway.text.template_sandbox import TemplateSandbox
+from ebbtide.testing import wait_until
 from ebbtide.types.run import RunStatus
 from tests.fakes.clocks import SetClock
 from tests.fakes.scripted_rollouts import ScriptedCatalog, ScriptedSource, scripted_run, served_model
@@ -72,8 +73,33 @@ async def test_a_run_submitted_just_now_is_looked_up(
 ) -> None:
     assert await found(directory, "a") == "a-1"
     catalog.sources["c-1"] = ScriptedSource(scripted_run("c-1", name="c"), served_model(sandbox))
-    clock.now += 3
+    clock.now += 0.499  # the list is young, and older than the run
     assert await found(directory, "c") == "c-1"
+
+
+async def test_those_who_ask_for_unknown_runs_at_once_share_a_read_and_wait_for_it(
+    directory: RunDirectory, catalog: ScriptedCatalog, clock: SetClock
+) -> None:
+    await directory.refresh()
+    clock.now += 0.499
+    answers = await asyncio.gather(*(directory.find(ANY, "c") for _ in range(5)), return_exceptions=True)
+    assert [type(answer) for answer in answers] == [NotFound] * 5
+    assert catalog.reads == 2
+
+
+async def test_a_read_that_began_earlier_does_not_hide_a_run(
+    directory: RunDirectory, catalog: ScriptedCatalog, clock: SetClock, sandbox: TemplateSandbox
+) -> None:
+    answers = catalog.held = asyncio.Event()
+    slow = asyncio.create_task(directory.refresh())
+    await wait_until(lambda: catalog.reads == 1)
+    clock.now += 1
+    catalog.sources["c-1"] = ScriptedSource(scripted_run("c-1", name="c"), served_model(sandbox))
+    assert await found(directory, "c") == "c-1"
+    answers.set()
+    await slow
+    assert "c-1" in [run.run_id for run in await directory.visible(ANY)]
+    assert catalog.reads == 2
 
 
 async def test_one_lease_serves_all_who_ask_at_once(directory: RunDirectory, catalog: ScriptedCatalog) -> None:
