@@ -140,6 +140,23 @@ async def test_another_gateway_goes_on_with_turns_that_it_did_not_answer(agent: 
     assert len(traces[0]["branches"]) == 1
 
 
+async def test_a_trace_is_read_page_by_page(agent: Agent) -> None:
+    for number in range(3):
+        await agent.ask([user(f"question {number}")])
+    whole, client, path = await agent.trace(), agent.clients[1], f"/v1/sessions/{agent.name}"
+    assert not whole["has_more"]
+    pages = [(await client.get(path, params={"limit": 2, "after": after})).json() for after in (0, 2)]
+    assert [[turn["number"] for turn in page["turns"]] for page in pages] == [[1, 2], [3]]
+    assert [page["has_more"] for page in pages] == [True, False]
+    assert [branch for page in pages for branch in page["branches"]] == whole["branches"]
+    listed = (await client.get(f"{path}/completions", params={"limit": 1, "after": 1})).json()
+    assert ([one["turn"] for one in listed["data"]], listed["has_more"]) == ([2], True)
+    for wrong in ({"limit": 0}, {"limit": 1001}, {"limit": "x"}, {"after": -1}):
+        refused = await client.get(path, params=wrong)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["message"].startswith(f"{next(iter(wrong))}: must be a")
+
+
 async def test_forks_edits_and_compacted_histories_become_branches_with_their_own_masks(
     agent: Agent, source: ScriptedSource
 ) -> None:
