@@ -97,6 +97,12 @@ def unverified(token: str) -> Claims:
         raise InvalidRequest("is no token of a role; ebbtide tokens issue makes one", field="token") from None
 
 
+def run_of_token(bearer: str) -> str:
+    """The only run that the caller's own token (`Bearer TOKEN`) is for; "" for a shared secret, and for all runs."""
+    token = bearer.removeprefix("Bearer ")
+    return unverified(token).run_id if is_signed(token) else ""
+
+
 def _claims(found: Mapping[str, Any]) -> Claims:
     """Raises `KeyError`, `TypeError` or `ValueError` for claims that `mint` never makes."""
     expires, run_id = found["exp"], found.get("run")

@@ -72,8 +72,10 @@ RUN_KEYS: Final[dict[str, str]] = {
     # zset: rollout -> place in the queue, of queued and running ones. A member leaves when it finishes, is cancelled
     # or completed.
     "OPEN": "open",
-    # hash per rollout: req (msgpack, without the prompt), prompt, digest, kind, state, attempt, attempts, worker,
-    # from, begin (ms since submission), barren, evidence, avoid (workers, a comma after each), reason, message,
+    # hash per rollout: req (msgpack, without the prompt), prompt, digest, asked (a digest of its client's request, if
+    # the gateway gave one), kind, state, attempt, attempts, worker,
+    # from, begin (ms since submission), account (of a key with limits), prompt_charge and held (tokens, while it is
+    # open), barren, evidence, avoid (workers, a comma after each), reason, message,
     # cursor, step (if it has one). Owner: submit .. complete. Deleted when acknowledged, completed, cancelled, or at
     # the run's end.
     "ROLLOUT": "rollout:",
@@ -105,6 +107,11 @@ RUN_KEYS: Final[dict[str, str]] = {
     "BRANCHES": "branches:",
     # hash: rollout -> the open session that keeps it. Owner: add_turn, lib.
     "KEPT_BY": "keptby",
+    # hash: `OWNER:NAME` -> number, of the keys with limits: requests, open (requests), spent, reserved (tokens), day
+    # (since the Unix epoch), today (tokens of it), request_debt, token_debt (thousandths), at (ms since submission, of
+    # the debts), and `OWNER:g:GROUP` -> open rollouts of a request; `owners`: how many. Owner: submit, lib. Expires
+    # with RUN.
+    "ACCOUNTS": "accounts",
     # string per rollout: its token records so far. Owner: append. Ends with ROLLOUT.
     "TOKENS": "tokens:",
     # stream: id -> finished rollout that is neither acknowledged nor completed. An entry ends with ROLLOUT.

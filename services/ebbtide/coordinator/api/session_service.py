@@ -5,6 +5,7 @@ from typing import Final
 
 import msgspec
 
+from ebbtide.coordinator.api.key_accounts import KeyAccounts
 from ebbtide.coordinator.api.request_checks import check_lease, check_number, check_reason, check_trajectory
 from ebbtide.coordinator.api.request_retention import RequestRetention
 from ebbtide.coordinator.api.store_doubts import in_doubt
@@ -12,6 +13,7 @@ from ebbtide.coordinator.coordinator_parts import CoordinatorParts
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.errors import InvalidRequest, NotFound, NotReady
 from ebbtide.types.ids import check_id
+from ebbtide.types.key_usage import MeteredKey
 from ebbtide.types.run import LeaseRef, is_gateway
 from ebbtide.types.session import (
     MAX_COMPLETIONS,
@@ -35,6 +37,7 @@ class SessionService:
     def __init__(self, parts: CoordinatorParts, retention: RequestRetention) -> None:
         self._state, self._store, self._notifier = parts.state, parts.store, parts.notifier
         self._recovery, self._writes, self._retention = parts.recovery, parts.writes, retention
+        self._accounts = KeyAccounts(parts.store)
 
     async def open(self, lease: LeaseRef, session: Session) -> Session:
         """Open a session, or return the owner's. Raises `NotReady` if it was forgotten, `NoCapacity`."""
@@ -46,14 +49,25 @@ class SessionService:
         self._retention.note(run.run_id, lease)
         return self._told(await self._store.sessions.open(lease, session, quota_bytes=run.spec.quota_bytes))
 
-    async def add_turn(self, lease: LeaseRef, session_id: str, owner: str, turn: SessionTurn) -> SessionTurn:
-        """Add a turn, or return that of the same request. Raises `NotReady` after the session's end, `NoCapacity`, and
+    async def add_turn(
+        self,
+        lease: LeaseRef,
+        session_id: str,
+        owner: str,
+        turn: SessionTurn,
+        key: MeteredKey | None = None,
+        tokens: int = 0,
+    ) -> SessionTurn:
+        """Add a turn, or return that of the same request. `key`, `tokens`: the client's key, if it has limits, and what
+        the turn may come to. Raises `NotReady` after the session's end, `NoCapacity`, `RateLimited`, `BudgetSpent`, and
         `AlreadyExists` for a rollout of another turn, or one that was submitted before.
         """
         _check_writer(lease)
         _check_session(session_id, owner)
         _check_turn(turn)
         run = await self._recovery.live(lease.run_id)
+        if key is not None:
+            await self._accounts.check_turn(lease, key, turn, tokens)
         with in_doubt(self._state, NotFound, NotReady):
             return await self._store.sessions.add_turn(lease, session_id, owner, turn, quota_bytes=run.spec.quota_bytes)
 

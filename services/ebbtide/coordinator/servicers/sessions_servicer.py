@@ -8,6 +8,7 @@ import grpc
 
 from ebbtide.coordinator.api.session_service import SessionService
 from ebbtide.coordinator.servicers.list_page import ListPage
+from ebbtide.types.key_usage import MeteredKey
 from ebbtide.types.run import LeaseRef
 from ebbtide.types.session import Session, SessionEnd, SessionTurn
 from ebbtide.v1 import runs_pb2, sessions_pb2, sessions_pb2_grpc
@@ -35,7 +36,10 @@ class SessionsServicer(sessions_pb2_grpc.SessionsServicer):
 
     async def AddTurn(self, request: sessions_pb2.AddTurnRequest, context: Context) -> sessions_pb2.Turn:
         turn = from_proto(request, SessionTurn)
-        added = await self._sessions.add_turn(_lease(request.lease), request.session_id, request.owner, turn)
+        key = from_proto(request.key, MeteredKey, field="key") if request.HasField("key") else None
+        added = await self._sessions.add_turn(
+            _lease(request.lease), request.session_id, request.owner, turn, key, request.tokens
+        )
         return to_proto(added, sessions_pb2.Turn)
 
     async def ReadTurns(self, request: sessions_pb2.ReadTurnsRequest, context: Context) -> sessions_pb2.TurnPage:

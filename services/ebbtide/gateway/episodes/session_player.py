@@ -13,7 +13,7 @@ from ebbtide.gateway.episodes.played_turn import PlayedTurn, session_ended
 from ebbtide.gateway.episodes.session_limits import SessionLimits
 from ebbtide.gateway.episodes.session_shelf import SessionShelf
 from ebbtide.gateway.episodes.session_source import SessionSource
-from ebbtide.gateway.episodes.turn_settings import request_digest
+from ebbtide.gateway.generation.request_digest import request_digest
 from ebbtide.gateway.generation.request_player import RequestPlayer
 from ebbtide.gateway.generation.session_episode import session_episode, session_group
 from ebbtide.gateway.generation.text_request import ChatPrompt, IdsPrompt, TextRequest
@@ -64,7 +64,7 @@ class SessionPlayer:
         async with self.opened(request.session_id, request.group_id) as live:
             prompt = await self._turn(live, asked)
             rollouts, choices = self._player.completions(asked, self._owner, [prompt])
-            return PlayedTurn(live, asked, rollouts, choices, prompt)
+            return PlayedTurn(live, asked.without_prompts(), rollouts, choices, prompt)
 
     @asynccontextmanager
     async def opened(self, name: str, group: str = "") -> AsyncIterator[LiveSession]:

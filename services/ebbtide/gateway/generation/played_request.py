@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Final
 
-from ebbtide.errors import EbbtideError, Internal, Unavailable
+from ebbtide.errors import AlreadyExists, EbbtideError, Internal, Unavailable
 from ebbtide.gateway.generation.choice_delta import ChoiceDelta
 from ebbtide.gateway.generation.choice_text import ChoiceText
 from ebbtide.gateway.generation.request_fields import named_as_asked
@@ -28,7 +28,9 @@ _STOP_S: Final = 10.0
 
 
 class PlayedRequest:
-    """A request whose rollouts are known. It is submitted first; then `deltas` is read once."""
+    """A request whose rollouts are known. It is submitted first; then `deltas` is read once. Its prompts' contents are
+    not needed any more.
+    """
 
     def __init__(
         self,
@@ -90,8 +92,11 @@ class PlayedRequest:
         await self._source.cancel([rollout.rollout_id for rollout in self._unfinished()])
 
     async def _queue(self) -> None:
-        with named_as_asked(self._request):
-            await self._source.submit(self._rollouts)
+        try:
+            with named_as_asked(self._request):
+                await self._source.submit(self._rollouts)
+        except AlreadyExists:
+            raise AlreadyExists("X-Request-ID: another request has this id; choose another one") from None
 
     def _unfinished(self) -> list[RolloutRequest]:
         return [one for one, choice in zip(self._rollouts, self._choices, strict=True) if not choice.finished]

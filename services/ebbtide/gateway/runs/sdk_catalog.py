@@ -6,7 +6,7 @@ the process ends; a restart loads them again.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -101,15 +101,25 @@ class SdkCatalog:
         holder: str,
         model_roots: Sequence[str],
         max_model_len: int,
+        bound_run: Callable[[], str] = str,
     ) -> None:
-        """`holder`: names this gateway among those of a run. `max_model_len` 0: each model's own."""
+        """`holder`: names this gateway among those of a run. `max_model_len` 0: each model's own. `bound_run`: the only
+        run that the gateway's own token is for; "": all runs.
+        """
         self._client, self._sandbox, self._parsers = client, sandbox, parsers
         self._holder, self._max_model_len = holder, max_model_len
         self._roots = [Path(root).resolve() for root in model_roots]
         self._models: dict[str, asyncio.Task[ServedModel]] = {}
+        self._bound_run = bound_run
 
     async def runs(self) -> list[Run]:
-        return await self._client.runs()
+        """All runs; under a token of one run, this one."""
+        if not (run_id := self._bound_run()):
+            return await self._client.runs()
+        try:
+            return [await self._client.run(run_id)]
+        except NotFound:
+            return []
 
     async def open(self, run: Run) -> LeaseSource:
         try:
