@@ -4,7 +4,8 @@ import asyncio
 
 from msgspec.structs import replace
 
-from ebbtide.errors import NotFound, NotReady
+from ebbtide.errors import BudgetSpent, NotFound, NotReady
+from ebbtide.types.key_usage import MeteredKey
 from ebbtide.types.rollout import Trajectory
 from ebbtide.types.run import Run
 from ebbtide.types.session import Session, SessionEnd, SessionState, SessionTurn, TurnPage
@@ -28,8 +29,12 @@ class ScriptedSessions:
         )
         return self.stored.setdefault(session_id, (made, []))[0]
 
-    async def add_turn(self, session_id: str, owner: str, turn: SessionTurn) -> SessionTurn:
+    async def add_turn(
+        self, session_id: str, owner: str, turn: SessionTurn, *, key: MeteredKey | None = None, tokens: int = 0
+    ) -> SessionTurn:
         await asyncio.sleep(0)
+        if key is not None and key.limits.tokens and tokens > key.limits.tokens:
+            raise BudgetSpent(f"{tokens} tokens are too many", retry_after_s=0.0)
         session, turns = self._of(session_id, owner)
         known = next((one for one in turns if one.request_id == turn.request_id), None)
         if known is not None:

@@ -120,14 +120,14 @@ class _TextExchange:
             await self._doors.pauses.passed(served.run.run_id)  # one that began meanwhile
             try:
                 with served.counted(played):  # nothing comes between the pauses and this
-                    await played.submit()
+                    await played.submit(key.metered)
                     await self._send(played, answer)
             except EbbtideError as error:
                 await self._fail(error)
 
     async def _prepared(self, served: ServedRun, key: ClientKey) -> PlayedRequest:
         if self._request.session_id:
-            return await self._doors.sessions_of(served.source, served.player, key).prepare(self._request)
+            return await self._doors.sessions_of(served.source, served.player, key).prepare(self._request, key.metered)
         return await served.player.prepare(self._request, owner=key.owner)
 
     def _answering(self, played: PlayedRequest, served: ServedRun) -> Answer:

@@ -12,10 +12,11 @@ from typing import Final
 
 from ebbtide.client import Client
 from ebbtide.client.gateway_lease import GatewayLease
-from ebbtide.errors import InvalidRequest, LeaseSuperseded, NoCapacity, NotFound, Unavailable
+from ebbtide.errors import InvalidRequest, LeaseSuperseded, NoCapacity, NotFound, RateLimited, Unavailable
 from ebbtide.gateway.runs.served_model import ServedModel, context_of, load_served_model, read_model_config
 from ebbtide.gateway.text.output_parsers import ParserNames
 from ebbtide.gateway.text.template_sandbox import TemplateSandbox
+from ebbtide.types.key_usage import KeyUsage, MeteredKey
 from ebbtide.types.rollout import RolloutRequest, TokenChunk
 from ebbtide.types.run import Run
 from ebbtide.types.session import Session, SessionEnd, SessionTurn, TurnPage
@@ -52,13 +53,13 @@ class LeaseSource:
         self._run = await self._client.run(self._lease.run_id)
         return self._run
 
-    async def submit(self, rollouts: Sequence[RolloutRequest]) -> None:
+    async def submit(self, rollouts: Sequence[RolloutRequest], key: MeteredKey | None = None) -> None:
         ends = time.monotonic() + self._room_s
         while True:
             try:
-                await self._lease.submit_rollouts(rollouts, wait=False)
+                await self._lease.submit_rollouts(rollouts, wait=False, key=key)
             except NoCapacity as error:
-                if time.monotonic() + error.retry_after_s > ends:
+                if isinstance(error, RateLimited) or time.monotonic() + error.retry_after_s > ends:
                     raise
                 await asyncio.sleep(error.retry_after_s)
             else:
@@ -70,11 +71,16 @@ class LeaseSource:
     async def cancel(self, rollout_ids: Sequence[str]) -> None:
         await self._lease.cancel_rollouts(rollout_ids)
 
+    async def key_usage(self, owner: str) -> KeyUsage:
+        return await self._lease.key_usage(owner)
+
     async def open_session(self, session_id: str, owner: str, *, group_id: str = "", record: bytes = b"") -> Session:
         return await self._lease.open_session(session_id, owner, group_id=group_id, record=record)
 
-    async def add_turn(self, session_id: str, owner: str, turn: SessionTurn) -> SessionTurn:
-        return await self._lease.add_turn(session_id, owner, turn)
+    async def add_turn(
+        self, session_id: str, owner: str, turn: SessionTurn, *, key: MeteredKey | None = None, tokens: int = 0
+    ) -> SessionTurn:
+        return await self._lease.add_turn(session_id, owner, turn, key=key, tokens=tokens)
 
     async def read_turns(self, session_id: str, owner: str, after: int = 0) -> TurnPage:
         return await self._lease.read_turns(session_id, owner, after)

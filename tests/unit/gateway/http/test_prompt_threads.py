@@ -2,9 +2,10 @@
 
 import asyncio
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import httpx
 import pytest
@@ -17,7 +18,7 @@ from tests.unit.gateway.http.conftest import HEADERS
 CHAT: Final = {"messages": [{"role": "user", "content": "x"}]}
 
 
-async def started(work: list[asyncio.Task[None]]) -> None:
+async def started(work: Sequence[asyncio.Task[Any]]) -> None:
     """Every task has asked for its turn."""
     assert work
     for _ in range(3):
