@@ -20,6 +20,7 @@ class ScriptedSessions:
         self.stored: dict[str, tuple[Session, list[SessionTurn]]] = {}
         self.forgotten: set[str] = set()
         self.trajectories: list[Trajectory] = []
+        self.verifier_data: dict[str, bytes] = {}
 
     async def open_session(self, session_id: str, owner: str, *, group_id: str = "", record: bytes = b"") -> Session:
         if session_id in self.forgotten:
@@ -56,8 +57,10 @@ class ScriptedSessions:
         if session.state is SessionState.OPEN:
             self.trajectories += how.trajectories
             state = SessionState.DROPPED if how.drop_reason else SessionState.COMPLETED
-            record = how.record or session.record
-            session = replace(session, state=state, drop_reason=how.drop_reason, record=record)
+            state = SessionState.VERIFYING if how.verifier else state
+            record, verifier = how.record or session.record, how.verifier
+            session = replace(session, state=state, drop_reason=how.drop_reason, record=record, verifier=verifier)
+            self.verifier_data[how.session_id] = how.data
             self.stored[how.session_id] = (session, turns)
         return session
 

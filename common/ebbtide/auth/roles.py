@@ -66,6 +66,8 @@ _METHODS: Final[dict[str, dict[str, set[Role]]]] = {
         "ReadTurns": _HOLDERS,
         "EndSession": {Role.GATEWAY},
         "ListSessions": _HOLDERS,
+        "WatchUnverified": {Role.TRAINER},
+        "PostVerdict": {Role.TRAINER},
     },
     "Fleet": {
         "Control": {Role.WORKER},

@@ -46,6 +46,9 @@ class DropReason:
     GROUP_FULL: Final = "group_full"  # a session more than its group has
     ABANDONED: Final = "abandoned"  # a session that nobody continued
     RUN_ENDED: Final = "run_ended"
+    VERIFIER_FAILED: Final = "verifier_failed"  # it raised, ended its process, or gave no number
+    VERIFIER_TIMEOUT: Final = "verifier_timeout"
+    UNVERIFIED: Final = "unverified"  # no driver ran its verifier in time
 
 
 class RolloutRequest(Struct, frozen=True, kw_only=True):

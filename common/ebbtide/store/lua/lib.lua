@@ -315,14 +315,24 @@ local function beyond_quota(bytes, quota, role)
   return nil
 end
 
--- {session, owner, group, state, reason, turns, its age in ms, ms since it was last used or ended, record}; nil if it is not here, or
--- of another owner than `owner` ('' for any).
+-- Makes a branch of a session a trajectory that counts for `n` rollouts.
+local function add_trajectory(n, data)
+  redis.call('XADD', TRAJECTORIES, '*', 'n', n, 'data', data, 'at', string.format('%.0f', now_ms()))
+  count('submitted', n)
+  count('trajectories', n)
+  count('bytes', #data)
+end
+
+-- {session, owner, group, state, reason, turns, its age in ms, ms since it was last used or ended, record, verifier, its reward ('' if
+-- there is none)}; nil if it is not here, or of another owner than `owner` ('' for any).
 local function session_row(id, owner)
-  local r = redis.call('HMGET', SESSION .. id, 'owner', 'group', 'state', 'reason', 'turns', 'opened', 'record')
+  local r = redis.call('HMGET', SESSION .. id, 'owner', 'group', 'state', 'reason', 'turns', 'opened', 'record', 'verifier', 'reward')
   if not r[1] or (owner ~= '' and owner ~= r[1]) then return nil end
-  local last = redis.call('ZSCORE', r[3] == 'open' and IDLE or OVER, id)
+  local waits = r[3] == 'open' or r[3] == 'verifying'
+  local last = redis.call('ZSCORE', waits and IDLE or OVER, id)
   local now = tonumber(age())
-  return {id, r[1], r[2], r[3], r[4], tonumber(r[5]), now - tonumber(r[6]), now - tonumber(last or now), r[7]}
+  return {id, r[1], r[2], r[3], r[4], tonumber(r[5]), now - tonumber(r[6]), now - tonumber(last or now), r[7],
+    r[8] or '', r[9] or ''}
 end
 
 -- Whether a rollout of an open session is queued or running.
@@ -333,10 +343,9 @@ local function has_open_rollout(id)
   return false
 end
 
--- Ends an open session, and has its rollouts deleted. Open ones are cancelled first: {id, attempt or ''} of each, in turn, are
--- appended to `out`. Its record stays for a while.
-local function end_session(id, state, reason, out)
-  redis.call('ZREM', IDLE, id)
+-- Has a session's rollouts deleted, and forgets its turns. Open ones are cancelled first: {id, attempt or ''} of each, in turn, are
+-- appended to `out`.
+local function release_rollouts(id, out)
   for _, rollout in ipairs(redis.call('LRANGE', KEPT .. id, 0, -1)) do
     redis.call('HDEL', KEPT_BY, rollout)
     local attempt = cancel_request(rollout, 'its session ended')
@@ -345,8 +354,19 @@ local function end_session(id, state, reason, out)
     if kind == 'request' then redis.call('ZADD', REQUESTS, '-inf', rollout)
     elseif not kind then mark_gone('r:' .. rollout) end  -- it was not submitted yet
   end
-  redis.call('UNLINK', TURNS .. id, TURN_IDS .. id, KEPT .. id, BRANCHES .. id)
-  local r = redis.call('HMGET', SESSION .. id, 'held', 'record')
+  redis.call('UNLINK', TURNS .. id, TURN_IDS .. id, KEPT .. id)
+end
+
+-- Ends an open session, or one that waits for its verdict. `out`: as of release_rollouts. Its record stays for a while.
+local function end_session(id, state, reason, out)
+  redis.call('ZREM', IDLE, id)
+  release_rollouts(id, out)
+  redis.call('UNLINK', BRANCHES .. id)
+  local r = redis.call('HMGET', SESSION .. id, 'held', 'record', 'unverified')
+  if r[3] then
+    redis.call('XDEL', UNVERIFIED, r[3])
+    redis.call('HDEL', SESSION .. id, 'unverified', 'data')
+  end
   local held = #r[2] + SESSION_BYTES
   redis.call('HSET', SESSION .. id, 'state', state, 'reason', reason, 'held', held)
   redis.call('ZADD', OVER, age(), id)

@@ -5,12 +5,13 @@ import math
 from collections.abc import Callable
 from typing import Annotated, Any, Final, TypeVar
 
+import msgspec
 from msgspec import Meta, Struct
 
 from ebbtide.errors import InvalidRequest, NotFound
 from ebbtide.gateway.dialects.trace_shapes import completions_body, session_head, trace_body
 from ebbtide.gateway.episodes.live_session import in_thread
-from ebbtide.gateway.episodes.session_ending import end_dropped, end_with_reward
+from ebbtide.gateway.episodes.session_ending import end_dropped, end_for_verdict, end_with_reward
 from ebbtide.gateway.episodes.session_player import SessionPlayer
 from ebbtide.gateway.generation.text_request import MAX_CLIENT_ID
 from ebbtide.gateway.routes.client_ids import checked_id
@@ -19,7 +20,7 @@ from ebbtide.gateway.routes.json_route import JsonCall
 from ebbtide.gateway.sessions.session_trace import SessionTrace, trace_page
 from ebbtide.types.ids import check_id, new_fence
 from ebbtide.types.parse import parse
-from ebbtide.types.session import SessionState
+from ebbtide.types.session import MAX_SESSION_RECORD, SessionState
 
 T = TypeVar("T")
 #: Sessions of one page. Each is read by itself, as lists hold no records.
@@ -44,6 +45,8 @@ class RewardBody(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class EndBody(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     reward: float | None = None
     drop_reason: str = ""
+    verifier: str = ""
+    data: dict[str, Any] = {}
 
 
 class SessionRoutes:
@@ -94,12 +97,14 @@ class SessionRoutes:
         return await self._rewarded(call, parse(RewardBody, call.body).reward)
 
     async def end(self, call: JsonCall) -> dict[str, Any]:
-        """POST /v1/sessions/{id}/end: with a reward, or with a reason why it is dropped."""
+        """POST /v1/sessions/{id}/end: with a reward, a verifier that gives it, or a reason why it is dropped."""
         asked = parse(EndBody, call.body)
-        if (asked.reward is None) is not bool(asked.drop_reason):
-            raise InvalidRequest("give a reward or a drop_reason, and not both", field="reward")
+        if sum((asked.reward is not None, bool(asked.drop_reason), bool(asked.verifier))) > 1:
+            raise InvalidRequest("give a reward, a drop_reason or a verifier, and not several", field="reward")
         if asked.reward is not None:
             return await self._rewarded(call, asked.reward)
+        if not asked.drop_reason:
+            return await self._verified(call, asked)
         reason = check_id(asked.drop_reason, field="drop_reason")
         return session_head(await end_dropped(await self._sessions(call), _name(call), reason))
 
@@ -107,6 +112,13 @@ class SessionRoutes:
         if not math.isfinite(reward):
             raise InvalidRequest("must be finite", field="reward")
         return session_head(await end_with_reward(await self._sessions(call), _name(call), reward))
+
+    async def _verified(self, call: JsonCall, asked: EndBody) -> dict[str, Any]:
+        data = msgspec.json.encode(asked.data) if asked.data else b""
+        if len(data) > MAX_SESSION_RECORD:
+            raise InvalidRequest(f"has {len(data)} bytes, more than {MAX_SESSION_RECORD}", field="data")
+        sessions = await self._sessions(call)
+        return session_head(await end_for_verdict(sessions, _name(call), asked.verifier, data))
 
     async def _traced(self, call: JsonCall, shape: Callable[[SessionTrace], T]) -> tuple[dict[str, Any], T | None]:
         after = _number(call, "after", 0, "a turn's number")
