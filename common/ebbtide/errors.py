@@ -61,6 +61,14 @@ class NoCapacity(EbbtideError):
         self.retry_after_s = retry_after_s
 
 
+class RateLimited(NoCapacity):
+    """A client's key asks for more than its limits allow: wait for `retry_after_s`, then retry."""
+
+
+class BudgetSpent(RateLimited):
+    """A client's key has used up its tokens. `retry_after_s` 0: there will be no more."""
+
+
 class Unavailable(EbbtideError):
     """Retry."""
 

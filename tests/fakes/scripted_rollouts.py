@@ -10,6 +10,7 @@ from ebbtide.errors import AlreadyExists, EbbtideError, NotFound
 from ebbtide.gateway.runs.served_model import ServedModel
 from ebbtide.gateway.text.output_parsers import OutputDelta, OutputParser, PlainOutputs, ToolCallDelta, call_id
 from ebbtide.gateway.text.template_sandbox import TemplateSandbox
+from ebbtide.types.key_usage import KeyUsage, MeteredKey
 from ebbtide.types.rollout import FinishReason, RolloutRequest, TokenChunk
 from ebbtide.types.run import EnvironmentSpec, Run, RunShare, RunSpec, RunStatus
 from ebbtide.types.session import Session, SessionEnd
@@ -58,6 +59,8 @@ class ScriptedSource(ScriptedSessions):
         self.released = False
         self.is_lost = False
         self.refusal: EbbtideError | None = None
+        self.metered: list[MeteredKey] = []  # of submits and turns with one
+        self.used: dict[str, int] = {}  # tokens by owner
         self.gate = asyncio.Event()  # chunks behind the first wait for it
         self.gate.set()
         self.first = asyncio.Event()  # the first chunk was taken
@@ -73,7 +76,12 @@ class ScriptedSource(ScriptedSessions):
         self.run = self.newer or self.run
         return self.run
 
-    async def submit(self, rollouts: Sequence[RolloutRequest]) -> None:
+    async def key_usage(self, owner: str) -> KeyUsage:
+        return KeyUsage(owner=owner, tokens=self.used.get(owner, 0))
+
+    async def submit(self, rollouts: Sequence[RolloutRequest], key: MeteredKey | None = None) -> None:
+        if key is not None:
+            self.metered.append(key)
         if self.refusal is not None:
             raise self.refusal
         for rollout in rollouts:

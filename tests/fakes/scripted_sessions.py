@@ -4,7 +4,8 @@ import asyncio
 
 from msgspec.structs import replace
 
-from ebbtide.errors import NotFound, NotReady
+from ebbtide.errors import BudgetSpent, NotFound, NotReady
+from ebbtide.types.key_usage import MeteredKey
 from ebbtide.types.rollout import Trajectory
 from ebbtide.types.run import Run
 from ebbtide.types.session import Session, SessionEnd, SessionState, SessionTurn, TurnPage
@@ -19,6 +20,7 @@ class ScriptedSessions:
         self.stored: dict[str, tuple[Session, list[SessionTurn]]] = {}
         self.forgotten: set[str] = set()
         self.trajectories: list[Trajectory] = []
+        self.verifier_data: dict[str, bytes] = {}
 
     async def open_session(self, session_id: str, owner: str, *, group_id: str = "", record: bytes = b"") -> Session:
         if session_id in self.forgotten:
@@ -28,8 +30,12 @@ class ScriptedSessions:
         )
         return self.stored.setdefault(session_id, (made, []))[0]
 
-    async def add_turn(self, session_id: str, owner: str, turn: SessionTurn) -> SessionTurn:
+    async def add_turn(
+        self, session_id: str, owner: str, turn: SessionTurn, *, key: MeteredKey | None = None, tokens: int = 0
+    ) -> SessionTurn:
         await asyncio.sleep(0)
+        if key is not None and key.limits.tokens and tokens > key.limits.tokens:
+            raise BudgetSpent(f"{tokens} tokens are too many", retry_after_s=0.0)
         session, turns = self._of(session_id, owner)
         known = next((one for one in turns if one.request_id == turn.request_id), None)
         if known is not None:
@@ -51,8 +57,10 @@ class ScriptedSessions:
         if session.state is SessionState.OPEN:
             self.trajectories += how.trajectories
             state = SessionState.DROPPED if how.drop_reason else SessionState.COMPLETED
-            record = how.record or session.record
-            session = replace(session, state=state, drop_reason=how.drop_reason, record=record)
+            state = SessionState.VERIFYING if how.verifier else state
+            record, verifier = how.record or session.record, how.verifier
+            session = replace(session, state=state, drop_reason=how.drop_reason, record=record, verifier=verifier)
+            self.verifier_data[how.session_id] = how.data
             self.stored[how.session_id] = (session, turns)
         return session
 

@@ -26,6 +26,7 @@ from msgspec import Struct
 from ebbtide.auth.roles import Role
 from ebbtide.errors import InvalidRequest, Unauthenticated
 from ebbtide.types.ids import check_id
+from ebbtide.types.key_usage import KeyLimits
 
 _ALGORITHM: Final = "EdDSA"
 #: Issuer, audience and type: JWTs for other uses that the same key signs are refused.
@@ -35,6 +36,7 @@ SKEW_S: Final = 60
 #: The end of the year 9999 in Unix time. `datetime` has no later dates.
 _LAST: Final = 253402300800
 _PUBLIC: Final = re.compile(rb"-----BEGIN PUBLIC KEY-----.+?-----END PUBLIC KEY-----", re.DOTALL)
+_UNLIMITED: Final = KeyLimits()
 #: Public keys by their ids.
 Keys = Mapping[str, Ed25519PublicKey]
 
@@ -46,9 +48,18 @@ class Claims(Struct, frozen=True, kw_only=True):
     expires: float  # Unix time; servers refuse it `SKEW_S` later
     run_id: str = ""  # the only run that it is for; empty: every run
     name: str = ""  # for people
+    limits: KeyLimits = KeyLimits()  # of a gateway's client on that run
 
 
-def mint(key: Ed25519PrivateKey, role: Role, *, ttl_s: float, run_id: str = "", name: str = "") -> str:
+def mint(
+    key: Ed25519PrivateKey,
+    role: Role,
+    *,
+    ttl_s: float,
+    run_id: str = "",
+    name: str = "",
+    limits: KeyLimits = _UNLIMITED,
+) -> str:
     """A token that is valid for `ttl_s` seconds from now. Raises `InvalidRequest` for a bad run id or name."""
     import jwt
 
@@ -57,6 +68,7 @@ def mint(key: Ed25519PrivateKey, role: Role, *, ttl_s: float, run_id: str = "", 
     claims |= {"jti": secrets.token_hex(8)}
     claims |= {"run": check_id(run_id, field="run")} if run_id else {}
     claims |= {"sub": check_id(name, field="name")} if name else {}
+    claims |= {"limits": msgspec.to_builtins(limits)} if limits != _UNLIMITED else {}
     return jwt.encode(claims, key, _ALGORITHM, headers={"kid": key_id(key.public_key()), "typ": _TYPE})
 
 
@@ -97,6 +109,12 @@ def unverified(token: str) -> Claims:
         raise InvalidRequest("is no token of a role; ebbtide tokens issue makes one", field="token") from None
 
 
+def run_of_token(bearer: str) -> str:
+    """The only run that the caller's own token (`Bearer TOKEN`) is for; "" for a shared secret, and for all runs."""
+    token = bearer.removeprefix("Bearer ")
+    return unverified(token).run_id if is_signed(token) else ""
+
+
 def _claims(found: Mapping[str, Any]) -> Claims:
     """Raises `KeyError`, `TypeError` or `ValueError` for claims that `mint` never makes."""
     expires, run_id = found["exp"], found.get("run")
@@ -105,7 +123,23 @@ def _claims(found: Mapping[str, Any]) -> Claims:
     # A token for one run whose run is empty must not become valid for every run.
     if "run" in found and (not run_id or not isinstance(run_id, str)):
         raise ValueError("no run")
-    return Claims(role=Role(found["role"]), expires=float(expires), run_id=run_id or "", name=str(found.get("sub", "")))
+    return Claims(
+        role=Role(found["role"]),
+        expires=float(expires),
+        run_id=run_id or "",
+        name=str(found.get("sub", "")),
+        limits=_limits(found.get("limits", {})),
+    )
+
+
+def _limits(found: Any) -> KeyLimits:
+    """A token with a limit that is not known here is refused: without it the limit would not hold."""
+    if not isinstance(found, dict) or not found.keys() <= set(KeyLimits.__struct_fields__):
+        raise ValueError("no limits")
+    try:
+        return msgspec.convert(found, KeyLimits)
+    except msgspec.ValidationError as error:
+        raise ValueError(str(error)) from None
 
 
 def is_signed(token: str) -> bool:

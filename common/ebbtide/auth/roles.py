@@ -54,6 +54,7 @@ _METHODS: Final[dict[str, dict[str, set[Role]]]] = {
         "WatchFinished": {Role.TRAINER},
         "StreamTokens": _PEOPLE | _HOLDERS,
         "Acknowledge": {Role.TRAINER},
+        "ListKeyUsage": _PEOPLE | {Role.GATEWAY},
         "Cancel": _HOLDERS,
         "CompleteEpisodes": {Role.TRAINER},
         "WatchTrajectories": {Role.TRAINER},
@@ -65,6 +66,8 @@ _METHODS: Final[dict[str, dict[str, set[Role]]]] = {
         "ReadTurns": _HOLDERS,
         "EndSession": {Role.GATEWAY},
         "ListSessions": _HOLDERS,
+        "WatchUnverified": {Role.TRAINER},
+        "PostVerdict": {Role.TRAINER},
     },
     "Fleet": {
         "Control": {Role.WORKER},

@@ -19,7 +19,8 @@ from ebbtide.errors import InvalidRequest, NoCapacity, NotFound, NotReady
 from ebbtide.rpc.backoff import pauses
 from ebbtide.rpc.channel import DURABLE_TIMEOUT_S, check_address
 from ebbtide.types.fleet import Worker
-from ebbtide.types.ids import new_run_id
+from ebbtide.types.ids import new_fence, new_run_id
+from ebbtide.types.key_usage import KeyUsage
 from ebbtide.types.parse import parse
 from ebbtide.types.rollout import TokenChunk
 from ebbtide.types.run import GATEWAY, AttemptSpan, Run, RunEvent, RunSpec, check_spec
@@ -41,6 +42,8 @@ COORDINATOR = "127.0.0.1:7600"
 RELAY = "127.0.0.1:7610"
 #: Entries per page of a list.
 _PAGE = 500
+#: Of a host's name, so that a holder's name is an id.
+_HOST_CHARACTERS = 64
 
 
 class Client:
@@ -71,6 +74,7 @@ class Client:
         self._runs = RunsStub(self._coordinator.channel)
         self._rollouts = RolloutsStub(self._coordinator.channel)
         self._peers = [self._coordinator]
+        self._holder = _own_holder()  # of leases, unless a call names another
         self._publishers: set[Publisher] = set()  # the open ones
 
     def _peer(self, service: str, target: str) -> ServicePeer:
@@ -139,6 +143,12 @@ class Client:
         async for message in self._coordinator.follow(lambda: self._runs.WatchRun(request)):
             request.cursor = message.cursor
             yield from_proto(message, RunEvent)
+
+    async def key_usage(self, run_id: str) -> list[KeyUsage]:
+        """Return what clients' keys with limits have used of a run, by their owners."""
+        request = rollouts_pb2.ListKeyUsageRequest(run_id=run_id)
+        answer = await self._coordinator.call(self._rollouts.ListKeyUsage, request)
+        return [from_proto(one, KeyUsage) for one in answer.usage]
 
     async def workers(self) -> list[Worker]:
         """Return the attached workers, and those lost lately, by their ids."""
@@ -254,10 +264,11 @@ class Client:
     ) -> Lease:
         """Take the lease of a role on a run, or on any run that needs the role.
 
-        A `holder` that claims again ends its former lease at once. With `wait`, waits until a lease is free, and
-        prefers runs that have begun (`ebbtide.scheduling.steps.run_claims`); else raises `NotReady` or `NotFound`.
+        A `holder` that claims again ends its former lease at once; without one, this client is the holder. With `wait`,
+        waits until a lease is free, and prefers runs that have begun (`ebbtide.scheduling.steps.run_claims`); else
+        raises `NotReady` or `NotFound`.
         """
-        request = runs_pb2.ClaimRunRequest(run_id=run_id or "", role=role, holder=holder or _holder())
+        request = runs_pb2.ClaimRunRequest(run_id=run_id or "", role=role, holder=holder or self._holder)
         return Lease(self._coordinator, await self._claim(request, wait=wait), self._weights)
 
     @asynccontextmanager
@@ -273,7 +284,7 @@ class Client:
         """Take a lease to serve clients of a run. Any number of holders have one; each that claims again ends its own
         former one at once. Raises `NotFound`, `LeaseSuperseded` if the run has ended, and `NoCapacity` beyond 1,024.
         """
-        request = runs_pb2.ClaimRunRequest(run_id=run_id, role=GATEWAY, holder=holder or _holder())
+        request = runs_pb2.ClaimRunRequest(run_id=run_id, role=GATEWAY, holder=holder or self._holder)
         return GatewayLease(self._coordinator, await self._claim(request, wait=False))
 
     async def _claim(self, request: runs_pb2.ClaimRunRequest, *, wait: bool) -> runs_pb2.Lease:
@@ -290,8 +301,9 @@ class Client:
         raise NotReady("not claimed")
 
 
-def _holder() -> str:
-    return f"{socket.gethostname()}-{os.getpid()}"
+def _own_holder() -> str:
+    """A name that no other client has: containers may share a host's name, and have the same process ids."""
+    return f"{socket.gethostname()[:_HOST_CHARACTERS]}-{os.getpid()}-{new_fence()}"
 
 
 def read_spec(spec: RunSpec | Mapping[str, Any] | str | Path) -> RunSpec:

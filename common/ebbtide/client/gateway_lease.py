@@ -10,6 +10,7 @@ import msgspec
 
 from ebbtide.client.rollout_lease import RolloutLease, in_batches, trajectory_size
 from ebbtide.client.service_peer import ServicePeer
+from ebbtide.types.key_usage import KeyUsage, MeteredKey
 from ebbtide.types.rollout import TokenChunk
 from ebbtide.types.session import Session, SessionEnd, SessionState, SessionTurn, TurnPage
 from ebbtide.v1 import rollouts_pb2, runs_pb2, sessions_pb2
@@ -46,6 +47,12 @@ class GatewayLease(RolloutLease):
             if chunk.reason is not None:
                 return
 
+    async def key_usage(self, owner: str) -> KeyUsage:
+        """Return what the keys of an owner have used of the run; nothing if they have no limits."""
+        request = rollouts_pb2.ListKeyUsageRequest(run_id=self.run_id, owner=owner)
+        found = (await self._call(self._rollouts.ListKeyUsage, request)).usage
+        return from_proto(found[0], KeyUsage) if found else KeyUsage(owner=owner)
+
     # -- sessions ------------------------------------------------------------------------------------------------
 
     async def open_session(self, session_id: str, owner: str, *, group_id: str = "", record: bytes = b"") -> Session:
@@ -59,9 +66,13 @@ class GatewayLease(RolloutLease):
         )
         return from_proto(await self._kept(self._sessions.OpenSession, request), Session)
 
-    async def add_turn(self, session_id: str, owner: str, turn: SessionTurn) -> SessionTurn:
+    async def add_turn(
+        self, session_id: str, owner: str, turn: SessionTurn, *, key: MeteredKey | None = None, tokens: int = 0
+    ) -> SessionTurn:
         """Add a turn, before its rollouts are submitted, or return the one of this request as it is stored.
 
+        `key`, `tokens`: the client's key, and what the turn may come to; raises `RateLimited` or `BudgetSpent` if a
+        submit of its rollouts would be refused now.
         Raises `NotFound` if there is no such session of the owner, `NotReady` if it has ended, `AlreadyExists` if a
         rollout is another turn's, and `NoCapacity` for too many turns, or while the run's quota is used up.
         """
@@ -72,6 +83,8 @@ class GatewayLease(RolloutLease):
             request_id=turn.request_id,
             rollout_ids=turn.rollout_ids,
             record=turn.record,
+            key=to_proto(key, rollouts_pb2.MeteredKey) if key else None,
+            tokens=tokens,
         )
         return from_proto(await self._kept(self._sessions.AddTurn, request), SessionTurn)
 

@@ -19,7 +19,7 @@ from google.protobuf.message import Message
 
 from ebbtide.client.lease_journal import LeaseJournal
 from ebbtide.client.service_peer import Request_contra, Response_co, ServicePeer, Unary
-from ebbtide.errors import EbbtideError, LeaseSuperseded, NoCapacity, Unavailable
+from ebbtide.errors import EbbtideError, LeaseSuperseded, NoCapacity, RateLimited, Unavailable
 from ebbtide.rpc.channel import DEFAULT_TIMEOUT_S
 from ebbtide.types.run import Run
 from ebbtide.v1 import runs_pb2
@@ -111,9 +111,10 @@ class HeldLease:
                 raise Unavailable("repeating calls that the store forgot: a call took too long") from None
             except (Unavailable, LeaseSuperseded):
                 raise
-            except NoCapacity as error:
-                raise Unavailable(f"repeating calls that the store forgot: {error}") from None
-            except EbbtideError as error:  # the store has it, or its subject has ended
+            except EbbtideError as error:
+                if isinstance(error, NoCapacity) and not isinstance(error, RateLimited):
+                    raise Unavailable(f"repeating calls that the store forgot: {error}") from None
+                # The store has it, or its subject has ended, or its client's key has reached a limit meanwhile.
                 log.warning("run %s: the restored store refuses a call that it took before: %s", self.run_id, error)
             self._journal.sent(entry, time.monotonic())
 

@@ -2,8 +2,11 @@
 
 import logging
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
+
+from msgspec.structs import replace
 
 from ebbtide.client.held_lease import LEAVE_S
 from ebbtide.client.rollout_lease import RolloutLease, in_batches, trajectory_size
@@ -13,9 +16,11 @@ from ebbtide.rpc.channel import DURABLE_TIMEOUT_S
 from ebbtide.types.ids import new_fence
 from ebbtide.types.rollout import Episode, FinishedRollout, Trajectory, TrajectoryOutcome
 from ebbtide.types.run import Run, RunEvent, RunStatus
+from ebbtide.types.session import Session, UnverifiedSession
 from ebbtide.types.weights import PolicyVersion
-from ebbtide.v1 import rollouts_pb2, runs_pb2, types_pb2
+from ebbtide.v1 import rollouts_pb2, runs_pb2, sessions_pb2, types_pb2
 from ebbtide.v1.runs_pb2_grpc import RunsStub
+from ebbtide.v1.sessions_pb2_grpc import SessionsStub
 from ebbtide.wire.record_conversion import from_proto, to_proto
 
 if TYPE_CHECKING:
@@ -135,6 +140,29 @@ class Lease(RolloutLease):
     async def _announce_version(self, version: PolicyVersion) -> None:
         request = runs_pb2.AnnounceVersionRequest(lease=self._fence, version=to_proto(version, types_pb2.PolicyVersion))
         await self._kept(self._runs.AnnounceVersion, request)
+
+    async def unverified(self) -> AsyncGenerator[UnverifiedSession, None]:
+        """Yield the sessions that wait for the verdicts of their verifiers, oldest first, then new ones as they end."""
+        request, pieces = sessions_pb2.WatchUnverifiedRequest(run_id=self.run_id), list[UnverifiedSession]()
+        stub = SessionsStub(self._peer.channel)
+        async with aclosing(self._follow(lambda: stub.WatchUnverified(request))) as messages:
+            async for message in messages:
+                if not message.piece:  # a stream that was resumed begins the session again
+                    pieces.clear()
+                pieces.append(from_proto(message, UnverifiedSession))
+                if message.cursor:
+                    request.cursor = message.cursor
+                    joined = tuple(one for piece in pieces for one in piece.trajectories)
+                    yield replace(pieces[0], trajectories=joined, cursor=message.cursor)
+
+    async def post_verdict(self, session_id: str, *, reward: float | None = None, drop_reason: str = "") -> Session:
+        """End a session that waits for its verdict, with a reward or dropped. One that does not wait is returned as it
+        is. Raises `NotFound`.
+        """
+        request = sessions_pb2.PostVerdictRequest(
+            lease=self._fence, session_id=session_id, reward=reward, drop_reason=drop_reason
+        )
+        return from_proto(await self._kept(SessionsStub(self._peer.channel).PostVerdict, request), Session)
 
     async def report(self, events: Sequence[RunEvent]) -> None:
         """Append events to the run, once per kind and key."""

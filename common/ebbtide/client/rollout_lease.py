@@ -5,7 +5,8 @@ from typing import Final, TypeVar
 
 from ebbtide.client.held_lease import HeldLease
 from ebbtide.client.service_peer import ServicePeer
-from ebbtide.errors import NoCapacity
+from ebbtide.errors import NoCapacity, RateLimited
+from ebbtide.types.key_usage import MeteredKey
 from ebbtide.types.rollout import RolloutRequest, SubmitOrder, SubmitOutcome, Trajectory
 from ebbtide.v1 import rollouts_pb2, runs_pb2
 from ebbtide.v1.rollouts_pb2_grpc import RolloutsStub
@@ -26,7 +27,13 @@ class RolloutLease(HeldLease):
         self._rollouts = RolloutsStub(peer.channel)
 
     async def submit_rollouts(
-        self, rollouts: Iterable[RolloutRequest], *, wait: bool = True, step: int | None = None, first_step: int = 0
+        self,
+        rollouts: Iterable[RolloutRequest],
+        *,
+        wait: bool = True,
+        step: int | None = None,
+        first_step: int = 0,
+        key: MeteredKey | None = None,
     ) -> list[SubmitOutcome]:
         """Queue rollouts, idempotent by id; returns an outcome for each, in order.
 
@@ -36,19 +43,22 @@ class RolloutLease(HeldLease):
         `step`: that the rollouts are for, the same whenever they are asked for. `first_step`: no holder submits more
         rollouts of lower steps to the run. Both let a later holder that submits the same ids again learn what is over,
         however long ago that was. Without a step it learns this of the ids that ended last.
+
+        `key`: of a gateway's client, whose account is charged. Raises `RateLimited` or `BudgetSpent` beyond its limits.
         """
         outcomes: list[SubmitOutcome] = []
         for batch in in_batches(rollouts, lambda item: len(item.prompt_ids) + 256):
             request = rollouts_pb2.SubmitRequest(
                 lease=self._fence,
                 rollouts=[to_proto(item, rollouts_pb2.RolloutRequest) for item in batch],
+                key=to_proto(key, rollouts_pb2.MeteredKey) if key else None,
             )
             while True:
                 try:
                     answer = await self._submit(request, self._journal.order(step=step, first_step=first_step))
                     break
                 except NoCapacity as error:
-                    if not wait:
+                    if not wait or isinstance(error, RateLimited):
                         raise
                     await self._pause(error.retry_after_s)
             outcomes.extend(SubmitOutcome(outcome) for outcome in answer.outcomes)

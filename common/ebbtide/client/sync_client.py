@@ -11,6 +11,7 @@ from ebbtide.auth.security import ClientSecurity
 from ebbtide.client.client import Client, Role
 from ebbtide.client.lease import Lease
 from ebbtide.types.fleet import Worker
+from ebbtide.types.key_usage import KeyUsage
 from ebbtide.types.rollout import (
     Episode,
     FinishedRollout,
@@ -122,6 +123,9 @@ class SyncClient:
 
     def watch(self, run_id: str, cursor: str = "") -> Iterator[RunEvent]:
         return self._loop.iterate(self._client.watch(run_id, cursor))
+
+    def key_usage(self, run_id: str) -> list[KeyUsage]:
+        return self._loop.call(self._client.key_usage(run_id))
 
     def workers(self) -> list[Worker]:
         return self._loop.call(self._client.workers())

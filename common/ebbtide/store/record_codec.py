@@ -18,6 +18,7 @@ from ebbtide.types.weights import PolicyVersion
 
 T = TypeVar("T", bound=Struct)
 V = TypeVar("V")
+_DIGEST_BYTES: Final = 16  # as submit.lua knows
 _msgpack, _json = msgspec.msgpack.Encoder(order="deterministic"), msgspec.json.Encoder(order="deterministic")
 _ordered_msgpack, _ordered_json = msgspec.msgpack.Encoder(), msgspec.json.Encoder()
 
@@ -61,9 +62,13 @@ def json_object(mapping: dict[str, Any]) -> str:
 
 
 def body_digest(request: RolloutRequest) -> bytes:
-    """Identifies a request's body: all but version bounds, priority and who waits, which say when to run it."""
-    body = msgspec.structs.replace(request, min_version=0, max_version=0, priority=0, interactive=False)
-    return hashlib.blake2b(pack(body), digest_size=16).digest()
+    """Identifies a request's body: all but version bounds, priority and who waits, which say when to run it. The
+    client's digest is not in it: it is compared apart, as former gateways give none.
+    """
+    body = msgspec.structs.replace(
+        request, min_version=0, max_version=0, priority=0, interactive=False, client_digest=b""
+    )
+    return hashlib.blake2b(pack(body), digest_size=_DIGEST_BYTES).digest()
 
 
 def _lasting(value: Any) -> Any:

@@ -1,5 +1,6 @@
 """Defines the records that the coordinator exchanges with the store about rollouts and attempts."""
 
+from collections.abc import Sequence
 from enum import IntEnum, StrEnum
 
 from msgspec import Struct
@@ -25,6 +26,15 @@ class AttemptFate(IntEnum):
 class AdoptedAttempt(Struct, frozen=True):
     fate: AttemptFate
     stored: int
+
+
+class AccountCharge(Struct, frozen=True):
+    """What a submit charges to the account of a client's key. Without an owner: nothing."""
+
+    owner: str = ""
+    request_debt: int = 0  # thousandths that are added
+    token_debt: int = 0
+    held: Sequence[tuple[int, int]] = ()  # of each rollout: tokens of its prompt, and the most that it may come to
 
 
 class AcceptedRollout(Struct, frozen=True):

@@ -9,6 +9,7 @@ from ebbtide.store.link.dialer import info
 from ebbtide.store.link.store_connection import StoreConnection
 from ebbtide.store.migrations import Schema
 from ebbtide.store.record_codec import text_pairs
+from ebbtide.store.topics.account_topic import AccountTopic
 from ebbtide.store.topics.append_topic import AppendTopic
 from ebbtide.store.topics.event_topic import EventTopic
 from ebbtide.store.topics.leadership_topic import LeadershipTopic
@@ -60,6 +61,7 @@ class Store:
         self.events = EventTopic(link, term, untaken)
         self.spans = SpanTopic(link, term, untaken)
         self.sessions = SessionTopic(link, term, untaken)
+        self.accounts = AccountTopic(link, term, untaken)
 
     async def check(self) -> None:
         """Check, without a change, that this program can read all stored data. Raises `StoreUnavailable`."""

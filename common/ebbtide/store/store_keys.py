@@ -72,8 +72,10 @@ RUN_KEYS: Final[dict[str, str]] = {
     # zset: rollout -> place in the queue, of queued and running ones. A member leaves when it finishes, is cancelled
     # or completed.
     "OPEN": "open",
-    # hash per rollout: req (msgpack, without the prompt), prompt, digest, kind, state, attempt, attempts, worker,
-    # from, begin (ms since submission), barren, evidence, avoid (workers, a comma after each), reason, message,
+    # hash per rollout: req (msgpack, without the prompt), prompt, digest, asked (a digest of its client's request, if
+    # the gateway gave one), kind, state, attempt, attempts, worker,
+    # from, begin (ms since submission), account (of a key with limits), prompt_charge and held (tokens, while it is
+    # open), barren, evidence, avoid (workers, a comma after each), reason, message,
     # cursor, step (if it has one). Owner: submit .. complete. Deleted when acknowledged, completed, cancelled, or at
     # the run's end.
     "ROLLOUT": "rollout:",
@@ -89,9 +91,10 @@ RUN_KEYS: Final[dict[str, str]] = {
     # zset: `r:ROLLOUT` of deleted requests and `s:SESSION` of forgotten sessions -> since when (ms since submission),
     # to recognise late repeats for a while. Owner: lib, expire.
     "GONE": "gone",
-    # hash per session: owner, group, record, state ("open", "completed", "dropped"), reason, opened (ms since
-    # submission), turns (their number), held (bytes that it counts for). Ends some minutes after the session. Owner:
-    # open_session, add_turn, lib.
+    # hash per session: owner, group, record, state ("open", "verifying", "completed", "dropped"), reason, opened (ms
+    # since submission), turns (their number), held (bytes that it counts for), verifier and its data, unverified (its
+    # entry there), reward (that the verifier gave). Ends some minutes after the session. Owner: open_session, add_turn,
+    # end_session, verdict, lib.
     "SESSION": "session:",
     # list per session: "MS RECORD" of its turns, in order: ms since submission, and the packed turn. Ends with the
     # session. Owner: add_turn.
@@ -103,8 +106,16 @@ RUN_KEYS: Final[dict[str, str]] = {
     # hash per session: episode -> "ROLLOUTS TRAJECTORY" of a branch that came before its end: how many rollouts it
     # counts for, and the packed trajectory. Ends with the session. Owner: end_session.
     "BRANCHES": "branches:",
+    # stream: id -> session that waits for the verdict of its verifier. An entry leaves with the verdict, or with the
+    # session. Owner: end_session, lib. Deleted at the run's end.
+    "UNVERIFIED": "unverified",
     # hash: rollout -> the open session that keeps it. Owner: add_turn, lib.
     "KEPT_BY": "keptby",
+    # hash: `OWNER:NAME` -> number, of the keys with limits: requests, open (requests), spent, reserved (tokens), day
+    # (since the Unix epoch), today (tokens of it), request_debt, token_debt (thousandths), at (ms since submission, of
+    # the debts), and `OWNER:g:GROUP` -> open rollouts of a request; `owners`: how many. Owner: submit, lib. Expires
+    # with RUN.
+    "ACCOUNTS": "accounts",
     # string per rollout: its token records so far. Owner: append. Ends with ROLLOUT.
     "TOKENS": "tokens:",
     # stream: id -> finished rollout that is neither acknowledged nor completed. An entry ends with ROLLOUT.

@@ -9,6 +9,8 @@ from ebbtide.types.run import Sampling
 
 #: Submits under one lease that may be under way, or not durable, at a time.
 MAX_UNSETTLED: Final = 1 << 15
+#: Bytes of a request's `client_digest`.
+MAX_CLIENT_DIGEST: Final = 32
 #: Lua counts exactly up to here.
 MAX_NUMBER: Final = 1 << 53
 
@@ -44,6 +46,9 @@ class DropReason:
     GROUP_FULL: Final = "group_full"  # a session more than its group has
     ABANDONED: Final = "abandoned"  # a session that nobody continued
     RUN_ENDED: Final = "run_ended"
+    VERIFIER_FAILED: Final = "verifier_failed"  # it raised, ended its process, or gave no number
+    VERIFIER_TIMEOUT: Final = "verifier_timeout"
+    UNVERIFIED: Final = "unverified"  # no driver ran its verifier in time
 
 
 class RolloutRequest(Struct, frozen=True, kw_only=True):
@@ -60,6 +65,7 @@ class RolloutRequest(Struct, frozen=True, kw_only=True):
     max_version: int = 0  # 0: no bound
     priority: int = 0
     interactive: bool = False  # somebody waits for each token
+    client_digest: bytes = b""  # of what a gateway's client asked for; empty: not compared in a repeat
 
 
 class SubmitOrder(Struct, frozen=True, kw_only=True):

@@ -20,6 +20,8 @@ Natural = Annotated[int, Meta(ge=0)]
 EXTERNAL: Final = "external"
 #: The `environment.name` of a run whose episodes are sessions that agents play through gateways.
 AGENTS: Final = "agents"
+#: Verifiers of one run. The driver loads each in a process.
+MAX_VERIFIERS: Final = 32
 #: Stop strings and token ids travel with every assignment of a rollout.
 MAX_STOPS: Final = 128
 MAX_STOP_LENGTH: Final = 128
@@ -61,6 +63,9 @@ class Sampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class EnvironmentSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     name: str
     params: dict[str, Any] = {}
+    #: Name -> `package.module:function`. They give sessions of agents their rewards.
+    verifiers: dict[str, str] = {}
+    verifier: str = ""  # of the sessions whose end names none
 
 
 class BatchSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -253,6 +258,7 @@ def check_spec(spec: RunSpec) -> RunSpec:
     _check_finite(spec.environment.params, "environment.params")
     if spec.from_agents:
         _check_agents(spec)
+    _check_verifiers(spec)
     if spec.share.ceiling is not None and spec.share.floor > spec.share.ceiling:
         raise InvalidRequest(f"must be at most share.ceiling ({spec.share.ceiling:g})", field="share.floor")
     if len(msgspec.json.encode(spec)) > MAX_SPEC_BYTES:
@@ -266,6 +272,25 @@ def _check_agents(spec: RunSpec) -> None:
         raise InvalidRequest("an environment of agents has none; leave them out", field="environment.params")
     if spec.evaluation.problems:
         raise InvalidRequest("a run of agents has no problems to evaluate; leave it out", field="evaluation.problems")
+
+
+def _check_verifiers(spec: RunSpec) -> None:
+    environment = spec.environment
+    if (environment.verifiers or environment.verifier) and not spec.from_agents:
+        text = (
+            f'only sessions of agents have verifiers (environment.name = "{AGENTS}"); an environment gives its rewards'
+        )
+        raise InvalidRequest(text, field="environment.verifiers")
+    if len(environment.verifiers) > MAX_VERIFIERS:
+        raise InvalidRequest(f"at most {MAX_VERIFIERS}", field="environment.verifiers")
+    for name, verifier in environment.verifiers.items():
+        check_id(name, field="environment.verifiers")
+        if not all(part.strip() for part in verifier.partition(":")):
+            text = f"{verifier!r} is no verifier; give package.module:function"
+            raise InvalidRequest(text, field=f"environment.verifiers.{name}")
+    if environment.verifier and environment.verifier not in environment.verifiers:
+        known = ", ".join(sorted(environment.verifiers)) or "none"
+        raise InvalidRequest(f"must be one of environment.verifiers ({known})", field="environment.verifier")
 
 
 def _check_finite(value: Any, field: str) -> None:

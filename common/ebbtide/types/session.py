@@ -21,6 +21,7 @@ class SessionState(IntEnum):
     OPEN = 1
     COMPLETED = 2  # as trajectories
     DROPPED = 3
+    VERIFYING = 4  # it has ended, and waits for the verdict of its verifier
 
 
 class Session(Struct, frozen=True, kw_only=True):
@@ -37,6 +38,8 @@ class Session(Struct, frozen=True, kw_only=True):
     ends_in_s: float = 0.0  # then it is dropped unless it goes on; an ended one is forgotten then
     record: bytes = b""  # the gateway's own
     drop_reason: str = ""
+    verifier: str = ""  # that gives its reward
+    reward: float | None = None  # that its verifier gave
 
 
 class SessionTurn(Struct, frozen=True, kw_only=True):
@@ -64,3 +67,16 @@ class SessionEnd(Struct, frozen=True, kw_only=True):
     drop_reason: str = ""
     record: bytes = b""  # takes the place of the session's, unless it is empty
     more: bool = False  # further trajectories follow: until the last call the session stays open
+    verifier: str = ""  # gives the reward of the trajectories
+    data: bytes = b""  # for the verifier: a JSON object
+
+
+class UnverifiedSession(Struct, frozen=True, kw_only=True):
+    """A session that waits for its verdict, or a piece of it. The reward of its trajectories is not known yet."""
+
+    session_id: str
+    verifier: str
+    data: bytes = b""
+    trajectories: tuple[Trajectory, ...] = ()
+    piece: int = 0
+    cursor: str = ""  # with the last piece alone

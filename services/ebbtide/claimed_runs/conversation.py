@@ -71,6 +71,10 @@ class Conversations:
         ids = list(response[:-1] if response and response[-1] in self.end_ids else response)
         return str(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
+    def raw_text(self, ids: Sequence[int]) -> str:
+        """Returns tokens as text, special ones included."""
+        return str(self._tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
+
     def _render(self, messages: Sequence[Message]) -> str:
         from jinja2 import TemplateError
 

@@ -11,7 +11,14 @@ from ebbtide.types.run import RunSpec
 
 def check_permitted(spec: RunSpec, settings: WorkSettings) -> None:
     """Raises `InvalidRequest` naming the spec's field and the setting for what the settings do not allow."""
-    if not spec.from_agents:  # of agents no code runs here
+    for name, verifier in spec.environment.verifiers.items():
+        check_listed(
+            verifier,
+            settings.environments.allowed,
+            field=f"environment.verifiers.{name}",
+            setting="environments.allowed (EBBTIDE_ENVIRONMENTS_ALLOWED) of driver and trainer",
+        )
+    if not spec.from_agents:  # of agents no other code runs here
         check_listed(
             spec.environment.name,
             settings.environments.allowed,

@@ -17,6 +17,8 @@ from ebbtide.driver.episode_player import EpisodePlayer
 from ebbtide.driver.host_process import host_plan
 from ebbtide.driver.settings import DriverSettings
 from ebbtide.driver.step_submitter import StepSubmitter
+from ebbtide.driver.verdicts.session_verdicts import SessionVerdicts
+from ebbtide.driver.verdicts.verifier_processes import VerifierProcesses
 from ebbtide.environments import EnvironmentSource, load_source, needs_isolation
 from ebbtide.errors import InvalidRequest
 from ebbtide.runtime import race
@@ -32,7 +34,7 @@ async def drive(client: Client, lease: Lease, settings: DriverSettings) -> None:
     await asyncio.to_thread(check_permitted, spec, settings)
     following = RunFollower(client, lease.run_id)
     if spec.from_agents:
-        await race(following.run(), end_agents_run(lease, following))
+        await _drive_agents(lease, following, settings)
         return
     environments = _environments(spec, settings)
     exchange = CoordinatorTraffic(lease, lambda request: request.priority <= max(following.versions, default=0))
@@ -41,6 +43,22 @@ async def drive(client: Client, lease: Lease, settings: DriverSettings) -> None:
         await race(following.run(), exchange.run(), StepSubmitter(lease, player, exchange, following).run())
     finally:
         await environments.close()
+
+
+async def _drive_agents(lease: Lease, following: RunFollower, settings: DriverSettings) -> None:
+    """Verifies the sessions of a run of agents, if it has verifiers, and ends the run after its last step."""
+    spec = lease.run.spec
+    if not spec.environment.verifiers:
+        await race(following.run(), end_agents_run(lease, following))
+        return
+    conversations = await asyncio.to_thread(load_conversations, spec.model)
+    processes = VerifierProcesses(spec.environment.verifiers, settings, host_plan(settings))
+    try:
+        await processes.load()
+        verdicts = SessionVerdicts(lease, processes, conversations, limit_s=spec.batch.episode_timeout_s)
+        await race(following.run(), end_agents_run(lease, following), verdicts.run())
+    finally:
+        await processes.close()
 
 
 def _environments(spec: RunSpec, settings: DriverSettings) -> Environments:

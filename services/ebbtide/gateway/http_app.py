@@ -85,6 +85,7 @@ def _run_routes(doors: GatewayDoors) -> Sequence[BaseRoute]:
     ordered = {"/pause": runs.pause, "/resume": runs.resume}
     return [
         *_model_routes(doors),
+        Route("/v1/usage", JsonRoute(doors, runs.usage, "/v1/usage"), methods=["GET"]),
         Route("/tokenize", JsonRoute(doors, runs.tokenize, "/tokenize", reads_body=True), methods=["POST"]),
         Route(
             "/v1/messages/count_tokens",

@@ -9,6 +9,7 @@ import os
 import socket
 from typing import Final
 
+from ebbtide.auth.role_tokens import run_of_token
 from ebbtide.client import Client
 from ebbtide.errors import EbbtideError
 from ebbtide.gateway.access.request_limits import RequestSlots
@@ -39,7 +40,7 @@ async def serve(shutdown: Shutdown, settings: GatewaySettings) -> None:
     settings.checked()
     client = Client(settings.coordinator, security=settings.security, patience_s=settings.patience_s)
     sandbox = TemplateSandbox(processes=settings.template_processes)
-    threads = PromptThreads(settings.template_processes + _MORE_THREADS)
+    threads = PromptThreads(settings.template_processes + _MORE_THREADS, most_waiting=settings.limits.prompts_waiting)
     async with client:
         catalog = SdkCatalog(
             client,
@@ -48,6 +49,7 @@ async def serve(shutdown: Shutdown, settings: GatewaySettings) -> None:
             holder=settings.holder or own_holder(),
             model_roots=settings.model_roots,
             max_model_len=settings.max_model_len,
+            bound_run=lambda: run_of_token(settings.security.bearer()),
         )
         directory = RunDirectory(
             catalog,

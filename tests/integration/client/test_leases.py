@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 
+from ebbtide.auth.security import ClientSecurity
 from ebbtide.client import Client, Lease
 from ebbtide.errors import InvalidRequest, LeaseSuperseded, NoCapacity, NotReady, StoreUnavailable, Unavailable
 from ebbtide.testing import wait_until
+from ebbtide.types.ids import check_id
 from ebbtide.types.rollout import RolloutRequest, SubmitOutcome
 from ebbtide.types.run import RunEvent, Sampling
+from tests.fakes.scripted_coordinator import TOKEN
 
 
 def rollout(name: str, tokens: int = 4) -> RolloutRequest:
@@ -29,6 +32,18 @@ async def test_a_lease_renews_itself_and_is_given_back(client: Client, script: A
     assert len(script.calls("ReleaseLease")) == 1
     with pytest.raises(LeaseSuperseded, match="released"):
         await lease.acknowledge(["r"])
+
+
+async def test_two_clients_without_names_are_two_holders_and_each_stays_the_same(
+    client: Client, coordinator: Any, script: Any
+) -> None:
+    async with Client(coordinator.address, security=ClientSecurity(token=TOKEN)) as other:
+        for one in (client, other, client):
+            async with one.claim("run"):
+                pass
+    first, second, third = (call.holder for call in script.calls("ClaimRun"))
+    assert first == third != second
+    assert check_id(first, field="holder")
 
 
 async def test_a_claim_waits_until_the_lease_is_free(client: Client, script: Any) -> None:

@@ -3,11 +3,12 @@
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
-from ebbtide.errors import InvalidRequest, LeaseSuperseded, NoCapacity, NotFound
+from ebbtide.errors import AlreadyExists, InvalidRequest, LeaseSuperseded, NoCapacity, NotFound
 from ebbtide.testing import wait_until
 from ebbtide.types.fleet import AppendStatus
-from ebbtide.types.rollout import FinishReason, RolloutKind, SubmitOutcome
+from ebbtide.types.rollout import FinishReason, RolloutKind, RolloutRequest, SubmitOutcome
 from ebbtide.types.run import Sampling
 from ebbtide.v1 import runs_pb2, types_pb2
 from tests.fakes.scripted_worker import tokens
@@ -34,6 +35,24 @@ async def test_any_number_of_gateways_have_a_lease_and_a_holder_that_claims_agai
                 await again.submit_rollouts([asked("d")])
     assert dict((await run.get()).holders) == {"trainer": "host"}
     assert await run.submit("t") == [1]  # the trainer's lease is as it was
+
+
+async def test_another_request_of_a_client_is_refused_under_the_id_of_one_with_the_same_rollout(cluster: Any) -> None:
+    await cluster.run()
+
+    def of_client(digest: bytes) -> RolloutRequest:
+        return replace(asked("a"), client_digest=digest)
+
+    async with gateway(cluster) as lease:
+        assert await lease.submit_rollouts([of_client(b"one")]) == [ACCEPTED]
+        assert await lease.submit_rollouts([of_client(b"one")]) == [KNOWN]
+        with pytest.raises(AlreadyExists, match="rollout a"):
+            await lease.submit_rollouts([of_client(b"other")])
+        assert await lease.submit_rollouts([of_client(b"")]) == [KNOWN], "a former gateway gives no digest"
+        assert await lease.submit_rollouts([asked("b")]) == [ACCEPTED]
+        assert await lease.submit_rollouts([replace(asked("b"), client_digest=b"one")]) == [KNOWN]
+        with pytest.raises(InvalidRequest, match=r"rollouts\[0\].client_digest: must be at most 32 bytes"):
+            await lease.submit_rollouts([of_client(b"x" * 33)])
 
 
 async def test_a_gateway_does_not_begin_a_run_and_has_to_name_it(cluster: Any) -> None:

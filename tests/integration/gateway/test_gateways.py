@@ -3,13 +3,17 @@
 import asyncio
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
+from ebbtide.auth.roles import Role
+from ebbtide.cli.credentials import signing_keys
 from ebbtide.testing import wait_until
+from ebbtide.types.key_usage import KeyLimits
 from tests.chaos.cluster import TOKEN
 from tests.fakes.model_texts import byte_level_tokenizer
 from tests.integration.gateway.conftest import GatewayStand
@@ -107,3 +111,31 @@ async def test_what_only_the_coordinator_can_refuse_names_the_clients_field(stan
     client = await stand.gateway("g1")
     with pytest.raises(openai.BadRequestError, match="prompt: token id 450 is beyond the engines' vocabulary"):
         await client.completions.create(model="spell", prompt=[450])
+
+
+async def test_a_keys_budget_holds_exactly_over_two_gateways_of_which_one_dies(
+    stand: GatewayStand, tmp_path: Path
+) -> None:
+    signing_keys.make(tmp_path / "keys")
+    limits = KeyLimits(tokens=200)
+    key = signing_keys.issue(tmp_path / "keys", Role.AGENT, run_id=stand.run_id, ttl_s=600, name="a", limits=limits)
+    trusted = str(tmp_path / "keys" / "tokens.pub")
+    made = [await stand.gateway(name, door_token_keys=trusted) for name in ("g1", "g2")]
+    clients = [client.with_options(api_key=key) for client in made]
+
+    async def ask(number: int) -> int:
+        try:
+            answer = await clients[number % 2].completions.create(model="spell", prompt=PROMPT, max_tokens=16)
+        except openai.RateLimitError:
+            return 0
+        assert answer.usage is not None
+        return answer.usage.total_tokens
+
+    spent = sum(await asyncio.gather(*map(ask, range(16))))
+    assert spent == 200, "ten requests of 4 + 16 tokens"
+    stand.cluster.kill("g1")
+    with pytest.raises(openai.RateLimitError) as refused:
+        await clients[1].completions.create(model="spell", prompt=PROMPT, max_tokens=1)
+    assert refused.value.code == "insufficient_quota"
+    (usage,) = await stand.client.key_usage(stand.run_id)
+    assert (usage.owner, usage.requests, usage.tokens, usage.tokens_reserved) == ("name.agent.a", 10, 200, 0)

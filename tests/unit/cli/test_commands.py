@@ -38,7 +38,7 @@ def test_help_names_every_command_and_is_quick() -> None:
     # Against what cannot be left out, so that a busy machine is no excuse and no obstacle; 0.25 s on an idle one.
     assert time.monotonic() - began < 3 * imports + 0.3
     assert done.returncode == 0
-    runs = ["submit", "runs", "watch", "chat", "timeline", "cancel", "weights"]
+    runs = ["submit", "runs", "watch", "chat", "timeline", "cancel", "weights", "usage"]
     fleet = ["workers", "drain", "profile", "simulate", "record"]
     people = ["demo", "demo-coserving", "guard", "up", "base-model", *runs, *fleet]
     assert [name for name in (*people, *SERVICES, *BESIDE) if f" {name} " not in done.stdout] == []

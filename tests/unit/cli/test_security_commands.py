@@ -7,8 +7,10 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 
+from ebbtide.auth.role_tokens import public_keys, verify
 from ebbtide.auth.security import ClientSecurity, ServerSettings
 from ebbtide.cli.__main__ import main
+from ebbtide.types.key_usage import KeyLimits
 
 Ask = Callable[..., tuple[int, str, str]]
 
@@ -54,6 +56,31 @@ def test_a_certificate_names_its_hosts_and_its_roles_and_cannot_sign_others(ask:
     assert isinstance(key, ec.EllipticCurvePublicKey)
     assert key.curve.name == "secp256r1"
     made.verify_directly_issued_by(x509.load_pem_x509_certificate(Path("ca/ca.pem").read_bytes()))
+
+
+LIMITS = {
+    "requests_per_minute": 60,
+    "tokens_per_minute": 9000,
+    "tokens": 10**6,
+    "tokens_per_day": 10**5,
+    "requests_at_once": 4,
+}
+
+
+def test_a_clients_key_of_one_run_carries_its_limits_and_shows_them(ask: Ask) -> None:
+    ask("tokens", "key", "--dir", "keys")
+    options = [word for name, most in LIMITS.items() for word in (f"--{name.replace('_', '-')}", str(most))]
+    issue = ("tokens", "issue", "--dir", "keys", "--ttl", "1h", "--out", "a.jwt", *options)
+    assert ask(*issue, "--role", "agent", "--run", "r-1", "--name", "team-a")[0] == 0
+    trusted = public_keys(Path("keys/tokens.pub").read_bytes(), field="keys")
+    claims = verify(Path("a.jwt").read_text().strip(), trusted)
+    assert claims.limits == KeyLimits(**LIMITS)
+    shown = ask("tokens", "show", "a.jwt")[1]
+    assert "tokens per day 100,000" in shown
+    for scope in (("--role", "agent"), ("--role", "user", "--run", "r-1")):
+        status, _, complaint = ask(*issue, *scope)
+        assert status != 0
+        assert "--requests-per-minute: limits are for keys of role agent that are bound to a run" in complaint
 
 
 def test_those_that_end_soon_are_renewed_and_the_list_says_when_they_do(ask: Ask) -> None:

@@ -37,6 +37,7 @@ from ebbtide.types.grants import (
     Latency,
     ModelLatency,
 )
+from ebbtide.types.key_usage import KeyLimits, KeyUsage, MeteredKey
 from ebbtide.types.rollout import (
     Episode,
     FinishedRollout,
@@ -64,7 +65,7 @@ from ebbtide.types.run import (
     ShareSpec,
     TrainerSpec,
 )
-from ebbtide.types.session import Session, SessionEnd, SessionState, SessionTurn, TurnPage
+from ebbtide.types.session import Session, SessionEnd, SessionState, SessionTurn, TurnPage, UnverifiedSession
 from ebbtide.types.weights import (
     BlobSource,
     FoundWay,
@@ -93,6 +94,9 @@ PAIRS: dict[type[Struct], type[Message]] = {
     AttemptSpan: runs_pb2.AttemptSpan,
     RolloutRequest: rollouts_pb2.RolloutRequest,
     SubmitOrder: rollouts_pb2.SubmitRequest,
+    KeyLimits: rollouts_pb2.KeyLimits,
+    MeteredKey: rollouts_pb2.MeteredKey,
+    KeyUsage: rollouts_pb2.KeyUsage,
     FinishedRollout: rollouts_pb2.FinishedRollout,
     TokenChunk: rollouts_pb2.TokenChunk,
     Trajectory: rollouts_pb2.Trajectory,
@@ -111,6 +115,7 @@ PAIRS: dict[type[Struct], type[Message]] = {
     Session: sessions_pb2.Session,
     SessionTurn: sessions_pb2.Turn,
     TurnPage: sessions_pb2.TurnPage,
+    UnverifiedSession: sessions_pb2.UnverifiedSession,
     SessionEnd: sessions_pb2.EndSessionRequest,
     Run: runs_pb2.Run,
     RunEvent: runs_pb2.RunEvent,

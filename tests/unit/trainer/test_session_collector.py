@@ -1,5 +1,7 @@
 """Sessions count once in their group, each step takes the first whole groups, and every branch is told exactly once."""
 
+from typing import Any
+
 import msgspec
 import numpy as np
 import pytest
@@ -144,6 +146,22 @@ def test_each_sampled_token_is_trained_once_and_sessions_not_branches_make_the_a
     assert [sample.advantage for sample in samples] == [0.5, 0.5, 0.5, -0.5]
     assert sum(int(np.count_nonzero(sample.mask)) for sample in samples) == 4
     assert summary(batch, STEPS, step=0)["reward"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("environment", "part"),
+    [
+        ({"name": "number_guessing", "verifiers": {"exact": "a:b"}}, "environment.verifiers: only sessions of agents"),
+        ({"name": "agents", "verifiers": {"ex act": "a:b"}}, "environment.verifiers: must be"),
+        ({"name": "agents", "verifiers": {"exact": "a.b"}}, "environment.verifiers.exact: 'a.b' is no verifier"),
+        ({"name": "agents", "verifier": "exact"}, r"environment.verifier: must be one of environment.verifiers \(none"),
+        ({"name": "agents", "verifiers": {f"v{n}": "a:b" for n in range(33)}}, "environment.verifiers: at most 32"),
+    ],
+)
+def test_verifiers_are_functions_with_names_and_for_agents_alone(environment: dict[str, Any], part: str) -> None:
+    spec = msgspec.convert(msgspec.to_builtins(SPEC) | {"environment": environment}, RunSpec)
+    with pytest.raises(InvalidRequest, match=part):
+        check_spec(spec)
 
 
 def test_a_run_of_agents_has_no_problems_of_its_own() -> None:

@@ -26,5 +26,5 @@ for _, name in ipairs({'queued', 'running', 'finished', 'trajectories', 'bytes'}
 settle()
 emit('status', ARGV[4], ARGV[5], '{}', cjson.encode({status = ARGV[4]}))
 redis.call('UNLINK', EVENT_KEYS)
-for _, key in ipairs({RUN, COUNT, EVENTS, CHATTER, SPANS, REQUEST_SPANS}) do redis.call('EXPIRE', key, ARGV[8]) end
+for _, key in ipairs({RUN, COUNT, ACCOUNTS, EVENTS, CHATTER, SPANS, REQUEST_SPANS}) do redis.call('EXPIRE', key, ARGV[8]) end
 return 1

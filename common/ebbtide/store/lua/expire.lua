@@ -13,8 +13,9 @@ for _, id in ipairs(older(IDLE, ARGV[3], MOST_SESSIONS)) do
     redis.call('ZREM', IDLE, id)  -- first: a store that is out of memory allows it, and then the next
     redis.call('ZADD', IDLE, age(), id)
   else
-    end_session(id, 'dropped', 'abandoned', out)
-    count('sessions_abandoned', 1)
+    local waits = redis.call('HGET', SESSION .. id, 'state') == 'verifying'
+    end_session(id, 'dropped', waits and 'unverified' or 'abandoned', out)
+    if not waits then count('sessions_abandoned', 1) end
   end
   due = due + 1
 end

@@ -15,6 +15,8 @@ local KEPT_PER_CHATTER, CHATTER_BYTES = 8, 64
 local SPAN_BYTES, MARK_BYTES, EVENT_BYTES = 176, 112, 64
 -- The same of a session, of a turn and of a turn's rollout, besides their records.
 local SESSION_BYTES, TURN_BYTES, KEPT_BYTES = 512, 192, 224
+-- The same of a key's account.
+local ACCOUNT_BYTES = 768
 -- Old entries that go at most for each new one: after an upgrade or a step's end, many are due at once.
 local DROPPED_AT_ONCE = 4
 -- Upper ends of a run's histogram buckets, counted as `NAME:le:END`: each counts values above the bucket before; the last is `inf`.
@@ -208,8 +210,38 @@ local function mark_over(mark, step)
   end
 end
 
+-- The day since the Unix epoch, and the seconds of it.
+local function today()
+  local s = tonumber(redis.call('TIME')[1])
+  return math.floor(s / 86400), s % 86400
+end
+
+-- Ends an open rollout for the account of its key, if it has one: of what was reserved, only what was made is spent.
+local function settle_account(id)
+  local r = redis.call('HMGET', ROLLOUT .. id, 'account', 'prompt_charge', 'held', 'origin', 'attempts')
+  if not r[1] then return end
+  local made = redis.call('STRLEN', TOKENS .. id) / 12
+  if made > 0 or tonumber(r[5]) > 0 then made = made + tonumber(r[2]) end  -- else no engine has read its prompt
+  local function add(name, by) return redis.call('HINCRBY', ACCOUNTS, r[1] .. ':' .. name, by) end
+  redis.call('HDEL', ROLLOUT .. id, 'account', 'prompt_charge', 'held')
+  local day = today()
+  if tonumber(redis.call('HGET', ACCOUNTS, r[1] .. ':day') or 0) ~= day then
+    redis.call('HSET', ACCOUNTS, r[1] .. ':day', day, r[1] .. ':today', 0)
+  end
+  add('spent', made)
+  add('today', made)
+  add('reserved', 0 - r[3])  -- -0 would be no integer
+  add('token_debt', (made - r[3]) * 1000)
+  local group = 'g:' .. string.match(r[4], '^%S+')
+  if add(group, -1) <= 0 then
+    redis.call('HDEL', ACCOUNTS, r[1] .. ':' .. group)
+    add('open', -1)
+  end
+end
+
 -- Deletes a rollout's data and marks it as over. Returns its attempt if one ran.
 local function forget(id)
+  settle_account(id)
   local r = redis.call('HMGET', ROLLOUT .. id, 'state', 'cursor', 'attempt', 'step', 'kind')
   local ran = r[1] == 'running' and span(id)
   local bytes = redis.call('HSTRLEN', ROLLOUT .. id, 'prompt') + redis.call('STRLEN', TOKENS .. id)
@@ -231,6 +263,7 @@ end
 
 -- Keeps a finished request for a while after now, or as long as its session.
 local function keep_request(id)
+  settle_account(id)
   local session = redis.call('HGET', KEPT_BY, id)
   redis.call('ZADD', REQUESTS, session and 'inf' or age(), id)
   if session then redis.call('ZADD', IDLE, 'XX', age(), session) end
@@ -282,14 +315,24 @@ local function beyond_quota(bytes, quota, role)
   return nil
 end
 
--- {session, owner, group, state, reason, turns, its age in ms, ms since it was last used or ended, record}; nil if it is not here, or
--- of another owner than `owner` ('' for any).
+-- Makes a branch of a session a trajectory that counts for `n` rollouts.
+local function add_trajectory(n, data)
+  redis.call('XADD', TRAJECTORIES, '*', 'n', n, 'data', data, 'at', string.format('%.0f', now_ms()))
+  count('submitted', n)
+  count('trajectories', n)
+  count('bytes', #data)
+end
+
+-- {session, owner, group, state, reason, turns, its age in ms, ms since it was last used or ended, record, verifier, its reward ('' if
+-- there is none)}; nil if it is not here, or of another owner than `owner` ('' for any).
 local function session_row(id, owner)
-  local r = redis.call('HMGET', SESSION .. id, 'owner', 'group', 'state', 'reason', 'turns', 'opened', 'record')
+  local r = redis.call('HMGET', SESSION .. id, 'owner', 'group', 'state', 'reason', 'turns', 'opened', 'record', 'verifier', 'reward')
   if not r[1] or (owner ~= '' and owner ~= r[1]) then return nil end
-  local last = redis.call('ZSCORE', r[3] == 'open' and IDLE or OVER, id)
+  local waits = r[3] == 'open' or r[3] == 'verifying'
+  local last = redis.call('ZSCORE', waits and IDLE or OVER, id)
   local now = tonumber(age())
-  return {id, r[1], r[2], r[3], r[4], tonumber(r[5]), now - tonumber(r[6]), now - tonumber(last or now), r[7]}
+  return {id, r[1], r[2], r[3], r[4], tonumber(r[5]), now - tonumber(r[6]), now - tonumber(last or now), r[7],
+    r[8] or '', r[9] or ''}
 end
 
 -- Whether a rollout of an open session is queued or running.
@@ -300,10 +343,9 @@ local function has_open_rollout(id)
   return false
 end
 
--- Ends an open session, and has its rollouts deleted. Open ones are cancelled first: {id, attempt or ''} of each, in turn, are
--- appended to `out`. Its record stays for a while.
-local function end_session(id, state, reason, out)
-  redis.call('ZREM', IDLE, id)
+-- Has a session's rollouts deleted, and forgets its turns. Open ones are cancelled first: {id, attempt or ''} of each, in turn, are
+-- appended to `out`.
+local function release_rollouts(id, out)
   for _, rollout in ipairs(redis.call('LRANGE', KEPT .. id, 0, -1)) do
     redis.call('HDEL', KEPT_BY, rollout)
     local attempt = cancel_request(rollout, 'its session ended')
@@ -312,8 +354,19 @@ local function end_session(id, state, reason, out)
     if kind == 'request' then redis.call('ZADD', REQUESTS, '-inf', rollout)
     elseif not kind then mark_gone('r:' .. rollout) end  -- it was not submitted yet
   end
-  redis.call('UNLINK', TURNS .. id, TURN_IDS .. id, KEPT .. id, BRANCHES .. id)
-  local r = redis.call('HMGET', SESSION .. id, 'held', 'record')
+  redis.call('UNLINK', TURNS .. id, TURN_IDS .. id, KEPT .. id)
+end
+
+-- Ends an open session, or one that waits for its verdict. `out`: as of release_rollouts. Its record stays for a while.
+local function end_session(id, state, reason, out)
+  redis.call('ZREM', IDLE, id)
+  release_rollouts(id, out)
+  redis.call('UNLINK', BRANCHES .. id)
+  local r = redis.call('HMGET', SESSION .. id, 'held', 'record', 'unverified')
+  if r[3] then
+    redis.call('XDEL', UNVERIFIED, r[3])
+    redis.call('HDEL', SESSION .. id, 'unverified', 'data')
+  end
   local held = #r[2] + SESSION_BYTES
   redis.call('HSET', SESSION .. id, 'state', state, 'reason', reason, 'held', held)
   redis.call('ZADD', OVER, age(), id)

@@ -1,10 +1,15 @@
 -- ARGV: term, role, fence, quota in bytes, most open rollouts, this call's number (0: none), the first number that is not settled,
--- the rollouts' step ('' for none), the first step that is not over, then id, digest, kind, req, prompt, origin of each. The origin is
--- its group, episode and turn with spaces between them, for its spans.
+-- the rollouts' step ('' for none), the first step that is not over, the owner of the client's key ('' for none), what is added to the
+-- two debts of its account, as JSON the prompt's tokens and the most tokens of each rollout in turn, then id, digests, kind, req, prompt,
+-- origin of each. The digests are that of its body, and perhaps one of its client's request. The origin is its group, episode and turn
+-- with spaces between them, for its spans.
 -- Queues rollouts: all or nothing. Returns per rollout {1, place in the queue}, {2, state} for a known one, {3, ''} for one that is over.
+-- New rollouts of a key are charged to its account.
 -- A rollout that is not here is over, and not new, in three cases: it is marked; its step is over; this call was taken before, or its
 -- number is settled, so that nobody waits for it.
 local SUBMITTED = {train = 'submitted', eval = 'eval_submitted', request = 'requests_submitted'}
+local BODY_DIGEST = 16  -- bytes
+local FIRST = 14  -- where the rollouts begin
 local bad = barred(ARGV[1], ARGV[2], ARGV[3]); if bad then return bad end
 local taken, number, step = SUBMITS .. ARGV[2], tonumber(ARGV[6]), ARGV[8]
 local fence, settled = string.match(redis.call('HGET', FENCE, 'settled:' .. ARGV[2]) or '', '^(%S+) (%d+)$')
@@ -12,12 +17,39 @@ settled = fence == ARGV[3] and tonumber(settled) or 0  -- each lease counts from
 history_limit()  -- and the first step
 local repeated = number > 0 and (number < settled or (fence == ARGV[3] and redis.call('ZSCORE', taken, number)))
 local past = repeated or (step ~= '' and tonumber(step) < first_step)
+
+-- Reserves what new rollouts may come to.
+local function charge(fresh)
+  local owner, held = ARGV[10] .. ':', cjson.decode(ARGV[13])
+  local function add(name, by) return redis.call('HINCRBY', ACCOUNTS, owner .. name, by) end
+  if redis.call('HEXISTS', ACCOUNTS, owner .. 'requests') == 0 then
+    count('bytes', ACCOUNT_BYTES)
+    redis.call('HINCRBY', ACCOUNTS, 'owners', 1)
+  end
+  local opened, reserved = 0, 0
+  for _, at in ipairs(fresh) do
+    local place = (at - FIRST) / 3
+    local group = string.match(ARGV[at + 5], '^%S+')
+    redis.call('HSET', ROLLOUT .. ARGV[at], 'account', ARGV[10], 'prompt_charge', held[place + 1], 'held', held[place + 2])
+    reserved = reserved + held[place + 2]
+    if add('g:' .. group, 1) == 1 then opened = opened + 1 end
+  end
+  add('requests', opened)
+  add('open', opened)
+  add('reserved', reserved)
+  add('request_debt', ARGV[11])
+  add('token_debt', ARGV[12])
+  redis.call('HSET', ACCOUNTS, owner .. 'at', age())
+end
+
 local out, fresh, seen, bytes = {}, {}, {}, 0
-for at = 10, #ARGV, 6 do
-  local id, digest = ARGV[at], ARGV[at + 1]
-  local have = redis.call('HMGET', ROLLOUT .. id, 'digest', 'state')
+for at = FIRST, #ARGV, 6 do
+  local id, digest, asked = ARGV[at], string.sub(ARGV[at + 1], 1, BODY_DIGEST), string.sub(ARGV[at + 1], BODY_DIGEST + 1)
+  local have = redis.call('HMGET', ROLLOUT .. id, 'digest', 'state', 'asked')
   local known = have[1] or seen[id]
-  if known and known ~= digest then return refuse('TAKEN', tostring((at - 10) / 6)) end
+  -- A gateway of the former release gives no digest of its client's request.
+  local differs = have[3] and asked ~= '' and have[3] ~= asked
+  if known and (known ~= digest or differs) then return refuse('TAKEN', tostring((at - FIRST) / 6)) end
   if known then out[#out + 1] = {2, have[2] or 'queued'}
   elseif past or is_over(id, ARGV[at + 2]) then out[#out + 1] = {3, ''}
   else
@@ -35,13 +67,16 @@ if #fresh > 0 then
   if open + #fresh > part_of(ARGV[5], ARGV[2]) then return refuse('QUEUE', tostring(open)) end
   local seq = redis.call('HINCRBY', RUN, 'seq', #fresh) - #fresh
   for i, at in ipairs(fresh) do
-    redis.call('HSET', ROLLOUT .. ARGV[at], 'digest', ARGV[at + 1], 'kind', ARGV[at + 2], 'req', ARGV[at + 3],
+    local id, asked = ARGV[at], string.sub(ARGV[at + 1], BODY_DIGEST + 1)
+    redis.call('HSET', ROLLOUT .. id, 'digest', seen[id], 'kind', ARGV[at + 2], 'req', ARGV[at + 3],
       'prompt', ARGV[at + 4], 'origin', ARGV[at + 5], 'state', 'queued', 'attempts', 0, 'barren', 0)
-    if step ~= '' then redis.call('HSET', ROLLOUT .. ARGV[at], 'step', step) end
-    redis.call('ZADD', OPEN, seq + i, ARGV[at])
-    out[(at - 10) / 6 + 1][2] = seq + i
+    if asked ~= '' then redis.call('HSET', ROLLOUT .. id, 'asked', asked) end
+    if step ~= '' then redis.call('HSET', ROLLOUT .. id, 'step', step) end
+    redis.call('ZADD', OPEN, seq + i, id)
+    out[(at - FIRST) / 6 + 1][2] = seq + i
     count(SUBMITTED[ARGV[at + 2]], 1)
   end
+  if ARGV[10] ~= '' then charge(fresh) end
   count('queued', #fresh)
   count('bytes', bytes)
   settle()

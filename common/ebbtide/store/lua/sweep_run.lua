@@ -23,6 +23,7 @@ for _, id in ipairs(redis.call('ZRANGE', SESSIONS, 0, ARGV[2] - 1)) do
   gone = gone + 1
 end
 if gone == 0 then
-  redis.call('UNLINK', OPEN, FINISHED, TRAJECTORIES, DONE, DONE_ORDER, VERSIONS, REQUESTS, SESSIONS, IDLE, OVER, KEPT_BY, GONE)
+  redis.call('UNLINK', OPEN, FINISHED, TRAJECTORIES, DONE, DONE_ORDER, VERSIONS, REQUESTS, SESSIONS, IDLE, OVER, KEPT_BY, GONE,
+    UNVERIFIED)
 end
 return gone

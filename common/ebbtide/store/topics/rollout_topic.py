@@ -11,6 +11,7 @@ from ebbtide.store.link.store_faults import StoreRefused
 from ebbtide.store.record_codec import body_digest, pack, text_pairs, unpack
 from ebbtide.store.rollout_rows import (
     AcceptedRollout,
+    AccountCharge,
     AdoptedAttempt,
     AttemptFate,
     EndedAttempt,
@@ -32,6 +33,7 @@ _PLACE_BYTES: Final = 1 << 20
 #: Callers retry a full run after this time: about one flush of finished rollouts.
 _RETRY_AFTER_S: Final = 1.0
 _UNORDERED: Final = SubmitOrder()
+_FREE: Final = AccountCharge()
 #: The kinds' names in the store.
 _KINDS: Final = {RolloutKind.TRAIN: "train", RolloutKind.EVAL: "eval", RolloutKind.REQUEST: "request"}
 
@@ -45,18 +47,22 @@ class RolloutTopic(Topic):
         quota_bytes: int,
         max_open: int,
         order: SubmitOrder = _UNORDERED,
+        charge: AccountCharge = _FREE,
     ) -> list[AcceptedRollout]:
         """Queue all or none. Raises `AlreadyExists` (an id with another body), `NoCapacity` (a full quota or queue)."""
         parts: list[bytes | str] = []
         for number, request in enumerate(requests):
             if number % _PACKED_AT_ONCE == _PACKED_AT_ONCE - 1:
                 await asyncio.sleep(0)  # other calls have their turn
-            bare = msgspec.structs.replace(request, prompt_ids=b"")
+            bare = msgspec.structs.replace(request, prompt_ids=b"", client_digest=b"")
             origin = f"{request.group_id} {request.episode_id} {request.turn}"
-            parts += [request.rollout_id, body_digest(request), _KINDS[request.kind]]
+            digests = body_digest(request) + request.client_digest
+            parts += [request.rollout_id, digests, _KINDS[request.kind]]
             parts += [pack(bare), request.prompt_ids, origin]
         try:
-            found = await self._leased("submit", lease, quota_bytes, max_open, *_order_columns(order), *parts)
+            found = await self._leased(
+                "submit", lease, quota_bytes, max_open, *_order_columns(order), *_charge_columns(charge), *parts
+            )
         except StoreRefused as refused:
             if refused.code == "TAKEN":
                 taken = requests[int(refused.detail)].rollout_id
@@ -152,6 +158,11 @@ def open_or_unknown(refused: StoreRefused, rollout_ids: Sequence[str], *, field:
 
 def _order_columns(order: SubmitOrder) -> tuple[int, int, int | str, int]:
     return order.sequence, order.settled, "" if order.step is None else order.step, order.first_step
+
+
+def _charge_columns(charge: AccountCharge) -> tuple[str, int, int, bytes]:
+    held = [tokens for pair in charge.held for tokens in pair]
+    return charge.owner, charge.request_debt, charge.token_debt, msgspec.json.encode(held)
 
 
 def _accepted(outcome: int, rest: bytes | int) -> AcceptedRollout:

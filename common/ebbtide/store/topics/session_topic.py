@@ -8,6 +8,7 @@ from ebbtide.errors import AlreadyExists, InvalidRequest, NoCapacity, NotFound, 
 from ebbtide.store.link.store_faults import StoreRefused
 from ebbtide.store.record_codec import pack, text_pairs, unpack
 from ebbtide.store.topics.topic import Topic
+from ebbtide.types.rollout import Trajectory
 from ebbtide.types.run import LeaseRef
 from ebbtide.types.session import (
     MAX_SESSION_ROLLOUTS,
@@ -18,6 +19,7 @@ from ebbtide.types.session import (
     SessionState,
     SessionTurn,
     TurnPage,
+    UnverifiedSession,
 )
 
 #: Sessions that one script looks at for a list.
@@ -88,7 +90,16 @@ class SessionTopic(Topic):
         quota does not hold these.
         """
         branches = [part for one in how.trajectories for part in (one.episode_id, pack(one), one.rollouts)]
-        about = how.session_id, how.owner, how.drop_reason, how.record, int(how.more), quota_bytes
+        about = (
+            how.session_id,
+            how.owner,
+            how.drop_reason,
+            how.record,
+            int(how.more),
+            quota_bytes,
+            how.verifier,
+            how.data,
+        )
         try:
             row, *ended = await self._leased("end_session", lease, *about, *branches)
         except StoreRefused as refused:
@@ -97,6 +108,36 @@ class SessionTopic(Topic):
                 raise InvalidRequest(text, field="trajectories") from None
             raise _refusal(refused, how.session_id, quota_bytes) from None
         return EndedSession(_session(lease.run_id, row), text_pairs(ended))
+
+    async def unverified(self, run_id: str, cursor: str) -> list[UnverifiedSession]:
+        """The first session after `cursor` that waits for its verdict, in pieces that fit into messages."""
+        found = await self._run("read_unverified", run_id, cursor or "0-0")
+        if not found:
+            return []
+        entry, session, verifier, data, *rows = found
+        pieces = _pieces([trajectory for trajectory, _ in map(_branch, rows)])
+        return [
+            UnverifiedSession(
+                session_id=session.decode(),
+                verifier=verifier.decode(),
+                data=data,
+                trajectories=tuple(piece),
+                piece=number,
+                cursor=entry.decode() if number == len(pieces) - 1 else "",
+            )
+            for number, piece in enumerate(pieces)
+        ]
+
+    async def verdict(self, lease: LeaseRef, session_id: str, reward: float | None, drop_reason: str) -> Session:
+        """End a session that waits for its verdict, or return it as it is."""
+        try:
+            rows = await self._leased("read_branches", lease, session_id) if reward is not None else []
+            branches = [part for row in rows for part in _rewarded(row, reward or 0.0)]
+            told = "" if reward is None else repr(reward)
+            row = await self._leased("verdict", lease, session_id, told, drop_reason, *branches)
+        except StoreRefused as refused:
+            raise _refusal(refused, session_id) from None
+        return _session(lease.run_id, row)
 
     async def page(self, lease: LeaseRef, owner: str, cursor: float) -> tuple[list[tuple[int, Session]], int]:
         """Sessions behind a number, each with its own, and the number to look behind next; 0: there are no more."""
@@ -113,7 +154,7 @@ class SessionTopic(Topic):
 
 
 def _session(run_id: str, row: _Row) -> Session:
-    session, owner, group, state, reason, turns, age_ms, idle_ms, record = row
+    session, owner, group, state, reason, turns, age_ms, idle_ms, record, verifier, reward = row
     texts = (bytes(part).decode() for part in (session, owner, group))
     session_id, owner_id, group_id = texts
     return Session(
@@ -127,7 +168,33 @@ def _session(run_id: str, row: _Row) -> Session:
         idle_s=max(0, int(idle_ms)) / 1000,
         record=bytes(record),
         drop_reason=bytes(reason).decode(),
+        verifier=bytes(verifier).decode(),
+        reward=float(bytes(reward)) if reward else None,
     )
+
+
+def _branch(row: bytes) -> tuple[Trajectory, int]:
+    """A stored branch, and the rollouts that it counts for."""
+    counted, _, packed = row.partition(b" ")
+    return unpack(packed, Trajectory), int(counted)
+
+
+def _rewarded(row: bytes, reward: float) -> tuple[int, bytes]:
+    trajectory, counted = _branch(row)
+    return counted, pack(msgspec.structs.replace(trajectory, reward=reward))
+
+
+def _pieces(trajectories: list[Trajectory]) -> list[list[Trajectory]]:
+    """At least one piece. Each but a single trajectory has at most half of a message."""
+    pieces, size = [list[Trajectory]()], 0
+    for one in sorted(trajectories, key=lambda one: one.episode_id):
+        bytes_of = len(one.prompt_ids) + len(one.tokens) + len(one.loss_mask)
+        if pieces[-1] and size + bytes_of > TURN_PAGE_BYTES:
+            pieces.append([])
+            size = 0
+        pieces[-1].append(one)
+        size += bytes_of
+    return pieces
 
 
 def _turn(number: int, age_ms: int, packed: bytes) -> SessionTurn:

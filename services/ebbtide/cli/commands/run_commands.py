@@ -22,7 +22,7 @@ from ebbtide.cli.cluster_connection import (
 
 
 def register(app: typer.Typer) -> None:
-    for command in (submit, runs, watch, chat, timeline, cancel, weights):
+    for command in (submit, runs, watch, chat, timeline, cancel, weights, usage):
         app.command(rich_help_panel="Runs")(command)
 
 
@@ -141,3 +141,10 @@ def weights(
         with_client(
             lambda client: screen.watch_weights(client, run_id, every), None, token_file, WATCH_PATIENCE_S, relay
         )
+
+
+def usage(run_id: RunId, coordinator: Coordinator = None, token_file: TokenFile = None) -> None:
+    """Show what clients' keys with limits have used of a run, by their owners."""
+    from ebbtide.cli.views.tables import print_table, usage_table
+
+    print_table(usage_table(with_client(lambda client: client.key_usage(run_id), coordinator, token_file)))

@@ -12,14 +12,14 @@ _PANEL = "Security"
 
 Folder = Annotated[Path, typer.Option("--dir", help="Folder of the signing key.")]
 
-tokens = typer.Typer(help="Make tokens that prove the role of programs and people.", no_args_is_help=True)
+tokens_app = typer.Typer(help="Make tokens that prove the role of programs and people.", no_args_is_help=True)
 
 
 def register(app: typer.Typer) -> None:
-    app.add_typer(tokens, name="tokens", rich_help_panel=_PANEL)
+    app.add_typer(tokens_app, name="tokens", rich_help_panel=_PANEL)
 
 
-@tokens.command()
+@tokens_app.command()
 def key(
     folder: Folder,
     rotate: Annotated[
@@ -36,7 +36,7 @@ def key(
     typer.echo(act(folder))
 
 
-@tokens.command()
+@tokens_app.command()
 def issue(
     folder: Folder,
     role: Annotated[Role, typer.Option(help="Role of the bearer.")],
@@ -46,26 +46,42 @@ def issue(
     out: Annotated[
         Path | None, typer.Option(help="File to replace with the token; running clients read it again. None: print it.")
     ] = None,
+    requests_per_minute: Annotated[int, typer.Option(min=0, help="Requests a minute. 0: any number.")] = 0,
+    tokens_per_minute: Annotated[int, typer.Option(min=0, help="Tokens a minute, those of prompts included.")] = 0,
+    tokens: Annotated[int, typer.Option(min=0, help="Tokens in all: the key's budget.")] = 0,
+    tokens_per_day: Annotated[int, typer.Option(min=0, help="Tokens from midnight to midnight, UTC.")] = 0,
+    requests_at_once: Annotated[int, typer.Option(min=0, help="Requests under way at once.")] = 0,
 ) -> None:
-    """Issue a token. Clients read it from EBBTIDE_TOKEN_FILE or EBBTIDE_TOKEN."""
+    """Issue a token. Clients read it from EBBTIDE_TOKEN_FILE or EBBTIDE_TOKEN. Limits are for role agent with a run."""
     from ebbtide.cli.credentials import signing_keys
     from ebbtide.cli.durations import seconds
+    from ebbtide.types.key_usage import KeyLimits
 
-    made = signing_keys.issue(folder, role, run_id=run, ttl_s=seconds(ttl, field="--ttl"), name=name)
+    limits = KeyLimits(
+        requests_per_minute=requests_per_minute,
+        tokens_per_minute=tokens_per_minute,
+        tokens=tokens,
+        tokens_per_day=tokens_per_day,
+        requests_at_once=requests_at_once,
+    )
+    made = signing_keys.issue(folder, role, run_id=run, ttl_s=seconds(ttl, field="--ttl"), name=name, limits=limits)
     if out is None:
         typer.echo(made)
     else:
         signing_keys.put_token(out, made)
 
 
-@tokens.command()
+@tokens_app.command()
 def show(file: Annotated[Path, typer.Argument(help="File that holds a token.")]) -> None:
-    """Show a token's role, run and end. Only servers can check its signature."""
+    """Show a token's role, run, limits and end. Only servers can check its signature."""
+    import msgspec
+
     from ebbtide.cli.credentials import signing_keys
 
     claims = signing_keys.read_token(file)
     ends = dt.datetime.fromtimestamp(claims.expires, dt.UTC)
     ended = " (ENDED)" if ends < dt.datetime.now(dt.UTC) else ""
     rows = {"role": claims.role, "run": claims.run_id or "any", "name": claims.name or "-"}
+    rows |= {name.replace("_", " "): f"{value:,}" for name, value in msgspec.to_builtins(claims.limits).items()}
     for label, value in (rows | {"ends": f"{ends:%Y-%m-%d %H:%M} UTC{ended}"}).items():
         typer.echo(f"{label:<5} {value}")

@@ -7,6 +7,7 @@ a whole, `tokens.pub` first: a process that dies between the two leaves a truste
 from pathlib import Path
 from typing import Final
 
+import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 
@@ -14,10 +15,12 @@ from ebbtide.auth.role_tokens import Claims, is_signed, mint, public_keys, signi
 from ebbtide.auth.roles import OF_ONE_RUN, Role
 from ebbtide.cli.credentials.certificates import make_folder, read_file, write_file
 from ebbtide.errors import AlreadyExists, InvalidRequest
+from ebbtide.types.key_usage import KeyLimits
 
 _PRIVATE: Final = "tokens.key"
 _PUBLIC: Final = "tokens.pub"
 _LONGEST_S: Final = 10 * 365 * 86400.0
+_UNLIMITED: Final = KeyLimits()
 
 
 def make(folder: Path) -> Path:
@@ -42,15 +45,22 @@ def retire(folder: Path) -> Path:
     return _write(folder, _signing(folder), [])
 
 
-def issue(folder: Path, role: Role, *, run_id: str, ttl_s: float, name: str) -> str:
-    """Returns a token. Raises `InvalidRequest` for a role that cannot be bound to a run, or too long a time."""
+def issue(folder: Path, role: Role, *, run_id: str, ttl_s: float, name: str, limits: KeyLimits = _UNLIMITED) -> str:
+    """Returns a token. Raises `InvalidRequest` for a role that cannot be bound to a run, too long a time, and limits of
+    anything but a client's key of one run.
+    """
+    if limits != _UNLIMITED and (role is not Role.AGENT or not run_id):
+        text = "limits are for keys of role agent that are bound to a run (--role agent --run RUN)"
+        raise InvalidRequest(
+            text, field=next(iter(f"--{name.replace('_', '-')}" for name in msgspec.to_builtins(limits)))
+        )
     if run_id and role not in OF_ONE_RUN:
         *roles, last = sorted(OF_ONE_RUN)
         only = f"only tokens of {', '.join(roles)} and {last}"
         raise InvalidRequest(f"a {role} works on all runs; {only} take a run", field="--run")
     if ttl_s > _LONGEST_S:
         raise InvalidRequest("is more than ten years; a token must be replaced now and then", field="--ttl")
-    return mint(_signing(folder), role, ttl_s=ttl_s, run_id=run_id, name=name)
+    return mint(_signing(folder), role, ttl_s=ttl_s, run_id=run_id, name=name, limits=limits)
 
 
 def put_token(file: Path, token: str) -> None:

@@ -9,6 +9,7 @@ from rich.text import Text
 
 from ebbtide.cli.views.run_progress import doing
 from ebbtide.types.fleet import Worker, WorkerState
+from ebbtide.types.key_usage import KeyUsage
 from ebbtide.types.run import Run
 
 #: Workers that are not attached: what they reported last is out of date, and `running` counts what they left.
@@ -40,6 +41,15 @@ def worker_table(workers: Sequence[Worker], rate: Callable[[Worker], float] = la
         numbers = (slots, speed, f"{worker.tokens_generated:,}")
         cells = (worker.worker_id, worker.kind.name.lower(), doing(worker), *numbers)
         table.add_row(*map(cell, cells), style="red" if lost else "")
+    return table
+
+
+def usage_table(usage: Sequence[KeyUsage]) -> Table:
+    columns = ("requests", "open", "tokens", "today", "reserved")
+    table = data_table(("key", *columns), left={"key"})
+    for one in usage:
+        numbers = (one.requests, one.requests_open, one.tokens, one.tokens_today, one.tokens_reserved)
+        table.add_row(*map(cell, (one.owner, *(f"{number:,}" for number in numbers))))
     return table
 
 

@@ -9,7 +9,15 @@ from ebbtide.coordinator.list_pace import paced
 from ebbtide.errors import InvalidRequest
 from ebbtide.types.fleet import EngineInfo
 from ebbtide.types.ids import check_id
-from ebbtide.types.rollout import MAX_NUMBER, MAX_UNSETTLED, RolloutKind, RolloutRequest, SubmitOrder, Trajectory
+from ebbtide.types.rollout import (
+    MAX_CLIENT_DIGEST,
+    MAX_NUMBER,
+    MAX_UNSETTLED,
+    RolloutKind,
+    RolloutRequest,
+    SubmitOrder,
+    Trajectory,
+)
 from ebbtide.types.run import ROLES, LeaseRef, RunSpec, check_sampling, is_gateway
 from ebbtide.types.tokens import TOKEN_BYTES, token_count, unpack_ids
 
@@ -82,6 +90,8 @@ def _check_rollout(request: RolloutRequest, field: str, context: int, vocabulary
     check_sampling(request.sampling, field=f"{field}.sampling")
     if request.max_version and request.min_version > request.max_version:
         raise InvalidRequest(f"must be at most max_version ({request.max_version})", field=f"{field}.min_version")
+    if len(request.client_digest) > MAX_CLIENT_DIGEST:
+        raise InvalidRequest(f"must be at most {MAX_CLIENT_DIGEST} bytes", field=f"{field}.client_digest")
     _check_prompt(request, field, context, vocabulary)
 
 

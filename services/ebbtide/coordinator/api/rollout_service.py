@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractContextManager
 
 from ebbtide.coordinator import metrics
+from ebbtide.coordinator.api.key_accounts import KeyAccounts
 from ebbtide.coordinator.api.request_checks import (
     check_batch,
     check_cursor,
@@ -22,8 +23,9 @@ from ebbtide.coordinator.state.notifier import follow
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.errors import EbbtideError, InvalidRequest, NotFound
 from ebbtide.rpc.caller_turns import stream_turn
-from ebbtide.store.rollout_rows import RolloutState
+from ebbtide.store.rollout_rows import AccountCharge, RolloutState
 from ebbtide.types.ids import check_id
+from ebbtide.types.key_usage import KeyUsage, MeteredKey
 from ebbtide.types.rollout import (
     DropReason,
     Episode,
@@ -51,22 +53,36 @@ class RolloutService:
         )
         self._fleet, self._attempts, self._recovery = parts.fleet, parts.attempts, parts.recovery
         self._writes, self._retention, self._readers = parts.writes, retention, parts.readers
+        self._accounts = KeyAccounts(parts.store)
 
     async def submit(
-        self, lease: LeaseRef, requests: Sequence[RolloutRequest], order: SubmitOrder
+        self, lease: LeaseRef, requests: Sequence[RolloutRequest], order: SubmitOrder, key: MeteredKey | None = None
     ) -> list[SubmitOutcome]:
-        """Queue rollouts, all or none. Raises `InvalidRequest`, `AlreadyExists`, `NoCapacity`."""
+        """Queue rollouts, all or none. `key`: of the client whose account is charged, if it has limits. Raises
+        `InvalidRequest`, `AlreadyExists`, `NoCapacity`, and beyond the limits `RateLimited` or `BudgetSpent`.
+        """
         run = await self._recovery.live(check_lease(lease, gateways=True).run_id)
         check_order(order)
         await check_rollouts(requests, self._fleet.engines(), run.spec, lease)
         self._retention.note(run.run_id, lease)
-        return await self._writes.carry_out(run.changing(), lambda: self._submit(run, lease, requests, order))
+        return await self._writes.carry_out(run.changing(), lambda: self._submit(run, lease, requests, order, key))
 
     async def _submit(
-        self, run: RunState, lease: LeaseRef, requests: Sequence[RolloutRequest], order: SubmitOrder
+        self,
+        run: RunState,
+        lease: LeaseRef,
+        requests: Sequence[RolloutRequest],
+        order: SubmitOrder,
+        key: MeteredKey | None,
     ) -> list[SubmitOutcome]:
+        charge = await self._accounts.charge(lease, key, requests) if key else AccountCharge()
         accepted = await self._store.rollouts.submit(
-            lease, requests, quota_bytes=run.spec.quota_bytes, max_open=self._settings.max_open, order=order
+            lease,
+            requests,
+            quota_bytes=run.spec.quota_bytes,
+            max_open=self._settings.max_open,
+            order=order,
+            charge=charge,
         )
         for request, row in zip(requests, accepted, strict=True):
             if request.rollout_id in run.unconfirmed:
@@ -79,6 +95,10 @@ class RolloutService:
             elif row.state is RolloutState.QUEUED and request.rollout_id not in run.queue:
                 run.mark_stale()  # taken by a call whose answer was lost
         return [row.outcome for row in accepted]
+
+    async def key_usage(self, run_id: str, owner: str) -> list[KeyUsage]:
+        """What clients' keys with limits have used of a run; `owner`: of one, "" for all."""
+        return await self._accounts.usage(run_id, owner)
 
     async def finished(self, run_id: str, cursor: str) -> AsyncIterator[FinishedRollout]:
         """Finished rollouts after `cursor`, oldest first, until the run has ended."""

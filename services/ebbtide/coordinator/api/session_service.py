@@ -1,17 +1,22 @@
 """Implements the `Sessions` service: sessions of gateways' clients, and their turns."""
 
-from collections.abc import AsyncGenerator
+import math
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Final
 
 import msgspec
 
+from ebbtide.coordinator.api.key_accounts import KeyAccounts
 from ebbtide.coordinator.api.request_checks import check_lease, check_number, check_reason, check_trajectory
 from ebbtide.coordinator.api.request_retention import RequestRetention
 from ebbtide.coordinator.api.store_doubts import in_doubt
 from ebbtide.coordinator.coordinator_parts import CoordinatorParts
+from ebbtide.coordinator.state.notifier import notified_or_late
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.errors import InvalidRequest, NotFound, NotReady
+from ebbtide.rpc.caller_turns import stream_turn
 from ebbtide.types.ids import check_id
+from ebbtide.types.key_usage import MeteredKey
 from ebbtide.types.run import LeaseRef, is_gateway
 from ebbtide.types.session import (
     MAX_COMPLETIONS,
@@ -22,6 +27,7 @@ from ebbtide.types.session import (
     SessionState,
     SessionTurn,
     TurnPage,
+    UnverifiedSession,
 )
 
 _NEEDS_GATEWAY: Final = "only a gateway's lease allows this; claim the run as gateway"
@@ -35,6 +41,7 @@ class SessionService:
     def __init__(self, parts: CoordinatorParts, retention: RequestRetention) -> None:
         self._state, self._store, self._notifier = parts.state, parts.store, parts.notifier
         self._recovery, self._writes, self._retention = parts.recovery, parts.writes, retention
+        self._accounts = KeyAccounts(parts.store)
 
     async def open(self, lease: LeaseRef, session: Session) -> Session:
         """Open a session, or return the owner's. Raises `NotReady` if it was forgotten, `NoCapacity`."""
@@ -46,14 +53,25 @@ class SessionService:
         self._retention.note(run.run_id, lease)
         return self._told(await self._store.sessions.open(lease, session, quota_bytes=run.spec.quota_bytes))
 
-    async def add_turn(self, lease: LeaseRef, session_id: str, owner: str, turn: SessionTurn) -> SessionTurn:
-        """Add a turn, or return that of the same request. Raises `NotReady` after the session's end, `NoCapacity`, and
+    async def add_turn(
+        self,
+        lease: LeaseRef,
+        session_id: str,
+        owner: str,
+        turn: SessionTurn,
+        key: MeteredKey | None = None,
+        tokens: int = 0,
+    ) -> SessionTurn:
+        """Add a turn, or return that of the same request. `key`, `tokens`: the client's key, if it has limits, and what
+        the turn may come to. Raises `NotReady` after the session's end, `NoCapacity`, `RateLimited`, `BudgetSpent`, and
         `AlreadyExists` for a rollout of another turn, or one that was submitted before.
         """
         _check_writer(lease)
         _check_session(session_id, owner)
         _check_turn(turn)
         run = await self._recovery.live(lease.run_id)
+        if key is not None:
+            await self._accounts.check_turn(lease, key, turn, tokens)
         with in_doubt(self._state, NotFound, NotReady):
             return await self._store.sessions.add_turn(lease, session_id, owner, turn, quota_bytes=run.spec.quota_bytes)
 
@@ -84,7 +102,40 @@ class SessionService:
             self._retention.forget(run, done.ended)
             run.forget_episode(how.session_id)
             self._notifier.notify("trajectories", run.run_id)
+            self._notifier.notify("unverified", run.run_id)
         return self._told(done.session)
+
+    async def unverified(self, run_id: str, cursor: str) -> AsyncIterator[UnverifiedSession]:
+        """Pieces of the sessions after `cursor` that wait for their verdicts, then of new ones, until the run ends."""
+        await self._recovery.live(check_id(run_id, field="run_id"))
+        topic = ("unverified", run_id)
+        while run_id in self._state.runs:
+            with self._notifier.listening(*topic) as notified:
+                async with stream_turn():
+                    pieces = await self._store.sessions.unverified(run_id, cursor)
+                if not pieces:
+                    await notified_or_late(notified)
+            for piece in pieces:
+                yield piece
+                cursor = piece.cursor or cursor
+
+    async def verdict(self, lease: LeaseRef, session_id: str, reward: float | None, drop_reason: str) -> Session:
+        """End a session that waits for its verdict as trajectories with a reward, or dropped; or return it as it is."""
+        check_lease(lease)
+        check_id(session_id, field="session_id")
+        if (reward is None) is not bool(check_reason(drop_reason, field="drop_reason")):
+            raise InvalidRequest("give either a reward or a drop_reason", field="reward")
+        if reward is not None and not math.isfinite(reward):
+            raise InvalidRequest("must be finite", field="reward")
+        run = await self._recovery.live(lease.run_id)
+
+        async def write() -> Session:
+            with in_doubt(self._state, NotFound):
+                return await self._store.sessions.verdict(lease, session_id, reward, drop_reason)
+
+        session = await self._writes.carry_out(run.changing(), write)
+        self._notifier.notify("trajectories", run.run_id)
+        return self._told(session)
 
     async def list(self, lease: LeaseRef, owner: str, cursor: str) -> AsyncGenerator[tuple[str, Session], None]:
         """The owner's sessions behind `cursor`, each with its own cursor, in the order in which they were opened. Those
@@ -102,7 +153,8 @@ class SessionService:
                 return
 
     def _told(self, session: Session) -> Session:
-        lasts_s = self._retention.idle_s if session.state is SessionState.OPEN else self._retention.kept_s
+        waits = session.state in (SessionState.OPEN, SessionState.VERIFYING)
+        lasts_s = self._retention.idle_s if waits else self._retention.kept_s
         return msgspec.structs.replace(session, ends_in_s=max(0.0, lasts_s - session.idle_s))
 
 
@@ -138,6 +190,19 @@ def _check_turn(turn: SessionTurn) -> None:
     _check_size(turn.record, MAX_TURN_RECORD)
 
 
+def _check_verifier(how: SessionEnd) -> None:
+    if how.verifier:
+        check_id(how.verifier, field="verifier")
+    if len(how.data) > MAX_SESSION_RECORD:
+        raise InvalidRequest(f"{len(how.data)} bytes are more than {MAX_SESSION_RECORD}", field="data")
+    for field, wrong in (
+        ("data", how.data and not how.verifier),
+        ("verifier", how.verifier and (how.drop_reason or how.more)),
+    ):
+        if wrong:
+            raise InvalidRequest("is for the last trajectories that a verifier rewards; leave it out", field=field)
+
+
 def _check_end(how: SessionEnd) -> None:
     check_reason(how.drop_reason, field="drop_reason")
     _check_size(how.record, MAX_SESSION_RECORD)
@@ -145,6 +210,7 @@ def _check_end(how: SessionEnd) -> None:
         raise InvalidRequest("give either trajectories or a drop_reason", field="drop_reason")
     if how.more and how.record:
         raise InvalidRequest("give it with the last trajectories", field="record")
+    _check_verifier(how)
     seen = set[str]()
     for index, one in enumerate(how.trajectories):
         field = f"trajectories[{index}]"

@@ -9,6 +9,7 @@ import grpc
 from ebbtide.coordinator.api.request_checks import check_cursor
 from ebbtide.coordinator.api.rollout_service import RolloutService
 from ebbtide.coordinator.servicers.record_lists import records_from_proto
+from ebbtide.types.key_usage import MeteredKey
 from ebbtide.types.rollout import Episode, RolloutRequest, SubmitOrder, TrajectoryOutcome
 from ebbtide.types.run import LeaseRef
 from ebbtide.v1 import rollouts_pb2, rollouts_pb2_grpc, runs_pb2
@@ -25,8 +26,15 @@ class RolloutsServicer(rollouts_pb2_grpc.RolloutsServicer):
 
     async def Submit(self, request: rollouts_pb2.SubmitRequest, context: Context) -> rollouts_pb2.SubmitResponse:
         asked = await records_from_proto(request.rollouts, RolloutRequest, field="rollouts")
-        outcomes = await self._rollouts.submit(_lease(request.lease), asked, from_proto(request, SubmitOrder))
+        key = from_proto(request.key, MeteredKey, field="key") if request.HasField("key") else None
+        outcomes = await self._rollouts.submit(_lease(request.lease), asked, from_proto(request, SubmitOrder), key)
         return rollouts_pb2.SubmitResponse(outcomes=[outcome.value for outcome in outcomes])  # type: ignore[misc]
+
+    async def ListKeyUsage(
+        self, request: rollouts_pb2.ListKeyUsageRequest, context: Context
+    ) -> rollouts_pb2.ListKeyUsageResponse:
+        found = await self._rollouts.key_usage(request.run_id, request.owner)
+        return rollouts_pb2.ListKeyUsageResponse(usage=[to_proto(one, rollouts_pb2.KeyUsage) for one in found])
 
     async def WatchFinished(
         self, request: rollouts_pb2.WatchFinishedRequest, context: Context

@@ -11,15 +11,26 @@ import msgspec
 from ebbtide.driver.isolation.host_messages import (
     LENGTH,
     MAX_FRAME,
+    BranchText,
     HostCall,
     HostReply,
     LoadSource,
+    LoadVerifier,
     OpenEpisode,
     Request,
     StepEpisode,
+    VerifySession,
     frame,
 )
 from ebbtide.environments import Environment, EnvironmentSource, StepResult, checked_result, load_source
+from ebbtide.environments.session_verifiers import (
+    Passage,
+    PlayedBranch,
+    VerifiedSession,
+    Verifier,
+    checked_reward,
+    load_verifier,
+)
 from ebbtide.errors import InvalidRequest
 
 #: Characters of an exception's text.
@@ -32,6 +43,7 @@ class EnvironmentHost:
     def __init__(self) -> None:
         self._source: EnvironmentSource | None = None
         self._environments: dict[int, Environment] = {}
+        self._verifier: Verifier | None = None
 
     def answer(self, call: HostCall) -> HostReply:
         """Carries a call out. Whatever the environment raises becomes a reply."""
@@ -59,6 +71,12 @@ class EnvironmentHost:
                 return _reply(StepResult(tuple(opening)))
             case StepEpisode(episode, response):
                 return _reply(checked_result(self._environments[episode].step(response)))
+            case LoadVerifier(name):
+                self._verifier = load_verifier(name)
+                return HostReply()
+            case VerifySession(branches, data):
+                assert self._verifier is not None  # noqa: S101 - the driver loads first
+                return HostReply(reward=checked_reward(self._verifier(_session(branches, data))))
 
 
 def serve(connection: socket.socket) -> None:
@@ -71,6 +89,13 @@ def serve(connection: socket.socket) -> None:
             if len(answer) > MAX_FRAME:
                 answer = frame(HostReply(error=f"the environment's answer has more than {MAX_FRAME} bytes"))
             connection.sendall(answer)
+
+
+def _session(branches: tuple[BranchText, ...], data: bytes) -> VerifiedSession:
+    return VerifiedSession(
+        tuple(PlayedBranch(tuple(Passage(*one) for one in branch.passages), branch.truncated) for branch in branches),
+        msgspec.json.decode(data),
+    )
 
 
 def _reply(result: StepResult) -> HostReply:

@@ -53,7 +53,23 @@ class StepEpisode(Struct, frozen=True, tag="step"):
     response: str
 
 
-Request = LoadSource | OpenEpisode | StepEpisode
+class LoadVerifier(Struct, frozen=True, tag="load_verifier"):
+    name: str
+
+
+class BranchText(Struct, frozen=True):
+    """A branch of a session."""
+
+    passages: tuple[tuple[str, bool], ...]  # text, and whether it was sampled
+    truncated: bool
+
+
+class VerifySession(Struct, frozen=True, tag="verify"):
+    branches: tuple[BranchText, ...]
+    data: bytes  # a JSON object
+
+
+Request = LoadSource | OpenEpisode | StepEpisode | LoadVerifier | VerifySession
 
 
 class HostCall(Struct, frozen=True):

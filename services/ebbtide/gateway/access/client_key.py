@@ -17,6 +17,7 @@ from ebbtide.auth.security import TokenCheck
 from ebbtide.auth.verified_tokens import VerifiedTokens
 from ebbtide.errors import PermissionDenied, Unauthenticated
 from ebbtide.types.ids import MAX_ID
+from ebbtide.types.key_usage import KeyLimits, MeteredKey
 
 #: Roles whose tokens may ask for text.
 ASKS: Final = frozenset({Role.AGENT, Role.USER, Role.OPERATOR, Role.TRAINER})
@@ -31,6 +32,7 @@ class ClientKey(Struct, frozen=True, kw_only=True):
     owner: str  # an id: names, roles and the shared secret have spaces of their own
     run_id: str = ""  # the only run that it is for; empty: every run
     operates: bool = False  # may pause runs
+    metered: MeteredKey | None = None  # None: it has no limits
 
     def admits(self, run_id: str) -> bool:
         return self.run_id in ("", run_id)
@@ -58,7 +60,12 @@ class KeyRing:
                 f"the key is a token of role {claims.role}; the gateway takes keys of role {allowed}"
             )
         owner = _owner(claims, token)
-        return ClientKey(owner=owner, run_id=claims.run_id, operates=claims.role is Role.OPERATOR)
+        return ClientKey(
+            owner=owner,
+            run_id=claims.run_id,
+            operates=claims.role is Role.OPERATOR,
+            metered=MeteredKey(owner=owner, limits=claims.limits) if claims.limits != KeyLimits() else None,
+        )
 
 
 def _owner(claims: Claims, token: str) -> str:

@@ -1,7 +1,8 @@
 """Declares the bounds on requests, and counts those under way and the bytes of their bodies.
 
-Invariant: a request under way is counted once, from before its body is read until its answer has ended, and so are its
-body's bytes from their arrival. The counts are this process's alone.
+Invariant: a request under way is counted once, from before its body is read until its answer has ended. Its body's
+bytes are counted from their arrival until nothing holds them any more: then its prompts are encoded, or it has ended.
+The counts are this process's alone.
 """
 
 from collections import Counter
@@ -13,6 +14,7 @@ from msgspec import Meta, Struct
 
 from ebbtide.errors import NoCapacity
 from ebbtide.gateway.access.client_key import ClientKey
+from ebbtide.gateway.generation.prompt_threads import MOST_WAITING
 
 
 class RequestLimits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -20,16 +22,19 @@ class RequestLimits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     body_bytes: Annotated[int, Meta(ge=1024, description="bytes of one request's body")] = 8 << 20
     bodies_bytes: Annotated[
-        int, Meta(ge=1024, description="bytes of the bodies of all requests under way; at least body_bytes")
+        int, Meta(ge=1024, description="bytes of all bodies whose prompts are not encoded yet; at least body_bytes")
     ] = 256 << 20
     bodies_bytes_per_key: Annotated[
-        int, Meta(ge=1024, description="bytes of the bodies under way under one key; at least body_bytes")
+        int, Meta(ge=1024, description="bytes of such bodies under one key; at least body_bytes")
     ] = 128 << 20
     body_s: Annotated[float, Meta(gt=0, description="seconds within which a body must arrive")] = 30.0
     header_bytes: Annotated[int, Meta(ge=1024, description="bytes of a request's line and headers")] = 64 << 10
     header_s: Annotated[float, Meta(gt=0, description="seconds within which line and headers must arrive")] = 15.0
     json_depth: Annotated[int, Meta(ge=4, le=500, description="objects and lists inside each other in a body")] = 64
     prompt_tokens: Annotated[int, Meta(ge=0, description="tokens of one prompt; 0: what the model's context holds")] = 0
+    prompts_waiting: Annotated[
+        int, Meta(ge=1, description="prompts that wait until they are encoded; of further ones some are refused")
+    ] = MOST_WAITING
     messages: Annotated[int, Meta(ge=1, description="messages of one chat")] = 4096
     tools: Annotated[int, Meta(ge=1, description="tools of one chat")] = 256
     requests_per_key: Annotated[int, Meta(ge=1, description="requests under way at once under one key")] = 1024
@@ -52,6 +57,11 @@ class RequestSlot:
         self._slots.add_body(self._owner, count)
         self.body_bytes += count
 
+    def release_body(self) -> None:
+        """Count the body no more. A repeat does nothing."""
+        self._slots.remove_body(self._owner, self.body_bytes)
+        self.body_bytes = 0
+
 
 class RequestSlots:
     """Counts requests under way, in all and by key."""
@@ -68,12 +78,16 @@ class RequestSlots:
         limits = self._limits
         most = max(limits.bodies_bytes_per_key, limits.body_bytes)
         if self._body_bytes_of[owner] + count > most:
-            raise NoCapacity(f"the requests of {owner} have bodies of {most} bytes, the most of one key; try again")
+            raise NoCapacity(f"{owner} has bodies of {most} bytes that are read, the most of one key; try again")
         most = max(limits.bodies_bytes, limits.body_bytes)
         if self.body_bytes + count > most:
-            raise NoCapacity(f"the requests under way have bodies of {most} bytes, the most that fit; try again")
+            raise NoCapacity(f"bodies of {most} bytes are read now, the most that fit; try again")
         self._body_bytes_of[owner] += count
         self.body_bytes += count
+
+    def remove_body(self, owner: str, count: int) -> None:
+        self._body_bytes_of[owner] -= count
+        self.body_bytes -= count
 
     @contextmanager
     def taken(self, key: ClientKey) -> Iterator[RequestSlot]:
@@ -91,8 +105,7 @@ class RequestSlots:
         try:
             yield slot
         finally:
-            self._body_bytes_of[key.owner] -= slot.body_bytes
-            self.body_bytes -= slot.body_bytes
+            slot.release_body()
             self.under_way -= 1
             self._by_owner[key.owner] -= 1
             if not self._by_owner[key.owner]:

@@ -30,6 +30,13 @@ _OPENAI_TYPES: Final = {
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }
+#: As OpenAI's own service names a budget that is used up; clients do not try again.
+_SPENT: Final = "insufficient_quota"
+#: Other errors have their status as a number.
+_OPENAI_CODES: Final[dict[type[EbbtideError], str]] = {
+    errors.BudgetSpent: _SPENT,
+    errors.RateLimited: "rate_limit_exceeded",
+}
 _ANTHROPIC_TYPES: Final = _OPENAI_TYPES | {
     409: "invalid_request_error",
     413: "request_too_large",
@@ -52,7 +59,7 @@ def status_of(error: EbbtideError) -> int:
 def retry_after_s(error: EbbtideError) -> float | None:
     """Seconds after which the same request may succeed; None: it will not."""
     if isinstance(error, errors.NoCapacity):
-        return error.retry_after_s
+        return error.retry_after_s or None
     retryable = status_of(error) == 503 or isinstance(error, errors.VersionUnavailable)
     return RETRY_AFTER_S if retryable else None
 
@@ -60,9 +67,11 @@ def retry_after_s(error: EbbtideError) -> float | None:
 def openai_error(status: int, error: EbbtideError, request_id: str) -> dict[str, Any]:
     """As `openai` clients read it."""
     field = error.field if isinstance(error, errors.InvalidRequest) else ""
-    kind = _OPENAI_TYPES.get(status, "internal_error")
+    kind, code = _OPENAI_TYPES.get(status, "internal_error"), _OPENAI_CODES.get(type(error), status)
+    if isinstance(error, errors.BudgetSpent):
+        kind = _SPENT
     return {
-        "error": {"message": str(error), "type": kind, "param": field or None, "code": status},
+        "error": {"message": str(error), "type": kind, "param": field or None, "code": code},
         "request_id": request_id,
     }
 

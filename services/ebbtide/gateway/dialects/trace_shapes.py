@@ -25,7 +25,8 @@ def session_head(session: Session) -> dict[str, Any]:
         "run_id": session.run_id,
         "group_id": names.group or None,
         "state": session.state.name.lower(),
-        "reward": names.reward,
+        "reward": names.reward if session.reward is None else session.reward,
+        "verifier": session.verifier or None,
         "drop_reason": session.drop_reason or None,
         "turn_count": session.turns,
         "age_s": session.age_s,
@@ -35,12 +36,13 @@ def session_head(session: Session) -> dict[str, Any]:
 
 
 def trace_body(trace: SessionTrace) -> dict[str, Any]:
-    """All tokens of a session."""
+    """All tokens of these turns."""
     return {
         "turns": [_encoded(turn_body(turn)) for turn in trace.turns],
         "branches": [_encoded(_branch(branch)) for branch in trace.branches],
         "unmatched_tokens": trace.unmatched,
         "unknown_answers": trace.unknown,
+        "has_more": trace.more,
     }
 
 
@@ -59,9 +61,9 @@ def turn_body(turn: TurnTrace) -> dict[str, Any]:
     }
 
 
-def completion_bodies(trace: SessionTrace) -> list[msgspec.Raw]:
+def completions_body(trace: SessionTrace) -> dict[str, Any]:
     """All completions in the order of their turns, each with its whole prompt."""
-    return [
+    data = [
         _encoded(
             {
                 "turn": turn.turn.number,
@@ -73,6 +75,7 @@ def completion_bodies(trace: SessionTrace) -> list[msgspec.Raw]:
         for turn in trace.turns
         for one in turn.completions
     ]
+    return {"data": data, "has_more": trace.more}
 
 
 def _encoded(body: dict[str, Any]) -> msgspec.Raw:

@@ -20,6 +20,7 @@ from ebbtide.gateway.episodes.turn_settings import TurnSettings, turn_settings, 
 from ebbtide.gateway.generation.request_player import RequestPlayer
 from ebbtide.gateway.generation.text_request import ChatPrompt, IdsPrompt, RawPrompt, TextRequest
 from ebbtide.gateway.sessions.session_book import PlannedTurn, SessionBook
+from ebbtide.types.key_usage import MeteredKey
 from ebbtide.types.session import Session, SessionState, SessionTurn
 from ebbtide.types.tokens import TOKEN_BYTES
 
@@ -103,9 +104,11 @@ class LiveSession:
 
         return await _to_its_end(self.player.threads.run(self.owner, work))
 
-    async def add(self, turn: SessionTurn) -> None:
-        """Add a turn at the coordinator, and book it as it is stored there."""
-        stored = await self.source.add_turn(self.session_id, self.owner, turn)
+    async def add(self, turn: SessionTurn, key: MeteredKey | None = None, tokens: int = 0) -> None:
+        """Add a turn at the coordinator, and book it as it is stored there. `key`: the client's, if it has limits;
+        `tokens`: that the turn may come to.
+        """
+        stored = await self.source.add_turn(self.session_id, self.owner, turn, key=key, tokens=tokens)
         if stored.number == self.book.last + 1:
             await self._add(stored)
         else:  # another gateway added some at the same time

@@ -10,6 +10,7 @@ from ebbtide.gateway.generation.choice_delta import ChoiceDelta, ChoiceResult
 from ebbtide.gateway.generation.choice_text import ChoiceText
 from ebbtide.gateway.generation.played_request import PlayedRequest
 from ebbtide.gateway.generation.text_request import TextRequest
+from ebbtide.types.key_usage import MeteredKey
 from ebbtide.types.rollout import RolloutRequest
 from ebbtide.types.session import SessionState
 
@@ -28,12 +29,12 @@ class PlayedTurn(PlayedRequest):
         super().__init__(live.source, request, rollouts, choices, [prompt])
         self._live = live
 
-    async def submit(self) -> None:
+    async def submit(self, key: MeteredKey | None = None) -> None:
         """Raises `AlreadyExists` if the session has ended since the turn was stored."""
         session = self._live.session
         if session is None or session.state is not SessionState.OPEN:
             raise session_ended(self._request.session_id)
-        await super().submit()
+        await super().submit(key)
 
     async def deltas(self) -> AsyncGenerator[ChoiceDelta, None]:
         ids = [rollout.rollout_id for rollout in self._rollouts]

@@ -35,25 +35,51 @@ async def end_with_reward(sessions: SessionPlayer, name: str, reward: float) -> 
             if session.state is SessionState.COMPLETED and names.reward == reward:
                 return session
             raise AlreadyExists(f"session {name[:100]!r} has ended {_how(session, names.reward)}")
-        _check_takes(run, grouped=bool(names.group))
-        await _stop(live)
-        trace = await in_thread(lambda: session_trace(live.book))
-        made = trajectories_of(trace, live, session, run, reward)
-        how = SessionEnd(
-            session_id=live.session_id,
-            owner=live.owner,
-            trajectories=tuple(made),
-            drop_reason="" if made else NO_TOKENS,
-            record=replace(names, reward=reward).packed(),
-        )
+        how = await _completed(live, session, run, reward)
+        record = replace(names, reward=reward).packed()
+        live.session = ended = await live.source.end_session(replace(how, record=record))
+        return ended
+
+
+async def end_for_verdict(sessions: SessionPlayer, name: str, verifier: str, data: bytes) -> Session:
+    """End a session, whose branches become trajectories with the reward that a verifier gives them later. `verifier`: a
+    name of the run's; "" for its default. `data`: for the verifier, a JSON object.
+
+    A repeat is answered as the session stands. Raises `NotFound`, `AlreadyExists` if it ended otherwise, and
+    `InvalidRequest` if the run has no such verifier, or takes no sessions.
+    """
+    run = sessions.source.run
+    verifier = _known_verifier(run, verifier)
+    async with sessions.found(name) as (live, session):
+        if session.state is not SessionState.OPEN:
+            if session.verifier == verifier:
+                return session
+            raise AlreadyExists(f"session {name[:100]!r} has ended {_how(session, names_of(session).reward)}")
+        how = await _completed(live, session, run, 0.0)
+        if how.trajectories:
+            how = replace(how, verifier=verifier, data=data)
         live.session = ended = await live.source.end_session(how)
         return ended
+
+
+async def _completed(live: LiveSession, session: Session, run: Run, reward: float) -> SessionEnd:
+    """The end of an open session as trajectories. Its completions stop. Without a token it is dropped."""
+    _check_takes(run, grouped=bool(names_of(session).group))
+    await _stop(live)
+    trace = await in_thread(lambda: session_trace(live.book))
+    made = trajectories_of(trace, live, session, run, reward)
+    return SessionEnd(
+        session_id=live.session_id,
+        owner=live.owner,
+        trajectories=tuple(made),
+        drop_reason="" if made else NO_TOKENS,
+    )
 
 
 async def end_dropped(sessions: SessionPlayer, name: str, reason: str) -> Session:
     """Drop a session. A repeat is answered as it ended. Raises `NotFound`, and `AlreadyExists` if it was rewarded."""
     async with sessions.found(name) as (live, session):
-        if session.state is SessionState.COMPLETED:
+        if session.state in (SessionState.COMPLETED, SessionState.VERIFYING):
             raise AlreadyExists(f"session {name[:100]!r} has ended {_how(session, names_of(session).reward)}")
         if session.state is SessionState.DROPPED:
             return session
@@ -119,7 +145,21 @@ def _check_takes(run: Run, *, grouped: bool) -> None:
         raise InvalidRequest(text, field="reward")
 
 
+def _known_verifier(run: Run, name: str) -> str:
+    """The verifier that is meant. Raises `InvalidRequest` with the names of the run's."""
+    environment = run.spec.environment
+    known = ", ".join(sorted(environment.verifiers)) or "none"
+    if not name and not environment.verifier:
+        text = f"is required, or a reward, or a drop_reason: the run has no default verifier (verifiers: {known})"
+        raise InvalidRequest(text, field="verifier")
+    if (meant := name or environment.verifier) not in environment.verifiers:
+        raise InvalidRequest(f"the run has no verifier {name[:100]!r}; its verifiers: {known}", field="verifier")
+    return meant
+
+
 def _how(session: Session, reward: float | None) -> str:
     if session.state is SessionState.DROPPED:
         return f"dropped ({session.drop_reason})"
+    if session.verifier:
+        return f"with verifier {session.verifier}"
     return f"with reward {reward:g}" if reward is not None else "as trajectories"

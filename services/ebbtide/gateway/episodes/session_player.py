@@ -13,11 +13,12 @@ from ebbtide.gateway.episodes.played_turn import PlayedTurn, session_ended
 from ebbtide.gateway.episodes.session_limits import SessionLimits
 from ebbtide.gateway.episodes.session_shelf import SessionShelf
 from ebbtide.gateway.episodes.session_source import SessionSource
-from ebbtide.gateway.episodes.turn_settings import request_digest
+from ebbtide.gateway.generation.request_digest import request_digest
 from ebbtide.gateway.generation.request_player import RequestPlayer
 from ebbtide.gateway.generation.session_episode import session_episode, session_group
 from ebbtide.gateway.generation.text_request import ChatPrompt, IdsPrompt, TextRequest
 from ebbtide.types.ids import new_fence
+from ebbtide.types.key_usage import MeteredKey
 from ebbtide.types.session import Session, SessionState, SessionTurn
 
 #: A turn waits so long for completions of the session that its client left, or that another gateway answers.
@@ -51,20 +52,20 @@ class SessionPlayer:
     ) -> None:
         self.source, self._shelf, self._player, self._limits, self._owner = source, shelf, player, limits, owner
 
-    async def prepare(self, request: TextRequest) -> PlayedTurn:
-        """Store the turn of a session's request. Opens the session if it is new.
+    async def prepare(self, request: TextRequest, key: MeteredKey | None = None) -> PlayedTurn:
+        """Store the turn of a session's request. Opens the session if it is new. `key`: the client's, if it has limits.
 
         Its caller submits it outside of the session's lock: a submit may wait, and the session's other requests do not.
         A repeat of a request's id plays the stored turn. Raises what `RequestPlayer.prepare` raises, `AlreadyExists` if
-        the session has ended, and `NoCapacity` for too many sessions.
+        the session has ended, `NoCapacity` for too many sessions, and `RateLimited` or `BudgetSpent`.
         """
         _check_prompts(request)
         await self._player.check(request, self._owner)
         asked = replace(request, request_id=request.request_id or new_fence())
         async with self.opened(request.session_id, request.group_id) as live:
-            prompt = await self._turn(live, asked)
+            prompt = await self._turn(live, asked, key)
             rollouts, choices = self._player.completions(asked, self._owner, [prompt])
-            return PlayedTurn(live, asked, rollouts, choices, prompt)
+            return PlayedTurn(live, asked.without_prompts(), rollouts, choices, prompt)
 
     @asynccontextmanager
     async def opened(self, name: str, group: str = "") -> AsyncIterator[LiveSession]:
@@ -110,11 +111,11 @@ class SessionPlayer:
         except NotReady:
             raise session_ended(name) from None
 
-    async def _turn(self, live: LiveSession, request: TextRequest) -> list[int]:
+    async def _turn(self, live: LiveSession, request: TextRequest, key: MeteredKey | None) -> list[int]:
         """The prompt of a request's turn, which is added unless it is here."""
         name = self._player.request_name(request, self._owner)
         if live.book.turn_of(name) is None:
-            await self._add(live, name, request)
+            await self._add(live, name, request, key)
         turn = live.book.turn_of(name)
         if turn is None:
             raise Internal("the coordinator stored a turn, and did not tell of it")
@@ -122,7 +123,7 @@ class SessionPlayer:
             raise AlreadyExists("X-Request-ID: another request of the session has this id; choose another one")
         return live.book.prompt_ids(turn.number)
 
-    async def _add(self, live: LiveSession, name: str, request: TextRequest) -> None:
+    async def _add(self, live: LiveSession, name: str, request: TextRequest, key: MeteredKey | None) -> None:
         self._check_room(live)
         prompt = request.prompts[0]
         field = "messages" if isinstance(prompt, ChatPrompt) else "prompt"
@@ -135,7 +136,7 @@ class SessionPlayer:
         ids = tuple(rollout.rollout_id for rollout in rollouts)
         turn = SessionTurn(request_id=name, rollout_ids=ids, record=planned.record.packed())
         try:
-            await live.add(turn)
+            await live.add(turn, key, len(planned.prompt_ids) + sum(one.sampling.max_tokens for one in rollouts))
         except (NotReady, NotFound):
             await self._tell_ended(live, request.session_id)
             raise

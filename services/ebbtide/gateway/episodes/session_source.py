@@ -3,6 +3,7 @@
 from typing import Protocol
 
 from ebbtide.gateway.generation.rollout_source import RolloutSource
+from ebbtide.types.key_usage import MeteredKey
 from ebbtide.types.session import Session, SessionEnd, SessionTurn, TurnPage
 
 
@@ -15,8 +16,12 @@ class SessionSource(RolloutSource, Protocol):
     async def open_session(self, session_id: str, owner: str, *, group_id: str = "", record: bytes = b"") -> Session:
         """Raises `NotReady` for one that has ended and was forgotten, `NoCapacity` while the quota is used up."""
 
-    async def add_turn(self, session_id: str, owner: str, turn: SessionTurn) -> SessionTurn:
-        """The turn of this request as it is stored. Raises `NotReady` if the session has ended, `NoCapacity`."""
+    async def add_turn(
+        self, session_id: str, owner: str, turn: SessionTurn, *, key: MeteredKey | None = None, tokens: int = 0
+    ) -> SessionTurn:
+        """The turn of this request as it is stored. Raises `NotReady` if the session has ended, `NoCapacity`, and if
+        `key` has no room for as many tokens `RateLimited` or `BudgetSpent`.
+        """
 
     async def read_turns(self, session_id: str, owner: str, after: int = 0) -> TurnPage:
         """The session with its record, and its turns after a number."""

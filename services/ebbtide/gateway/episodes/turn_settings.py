@@ -1,16 +1,15 @@
 """Stores with a turn how its text is made of its tokens, so that any gateway knows the answer that a client got."""
 
-from hashlib import blake2b
 from typing import Any, Final, Literal
 
 import msgspec
 
 from ebbtide.errors import Internal
+from ebbtide.gateway.generation.request_digest import request_digest
 from ebbtide.gateway.generation.text_request import ChatPrompt, IdsPrompt, Prompt, RawPrompt, TextRequest
 from ebbtide.types.run import Sampling
 
 _encoder: Final = msgspec.msgpack.Encoder(order="deterministic")
-_DIGEST_BYTES: Final = 16
 
 
 class TurnSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -71,12 +70,6 @@ def turn_settings(request: TextRequest) -> TurnSettings:
         template_options=chat.template_options if chat else {},
         tools=chat.tools if chat and request.parse_tools else None,
     )
-
-
-def request_digest(request: TextRequest) -> bytes:
-    """A digest of all that decides what a request gets. Its own ids are left out."""
-    asked = msgspec.structs.replace(request, request_id="", session_id="", group_id="")
-    return blake2b(_encoder.encode(asked), digest_size=_DIGEST_BYTES).digest()
 
 
 def unpack_settings(data: bytes) -> TurnSettings:

@@ -12,12 +12,13 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Final
 
-from ebbtide.errors import EbbtideError, Internal, Unavailable
+from ebbtide.errors import AlreadyExists, EbbtideError, Internal, Unavailable
 from ebbtide.gateway.generation.choice_delta import ChoiceDelta
 from ebbtide.gateway.generation.choice_text import ChoiceText
 from ebbtide.gateway.generation.request_fields import named_as_asked
 from ebbtide.gateway.generation.rollout_source import RolloutSource
 from ebbtide.gateway.generation.text_request import TextRequest
+from ebbtide.types.key_usage import MeteredKey
 from ebbtide.types.rollout import FinishReason, RolloutRequest, TokenChunk
 from ebbtide.types.tokens import unpack_tokens
 
@@ -28,7 +29,9 @@ _STOP_S: Final = 10.0
 
 
 class PlayedRequest:
-    """A request whose rollouts are known. It is submitted first; then `deltas` is read once."""
+    """A request whose rollouts are known. It is submitted first; then `deltas` is read once. Its prompts' contents are
+    not needed any more.
+    """
 
     def __init__(
         self,
@@ -52,13 +55,14 @@ class PlayedRequest:
         """The prompt of a completion."""
         return self.prompts[index * len(self.prompts) // self.completions]
 
-    async def submit(self) -> None:
+    async def submit(self, key: MeteredKey | None = None) -> None:
         """Queue the rollouts. Known ones change nothing. Returns, or is cancelled, only once none arrives any more.
+        `key`: of the client, if it has limits.
 
         Raises `InvalidRequest` naming the client's field, `AlreadyExists` for the id of another request, and
         `NoCapacity` if there is no room.
         """
-        self._submission = task = asyncio.create_task(self._queue())
+        self._submission = task = asyncio.create_task(self._queue(key))
         try:
             await asyncio.wait({task})
         except asyncio.CancelledError:
@@ -89,9 +93,12 @@ class PlayedRequest:
         await asyncio.wait({self._submission})
         await self._source.cancel([rollout.rollout_id for rollout in self._unfinished()])
 
-    async def _queue(self) -> None:
-        with named_as_asked(self._request):
-            await self._source.submit(self._rollouts)
+    async def _queue(self, key: MeteredKey | None) -> None:
+        try:
+            with named_as_asked(self._request):
+                await self._source.submit(self._rollouts, key)
+        except AlreadyExists:
+            raise AlreadyExists("X-Request-ID: another request has this id; choose another one") from None
 
     def _unfinished(self) -> list[RolloutRequest]:
         return [one for one, choice in zip(self._rollouts, self._choices, strict=True) if not choice.finished]

@@ -4,7 +4,8 @@ A template may take its whole processor time for each prompt. In the threads tha
 would hold up every other work; in one queue, they would hold up the prompts of all other keys.
 
 Invariant: as many prompts are encoded at once as there are threads. The key whose last turn is longest ago is next;
-prompts of a key go in order of arrival. The limits on requests bound how many wait.
+prompts of a key go in order of arrival. A bounded number of prompts waits. Beyond it the last one of the key that has
+most of them is refused, so a key with few is served.
 """
 
 import asyncio
@@ -12,21 +13,28 @@ import contextlib
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from typing import Final, TypeVar
 
+from ebbtide.errors import Unavailable
+
+#: Prompts that wait for a thread. A long chat takes some milliseconds, and at most a second of processor time.
+MOST_WAITING: Final = 512
 T = TypeVar("T")
 
 
 class PromptThreads:
-    """Belongs to one event loop, but for its threads. `threads`: how many."""
+    """Belongs to one event loop, but for its threads. `threads`: how many. `most_waiting`: prompts in the queue."""
 
-    def __init__(self, threads: int = 4) -> None:
+    def __init__(self, threads: int = 4, *, most_waiting: int = MOST_WAITING) -> None:
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix="prompts")
-        self._free = threads
+        self._free, self._most_waiting = threads, most_waiting
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # in the order of the keys' next turns
 
     async def run(self, owner: str, work: Callable[[], T]) -> T:
-        """Return or raise what `work` does. A caller that leaves while it runs leaves it its thread until it ends."""
+        """Return or raise what `work` does. A caller that leaves while it runs leaves it its thread until it ends.
+
+        Raises `Unavailable` if too many prompts wait.
+        """
         await self._turn(owner)
         loop = asyncio.get_running_loop()
 
@@ -48,12 +56,31 @@ class PromptThreads:
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(owner, deque()).append(turn)
+        self._refuse_excess(owner)
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # it had just got its turn
+            if not turn.done() or turn.cancelled():
+                self._leave(owner, turn)
+            elif turn.exception() is None:  # it had just got its turn
                 self._end()
             raise
+
+    def _refuse_excess(self, newest: str) -> None:
+        """Refuse the last prompt of the key that has most, if too many wait. Of equal keys it is the `newest`."""
+        if sum(map(len, self._waiting.values())) <= self._most_waiting:
+            return
+        owner = max(self._waiting, key=lambda one: (len(self._waiting[one]), one == newest))
+        turn = self._waiting[owner][-1]
+        self._leave(owner, turn)
+        turn.set_exception(Unavailable(f"{self._most_waiting} prompts wait to be encoded, as many as may; try again"))
+
+    def _leave(self, owner: str, turn: "asyncio.Future[None]") -> None:
+        turns = self._waiting.get(owner)
+        if turns is not None and turn in turns:
+            turns.remove(turn)
+            if not turns:
+                del self._waiting[owner]
 
     def _end(self) -> None:
         """Hand a thread on, or have it free."""

@@ -14,6 +14,7 @@ from ebbtide.gateway.generation.choice_text import ChoiceText
 from ebbtide.gateway.generation.played_request import PlayedRequest
 from ebbtide.gateway.generation.prompt_encoding import check_length, check_prompt, encode_prompt, sampling_of
 from ebbtide.gateway.generation.prompt_threads import PromptThreads
+from ebbtide.gateway.generation.request_digest import content_digest
 from ebbtide.gateway.generation.request_fields import prompt_field
 from ebbtide.gateway.generation.rollout_source import RolloutSource
 from ebbtide.gateway.generation.session_episode import session_episode
@@ -60,7 +61,7 @@ class RequestPlayer:
         fields = [prompt_field(request, number) for number in range(len(request.prompts))]
         prompts = [await self.encoded(*one, owner) for one in zip(request.prompts, fields, strict=True)]
         rollouts, choices = self.completions(request, owner, prompts)
-        return PlayedRequest(self.source, request, rollouts, choices, prompts)
+        return PlayedRequest(self.source, request.without_prompts(), rollouts, choices, prompts)
 
     async def check(self, request: TextRequest, owner: str) -> None:
         """Raise for a request that cannot be played, whatever its prompts are."""
@@ -138,6 +139,7 @@ class RequestPlayer:
         group = _group_of(*names)
         episode = session_episode(run_id, owner, request.session_id) if request.session_id else group
         lowest, highest = version_bounds(request.versions)
+        digest = content_digest(request)
         return [
             RolloutRequest(
                 rollout_id=rollout_id_of_request(*names, number),
@@ -150,6 +152,7 @@ class RequestPlayer:
                 max_version=highest,
                 priority=request.priority,
                 interactive=request.stream,
+                client_digest=digest,
             )
             for number in range(len(prompts) * request.n)
         ]

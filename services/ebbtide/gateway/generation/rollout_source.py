@@ -3,6 +3,7 @@
 from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
+from ebbtide.types.key_usage import KeyUsage, MeteredKey
 from ebbtide.types.rollout import RolloutRequest, TokenChunk
 from ebbtide.types.run import Run
 
@@ -17,11 +18,15 @@ class RolloutSource(Protocol):
     async def refreshed(self) -> Run:
         """The run as it is now."""
 
-    async def submit(self, rollouts: Sequence[RolloutRequest]) -> None:
-        """Queue rollouts, idempotent by id. Waits for room, for seconds.
+    async def submit(self, rollouts: Sequence[RolloutRequest], key: MeteredKey | None = None) -> None:
+        """Queue rollouts, idempotent by id. Waits for room, for seconds. New ones are charged to the account of `key`.
 
-        Raises `AlreadyExists` for the id of another rollout, and `NoCapacity` if no room came.
+        Raises `AlreadyExists` for the id of another rollout, `NoCapacity` if no room came, and `RateLimited` or
+        `BudgetSpent` at once.
         """
+
+    async def key_usage(self, owner: str) -> KeyUsage:
+        """What the keys with limits of an owner have used."""
 
     def tokens(self, rollout_id: str) -> AsyncGenerator[TokenChunk, None]:
         """All tokens of a rollout from its first one, as they come. The last chunk has a reason."""

@@ -3,6 +3,7 @@
 from typing import Any, Final
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ebbtide.types.run import Sampling
 
@@ -67,3 +68,17 @@ class TextRequest(Struct, frozen=True, kw_only=True):
     def returns(self) -> bool:
         """Whether the client can come back for what was generated after it left."""
         return bool(self.request_id or self.session_id)
+
+    def without_prompts(self) -> "TextRequest":
+        """The request with empty prompts of the same kinds: their encoded ids are all that is needed of them later."""
+        return replace(self, prompts=[_emptied(prompt) for prompt in self.prompts])
+
+
+def _emptied(prompt: Prompt) -> Prompt:
+    match prompt:
+        case IdsPrompt():
+            return IdsPrompt([])
+        case RawPrompt():
+            return RawPrompt("")
+        case ChatPrompt():
+            return ChatPrompt(messages=[])

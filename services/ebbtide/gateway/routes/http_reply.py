@@ -9,7 +9,7 @@ from typing import Any, Final
 import msgspec
 from starlette.types import Receive, Send
 
-from ebbtide.errors import AlreadyExists, EbbtideError, VersionUnavailable
+from ebbtide.errors import AlreadyExists, BudgetSpent, EbbtideError, VersionUnavailable
 from ebbtide.gateway.dialects.dialect import Answer
 from ebbtide.gateway.dialects.error_shapes import ErrorShape, retry_after_s, status_of
 
@@ -85,6 +85,8 @@ def _error_headers(error: EbbtideError, status: int) -> tuple[tuple[bytes, bytes
         headers.append((b"retry-after", str(max(1, math.ceil(wait))).encode()))
     if isinstance(error, AlreadyExists | VersionUnavailable):  # OpenAI's clients retry every other 409
         headers.append((b"x-should-retry", b"true" if isinstance(error, VersionUnavailable) else b"false"))
+    if isinstance(error, BudgetSpent):
+        headers.append((b"x-should-retry", b"false"))
     if status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
     if status in (408, 413):

@@ -3,6 +3,8 @@
 import asyncio
 from typing import Any, Final
 
+import msgspec
+
 from ebbtide.errors import InvalidRequest, PermissionDenied
 from ebbtide.gateway.dialects.agents.messages import MessagesDialect
 from ebbtide.gateway.dialects.openai.chat_messages import read_messages, read_tools
@@ -91,6 +93,15 @@ class RunRoutes:
         served = await self._run(call)
         share = (await served.source.refreshed()).share
         return {"world_size": share.workers if share else 0}
+
+    async def usage(self, call: JsonCall) -> dict[str, Any]:
+        """GET /v1/usage: the key's limits, and what keys of its name have used."""
+        key = call.key.metered
+        if key is None:
+            return {"object": "usage", "limits": None}
+        served = await self._run(call)
+        used = msgspec.to_builtins(await served.source.key_usage(key.owner))
+        return {"object": "usage", "run_id": served.run.run_id, "limits": msgspec.to_builtins(key.limits), **used}
 
     async def pause(self, call: JsonCall) -> dict[str, Any]:
         """POST /pause: new requests wait. Those under way go on (keep), are waited for, or are ended (abort)."""

@@ -5,26 +5,31 @@ import math
 from collections.abc import Callable
 from typing import Annotated, Any, Final, TypeVar
 
+import msgspec
 from msgspec import Meta, Struct
 
 from ebbtide.errors import InvalidRequest, NotFound
-from ebbtide.gateway.dialects.trace_shapes import completion_bodies, session_head, trace_body
+from ebbtide.gateway.dialects.trace_shapes import completions_body, session_head, trace_body
 from ebbtide.gateway.episodes.live_session import in_thread
-from ebbtide.gateway.episodes.session_ending import end_dropped, end_with_reward
+from ebbtide.gateway.episodes.session_ending import end_dropped, end_for_verdict, end_with_reward
 from ebbtide.gateway.episodes.session_player import SessionPlayer
 from ebbtide.gateway.generation.text_request import MAX_CLIENT_ID
 from ebbtide.gateway.routes.client_ids import checked_id
 from ebbtide.gateway.routes.gateway_doors import GatewayDoors
 from ebbtide.gateway.routes.json_route import JsonCall
-from ebbtide.gateway.sessions.session_trace import SessionTrace, session_trace
+from ebbtide.gateway.sessions.session_trace import SessionTrace, trace_page
 from ebbtide.types.ids import check_id, new_fence
 from ebbtide.types.parse import parse
-from ebbtide.types.session import SessionState
+from ebbtide.types.session import MAX_SESSION_RECORD, SessionState
 
 T = TypeVar("T")
 #: Sessions of one page. Each is read by itself, as lists hold no records.
 _PAGE: Final = 100
 _AT_ONCE: Final = 16
+#: Turns of a page of a trace: without a wish, and at most.
+_TURNS: Final = 100
+_MOST_TURNS: Final = 1000
+_DIGITS: Final = 9
 ClientId = Annotated[str, Meta(max_length=MAX_CLIENT_ID)]
 
 
@@ -40,6 +45,8 @@ class RewardBody(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class EndBody(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     reward: float | None = None
     drop_reason: str = ""
+    verifier: str = ""
+    data: dict[str, Any] = {}
 
 
 class SessionRoutes:
@@ -60,42 +67,44 @@ class SessionRoutes:
     async def listed(self, call: JsonCall) -> dict[str, Any]:
         """GET /v1/sessions: the key's own, newest first, from the place `after` on."""
         sessions = await self._sessions(call)
-        after = call.query.get("after", "0")
-        if not after.isdecimal() or len(after) > 9:
-            raise InvalidRequest("must be a number of sessions to leave out", field="after")
+        after = _number(call, "after", 0, "a number of sessions to leave out")
         found = (await sessions.source.sessions(call.key.owner))[::-1]
-        page, slots = found[int(after) : int(after) + _PAGE], asyncio.Semaphore(_AT_ONCE)
+        page, slots = found[after : after + _PAGE], asyncio.Semaphore(_AT_ONCE)
 
         async def head(session_id: str, turns: int) -> dict[str, Any]:
             async with slots:
                 return session_head((await sessions.source.read_turns(session_id, call.key.owner, turns)).session)
 
         heads = await asyncio.gather(*(head(one.session_id, one.turns) for one in page))
-        return {"object": "list", "data": heads, "total": len(found), "has_more": int(after) + _PAGE < len(found)}
+        return {"object": "list", "data": heads, "total": len(found), "has_more": after + _PAGE < len(found)}
 
     async def trace(self, call: JsonCall) -> dict[str, Any]:
-        """GET /v1/sessions/{id}: ids, logprobs, masks and versions, by turn and by branch; of an ended one, its end."""
+        """GET /v1/sessions/{id}: ids, logprobs, masks and versions, by turn and by branch, for a page of turns behind
+        the turn `after`; of an ended one, its end.
+        """
         head, trace = await self._traced(call, trace_body)
-        return head | (trace or {"turns": None, "branches": None})
+        return head | (trace or {"turns": None, "branches": None, "has_more": False})
 
     async def completions(self, call: JsonCall) -> dict[str, Any]:
-        """GET /v1/sessions/{id}/completions: each completion with its whole prompt."""
-        head, data = await self._traced(call, completion_bodies)
-        if data is None:
+        """GET /v1/sessions/{id}/completions: each completion with its whole prompt, by the same pages."""
+        head, page = await self._traced(call, completions_body)
+        if page is None:
             raise NotFound("the session has ended, and its tokens are deleted here; read them before")
-        return {"object": "list", "session": head, "data": data}
+        return {"object": "list", "session": head, **page}
 
     async def reward(self, call: JsonCall) -> dict[str, Any]:
         """POST /v1/sessions/{id}/reward: ends the session as trajectories."""
         return await self._rewarded(call, parse(RewardBody, call.body).reward)
 
     async def end(self, call: JsonCall) -> dict[str, Any]:
-        """POST /v1/sessions/{id}/end: with a reward, or with a reason why it is dropped."""
+        """POST /v1/sessions/{id}/end: with a reward, a verifier that gives it, or a reason why it is dropped."""
         asked = parse(EndBody, call.body)
-        if (asked.reward is None) is not bool(asked.drop_reason):
-            raise InvalidRequest("give a reward or a drop_reason, and not both", field="reward")
+        if sum((asked.reward is not None, bool(asked.drop_reason), bool(asked.verifier))) > 1:
+            raise InvalidRequest("give a reward, a drop_reason or a verifier, and not several", field="reward")
         if asked.reward is not None:
             return await self._rewarded(call, asked.reward)
+        if not asked.drop_reason:
+            return await self._verified(call, asked)
         reason = check_id(asked.drop_reason, field="drop_reason")
         return session_head(await end_dropped(await self._sessions(call), _name(call), reason))
 
@@ -104,16 +113,34 @@ class SessionRoutes:
             raise InvalidRequest("must be finite", field="reward")
         return session_head(await end_with_reward(await self._sessions(call), _name(call), reward))
 
+    async def _verified(self, call: JsonCall, asked: EndBody) -> dict[str, Any]:
+        data = msgspec.json.encode(asked.data) if asked.data else b""
+        if len(data) > MAX_SESSION_RECORD:
+            raise InvalidRequest(f"has {len(data)} bytes, more than {MAX_SESSION_RECORD}", field="data")
+        sessions = await self._sessions(call)
+        return session_head(await end_for_verdict(sessions, _name(call), asked.verifier, data))
+
     async def _traced(self, call: JsonCall, shape: Callable[[SessionTrace], T]) -> tuple[dict[str, Any], T | None]:
+        after = _number(call, "after", 0, "a turn's number")
+        most = _number(call, "limit", _TURNS, f"a number of turns, 1 to {_MOST_TURNS}")
+        if not 0 < most <= _MOST_TURNS:
+            raise InvalidRequest(f"must be a number of turns, 1 to {_MOST_TURNS}", field="limit")
         sessions = await self._sessions(call)
         async with sessions.found(_name(call)) as (live, session):
             if session.state is not SessionState.OPEN:
                 return session_head(session), None
-            return session_head(session), await in_thread(lambda: shape(session_trace(live.book)))
+            return session_head(session), await in_thread(lambda: shape(trace_page(live.book, after, most)))
 
     async def _sessions(self, call: JsonCall) -> SessionPlayer:
         served = await self._doors.directory.find(call.key, call.query.get("model", ""))
         return self._doors.sessions_of(served.source, served.player, call.key)
+
+
+def _number(call: JsonCall, field: str, default: int, what: str) -> int:
+    text = call.query.get(field, str(default))
+    if not text.isdecimal() or len(text) > _DIGITS:
+        raise InvalidRequest(f"must be {what}", field=field)
+    return int(text)
 
 
 def _name(call: JsonCall) -> str:

@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from ebbtide.errors import EbbtideError, Unavailable
 from ebbtide.gateway.access.client_key import ClientKey
+from ebbtide.gateway.access.request_limits import RequestSlot
 from ebbtide.gateway.dialects.dialect import Answer, AnswerContext, AskedText, Dialect
 from ebbtide.gateway.dialects.error_shapes import ErrorShape
 from ebbtide.gateway.generation.choice_delta import ChoiceResult
@@ -51,7 +52,9 @@ class TextRoute:
                 asked = self._dialect.read(body)
                 asked = AskedText(with_ids(asked.request, headers, scope.get("path_params", {})), asked.answer)
                 reply.request_id = asked.request.request_id or reply.request_id
-                outcome = await _TextExchange(self._doors, reply, asked).run(key)
+                exchange = _TextExchange(self._doors, reply, asked, slot)
+                del body, asked  # the exchange lets go of them before the answer has ended
+                outcome = await exchange.run(key)
         except Exception as error:  # noqa: BLE001 - the client is told, and unexpected errors are logged
             told, outcome = as_told(error, reply.request_id)
             if not reply.started:
@@ -64,9 +67,9 @@ class TextRoute:
 class _TextExchange:
     """One request that was read."""
 
-    def __init__(self, doors: GatewayDoors, reply: HttpReply, asked: AskedText) -> None:
-        self._doors, self._reply = doors, reply
-        self._asked = asked
+    def __init__(self, doors: GatewayDoors, reply: HttpReply, asked: AskedText, slot: RequestSlot) -> None:
+        self._doors, self._reply, self._slot = doors, reply, slot
+        self._asked: AskedText | None = asked
         self._request: TextRequest = asked.request
         self._answer: Answer | None = None
         self._played: PlayedRequest | None = None
@@ -113,20 +116,23 @@ class _TextExchange:
         with served.in_use():
             await self._doors.pauses.passed(served.run.run_id)
             played = self._played = await self._prepared(served, key)
+            answer = self._answering(played, served)
             await self._doors.pauses.passed(served.run.run_id)  # one that began meanwhile
             try:
                 with served.counted(played):  # nothing comes between the pauses and this
-                    await played.submit()
-                    await self._send(played, served)
+                    await played.submit(key.metered)
+                    await self._send(played, answer)
             except EbbtideError as error:
                 await self._fail(error)
 
     async def _prepared(self, served: ServedRun, key: ClientKey) -> PlayedRequest:
         if self._request.session_id:
-            return await self._doors.sessions_of(served.source, served.player, key).prepare(self._request)
+            return await self._doors.sessions_of(served.source, served.player, key).prepare(self._request, key.metered)
         return await served.player.prepare(self._request, owner=key.owner)
 
-    async def _send(self, played: PlayedRequest, served: ServedRun) -> None:
+    def _answering(self, played: PlayedRequest, served: ServedRun) -> Answer:
+        """What shapes the answer. The body is let go of: a long answer must not keep a long prompt."""
+        assert self._asked is not None  # noqa: S101 - once
         context = AnswerContext(
             request_id=self._reply.request_id,
             created=int(time.time()),
@@ -134,6 +140,11 @@ class _TextExchange:
             token_text=served.player.model.token_text,
         )
         answer = self._answer = self._asked.answer(context)
+        self._asked, self._request = None, self._request.without_prompts()
+        self._slot.release_body()
+        return answer
+
+    async def _send(self, played: PlayedRequest, answer: Answer) -> None:
         if self._request.stream:
             with STREAMS.track_inprogress():
                 await self._send_events(played, answer)

@@ -6,16 +6,17 @@ the process ends; a restart loads them again.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 from typing import Final
 
 from ebbtide.client import Client
 from ebbtide.client.gateway_lease import GatewayLease
-from ebbtide.errors import InvalidRequest, LeaseSuperseded, NoCapacity, NotFound, Unavailable
+from ebbtide.errors import InvalidRequest, LeaseSuperseded, NoCapacity, NotFound, RateLimited, Unavailable
 from ebbtide.gateway.runs.served_model import ServedModel, context_of, load_served_model, read_model_config
 from ebbtide.gateway.text.output_parsers import ParserNames
 from ebbtide.gateway.text.template_sandbox import TemplateSandbox
+from ebbtide.types.key_usage import KeyUsage, MeteredKey
 from ebbtide.types.rollout import RolloutRequest, TokenChunk
 from ebbtide.types.run import Run
 from ebbtide.types.session import Session, SessionEnd, SessionTurn, TurnPage
@@ -52,13 +53,13 @@ class LeaseSource:
         self._run = await self._client.run(self._lease.run_id)
         return self._run
 
-    async def submit(self, rollouts: Sequence[RolloutRequest]) -> None:
+    async def submit(self, rollouts: Sequence[RolloutRequest], key: MeteredKey | None = None) -> None:
         ends = time.monotonic() + self._room_s
         while True:
             try:
-                await self._lease.submit_rollouts(rollouts, wait=False)
+                await self._lease.submit_rollouts(rollouts, wait=False, key=key)
             except NoCapacity as error:
-                if time.monotonic() + error.retry_after_s > ends:
+                if isinstance(error, RateLimited) or time.monotonic() + error.retry_after_s > ends:
                     raise
                 await asyncio.sleep(error.retry_after_s)
             else:
@@ -70,11 +71,16 @@ class LeaseSource:
     async def cancel(self, rollout_ids: Sequence[str]) -> None:
         await self._lease.cancel_rollouts(rollout_ids)
 
+    async def key_usage(self, owner: str) -> KeyUsage:
+        return await self._lease.key_usage(owner)
+
     async def open_session(self, session_id: str, owner: str, *, group_id: str = "", record: bytes = b"") -> Session:
         return await self._lease.open_session(session_id, owner, group_id=group_id, record=record)
 
-    async def add_turn(self, session_id: str, owner: str, turn: SessionTurn) -> SessionTurn:
-        return await self._lease.add_turn(session_id, owner, turn)
+    async def add_turn(
+        self, session_id: str, owner: str, turn: SessionTurn, *, key: MeteredKey | None = None, tokens: int = 0
+    ) -> SessionTurn:
+        return await self._lease.add_turn(session_id, owner, turn, key=key, tokens=tokens)
 
     async def read_turns(self, session_id: str, owner: str, after: int = 0) -> TurnPage:
         return await self._lease.read_turns(session_id, owner, after)
@@ -101,15 +107,25 @@ class SdkCatalog:
         holder: str,
         model_roots: Sequence[str],
         max_model_len: int,
+        bound_run: Callable[[], str] = str,
     ) -> None:
-        """`holder`: names this gateway among those of a run. `max_model_len` 0: each model's own."""
+        """`holder`: names this gateway among those of a run. `max_model_len` 0: each model's own. `bound_run`: the only
+        run that the gateway's own token is for; "": all runs.
+        """
         self._client, self._sandbox, self._parsers = client, sandbox, parsers
         self._holder, self._max_model_len = holder, max_model_len
         self._roots = [Path(root).resolve() for root in model_roots]
         self._models: dict[str, asyncio.Task[ServedModel]] = {}
+        self._bound_run = bound_run
 
     async def runs(self) -> list[Run]:
-        return await self._client.runs()
+        """All runs; under a token of one run, this one."""
+        if not (run_id := self._bound_run()):
+            return await self._client.runs()
+        try:
+            return [await self._client.run(run_id)]
+        except NotFound:
+            return []
 
     async def open(self, run: Run) -> LeaseSource:
         try:

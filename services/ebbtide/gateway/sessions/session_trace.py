@@ -6,7 +6,7 @@ prompt has newly encoded has mask 0, and is counted: its sampled tokens have mas
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,8 @@ from ebbtide.gateway.sessions.session_book import BookedTurn, SessionBook
 from ebbtide.gateway.sessions.token_tree import PathKey, TokenPrefix
 from ebbtide.types.tokens import TOKEN, TokenArray, pack_ids
 
+#: Tokens of a page, each in its prompt, its completion and its branch. As JSON they take some 10 MB at most.
+_PAGE_TOKENS: Final = 1 << 18
 MaskArray = npt.NDArray[np.uint8]
 
 
@@ -65,24 +67,49 @@ class BranchTrace(Struct, frozen=True, kw_only=True):
 
 
 class SessionTrace(Struct, frozen=True, kw_only=True):
-    """A session as it was generated."""
+    """A session as it was generated, or some turns of it in a row."""
 
     turns: tuple[TurnTrace, ...]
     branches: tuple[BranchTrace, ...]
+    """Those that end in one of the turns."""
     unmatched: int
     """Sampled tokens that clients sent back as text which could not be matched, summed over all prompts."""
     unknown: int
     """Messages of the assistant that clients sent and no turn had answered, summed over all prompts."""
+    more: bool = False
+    """Whether turns follow."""
 
 
 def session_trace(book: SessionBook) -> SessionTrace:
     """Makes the trace of all that the book knows. A completion without tokens belongs to no branch."""
+    return _trace(book, 0, book.last)
+
+
+def trace_page(book: SessionBook, after: int, most_turns: int) -> SessionTrace:
+    """Makes the trace of the turns after a number, as many as fit into a page, and at least of one. The counts of
+    unmatched tokens and unknown answers are those of the whole session.
+    """
+    last, tokens = after, 0
+    for number in sorted(book.turns):
+        if number <= after:
+            continue
+        paths = book.tree.completions(number)
+        tokens += book.tree.prompt_length(number) + sum(map(book.tree.length, paths))
+        if last > after and (number > after + most_turns or tokens > _PAGE_TOKENS):
+            break
+        last = number
+    return _trace(book, after, last)
+
+
+def _trace(book: SessionBook, after: int, last: int) -> SessionTrace:
     records = [turn.record for turn in book.turns.values()]
+    turns = [turn for number, turn in sorted(book.turns.items()) if after < number <= last]
     return SessionTrace(
-        turns=tuple(_turn(book, turn) for _, turn in sorted(book.turns.items())),
-        branches=tuple(_branches(book)),
+        turns=tuple(_turn(book, turn) for turn in turns),
+        branches=tuple(_branches(book, after, last)),
         unmatched=sum(record.unmatched for record in records),
         unknown=sum(record.unknown for record in records),
+        more=last < book.last,
     )
 
 
@@ -99,20 +126,28 @@ def _turn(book: SessionBook, turn: BookedTurn) -> TurnTrace:
     )
 
 
-def _branches(book: SessionBook) -> Iterator[BranchTrace]:
+def _branches(book: SessionBook, after: int, last: int) -> Iterator[BranchTrace]:
+    """The branches that end in a turn after `after`, and up to `last`."""
     tree = book.tree
     repeated = {parent.key for number in book.turns if (parent := tree.parent(number)) == _whole(book, parent.key)}
     counted: dict[PathKey, int] = {}
     for key in tree.paths():
+        if key.turn > last:
+            return
         if key in repeated or not len(tree.sampled(key)):
             continue
-        yield _branch(book, key, counted)
+        spans = _spans(book, TokenPrefix(key, tree.length(key)))
+        if key.turn > after:
+            yield _branch(book, key, spans, counted)
+        for one, (start, end) in spans.items():
+            counted[one] = max(counted.get(one, 0), end - start)
 
 
-def _branch(book: SessionBook, leaf: PathKey, counted: dict[PathKey, int]) -> BranchTrace:
-    """Makes a branch, and notes in `counted` how many tokens of each completion have mask 1 by now."""
+def _branch(
+    book: SessionBook, leaf: PathKey, spans: dict[PathKey, tuple[int, int]], counted: Mapping[PathKey, int]
+) -> BranchTrace:
+    """Makes a branch. `counted`: how many tokens of each completion have mask 1 in earlier ones."""
     tree, whole = book.tree, TokenPrefix(leaf, book.tree.length(leaf))
-    spans = _spans(book, whole)
     first = min(start for start, _ in spans.values())
     tokens = np.zeros(whole.length, dtype=TOKEN)
     tokens["id"] = tree.path(leaf)
@@ -120,9 +155,7 @@ def _branch(book: SessionBook, leaf: PathKey, counted: dict[PathKey, int]) -> Br
     rollouts = len(spans.keys() - counted.keys())
     for key, (start, end) in spans.items():
         tokens[start:end] = book.tokens(key)[: end - start]
-        before = counted.get(key, 0)
-        loss[min(end, start + before) : end] = 1
-        counted[key] = max(before, end - start)
+        loss[min(end, start + counted.get(key, 0)) : end] = 1
     return BranchTrace(
         leaf=leaf,
         turns=tuple(key.turn for key in spans)[::-1],

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import msgspec
 
-from ebbtide.errors import InvalidRequest, NoCapacity, Unavailable
+from ebbtide.errors import InvalidRequest, Unavailable
 from ebbtide.gateway.text.template_frames import TemplateJob, TemplateText, receive, send
 from ebbtide.gateway.text.template_process import TemplateLimits
 
@@ -42,7 +42,7 @@ class TemplateSandbox:
         """Returns what `template` makes of `variables`, which are JSON values. Blocks until it is there.
 
         Raises `InvalidRequest` naming `messages` if it fails or exceeds a limit, naming `model` if the template does
-        not compile; `NoCapacity` if no process is free in time; `Unavailable` if one ended by itself.
+        not compile; `Unavailable` if no process is free in time, or one ended by itself.
         """
         try:
             packed = json.dumps(variables, ensure_ascii=False)
@@ -52,7 +52,7 @@ class TemplateSandbox:
         try:
             process = self._idle.get(timeout=_SILENCE_S)
         except queue.Empty:
-            raise NoCapacity("all template processes are busy: try again", retry_after_s=1.0) from None
+            raise Unavailable("all template processes are busy: try again") from None
         try:
             made = process.render(template, packed)
         finally:

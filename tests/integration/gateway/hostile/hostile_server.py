@@ -31,6 +31,7 @@ from ebbtide.gateway.settings import GatewaySettings
 from ebbtide.gateway.text.template_process import TemplateLimits
 from ebbtide.gateway.text.template_sandbox import TemplateSandbox
 from ebbtide.runtime import die_with_parent
+from ebbtide.types.key_usage import MeteredKey
 from ebbtide.types.rollout import RolloutRequest
 from tests.fakes.model_texts import CHATML, byte_level_tokenizer, model_text
 from tests.fakes.scripted_doors import scripted_doors
@@ -53,8 +54,8 @@ _SCHEMAS: Final = (
 class ForgetfulSource(ScriptedSource):
     """Forgets all rollouts but the last."""
 
-    async def submit(self, rollouts: Sequence[RolloutRequest]) -> None:
-        await super().submit(rollouts)
+    async def submit(self, rollouts: Sequence[RolloutRequest], key: MeteredKey | None = None) -> None:
+        await super().submit(rollouts, key)
         for known in (self.submitted, self._texts):
             while len(known) > max(_REMEMBERED, len(rollouts)):
                 del known[next(iter(known))]

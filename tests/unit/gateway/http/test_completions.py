@@ -105,6 +105,21 @@ async def test_a_repeat_is_answered_though_its_version_is_gone(
         assert (await http.post(URL, json=body, headers=other)).status_code == 409
 
 
+CHANGES: list[dict[str, Any]] = [{"stop": "wor"}, {"n": 2}, {"skip_special_tokens": False}, {"min_tokens": 1}]
+
+
+@pytest.mark.parametrize("session", [{}, {"X-Session-ID": "s"}])
+@pytest.mark.parametrize("change", CHANGES)
+async def test_another_request_under_an_id_is_refused_whatever_makes_its_answer_differ(
+    http: httpx.AsyncClient, change: dict[str, Any], session: dict[str, str]
+) -> None:
+    headers = {"X-Request-ID": "same", **session}
+    assert (await http.post(URL, json={"prompt": "x"}, headers=headers)).status_code == 200
+    refused = await http.post(URL, json={"prompt": "x"} | change, headers=headers)
+    assert refused.status_code == 409
+    assert refused.json()["error"]["message"].startswith("X-Request-ID: another request")
+
+
 async def test_a_stop_string_ends_the_text_and_the_rollout(http: httpx.AsyncClient, source: ScriptedSource) -> None:
     source.answer = "The quick brown fox jumps over the lazy dog"
     body = {"prompt": "x", "stop": ["fox j", "lazy"], "max_tokens": 60, "return_token_ids": True}

@@ -1,8 +1,11 @@
 """Which keys are admitted to what, and runs that an operator paused."""
 
 import asyncio
+import time
+from typing import Any
 
 import httpx
+import jwt
 import msgspec
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -12,7 +15,7 @@ from ebbtide.auth.reloaded_files import ReloadedFiles
 from ebbtide.auth.role_tokens import key_id, mint
 from ebbtide.auth.roles import TABLE, Role
 from ebbtide.auth.security import TokenCheck
-from ebbtide.errors import Unavailable
+from ebbtide.errors import BudgetSpent, RateLimited, Unavailable
 from ebbtide.gateway.access.client_key import KeyRing
 from ebbtide.gateway.generation.request_player import RequestPlayer
 from ebbtide.gateway.generation.text_request import Prompt
@@ -22,6 +25,7 @@ from ebbtide.gateway.runs.run_directory import RunDirectory
 from ebbtide.gateway.runs.run_pauses import RunPauses
 from ebbtide.testing import wait_until
 from ebbtide.types.ids import check_id
+from ebbtide.types.key_usage import KeyLimits, MeteredKey
 from tests.fakes.asgi_call import AsgiCall
 from tests.fakes.clocks import SetClock
 from tests.fakes.scripted_rollouts import ScriptedCatalog, ScriptedSource
@@ -31,7 +35,7 @@ SIGNER = Ed25519PrivateKey.generate()
 BODY = {"prompt": "x"}
 
 
-def token(role: Role, **claims: str) -> str:
+def token(role: Role, **claims: Any) -> str:
     return mint(SIGNER, role, ttl_s=60, **claims)
 
 
@@ -70,6 +74,58 @@ async def test_a_key_of_another_run_finds_nothing(signed_app: Starlette) -> None
     assert (await ask(signed_app, "POST", "/v1/completions", token(Role.AGENT, run_id="other-1"))).status_code == 404
     models = (await ask(signed_app, "GET", "/v1/models", token(Role.AGENT, run_id="other-1"))).json()
     assert models["data"] == []
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/sessions/s/v1/completions"])
+async def test_a_keys_limits_go_with_its_requests(signed_app: Starlette, source: ScriptedSource, path: str) -> None:
+    limits = KeyLimits(tokens=1000)
+    key = token(Role.AGENT, run_id="spell-1", name="team-a", limits=limits)
+    assert (await ask(signed_app, "POST", path, key)).status_code == 200
+    assert source.metered == [MeteredKey(owner="name.agent.team-a", limits=limits)]
+    source.used["name.agent.team-a"] = 12
+    usage = (await ask(signed_app, "GET", "/v1/usage", key)).json()
+    assert (usage["tokens"], usage["limits"]) == (12, {"tokens": 1000})
+    assert (await ask(signed_app, "POST", path, token(Role.AGENT))).status_code == 200
+    assert len(source.metered) == 1, "a key without limits has no account"
+
+
+async def test_a_key_with_a_limit_that_is_not_known_here_is_refused(signed_app: Starlette) -> None:
+    for limits in ({"sessions": 1}, {"tokens": -1}, {"tokens": "x"}, [1]):
+        now = int(time.time())
+        claims = {"iss": "ebbtide", "aud": "ebbtide", "role": "agent", "iat": now, "exp": now + 60, "limits": limits}
+        headers = {"kid": key_id(SIGNER.public_key()), "typ": "ebbtide+jwt"}
+        key = jwt.encode(claims, SIGNER, "EdDSA", headers=headers)
+        assert (await ask(signed_app, "POST", "/v1/completions", key)).status_code == 401
+
+
+CHAT = {"max_tokens": 9, "messages": [{"role": "user", "content": "x"}]}
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages"])
+async def test_a_key_at_a_limit_is_told_so_as_its_client_reads_it(
+    signed_app: Starlette, source: ScriptedSource, path: str
+) -> None:
+    body = CHAT if path == "/v1/messages" else BODY
+    told = []
+    for refusal in (RateLimited("slow down", retry_after_s=2.2), BudgetSpent("used up", retry_after_s=0.0)):
+        source.refusal = refusal
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(signed_app), base_url="http://gateway") as client:
+            told.append(await client.post(path, json=body, headers={"x-api-key": token(Role.AGENT)}))
+    limited, spent = told
+    assert (limited.status_code, limited.headers["retry-after"]) == (429, "3")
+    assert (spent.status_code, spent.headers["x-should-retry"]) == (429, "false")
+    assert "retry-after" not in spent.headers
+    if path == "/v1/messages":
+        assert {one.json()["error"]["type"] for one in told} == {"rate_limit_error"}
+    else:
+        assert limited.json()["error"]["code"] == "rate_limit_exceeded"
+        assert (spent.json()["error"]["type"], spent.json()["error"]["code"]) == ("insufficient_quota",) * 2
+
+
+async def test_a_turn_beyond_a_budget_is_not_stored(signed_app: Starlette, source: ScriptedSource) -> None:
+    key = token(Role.AGENT, run_id="spell-1", limits=KeyLimits(tokens=5))
+    assert (await ask(signed_app, "POST", "/sessions/s/v1/completions", key)).status_code == 429
+    assert [turns for _, turns in source.stored.values()] == [[]]
 
 
 async def test_requests_of_two_users_never_meet(signed_app: Starlette, source: ScriptedSource) -> None:

@@ -2,19 +2,23 @@
 
 import asyncio
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import httpx
 import pytest
 
+from ebbtide.errors import Unavailable
 from ebbtide.gateway.generation.prompt_threads import PromptThreads
+from ebbtide.gateway.routes.gateway_doors import GatewayDoors
+from tests.unit.gateway.http.conftest import HEADERS
 
 CHAT: Final = {"messages": [{"role": "user", "content": "x"}]}
 
 
-async def started(work: list[asyncio.Task[None]]) -> None:
+async def started(work: Sequence[asyncio.Task[Any]]) -> None:
     """Every task has asked for its turn."""
     assert work
     for _ in range(3):
@@ -61,6 +65,59 @@ async def test_those_that_leave_while_they_wait_take_no_turn() -> None:
     await asyncio.gather(*waiting[1:])
     assert ran == [1, 2]
     threads.close()
+
+
+async def test_beyond_the_queue_the_key_with_most_prompts_is_refused_and_others_are_served() -> None:
+    threads, goes_on, order = PromptThreads(1, most_waiting=3), threading.Event(), list[str]()
+
+    def work(name: str) -> None:
+        goes_on.wait(30)
+        order.append(name)
+
+    async def encode(owner: str, name: str) -> None:
+        await threads.run(owner, lambda: work(name))
+
+    asked = [asyncio.create_task(encode("flood", f"flood-{number}")) for number in range(4)]  # one runs, three wait
+    asked.append(asyncio.create_task(encode("other", "other")))
+    await started(asked)
+    asked.append(asyncio.create_task(encode("flood", "flood-4")))
+    await started(asked)
+    goes_on.set()
+    ended = await asyncio.gather(*asked, return_exceptions=True)
+    refused = [number for number, error in enumerate(ended) if isinstance(error, Unavailable)]
+    assert refused == [3, 5], "the last ones of the key that floods"
+    assert sorted(order) == ["flood-0", "flood-1", "flood-2", "other"]
+    threads.close()
+
+
+async def test_those_that_left_make_room_in_the_queue() -> None:
+    threads, goes_on = PromptThreads(1, most_waiting=1), threading.Event()
+    asked = [asyncio.create_task(threads.run("a", lambda: goes_on.wait(30))) for _ in range(2)]
+    await started(asked)
+    asked[1].cancel()
+    await asyncio.gather(asked[1], return_exceptions=True)
+    asked.append(asyncio.create_task(threads.run("a", lambda: True)))
+    await started(asked)
+    goes_on.set()
+    assert await asked[2]
+    threads.close()
+
+
+async def test_a_client_whose_prompt_finds_no_room_is_told_when_to_come_back(
+    doors: GatewayDoors, http: httpx.AsyncClient
+) -> None:
+    full = PromptThreads(1, most_waiting=1)
+    goes_on = threading.Event()
+    busy = [asyncio.create_task(full.run("another", lambda: goes_on.wait(30))) for _ in range(2)]
+    await started(busy)
+    key = doors.keys.admit({"authorization": HEADERS["authorization"]})
+    (await doors.directory.find(key, "")).player.threads = full
+    first = asyncio.create_task(http.post("/v1/chat/completions", json=CHAT))
+    refused = await first
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+    goes_on.set()
+    await asyncio.gather(*busy)
+    full.close()
 
 
 async def test_what_work_raises_reaches_its_caller_and_frees_the_thread() -> None:

@@ -15,6 +15,7 @@ from ebbtide.gateway.access.client_key import ClientKey
 from ebbtide.gateway.access.request_limits import RequestLimits, RequestSlots
 from ebbtide.gateway.http_app import make_app
 from ebbtide.gateway.routes.gateway_doors import GatewayDoors
+from ebbtide.testing import wait_until
 from tests.fakes.asgi_call import AsgiCall
 from tests.fakes.scripted_rollouts import ScriptedSource
 from tests.unit.gateway.http.conftest import HEADERS
@@ -130,20 +131,35 @@ async def test_the_bodies_of_all_requests_have_bounded_bytes(doors: GatewayDoors
     limits = RequestLimits(body_bytes=1024, bodies_bytes=1500)
     slots = RequestSlots(limits)
     app = make_app(msgspec.structs.replace(doors, limits=limits, slots=slots))
-    source.gate.clear()
     body = {"prompt": "x", "user": "x" * 800}
+    doors.pauses.pause("spell-1")  # so the first request's prompt is not encoded yet
     first = AsgiCall(app, URL, body, HEADERS)
-    await source.first.wait()
+    await wait_until(lambda: slots.body_bytes)
     second = AsgiCall(app, URL, body, HEADERS)
     await second.task
     assert second.status == 429
     assert b"try again" in second.body
-    source.gate.set()
+    doors.pauses.resume("spell-1")
     await first.task
     assert (first.status, slots.body_bytes) == (200, 0)
     third = AsgiCall(app, URL, body, HEADERS)
     await third.task
     assert third.status == 200
+
+
+@pytest.mark.parametrize("path", [path for path in SERVED if path != "/tokenize"])
+async def test_a_long_answer_keeps_no_body(doors: GatewayDoors, source: ScriptedSource, path: str) -> None:
+    limits = RequestLimits()
+    slots = RequestSlots(limits)
+    app = make_app(msgspec.structs.replace(doors, limits=limits, slots=slots))
+    source.gate.clear()
+    call = AsgiCall(app, path, SERVED[path], HEADERS)
+    await source.first.wait()
+    assert (slots.under_way, slots.body_bytes) == (1, 0)
+    source.gate.set()
+    await call.task
+    assert call.status == 200
+    assert slots.under_way == 0
 
 
 def test_bodies_of_one_key_leave_room_for_those_of_others() -> None:

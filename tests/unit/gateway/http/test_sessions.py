@@ -140,6 +140,73 @@ async def test_another_gateway_goes_on_with_turns_that_it_did_not_answer(agent: 
     assert len(traces[0]["branches"]) == 1
 
 
+async def test_a_trace_is_read_page_by_page(agent: Agent) -> None:
+    for number in range(3):
+        await agent.ask([user(f"question {number}")])
+    whole, client, path = await agent.trace(), agent.clients[1], f"/v1/sessions/{agent.name}"
+    assert not whole["has_more"]
+    pages = [(await client.get(path, params={"limit": 2, "after": after})).json() for after in (0, 2)]
+    assert [[turn["number"] for turn in page["turns"]] for page in pages] == [[1, 2], [3]]
+    assert [page["has_more"] for page in pages] == [True, False]
+    assert [branch for page in pages for branch in page["branches"]] == whole["branches"]
+    listed = (await client.get(f"{path}/completions", params={"limit": 1, "after": 1})).json()
+    assert ([one["turn"] for one in listed["data"]], listed["has_more"]) == ([2], True)
+    for wrong in ({"limit": 0}, {"limit": 1001}, {"limit": "x"}, {"after": -1}):
+        refused = await client.get(path, params=wrong)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["message"].startswith(f"{next(iter(wrong))}: must be a")
+
+
+def has_verifiers(source: ScriptedSource, default: str = "") -> None:
+    verifiers = {"exact": "checks:exact", "close": "checks:close"}
+    environment = EnvironmentSpec(name="agents", verifiers=verifiers, verifier=default)
+    source.run = replace(source.run, spec=replace(source.run.spec, environment=environment))
+
+
+async def test_a_session_may_end_with_a_verifier_and_waits_for_its_verdict(
+    app: Starlette, doors: GatewayDoors, catalog: ScriptedCatalog, source: ScriptedSource
+) -> None:
+    has_verifiers(source)
+    agent = Agent([app, another_gateway(doors, catalog)], **{"x-group-id": "problem-1"})
+    await agent.ask([user("hello")])
+    ended = (await agent.end("end", verifier="exact", data={"answer": "x"})).json()
+    assert (ended["state"], ended["verifier"], ended["reward"]) == ("verifying", "exact", None)
+    assert list(source.verifier_data.values()) == [b'{"answer":"x"}']
+    assert len(source.trajectories) == 1
+    assert (await agent.end("end", verifier="exact")).json()["state"] == "verifying", "a repeat"
+    for how, body in (("end", {"verifier": "close"}), ("reward", {"reward": 1.0}), ("end", {"drop_reason": "x"})):
+        refused = await agent.end(how, **body)
+        assert refused.status_code == 409
+        assert "with verifier exact" in refused.json()["error"]["message"]
+    assert (await agent.post([user("hello")], request="again")).status_code == 409
+    (name,) = source.stored
+    session, turns = source.stored[name]
+    source.stored[name] = (replace(session, state=SessionState.COMPLETED, reward=0.5), turns)
+    told = await agent.trace(at=1)
+    assert (told["state"], told["reward"], told["turns"]) == ("completed", 0.5, None)
+
+
+async def test_an_unknown_verifier_is_refused_at_once_with_the_names_of_those_that_are_there(
+    app: Starlette, source: ScriptedSource
+) -> None:
+    agent = Agent([app], **{"x-group-id": "problem-1"})
+    takes_sessions(source)
+    await agent.ask([user("hello")])
+    for body, part in (
+        ({"verifier": "other"}, "verifier: the run has no verifier 'other'; its verifiers: none"),
+        ({}, "verifier: is required, or a reward"),
+        ({"verifier": "exact", "reward": 1.0}, "reward: give a reward, a drop_reason or a verifier"),
+    ):
+        refused = await agent.end("end", **body)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["message"].startswith(part)
+    has_verifiers(source)
+    assert "its verifiers: close, exact" in (await agent.end("end", verifier="other")).text
+    assert (await agent.trace())["state"] == "open"
+    has_verifiers(source, default="close")
+    assert (await agent.end("end")).json()["verifier"] == "close"
+
+
 async def test_forks_edits_and_compacted_histories_become_branches_with_their_own_masks(
     agent: Agent, source: ScriptedSource
 ) -> None:

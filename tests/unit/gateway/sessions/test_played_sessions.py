@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from ebbtide.gateway.sessions.session_trace import session_trace
+from ebbtide.gateway.sessions import session_trace as module_of_traces
+from ebbtide.gateway.sessions.session_trace import session_trace, trace_page
 from ebbtide.gateway.text.template_sandbox import TemplateSandbox
 from tests.fakes.played_sessions import (
     CALL,
@@ -91,3 +92,30 @@ def test_whatever_a_client_does_each_sampled_token_counts_once_and_in_its_contex
         assert [one.packed() for one in session_trace(other).branches] == [
             one.packed() for one in session.trace().branches
         ]
+        assert_pages_join(session, draw.randint(1, 4))
+
+
+def assert_pages_join(session: PlayedSession, most: int) -> None:
+    """Pages of a trace have all turns once, and all branches as the whole trace has them."""
+    whole, pages = session.trace(), [trace_page(session.book, 0, most)]
+    while pages[-1].more:
+        pages.append(trace_page(session.book, pages[-1].turns[-1].turn.number, most))
+    assert all(len(page.turns) <= most for page in pages)
+    assert [turn.turn.number for page in pages for turn in page.turns] == [turn.turn.number for turn in whole.turns]
+    branches = [branch for page in pages for branch in page.branches]
+    assert [(one.leaf, one.rollouts, one.packed()) for one in branches] == [
+        (one.leaf, one.rollouts, one.packed()) for one in whole.branches
+    ]
+    assert {(page.unmatched, page.unknown) for page in pages} == {(whole.unmatched, whole.unknown)}
+
+
+def test_a_page_ends_before_it_has_too_many_tokens_and_has_one_turn_at_least(
+    sandbox: TemplateSandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = played(sandbox, TEMPLATES[next(iter(TEMPLATES))], kind=KINDS[0], seed=1)
+    agent = Agent(session, TEMPLATES[next(iter(TEMPLATES))], random.Random(1))
+    for _ in range(6):
+        agent.turn()
+    assert len(trace_page(session.book, 0, 100).turns) == 6
+    monkeypatch.setattr(module_of_traces, "_PAGE_TOKENS", 1)
+    assert [len(trace_page(session.book, after, 100).turns) for after in range(7)] == [1, 1, 1, 1, 1, 1, 0]

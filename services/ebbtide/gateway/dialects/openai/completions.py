@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ebbtide.errors import InvalidRequest
 from ebbtide.gateway.dialects.dialect import AnswerContext, AskedText
@@ -68,10 +69,11 @@ class CompletionDialect:
             request_id=asked.request_id,
             session_id=asked.session_id,
         )
+        shape = replace(asked, prompt="")  # an answer outlives its prompts
         return AskedText(
             request,
             lambda context: CompletionAnswer(
-                asked, context, usage=options.include_usage, running_usage=options.continuous_usage_stats
+                shape, context, usage=options.include_usage, running_usage=options.continuous_usage_stats
             ),
         )
 

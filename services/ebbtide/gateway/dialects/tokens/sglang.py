@@ -74,7 +74,8 @@ class SglangDialect:
             request_id=asked.rid,
         )
         listed = sampling.n > 1 or isinstance(asked.text, list) or _is_batch(asked.input_ids)
-        return AskedText(request, lambda context: SglangAnswer(asked, context, listed=listed))
+        shape = msgspec.structs.replace(asked, text=None, input_ids=None)  # an answer outlives its prompts
+        return AskedText(request, lambda context: SglangAnswer(shape, context, listed=listed))
 
 
 class SglangAnswer(OpenAIEvents):

@@ -1,0 +1,1 @@
+"""Decides what clients' keys may use of a run."""

@@ -1,0 +1,66 @@
+"""Reads the accounts of clients' keys. The scripts of submits charge them, those of requests' ends settle them."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from ebbtide.scheduling.metering.key_admission import KeyBalance
+from ebbtide.store.record_codec import text_pairs
+from ebbtide.store.store_keys import run_key
+from ebbtide.store.topics.topic import Topic
+from ebbtide.types.key_usage import KeyUsage
+from ebbtide.types.run import LeaseRef
+
+_KNOWN, _NEW_REQUEST = 0, 2
+_DAY_S: Final = 86400
+
+
+class ReadAccount(NamedTuple):
+    """An account, and which rollouts are new to it."""
+
+    balance: KeyBalance
+    until_midnight_s: float
+    accounts: int  # of the run, this one included if it is there
+    exists: bool
+    new: list[bool]  # of each rollout: it was not submitted before
+    opens: list[bool]  # of each rollout: no other of its request is open
+
+
+class AccountTopic(Topic):
+    async def read(self, lease: LeaseRef, owner: str, rollouts: Sequence[tuple[str, str]]) -> ReadAccount:
+        """The account of an owner, for rollouts as (id, group)."""
+        flat = [part for rollout in rollouts for part in rollout]
+        found = [int(one) for one in await self._leased("read_account", lease, owner, *flat)]
+        spent, today, reserved, opened, request_debt, token_debt, idle_ms, left_s, exists, accounts, *states = found
+        balance = KeyBalance(
+            spent=spent,
+            today=today,
+            reserved=reserved,
+            open=opened,
+            request_debt=request_debt,
+            token_debt=token_debt,
+            idle_ms=idle_ms,
+        )
+        new, opens = [one != _KNOWN for one in states], [one == _NEW_REQUEST for one in states]
+        return ReadAccount(balance, float(left_s), accounts, bool(exists), new, opens)
+
+    async def usage(self, run_id: str, owner: str = "") -> list[KeyUsage]:
+        """What keys have used of a run, by their owners. `owner`: "" for all."""
+        fields = defaultdict[str, dict[str, int]](dict)
+        for name, value in text_pairs(await self._link.call("HGETALL", run_key(run_id, "ACCOUNTS"))):
+            whose, _, what = name.partition(":")
+            if what and whose and owner in ("", whose):
+                fields[whose][what] = int(value)
+        day = int((await self._link.call("TIME"))[0]) // _DAY_S
+        return [_usage(one, found, day) for one, found in sorted(fields.items())]
+
+
+def _usage(owner: str, found: dict[str, int], day: int) -> KeyUsage:
+    return KeyUsage(
+        owner=owner,
+        requests=found.get("requests", 0),
+        requests_open=found.get("open", 0),
+        tokens=found.get("spent", 0),
+        tokens_today=found.get("today", 0) if found.get("day", 0) == day else 0,
+        tokens_reserved=found.get("reserved", 0),
+    )

@@ -1,0 +1,1 @@
+"""Runs the verifiers of agents' sessions, and posts their verdicts."""

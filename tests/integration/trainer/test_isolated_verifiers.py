@@ -1,0 +1,74 @@
+"""Verifiers run in processes without the driver's rights; what they do wrong drops one session alone."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from ebbtide.driver.host_process import HostProcess, IsolationRefused, host_plan
+from ebbtide.driver.isolation.host_messages import BranchText
+from ebbtide.driver.verdicts.verifier_processes import VerdictFailed, VerifierProcesses
+from ebbtide.errors import InvalidRequest
+from tests.integration.trainer.test_isolated_environments import TOKEN, settings
+
+VERIFIERS = {"exact": "verifier_probe:exact", "told": "verifier_probe:told"}
+LIMIT_S = 20.0
+
+
+@pytest.fixture
+async def verifiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[VerifierProcesses]:
+    monkeypatch.setenv("EBBTIDE_TOKEN", TOKEN)
+    made = settings(tmp_path)
+    try:
+        await (await HostProcess.start(made, host_plan(made))).end()
+    except IsolationRefused as refused:
+        pytest.skip(f"this host does not allow isolation: {refused}")
+    processes = VerifierProcesses(VERIFIERS, made, host_plan(made))
+    await processes.load()
+    yield processes
+    await processes.close()
+
+
+async def reward(verifiers: VerifierProcesses, name: str, limit_s: float = LIMIT_S, **data: str) -> float:
+    branch = BranchText((("spell 'on'", False), ("no", True)), truncated=False)
+    return await verifiers.reward(name, [branch], msgspec.json.encode(data), limit_s)
+
+
+async def test_a_verifier_reads_the_session_and_what_its_client_gave(verifiers: VerifierProcesses) -> None:
+    assert await reward(verifiers, "exact", answer="no") == 1.0
+    assert await reward(verifiers, "exact", answer="on") == 0.0
+
+
+async def test_what_goes_wrong_in_a_verifier_is_told_and_the_next_session_is_judged(
+    verifiers: VerifierProcesses, tmp_path: Path
+) -> None:
+    for deed, why, reason in (
+        ("raise", "no such problem", "verifier_failed"),
+        ("text", "could not convert", "verifier_failed"),
+        ("infinite", "no finite reward", "verifier_failed"),
+        ("exit", "status 3", "verifier_failed"),
+        ("hang", "more than 0.5 s", "verifier_timeout"),
+    ):
+        with pytest.raises(VerdictFailed, match=why) as failed:
+            await reward(verifiers, "told", 0.5 if deed == "hang" else LIMIT_S, deed=deed)
+        assert failed.value.reason == reason
+        assert await reward(verifiers, "told", deed="judge") == 0.5
+    with pytest.raises(VerdictFailed):
+        await reward(verifiers, "told", deed="read", path=str(tmp_path / "token"))
+    with pytest.raises(VerdictFailed, match="no verifier 'other'"):
+        await reward(verifiers, "other")
+
+
+async def test_a_session_too_long_for_a_verifier_is_not_sent(verifiers: VerifierProcesses) -> None:
+    branch = BranchText((("x" * (4 << 20), True),), truncated=False)
+    with pytest.raises(VerdictFailed, match="characters"):
+        await verifiers.reward("exact", [branch], b"{}", LIMIT_S)
+
+
+async def test_a_verifier_that_cannot_be_imported_is_named_when_the_run_begins(tmp_path: Path) -> None:
+    made = settings(tmp_path, trust=True)
+    processes = VerifierProcesses({"gone": "nowhere_to_be_found:it"}, made, host_plan(made))
+    with pytest.raises(InvalidRequest, match=r"environment\.verifiers\.gone: cannot be loaded"):
+        await processes.load()
+    await processes.close()
