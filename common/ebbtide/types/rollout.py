@@ -1,14 +1,16 @@
 """Defines the records of rollouts, episodes and trajectories."""
 
 from enum import IntEnum
-from typing import Final
+from typing import Annotated, Final
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from ebbtide.types.run import Sampling
 
 #: Submits under one lease that may be under way, or not durable, at a time.
 MAX_UNSETTLED: Final = 1 << 15
+#: Alternatives of each token of a scored prompt, at most: as many as vLLM gives unless it is set otherwise.
+MAX_ALTERNATIVES: Final = 20
 #: Lua counts exactly up to here.
 MAX_NUMBER: Final = 1 << 53
 
@@ -60,6 +62,8 @@ class RolloutRequest(Struct, frozen=True, kw_only=True):
     max_version: int = 0  # 0: no bound
     priority: int = 0
     interactive: bool = False  # somebody waits for each token
+    #: Alternatives of which each token's score tells, 0: of none. None: the prompt is not scored.
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_ALTERNATIVES)] | None = None
 
 
 class SubmitOrder(Struct, frozen=True, kw_only=True):

@@ -9,6 +9,7 @@ from ebbtide.coordinator.list_pace import paced
 from ebbtide.errors import InvalidRequest
 from ebbtide.types.fleet import EngineInfo
 from ebbtide.types.ids import check_id
+from ebbtide.types.prompt_scores import check_records
 from ebbtide.types.rollout import MAX_NUMBER, MAX_UNSETTLED, RolloutKind, RolloutRequest, SubmitOrder, Trajectory
 from ebbtide.types.run import ROLES, LeaseRef, RunSpec, check_sampling, is_gateway
 from ebbtide.types.tokens import TOKEN_BYTES, token_count, unpack_ids
@@ -80,6 +81,16 @@ def _check_rollout(request: RolloutRequest, field: str, context: int, vocabulary
     if request.max_version and request.min_version > request.max_version:
         raise InvalidRequest(f"must be at most max_version ({request.max_version})", field=f"{field}.min_version")
     _check_prompt(request, field, context, vocabulary)
+    if request.prompt_logprobs is not None:
+        _check_scoring(request, request.prompt_logprobs, field)
+
+
+def _check_scoring(request: RolloutRequest, alternatives: int, field: str) -> None:
+    if request.kind is not RolloutKind.REQUEST:
+        raise InvalidRequest("only requests are scored; leave it out", field=f"{field}.prompt_logprobs")
+    if request.sampling.max_tokens != 1:
+        raise InvalidRequest("must be 1 where a prompt is scored", field=f"{field}.sampling.max_tokens")
+    check_records(len(request.prompt_ids) // 4, alternatives, field=f"{field}.prompt_logprobs")
 
 
 def check_order(order: SubmitOrder) -> SubmitOrder:

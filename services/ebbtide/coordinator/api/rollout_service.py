@@ -17,10 +17,11 @@ from ebbtide.coordinator.api.request_checks import (
 from ebbtide.coordinator.api.request_retention import RequestRetention
 from ebbtide.coordinator.api.store_doubts import in_doubt
 from ebbtide.coordinator.coordinator_parts import CoordinatorParts
+from ebbtide.coordinator.fleet.worker_registry import SCORERS
 from ebbtide.coordinator.state.attempt_records import new_entry, place_of_group
 from ebbtide.coordinator.state.notifier import follow
 from ebbtide.coordinator.state.run_state import RunState
-from ebbtide.errors import EbbtideError, InvalidRequest, NotFound
+from ebbtide.errors import EbbtideError, InvalidRequest, NotFound, NotReady
 from ebbtide.rpc.caller_turns import stream_turn
 from ebbtide.store.rollout_rows import RolloutState
 from ebbtide.types.ids import check_id
@@ -55,12 +56,25 @@ class RolloutService:
     async def submit(
         self, lease: LeaseRef, requests: Sequence[RolloutRequest], order: SubmitOrder
     ) -> list[SubmitOutcome]:
-        """Queue rollouts, all or none. Raises `InvalidRequest`, `AlreadyExists`, `NoCapacity`."""
+        """Queue rollouts, all or none. Raises `InvalidRequest`, `AlreadyExists`, `NoCapacity`, and `NotReady` while no
+        attached worker scores the prompts that are to be scored.
+        """
         run = await self._recovery.live(check_lease(lease, gateways=True).run_id)
         check_order(order)
         await check_rollouts(requests, self._fleet.engines(), run.spec, lease)
+        await self._check_scored(run, requests)
         self._retention.note(run.run_id, lease)
         return await self._writes.carry_out(run.changing(), lambda: self._submit(run, lease, requests, order))
+
+    async def _check_scored(self, run: RunState, requests: Sequence[RolloutRequest]) -> None:
+        """Refuse to have prompts scored while no worker can. Repeats are taken: they may be scored already."""
+        scored = next((one for one in requests if one.prompt_logprobs is not None), None)
+        if scored is None or not self._fleet.cannot_score():
+            return
+        try:
+            await self._store.trajectories.tokens(run.run_id, scored.rollout_id, 0)
+        except NotFound:
+            raise NotReady(f"no attached worker scores prompts; {SCORERS}, or try again") from None
 
     async def _submit(
         self, run: RunState, lease: LeaseRef, requests: Sequence[RolloutRequest], order: SubmitOrder

@@ -48,6 +48,8 @@ _LOST_KEPT: Final = 256
 _NAME_BYTES: Final = 256
 #: Pause after a failed install.
 _INSTALL_PAUSE_S: Final = 2.0
+#: What helps where no worker scores prompts.
+SCORERS: Final = "start workers whose engine scores them: vLLM, of this release"
 
 
 class WorkerRegistry:
@@ -304,6 +306,11 @@ class WorkerRegistry:
         """Engines of attached workers, and of workers lost lately, which may come again."""
         lost = [worker.engine for _, worker in self._lost.values() if worker.engine]
         return [session.hello.engine for session in self._state.sessions.values()] + lost
+
+    def cannot_score(self) -> bool:
+        """Whether workers are attached that stay, and none of them scores prompts."""
+        staying = [session for session in self._state.sessions.values() if not session.draining]
+        return bool(staying) and not any(session.scores_prompts for session in staying)
 
     def _listed(self, session: WorkerSession, state: WorkerState, now: float) -> Worker:
         beat, quarantined_s = session.beat, self.trust.quarantined_s(session, now)

@@ -35,6 +35,7 @@ def new_entry(request: RolloutRequest, *, place: int, group: int, length: int, n
         evaluation=request.kind is RolloutKind.EVAL,
         request=request.kind is RolloutKind.REQUEST,
         interactive=request.interactive,
+        scores=request.prompt_logprobs is not None,
     )
 
 

@@ -7,8 +7,10 @@ import asyncio
 import contextlib
 import time
 from contextlib import aclosing
+from functools import partial
 from typing import Final
 
+import msgspec
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
@@ -117,7 +119,7 @@ class _TextExchange:
             try:
                 with served.counted(played):  # nothing comes between the pauses and this
                     await played.submit()
-                    await self._send(played, served)
+                    await self._send(played, served, key)
             except EbbtideError as error:
                 await self._fail(error)
 
@@ -126,19 +128,24 @@ class _TextExchange:
             return await self._doors.sessions_of(served.source, served.player, key).prepare(self._request)
         return await served.player.prepare(self._request, owner=key.owner)
 
-    async def _send(self, played: PlayedRequest, served: ServedRun) -> None:
+    async def _send(self, played: PlayedRequest, served: ServedRun, key: ClientKey) -> None:
         context = AnswerContext(
             request_id=self._reply.request_id,
             created=int(time.time()),
             played=played,
             token_text=served.player.model.token_text,
+            decode=partial(served.player.model.text.decode, skip_special=False),
         )
         answer = self._answer = self._asked.answer(context)
         if self._request.stream:
             with STREAMS.track_inprogress():
                 await self._send_events(played, answer)
         else:
-            await self._send_whole(played, answer)
+            results = await self._results(played)
+            if self._request.prompt_logprobs is None:
+                await self._reply.json(answer.whole(results))
+            else:  # so many scores take a while
+                await self._reply.json(await served.player.threads.run(key.owner, lambda: _shaped(answer, results)))
 
     async def _send_events(self, played: PlayedRequest, answer: Answer) -> None:
         await self._reply.begin_events()
@@ -161,14 +168,14 @@ class _TextExchange:
             FIRST_TOKEN_SECONDS.observe(now - self._began)
         return now
 
-    async def _send_whole(self, played: PlayedRequest, answer: Answer) -> None:
+    async def _results(self, played: PlayedRequest) -> list[ChoiceResult]:
         results = [ChoiceResult(number) for number in range(played.completions)]
         async with aclosing(played.deltas()) as deltas:
             async for delta in deltas:
                 TOKENS.inc(len(delta.tokens))
                 results[delta.index].add(delta)
         self._complete = True
-        await self._reply.json(answer.whole(results))
+        return results
 
     async def _fail(self, error: EbbtideError) -> None:
         """Tell of an error behind the answer's beginning; else raise it."""
@@ -176,6 +183,10 @@ class _TextExchange:
             raise error
         told, _ = as_told(error, self._reply.request_id)
         await self._reply.end_events(self._answer.failure(told))
+
+
+def _shaped(answer: Answer, results: list[ChoiceResult]) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(answer.whole(results)))
 
 
 def _echoed(headers: Headers) -> str:
