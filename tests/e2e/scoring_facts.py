@@ -58,7 +58,7 @@ async def all_scored(engine: VllmEngine, name: str) -> list[Facts]:
     return [await scored(engine, f"{name}{number}", ids) for number, ids in enumerate(PROMPTS)]
 
 
-async def asked_directly(engine: VllmEngine, name: str, ids: Sequence[int]) -> list[dict[int, tuple[float, int]] | None]:
+async def asked_directly(engine: VllmEngine, name: str, ids: Sequence[int]) -> list[Facts | None]:
     """What vLLM answers to a client of its own, in its usual form."""
     from vllm import SamplingParams
     from vllm.inputs.engine import tokens_input
@@ -67,7 +67,7 @@ async def asked_directly(engine: VllmEngine, name: str, ids: Sequence[int]) -> l
     found: Any = None
     async for output in engine._llm.generate(tokens_input(list(ids)), wanted, name):
         found = output.prompt_logprobs or found
-    return [one and {token: (known.logprob, known.rank) for token, known in one.items()} for one in found]
+    return [one and {str(token): (known.logprob, known.rank) for token, known in one.items()} for one in found]
 
 
 async def install_before_a_score(engine: VllmEngine, other: Path) -> Facts:

@@ -44,7 +44,12 @@ class QueuedRollout(Struct, frozen=True, kw_only=True, gc=False):  # in no cycle
     evaluation: bool = False  # not trained on
     request: bool = False  # of a gateway's client
     interactive: bool = False  # somebody waits for each token
-    scores: bool = False  # its prompt is scored, and so read whole: no prefix cache helps
+    score_records: int = 0  # of its prompt, which is read whole then: no prefix cache helps; 0: it is not scored
+
+    @property
+    def scores(self) -> bool:
+        """Whether its prompt is scored."""
+        return self.score_records > 0
 
 
 class _Kind(IntEnum):

@@ -176,6 +176,8 @@ class ScriptedEngine:
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
         self.check()
+        if request.prompt_logprobs is not None and not self.scores_prompts:
+            raise InvalidRequest("this script does not score prompts", field="prompt_logprobs")
         ready = time.monotonic() + self._settings.first_token_s * self._settings.slowness
         feed = TokenFeed(self._settings, request, ready)
         self._feeds[feed] = None

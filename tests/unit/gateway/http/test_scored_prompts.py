@@ -1,4 +1,4 @@
-"""Routes that have prompts scored: each answers in the shape that its clients know, with the scores that were stored."""
+"""Routes that have prompts scored answer with the stored scores, each in the shape that its clients know."""
 
 from typing import Any
 
