@@ -141,9 +141,9 @@ class ScriptedSource(ScriptedSessions):
             token = pack_tokens(ids, [-0.25], self.run.newest.version)
             tokens = pack_scores(self.scores(rollout_id), token)
             for at in range(0, len(tokens), self.chunk * TOKEN_BYTES):
-                part = tokens[at : at + self.chunk * TOKEN_BYTES]
-                last = at + len(part) == len(tokens)
-                yield TokenChunk(offset=at // TOKEN_BYTES, tokens=part, reason=reason if last else None)
+                some = tokens[at : at + self.chunk * TOKEN_BYTES]
+                last = at + len(some) == len(tokens)
+                yield TokenChunk(offset=at // TOKEN_BYTES, tokens=some, reason=reason if last else None)
             return
         logprobs = [-0.25 * (1 + place % 4) for place in range(len(ids))]
         for offset in range(0, len(ids), self.chunk):
