@@ -73,7 +73,7 @@ def test_scores_and_token_are_packed_together(token: int, reason: FinishReason) 
 )
 def test_an_engine_that_answers_something_else_fails_the_attempt(wrong: TokenDelta) -> None:
     one = scoring()
-    with pytest.raises(Internal, match="the engine (did not score|scored another)"):
+    with pytest.raises(Internal, match=r"the engine (did not score|scored another)"):
         one.accept(wrong)
     assert one.finish is None
 
