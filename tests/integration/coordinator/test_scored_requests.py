@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from ebbtide.coordinator.dispatcher import unserved_work
+from ebbtide.coordinator.fleet import worker_registry
 from ebbtide.errors import InvalidRequest, NotReady
 from ebbtide.rollout_worker.engine.scripted_engine import script_scores
 from ebbtide.rollout_worker.settings import ScriptedSettings
@@ -81,7 +82,9 @@ async def test_a_coordinator_that_restarts_still_knows_what_is_to_be_scored(clus
     assert (scorer.assigned["a"].prompt_logprobs, plain.assigned) == (2, {})
 
 
-async def test_a_repeat_finds_its_scores_when_nobody_scores_any_more(cluster: Any) -> None:
+async def test_a_repeat_finds_its_scores_when_nobody_scores_any_more(
+    cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     await cluster.run()
     worker = await cluster.worker("w1", **SCORES)
     async with gateway(cluster) as lease:
@@ -92,8 +95,11 @@ async def test_a_repeat_finds_its_scores_when_nobody_scores_any_more(cluster: An
         await cluster.worker("plain")
         assert await lease.submit_rollouts([to_score("a")]) == [SubmitOutcome.KNOWN]
         assert (await answer(lease, "a"))[0] == scores()
+        await lease.submit_rollouts([to_score("b")])  # the worker may come again
+        monkeypatch.setattr(worker_registry, "_LOST_KEPT_S", 0.0)
         with pytest.raises(NotReady):
-            await lease.submit_rollouts([to_score("b")])
+            await lease.submit_rollouts([to_score("c")])
+        assert await lease.submit_rollouts([to_score("a")]) == [SubmitOutcome.KNOWN]
 
 
 async def test_prompts_that_nobody_can_score_any_more_are_given_up_with_the_reason(

@@ -97,13 +97,15 @@ class UnservedWork:
 
     def _unscored(self, run: RunState, now: float) -> list[tuple[str, str]]:
         """The rollouts that wait to be scored while there are workers, and none of them can."""
+        if not (scoring := run.queue.scoring()):
+            return []
         sessions = self._open_sessions()
         if not sessions or any(session.scores_prompts for session in sessions):
             self._scorerless = math.inf
             return []
         self._scorerless = min(self._scorerless, now)
         why = f"no attached worker has scored prompts for {_SCORER_GRACE_S:g} s; {SCORERS}"
-        given_up = unscored(run.queue.scoring(), self._scorerless, now=now, grace_s=_SCORER_GRACE_S)
+        given_up = unscored(scoring, self._scorerless, now=now, grace_s=_SCORER_GRACE_S)
         return [(one.rollout_id, why) for one in given_up]
 
     def _barred(self, run: RunState) -> str:

@@ -73,6 +73,7 @@ class WorkerRegistry:
         self.judge_every_s = self._health.judge_every_s
         self._closing = ClosingSessions()
         self._lost: dict[str, tuple[float, Worker]] = {}
+        self._scorer_left = -math.inf  # when a worker that scores prompts left last
         self._leaving = False
 
     def attach(self, hello: AttachReport) -> tuple[WorkerSession, list[AttemptRef], list[AttemptRef]]:
@@ -126,6 +127,7 @@ class WorkerRegistry:
         self._health.gone(session)
         if self._leaving:
             return
+        self._scorer_left = now if session.scores_prompts else self._scorer_left
         if session.draining:
             self.trust.left(session.worker_id)
         elif not went_on:
@@ -308,9 +310,13 @@ class WorkerRegistry:
         return [session.hello.engine for session in self._state.sessions.values()] + lost
 
     def cannot_score(self) -> bool:
-        """Whether workers are attached that stay, and none of them scores prompts."""
+        """Whether workers are attached that stay, and none of them scores prompts, nor any that left lately, which may
+        come again.
+        """
         staying = [session for session in self._state.sessions.values() if not session.draining]
-        return bool(staying) and not any(session.scores_prompts for session in staying)
+        if not staying or any(session.scores_prompts for session in staying):
+            return False
+        return self._state.clock() - self._scorer_left > _LOST_KEPT_S
 
     def _listed(self, session: WorkerSession, state: WorkerState, now: float) -> Worker:
         beat, quarantined_s = session.beat, self.trust.quarantined_s(session, now)

@@ -174,5 +174,5 @@ class PlayedRequest:
 
 def _ended_badly(chunk: TokenChunk) -> EbbtideError:
     if chunk.reason is FinishReason.DEAD_LETTERED:
-        return Unavailable(f"the completion was given up, as too many attempts at it failed: {chunk.message}")
+        return Unavailable(f"the completion was given up: {chunk.message}")
     return Unavailable(f"the completion was cancelled {f'({chunk.message})' if chunk.message else ''}".strip())
