@@ -10,11 +10,14 @@ from ebbtide.errors import AlreadyExists, EbbtideError, NotFound
 from ebbtide.gateway.runs.served_model import ServedModel
 from ebbtide.gateway.text.output_parsers import OutputDelta, OutputParser, PlainOutputs, ToolCallDelta, call_id
 from ebbtide.gateway.text.template_sandbox import TemplateSandbox
+from ebbtide.rollout_worker.engine.scripted_engine import script_scores
+from ebbtide.rollout_worker.settings import ScriptedSettings
 from ebbtide.types.key_usage import KeyUsage, MeteredKey
+from ebbtide.types.prompt_scores import ScoreArray, pack_scores
 from ebbtide.types.rollout import FinishReason, RolloutRequest, TokenChunk
 from ebbtide.types.run import EnvironmentSpec, Run, RunShare, RunSpec, RunStatus
 from ebbtide.types.session import Session, SessionEnd
-from ebbtide.types.tokens import pack_tokens
+from ebbtide.types.tokens import TOKEN_BYTES, pack_tokens, unpack_ids
 from ebbtide.types.weights import PolicyVersion
 from tests.fakes.model_texts import CHATML, byte_level_tokenizer, model_text
 from tests.fakes.scripted_sessions import ScriptedSessions
@@ -70,6 +73,7 @@ class ScriptedSource(ScriptedSessions):
         self.break_off: FinishReason | None = None  # how each rollout ends behind its first chunk
         self.newer: Run | None = None  # what `refreshed` finds
         self.chunk = CHUNK
+        self.scores_prompts = True  # as coordinators and workers of this release do
         self._texts: dict[str, str] = {}
 
     async def refreshed(self) -> Run:
@@ -132,9 +136,23 @@ class ScriptedSource(ScriptedSessions):
                 return ids[: place + 1], FinishReason.STOP
         return ids[: sampling.max_tokens], FinishReason.LENGTH
 
+    def scores(self, rollout_id: str) -> ScoreArray:
+        """The scores of a rollout's prompt, and of the token behind it."""
+        rollout = self.submitted[rollout_id]
+        ids = [*unpack_ids(rollout.prompt_ids).tolist(), *self.ids(rollout_id)[0]]
+        return script_scores(ScriptedSettings(vocab_size=self.model.vocabulary), ids, rollout.prompt_logprobs or 0)
+
     def _chunks(self, rollout_id: str) -> Iterator[TokenChunk]:
         ids, reason = self.ids(rollout_id)
         assert self.run.newest is not None
+        if self.submitted[rollout_id].prompt_logprobs is not None and self.scores_prompts:
+            token = pack_tokens(ids, [-0.25], self.run.newest.version)
+            tokens = pack_scores(self.scores(rollout_id), token)
+            for at in range(0, len(tokens), self.chunk * TOKEN_BYTES):
+                some = tokens[at : at + self.chunk * TOKEN_BYTES]
+                last = at + len(some) == len(tokens)
+                yield TokenChunk(offset=at // TOKEN_BYTES, tokens=some, reason=reason if last else None)
+            return
         logprobs = [-0.25 * (1 + place % 4) for place in range(len(ids))]
         for offset in range(0, len(ids), self.chunk):
             last = offset + self.chunk >= len(ids)

@@ -53,5 +53,8 @@ async def test_a_gateway_serves_a_fleet_of_before_gateways_once_its_coordinator_
         answer = (await asked(cluster)).json()
         expected = [token for token, _ in follow(SCRIPT, PROMPT, 40)]
         assert answer["choices"][0]["token_ids"] == expected
+        scored = await asked(cluster, prompt_logprobs=0, max_tokens=1)
+        assert scored.status_code == 503
+        assert "no attached worker scores prompts" in scored.json()["error"]["message"]
         counters = (await client.run("old-1")).counters
         assert (counters["requests_submitted"], counters.get("submitted", 0)) == (1, 0)

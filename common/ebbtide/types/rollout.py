@@ -1,9 +1,9 @@
 """Defines the records of rollouts, episodes and trajectories."""
 
 from enum import IntEnum
-from typing import Final
+from typing import Annotated, Final
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from ebbtide.types.run import Sampling
 
@@ -11,6 +11,8 @@ from ebbtide.types.run import Sampling
 MAX_UNSETTLED: Final = 1 << 15
 #: Bytes of a request's `client_digest`.
 MAX_CLIENT_DIGEST: Final = 32
+#: Alternatives of each token of a scored prompt, at most: as many as vLLM gives unless it is set otherwise.
+MAX_ALTERNATIVES: Final = 20
 #: Lua counts exactly up to here.
 MAX_NUMBER: Final = 1 << 53
 
@@ -66,6 +68,8 @@ class RolloutRequest(Struct, frozen=True, kw_only=True):
     priority: int = 0
     interactive: bool = False  # somebody waits for each token
     client_digest: bytes = b""  # of what a gateway's client asked for; empty: not compared in a repeat
+    #: Alternatives of which each token's score tells, 0: of none. None: the prompt is not scored.
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_ALTERNATIVES)] | None = None
 
 
 class SubmitOrder(Struct, frozen=True, kw_only=True):

@@ -53,6 +53,7 @@ class ScriptedSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     fail_after_tokens: Annotated[int, Meta(ge=0, description="then the engine is lost; 0: never")] = 0
     digests: Annotated[bool, Meta(description="log a digest of each version's bytes as they are installed")] = False
     stubborn: Annotated[bool, Meta(description="borrowed, it goes on whatever it is granted")] = False
+    scores: Annotated[bool, Meta(description="scores prompts, by the script too")] = False
     refuse_version: Annotated[int, Meta(ge=0, description="a version that it refuses to install; 0: none")] = 0
 
 

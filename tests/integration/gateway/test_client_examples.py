@@ -114,6 +114,17 @@ async def test_a_client_of_sglang_gets_ids_logprobs_and_versions(
     assert variables["meta"]["weight_version_end"] == 3
 
 
+async def test_a_harness_adds_up_the_logprobs_of_a_continuation(
+    play: Callable[[str], Any], source: ScriptedSource
+) -> None:
+    (code,) = examples("Scored prompts")
+    variables = await play(code)
+    (rollout,) = source.submitted
+    own = source.scores(rollout)["logprob"][:, 0].tolist()
+    assert variables["loglikelihood"] == pytest.approx(sum(own[2:4]))
+    assert len(variables["likeliest"]) == 2
+
+
 async def test_curl_shows_the_events(play: Callable[[str], Any]) -> None:
     (code,) = examples("curl")
     shown = await play(code)

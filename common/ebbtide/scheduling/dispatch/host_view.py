@@ -27,6 +27,7 @@ class HostView(Struct, frozen=True, kw_only=True, gc=False):
     borrowed: bool = False  # its host also serves users
     share: float = 1.0  # of the time, in which the host lends itself
     spell_s: float = inf  # for how long it will lend itself now, on average
+    scores: bool = False  # its engine scores prompts
 
 
 def admits(bounds: VersionBounds, version: int) -> bool:
@@ -41,4 +42,9 @@ def serves(bounds: VersionBounds, host: HostView) -> bool:
 
 def may_take(one: QueuedRollout, host: HostView) -> bool:
     """Whether the worker could take the rollout if it had room, and the rollout does not avoid it."""
-    return serves(one.bounds, host) and one.length < host.max_model_len and host.name not in one.avoid
+    return serves(one.bounds, host) and fits(one, host) and host.name not in one.avoid
+
+
+def fits(one: QueuedRollout, host: HostView) -> bool:
+    """Whether the worker's engine can do what the rollout asks for."""
+    return one.length < host.max_model_len and (host.scores or not one.scores)

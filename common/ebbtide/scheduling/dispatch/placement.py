@@ -16,7 +16,7 @@ from statistics import median
 from typing import NamedTuple, TypeAlias
 
 from ebbtide.scheduling.dispatch.borrowed_places import BorrowedPlace, exchanged
-from ebbtide.scheduling.dispatch.host_view import HostView, may_take, serves
+from ebbtide.scheduling.dispatch.host_view import HostView, fits, may_take, serves
 from ebbtide.scheduling.dispatch.move_costs import COSTS, MoveCosts
 from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout, RolloutQueue
 from ebbtide.scheduling.dispatch.turns.cached_prefixes import Prefixes
@@ -56,9 +56,10 @@ def place(
     `batch_slots`: most placements of others than interactive rollouts; `returning`: rollouts that will soon come back
     to a host, which count as load.
 
-    A worker may take a rollout if its version and target are within the rollout's bounds, and one more token fits into
-    its context. A rollout that fits nowhere, or waits for the worker with its prefix, blocks no other. A worker with as
-    many pending rollouts as `pending_limit` allows gets no more; the rest stays queued for the next free worker.
+    A worker may take a rollout if its version and target are within the rollout's bounds, one more token fits into its
+    context, and its engine scores prompts where the rollout asks for that. A rollout that fits nowhere, or waits for
+    the worker with its prefix, blocks no other. A worker with as many pending rollouts as `pending_limit` allows gets
+    no more; the rest stays queued for the next free worker.
 
     A rollout goes to a worker that it avoids only if it avoids all `hosts` that could take it, full ones included. A
     rollout without progress in its last attempt goes only where no other such is pending, so that one that kills
@@ -241,7 +242,7 @@ class _Rooms:
 
     def choose(self, one: QueuedRollout, within: _Within) -> tuple[_Room, bool] | None:
         """The room for a rollout, if any, and whether it needs this very one, for its prefix cache or a move."""
-        plain = not one.avoid and not one.no_progress
+        plain = not one.avoid and not one.no_progress and not one.scores
         if plain and one.length >= within.too_long:
             return None
         fit = within.open
@@ -253,7 +254,7 @@ class _Rooms:
         if (moved := _moved_to(one, fit)) is not None:
             return moved, True
         best = within.best() if fit is within.open else min(fit.values(), key=attrgetter("rank"))
-        if not (cached := self._router.cached(one)):
+        if one.scores or not (cached := self._router.cached(one)):
             return best, False
         home = self._router.home(one, cached, fit, best)
         if self._router.waits(one, cached, fit, home or best):
@@ -262,7 +263,7 @@ class _Rooms:
 
     def _fit(self, one: QueuedRollout, rooms: Mapping[str, _Room]) -> dict[str, _Room]:
         """Those that may take `one`, of the `rooms` with its versions: those that are not held, or all if all are."""
-        fit = [room for room in rooms.values() if one.length < room.host.max_model_len]
+        fit = [room for room in rooms.values() if fits(one, room.host)]
         if one.avoid and any(may_take(one, host) and not host.shut for host in self._hosts):
             fit = [room for room in fit if room.host.name not in one.avoid]
         if one.no_progress:

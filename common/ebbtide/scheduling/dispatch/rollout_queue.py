@@ -13,7 +13,7 @@ bounds. Mirrors the store: lost with the process, and read back at its start.
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from enum import IntEnum
 from typing import Final, TypeAlias
 
@@ -44,6 +44,12 @@ class QueuedRollout(Struct, frozen=True, kw_only=True, gc=False):  # in no cycle
     evaluation: bool = False  # not trained on
     request: bool = False  # of a gateway's client
     interactive: bool = False  # somebody waits for each token
+    score_records: int = 0  # of its prompt, which is read whole then: no prefix cache helps; 0: it is not scored
+
+    @property
+    def scores(self) -> bool:
+        """Whether its prompt is scored."""
+        return self.score_records > 0
 
 
 class _Kind(IntEnum):
@@ -92,6 +98,7 @@ class RolloutQueue:
         self._waiting: dict[str, QueuedRollout] = {}
         self._bounds: Counter[VersionBounds] = Counter()
         self._longest = 0  # no member is longer
+        self._scoring: dict[str, QueuedRollout] = {}  # those of `_waiting` whose prompts are scored
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -111,6 +118,8 @@ class RolloutQueue:
         self._waiting[one.rollout_id] = one
         self._bounds[one.bounds] += 1
         self._longest = max(self._longest, one.length)
+        if one.scores:
+            self._scoring[one.rollout_id] = one
         insort(self._orders[kind], _key(one))
 
     def replace(self, other: "RolloutQueue") -> None:
@@ -134,6 +143,7 @@ class RolloutQueue:
         """Remove a rollout; None if it is not queued."""
         one = self._waiting.pop(rollout_id, None)
         if one is not None:
+            self._scoring.pop(rollout_id, None)
             order = self._orders[_kind(one)]
             del order[bisect_left(order, _key(one))]
             self._bounds[one.bounds] -= 1
@@ -152,6 +162,10 @@ class RolloutQueue:
     def bounds(self) -> set[VersionBounds]:
         """The distinct version bounds in the queue."""
         return set(self._bounds)
+
+    def scoring(self) -> Collection[QueuedRollout]:
+        """The members whose prompts are scored."""
+        return self._scoring.values()
 
     def not_shorter(self, tokens: int) -> list[QueuedRollout]:
         """The members of at least so many tokens; at once if there cannot be any."""
@@ -181,6 +195,11 @@ class RolloutQueue:
         if not requests:
             return iter(own)
         return self._turns.merged(iter(own), iter(requests)) if self._waits(request=False) else iter(requests)
+
+
+def unscored(queue: Iterable[QueuedRollout], scorerless: float, *, now: float, grace_s: float) -> list[QueuedRollout]:
+    """Rollouts that waited to be scored for `grace_s` while no worker could. `scorerless`: since when none can."""
+    return [one for one in queue if one.scores and now - max(one.since, scorerless) >= grace_s]
 
 
 def _kind(one: QueuedRollout) -> _Kind:

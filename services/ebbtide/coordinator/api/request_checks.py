@@ -9,6 +9,7 @@ from ebbtide.coordinator.list_pace import paced
 from ebbtide.errors import InvalidRequest
 from ebbtide.types.fleet import EngineInfo
 from ebbtide.types.ids import check_id
+from ebbtide.types.prompt_scores import check_records
 from ebbtide.types.rollout import (
     MAX_CLIENT_DIGEST,
     MAX_NUMBER,
@@ -93,6 +94,16 @@ def _check_rollout(request: RolloutRequest, field: str, context: int, vocabulary
     if len(request.client_digest) > MAX_CLIENT_DIGEST:
         raise InvalidRequest(f"must be at most {MAX_CLIENT_DIGEST} bytes", field=f"{field}.client_digest")
     _check_prompt(request, field, context, vocabulary)
+    if request.prompt_logprobs is not None:
+        _check_scoring(request, request.prompt_logprobs, field)
+
+
+def _check_scoring(request: RolloutRequest, alternatives: int, field: str) -> None:
+    if request.kind is not RolloutKind.REQUEST:
+        raise InvalidRequest("only requests are scored; leave it out", field=f"{field}.prompt_logprobs")
+    if request.sampling.max_tokens != 1:
+        raise InvalidRequest("must be 1 where a prompt is scored", field=f"{field}.sampling.max_tokens")
+    check_records(len(request.prompt_ids) // 4, alternatives, field=f"{field}.prompt_logprobs")
 
 
 def check_order(order: SubmitOrder) -> SubmitOrder:

@@ -18,10 +18,11 @@ from ebbtide.coordinator.api.request_checks import (
 from ebbtide.coordinator.api.request_retention import RequestRetention
 from ebbtide.coordinator.api.store_doubts import in_doubt
 from ebbtide.coordinator.coordinator_parts import CoordinatorParts
+from ebbtide.coordinator.fleet.worker_registry import SCORERS
 from ebbtide.coordinator.state.attempt_records import new_entry, place_of_group
 from ebbtide.coordinator.state.notifier import follow
 from ebbtide.coordinator.state.run_state import RunState
-from ebbtide.errors import EbbtideError, InvalidRequest, NotFound
+from ebbtide.errors import EbbtideError, InvalidRequest, NotFound, NotReady
 from ebbtide.rpc.caller_turns import stream_turn
 from ebbtide.store.rollout_rows import AccountCharge, RolloutState
 from ebbtide.types.ids import check_id
@@ -59,13 +60,25 @@ class RolloutService:
         self, lease: LeaseRef, requests: Sequence[RolloutRequest], order: SubmitOrder, key: MeteredKey | None = None
     ) -> list[SubmitOutcome]:
         """Queue rollouts, all or none. `key`: of the client whose account is charged, if it has limits. Raises
-        `InvalidRequest`, `AlreadyExists`, `NoCapacity`, and beyond the limits `RateLimited` or `BudgetSpent`.
+        `InvalidRequest`, `AlreadyExists`, `NoCapacity`, beyond the limits `RateLimited` or `BudgetSpent`, and while no
+        attached worker scores the prompts that are to be scored `NotReady`.
         """
         run = await self._recovery.live(check_lease(lease, gateways=True).run_id)
         check_order(order)
         await check_rollouts(requests, self._fleet.engines(), run.spec, lease)
+        await self._check_scored(run, requests)
         self._retention.note(run.run_id, lease)
         return await self._writes.carry_out(run.changing(), lambda: self._submit(run, lease, requests, order, key))
+
+    async def _check_scored(self, run: RunState, requests: Sequence[RolloutRequest]) -> None:
+        """Refuse to have prompts scored while no worker can. Repeats are taken: they may be scored already."""
+        scored = next((one for one in requests if one.prompt_logprobs is not None), None)
+        if scored is None or not self._fleet.cannot_score():
+            return
+        try:
+            await self._store.trajectories.tokens(run.run_id, scored.rollout_id, 0)
+        except NotFound:
+            raise NotReady(f"no attached worker scores prompts; {SCORERS}, or try again") from None
 
     async def _submit(
         self,

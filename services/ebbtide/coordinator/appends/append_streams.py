@@ -93,7 +93,7 @@ class AppendStreams:
             if attempt is None or attempt.attempt_id != name:
                 found[i] = None
                 continue
-            if end > attempt.max_tokens:
+            if end > (attempt.rollout.score_records or attempt.max_tokens):  # of scores there are more
                 raise InvalidRequest(
                     f"more than the rollout's max_tokens ({attempt.max_tokens})", field=f"deltas[{places[i]}].tokens"
                 )

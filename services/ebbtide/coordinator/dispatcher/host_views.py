@@ -57,6 +57,7 @@ class HostViews:
                 installed=run.newest,
                 target=run.newest,
                 max_model_len=session.hello.engine.max_model_len,
+                scores=session.scores_prompts,
             )
             for session in unready
             if not _ready(run, session)
@@ -94,6 +95,7 @@ class HostViews:
             borrowed=session.borrowed,
             share=said.share if said else 1.0,
             spell_s=said.spell_s if said else math.inf,
+            scores=session.scores_prompts,
         )
 
 

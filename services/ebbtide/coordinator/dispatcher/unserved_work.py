@@ -1,6 +1,7 @@
 """Finds runs and rollouts that no worker can serve, and warns of runs that wait for one.
 
-Lost with the process: a run without workers is warned of again.
+Lost with the process: a run without workers is warned of again, and a worker that scores prompts has its time to attach
+again.
 """
 
 import math
@@ -10,18 +11,22 @@ from typing import Final
 from ebbtide import telemetry
 from ebbtide.coordinator.dispatcher.round_deeds import DeadLetters, Deed, RunFailure
 from ebbtide.coordinator.fleet.engine_changes import EngineChanges
+from ebbtide.coordinator.fleet.worker_registry import SCORERS
 from ebbtide.coordinator.fleet.worker_trust import WorkerTrust
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.run_events import RunEvents
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.scheduling.dispatch.placement import outsized
+from ebbtide.scheduling.dispatch.rollout_queue import unscored
 from ebbtide.scheduling.dispatch.target_versions import fits_nowhere, unservable
 from ebbtide.types.run import RunEvent
 
 log = telemetry.get_logger(__name__)
 #: How long a worker with a longer context has to attach for rollouts that need one.
 _LONGER_GRACE_S: Final = 30.0
+#: The same for a worker that scores prompts, from the loss of the last one on.
+_SCORER_GRACE_S: Final = 30.0
 #: A run without workers warns after so long: replacing a worker takes less.
 _LACKING_S: Final = 1.0
 
@@ -31,17 +36,18 @@ class UnservedWork:
         self, state: CoordinatorState, trust: WorkerTrust, changes: EngineChanges, run_events: RunEvents
     ) -> None:
         self._state, self._trust, self._changes, self._run_events = state, trust, changes, run_events
+        self._scorerless = math.inf  # since when there are workers, and none that scores prompts; inf: not now
         self._lacking: dict[str, float] = {}  # run -> since when it has work and no worker; inf after its warning
 
     def deeds(self, run: RunState, now: float, *, measure: bool) -> Iterator[Deed]:
         """The run's end if no worker can install its weights; else the dead letters of its queue. `measure`: also of
-        rollouts that are too long.
+        rollouts that are too long, or to be scored where nobody scores.
         """
         if message := self._misfit(run, now):
             yield RunFailure(run, message)
         if not run.ended and (letters := _unservable(run)):
             yield DeadLetters(run, letters)
-        if measure and not run.ended and (letters := self._outsized(run, now)):
+        if measure and not run.ended and (letters := [*self._outsized(run, now), *self._unscored(run, now)]):
             yield DeadLetters(run, letters)
 
     def warn_if_lacking(self, run: RunState, now: float) -> None:
@@ -88,6 +94,19 @@ class UnservedWork:
         why = "{} tokens leave no room for more in the longest context attached ({})"
         found = outsized(long, contexts, manned=manned, now=now, grace_s=_LONGER_GRACE_S)
         return [(one.rollout_id, why.format(one.length, longest)) for one in found]
+
+    def _unscored(self, run: RunState, now: float) -> list[tuple[str, str]]:
+        """The rollouts that wait to be scored while there are workers, and none of them can."""
+        if not (scoring := run.queue.scoring()):
+            return []
+        sessions = self._open_sessions()
+        if not sessions or any(session.scores_prompts for session in sessions):
+            self._scorerless = math.inf
+            return []
+        self._scorerless = min(self._scorerless, now)
+        why = f"no attached worker has scored prompts for {_SCORER_GRACE_S:g} s; {SCORERS}"
+        given_up = unscored(scoring, self._scorerless, now=now, grace_s=_SCORER_GRACE_S)
+        return [(one.rollout_id, why) for one in given_up]
 
     def _barred(self, run: RunState) -> str:
         """Why a run that may borrow nothing has no worker."""

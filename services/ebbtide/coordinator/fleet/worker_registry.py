@@ -48,6 +48,8 @@ _LOST_KEPT: Final = 256
 _NAME_BYTES: Final = 256
 #: Pause after a failed install.
 _INSTALL_PAUSE_S: Final = 2.0
+#: What helps where no worker scores prompts.
+SCORERS: Final = "start workers whose engine scores them: vLLM, of this release"
 
 
 class WorkerRegistry:
@@ -71,6 +73,7 @@ class WorkerRegistry:
         self.judge_every_s = self._health.judge_every_s
         self._closing = ClosingSessions()
         self._lost: dict[str, tuple[float, Worker]] = {}
+        self._scorer_left = -math.inf  # when a worker that scores prompts left last
         self._leaving = False
 
     def attach(self, hello: AttachReport) -> tuple[WorkerSession, list[AttemptRef], list[AttemptRef]]:
@@ -124,6 +127,7 @@ class WorkerRegistry:
         self._health.gone(session)
         if self._leaving:
             return
+        self._scorer_left = now if session.scores_prompts else self._scorer_left
         if session.draining:
             self.trust.left(session.worker_id)
         elif not went_on:
@@ -304,6 +308,15 @@ class WorkerRegistry:
         """Engines of attached workers, and of workers lost lately, which may come again."""
         lost = [worker.engine for _, worker in self._lost.values() if worker.engine]
         return [session.hello.engine for session in self._state.sessions.values()] + lost
+
+    def cannot_score(self) -> bool:
+        """Whether workers are attached that stay, and none of them scores prompts, nor any that left lately, which may
+        come again.
+        """
+        staying = [session for session in self._state.sessions.values() if not session.draining]
+        if not staying or any(session.scores_prompts for session in staying):
+            return False
+        return self._state.clock() - self._scorer_left > _LOST_KEPT_S
 
     def _listed(self, session: WorkerSession, state: WorkerState, now: float) -> Worker:
         beat, quarantined_s = session.beat, self.trust.quarantined_s(session, now)

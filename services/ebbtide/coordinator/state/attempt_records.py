@@ -15,6 +15,7 @@ from ebbtide.coordinator.state.running_attempt import OrphanedAttempt, RunningAt
 from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout
 from ebbtide.scheduling.steps.step_pacing import VersionBounds
 from ebbtide.store.rollout_rows import OpenRollout
+from ebbtide.types.prompt_scores import record_count
 from ebbtide.types.rollout import RolloutKind, RolloutRequest
 
 
@@ -22,6 +23,7 @@ def new_entry(request: RolloutRequest, *, place: int, group: int, length: int, n
     """The queue entry of a new rollout. `group`: the place of its group's first rollout; `length`: tokens of its
     prompt.
     """
+    alternatives = request.prompt_logprobs
     return QueuedRollout(
         rollout_id=request.rollout_id,
         episode_id=request.episode_id,
@@ -35,6 +37,7 @@ def new_entry(request: RolloutRequest, *, place: int, group: int, length: int, n
         evaluation=request.kind is RolloutKind.EVAL,
         request=request.kind is RolloutKind.REQUEST,
         interactive=request.interactive,
+        score_records=0 if alternatives is None else record_count(length, alternatives),
     )
 
 
@@ -51,9 +54,12 @@ def _bounds(minimum: int, maximum: int) -> VersionBounds:
 
 def stored_entry(row: OpenRollout, *, group: int, now: float) -> QueuedRollout:
     """The queue entry of a rollout that the store already has."""
-    fresh = new_entry(row.request, place=row.place, group=group, length=row.prompt_len + row.stored, now=now)
+    fresh = new_entry(row.request, place=row.place, group=group, length=row.prompt_len, now=now)
     budget = max(1, row.request.sampling.max_tokens - row.stored)
-    return msgspec.structs.replace(fresh, avoid=row.avoid, no_progress=row.barren, made=row.stored, budget=budget)
+    length = row.prompt_len + row.stored
+    return msgspec.structs.replace(
+        fresh, length=length, avoid=row.avoid, no_progress=row.barren, made=row.stored, budget=budget
+    )
 
 
 def started(

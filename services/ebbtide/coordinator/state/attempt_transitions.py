@@ -280,4 +280,5 @@ def _assignment(attempt: RunningAttempt, given: PlacedRollout, policy: str) -> f
         max_version=request.max_version,
         priority=request.priority,
         interactive=request.interactive,
+        prompt_logprobs=request.prompt_logprobs,
     )

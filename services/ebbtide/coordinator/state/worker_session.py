@@ -104,6 +104,11 @@ class WorkerSession:
         """The least time between two of its flushes, as it was told; 0.0: its own."""
         return self._flush_pace.least_s
 
+    @property
+    def scores_prompts(self) -> bool:
+        """Whether its engine scores prompts. Workers of former releases say nothing of it, and score none."""
+        return "score" in self.hello.capabilities
+
     # Its attempts: called by `RunningAttempt`.
 
     def hold(self, attempt: RunningAttempt) -> None:

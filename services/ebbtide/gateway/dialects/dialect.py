@@ -18,6 +18,7 @@ class AnswerContext(Struct, frozen=True, kw_only=True):
     created: int  # Unix time, s
     played: PlayedRequest
     token_text: Callable[[int], str]
+    decode: Callable[[Sequence[int]], str]  # the text of several, special tokens included
 
     @property
     def model(self) -> str:

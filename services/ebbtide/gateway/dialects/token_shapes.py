@@ -18,7 +18,7 @@ def token_name(token_text: TokenName, *, as_ids: bool) -> TokenName:
 
 
 def logprobs_of(tokens: TokenArray) -> list[float]:
-    return [_finite(value) for value in tokens["logprob"].tolist()]
+    return [finite(value) for value in tokens["logprob"].tolist()]
 
 
 def completion_logprobs(tokens: TokenArray, name: TokenName, offset: int) -> dict[str, Any]:
@@ -73,7 +73,10 @@ class TokenTally:
         if not len(tokens):
             return
         self.completion_tokens += len(tokens)
-        lowest, highest = int(tokens["version"].min()), int(tokens["version"].max())
+        self.add_versions(int(tokens["version"].min()), int(tokens["version"].max()))
+
+    def add_versions(self, lowest: int, highest: int) -> None:
+        """Note versions that made a part of the answer."""
         self._lowest = min(self._lowest or lowest, lowest)
         self._highest = max(self._highest, highest)
 
@@ -92,5 +95,6 @@ class TokenTally:
         return {"weight_version_start": self._lowest, "weight_version_end": self._highest}
 
 
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
+    """A logprob that JSON can hold."""
     return _LEAST_LOGPROB if math.isnan(logprob) else max(logprob, _LEAST_LOGPROB)

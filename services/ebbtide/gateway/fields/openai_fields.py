@@ -9,6 +9,7 @@ from ebbtide.gateway.fields.sampling_fields import (
     NO_RESUME,
     NOT_RECORDED,
     SAMPLING,
+    SCORED,
     STREAM_OPTIONS,
     TEXT_ONLY,
     VLLM,
@@ -24,13 +25,15 @@ COMPLETION_FIELDS: Final = RouteFields(
     rules={
         "model": _MODEL,
         "prompt": supported("a string, a list of strings, token ids, or a list of lists of token ids"),
-        "max_tokens": supported("default 16"),
+        "max_tokens": supported("default 16; with echo 0 or 1, with prompt_logprobs 1"),
         "n": _N,
         "stream": _STREAM,
         "stream_options": supported("include_usage, continuous_usage_stats"),
-        "logprobs": supported("0 or 1: the sampled token's, under the distribution that it was sampled from"),
+        "logprobs": supported(
+            "0 or 1: the sampled token's, under the distribution that it was sampled from; with echo 0 to 20"
+        ),
         "add_special_tokens": supported("default true"),
-        "echo": neutral(False, why="prompts are not scored"),
+        "echo": supported("with logprobs, at most one token, and no stream: the prompt with its scores"),
         "best_of": neutral(1, why=NOT_RECORDED),
         "suffix": refused("the models complete, and do not insert"),
         "prompt_embeds": refused(TEXT_ONLY),
@@ -39,6 +42,7 @@ COMPLETION_FIELDS: Final = RouteFields(
         **VLLM,
         **LABELS,
         **EBBTIDE,
+        **SCORED,
     },
 )
 CHAT_FIELDS: Final = RouteFields(
@@ -82,6 +86,7 @@ CHAT_FIELDS: Final = RouteFields(
         **VLLM,
         **LABELS,
         **EBBTIDE,
+        **SCORED,
     },
 )
 STREAM_OPTION_FIELDS: Final = RouteFields(route="stream_options", rules=STREAM_OPTIONS)

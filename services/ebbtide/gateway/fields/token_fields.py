@@ -3,11 +3,20 @@
 from typing import Final
 
 from ebbtide.gateway.fields.field_table import RouteFields, ignored, neutral, refused, supported
-from ebbtide.gateway.fields.sampling_fields import EBBTIDE, NO_RESUME, NOT_RECORDED, SAMPLING, TEXT_ONLY, VLLM
+from ebbtide.gateway.fields.sampling_fields import (
+    EBBTIDE,
+    NO_RESUME,
+    NOT_RECORDED,
+    SAMPLING,
+    SCORED,
+    TEXT_ONLY,
+    VLLM,
+)
 
 _MODEL: Final = supported("a run's id or name; a key of one run decides alone")
 _TOKEN_SAMPLING: Final = {
     **SAMPLING,
+    **SCORED,
     "n": supported("default 1"),
     "max_tokens": supported("default: what the context leaves"),
     "logprobs": supported("0 or 1: the sampled token's, under the distribution that it was sampled from"),
@@ -19,8 +28,8 @@ _TOKEN_SAMPLING: Final = {
     "output_text_buffer_length": ignored("a form inside vLLM"),
     "skip_reading_prefix_cache": ignored("a prefix cache changes no token"),
     "extra_args": neutral({}, why="the workers have no such extensions"),
-    "prompt_logprob_token_ids": refused("prompts are not scored"),
-    "prompt_logprob_start": refused("prompts are not scored"),
+    "prompt_logprob_token_ids": refused("prompts are scored by ranks, and not by ids"),
+    "prompt_logprob_start": neutral(0, why="a prompt is scored whole"),
     "trace_decode_token_ids": refused(NOT_RECORDED),
     "routed_experts_prompt_start": neutral(0, why=NOT_RECORDED),
 }
@@ -53,8 +62,8 @@ SGLANG_FIELDS: Final = RouteFields(
         "sampling_params": supported("an object: see its own table"),
         "stream": supported("server-sent events with the text so far"),
         "return_logprob": supported("answers meta_info.output_token_logprobs, of sampled tokens"),
-        "logprob_start_len": neutral(-1, why="prompts are not scored"),
-        "top_logprobs_num": neutral(0, why=NOT_RECORDED),
+        "logprob_start_len": supported("with return_logprob: scores the prompt, and shows it from there on; -1: off"),
+        "top_logprobs_num": supported("0 to 20 alternatives where the prompt is scored; else 0, as none are stored"),
         "token_ids_logprob": refused(NOT_RECORDED),
         "return_text_in_logprobs": supported("default false"),
         "return_routed_experts": neutral(False, why=NOT_RECORDED),
@@ -77,7 +86,7 @@ SGLANG_FIELDS: Final = RouteFields(
 SGLANG_SAMPLING_FIELDS: Final = RouteFields(
     route="/generate: sampling_params",
     rules={
-        "max_new_tokens": supported("default 128"),
+        "max_new_tokens": supported("default 128; 0 or 1 where the prompt is scored"),
         "min_new_tokens": supported("default 0"),
         **{name: SAMPLING[name] for name in ("temperature", "top_p", "top_k", "stop", "stop_token_ids", "ignore_eos")},
         **{name: SAMPLING[name] for name in ("repetition_penalty", "skip_special_tokens", "min_p", "logit_bias")},

@@ -6,6 +6,7 @@ import numpy as np
 from msgspec import Struct
 
 from ebbtide.gateway.text.output_parsers import ToolCallDelta
+from ebbtide.types.prompt_scores import PromptScores
 from ebbtide.types.tokens import TOKEN, TokenArray
 
 
@@ -25,6 +26,7 @@ class ChoiceDelta(Struct, frozen=True, kw_only=True):
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
     finish: ChoiceFinish | None = None
+    scores: PromptScores | None = None  # of the prompt, if they were asked for
 
 
 class ChoiceResult:
@@ -33,6 +35,7 @@ class ChoiceResult:
     def __init__(self, index: int) -> None:
         self.index = index
         self.finish: ChoiceFinish | None = None
+        self.scores: PromptScores | None = None
         self.count = 0  # of tokens
         self._texts: list[str] = []
         self._reasonings: list[str] = []
@@ -52,6 +55,7 @@ class ChoiceResult:
             call["name"] += part.name
             call["arguments"] += part.arguments
         self.finish = delta.finish or self.finish
+        self.scores = delta.scores or self.scores
 
     @property
     def text(self) -> str:

@@ -12,13 +12,17 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Final
 
+import msgspec
+
 from ebbtide.errors import AlreadyExists, EbbtideError, Internal, Unavailable
 from ebbtide.gateway.generation.choice_delta import ChoiceDelta
 from ebbtide.gateway.generation.choice_text import ChoiceText
 from ebbtide.gateway.generation.request_fields import named_as_asked
 from ebbtide.gateway.generation.rollout_source import RolloutSource
+from ebbtide.gateway.generation.scored_requests import whole_response
 from ebbtide.gateway.generation.text_request import TextRequest
 from ebbtide.types.key_usage import MeteredKey
+from ebbtide.types.prompt_scores import unpack_scores
 from ebbtide.types.rollout import FinishReason, RolloutRequest, TokenChunk
 from ebbtide.types.tokens import unpack_tokens
 
@@ -137,6 +141,9 @@ class PlayedRequest:
 
     async def _follow(self, number: int) -> AsyncGenerator[ChoiceDelta, None]:
         choice, rollout_id = self._choices[number], self._rollouts[number].rollout_id
+        if self._request.prompt_logprobs is not None:
+            yield await self._scored(number, self._request.prompt_logprobs)
+            return
         async with aclosing(self._source.tokens(rollout_id)) as chunks:
             async for chunk in chunks:
                 ends = chunk.reason in (FinishReason.STOP, FinishReason.LENGTH)
@@ -150,6 +157,14 @@ class PlayedRequest:
                 if chunk.reason is not None:
                     raise _ended_badly(chunk)
         raise Unavailable("the completion's tokens ended without a reason; ask again under the same X-Request-ID")
+
+    async def _scored(self, number: int, alternatives: int) -> ChoiceDelta:
+        """The only delta of a completion whose prompt is scored."""
+        whole = await whole_response(self._source, self._rollouts[number].rollout_id)
+        if whole.reason not in (FinishReason.STOP, FinishReason.LENGTH):
+            raise _ended_badly(whole)
+        scores = unpack_scores(whole.tokens, len(self.prompt_of(number)), alternatives)
+        return msgspec.structs.replace(self._choices[number].push(scores.token, whole.reason), scores=scores)
 
     def _stop(self, rollout_id: str) -> None:
         """End a rollout behind a stop string, while the answer goes on."""
@@ -166,5 +181,5 @@ class PlayedRequest:
 
 def _ended_badly(chunk: TokenChunk) -> EbbtideError:
     if chunk.reason is FinishReason.DEAD_LETTERED:
-        return Unavailable(f"the completion was given up, as too many attempts at it failed: {chunk.message}")
+        return Unavailable(f"the completion was given up: {chunk.message}")
     return Unavailable(f"the completion was cancelled {f'({chunk.message})' if chunk.message else ''}".strip())

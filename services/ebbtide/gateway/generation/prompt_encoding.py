@@ -64,7 +64,7 @@ def sampling_of(request: TextRequest, model: TextModel, prompt_tokens: int) -> S
             field="max_tokens",
         )
     limit = min(room, MAX_NEW_TOKENS) if request.max_tokens is None else request.max_tokens
-    unread = not request.logprobs and not request.session_id
+    unread = not (request.logprobs or request.session_id or request.prompt_logprobs is not None)
     sampling = msgspec.structs.replace(request.sampling, max_tokens=limit, without_logprobs=unread)
     try:
         return check_sampling(sampling, field="")

@@ -17,6 +17,7 @@ from ebbtide.gateway.generation.prompt_threads import PromptThreads
 from ebbtide.gateway.generation.request_digest import content_digest
 from ebbtide.gateway.generation.request_fields import prompt_field
 from ebbtide.gateway.generation.rollout_source import RolloutSource
+from ebbtide.gateway.generation.scored_requests import check_score_count, check_scored
 from ebbtide.gateway.generation.session_episode import session_episode
 from ebbtide.gateway.generation.text_model import TextModel
 from ebbtide.gateway.generation.text_request import ChatPrompt, Prompt, RawPrompt, TextRequest
@@ -66,6 +67,7 @@ class RequestPlayer:
     async def check(self, request: TextRequest, owner: str) -> None:
         """Raise for a request that cannot be played, whatever its prompts are."""
         _check_count(request)
+        check_scored(request)
         self._check_tools(request)
         await self._check_versions(request, owner)
 
@@ -73,6 +75,7 @@ class RequestPlayer:
         self, request: TextRequest, owner: str, prompts: Sequence[list[int]]
     ) -> tuple[list[RolloutRequest], list[ChoiceText]]:
         """The rollouts of a request, and what makes text of each. Raises `InvalidRequest` naming the field."""
+        check_score_count(request, prompts)
         samplings = [sampling_of(request, self.model, len(ids)) for ids in prompts]
         rollouts = self._rollouts(request, owner, prompts, samplings)
         choices = [
@@ -153,6 +156,7 @@ class RequestPlayer:
                 priority=request.priority,
                 interactive=request.stream,
                 client_digest=digest,
+                prompt_logprobs=request.prompt_logprobs,
             )
             for number in range(len(prompts) * request.n)
         ]

@@ -52,6 +52,8 @@ class TextRequest(Struct, frozen=True, kw_only=True):
     model: str = ""
     max_tokens: int | None = None  # None: what the context leaves
     n: int = 1  # completions of each prompt
+    prompt_logprobs: int | None = None  # alternatives of each score; None: prompts are not scored
+    score_from: int = 0  # a place in each prompt, from which on its scores are shown
     stop: tuple[str, ...] = ()
     keep_stop: bool = False  # the text ends with the stop string or token
     skip_special: bool = True  # the text is without special tokens

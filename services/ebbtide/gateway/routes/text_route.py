@@ -7,8 +7,10 @@ import asyncio
 import contextlib
 import time
 from contextlib import aclosing
+from functools import partial
 from typing import Final
 
+import msgspec
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
@@ -19,6 +21,7 @@ from ebbtide.gateway.dialects.dialect import Answer, AnswerContext, AskedText, D
 from ebbtide.gateway.dialects.error_shapes import ErrorShape
 from ebbtide.gateway.generation.choice_delta import ChoiceResult
 from ebbtide.gateway.generation.played_request import PlayedRequest
+from ebbtide.gateway.generation.prompt_threads import PromptThreads
 from ebbtide.gateway.generation.text_request import TextRequest
 from ebbtide.gateway.metrics import FIRST_TOKEN_SECONDS, GAP_SECONDS, LEFT, REQUESTS, STREAMS, TOKENS, UNDER_WAY
 from ebbtide.gateway.routes.body_reader import read_body
@@ -121,7 +124,10 @@ class _TextExchange:
             try:
                 with served.counted(played):  # nothing comes between the pauses and this
                     await played.submit(key.metered)
-                    await self._send(played, answer)
+                    if self._request.prompt_logprobs is None:
+                        await self._send(played, answer)
+                    else:
+                        await self._send_scores(played, answer, served.player.threads, key)
             except EbbtideError as error:
                 await self._fail(error)
 
@@ -138,6 +144,7 @@ class _TextExchange:
             created=int(time.time()),
             played=played,
             token_text=served.player.model.token_text,
+            decode=partial(served.player.model.text.decode, skip_special=False),
         )
         answer = self._answer = self._asked.answer(context)
         self._asked, self._request = None, self._request.without_prompts()
@@ -149,7 +156,12 @@ class _TextExchange:
             with STREAMS.track_inprogress():
                 await self._send_events(played, answer)
         else:
-            await self._send_whole(played, answer)
+            await self._reply.json(answer.whole(await self._results(played)))
+
+    async def _send_scores(self, played: PlayedRequest, answer: Answer, threads: PromptThreads, key: ClientKey) -> None:
+        """So many scores take a while to shape. They are never streamed."""
+        results = await self._results(played)
+        await self._reply.json(await threads.run(key.owner, lambda: _shaped(answer, results)))
 
     async def _send_events(self, played: PlayedRequest, answer: Answer) -> None:
         await self._reply.begin_events()
@@ -172,14 +184,14 @@ class _TextExchange:
             FIRST_TOKEN_SECONDS.observe(now - self._began)
         return now
 
-    async def _send_whole(self, played: PlayedRequest, answer: Answer) -> None:
+    async def _results(self, played: PlayedRequest) -> list[ChoiceResult]:
         results = [ChoiceResult(number) for number in range(played.completions)]
         async with aclosing(played.deltas()) as deltas:
             async for delta in deltas:
                 TOKENS.inc(len(delta.tokens))
                 results[delta.index].add(delta)
         self._complete = True
-        await self._reply.json(answer.whole(results))
+        return results
 
     async def _fail(self, error: EbbtideError) -> None:
         """Tell of an error behind the answer's beginning; else raise it."""
@@ -187,6 +199,10 @@ class _TextExchange:
             raise error
         told, _ = as_told(error, self._reply.request_id)
         await self._reply.end_events(self._answer.failure(told))
+
+
+def _shaped(answer: Answer, results: list[ChoiceResult]) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(answer.whole(results)))
 
 
 def _echoed(headers: Headers) -> str:

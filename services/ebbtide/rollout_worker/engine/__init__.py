@@ -9,6 +9,7 @@ from msgspec import Struct
 from ebbtide.errors import Internal
 from ebbtide.rollout_worker.engine.vllm.weights.tensor_boxes import Boxes
 from ebbtide.types.fleet import EngineInfo
+from ebbtide.types.prompt_scores import ScoreArray
 from ebbtide.types.rollout import FinishReason
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -23,6 +24,9 @@ class EngineRequest(Struct, frozen=True, kw_only=True):
 
     `stop_token_ids` includes the end-of-sequence tokens, unless the rollout ignores them. A stop token is generated,
     with its logprob, and ends the request with `STOP`. Without `logprobs`, NaN stands for each.
+
+    With `prompt_logprobs` the prompt is scored, too, which is then read whole: the only delta has its scores, and one
+    version makes all of them.
     """
 
     request_id: str
@@ -36,15 +40,20 @@ class EngineRequest(Struct, frozen=True, kw_only=True):
     repetition_penalty: float = 1.0
     logprobs: bool = True
     priority: int = 0
+    prompt_logprobs: int | None = None  # alternatives of each score; None: the prompt is not scored
 
 
 class TokenDelta(NamedTuple):
-    """Tokens as they leave the engine: ids, logprobs in nats and versions of equal length; `finish` with the last."""
+    """Tokens as they leave the engine: ids, logprobs in nats and versions of equal length; `finish` with the last.
+
+    `scores`: of the prompt and of the one token behind it, as `PromptScores.places`.
+    """
 
     ids: Sequence[int]
     logprobs: Sequence[float]
     versions: Sequence[int]
     finish: FinishReason | None = None
+    scores: ScoreArray | None = None
 
 
 class Engine(Protocol):
@@ -68,6 +77,11 @@ class Engine(Protocol):
 
         Known after the start. Installed files need not be filled outside them.
         """
+        ...
+
+    @property
+    def scores_prompts(self) -> bool:
+        """Whether it serves requests with `prompt_logprobs`. It never changes."""
         ...
 
     def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:

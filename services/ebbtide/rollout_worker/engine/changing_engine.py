@@ -111,6 +111,10 @@ class ChangingEngine:
     def boxes(self) -> Boxes | None:
         return self._inner.boxes
 
+    @property
+    def scores_prompts(self) -> bool:
+        return self._inner.scores_prompts
+
     async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
         async with aclosing(self._inner.generate(request)) as stream:
             async for delta in stream:

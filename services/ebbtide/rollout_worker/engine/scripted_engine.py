@@ -23,6 +23,7 @@ from ebbtide.rollout_worker.engine import EngineFailed, EngineRequest, Shapes, T
 from ebbtide.rollout_worker.engine.vllm.weights.tensor_boxes import Boxes
 from ebbtide.rollout_worker.settings import ScriptedSettings
 from ebbtide.types.fleet import EngineInfo
+from ebbtide.types.prompt_scores import ScoreArray, score_places
 from ebbtide.types.rollout import FinishReason
 from ebbtide.types.tokens import pack_ids
 
@@ -66,16 +67,31 @@ def follow(settings: ScriptedSettings, token_ids: Sequence[int], count: int) -> 
     return [script.next() for _ in range(count)]
 
 
+def script_scores(settings: ScriptedSettings, token_ids: Sequence[int], alternatives: int) -> ScoreArray:
+    """The scores of all tokens behind the first, shape (n, 1 + alternatives): at each place the script ranks the
+    vocabulary by the tokens before it.
+    """
+    places, state = list[tuple[int, float, int]](), zlib.crc32(pack_ids(token_ids[:1]))
+    for token in token_ids[1:]:
+        first = state % settings.vocab_size
+        ranks = [(token - first) % settings.vocab_size + 1, *range(1, alternatives + 1)]
+        places += [((first + rank - 1) % settings.vocab_size, -rank / 64, rank) for rank in ranks]
+        state = zlib.crc32(token.to_bytes(4, "little"), state)
+    ids, logprobs, ranked = zip(*places, strict=True)
+    return score_places(ids, logprobs, ranked, alternatives)
+
+
 class TokenFeed:
     """One request, and its tokens that the reader has not taken yet."""
 
     def __init__(self, settings: ScriptedSettings, request: EngineRequest, ready: float) -> None:
         """`ready`: when its first token may be made."""
-        self._request, self.ready = request, ready
+        self._settings, self._request, self.ready = settings, request, ready
         self._script = TokenScript(settings, request.token_ids)
         self._made = 0
         self._ids, self._logprobs, self._versions = list[int](), list[float](), list[int]()
         self._finish: FinishReason | None = None
+        self._scores: ScoreArray | None = None
         self._news = asyncio.Event()
 
     @property
@@ -91,6 +107,8 @@ class TokenFeed:
             self._finish = FinishReason.STOP
         elif self._made == self._request.max_tokens:
             self._finish = FinishReason.LENGTH
+        if (alternatives := self._request.prompt_logprobs) is not None:
+            self._scores = script_scores(self._settings, [*self._request.token_ids, token], alternatives)
         self._ids.append(token)
         self._logprobs.append(logprob if self._request.logprobs else math.nan)
         self._versions.append(version)
@@ -103,7 +121,7 @@ class TokenFeed:
         """The new tokens; waits for some."""
         await self._news.wait()
         self._news.clear()
-        delta = TokenDelta(self._ids, self._logprobs, self._versions, self._finish)
+        delta = TokenDelta(self._ids, self._logprobs, self._versions, self._finish, self._scores)
         self._ids, self._logprobs, self._versions = [], [], []
         return delta
 
@@ -135,6 +153,10 @@ class ScriptedEngine:
     def boxes(self) -> Boxes | None:
         return None
 
+    @property
+    def scores_prompts(self) -> bool:
+        return self._settings.scores
+
     async def start(self, *, aside: bool = False) -> EngineInfo:  # noqa: ARG002 - waits for nothing but timers
         if self._settings.model:
             self._shapes = checkpoint_facts.tensor_shapes(checkpoint_facts.check_directory(self._settings.model))
@@ -154,6 +176,8 @@ class ScriptedEngine:
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
         self.check()
+        if request.prompt_logprobs is not None and not self.scores_prompts:
+            raise InvalidRequest("this script does not score prompts", field="prompt_logprobs")
         ready = time.monotonic() + self._settings.first_token_s * self._settings.slowness
         feed = TokenFeed(self._settings, request, ready)
         self._feeds[feed] = None

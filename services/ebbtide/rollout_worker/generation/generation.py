@@ -14,7 +14,7 @@ from ebbtide.rollout_worker.engine import EngineRequest, TokenDelta
 from ebbtide.types.fleet import AttemptRef, EngineInfo
 from ebbtide.types.rollout import FinishReason
 from ebbtide.types.run import Sampling, check_sampling
-from ebbtide.types.tokens import pack_tokens, unpack_ids, unpack_tokens
+from ebbtide.types.tokens import pack_tokens, token_count, unpack_ids, unpack_tokens
 
 Decode = Callable[[Sequence[int]], str]
 #: Tokens decoded before those that a stop string may span, as decoders may treat the beginning of a text differently.
@@ -33,6 +33,7 @@ class Assignment(Struct, frozen=True, kw_only=True):
     max_version: int = 0
     priority: int = 0
     interactive: bool = False  # somebody waits for each token
+    prompt_logprobs: int | None = None  # alternatives of each score; None: the prompt is not scored
 
     def admits(self, version: int) -> bool:
         """Whether the rollout takes tokens of `version`; a bound of 0 is none."""
@@ -75,7 +76,7 @@ class Generation:
         check_sampling(assignment.sampling, field="sampling")
         prompt = unpack_ids(assignment.prompt_ids).tolist()
         self._ids: list[int] = unpack_tokens(assignment.partial, field="partial")["id"].tolist()
-        _check(prompt + self._ids, len(prompt), info)
+        check_context(prompt + self._ids, len(prompt), info)
         self._assignment, self._prompt = assignment, prompt
         self._ending = ResponseEnding(assignment.sampling, info, room=info.max_model_len - len(prompt), decode=decode)
         self.finish = self._ending.at(self._ids) if self._ids else None
@@ -110,8 +111,13 @@ class Generation:
             self.finish = delta.finish
         return pack_tokens(delta.ids[:kept], delta.logprobs[:kept], delta.versions[:kept])
 
+    def generated(self, accepted: bytes) -> int:
+        """How many tokens were generated for what `accept` returned."""
+        return token_count(accepted)
 
-def _check(ids: Sequence[int], prompt_tokens: int, info: EngineInfo) -> None:
+
+def check_context(ids: Sequence[int], prompt_tokens: int, info: EngineInfo) -> None:
+    """Refuse a prompt, with what follows it in `ids`, that the engine cannot continue."""
     if not prompt_tokens:
         raise InvalidRequest("an empty prompt cannot be continued", field="prompt_ids")
     if prompt_tokens >= info.max_model_len:

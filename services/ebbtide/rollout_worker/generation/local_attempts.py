@@ -20,6 +20,7 @@ from ebbtide.rollout_worker import metrics
 from ebbtide.rollout_worker.engine import Engine, EngineFailed
 from ebbtide.rollout_worker.generation.generation import Assignment, Generation
 from ebbtide.rollout_worker.generation.outbox import Outbox
+from ebbtide.rollout_worker.generation.prompt_scoring import PromptScoring
 from ebbtide.types.append_delta import AppendAck
 from ebbtide.types.end_cause import EndCause
 from ebbtide.types.fleet import AttemptRef, EngineInfo
@@ -75,7 +76,7 @@ class GenerationHolds:
 class LocalAttempt:
     """One attempt."""
 
-    def __init__(self, assignment: Assignment, generation: Generation, entry: int) -> None:
+    def __init__(self, assignment: Assignment, generation: Generation | PromptScoring, entry: int) -> None:
         self.assignment, self.generation, self.entry = assignment, generation, entry  # `entry`: in the ledger
         self.task: asyncio.Task[None] | None = None
         self.started = False
@@ -114,6 +115,11 @@ class LocalAttempts:
         return attempt_id in self._held
 
     @property
+    def scores_prompts(self) -> bool:
+        """Whether its engine scores prompts."""
+        return self._engine.scores_prompts
+
+    @property
     def running(self) -> int:
         return sum(held.task is not None for held in self._held.values())
 
@@ -138,11 +144,12 @@ class LocalAttempts:
     def start(self, assignment: Assignment) -> None:
         """Take an attempt and generate for it. Raises `InvalidRequest` if this engine cannot."""
         ref = assignment.attempt
-        generation = Generation(assignment, self.info, self._engine.decode)
+        generation = self._generation(assignment)
         entry = self._ledger.open(ref, token_count(assignment.partial)) if self._ledger else 0
         held = self._held[ref.attempt_id] = LocalAttempt(assignment, generation, entry)
         self.empty.clear()
-        self._outbox.open(ref, assignment.partial, interactive=assignment.interactive)
+        whole = isinstance(generation, PromptScoring)
+        self._outbox.open(ref, assignment.partial, interactive=assignment.interactive, whole=whole)
         if generation.finish is None:
             held.task = asyncio.create_task(self._generate(held), name=f"generate {ref.rollout_id}")
             held.task.add_done_callback(lambda task: self._ended(held, task))
@@ -151,6 +158,11 @@ class LocalAttempts:
         else:
             self._outbox.finish(ref.attempt_id, generation.finish, time.monotonic())
             self.due.set()
+
+    def _generation(self, assignment: Assignment) -> Generation | PromptScoring:
+        if assignment.prompt_logprobs is None:
+            return Generation(assignment, self.info, self._engine.decode)
+        return PromptScoring(assignment, self.info, self._engine.decode)
 
     def drop(self, refs: Iterable[AttemptRef], outcome: str) -> None:
         """Stop generating for these attempts and forget them."""
@@ -237,8 +249,7 @@ class LocalAttempts:
         try:
             async with aclosing(self._engine.generate(held.generation.request())) as stream:
                 async for delta in stream:
-                    tokens = held.generation.accept(delta)
-                    self._count(held, tokens)
+                    self._count(held, held.generation.accept(delta))
                     if held.generation.finish is not None or held.releasing:
                         break
             if held.generation.finish is None:
@@ -251,7 +262,7 @@ class LocalAttempts:
             log.warning("attempt failed", run_id=ref.run_id, rollout_id=ref.rollout_id, reason=str(error))
 
     def _count(self, held: LocalAttempt, tokens: bytes) -> None:
-        count = token_count(tokens)
+        count = held.generation.generated(tokens)
         if self._ledger:
             self._ledger.add(held.entry, count)
         held.started = True

@@ -42,8 +42,8 @@ class SettledOutput(NamedTuple):
 class RolloutOutput:
     """One attempt's response."""
 
-    def __init__(self, ref: AttemptRef, partial: bytes, lane: FlushLane) -> None:
-        self.ref, self.lane = ref, lane
+    def __init__(self, ref: AttemptRef, partial: bytes, lane: FlushLane, *, whole: bool) -> None:
+        self.ref, self.lane, self.whole = ref, lane, whole
         self.tokens = bytearray(partial)
         self.begin = self.sent = self.stored = self.length
         self.finish: FinishReason | None = None
@@ -126,9 +126,10 @@ class Outbox:
         output = self._outputs[attempt_id]
         return output.stored == output.length
 
-    def open(self, ref: AttemptRef, partial: bytes, *, interactive: bool = False) -> None:
+    def open(self, ref: AttemptRef, partial: bytes, *, interactive: bool = False, whole: bool = False) -> None:
+        """`whole`: its response is sent in one message, so that it is stored whole or not at all."""
         lane = self._interactive if interactive else self._batch
-        self._outputs[ref.attempt_id] = RolloutOutput(ref, partial, lane)
+        self._outputs[ref.attempt_id] = RolloutOutput(ref, partial, lane, whole=whole)
 
     def append(self, attempt_id: str, tokens: bytes, now: float) -> None:
         output = self._outputs[attempt_id]
@@ -190,7 +191,8 @@ class Outbox:
         for output in outputs:
             if not output.wants_sending:
                 continue
-            if room > 0 and len(deltas) < MESSAGE_DELTAS:
+            fits = room > 0 and (not output.whole or output.length - output.sent <= room)
+            if fits and len(deltas) < MESSAGE_DELTAS:
                 delta = output.take(room)
                 room -= len(delta.tokens) // TOKEN_BYTES
                 deltas.append(delta)

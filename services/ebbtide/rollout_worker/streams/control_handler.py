@@ -119,7 +119,7 @@ class ControlHandler:
                 kind=types_pb2.WorkerKind.ValueType(self.settings.kind),
                 site=self.settings.site,
                 protocol_version=PROTOCOL_VERSION,
-                capabilities=["resume", "flush_interval", f"engine:{self.settings.engine}"],
+                capabilities=self._capabilities(),
                 slots=self.settings.slots,
                 engine=to_proto(self.attempts.info, fleet_pb2.EngineInfo),
                 held=held,
@@ -129,6 +129,10 @@ class ControlHandler:
                 run_id=current.run_id if current else "",
             )
         )
+
+    def _capabilities(self) -> list[str]:
+        known = ["resume", "flush_interval", f"engine:{self.settings.engine}"]
+        return [*known, "score"] if self.attempts.scores_prompts else known
 
     def heartbeat(self) -> fleet_pb2.WorkerMessage:
         """The worker's state; `tokens_per_s` is a mean since the last measurement. Checks the engine, too."""

@@ -1,19 +1,19 @@
 """Speaks /v1/completions."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from ebbtide.errors import InvalidRequest
 from ebbtide.gateway.dialects.dialect import AnswerContext, AskedText
 from ebbtide.gateway.dialects.event_lines import DONE, data_event
+from ebbtide.gateway.dialects.openai.echoed_prompt import ScoredChoice, asked_alternatives
 from ebbtide.gateway.dialects.openai_events import OpenAIEvents
 from ebbtide.gateway.dialects.request_bodies import (
+    Alternatives,
     Completions,
-    Count,
-    LogprobCount,
     SharedBody,
     TokenId,
     stream_options,
@@ -23,14 +23,17 @@ from ebbtide.gateway.fields.openai_fields import COMPLETION_FIELDS
 from ebbtide.gateway.generation.choice_delta import ChoiceDelta, ChoiceFinish, ChoiceResult
 from ebbtide.gateway.generation.text_request import IdsPrompt, Prompt, RawPrompt, TextRequest
 from ebbtide.types.parse import parse
+from ebbtide.types.prompt_scores import PromptScores
 from ebbtide.types.tokens import TokenArray
 
 
 class CompletionBody(SharedBody, kw_only=True):
     prompt: str | list[Any]
-    max_tokens: Count = 16
+    max_tokens: Annotated[int, Meta(ge=0, le=1 << 20)] = 16
     n: Completions = 1
-    logprobs: LogprobCount | None = None
+    logprobs: Alternatives | None = None
+    prompt_logprobs: Alternatives | None = None
+    echo: bool = False
     add_special_tokens: bool = True
     return_tokens_as_token_ids: bool = False
 
@@ -53,12 +56,14 @@ class CompletionDialect:
     def read(self, body: Mapping[str, Any]) -> AskedText:
         asked = parse(CompletionBody, COMPLETION_FIELDS.checked(body))
         options = stream_options(asked.stream_options, stream=asked.stream)
+        prompts = _prompts(asked)
         request = TextRequest(
             model=asked.model,
-            prompts=_prompts(asked),
+            prompts=prompts,
             sampling=asked.sampling(),
-            max_tokens=asked.max_tokens,
+            max_tokens=max(1, asked.max_tokens),
             n=asked.n,
+            prompt_logprobs=_alternatives(asked),
             stop=asked.stops(),
             keep_stop=asked.include_stop_str_in_output,
             skip_special=asked.skip_special_tokens,
@@ -69,11 +74,12 @@ class CompletionDialect:
             request_id=asked.request_id,
             session_id=asked.session_id,
         )
-        shape = replace(asked, prompt="")  # an answer outlives its prompts
+        shape = replace(asked, prompt="")  # an answer outlives its prompts, unless it shows their scores
+        shown = () if request.prompt_logprobs is None else prompts
         return AskedText(
             request,
             lambda context: CompletionAnswer(
-                shape, context, usage=options.include_usage, running_usage=options.continuous_usage_stats
+                shape, shown, context, usage=options.include_usage, running_usage=options.continuous_usage_stats
             ),
         )
 
@@ -81,9 +87,17 @@ class CompletionDialect:
 class CompletionAnswer(OpenAIEvents):
     """The answer to one request."""
 
-    def __init__(self, asked: CompletionBody, context: AnswerContext, *, usage: bool, running_usage: bool) -> None:
+    def __init__(
+        self,
+        asked: CompletionBody,
+        prompts: Sequence[Prompt],
+        context: AnswerContext,
+        *,
+        usage: bool,
+        running_usage: bool,
+    ) -> None:
         super().__init__(context)
-        self._asked = asked
+        self._asked, self._prompts = asked, prompts
         self._usage, self._running_usage = usage, running_usage
         self._tally = TokenTally(context.played.prompts)
         self._name = token_name(context.token_text, as_ids=asked.return_tokens_as_token_ids)
@@ -113,13 +127,21 @@ class CompletionAnswer(OpenAIEvents):
     def whole(self, results: Sequence[ChoiceResult]) -> dict[str, Any]:
         choices = []
         for result in results:
-            tokens = result.tokens
+            tokens = result.tokens if self._asked.max_tokens else result.tokens[:0]
             self._tally.add_tokens(tokens)
             choice = self._choice(result.index, result.text, tokens, result.finish)
+            if result.scores is not None:
+                self._add_scores(choice, result, result.scores)
             if self._asked.return_token_ids:
                 choice["weight_versions"] = version_spans(tokens)
             choices.append(choice)
         return self._frame(choices) | {"usage": self._tally.usage()} | self._tally.stamps()
+
+    def _add_scores(self, choice: dict[str, Any], result: ChoiceResult, scores: PromptScores) -> None:
+        self._tally.add_versions(scores.version, scores.version)
+        sampled = self._asked.max_tokens > 0
+        shape = ScoredChoice(self._context, self._name, echo=self._asked.echo, sampled=sampled)
+        shape.add(choice, result, scores, self._prompts[result.index])
 
     def _frame(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -138,7 +160,7 @@ class CompletionAnswer(OpenAIEvents):
             "finish_reason": finish.reason if finish else None,
             "stop_reason": finish.stop if finish else None,
         }
-        if self._asked.logprobs is not None:
+        if self._asked.logprobs is not None and not self._asked.echo:
             found = completion_logprobs(tokens, self._name, self._offsets[index])
             self._offsets[index] += sum(map(len, found["tokens"]))
             choice["logprobs"] = found
@@ -146,6 +168,12 @@ class CompletionAnswer(OpenAIEvents):
             choice["token_ids"] = tokens["id"].tolist()
             choice["prompt_token_ids"] = self._context.played.prompt_of(index)
         return choice
+
+
+def _alternatives(asked: CompletionBody) -> int | None:
+    return asked_alternatives(
+        echo=asked.echo, logprobs=asked.logprobs, prompt_logprobs=asked.prompt_logprobs, max_tokens=asked.max_tokens
+    )
 
 
 def _prompts(body: CompletionBody) -> list[Prompt]:

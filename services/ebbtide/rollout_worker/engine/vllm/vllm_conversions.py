@@ -3,8 +3,10 @@
 import math
 from typing import Any, Final
 
+from ebbtide.errors import Internal
 from ebbtide.rollout_worker.engine import EngineRequest
 from ebbtide.rollout_worker.engine.measured_steps import EngineCapacity
+from ebbtide.types.prompt_scores import ScoreArray, score_places
 
 #: vLLM's label before the first install.
 _UNLABELLED: Final = "default"
@@ -24,7 +26,8 @@ def sampling_params(request: EngineRequest) -> Any:
         min_tokens=request.min_tokens,
         stop_token_ids=list(request.stop_token_ids),
         ignore_eos=True,  # the stop tokens include them where they count
-        logprobs=0 if request.logprobs else None,
+        logprobs=request.prompt_logprobs or (0 if request.logprobs else None),
+        prompt_logprobs=request.prompt_logprobs,
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
@@ -32,9 +35,24 @@ def sampling_params(request: EngineRequest) -> Any:
 
 
 def logprobs(completion: Any) -> list[float]:
-    """One per token: with `logprobs=0` only the sampled token's is there. NaN where the request asked for none."""
+    """One per token: the sampled token's is the first at its place. NaN where the request asked for none."""
     flat = completion.logprobs
     return [math.nan] * len(completion.token_ids) if flat is None else [flat.logprobs[at] for at in flat.start_indices]
+
+
+def prompt_scores(output: Any, alternatives: int | None) -> ScoreArray | None:
+    """The scores in the first output of a request that asked for them. Raises `Internal` if vLLM gave others."""
+    if alternatives is None:
+        return None
+    behind, sampled = output.prompt_logprobs, output.outputs[0].logprobs  # vLLM gives nothing at the first token
+    if behind is None or sampled is None or len(behind.logprobs) % (1 + alternatives):
+        raise Internal("vLLM did not score the prompt as it was asked to")
+    return score_places(
+        [*behind.token_ids, *sampled.token_ids],
+        [*behind.logprobs, *sampled.logprobs],
+        [*behind.ranks, *sampled.ranks],
+        alternatives,
+    )
 
 
 def token_versions(processor: Any, request_id: str, completion: Any, start: int) -> list[int]:

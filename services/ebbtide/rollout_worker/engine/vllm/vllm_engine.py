@@ -27,6 +27,7 @@ from ebbtide.rollout_worker.engine.vllm.borrowed_engine import BorrowedEngine
 from ebbtide.rollout_worker.engine.vllm.vllm_conversions import (
     engine_capacity,
     logprobs,
+    prompt_scores,
     sampling_params,
     token_versions,
 )
@@ -72,6 +73,10 @@ class VllmEngine:
     def boxes(self) -> Boxes | None:
         boxes: Boxes | None = self._updates.boxes
         return boxes
+
+    @property
+    def scores_prompts(self) -> bool:
+        return True
 
     @property
     def capacity(self) -> EngineCapacity:
@@ -133,7 +138,9 @@ class VllmEngine:
                         continue
                     versions = token_versions(self._llm.output_processor, request.request_id, completion, made)
                     made += len(ids)
-                    yield TokenDelta(ids, logprobs(completion), versions, _REASONS.get(completion.finish_reason))
+                    scores = prompt_scores(output, request.prompt_logprobs)
+                    finish = _REASONS.get(completion.finish_reason)
+                    yield TokenDelta(ids, logprobs(completion), versions, finish, scores)
             except EngineDeadError as error:
                 raise EngineFailed(_DEAD) from error
             except (VLLMClientError, ValueError) as error:
