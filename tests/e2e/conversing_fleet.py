@@ -4,23 +4,30 @@ Invariant: `living` are the workers that were booted and not killed since.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
 
 import openai
 from msgspec import Struct
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from benchmarks.real_kills.checkpoint import make_checkpoint
 from ebbtide.client import Client
+from ebbtide.testing import wait_until
 from tests.chaos.cluster import TOKEN, Cluster
 from tests.fakes.model_texts import save_chat_tokenizer
 
 RUN_ID: Final = "talk"
+#: Of an answer.
+TOKENS: Final = 128
+#: An answer with so many tokens, and as many to come, is in its middle: of the first ones some are stored.
+_BEGUN: Final = 24
 #: Ids of the tests' tokenizer, with its special tokens.
 _VOCABULARY: Final = 424
+_SPECIAL: Final = 420  # the first of them
+_WEIGHTS: Final = "model.safetensors"
 _ENGINE: Final = """
 [vllm]
 dtype = "float32"
@@ -29,6 +36,18 @@ threads = 1
 kv_cache_mib = 64
 """
 _BOOT_S: Final = 240.0
+
+
+def make_chat_checkpoint(folder: Path, **options: Any) -> Path:
+    """A random network with the tests' tokenizer, which greedily samples no special token: an answer's text has them
+    not, and where a client sends it back its ids could not be known again. `options`: see `make_checkpoint`.
+    """
+    model = make_checkpoint(folder, 1, vocab_size=_VOCABULARY, **options)
+    weights = load_file(model / _WEIGHTS)
+    weights["lm_head.weight"][_SPECIAL:] = 0.0
+    save_file(weights, model / _WEIGHTS, metadata={"format": "pt"})
+    save_chat_tokenizer(model)
+    return model
 
 
 class SaidTurn(Struct, frozen=True):
@@ -52,13 +71,12 @@ class ConversingFleet:
     @asynccontextmanager
     async def running(cls, cluster: Cluster, *, workers: int) -> AsyncIterator["ConversingFleet"]:
         """Workers, a gateway before them, and a run with a version."""
-        model = await asyncio.to_thread(make_checkpoint, cluster.directory / "model", 1, vocab_size=_VOCABULARY)
-        save_chat_tokenizer(model)
+        model = await asyncio.to_thread(make_chat_checkpoint, cluster.directory / "model")
         fleet = cls(cluster, await cluster.boot(workers=0), model)
         spec = {"name": "talk", "model": str(model), "environment": {"name": "none"}, "trainer": {"name": "external"}}
         await fleet.client.submit(spec, RUN_ID)
         async with fleet.client.claim(RUN_ID) as lease, asyncio.TaskGroup() as group:
-            group.create_task(lease.publish(load_file(model / "model.safetensors"), step=0))
+            group.create_task(lease.publish(load_file(model / _WEIGHTS), step=0))
             for _ in range(workers):
                 group.create_task(fleet.join())
             group.create_task(fleet._open_gateway())
@@ -73,35 +91,32 @@ class ConversingFleet:
         await self.cluster.worker(name, boot_s=_BOOT_S, **flags)
         self.living.append(name)
 
-    async def kill_busiest(self) -> str:
-        """SIGKILL the worker with most rollouts. Returns its name."""
-        running = {one.worker_id: one.running for one in await self.client.workers()}
-        victim = max(self.living, key=lambda name: running.get(name, 0))
+    async def kill_amid_answers(self) -> str:
+        """SIGKILL the worker with most half-made answers, once there is one. Returns its name."""
+        found = await wait_until(self._amid_answers, _BOOT_S, interval=0.005, what="a worker with half-made answers")
+        victim: str = found
         self.living.remove(victim)
         self.cluster.kill(victim)
         return victim
 
-    async def ask(
-        self, messages: list[dict[str, str]], session_id: str, tokens: int, seen: Callable[[int], None]
-    ) -> tuple[str, SaidTurn]:
-        """One turn of a session as a stream. `seen` hears how many tokens have come."""
-        chunks: Any = await self._http.chat.completions.create(
+    def _amid_answers(self) -> str:
+        ends = {name: [one.start + one.generated for one in self.cluster.ledger(name)] for name in self.living}
+        halves = {name: sum(_BEGUN <= end <= TOKENS - _BEGUN for end in all_) for name, all_ in ends.items()}
+        busiest = max(self.living, key=lambda name: halves[name])
+        return busiest if halves[busiest] else ""
+
+    async def ask(self, messages: list[dict[str, str]], session_id: str) -> tuple[str, SaidTurn]:
+        """One turn of a session."""
+        answer: Any = await self._http.chat.completions.create(
             model=RUN_ID,
             messages=messages,  # type: ignore[arg-type]  # plain dicts
-            max_tokens=tokens,
+            max_tokens=TOKENS,
             temperature=0.0,
-            stream=True,
             extra_body={"return_token_ids": True, "ignore_eos": True},
             extra_headers={"X-Session-ID": session_id},
         )
-        text, prompt_ids, ids = "", [], []
-        async for chunk in chunks:
-            prompt_ids = prompt_ids or chunk.prompt_token_ids
-            for choice in chunk.choices:
-                text += choice.delta.content or ""
-                ids += choice.token_ids
-            seen(len(ids))
-        return text, SaidTurn(prompt_ids, ids)
+        (choice,) = answer.choices
+        return choice.message.content or "", SaidTurn(answer.prompt_token_ids, choice.token_ids)
 
     async def _open_gateway(self) -> None:
         coordinator = self.cluster.process["coordinator"].address
@@ -114,34 +129,20 @@ class ConversingFleet:
 class Conversations:
     """So many conversations under one name, asked in rounds of one turn each."""
 
-    def __init__(self, fleet: ConversingFleet, name: str, count: int, *, tokens: int) -> None:
+    def __init__(self, fleet: ConversingFleet, name: str, count: int) -> None:
         self.turns: list[list[SaidTurn]] = [[] for _ in range(count)]
-        self._fleet, self._name, self._tokens = fleet, name, tokens
+        self._fleet, self._name = fleet, name
         self._messages: list[list[dict[str, str]]] = [[] for _ in range(count)]
-        self._seen = [0] * count
-        self._changed = asyncio.Event()
 
-    async def round(self, meanwhile: Callable[[], Awaitable[None]] | None = None, *, behind: int = 0) -> None:
-        """One turn of each conversation, all at once. `meanwhile` is done once each has got `behind` tokens."""
-        self._seen = [0] * len(self.turns)
+    async def ask_all(self) -> None:
+        """One turn of each conversation, all at once."""
         async with asyncio.TaskGroup() as group:
             for number in range(len(self.turns)):
                 group.create_task(self._turn(number))
-            if meanwhile is not None:
-                while min(self._seen) < behind:
-                    self._changed.clear()
-                    await self._changed.wait()
-                assert max(self._seen) < self._tokens, "nothing is under way any more"
-                await meanwhile()
 
     async def _turn(self, number: int) -> None:
         messages, turns = self._messages[number], self.turns[number]
         messages.append({"role": "user", "content": f"The dog {number} jumps over {'fox ' * len(turns)}and sleeps."})
-
-        def seen(tokens: int) -> None:
-            self._seen[number] = tokens
-            self._changed.set()
-
-        text, turn = await self._fleet.ask(messages, f"{self._name}{number}", self._tokens, seen)
+        text, turn = await self._fleet.ask(messages, f"{self._name}{number}")
         messages.append({"role": "assistant", "content": text})
         turns.append(turn)
