@@ -56,6 +56,16 @@ def test_what_reading_a_prefix_costs_counts_for_all_that_run_beside_it() -> None
     assert placed([turn(1)], [home, many], known("home"), rest=100.0) == {"r1": "home"}
 
 
+def test_reading_costs_what_the_worker_was_seen_to_need_for_it() -> None:
+    home = worker("home", 4, rate=10.0)
+    for prefill, chosen in ((0.0, "other"), (20.0 * SECOND, "other"), (SECOND / 20.0, "home")):
+        assert placed([turn(1)], [home, worker("other", 1, prefill=prefill)], known("home")) == {"r1": chosen}
+    full = worker("home", 32)
+    for prefill, waits in ((SECOND, True), (10.0 * SECOND, False)):
+        found = placed([turn(1)], [full, worker("other", 1, prefill=prefill)], known("home"), now=1.0)
+        assert found == ({} if waits else {"r1": "other"})
+
+
 def test_of_several_workers_with_a_part_of_the_prefix_the_one_with_most_is_chosen() -> None:
     prefixes = {"e": {"some": CachedPrefix(1, 1_000), "most": CachedPrefix(1, 4_000), "less": CachedPrefix(1, 2_000)}}
     hosts = [worker(name, 2) for name in ("less", "most", "other", "some")]

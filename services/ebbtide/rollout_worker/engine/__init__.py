@@ -38,12 +38,16 @@ class EngineRequest(Struct, frozen=True, kw_only=True):
 
 
 class TokenDelta(NamedTuple):
-    """Tokens as they leave the engine: ids, logprobs in nats and versions of equal length; `finish` with the last."""
+    """Tokens as they leave the engine: ids, logprobs in nats and versions of equal length; `finish` with the last.
+
+    `cached`: with a request's first tokens, how many of `EngineRequest.token_ids` the engine had keys and values of.
+    """
 
     ids: Sequence[int]
     logprobs: Sequence[float]
     versions: Sequence[int]
     finish: FinishReason | None = None
+    cached: int = 0
 
 
 class Engine(Protocol):

@@ -95,7 +95,7 @@ class TurnRouter:
             return False
         here = _kept(cached, seat.host)
         kept = max((_kept(cached, host) for host in self._full(one, cached, open_)), default=0)
-        saved_s = (min(kept, one.length) - here) / self._costs.prefill_tokens_per_s
+        saved_s = self._costs.read_s(min(kept, one.length) - here, seat.host.prefill)
         waits = waited_s < saved_s * (1 + seat.beside)
         self._waiting += waits
         return waits
@@ -112,7 +112,7 @@ class TurnRouter:
     def _end_s(self, one: QueuedRollout, cached: Mapping[str, CachedPrefix], seat: Seat, rest: float) -> float:
         """Seconds until the turn ends there. The reading delays the rollouts beside it, and counts for each of them."""
         host, speed = seat.host, seat.speed
-        read_s = max(0, one.length - _kept(cached, host)) / self._costs.prefill_tokens_per_s
+        read_s = self._costs.read_s(max(0, one.length - _kept(cached, host)), host.prefill)
         end_s = read_s * (1 + seat.beside) + (rest / speed if speed else 0.0)
         if host.borrowed:
             rate = speed / (host.share or 1.0)

@@ -133,7 +133,8 @@ class VllmEngine:
                         continue
                     versions = token_versions(self._llm.output_processor, request.request_id, completion, made)
                     made += len(ids)
-                    yield TokenDelta(ids, logprobs(completion), versions, _REASONS.get(completion.finish_reason))
+                    finish, cached = _REASONS.get(completion.finish_reason), output.num_cached_tokens or 0
+                    yield TokenDelta(ids, logprobs(completion), versions, finish, cached)
             except EngineDeadError as error:
                 raise EngineFailed(_DEAD) from error
             except (VLLMClientError, ValueError) as error:
