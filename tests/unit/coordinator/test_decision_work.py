@@ -58,7 +58,7 @@ class Scene(ModelFleet):
         trust = WorkerTrust(self.state)
         self.registry = WorkerRegistry(CoordinatorSettings(), self.state, trust, SilentRunEvents())
         self.installs = InstallSender(self.state, EngineChanges(self.state), lambda _: b"k" * 32)
-        self.hosts = HostViews(self.state, trust, Rebalancer(self.state, on=True), PrefillSpeeds(5_000.0))
+        self.hosts = HostViews(self.state, trust, Rebalancer(self.state, on=True), PrefillSpeeds())
 
     @property
     def first(self) -> WorkerSession:

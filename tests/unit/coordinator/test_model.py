@@ -50,7 +50,7 @@ class Happening(ModelFleet):
 
     def fresh_views(self) -> HostViews:
         trusting: Any = SimpleNamespace(quarantined=lambda _: set())
-        return HostViews(self.state, trusting, Rebalancer(self.state, on=True), PrefillSpeeds(5_000.0))
+        return HostViews(self.state, trusting, Rebalancer(self.state, on=True), PrefillSpeeds())
 
     def happen(self) -> None:
         self.number += 1

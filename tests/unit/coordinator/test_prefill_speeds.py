@@ -13,7 +13,7 @@ class Fleet:
     """Workers that say in each heartbeat what they have read since their start."""
 
     def __init__(self) -> None:
-        self.state, self.speeds = CoordinatorState(), PrefillSpeeds(5_000.0)
+        self.state, self.speeds = CoordinatorState(), PrefillSpeeds()
         self._said: dict[str, list[float]] = {}
 
     def attach(self, name: str, kind: WorkerKind = WorkerKind.RESERVED) -> WorkerSession:

@@ -58,7 +58,7 @@ class DispatchRound:
         self._borrowed = BorrowedHosts(state, self._moves, run_events)
         changes = EngineChanges(state)
         self._allocator = WorkerAllocator(state, trust, self._moves, changes, slice_s=slice_s)
-        self._prefills = PrefillSpeeds(rules.costs.prefill_tokens_per_s)
+        self._prefills = PrefillSpeeds(rules)
         self._hosts = HostViews(state, trust, self._moves, self._prefills)
         self._installs = InstallSender(state, changes, public_key)
         self._unserved = UnservedWork(state, trust, changes, run_events)

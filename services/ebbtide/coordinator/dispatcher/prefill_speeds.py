@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from statistics import median
 from typing import Final
 
+from ebbtide.coordinator.dispatcher.dispatch_rules import RULES, DispatchRules
 from ebbtide.coordinator.state.worker_reports import HeartbeatReport
 from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.scheduling.dispatch.turns.prefill_speed import PrefillSpeed
@@ -17,10 +18,8 @@ _SAMPLE: Final = 64
 
 
 class PrefillSpeeds:
-    """`assumed`: tokens/s, before anybody has read."""
-
-    def __init__(self, assumed: float) -> None:
-        self._assumed = assumed
+    def __init__(self, rules: DispatchRules = RULES) -> None:
+        self._assumed, self._new_speed = rules.costs.prefill_tokens_per_s, rules.new_prefill
         self._speeds: dict[str, PrefillSpeed] = {}
         self._beats: dict[str, HeartbeatReport] = {}
         self._typical = 0.0
@@ -44,7 +43,8 @@ class PrefillSpeeds:
         beat = session.beat
         last = self._beats.get(session.session_id, beat)
         if beat.prompt_reads > last.prompt_reads:
-            speed = self._speeds.setdefault(session.session_id, PrefillSpeed(self._typical or self._assumed))
+            speed = self._speeds.setdefault(session.session_id, self._new_speed(self._typical or self._assumed))
             tokens, seconds = beat.prompt_tokens - last.prompt_tokens, beat.prompt_s - last.prompt_s
             speed.observe(beat.prompt_reads - last.prompt_reads, tokens, seconds)
+            session.learn_prefill(speed.tokens_per_s)
         return beat
