@@ -28,7 +28,8 @@ WORKERS: Final = ("w1", "w2")
 _RUN: Final = "routed"
 _BOOT_S: Final = 400.0
 _METRIC: Final = re.compile(r'^ebbtide_worker_prompt_tokens_total\{outcome="(\w+)"\} (\S+)$', re.MULTILINE)
-#: The cache holds all sessions of a block.
+#: The cache holds all sessions of a block. It knows prefixes by whole blocks: vLLM's default of 128 tokens on CPUs would
+#: be a large part of these sessions.
 _ENGINE: Final = f"""
 [vllm]
 dtype = "float32"
@@ -36,6 +37,7 @@ enforce_eager = true
 threads = 1
 kv_cache_mib = 512
 max_model_len = {CONTEXT}
+engine_args = '{{"block_size": 32}}'
 """
 
 

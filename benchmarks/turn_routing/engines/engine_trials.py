@@ -1,6 +1,5 @@
 """Compares rules on two real engines: blocks of the same sessions, in turns, by medians of the ratios of a round."""
 
-import asyncio
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -103,7 +102,3 @@ def _row(one: BlockFigures) -> str:
         f"  {one.rule:<14} {one.tokens_per_s:7,.0f} tokens/s, hits {one.hits:.3f}, "
         f"sessions of {one.session_s:.2f} s, {one.turns} turns in {one.seconds:.0f} s"
     )
-
-
-def main_figures(seed: int, tell: Tell, *, quick: bool) -> dict[str, Any]:
-    return asyncio.run(measure_engines(seed, tell, quick=quick))
