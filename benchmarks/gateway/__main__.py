@@ -1,6 +1,6 @@
 """Measures the gateway: what clients see of kills, its cost beside vLLM's own server, and the gain of routing turns.
 
-    python -m benchmarks.gateway [--quick] [--parts kills vllm turns] [--seed N] [--out PATH]
+    python -m benchmarks.gateway [--quick] [--parts kills vllm turns engines] [--seed N] [--out PATH]
 
 Prints a table and writes a JSON file with `figures`. A figure that was not measured is null, and `missing` says why.
 """
@@ -23,6 +23,7 @@ from benchmarks.gateway.gateway_figures import PROMISED_BOUNDS, figure_rows, pro
 from benchmarks.gateway.gateway_plan import QUICK_PLAN, GatewayPlan
 from benchmarks.gateway.kills_part import measure_kills
 from benchmarks.gateway.vllm_part import measure_beside_vllm
+from benchmarks.turn_routing.engines.engine_trials import measure_engines
 
 _ROOT: Final = Path(__file__).parents[2]
 OUT: Final = _ROOT / "benchmarks" / "results" / "gateway.json"
@@ -30,6 +31,7 @@ _PARTS: Final = {
     "kills": ("client_errors_under_kills", "trace_mismatches"),
     "vllm": ("ttft_overhead_p50_ms", "ttft_overhead_p99_ms", "tpot_over_vllm", "gateway_cpu_over_vllm"),
     "turns": ("prefix_hits_over_sticky", "throughput_over_least_loaded", "throughput_over_rose_rule"),
+    "engines": (),  # turn routing on two real engines: nothing is promised of it
 }
 _UNTOLD: Final = "the gateway has no route that tells a session's trace; wrong_answers counts answers"
 
@@ -41,6 +43,7 @@ def measure(parts: Sequence[str], seed: int, *, quick: bool) -> tuple[dict[str, 
         "kills": lambda: asyncio.run(measure_kills(plan, seed, _notify)),
         "vllm": lambda: asyncio.run(measure_beside_vllm(plan, seed, _notify)),
         "turns": lambda: _simulated_turns(quick=quick),
+        "engines": lambda: {"turn_routing_on_engines": asyncio.run(measure_engines(seed, _notify, quick=quick))},
     }
     found: dict[str, Any] = {}
     missing = dict.fromkeys(PROMISED_BOUNDS, "its part did not run")

@@ -19,7 +19,7 @@ class GatewayPlan(Struct, frozen=True, kw_only=True):
     rounds: int = 15  # of requests at once
 
 
-#: On two cores: two minutes of kills, four beside vLLM, and five of simulated turns.
+#: On two cores: two minutes of kills, four beside vLLM, five of simulated turns, and two of turns on real engines.
 QUICK_PLAN: Final = GatewayPlan(turns=4, tokens=32, pause_s=0.5, pairs=4, requests=12, rounds=5)
 #: Requests at once, and their tokens, when processor time is measured.
 AT_ONCE: Final = 32

@@ -12,6 +12,7 @@ def make_checkpoint(
     spread: float = 0.1,
     hidden_size: int = 128,
     layers: int = 2,
+    positions: int = 1024,
 ) -> Path:
     """Write a Qwen3, of 0.4 M parameters unless it is told otherwise, in float32 to `path`; its last token ends a text.
 
@@ -32,7 +33,7 @@ def make_checkpoint(
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
-        max_position_embeddings=1024,
+        max_position_embeddings=positions,
         tie_word_embeddings=tied,
         eos_token_id=vocab_size - 1,
         pad_token_id=0,

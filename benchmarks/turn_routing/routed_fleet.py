@@ -27,6 +27,8 @@ _CONTEXT_S: Final = 50e-9
 _BATCHED_TOKENS: Final = 8192
 #: A whole prefill step makes so many times the tokens per second of a full decoding one.
 PREFILL_OVER_DECODE: Final = 8.0
+#: As an older generation of devices is to a newer one, in compute more than in bandwidth.
+SLOWER: Final = 6.0
 #: Blocks for more tokens than all sessions of a trial have.
 _KV_TOKENS: Final = 1 << 26
 _REPLACED_S: Final = 60.0
@@ -40,6 +42,7 @@ class TrialSetting(Struct, frozen=True, kw_only=True):
     warm_s: float = 90.0  # before anything counts; sessions begin in its first half
     counted_s: float = 240.0
     kv_tokens: int = _KV_TOKENS
+    slow_readers: int = 0  # workers that need `SLOWER` times as long for a token of a prompt
     slots: int = SEQUENCES  # turns that a worker is given; those beyond `SEQUENCES` wait in its engine
 
 
@@ -55,15 +58,17 @@ class TrialFigures(Struct, frozen=True, kw_only=True):
     losses: int = 0
 
 
-def profile(kv_tokens: int = _KV_TOKENS) -> EngineProfile:
-    """An engine whose prefill is `PREFILL_OVER_DECODE` times as fast as its decoding with all sequences."""
+def profile(kv_tokens: int = _KV_TOKENS, *, slower: float = 1.0) -> EngineProfile:
+    """An engine whose prefill is `PREFILL_OVER_DECODE` times as fast as its decoding with all sequences; or whose
+    tokens of prompts take so many times as long.
+    """
     slots, context = SEQUENCES, SEQUENCES * mean_context()
     fixed_s = _BASE_S + slots * _SEQUENCE_S + context * _CONTEXT_S
     # batched / (base + batched t) = 8 slots / (fixed + slots t), solved for t
     token_s = (_BATCHED_TOKENS * fixed_s - PREFILL_OVER_DECODE * slots * _BASE_S) / (
         _BATCHED_TOKENS * slots * (PREFILL_OVER_DECODE - 1.0)
     )
-    costs = StepCosts(base_s=_BASE_S, token_s=token_s, sequence_s=_SEQUENCE_S, context_s=_CONTEXT_S)
+    costs = StepCosts(base_s=_BASE_S, token_s=slower * token_s, sequence_s=_SEQUENCE_S, context_s=_CONTEXT_S)
     return EngineProfile(
         name="turns",
         model="turns",
@@ -122,7 +127,7 @@ class RoutedFleet:
         terms = WorkerTerms(
             pool="fleet",
             kind=WorkerKind.RESERVED,
-            profile=profile(setting.kv_tokens),
+            profile=profile(setting.kv_tokens, slower=SLOWER if self._began <= setting.slow_readers else 1.0),
             max_model_len=_CONTEXT,
             slots=setting.slots,
             heartbeat_s=self._coordinator.settings.heartbeat_s,

@@ -26,10 +26,13 @@ _WAIT_SPREAD: Final = 0.8
 
 
 class SessionWork(Struct, frozen=True, kw_only=True):
-    """The sessions of a seed. `wait_s`: of an environment, on average; also before a session begins."""
+    """The sessions of a seed. `wait_s`: of an environment, on average; also before a session begins. `scale`: of all
+    lengths.
+    """
 
     seed: int
     wait_s: float
+    scale: float = 1.0
 
     def turns(self, place: int, number: int) -> Sequence[Turn]:
         """The turns of a place's session with this number. They are the same under all policies."""
@@ -46,7 +49,7 @@ class SessionWork(Struct, frozen=True, kw_only=True):
         return Random(f"{self.seed} begin {place}").random() * over_s
 
     def _tokens(self, draw: Random, mean: float) -> int:
-        return max(1, round(_log_normal(draw, mean, _SPREAD)))
+        return max(1, round(_log_normal(draw, self.scale * mean, _SPREAD)))
 
 
 def _log_normal(draw: Random, mean: float, sigma: float) -> float:

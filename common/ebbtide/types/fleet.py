@@ -112,3 +112,4 @@ class Worker(Struct, frozen=True, kw_only=True):
     reason: str = ""
     borrowed: BorrowedState | None = None
     given_up: bool = False
+    prefill_tokens_per_s: float = 0.0

@@ -10,6 +10,7 @@ from ebbtide.runtime import Shutdown, race, run
 from ebbtide.settings import load
 
 if TYPE_CHECKING:
+    from ebbtide.coordinator.dispatcher.dispatch_rules import DispatchRules
     from ebbtide.coordinator.service import Coordinator
     from ebbtide.rpc.server import Server
 
@@ -28,7 +29,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     run(lambda shutdown: serve(settings, shutdown), "coordinator", settings)
 
 
-async def serve(settings: CoordinatorSettings, shutdown: Shutdown) -> None:
+async def serve(settings: CoordinatorSettings, shutdown: Shutdown, rules: "DispatchRules | None" = None) -> None:
+    """`rules`: other ones than Ebbtide's, for comparisons."""
+    from ebbtide.coordinator.dispatcher.dispatch_rules import RULES
     from ebbtide.coordinator.object_aging import age_objects
     from ebbtide.coordinator.service import Coordinator
     from ebbtide.errors import StandingBy
@@ -36,7 +39,7 @@ async def serve(settings: CoordinatorSettings, shutdown: Shutdown) -> None:
     from ebbtide.telemetry import rpc_observer
 
     shutdown.spawn(age_objects(), "garbage")
-    coordinator = Coordinator(settings)
+    coordinator = Coordinator(settings, rules=rules or RULES)
     try:
         server = Server(
             settings.server,

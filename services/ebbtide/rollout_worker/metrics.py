@@ -3,6 +3,9 @@
 from ebbtide import telemetry
 
 TOKENS = telemetry.counter("worker_tokens_total", "tokens that left the engine")
+PROMPT_TOKENS = telemetry.counter(
+    "worker_prompt_tokens_total", "tokens of prompts and partial responses that the engine read or had", ("outcome",)
+)
 RUNNING = telemetry.gauge("worker_running", "rollouts in the engine")
 WAITING = telemetry.gauge("worker_waiting", "rollouts in the engine without a token of this attempt yet")
 UNACKNOWLEDGED = telemetry.gauge("worker_unacknowledged_tokens", "tokens generated and not yet stored")

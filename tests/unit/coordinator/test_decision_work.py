@@ -8,6 +8,7 @@ import pytest
 
 from ebbtide.coordinator.dispatcher.host_views import HostViews
 from ebbtide.coordinator.dispatcher.install_sender import InstallSender
+from ebbtide.coordinator.dispatcher.prefill_speeds import PrefillSpeeds
 from ebbtide.coordinator.dispatcher.rebalancer import Rebalancer
 from ebbtide.coordinator.fleet.engine_changes import EngineChanges
 from ebbtide.coordinator.fleet.worker_health import SuspectWorker
@@ -57,7 +58,7 @@ class Scene(ModelFleet):
         trust = WorkerTrust(self.state)
         self.registry = WorkerRegistry(CoordinatorSettings(), self.state, trust, SilentRunEvents())
         self.installs = InstallSender(self.state, EngineChanges(self.state), lambda _: b"k" * 32)
-        self.hosts = HostViews(self.state, trust, Rebalancer(self.state, on=True))
+        self.hosts = HostViews(self.state, trust, Rebalancer(self.state, on=True), PrefillSpeeds())
 
     @property
     def first(self) -> WorkerSession:

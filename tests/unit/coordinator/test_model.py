@@ -9,6 +9,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from ebbtide.coordinator.dispatcher.host_views import HostViews
+from ebbtide.coordinator.dispatcher.prefill_speeds import PrefillSpeeds
 from ebbtide.coordinator.dispatcher.rebalancer import Rebalancer
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.running_attempt import OrphanedAttempt
@@ -49,7 +50,7 @@ class Happening(ModelFleet):
 
     def fresh_views(self) -> HostViews:
         trusting: Any = SimpleNamespace(quarantined=lambda _: set())
-        return HostViews(self.state, trusting, Rebalancer(self.state, on=True))
+        return HostViews(self.state, trusting, Rebalancer(self.state, on=True), PrefillSpeeds())
 
     def happen(self) -> None:
         self.number += 1

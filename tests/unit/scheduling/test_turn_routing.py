@@ -14,6 +14,7 @@ from ebbtide.scheduling.steps.step_pacing import VersionBounds
 
 #: Tokens that take a second to read, by the costs that rules assume.
 SECOND = 5_000
+PLAIN = replace(TERMS, reading=1.0)
 
 
 def turn(number: int, *, episode: str = "e", length: int = SECOND, since: float = 0.0, made: int = 0) -> QueuedRollout:
@@ -35,7 +36,7 @@ def known(*workers: str, episode: str = "e", tokens: int = SECOND, version: int 
 def placed(
     queue: list[QueuedRollout], hosts: list[HostView], prefixes: Prefixes, *, rest: float = 100.0, now: float = 0.0
 ) -> dict[str, str]:
-    return dict(place(queue, hosts, prefixes, rest=lambda _: rest, now=now))
+    return dict(place(queue, hosts, prefixes, rest=lambda _: rest, now=now, terms=PLAIN))
 
 
 def test_a_turn_stays_with_its_prefix_though_another_worker_is_a_little_faster() -> None:
@@ -54,6 +55,22 @@ def test_what_reading_a_prefix_costs_counts_for_all_that_run_beside_it() -> None
     few, many = worker("other", 1, rate=30.0), worker("other", 20, rate=30.0)
     assert placed([turn(1)], [home, few], known("home"), rest=100.0) == {"r1": "other"}
     assert placed([turn(1)], [home, many], known("home"), rest=100.0) == {"r1": "home"}
+
+
+def test_reading_costs_what_the_worker_was_seen_to_need_for_it() -> None:
+    home = worker("home", 4, rate=10.0)
+    for prefill, chosen in ((0.0, "other"), (20.0 * SECOND, "other"), (SECOND / 20.0, "home")):
+        assert placed([turn(1)], [home, worker("other", 1, prefill=prefill)], known("home")) == {"r1": chosen}
+    full = worker("home", 32)
+    for prefill, waits in ((SECOND, True), (10.0 * SECOND, False)):
+        found = placed([turn(1)], [full, worker("other", 1, prefill=prefill)], known("home"), now=1.0)
+        assert found == ({} if waits else {"r1": "other"})
+
+
+def test_what_is_read_again_counts_three_times() -> None:
+    hosts, bound_s = [worker("home", 32), worker("other", 1)], 3.0 * (1 + 1)
+    for now, found in ((0.9 * bound_s, []), (1.1 * bound_s, [("r1", "other")])):
+        assert place([turn(1)], hosts, known("home"), now=now) == found
 
 
 def test_of_several_workers_with_a_part_of_the_prefix_the_one_with_most_is_chosen() -> None:

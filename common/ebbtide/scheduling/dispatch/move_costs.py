@@ -8,12 +8,16 @@ from msgspec import Struct
 class MoveCosts(Struct, frozen=True, kw_only=True):
     """The cost of a move, and the gain that justifies one."""
 
-    prefill_tokens_per_s: float = 5_000.0
+    prefill_tokens_per_s: float = 5_000.0  # of a worker that has read nothing yet
     handover_s: float = 0.5
     margin: float = 1.5  # least gain, in times the cost
     advantage: float = 1.15  # least ratio of the rates
     least_stay_s: float = 10.0  # a rollout stays at its worker for so long
     at_once: int = 32  # most moves in a round
+
+    def read_s(self, tokens: int, prefill: float) -> float:
+        """Seconds to read so many tokens, at a worker's learnt tokens/s; 0.0: not known."""
+        return tokens / (prefill or self.prefill_tokens_per_s)
 
     def move_s(self, tokens: int) -> float:
         """Seconds without a token for a rollout of so many tokens, prompt and response, while it moves."""

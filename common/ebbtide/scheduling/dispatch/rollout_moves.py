@@ -204,7 +204,7 @@ def _stuck(source: _Side, rooms: list[_Side], now: float, costs: MoveCosts) -> t
     if not rooms:
         return None
     queue = sorted((one for one in source.rollouts() if not one.started), key=lambda one: one.since)
-    reads_s = [(one.length - one.cached) / costs.prefill_tokens_per_s for one in queue]
+    reads_s = [costs.read_s(one.length - one.cached, source.engine.host.prefill) for one in queue]
     waiting = list(zip(queue, accumulate(reads_s), strict=True))[0 if source.stalled else 1 :]
     bound_s = _STALLED_S if source.stalled else _STUCK_S
     for one, prefill_s in reversed(waiting):
@@ -215,7 +215,7 @@ def _stuck(source: _Side, rooms: list[_Side], now: float, costs: MoveCosts) -> t
         target = max(fit, key=lambda side: (side.next_rate, side.key), default=None)
         if target is None:
             continue
-        again_s = one.cached / costs.prefill_tokens_per_s * (1 + target.running)
+        again_s = costs.read_s(one.cached, target.engine.host.prefill) * (1 + target.running)
         if source.stalled or late_s >= again_s:
             return one, target
     return None
@@ -304,7 +304,7 @@ def _gainer(
     for one in source.rollouts():
         if one.stays or not one.started or now - one.since < costs.least_stay_s:
             continue
-        prefill_s = one.length / costs.prefill_tokens_per_s
+        prefill_s = costs.read_s(one.length, target.engine.host.prefill)
         cost_s = costs.handover_s + target.prefill_s + prefill_s * (1 + target.running)
         rest = lengths.rest(one.made, one.budget)
         gain_s = rest * saved_s - cost_s

@@ -21,6 +21,7 @@ from ebbtide.coordinator.dispatcher.borrowed_hosts import BorrowedHosts
 from ebbtide.coordinator.dispatcher.dispatch_rules import RULES, DispatchRules
 from ebbtide.coordinator.dispatcher.host_views import HostViews
 from ebbtide.coordinator.dispatcher.install_sender import InstallSender
+from ebbtide.coordinator.dispatcher.prefill_speeds import PrefillSpeeds
 from ebbtide.coordinator.dispatcher.rebalancer import Rebalancer
 from ebbtide.coordinator.dispatcher.round_deeds import Deed, SlotFill
 from ebbtide.coordinator.dispatcher.unserved_work import UnservedWork
@@ -57,7 +58,8 @@ class DispatchRound:
         self._borrowed = BorrowedHosts(state, self._moves, run_events)
         changes = EngineChanges(state)
         self._allocator = WorkerAllocator(state, trust, self._moves, changes, slice_s=slice_s)
-        self._hosts = HostViews(state, trust, self._moves)
+        self._prefills = PrefillSpeeds(rules)
+        self._hosts = HostViews(state, trust, self._moves, self._prefills)
         self._installs = InstallSender(state, changes, public_key)
         self._unserved = UnservedWork(state, trust, changes, run_events)
         self._pacing, self._starts = RoundPacing(), StartPacing()
@@ -84,6 +86,7 @@ class DispatchRound:
         balance = self._moves.due(now)
         if balance:
             yield None
+            self._prefills.learn(self._state.sessions.values())
             yield from self._moves.learn(now)
             self._borrowed.judge(now)
             self._allocator.hand_over(now)

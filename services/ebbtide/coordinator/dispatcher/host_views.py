@@ -7,6 +7,7 @@ that of the last lesson on speeds, too. Lost with the process, and made again.
 import math
 from typing import Final, NamedTuple
 
+from ebbtide.coordinator.dispatcher.prefill_speeds import PrefillSpeeds
 from ebbtide.coordinator.dispatcher.rebalancer import Rebalancer
 from ebbtide.coordinator.fleet.worker_trust import WorkerTrust
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
@@ -25,8 +26,8 @@ class _Seen(NamedTuple):
 
 
 class HostViews:
-    def __init__(self, state: CoordinatorState, trust: WorkerTrust, moves: Rebalancer) -> None:
-        self._state, self._trust, self._moves = state, trust, moves
+    def __init__(self, state: CoordinatorState, trust: WorkerTrust, moves: Rebalancer, prefills: PrefillSpeeds) -> None:
+        self._state, self._trust, self._moves, self._prefills = state, trust, moves, prefills
         self._seen: dict[str, _Seen] = {}
 
     def of(self, run: RunState, now: float) -> list[tuple[WorkerSession, HostView]]:
@@ -87,6 +88,7 @@ class HostViews:
             probation=sum(one.rollout.no_progress > 0 for one in session.pending.values()) if pending else 0,
             rate=self._moves.rate(session) if running < slots else 0.0,
             plateau=session.plateau,
+            prefill=self._prefills.rate(session),
             held=session.beat.held,
             installed=session.version_of(run.run_id),
             target=session.target[1] if session.target else 0,

@@ -64,6 +64,10 @@ class SlotFill:
         hosts = [host for _, host in served]
         if all(host.running >= host.slots for host in hosts):
             return []
+        if self._rules.rival is not None:
+            rivals = self._rules.rival(run, [session for session, host in served if not host.shut], now)
+            if rivals is not None:
+                return rivals
         return place(
             run.queue,
             hosts + self._hosts.coming(run, now),

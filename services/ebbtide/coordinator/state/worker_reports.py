@@ -52,6 +52,9 @@ class HeartbeatReport(Struct, frozen=True, kw_only=True, gc=False):
     quiet_s: _Seconds = 0.0
     install_s: _Seconds = 0.0
     restart_s: _Seconds = 0.0
+    prompt_reads: _Tokens = 0
+    prompt_tokens: _Tokens = 0
+    prompt_s: _Seconds = 0.0
     borrowed: BorrowedState | None = None
 
     def __post_init__(self) -> None:

@@ -64,7 +64,7 @@ class WorkerSession:
         self.pending: Final[Mapping[str, RunningAttempt]] = self._pending  # those that have not started
         self.freed: Final[Mapping[str, ReleaseRequest]] = self._freed  # those asked back and not handed back
         self.held: Final[Mapping[tuple[str, VersionBounds], int]] = self._held  # its attempts of each run and bounds
-        self.plateau = 0  # see `Worker`
+        self.plateau, self.prefill = 0, 0.0  # see `Worker`
         self.outbox: Final[asyncio.Queue[fleet_pb2.CoordinatorMessage | None]] = asyncio.Queue()
         self.run_id = ""  # the run it is to serve, `since` when
         self.attached = self.since = now
@@ -196,6 +196,10 @@ class WorkerSession:
 
     def learn_plateau(self, plateau: int) -> None:
         self.plateau = plateau
+        self.revision += 1
+
+    def learn_prefill(self, tokens_per_s: float) -> None:
+        self.prefill = tokens_per_s
         self.revision += 1
 
     def message_came(self) -> None:

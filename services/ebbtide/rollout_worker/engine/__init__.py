@@ -47,6 +47,7 @@ class TokenDelta(NamedTuple):
     """Tokens as they leave the engine: ids, logprobs in nats and versions of equal length; `finish` with the last.
 
     `scores`: of the prompt and of the one token behind it, as `PromptScores.places`.
+    `cached`: with a request's first tokens, how many of `EngineRequest.token_ids` the engine had keys and values of.
     """
 
     ids: Sequence[int]
@@ -54,6 +55,7 @@ class TokenDelta(NamedTuple):
     versions: Sequence[int]
     finish: FinishReason | None = None
     scores: ScoreArray | None = None
+    cached: int = 0
 
 
 class Engine(Protocol):

@@ -20,6 +20,7 @@ from ebbtide.rollout_worker import metrics
 from ebbtide.rollout_worker.engine import Engine, EngineFailed
 from ebbtide.rollout_worker.generation.generation import Assignment, Generation
 from ebbtide.rollout_worker.generation.outbox import Outbox
+from ebbtide.rollout_worker.generation.prompt_reading import PromptReading
 from ebbtide.rollout_worker.generation.prompt_scoring import PromptScoring
 from ebbtide.types.append_delta import AppendAck
 from ebbtide.types.end_cause import EndCause
@@ -108,6 +109,7 @@ class LocalAttempts:
         self.holds = GenerationHolds()
         self.holds.watch(self._owe)
         self.tokens = 0
+        self.reading = PromptReading()
         self._busy_s = self._busy_since = 0.0
         self._owing_since = 0.0  # time of the newest token, or since then of new work or a changed hold
 
@@ -245,11 +247,16 @@ class LocalAttempts:
         )
 
     async def _generate(self, held: LocalAttempt) -> None:
-        ref = held.assignment.attempt
+        ref, request = held.assignment.attempt, held.generation.request()
+        self.reading.begin(ref.attempt_id, time.monotonic())
         try:
-            async with aclosing(self._engine.generate(held.generation.request())) as stream:
+            async with aclosing(self._engine.generate(request)) as stream:
                 async for delta in stream:
-                    self._count(held, held.generation.accept(delta))
+                    if not held.started:
+                        prompt = len(request.token_ids)
+                        self.reading.first_token(ref.attempt_id, prompt, delta.cached, time.monotonic())
+                    tokens = held.generation.accept(delta)
+                    self._count(held, tokens)
                     if held.generation.finish is not None or held.releasing:
                         break
             if held.generation.finish is None:
@@ -285,6 +292,7 @@ class LocalAttempts:
     def _ended(self, held: LocalAttempt, task: asyncio.Task[None]) -> None:
         """Runs outside the task: a task that is cancelled before its first step runs no code."""
         held.task = None
+        self.reading.abandon(held.assignment.attempt.attempt_id)
         if self._ledger and held.assignment.attempt.attempt_id not in self._held:
             self._ledger.end(held.entry)
         if self._busy_since and not self.running:
@@ -305,6 +313,7 @@ class LocalAttempts:
         self.due.set()
 
     def _owe(self) -> None:
+        self.reading.disturb()
         self._owing_since = time.monotonic()
 
     def _release_stored(self) -> None:

@@ -154,6 +154,9 @@ class ControlHandler:
             quiet_s=self.attempts.quiet_s,
             install_s=self.installer.install_s,
             restart_s=self.installer.restart_s,
+            prompt_reads=self.attempts.reading.reads,
+            prompt_tokens=self.attempts.reading.tokens,
+            prompt_s=self.attempts.reading.seconds,
             borrowed=to_proto(self._borrowing.state, fleet_pb2.Borrowed) if self._borrowing else None,
         )
         return fleet_pb2.WorkerMessage(heartbeat=beat)

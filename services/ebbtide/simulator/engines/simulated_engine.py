@@ -36,6 +36,14 @@ class EngineEvent(NamedTuple):
     key: str
 
 
+class ReadCounts(NamedTuple):
+    """Steps that have read prompts."""
+
+    reads: int
+    tokens: int
+    seconds: float
+
+
 class SimulatedEngine:
     """One engine. Times are seconds of the simulation and never go back. Every call that is handed `now` first lets the
     engine compute until then; events that come up meanwhile are returned by the next `advance`."""
@@ -62,6 +70,8 @@ class SimulatedEngine:
         self._held_at: float | None = None
         self._busy_s = 0.0
         self._generated = 0
+        self._reading = 0  # tokens that the step under way reads
+        self.reads = ReadCounts(0, 0, 0.0)
         self.preemptions = 0
 
     @property
@@ -254,6 +264,9 @@ class SimulatedEngine:
 
     def _end_run(self, run: StepRun) -> None:
         self._commit(run, run.steps)
+        if self._reading:
+            reads, tokens, seconds = self.reads
+            self.reads = ReadCounts(reads + 1, tokens + self._reading, seconds + run.end - run.begin)
         self._run = None
         at = run.end + self._late
         self._finish(at)
@@ -296,6 +309,7 @@ class SimulatedEngine:
         if not self._running:
             return
         costs, size, reader = self._profile.costs, self._batch.size, self._reader
+        self._reading = reader.tokens
         first_s = costs.step_s(
             batch=size,
             context=self._batch.context(step),

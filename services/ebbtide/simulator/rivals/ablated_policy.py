@@ -11,6 +11,7 @@ from ebbtide.scheduling.dispatch.host_view import HostView
 from ebbtide.scheduling.dispatch.move_costs import COSTS
 from ebbtide.scheduling.dispatch.placement import pending_limit
 from ebbtide.scheduling.dispatch.throughput import WorkerThroughput
+from ebbtide.scheduling.dispatch.turns.prefill_speed import PrefillSpeed
 from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.training_run import TrainingRun
 from ebbtide.simulator.world.ebbtide_policy import EbbtideDecider
@@ -36,6 +37,13 @@ class UnlearntSpeed(WorkerThroughput):
         return 0
 
 
+class UnlearntPrefill(PrefillSpeed):
+    """Knows nothing but what is assumed: as if all engines read alike."""
+
+    def observe(self, reads: int, tokens: int, seconds: float) -> None:
+        pass
+
+
 class AblatedPolicy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Ebbtide without those parts that are false. It is told what Ebbtide is told, or less.
 
@@ -50,6 +58,7 @@ class AblatedPolicy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     beyond_plateau: bool = True  # and those that run (rule ii)
     learns: bool = True  # workers' speeds are known, by the number of rollouts
     weighs_contexts: bool = True  # and by their contexts
+    learns_prefill: bool = True  # how fast each worker reads prompts is known
     weighs_costs: bool = True  # a move must gain more than it costs
 
     @property
@@ -67,6 +76,7 @@ class AblatedPolicy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             costs=costs if self.beyond_plateau else replace(costs, advantage=inf),
             unstarted=self.unstarted,
             new_speed=self._new_speed,
+            new_prefill=PrefillSpeed if self.learns_prefill else UnlearntPrefill,
         )
 
     def _new_speed(self) -> WorkerThroughput:

@@ -139,8 +139,8 @@ class VllmEngine:
                     versions = token_versions(self._llm.output_processor, request.request_id, completion, made)
                     made += len(ids)
                     scores = prompt_scores(output, request.prompt_logprobs)
-                    finish = _REASONS.get(completion.finish_reason)
-                    yield TokenDelta(ids, logprobs(completion), versions, finish, scores)
+                    finish, cached = _REASONS.get(completion.finish_reason), output.num_cached_tokens or 0
+                    yield TokenDelta(ids, logprobs(completion), versions, finish, scores, cached)
             except EngineDeadError as error:
                 raise EngineFailed(_DEAD) from error
             except (VLLMClientError, ValueError) as error:

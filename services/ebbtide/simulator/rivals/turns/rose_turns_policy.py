@@ -9,7 +9,7 @@ from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout
 from ebbtide.simulator.rivals.rival_decider import ask_back
-from ebbtide.simulator.rivals.turns.turn_decider import TurnDecider, least_loaded
+from ebbtide.simulator.rivals.turns.turn_decider import TurnDecider, TurnRule, least_loaded
 from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.training_run import TrainingRun
 from ebbtide.simulator.world.training.step_rounds import Rounds, WholeGroups
@@ -20,14 +20,14 @@ from ebbtide.simulator.world.virtual_coordinator import Decider, VirtualCoordina
 _STALLED_S: Final = 2.0
 
 
-class AffineTurns(TurnDecider):
+class AffineTurns(TurnRule):
     """`cap`: turns that a worker has at most. In the order of arrival, a turn goes to the worker of the episode's last
     turn if that is below the cap; else to a serving worker that is granted, or, if `dedicated_first`, to a dedicated
     one before it; of several to the least loaded; else it waits.
     """
 
-    def __init__(self, coordinator: VirtualCoordinator, *, keeps: bool, cap: int, dedicated_first: bool) -> None:
-        super().__init__(coordinator, keeps=keeps)
+    def __init__(self, *, cap: int, dedicated_first: bool) -> None:
+        super().__init__()
         self._cap, self._dedicated_first = cap, dedicated_first
 
     def order(self, run: RunState) -> list[QueuedRollout]:
@@ -44,8 +44,7 @@ class AffineTurns(TurnDecider):
         first = [engine for engine in able if engine.borrowed is not self._dedicated_first]
         return least_loaded(first, loads) or least_loaded(able, loads)
 
-    def move(self, run: RunState, engines: Sequence[WorkerSession], now: float) -> None:
-        del run
+    def move(self, engines: Sequence[WorkerSession], now: float) -> None:
         loads = {engine.session_id: len(engine.attempts) for engine in engines}
         able = [engine for engine in engines if not engine.reclaimed and not _stalled(engine, now)]
         for engine in engines:
@@ -77,7 +76,8 @@ class RoseTurnsPolicy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return None
 
     def decider(self, coordinator: VirtualCoordinator) -> Decider:
-        return AffineTurns(coordinator, keeps=self.keeps, cap=self.cap, dedicated_first=self.dedicated_first)
+        rule = AffineTurns(cap=self.cap, dedicated_first=self.dedicated_first)
+        return TurnDecider(coordinator, rule, keeps=self.keeps)
 
     def rounds(self, run: TrainingRun) -> Rounds:
         return WholeGroups(run.prompts, run.group)

@@ -6,7 +6,7 @@ from msgspec import Struct
 
 from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout
-from ebbtide.simulator.rivals.turns.turn_decider import TurnDecider, has_room, least_loaded
+from ebbtide.simulator.rivals.turns.turn_decider import TurnDecider, TurnRule, has_room, least_loaded
 from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.training_run import TrainingRun
 from ebbtide.simulator.world.training.step_rounds import Rounds, WholeGroups
@@ -14,7 +14,7 @@ from ebbtide.simulator.world.training.trainer_loan import FixedWindow, LoanWindo
 from ebbtide.simulator.world.virtual_coordinator import Decider, VirtualCoordinator
 
 
-class _LeastLoaded(TurnDecider):
+class LeastLoadedTurns(TurnRule):
     def choose(
         self, one: QueuedRollout, engines: Sequence[WorkerSession], loads: Mapping[str, int], now: float
     ) -> WorkerSession | None:
@@ -22,7 +22,7 @@ class _LeastLoaded(TurnDecider):
         return least_loaded(engines, loads)
 
 
-class _Sticky(TurnDecider):
+class StickyTurns(TurnRule):
     def choose(
         self, one: QueuedRollout, engines: Sequence[WorkerSession], loads: Mapping[str, int], now: float
     ) -> WorkerSession | None:
@@ -52,7 +52,7 @@ class LeastLoadedPolicy(_TurnPolicy, frozen=True, kw_only=True, forbid_unknown_f
     """Each turn goes to the engine with the fewest turns. It is not told prefixes, lengths or speeds."""
 
     def decider(self, coordinator: VirtualCoordinator) -> Decider:
-        return _LeastLoaded(coordinator, keeps=self.keeps)
+        return TurnDecider(coordinator, LeastLoadedTurns(), keeps=self.keeps)
 
 
 class StickyPolicy(_TurnPolicy, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -61,4 +61,4 @@ class StickyPolicy(_TurnPolicy, frozen=True, kw_only=True, forbid_unknown_fields
     """
 
     def decider(self, coordinator: VirtualCoordinator) -> Decider:
-        return _Sticky(coordinator, keeps=self.keeps)
+        return TurnDecider(coordinator, StickyTurns(), keeps=self.keeps)

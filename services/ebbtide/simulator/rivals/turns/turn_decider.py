@@ -1,4 +1,8 @@
-"""Gives rules that place turns one by one what all of them need: room, loads, and rounds without other steps."""
+"""Gives rules that place turns one by one what all of them need: room, loads, and rounds without other steps.
+
+A rule alone needs no simulation: it places on the sessions of any coordinator, so a benchmark can have a live one
+place by it.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
@@ -14,11 +18,10 @@ from ebbtide.simulator.world.virtual_coordinator import VirtualCoordinator
 _EPISODES: Final = 1 << 16
 
 
-class TurnDecider(RivalDecider):
+class TurnRule:
     """Invariant: `_engines` has the engine of each episode's last turn, by its session."""
 
-    def __init__(self, coordinator: VirtualCoordinator, *, keeps: bool) -> None:
-        super().__init__(coordinator, keeps=keeps)
+    def __init__(self) -> None:
         self._engines: dict[str, str] = {}
 
     def choose(
@@ -30,6 +33,9 @@ class TurnDecider(RivalDecider):
     def order(self, run: RunState) -> Iterable[QueuedRollout]:
         """The queued turns, the next one first."""
         return list(run.queue)
+
+    def move(self, engines: Sequence[WorkerSession], now: float) -> None:
+        """Ask for turns that shall go on elsewhere. Most rules move none."""
 
     def place(self, run: RunState, engines: Sequence[WorkerSession], now: float) -> list[Placement]:
         loads = {engine.session_id: len(engine.attempts) for engine in engines}
@@ -57,6 +63,21 @@ class TurnDecider(RivalDecider):
         self._engines[episode_id] = session_id
         if len(self._engines) > _EPISODES:
             del self._engines[next(iter(self._engines))]
+
+
+class TurnDecider(RivalDecider):
+    """Decides by a rule for turns."""
+
+    def __init__(self, coordinator: VirtualCoordinator, rule: TurnRule, *, keeps: bool) -> None:
+        super().__init__(coordinator, keeps=keeps)
+        self._rule = rule
+
+    def place(self, run: RunState, engines: Sequence[WorkerSession], now: float) -> list[Placement]:
+        return self._rule.place(run, engines, now)
+
+    def move(self, run: RunState, engines: Sequence[WorkerSession], now: float) -> None:
+        del run
+        self._rule.move(engines, now)
 
 
 def has_room(engine: WorkerSession, loads: Mapping[str, int]) -> bool:

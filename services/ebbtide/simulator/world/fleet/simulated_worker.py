@@ -342,6 +342,7 @@ class SimulatedWorker:
         generated = host.engine.generated
         made, since = self._counted
         self._counted = (generated, now)
+        reads, tokens, read_s = host.engine.reads
         self._say(
             HeartbeatReport(
                 state=self._state(),
@@ -351,6 +352,9 @@ class SimulatedWorker:
                 uptime_s=now - self._began,
                 held=bool(host.holds),
                 quiet_s=now - host.made_at if host.works else 0.0,
+                prompt_reads=reads,
+                prompt_tokens=tokens,
+                prompt_s=read_s,
                 borrowed=self.borrowed(),
             )
         )
