@@ -87,9 +87,16 @@ def test_a_token_that_is_trained_otherwise_than_it_was_sampled_is_a_mismatch(fie
     assert "tokens to train on" in trace_mismatches(trace, conversation(), decode)[0]
 
 
-@pytest.mark.parametrize("change", [{"unmatched_tokens": 3}, {"unknown_answers": 1}, {"branches": []}])
-def test_answers_that_were_not_matched_are_mismatches(change: dict[str, Any]) -> None:
-    assert len(trace_mismatches(made_trace() | change, conversation(), decode)) == 1
+def test_branches_are_trained_on_together_and_each_token_once() -> None:
+    trace = made_trace()
+    (whole,) = trace["branches"]
+    first, second = deepcopy(whole), deepcopy(whole)
+    first["loss_mask"][-2:] = [0, 0]
+    second["loss_mask"][:16] = [0] * 16
+    trace |= {"branches": [second, first], "unmatched_tokens": 16}
+    assert trace_mismatches(trace, conversation(), decode) == []
+    first["loss_mask"][-1] = 1
+    assert "19 tokens to train on" in trace_mismatches(trace, conversation(), decode)[0]
 
 
 def test_a_lost_or_a_further_completion_is_a_mismatch() -> None:

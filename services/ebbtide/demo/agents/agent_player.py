@@ -38,6 +38,7 @@ class PlayedSessions:
     turns: int = 0
     tool_calls: int = 0
     mismatches: list[str] = field(default_factory=list)  # what in traces was not what agents got
+    unmatched: list[str] = field(default_factory=list)  # answers that came back, and could not be matched
     failures: list[str] = field(default_factory=list)  # errors that agents saw
     last: dict[str, Any] | None = None  # the newest trace
     resumed: dict[str, Any] | None = None  # the newest trace with a completion that went on at another worker
@@ -105,6 +106,9 @@ class AgentPlayer:
         trace = await self._api.trace(session)
         found = trace_mismatches(trace, conversation, self._decode)
         self.played.mismatches += [f"{session}: {one}" for one in found]
+        if trace["unmatched_tokens"]:
+            said = [self._decode(one["token_ids"]) for turn in trace["turns"] for one in turn["completions"]]
+            self.played.unmatched.append(f"{session}: {trace['unmatched_tokens']} tokens of {said}")
         self.played.add(trace, conversation, {one.rollout for one in self._progress.resumed if one.offset})
         await self._api.reward(session, problem.reward(conversation))
         return True

@@ -26,6 +26,8 @@ class AgentReport(Struct, frozen=True, kw_only=True):
     tool_calls: int
     traces_compared: int
     trace_mismatches: list[str]
+    sessions_unmatched: int  # that became several branches, as an answer came back otherwise than it was sampled
+    unmatched: list[str]
     agent_failures: list[str]  # errors that agents saw
     trace_resumed: bool  # whether the shown trace has a turn that went on at another worker
     training: DemoReport
@@ -41,6 +43,8 @@ def agent_report(training: DemoReport, played: PlayedSessions) -> AgentReport:
         tool_calls=played.tool_calls,
         traces_compared=played.sessions,
         trace_mismatches=played.mismatches[:_QUOTED],
+        sessions_unmatched=len(played.unmatched),
+        unmatched=played.unmatched[:_QUOTED],
         agent_failures=played.failures[:_QUOTED],
         trace_resumed=played.resumed is not None,
         training=training,
@@ -63,6 +67,7 @@ def agent_summary(report: AgentReport, path: Path) -> Iterator[tuple[str, str]]:
     mismatches = len(report.trace_mismatches)
     told = f"{mismatches} DIFFER, see the report" if mismatches else "all are what agents got"
     yield "traces", f"{report.traces_compared:,} compared with what agents got, token by token: {told}"
+    yield "unmatched", f"{report.sessions_unmatched:,} sessions with an answer that could not be matched"
     failures = len(report.agent_failures)
     yield "errors", f"{failures or 'none'} that an agent saw"
     dropped = ", ".join(f"{count:,} {reason}" for reason, count in training.rollouts_dropped.items()) or "none"
