@@ -95,7 +95,7 @@ async def playing(gateway: FakeGateway, progress: RunProgress) -> AsyncIterator[
             yield player, task
         finally:
             task.cancel()
-            with suppress(asyncio.CancelledError, ExceptionGroup):
+            with suppress(asyncio.CancelledError, EbbtideError):
                 await task
 
 
@@ -144,9 +144,8 @@ async def test_agents_that_fail_again_and_again_end_the_demo() -> None:
     gateway.failing = {f"g0.0.{attempt}" for attempt in range(99)}
     async with playing(gateway, progress) as (_, task):
         await wait_until(task.done)
-        with pytest.raises(ExceptionGroup) as failed:
+        with pytest.raises(EbbtideError, match=r"g0 fail again and again: .* nobody serves"):
             task.result()
-        assert failed.group_contains(EbbtideError, match="g0 fail again and again", depth=2)
 
 
 async def test_a_trace_that_is_not_what_its_agent_got_is_told() -> None:

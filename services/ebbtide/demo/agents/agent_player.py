@@ -63,13 +63,16 @@ class AgentPlayer:
         self.played = PlayedSessions()
 
     async def run(self) -> None:
-        """Plays until cancelled. Raises what an agent raises again and again."""
+        """Plays until cancelled. Raises `EbbtideError` if the sessions of a group fail again and again."""
         await poll_until(lambda: bool(self._progress.run and self._progress.run.newest))
-        async with asyncio.TaskGroup() as groups:
-            while True:
-                await poll_until(self._wanted)
-                groups.create_task(self._group(self._begun))
-                self._begun += 1
+        try:
+            async with asyncio.TaskGroup() as groups:
+                while True:
+                    await poll_until(self._wanted)
+                    groups.create_task(self._group(self._begun))
+                    self._begun += 1
+        except* EbbtideError as failures:
+            raise _first(failures) from None
 
     def _wanted(self) -> bool:
         """Whether the next step lacks a group. A session that the trainer dropped may have made its group useless."""
@@ -117,3 +120,9 @@ class AgentPlayer:
 def groups_for(spec: RunSpec, steps: int, lost: int) -> int:
     """Counts the groups that a run needs until `steps + 1` steps are trained, of which `lost` cannot be trained on."""
     return (min(steps, spec.trainer.steps - 1) + 1) * spec.batch.groups_per_step + lost
+
+
+def _first(failures: BaseExceptionGroup[EbbtideError]) -> EbbtideError:
+    """Of a group of a group's failures, the first one."""
+    first = failures.exceptions[0]
+    return _first(first) if isinstance(first, BaseExceptionGroup) else first
