@@ -12,6 +12,7 @@ import pytest
 
 from ebbtide.cli.views.run_progress import ResumedRun, RunProgress
 from ebbtide.demo.agents.agent_player import AgentPlayer, groups_for
+from ebbtide.demo.agents.agent_report import shown_lines
 from ebbtide.demo.agents.session_api import SessionApi
 from ebbtide.errors import EbbtideError
 from ebbtide.testing.wait import wait_until
@@ -61,15 +62,20 @@ class FakeGateway:
         spans = [[{"version": "1", "start": 0, "end": len(ids)}] for ids in sampled]
         turns = [
             {
+                "matched_by": "first",
+                "prompt_token_ids": [],
+                "prompt_mask": [],
                 "completions": [
                     {"id": f"{session_id}/{at}", "token_ids": ids, "logprobs": [0.0] * len(ids), "weight_versions": one}
-                ]
+                ],
             }
             for at, (ids, one) in enumerate(zip(sampled, spans, strict=True))
         ]
         whole = [token for ids in sampled for token in ids]
         lists = {"logprobs": [0.0] * len(whole), "weight_versions": [1] * len(whole), "loss_mask": [1] * len(whole)}
-        return {"turns": turns, "branches": [{"token_ids": whole, **lists}], "unmatched_tokens": 0}
+        branch = {"prompt_token_ids": [], "token_ids": whole, **lists}
+        names = {"id": session_id, "group_id": self.groups[session_id]}
+        return {**names, "turns": turns, "branches": [branch], "unmatched_tokens": 0}
 
     async def reward(self, session_id: str, reward: float) -> None:
         self.rewards[session_id] = reward
@@ -161,4 +167,8 @@ async def test_the_trace_to_show_is_of_a_session_that_went_on_at_another_worker(
     progress.resumed = [ResumedRun("g1.1.0/1", "worker-2", "worker-1", 9), ResumedRun("g0.1.0/1", "w", "w", 0)]
     async with playing(gateway, progress) as (player, _):
         await wait_until(lambda: len(gateway.rewards) == 4)
-        assert player.played.resumed == await gateway.trace("g1.1.0")
+        assert player.played.shown is not None
+        assert player.played.shown.trace == await gateway.trace("g1.1.0")
+        told = list(shown_lines(player.played, lambda ids: "".join(map(chr, ids))))
+        assert told[0] == "Session g1.1.0 of group g1, reward 1"
+        assert told[9].strip() == "begun at worker-2, went on at worker-1 behind 9 stored tokens"

@@ -43,7 +43,14 @@ def made_trace() -> dict[str, Any]:
         {"matched_by": "first", "prompt_token_ids": opening, "prompt_mask": [0, 0], "completions": [first]},
         {"matched_by": "continued", "prompt_token_ids": begun, "prompt_mask": mask, "completions": [second]},
     ]
-    return {"turns": turns, "branches": [branch], "unmatched_tokens": 0, "unknown_answers": 0}
+    return {
+        "id": "one",
+        "group_id": "g",
+        "turns": turns,
+        "branches": [branch],
+        "unmatched_tokens": 0,
+        "unknown_answers": 0,
+    }
 
 
 def conversation() -> list[dict[str, Any]]:
@@ -104,7 +111,9 @@ def test_a_lost_or_a_further_completion_is_a_mismatch() -> None:
 
 
 def test_a_shown_trace_names_what_each_turn_adds_samples_and_by_which_version() -> None:
-    shown = "\n".join(trace_lines(made_trace(), decode))
+    shown = "\n".join(trace_lines(made_trace(), decode, reward=1.0, moves={"7": "went on elsewhere"}))
+    assert "Session one of group g, reward 1\nturn 1" in shown
+    assert shown.count("went on elsewhere") == 1
     assert "turn 1 (first): a prompt of 2 tokens, mask 0*2" in shown
     assert "turn 2 (continued): a prompt of 22 tokens, mask 0*2 1*16 0*4" in shown
     assert f"{CALL!r}\n             16 tokens of version 3, logprob -8.00 in all" in shown

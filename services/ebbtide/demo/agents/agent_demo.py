@@ -25,9 +25,9 @@ from ebbtide.cli.views.tables import fact_table
 from ebbtide.client import Client
 from ebbtide.client.client import read_spec
 from ebbtide.demo.agents.agent_player import AgentPlayer, PlayedSessions
-from ebbtide.demo.agents.agent_report import AgentReport, agent_report, agent_summary
+from ebbtide.demo.agents.agent_report import AgentReport, agent_report, agent_summary, shown_lines
 from ebbtide.demo.agents.session_api import SessionApi
-from ebbtide.demo.agents.trace_text import Decode, trace_lines
+from ebbtide.demo.agents.trace_text import Decode
 from ebbtide.demo.demo import check_finished, report_of, shown_cluster, write_report
 from ebbtide.demo.report_picture import terminal_curve, write_picture
 from ebbtide.demo.worker_kills import KillMoment, WorkerKills
@@ -94,9 +94,8 @@ async def run_agent_demo(options: AgentDemoOptions) -> tuple[AgentReport, Sequen
         run, progress, played = await cluster.launcher.during(demo.run())
     training, _ = report_of(cluster, screen, run, progress, kills=demo.kills.done)
     report = agent_report(training, played)
-    trace = played.resumed or played.last
-    decode = _decoder(Path(run.spec.model))
-    return report, list(trace_lines(trace, decode)) if trace else (), write_report(options.run_dir, report)
+    trace = list(shown_lines(played, _decoder(Path(run.spec.model))))
+    return report, trace, write_report(options.run_dir, report)
 
 
 class _AgentDemo:

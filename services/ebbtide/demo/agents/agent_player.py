@@ -8,14 +8,14 @@ version. What is known of sessions is in `played`, and is lost with the process.
 """
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import aiohttp
 import openai
 
-from ebbtide.cli.views.run_progress import RunProgress
+from ebbtide.cli.views.run_progress import ResumedRun, RunProgress
 from ebbtide.demo.agents.number_agent import find_number
 from ebbtide.demo.agents.number_problem import NumberProblem, number_problem
 from ebbtide.demo.agents.session_api import SessionApi
@@ -30,6 +30,19 @@ _FAILED: Final = "agent_failed"
 _MOST_FAILURES: Final = 16
 
 
+@dataclass(frozen=True)
+class ShownSession:
+    """A session to show: its trace, its reward, and its completions that went on at another worker."""
+
+    trace: dict[str, Any]
+    reward: float
+    moves: Sequence[ResumedRun] = ()
+
+    @property
+    def worth(self) -> tuple[bool, float]:
+        return bool(self.moves), self.reward
+
+
 @dataclass
 class PlayedSessions:
     """Sums over all sessions so far."""
@@ -40,16 +53,14 @@ class PlayedSessions:
     mismatches: list[str] = field(default_factory=list)  # what in traces was not what agents got
     unmatched: list[str] = field(default_factory=list)  # answers that came back, and could not be matched
     failures: list[str] = field(default_factory=list)  # errors that agents saw
-    last: dict[str, Any] | None = None  # the newest trace
-    resumed: dict[str, Any] | None = None  # the newest trace with a completion that went on at another worker
+    shown: ShownSession | None = None  # the newest, if possible one that went on elsewhere and found its number
 
-    def add(self, trace: dict[str, Any], conversation: Sequence[Mapping[str, Any]], resumed: Collection[str]) -> None:
+    def add(self, conversation: Sequence[Mapping[str, Any]], session: ShownSession) -> None:
         self.sessions += 1
-        self.turns += len(trace["turns"])
+        self.turns += len(session.trace["turns"])
         self.tool_calls += sum(one["role"] == "tool" for one in conversation)
-        self.last = trace
-        if any(one["id"] in resumed for turn in trace["turns"] for one in turn["completions"]):
-            self.resumed = trace
+        if self.shown is None or session.worth >= self.shown.worth:
+            self.shown = session
 
 
 class AgentPlayer:
@@ -106,15 +117,22 @@ class AgentPlayer:
             self.played.failures.append(f"{session}: {type(error).__name__}: {error}")
             await self._api.drop(session, _FAILED)
             return False
-        trace = await self._api.trace(session)
-        found = trace_mismatches(trace, conversation, self._decode)
-        self.played.mismatches += [f"{session}: {one}" for one in found]
-        if trace["unmatched_tokens"]:
-            said = [self._decode(one["token_ids"]) for turn in trace["turns"] for one in turn["completions"]]
-            self.played.unmatched.append(f"{session}: {trace['unmatched_tokens']} tokens of {said}")
-        self.played.add(trace, conversation, {one.rollout for one in self._progress.resumed if one.offset})
-        await self._api.reward(session, problem.reward(conversation))
+        reward = problem.reward(conversation)
+        await self._note(session, conversation, reward)
+        await self._api.reward(session, reward)
         return True
+
+    async def _note(self, session: str, conversation: Sequence[Mapping[str, Any]], reward: float) -> None:
+        """Compares a session's trace with its conversation, and adds it to what was played."""
+        trace, played = await self._api.trace(session), self.played
+        played.mismatches += [f"{session}: {one}" for one in trace_mismatches(trace, conversation, self._decode)]
+        completions = [one for turn in trace["turns"] for one in turn["completions"]]
+        if trace["unmatched_tokens"]:
+            said = [self._decode(one["token_ids"]) for one in completions]
+            played.unmatched.append(f"{session}: {trace['unmatched_tokens']} tokens of {said}")
+        ids = {one["id"] for one in completions}
+        moves = [one for one in self._progress.resumed if one.offset and one.rollout in ids]
+        played.add(conversation, ShownSession(trace, reward, moves))
 
 
 def groups_for(spec: RunSpec, steps: int, lost: int) -> int:

@@ -8,6 +8,7 @@ from typing import Final
 from msgspec import Struct
 
 from ebbtide.demo.agents.agent_player import PlayedSessions
+from ebbtide.demo.agents.trace_text import Decode, trace_lines
 from ebbtide.demo.demo_report import DemoReport, resumed_text
 
 #: Steps at either end of a run of which the mean reward is compared.
@@ -29,7 +30,7 @@ class AgentReport(Struct, frozen=True, kw_only=True):
     sessions_unmatched: int  # that became several branches, as an answer came back otherwise than it was sampled
     unmatched: list[str]
     agent_failures: list[str]  # errors that agents saw
-    trace_resumed: bool  # whether the shown trace has a turn that went on at another worker
+    shown_resumed: bool  # whether the shown session went on at another worker
     training: DemoReport
 
 
@@ -46,7 +47,7 @@ def agent_report(training: DemoReport, played: PlayedSessions) -> AgentReport:
         sessions_unmatched=len(played.unmatched),
         unmatched=played.unmatched[:_QUOTED],
         agent_failures=played.failures[:_QUOTED],
-        trace_resumed=played.resumed is not None,
+        shown_resumed=bool(played.shown and played.shown.moves),
         training=training,
     )
 
@@ -54,6 +55,17 @@ def agent_report(training: DemoReport, played: PlayedSessions) -> AgentReport:
 def reward_ends(rewards: Sequence[float]) -> tuple[float | None, float | None]:
     """Returns the mean reward of the first steps and of the last ones; None without steps."""
     return (fmean(rewards[:ENDS]), fmean(rewards[-ENDS:])) if rewards else (None, None)
+
+
+def shown_lines(played: PlayedSessions, decode: Decode) -> Iterator[str]:
+    """Shows one session turn by turn."""
+    if played.shown is None:
+        return
+    moves = {
+        one.rollout: f"begun at {one.source}, went on at {one.target} behind {one.offset} stored tokens"
+        for one in played.shown.moves
+    }
+    yield from trace_lines(played.shown.trace, decode, reward=played.shown.reward, moves=moves)
 
 
 def agent_summary(report: AgentReport, path: Path) -> Iterator[tuple[str, str]]:

@@ -78,8 +78,12 @@ def _trained(branch: Mapping[str, Any]) -> list[tuple[int, float, int]]:
     return [(token, logprob, version) for token, logprob, version, mask in parts if mask]
 
 
-def trace_lines(trace: Mapping[str, Any], decode: Decode) -> Iterator[str]:
-    """Shows each turn: what its prompt repeats and adds, and what was sampled, by which versions."""
+def trace_lines(trace: Mapping[str, Any], decode: Decode, *, reward: float, moves: Mapping[str, str]) -> Iterator[str]:
+    """Shows each turn: what its prompt repeats and adds, and what was sampled, by which versions.
+
+    `moves`: completion -> what became of it on its way.
+    """
+    yield f"Session {trace['id']} of group {trace['group_id']}, reward {reward:g}"
     for number, turn in enumerate(trace["turns"], 1):
         ids, mask = turn["prompt_token_ids"], turn["prompt_mask"]
         last = max((at for at, one in enumerate(mask) if one), default=-1)
@@ -90,6 +94,8 @@ def trace_lines(trace: Mapping[str, Any], decode: Decode) -> Iterator[str]:
             logprob = sum(one["logprobs"])
             yield f"    sampled  {short_ids(one['token_ids'])}  {decode(one['token_ids'])!r}"
             yield f"             {len(one['token_ids'])} tokens of {versions}, logprob {logprob:.2f} in all"
+            if one["id"] in moves:
+                yield f"             {moves[one['id']]}"
     for branch in trace["branches"]:
         mask = branch["loss_mask"]
         count = f"{sum(mask)} of {len(mask)} tokens"
