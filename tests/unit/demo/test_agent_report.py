@@ -1,5 +1,6 @@
 """The report of the agent demo, from made-up figures, and the run that it submits."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,10 @@ from ebbtide.demo.token_accounts import TokenAccounts
 from ebbtide.types.run import Run, RunStatus
 
 
-def played(**lists: list[str]) -> PlayedSessions:
-    found = PlayedSessions(**lists)
+def played(
+    mismatches: Sequence[str] = (), failures: Sequence[str] = (), unmatched: Sequence[str] = ()
+) -> PlayedSessions:
+    found = PlayedSessions(mismatches=list(mismatches), failures=list(failures), unmatched=list(unmatched))
     found.add([{"role": "tool"}, {"role": "assistant"}], ShownSession({"turns": [1, 2]}, reward=1.0))
     return found
 
