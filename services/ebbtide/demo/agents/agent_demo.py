@@ -150,8 +150,8 @@ class _AgentDemo:
         playing, killing = asyncio.create_task(player.run()), asyncio.create_task(kills)
         try:
             await asyncio.wait({following, playing}, return_when=asyncio.FIRST_COMPLETED)
-            if not following.done() and max(progress.steps, default=0) < self._spec.trainer.steps:
-                playing.result()  # raises what agents failed by
+            if not following.done() and not (await client.run(progress.run_id)).status.ended:
+                playing.result()  # raises what agents failed by; those of an ended run fail by its end
             return await following
         finally:
             tasks = {following, playing, killing}
