@@ -55,7 +55,7 @@ def demo(
 
 
 def demo_agent(
-    seed: Annotated[int | None, typer.Option(min=0, help="Seed of problems, base model and permutations.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed of problems and permutations.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Optimiser steps.")] = None,
     workers: Annotated[int, typer.Option(min=1, help="vLLM workers.")] = 2,
     run_dir: Annotated[Path, typer.Option(help="Folder for the report and logs.")] = Path("runs/demo-agent"),

@@ -39,6 +39,8 @@ _RUN_ID: Final = "demo-agent"
 #: right ones in a row. It then finds a number in about one session of five.
 _TURNS: Final = EnvironmentSpec(name="ebbtide.demo.agents.number_problem:NumberTurns")
 _ERROR_RATE: Final = 0.05
+#: One base model for all seeds: another seed shows other problems, and need not wait for another model.
+_BASE_SEED: Final = 0
 _TARGET_ACCURACY: Final = 0.6
 #: The model writes calls as Python.
 _TOOL_PARSER: Final = "pythonic"
@@ -118,7 +120,7 @@ class _AgentDemo:
         return run, progress, player.played
 
     async def _boot(self) -> ClusterShape:
-        screen, turns = self._screen, replace(self._spec, environment=_TURNS)
+        screen, turns = self._screen, replace(self._spec, environment=_TURNS, seed=_BASE_SEED)
         screen.phase("base model")
         model = await base_model(
             self._cluster,

@@ -21,10 +21,14 @@ TOOLS: list[Any] = [
 ]
 
 
+#: A model that goes on looking has to stop somewhere. The way has three answers.
+MOST_ANSWERS = 5
+
+
 async def find_number(client: AsyncOpenAI, model: str, name: str, look: Callable[[str], str]) -> list[Any]:
     """Returns the conversation. Its last message has the number, unless the model went on looking."""
     messages: list[Any] = [{"role": "user", "content": f"find {name}"}]
-    for _ in range(5):
+    for _ in range(MOST_ANSWERS):
         completion = await client.chat.completions.create(model=model, messages=messages, tools=TOOLS, max_tokens=40)
         answer = completion.choices[0].message
         messages.append(answer.model_dump(exclude_none=True))
