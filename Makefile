@@ -28,6 +28,9 @@ help: ## What there is to make
 demo: env ## An RL run on two vLLM workers, one of which is killed; options: ARGS="--seed 1 --steps 50"
 	@$(BIN)/ebbtide demo $(ARGS)
 
+demo-agent: env ## An agent that calls a tool, trained through the gateway while a worker is killed; options: ARGS="--seed 1 --control"
+	@$(BIN)/ebbtide demo-agent $(ARGS)
+
 demo-coserving: env ## A training run that borrows the idle time of a served model under traffic; options: ARGS="--trace PATH"
 	@$(BIN)/ebbtide demo-coserving $(ARGS)
 

@@ -18,19 +18,19 @@ from tests.chaos.cluster import Cluster
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-_DEMOS = "tests/e2e/test_demo"
+_DEMOS = ("tests/e2e/test_demo.py", "tests/e2e/test_demo_coserving.py")
 
 
 class ByFile(LoadFileScheduling):  # type: ignore[misc]  # a class without types
     """Tests of a file run in one process, as they share what it made for all; those of chaos are dealt out one by one.
 
-    Both demos run in one process: the first makes a base model for both where there is none.
+    Two demos run in one process: the first makes a base model for both where there is none. That of agents has its own.
     """
 
     def _split_scope(self, nodeid: str) -> str:
         if nodeid.startswith("tests/chaos/"):
             return nodeid
-        return _DEMOS if nodeid.startswith(_DEMOS) else nodeid.partition("::")[0]
+        return _DEMOS[0] if nodeid.startswith(_DEMOS) else nodeid.partition("::")[0]
 
 
 @pytest.hookimpl(optionalhook=True)

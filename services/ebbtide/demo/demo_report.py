@@ -182,7 +182,7 @@ def summary(report: DemoReport, path: Path) -> Iterator[tuple[str, str]]:
     for kill in report.kills:
         middle = f", in the middle of {kill.generating} rollouts" if kill.generating else ""
         yield "killed", f"{kill.program} after step {kill.step}{middle}"
-    yield "resumed", _resumed(report)
+    yield "resumed", resumed_text(report)
     again, most = report.tokens_generated_twice, report.tokens_generated_twice_at_most_per_rollout
     yield "tokens", f"{report.tokens_generated:,} generated, {again:,} of them twice (at most {most} of one rollout)"
     yield "saved", f"{report.tokens_saved:,} tokens that a rollout took along to another worker"
@@ -201,7 +201,8 @@ def _share(value: float | None) -> str:
     return "unknown" if value is None else f"{value:.3f}"
 
 
-def _resumed(report: DemoReport) -> str:
+def resumed_text(report: DemoReport) -> str:
+    """Tells how many rollouts went on elsewhere, and behind how many stored tokens."""
     offsets = sorted(int(one["offset"]) for one in report.resumed if one["offset"])
     if not offsets:
         return f"{len(report.resumed)} rollouts elsewhere, none of them midway"

@@ -20,7 +20,7 @@ def write_picture(report: DemoReport, path: Path) -> None:
     steps = range(1, len(report.rewards) + 1)
     axes.plot(steps, report.rewards, color="#1f77b4", label="mean reward of the step's rollouts")
     found = report.evaluations
-    label = "accuracy on unseen problems"
+    label = "accuracy on unseen problems" if found else "_nothing was evaluated"  # matplotlib hides such labels
     axes.plot([one.step for one in found], [one.accuracy for one in found], "o--", color="#d62728", label=label)
     for kill in report.kills:
         axes.axvline(kill.step + 0.5, color="#7f7f7f", linestyle=":")

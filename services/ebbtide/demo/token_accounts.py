@@ -72,10 +72,10 @@ def settle(attempts: Mapping[str, Sequence[LedgerAttempt]], killed: Collection[s
 
 
 class InFlightTokens:
-    """Counts from a worker's ledger the training rollouts that it is in the middle of."""
+    """Counts from a worker's ledger the rollouts that it is in the middle of: those whose id begins with `prefix`."""
 
-    def __init__(self, ledger: Path) -> None:
-        self._ledger = ledger
+    def __init__(self, ledger: Path, prefix: str = TRAINING_PREFIX) -> None:
+        self._ledger, self._prefix = ledger, prefix
         self._before: dict[str, int] = {}
 
     def look(self, tokens: range) -> int:
@@ -85,7 +85,7 @@ class InFlightTokens:
         records = read_ledger(self._ledger, newest=_NEWEST)
         grown = [record for record in records if self._grew(record) and record.start + record.generated in tokens]
         self._before = {record.attempt_id: record.generated for record in records}
-        return sum(record.rollout_id.startswith(TRAINING_PREFIX) for record in grown)
+        return sum(record.rollout_id.startswith(self._prefix) for record in grown)
 
     def _grew(self, record: AttemptRecord) -> bool:
         return record.generated > self._before.get(record.attempt_id, record.generated)

@@ -7,9 +7,11 @@ import asyncio
 from collections.abc import Callable
 from typing import Final
 
+from msgspec import Struct
+
 from ebbtide.cli.views.run_progress import RunProgress
 from ebbtide.demo.demo_report import KillRecord
-from ebbtide.demo.token_accounts import InFlightTokens
+from ebbtide.demo.token_accounts import TRAINING_PREFIX, InFlightTokens
 from ebbtide.local_cluster.local_cluster import LocalCluster
 
 #: Shares of the run's steps after which each is killed.
@@ -22,12 +24,24 @@ _SHARE: Final = 0.7
 _LOOK_S: Final = 0.02
 
 
-class WorkerKills:
-    """Kills programs as planned; `notify` gets a line for each kill."""
+class KillMoment(Struct, frozen=True, kw_only=True):
+    """When a worker is killed: while it generates so many rollouts, each with so many tokens."""
 
-    def __init__(self, cluster: LocalCluster, notify: Callable[[str], None]) -> None:
+    rollouts: int
+    tokens: range
+    prefix: str  # of the rollouts' ids
+
+
+class WorkerKills:
+    """Kills programs as planned; `notify` gets a line for each kill.
+
+    `moment`: when to kill a worker; None: in the middle of a step's responses, of the length that they had so far.
+    """
+
+    def __init__(self, cluster: LocalCluster, notify: Callable[[str], None], moment: KillMoment | None = None) -> None:
         self._cluster = cluster
         self._notify = notify
+        self._moment = moment
         self.done: list[KillRecord] = []
 
     async def run(self, progress: RunProgress, *, worker: bool, coordinator: bool, trainer: bool) -> None:
@@ -45,22 +59,24 @@ class WorkerKills:
     async def _step(self, progress: RunProgress, share: float) -> None:
         spec = progress.spec
         wanted = max(1, round(share * spec.trainer.steps)) if spec else 1
-        await _until(lambda: max(progress.steps, default=0) >= wanted)
+        await poll_until(lambda: max(progress.steps, default=0) >= wanted)
 
     async def _kill_worker(self, progress: RunProgress) -> None:
         """Kills the newest worker in the middle of its responses, and starts another in its place."""
-        victim, shape = self._cluster.workers[-1], self._cluster.shape
-        batch = progress.spec.batch if progress.spec else None
-        share = batch.groups_per_step * batch.group_size // len(self._cluster.workers) if batch else _ROLLOUTS
-        wanted = max(1, min(_ROLLOUTS, share // 2))
-        flight = InFlightTokens(self._cluster.ledgers[victim])
-        tokens = _middle(progress, shape.flush_tokens)
-        generating = await _until(lambda: found if (found := flight.look(tokens)) >= wanted else 0)
+        victim, moment = self._cluster.workers[-1], self._moment or self._middle(progress)
+        flight = InFlightTokens(self._cluster.ledgers[victim], moment.prefix)
+        generating = await poll_until(lambda: found if (found := flight.look(moment.tokens)) >= moment.rollouts else 0)
         self._cluster.launcher.kill(victim)
         self._record(victim, progress, generating)
         self._notify(f"{victim} is killed (SIGKILL) while it generates {generating} rollouts")
         replacement = await self._cluster.add_worker()
         self._notify(f"{replacement} takes the place of {victim}")
+
+    def _middle(self, progress: RunProgress) -> KillMoment:
+        batch = progress.spec.batch if progress.spec else None
+        share = batch.groups_per_step * batch.group_size // len(self._cluster.workers) if batch else _ROLLOUTS
+        tokens = _middle(progress, self._cluster.shape.flush_tokens)
+        return KillMoment(rollouts=max(1, min(_ROLLOUTS, share // 2)), tokens=tokens, prefix=TRAINING_PREFIX)
 
     def _crash(self, program: str, progress: RunProgress) -> None:
         self._cluster.launcher.crash(program)
@@ -80,8 +96,8 @@ def _middle(progress: RunProgress, flush_tokens: int) -> range:
     return range(least, max(least + flush_tokens, round(_SHARE * mean)))
 
 
-async def _until(ready: Callable[[], int]) -> int:
-    """Polls `ready` until it returns more than 0: it reads files and state that send no events."""
+async def poll_until(ready: Callable[[], int]) -> int:
+    """Polls `ready` until it returns more than 0: for files and state that send no events."""
     while True:
         if found := ready():
             return found

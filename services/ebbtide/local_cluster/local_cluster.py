@@ -54,6 +54,7 @@ class ClusterShape(Struct, frozen=True, kw_only=True):
     standby: str = ""  # address of a second coordinator; empty: none
     relay: str
     gateway: str = ""  # address of a gateway; empty: none
+    tool_parser: str = ""  # the gateway's, by vLLM's name; empty: none
     flush_tokens: int = 8
     flush_interval_ms: int = 100
     worker_config: Path | None = None  # TOML file of settings for the workers
@@ -182,6 +183,7 @@ class LocalCluster:
 
     def _gateway(self) -> Program:
         flags = {"listen": self.shape.gateway, "holder": "gateway", "drain_s": _GATEWAY_DRAIN_S}
+        flags |= {"tool_parser": self.shape.tool_parser} if self.shape.tool_parser else {}
         return self._service("gateway", "ebbtide.gateway", _GATEWAY, **flags)
 
     def _permissions(self, holder: str) -> dict[str, object]:
@@ -315,8 +317,13 @@ def _cpu_engine() -> dict[str, object]:
     return {"vllm_threads": 1, "vllm_dtype": "float32", "vllm_enforce_eager": True}
 
 
-async def base_model(cluster: LocalCluster, spec: RunSpec, cache: Path, tell: Callable[[str], None]) -> Path:
-    """Returns the checkpoint for the spec's environment and seed; `tell` hears the progress. Raises `LaunchFailed`."""
+async def base_model(
+    cluster: LocalCluster, spec: RunSpec, cache: Path, tell: Callable[[str], None], **options: object
+) -> Path:
+    """Returns the checkpoint for the spec's environment and seed; `tell` hears the progress.
+
+    `options`: further ones of `ebbtide base-model`. Raises `LaunchFailed`.
+    """
     spec_file, log = cluster.directory / "base-model.json", cluster.log("base-model")
     spec_file.write_text(json.dumps(to_mapping(spec)))
     said: dict[str, Any] = {}
@@ -326,7 +333,7 @@ async def base_model(cluster: LocalCluster, spec: RunSpec, cache: Path, tell: Ca
         if "step" in said:
             tell(f"step {said['step']}: loss {said['loss']:.2f}, accuracy {said['accuracy']:.2f}")
 
-    arguments = ("--spec", str(spec_file), "--directory", str(cache), "--json")
+    arguments = ("--spec", str(spec_file), "--directory", str(cache), "--json", *_flags(options))
     await cluster.run_once("base-model", _BASE_MODEL_MODULE, *arguments, watch=watch)
     return Path(said["path"])
 

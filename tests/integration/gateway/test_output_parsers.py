@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from ebbtide.demo.agents.number_agent import TOOLS as TOOLS_OF_AGENT
+from ebbtide.demo.agents.number_problem import written_call
 from ebbtide.errors import InvalidRequest
 from ebbtide.gateway.text.model_text import ModelText
 from ebbtide.gateway.text.output_parsers import (
@@ -17,6 +19,7 @@ from ebbtide.gateway.text.output_parsers import (
     load_output_parsers,
 )
 from ebbtide.gateway.text.template_sandbox import TemplateSandbox
+from ebbtide.trainer.base_model.character_tokenizer import character_tokenizer
 from tests.fakes.model_texts import byte_level_tokenizer, model_text
 
 # vLLM's and torch's own imports warn.
@@ -144,3 +147,21 @@ def test_a_reasoning_parser_alone_leaves_calls_in_the_content(model: ModelText) 
     made = parser(load_output_parsers(model, ParserNames(reasoning="deepseek_r1"))).whole(RESPONSES[2], [])
     assert (made.reasoning, made.tool_calls) == ("hm", ())
     assert CALL in made.content
+
+
+def test_a_call_that_the_demo_s_model_writes_comes_back_from_its_template_as_it_was_written() -> None:
+    sandbox = TemplateSandbox(processes=1)
+    written, model = written_call("biko"), model_text(character_tokenizer(), sandbox)
+    parsers = load_output_parsers(model, ParserNames(tool="pythonic"))
+    made = parser(parsers, tools=TOOLS_OF_AGENT).whole(written, model.encode(written, special=False))
+    (call,) = made.tool_calls
+    assert (made.content, call.name, json.loads(call.arguments)) == ("", "look", {"at": "biko"})
+    function = {"name": call.name, "arguments": call.arguments}
+    messages = [
+        {"role": "user", "content": "find toma"},
+        {"role": "assistant", "tool_calls": [{"id": call.call_id, "type": "function", "function": function}]},
+        {"role": "tool", "tool_call_id": call.call_id, "content": "is 407"},
+    ]
+    rendered = model.render(messages, tools=TOOLS_OF_AGENT, template_options={})
+    assert rendered == f"<|user|>find toma<|assistant|>{written}<|end|><|user|>is 407<|assistant|>"
+    sandbox.close()

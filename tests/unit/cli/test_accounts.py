@@ -72,3 +72,13 @@ def test_rollouts_in_flight_are_those_of_training_that_grew_since_the_last_look(
         ledger.add(entries["s1.b"], 1)
         assert flight.look(range(99)) == 2
         assert flight.look(range(99)) == 0  # nothing grew any more
+
+
+def test_rollouts_in_flight_may_be_of_any_kind(tmp_path: Path) -> None:
+    path = tmp_path / "ledger"
+    flight = InFlightTokens(path, prefix="")
+    with Ledger(path) as ledger:
+        entry = ledger.open(AttemptRef("run", "e0.p1", "e0.p1"), 0)
+        assert flight.look(range(99)) == 0
+        ledger.add(entry, 2)
+        assert flight.look(range(99)) == 1

@@ -40,7 +40,7 @@ def test_help_names_every_command_and_is_quick() -> None:
     assert done.returncode == 0
     runs = ["submit", "runs", "watch", "chat", "timeline", "cancel", "weights", "usage"]
     fleet = ["workers", "drain", "profile", "simulate", "record"]
-    people = ["demo", "demo-coserving", "guard", "up", "base-model", *runs, *fleet]
+    people = ["demo", "demo-agent", "demo-coserving", "guard", "up", "base-model", *runs, *fleet]
     assert [name for name in (*people, *SERVICES, *BESIDE) if f" {name} " not in done.stdout] == []
 
 

@@ -10,6 +10,7 @@ _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_opti
 
 def register(app: typer.Typer) -> None:
     app.command(rich_help_panel="This machine")(demo)
+    app.command("demo-agent", rich_help_panel="This machine")(demo_agent)
     app.command("demo-coserving", rich_help_panel="This machine")(demo_coserving)
     app.command(rich_help_panel="This machine")(up)
     app.command("base-model", context_settings=dict(_PASS_ON), rich_help_panel="This machine")(base_model)
@@ -49,6 +50,26 @@ def demo(
         kill_worker=kill,
         kill_coordinator=kill_coordinator,
         kill_trainer=kill_trainer,
+    )
+    raise typer.Exit(run(options))
+
+
+def demo_agent(
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed of problems and permutations.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Optimiser steps.")] = None,
+    workers: Annotated[int, typer.Option(min=1, help="vLLM workers.")] = 2,
+    run_dir: Annotated[Path, typer.Option(help="Folder for the report and logs.")] = Path("runs/demo-agent"),
+    cache: Annotated[Path, typer.Option(help="Folder of base models.")] = Path(".cache/base-models"),
+    control: Annotated[
+        bool, typer.Option("--control", help="Permute rewards within each group, so that nothing can be learnt.")
+    ] = False,
+    kill: Annotated[bool, typer.Option(help="Kill a worker in the middle of its completions.")] = True,
+) -> None:
+    """Train an agent that calls a tool through a gateway, kill a worker midway, and report the result."""
+    from ebbtide.demo.agents.agent_demo import AgentDemoOptions, run
+
+    options = AgentDemoOptions(
+        run_dir=run_dir, cache=cache, seed=seed, steps=steps, workers=workers, control=control, kill_worker=kill
     )
     raise typer.Exit(run(options))
 

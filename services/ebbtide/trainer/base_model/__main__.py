@@ -23,6 +23,12 @@ class BaseModelSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     spec: Annotated[str, Meta(description="a run's spec (TOML or JSON), of which environment and seed are used")]
     directory: Annotated[str, Meta(description="folder of base models")] = ".cache/base-models"
     seed: Annotated[int, Meta(ge=-1, description="seed; -1: the spec's")] = -1
+    error_rate: Annotated[
+        float, Meta(ge=0, lt=1, description="share of mistyped letters and digits in demonstrations")
+    ] = BaseModelPlan.error_rate
+    target_accuracy: Annotated[float, Meta(gt=0, le=1, description="sampled accuracy at which the model is done")] = (
+        BaseModelPlan.target_accuracy
+    )
     threads: Annotated[int, Meta(ge=0, description="CPU threads of torch; 0: torch's choice")] = 0
     json: Annotated[bool, Meta(description="print progress and path as lines of JSON")] = False
 
@@ -45,7 +51,7 @@ def _make(settings: BaseModelSettings) -> Path:
 
     from ebbtide.environments import load_source
 
-    directory, plan = Path(settings.directory), BaseModelPlan()
+    directory, plan = Path(settings.directory), _plan(settings)
     source = load_source(environment.name, environment.params, seed)
     if is_made(path := base_model_path(directory, source, seed, plan)):
         return path
@@ -64,6 +70,10 @@ def _make(settings: BaseModelSettings) -> Path:
             _say(f"step {now.step}: loss {now.loss:.2f}, accuracy {now.accuracy:.2f}")
 
     return make_base_model(directory, source, seed=seed, plan=plan, progress=tell)
+
+
+def _plan(settings: BaseModelSettings) -> BaseModelPlan:
+    return BaseModelPlan(error_rate=settings.error_rate, target_accuracy=settings.target_accuracy)
 
 
 def _say(line: str) -> None:

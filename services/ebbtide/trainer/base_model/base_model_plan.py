@@ -9,7 +9,7 @@ from typing import Any, Final
 from ebbtide.environments import EnvironmentSource
 
 #: Part of the cache key. Raise it when `base_model` makes other models from the same inputs.
-RECIPE: Final = 2
+RECIPE: Final = 3
 #: File beside the weights that records how the model was made. Its presence means that the model is whole.
 RECORD: Final = "base_model.json"
 

@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 
 from ebbtide.claimed_runs.model_directory import check_model_directory
-from ebbtide.environments import Message, Split, StepResult
+from ebbtide.environments import Message, Split, StepResult, load_source
 from ebbtide.errors import InvalidRequest
+from ebbtide.trainer.base_model.__main__ import main
 from ebbtide.trainer.base_model.base_model import BaseModelProgress, make_base_model
-from ebbtide.trainer.base_model.base_model_plan import BaseModelPlan
+from ebbtide.trainer.base_model.base_model_plan import BaseModelPlan, base_model_path
 from ebbtide.trainer.learning.network import load_network, load_tokenizer
 
 PLAN = BaseModelPlan(
@@ -103,3 +104,16 @@ def test_an_environment_without_examples_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest) as caught:
         make_base_model(tmp_path, NoExamples(), seed=0, plan=PLAN)
     assert caught.value.field == "environment.name"
+
+
+def test_the_command_takes_error_rate_and_target_and_finds_such_a_model_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = tmp_path / "run.toml"
+    spec.write_text('[environment]\nname = "number_guessing"\n')
+    source = load_source("number_guessing", {}, 0)
+    made = base_model_path(tmp_path, source, 0, BaseModelPlan(error_rate=0.05, target_accuracy=0.6))
+    made.mkdir()
+    (made / "base_model.json").touch()
+    main(["--spec", str(spec), "--directory", str(tmp_path), "--error-rate", "0.05", "--target-accuracy", "0.6"])
+    assert capsys.readouterr().out.strip() == str(made)
