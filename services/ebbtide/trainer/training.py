@@ -38,6 +38,7 @@ _FULL: Final = 0.5
 _steps = counter("trainer_steps_total", "Optimiser steps taken")
 _tokens = counter("trainer_tokens_total", "Sampled tokens trained on")
 _overlapped = counter("trainer_overlapped_seconds_total", "Training before the last group of its step was there")
+_streamed = counter("trainer_streamed_groups_total", "Groups whose gradient was added on its own, or with some others")
 _reward = gauge("trainer_reward", "Mean reward of the last step")
 
 
@@ -146,8 +147,10 @@ class Training:
             while not self._whole(step) or collector.new_groups():
                 await clock.measure("wait", self._groups(lambda: self._whole(step) or collector.new_groups() > 0))
                 await self._settle_before(clock)
-                groups, version = collector.hand_out(following.steps), self._version(step)
+                count, version = collector.new_groups(), self._version(step)
+                groups = collector.hand_out(following.steps)
                 await clock.measure(TRAIN, asyncio.to_thread(learning.add_groups, groups, step=step, version=version))
+                _streamed.inc(count)
             clock.whole()
         finally:
             whole.cancel()

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import asdict
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -52,7 +53,7 @@ def trajectories(seed: int = 0) -> list[list[Trajectory]]:
     return groups
 
 
-def samples(groups: list[list[Trajectory]], **spec: bool) -> list[TrainingSample]:
+def samples(groups: list[list[Trajectory]], **spec: Any) -> list[TrainingSample]:
     return samples_of([one for group in groups for one in group], TrainerSpec(**spec), seed=7, step=2)
 
 
@@ -80,7 +81,7 @@ def apart(ours: Tensor, theirs: Tensor) -> float:
     return float((ours - theirs).norm() / theirs.norm())
 
 
-def stream(learner: Learner, groups: list[list[Trajectory]], seed: int, **spec: bool) -> dict[str, float | None]:
+def stream(learner: Learner, groups: list[list[Trajectory]], seed: int, **spec: Any) -> dict[str, float | None]:
     for portion in portions(groups, Random(seed)):
         if found := samples(portion, **spec):
             learner.accumulate(found)
