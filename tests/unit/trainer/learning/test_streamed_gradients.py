@@ -24,6 +24,13 @@ from ebbtide.types.tokens import pack_ids, pack_tokens
 TOLERANCE = 1e-5
 VERSION = 3
 GROUPS, SIZE = 12, 4
+#: Where there is a GPU, on it, too.
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device here")
+    ),
+]
 
 log = logging.getLogger(__name__)  # what was measured: --log-cli-level=info
 
@@ -88,7 +95,11 @@ def stream(learner: Learner, groups: list[list[Trajectory]], seed: int, **spec: 
     return asdict(learner.update())
 
 
-def test_streamed_gradients_equal_those_of_the_whole_batch_in_any_order_and_parts(network: Network) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_streamed_gradients_equal_those_of_the_whole_batch_in_any_order_and_parts(
+    device: str, network: Network
+) -> None:
+    network = network.to(device)
     groups, whole = trajectories(), make_learner(network)
     told = asdict(whole.step(samples(groups), Random(0)))
     errors = []
@@ -97,7 +108,7 @@ def test_streamed_gradients_equal_those_of_the_whole_batch_in_any_order_and_part
         found = stream(streamed, groups, seed)
         errors.append(apart(gradient(streamed), gradient(whole)))
         assert found == pytest.approx(told, rel=1e-4, abs=1e-6)
-    log.info("relative error of the gradient, one rank, 12 orders: at most %.2e", max(errors))
+    log.info("relative error of the gradient, %s, 12 orders: at most %.2e", device, max(errors))
     assert max(errors) <= TOLERANCE
     assert told["stale_tokens"] > 0
     assert told["importance_weight"] != pytest.approx(1.0, abs=1e-3)
