@@ -4,7 +4,9 @@ Invariant: the network's weights are those of `collector.step`. Their version is
 are copied. It is announced, and in `following.versions`, before the next one is published, and before a checkpoint or
 an event names it; also before its step is trained, unless the run's staleness allows training on older tokens
 meanwhile. Only `Training` changes the weights. A restarted trainer resumes from the last checkpoint: it repeats
-the steps since then, on the same trajectories in the same order, and publishes only versions not yet announced.
+the steps since then, on the same trajectories in the same order, and publishes only versions not yet announced. With
+`trainer.streaming` the order is that of arrival, so weights differ by rounding; gradients of an unfinished step die
+with the process, and the step's groups stay open until its update.
 """
 
 import asyncio
@@ -139,7 +141,7 @@ class Training:
     async def _train_streamed(self, step: int, clock: StepClock) -> dict[str, float]:
         """Trains the step on its groups as they become whole. Returns the values to report.
 
-        An idle trainer begins with what is there: that delays the last group by one pass at most.
+        An idle trainer begins with what is there: the last group waits for the part under way at most.
         """
         whole = asyncio.create_task(self._note_whole(step, clock))
         collector, following, learning = self._collector, self._following, self._learning
