@@ -36,6 +36,7 @@ from ebbtide.weights.patch.tile_codec import TileCodec  # noqa: E402
 
 CHECKS = (
     "tests/unit/trainer/learning/test_learner.py",
+    "tests/unit/trainer/learning/test_streamed_gradients.py",
     "tests/unit/trainer/learning/test_gpu_changes.py",
     "tests/unit/trainer/learning/test_learning.py",
     "tests/e2e/test_vllm_engine.py",

@@ -27,6 +27,12 @@ MAX_STOPS: Final = 128
 MAX_STOP_LENGTH: Final = 128
 #: Bytes of a spec as JSON: a message lists several runs.
 MAX_SPEC_BYTES: Final = 32 << 10
+#: What `trainer.streaming` needs of other fields of `trainer`, and why.
+_STREAMED: Final = {
+    "minibatches": (1, "all groups of a step are for one update, as they come"),
+    "epochs": (1, "another pass would need all groups again, after an update"),
+    "kl_coefficient": (0.0, "the KL term is divided by another number of tokens, which needs second gradients"),
+}
 
 
 class RunStatus(IntEnum):
@@ -97,6 +103,8 @@ class TrainerSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     dtype: Literal["float32", "bfloat16"] = "float32"
     checkpoint_every: Positive = 10
     permute_rewards: bool = False
+    #: Gradients are computed on groups as they become whole, and re-weighted once they are all there.
+    streaming: bool = False
 
 
 class EvaluationSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -259,6 +267,8 @@ def check_spec(spec: RunSpec) -> RunSpec:
     if spec.from_agents:
         _check_agents(spec)
     _check_verifiers(spec)
+    if spec.trainer.streaming:
+        _check_streaming(spec.trainer)
     if spec.share.ceiling is not None and spec.share.floor > spec.share.ceiling:
         raise InvalidRequest(f"must be at most share.ceiling ({spec.share.ceiling:g})", field="share.floor")
     if len(msgspec.json.encode(spec)) > MAX_SPEC_BYTES:
@@ -291,6 +301,13 @@ def _check_verifiers(spec: RunSpec) -> None:
     if environment.verifier and environment.verifier not in environment.verifiers:
         known = ", ".join(sorted(environment.verifiers)) or "none"
         raise InvalidRequest(f"must be one of environment.verifiers ({known})", field="environment.verifier")
+
+
+def _check_streaming(trainer: TrainerSpec) -> None:
+    for name, (wanted, reason) in _STREAMED.items():
+        if getattr(trainer, name) != wanted:
+            text = f"must be {wanted:g} with trainer.streaming: {reason}; change it, or leave trainer.streaming out"
+            raise InvalidRequest(text, field=f"trainer.{name}")
 
 
 def _check_finite(value: Any, field: str) -> None:

@@ -52,6 +52,7 @@ class DemoOptions(Struct, frozen=True, kw_only=True):
     top_p: float | None = None
     eval_problems: int | None = None
     control: bool = False
+    streaming: bool = False
     kill_worker: bool = True
     kill_coordinator: bool = False
     kill_trainer: bool = False
@@ -65,6 +66,8 @@ def demo_spec(options: DemoOptions) -> RunSpec:
         ("seed",): options.seed,
         ("trainer", "steps"): options.steps,
         ("trainer", "permute_rewards"): options.control or None,
+        ("trainer", "streaming"): options.streaming or None,
+        ("trainer", "minibatches"): 1 if options.streaming else None,  # a streamed step has one update
         ("sampling", "temperature"): options.temperature,
         ("sampling", "top_p"): options.top_p,
         ("evaluation", "problems"): options.eval_problems,

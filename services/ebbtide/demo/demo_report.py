@@ -63,6 +63,7 @@ class DemoReport(Struct, frozen=True, kw_only=True):
     weights: WeightsFigures
     tokens_per_s: dict[str, float]
     idle_share: dict[str, float]
+    training_overlap: float | None  # share of training before its step's last group was there; None: not streamed
     seconds: dict[str, float]
     checkpoint: str
 
@@ -123,6 +124,7 @@ def make_report(
         weights=weights_figures(progress),
         tokens_per_s={name: round(rate, 1) for name, (rate, _) in workers.items()},
         idle_share={"trainer": trainer_idle(progress.steps)} | {name: idle for name, (_, idle) in workers.items()},
+        training_overlap=training_overlap(progress.steps),
         seconds={name: round(value, 1) for name, value in phases(seconds, progress).items()},
         checkpoint=progress.checkpoint,
     )
@@ -145,6 +147,13 @@ def trainer_idle(steps: Mapping[int, Mapping[str, float]]) -> float:
     later = [values for step, values in steps.items() if step > 1]
     total = sum(value for values in later for name, value in values.items() if name.startswith("seconds_"))
     return round(sum(values.get(_WAIT, 0.0) for values in later) / total, 3) if total else 0.0
+
+
+def training_overlap(steps: Mapping[int, Mapping[str, float]]) -> float | None:
+    """Share of training in which other groups of its step were awaited; None if nothing was streamed."""
+    pairs = [(values["overlapped_s"], values["seconds_train"]) for values in steps.values() if "overlapped_s" in values]
+    trained = sum(seconds for _, seconds in pairs)
+    return round(sum(seconds for seconds, _ in pairs) / trained, 3) if trained else None
 
 
 def busy(samples: Sequence[WorkerSample]) -> tuple[float, float]:
@@ -189,6 +198,8 @@ def summary(report: DemoReport, path: Path) -> Iterator[tuple[str, str]]:
     rates = ", ".join(f"{name} {rate:,.0f}" for name, rate in report.tokens_per_s.items())
     yield "tokens/s", f"{rates} (while it had work)"
     yield "idle", ", ".join(f"{name} {share:.0%}" for name, share in report.idle_share.items())
+    if report.training_overlap is not None:
+        yield "overlap", f"{report.training_overlap:.0%} of training ran before its step's last group was there"
     yield from told(report.weights)
     if report.logprob_gap is not None:
         yield "logprob gap", f"{report.logprob_gap:.5f} between workers and trainer, mean absolute"

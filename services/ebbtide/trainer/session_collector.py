@@ -4,8 +4,8 @@ A session is one member of its group, however many branches it has. Nobody asked
 trained on by the step during which its group becomes whole, unless a token of it is too stale by then.
 
 Invariant: that of `TrajectoryCollector`. Trajectories are taken from the stream one by one, in its order, until a step
-has its groups; further ones wait for the next step. So a restarted trainer gives each step the same groups, however
-much of the stream is there by then.
+has its groups; further ones wait for the next step. A group that is whole changes no more. So a restarted trainer gives
+each step the same groups, however much of the stream is there by then.
 """
 
 from collections import deque
@@ -61,6 +61,7 @@ class SessionCollector(TrajectoryCollector):
     def take(self, steps: Mapping[int, int]) -> list[Trajectory]:
         """Takes the next step's groups, each with as many sessions as a group has. `steps`: version -> its step."""
         self._steps = steps
+        self._handed_out.clear()
         taken = [one for name in self._ready for one in self._take_group(self._groups.pop(name))]
         self._ready.clear()
         self.step += 1
@@ -69,6 +70,12 @@ class SessionCollector(TrajectoryCollector):
         else:
             self._drop_stale()
         return taken
+
+    def hand_out(self, steps: Mapping[int, int]) -> list[Trajectory]:
+        self._steps = steps
+        fresh = [name for name in self._ready if name not in self._handed_out]
+        self._handed_out.update(fresh)
+        return [one for name in fresh for one, reason in self._outcomes(self._groups[name]) if not reason]
 
     def _held(self) -> Iterator[Trajectory]:
         yield from self._unread
@@ -79,17 +86,26 @@ class SessionCollector(TrajectoryCollector):
         if self._is_stale(trajectory):
             self._consume(trajectory, DropReason.TOO_STALE)
             return
+        if trajectory.group_id in self._ready:
+            self._consume(trajectory, DropReason.GROUP_FULL)
+            return
         group = self._groups.setdefault(trajectory.group_id, [])
         group.append(trajectory)
-        if trajectory.group_id not in self._ready and len(_complete(group)) >= self._batch.group_size:
+        if len(_complete(group)) >= self._batch.group_size:
             self._ready.append(trajectory.group_id)
 
     def _take_group(self, group: list[Trajectory]) -> list[Trajectory]:
+        decided = self._outcomes(group)
+        for one, reason in decided:
+            self._consume(one, reason)
+        return [one for one, reason in decided if not reason]
+
+    def _outcomes(self, group: list[Trajectory]) -> list[tuple[Trajectory, str]]:
+        """Returns each branch of a whole group, and the reason to drop it, or none."""
         members = _complete(group)[: self._batch.group_size]
-        taken = [one for one in group if one.session_id in members]
-        for one in group:
-            self._consume(one, "" if one.session_id in members else DropReason.GROUP_FULL)
-        return sorted(taken, key=lambda one: one.episode_id)
+        reasons = {True: "", False: DropReason.GROUP_FULL}
+        ordered = sorted(group, key=lambda one: one.episode_id)
+        return [(one, reasons[one.session_id in members]) for one in ordered]
 
     def _drop_stale(self) -> None:
         """Drop whole sessions: the advantage of one is for all of its tokens."""

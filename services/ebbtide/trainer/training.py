@@ -4,14 +4,15 @@ Invariant: the network's weights are those of `collector.step`. Their version is
 are copied. It is announced, and in `following.versions`, before the next one is published, and before a checkpoint or
 an event names it; also before its step is trained, unless the run's staleness allows training on older tokens
 meanwhile. Only `Training` changes the weights. A restarted trainer resumes from the last checkpoint: it repeats
-the steps since then, on the same trajectories in the same order, and publishes only versions not yet announced.
+the steps since then, on the same trajectories in the same order, and publishes only versions not yet announced. With
+`trainer.streaming` the order is that of arrival, so weights differ by rounding; gradients of an unfinished step die
+with the process, and the step's groups stay open until its update.
 """
 
 import asyncio
-import time
-from collections.abc import Awaitable
-from dataclasses import dataclass, field
-from typing import Final, TypeVar
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
 
 from ebbtide.claimed_runs.run_follower import CHECKPOINT, RunFollower
 from ebbtide.client import Client, Lease
@@ -22,6 +23,7 @@ from ebbtide.telemetry import counter, gauge, get_logger
 from ebbtide.trainer.learning.local_learning import LocalLearning
 from ebbtide.trainer.ranks.rank_group import RankGroup
 from ebbtide.trainer.settings import TrainerSettings
+from ebbtide.trainer.step_clock import TRAIN, StepClock
 from ebbtide.trainer.training_checkpoint import TrainingState
 from ebbtide.trainer.training_start import TrainingStart, checkpoints_of
 from ebbtide.trainer.trajectory_collector import TrajectoryCollector
@@ -29,7 +31,6 @@ from ebbtide.types.ids import new_fence
 from ebbtide.types.run import RunEvent
 
 log = get_logger(__name__)
-T = TypeVar("T")
 
 #: Wait for trajectories after which the trainer checks whether the run's quota holds them back.
 _STARVED_S: Final = 20.0
@@ -38,28 +39,9 @@ _FULL: Final = 0.5
 
 _steps = counter("trainer_steps_total", "Optimiser steps taken")
 _tokens = counter("trainer_tokens_total", "Sampled tokens trained on")
-_seconds = counter("trainer_seconds_total", "Where the trainer's time went", ("phase",))
+_overlapped = counter("trainer_overlapped_seconds_total", "Training before the last group of its step was there")
+_streamed = counter("trainer_streamed_groups_total", "Groups whose gradient was added on its own, or with some others")
 _reward = gauge("trainer_reward", "Mean reward of the last step")
-_PHASES: Final = ("wait", "train", "publish", "checkpoint")
-
-
-@dataclass
-class _Clock:
-    """Measures the present step's seconds by phase."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    async def measure(self, phase: str, work: Awaitable[T]) -> T:
-        began = time.monotonic()
-        try:
-            return await work
-        finally:
-            took = time.monotonic() - began
-            self.seconds[phase] = self.seconds.get(phase, 0.0) + took
-            _seconds.labels(phase).inc(took)
-
-    def values(self) -> dict[str, float]:
-        return {f"seconds_{phase}": self.seconds.get(phase, 0.0) for phase in _PHASES}
 
 
 @dataclass
@@ -68,7 +50,7 @@ class _Trained:
 
     step: int  # optimiser steps in the present weights
     values: dict[str, float]  # to report
-    clock: _Clock
+    clock: StepClock
     publishing: Publishing | None  # None: the weights were announced before
     told: asyncio.Task[None] | None = None  # reports the step once its weights are announced
 
@@ -130,14 +112,9 @@ class Training:
             await self._following.notify()
 
     async def _step(self, tasks: asyncio.TaskGroup) -> None:
-        step, clock = self._collector.step, _Clock()
-        await clock.measure("wait", self._groups(step))
-        if not self._spec.batch.max_staleness or self._collector.news(self._following.steps):
-            await clock.measure("publish", self._settle())
-        trajectories = self._collector.take(self._following.steps)
-        steps, version = dict(self._following.steps), self._version(step)
-        training = asyncio.to_thread(self._learning.step, trajectories, step=step, steps=steps, version=version)
-        values = await clock.measure("train", training)
+        step, clock = self._collector.step, StepClock()
+        training = self._train_streamed if self._spec.trainer.streaming else self._train_whole
+        values = await training(step, clock)
         await clock.measure("publish", self._settle())
         trained = _Trained(step + 1, values, clock, await clock.measure("publish", self._publish()))
         if step + 1 == self._spec.trainer.steps or (step + 1) % self._spec.trainer.checkpoint_every == 0:
@@ -147,9 +124,53 @@ class Training:
             trained.told = tasks.create_task(self._tell(trained))
             self._trained = trained
         _steps.inc()
+        _overlapped.inc(clock.overlapped_s())
         _tokens.inc(values["tokens"])
         _reward.set(values.get("reward", 0.0))
         log.info("step", step=step + 1, reward=values.get("reward"), **clock.values())
+
+    async def _train_whole(self, step: int, clock: StepClock) -> dict[str, float]:
+        """Trains the step once all its groups are there. Returns the values to report."""
+        await clock.measure("wait", self._groups(lambda: self._whole(step)))
+        await self._settle_before(clock)
+        trajectories = self._collector.take(self._following.steps)
+        steps, version = dict(self._following.steps), self._version(step)
+        training = asyncio.to_thread(self._learning.step, trajectories, step=step, steps=steps, version=version)
+        return await clock.measure(TRAIN, training)
+
+    async def _train_streamed(self, step: int, clock: StepClock) -> dict[str, float]:
+        """Trains the step on its groups as they become whole. Returns the values to report.
+
+        An idle trainer begins with what is there: the last group waits for the part under way at most.
+        """
+        whole = asyncio.create_task(self._note_whole(step, clock))
+        collector, following, learning = self._collector, self._following, self._learning
+        try:
+            while not self._whole(step) or collector.new_groups():
+                await clock.measure("wait", self._groups(lambda: self._whole(step) or collector.new_groups() > 0))
+                await self._settle_before(clock)
+                count, version = collector.new_groups(), self._version(step)
+                groups = collector.hand_out(following.steps)
+                await clock.measure(TRAIN, asyncio.to_thread(learning.add_groups, groups, step=step, version=version))
+                _streamed.inc(count)
+            clock.whole()
+        finally:
+            whole.cancel()
+        trajectories, steps = collector.take(following.steps), dict(following.steps)
+        finishing = asyncio.to_thread(learning.finish_step, trajectories, step=step, steps=steps)
+        return await clock.measure(TRAIN, finishing)
+
+    async def _note_whole(self, step: int, clock: StepClock) -> None:
+        await self._following.until(lambda: self._whole(step))
+        clock.whole()
+
+    async def _settle_before(self, clock: StepClock) -> None:
+        """Waits for the version in publication, unless the groups that are there may be trained without it."""
+        if self._trained is None or self._trained.told is None:
+            return
+        strict = not self._spec.batch.max_staleness
+        if strict or self._trained.told.done() or self._collector.news(self._following.steps):
+            await clock.measure("publish", self._settle())
 
     def _version(self, step: int) -> int:
         """Returns the version of the weights that `step` is trained with; it may not be announced yet."""
@@ -168,19 +189,21 @@ class Training:
             await self._trained.told
         self._trained = None
 
-    async def _groups(self, step: int) -> None:
-        """Waits for all groups of the step that are not dropped."""
+    async def _groups(self, enough: Callable[[], bool]) -> None:
+        """Waits until there are enough groups of the step."""
         while True:
             try:
                 async with asyncio.timeout(_STARVED_S):
-                    await self._following.until(lambda: self._collector.whole_groups() >= self._expected(step))
+                    await self._following.until(enough)
             except TimeoutError:
                 await self._relieve()
             else:
                 return
 
-    def _expected(self, step: int) -> int:
-        return self._spec.batch.groups_per_step - self._following.dropped[step]
+    def _whole(self, step: int) -> bool:
+        """Whether all groups of the step that are not dropped are there."""
+        expected = self._spec.batch.groups_per_step - self._following.dropped[step]
+        return self._collector.whole_groups() >= expected
 
     async def _relieve(self) -> None:
         """Takes a checkpoint if the quota has no room for the missing trajectories: it frees consumed ones."""
@@ -220,7 +243,7 @@ class Training:
             reports=tuple(events),
         )
         keep = self._settings.keep_checkpoints
-        clock = _Clock() if trained is None else trained.clock
+        clock = StepClock() if trained is None else trained.clock
         path = await clock.measure(
             "checkpoint", asyncio.to_thread(self._learning.checkpoint, checkpoints_of(self._lease), state, keep=keep)
         )

@@ -2,7 +2,8 @@
 
 Invariant: an added trajectory is in `_waiting` (its step is not trained yet), in `uncommitted` (trained on or dropped;
 committed only once a checkpoint that holds it is durable), or committed. Episode ids make repeats harmless. After a
-restart the checkpoint restores `uncommitted`, and the coordinator sends the waiting ones again.
+restart the checkpoint restores `uncommitted`, and the coordinator sends the waiting ones again: also those that were
+handed out, whose step had not ended.
 """
 
 from collections import defaultdict
@@ -37,6 +38,8 @@ class TrajectoryCollector:
         self.uncommitted = list(consumed)
         self._max_staleness = max_staleness
         self._waiting: dict[int, dict[str, list[Trajectory]]] = defaultdict(lambda: defaultdict(list))
+        self._whole: dict[int, set[str]] = defaultdict(set)  # step -> its whole groups
+        self._handed_out: set[str] = set()  # groups of the next step
         self._known = {item.episode_id for item in self.uncommitted}
         self._read: list[str] = []
         self._cursor = cursor
@@ -46,36 +49,52 @@ class TrajectoryCollector:
             return
         self._known.add(trajectory.episode_id)
         self._read.append(trajectory.cursor)
-        if trajectory.step < self.step:  # its group was completed twice, and the step took the first
+        taken = trajectory.step == self.step and trajectory.group_id in self._handed_out
+        if taken or trajectory.step < self.step:  # its group was completed twice, and the step took the first
             self._consume(trajectory, DropReason.TOO_STALE)
         else:
-            self._waiting[trajectory.step][trajectory.group_id].append(trajectory)
+            group = self._waiting[trajectory.step][trajectory.group_id]
+            group.append(trajectory)
+            if _whole(group):
+                self._whole[trajectory.step].add(trajectory.group_id)
 
     def whole_groups(self) -> int:
         """Counts the next step's groups that have all their trajectories."""
-        return sum(_whole(group) for group in self._waiting.get(self.step, {}).values())
+        return len(self._whole.get(self.step, ()))
 
     def news(self, steps: Mapping[int, int]) -> bool:
         """Whether the next step has tokens of a version that is not in `steps` (version -> its step)."""
         waiting = (one for group in self._waiting.get(self.step, {}).values() for one in group)
         return any(staleness(one, self.step, steps)[1] == _UNKNOWN for one in waiting)
 
+    def new_groups(self) -> int:
+        """Counts the next step's whole groups that were not handed out."""
+        return self.whole_groups() - len(self._handed_out)
+
+    def hand_out(self, steps: Mapping[int, int]) -> list[Trajectory]:
+        """Returns the next step's whole groups as `take` does, each group once.
+
+        They change no more, and their outcome stays open until `take` returns them again. `steps`: version -> its step,
+        of all versions (see `news`).
+        """
+        fresh = sorted(self._whole.get(self.step, set()) - self._handed_out)
+        self._handed_out.update(fresh)
+        groups = (self._waiting[self.step][name] for name in fresh)
+        return [one for group in groups for one, reason in self._decide(group, steps) if not reason]
+
     def take(self, steps: Mapping[int, int]) -> list[Trajectory]:
         """Takes the next step's whole groups, in an order independent of their arrival; drops stale and partial ones.
 
         `steps`: version -> its step.
         """
-        groups = self._waiting.pop(self.step, {})
-        taken = []
+        groups, taken = self._waiting.pop(self.step, {}), []
         for _, group in sorted(groups.items()):
-            whole = _whole(group)
-            for trajectory in sorted(group, key=lambda one: one.episode_id):
-                reason = "" if whole else DropReason.GROUP_INCOMPLETE
-                if staleness(trajectory, self.step, steps)[1] > self._max_staleness:
-                    reason = DropReason.TOO_STALE
+            for trajectory, reason in self._decide(group, steps):
                 self._consume(trajectory, reason)
                 if not reason:
                     taken.append(trajectory)
+        self._whole.pop(self.step, None)
+        self._handed_out.clear()
         self.step += 1
         return taken
 
@@ -98,6 +117,14 @@ class TrajectoryCollector:
     def _held(self) -> Iterator[Trajectory]:
         """All trajectories whose outcome is open."""
         return (item for groups in self._waiting.values() for group in groups.values() for item in group)
+
+    def _decide(self, group: list[Trajectory], steps: Mapping[int, int]) -> list[tuple[Trajectory, str]]:
+        """Returns each trajectory of the next step's group, and the reason to drop it, or none."""
+        partial = "" if _whole(group) else DropReason.GROUP_INCOMPLETE
+        return [
+            (one, DropReason.TOO_STALE if staleness(one, self.step, steps)[1] > self._max_staleness else partial)
+            for one in sorted(group, key=lambda one: one.episode_id)
+        ]
 
     def _consume(self, trajectory: Trajectory, reason: str) -> None:
         item = ConsumedTrajectory(episode_id=trajectory.episode_id, cursor=trajectory.cursor, drop_reason=reason)

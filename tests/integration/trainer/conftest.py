@@ -9,6 +9,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import msgspec
 import pytest
@@ -17,6 +18,7 @@ from ebbtide.auth.security import ClientSecurity
 from ebbtide.client import Client
 from ebbtide.driver.host_process import HostProcess, IsolationRefused, host_plan
 from ebbtide.driver.settings import DriverSettings
+from ebbtide.free_ports import free_port
 from ebbtide.testing import EmbeddedRedis, wait_until
 from ebbtide.types.run import RunSpec
 
@@ -81,6 +83,7 @@ class Cluster:
         )
         self.relay = Program("weight_relay", directory, "--data-dir", str(directory / "relay"), listens=True)
         self.programs: dict[str, Program] = {}
+        self._metrics = free_port()  # of the trainer
 
     def start(self, model: Path) -> None:
         self.coordinator.start()
@@ -88,7 +91,7 @@ class Cluster:
         where = ("--coordinator", self.coordinator.address, "--relay", self.relay.address)
         scripted = ("--scripted-vocab-size", "100", "--scripted-step-s", "0.002", "--scripted-mean-length", "12")
         worker = ("--engine", "scripted", "--model", str(model), "--slots", "64", *scripted)
-        cpu = ("--threads", "1", "--device", "cpu")
+        cpu = ("--threads", "1", "--device", "cpu", "--metrics-port", str(self._metrics))
         runs = (*where, "--environments-allowed", ALLOWED, "--output-roots", "/")
         self.programs = {
             "worker": Program("rollout_worker", self.directory, *where, *worker),
@@ -104,6 +107,12 @@ class Cluster:
     def connect(self) -> Client:
         security = ClientSecurity(token=TOKEN)
         return Client(self.coordinator.address, self.relay.address, security=security, patience_s=30.0)
+
+    def streamed_groups(self) -> float:
+        """Groups whose gradients the trainer has added since it was started."""
+        with urlopen(f"http://127.0.0.1:{self._metrics}/metrics", timeout=10) as page:
+            lines = page.read().decode().splitlines()
+        return sum(float(line.split()[1]) for line in lines if line.startswith("ebbtide_trainer_streamed_groups_total"))
 
     async def restart(self, name: str, how: signal.Signals) -> int | None:
         """End a program, start it again, and return what it ended with."""

@@ -13,6 +13,7 @@ import json
 import os
 import random
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,8 @@ SEED = bytes(range(32))
 
 class Job(Struct, frozen=True, kw_only=True):
     """Train `steps` (from, to), from the model or from a `checkpoint`; write one into `folder` after each of `saves`.
-    With a `relay`, publish the weights of the end there, as the next version of `run`. `fails`: it cannot be loaded."""
+    With a `relay`, publish the weights of the end there, as the next version of `run`. `fails`: it cannot be loaded.
+    `order`: stream each step's groups, in an order and in parts that it seeds."""
 
     spec: RunSpec
     folder: str
@@ -58,6 +60,8 @@ class Job(Struct, frozen=True, kw_only=True):
     run: str = RUN
     device: str = "cpu"
     fails: bool = False
+    groups: int = 3  # of a step
+    order: int | None = None
 
 
 class Held(Struct, frozen=True, kw_only=True):
@@ -84,10 +88,10 @@ def make_spec(model: Path, **trainer: Any) -> RunSpec:
     return msgspec.convert(spec, RunSpec)
 
 
-def make_trajectories(step: int) -> list[Trajectory]:
+def make_trajectories(step: int, groups: int = 3) -> list[Trajectory]:
     """Some tokens are of the version before, and some groups larger and longer than others."""
     draw, made = random.Random(step), []
-    for group in range(3):
+    for group in range(groups):
         for sample in range(draw.choice((3, 4))):
             ids = [draw.randrange(5, 90) for _ in range(draw.randrange(3, 24))]
             made.append(
@@ -105,6 +109,16 @@ def make_trajectories(step: int) -> list[Trajectory]:
     return made
 
 
+def parts(trajectories: list[Trajectory], draw: random.Random) -> Iterator[list[Trajectory]]:
+    """All groups in a random order, up to three at once."""
+    names = list(dict.fromkeys(one.group_id for one in trajectories))
+    draw.shuffle(names)
+    while names:
+        count = draw.randint(1, 3)
+        yield [one for one in trajectories if one.group_id in names[:count]]
+        names = names[count:]
+
+
 def train(learning: LocalLearning, job: Job) -> list[dict[str, float]]:
     """What each step reported."""
     if job.checkpoint:
@@ -112,7 +126,13 @@ def train(learning: LocalLearning, job: Job) -> list[dict[str, float]]:
     told = []
     for step in range(*job.steps):
         steps = {version: version - 1 for version in range(1, step + 2)}
-        told.append(learning.step(make_trajectories(step), step=step, steps=steps, version=step + 1))
+        trajectories = make_trajectories(step, job.groups)
+        if job.order is None:
+            told.append(learning.step(trajectories, step=step, steps=steps, version=step + 1))
+        else:
+            for part in parts(trajectories, random.Random(f"{job.order}/{step}")):
+                learning.add_groups(part, step=step, version=step + 1)
+            told.append(learning.finish_step(trajectories, step=step, steps=steps))
         if step + 1 in job.saves:
             state = TrainingState(run_id=RUN, lineage=f"l{step}", step=step + 1, version=step + 2)
             learning.checkpoint(Path(job.folder), state, keep=99)

@@ -80,8 +80,10 @@ async def test_runs_that_fail_or_are_cancelled_leave_the_ranks_in_step_for_the_n
     await client.submit(make_spec(trainer={"steps": 1000}), "long")
     await wait_until(partial(trained, client, "long", 2), timeout=60)
     assert (await client.cancel("long")).status is RunStatus.CANCELLED
-    run, events = await ended(client, (await client.submit(make_spec(trainer={"steps": 3}))).run_id)
+    spec = make_spec(environment={"params": {"turns": 2, "vary": True}}, trainer={"steps": 3, "streaming": True})
+    run, events = await ended(client, (await client.submit(spec)).run_id)
     check_books(run, events)
+    assert all(event.values["grad_norm"] > 0 for event in events if event.kind == "step")
     assert [process.pid for process in ranks_of(cluster)] == before
 
 

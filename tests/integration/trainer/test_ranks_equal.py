@@ -32,6 +32,10 @@ from tests.integration.weight_relay.signed_relay import SignedRelay
 
 #: Of the sums of rounding errors in float32, over ten steps.
 TOLERANCE = 1e-4
+#: Of the norm of the difference to that of the gradient, in float32, where groups are streamed.
+GRADIENT_TOLERANCE = 1e-5
+#: Seeds of the orders in which groups are streamed; None: the whole batch at once.
+ORDERS = (None, 1, 2)
 
 Told = list[dict[str, float]]
 log = logging.getLogger(__name__)  # what was measured: --log-cli-level=info
@@ -87,6 +91,21 @@ def tied_model(model: Path, folder: Path) -> Path:
     return folder / "tied"
 
 
+def streamed_job(model: Path, folder: Path, ranks: str, order: int | None) -> Job:
+    """A step on unclipped gradients, without the KL term, which cannot be streamed."""
+    spec = make_spec(model, minibatches=1, kl_coefficient=0.0, max_grad_norm=1e9)
+    name = str(folder / f"{ranks}-streamed-{order}")
+    return Job(spec=spec, folder=name, steps=(0, 1), saves=(1,), groups=12, order=order)
+
+
+def gradient(trained: Trained, name: str, model: Path) -> torch.Tensor:
+    """A first step's gradient, times a constant: as the optimiser begins with averages of 0, it is the average then."""
+    parameters = list(load_network(model).parameters())
+    _, state = training_checkpoint.read_state(trained.folder / name / "step-000001", run_id=RUN, parameters=parameters)
+    found = state["optimizer"]["state"]
+    return torch.cat([found[number]["exp_avg"].double().flatten() for number in range(len(parameters))])
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, relay: str) -> Trained:
     folder, spec = tmp_path_factory.mktemp("trained"), make_spec(tiny_model)
@@ -108,7 +127,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, relay: s
         Job(spec=one, folder=str(folder / f"two-{name}"), steps=(0, 10), saves=(10,))
         for one, name in zip(low, ("low", "tied"), strict=True)
     ]
-    told["two"], told["two-low"], told["two-tied"], told["two-from-one"] = together([job("two"), *more, last], folder)
+    named = ("two", "two-low", "two-tied", *(f"two-streamed-{order}" for order in ORDERS), "two-from-one")
+    streamed = [streamed_job(tiny_model, folder, "two", order) for order in ORDERS]
+    told |= zip(named, together([job("two"), *more, *streamed, last], folder), strict=True)
+    for order in ORDERS:
+        told[f"one-streamed-{order}"] = alone(streamed_job(tiny_model, folder, "one", order))
     for one in more:
         name = Path(one.folder).name.replace("two", "one")
         told[name] = alone(msgspec.structs.replace(one, folder=str(folder / name)))
@@ -163,6 +186,19 @@ def test_so_do_tied_weights_and_bfloat16_within_its_rounding(what: str, toleranc
     assert worst(own, other, "loss") < tolerance
     assert worst(own, other, "grad_norm") < tolerance
     assert max(distances.values()) < tolerance
+
+
+@pytest.mark.timeout(240)
+def test_streamed_gradients_equal_those_of_the_batch_on_one_rank_and_on_two(trained: Trained, tiny_model: Path) -> None:
+    batch, errors = gradient(trained, "one-streamed-None", tiny_model), dict[str, float]()
+    for name in (f"{ranks}-streamed-{order}" for ranks in ("one", "two") for order in ORDERS):
+        errors[name] = float((gradient(trained, name, tiny_model) - batch).norm() / batch.norm())
+        for value in ("loss", "grad_norm", "entropy", "logprob_gap", "importance_weight", "tokens", "taught"):
+            assert worst(trained.told[name], trained.told["one-streamed-None"], value) < TOLERANCE, (name, value)
+    log.info("relative error of streamed gradients: %s", errors)
+    assert max(errors.values()) <= GRADIENT_TOLERANCE
+    assert errors["one-streamed-None"] == 0.0
+    assert min(errors[f"two-streamed-{order}"] for order in ORDERS) > 0.0, "two ranks sum in another order"
 
 
 @pytest.mark.timeout(240)

@@ -81,6 +81,29 @@ async def test_a_run_killed_anywhere_ends_like_an_undisturbed_one(
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items()), victim
 
 
+async def test_a_trainer_killed_within_a_streamed_step_trains_its_groups_once(
+    cluster: Any, client: Client, make_spec: MakeSpec
+) -> None:
+    """One group of the third step and of the fifth takes a second longer than the others."""
+    params = {"turns": 2, "vary": True, "slow": [9, 17]}
+    spec = make_spec(environment={"params": params}, trainer={"streaming": True})
+    before = cluster.streamed_groups()
+    await client.submit(spec, "streamed")
+    await wait_until(lambda: cluster.streamed_groups() - before > 8, timeout=60, what="a group of the third step")
+    assert cluster.streamed_groups() - before < 12
+    assert not await trained(client, "streamed", 3)
+    await cluster.restart("trainer", signal.SIGKILL)
+    run, events = await ended(client, "streamed")
+    check_books(run, events)
+    assert run.counters["trained"] == run.counters["submitted"] == 2 * 6 * 4 * 4
+    resumed = [event.values["step"] for event in events if event.kind == "resumed"]
+    assert resumed == [2]
+    steps = [event.values for event in events if event.kind == "step"]
+    assert all(values["grad_norm"] > 0 for values in steps)
+    assert 0 < steps[4]["overlapped_s"] < steps[4]["seconds_train"]
+    assert cluster.streamed_groups() == 4 * 4, "its gradients died with the trainer, so all of the third step's again"
+
+
 async def test_a_driver_with_broken_and_stalling_environments_still_ends_its_run(
     cluster: Any, client: Client, make_spec: MakeSpec
 ) -> None:

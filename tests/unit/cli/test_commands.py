@@ -125,6 +125,8 @@ def test_the_demos_options_change_the_demos_spec(tmp_path: Path) -> None:
     assert (spec.sampling.temperature, spec.sampling.top_p) == (0.7, 0.9)
     assert spec.trainer.permute_rewards
     assert not demo_spec(DemoOptions()).trainer.permute_rewards
+    streamed, plain = (demo_spec(DemoOptions(streaming=given)).trainer for given in (True, False))
+    assert [(one.streaming, one.minibatches) for one in (streamed, plain)] == [(True, 1), (False, 4)]
 
 
 def test_the_demo_asks_for_as_many_unseen_problems_and_tokens_as_it_promises() -> None:

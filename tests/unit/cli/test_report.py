@@ -15,6 +15,7 @@ from ebbtide.demo.demo_report import (
     phases,
     summary,
     trainer_idle,
+    training_overlap,
     weighted_mean,
 )
 from ebbtide.demo.report_picture import terminal_curve, write_picture
@@ -102,6 +103,13 @@ def report(progress: RunProgress) -> DemoReport:
     ]
     seconds = {"base model": 20.0, "boot": 10.0, "run": 16.0, "shutdown": 2.0}
     return make_report(progress, run, accounts, kills=kills, seconds=seconds, flush_tokens=8)
+
+
+def test_the_overlap_of_streamed_training_is_its_share_of_all_training(progress: RunProgress) -> None:
+    assert training_overlap(progress.steps) is None
+    progress.apply(step(1, 0.25, at=16.0, overlapped_s=2.4))
+    progress.apply(step(2, 0.25, at=17.0, overlapped_s=1.2))
+    assert training_overlap(progress.steps) == pytest.approx((2.4 + 1.2) / (3.0 + 3.0))
 
 
 def test_the_report_has_every_figure_it_promises(report: DemoReport) -> None:

@@ -33,6 +33,15 @@ def test_steps_have_their_begin_their_end_and_what_the_trainer_reported() -> Non
     assert (weights.dense, weights.sent) == (1_800_000_000, 300_000_000)
 
 
+def test_training_beside_the_generation_of_its_own_step_is_left_out() -> None:
+    run, spans, events, workers = history()
+    streamed = [
+        replace(event, values=event.values | {"overlapped_s": 1.5}) if event.kind == "step" else event
+        for event in events
+    ]
+    assert [step.train_s for step in record_run(run, spans, streamed, workers).steps] == [0.5, 0.5]
+
+
 def test_workers_have_their_kind_slots_and_presence_as_far_as_anybody_knows() -> None:
     first, second = record_run(*history()).workers
     assert (first.worker, first.kind, first.slots, first.most_running) == ("w1", "", 0, 2)

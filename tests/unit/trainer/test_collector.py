@@ -113,6 +113,49 @@ def test_a_restart_from_any_point_sees_every_trajectory_once(seed: int) -> None:
     assert collector.cursor() == stream[-1].cursor
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_groups_are_handed_out_whole_and_once_and_are_what_the_step_takes(seed: int) -> None:
+    """Some members are stale, some groups incomplete, and some are completed again after they were handed out."""
+    rng = random.Random(seed)
+    names = [f"g{group}.{sample}" for group in range(8) for sample in range(3)]
+    rng.shuffle(names)
+    lost = {name for name in names if rng.random() < 0.1}
+    collector, handed = TrajectoryCollector(step=2, max_staleness=1), list[str]()
+    for name in names:
+        if name not in lost:
+            collector.add(trajectory(name, step=2, size=3, versions=rng.choice([(3,), (2, 3), (1, 3)])))
+        if rng.random() < 0.5:
+            part = [one.episode_id for one in collector.hand_out(STEPS)]
+            assert not {one.partition(".")[0] for one in part} & {one.partition(".")[0] for one in handed}
+            handed += part
+            assert collector.new_groups() == 0
+            if part:
+                again = part[0].partition(".")[0] + ".again"
+                collector.add(trajectory(again, step=2, size=3, versions=(3,)))
+        assert not [item for item in collector.uncommitted if not item.drop_reason], "open until the step ends"
+    handed += [one.episode_id for one in collector.hand_out(STEPS)]
+    assert not collector.hand_out(STEPS)
+    held = collector.cursor()
+    taken = [one.episode_id for one in collector.take(STEPS)]
+    assert (
+        sorted(handed)
+        == sorted(taken)
+        == sorted(item.episode_id for item in collector.uncommitted if not item.drop_reason)
+    )
+    assert len(collector.uncommitted) == len({item.episode_id for item in collector.uncommitted})
+    assert held == "", "a restart reads all of them again"
+    assert collector.cursor()
+
+
+def test_groups_of_later_steps_are_not_handed_out() -> None:
+    collector = TrajectoryCollector(step=0, max_staleness=1)
+    collector.add(trajectory("b.0", step=1, size=1))
+    assert (collector.new_groups(), collector.hand_out(STEPS)) == (0, [])
+    collector.take(STEPS)
+    assert collector.new_groups() == 1
+    assert [one.episode_id for one in collector.hand_out(STEPS)] == ["b.0"]
+
+
 def test_staleness_counts_steps_and_not_version_numbers() -> None:
     one = trajectory("g.0", versions=(1, 7, 7, 7))
     assert staleness(one, 4, {1: 0, 7: 4}) == (1.0, 4)

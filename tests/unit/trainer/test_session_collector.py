@@ -101,6 +101,23 @@ def test_what_is_there_early_changes_nothing_in_what_a_step_takes() -> None:
     assert took["early"] == took["late"]
 
 
+def test_a_whole_group_stays_as_it_was_handed_out() -> None:
+    """A session that began first, and ends last, takes no place of a session that was trained on."""
+    made = collector()
+    slow = session("g.slow", branches=2)
+    made.add(slow[0])
+    add(made, session("g.a"), session("g.b"))
+    assert made.new_groups() == 1
+    assert [one.episode_id for one in made.hand_out(STEPS)] == ["g.a.0", "g.b.0"]
+    made.add(slow[1])
+    add(made, session("h.a"), session("h.b"))
+    assert made.new_groups() == 1
+    assert [one.episode_id for one in made.hand_out(STEPS)] == ["h.a.0", "h.b.0"]
+    assert [one.episode_id for one in made.take(STEPS)] == ["g.a.0", "g.b.0", "h.a.0", "h.b.0"]
+    assert (told(made)["g.slow.0"], told(made)["g.slow.1"]) == ("group_full", "group_full")
+    assert made.new_groups() == 0
+
+
 def test_a_session_with_a_token_that_is_too_stale_is_dropped_with_all_its_branches() -> None:
     made = collector(step=1)
     add(made, session("g.a", branches=2, version=1))

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from ebbtide.errors import InvalidRequest
-from ebbtide.types.run import EnvironmentSpec, RunSpec, Sampling, ShareSpec, check_spec
+from ebbtide.types.run import EnvironmentSpec, RunSpec, Sampling, ShareSpec, TrainerSpec, check_spec
 
 
 @pytest.mark.parametrize(
@@ -56,3 +56,16 @@ def test_a_floor_may_be_all_of_a_ceiling() -> None:
     share = ShareSpec(weight=2.0, floor=0.5, ceiling=0.5, priority=-10)
     spec = RunSpec(name="n", model="m", environment=EnvironmentSpec(name="e"), share=share)
     assert check_spec(spec).share is share
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "wanted"), [("minibatches", 2, "1"), ("epochs", 2, "1"), ("kl_coefficient", 0.1, "0")]
+)
+def test_what_a_streamed_step_cannot_do_is_refused_by_field(field: str, value: float, wanted: str) -> None:
+    def spec(streaming: bool) -> RunSpec:
+        trainer = TrainerSpec(**{field: value}, streaming=streaming)  # type: ignore[arg-type]
+        return RunSpec(name="n", model="m", environment=EnvironmentSpec(name="e"), trainer=trainer)
+
+    check_spec(spec(streaming=False))
+    with pytest.raises(InvalidRequest, match=f"^trainer.{field}: must be {wanted} with trainer.streaming: "):
+        check_spec(spec(streaming=True))

@@ -29,6 +29,9 @@ def demo(
     control: Annotated[
         bool, typer.Option("--control", help="Permute rewards within each group, so that nothing can be learnt.")
     ] = False,
+    streaming: Annotated[
+        bool, typer.Option("--streaming", help="Train on groups as they end, with one update of each step, not four.")
+    ] = False,
     kill: Annotated[bool, typer.Option(help="Kill a worker in the middle of its responses.")] = True,
     kill_coordinator: Annotated[bool, typer.Option("--kill-coordinator", help="Kill the coordinator too.")] = False,
     kill_trainer: Annotated[bool, typer.Option("--kill-trainer", help="Kill the trainer too.")] = False,
@@ -47,6 +50,7 @@ def demo(
         top_p=top_p,
         eval_problems=eval_problems,
         control=control,
+        streaming=streaming,
         kill_worker=kill,
         kill_coordinator=kill_coordinator,
         kill_trainer=kill_trainer,

@@ -1,5 +1,6 @@
 """Turns a step's trajectories into samples to learn from, and sums them up for its event. Pure functions."""
 
+import hashlib
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -16,8 +17,8 @@ from ebbtide.types.tokens import unpack_ids, unpack_tokens
 def samples_of(trajectories: Sequence[Trajectory], spec: TrainerSpec, *, seed: int, step: int) -> list[TrainingSample]:
     """Makes samples with their group's advantages.
 
-    Leaves out those that teach nothing: without sampled tokens, or with advantage 0 and no KL term. `seed` and `step`
-    determine the permutation of `permute_rewards`.
+    Leaves out those that teach nothing: without sampled tokens, or with advantage 0 and no KL term. `seed`, `step` and
+    the group determine the permutation of `permute_rewards`. So nothing depends on which other groups are given.
     """
     advantages = _advantages(trajectories, spec, seed=seed, step=step)
     samples = []
@@ -64,11 +65,15 @@ def _advantages(trajectories: Sequence[Trajectory], spec: TrainerSpec, *, seed: 
     rewards = torch.tensor([one.reward for one in episodes.values()], dtype=torch.float64)
     groups = torch.tensor([numbers[one.group_id] for one in episodes.values()], dtype=torch.int64)
     if spec.permute_rewards:
-        lots = torch.Generator().manual_seed((seed << 32) ^ step)
-        rewards = permute_within_groups(rewards, groups, lots)
+        rewards = permute_within_groups(rewards, groups, [_lots(seed, step, group) for group in numbers])
     advantages: list[float] = group_advantages(rewards, groups, normalize_std=spec.normalize_std).tolist()
     by_episode = dict(zip(episodes, advantages, strict=True))
     return [by_episode[_episode(trajectory)] for trajectory in trajectories]
+
+
+def _lots(seed: int, step: int, group: str) -> torch.Generator:
+    drawn = hashlib.blake2b(f"{seed}/{step}/{group}".encode(), digest_size=7).digest()
+    return torch.Generator().manual_seed(int.from_bytes(drawn, "big"))
 
 
 def _episodes(trajectories: Sequence[Trajectory]) -> dict[str, Trajectory]:

@@ -4,6 +4,7 @@ Tensors of shape (n,) run over the sampled tokens of a minibatch, flattened; tok
 out before (`ebbtide.trainer.learning.training_batches`), so no mask is needed. Logprobs are in nats, float32.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,10 +32,10 @@ def group_advantages(rewards: Tensor, groups: Tensor, *, normalize_std: bool = T
     return torch.where((highest > lowest)[groups], centred, 0.0).float()
 
 
-def permute_within_groups(rewards: Tensor, groups: Tensor, generator: torch.Generator) -> Tensor:
-    """Permutes the rewards within each group at random, as a control experiment."""
+def permute_within_groups(rewards: Tensor, groups: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
+    """Permutes the rewards within each group at random, as a control experiment. Each group has a generator."""
     permuted = rewards.clone()
-    for group in torch.unique(groups):
+    for group, generator in enumerate(generators):
         members = (groups == group).nonzero()[:, 0]
         permuted[members] = rewards[members[torch.randperm(len(members), generator=generator)]]
     return permuted

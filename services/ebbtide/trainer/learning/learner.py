@@ -3,14 +3,17 @@
 Of several ranks, each computes its share of every minibatch with its share of the network. All decisions of a step
 (the deal of samples, the count of tokens) follow from the samples, which all ranks have.
 
-Invariant: `version` numbers the policy in the parameters between steps; only the caller sets it. Only `step` changes
-parameters and optimiser. A process that dies loses the step; the caller's checkpoint remains.
+A step either has all samples at once (`step`), or takes them part by part (`accumulate`, then `update`).
+
+Invariant: `version` numbers the policy in the parameters between steps; only the caller sets it. Only `step` and
+`update` change parameters and optimiser. A process that dies loses the step, with all gradients; the caller's
+checkpoint remains.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -18,11 +21,9 @@ from torch import Tensor
 from ebbtide.trainer.learning.grpo import policy_loss, token_logprobs
 from ebbtide.trainer.learning.network import Network
 from ebbtide.trainer.learning.sample_deal import micro_parts, minibatches, shares
+from ebbtide.trainer.learning.step_stats import StepStats, StepSums
 from ebbtide.trainer.learning.training_batches import TrainingBatch, TrainingSample, collate
-from ebbtide.trainer.ranks.network_sharding import whole
-
-#: Values that are summed over a step's tokens or updates, and over ranks.
-_SUMMED: Final = ("loss", "entropy", "clipped", "kl", "weight", "gap")
+from ebbtide.trainer.ranks.network_sharding import local, whole
 
 
 class LearnerRanks(Protocol):
@@ -66,33 +67,13 @@ class LearnerSettings:
 
 
 @dataclass
-class StepStats:
-    """Means over a step's sampled tokens and epochs."""
+class _Accumulated:
+    """What was added to the gradients since the last update. Counts are of all ranks."""
 
-    tokens: int  # counted once
-    stale_tokens: int  # counted once
-    learning_rate: float
-    loss: float = 0.0
-    entropy: float = 0.0
-    kl: float = 0.0
-    clip_share: float = 0.0
-    importance_weight: float = 0.0
-    grad_norm: float = 0.0  # mean over updates, before clipping
-    #: mean absolute difference to the workers' logprobs, on tokens of the trainer's version, before the first update
-    logprob_gap: float | None = None
-
-
-@dataclass
-class _Sums:
-    passes: int = 0
-    updates: int = 0
-    gap_tokens: int = 0
-    norm: float = 0.0
-    values: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_SUMMED, 0.0))
-
-    def add(self, **values: float) -> None:
-        for name, value in values.items():
-            self.values[name] += value
+    tokens: int = 0  # sampled
+    stale: int = 0
+    teaching: int = 0  # with an advantage
+    sums: StepSums = field(default_factory=StepSums)  # of this rank; losses are not divided yet
 
 
 class Learner:
@@ -112,6 +93,7 @@ class Learner:
         self.settings = settings
         self.version = version
         self._reference = reference
+        self._accumulated: _Accumulated | None = None  # None: the next sample begins an update
         self._optimizer = torch.optim.AdamW(
             network.parameters(), lr=settings.learning_rate, betas=settings.betas, weight_decay=settings.weight_decay
         )
@@ -131,18 +113,53 @@ class Learner:
         """Updates on all `samples` (at least one), `epochs` times, in minibatches shuffled by `rng`."""
         rate = float(self._scheduler.get_last_lr()[0])
         tokens = sum(sample.sampled for sample in samples)
-        stale = sum(int((sample.versions[sample.mask] != self.version).sum()) for sample in samples)
+        stale = self._stale(samples)
         parts = [
             part for _ in range(self.settings.epochs) for part in minibatches(samples, self.settings.minibatches, rng)
         ]
         # The proximal logprobs of stale tokens precede any update, so they are computed for all parts first.
         batches = [self._own(part) for part in parts]
         proximal = [[self._proximal(batch) for batch in part] for part in batches] if stale else None
-        sums = _Sums()
+        sums = StepSums()
         for number, part in enumerate(batches):
             self._update(part, proximal[number] if proximal else [None] * len(part), _tokens(parts[number]), sums)
         self._scheduler.step()
-        return _stats(self._added_up(sums), StepStats(tokens, stale, rate))
+        return sums.over_ranks(self._ranks.add_up).into(StepStats(tokens, stale, rate))
+
+    def accumulate(self, samples: Sequence[TrainingSample]) -> None:
+        """Adds the gradient of the loss of `samples` (at least one), summed over their tokens.
+
+        `update` divides the sum, once all samples of the step were added, in any order and in any parts.
+        """
+        if self._accumulated is None:
+            self._optimizer.zero_grad()
+            self._accumulated = _Accumulated()
+        found = self._accumulated
+        found.tokens += sum(sample.sampled for sample in samples)
+        found.stale += self._stale(samples)
+        found.teaching += sum(sample.sampled for sample in samples if sample.advantage)
+        for batch in self._own(samples):
+            if batch is None:
+                self._idle(self.network).backward()  # type: ignore[no-untyped-call]
+            else:
+                self._pass(batch, None, _Tokens(1, 1), found.sums)
+
+    def update(self) -> StepStats:
+        """Takes one optimiser step on what was accumulated (at least one sample), divided as for one minibatch.
+
+        The gradient equals that of all samples at once, but for the order of its sums.
+        """
+        found, self._accumulated = self._accumulated, None
+        if found is None:
+            raise RuntimeError("no sample was accumulated")
+        rate, divisor = float(self._scheduler.get_last_lr()[0]), max(1, found.teaching)
+        for parameter in self.network.parameters():
+            if parameter.grad is not None:
+                local(parameter.grad).div_(divisor)
+        found.sums.values["loss"] /= divisor
+        self._apply(found.sums)
+        self._scheduler.step()
+        return found.sums.over_ranks(self._ranks.add_up).into(StepStats(found.tokens, found.stale, rate))
 
     def logprobs(self, network: Network, batch: TrainingBatch) -> tuple[Tensor, Tensor]:
         """Returns logprob and entropy at each of the batch's sampled tokens under `network`; both (n,)."""
@@ -157,6 +174,10 @@ class Learner:
             barred=torch.tensor(ends, dtype=torch.int64, device=logits.device),
             early=batch.positions < settings.min_tokens,
         )
+
+    def _stale(self, samples: Sequence[TrainingSample]) -> int:
+        """Counts sampled tokens of other versions."""
+        return sum(int((sample.versions[sample.mask] != self.version).sum()) for sample in samples)
 
     def _own(self, samples: Sequence[TrainingSample]) -> list[TrainingBatch | None]:
         """Returns this rank's micro-batches, padded by None: all ranks gather each layer together."""
@@ -178,10 +199,18 @@ class Learner:
                 self._idle(self.network)
                 return None
             now, _ = self.logprobs(self.network, batch)
+        return self._anchor(batch, now)
+
+    def _anchor(self, batch: TrainingBatch, now: Tensor) -> Tensor:
+        """What ratios are taken to: stale tokens have drifted to `now` (n,) before the step."""
         return torch.where(batch.versions == self.version, batch.behaviour, now)
 
     def _update(
-        self, batches: Sequence[TrainingBatch | None], proximal: Sequence[Tensor | None], tokens: "_Tokens", sums: _Sums
+        self,
+        batches: Sequence[TrainingBatch | None],
+        proximal: Sequence[Tensor | None],
+        tokens: "_Tokens",
+        sums: StepSums,
     ) -> None:
         """Takes an optimiser step on the micro-batches of one minibatch, which has `tokens` on all ranks."""
         self._optimizer.zero_grad()
@@ -194,13 +223,18 @@ class Learner:
                 with torch.no_grad():
                     self._idle(self._reference)
             nothing.backward()  # type: ignore[no-untyped-call]
+        self._apply(sums)
+
+    def _apply(self, sums: StepSums) -> None:
+        """Takes an optimiser step on the gradients, clipped."""
         norm = whole(torch.nn.utils.clip_grad_norm_(self.network.parameters(), self.settings.max_grad_norm))
         self._optimizer.step()
         sums.updates += 1
         sums.norm += norm.item()
 
-    def _pass(self, batch: TrainingBatch, anchor: Tensor | None, tokens: "_Tokens", sums: _Sums) -> None:
-        """Runs one micro-batch forward and backward."""
+    def _pass(self, batch: TrainingBatch, anchor: Tensor | None, tokens: "_Tokens", sums: StepSums) -> None:
+        """Runs one micro-batch forward and backward. Without an `anchor` its own forward gives that of stale tokens: so
+        only before the step's first update."""
         settings = self.settings
         logprobs, entropy = self.logprobs(self.network, batch)
         parts = policy_loss(
@@ -209,7 +243,7 @@ class Learner:
             batch.advantages,
             normalizer=tokens.teaching,
             kl_normalizer=tokens.sampled,
-            proximal=anchor,
+            proximal=self._anchor(batch, logprobs.detach()) if anchor is None else anchor,
             reference=self._reference_logprobs(batch),
             clip_low=settings.clip_low,
             clip_high=settings.clip_high,
@@ -236,13 +270,6 @@ class Learner:
         with torch.no_grad():
             return self.logprobs(self._reference, batch)[0]
 
-    def _added_up(self, sums: _Sums) -> _Sums:
-        """Sums over all ranks, except updates and gradient norms, which all ranks share."""
-        values = sums.values.values()
-        passes, gap_tokens, *rest = self._ranks.add_up([float(sums.passes), float(sums.gap_tokens), *values])
-        named = dict(zip(sums.values, rest, strict=True))
-        return _Sums(int(passes), sums.updates, int(gap_tokens), sums.norm, named)
-
 
 class _Tokens(NamedTuple):
     """Tokens of a minibatch."""
@@ -254,12 +281,3 @@ class _Tokens(NamedTuple):
 def _tokens(samples: Sequence[TrainingSample]) -> _Tokens:
     teaching = sum(sample.sampled for sample in samples if sample.advantage)
     return _Tokens(max(1, teaching), sum(sample.sampled for sample in samples))
-
-
-def _stats(sums: _Sums, stats: StepStats) -> StepStats:
-    values = sums.values
-    stats.loss, stats.grad_norm = values["loss"] / sums.updates, sums.norm / sums.updates
-    stats.entropy, stats.kl = values["entropy"] / sums.passes, values["kl"] / sums.passes
-    stats.clip_share, stats.importance_weight = values["clipped"] / sums.passes, values["weight"] / sums.passes
-    stats.logprob_gap = values["gap"] / sums.gap_tokens if sums.gap_tokens else None
-    return stats

@@ -20,8 +20,9 @@ from ebbtide.errors import InvalidRequest
 from ebbtide.trainer import training_checkpoint
 from ebbtide.trainer.learning import gpu_changes
 from ebbtide.trainer.learning.experience import samples_of, summary
-from ebbtide.trainer.learning.learner import Learner, LearnerSettings, StepStats
+from ebbtide.trainer.learning.learner import Learner, LearnerSettings
 from ebbtide.trainer.learning.network import Network, load_network, load_tokenizer
+from ebbtide.trainer.learning.step_stats import StepStats
 from ebbtide.trainer.learning.training_batches import TrainingSample
 from ebbtide.trainer.ranks.network_sharding import local, own_tensors
 from ebbtide.trainer.ranks.rank_world import RankWorld
@@ -58,6 +59,7 @@ class LocalLearning:
         settings = _settings(spec, end_tokens(source))
         self._learner = Learner(self._network, settings, version=0, reference=reference, ranks=world)
         self._keeps: bool | None = None if keep_published else False  # None: unknown
+        self._added = 0  # samples of the step's groups so far
 
     def _place(self, source: Path) -> Network:
         if self._world is None:
@@ -79,11 +81,61 @@ class LocalLearning:
 
         Returns the values to report. Skips the update if no sample teaches. Raises `RunFailed` unless all are finite.
         """
-        values = summary(trajectories, steps, step=step)
-        samples = samples_of(trajectories, self._spec.trainer, seed=self._spec.seed, step=step)
-        values["taught"] = float(len(samples))
+        samples = self._samples(trajectories, step)
+        stats = self.train(samples, step=step, version=version) if samples else None
+        return self._values(trajectories, len(samples), stats, step=step, steps=steps)
+
+    def add_groups(self, trajectories: Sequence[Trajectory], *, step: int, version: int) -> None:
+        """Adds the gradient of some whole groups of `step`, with the weights of `version`, in any order of groups."""
+        samples = self._samples(trajectories, step)
         if samples:
-            stats = self.train(samples, step=step, version=version)
+            self.accumulate(samples, version=version)
+        self._added += len(samples)
+
+    def finish_step(
+        self, trajectories: Sequence[Trajectory], *, step: int, steps: Mapping[int, int]
+    ) -> dict[str, float]:
+        """Ends a `step` whose trajectories were all given to `add_groups`. Returns and raises as `step` does."""
+        added, self._added = self._added, 0
+        stats = self.update() if added else None
+        return self._values(trajectories, added, stats, step=step, steps=steps)
+
+    def train(self, samples: Sequence[TrainingSample], *, step: int, version: int) -> StepStats:
+        """Updates on the samples of `step`, with the weights of `version`."""
+        self._learner.version = version
+        with self._precision():
+            stats = self._learner.step(samples, Random(f"{self._spec.seed}/{step}"))
+        self._find_room()
+        return stats
+
+    def accumulate(self, samples: Sequence[TrainingSample], *, version: int) -> None:
+        """Adds the gradient of the samples, with the weights of `version`."""
+        self._learner.version = version
+        with self._precision():
+            self._learner.accumulate(samples)
+
+    def update(self) -> StepStats:
+        """Updates on the samples that were accumulated."""
+        stats = self._learner.update()
+        self._find_room()
+        return stats
+
+    def _samples(self, trajectories: Sequence[Trajectory], step: int) -> list[TrainingSample]:
+        return samples_of(trajectories, self._spec.trainer, seed=self._spec.seed, step=step)
+
+    def _values(
+        self,
+        trajectories: Sequence[Trajectory],
+        taught: int,
+        stats: StepStats | None,
+        *,
+        step: int,
+        steps: Mapping[int, int],
+    ) -> dict[str, float]:
+        """Returns the values to report of a step whose samples `taught`. Raises `RunFailed` unless all are finite."""
+        values = summary(trajectories, steps, step=step)
+        values["taught"] = float(taught)
+        if stats is not None:
             values |= {name: float(value) for name, value in asdict(stats).items() if value is not None}
             values["tokens"] = float(sum(trajectory.loss_mask.count(1) for trajectory in trajectories))
         if not self._spec.trainer.kl_coefficient:
@@ -92,15 +144,11 @@ class LocalLearning:
             raise RunFailed(f"step {step}: {', '.join(bad)} not finite; lower trainer.learning_rate")
         return values
 
-    def train(self, samples: Sequence[TrainingSample], *, step: int, version: int) -> StepStats:
-        """Updates on the samples of `step`, with the weights of `version`."""
-        self._learner.version = version
-        with self._precision():
-            stats = self._learner.step(samples, Random(f"{self._spec.seed}/{step}"))
+    def _find_room(self) -> None:
+        """Decides after the first step whether published weights are kept on the GPU."""
         if self._keeps is None:
             own = ((name, local(tensor)) for name, tensor in self._tensors())
             self._keeps = gpu_changes.has_room(own, self._device)
-        return stats
 
     def exchange(self) -> RankExchange | None:
         """Begins a version on all ranks. Returns the exchange of the ranks that publish together; None for one rank."""

@@ -18,6 +18,7 @@ from ebbtide.trainer.learning.local_learning import LocalLearning
 from ebbtide.trainer.ranks import rank_orders
 from ebbtide.trainer.ranks.rank_group import ORDERS_S, answer, renewed
 from ebbtide.trainer.ranks.rank_orders import (
+    AccumulateOrder,
     BeginOrder,
     Order,
     OverOrder,
@@ -25,6 +26,7 @@ from ebbtide.trainer.ranks.rank_orders import (
     ResumeOrder,
     SaveOrder,
     TrainOrder,
+    UpdateOrder,
 )
 from ebbtide.trainer.ranks.rank_world import RankWorld, computing, exchanging
 from ebbtide.trainer.settings import TrainerSettings
@@ -97,6 +99,10 @@ class RankFollower:
                 case TrainOrder():
                     samples = rank_orders.unpack_samples(order.samples)
                     self._own().train(samples, step=order.step, version=order.version)
+                case AccumulateOrder():
+                    self._own().accumulate(rank_orders.unpack_samples(order.samples), version=order.version)
+                case UpdateOrder():
+                    self._own().update()
                 case SaveOrder():
                     self._own().write_part(Path(order.directory))
                 case PublishOrder() | OverOrder():

@@ -19,8 +19,8 @@ from ebbtide.client.publisher.torch_exchange import TorchExchange
 from ebbtide.errors import EbbtideError
 from ebbtide.telemetry import get_logger
 from ebbtide.trainer import training_checkpoint
-from ebbtide.trainer.learning.learner import StepStats
 from ebbtide.trainer.learning.local_learning import LocalLearning
+from ebbtide.trainer.learning.step_stats import StepStats
 from ebbtide.trainer.learning.training_batches import TrainingSample
 from ebbtide.trainer.ranks import rank_orders
 from ebbtide.trainer.ranks.rank_world import RankWorld, computing, exchanging
@@ -141,6 +141,15 @@ class RankZeroLearning(LocalLearning):
         order = rank_orders.TrainOrder(step=step, version=version, samples=rank_orders.pack_samples(samples))
         with self._crew.order(order):
             return super().train(samples, step=step, version=version)
+
+    def accumulate(self, samples: Sequence[TrainingSample], *, version: int) -> None:
+        order = rank_orders.AccumulateOrder(version=version, samples=rank_orders.pack_samples(samples))
+        with self._crew.order(order):
+            super().accumulate(samples, version=version)
+
+    def update(self) -> StepStats:
+        with self._crew.order(rank_orders.UpdateOrder()):
+            return super().update()
 
     def exchange(self) -> TorchExchange:
         with self._crew.order(rank_orders.PublishOrder()):

@@ -46,6 +46,17 @@ class TrainOrder(Struct, frozen=True, kw_only=True, tag="Train"):
     samples: PackedSamples
 
 
+class AccumulateOrder(Struct, frozen=True, kw_only=True, tag="Accumulate"):
+    """Add the gradient of some samples of a step."""
+
+    version: int
+    samples: PackedSamples
+
+
+class UpdateOrder(Struct, frozen=True, kw_only=True, tag="Update"):
+    """Take an optimiser step on what was accumulated."""
+
+
 class PublishOrder(Struct, frozen=True, kw_only=True, tag="Publish"):
     """Publish the weights as they are now, together with rank 0."""
 
@@ -60,7 +71,9 @@ class OverOrder(Struct, frozen=True, kw_only=True, tag="Over"):
     """Rank 0 ends."""
 
 
-Order: TypeAlias = BeginOrder | ResumeOrder | TrainOrder | PublishOrder | SaveOrder | OverOrder
+Order: TypeAlias = (
+    BeginOrder | ResumeOrder | TrainOrder | AccumulateOrder | UpdateOrder | PublishOrder | SaveOrder | OverOrder
+)
 
 
 def pack(order: Order) -> bytes:

@@ -38,15 +38,20 @@ def test_a_group_of_equal_rewards_teaches_exactly_nothing(normalize_std: bool) -
     assert advantages.tolist() == [0.0] * 7
 
 
-def test_permuted_rewards_stay_in_their_group_and_depend_on_the_generator_alone() -> None:
+def test_permuted_rewards_stay_in_their_group_and_depend_on_its_generator_alone() -> None:
     rewards = torch.arange(40.0)
     groups = torch.arange(40) % 4
-    permuted = permute_within_groups(rewards, groups, torch.Generator().manual_seed(1))
-    assert torch.equal(permuted, permute_within_groups(rewards, groups, torch.Generator().manual_seed(1)))
-    assert not torch.equal(permuted, permute_within_groups(rewards, groups, torch.Generator().manual_seed(2)))
-    assert not torch.equal(permuted, rewards)
+
+    def permuted(*seeds: int) -> Tensor:
+        return permute_within_groups(rewards, groups, [torch.Generator().manual_seed(seed) for seed in seeds])
+
+    first = permuted(1, 2, 3, 4)
+    assert torch.equal(first, permuted(1, 2, 3, 4))
+    assert not torch.equal(first, rewards)
     for group in range(4):
-        assert torch.equal(permuted[groups == group].sort().values, rewards[groups == group])
+        assert torch.equal(first[groups == group].sort().values, rewards[groups == group])
+    changed = first != permuted(1, 2, 9, 4)
+    assert set(groups[changed].tolist()) == {2}
 
 
 def test_top_p_keeps_the_fewest_that_reach_it() -> None:
