@@ -8,6 +8,7 @@ from msgspec import Meta, Struct
 
 from ebbtide.errors import InvalidRequest
 from ebbtide.gateway.fields.openai_fields import STREAM_OPTION_FIELDS
+from ebbtide.gateway.fields.sampling_fields import NO_RESUME
 from ebbtide.gateway.generation.text_request import VersionWish
 from ebbtide.types.parse import parse
 from ebbtide.types.rollout import MAX_ALTERNATIVES
@@ -37,9 +38,15 @@ class SamplingBody(Struct, kw_only=True):
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    seed: int | None = None
 
-    def sampling(self) -> Sampling:
-        """Without stop strings and the bound on length, which the gateway sees to."""
+    def sampling(self, seed_field: str = "seed") -> Sampling:
+        """Without stop strings and the bound on length, which the gateway sees to. Raises `InvalidRequest` naming
+        `seed_field`, for a seed that would change something.
+        """
+        if self.seed is not None and self.temperature > 0:
+            text = f"not supported: {NO_RESUME}; leave it out, or set temperature to 0"
+            raise InvalidRequest(text, field=seed_field)
         return Sampling(
             temperature=self.temperature,
             top_p=self.top_p,

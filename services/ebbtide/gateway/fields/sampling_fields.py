@@ -24,7 +24,7 @@ SAMPLING: Final[dict[str, FieldRule]] = {
     "include_stop_str_in_output": supported("default false"),
     "presence_penalty": neutral(0, why=_NO_RESUME),
     "frequency_penalty": neutral(0, why=_NO_RESUME),
-    "seed": refused(_NO_RESUME),
+    "seed": supported(f"with temperature 0, where it changes nothing; else refused: {_NO_RESUME}"),
     "min_p": neutral(0, why=_NO_ENGINE),
     "logit_bias": neutral({}, why=_NO_ENGINE),
     "allowed_token_ids": refused(_NO_ENGINE),

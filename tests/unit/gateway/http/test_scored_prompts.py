@@ -9,7 +9,7 @@ from ebbtide.errors import NotReady
 from tests.fakes.scripted_rollouts import ScriptedSource
 
 #: As lm-evaluation-harness asks for the loglikelihood of a text.
-HARNESS: dict[str, Any] = {"echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0}
+HARNESS: dict[str, Any] = {"echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0, "seed": 1234}
 
 
 def own(source: ScriptedSource) -> list[float]:
@@ -143,6 +143,7 @@ SGLANG = {"input_ids": [5, 6], "return_logprob": True, "logprob_start_len": 0, "
         ("/v1/completions", HARNESS | {"prompt": [5], "logprobs": None}, "echo"),
         ("/v1/completions", HARNESS | {"prompt": [5], "prompt_logprobs": 2}, "prompt_logprobs"),
         ("/v1/completions", HARNESS | {"prompt": [5], "max_tokens": 2}, "max_tokens"),
+        ("/v1/completions", HARNESS | {"prompt": [5], "temperature": 0.1}, "seed"),
         ("/v1/completions", {"prompt": [5], "max_tokens": 0}, "max_tokens"),
         ("/v1/completions", HARNESS | {"prompt": [[5] * 190] * 40, "logprobs": 20}, "prompt_logprobs"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "prompt_logprobs": 0}, "max_tokens"),

@@ -63,7 +63,7 @@ class TokenGenerateDialect:
         request = TextRequest(
             model=asked.model,
             prompts=[IdsPrompt(asked.token_ids)],
-            sampling=sampling.sampling(),
+            sampling=sampling.sampling("sampling_params.seed"),
             max_tokens=sampling.max_tokens,
             n=sampling.n,
             prompt_logprobs=sampling.prompt_logprobs,
