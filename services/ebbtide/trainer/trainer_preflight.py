@@ -26,6 +26,7 @@ from ebbtide.types.run import RunSpec
 def check(spec: RunSpec, settings: TrainerSettings) -> None:
     """Raises `InvalidRequest` naming the spec's field. Of an external run it checks only the model."""
     from ebbtide.environments import load_source
+    from ebbtide.environments.session_verifiers import load_verifier
 
     check_model_directory(Path(spec.model))
     if spec.external:
@@ -34,6 +35,8 @@ def check(spec: RunSpec, settings: TrainerSettings) -> None:
     if spec.trainer.name != GRPO:
         load_trainer(spec.trainer.name)
     if spec.from_agents:
+        for verifier in spec.environment.verifiers.values():
+            load_verifier(verifier)
         return
     source = load_source(spec.environment.name, spec.environment.params, spec.seed)
     opening = source.make("train", 0).reset()

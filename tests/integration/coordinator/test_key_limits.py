@@ -12,7 +12,7 @@ from ebbtide.types.key_usage import KeyLimits, KeyUsage, MeteredKey
 from ebbtide.types.rollout import RolloutRequest, SubmitOutcome
 from ebbtide.types.run import Sampling
 from ebbtide.types.session import SessionTurn
-from ebbtide.v1 import runs_pb2, types_pb2
+from ebbtide.v1 import rollouts_pb2, runs_pb2, types_pb2
 from tests.integration.coordinator.gateways import OWNER, answer, asked, gateway
 
 STOP = types_pb2.FINISH_REASON_STOP
@@ -121,6 +121,9 @@ async def test_accounts_end_with_their_run_and_only_gateways_have_clients(cluste
     link = cluster.coordinator.link
     assert await link.call("TTL", run_key("r", "ACCOUNTS")) == -1
     await cluster.call(cluster.runs.CancelRun, runs_pb2.CancelRunRequest(run_id="r"))
+    asking = rollouts_pb2.ListKeyUsageRequest(run_id="r")
+    (used,) = (await cluster.call(cluster.rollouts.ListKeyUsage, asking)).usage
+    assert (used.requests, used.requests_open, used.tokens_reserved) == (1, 0, 0)
 
     async def expires() -> bool:
         return bool(await link.call("TTL", run_key("r", "ACCOUNTS")) > 0)

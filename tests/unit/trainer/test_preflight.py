@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from ebbtide.claimed_runs.conversation import load_conversations
+from ebbtide.claimed_runs.settings import AllowedEnvironments
 from ebbtide.cli.submit_preflight import check_deeply
 from ebbtide.environments.number_guessing import NumberGuessingSource
 from ebbtide.errors import InvalidRequest
@@ -30,6 +31,19 @@ def refusal(spec: RunSpec) -> InvalidRequest:
     with pytest.raises(InvalidRequest) as caught:
         trainer_preflight.check(spec, SETTINGS)
     return caught.value
+
+
+def test_verifiers_that_cannot_be_imported_are_refused(tiny_model: Path) -> None:
+    allowed = msgspec.structs.replace(SETTINGS, environments=AllowedEnvironments(allowed=("*",)))
+    for verifier, refused in (("json:loads", False), ("nowhere_at_all:it", True), ("json:nothing", True)):
+        spec = make_spec(tiny_model, environment={"name": "agents", "verifiers": {"exact": verifier}})
+        if refused:
+            with pytest.raises(InvalidRequest, match=r"environment\.verifiers: cannot import"):
+                trainer_preflight.check(spec, allowed)
+        else:
+            trainer_preflight.check(spec, allowed)
+        with pytest.raises(InvalidRequest, match=r"environment\.verifiers\.exact: .* is not allowed here"):
+            trainer_preflight.check(spec, SETTINGS)
 
 
 def test_responses_that_do_not_fit_behind_a_prompt_are_refused_by_field(tiny_model: Path) -> None:

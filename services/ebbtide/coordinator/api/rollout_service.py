@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractContextManager
 
+from msgspec.structs import replace
+
 from ebbtide.coordinator import metrics
 from ebbtide.coordinator.api.key_accounts import KeyAccounts
 from ebbtide.coordinator.api.request_checks import (
@@ -111,7 +113,10 @@ class RolloutService:
 
     async def key_usage(self, run_id: str, owner: str) -> list[KeyUsage]:
         """What clients' keys with limits have used of a run; `owner`: of one, "" for all."""
-        return await self._accounts.usage(run_id, owner)
+        found = await self._accounts.usage(run_id, owner)
+        if run_id in self._state.runs:
+            return found
+        return [replace(one, requests_open=0, tokens_reserved=0) for one in found]  # they ended with the run
 
     async def finished(self, run_id: str, cursor: str) -> AsyncIterator[FinishedRollout]:
         """Finished rollouts after `cursor`, oldest first, until the run has ended."""

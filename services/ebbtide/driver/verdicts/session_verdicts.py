@@ -44,6 +44,7 @@ class SessionVerdicts:
         async with aclosing(self._lease.unverified()) as sessions:
             async for session in sessions:
                 await waiting.put(session)
+        await self._lease.lost.wait()  # the run has ended, which others see to
 
     async def _work(self, waiting: "asyncio.Queue[UnverifiedSession]") -> None:
         while True:

@@ -101,6 +101,8 @@ class SessionRoutes:
         asked = parse(EndBody, call.body)
         if sum((asked.reward is not None, bool(asked.drop_reason), bool(asked.verifier))) > 1:
             raise InvalidRequest("give a reward, a drop_reason or a verifier, and not several", field="reward")
+        if asked.data and (asked.reward is not None or asked.drop_reason):
+            raise InvalidRequest("is for a verifier, and none is asked; leave it out", field="data")
         if asked.reward is not None:
             return await self._rewarded(call, asked.reward)
         if not asked.drop_reason:

@@ -195,6 +195,7 @@ async def test_an_unknown_verifier_is_refused_at_once_with_the_names_of_those_th
     for body, part in (
         ({"verifier": "other"}, "verifier: the run has no verifier 'other'; its verifiers: none"),
         ({}, "verifier: is required, or a reward"),
+        ({"reward": 1.0, "data": {"x": 1}}, "data: is for a verifier"),
         ({"verifier": "exact", "reward": 1.0}, "reward: give a reward, a drop_reason or a verifier"),
     ):
         refused = await agent.end("end", **body)
