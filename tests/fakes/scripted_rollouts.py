@@ -173,9 +173,9 @@ class ScriptedCatalog:
         """The next read's answer waits for it."""
 
     async def runs(self) -> list[Run]:
+        self.reads += 1
         if self.away is not None:
             raise self.away
-        self.reads += 1
         runs, held, self.held = [source.run for source in self.sources.values()], self.held, None
         if held is not None:
             await held.wait()

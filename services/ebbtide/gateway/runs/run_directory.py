@@ -98,7 +98,7 @@ class RunDirectory:
         self._threads, self._max_prompt_tokens = threads or PromptThreads(), max_prompt_tokens
         self._runs: list[Run] = []
         self._read_at: float | None = None  # when the read that they are from began
-        self._reading = asyncio.Lock()  # for unknown names: those who wait share a read
+        self._reading: asyncio.Task[None] | None = None  # for unknown names: those who wait share it, and its failure
         self._served: dict[str, ServedRun] = {}
         self._opening: dict[str, asyncio.Task[ServedRun]] = {}
 
@@ -137,9 +137,10 @@ class RunDirectory:
         return await self._open(run)
 
     async def close(self) -> None:
-        for task in list(self._opening.values()):
+        begun = [*self._opening.values(), *([self._reading] if self._reading else [])]
+        for task in begun:
             task.cancel()
-        await asyncio.gather(*self._opening.values(), return_exceptions=True)
+        await asyncio.gather(*begun, return_exceptions=True)
         await asyncio.gather(*(served.source.release() for served in self._served.values()), return_exceptions=True)
         self._served.clear()
 
@@ -162,11 +163,21 @@ class RunDirectory:
 
     async def _read_since(self, asked_at: float) -> None:
         """Return when the runs are from a read that began at `asked_at` or later."""
-        async with self._reading:
-            if self._read_at is not None and self._read_at < asked_at:
-                await asyncio.sleep(self._read_at + _UNKNOWN_S - self._clock())
-            if self._read_at is None or self._read_at < asked_at:  # perhaps the list was refreshed meanwhile
-                await self.refresh()
+        while self._read_at is None or self._read_at < asked_at:
+            if self._reading is None:
+                self._reading = asyncio.create_task(self._read_again())
+                self._reading.add_done_callback(self._has_read)
+            await asyncio.shield(self._reading)
+
+    async def _read_again(self) -> None:
+        if self._read_at is not None:
+            await asyncio.sleep(self._read_at + _UNKNOWN_S - self._clock())
+        await self.refresh()
+
+    def _has_read(self, task: "asyncio.Task[None]") -> None:
+        self._reading = None
+        if not task.cancelled():
+            task.exception()  # those who wait raise it; perhaps all of them have left
 
     async def _open(self, run: Run) -> ServedRun:
         served = self._served.get(run.run_id)

@@ -87,6 +87,28 @@ async def test_those_who_ask_for_unknown_runs_at_once_share_a_read_and_wait_for_
     assert catalog.reads == 2
 
 
+async def test_those_who_ask_for_unknown_runs_hear_together_that_the_coordinator_is_away(
+    directory: RunDirectory, catalog: ScriptedCatalog, clock: SetClock
+) -> None:
+    await directory.refresh()
+    catalog.away = Unavailable("away")
+    clock.now += 1
+    answers = await asyncio.gather(*(directory.find(ANY, "c") for _ in range(5)), return_exceptions=True)
+    assert [type(answer) for answer in answers] == [Unavailable] * 5
+    assert catalog.reads == 2, "a read waits for a coordinator; nobody waits for several"
+
+
+async def test_a_directory_closes_while_somebody_asks_for_an_unknown_run(
+    directory: RunDirectory, catalog: ScriptedCatalog
+) -> None:
+    catalog.held = asyncio.Event()
+    asking = asyncio.create_task(directory.find(ANY, "c"))
+    await wait_until(lambda: catalog.reads)
+    await directory.close()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+
+
 async def test_a_read_that_began_earlier_does_not_hide_a_run(
     directory: RunDirectory, catalog: ScriptedCatalog, clock: SetClock, sandbox: TemplateSandbox
 ) -> None:
