@@ -157,7 +157,7 @@ def test_a_call_that_the_demo_s_model_writes_comes_back_from_its_template_as_it_
     (call,) = made.tool_calls
     assert (made.content, call.name, json.loads(call.arguments)) == ("", "look", {"at": "biko"})
     function = {"name": call.name, "arguments": call.arguments}
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "user", "content": "find toma"},
         {"role": "assistant", "tool_calls": [{"id": call.call_id, "type": "function", "function": function}]},
         {"role": "tool", "tool_call_id": call.call_id, "content": "is 407"},
