@@ -5,7 +5,7 @@ import pytest
 from ebbtide.rollout_worker.generation.prompt_reading import PromptReading
 
 
-def counts(reading: PromptReading) -> tuple[int, int, float]:
+def counts(reading: PromptReading) -> tuple[int, int, object]:
     return reading.reads, reading.tokens, pytest.approx(reading.seconds)
 
 
