@@ -35,6 +35,7 @@ class EngineRequest(Struct, frozen=True, kw_only=True):
     stop_token_ids: Sequence[int]
     repetition_penalty: float = 1.0
     priority: int = 0
+    cache_name: str = ""  # by which `Engine.forget` may name its text; empty: it is never named
 
 
 class TokenDelta(NamedTuple):
@@ -77,6 +78,13 @@ class Engine(Protocol):
         """Generate until a delta has a finish. Closing the generator aborts the request.
 
         Raises `InvalidRequest` or `Internal` if this request cannot be served, `EngineFailed` if none can.
+        """
+        ...
+
+    def forget(self, names: Sequence[str]) -> None:
+        """Have what is cached of these texts make room first: no request will begin with them.
+
+        Returns at once. Unknown names are ignored, and all of them by an engine without such a choice.
         """
         ...
 

@@ -5,6 +5,8 @@ from typing import Any, Final
 from ebbtide.rollout_worker.engine import EngineRequest
 from ebbtide.rollout_worker.engine.measured_steps import EngineCapacity
 
+#: Before the name of a text that has ended, in an id that no request has.
+ENDED: Final = "ended/"
 #: vLLM's label before the first install.
 _UNLABELLED: Final = "default"
 
