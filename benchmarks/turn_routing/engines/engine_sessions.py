@@ -66,7 +66,8 @@ class TurnAsker:
             sampling=Sampling(temperature=1.0, max_tokens=length, ignore_eos=True),
         )
         await self._lease.submit_rollouts([request])
-        return await answer
+        ids: list[int] = await answer
+        return ids
 
     async def close(self) -> None:
         self._reader.cancel()
