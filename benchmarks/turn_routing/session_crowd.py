@@ -66,7 +66,8 @@ class SessionCrowd:
         if place.at < len(place.turns):
             self._time.after(turn.wait_s, lambda: self._submit(at))
         else:
-            self._coordinator.state.runs[RUN].forget_episode(rollout.episode_id)
+            state = self._coordinator.state
+            state.episode_over(state.runs[RUN], rollout.episode_id)
             self._time.after(turn.wait_s, lambda: self._open(at))
 
     def _open(self, at: int) -> None:

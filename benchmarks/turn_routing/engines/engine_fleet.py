@@ -28,8 +28,8 @@ WORKERS: Final = ("w1", "w2")
 _RUN: Final = "routed"
 _BOOT_S: Final = 400.0
 _METRIC: Final = re.compile(r'^ebbtide_worker_prompt_tokens_total\{outcome="(\w+)"\} (\S+)$', re.MULTILINE)
-#: The cache holds all sessions of a block. It knows prefixes by whole blocks: vLLM's default of 128 tokens on CPUs
-#: would be a large part of these sessions.
+#: The cache holds all sessions of a block. It knows prefixes by whole blocks: vLLM's default on CPUs, 128 tokens, would
+#: be a large part of these sessions.
 _ENGINE: Final = f"""
 [vllm]
 dtype = "float32"

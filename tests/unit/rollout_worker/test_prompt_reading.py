@@ -1,13 +1,11 @@
 """Reads are counted where nothing but reading takes their time."""
 
-from typing import Any
-
 import pytest
 
 from ebbtide.rollout_worker.generation.prompt_reading import PromptReading
 
 
-def counts(reading: PromptReading) -> tuple[int, int, Any]:
+def counts(reading: PromptReading) -> tuple[int, int, object]:
     return reading.reads, reading.tokens, pytest.approx(reading.seconds)
 
 

@@ -193,7 +193,7 @@ class RolloutService:
             raise InvalidRequest(text, field=f"episodes[{index}].{error.field}") from None
         self._attempts.over(run, ran)
         self._forget(run, episode.rollout_ids)
-        run.forget_episode(episode.episode_id)
+        self._state.episode_over(run, episode.episode_id)
 
     async def trajectories(self, run_id: str, cursor: str) -> AsyncIterator[Trajectory]:
         """Uncommitted trajectories after `cursor`, in the order of their completion, until the run has ended."""

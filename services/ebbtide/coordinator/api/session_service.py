@@ -100,7 +100,7 @@ class SessionService:
             done = await self._store.sessions.end(lease, how, quota_bytes=run.spec.quota_bytes)
         if done.session.state is not SessionState.OPEN:
             self._retention.forget(run, done.ended)
-            run.forget_episode(how.session_id)
+            self._state.episode_over(run, how.session_id)
             self._notifier.notify("trajectories", run.run_id)
             self._notifier.notify("unverified", run.run_id)
         return self._told(done.session)

@@ -8,7 +8,7 @@ attempts.
 """
 
 import asyncio
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Final, NamedTuple
@@ -28,6 +28,8 @@ from ebbtide.wire.record_conversion import to_proto
 
 #: Bytes of assignments per message: with one more rollout of the largest size it is well under the message limit.
 _BATCH_BYTES: Final = 256 << 10
+#: Ended rollouts that a worker without new work is told of later; it forgets the others by their age.
+_ENDED: Final = 1024
 
 
 class ReleaseRequest(NamedTuple):
@@ -64,6 +66,7 @@ class WorkerSession:
         self.pending: Final[Mapping[str, RunningAttempt]] = self._pending  # those that have not started
         self.freed: Final[Mapping[str, ReleaseRequest]] = self._freed  # those asked back and not handed back
         self.held: Final[Mapping[tuple[str, VersionBounds], int]] = self._held  # its attempts of each run and bounds
+        self._ended: deque[str] = deque(maxlen=_ENDED)
         self.plateau, self.prefill = 0, 0.0  # see `Worker`
         self.outbox: Final[asyncio.Queue[fleet_pb2.CoordinatorMessage | None]] = asyncio.Queue()
         self.run_id = ""  # the run it is to serve, `since` when
@@ -330,16 +333,28 @@ class WorkerSession:
         self.gone = True
         self.stop_sending()
 
+    def note_ended(self, rollout_id: str) -> None:
+        """Note that what the worker has cached of a rollout will not be continued. It hears of it with its next work:
+        until then nothing needs the room.
+        """
+        self._ended.append(rollout_id)
+
+    def take_ended(self) -> list[str]:
+        """What the worker is to hear of."""
+        ended = list(self._ended)
+        self._ended.clear()
+        return ended
+
     def send_assignments(self, assignments: Sequence[fleet_pb2.Assignment]) -> None:
         """Send rollouts, in messages that are not too large."""
         batch: list[fleet_pb2.Assignment] = []
-        size = 0
+        size, ended = 0, self.take_ended()
         for one in assignments:
             batch.append(one)
             size += one.ByteSize()
             if size >= _BATCH_BYTES or one is assignments[-1]:
-                self.send(fleet_pb2.CoordinatorMessage(assign=fleet_pb2.AssignBatch(assignments=batch)))
-                batch, size = [], 0
+                self.send(fleet_pb2.CoordinatorMessage(assign=fleet_pb2.AssignBatch(assignments=batch, ended=ended)))
+                batch, size, ended = [], 0, []
 
     def pace_flushes(self, pace: FlushPace, *, tell: bool = True) -> None:
         """Have the worker flush no more often than that. Former releases flush as they are set."""

@@ -41,6 +41,7 @@ class EngineRequest(Struct, frozen=True, kw_only=True):
     logprobs: bool = True
     priority: int = 0
     prompt_logprobs: int | None = None  # alternatives of each score; None: the prompt is not scored
+    cache_name: str = ""  # by which `Engine.forget` may name its text; empty: it is never named
 
 
 class TokenDelta(NamedTuple):
@@ -90,6 +91,13 @@ class Engine(Protocol):
         """Generate until a delta has a finish. Closing the generator aborts the request.
 
         Raises `InvalidRequest` or `Internal` if this request cannot be served, `EngineFailed` if none can.
+        """
+        ...
+
+    def forget(self, names: Sequence[str]) -> None:
+        """Have what is cached of these texts make room first: no request will begin with them.
+
+        Returns at once. Unknown names are ignored, and all of them by an engine without such a choice.
         """
         ...
 

@@ -120,6 +120,10 @@ class ChangingEngine:
             async for delta in stream:
                 yield delta
 
+    def forget(self, names: Sequence[str]) -> None:
+        if not self._between:
+            self._inner.forget(names)
+
     def decode(self, token_ids: Sequence[int]) -> str:
         return self._inner.decode(token_ids)
 

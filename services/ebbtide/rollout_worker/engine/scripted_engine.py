@@ -195,6 +195,9 @@ class ScriptedEngine:
         finally:
             self._feeds.pop(feed, None)
 
+    def forget(self, names: Sequence[str]) -> None:
+        """It caches nothing."""
+
     def decode(self, token_ids: Sequence[int]) -> str:
         return "".join(chr(token) for token in token_ids)
 

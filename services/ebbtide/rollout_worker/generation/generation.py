@@ -86,6 +86,7 @@ class Generation:
         sampling, made = self._assignment.sampling, len(self._ids)
         return EngineRequest(
             request_id=self._assignment.attempt.attempt_id,
+            cache_name=self._assignment.attempt.rollout_id,
             token_ids=self._prompt + self._ids,
             temperature=sampling.temperature,
             top_p=sampling.top_p,

@@ -181,6 +181,11 @@ class LocalAttempts:
             self.empty.set()
         self.pressure.set()
 
+    def forget_cached(self, rollout_ids: Iterable[str]) -> None:
+        """What the engine has cached of these rollouts will not be continued."""
+        if names := list(rollout_ids):
+            self._engine.forget(names)
+
     def settle(self, acks: Iterable[AppendAck], *, durable: bool) -> None:
         """Apply acknowledgements; `durable`: what they name is fsynced."""
         due = self._outbox.due

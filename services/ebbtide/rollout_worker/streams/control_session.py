@@ -155,6 +155,7 @@ class ControlSession:
         worker = self._worker
         match message.WhichOneof("kind"):
             case "assign":
+                worker.attempts.forget_cached(message.assign.ended)
                 worker.assign(self._readable(message.assign.assignments))
             case "cancel":
                 worker.cancel(_refs(message.cancel.attempts))

@@ -122,6 +122,15 @@ class KvPrefixes:
                 self._keep(own)
         self.let_go(parent)
 
+    def end(self, name: str) -> None:
+        """Nothing will begin with what is known under the name: it is evicted first, but not what a group shares."""
+        prefix, ended = self._named.get(name), list[KvPrefix]()
+        while prefix is not None and prefix in self._unused and not prefix.shared:
+            ended.append(prefix)
+            prefix = prefix.parent
+        for part in reversed(ended):
+            self._unused.move_to_end(part, last=False)
+
     def forget(self) -> None:
         """The weights change: what is known helps no new sequence. Sequences keep what they hold."""
         self.salt += 1

@@ -11,6 +11,7 @@ Invariant: `_run` is the steps under way, and what is computed in them is fixed:
 """
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from enum import Enum
 from math import inf
 from typing import NamedTuple
@@ -144,6 +145,11 @@ class SimulatedEngine:
         if len(self._waiting) == 1:  # else the first one lacks a slot or memory, and this one comes behind it
             self._finish_step()
             self._wake()
+
+    def forget(self, keys: Iterable[str]) -> None:
+        """No sequence will come behind these: what is cached of them, and of the turns before, is evicted first."""
+        for key in keys:
+            self._prefixes.end(key)
 
     def remove(self, key: str, now: float) -> int:
         """Hands a sequence back: tokens of its response that are made. It must be here, so `advance` first."""

@@ -8,6 +8,8 @@ from ebbtide.rollout_worker.engine import EngineRequest
 from ebbtide.rollout_worker.engine.measured_steps import EngineCapacity
 from ebbtide.types.prompt_scores import ScoreArray, score_places
 
+#: Before the name of a text that has ended, in an id that no request has.
+ENDED: Final = "ended/"
 #: vLLM's label before the first install.
 _UNLABELLED: Final = "default"
 

@@ -25,6 +25,7 @@ from ebbtide.rollout_worker.engine.measured_steps import EngineCapacity
 from ebbtide.rollout_worker.engine.vllm import cpu_build, vllm_plugin
 from ebbtide.rollout_worker.engine.vllm.borrowed_engine import BorrowedEngine
 from ebbtide.rollout_worker.engine.vllm.vllm_conversions import (
+    ENDED,
     engine_capacity,
     logprobs,
     prompt_scores,
@@ -42,6 +43,7 @@ from ebbtide.weights import end_tokens
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
 _AWAY = "weights away"
+_SCHEDULERS = "ebbtide.rollout_worker.engine.vllm.evicting_scheduler"
 #: Time for an engine process to end.
 _END_S = 10.0
 _DEAD = "the engine's process died; its log says why"
@@ -64,6 +66,7 @@ class VllmEngine:
         self._tokenizer: Any = None
         self._llm: Any = None
         self._updates: Any = None
+        self._telling: set[asyncio.Future[None]] = set()  # messages on their way
 
     @property
     def shapes(self) -> Shapes:
@@ -108,6 +111,7 @@ class VllmEngine:
             config = AsyncEngineArgs(**arguments).create_engine_config()
         except (TypeError, ValueError) as error:
             raise InvalidRequest(f"vLLM refuses: {error}", field="vllm") from error
+        _evict_ended_first(config.scheduler_config)
         info = self._info(config)
         if again:
             cpu_build.start_by_spawn()
@@ -127,7 +131,13 @@ class VllmEngine:
         while anew:
             anew, salt = False, self._salt
             prompt = tokens_input(list(request.token_ids), cache_salt=str(salt))
-            stream = self._llm.generate(prompt, sampling_params(request), request.request_id, priority=request.priority)
+            stream = self._llm.generate(
+                prompt,
+                sampling_params(request),
+                request.request_id,
+                priority=request.priority,
+                session_id=request.cache_name or None,
+            )
             try:
                 async for output in stream:
                     if anew := not made and salt != self._salt:
@@ -149,6 +159,14 @@ class VllmEngine:
                 raise Internal("vLLM could not serve the request; the log says why") from error
             finally:
                 await stream.aclose()
+
+    def forget(self, names: Sequence[str]) -> None:
+        """Tell the scheduler: see `evicting_scheduler`. A borrowed engine's has no such choice, and ignores it."""
+        if self._llm is not None:
+            told = self._llm.engine_core.abort_requests_async([ENDED + name for name in names])
+            task = asyncio.ensure_future(told)
+            self._telling.add(task)
+            task.add_done_callback(self._telling.discard)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         if self._tokenizer is None:
@@ -297,6 +315,13 @@ class VllmEngine:
 def _starts() -> Aside:
     """The thread that starts engines. They die with it, so it lives as long as the process."""
     return Aside("engine starts")
+
+
+def _evict_ended_first(config: Any) -> None:
+    """Choose the scheduler, unless the engine is borrowed or its operator chose one."""
+    if config.scheduler_cls is None:
+        name = "EvictingAsyncScheduler" if config.async_scheduling else "EvictingScheduler"
+        config.scheduler_cls = f"{_SCHEDULERS}.{name}"
 
 
 def _load_tokenizer(root: Path) -> Any:

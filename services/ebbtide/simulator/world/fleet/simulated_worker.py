@@ -245,6 +245,7 @@ class SimulatedWorker:
             mine = tuple(one.ref for one in attempts if one.session is self.host.session)
             self._say(ReleasedReport(attempts=mine, reason=_PREEMPTED, cause=EndCause.WORKER_LEAVES))
             return
+        self.host.engine.forget(self.host.session.take_ended())
         self.host.take(attempts)
 
     def obey(self) -> None:
