@@ -9,6 +9,7 @@ faster, but less is made in all: this is the tail, which the plain quotient of w
 from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
 from math import inf
+from operator import itemgetter
 from typing import Final, NamedTuple
 
 from msgspec import Struct
@@ -117,24 +118,20 @@ class _Pool:
             heappush(self._heap, (self._level + rest, index))
 
     def _evict(self, share: float) -> None:
-        """Take the trainer's engines away: a share of what runs is read again elsewhere, before anything that waits."""
+        """Take the trainer's engines away: a share of what runs is read again elsewhere. It takes its place in the
+        order of the queue, which has older groups first.
+        """
         self._engines = self._terms.remote
-        room, running = self._room(), sorted(self._heap)
+        running = sorted(self._heap, key=itemgetter(1))
         moved = round(share * len(running))
-        if moved:
-            every = len(running) / moved
-            taken = [running[int(at * every)] for at in range(moved)]
-            kept = set(running) - set(taken)
-        else:
-            taken, kept = [], set(running)
-        over = max(0, len(kept) - room)
-        if over:  # more run than fit: the longest wait
-            ordered = sorted(kept)
-            taken += ordered[len(ordered) - over :]
-            kept = set(ordered[: len(ordered) - over])
-        self._heap = list(kept)
+        taken = {int(at * len(running) / moved) for at in range(moved)} if moved else set[int]()
+        kept = [one for at, one in enumerate(running) if at not in taken]
+        room = self._room()
+        waiting = [running[at] for at in taken] + kept[room:]
+        self._heap = kept[:room]
         heapify(self._heap)
-        self._queue += [(level - self._level, index) for level, index in reversed(taken)]
+        self._queue += [(level - self._level, index) for level, index in waiting]
+        self._queue.sort(key=itemgetter(1), reverse=True)
         if moved and self._engines > 0:
-            read = sum(self._rollouts[index].context + self._level for _, index in taken[:moved])
+            read = sum(self._rollouts[running[at][1]].context + self._level for at in taken)
             self._now_s += read * self._terms.read_s * self._weight / self._engines

@@ -25,7 +25,8 @@ class LoanView(Struct, frozen=True, kw_only=True):
     complete: int  # groups that are complete, with those whose gradients were computed
     remote: float  # speeds of all engines that are not the trainer's, together
     devices: Sequence[LendableDevice]
-    batch: float  # rollouts that a typical engine runs at once
+    batch: float  # the most rollouts that a typical engine runs at once
+    kv_tokens: float  # contexts that it has memory for
     rate: Callable[[float], float]  # tokens/s of each of so many rollouts in a typical engine
     read_s: float  # to prefill one token
 

@@ -21,6 +21,7 @@ Invariant: all that is learnt is in the learners. Lost with the process; one ste
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from math import inf
+from statistics import fmean
 from typing import Final
 
 from ebbtide.scheduling.elastic.fading_quantiles import FadingQuantiles
@@ -163,22 +164,27 @@ class _Forecasts:
         ]
         self._tokens = [_tokens(group, left) for group, left in zip(sampled, rests, strict=True)]
         self._ready = view.ready_tokens
+        contexts = [one.context + 0.5 * one.rest for one in self._rollouts]  # on average over what is left of each
+        batch = max(1.0, min(view.batch, view.kv_tokens / max(1.0, fmean(contexts or [1.0]))))
         self.local = sum(device.speed for device in view.devices)
         self._terms = EngineTerms(
-            remote=view.remote, local=self.local, batch=view.batch, rate=view.rate, read_s=view.read_s
+            remote=view.remote, local=self.local, batch=batch, rate=view.rate, read_s=view.read_s
         )
         self._ends: dict[float, list[CompletedGroup]] = {}
-        full = max(1e-6, view.batch * view.rate(view.batch))
+        full = max(1e-6, batch * view.rate(batch))
         self.work_s = self._weight * sum(chain.from_iterable(rests)) / full
         self.tokens = self._ready + self._weight * sum(self._tokens)
 
     def end_s(self, cut_s: float, off_s: float, token_s: float, slower: float) -> float:
-        """When the last gradient is computed. `slower`: so many times as long as forecast does generation take."""
+        """When the last gradient is computed. `slower`: so many times as long as forecast does generation take behind
+        the cut.
+        """
         after_s, end_s = 0.0, 0.0
         for done in reversed(self._completions(cut_s)):
             after_s += self._weight * self._tokens[done.group] * token_s
-            end_s = max(end_s, slower * done.end_s + after_s)
-        back_s = min(cut_s, slower * self.generated_s(cut_s)) + off_s
+            behind_s = max(0.0, done.end_s - cut_s)
+            end_s = max(end_s, min(cut_s, done.end_s) + slower * behind_s + after_s)
+        back_s = min(cut_s, self.generated_s(cut_s)) + off_s
         return max(end_s, back_s + after_s + self._ready * token_s)
 
     def generated_s(self, cut_s: float) -> float:
@@ -231,6 +237,7 @@ def _with_remote(view: LoanView, remote: float) -> LoanView:
         remote=remote,
         devices=view.devices,
         batch=view.batch,
+        kv_tokens=view.kv_tokens,
         rate=view.rate,
         read_s=view.read_s,
     )

@@ -12,7 +12,6 @@ from typing import Final
 
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.worker_session import WorkerSession
-from ebbtide.scheduling.dispatch.move_costs import COSTS
 from ebbtide.scheduling.dispatch.throughput import WorkerThroughput
 from ebbtide.scheduling.elastic.fading_quantiles import FadingQuantiles
 from ebbtide.scheduling.elastic.group_lengths import GroupLeft
@@ -30,11 +29,18 @@ from ebbtide.simulator.world.training.trainer_loan import LoanWindow
 _LOOK_SHARE: Final = 0.2
 _SOONEST_S: Final = 1.0
 _LATEST_S: Final = 10.0
-#: Lending again is thought about so often.
+#: Lending again is thought about so often, and only once an engine elsewhere was lost: as long as the fleet stays, the
+#: window that just ended was the right one, and a better forecast is not worth another switch.
 _AGAIN_S: Final = 5.0
 #: Rollouts that an engine runs at once, and their speed, until the first one is full and known.
 _BATCH: Final = 64.0
+#: Loads of full engines that are remembered, and the quantile that is taken for the most: some engines that are seen
+#: full have just lost a rollout, or run more than fit for a moment.
+_LOADS: Final = 256
+_FULL: Final = 0.9
 _RATE: Final = 30.0
+#: An engine prefills about so many tokens per second while it also decodes. Workers do not report it.
+_READ_TOKENS_PER_S: Final = 20_000.0
 
 
 class ElasticWindow(LoanWindow):
@@ -44,10 +50,11 @@ class ElasticWindow(LoanWindow):
         self._decider, self._lent, self._engines = decider, lent, engines
         self._state = decider.coordinator.state
         self.planner = WindowPlanner()
-        self._batch = FadingQuantiles()
+        self._batch, self._held = FadingQuantiles(memory=_LOADS), FadingQuantiles(memory=_LOADS)
         self._step: StepProgress | None = None
         self._plan: LoanPlan | None = None
         self._cut: tuple[float, float, frozenset[str]] | None = None  # when, the forecast of generation then, the fleet
+        self._fleet = frozenset[str]()  # engines elsewhere when the devices were lent last
         self._asked_s = -inf
 
     def opened(self, step: StepProgress) -> None:
@@ -66,6 +73,7 @@ class ElasticWindow(LoanWindow):
         return min(max(_LOOK_SHARE * plan.first_s, _SOONEST_S), _LATEST_S, plan.first_s)
 
     def closed(self) -> None:
+        self._fleet = self._elsewhere()
         if self._plan is not None:
             self._cut = (self._state.clock(), self._plan.generated_s, self._elsewhere())
 
@@ -74,8 +82,14 @@ class ElasticWindow(LoanWindow):
         if now - self._asked_s < _AGAIN_S:
             return False
         self._asked_s = now
+        lost = self._fleet - self._elsewhere()
+        if not lost:
+            return False
         view = self._view()
-        return view is not None and self.planner.lends_again(view)
+        if view is None or not self.planner.lends_again(view):
+            return False
+        self._fleet = self._elsewhere()
+        return True
 
     def trained(self, step: StepOutcome, learning_s: float) -> None:
         progress = self._step
@@ -101,7 +115,6 @@ class ElasticWindow(LoanWindow):
         remote = [one for one in sessions if not self._is_local(one)]
         speeds = [found for one in sessions if (found := self._decider.speed(one))[0] is not None]
         self._learn_batch(sessions)
-        batch = self._batch.quantile(0.5) if self._batch.known else _BATCH
         typical = _typical(speeds)
         return LoanView(
             groups=groups,
@@ -109,9 +122,10 @@ class ElasticWindow(LoanWindow):
             complete=len(step.responses.keys() - prompts),
             remote=float(len([one for one in remote if one.version_of(run.run_id) == run.newest])),
             devices=self._devices(sessions),
-            batch=batch,
+            batch=self._batch.quantile(_FULL) if self._batch.known else _BATCH,
+            kv_tokens=self._held.quantile(_FULL) if self._held.known else inf,
             rate=typical,
-            read_s=1.0 / COSTS.prefill_tokens_per_s,
+            read_s=1.0 / _READ_TOKENS_PER_S,
         )
 
     def _devices(self, sessions: Sequence[WorkerSession]) -> list[LendableDevice]:
@@ -156,7 +170,9 @@ class ElasticWindow(LoanWindow):
         """Engines in which rollouts wait run as many as they can."""
         for session in sessions:
             if session.pending and len(session.attempts) > len(session.pending):
-                self._batch.observe(float(len(session.attempts) - len(session.pending)))
+                running = [one.length for one in session.attempts.values() if one.started]
+                self._batch.observe(float(len(running)))
+                self._held.observe(float(sum(running)))
 
     def _is_local(self, session: WorkerSession) -> bool:
         return pool_of(session.worker_id) == self._lent
