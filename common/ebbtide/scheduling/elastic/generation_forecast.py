@@ -1,9 +1,9 @@
 """Forecasts when the groups of a step will be complete, with a trainer's devices up to a moment and without them after.
 
 Engines are taken as one pool in which all running rollouts make tokens equally fast, since placement and moves keep it
-so. Then completion needs no time, but tokens: a rollout ends once the pool's rollouts have each made what it lacks. Times
-follow from the learnt speed of a typical engine at each load. As the queue runs dry the load falls and the rest goes
-faster, but less is made in all: this is the tail, which the plain quotient of work and speeds does not have.
+so. Then completion is counted in tokens first: a rollout ends once each running one has made what that rollout lacks.
+Times follow from the learnt speed of a typical engine at each load. As the queue runs dry the load falls and the rest
+goes faster, but less is made in all: this is the tail, which the plain quotient of work and speeds does not have.
 """
 
 from collections.abc import Callable, Sequence

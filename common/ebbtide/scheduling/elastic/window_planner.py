@@ -7,8 +7,8 @@ and of N times its speed on the trainer's devices, and t seconds of training, bo
     T = (W - n t) / (n + N)
 
 This is `closed_form_s`. It has no tail, no groups and no cost of the cut, so it is only the first of a few windows that
-are compared by a forecast of the step's end (`generation_forecast`): gradients are computed group by group, so the end is
-the latest over all groups of the group's completion plus the training of all that complete with it or later. The
+are compared by a forecast of the step's end (`generation_forecast`). Gradients are computed group by group, so the end
+is the latest over all groups of the group's completion plus the training of all that complete with it or later. The
 forecast is weighed with learnt errors of both sides, and made again whenever something changed, from what is left then.
 So a window ends early when the rest is finished sooner than predicted, and follows a fleet that changes in mid-step.
 
@@ -167,9 +167,7 @@ class _Forecasts:
         contexts = [one.context + 0.5 * one.rest for one in self._rollouts]  # on average over what is left of each
         batch = max(1.0, min(view.batch, view.kv_tokens / max(1.0, fmean(contexts or [1.0]))))
         self.local = sum(device.speed for device in view.devices)
-        self._terms = EngineTerms(
-            remote=view.remote, local=self.local, batch=batch, rate=view.rate, read_s=view.read_s
-        )
+        self._terms = EngineTerms(remote=view.remote, local=self.local, batch=batch, rate=view.rate, read_s=view.read_s)
         self._ends: dict[float, list[CompletedGroup]] = {}
         full = max(1e-6, batch * view.rate(batch))
         self.work_s = self._weight * sum(chain.from_iterable(rests)) / full

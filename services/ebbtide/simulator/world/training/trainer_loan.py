@@ -4,7 +4,7 @@ Invariant: while the devices are lent the trainer does not train, and while it t
 """
 
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from typing import Final
 
 from ebbtide.simulator.outcome import StepOutcome
 from ebbtide.simulator.world.fleet.simulated_worker import SimulatedWorker
@@ -16,12 +16,12 @@ from ebbtide.simulator.world.virtual_time import VirtualTime
 _CLOSE_S: Final = 0.1
 
 
-class LoanWindow(Protocol):
+class LoanWindow:
     """Says for how long a trainer's devices generate in each step. Most windows are decided once, at their opening."""
 
     def open_s(self) -> float | None:
         """Seconds from the opening of a step on; None: until the step's last rollout has ended."""
-        ...
+        raise NotImplementedError
 
     def extend_s(self) -> float:
         """Called once `open_s`, or what this returned, has passed: seconds until it is called again; 0.0: they end."""
@@ -39,7 +39,6 @@ class LoanWindow(Protocol):
 
     def trained(self, step: StepOutcome, learning_s: float) -> None:
         """A step was trained. `learning_s`: for so long of it the trainer computed."""
-        ...
 
 
 class FixedWindow(LoanWindow):
@@ -50,9 +49,6 @@ class FixedWindow(LoanWindow):
 
     def open_s(self) -> float | None:
         return self._window_s
-
-    def trained(self, step: StepOutcome, learning_s: float) -> None:
-        """Nothing is learnt from it."""
 
 
 class TrainerLoan:
