@@ -1,8 +1,8 @@
 """Lends a trainer's devices by verl's hybrid rule: all or none, until enough samples are there for a step.
 
-The rule is that of `verl/trainer/ppo/v1/trainer_separate_async.py` (verl 0.10), by reading: the devices are lent if what
-is to be waited for is worth more than the mean of the last three switches, and reclaimed once a share of the batch can
-be trained on. The share starts at 0.4, grows by 0.05 after two steps in which the trainer waited, and falls by 0.03
+The rule is that of `verl/trainer/ppo/v1/trainer_separate_async.py` (verl 0.10), by reading: the devices are lent if
+what is to be waited for is worth more than the mean of the last three switches, and reclaimed once a share of the batch
+can be trained on. The share starts at 0.4, grows by 0.05 after two steps in which the trainer waited, and falls by 0.03
 after two in which it did not. Work under way on reclaimed devices is aborted, and begins again elsewhere.
 """
 
