@@ -1,7 +1,7 @@
 """Compares windows of trainers that generate between their steps: `make bench-elastic`.
 
-Everything but the time of a decision is simulated, with the code that decides live. The figures of live loans, gradients
-and engines are null here, with the reason.
+Everything but the time of a decision is simulated, with the code that decides live. The figures of live loans,
+gradients and engines are null here, with the reason.
 """
 
 import argparse

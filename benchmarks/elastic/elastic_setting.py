@@ -1,9 +1,9 @@
 """Builds simulations of RLBoost's settings (arXiv 2510.19225, section 7) on the spot traces that a benchmark names.
 
-A trainer of 8 or 16 H100 and up to six spot instances of two. Of lengths and speeds what
-`benchmarks/simulator/published` has fitted to the paper's points is used. The paper has no such points for 32B: its responses are taken as long as those
-of 14B, and its training as fast per device. All policies send versions of two bytes a parameter, and lose instances
-without notice, as the paper replays its traces.
+A trainer of 8 or 16 H100 and up to six spot instances of two. Lengths and speeds are those that
+`benchmarks/simulator/published` has fitted to the paper's points. The paper has no such points for 32B: its responses
+are taken as long as those of 14B, and its training as fast per device. All policies send versions of two bytes a
+parameter, and lose instances without notice, as the paper replays its traces.
 """
 
 from collections.abc import Callable

@@ -34,13 +34,9 @@ class LoanView(Struct, frozen=True, kw_only=True):
 class LoanPlan(Struct, frozen=True, kw_only=True):
     """When the trainer's devices are taken back, in seconds from the decision; inf: once the last rollout has ended."""
 
+    window_s: float  # until those with rollouts are told to end, the first of them
     return_s: dict[str, float]  # by device: when it is told to end
     end_s: float  # until the step's last gradient is computed
     closed_s: float  # the window by the closed form
     generated_s: float  # until the last rollout ends
     why: str
-
-    @property
-    def first_s(self) -> float:
-        """Until the first device is taken back."""
-        return min(self.return_s.values())

@@ -51,7 +51,9 @@ _WORTH: Final = 0.05
 #: An engine is too many if the step ends no sooner with it than by this share.
 _HELPS: Final = 0.005
 #: A forecast's error in a single step says little; these stand for the first ones.
-_ERRORS: Final = (0.9, 1.0, 1.1)
+_ERRORS: Final = (0.9, 1.1, 1.4)
+#: A forecast that is wrong by more than this factor was made for a step that went otherwise: it counts as this.
+_WORST: Final = 2.0
 
 
 def closed_form_s(work_s: float, training_s: float, remote: float, local: float) -> float:
@@ -81,7 +83,7 @@ class WindowPlanner:
     def generated(self, forecast_s: float, actual_s: float) -> None:
         """Learn how long generation went on behind a window. Leave out steps in which the fleet changed meanwhile."""
         if forecast_s > 0 and actual_s > 0:
-            self._errors.observe(actual_s / forecast_s)
+            self._errors.observe(min(max(actual_s / forecast_s, 1.0 / _WORST), _WORST))
 
     def plan(self, view: LoanView) -> LoanPlan:
         """When the devices return, if they generate now. Call with at least one device."""
@@ -99,6 +101,7 @@ class WindowPlanner:
             tried |= {cut_s: self._end_s(step, cut_s, off_s) for cut_s in _between(sorted(tried), best_s)}
         best_s = _best(tried)
         return LoanPlan(
+            window_s=best_s,
             return_s={one.name: best_s + off_s - one.off_s if one.busy else 0.0 for one in view.devices},
             end_s=tried[best_s],
             closed_s=closed_s,
@@ -133,7 +136,9 @@ class WindowPlanner:
         back = view.remote > 0 and view.complete >= _UNTAUGHT * groups
         at_s = 0.0 if back else inf
         names = {device.name: at_s for device in view.devices}
-        return LoanPlan(return_s=names, end_s=inf, closed_s=inf, generated_s=inf, why="no step has ended yet")
+        return LoanPlan(
+            window_s=at_s, return_s=names, end_s=inf, closed_s=inf, generated_s=inf, why="no step has ended yet"
+        )
 
     def _near(self, closed_s: float) -> Iterable[float]:
         return (closed_s * factor for factor in _MULTIPLES) if 0.0 < closed_s < inf else (10.0, 30.0, 90.0)

@@ -58,13 +58,13 @@ def test_enough_engines_elsewhere_need_no_window() -> None:
 
 def test_without_engines_elsewhere_the_devices_generate_until_the_end(planner: WindowPlanner) -> None:
     assert closed_form_s(2_126.0, 401.0, 0.0, 4.0) == inf
-    assert planner.plan(view(left_of(drawn_groups(Random(1)), 2_000), remote=0.0)).first_s == inf
+    assert planner.plan(view(left_of(drawn_groups(Random(1)), 2_000), remote=0.0)).window_s == inf
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_the_more_engines_elsewhere_the_sooner_the_devices_return(planner: WindowPlanner, seed: int) -> None:
     left = left_of(drawn_groups(Random(seed)), 500)
-    windows = [planner.plan(view(left, remote=remote)).first_s for remote in (1.0, 2.0, 4.0, 12.0)]
+    windows = [planner.plan(view(left, remote=remote)).window_s for remote in (1.0, 2.0, 4.0, 12.0)]
     assert windows[0] > windows[1] > windows[3]
     assert windows[2] >= windows[3]
 
@@ -72,7 +72,7 @@ def test_the_more_engines_elsewhere_the_sooner_the_devices_return(planner: Windo
 def test_a_fleet_that_shrinks_in_mid_step_lengthens_the_window_at_once(planner: WindowPlanner) -> None:
     left = left_of(drawn_groups(Random(4)), 1_000)
     before, after = (planner.plan(view(left, remote=remote)) for remote in (4.0, 1.0))
-    assert after.first_s > before.first_s + 30.0
+    assert after.window_s > before.window_s + 30.0
 
 
 def test_a_step_with_little_left_gives_the_devices_back_now(planner: WindowPlanner) -> None:
@@ -80,7 +80,7 @@ def test_a_step_with_little_left_gives_the_devices_back_now(planner: WindowPlann
     left = left_of(groups, 8_000)
     ready = sum(sum(lengths) for lengths in groups if max(lengths) <= 8_000)
     plan = planner.plan(view(left, remote=4.0, ready=ready, complete=128 - len(left)))
-    assert plan.first_s == 0.0
+    assert plan.window_s == 0.0
     assert "now" in plan.why
 
 
@@ -112,7 +112,7 @@ def test_generation_that_goes_on_for_longer_than_forecast_lengthens_the_next_win
         planner.generated(100.0, 160.0)
     after = planner.plan(shown)
     assert after.end_s > before.end_s
-    assert after.first_s >= before.first_s
+    assert after.window_s >= before.window_s
 
 
 def test_devices_that_were_returned_are_lent_again_once_most_engines_are_lost(planner: WindowPlanner) -> None:
@@ -138,8 +138,8 @@ def test_the_last_engine_elsewhere_is_never_released(planner: WindowPlanner) -> 
 
 def test_before_anything_is_learnt_the_first_complete_groups_end_the_window() -> None:
     fresh, left = WindowPlanner(), left_of(drawn_groups(Random(11)), 2_000)
-    assert fresh.plan(view(left, remote=2.0, complete=0)).first_s == inf
-    assert fresh.plan(view(left, remote=2.0, complete=len(left))).first_s == 0.0
+    assert fresh.plan(view(left, remote=2.0, complete=0)).window_s == inf
+    assert fresh.plan(view(left, remote=2.0, complete=len(left))).window_s == 0.0
 
 
 def test_a_plan_takes_some_milliseconds_however_many_groups_there_are(planner: WindowPlanner) -> None:

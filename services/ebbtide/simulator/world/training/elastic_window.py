@@ -39,6 +39,8 @@ _BATCH: Final = 64.0
 #: full have just lost a rollout, or run more than fit for a moment.
 _LOADS: Final = 256
 _FULL: Final = 0.9
+#: An engine is full if a rollout has waited in it for so long; else it may just read prompts.
+_WAITS_S: Final = 5.0
 _RATE: Final = 30.0
 #: An engine prefills about so many tokens per second while it also decodes. Workers do not report it.
 _READ_TOKENS_PER_S: Final = 20_000.0
@@ -69,9 +71,9 @@ class ElasticWindow(LoanWindow):
         if view is None:
             return _SOONEST_S
         self._plan = plan = self.planner.plan(view)
-        if plan.first_s <= 0.5 * _SOONEST_S:
+        if plan.window_s <= 0.5 * _SOONEST_S:
             return 0.0
-        return min(max(_LOOK_SHARE * plan.first_s, _SOONEST_S), _LATEST_S, plan.first_s)
+        return min(max(_LOOK_SHARE * plan.window_s, _SOONEST_S), _LATEST_S, plan.window_s)
 
     def closed(self) -> None:
         self._fleet = self._elsewhere()
@@ -169,8 +171,10 @@ class ElasticWindow(LoanWindow):
 
     def _learn_batch(self, sessions: Sequence[WorkerSession]) -> None:
         """Engines in which rollouts wait run as many as they can."""
+        now = self._state.clock()
         for session in sessions:
-            if session.pending and len(session.attempts) > len(session.pending):
+            waits_s = max((now - one.given for one in session.pending.values()), default=0.0)
+            if waits_s > _WAITS_S and len(session.attempts) > len(session.pending):
                 running = [one.length for one in session.attempts.values() if one.started]
                 self._batch.observe(float(len(running)))
                 self._held.observe(float(sum(running)))
