@@ -39,7 +39,9 @@ _SAMPLE: Final = 48
 #: Quantiles of both sides' errors that a window is weighed with.
 _WEIGHED: Final = (0.15, 0.5, 0.85)
 #: Windows to compare, as multiples of the closed form's.
-_MULTIPLES: Final = (0.5, 0.75, 0.9, 1.0, 1.15, 1.4)
+_MULTIPLES: Final = (0.6, 0.85, 1.0, 1.2, 1.5)
+#: Further ones, as shares of the rest of generation without the devices.
+_SHARES: Final = (0.03, 0.08, 0.16, 0.3)
 #: Halvings of the distance between the best window and its neighbours.
 _REFINEMENTS: Final = 3
 #: Until a step has taught lengths and training times, devices return when so large a share of the groups is complete:
@@ -93,7 +95,7 @@ class WindowPlanner:
         off_s = max(device.off_s for device in view.devices)
         token_s = self._token_s.quantile(0.5)
         closed_s = closed_form_s(step.work_s, off_s + step.tokens * token_s, view.remote, step.local)
-        tried = {cut_s: self._end_s(step, cut_s, off_s) for cut_s in (0.0, inf, *self._near(closed_s))}
+        tried = {cut_s: self._end_s(step, cut_s, off_s) for cut_s in _tried(closed_s, step.generated_s(0.0))}
         for _ in range(_REFINEMENTS):
             best_s = _best(tried)
             if best_s == inf:
@@ -139,9 +141,6 @@ class WindowPlanner:
         return LoanPlan(
             window_s=at_s, return_s=names, end_s=inf, closed_s=inf, generated_s=inf, why="no step has ended yet"
         )
-
-    def _near(self, closed_s: float) -> Iterable[float]:
-        return (closed_s * factor for factor in _MULTIPLES) if 0.0 < closed_s < inf else (10.0, 30.0, 90.0)
 
     def _end_s(self, step: "_Forecasts", cut_s: float, off_s: float) -> float:
         """The mean end of the step, over what both sides may take."""
@@ -218,6 +217,17 @@ def _evenly(groups: Sequence[GroupLeft], most: int) -> Sequence[GroupLeft]:
     if len(groups) <= most:
         return groups
     return [groups[int(at * len(groups) / most)] for at in range(most)]
+
+
+def _tried(closed_s: float, generated_s: float) -> Iterable[float]:
+    """Windows to compare at first. The closed form misses the tail, so others are some shares of what generation takes
+    if the devices return now.
+    """
+    yield from (0.0, inf)
+    if 0.0 < closed_s < inf:
+        yield from (closed_s * factor for factor in _MULTIPLES)
+    if 0.0 < generated_s < inf:
+        yield from (generated_s * share for share in _SHARES)
 
 
 def _best(tried: dict[float, float]) -> float:
