@@ -1,7 +1,5 @@
 """What a trainer does that generates between its steps and trains on groups as they are complete."""
 
-import pytest
-
 from ebbtide.simulator.engines.engine_profile import EngineDelays
 from ebbtide.simulator.outcome import Outcome
 from ebbtide.simulator.scenario.fault_plan import PlannedFault
@@ -58,11 +56,10 @@ def test_every_step_is_trained_and_no_token_is_lost() -> None:
     assert outcome.tokens.moved > 0  # what was cut went on elsewhere
 
 
-@pytest.mark.parametrize("window_s", [0.0, 100.0])
-def test_a_planned_window_is_as_good_as_too_short_and_too_long_ones(window_s: float) -> None:
+def test_a_planned_window_is_better_than_one_to_the_end() -> None:
     planned = simulated(lent(), spot())
-    fixed = simulated(lent(window_s=window_s), spot(), policy=ElasticPolicy(plans=False))
-    assert lasted_s(planned) < 1.02 * lasted_s(fixed)
+    fixed = simulated(lent(), spot(), policy=ElasticPolicy(plans=False))
+    assert lasted_s(planned) < 0.95 * lasted_s(fixed)
 
 
 def test_without_engines_elsewhere_the_devices_generate_until_the_last_rollout_has_ended() -> None:
