@@ -88,6 +88,9 @@ bench-simulator: env ## How good the simulator is: beside real engines, publishe
 bench-gateway: env ## The gateway: kills under its clients, its cost beside vLLM's server, turn routing; QUICK=1: in 12 minutes
 	@$(BIN)/python -m benchmarks.gateway $(if $(QUICK),--quick) $(ARGS)
 
+bench-elastic: env ## Windows of trainers that generate between their steps, simulated beside rivals; QUICK=1: in 12 minutes
+	@$(BIN)/python -m benchmarks.elastic $(if $(QUICK),--quick) $(ARGS)
+
 bench-tenants: env ## One user's latency beside another user at each limit; QUICK=1: in 3 minutes
 	@$(BIN)/python benchmarks/tenants.py $(if $(QUICK),--quick) $(ARGS)
 

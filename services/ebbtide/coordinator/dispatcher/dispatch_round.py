@@ -31,8 +31,10 @@ from ebbtide.coordinator.fleet.worker_trust import WorkerTrust
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.run_events import RunEvents
 from ebbtide.coordinator.state.run_state import RunState
+from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.scheduling.dispatch.round_pacing import RoundPacing
 from ebbtide.scheduling.dispatch.start_pacing import StartPacing
+from ebbtide.scheduling.dispatch.throughput import WorkerThroughput
 
 
 class DispatchRound:
@@ -71,6 +73,10 @@ class DispatchRound:
     def kept_slots(self) -> int:
         """Slots that the last round left free for interactive rollouts, of all runs."""
         return sum(self._kept.values())
+
+    def speed(self, session: WorkerSession) -> tuple[WorkerThroughput | None, float]:
+        """A worker's learnt speed, if any, and the mean context of its rollouts."""
+        return self._moves.speed(session)
 
     def pause_s(self, now: float) -> float:
         """Seconds until the next round if nothing changes."""

@@ -23,7 +23,9 @@ from ebbtide.simulator.serving.pair_costs import read_pair_costs
 from ebbtide.simulator.world.fleet.borrowed_machines import DEFAULT_COSTS
 
 #: Rivals that have a dispatch of their own. It refuses a second run when the simulation meets it.
-_SINGLE_RUN: Final = frozenset({"clairvoyant", "least_loaded", "rlboost", "rollpacker", "rose_turns", "sticky", "verl"})
+_SINGLE_RUN: Final = frozenset(
+    {"clairvoyant", "least_loaded", "rlboost", "rollpacker", "rose_turns", "sticky", "verl", "verl_hybrid"}
+)
 
 
 def scenario_name(task: SeedTask) -> str:

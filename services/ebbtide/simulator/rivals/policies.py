@@ -13,9 +13,11 @@ from ebbtide.simulator.rivals.rlboost.rlboost_policy import RLBoostPolicy
 from ebbtide.simulator.rivals.rollpacker_policy import RollPackerPolicy
 from ebbtide.simulator.rivals.turns.rose_turns_policy import RoseTurnsPolicy
 from ebbtide.simulator.rivals.turns.spreading_policies import LeastLoadedPolicy, StickyPolicy
+from ebbtide.simulator.rivals.verl_hybrid_policy import VerlHybridPolicy
 from ebbtide.simulator.rivals.verl_policy import VerlPolicy
 from ebbtide.simulator.scenario.scenario import PolicyChoice
 from ebbtide.simulator.world.ebbtide_policy import EbbtidePolicy
+from ebbtide.simulator.world.elastic_policy import ElasticPolicy
 from ebbtide.simulator.world.policy import Policy
 
 #: By the name that a scenario's `[policy]` gives.
@@ -23,6 +25,7 @@ POLICIES: Final[dict[str, type[Struct]]] = {
     "ablated": AblatedPolicy,
     "clairvoyant": ClairvoyantPolicy,
     "ebbtide": EbbtidePolicy,
+    "elastic": ElasticPolicy,
     "least_loaded": LeastLoadedPolicy,
     "restart": RestartPolicy,
     "rlboost": RLBoostPolicy,
@@ -30,6 +33,7 @@ POLICIES: Final[dict[str, type[Struct]]] = {
     "rose_turns": RoseTurnsPolicy,
     "sticky": StickyPolicy,
     "verl": VerlPolicy,
+    "verl_hybrid": VerlHybridPolicy,
 }
 
 

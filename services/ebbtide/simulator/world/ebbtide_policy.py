@@ -5,7 +5,9 @@ from msgspec import Struct
 from ebbtide.coordinator.dispatcher.dispatch_round import DispatchRound
 from ebbtide.coordinator.dispatcher.dispatch_rules import RULES, DispatchRules
 from ebbtide.coordinator.dispatcher.round_deeds import DeadLetters, RunFailure, SlotFill
+from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.scheduling.dispatch.round_pacing import gather_s
+from ebbtide.scheduling.dispatch.throughput import WorkerThroughput
 from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.training_run import TrainingRun
 from ebbtide.simulator.world.training.step_rounds import Rounds, WholeGroups
@@ -26,7 +28,7 @@ class EbbtideDecider(Decider):
         keeps: bool = True,
         rules: DispatchRules = RULES,
     ) -> None:
-        self._coordinator, self.keeps = coordinator, keeps
+        self.coordinator, self.keeps = coordinator, keeps
         settings = coordinator.settings
         self._rounds = DispatchRound(
             coordinator.state,
@@ -44,18 +46,22 @@ class EbbtideDecider(Decider):
             match deed:
                 case SlotFill():
                     while deed.due(now) and (placements := deed.place(now)):
-                        self._coordinator.start(deed.run, placements)
+                        self.coordinator.start(deed.run, placements)
                         deed.note_turn(0.0, now)
                 case DeadLetters(run, letters):
-                    self._coordinator.fail(run, letters)
+                    self.coordinator.fail(run, letters)
                 case RunFailure(run, message):
                     raise RuntimeError(f"run {run.run_id} failed: {message}")
                 case None:
                     pass
         return self._rounds.pause_s(now)
 
+    def speed(self, session: WorkerSession) -> tuple[WorkerThroughput | None, float]:
+        """A worker's learnt speed, if any, and the mean context of its rollouts."""
+        return self._rounds.speed(session)
+
     def gather_s(self) -> float:
-        return gather_s(len(self._coordinator.state.sessions))
+        return gather_s(len(self.coordinator.state.sessions))
 
 
 class EbbtidePolicy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

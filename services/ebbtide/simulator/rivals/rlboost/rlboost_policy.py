@@ -4,6 +4,7 @@ from typing import Annotated, cast
 
 from msgspec import Meta, Struct
 
+from ebbtide.simulator.rivals.rlboost.climbing_window import ClimbingWindow
 from ebbtide.simulator.rivals.rlboost.pending_balance import PendingBalance
 from ebbtide.simulator.rivals.rlboost.seeding_window import SeedingWindow
 from ebbtide.simulator.scenario.machine_pool import MachinePool
@@ -34,6 +35,8 @@ class RLBoostPolicy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     windows: Annotated[str, Meta(pattern=r"^([0-9]+( [0-9]+)*)?$", max_length=1000)] = ""
     migrates: bool = True  # else lost rollouts begin again
     balances: bool = True  # rollouts move between engines
+    whole_groups: bool = False  # a micro-batch has whole groups only: GRPO's advantages need them
+    climbs: bool = False  # the public code's window instead of the paper's
 
     @property
     def stream_batch(self) -> int | None:
@@ -49,7 +52,7 @@ class RLBoostPolicy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         )
 
     def rounds(self, run: TrainingRun) -> Rounds:
-        return WholeGroups(run.prompts, run.group)
+        return WholeGroups(run.prompts, run.group, together=self.whole_groups)
 
     def window(self, decider: Decider, lent: MachinePool) -> LoanWindow:
         placing = cast("PendingBalance", decider)
@@ -57,6 +60,8 @@ class RLBoostPolicy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         if not self.adapts:
             return FixedWindow(lent.window_s)
         known = {count: float(text) for count, text in enumerate(self.windows.split(), start=1)}
+        if self.climbs:
+            return ClimbingWindow(placing, eta=self.eta, initial_s=self.initial_window_s, table=known)
         return SeedingWindow(
             placing,
             lent.workers or 1,

@@ -22,7 +22,10 @@ class StepProgress(Struct, eq=False):
     number: int
     opened_s: float
     ends: list[float] = []  # when its episodes got their rewards
-    lengths: list[int] = []  # of those, prompts included
+    lengths: list[int] = []  # of those that may be trained on, prompts included
+    learnt: int = 0  # of `lengths`: gradients are computed, or being computed
+    ended: dict[Sample, int] = {}  # tokens of whole samples, prompts included
+    responses: dict[int, list[int]] = {}  # of those the responses, by prompt
     tokens: int = 0  # of their responses
     complete: bool = False  # it has all that it trains on
 
@@ -134,9 +137,12 @@ class SimulatedDriver:
         progress = episode.progress
         progress.ends.append(self._time.now)
         progress.tokens += episode.tokens
-        last = episode.turns[-1]
-        progress.lengths.append(last.prompt + last.response)
-        change = episode.round.ended(episode.sample)
+        sample, last = episode.sample, episode.turns[-1]
+        progress.ended[sample] = last.prompt + last.response
+        progress.responses.setdefault(sample.prompt, []).append(last.response)
+        change = episode.round.ended(sample)
+        trainable = (sample,) if change.trainable is None else change.trainable
+        progress.lengths += [progress.ended[one] for one in trainable]
         self._abandon(change.abandon)
         progress.complete = change.complete
         self._scored(progress)

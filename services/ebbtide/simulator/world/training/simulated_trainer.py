@@ -63,7 +63,6 @@ class SimulatedTrainer:
         self._announce = announce
         self._steps: dict[int, StepProgress] = {}
         self._next = 0  # step to train
-        self._learnt = 0  # of that step: samples learnt from, or being learnt from
         self._learning_s = 0.0  # of that step
         self._newest = -1  # step whose weights were announced last
         self._announced_s = 0.0  # when the version under way will be announced, or the last one was
@@ -82,6 +81,7 @@ class SimulatedTrainer:
 
     def opened(self, progress: StepProgress) -> None:
         self._steps[progress.number] = progress
+        self._loan.window.opened(progress)
 
     def scored(self, progress: StepProgress) -> None:  # noqa: ARG002 - whichever step it is, the next one is looked at
         """A step has got further."""
@@ -105,12 +105,13 @@ class SimulatedTrainer:
         step = self._steps.get(self._next)
         if step is None or self._busy:
             return
-        fresh = step.lengths[self._learnt :]
+        fresh = step.lengths[step.learnt :]
         if not step.complete and (self._stream_batch is None or len(fresh) < self._stream_batch):
+            self._loan.starve()
             return
         if not self._loan.claim(complete=step.complete):
             return
-        self._busy, self._learnt = True, len(step.lengths)
+        self._busy, step.learnt = True, len(step.lengths)
         self._show("training")
         seconds = self._times.gradient_s(fresh)
         self._learning_s += seconds
@@ -127,7 +128,7 @@ class SimulatedTrainer:
     def _trained(self, step: StepProgress) -> None:
         self._record(step)
         del self._steps[step.number]
-        self._next, self._learnt, self._learning_s = step.number + 1, 0, 0.0
+        self._next, self._learning_s = step.number + 1, 0.0
         self._unsaved.append(step.lengths)
         self.done = self._next >= self._last
         if self.done:
@@ -160,7 +161,9 @@ class SimulatedTrainer:
         if self.done or not self._begun:
             return
         self._life += 1
-        self._busy, self._learnt, self._learning_s = True, 0, 0.0
+        self._busy, self._learning_s = True, 0.0
+        for step in self._steps.values():
+            step.learnt = 0
         self._show("idle")
         again = sum(self._times.gradient_s(lengths) + self._times.update_s() for lengths in self._unsaved)
         self._after(seconds + self._times.start_s(), lambda: self._catch_up(again))

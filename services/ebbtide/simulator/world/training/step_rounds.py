@@ -19,6 +19,7 @@ class RoundChange(NamedTuple):
 
     abandon: Sequence[Sample] = ()  # their rollouts are cancelled, and what they made is dropped
     complete: bool = False  # the step has all that it trains on
+    trainable: Sequence[Sample] | None = None  # whose gradients may be computed now; None: the sample that ended
 
 
 class StepRound(Protocol):
@@ -40,25 +41,36 @@ class Rounds(Protocol):
 
 
 class WholeGroups:
-    """Each step asks its own prompts, and trains on all of their responses."""
+    """Each step asks its own prompts, and trains on all of their responses. `together`: a sample's gradient needs its
+    whole group, as its advantage does.
+    """
 
-    def __init__(self, prompts: int, group: int) -> None:
-        self._prompts, self._group = prompts, group
+    def __init__(self, prompts: int, group: int, *, together: bool = False) -> None:
+        self._prompts, self._group, self._together = prompts, group, together
 
     def open(self, step: int) -> StepRound:
         first = step * self._prompts
         return _WholeRound(
-            [Sample(first + prompt, sample) for prompt in range(self._prompts) for sample in range(self._group)]
+            [Sample(first + prompt, sample) for prompt in range(self._prompts) for sample in range(self._group)],
+            self._group if self._together else 0,
         )
 
 
 class _WholeRound:
-    def __init__(self, samples: Sequence[Sample]) -> None:
-        self._samples, self._open = samples, len(samples)
+    """`group`: samples that are trained on together; 0: each by itself."""
+
+    def __init__(self, samples: Sequence[Sample], group: int) -> None:
+        self._samples, self._open, self._group = samples, len(samples), group
+        self._ended: dict[int, list[Sample]] = {}  # by prompt
 
     def begin(self) -> Sequence[Sample]:
         return self._samples
 
-    def ended(self, sample: Sample) -> RoundChange:  # noqa: ARG002 - which one does not matter
+    def ended(self, sample: Sample) -> RoundChange:
         self._open -= 1
-        return RoundChange(complete=not self._open)
+        if not self._group:
+            return RoundChange(complete=not self._open)
+        siblings = self._ended.setdefault(sample.prompt, [])
+        siblings.append(sample)
+        whole = siblings if len(siblings) == self._group else ()
+        return RoundChange(complete=not self._open, trainable=whole)

@@ -4,10 +4,11 @@ Invariant: while the devices are lent the trainer does not train, and while it t
 """
 
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from typing import Final
 
 from ebbtide.simulator.outcome import StepOutcome
 from ebbtide.simulator.world.fleet.simulated_worker import SimulatedWorker
+from ebbtide.simulator.world.training.simulated_driver import StepProgress
 from ebbtide.simulator.world.virtual_time import VirtualTime
 
 #: From the call for the devices until their engines have handed over: the step under way, and one message. Then they
@@ -15,16 +16,29 @@ from ebbtide.simulator.world.virtual_time import VirtualTime
 _CLOSE_S: Final = 0.1
 
 
-class LoanWindow(Protocol):
-    """Says for how long a trainer's devices generate in each step."""
+class LoanWindow:
+    """Says for how long a trainer's devices generate in each step. Most windows are decided once, at their opening."""
 
     def open_s(self) -> float | None:
         """Seconds from the opening of a step on; None: until the step's last rollout has ended."""
-        ...
+        raise NotImplementedError
+
+    def extend_s(self) -> float:
+        """Called once `open_s`, or what this returned, has passed: seconds until it is called again; 0.0: they end."""
+        return 0.0
+
+    def opened(self, step: StepProgress) -> None:
+        """A step's rollouts were submitted. `step` is kept up to date."""
+
+    def closed(self) -> None:
+        """The devices are the trainer's again."""
+
+    def lends_again(self) -> bool:
+        """Whether the trainer, which waits for rollouts of the step under way, lends its devices once more."""
+        return False
 
     def trained(self, step: StepOutcome, learning_s: float) -> None:
         """A step was trained. `learning_s`: for so long of it the trainer computed."""
-        ...
 
 
 class FixedWindow(LoanWindow):
@@ -36,16 +50,13 @@ class FixedWindow(LoanWindow):
     def open_s(self) -> float | None:
         return self._window_s
 
-    def trained(self, step: StepOutcome, learning_s: float) -> None:
-        """Nothing is learnt from it."""
-
 
 class TrainerLoan:
     def __init__(self, time: VirtualTime, window: LoanWindow) -> None:
         self._time, self.window = time, window
         self._workers: list[SimulatedWorker] = []
         self._open = self._lent = self._closing = False
-        self._step = 0
+        self._loan = 0  # counts loans
         self.free: Callable[[], None] = lambda: None  # called when the trainer has its devices back
 
     def add(self, worker: SimulatedWorker) -> None:
@@ -60,17 +71,38 @@ class TrainerLoan:
 
     def open(self) -> None:
         """The trainer waits for rollouts: its devices generate."""
-        self._step += 1
         self._open = True
-        if self._lent or not self._workers:
+        if not self._lent:
+            self._lend(self.window.open_s)
+
+    def starve(self) -> None:
+        """The trainer has its devices, but nothing to train on before the step is complete."""
+        if self._workers and not self._open and not self._lent and self.window.lends_again():
+            self._open = True
+            self._lend(self.window.extend_s)
+
+    def _lend(self, first_s: Callable[[], float | None]) -> None:
+        self._loan += 1
+        if not self._workers:
             return
         self._lent = True
         for worker in self._workers:
             self._wake(worker)
-        window_s = self.window.open_s()
+        window_s = first_s()
         if window_s is not None:
-            step = self._step
-            self._time.after(window_s, lambda: self._close() if step == self._step else None)
+            self._look_after(window_s)
+
+    def _look_after(self, seconds: float) -> None:
+        loan = self._loan
+        self._time.after(seconds, lambda: self._look() if self._lends(loan) else None)
+
+    def _look(self) -> None:
+        """The window is over, or goes on."""
+        more_s = self.window.extend_s()
+        if more_s > 0.0:
+            self._look_after(more_s)
+        else:
+            self._close()
 
     def claim(self, *, complete: bool) -> bool:
         """Whether the trainer may train now. If not, `free` is called when it may. `complete`: its step's rollouts have
@@ -85,12 +117,12 @@ class TrainerLoan:
 
     def _wake(self, worker: SimulatedWorker) -> None:
         """Attach once the engine has its weights' memory back, if its devices are still lent then."""
-        step = self._step
+        loan = self._loan
         wake_s = worker.terms.profile.delays.wake_s
-        self._time.after(wake_s, lambda: worker.attach() if self._lends(step) else None)
+        self._time.after(wake_s, lambda: worker.attach() if self._lends(loan) else None)
 
-    def _lends(self, step: int) -> bool:
-        return step == self._step and self._lent and not self._closing
+    def _lends(self, loan: int) -> bool:
+        return loan == self._loan and self._lent and not self._closing
 
     def _close(self) -> None:
         if not self._lent or self._closing:
@@ -105,4 +137,5 @@ class TrainerLoan:
         for worker in self._workers:
             worker.detach()
         self._open = self._lent = self._closing = False
+        self.window.closed()
         self.free()

@@ -1,0 +1,1 @@
+"""Compares windows of trainers that generate between their steps, in simulations of published settings."""

@@ -1,0 +1,111 @@
+"""Compares windows of trainers that generate between their steps: `make bench-elastic`.
+
+Everything but the time of a decision is simulated, with the code that decides live. The figures of live loans,
+gradients and engines are null here, with the reason.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from statistics import quantiles
+from tempfile import TemporaryDirectory
+from typing import Final
+
+import msgspec
+
+from benchmarks.arguments import count, output
+from benchmarks.conditions import conditions
+from benchmarks.elastic.decision_time import decision_times_ms
+from benchmarks.elastic.elastic_figures import SimulatedResult, figures, result_of, skipped
+from benchmarks.elastic.elastic_policies import COMPARED
+from benchmarks.elastic.elastic_setting import MODELS, ElasticCase, simulation
+from benchmarks.log_level import errors_only
+from benchmarks.synthetic import CALM, CHURNY, write_trace
+
+_ROOT: Final = Path(__file__).parents[2]
+_TRACES: Final = _ROOT.parent / "shared" / "traces"
+_SPOT: Final = ("spot_aws_g4dn_24.csv", "spot_gcp_a100x1_64.csv")
+_OUT: Final = _ROOT / "benchmarks" / "results" / "elastic.json"
+#: Steps of a case. Twelve minutes on two cores are enough for the fewer ones.
+_STEPS, _QUICK_STEPS = 24, 8
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.elastic", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help=f"{_QUICK_STEPS} steps in place of {_STEPS}")
+    parser.add_argument("--spot", nargs="+", type=Path, help="spot traces: t_s,event,node or t_s,count")
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--policies", nargs="+", choices=list(COMPARED), default=list(COMPARED))
+    parser.add_argument("--steps", type=count, help="steps of each case")
+    parser.add_argument("--jobs", type=count, default=min(2, len(os.sched_getaffinity(0))), help="processes at a time")
+    parser.add_argument("--out", type=output, default=_OUT)
+    options = parser.parse_args()
+    for trace in options.spot or ():
+        if not trace.is_file():
+            parser.error(f"--spot: {trace} is not a file")
+    with TemporaryDirectory() as scratch:
+        traces = options.spot or _known_traces(Path(scratch))
+        steps = options.steps or (_QUICK_STEPS if options.quick else _STEPS)
+        cases = [ElasticCase(model, trace.resolve(), steps) for model in options.models for trace in traces]
+        results = _simulated(cases, options.policies, options.jobs)
+    times_ms = decision_times_ms()
+    found = figures(results, round(quantiles(times_ms, n=100)[98], 2))
+    _print(results)
+    report = {
+        "kind": "simulation",
+        "figures": found,
+        "skipped": skipped(found),
+        "decision_ms": {"p50": round(quantiles(times_ms, n=100)[49], 2), "workers": 1000, "measured": "real"},
+        "policies": {name: one.what for name, one in COMPARED.items()},
+        "results": msgspec.to_builtins(results),
+        "conditions": conditions(),
+    }
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps(found, indent=1))
+    print(f"written to {options.out}")
+
+
+def _known_traces(scratch: Path) -> list[Path]:
+    """The recorded traces, if they are there; else made-up ones."""
+    found = [_TRACES / name for name in _SPOT]
+    if all(path.is_file() for path in found):
+        return found
+    return [write_trace(churn, scratch / name) for name, churn in (("calm.csv", CALM), ("churny.csv", CHURNY))]
+
+
+def _simulated(cases: Sequence[ElasticCase], policies: Sequence[str], jobs: int) -> list[SimulatedResult]:
+    with ProcessPoolExecutor(jobs) as pool:
+        runs = [pool.submit(_simulate, case, policy) for case in cases for policy in policies]
+        results = []
+        for run in as_completed(runs):
+            one = run.result()
+            results.append(one)
+            print(f"{one.case}: {one.policy} makes {one.tokens_per_s:.0f} tokens/s ({one.cpu_s} s)", file=sys.stderr)
+    return sorted(results, key=lambda one: (one.case, list(COMPARED).index(one.policy)))
+
+
+def _simulate(case: ElasticCase, policy: str) -> SimulatedResult:
+    errors_only()
+    begin_s = time.process_time()
+    compared = COMPARED[policy]
+    outcome = simulation(case, compared.policy(case), compared.fleet(case)).run(lambda _: None)
+    return result_of(case.name, policy, outcome, time.process_time() - begin_s)
+
+
+def _print(results: Sequence[SimulatedResult]) -> None:
+    print(f"{'case (simulated)':<32}{'policy':<26}{'tokens/s':>9}{'tokens/$':>10}{'changed':>9}{'spot':>6}")
+    for one in results:
+        print(
+            f"{one.case:<32}{one.policy:<26}{one.tokens_per_s:>9.0f}{one.tokens_per_dollar:>10.0f}"
+            f"{one.changed:>9.0%}{one.instances:>6.1f}"
+        )
+
+
+if __name__ == "__main__":
+    main()

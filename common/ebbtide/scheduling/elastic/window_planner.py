@@ -1,0 +1,265 @@
+"""Decides when a trainer's devices, which generate between its steps, are taken back, and when they are lent again.
+
+RLBoost (arXiv 2510.19225, section 4.3) lends them for a window that follows the idle times of former steps. Here the
+window follows from what is left. With W seconds of work for one typical engine, engines of n times its speed elsewhere
+and of N times its speed on the trainer's devices, and t seconds of training, both sides end together if
+
+    T = (W - n t) / (n + N)
+
+This is `closed_form_s`. It has no tail, no groups and no cost of the cut, so it is only the first of a few windows that
+are compared by a forecast of the step's end (`generation_forecast`). Gradients are computed group by group, so the end
+is the latest over all groups of the group's completion plus the training of all that complete with it or later. The
+forecast is weighed with learnt errors of both sides, and made again whenever something changed, from what is left then.
+So a window ends early when the rest is finished sooner than predicted, and follows a fleet that changes in mid-step.
+
+A trainer whose ranks share weights and optimiser computes no gradient until all of its devices are back. So they are
+wanted at one moment, and each is told to end before that by its own switch. A device without rollouts returns at once.
+
+Invariant: all that is learnt is in the learners. Lost with the process; one step teaches it again.
+"""
+
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from math import inf
+from statistics import fmean
+from typing import Final
+
+from ebbtide.scheduling.elastic.fading_quantiles import FadingQuantiles
+from ebbtide.scheduling.elastic.generation_forecast import (
+    CompletedGroup,
+    EngineTerms,
+    ForecastRollout,
+    forecast_groups,
+)
+from ebbtide.scheduling.elastic.group_lengths import GroupLeft, GroupLengths
+from ebbtide.scheduling.elastic.loan_view import LoanPlan, LoanView
+
+#: Groups that stand for all where there are more. A decision takes some milliseconds with so many groups of eight.
+_SAMPLE: Final = 48
+#: Quantiles of both sides' errors that a window is weighed with.
+_WEIGHED: Final = (0.15, 0.5, 0.85)
+#: Windows to compare, as multiples of the closed form's.
+_MULTIPLES: Final = (0.6, 0.85, 1.0, 1.2, 1.5)
+#: Further ones, as shares of the rest of generation without the devices.
+_SHARES: Final = (0.03, 0.08, 0.16, 0.3)
+#: Halvings of the distance between the best window and its neighbours.
+_REFINEMENTS: Final = 3
+#: Until a step has taught lengths and training times, devices return when so large a share of the groups is complete:
+#: then the first gradients teach the rest.
+_UNTAUGHT: Final = 0.25
+#: A device is lent again only if the step ends sooner by so large a share of what is left of it: forecasts are not
+#: better than that.
+_WORTH: Final = 0.05
+#: An engine is too many if the step ends no sooner with it than by this share.
+_HELPS: Final = 0.005
+#: A forecast's error in a single step says little; these stand for the first ones.
+_ERRORS: Final = (0.9, 1.1, 1.4)
+#: A forecast that is wrong by more than this factor was made for a step that went otherwise: it counts as this.
+_WORST: Final = 2.0
+
+
+def closed_form_s(work_s: float, training_s: float, remote: float, local: float) -> float:
+    """The window T after which training and the rest of generation end together, in seconds; at least 0.
+
+    `work_s`: of one typical engine; `training_s`: from the return of the devices on; `remote` and `local`: the engines'
+    speeds, in units of a typical one. inf without engines elsewhere.
+    """
+    if remote <= 0.0:
+        return inf
+    return max(0.0, (work_s - remote * training_s) / (remote + local))
+
+
+class WindowPlanner:
+    """Learns from steps, and plans the window of each."""
+
+    def __init__(self) -> None:
+        self.lengths = GroupLengths()
+        self._token_s = FadingQuantiles()  # of training
+        self._errors = FadingQuantiles(_ERRORS)  # of generation behind a window, actual over forecast
+
+    def trained(self, tokens: int, seconds: float) -> None:
+        """Learn that gradients of so many tokens, prompts included, took so long on all devices."""
+        if tokens > 0 and seconds > 0:
+            self._token_s.observe(seconds / tokens)
+
+    def generated(self, forecast_s: float, actual_s: float) -> None:
+        """Learn how long generation went on behind a window. Leave out steps in which the fleet changed meanwhile."""
+        if forecast_s > 0 and actual_s > 0:
+            self._errors.observe(min(max(actual_s / forecast_s, 1.0 / _WORST), _WORST))
+
+    def plan(self, view: LoanView) -> LoanPlan:
+        """When the devices return, if they generate now. Call with at least one device."""
+        if not self._token_s.known or not self.lengths.known:
+            return self._untaught(view)
+        step = _Forecasts(view, self.lengths)
+        off_s = max(device.off_s for device in view.devices)
+        token_s = self._token_s.quantile(0.5)
+        closed_s = closed_form_s(step.work_s, off_s + step.tokens * token_s, view.remote, step.local)
+        tried = {cut_s: self._end_s(step, cut_s, off_s) for cut_s in _tried(closed_s, step.generated_s(0.0))}
+        for _ in range(_REFINEMENTS):
+            best_s = _best(tried)
+            if best_s == inf:
+                break
+            tried |= {cut_s: self._end_s(step, cut_s, off_s) for cut_s in _between(sorted(tried), best_s)}
+        best_s = _best(tried)
+        return LoanPlan(
+            window_s=best_s,
+            return_s={one.name: best_s + off_s - one.off_s if one.busy else 0.0 for one in view.devices},
+            end_s=tried[best_s],
+            closed_s=closed_s,
+            generated_s=step.generated_s(best_s),
+            why=_reason(best_s, tried),
+        )
+
+    def lends_again(self, view: LoanView) -> bool:
+        """Whether devices that are the trainer's, and idle, are worth lending once more in this step."""
+        if not view.groups or not view.devices or not self._token_s.known or not self.lengths.known:
+            return False
+        step = _Forecasts(view, self.lengths)
+        switch_s = max(device.on_s + device.off_s for device in view.devices)
+        kept_s = self._end_s(step, 0.0, 0.0)
+        rest_s = step.generated_s(0.0)
+        lengths_s = (rest_s * share for share in (0.25, 0.5, 0.75)) if rest_s < inf else (inf,)
+        lent_s = min(self._end_s(step, cut_s, 0.0) for cut_s in lengths_s) + switch_s
+        return lent_s < (1.0 - _WORTH) * kept_s
+
+    def surplus(self, view: LoanView, engine: float) -> bool:
+        """Whether the step would end no later without one engine elsewhere of such a speed: it may be released."""
+        if not self._token_s.known or not self.lengths.known or view.remote <= engine:
+            return False
+        with_it, without = self._step_s(view, view.remote), self._step_s(view, view.remote - engine)
+        return without <= (1.0 + _HELPS) * with_it
+
+    def _step_s(self, view: LoanView, remote: float) -> float:
+        return self.plan(_with_remote(view, remote)).end_s
+
+    def _untaught(self, view: LoanView) -> LoanPlan:
+        groups = view.complete + len(view.groups)
+        back = view.remote > 0 and view.complete >= _UNTAUGHT * groups
+        at_s = 0.0 if back else inf
+        names = {device.name: at_s for device in view.devices}
+        return LoanPlan(
+            window_s=at_s, return_s=names, end_s=inf, closed_s=inf, generated_s=inf, why="no step has ended yet"
+        )
+
+    def _end_s(self, step: "_Forecasts", cut_s: float, off_s: float) -> float:
+        """The mean end of the step, over what both sides may take."""
+        ends = [
+            step.end_s(cut_s, off_s, self._token_s.quantile(training), self._errors.quantile(generation))
+            for training, generation in zip(_WEIGHED, reversed(_WEIGHED), strict=True)
+        ]
+        ends += [
+            step.end_s(cut_s, off_s, self._token_s.quantile(share), self._errors.quantile(share)) for share in _WEIGHED
+        ]
+        return sum(ends) / len(ends)
+
+
+class _Forecasts:
+    """Forecasts of one step, by the window. Invariant: `_ends` has those that were asked for."""
+
+    def __init__(self, view: LoanView, lengths: GroupLengths) -> None:
+        self._weight = max(1.0, len(view.groups) / _SAMPLE)
+        sampled = _evenly(view.groups, _SAMPLE)
+        rests = [lengths.rests(group, place) for place, group in enumerate(sampled)]
+        self._rollouts = [
+            one
+            for number, (group, left) in enumerate(zip(sampled, rests, strict=True))
+            for one in _rollouts(group, number, left)
+        ]
+        self._tokens = [_tokens(group, left) for group, left in zip(sampled, rests, strict=True)]
+        self._ready = view.ready_tokens
+        contexts = [one.context + 0.5 * one.rest for one in self._rollouts]  # on average over what is left of each
+        batch = max(1.0, min(view.batch, view.kv_tokens / max(1.0, fmean(contexts or [1.0]))))
+        self.local = sum(device.speed for device in view.devices)
+        self._terms = EngineTerms(remote=view.remote, local=self.local, batch=batch, rate=view.rate, read_s=view.read_s)
+        self._ends: dict[float, list[CompletedGroup]] = {}
+        full = max(1e-6, batch * view.rate(batch))
+        self.work_s = self._weight * sum(chain.from_iterable(rests)) / full
+        self.tokens = self._ready + self._weight * sum(self._tokens)
+
+    def end_s(self, cut_s: float, off_s: float, token_s: float, slower: float) -> float:
+        """When the last gradient is computed. `slower`: so many times as long as forecast does generation take behind
+        the cut.
+        """
+        after_s, end_s = 0.0, 0.0
+        for done in reversed(self._completions(cut_s)):
+            after_s += self._weight * self._tokens[done.group] * token_s
+            behind_s = max(0.0, done.end_s - cut_s)
+            end_s = max(end_s, min(cut_s, done.end_s) + slower * behind_s + after_s)
+        back_s = min(cut_s, self.generated_s(cut_s)) + off_s
+        return max(end_s, back_s + after_s + self._ready * token_s)
+
+    def generated_s(self, cut_s: float) -> float:
+        done = self._completions(cut_s)
+        return done[-1].end_s if done else 0.0
+
+    def _completions(self, cut_s: float) -> Sequence[CompletedGroup]:
+        found = self._ends.get(cut_s)
+        if found is None:
+            found = forecast_groups(self._rollouts, self._terms, cut_s=cut_s, weight=self._weight)
+            self._ends[cut_s] = found
+        return found
+
+
+def _rollouts(group: GroupLeft, number: int, rests: Sequence[float]) -> Iterable[ForecastRollout]:
+    running = len(group.running)
+    for at, (made, rest) in enumerate(zip([*group.running, *group.waiting], rests, strict=True)):
+        yield ForecastRollout(rest, number, float(group.prompt + made), at < running)
+
+
+def _tokens(group: GroupLeft, rests: Sequence[float]) -> float:
+    """Tokens that a group is trained on."""
+    samples = len(group.finished) + len(group.running) + len(group.waiting)
+    return samples * group.prompt + sum(group.finished) + sum(group.running) + sum(group.waiting) + sum(rests)
+
+
+def _evenly(groups: Sequence[GroupLeft], most: int) -> Sequence[GroupLeft]:
+    if len(groups) <= most:
+        return groups
+    return [groups[int(at * len(groups) / most)] for at in range(most)]
+
+
+def _tried(closed_s: float, generated_s: float) -> Iterable[float]:
+    """Windows to compare at first. The closed form misses the tail, so others are some shares of what generation takes
+    if the devices return now.
+    """
+    yield from (0.0, inf)
+    if 0.0 < closed_s < inf:
+        yield from (closed_s * factor for factor in _MULTIPLES)
+    if 0.0 < generated_s < inf:
+        yield from (generated_s * share for share in _SHARES)
+
+
+def _best(tried: dict[float, float]) -> float:
+    """The window with the earliest end; of equal ones the shortest."""
+    return min(tried, key=lambda cut_s: (tried[cut_s], cut_s))
+
+
+def _between(windows: Sequence[float], best_s: float) -> Iterable[float]:
+    at = windows.index(best_s)
+    for other in windows[max(0, at - 1) : at + 2]:
+        if other != best_s and other < inf:
+            yield 0.5 * (best_s + other)
+
+
+def _with_remote(view: LoanView, remote: float) -> LoanView:
+    return LoanView(
+        groups=view.groups,
+        ready_tokens=view.ready_tokens,
+        complete=view.complete,
+        remote=remote,
+        devices=view.devices,
+        batch=view.batch,
+        kv_tokens=view.kv_tokens,
+        rate=view.rate,
+        read_s=view.read_s,
+    )
+
+
+def _reason(best_s: float, tried: dict[float, float]) -> str:
+    """Says why, for people."""
+    if best_s == inf:
+        return "the step ends soonest if the devices generate until the last rollout ends"
+    if best_s == 0.0:
+        return f"the step ends soonest ({tried[0.0]:.1f} s) if the devices are taken back now"
+    return f"the step ends {tried[0.0] - tried[best_s]:.1f} s sooner if they generate for {best_s:.1f} s more"
