@@ -53,7 +53,6 @@ def check(containers: Containers) -> None:
             assert sorted(shown) == ["ActiveState=active", "NRestarts=0", "NoNewPrivileges=yes", "User=ebbtide"], unit
     ended = containers.run("worker", "systemctl show --property=Result,ActiveState ebbtide-rollout-worker@0").stdout
     assert sorted(ended.split()) == ["ActiveState=inactive", "Result=success"]
-    states = containers.run(
-        "trainer", "cat /var/lib/ebbtide/runs/first/checkpoints/step-*100/trainer/state.json"
-    ).stdout
+    checkpoints = "/var/lib/ebbtide/runs/first/checkpoints"
+    states = containers.run("trainer", f"cat {checkpoints}/step-*100/trainer/state.json").stdout
     assert json.loads(states)["training"]["step"] == 100
