@@ -34,7 +34,7 @@ class TunedPolicy(Struct, frozen=True, kw_only=True):
 
 #: What is tried of each policy; the one with the highest mean throughput in the base setting stands for it.
 CANDIDATES: Final = {
-    "ebbtide": [TunedPolicy(name="ebbtide", slots=slots) for slots in (SEQUENCES, 40)],
+    "ebbtide": [TunedPolicy(name="ebbtide", slots=slots) for slots in (SEQUENCES, 40, 64)],
     "least_loaded": [TunedPolicy(name="least_loaded", slots=slots) for slots in (SEQUENCES, 40)],
     "sticky": [TunedPolicy(name="sticky", slots=slots) for slots in (SEQUENCES, _ALL)],
     "rose_turns": [

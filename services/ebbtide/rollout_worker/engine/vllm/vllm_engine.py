@@ -128,6 +128,8 @@ class VllmEngine:
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         made, anew = 0, True
+        if self._telling:
+            await asyncio.wait(self._telling)  # what was forgotten before makes room for this request
         while anew:
             anew, salt = False, self._salt
             prompt = tokens_input(list(request.token_ids), cache_salt=str(salt))
