@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Iterator
 
+from ebbtide.loans.borrower_table import BorrowerTable
+from ebbtide.loans.grant_issuer import GrantIssuer
+from ebbtide.loans.loan import Loan
 from ebbtide.serving_guard import metrics
-from ebbtide.serving_guard.grant_issuer import GrantIssuer
-from ebbtide.serving_guard.loans.borrower_table import BorrowerTable
 from ebbtide.serving_guard.loans.budget_keeper import BudgetKeeper
-from ebbtide.serving_guard.loans.loan import Loan
 from ebbtide.serving_guard.loans.memory_budget import MemoryBudget
 from ebbtide.serving_guard.traffic.request_books import RequestBooks, percentiles
 from ebbtide.types.grants import Borrower, BorrowerReport, GuardStatus, ModelLatency

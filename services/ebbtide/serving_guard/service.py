@@ -12,14 +12,17 @@ from ebbtide import telemetry
 from ebbtide.auth.security import ServerSettings
 from ebbtide.errors import InvalidRequest
 from ebbtide.grants import check_folder, socket_path
+from ebbtide.loans.borrower_table import BorrowerTable
+from ebbtide.loans.enforcer import Enforcer
+from ebbtide.loans.grant_issuer import AllowedMemory, GrantIssuer
+from ebbtide.loans.grant_stream import GrantStream
+from ebbtide.loans.loan import Loan
 from ebbtide.rpc.server import Server
 from ebbtide.runtime import Shutdown
 from ebbtide.scheduling.coserving.governor import Governor
-from ebbtide.serving_guard.grant_issuer import GrantIssuer
+from ebbtide.serving_guard import metrics
 from ebbtide.serving_guard.guard_status import StatusReporter
-from ebbtide.serving_guard.loans.borrower_table import BorrowerTable
 from ebbtide.serving_guard.loans.budget_keeper import BudgetKeeper
-from ebbtide.serving_guard.loans.enforcer import Enforcer
 from ebbtide.serving_guard.loans.governor_panel import GovernorPanel, Makes
 from ebbtide.serving_guard.loans.memory_budget import MemoryBudget
 from ebbtide.serving_guard.servicer import SERVICE, GrantServicer
@@ -79,12 +82,10 @@ class Guard:
             bytes_per_token=settings.serving_kv_bytes_per_token,
         )
         self._books = RequestBooks(time.monotonic(), targets)
-        self._borrowers = BorrowerTable(folder, self._memory)
+        self._borrowers = BorrowerTable(folder, self._memory, metrics.LOANS)
         panel = GovernorPanel(decides, targets, settings.limits())
         self._keeper = keeper = BudgetKeeper(panel, self._borrowers, self._books, model=settings.model)
-        self._issuer = GrantIssuer(
-            self._borrowers, self._memory, idle_s=keeper.idle_s, forecast=lambda: keeper.learnt().forecast
-        )
+        self._issuer = GrantIssuer(self._borrowers, memory=self._memory_of, forecast=lambda: keeper.learnt().forecast)
         self._status = StatusReporter(
             settings.mode,
             settings.model,
@@ -103,7 +104,7 @@ class Guard:
             predicted_s=lambda: keeper.learnt().step_s,
             granting=lambda: keeper.decision.budget.tokens > 0,
         )
-        servicer = GrantServicer(self._borrowers, self._issuer, self._status)
+        servicer = GrantServicer(GrantStream(self._borrowers, self._issuer), self._status)
         listen = ServerSettings.at(f"unix:{socket_path(folder).absolute()}")
         services = [(add_GrantsServicer_to_server, servicer, SERVICE)]
         self._server = Server(listen, services, observe=rpc_observer(), private=True)
@@ -128,6 +129,10 @@ class Guard:
         self._enforcer.close()
         await self._server.stop(_GRACE_S)
         await self._front.stop()
+
+    def _memory_of(self, loan: Loan) -> AllowedMemory:
+        idle_s = self._keeper.idle_s(loan.wake_s)
+        return self._memory.allowed(time.monotonic(), loan.worker_id, idle_s=idle_s)
 
     def _stop_lending(self) -> None:
         self._borrowers.close()
