@@ -38,6 +38,7 @@ class GrantStream:
                 async with asyncio.timeout(_REPORT_S):
                     await loan.reported.wait()
             for sequence in count(1):
+                loan.issued = sequence
                 yield to_proto(self._issuer.issue(loan, sequence), pb.Grant)
                 if loan.gone_at is not None:
                     raise Superseded("this grant is over: the worker connected again, or had to be killed")

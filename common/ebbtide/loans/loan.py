@@ -66,6 +66,7 @@ class Loan:
         self._meters = meters
         self.report: BorrowerReport | None = None
         self.reported = asyncio.Event()
+        self.issued = 0  # sequence of the newest grant
         self.heard_at = now
         self.budget, self.idle = Budget(), False
         self.taken_at: float | None = now

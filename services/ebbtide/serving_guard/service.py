@@ -1,17 +1,14 @@
 """Runs the whole guard: starts and stops proxy or observer, keeper, enforcer and the workers' socket in order."""
 
 import asyncio
-import fcntl
 import time
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 from ebbtide import telemetry
 from ebbtide.auth.security import ServerSettings
-from ebbtide.errors import InvalidRequest
-from ebbtide.grants import check_folder, socket_path
+from ebbtide.grants import locked_folder, socket_path
 from ebbtide.loans.borrower_table import BorrowerTable
 from ebbtide.loans.enforcer import Enforcer
 from ebbtide.loans.grant_issuer import AllowedMemory, GrantIssuer
@@ -52,7 +49,7 @@ async def serve(
     about budgets and about memory.
     """
     settings.checked()
-    with locked(Path(settings.grant_dir)):
+    with locked_folder(Path(settings.grant_dir)):
         guard = Guard(settings, decides, memory)
         await guard.start(shutdown)
         shutdown.ready(guard.address)
@@ -177,15 +174,3 @@ class Guard:
         while True:
             self._status.set_gauges()
             await asyncio.sleep(_GAUGES_S)
-
-
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Allow one guard in a folder. Raises `InvalidRequest` naming `grant_dir` if another guard runs there."""
-    check_folder(folder, field="grant_dir")
-    with (folder / "guard.lock").open("a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise InvalidRequest(f"another guard runs in {folder}; name another folder", field="grant_dir") from None
-        yield

@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections.abc import Awaitable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final, TypeVar
 
 from ebbtide.claimed_runs.run_follower import CHECKPOINT, RunFollower
@@ -18,7 +19,9 @@ from ebbtide.client import Client, Lease
 from ebbtide.client.publisher.publisher import Publishing, PublishReport
 from ebbtide.errors import AlreadyExists
 from ebbtide.runtime import race
+from ebbtide.scheduling.elastic.take_back import StepProgress, take_back_due
 from ebbtide.telemetry import counter, gauge, get_logger
+from ebbtide.trainer.device_loan import DeviceLoan, OwnDevice, TrainingDevice
 from ebbtide.trainer.learning.local_learning import LocalLearning
 from ebbtide.trainer.ranks.rank_group import RankGroup
 from ebbtide.trainer.settings import TrainerSettings
@@ -77,11 +80,15 @@ async def train_run(client: Client, lease: Lease, settings: TrainerSettings, cre
     """Trains the lease's run to its end. Raises `InvalidRequest` or `RunFailed` if the run is at fault."""
     following, lineage = RunFollower(client, lease.run_id), new_fence()
 
-    async def work() -> None:
-        learning, collector, resumed = await TrainingStart(lease, settings, crew, following, lineage).begin()
-        await Training(client, lease, settings, following, lineage, learning, collector).run(resumed)
+    loan = DeviceLoan(Path(settings.grant_dir), run_id=lease.run_id, lease=lease.number) if settings.generate else None
+    device = loan or OwnDevice()
 
-    await race(following.run(), work())
+    async def work() -> None:
+        await device.take_back()  # the model's weights need its memory
+        learning, collector, resumed = await TrainingStart(lease, settings, crew, following, lineage).begin()
+        await Training(client, lease, settings, following, lineage, learning, collector, device).run(resumed)
+
+    await race(following.run(), work(), *([loan.run()] if loan else []))
 
 
 class Training:
@@ -96,6 +103,7 @@ class Training:
         lineage: str,
         learning: LocalLearning,
         collector: TrajectoryCollector,
+        device: TrainingDevice,
     ) -> None:
         self._client = client
         self._lease = lease
@@ -104,6 +112,7 @@ class Training:
         self._lineage = lineage
         self._learning = learning
         self._collector = collector
+        self._device = device
         self._spec = lease.run.spec
         self._trained: _Trained | None = None
 
@@ -117,6 +126,7 @@ class Training:
                     self._following.announced(await publishing)
                 except AlreadyExists as error:  # the relay has the version of a run that the store lost
                     log.warning("taking the next number", reason=str(error))
+            self._device.lend()
             while self._collector.step < self._spec.trainer.steps:
                 await self._step(tasks)
             # The driver evaluates the last version and ends the run. Late trajectories are dropped and committed.
@@ -132,6 +142,7 @@ class Training:
     async def _step(self, tasks: asyncio.TaskGroup) -> None:
         step, clock = self._collector.step, _Clock()
         await clock.measure("wait", self._groups(step))
+        await clock.measure("wait", self._take_back(step))
         if not self._spec.batch.max_staleness or self._collector.news(self._following.steps):
             await clock.measure("publish", self._settle())
         trajectories = self._collector.take(self._following.steps)
@@ -140,6 +151,7 @@ class Training:
         values = await clock.measure("train", training)
         await clock.measure("publish", self._settle())
         trained = _Trained(step + 1, values, clock, await clock.measure("publish", self._publish()))
+        self._device.lend()
         if step + 1 == self._spec.trainer.steps or (step + 1) % self._spec.trainer.checkpoint_every == 0:
             await clock.measure("publish", self._announced(trained))
             await self._checkpoint(trained)
@@ -178,6 +190,14 @@ class Training:
                 await self._relieve()
             else:
                 return
+
+    async def _take_back(self, step: int) -> None:
+        """Takes the device back once that is due."""
+        await self._following.until(lambda: take_back_due(self._progress(step)))
+        await self._device.take_back()
+
+    def _progress(self, step: int) -> StepProgress:
+        return StepProgress(whole=self._collector.whole_groups(), expected=self._expected(step))
 
     def _expected(self, step: int) -> int:
         return self._spec.batch.groups_per_step - self._following.dropped[step]

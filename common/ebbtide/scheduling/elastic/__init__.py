@@ -1,0 +1,1 @@
+"""Decides when a trainer's devices generate rollouts, and when the trainer gets them back."""
