@@ -48,7 +48,7 @@ async def generating(directory: Path, model: Path) -> AsyncIterator[tuple[LocalC
     address, relay = free_address(), free_address()
     async with local_cluster(directory, print) as cluster:
         await cluster.boot(
-            ClusterShape(model=model, workers=1, slots=16, coordinator=address, relay=relay, generate=True)
+            ClusterShape(model=model, workers=0, slots=16, coordinator=address, relay=relay, generate=True)
         )
         async with Client(address, relay, token=cluster.token_file.read_text()) as client:
             yield cluster, client

@@ -60,7 +60,7 @@ class ClusterShape(Struct, frozen=True, kw_only=True):
     flush_interval_ms: int = 100
     worker_config: Path | None = None  # TOML file of settings for the workers
     borrowed: bool = False  # the workers run beside a serving engine, by grants of its guard
-    generate: bool = False  # the workers run on the trainer's device, which it lends between its steps
+    generate: bool = False  # one more worker runs on the trainer's device, which it lends between its steps
     environments: tuple[str, ...] = ()  # whose code runs as the user, who may name others than the built-in ones
     lease_ttl_s: float = 10.0  # silence after which a trainer loses its run
 
@@ -105,7 +105,8 @@ class LocalCluster:
         await self.launcher.start(self._coordinator("coordinator", shape.coordinator))
         if shape.standby:
             await self.launcher.start(self._coordinator("coordinator-2", shape.standby))
-        workers = [self._next_worker() for _ in range(shape.workers)]
+        workers = [self._next_worker(borrowed=shape.borrowed) for _ in range(shape.workers)]
+        workers += [self._next_worker(borrowed=True)] if shape.generate else []
         gateways = [self._gateway()] if shape.gateway else []
         arbiters = [self._arbiter()] if shape.generate else []
         await self.launcher.start_all([self._relay(), *arbiters, self._trainer(), self._driver(), *gateways, *workers])
@@ -129,7 +130,7 @@ class LocalCluster:
 
     async def add_worker(self) -> str:
         """Starts one more worker, and waits until it is ready. Returns its name."""
-        program = self._next_worker()
+        program = self._next_worker(borrowed=self.shape.borrowed)
         await self.launcher.start(program)
         return program.name
 
@@ -196,13 +197,12 @@ class LocalCluster:
         """Settings that trainer and driver share. The cluster serves its user alone, whose files runs may use."""
         return {"holder": holder, "environments_allowed": self.shape.allowed_environments, "output_roots": "/"}
 
-    def _next_worker(self) -> Program:
+    def _next_worker(self, *, borrowed: bool) -> Program:
         self._workers += 1
         name = self.workers[-1]
         shape = self.shape
         flags: dict[str, object] = {"config": shape.worker_config} if shape.worker_config else _cpu_engine()
-        lent = shape.borrowed or shape.generate
-        flags |= {"kind": "borrowed", "grant_dir": self.grants} if lent else {"kind": "spot"}
+        flags |= {"kind": "borrowed", "grant_dir": self.grants} if borrowed else {"kind": "spot"}
         return self._service(
             name,
             "ebbtide.rollout_worker",
