@@ -24,6 +24,8 @@ from tests.tiny_model import save_tiny_model
 pytestmark = pytest.mark.timeout(600)
 
 STEPS, GROUPS, SIZE = 3, 4, 4
+#: Its rewards differ, so that there is something to learn of random text.
+ENVIRONMENT = "tests.integration.trainer.environments_for_tests:make_source"
 
 
 def spec_of(model: Path, output: Path, steps: int = STEPS) -> RunSpec:
@@ -32,7 +34,7 @@ def spec_of(model: Path, output: Path, steps: int = STEPS) -> RunSpec:
             "name": "generating",
             "model": str(model),
             "output": str(output),
-            "environment": {"name": "reasoning_gym", "params": {"dataset": "spell_backward"}},
+            "environment": {"name": ENVIRONMENT},
             "sampling": {"max_tokens": 48},
             "batch": {"groups_per_step": GROUPS, "group_size": SIZE},
             "trainer": {"steps": steps, "learning_rate": 1e-3, "checkpoint_every": 1},
@@ -48,7 +50,15 @@ async def generating(directory: Path, model: Path) -> AsyncIterator[tuple[LocalC
     address, relay = free_address(), free_address()
     async with local_cluster(directory, print) as cluster:
         await cluster.boot(
-            ClusterShape(model=model, workers=0, slots=16, coordinator=address, relay=relay, generate=True)
+            ClusterShape(
+                model=model,
+                workers=0,
+                slots=16,
+                coordinator=address,
+                relay=relay,
+                generate=True,
+                environments=(ENVIRONMENT,),
+            )
         )
         async with Client(address, relay, token=cluster.token_file.read_text()) as client:
             yield cluster, client
