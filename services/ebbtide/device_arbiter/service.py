@@ -63,20 +63,15 @@ class DeviceArbiter:
         )
         issuer = GrantIssuer(self._borrowers, memory=memory.allowed, forecast=keeper.forecast)
         report = DeviceReporter(ownership, keeper, self._borrowers, issuer)
-        listen = ServerSettings.at(f"unix:{socket_path(folder).absolute()}")
-        services: list[Service] = [
+        self.services: list[Service] = [
             (add_GrantsServicer_to_server, TenantServicer(GrantStream(self._borrowers, issuer), report), GRANTS),
             (add_LoansServicer_to_server, LoanServicer(OwnerStream(ownership, keeper), report), LOANS),
         ]
-        self._server = Server(listen, services, observe=rpc_observer(), private=True)
-
-    @property
-    def address(self) -> str:
-        """Where trainer and workers connect."""
-        return self._server.address
+        self.address = f"unix:{socket_path(folder).absolute()}"  # where trainer and workers connect
 
     async def start(self, shutdown: Shutdown) -> None:
         self._keeper.review()
+        self._server = Server(ServerSettings.at(self.address), self.services, observe=rpc_observer(), private=True)
         await self._server.start()
         shutdown.spawn(self._enforcer.run(), "enforcer")
         shutdown.spawn(self._keeper.run(), "loans")

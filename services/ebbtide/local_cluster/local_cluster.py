@@ -197,7 +197,7 @@ class LocalCluster:
         """Settings that trainer and driver share. The cluster serves its user alone, whose files runs may use."""
         return {"holder": holder, "environments_allowed": self.shape.allowed_environments, "output_roots": "/"}
 
-    def _next_worker(self, *, borrowed: bool) -> Program:
+    def _next_worker(self, *, borrowed: bool = False) -> Program:
         self._workers += 1
         name = self.workers[-1]
         shape = self.shape

@@ -14,6 +14,8 @@ import grpc
 from ebbtide.auth.security import ServerSettings
 from ebbtide.coordinator.service import Coordinator
 from ebbtide.coordinator.settings import CoordinatorSettings
+from ebbtide.device_arbiter.service import DeviceArbiter
+from ebbtide.device_arbiter.settings import ArbiterSettings
 from ebbtide.loans.borrower_table import BorrowerTable
 from ebbtide.loans.grant_issuer import GrantIssuer
 from ebbtide.loans.grant_stream import GrantStream
@@ -97,6 +99,7 @@ class Services:
             *await coordinator.open(),
             (add_WeightsServicer_to_server, relay.servicer, WEIGHTS),
             (add_GrantsServicer_to_server, self._grants(), GRANTS),
+            DeviceArbiter(ArbiterSettings(grant_dir=str(self._folder / "loans"))).services[1],
         ]
         self._peer = [(add_to_server, PeerServicer(peer), WEIGHTS)]
 

@@ -100,7 +100,8 @@ def test_a_store_that_was_wiped_counts_from_one_again_after_a_while() -> None:
 
 def test_whatever_happens_an_owner_that_lives_and_holds_its_device_never_shares_it() -> None:
     for seed in range(300):
-        draw, now = random.Random(seed), 0.0
+        draw = random.Random(seed)
+        now = 0.0
         made = ownership(settle_s=draw.choice([0.0, SETTLE_S]))
         claims: list[DeviceClaim] = []
         heard: dict[int, tuple[float, bool]] = {}  # newest wish of each claim
