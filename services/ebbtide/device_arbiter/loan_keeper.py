@@ -52,7 +52,6 @@ class LoanKeeper:
         self._forecast = LoanForecast()
         self._closed = False
         self._lent = False
-        self._state = ""
         self._looked_at = clock()
         self._taken_at = self._looked_at
         self._back = _NOTHING_BACK

@@ -123,6 +123,6 @@ def test_whatever_happens_an_owner_that_lives_and_holds_its_device_never_shares_
             except (Superseded, NotReady):
                 pass
             assert len(heard) <= 1, "one connection counts"
-            for at, wished in heard.values():
-                assert made.lends(now) is (wished or now - at >= SILENT_S)
+            for heard_at, wished in heard.values():
+                assert made.lends(now) is (wished or now - heard_at >= SILENT_S)
             assert made.lends(now + SETTLE_S + SILENT_S), "a device without a sign of life has a user"
