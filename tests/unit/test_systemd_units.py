@@ -25,8 +25,11 @@ PROGRAMS: Final = {
     "trainer": ("ebbtide.trainer", "ebbtide.trainer.settings:TrainerSettings"),
     "driver": ("ebbtide.driver", "ebbtide.driver.settings:DriverSettings"),
     "gateway": ("ebbtide.gateway", "ebbtide.gateway.settings:GatewaySettings"),
+    "device-arbiter": ("ebbtide.device_arbiter", "ebbtide.device_arbiter.settings:ArbiterSettings"),
     "serving-guard": ("ebbtide.serving_guard", "ebbtide.serving_guard.settings:GuardSettings"),
 }
+#: They know their own host only.
+LENDERS: Final = {"serving-guard", "device-arbiter"}
 _SYSTEMD: Final = Path("/usr/lib/systemd/system")
 _UNITS_OF_THEM_ALL: Final = Path("etc/systemd/system")
 
@@ -129,7 +132,7 @@ def test_systemd_waits_longer_than_a_gateways_requests_may_finish() -> None:
 def test_an_example_names_settings_that_exist_and_are_valid(example: Path) -> None:
     name = example.name.removesuffix(".env.example")
     given = {key: value for key, value in assignments(example.read_text()).items() if key.startswith("EBBTIDE_")}
-    readers = [name] if name in PROGRAMS else [key for key in PROGRAMS if key != "serving-guard"]
+    readers = [name] if name in PROGRAMS else [key for key in PROGRAMS if key not in LENDERS]
     assert given.keys() <= set().union(*map(variables, readers))
     for reader in readers:
         settings.read(kind(reader), prog=f"ebbtide {reader}", argv=[], environ=of_unit(reader) | given)
@@ -137,7 +140,7 @@ def test_an_example_names_settings_that_exist_and_are_valid(example: Path) -> No
 
 def test_every_program_that_is_told_of_a_coordinator_is_given_a_token_that_the_page_issues() -> None:
     page = (UNITS.parents[1] / "docs" / "bare-metal.md").read_text()
-    for name in PROGRAMS.keys() - {"serving-guard"}:
+    for name in PROGRAMS.keys() - LENDERS:
         if "EBBTIDE_COORDINATOR" in variables(name):
             token = Path(assignments((UNITS / f"{name}.env.example").read_text())["EBBTIDE_TOKEN_FILE"])
             assert f"--out $KEYS/{token.name}" in page

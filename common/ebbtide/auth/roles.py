@@ -91,6 +91,10 @@ _METHODS: Final[dict[str, dict[str, set[Role]]]] = {
         "Borrow": {Role.WORKER},
         "WatchGuard": {Role.OPERATOR},
     },
+    "Loans": {
+        "Own": {Role.TRAINER},
+        "WatchDevice": {Role.OPERATOR},
+    },
 }
 #: Full method name in gRPC -> the roles that may call it.
 TABLE: Final[dict[str, frozenset[Role]]] = {

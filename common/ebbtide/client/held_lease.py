@@ -58,6 +58,11 @@ class HeldLease:
         return self._fence.run_id
 
     @property
+    def number(self) -> int:
+        """Counts the claims of the role, so a newer lease of the run has a higher one; 0: they are not counted."""
+        return self._fence.number
+
+    @property
     def role(self) -> str:
         return self._fence.role
 

@@ -1,7 +1,10 @@
 """Checks the folder that a serving-guard shares with its workers, and names the socket and the pages in it."""
 
+import fcntl
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -35,3 +38,16 @@ def check_folder(folder: Path, *, field: str = "grant_dir") -> None:
     if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.geteuid() or mode & 0o077:
         text = f"{folder} belongs to user {state.st_uid} with mode {mode:o}; it must be this user's, with mode 700"
         raise InvalidRequest(text, field=field)
+
+
+@contextmanager
+def locked_folder(folder: Path) -> Iterator[None]:
+    """Allow one guard or arbiter in a folder. Raises `InvalidRequest` naming `grant_dir` if another one runs there."""
+    check_folder(folder, field="grant_dir")
+    with (folder / "guard.lock").open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            text = f"another guard or device-arbiter runs in {folder}; name another folder"
+            raise InvalidRequest(text, field="grant_dir") from None
+        yield

@@ -55,9 +55,9 @@ RUN_KEYS: Final[dict[str, str]] = {
     # stream like SPANS, of requests: so many of them do not push out what the run's steps did.
     "REQUEST_SPANS": "requestspans",
     # hash: term, `lease:ROLE` -> fence (of a gateway, the role is `gateway/HOLDER`), `settled:ROLE` -> "FENCE NUMBER"
-    # (submits under that lease with a lower number are settled), and `r:ROLLOUT` -> attempt for each running rollout
-    # (0.2.0 wrote "ATTEMPT:stored"): what every write compares. Owner: claim_term, lease_*, submit, place, append,
-    # requeue. Deleted at the run's end, which bars all further writes.
+    # (submits under that lease with a lower number are settled), `claims:ROLE` -> claims so far (0.2.0 wrote none), and
+    # `r:ROLLOUT` -> attempt for each running rollout (0.2.0 wrote "ATTEMPT:stored"): what every write compares. Owner:
+    # claim_term, lease_*, submit, place, append, requeue. Deleted at the run's end, which bars all further writes.
     "FENCE": "fence",
     # string per role, with an expiry: the role's holder; gone unless the lease is renewed in time.
     "CLAIM": "claim:",

@@ -64,6 +64,8 @@ class BorrowerReport(Struct, frozen=True, kw_only=True):
     wanted: bool = True
     wake_host_s: float = 0.0
     wake_away_s: float = 0.0
+    grant: int = 0  # sequence of the newest grant that this follows; 0: not told
+    moving: bool = False  # the weights are on their way from `residency`
 
 
 class Grant(Struct, frozen=True, kw_only=True):

@@ -232,6 +232,7 @@ class LeaseRef(Struct, frozen=True):
     run_id: str
     role: str
     fence: str
+    number: int = 0  # counts the claims of the role, so a newer lease has a higher one; 0: not counted
 
 
 #: Roles with one holder each, without which a run does not go on.

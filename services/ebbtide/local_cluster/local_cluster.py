@@ -32,6 +32,8 @@ from ebbtide.types.run import RunSpec, to_mapping
 #: Stages in the order in which they end: a gateway's answers first, then workers hand over, services end after their
 #: clients.
 _GATEWAY, _WORKERS, _RUN, _COORDINATOR, _RELAY, _REDIS, _GUARD, _SERVING = range(8)
+#: It outlives the trainer, as everywhere.
+_ARBITER: Final = _GUARD
 #: Answers under way get so long when the cluster ends: its user waits.
 _GATEWAY_DRAIN_S: Final = 2.0
 #: A unix socket's path must fit into 108 bytes.
@@ -59,6 +61,7 @@ class ClusterShape(Struct, frozen=True, kw_only=True):
     flush_interval_ms: int = 100
     worker_config: Path | None = None  # TOML file of settings for the workers
     borrowed: bool = False  # the workers run beside a serving engine, by grants of its guard
+    generate: bool = False  # one more worker runs on the trainer's device, which it lends between its steps
     environments: tuple[str, ...] = ()  # whose code runs as the user, who may name others than the built-in ones
     lease_ttl_s: float = 10.0  # silence after which a trainer loses its run
 
@@ -103,9 +106,11 @@ class LocalCluster:
         await self.launcher.start(self._coordinator("coordinator", shape.coordinator))
         if shape.standby:
             await self.launcher.start(self._coordinator("coordinator-2", shape.standby))
-        workers = [self._next_worker() for _ in range(shape.workers)]
+        workers = [self._next_worker(borrowed=shape.borrowed) for _ in range(shape.workers)]
+        workers += [self._next_worker(borrowed=True)] if shape.generate else []
         gateways = [self._gateway()] if shape.gateway else []
-        await self.launcher.start_all([self._relay(), self._trainer(), self._driver(), *gateways, *workers])
+        arbiters = [self._arbiter()] if shape.generate else []
+        await self.launcher.start_all([self._relay(), *arbiters, self._trainer(), self._driver(), *gateways, *workers])
 
     async def serve(self, model: Path, served_name: str) -> str:
         """Starts a serving engine, and waits until it answers. Returns its URL. Raises `LaunchFailed`."""
@@ -126,7 +131,7 @@ class LocalCluster:
 
     async def add_worker(self) -> str:
         """Starts one more worker, and waits until it is ready. Returns its name."""
-        program = self._next_worker()
+        program = self._next_worker(borrowed=self.shape.borrowed)
         await self.launcher.start(program)
         return program.name
 
@@ -173,9 +178,13 @@ class LocalCluster:
     def _trainer(self) -> Program:
         ranks = self.shape.ranks
         threads = max(1, (os.cpu_count() or 1) // ranks)
+        lending = {"generate": True, "grant_dir": self.grants} if self.shape.generate else {}
         return self._service(
-            "trainer", "ebbtide.trainer", _RUN, threads=threads, ranks=ranks, **self._permissions("trainer")
+            "trainer", "ebbtide.trainer", _RUN, threads=threads, ranks=ranks, **lending, **self._permissions("trainer")
         )
+
+    def _arbiter(self) -> Program:
+        return self._service("arbiter", "ebbtide.device_arbiter", _ARBITER, grant_dir=self.grants)
 
     def _driver(self) -> Program:
         own = {"environments_trust": True} if self.shape.environments else {}
@@ -190,12 +199,12 @@ class LocalCluster:
         """Settings that trainer and driver share. The cluster serves its user alone, whose files runs may use."""
         return {"holder": holder, "environments_allowed": self.shape.allowed_environments, "output_roots": "/"}
 
-    def _next_worker(self) -> Program:
+    def _next_worker(self, *, borrowed: bool = False) -> Program:
         self._workers += 1
         name = self.workers[-1]
         shape = self.shape
         flags: dict[str, object] = {"config": shape.worker_config} if shape.worker_config else _cpu_engine()
-        flags |= {"kind": "borrowed", "grant_dir": self.grants} if shape.borrowed else {"kind": "spot"}
+        flags |= {"kind": "borrowed", "grant_dir": self.grants} if borrowed else {"kind": "spot"}
         return self._service(
             name,
             "ebbtide.rollout_worker",

@@ -31,6 +31,7 @@ class DeviceLease:
         self.wanted = True  # whether the coordinator wants this host borrowed
         self._granted_at = -math.inf
         self.connected = False  # whether a guard gives grants
+        self.sequence = 0  # of the newest grant
         self.forecast = Forecast()
         self.residency = Residency.AWAKE  # where the newest grant wishes the weights
 
@@ -42,7 +43,7 @@ class DeviceLease:
 
     def take(self, grant: Grant) -> None:
         """Renew the lease as a grant says, and limit the memory for keys and values."""
-        self.connected, self.forecast = True, grant.forecast
+        self.connected, self.forecast, self.sequence = True, grant.forecast, grant.sequence
         steps = self._page.steps()
         if steps.block_bytes:
             blocks = grant.kv_bytes // steps.block_bytes
@@ -56,7 +57,7 @@ class DeviceLease:
     def end(self) -> None:
         """The stream of grants has ended."""
         self._page.renew(0.0)
-        self.connected, self.forecast, self._granted_at = False, Forecast(), -math.inf
+        self.connected, self.forecast, self._granted_at, self.sequence = False, Forecast(), -math.inf, 0
 
     async def spell(self, seconds: float) -> None:
         """Wait, within bounds, until the serving engine has no request and probably gets none for so long: then the

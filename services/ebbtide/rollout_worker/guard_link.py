@@ -13,6 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
+from msgspec.structs import replace
+
 from ebbtide import telemetry
 from ebbtide.errors import EbbtideError, Unavailable
 from ebbtide.rollout_worker import metrics
@@ -149,12 +151,14 @@ class GuardLink:
         self._look()
 
     async def _report(self, call: Any) -> None:
-        told, told_at = None, 0.0
+        told: object = None
+        told_at = 0.0
         while True:
             self._news.clear()
             report = self._news_of_engine()
-            if report != told or time.monotonic() - told_at >= _NO_NEWS_S:
-                told, told_at = report, time.monotonic()
+            news = replace(report, grant=0), self._lease.residency  # that grants were renewed is none
+            if news != told or time.monotonic() - told_at >= _NO_NEWS_S:
+                told, told_at = news, time.monotonic()
                 await write(call, grants_pb2.BorrowerMessage(report=to_proto(report, grants_pb2.Report)))
             with suppress(TimeoutError):
                 async with asyncio.timeout(_REPORT_S):
@@ -171,6 +175,8 @@ class GuardLink:
             wanted=self._lease.wanted,
             wake_host_s=self._sleeping.wake_host_s if self._sleeping else 0.0,
             wake_away_s=self._sleeping.wake_away_s if self._sleeping else 0.0,
+            grant=self._lease.sequence,
+            moving=self._sleeping.moving if self._sleeping else False,
         )
 
     def _hello(self) -> Hello:

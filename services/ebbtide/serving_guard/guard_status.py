@@ -2,14 +2,14 @@
 
 from collections.abc import Callable, Iterator
 
+from ebbtide.loans.borrower_status import borrower_status
+from ebbtide.loans.borrower_table import BorrowerTable
+from ebbtide.loans.grant_issuer import GrantIssuer
 from ebbtide.serving_guard import metrics
-from ebbtide.serving_guard.grant_issuer import GrantIssuer
-from ebbtide.serving_guard.loans.borrower_table import BorrowerTable
 from ebbtide.serving_guard.loans.budget_keeper import BudgetKeeper
-from ebbtide.serving_guard.loans.loan import Loan
 from ebbtide.serving_guard.loans.memory_budget import MemoryBudget
-from ebbtide.serving_guard.traffic.request_books import RequestBooks, percentiles
-from ebbtide.types.grants import Borrower, BorrowerReport, GuardStatus, ModelLatency
+from ebbtide.serving_guard.traffic.request_books import RequestBooks
+from ebbtide.types.grants import GuardStatus, ModelLatency
 
 
 class StatusReporter:
@@ -49,7 +49,7 @@ class StatusReporter:
             slack_s=decision.slack_s,
             tokens=decision.budget.tokens,
             sequences=decision.budget.sequences,
-            borrowers=tuple(self._borrower(loan, now) for loan in self._borrowers.all()),
+            borrowers=tuple(borrower_status(loan, self._issuer.allowed(loan), now) for loan in self._borrowers.all()),
             forecast=learnt.forecast,
             memory_limit=self._memory.limit,
             serving_kv_bytes=self._memory.serving_bytes,
@@ -68,33 +68,3 @@ class StatusReporter:
     def set_gauges(self) -> None:
         metrics.LOAD.set(self._books.load(self._clock()))
         metrics.BUDGET_TOKENS.set(self._keeper.decision.budget.tokens)
-
-    def _borrower(self, loan: Loan, now: float) -> Borrower:
-        account, report = loan.account, loan.report or BorrowerReport()
-        allowed = self._issuer.allowed(loan)
-        p50, _, p99 = percentiles(account.latencies)
-        return Borrower(
-            worker_id=loan.worker_id,
-            state=_state(loan, now),
-            running=report.running,
-            tokens_per_s=loan.tokens_per_s,
-            tokens_harvested=account.tokens,
-            gpu_seconds=account.gpu_s,
-            kv_bytes=allowed.kv_bytes,
-            kv_bytes_used=report.kv_bytes_used,
-            memory=allowed.phase,
-            residency=report.residency,
-            reclaims=account.reclaims,
-            reclaim_p50_s=p50,
-            reclaim_p99_s=p99,
-            stops=account.stops,
-            recomputed_tokens=account.recomputed,
-        )
-
-
-def _state(loan: Loan, now: float) -> str:
-    if loan.stopped_at is not None:
-        return "stopped"
-    if not loan.granted(now):
-        return "away"
-    return "granted" if loan.budget.tokens else "standing"

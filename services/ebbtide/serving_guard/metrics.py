@@ -1,10 +1,10 @@
 """Declares the serving-guard's metrics."""
 
 from ebbtide import telemetry
+from ebbtide.loans.loan_meters import RECLAIMS, LoanMeters
 
 _TTFT = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 30.0)
 _TPOT = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
-_RECLAIMS = (0.0005, 0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.0)
 
 REQUESTS = telemetry.counter("guard_requests_total", "served requests ended", ("outcome",))
 INSIDE = telemetry.gauge("guard_requests_inside", "served requests under way")
@@ -22,9 +22,16 @@ BORROWERS = telemetry.gauge("guard_borrowers", "workers that borrow")
 HARVESTED = telemetry.counter("guard_harvested_tokens_total", "tokens that rollouts made here")
 GPU_SECONDS = telemetry.counter("guard_harvested_seconds_total", "seconds in which rollout steps ran")
 RECLAIM_SECONDS = telemetry.histogram(
-    "guard_reclaim_seconds", "a request's arrival to the end of the rollout step under way", buckets=_RECLAIMS
+    "guard_reclaim_seconds", "a request's arrival to the end of the rollout step under way", buckets=RECLAIMS
 )
 ENFORCED = telemetry.counter("guard_enforced_total", "workers stopped, continued or killed", ("kind",))
+LOANS = LoanMeters(
+    borrowers=BORROWERS,
+    harvested=HARVESTED,
+    gpu_seconds=GPU_SECONDS,
+    reclaim_seconds=RECLAIM_SECONDS,
+    enforced=ENFORCED,
+)
 HELD_SECONDS = telemetry.histogram("guard_held_seconds", "requests held back for the end of a rollout step")
 OBSERVE_FAILURES = telemetry.counter("guard_observe_failures_total", "failed reads of the engine's metrics")
 REFUSED = telemetry.counter("guard_refused_total", "requests and connections that the proxy refused", ("status",))

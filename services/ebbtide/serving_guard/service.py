@@ -1,25 +1,25 @@
 """Runs the whole guard: starts and stops proxy or observer, keeper, enforcer and the workers' socket in order."""
 
 import asyncio
-import fcntl
 import time
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 from ebbtide import telemetry
 from ebbtide.auth.security import ServerSettings
-from ebbtide.errors import InvalidRequest
-from ebbtide.grants import check_folder, socket_path
+from ebbtide.grants import locked_folder, socket_path
+from ebbtide.loans.borrower_table import BorrowerTable
+from ebbtide.loans.enforcer import Enforcer
+from ebbtide.loans.grant_issuer import AllowedMemory, GrantIssuer
+from ebbtide.loans.grant_stream import GrantStream
+from ebbtide.loans.loan import Loan
 from ebbtide.rpc.server import Server
 from ebbtide.runtime import Shutdown
 from ebbtide.scheduling.coserving.governor import Governor
-from ebbtide.serving_guard.grant_issuer import GrantIssuer
+from ebbtide.serving_guard import metrics
 from ebbtide.serving_guard.guard_status import StatusReporter
-from ebbtide.serving_guard.loans.borrower_table import BorrowerTable
 from ebbtide.serving_guard.loans.budget_keeper import BudgetKeeper
-from ebbtide.serving_guard.loans.enforcer import Enforcer
 from ebbtide.serving_guard.loans.governor_panel import GovernorPanel, Makes
 from ebbtide.serving_guard.loans.memory_budget import MemoryBudget
 from ebbtide.serving_guard.servicer import SERVICE, GrantServicer
@@ -49,7 +49,7 @@ async def serve(
     about budgets and about memory.
     """
     settings.checked()
-    with locked(Path(settings.grant_dir)):
+    with locked_folder(Path(settings.grant_dir)):
         guard = Guard(settings, decides, memory)
         await guard.start(shutdown)
         shutdown.ready(guard.address)
@@ -79,12 +79,10 @@ class Guard:
             bytes_per_token=settings.serving_kv_bytes_per_token,
         )
         self._books = RequestBooks(time.monotonic(), targets)
-        self._borrowers = BorrowerTable(folder, self._memory)
+        self._borrowers = BorrowerTable(folder, self._memory, metrics.LOANS)
         panel = GovernorPanel(decides, targets, settings.limits())
         self._keeper = keeper = BudgetKeeper(panel, self._borrowers, self._books, model=settings.model)
-        self._issuer = GrantIssuer(
-            self._borrowers, self._memory, idle_s=keeper.idle_s, forecast=lambda: keeper.learnt().forecast
-        )
+        self._issuer = GrantIssuer(self._borrowers, memory=self._memory_of, forecast=lambda: keeper.learnt().forecast)
         self._status = StatusReporter(
             settings.mode,
             settings.model,
@@ -103,7 +101,7 @@ class Guard:
             predicted_s=lambda: keeper.learnt().step_s,
             granting=lambda: keeper.decision.budget.tokens > 0,
         )
-        servicer = GrantServicer(self._borrowers, self._issuer, self._status)
+        servicer = GrantServicer(GrantStream(self._borrowers, self._issuer), self._status)
         listen = ServerSettings.at(f"unix:{socket_path(folder).absolute()}")
         services = [(add_GrantsServicer_to_server, servicer, SERVICE)]
         self._server = Server(listen, services, observe=rpc_observer(), private=True)
@@ -128,6 +126,10 @@ class Guard:
         self._enforcer.close()
         await self._server.stop(_GRACE_S)
         await self._front.stop()
+
+    def _memory_of(self, loan: Loan) -> AllowedMemory:
+        idle_s = self._keeper.idle_s(loan.wake_s)
+        return self._memory.allowed(time.monotonic(), loan.worker_id, idle_s=idle_s)
 
     def _stop_lending(self) -> None:
         self._borrowers.close()
@@ -172,15 +174,3 @@ class Guard:
         while True:
             self._status.set_gauges()
             await asyncio.sleep(_GAUGES_S)
-
-
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Allow one guard in a folder. Raises `InvalidRequest` naming `grant_dir` if another guard runs there."""
-    check_folder(folder, field="grant_dir")
-    with (folder / "guard.lock").open("a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise InvalidRequest(f"another guard runs in {folder}; name another folder", field="grant_dir") from None
-        yield

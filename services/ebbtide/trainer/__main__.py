@@ -25,6 +25,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     settings = load(TrainerSettings, prog="ebbtide trainer", argv=argv, description=main.__doc__ or "")
     try:
         place = place_of(os.environ, settings.ranks)
+        settings.check_generate(os.environ)
     except InvalidRequest as error:
         raise SystemExit(f"ebbtide trainer: {error}") from None
     quiet = msgspec.structs.replace(settings, metrics_port=-1, ready_file="")  # rank 0 reports for all

@@ -1,10 +1,14 @@
 """Defines the settings of the trainer."""
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Final, Literal
 
 from msgspec import Meta
 
 from ebbtide.claimed_runs.settings import WorkSettings
+from ebbtide.errors import InvalidRequest
+from ebbtide.grants import check_folder
 
 #: The `trainer.name` of the built-in trainer.
 GRPO: Final = "grpo"
@@ -23,7 +27,27 @@ class TrainerSettings(WorkSettings, frozen=True, kw_only=True, forbid_unknown_fi
     rank_timeout_s: Annotated[
         float, Meta(gt=0, description="with several ranks: silence of one after which all end")
     ] = 60.0
+    generate: Annotated[
+        bool, Meta(description="lend the device to workers beside the trainer while it waits for rollouts")
+    ] = False
+    grant_dir: Annotated[str, Meta(description="with generate: folder shared with the device-arbiter of this host")] = (
+        ""
+    )
     keep_checkpoints: Annotated[int, Meta(ge=1, description="newest checkpoints of a run that are kept")] = 2
     keep_published: Annotated[
         bool, Meta(description="keep the last published weights on the GPU too, if it has room, and find changes there")
     ] = True
+
+    def check_generate(self, environ: Mapping[str, str]) -> None:
+        """Raises `InvalidRequest` naming the setting if the device cannot be lent."""
+        if not self.generate:
+            if self.grant_dir:
+                raise InvalidRequest("is for trainers that generate: set generate, or leave it out", field="grant_dir")
+            return
+        if not self.grant_dir:
+            text = "is needed to generate: name the folder that the device-arbiter of this host was given"
+            raise InvalidRequest(text, field="grant_dir")
+        check_folder(Path(self.grant_dir))
+        here, all_ = environ.get("LOCAL_WORLD_SIZE"), environ.get("WORLD_SIZE")
+        if here is not None and here != all_:
+            raise InvalidRequest("needs all ranks on one host; leave it out for ranks on several", field="generate")

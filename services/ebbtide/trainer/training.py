@@ -12,6 +12,7 @@ with the process, and the step's groups stay open until its update.
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from ebbtide.claimed_runs.run_follower import CHECKPOINT, RunFollower
@@ -19,7 +20,9 @@ from ebbtide.client import Client, Lease
 from ebbtide.client.publisher.publisher import Publishing, PublishReport
 from ebbtide.errors import AlreadyExists
 from ebbtide.runtime import race
+from ebbtide.scheduling.elastic.take_back import StepProgress, take_back_due
 from ebbtide.telemetry import counter, gauge, get_logger
+from ebbtide.trainer.device_loan import DeviceLoan, OwnDevice, TrainingDevice
 from ebbtide.trainer.learning.local_learning import LocalLearning
 from ebbtide.trainer.ranks.rank_group import RankGroup
 from ebbtide.trainer.settings import TrainerSettings
@@ -59,11 +62,15 @@ async def train_run(client: Client, lease: Lease, settings: TrainerSettings, cre
     """Trains the lease's run to its end. Raises `InvalidRequest` or `RunFailed` if the run is at fault."""
     following, lineage = RunFollower(client, lease.run_id), new_fence()
 
-    async def work() -> None:
-        learning, collector, resumed = await TrainingStart(lease, settings, crew, following, lineage).begin()
-        await Training(client, lease, settings, following, lineage, learning, collector).run(resumed)
+    loan = DeviceLoan(Path(settings.grant_dir), run_id=lease.run_id, lease=lease.number) if settings.generate else None
+    device = loan or OwnDevice()
 
-    await race(following.run(), work())
+    async def work() -> None:
+        await device.take_back()  # the model's weights need its memory
+        learning, collector, resumed = await TrainingStart(lease, settings, crew, following, lineage).begin()
+        await Training(client, lease, settings, following, lineage, learning, collector, device).run(resumed)
+
+    await race(following.run(), work(), *([loan.run()] if loan else []))
 
 
 class Training:
@@ -78,6 +85,7 @@ class Training:
         lineage: str,
         learning: LocalLearning,
         collector: TrajectoryCollector,
+        device: TrainingDevice,
     ) -> None:
         self._client = client
         self._lease = lease
@@ -86,6 +94,7 @@ class Training:
         self._lineage = lineage
         self._learning = learning
         self._collector = collector
+        self._device = device
         self._spec = lease.run.spec
         self._trained: _Trained | None = None
 
@@ -99,6 +108,7 @@ class Training:
                     self._following.announced(await publishing)
                 except AlreadyExists as error:  # the relay has the version of a run that the store lost
                     log.warning("taking the next number", reason=str(error))
+            self._device.lend()
             while self._collector.step < self._spec.trainer.steps:
                 await self._step(tasks)
             # The driver evaluates the last version and ends the run. Late trajectories are dropped and committed.
@@ -117,6 +127,7 @@ class Training:
         values = await training(step, clock)
         await clock.measure("publish", self._settle())
         trained = _Trained(step + 1, values, clock, await clock.measure("publish", self._publish()))
+        self._device.lend()
         if step + 1 == self._spec.trainer.steps or (step + 1) % self._spec.trainer.checkpoint_every == 0:
             await clock.measure("publish", self._announced(trained))
             await self._checkpoint(trained)
@@ -132,6 +143,7 @@ class Training:
     async def _train_whole(self, step: int, clock: StepClock) -> dict[str, float]:
         """Trains the step once all its groups are there. Returns the values to report."""
         await clock.measure("wait", self._groups(lambda: self._whole(step)))
+        await clock.measure("wait", self._take_back(step))
         await self._settle_before(clock)
         trajectories = self._collector.take(self._following.steps)
         steps, version = dict(self._following.steps), self._version(step)
@@ -141,8 +153,11 @@ class Training:
     async def _train_streamed(self, step: int, clock: StepClock) -> dict[str, float]:
         """Trains the step on its groups as they become whole. Returns the values to report.
 
-        An idle trainer begins with what is there: the last group waits for the part under way at most.
+        An idle trainer begins with what is there: the last group waits for the part under way at most. One whose device
+        generates begins when it has its device back.
         """
+        if self._settings.generate:
+            await clock.measure("wait", self._take_back(step))
         whole = asyncio.create_task(self._note_whole(step, clock))
         collector, following, learning = self._collector, self._following, self._learning
         try:
@@ -200,10 +215,19 @@ class Training:
             else:
                 return
 
+    async def _take_back(self, step: int) -> None:
+        """Takes the device back once that is due."""
+        await self._following.until(lambda: take_back_due(self._progress(step)))
+        await self._device.take_back()
+
     def _whole(self, step: int) -> bool:
         """Whether all groups of the step that are not dropped are there."""
+        progress = self._progress(step)
+        return progress.whole >= progress.expected
+
+    def _progress(self, step: int) -> StepProgress:
         expected = self._spec.batch.groups_per_step - self._following.dropped[step]
-        return self._collector.whole_groups() >= expected
+        return StepProgress(whole=self._collector.whole_groups(), expected=expected)
 
     async def _relieve(self) -> None:
         """Takes a checkpoint if the quota has no room for the missing trajectories: it frees consumed ones."""

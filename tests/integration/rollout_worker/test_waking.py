@@ -14,6 +14,9 @@ import pytest
 
 from ebbtide.auth.security import ServerSettings
 from ebbtide.grants import page_path, socket_path
+from ebbtide.loans.borrower_table import BorrowerTable
+from ebbtide.loans.grant_issuer import GrantIssuer
+from ebbtide.loans.grant_stream import GrantStream
 from ebbtide.rollout_worker.device_lease import DeviceLease
 from ebbtide.rollout_worker.engine.vllm.borrowed_engine import BorrowedEngine
 from ebbtide.rollout_worker.engine.weight_sleep import WeightSleep
@@ -21,9 +24,8 @@ from ebbtide.rollout_worker.generation.local_attempts import GenerationHolds
 from ebbtide.rollout_worker.guard_link import GuardLink
 from ebbtide.rpc.channel import open_socket
 from ebbtide.rpc.server import Server
-from ebbtide.serving_guard.grant_issuer import GrantIssuer
-from ebbtide.serving_guard.loans.borrower_table import BorrowerTable
 from ebbtide.serving_guard.loans.memory_budget import MemoryBudget
+from ebbtide.serving_guard.metrics import LOANS
 from ebbtide.serving_guard.servicer import SERVICE, GrantServicer
 from ebbtide.testing import wait_until
 from ebbtide.types.grants import Forecast, Residency
@@ -55,9 +57,12 @@ class Host:
         self.folder = folder
         self._ahead_s = self._idle_s = 0.0
         self.memory = MemoryBudget(limit_mib=1, bytes_per_token=1024)
-        self.borrowers = BorrowerTable(folder, self.memory, clock=self.now)
+        self.borrowers = BorrowerTable(folder, self.memory, LOANS, clock=self.now)
         self.issuer = GrantIssuer(
-            self.borrowers, self.memory, idle_s=lambda _: self._idle_s, forecast=Forecast, clock=self.now
+            self.borrowers,
+            memory=lambda loan: self.memory.allowed(self.now(), loan.worker_id, idle_s=self._idle_s),
+            forecast=Forecast,
+            clock=self.now,
         )
         self.pairs = BorrowedEngine(page_path(folder, "w1"), 64)
         attempts: Any = SimpleNamespace(holds=GenerationHolds(), running=0, tokens=0, flush=lambda: None)
@@ -79,7 +84,7 @@ class Host:
         self._idle_s = idle_s
 
     async def start(self, stack: AsyncExitStack) -> None:
-        servicer = GrantServicer(self.borrowers, self.issuer, status=None)  # type: ignore[arg-type]
+        servicer = GrantServicer(GrantStream(self.borrowers, self.issuer), status=None)  # type: ignore[arg-type]
         adding = [(add_GrantsServicer_to_server, servicer, SERVICE)]
         server = Server(ServerSettings(listen=f"unix:{socket_path(self.folder)}"), adding, private=True)
         await server.start()

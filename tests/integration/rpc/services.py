@@ -14,16 +14,20 @@ import grpc
 from ebbtide.auth.security import ServerSettings
 from ebbtide.coordinator.service import Coordinator
 from ebbtide.coordinator.settings import CoordinatorSettings
+from ebbtide.device_arbiter.service import DeviceArbiter
+from ebbtide.device_arbiter.settings import ArbiterSettings
+from ebbtide.loans.borrower_table import BorrowerTable
+from ebbtide.loans.grant_issuer import GrantIssuer
+from ebbtide.loans.grant_stream import GrantStream
 from ebbtide.rollout_worker.installs.peer_blobs import PeerBlobs
 from ebbtide.rollout_worker.installs.peer_servicer import PeerServicer, add_to_server
 from ebbtide.rpc.server import Server, Service
 from ebbtide.scheduling.coserving.governor import Governor
-from ebbtide.serving_guard.grant_issuer import GrantIssuer
 from ebbtide.serving_guard.guard_status import StatusReporter
-from ebbtide.serving_guard.loans.borrower_table import BorrowerTable
 from ebbtide.serving_guard.loans.budget_keeper import BudgetKeeper
 from ebbtide.serving_guard.loans.governor_panel import GovernorPanel
 from ebbtide.serving_guard.loans.memory_budget import MemoryBudget
+from ebbtide.serving_guard.metrics import LOANS
 from ebbtide.serving_guard.servicer import SERVICE as GRANTS
 from ebbtide.serving_guard.servicer import GrantServicer as GrantsServicer
 from ebbtide.serving_guard.settings import GuardSettings
@@ -95,6 +99,7 @@ class Services:
             *await coordinator.open(),
             (add_WeightsServicer_to_server, relay.servicer, WEIGHTS),
             (add_GrantsServicer_to_server, self._grants(), GRANTS),
+            DeviceArbiter(ArbiterSettings(grant_dir=str(self._folder / "loans"))).services[1],
         ]
         self._peer = [(add_to_server, PeerServicer(peer), WEIGHTS)]
 
@@ -103,12 +108,16 @@ class Services:
         memory = MemoryBudget(limit_mib=0, serving_kv_mib=0, bytes_per_token=0)
         books, borrowers = (
             RequestBooks(time.monotonic(), settings.targets()),
-            BorrowerTable(Path(settings.grant_dir), memory),
+            BorrowerTable(Path(settings.grant_dir), memory, LOANS),
         )
         keeper = BudgetKeeper(
             GovernorPanel(Governor, settings.targets(), settings.limits()), borrowers, books, model=""
         )
-        issuer = GrantIssuer(borrowers, memory, idle_s=keeper.idle_s, forecast=lambda: keeper.learnt().forecast)
+        issuer = GrantIssuer(
+            borrowers,
+            memory=lambda loan: memory.allowed(time.monotonic(), loan.worker_id, idle_s=keeper.idle_s(loan.wake_s)),
+            forecast=lambda: keeper.learnt().forecast,
+        )
         status = StatusReporter(
             "proxy",
             "",
@@ -119,7 +128,7 @@ class Services:
             memory=memory,
             clock=time.monotonic,
         )
-        return GrantsServicer(borrowers, issuer, status)
+        return GrantsServicer(GrantStream(borrowers, issuer), status)
 
     def serve(self, settings: ServerSettings, *, peer: bool = False) -> str:
         """The address of a server of all services; with `peer`, of the one that a worker serves."""

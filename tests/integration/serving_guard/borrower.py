@@ -3,7 +3,7 @@ steps as its page allows.
 
 `python -m tests.integration.serving_guard.borrower FOLDER WORKER_ID MANNER STEP_S`. The manners of the engine: `fair`;
 `stubborn`, which steps on whatever the budget once it had one; `stuck`, whose first step behind a file `FOLDER/stick`
-never ends.
+never ends. A worker gives up memory when its grants say so, but for `hoarding`.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ import grpc
 from ebbtide.grants import Page, page_path, socket_path
 from ebbtide.rpc.channel import open_socket
 from ebbtide.testing import wait_until
-from ebbtide.types.grants import GRANTS_VERSION, BorrowerReport, Grant, Hello
+from ebbtide.types.grants import GRANTS_VERSION, BorrowerReport, Grant, Hello, Residency
 from ebbtide.v1 import grants_pb2 as pb
 from ebbtide.v1.grants_pb2_grpc import GrantsStub
 from ebbtide.wire.record_conversion import from_proto, to_proto
@@ -89,33 +89,35 @@ def step_for_ever(folder: Path, worker_id: str, manner: str, step_s: float, pare
         page.end_step(min(TOKENS, budget.tokens) or TOKENS)
 
 
-async def borrow(folder: Path, worker_id: str, engine: subprocess.Popen[bytes]) -> None:
+async def borrow(folder: Path, worker_id: str, manner: str, engine: subprocess.Popen[bytes]) -> None:
     page = Page(page_path(folder, worker_id))
     await wait_until(lambda: page.steps().pid == engine.pid)
     while engine.poll() is None:
         with contextlib.suppress(grpc.aio.AioRpcError):
             async with open_socket(socket_path(folder)) as channel:
-                await _stream(GrantsStub(channel), page, worker_id, engine.pid)
+                await _stream(GrantsStub(channel), page, worker_id, engine.pid, hoarding=manner == "hoarding")
         page.renew(0.0)
         await asyncio.sleep(0.05)
 
 
-async def _stream(stub: GrantsStub, page: Page, worker_id: str, pid: int) -> None:
+async def _stream(stub: GrantsStub, page: Page, worker_id: str, pid: int, *, hoarding: bool) -> None:
+    newest = Grant(sequence=0)
+
     async def news() -> AsyncIterator[pb.BorrowerMessage]:
         hello = Hello(
             protocol_version=GRANTS_VERSION, worker_id=worker_id, pids=(pid,), slots=8, step_tokens=64, kv_bytes=1 << 16
         )
         yield pb.BorrowerMessage(hello=to_proto(hello, pb.Hello))
         while True:
-            yield pb.BorrowerMessage(
-                report=to_proto(BorrowerReport(tokens_generated=page.steps().scheduled), pb.Report)
-            )
+            at = Residency.AWAKE if hoarding else newest.residency
+            made = BorrowerReport(tokens_generated=page.steps().scheduled, residency=at, grant=newest.sequence)
+            yield pb.BorrowerMessage(report=to_proto(made, pb.Report))
             await asyncio.sleep(0.1)
 
     call: Any = stub.Borrow(news())
     async for message in call:
-        grant = from_proto(message, Grant)
-        page.renew(time.monotonic() + grant.expires_s if grant.tokens else 0.0)
+        newest = from_proto(message, Grant)
+        page.renew(time.monotonic() + newest.expires_s if newest.tokens else 0.0)
 
 
 def main() -> None:
@@ -131,7 +133,7 @@ def main() -> None:
         def poll(self) -> int | None:
             return None if os.waitpid(child, os.WNOHANG)[0] == 0 else 1
 
-    asyncio.run(borrow(folder, worker_id, Child()))  # type: ignore[arg-type]
+    asyncio.run(borrow(folder, worker_id, manner, Child()))  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":

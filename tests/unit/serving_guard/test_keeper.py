@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from ebbtide.grants import Page, page_path
+from ebbtide.loans.borrower_table import BorrowerTable
 from ebbtide.scheduling.coserving.budget_decider import (
     BudgetDecider,
     BudgetDecision,
@@ -17,10 +18,10 @@ from ebbtide.scheduling.coserving.budget_decider import (
     LearntCosts,
     StepLimits,
 )
-from ebbtide.serving_guard.loans.borrower_table import BorrowerTable
 from ebbtide.serving_guard.loans.budget_keeper import BudgetKeeper
 from ebbtide.serving_guard.loans.governor_panel import GovernorPanel
 from ebbtide.serving_guard.loans.memory_budget import MemoryBudget
+from ebbtide.serving_guard.metrics import LOANS
 from ebbtide.serving_guard.traffic.request_books import RequestBooks
 from ebbtide.testing import wait_until
 from ebbtide.types.grants import GRANTS_VERSION, BorrowerReport, Budget, Hello
@@ -78,7 +79,7 @@ class Scene:
     def __init__(self, folder: Path, **targets: LatencyTargets) -> None:
         self.made: list[FakePolicy] = []
         self.folder = folder
-        self.borrowers = BorrowerTable(folder, MemoryBudget())
+        self.borrowers = BorrowerTable(folder, MemoryBudget(), LOANS)
         panel = GovernorPanel(self.make, {"": LatencyTargets(), **targets}, StepLimits())
         self.keeper = BudgetKeeper(panel, self.borrowers, RequestBooks(time.monotonic()))
 

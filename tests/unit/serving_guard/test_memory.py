@@ -5,10 +5,9 @@ from pathlib import Path
 import pytest
 
 from ebbtide.errors import InvalidRequest
+from ebbtide.loans.grant_issuer import UNREADABLE, AllowedMemory
 from ebbtide.scheduling.coserving.kv_budget import CUT, NORMAL
 from ebbtide.serving_guard.loans.memory_budget import (
-    UNREADABLE,
-    AllowedMemory,
     Device,
     MemoryBudget,
     host_memory,

@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 
 from ebbtide.grants import Page, page_path
+from ebbtide.loans.borrower_table import BorrowerTable
 from ebbtide.rollout_worker import guard_link
 from ebbtide.scheduling.coserving.budget_decider import LatencyTargets, StepLimits
 from ebbtide.serving_guard import service
 from ebbtide.serving_guard.loans import budget_keeper
-from ebbtide.serving_guard.loans.borrower_table import BorrowerTable
 from ebbtide.serving_guard.loans.budget_keeper import BudgetKeeper
 from ebbtide.serving_guard.loans.governor_panel import GovernorPanel
 from ebbtide.serving_guard.loans.memory_budget import MemoryBudget
+from ebbtide.serving_guard.metrics import LOANS
 from ebbtide.serving_guard.traffic.request_books import RequestBooks
 from ebbtide.simulator.serving import served_host, virtual_guard
 from ebbtide.simulator.serving.constant_policy import ConstantBudget
@@ -66,7 +67,7 @@ async def live(tmp_path: Path) -> list[tuple[Any, ...]]:
         made.append(Recorded(targets, limits))
         return made[-1]
 
-    borrowers = BorrowerTable(tmp_path, MemoryBudget())
+    borrowers = BorrowerTable(tmp_path, MemoryBudget(), LOANS)
     panel = GovernorPanel(make, {"": TARGETS}, LIMITS)
     keeper = BudgetKeeper(panel, borrowers, RequestBooks(time.monotonic()))
     page = Page(page_path(tmp_path, "w"), create=True)

@@ -23,7 +23,7 @@ class LeaseTopic(Topic):
         fence: Final = new_fence()
         role = gateway_role(holder) if role == GATEWAY else role
         try:
-            await self._write("lease_claim", run_id, role, fence, holder, round(ttl_s * 1000))
+            number = await self._write("lease_claim", run_id, role, fence, holder, round(ttl_s * 1000))
         except StoreRefused as refused:
             if refused.code == "GATEWAYS":
                 text = f"run {run_id} has {refused.detail} gateways, and takes no more; stop some, or wait"
@@ -34,7 +34,7 @@ class LeaseTopic(Topic):
                 f"it is free in {int(rest) / 1000:.1f} s unless it is renewed"
             ) from None
         await self._link.durable()
-        return LeaseRef(run_id=run_id, role=role, fence=fence)
+        return LeaseRef(run_id=run_id, role=role, fence=fence, number=int(number))
 
     async def held(self, run_id: str) -> dict[str, LeaseHolder]:
         """The holders of a run's roles."""

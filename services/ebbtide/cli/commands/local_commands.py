@@ -116,7 +116,10 @@ def up(
     model: Annotated[
         Path | None, typer.Option(help="Checkpoint that the workers boot from. None: the demo's base model.")
     ] = None,
-    workers: Annotated[int, typer.Option(min=1, help="vLLM workers.")] = 2,
+    workers: Annotated[int, typer.Option(min=0, help="vLLM workers beside the trainer's own.")] = 2,
+    generate: Annotated[
+        bool, typer.Option(help="Run one more worker on the trainer's device, which lends it between its steps.")
+    ] = False,
     slots: Annotated[int, typer.Option(min=1, help="Most rollouts that a worker holds.")] = 64,
     ranks: Annotated[int, typer.Option(min=1, help="Processes that train together, each on a GPU if any.")] = 1,
     run_dir: Annotated[Path, typer.Option(help="Folder for logs and data.")] = Path("runs/up"),
@@ -137,9 +140,12 @@ def up(
     from ebbtide.cli.commands.up_command import run
     from ebbtide.local_cluster.local_cluster import ClusterShape
 
+    if not workers and not generate:
+        raise typer.BadParameter("nobody would generate: ask for a worker, or for --generate", param_hint="--workers")
     shape = ClusterShape(
         model=model or Path(),
         workers=workers,
+        generate=generate,
         slots=slots,
         ranks=ranks,
         coordinator=coordinator,

@@ -16,6 +16,10 @@ SERVICES: Final = {
         "ebbtide.serving_guard",
         "Run a serving-guard. It lends a serving engine's idle time.",
     ),
+    "device-arbiter": (
+        "ebbtide.device_arbiter",
+        "Run a device-arbiter. It lends a trainer's device between its steps.",
+    ),
     "weight-relay": ("ebbtide.weight_relay", "Run a weight-relay. It stores and serves policy versions."),
     "gateway": ("ebbtide.gateway", "Run a gateway. It serves runs' policies over HTTP."),
     "trainer": ("ebbtide.trainer", "Run a trainer. It trains runs, one after another."),

@@ -50,6 +50,11 @@ class WeightSleep:
         self.wake_host_s = self.wake_away_s = 0.0
         self._hindrance = ""  # why the weights did not come back lately
 
+    @property
+    def moving(self) -> bool:
+        """Whether the weights are on their way."""
+        return self._moving.locked()
+
     async def be(self, wanted: Residency) -> None:
         """Move the weights, if it is possible now: `residency` tells, and callers may try again. Raises `EngineFailed`
         if the engine is lost."""

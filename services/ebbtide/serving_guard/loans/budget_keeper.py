@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from math import inf
 from typing import Final
 
+from ebbtide.loans.borrower_table import BorrowerTable
 from ebbtide.scheduling.coserving.budget_decider import (
     NOTHING_INSIDE,
     BudgetDecider,
@@ -19,7 +20,6 @@ from ebbtide.scheduling.coserving.budget_decider import (
     LearntCosts,
 )
 from ebbtide.serving_guard import metrics
-from ebbtide.serving_guard.loans.borrower_table import BorrowerTable
 from ebbtide.serving_guard.loans.governor_panel import GovernorPanel
 from ebbtide.serving_guard.traffic.request_books import RequestBooks
 from ebbtide.serving_guard.traffic.traffic_events import TrafficListener

@@ -12,10 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from msgspec import Struct
-
 from ebbtide import telemetry
 from ebbtide.errors import InvalidRequest
+from ebbtide.loans.grant_issuer import UNREADABLE, AllowedMemory
 from ebbtide.scheduling.coserving import weight_residency
 from ebbtide.scheduling.coserving.kv_budget import NORMAL, KvAllowance, KvBudget
 from ebbtide.scheduling.coserving.weight_residency import ResidencyPlan
@@ -23,8 +22,6 @@ from ebbtide.types.grants import BorrowerReport, Hello, Residency
 
 log = telemetry.get_logger(__name__)
 
-#: The phase of a borrower while its device or host cannot be read: nothing is granted to it.
-UNREADABLE: Final = "unreadable"
 #: Share of a device's memory, or of the host's, that stays free for serving.
 _RESERVE: Final = 0.03
 #: On a host, where only a limit for keys and values is stated, weights return when this share of it is free.
@@ -71,14 +68,6 @@ def open_device(uuid: str) -> NvmlDevice:
     except pynvml.NVMLError as error:
         raise InvalidRequest(f"{uuid} cannot be read: {error}", field="device") from None
     return device
-
-
-class AllowedMemory(Struct, frozen=True):
-    """The memory in one borrower's grant."""
-
-    kv_bytes: int
-    phase: str  # one of `scheduling.kv_budget`'s, or `UNREADABLE`
-    residency: Residency
 
 
 class _Borrower:

@@ -11,6 +11,7 @@ from typing import Final
 
 from msgspec import Struct
 
+from ebbtide.loans.borrower_status import percentiles
 from ebbtide.scheduling.coserving.budget_decider import LearntCosts
 from ebbtide.serving_guard import metrics
 from ebbtide.types.grants import UNKNOWN, Latency
@@ -167,10 +168,3 @@ class RequestBooks:
             held = self._busy.pop()[1] if self._busy and self._busy[-1][0] == second else 0.0
             self._busy.append((second, held + until - since))
             since = until
-
-
-def percentiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """The 50th, 95th and 99th percentile, each a value that occurred; zeros without values."""
-    ordered = sorted(values) or [0.0]
-    p50, p95, p99 = (ordered[min(len(ordered) - 1, int(share * len(ordered)))] for share in (0.5, 0.95, 0.99))
-    return p50, p95, p99

@@ -18,6 +18,7 @@ Not told: how long a rollout step takes, which requests queue behind others, and
 from msgspec import Struct
 
 from ebbtide.errors import InvalidRequest
+from ebbtide.loans.grant_issuer import AllowedMemory
 from ebbtide.scheduling.coserving.budget_decider import (
     NOTHING_INSIDE,
     BudgetDecider,
@@ -27,7 +28,7 @@ from ebbtide.scheduling.coserving.budget_decider import (
     StepLimits,
 )
 from ebbtide.scheduling.coserving.kv_budget import CUT, NORMAL
-from ebbtide.serving_guard.loans.memory_budget import AllowedMemory, MemoryBudget
+from ebbtide.serving_guard.loans.memory_budget import MemoryBudget
 from ebbtide.types.grants import GRANT_S, BorrowerReport, Budget, Forecast, Hello, Residency
 
 

@@ -13,11 +13,10 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 from ebbtide import telemetry
-from ebbtide.serving_guard import metrics
-from ebbtide.serving_guard.loans import borrower_processes
-from ebbtide.serving_guard.loans.borrower_processes import BorrowerProcess
-from ebbtide.serving_guard.loans.borrower_table import BorrowerTable
-from ebbtide.serving_guard.loans.loan import Loan
+from ebbtide.loans import borrower_processes
+from ebbtide.loans.borrower_processes import BorrowerProcess
+from ebbtide.loans.borrower_table import BorrowerTable
+from ebbtide.loans.loan import Loan
 
 log = telemetry.get_logger(__name__)
 
@@ -68,7 +67,7 @@ class Enforcer:
         return any(suspects)
 
     def close(self) -> None:
-        """Continue stopped engines: without a guard nothing else would."""
+        """Continue stopped engines: without a lender nothing else would."""
         for loan in self._borrowers.all():
             if loan.stopped_at is not None:
                 self._continue(loan, self._clock())
@@ -130,6 +129,6 @@ class Enforcer:
         self._borrowers.forget(loan)
 
     def _note(self, what: str, loan: Loan, why: str, sent: int) -> None:
-        metrics.ENFORCED.labels(what).inc()
+        self._borrowers.meters.enforced.labels(what).inc()
         write = log.info if what == "continued" else log.warning
         write(f"worker {what}", worker_id=loan.worker_id, reason=why, processes=sent, stops=loan.account.stops)

@@ -37,7 +37,7 @@ def checked(pids: Iterable[int], page: Path) -> tuple[BorrowerProcess, ...]:
             raise InvalidRequest(f"process {pid} belongs to another user", field="hello.pids")
         if _parent(pid) not in {one.pid for one in found} and not _maps(pid, page):
             message = (
-                f"process {pid} has not mapped {page.name}: run worker and guard in one pid namespace, as one user"
+                f"process {pid} has not mapped {page.name}: run worker and lender in one pid namespace, as one user"
             )
             raise InvalidRequest(message, field="hello.pids")
         found.append(process)

@@ -2,35 +2,44 @@
 
 import time
 from collections.abc import Callable
+from typing import Final
 
-from ebbtide.serving_guard.loans.borrower_table import BorrowerTable
-from ebbtide.serving_guard.loans.loan import Loan
-from ebbtide.serving_guard.loans.memory_budget import UNREADABLE, AllowedMemory, MemoryBudget
+from msgspec import Struct
+
+from ebbtide.loans.borrower_table import BorrowerTable
+from ebbtide.loans.loan import Loan
 from ebbtide.types.grants import GRANT_S, Forecast, Grant, Residency
+
+#: The phase of a borrower while its device or host cannot be read: nothing is granted to it.
+UNREADABLE: Final = "unreadable"
+
+
+class AllowedMemory(Struct, frozen=True):
+    """The memory in one borrower's grant."""
+
+    kv_bytes: int
+    phase: str  # one of the lender's, or `UNREADABLE`
+    residency: Residency
 
 
 class GrantIssuer:
-    """`idle_s(wake_s)`: how long borrowing will probably be possible, 0 if that does not pay for a wake-up of
-    `wake_s`."""
+    """`memory(loan)`: what a borrower may use now. `forecast()`: what borrowers may expect."""
 
     def __init__(
         self,
         borrowers: BorrowerTable,
-        memory: MemoryBudget,
         *,
-        idle_s: Callable[[float], float],
+        memory: Callable[[Loan], AllowedMemory],
         forecast: Callable[[], Forecast],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._borrowers, self._memory = borrowers, memory
-        self._idle_s, self._forecast, self._clock = idle_s, forecast, clock
+        self._forecast, self._clock = forecast, clock
         self._last: dict[str, AllowedMemory] = {}
 
     def allowed(self, loan: Loan) -> AllowedMemory:
         """The memory that the borrower may use now."""
-        if loan.gone_at is not None:
-            return AllowedMemory(0, "", Residency.AWAKE)
-        return self._memory.allowed(self._clock(), loan.worker_id, idle_s=self._idle_s(loan.wake_s))
+        return AllowedMemory(0, "", Residency.AWAKE) if loan.gone_at is not None else self._memory(loan)
 
     def issue(self, loan: Loan, sequence: int) -> Grant:
         allowed = self.allowed(loan)

@@ -12,8 +12,8 @@ from typing import Final
 from msgspec import Struct, field
 
 from ebbtide.grants import Page, Stepping
-from ebbtide.serving_guard import metrics
-from ebbtide.serving_guard.loans.borrower_processes import BorrowerProcess, stopped
+from ebbtide.loans.borrower_processes import BorrowerProcess, stopped
+from ebbtide.loans.loan_meters import LoanMeters
 from ebbtide.types.grants import BorrowerReport, Budget, Hello, Residency
 
 #: A worker reports every 0.1 s. A worker that is silent for this long is frozen, and no budget is kept for it.
@@ -29,7 +29,7 @@ _FORGIVEN_S: Final = 600.0
 
 
 class LoanAccount(Struct):
-    """What a worker harvested since the guard first met it, over all its streams."""
+    """What a worker harvested since its lender first met it, over all its streams."""
 
     tokens: int = 0
     gpu_s: float = 0.0
@@ -54,15 +54,23 @@ class Loan:
     """One borrower, from its Hello until it is gone. `now` is in seconds of the monotonic clock."""
 
     def __init__(
-        self, hello: Hello, processes: tuple[BorrowerProcess, ...], page: Page, account: LoanAccount, now: float
+        self,
+        hello: Hello,
+        processes: tuple[BorrowerProcess, ...],
+        page: Page,
+        account: LoanAccount,
+        meters: LoanMeters,
+        now: float,
     ) -> None:
         self.hello, self.processes, self.page, self.account = hello, processes, page, account
+        self._meters = meters
         self.report: BorrowerReport | None = None
         self.reported = asyncio.Event()
+        self.issued = 0  # sequence of the newest grant
         self.heard_at = now
         self.budget, self.idle = Budget(), False
         self.taken_at: float | None = now
-        # It may have been stopped by an earlier guard, or before it connected again.
+        # It may have been stopped by an earlier lender, or before it connected again.
         self.stopped_at: float | None = now if any(map(stopped, processes)) else None
         self.gone_at: float | None = None
         self.tokens_per_s = 0.0
@@ -93,8 +101,8 @@ class Loan:
         return self.report.wake_host_s if self.report.residency is Residency.HOST else self.report.wake_away_s
 
     def write(self, budget: Budget, now: float, *, idle: bool = False) -> None:
-        """Allow the next step this budget, cut to what the engine can take. `idle`: nothing is inside the serving
-        engine."""
+        """Allow the next step this budget, cut to what the engine can take. `idle`: the owner leaves
+        the device idle."""
         if budget.tokens and budget.sequences:
             tokens = min(budget.tokens, self.hello.step_tokens or budget.tokens)
             budget = Budget(tokens, min(budget.sequences, self.hello.slots or budget.sequences), budget.until)
@@ -145,18 +153,18 @@ class Loan:
             self._seen = steps
             busy = max(0.0, steps.busy_s - seen.busy_s)
             self.account.gpu_s += busy
-            metrics.GPU_SECONDS.inc(busy)
+            self._meters.gpu_seconds.inc(busy)
             tokens = (steps.scheduled - seen.scheduled) // count
             yield from [(steps.ended, tokens, busy / count)] * (min(count, _STEPS) if tokens > 0 else 0)
 
     def record_report(self, report: BorrowerReport, now: float) -> None:
-        old = self.report or report  # tokens made before the first report belong to another guard
+        old = self.report or report  # tokens made before the first report belong to another lender
         made = report.tokens_generated - old.tokens_generated
         made = report.tokens_generated if made < 0 else made
         again = max(0, report.recomputed_tokens - old.recomputed_tokens)
         self.account.tokens += made
         self.account.recomputed += again
-        metrics.HARVESTED.inc(made)
+        self._meters.harvested.inc(made)
         self.report, self.heard_at = report, now
         self.reported.set()
         since, tokens = self._rate_from
@@ -199,4 +207,4 @@ class Loan:
 
     def _record_reclaim(self, seconds: float) -> None:
         self.account.latencies.append(seconds)
-        metrics.RECLAIM_SECONDS.observe(seconds)
+        self._meters.reclaim_seconds.observe(seconds)

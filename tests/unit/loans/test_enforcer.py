@@ -13,12 +13,13 @@ import pytest
 
 from ebbtide.errors import InvalidRequest
 from ebbtide.grants import Page, page_path
-from ebbtide.serving_guard.loans import borrower_processes
-from ebbtide.serving_guard.loans.borrower_processes import BorrowerProcess
-from ebbtide.serving_guard.loans.borrower_table import BorrowerTable
-from ebbtide.serving_guard.loans.enforcer import Enforcer
-from ebbtide.serving_guard.loans.loan import Loan
+from ebbtide.loans import borrower_processes
+from ebbtide.loans.borrower_processes import BorrowerProcess
+from ebbtide.loans.borrower_table import BorrowerTable
+from ebbtide.loans.enforcer import Enforcer
+from ebbtide.loans.loan import Loan
 from ebbtide.serving_guard.loans.memory_budget import MemoryBudget
+from ebbtide.serving_guard.metrics import LOANS
 from ebbtide.types.grants import GRANTS_VERSION, Budget, Hello
 
 #: A process that has mapped the page.
@@ -38,7 +39,7 @@ class Scene:
         self.now = time.monotonic()
         self.granting = True
         self.sent: list[signal.Signals] = []
-        self.borrowers = BorrowerTable(folder, MemoryBudget(), clock=lambda: self.now)
+        self.borrowers = BorrowerTable(folder, MemoryBudget(), LOANS, clock=lambda: self.now)
         hello = Hello(protocol_version=GRANTS_VERSION, worker_id="w", pids=(pid,), slots=4, step_tokens=32)
         self.loan: Loan = self.borrowers.join(hello)
         self.enforcer = Enforcer(

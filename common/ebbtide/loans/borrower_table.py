@@ -9,15 +9,14 @@ import asyncio
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 from ebbtide import telemetry
 from ebbtide.errors import NotReady
 from ebbtide.grants import Page, page_path
-from ebbtide.serving_guard import metrics
-from ebbtide.serving_guard.loans import borrower_processes
-from ebbtide.serving_guard.loans.loan import Loan, LoanAccount
-from ebbtide.serving_guard.loans.memory_budget import MemoryBudget
+from ebbtide.loans import borrower_processes
+from ebbtide.loans.loan import Loan, LoanAccount
+from ebbtide.loans.loan_meters import LoanMeters
 from ebbtide.types.grants import GRANTS_VERSION, BorrowerReport, Budget, Hello
 from ebbtide.types.ids import check_id
 
@@ -29,11 +28,31 @@ _ACCOUNTS: Final = 64
 _MOST: Final = 16
 
 
+class BorrowerMemory(Protocol):
+    """Divides memory between the owner and the borrowers. `now` is in seconds of the monotonic clock."""
+
+    def joined(self, worker_id: str, hello: Hello) -> None:
+        """Add a borrower, or replace it. Raises `InvalidRequest` if its device cannot be read."""
+        ...
+
+    def left(self, worker_id: str) -> None: ...
+
+    def reported(self, now: float, worker_id: str, report: BorrowerReport) -> None: ...
+
+
 class BorrowerTable:
     """Adds and ends loans, and tells `memory` and the subscribers of each change."""
 
-    def __init__(self, folder: Path, memory: MemoryBudget, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        memory: BorrowerMemory,
+        meters: LoanMeters,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._folder, self._memory, self._clock = folder, memory, clock
+        self.meters = meters
         self._loans: dict[str, Loan] = {}
         self._accounts: dict[str, LoanAccount] = {}
         self._subscribers: list[Callable[[], None]] = []
@@ -56,7 +75,7 @@ class BorrowerTable:
         """Begin the loan of a worker that sent Hello. Raises `InvalidRequest` or `NotReady` if it cannot borrow
         here."""
         if hello.protocol_version != GRANTS_VERSION:
-            raise NotReady(f"this guard speaks version {GRANTS_VERSION} of the grants, not {hello.protocol_version}")
+            raise NotReady(f"this lender speaks version {GRANTS_VERSION} of the grants, not {hello.protocol_version}")
         check_id(hello.worker_id, field="hello.worker_id")
         old = self._loans.get(hello.worker_id)
         if old is None and len(self._loans) >= _MOST:
@@ -65,12 +84,12 @@ class BorrowerTable:
         page = Page(path)
         found = borrower_processes.checked(hello.pids, path)
         self._memory.joined(hello.worker_id, hello)
-        loan = Loan(hello, found, page, self._account(hello.worker_id, found), self._clock())
+        loan = Loan(hello, found, page, self._account(hello.worker_id, found), self.meters, self._clock())
         self._loans[hello.worker_id] = loan
         self.parting = [one for one in self.parting if one.worker_id != hello.worker_id]
         if old is not None:
             self.leave(old, "it connected again", watched=False)
-        metrics.BORROWERS.set(len(self._loans))
+        self.meters.borrowers.set(len(self._loans))
         log.info("borrows", worker_id=hello.worker_id, pids=hello.pids, step_tokens=hello.step_tokens)
         self.changed()
         return loan
@@ -85,7 +104,7 @@ class BorrowerTable:
             self._memory.left(loan.worker_id)
         if watched:
             self.parting.append(loan)
-        metrics.BORROWERS.set(len(self._loans))
+        self.meters.borrowers.set(len(self._loans))
         log.info("borrows no more", worker_id=loan.worker_id, reason=reason)
         self.news.set()
         self.changed()
