@@ -157,6 +157,7 @@ class Training:
         generates begins when it has its device back.
         """
         if self._settings.generate:
+            await clock.measure("wait", self._groups(lambda: self._whole(step)))
             await clock.measure("wait", self._take_back(step))
         whole = asyncio.create_task(self._note_whole(step, clock))
         collector, following, learning = self._collector, self._following, self._learning
