@@ -14,7 +14,7 @@ from ebbtide.trainer import training
 from ebbtide.trainer.learning.local_learning import LocalLearning
 from ebbtide.trainer.service import train
 from ebbtide.trainer.settings import TrainerSettings
-from tests.unit.trainer.test_training import SETTINGS, feed, make_spec
+from tests.unit.trainer.trained_runs import SETTINGS, feed, make_spec
 
 LENDING = replace(SETTINGS, generate=True, grant_dir="unused")
 

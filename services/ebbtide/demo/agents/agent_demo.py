@@ -83,7 +83,7 @@ def run(options: AgentDemoOptions) -> int:
         print(f"\n{terminal_curve(report.training, min(100, console.width))}\n")  # noqa: T201 - rich would wrap it
         print("\n".join([*trace, ""]))  # noqa: T201
         console.print(fact_table(list(agent_summary(report, path))), highlight=False)
-        return 1 if report.trace_mismatches else 0
+        return 1 if report.traces_different else 0
 
     return run_demo_command(main, options.run_dir / "logs")
 

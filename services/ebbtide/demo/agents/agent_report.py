@@ -26,10 +26,12 @@ class AgentReport(Struct, frozen=True, kw_only=True):
     turns: int
     tool_calls: int
     traces_compared: int
-    trace_mismatches: list[str]
+    traces_different: int  # differences that were found in them
+    trace_mismatches: list[str]  # some of the differences
     sessions_unmatched: int  # that became several branches, as an answer came back otherwise than it was sampled
     unmatched: list[str]
-    agent_failures: list[str]  # errors that agents saw
+    agent_errors: int  # that agents saw
+    agent_failures: list[str]  # some of the errors
     shown_resumed: bool  # whether the shown session went on at another worker
     training: DemoReport
 
@@ -43,9 +45,11 @@ def agent_report(training: DemoReport, played: PlayedSessions) -> AgentReport:
         turns=played.turns,
         tool_calls=played.tool_calls,
         traces_compared=played.sessions,
+        traces_different=len(played.mismatches),
         trace_mismatches=played.mismatches[:_QUOTED],
         sessions_unmatched=len(played.unmatched),
         unmatched=played.unmatched[:_QUOTED],
+        agent_errors=len(played.failures),
         agent_failures=played.failures[:_QUOTED],
         shown_resumed=bool(played.shown and played.shown.moves),
         training=training,
@@ -73,15 +77,15 @@ def agent_summary(report: AgentReport, path: Path) -> Iterator[tuple[str, str]]:
     training = report.training
     if report.reward_first is not None and report.reward_last is not None:
         what = " (rewards were permuted in each group: the control)" if training.control else ""
-        text = f"{report.reward_first:.3f} in the first {ENDS} steps, {report.reward_last:.3f} in the last {ENDS}"
+        ends = min(ENDS, len(training.rewards))
+        text = f"{report.reward_first:.3f} in the first {ends} steps, {report.reward_last:.3f} in the last {ends}"
         yield "reward", text + what
     yield "sessions", f"{report.sessions:,} with {report.turns:,} turns and {report.tool_calls:,} calls of the tool"
-    mismatches = len(report.trace_mismatches)
-    told = f"{mismatches} DIFFER, see the report" if mismatches else "all are what agents got"
+    different = report.traces_different
+    told = f"{different:,} DIFFERENCES, see the report" if different else "all are what agents got"
     yield "traces", f"{report.traces_compared:,} compared with what agents got, token by token: {told}"
     yield "unmatched", f"{report.sessions_unmatched:,} sessions with an answer that could not be matched"
-    failures = len(report.agent_failures)
-    yield "errors", f"{failures or 'none'} that an agent saw"
+    yield "errors", f"{report.agent_errors or 'none'} that an agent saw"
     dropped = ", ".join(f"{count:,} {reason}" for reason, count in training.rollouts_dropped.items()) or "none"
     yield "dropped", dropped
     for kill in training.kills:

@@ -30,8 +30,11 @@ class SessionApi:
         await self._call("POST", f"/v1/sessions/{session_id}/end", {"drop_reason": reason})
 
     async def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        async with self._http.request(method, path, params=self._query, json=body) as answer:
-            if answer.status >= 400:
-                raise EbbtideError(f"{method} {path} was answered {answer.status}: {(await answer.text())[:300]}")
-            found: dict[str, Any] = await answer.json()
-            return found
+        try:
+            async with self._http.request(method, path, params=self._query, json=body) as answer:
+                if answer.status >= 400:
+                    raise EbbtideError(f"{method} {path} was answered {answer.status}: {(await answer.text())[:300]}")
+                found: dict[str, Any] = await answer.json()
+                return found
+        except aiohttp.ClientError as error:
+            raise EbbtideError(f"{method} {path} failed: {type(error).__name__}: {error}") from error
