@@ -38,6 +38,7 @@ from ebbtide.types.grants import (
     ModelLatency,
 )
 from ebbtide.types.key_usage import KeyLimits, KeyUsage, MeteredKey
+from ebbtide.types.loans import DeviceStatus, LoanState, OwnerWish
 from ebbtide.types.rollout import (
     Episode,
     FinishedRollout,
@@ -82,7 +83,7 @@ from ebbtide.types.weights import (
     VersionState,
     WeightsState,
 )
-from ebbtide.v1 import fleet_pb2, grants_pb2, rollouts_pb2, runs_pb2, sessions_pb2, types_pb2, weights_pb2
+from ebbtide.v1 import fleet_pb2, grants_pb2, loans_pb2, rollouts_pb2, runs_pb2, sessions_pb2, types_pb2, weights_pb2
 from ebbtide.wire.record_conversion import from_proto, to_proto
 
 PAIRS: dict[type[Struct], type[Message]] = {
@@ -141,6 +142,9 @@ PAIRS: dict[type[Struct], type[Message]] = {
     ModelLatency: grants_pb2.ModelLatency,
     Borrower: grants_pb2.Borrower,
     GuardStatus: grants_pb2.GuardStatus,
+    OwnerWish: loans_pb2.OwnerWish,
+    LoanState: loans_pb2.LoanState,
+    DeviceStatus: loans_pb2.DeviceStatus,
 }
 #: Travels in parts that have messages of their own: `ebbtide.weights.manifest.manifest_parts`.
 IN_PARTS = {Patch}

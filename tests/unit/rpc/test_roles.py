@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from ebbtide.auth.roles import TABLE, Role, may_claim, permitted
-from ebbtide.v1 import fleet_pb2, grants_pb2, rollouts_pb2, runs_pb2, sessions_pb2, types_pb2, weights_pb2
+from ebbtide.v1 import fleet_pb2, grants_pb2, loans_pb2, rollouts_pb2, runs_pb2, sessions_pb2, types_pb2, weights_pb2
 
-FILES = (fleet_pb2, grants_pb2, rollouts_pb2, runs_pb2, sessions_pb2, types_pb2, weights_pb2)
+FILES = (fleet_pb2, grants_pb2, loans_pb2, rollouts_pb2, runs_pb2, sessions_pb2, types_pb2, weights_pb2)
 
 
 def test_the_table_names_every_rpc_of_the_contracts_and_no_other() -> None:
