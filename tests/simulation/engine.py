@@ -64,8 +64,8 @@ def engine_class(base: type[ScriptedEngine], told: Told) -> type[ScriptedEngine]
             tag = tag_of(attempt_id)
             told(self._proc, attempt_id, 0, 0.0)
             async with aclosing(super().generate(request)) as stream:
-                async for ids, logprobs, versions, finish in stream:
-                    told(self._proc, attempt_id, versions[0], self._marks.get(versions[0], 0.0))
-                    yield TokenDelta(ids, [marked(one, tag) for one in logprobs], versions, finish)
+                async for delta in stream:
+                    told(self._proc, attempt_id, delta.versions[0], self._marks.get(delta.versions[0], 0.0))
+                    yield delta._replace(logprobs=[marked(one, tag) for one in delta.logprobs])
 
     return SimEngine

@@ -20,7 +20,7 @@ SPEC = RunSpec(name="n", model="m", environment=EnvironmentSpec(name="e"))
 #: They read; and `lead` has tests of its own.
 UNFENCED = {
     *("read_run", "read_open", "read_tokens", "finished_page", "events_page", "trajectory_page"),
-    *("ended_history", "quota_used", "lead"),
+    *("ended_history", "quota_used", "read_unverified", "lead"),
 }
 OF_THE_FLEET = {"keep_incarnation"}
 WRITERS = sorted(
