@@ -124,7 +124,8 @@ class TurnRouter:
         end_s = read_s * (1 + seat.beside) + (rest / speed if speed else 0.0)
         if host.borrowed:
             rate = speed / (host.share or 1.0)
-            end_s += risk_s(one.length, rest, rate=rate, spell_s=host.spell_s, costs=self._costs)
+            spell_s, prefill = host.spell_s, host.prefill
+            end_s += risk_s(one.length, rest, rate=rate, spell_s=spell_s, prefill=prefill, costs=self._costs)
         return end_s
 
 
