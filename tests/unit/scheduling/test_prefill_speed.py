@@ -1,4 +1,4 @@
-"""A worker's speed of reading is tokens by seconds: it follows what is seen, and is never more than a positive number."""
+"""A worker's speed of reading is tokens by seconds: it follows what is seen, and is always positive and finite."""
 
 from math import inf, isfinite, nan
 from random import Random

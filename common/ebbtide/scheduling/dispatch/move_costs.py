@@ -6,8 +6,8 @@ from msgspec import Struct
 
 
 class MoveCosts(Struct, frozen=True, kw_only=True):
-    """The cost of a move, and the gain that justifies one. `prefill` is a worker's tokens/s: a typical one's where it is
-    not known which worker reads, and 0.0 if nothing was learnt.
+    """The cost of a move, and the gain that justifies one. `prefill` is the learnt tokens/s of the worker that reads; a
+    typical one's where it is not known which worker that is; 0.0 if nothing was learnt.
     """
 
     prefill_tokens_per_s: float = 5_000.0  # of a worker that has read nothing yet

@@ -1,15 +1,16 @@
 """Counts what the engine reads of prompts, and how long that takes: what the coordinator learns its prefill from.
 
 A read lasts from the arrival of a request, or from the first token of another one that was read meanwhile, to the next
-first token. That is as if the engine read one prompt at a time, in the order of arrival. It is an approximation: engines
-read several in a step, decode in the same steps, and leave requests waiting for a slot or for memory. Sums over many
-reads are right for an engine that always reads while it has something to read; its other work and its waits make
-reading look slower. A span in which generation was held, or a request was abandoned, counts as if it had not been.
+first token. That is as if the engine read one prompt at a time, in the order of arrival. It is an approximation for
+engines that read parts of several prompts in a step, decode in the same steps, and let requests wait for a slot or for
+memory. Sums over many reads are right while the engine always reads if it has something to read; what it does besides,
+and what it waits for, makes reading look slower.
 
-So does a span in which a prompt was being scored: logprobs of a whole prompt take several times as long as its reading.
+A span in which generation was held, or a request was abandoned, counts as if it had not been. So does a span in which a
+prompt was being scored: its logprobs take much longer than its reading.
 
-Invariant: `_unread` has the requests in the engine without a token, `_scored` those of them that are scored, and `_since`
-is when the present span began. The counts grow with the process, and are lost with it.
+Invariant: `_unread` has the requests in the engine without a token, `_scored` those of them whose prompts are scored,
+and `_since` is when the present span began. The counts grow with the process, and are lost with it.
 """
 
 from typing import Final

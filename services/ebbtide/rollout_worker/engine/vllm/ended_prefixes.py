@@ -4,8 +4,8 @@ Texts share the blocks of what they begin with: a system prompt, or the prompt o
 last remembered text that has it ends.
 
 Invariant: `_texts` has the end of each remembered text by its episode, the one noted last at the end, and `_links` the
-blocks of all of them by their hashes, each once. Both are at most as many as the pool has blocks, and the text noted last.
-A link counts the links behind it and the texts that end with it. A block is moved only while nobody uses it and it
+blocks of all of them by their hashes, each once. Neither has more members than the pool has blocks. A link counts the
+links behind it and the texts that end with it. A block is moved only while nobody uses it and it
 still has the content that it had then. Lost with the engine's process: the order is vLLM's own.
 """
 
