@@ -55,7 +55,7 @@ class Engine:
 
     @property
     def free(self) -> int:
-        return self.pool.get_num_free_blocks()
+        return int(self.pool.get_num_free_blocks())
 
 
 def test_an_ended_text_goes_first_with_its_end_before_its_begin() -> None:

@@ -77,9 +77,9 @@ def test_a_groups_prompt_goes_with_the_last_one_of_the_group() -> None:
 
 def test_no_more_texts_are_remembered_than_there_are_blocks() -> None:
     kept = group_of("first", *(f"text {number}" for number in range(3)))
+    prompt = kept.find("prompt", 2)
+    assert prompt is not None
     for number in range(20):
-        prompt = kept.find("prompt", 2)
-        assert prompt is not None
         kept.hold(prompt)
         kept.release(f"more {number}", prompt, 2, 32, kept.salt)
         assert len(prompt.texts) <= 10
