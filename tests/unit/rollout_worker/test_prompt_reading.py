@@ -57,3 +57,26 @@ def test_a_request_that_has_its_tokens_leaves_without_a_trace() -> None:
     reading.begin("b", 3.0)
     reading.first_token("b", 50, 50, 3.25)
     assert counts(reading) == (2, 100, 1.25)
+
+
+def test_while_a_prompt_is_scored_no_read_counts() -> None:
+    reading = PromptReading()
+    reading.begin("before", 1.0)
+    reading.begin("scored", 1.1, scored=True)
+    reading.first_token("before", 100, 0, 2.0)
+    reading.begin("behind", 2.5)
+    reading.first_token("scored", 1_000, 0, 8.0)
+    assert counts(reading) == (0, 0, 0.0)
+    reading.first_token("behind", 100, 0, 9.0)
+    assert counts(reading) == (1, 100, 1.0)
+
+
+def test_a_scored_prompt_that_is_given_up_spoils_its_span_alone() -> None:
+    reading = PromptReading()
+    reading.begin("scored", 1.0, scored=True)
+    reading.begin("behind", 1.0)
+    reading.abandon("scored")
+    reading.first_token("behind", 100, 0, 2.0)
+    reading.begin("next", 3.0)
+    reading.first_token("next", 100, 0, 4.0)
+    assert counts(reading) == (1, 100, 1.0)

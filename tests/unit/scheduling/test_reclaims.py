@@ -14,6 +14,9 @@ from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout, RolloutQueu
 from ebbtide.scheduling.dispatch.turns.cached_prefixes import CachedPrefix
 from ebbtide.scheduling.steps.step_pacing import VersionBounds
 
+#: Tokens/s of a prefill.
+SPEED = 5_000.0
+
 
 def standing(lasted_s: float, spell_s: float = 0.0) -> LentHost:
     return LentHost(reclaimed=True, lasted_s=lasted_s, spell_s=spell_s)
@@ -22,37 +25,44 @@ def standing(lasted_s: float, spell_s: float = 0.0) -> LentHost:
 @pytest.mark.parametrize("forecast_s", [0.0, 0.3, 10.0, 3_600.0])
 def test_a_short_reclaim_moves_nothing_whatever_was_forecast(forecast_s: float) -> None:
     for lasted_s in (0.0, 0.03, 0.25, 1.0, SHORT_S - 0.01):
-        assert leaving(standing(lasted_s, forecast_s), [100, 20_000], room=8) == []
+        assert leaving(standing(lasted_s, forecast_s), [100, 20_000], room=8, prefill=SPEED) == []
 
 
 def test_a_long_one_moves_everything() -> None:
-    assert leaving(standing(2.5, 60.0), [500, 100, 20_000], room=8) == [1, 0, 2]
-    assert leaving(standing(60.0), [500, 100, 20_000], room=0) == [1, 0, 2]
+    assert leaving(standing(2.5, 60.0), [500, 100, 20_000], room=8, prefill=SPEED) == [1, 0, 2]
+    assert leaving(standing(60.0), [500, 100, 20_000], room=0, prefill=SPEED) == [1, 0, 2]
 
 
 def test_a_reclaim_that_is_forecast_to_end_before_a_move_would_is_sat_through() -> None:
-    assert leaving(standing(2.5, 0.3), [100, 500], room=8) == []
+    assert leaving(standing(2.5, 0.3), [100, 500], room=8, prefill=SPEED) == []
 
 
 def test_a_reclaim_that_outlasts_its_forecast_refutes_it() -> None:
-    assert leaving(standing(30.0, 0.3), [100, 500], room=8) == [0, 1]
+    assert leaving(standing(30.0, 0.3), [100, 500], room=8, prefill=SPEED) == [0, 1]
 
 
 def test_only_as_many_leave_as_others_have_room_for_until_it_is_long() -> None:
-    assert leaving(standing(3.0, 5.0), [400, 300, 200, 100], room=2) == [3, 2]
-    assert leaving(standing(3.0, 5.0), [400, 300, 200, 100], room=-3) == []
-    assert len(leaving(standing(12.0, 30.0), [400, 300, 200, 100], room=0)) == 4
+    assert leaving(standing(3.0, 5.0), [400, 300, 200, 100], room=2, prefill=SPEED) == [3, 2]
+    assert leaving(standing(3.0, 5.0), [400, 300, 200, 100], room=-3, prefill=SPEED) == []
+    assert len(leaving(standing(12.0, 30.0), [400, 300, 200, 100], room=0, prefill=SPEED)) == 4
 
 
 def test_what_is_dear_to_move_waits_longer() -> None:
     long = 50_000
-    wait = COSTS.margin * COSTS.move_s(long)
-    assert leaving(standing(3.0, wait - 0.1), [100, long], room=8) == [0]
-    assert leaving(standing(3.0, wait + 0.1), [100, long], room=8) == [0, 1]
+    wait = COSTS.margin * COSTS.move_s(long, SPEED)
+    assert leaving(standing(3.0, wait - 0.1), [100, long], room=8, prefill=SPEED) == [0]
+    assert leaving(standing(3.0, wait + 0.1), [100, long], room=8, prefill=SPEED) == [0, 1]
+
+
+def test_where_prompts_are_read_fast_a_move_is_cheap_and_slow_readers_make_it_dear() -> None:
+    assert leaving(standing(3.0, 3.0), [20_000], room=8, prefill=4 * SPEED) == [0]
+    assert leaving(standing(3.0, 3.0), [20_000], room=8, prefill=SPEED) == []
+    assert leaving(standing(3.0, 3.0), [4_000], room=8, prefill=SPEED) == [0]
+    assert leaving(standing(3.0, 3.0), [4_000], room=8, prefill=SPEED / 4) == []
 
 
 def test_a_worker_that_works_keeps_what_it_has() -> None:
-    assert leaving(LentHost(reclaimed=False, lasted_s=99.0, spell_s=0.0), [100], room=8) == []
+    assert leaving(LentHost(reclaimed=False, lasted_s=99.0, spell_s=0.0), [100], room=8, prefill=SPEED) == []
 
 
 @pytest.mark.parametrize("seed", range(50))
@@ -60,9 +70,9 @@ def test_more_leave_the_longer_it_lasts_and_the_longer_it_will(seed: int) -> Non
     draw = random.Random(seed)
     tokens = [draw.randrange(1, 30_000) for _ in range(draw.randrange(1, 20))]
     lasted_s, spell_s, room = draw.uniform(0, 20), draw.uniform(0, 20), draw.randrange(20)
-    few = set(leaving(standing(lasted_s, spell_s), tokens, room=room))
-    assert few <= set(leaving(standing(lasted_s + draw.uniform(0, 5), spell_s), tokens, room=room))
-    assert few <= set(leaving(standing(lasted_s, spell_s + draw.uniform(0, 5)), tokens, room=room))
+    few = set(leaving(standing(lasted_s, spell_s), tokens, room=room, prefill=SPEED))
+    assert few <= set(leaving(standing(lasted_s + draw.uniform(0, 5), spell_s), tokens, room=room, prefill=SPEED))
+    assert few <= set(leaving(standing(lasted_s, spell_s + draw.uniform(0, 5)), tokens, room=room, prefill=SPEED))
 
 
 def test_a_steady_worker_is_never_interrupted_and_a_spell_of_nothing_always() -> None:
@@ -72,9 +82,9 @@ def test_a_steady_worker_is_never_interrupted_and_a_spell_of_nothing_always() ->
 
 
 def test_short_work_and_cheap_moves_risk_least() -> None:
-    least = risk_s(100, 100.0, rate=30.0, spell_s=20.0)
-    assert least < risk_s(100, 5_000.0, rate=30.0, spell_s=20.0)
-    assert least < risk_s(10_000, 100.0, rate=30.0, spell_s=20.0)
+    least = risk_s(100, 100.0, rate=30.0, spell_s=20.0, prefill=SPEED)
+    assert least < risk_s(100, 5_000.0, rate=30.0, spell_s=20.0, prefill=SPEED)
+    assert least < risk_s(10_000, 100.0, rate=30.0, spell_s=20.0, prefill=SPEED)
 
 
 # Places of borrowed hosts.

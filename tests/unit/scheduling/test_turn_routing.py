@@ -57,7 +57,7 @@ def test_what_reading_a_prefix_costs_counts_for_all_that_run_beside_it() -> None
     assert placed([turn(1)], [home, many], known("home"), rest=100.0) == {"r1": "home"}
 
 
-def test_reading_costs_what_the_worker_was_seen_to_need_for_it() -> None:
+def test_reading_costs_what_a_typical_worker_was_seen_to_need_for_it() -> None:
     home = worker("home", 4, rate=10.0)
     for prefill, chosen in ((0.0, "other"), (20.0 * SECOND, "other"), (SECOND / 20.0, "home")):
         assert placed([turn(1)], [home, worker("other", 1, prefill=prefill)], known("home")) == {"r1": chosen}
@@ -65,6 +65,14 @@ def test_reading_costs_what_the_worker_was_seen_to_need_for_it() -> None:
     for prefill, waits in ((SECOND, True), (10.0 * SECOND, False)):
         found = placed([turn(1)], [full, worker("other", 1, prefill=prefill)], known("home"), now=1.0)
         assert found == ({} if waits else {"r1": "other"})
+
+
+@pytest.mark.parametrize("speeds", [(50.0, 50.0), (1.0, 99.0), (99.0, 1.0)])
+def test_one_workers_reading_against_anothers_moves_no_turn(speeds: tuple[float, float]) -> None:
+    """The two workers are typical together, whichever of them reads faster: a turn goes where it is made faster."""
+    home = worker("home", 4, rate=10.0, prefill=speeds[0] * SECOND)
+    other = worker("other", 4, rate=30.0, prefill=speeds[1] * SECOND)
+    assert placed([turn(1, length=3 * SECOND)], [home, other], known("home")) == {"r1": "other"}
 
 
 def test_what_is_read_again_counts_three_times() -> None:

@@ -88,4 +88,4 @@ def _free(place: BorrowedPlace) -> bool:
 
 
 def _risk_s(one: QueuedRollout, host: HostView, rest: Callable[[QueuedRollout], float]) -> float:
-    return risk_s(one.length, rest(one), rate=host.rate, spell_s=host.spell_s)
+    return risk_s(one.length, rest(one), rate=host.rate, spell_s=host.spell_s, prefill=host.prefill)

@@ -22,7 +22,7 @@ class HostView(Struct, frozen=True, kw_only=True, gc=False):
     probation: int = 0  # of `pending`, those whose last attempt made no progress
     rate: float = 0.0  # tokens/s of each of its rollouts with one more, while its host lends itself
     plateau: int = 0  # number of rollouts up to which `rate` holds; 0: not known, taken for typical
-    prefill: float = 0.0  # tokens/s that it reads of prompts; 0.0: not known
+    prefill: float = 0.0  # tokens/s that it reads of prompts, a typical one if that is not known; 0.0: no one's is
     held: bool = False  # makes no tokens now: takes only what no other worker can
     shut: bool = False  # takes nothing
     borrowed: bool = False  # its host also serves users

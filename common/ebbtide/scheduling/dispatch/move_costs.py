@@ -6,7 +6,9 @@ from msgspec import Struct
 
 
 class MoveCosts(Struct, frozen=True, kw_only=True):
-    """The cost of a move, and the gain that justifies one."""
+    """The cost of a move, and the gain that justifies one. `prefill` is the learnt tokens/s of the worker that reads; a
+    typical one's where it is not known which worker that is; 0.0 if nothing was learnt.
+    """
 
     prefill_tokens_per_s: float = 5_000.0  # of a worker that has read nothing yet
     handover_s: float = 0.5
@@ -16,12 +18,12 @@ class MoveCosts(Struct, frozen=True, kw_only=True):
     at_once: int = 32  # most moves in a round
 
     def read_s(self, tokens: int, prefill: float) -> float:
-        """Seconds to read so many tokens, at a worker's learnt tokens/s; 0.0: not known."""
+        """Seconds to read so many tokens."""
         return tokens / (prefill or self.prefill_tokens_per_s)
 
-    def move_s(self, tokens: int) -> float:
+    def move_s(self, tokens: int, prefill: float) -> float:
         """Seconds without a token for a rollout of so many tokens, prompt and response, while it moves."""
-        return self.handover_s + tokens / self.prefill_tokens_per_s
+        return self.handover_s + self.read_s(tokens, prefill)
 
 
 COSTS: Final = MoveCosts()
@@ -31,8 +33,9 @@ _FINISH_S: Final = 1.0
 _LEAVE_S: Final = 3.0
 
 
-def finishes_first(*, rest_s: float, length: int, started: bool, waited_s: float) -> bool:
+def finishes_first(*, rest_s: float, length: int, started: bool, waited_s: float, prefill: float) -> bool:
     """Whether a rollout of `length` tokens, with `rest_s` to go, finishes at a worker that another run was given
-    `waited_s` ago; else it is handed over. A rollout that has not started loses nothing by that.
+    `waited_s` ago; else it is handed over. A rollout that has not started loses nothing by that. `prefill`: see
+    `MoveCosts`.
     """
-    return started and waited_s < _LEAVE_S and rest_s <= max(_FINISH_S, COSTS.move_s(length))
+    return started and waited_s < _LEAVE_S and rest_s <= max(_FINISH_S, COSTS.move_s(length, prefill))

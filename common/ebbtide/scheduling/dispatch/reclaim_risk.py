@@ -43,9 +43,9 @@ class LentHost(Struct, frozen=True, kw_only=True):
         return max(self.spell_s, _REFUTED * self.lasted_s) if self.reclaimed else self.spell_s
 
 
-def leaving(lent: LentHost, tokens: Sequence[int], *, room: int, costs: MoveCosts = COSTS) -> list[int]:
+def leaving(lent: LentHost, tokens: Sequence[int], *, room: int, prefill: float, costs: MoveCosts = COSTS) -> list[int]:
     """The rollouts to take from a worker whose host was reclaimed, as indices of `tokens`: the lengths of prompt and
-    response of those that another worker could take. `room`: free places of others.
+    response of those that another worker could take. `room`: free places of others; `prefill`: see `MoveCosts`.
 
     The cheapest leave first while there is room; the others only if the reclaim lasts, or will last, for long.
     """
@@ -53,7 +53,7 @@ def leaving(lent: LentHost, tokens: Sequence[int], *, room: int, costs: MoveCost
         return []
     order = sorted(range(len(tokens)), key=lambda index: (tokens[index], index))
     long = lent.remains_s >= _LONG_S
-    worth = [index for index in order if lent.remains_s > costs.margin * costs.move_s(tokens[index])]
+    worth = [index for index in order if lent.remains_s > costs.margin * costs.move_s(tokens[index], prefill)]
     return worth if long else worth[: max(0, room)]
 
 
@@ -66,6 +66,8 @@ def interrupted(rest: float, rate: float, spell_s: float) -> float:
     return 1.0 - exp(-rest / ((rate or _UNLEARNT) * spell_s))
 
 
-def risk_s(tokens: int, rest: float, *, rate: float, spell_s: float, costs: MoveCosts = COSTS) -> float:
-    """Expected seconds that a rollout of `tokens` with `rest` to come loses to a move after a long reclaim."""
-    return interrupted(rest, rate, spell_s) * costs.move_s(tokens)
+def risk_s(tokens: int, rest: float, *, rate: float, spell_s: float, prefill: float, costs: MoveCosts = COSTS) -> float:
+    """Expected seconds that a rollout of `tokens` with `rest` to come loses to a move after a long reclaim. `prefill`:
+    see `MoveCosts`.
+    """
+    return interrupted(rest, rate, spell_s) * costs.move_s(tokens, prefill)

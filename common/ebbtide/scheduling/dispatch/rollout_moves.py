@@ -137,7 +137,8 @@ class _Side:
     def risk_s(self, one: RunningRollout, rest: float, rate: float, costs: MoveCosts) -> float:
         """Seconds that the rollout may lose here to a reclaim; `rate`: its tokens/s."""
         host = self.engine.host
-        return risk_s(one.length, rest, rate=rate / (host.share or 1.0), spell_s=host.spell_s, costs=costs)
+        rate /= host.share or 1.0
+        return risk_s(one.length, rest, rate=rate, spell_s=host.spell_s, prefill=host.prefill, costs=costs)
 
     def rollouts(self) -> list[RunningRollout]:
         if self._rollouts is None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from ebbtide import telemetry
+from ebbtide.coordinator.dispatcher.prefill_speeds import PrefillSpeeds
 from ebbtide.coordinator.dispatcher.rebalancer import Rebalancer
 from ebbtide.coordinator.fleet.release_requests import free
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
@@ -28,8 +29,10 @@ _GIVEN_UP: Final = "its host is given up"
 
 
 class BorrowedHosts:
-    def __init__(self, state: CoordinatorState, moves: Rebalancer, run_events: RunEvents) -> None:
-        self._state, self._moves, self._run_events = state, moves, run_events
+    def __init__(
+        self, state: CoordinatorState, moves: Rebalancer, prefills: PrefillSpeeds, run_events: RunEvents
+    ) -> None:
+        self._state, self._moves, self._prefills, self._run_events = state, moves, prefills, run_events
         self._borrowing = LenderSelection()
         self._next = float("-inf")
 
@@ -64,7 +67,8 @@ class BorrowedHosts:
             ]
             if lent is None or not mine:
                 continue
-            freed = [mine[at] for at in leaving(lent, [one.length for one in mine], room=room)]
+            lengths = [one.length for one in mine]
+            freed = [mine[at] for at in leaving(lent, lengths, room=room, prefill=self._prefills.typical)]
             room -= len(freed)
             free(session, freed, _RECLAIMED, now)
 

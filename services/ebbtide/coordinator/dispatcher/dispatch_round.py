@@ -57,10 +57,10 @@ class DispatchRound:
         self._state = state
         self._rules = rules
         self._moves = Rebalancer(state, on=balance, rules=rules)
-        self._borrowed = BorrowedHosts(state, self._moves, run_events)
-        changes = EngineChanges(state)
-        self._allocator = WorkerAllocator(state, trust, self._moves, changes, slice_s=slice_s)
         self._prefills = PrefillSpeeds(rules)
+        self._borrowed = BorrowedHosts(state, self._moves, self._prefills, run_events)
+        changes = EngineChanges(state)
+        self._allocator = WorkerAllocator(state, trust, self._moves, changes, self._prefills, slice_s=slice_s)
         self._hosts = HostViews(state, trust, self._moves, self._prefills)
         self._installs = InstallSender(state, changes, public_key)
         self._unserved = UnservedWork(state, trust, changes, run_events)

@@ -22,7 +22,7 @@ class PrefillSpeeds:
         self._assumed, self._new_speed = rules.costs.prefill_tokens_per_s, rules.new_prefill
         self._speeds: dict[str, PrefillSpeed] = {}
         self._beats: dict[str, HeartbeatReport] = {}
-        self._typical = 0.0
+        self.typical = 0.0  # tokens/s of a typical worker; 0.0: no worker's are known
 
     def learn(self, sessions: Iterable[WorkerSession]) -> None:
         """Learn from the heartbeats of all attached workers. A borrowed one reads when its host lets it: its times show
@@ -32,18 +32,18 @@ class PrefillSpeeds:
         self._speeds = {name: speed for name, speed in self._speeds.items() if name in steady}
         self._beats = {name: self._heard(one) for name, one in steady.items()}
         known = list(self._speeds.values())[:: -(-len(self._speeds) // _SAMPLE) or 1]
-        self._typical = median(speed.tokens_per_s for speed in known) if known else 0.0
+        self.typical = median(speed.tokens_per_s for speed in known) if known else 0.0
 
     def rate(self, session: WorkerSession) -> float:
         """Tokens/s at which the worker reads; a typical one's if its own are not known; 0.0 if no worker's are."""
         speed = self._speeds.get(session.session_id)
-        return speed.tokens_per_s if speed else self._typical
+        return speed.tokens_per_s if speed else self.typical
 
     def _heard(self, session: WorkerSession) -> HeartbeatReport:
         beat = session.beat
         last = self._beats.get(session.session_id, beat)
         if beat.prompt_reads > last.prompt_reads:
-            speed = self._speeds.setdefault(session.session_id, self._new_speed(self._typical or self._assumed))
+            speed = self._speeds.setdefault(session.session_id, self._new_speed(self.typical or self._assumed))
             tokens, seconds = beat.prompt_tokens - last.prompt_tokens, beat.prompt_s - last.prompt_s
             speed.observe(beat.prompt_reads - last.prompt_reads, tokens, seconds)
             session.learn_prefill(speed.tokens_per_s)

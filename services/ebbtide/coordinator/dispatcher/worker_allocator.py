@@ -14,6 +14,7 @@ from typing import Final
 import msgspec
 
 from ebbtide import telemetry
+from ebbtide.coordinator.dispatcher.prefill_speeds import PrefillSpeeds
 from ebbtide.coordinator.dispatcher.rebalancer import Rebalancer
 from ebbtide.coordinator.fleet.engine_changes import EngineChanges
 from ebbtide.coordinator.fleet.release_requests import free, remind
@@ -42,11 +43,12 @@ class WorkerAllocator:
         trust: WorkerTrust,
         moves: Rebalancer,
         changes: EngineChanges,
+        prefills: PrefillSpeeds,
         *,
         slice_s: float,
     ) -> None:
         self._state, self._trust, self._moves, self._slice_s = state, trust, moves, slice_s
-        self._changes = changes
+        self._changes, self._prefills = changes, prefills
         self._accounted = state.clock()
         self._accounts, self._wants = ShareAccounts(self._accounted), WorkerDemand()
         self._due: dict[str, RunDue] = {}
@@ -87,6 +89,7 @@ class WorkerAllocator:
                     length=one.length,
                     started=one.started,
                     waited_s=now - session.since,
+                    prefill=self._prefills.typical,
                 )
             ]
             free(session, left, _LEAVES, now)

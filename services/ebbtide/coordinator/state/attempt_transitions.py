@@ -281,4 +281,5 @@ def _assignment(attempt: RunningAttempt, given: PlacedRollout, policy: str) -> f
         priority=request.priority,
         interactive=request.interactive,
         prompt_logprobs=request.prompt_logprobs,
+        episode_id=request.episode_id,
     )

@@ -112,9 +112,9 @@ class CoordinatorState:
 
     def episode_over(self, run: RunState, episode_id: str) -> None:
         """Note that an episode has no further turn, for the workers that have some of it cached, too."""
-        for session_id, prefix in run.prefixes.get(episode_id, {}).items():
-            if prefix.rollout_id and (session := self.sessions.get(session_id)) is not None:
-                session.note_ended(prefix.rollout_id)
+        for session_id in run.prefixes.get(episode_id, ()):
+            if (session := self.sessions.get(session_id)) is not None:
+                session.note_ended(episode_id)
         run.forget_episode(episode_id)
 
     def attach(self, session: WorkerSession) -> None:

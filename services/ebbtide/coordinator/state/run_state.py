@@ -199,7 +199,7 @@ class RunState:
 
     def put_back(self, attempt: RunningAttempt, queued: QueuedRollout | None) -> None:
         """Queue the rollout of an attempt that the store ended; None: it finished while the store was asked."""
-        self._prefixes.left(attempt.rollout.episode_id, attempt.length, attempt.rollout.rollout_id)
+        self._prefixes.left(attempt.rollout.episode_id, attempt.length)
         self._forget_attempt(attempt)
         if queued is None:
             self.mark_stale()
@@ -262,7 +262,7 @@ class RunState:
         if session.session_id not in self.prefixes.get(episode_id, ()):
             version = session.version_of(self.run_id)
             self._prefixes.began(episode_id, session.session_id, version=version, tokens=attempt.length)
-        self._prefixes.left(episode_id, attempt.length, attempt.rollout.rollout_id)
+        self._prefixes.left(episode_id, attempt.length)
         self._returns.ended(episode_id, session.session_id, turn_s=max(0.0, now - attempt.given), now=now)
 
     def returning(self, session_id: str) -> float:

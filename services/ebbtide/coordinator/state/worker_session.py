@@ -28,7 +28,7 @@ from ebbtide.wire.record_conversion import to_proto
 
 #: Bytes of assignments per message: with one more rollout of the largest size it is well under the message limit.
 _BATCH_BYTES: Final = 256 << 10
-#: Ended rollouts that a worker without new work is told of later; it forgets the others by their age.
+#: Ended episodes that a worker without new work is told of later; it forgets the others by their age.
 _ENDED: Final = 1024
 
 
@@ -333,11 +333,11 @@ class WorkerSession:
         self.gone = True
         self.stop_sending()
 
-    def note_ended(self, rollout_id: str) -> None:
-        """Note that what the worker has cached of a rollout will not be continued. It hears of it with its next work:
+    def note_ended(self, episode_id: str) -> None:
+        """Note that what the worker has cached of an episode will not be continued. It hears of it with its next work:
         until then nothing needs the room.
         """
-        self._ended.append(rollout_id)
+        self._ended.append(episode_id)
 
     def take_ended(self) -> list[str]:
         """What the worker is to hear of."""

@@ -33,6 +33,7 @@ class Assignment(Struct, frozen=True, kw_only=True):
     max_version: int = 0
     priority: int = 0
     interactive: bool = False  # somebody waits for each token
+    episode_id: str = ""  # by which `forget_cached` names its text
     prompt_logprobs: int | None = None  # alternatives of each score; None: the prompt is not scored
 
     def admits(self, version: int) -> bool:
@@ -86,7 +87,7 @@ class Generation:
         sampling, made = self._assignment.sampling, len(self._ids)
         return EngineRequest(
             request_id=self._assignment.attempt.attempt_id,
-            cache_name=self._assignment.attempt.rollout_id,
+            cache_name=self._assignment.episode_id,
             token_ids=self._prompt + self._ids,
             temperature=sampling.temperature,
             top_p=sampling.top_p,

@@ -181,9 +181,9 @@ class LocalAttempts:
             self.empty.set()
         self.pressure.set()
 
-    def forget_cached(self, rollout_ids: Iterable[str]) -> None:
-        """What the engine has cached of these rollouts will not be continued."""
-        if names := list(rollout_ids):
+    def forget_cached(self, episode_ids: Iterable[str]) -> None:
+        """What the engine has cached of these episodes will not be continued."""
+        if names := list(episode_ids):
             self._engine.forget(names)
 
     def settle(self, acks: Iterable[AppendAck], *, durable: bool) -> None:
@@ -253,7 +253,8 @@ class LocalAttempts:
 
     async def _generate(self, held: LocalAttempt) -> None:
         ref, request = held.assignment.attempt, held.generation.request()
-        self.reading.begin(ref.attempt_id, time.monotonic())
+        scored = held.assignment.prompt_logprobs is not None
+        self.reading.begin(ref.attempt_id, time.monotonic(), scored=scored)
         try:
             async with aclosing(self._engine.generate(request)) as stream:
                 async for delta in stream:

@@ -25,6 +25,7 @@ class EngineSequence:
         "salt",
         "start",
         "started",
+        "text",
     )
 
     def __init__(
@@ -36,10 +37,11 @@ class EngineSequence:
         prefix: str,
         after: tuple[str, ...],
         cached: int,
+        text: str,
         ready: float,
     ) -> None:
         self.key, self.prompt, self.length = key, prompt, length
-        self.prefix, self.after, self.cached = prefix, after, cached  # see `SimulatedEngine.admit`
+        self.prefix, self.after, self.cached, self.text = prefix, after, cached, text  # see `SimulatedEngine.admit`
         self.ready = ready  # when a step may begin to read it, in the engine's own time
         self.made = made  # of the response when it last began to be read
         self.fed = 0  # read so far, those found in the cache included

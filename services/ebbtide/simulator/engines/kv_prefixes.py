@@ -5,7 +5,8 @@ with the samples of its group, all of it with its own next try or with the next 
 blocks stay until their memory is needed: the longest unused first, and of one chain its end first.
 
 Invariant: `used` counts blocks of running sequences and of the prefixes that they hold, each once. A prefix in
-`_unused` has no holder, and its descendants stand before it there.
+`_unused` has no holder, and its descendants stand before it there. `_texts` has the last part of each text that stopped
+and has not ended, the one that stopped last at the end; at most as many texts as there are blocks.
 """
 
 from collections import OrderedDict
@@ -17,12 +18,13 @@ from ebbtide.simulator.engines.engine_profile import KvCapacity
 class KvPrefix:
     """Whole blocks of known tokens: `blocks` of them behind the first `start` blocks of `parent`'s chain."""
 
-    __slots__ = ("aliases", "blocks", "holders", "name", "parent", "salt", "shared", "start")
+    __slots__ = ("aliases", "blocks", "holders", "name", "parent", "salt", "shared", "start", "texts")
 
     def __init__(self, name: str, parent: "KvPrefix | None", start: int, salt: int, *, shared: bool) -> None:
         self.name, self.parent, self.start, self.salt, self.shared = name, parent, start, salt, shared
         self.blocks = self.holders = 0
         self.aliases: list[str] = []  # names of further parts behind it, which are gone
+        self.texts: set[str] = set()  # that have it, of those that stopped and have not ended
 
     @property
     def end(self) -> int:
@@ -39,6 +41,7 @@ class KvPrefixes:
         self.caching: Final = capacity.prefix_cache
         self._named: dict[str, KvPrefix] = {}
         self._unused: OrderedDict[KvPrefix, None] = OrderedDict()
+        self._texts: dict[str, KvPrefix] = {}
         self._cached = 0  # blocks in `_unused`
 
     @property
@@ -106,28 +109,29 @@ class KvPrefixes:
     def knows(self, name: str) -> bool:
         return name in self._named
 
-    def release(self, name: str, parent: KvPrefix | None, start: int, tokens: int, salt: int) -> None:
+    def release(
+        self, name: str, parent: KvPrefix | None, start: int, tokens: int, salt: int, *, text: str = ""
+    ) -> None:
         """A sequence stops: of its `tokens` the whole blocks behind the first `start`, which are `parent`'s, remain
-        known under its name if the present weights made them."""
+        known under its name if the present weights made them. `text`: what it is a part of; by default its name."""
         self.used -= self.blocks_of(tokens) - start
         whole = tokens // self.block - start
         if (whole or parent is not None) and self.caching and salt == self.salt:
             if parent is not None and parent.name == name and parent.holders == 1 and parent.end == start:
                 parent.blocks += whole
                 self.used += whole  # until it is let go
+                self._note(text or name, parent)
             else:
                 own = KvPrefix(name, parent, start, salt, shared=False)
                 own.blocks = whole
                 self._named[name] = own
                 self._keep(own)
+                self._note(text or name, own)
         self.let_go(parent)
 
-    def end(self, name: str) -> None:
-        """Nothing will begin with what is known under the name: it is evicted first, but not what a group shares."""
-        prefix, ended = self._named.get(name), list[KvPrefix]()
-        while prefix is not None and prefix in self._unused and not prefix.shared:
-            ended.append(prefix)
-            prefix = prefix.parent
+    def end(self, text: str) -> None:
+        """No sequence will begin with this text: what only it has is evicted first."""
+        ended = [part for part in self._forgotten(text) if part in self._unused and not part.texts]
         for part in reversed(ended):
             self._unused.move_to_end(part, last=False)
 
@@ -136,6 +140,7 @@ class KvPrefixes:
         self.salt += 1
         self._named.clear()
         self._unused.clear()
+        self._texts.clear()
         self._cached = 0
 
     def _keep(self, prefix: KvPrefix) -> None:
@@ -147,6 +152,21 @@ class KvPrefixes:
             self._cached += prefix.blocks
         else:
             self._unname(prefix)
+
+    def _note(self, text: str, last: KvPrefix) -> None:
+        self._forgotten(text)
+        self._texts[text] = last
+        for part in _chain(last):
+            part.texts.add(text)
+        if len(self._texts) > self.total:
+            self._forgotten(next(iter(self._texts)))
+
+    def _forgotten(self, text: str) -> list[KvPrefix]:
+        """The parts that a text had, the last one first."""
+        parts = _chain(self._texts.pop(text, None))
+        for part in parts:
+            part.texts.discard(text)
+        return parts
 
     def _evict(self, blocks: int) -> None:
         while blocks > 0:
@@ -171,3 +191,12 @@ class KvPrefixes:
                 self._named[name] = parent
                 if name != parent.name:
                     parent.aliases.append(name)
+
+
+def _chain(prefix: KvPrefix | None) -> list[KvPrefix]:
+    """A part and all before it."""
+    parts = list[KvPrefix]()
+    while prefix is not None:
+        parts.append(prefix)
+        prefix = prefix.parent
+    return parts

@@ -124,13 +124,14 @@ class SimulatedEngine:
         prefix: str = "",
         after: tuple[str, ...] = (),
         cached: int = 0,
+        text: str = "",
     ) -> None:
         """Takes a sequence, which waits for a slot and for memory.
 
         `length`: tokens that the whole response will have; `made`: of these exist already, so they are read with the
         prompt. `prefix`: a name of the prompt that its group shares; `after`: the keys of the turns before, the last
         one first: the prompt begins with all tokens of each, behind those of the group's. `cached`: tokens whose keys
-        and values it brings along.
+        and values it brings along. `text`: its episode's name for `forget`; by default its key.
         Raises `InvalidRequest` if it could not run even alone.
         """
         blocks = self._prefixes.blocks_of(prompt + length - 1)
@@ -141,15 +142,15 @@ class SimulatedEngine:
             raise ValueError(f"{key}: {made} of {length} tokens behind a prompt of {prompt}, or it is here already")
         self._settle(now)
         ready = self._at + self._profile.delays.admit_s
-        self._waiting[key] = EngineSequence(key, prompt, made, length, prefix, after, cached, ready)
+        self._waiting[key] = EngineSequence(key, prompt, made, length, prefix, after, cached, text or key, ready)
         if len(self._waiting) == 1:  # else the first one lacks a slot or memory, and this one comes behind it
             self._finish_step()
             self._wake()
 
-    def forget(self, keys: Iterable[str]) -> None:
-        """No sequence will come behind these: what is cached of them, and of the turns before, is evicted first."""
-        for key in keys:
-            self._prefixes.end(key)
+    def forget(self, texts: Iterable[str]) -> None:
+        """No sequence will begin with these: what is cached of them alone is evicted first."""
+        for text in texts:
+            self._prefixes.end(text)
 
     def remove(self, key: str, now: float) -> int:
         """Hands a sequence back: tokens of its response that are made. It must be here, so `advance` first."""
@@ -300,7 +301,8 @@ class SimulatedEngine:
             sequence.made = sequence.made_after(self._steps)
             self._batch.remove(sequence)
         self._reader.drop(sequence)
-        self._prefixes.release(sequence.key, sequence.parent, sequence.start, fed, sequence.salt)
+        start, salt = sequence.start, sequence.salt
+        self._prefixes.release(sequence.key, sequence.parent, start, fed, salt, text=sequence.text)
         sequence.stop()
 
     def _plan(self, now: float) -> None:

@@ -20,7 +20,6 @@ _WORKERS: Final = 8
 class CachedPrefix(Struct, frozen=True, gc=False):
     version: int  # of the weights that read it: an engine with others finds nothing
     tokens: int  # from the first one of the episode on
-    rollout_id: str = ""  # of the last turn that ended there
 
 
 #: By episode, then by session.
@@ -44,12 +43,12 @@ class CachedPrefixes:
             del self._episodes[next(iter(self._episodes))]
         return min(before.tokens, tokens) if before is not None and before.version == version else 0
 
-    def left(self, episode_id: str, tokens: int, rollout_id: str = "") -> None:
+    def left(self, episode_id: str, tokens: int) -> None:
         """Note that the episode's last worker stopped with so many tokens of a turn."""
         known = self._episodes.get(episode_id)
         if known:
             session_id = next(reversed(known))
-            known[session_id] = CachedPrefix(known[session_id].version, tokens, rollout_id)
+            known[session_id] = CachedPrefix(known[session_id].version, tokens)
 
     def forget(self, episode_id: str) -> None:
         """Note that the episode has no further turn."""

@@ -1,11 +1,11 @@
-"""Learns how fast a worker reads prompts: seconds of reading against reads and tokens, by weighted least squares.
+"""Learns how fast a worker reads prompts: the ratio of tokens to seconds, in which older reads fade.
 
-A read takes a part that does not depend on its length (the step under way, and the step that it would have cost anyway)
-and a part per token. Only the second one is what a longer prefix costs, and what keeps other rollouts waiting. It is
-known as well as the lengths of reads differ; until they do, the assumed speed counts.
+A read also takes a time that does not depend on its length, such as the rest of the step under way. It is not told
+apart: lengths that hardly differ do not say how much it is. So a worker of short reads counts as somewhat slower than
+a long one would find it, and never as faster than it was seen.
 
-Invariant: the sums are those of the last few hundred reads, older ones fading, and of one read that was assumed. Lost
-with the process; a few dozen reads teach it again.
+Invariant: the sums are those of the last few hundred reads, older ones fading, and of one read that was assumed, which
+does not fade. Both are positive. Lost with the process; a few dozen reads teach the speed again.
 """
 
 from typing import Final
@@ -18,48 +18,35 @@ _ASSUMED_TOKENS: Final = 512.0
 _SURPRISE: Final = 4.0
 #: Reads before anything surprises.
 _NOVICE_READS: Final = 16.0
-#: No engine reads a token in less, or needs longer.
-_LEAST_S: Final = 1e-7
-_MOST_S: Final = 1e-1
+#: Tokens/s: engines read neither slower nor faster.
+_SLOWEST: Final = 1e1
+_FASTEST: Final = 1e7
 
 
 class PrefillSpeed:
     """One worker's speed. `assumed`: tokens/s, as long as nothing is known."""
 
     def __init__(self, assumed: float) -> None:
+        self._assumed_s = _ASSUMED_TOKENS / min(_FASTEST, max(_SLOWEST, assumed))
         self._reads = self._tokens = self._seconds = 0.0
-        self._squares = _ASSUMED_TOKENS**2  # of tokens, each over its reads, as the next one
-        self._products = self._squares / assumed  # of tokens and seconds
-        self._read_s = 0.0  # of a read, whatever its length
-        self._token_s = 1.0 / assumed
 
     @property
     def tokens_per_s(self) -> float:
-        """What a token more costs, as its inverse."""
-        return 1.0 / self._token_s
+        """Positive and finite."""
+        return (_ASSUMED_TOKENS + self._tokens) / (self._assumed_s + self._seconds)
 
     def observe(self, reads: int, tokens: int, seconds: float) -> None:
         """Learn that so many prompts, of so many `tokens` not found in the cache, took so many `seconds` in all.
 
-        Sums over a span do: they weigh as much as their reads. Spans without a read are ignored.
+        Sums over a span do: they weigh as much as their tokens. Spans without a read are ignored.
         """
         if reads <= 0 or tokens <= 0 or not seconds > 0.0:
             return
+        least_s, most_s = tokens / _FASTEST, tokens / _SLOWEST
         if self._reads >= _NOVICE_READS:
-            expected = self._read_s * reads + self._token_s * tokens
-            seconds = min(_SURPRISE * expected, max(expected / _SURPRISE, seconds))
+            expected_s = tokens / self.tokens_per_s
+            least_s, most_s = max(least_s, expected_s / _SURPRISE), min(most_s, expected_s * _SURPRISE)
         fade = 1.0 - min(0.5, reads / _MEMORY_READS)
         self._reads = fade * self._reads + reads
         self._tokens = fade * self._tokens + tokens
-        self._seconds = fade * self._seconds + seconds
-        self._squares = fade * self._squares + tokens * tokens / reads
-        self._products = fade * self._products + tokens * seconds / reads
-        self._fit()
-
-    def _fit(self) -> None:
-        determinant = self._reads * self._squares - self._tokens**2
-        token_s = (self._reads * self._products - self._tokens * self._seconds) / determinant
-        self._read_s = (self._seconds - token_s * self._tokens) / self._reads
-        if self._read_s < 0.0 or determinant <= 0.0:  # no read has less than no costs of its own
-            self._read_s, token_s = 0.0, self._products / self._squares
-        self._token_s = min(_MOST_S, max(_LEAST_S, token_s))
+        self._seconds = fade * self._seconds + min(most_s, max(least_s, seconds))

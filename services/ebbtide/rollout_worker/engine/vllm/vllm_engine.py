@@ -19,6 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ebbtide import telemetry
 from ebbtide.errors import Internal, InvalidRequest
 from ebbtide.rollout_worker.engine import EngineFailed, EngineRequest, Shapes, TokenDelta, checkpoint_facts
 from ebbtide.rollout_worker.engine.measured_steps import EngineCapacity
@@ -39,6 +40,8 @@ from ebbtide.runtime import Aside
 from ebbtide.types.fleet import EngineInfo
 from ebbtide.types.rollout import FinishReason
 from ebbtide.weights import end_tokens
+
+log = telemetry.get_logger(__name__)
 
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
@@ -168,7 +171,13 @@ class VllmEngine:
             told = self._llm.engine_core.abort_requests_async([ENDED + name for name in names])
             task = asyncio.ensure_future(told)
             self._telling.add(task)
-            task.add_done_callback(self._telling.discard)
+            task.add_done_callback(self._told)
+
+    def _told(self, task: asyncio.Future[None]) -> None:
+        """A message that is lost costs room in the cache; `check` finds out if its engine died."""
+        self._telling.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.warning("the engine does not know which texts have ended", reason=str(error))
 
     def decode(self, token_ids: Sequence[int]) -> str:
         if self._tokenizer is None:

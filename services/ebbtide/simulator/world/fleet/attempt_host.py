@@ -105,7 +105,14 @@ class AttemptHost:
             prompt, length, prefix, after = self._store.response(rollout_id)
             self._lengths[rollout_id] = length
             self.engine.admit(
-                rollout_id, prompt=prompt, made=one.start, length=length, now=now, prefix=prefix, after=after
+                rollout_id,
+                prompt=prompt,
+                made=one.start,
+                length=length,
+                now=now,
+                prefix=prefix,
+                after=after,
+                text=one.rollout.episode_id,
             )
             self._tokens.moved += one.start
         self.look()
