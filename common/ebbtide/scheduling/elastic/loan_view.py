@@ -27,7 +27,7 @@ class LoanView(Struct, frozen=True, kw_only=True):
     devices: Sequence[LendableDevice]
     batch: float  # the most rollouts that a typical engine runs at once
     kv_tokens: float  # contexts that it has memory for
-    rate: Callable[[float], float]  # tokens/s of each of so many rollouts in a typical engine
+    rate: Callable[[float, float], float]  # tokens/s of each of so many rollouts of such a mean context in a typical one
     read_s: float  # to prefill one token
 
 

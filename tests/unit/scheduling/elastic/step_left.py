@@ -34,8 +34,8 @@ def left_of(groups: list[list[int]], made: int) -> list[GroupLeft]:
     ]
 
 
-def plain_rate(load: float) -> float:
-    """Tokens/s of each rollout: an engine's step takes 12 ms and 0.2 ms for each."""
+def plain_rate(load: float, _: float) -> float:
+    """Tokens/s of each rollout: an engine's step takes 12 ms and 0.2 ms for each, whatever its context."""
     return 1.0 / (0.012 + 0.0002 * load)
 
 
@@ -49,7 +49,7 @@ def view(
     off_s: float = 0.0,
     on_s: float = 0.0,
     busy: bool = True,
-    rate: Callable[[float], float] = plain_rate,
+    rate: Callable[[float, float], float] = plain_rate,
 ) -> LoanView:
     return LoanView(
         groups=groups,

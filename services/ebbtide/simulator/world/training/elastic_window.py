@@ -42,6 +42,8 @@ _FULL: Final = 0.9
 #: An engine is full if a rollout has waited in it for so long; else it may just read prompts.
 _WAITS_S: Final = 5.0
 _RATE: Final = 30.0
+#: Engines whose speeds stand for all.
+_SPEEDS: Final = 16
 #: An engine prefills about so many tokens per second while it also decodes. Workers do not report it.
 _READ_TOKENS_PER_S: Final = 20_000.0
 
@@ -186,13 +188,13 @@ class ElasticWindow(LoanWindow):
         return frozenset(name for name, one in self._state.sessions.items() if not self._is_local(one))
 
 
-def _typical(speeds: Sequence[tuple[object, float]]) -> Callable[[float], float]:
-    """The mean rate of engines whose speed is known, at their mean context."""
+def _typical(speeds: Sequence[tuple[object, float]]) -> Callable[[float, float], float]:
+    """The mean rate of engines whose speed is known."""
     known = [one for one, _ in speeds if isinstance(one, WorkerThroughput) and one.rate(1.0, 0.0) > 0]
-    context = fmean(context for _, context in speeds) if speeds else 0.0
+    known = known[:: -(-len(known) // _SPEEDS) or 1]
     if not known:
-        return lambda load: _RATE / max(1.0, load / _BATCH)
-    return lambda load: fmean(one.rate(load, context) for one in known)
+        return lambda load, _: _RATE / max(1.0, load / _BATCH)
+    return lambda load, context: fmean(one.rate(load, context) for one in known)
 
 
 def _prompt(episode_id: str) -> int:
