@@ -4,6 +4,7 @@ from random import Random
 from time import thread_time
 from typing import Final
 
+from ebbtide.scheduling.elastic.engine_pace import EnginePace
 from ebbtide.scheduling.elastic.group_lengths import GroupLeft
 from ebbtide.scheduling.elastic.loan_view import LendableDevice, LoanView
 from ebbtide.scheduling.elastic.window_planner import WindowPlanner
@@ -52,6 +53,6 @@ def _view(groups: list[list[int]], made: int) -> LoanView:
         devices=[LendableDevice(name=str(at)) for at in range(4)],
         batch=64.0,
         kv_tokens=400_000.0,
-        rate=lambda load, context: 1.0 / (0.012 + load * (0.0001 + 2e-8 * context)),
+        pace=EnginePace(step_s=0.012, rollout_s=0.0001, context_s=2e-8),
         read_s=1.0 / 20_000.0,
     )

@@ -26,7 +26,6 @@ from typing import Final
 
 import numpy as np
 
-from ebbtide.scheduling.elastic.engine_pace import EnginePace
 from ebbtide.scheduling.elastic.fading_quantiles import FadingQuantiles
 from ebbtide.scheduling.elastic.generation_forecast import EngineTerms, ForecastRollout, GenerationForecast, GroupEnds
 from ebbtide.scheduling.elastic.group_lengths import GroupLeft, GroupLengths
@@ -164,21 +163,19 @@ class _Forecasts:
         self._ready = view.ready_tokens
         context = fmean(one.context + 0.5 * one.rest for one in rollouts) if rollouts else 1.0  # until each ends
         batch = max(1.0, min(view.batch, view.kv_tokens / max(1.0, context)))
-        contexts = [one.context for one in rollouts] or [0.0]
-        pace = EnginePace(view.rate, batch=batch, contexts=(min(contexts), max(contexts) + context))
         self.local = sum(device.speed for device in view.devices)
         terms = EngineTerms(
             remote=view.remote,
             local=self.local,
             held=sum(device.speed for device in view.devices if device.busy),
             batch=batch,
-            pace=pace,
+            pace=view.pace,
             read_s=view.read_s,
         )
         self._forecast = GenerationForecast(rollouts, terms, weight=self._weight)
         self._found: dict[float, GroupEnds] = {}
-        full = max(1e-6, batch * view.rate(batch, context))
-        self.work_s = self._weight * sum(chain.from_iterable(rests)) / full
+        token_s = view.pace.seconds(batch, context) / batch  # of a full engine
+        self.work_s = self._weight * sum(chain.from_iterable(rests)) * token_s
         self.tokens = self._ready + float(self._tokens.sum())
 
     def mean_end_s(self, cut_s: float, off_s: float, token_s: Sequence[float], slower: Sequence[float]) -> float:
@@ -256,7 +253,7 @@ def _with_remote(view: LoanView, remote: float) -> LoanView:
         devices=view.devices,
         batch=view.batch,
         kv_tokens=view.kv_tokens,
-        rate=view.rate,
+        pace=view.pace,
         read_s=view.read_s,
     )
 

@@ -1,6 +1,6 @@
 """When the groups of a step are foreseen to be complete."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import inf
 from typing import NamedTuple
 
@@ -16,13 +16,9 @@ class Completed(NamedTuple):
     group: int
 
 
-def paced(rate: Callable[[float, float], float]) -> EnginePace:
-    return EnginePace(rate, batch=4.0, contexts=(0.0, 1_000.0))
-
-
 def terms(remote: float, local: float = 0.0, *, held: float = 0.0, read_s: float = 0.0) -> EngineTerms:
     """Engines of four rollouts that make ten tokens a second at any load."""
-    pace = paced(lambda _, __: 10.0)
+    pace = EnginePace(step_s=0.1, rollout_s=0.0)
     return EngineTerms(remote=remote, local=local, held=held, batch=4.0, pace=pace, read_s=read_s)
 
 
@@ -81,13 +77,13 @@ def test_a_rollout_that_stands_for_several_takes_their_room() -> None:
 
 
 def test_engines_are_faster_in_the_tail() -> None:
-    slowing = replace(terms(1.0), pace=paced(lambda load, _: 40.0 / load))
+    slowing = replace(terms(1.0), pace=EnginePace(step_s=0.0, rollout_s=1.0 / 40.0))
     done = forecast_groups(rollouts(100.0, 100.0, 100.0, 300.0), slowing, cut_s=0.0)
     assert done[-1].end_s == pytest.approx(10.0 + 200.0 / 40.0)
 
 
 def test_rollouts_slow_down_as_their_contexts_grow() -> None:
-    slowing = replace(terms(1.0), pace=paced(lambda _, context: 10.0 / (1.0 + context / 1_000.0)))
+    slowing = replace(terms(1.0), pace=EnginePace(step_s=0.1, rollout_s=0.0, context_s=1e-4))
     done = forecast_groups(rollouts(100.0, context=500.0), slowing, cut_s=0.0)
     assert done[-1].end_s == pytest.approx(10.0 * 1.55)  # by the mean of 500 and 600 tokens
 

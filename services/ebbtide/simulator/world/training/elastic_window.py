@@ -6,14 +6,14 @@ took.
 Invariant: `_step` is the step under way, once it was opened.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from itertools import chain
 from math import inf
-from statistics import fmean
 from typing import Final
 
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.worker_session import WorkerSession
-from ebbtide.scheduling.dispatch.throughput import WorkerThroughput
+from ebbtide.scheduling.elastic.engine_pace import fitted_pace
 from ebbtide.scheduling.elastic.fading_quantiles import FadingQuantiles
 from ebbtide.scheduling.elastic.group_lengths import GroupLeft
 from ebbtide.scheduling.elastic.loan_view import LendableDevice, LoanPlan, LoanView
@@ -33,7 +33,7 @@ _LATEST_S: Final = 10.0
 #: Lending again is thought about so often, and only once an engine elsewhere was lost: as long as the fleet stays, the
 #: window that just ended was the right one, and a better forecast is not worth another switch.
 _AGAIN_S: Final = 5.0
-#: Rollouts that an engine runs at once, and their speed, until the first one is full and known.
+#: Rollouts that an engine runs at once, until the first one is full and known.
 _BATCH: Final = 64.0
 #: Loads of full engines that are remembered, and the quantile that is taken for the most: some engines that are seen
 #: full have just lost a rollout, or run more than fit for a moment.
@@ -41,7 +41,6 @@ _LOADS: Final = 256
 _FULL: Final = 0.9
 #: An engine is full if a rollout has waited in it for so long; else it may just read prompts.
 _WAITS_S: Final = 5.0
-_RATE: Final = 30.0
 #: Engines whose speeds stand for all.
 _SPEEDS: Final = 16
 #: An engine prefills about so many tokens per second while it also decodes. Workers do not report it.
@@ -118,9 +117,9 @@ class ElasticWindow(LoanWindow):
         prompts, groups = self._groups(run, step)
         ready = step.lengths[step.learnt :]
         remote = [one for one in sessions if not self._is_local(one)]
-        speeds = [found for one in sessions if (found := self._decider.speed(one))[0] is not None]
+        speeds = [found for one in sessions if (found := self._decider.speed(one)[0]) is not None]
+        speeds = speeds[:: -(-len(speeds) // _SPEEDS) or 1]
         self._learn_batch(sessions)
-        typical = _typical(speeds)
         return LoanView(
             groups=groups,
             ready_tokens=sum(ready),
@@ -129,7 +128,7 @@ class ElasticWindow(LoanWindow):
             devices=self._devices(sessions),
             batch=self._batch.quantile(_FULL) if self._batch.known else _BATCH,
             kv_tokens=self._held.quantile(_FULL) if self._held.known else inf,
-            rate=typical,
+            pace=fitted_pace(list(chain.from_iterable(one.points() for one in speeds))),
             read_s=1.0 / _READ_TOKENS_PER_S,
         )
 
@@ -186,15 +185,6 @@ class ElasticWindow(LoanWindow):
 
     def _elsewhere(self) -> frozenset[str]:
         return frozenset(name for name, one in self._state.sessions.items() if not self._is_local(one))
-
-
-def _typical(speeds: Sequence[tuple[object, float]]) -> Callable[[float, float], float]:
-    """The mean rate of engines whose speed is known."""
-    known = [one for one, _ in speeds if isinstance(one, WorkerThroughput) and one.rate(1.0, 0.0) > 0]
-    known = known[:: -(-len(known) // _SPEEDS) or 1]
-    if not known:
-        return lambda load, _: _RATE / max(1.0, load / _BATCH)
-    return lambda load, context: fmean(one.rate(load, context) for one in known)
 
 
 def _prompt(episode_id: str) -> int:
