@@ -41,9 +41,10 @@ _MULTIPLES: Final = (0.6, 0.85, 1.0, 1.2, 1.5)
 _SHARES: Final = (0.03, 0.08, 0.16, 0.3)
 #: Halvings of the distance between the best window and its neighbours.
 _REFINEMENTS: Final = 3
-#: Until a step has taught lengths and training times, devices return when so large a share of the groups is complete:
-#: then the first gradients teach the rest.
-_UNTAUGHT: Final = 0.25
+#: Until a step has taught lengths and training times, training is taken to last as long as generation on the trainer's
+#: own engines would. Then the closed form leaves a share of 1 - n / N to the window. The first gradients need some
+#: groups, so the devices return when that share of them is complete, and at least this one.
+_UNTAUGHT: Final = 0.1
 #: A device is lent again only if the step ends sooner by so large a share of what is left of it: forecasts are not
 #: better than that.
 _WORTH: Final = 0.05
@@ -132,8 +133,9 @@ class WindowPlanner:
 
     def _untaught(self, view: LoanView) -> LoanPlan:
         groups = view.complete + len(view.groups)
-        back = view.remote > 0 and view.complete >= _UNTAUGHT * groups
-        at_s = 0.0 if back else inf
+        local = sum(device.speed for device in view.devices)
+        share = max(_UNTAUGHT, 1.0 - view.remote / local) if local > 0 else _UNTAUGHT
+        at_s = 0.0 if view.remote > 0 and view.complete >= share * groups else inf
         names = {device.name: at_s for device in view.devices}
         return LoanPlan(
             window_s=at_s, return_s=names, end_s=inf, closed_s=inf, generated_s=inf, why="no step has ended yet"
