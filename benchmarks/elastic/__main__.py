@@ -98,7 +98,9 @@ def _made_up(scratch: Path) -> list[Path]:
     return [write_trace(churn, scratch / name) for name, churn in made]
 
 
-def _runs(cases: Sequence[ElasticCase], policies: Sequence[str], oracles: Sequence[str]) -> list[tuple[ElasticCase, str]]:
+def _runs(
+    cases: Sequence[ElasticCase], policies: Sequence[str], oracles: Sequence[str]
+) -> list[tuple[ElasticCase, str]]:
     """What is simulated, the longest first."""
     runs = [(case, policy) for case in cases for policy in policies if policy != ORACLE or case.model in oracles]
     return sorted(runs, key=lambda one: one[1] != ORACLE)

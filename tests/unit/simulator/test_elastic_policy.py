@@ -82,6 +82,14 @@ def test_engines_that_are_lost_in_mid_step_are_made_up_for() -> None:
     assert outcome.unfinished == 0
 
 
+def test_spot_machines_that_do_not_make_steps_shorter_are_given_back() -> None:
+    kept, given = (simulated(lent(), spot(12), policy=ElasticPolicy(releases=releases)) for releases in (False, True))
+    paid_s = [sum(pool.machine_s for pool in one.pools if pool.pool == "spot") for one in (kept, given)]
+    assert paid_s[1] < 0.95 * paid_s[0]
+    assert lasted_s(given) < 1.03 * lasted_s(kept)
+    assert given.unfinished == given.tokens.lost == 0
+
+
 def test_a_sample_is_trained_on_once_its_whole_group_has_ended() -> None:
     step = WholeGroups(prompts=2, group=2, together=True).open(0)
     first, second, third, fourth = step.begin()

@@ -34,7 +34,9 @@ def test_no_part_of_a_step_is_negative() -> None:
 
 
 def test_a_single_observation_is_believed() -> None:
-    assert fitted_pace([ThroughputPoint(64.0, 0.03, 2_000.0, 1.0)]).seconds(64, 2_000.0) == pytest.approx(0.03, rel=0.01)
+    assert fitted_pace([ThroughputPoint(64.0, 0.03, 2_000.0, 1.0)]).seconds(64, 2_000.0) == pytest.approx(
+        0.03, rel=0.01
+    )
 
 
 def test_of_engines_that_were_never_seen_something_is_assumed() -> None:

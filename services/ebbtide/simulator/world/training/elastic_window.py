@@ -11,6 +11,8 @@ from itertools import chain
 from math import inf
 from typing import Final
 
+from msgspec import structs
+
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.scheduling.elastic.engine_pace import fitted_pace
@@ -24,6 +26,7 @@ from ebbtide.simulator.scenario.draws.machine_events import pool_of
 from ebbtide.simulator.world.ebbtide_policy import EbbtideDecider
 from ebbtide.simulator.world.training.simulated_driver import StepProgress
 from ebbtide.simulator.world.training.trainer_loan import LoanWindow
+from ebbtide.types.fleet import WorkerKind
 
 #: A window is decided again after this share of what is left of it, but neither sooner nor later than these bounds: the
 #: nearer its end, the more it hangs on what is left.
@@ -48,10 +51,12 @@ _READ_TOKENS_PER_S: Final = 20_000.0
 
 
 class ElasticWindow(LoanWindow):
-    """`lent`: the pool of the trainer's engines, so many of them as `engines`."""
+    """`lent`: the pool of the trainer's engines, so many of them as `engines`; `releases`: spot engines that are too many
+    are given back, one after each step.
+    """
 
-    def __init__(self, decider: EbbtideDecider, lent: str, engines: int) -> None:
-        self._decider, self._lent, self._engines = decider, lent, engines
+    def __init__(self, decider: EbbtideDecider, lent: str, engines: int, *, releases: bool = False) -> None:
+        self._decider, self._lent, self._engines, self._releases = decider, lent, engines, releases
         self._state = decider.coordinator.state
         self.planner = WindowPlanner()
         self._batch, self._held = FadingQuantiles(memory=_LOADS), FadingQuantiles(memory=_LOADS)
@@ -60,9 +65,10 @@ class ElasticWindow(LoanWindow):
         self._cut: tuple[float, float, frozenset[str]] | None = None  # when, the forecast of generation then, the fleet
         self._fleet = frozenset[str]()  # engines elsewhere when the devices were lent last
         self._asked_s = -inf
+        self._spare: bool | None = None  # one engine elsewhere is too many in the step under way; None: not asked yet
 
     def opened(self, step: StepProgress) -> None:
-        self._step = step
+        self._step, self._spare = step, None
 
     def open_s(self) -> float | None:
         return _SOONEST_S
@@ -72,6 +78,9 @@ class ElasticWindow(LoanWindow):
         if view is None:
             return _SOONEST_S
         self._plan = plan = self.planner.plan(view)
+        if self._releases and self._spare is None:  # the step has just begun: all of its work is there
+            whole = structs.replace(view, remote=float(len(self._elsewhere())))
+            self._spare = self.planner.surplus(whole, 1.0)
         if plan.window_s <= 0.5 * _SOONEST_S:
             return 0.0
         return min(max(_LOOK_SHARE * plan.window_s, _SOONEST_S), _LATEST_S, plan.window_s)
@@ -80,6 +89,13 @@ class ElasticWindow(LoanWindow):
         self._fleet = self._elsewhere()
         if self._plan is not None:
             self._cut = (self._state.clock(), self._plan.generated_s, self._elsewhere())
+
+    def surplus(self) -> str | None:
+        spots = [one for one in self._state.sessions.values() if one.hello.kind is WorkerKind.SPOT]
+        if not self._spare or len(spots) < 2:
+            return None
+        self._spare = False
+        return min(spots, key=lambda one: len(one.attempts)).worker_id
 
     def lends_again(self) -> bool:
         now = self._state.clock()
