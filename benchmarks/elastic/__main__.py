@@ -3,9 +3,9 @@
 Steps are simulated, with the code that decides live. The time of a decision and the error of streamed gradients are
 measured on this machine. Figures that need live loans and engines are null, with the reason.
 
-The recorded spot traces are looked for beside the checkout, in `shared/traces`; elsewhere name them by `--spot`. Without
-them traces are made up, and the file says `synthetic` of each. The oracle tries several windows of each step in copies of
-the world. That takes longer than all the rest, so a quick run asks it for one model only.
+The recorded spot traces are looked for beside the checkout, in `shared/traces`; elsewhere name them by `--spot`.
+Without them traces are made up, and the file says `synthetic` of each. The oracle tries several windows of each step in
+copies of the world. That takes longer than all the rest, so a quick run asks it for one model only.
 """
 
 import argparse

@@ -2,8 +2,8 @@
 
 The rule follows written notes on `verl/trainer/ppo/v1/trainer_separate_async.py` (verl 0.10), not that file itself. By
 the notes the devices are lent if what is to be waited for is worth more than a switch to rollouts and back, each as the
-mean of its last three. They are reclaimed once a share of the batch can be trained on. The share starts at 0.4, grows by
-0.05 after two steps in which the trainer waited, and falls by 0.03 after two in which it did not. Work under way on
+mean of its last three. They are reclaimed once a share of the batch can be trained on. The share starts at 0.4, grows
+by 0.05 after two steps in which the trainer waited, and falls by 0.03 after two in which it did not. Work under way on
 reclaimed devices is aborted, and begins again elsewhere.
 """
 

@@ -51,8 +51,8 @@ _READ_TOKENS_PER_S: Final = 20_000.0
 
 
 class ElasticWindow(LoanWindow):
-    """`lent`: the pool of the trainer's engines, so many of them as `engines`; `releases`: spot engines that are too many
-    are given back, one after each step.
+    """`lent`: the pool of the trainer's engines, so many of them as `engines`; `releases`: spot engines that are too
+    many are given back, one after each step.
     """
 
     def __init__(self, decider: EbbtideDecider, lent: str, engines: int, *, releases: bool = False) -> None:
