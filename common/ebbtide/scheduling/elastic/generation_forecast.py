@@ -57,7 +57,7 @@ class GroupEnds(NamedTuple):
 class _Course(NamedTuple):
     """The rollouts that end, in order. A level is the number of tokens that each running rollout has made since now."""
 
-    index: Numbers
+    rollout: Numbers
     end_s: Floats
     level: Floats
 
@@ -91,8 +91,8 @@ class GenerationForecast:
         else:
             whole = self._together()
             passed = int(np.searchsorted(whole.end_s, cut_s, side="right"))
-            before = _Course(whole.index[:passed], whole.end_s[:passed], whole.level[:passed])
-            after = self._after(whole, passed, cut_s) if passed < len(whole.index) else _none()
+            before = _Course(whole.rollout[:passed], whole.end_s[:passed], whole.level[:passed])
+            after = self._after(whole, passed, cut_s) if passed < len(whole.rollout) else _none()
         return self._complete(before, after)
 
     def _together(self) -> _Course:
@@ -103,7 +103,7 @@ class GenerationForecast:
             pace = terms.pace.by_running(len(self._rests), engines, self._weight)
             pool = _Pool(self._ends, self._bases, self._begun, pace, self._room(engines))
             self._whole = pool.run(np.flatnonzero(self._runs), np.flatnonzero(~self._runs), 0.0, 0.0)
-            self._rank[self._whole.index] = np.arange(len(self._whole.index))
+            self._rank[self._whole.rollout] = np.arange(len(self._whole.rollout))
         return self._whole
 
     def _after(self, whole: _Course, passed: int, cut_s: float) -> _Course:
@@ -144,7 +144,7 @@ class GenerationForecast:
         return max(1, round(self._terms.batch * engines / self._weight)) if engines > 0 else 0
 
     def _complete(self, before: _Course, after: _Course) -> GroupEnds:
-        index, end_s = np.concatenate([before.index, after.index]), np.concatenate([before.end_s, after.end_s])
+        index, end_s = np.concatenate([before.rollout, after.rollout]), np.concatenate([before.end_s, after.end_s])
         last = np.zeros(self._count)
         last[self._groups[index]] = end_s  # in order of time: the last one stays
         if len(index) < len(self._groups):
