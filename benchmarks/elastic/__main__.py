@@ -1,7 +1,11 @@
 """Compares windows of trainers that generate between their steps: `make bench-elastic`.
 
-Everything but the time of a decision is simulated, with the code that decides live. The figures of live loans,
-gradients and engines are null here, with the reason.
+Steps are simulated, with the code that decides live. The time of a decision and the error of streamed gradients are
+measured on this machine. Figures that need live loans and engines are null, with the reason.
+
+The recorded spot traces are looked for beside the checkout, in `shared/traces`; elsewhere name them by `--spot`.
+Without them traces are made up, and the file says `synthetic` of each. The oracle tries several windows of each step in
+copies of the world. That takes longer than all the rest, so a quick run asks it for one model only.
 """
 
 import argparse
@@ -21,9 +25,11 @@ import msgspec
 from benchmarks.arguments import count, output
 from benchmarks.conditions import conditions
 from benchmarks.elastic.decision_time import decision_times_ms
-from benchmarks.elastic.elastic_figures import SimulatedResult, figures, result_of, skipped
-from benchmarks.elastic.elastic_policies import COMPARED
+from benchmarks.elastic.elastic_figures import SimulatedResult, figures, further, result_of, skipped
+from benchmarks.elastic.elastic_policies import COMPARED, ORACLE
 from benchmarks.elastic.elastic_setting import MODELS, ElasticCase, simulation
+from benchmarks.elastic.streamed_gradient import streamed_gradient_error
+from benchmarks.elastic.window_oracle import TRIED
 from benchmarks.log_level import errors_only
 from benchmarks.synthetic import CALM, CHURNY, write_trace
 
@@ -33,6 +39,8 @@ _SPOT: Final = ("spot_aws_g4dn_24.csv", "spot_gcp_a100x1_64.csv")
 _OUT: Final = _ROOT / "benchmarks" / "results" / "elastic.json"
 #: Steps of a case. Twelve minutes on two cores are enough for the fewer ones.
 _STEPS, _QUICK_STEPS = 24, 8
+#: The model that the oracle is asked for in a quick run: the one of which the most is published.
+_ORACLES: Final = ("14b",)
 
 
 def main() -> None:
@@ -48,21 +56,29 @@ def main() -> None:
     for trace in options.spot or ():
         if not trace.is_file():
             parser.error(f"--spot: {trace} is not a file")
+    begin_s = time.monotonic()
     with TemporaryDirectory() as scratch:
-        traces = options.spot or _known_traces(Path(scratch))
+        known = known_traces()
+        traces = options.spot or known or _made_up(Path(scratch))
+        synthetic = not (options.spot or known)
         steps = options.steps or (_QUICK_STEPS if options.quick else _STEPS)
         cases = [ElasticCase(model, trace.resolve(), steps) for model in options.models for trace in traces]
-        results = _simulated(cases, options.policies, options.jobs)
+        runs = _runs(cases, options.policies, _ORACLES if options.quick else options.models)
+        results = _simulated(runs, options.jobs)
     times_ms = decision_times_ms()
-    found = figures(results, round(quantiles(times_ms, n=100)[98], 2))
+    found = figures(results, round(quantiles(times_ms, n=100)[98], 2), streamed_gradient_error())
     _print(results)
     report = {
         "kind": "simulation",
         "figures": found,
         "skipped": skipped(found),
-        "decision_ms": {"p50": round(quantiles(times_ms, n=100)[49], 2), "workers": 1000, "measured": "real"},
+        "traces": [{"name": trace.stem, "synthetic": synthetic} for trace in traces],
+        "oracle": {"models": sorted({one.model for one, policy in runs if policy == ORACLE}), "windows": TRIED},
+        "decision_ms": {"p50": round(quantiles(times_ms, n=100)[49], 2), "workers": 1000, "measured": "CPU time"},
         "policies": {name: one.what for name, one in COMPARED.items()},
+        "further": further(results),
         "results": msgspec.to_builtins(results),
+        "took_s": round(time.monotonic() - begin_s, 1),
         "conditions": conditions(),
     }
     options.out.parent.mkdir(parents=True, exist_ok=True)
@@ -71,19 +87,30 @@ def main() -> None:
     print(f"written to {options.out}")
 
 
-def _known_traces(scratch: Path) -> list[Path]:
-    """The recorded traces, if they are there; else made-up ones."""
+def known_traces() -> list[Path]:
+    """The recorded traces, if all of them are there."""
     found = [_TRACES / name for name in _SPOT]
-    if all(path.is_file() for path in found):
-        return found
-    return [write_trace(churn, scratch / name) for name, churn in (("calm.csv", CALM), ("churny.csv", CHURNY))]
+    return found if all(path.is_file() for path in found) else []
 
 
-def _simulated(cases: Sequence[ElasticCase], policies: Sequence[str], jobs: int) -> list[SimulatedResult]:
+def _made_up(scratch: Path) -> list[Path]:
+    made = (("synthetic_calm.csv", CALM), ("synthetic_churny.csv", CHURNY))
+    return [write_trace(churn, scratch / name) for name, churn in made]
+
+
+def _runs(
+    cases: Sequence[ElasticCase], policies: Sequence[str], oracles: Sequence[str]
+) -> list[tuple[ElasticCase, str]]:
+    """What is simulated, the longest first."""
+    runs = [(case, policy) for case in cases for policy in policies if policy != ORACLE or case.model in oracles]
+    return sorted(runs, key=lambda one: one[1] != ORACLE)
+
+
+def _simulated(runs: Sequence[tuple[ElasticCase, str]], jobs: int) -> list[SimulatedResult]:
     with ProcessPoolExecutor(jobs) as pool:
-        runs = [pool.submit(_simulate, case, policy) for case in cases for policy in policies]
+        under_way = [pool.submit(_simulate, case, policy) for case, policy in runs]
         results = []
-        for run in as_completed(runs):
+        for run in as_completed(under_way):
             one = run.result()
             results.append(one)
             print(f"{one.case}: {one.policy} makes {one.tokens_per_s:.0f} tokens/s ({one.cpu_s} s)", file=sys.stderr)

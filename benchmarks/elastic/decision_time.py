@@ -1,9 +1,10 @@
-"""Measures how long a window's decision takes for a fleet of a thousand workers."""
+"""Measures how much of a processor a window's decision takes for a fleet of a thousand workers."""
 
 from random import Random
-from time import perf_counter
+from time import thread_time
 from typing import Final
 
+from ebbtide.scheduling.elastic.engine_pace import EnginePace
 from ebbtide.scheduling.elastic.group_lengths import GroupLeft
 from ebbtide.scheduling.elastic.loan_view import LendableDevice, LoanView
 from ebbtide.scheduling.elastic.window_planner import WindowPlanner
@@ -15,16 +16,16 @@ _DECISIONS: Final = 300
 
 
 def decision_times_ms(decisions: int = _DECISIONS) -> list[float]:
-    """Milliseconds of each decision, at moments all over a step."""
+    """Milliseconds of the processor for each decision, at moments all over a step."""
     draw, planner, times = Random(0), WindowPlanner(), list[float]()
     planner.lengths.step_ended([_lengths(draw) for _ in range(512)])
     planner.trained(5_000_000, 400.0)
     groups = [_lengths(draw) for _ in range(_GROUPS)]
     for decision in range(decisions):
         view = _view(groups, made=_CAP * decision // (2 * decisions))
-        begin_s = perf_counter()
+        begin_s = thread_time()
         planner.plan(view)
-        times.append(1e3 * (perf_counter() - begin_s))
+        times.append(1e3 * (thread_time() - begin_s))
     return times
 
 
@@ -52,6 +53,6 @@ def _view(groups: list[list[int]], made: int) -> LoanView:
         devices=[LendableDevice(name=str(at)) for at in range(4)],
         batch=64.0,
         kv_tokens=400_000.0,
-        rate=lambda load: 1.0 / (0.012 + 0.0002 * load),
+        pace=EnginePace(step_s=0.012, rollout_s=0.0001, context_s=2e-8),
         read_s=1.0 / 20_000.0,
     )

@@ -1,7 +1,8 @@
 """Finds the best window of each step by trying several in copies of the simulated world.
 
 The copies are made by fork at the step's opening, so each tried window meets the very fleet and work that will come.
-Placement and streaming are Ebbtide's. The choice is the best one for each step by itself.
+Placement and streaming are Ebbtide's. The choice is the best one for each step by itself, of `TRIED` windows: a finer
+search would find a little more.
 """
 
 import os
@@ -15,8 +16,10 @@ from ebbtide.simulator.world.training.step_rounds import Rounds, WholeGroups
 from ebbtide.simulator.world.training.trainer_loan import LoanWindow
 from ebbtide.simulator.world.virtual_coordinator import Decider, VirtualCoordinator
 
-#: Windows that are tried, as multiples of the last step's best one; then two between the best and its neighbours.
-_MULTIPLES: Final = (0.0, 0.3, 0.6, 0.8, 1.0, 1.25, 1.6, 2.5)
+#: Windows that are tried, as multiples of the last step's best one; then those between the best and its neighbours.
+_MULTIPLES: Final = (0.0, 0.6, 1.0, 1.6, 2.6)
+#: The most windows of a step that are tried.
+TRIED: Final = len(_MULTIPLES) + 2
 #: The middle of the windows that are tried in the first step, in seconds.
 _FIRST_S: Final = 150.0
 #: Multiples are taken of no less than this.

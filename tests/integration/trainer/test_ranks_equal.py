@@ -4,10 +4,7 @@ file."""
 import asyncio
 import json
 import logging
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +16,6 @@ import torch
 from ebbtide.auth.security import ClientSecurity
 from ebbtide.client.relay_client import RelayClient
 from ebbtide.client.service_peer import ServicePeer
-from ebbtide.free_ports import free_port
 from ebbtide.trainer import training_checkpoint
 from ebbtide.trainer.learning.network import load_network, load_tokenizer, save_network
 from ebbtide.trainer.training_checkpoint import CheckpointError
@@ -28,16 +24,13 @@ from ebbtide.weights import Signer
 from tests.integration.client.reader import Reader
 from tests.integration.trainer.conftest import TOKEN, Program
 from tests.integration.trainer.fixed_training import RUN, SEED, Held, Job, alone, make_spec, weights
+from tests.integration.trainer.streamed_gradients import ORDERS, Told, gradient, streamed_job, together
 from tests.integration.weight_relay.signed_relay import SignedRelay
 
 #: Of the sums of rounding errors in float32, over ten steps.
 TOLERANCE = 1e-4
 #: Of the norm of the difference to that of the gradient, in float32, where groups are streamed.
 GRADIENT_TOLERANCE = 1e-5
-#: Seeds of the orders in which groups are streamed; None: the whole batch at once.
-ORDERS = (None, 1, 2)
-
-Told = list[dict[str, float]]
 log = logging.getLogger(__name__)  # what was measured: --log-cli-level=info
 
 
@@ -59,29 +52,6 @@ def relay(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     program.end()
 
 
-def together(jobs: list[Job], folder: Path) -> list[Told]:
-    """The jobs on two ranks, and what rank 0 was told of each."""
-    file = folder / "jobs.json"
-    file.write_bytes(msgspec.json.encode(jobs))
-    script = [sys.executable, str(Path(__file__).with_name("fixed_training.py")), str(file)]
-    common = {
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-    common |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[3])}
-    ranks = [subprocess.Popen(script, env=os.environ | common | {"RANK": str(rank)}) for rank in range(2)]
-    try:
-        assert [rank.wait(110) for rank in ranks] == [0, 0]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    told: list[Told] = json.loads(file.with_suffix(".told").read_text())
-    return told
-
-
 def tied_model(model: Path, folder: Path) -> Path:
     """The model with one tensor for embedding and head."""
     network, tokenizer = load_network(model), load_tokenizer(model)
@@ -89,21 +59,6 @@ def tied_model(model: Path, folder: Path) -> Path:
     network.tie_weights()
     save_network(network, tokenizer, folder / "tied")
     return folder / "tied"
-
-
-def streamed_job(model: Path, folder: Path, ranks: str, order: int | None) -> Job:
-    """A step on unclipped gradients, without the KL term, which cannot be streamed."""
-    spec = make_spec(model, minibatches=1, kl_coefficient=0.0, max_grad_norm=1e9)
-    name = str(folder / f"{ranks}-streamed-{order}")
-    return Job(spec=spec, folder=name, steps=(0, 1), saves=(1,), groups=12, order=order)
-
-
-def gradient(trained: Trained, name: str, model: Path) -> torch.Tensor:
-    """A first step's gradient, times a constant: as the optimiser begins with averages of 0, it is the average then."""
-    parameters = list(load_network(model).parameters())
-    _, state = training_checkpoint.read_state(trained.folder / name / "step-000001", run_id=RUN, parameters=parameters)
-    found = state["optimizer"]["state"]
-    return torch.cat([found[number]["exp_avg"].double().flatten() for number in range(len(parameters))])
 
 
 @pytest.fixture(scope="module")
@@ -190,9 +145,9 @@ def test_so_do_tied_weights_and_bfloat16_within_its_rounding(what: str, toleranc
 
 @pytest.mark.timeout(240)
 def test_streamed_gradients_equal_those_of_the_batch_on_one_rank_and_on_two(trained: Trained, tiny_model: Path) -> None:
-    batch, errors = gradient(trained, "one-streamed-None", tiny_model), dict[str, float]()
+    batch, errors = gradient(trained.folder, "one-streamed-None", tiny_model), dict[str, float]()
     for name in (f"{ranks}-streamed-{order}" for ranks in ("one", "two") for order in ORDERS):
-        errors[name] = float((gradient(trained, name, tiny_model) - batch).norm() / batch.norm())
+        errors[name] = float((gradient(trained.folder, name, tiny_model) - batch).norm() / batch.norm())
         for value in ("loss", "grad_norm", "entropy", "logprob_gap", "importance_weight", "tokens", "taught"):
             assert worst(trained.told[name], trained.told["one-streamed-None"], value) < TOLERANCE, (name, value)
     log.info("relative error of streamed gradients: %s", errors)

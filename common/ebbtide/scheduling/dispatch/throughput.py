@@ -10,7 +10,7 @@ context, older observations fading. Lost with the process; a second at each conc
 
 from bisect import bisect_left
 from math import log2
-from typing import Final
+from typing import Final, NamedTuple
 
 from msgspec import Struct
 
@@ -37,6 +37,17 @@ class _Bin(Struct):
     seconds_per_token: float
     context: float
     weight_s: float
+
+
+class ThroughputPoint(NamedTuple):
+    """What was seen of a worker at a range of concurrency: means of it, of the time between two tokens of a rollout in
+    seconds, and of the context in tokens; the seconds for which it was seen, as far as they still count.
+    """
+
+    running: float
+    token_s: float
+    context: float
+    seen_s: float
 
 
 class WorkerThroughput:
@@ -88,6 +99,10 @@ class WorkerThroughput:
         if running not in self._known:
             self._known[running] = self._rate(running, context)
         return self._known[running]
+
+    def points(self) -> list[ThroughputPoint]:
+        """What was seen, at each range of concurrency."""
+        return [ThroughputPoint(one.running, one.seconds_per_token, one.context, one.weight_s) for one in self._bins]
 
     def plateau(self, context: float) -> int:
         """The fewest rollouts with nearly the highest throughput, if it was seen not to grow further; else 0."""

@@ -1,9 +1,10 @@
 """Describes a step under way and the devices that may be lent to it, as window decisions see them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from msgspec import Struct
 
+from ebbtide.scheduling.elastic.engine_pace import EnginePace
 from ebbtide.scheduling.elastic.group_lengths import GroupLeft
 
 
@@ -27,7 +28,7 @@ class LoanView(Struct, frozen=True, kw_only=True):
     devices: Sequence[LendableDevice]
     batch: float  # the most rollouts that a typical engine runs at once
     kv_tokens: float  # contexts that it has memory for
-    rate: Callable[[float], float]  # tokens/s of each of so many rollouts in a typical engine
+    pace: EnginePace  # of a typical engine
     read_s: float  # to prefill one token
 
 

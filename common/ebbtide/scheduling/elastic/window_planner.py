@@ -24,13 +24,10 @@ from math import inf
 from statistics import fmean
 from typing import Final
 
+import numpy as np
+
 from ebbtide.scheduling.elastic.fading_quantiles import FadingQuantiles
-from ebbtide.scheduling.elastic.generation_forecast import (
-    CompletedGroup,
-    EngineTerms,
-    ForecastRollout,
-    forecast_groups,
-)
+from ebbtide.scheduling.elastic.generation_forecast import EngineTerms, ForecastRollout, GenerationForecast, GroupEnds
 from ebbtide.scheduling.elastic.group_lengths import GroupLeft, GroupLengths
 from ebbtide.scheduling.elastic.loan_view import LoanPlan, LoanView
 
@@ -44,9 +41,10 @@ _MULTIPLES: Final = (0.6, 0.85, 1.0, 1.2, 1.5)
 _SHARES: Final = (0.03, 0.08, 0.16, 0.3)
 #: Halvings of the distance between the best window and its neighbours.
 _REFINEMENTS: Final = 3
-#: Until a step has taught lengths and training times, devices return when so large a share of the groups is complete:
-#: then the first gradients teach the rest.
-_UNTAUGHT: Final = 0.25
+#: Until a step has taught lengths and training times, training is taken to last as long as generation on the trainer's
+#: own engines would. Then the closed form leaves a share of 1 - n / N to the window. The first gradients need some
+#: groups, so the devices return when that share of them is complete, and at least this one.
+_UNTAUGHT: Final = 0.1
 #: A device is lent again only if the step ends sooner by so large a share of what is left of it: forecasts are not
 #: better than that.
 _WORTH: Final = 0.05
@@ -135,8 +133,9 @@ class WindowPlanner:
 
     def _untaught(self, view: LoanView) -> LoanPlan:
         groups = view.complete + len(view.groups)
-        back = view.remote > 0 and view.complete >= _UNTAUGHT * groups
-        at_s = 0.0 if back else inf
+        local = sum(device.speed for device in view.devices)
+        share = max(_UNTAUGHT, 1.0 - view.remote / local) if local > 0 else _UNTAUGHT
+        at_s = 0.0 if view.remote > 0 and view.complete >= share * groups else inf
         names = {device.name: at_s for device in view.devices}
         return LoanPlan(
             window_s=at_s, return_s=names, end_s=inf, closed_s=inf, generated_s=inf, why="no step has ended yet"
@@ -144,60 +143,65 @@ class WindowPlanner:
 
     def _end_s(self, step: "_Forecasts", cut_s: float, off_s: float) -> float:
         """The mean end of the step, over what both sides may take."""
-        ends = [
-            step.end_s(cut_s, off_s, self._token_s.quantile(training), self._errors.quantile(generation))
-            for training, generation in zip(_WEIGHED, reversed(_WEIGHED), strict=True)
-        ]
-        ends += [
-            step.end_s(cut_s, off_s, self._token_s.quantile(share), self._errors.quantile(share)) for share in _WEIGHED
-        ]
-        return sum(ends) / len(ends)
+        token_s = [self._token_s.quantile(share) for share in _WEIGHED]
+        slower = [self._errors.quantile(share) for share in _WEIGHED]
+        return step.mean_end_s(cut_s, off_s, token_s + token_s, slower[::-1] + slower)
 
 
 class _Forecasts:
-    """Forecasts of one step, by the window. Invariant: `_ends` has those that were asked for."""
+    """Forecasts of one step, by the window. Invariant: `_found` has those that were asked for."""
 
     def __init__(self, view: LoanView, lengths: GroupLengths) -> None:
         self._weight = max(1.0, len(view.groups) / _SAMPLE)
         sampled = _evenly(view.groups, _SAMPLE)
         rests = [lengths.rests(group, place) for place, group in enumerate(sampled)]
-        self._rollouts = [
+        rollouts = [
             one
             for number, (group, left) in enumerate(zip(sampled, rests, strict=True))
             for one in _rollouts(group, number, left)
         ]
-        self._tokens = [_tokens(group, left) for group, left in zip(sampled, rests, strict=True)]
+        groups = [_tokens(group, left) for group, left in zip(sampled, rests, strict=True)]
+        self._tokens = np.array(groups) * self._weight
         self._ready = view.ready_tokens
-        contexts = [one.context + 0.5 * one.rest for one in self._rollouts]  # on average over what is left of each
-        batch = max(1.0, min(view.batch, view.kv_tokens / max(1.0, fmean(contexts or [1.0]))))
+        context = fmean(one.context + 0.5 * one.rest for one in rollouts) if rollouts else 1.0  # until each ends
+        batch = max(1.0, min(view.batch, view.kv_tokens / max(1.0, context)))
         self.local = sum(device.speed for device in view.devices)
-        self._terms = EngineTerms(remote=view.remote, local=self.local, batch=batch, rate=view.rate, read_s=view.read_s)
-        self._ends: dict[float, list[CompletedGroup]] = {}
-        full = max(1e-6, batch * view.rate(batch))
-        self.work_s = self._weight * sum(chain.from_iterable(rests)) / full
-        self.tokens = self._ready + self._weight * sum(self._tokens)
+        terms = EngineTerms(
+            remote=view.remote,
+            local=self.local,
+            held=sum(device.speed for device in view.devices if device.busy),
+            batch=batch,
+            pace=view.pace,
+            read_s=view.read_s,
+        )
+        self._forecast = GenerationForecast(rollouts, terms, weight=self._weight)
+        self._found: dict[float, GroupEnds] = {}
+        token_s = view.pace.seconds(batch, context) / batch  # of a full engine
+        self.work_s = self._weight * sum(chain.from_iterable(rests)) * token_s
+        self.tokens = self._ready + float(self._tokens.sum())
 
-    def end_s(self, cut_s: float, off_s: float, token_s: float, slower: float) -> float:
-        """When the last gradient is computed. `slower`: so many times as long as forecast does generation take behind
-        the cut.
+    def mean_end_s(self, cut_s: float, off_s: float, token_s: Sequence[float], slower: Sequence[float]) -> float:
+        """When the last gradient is computed, in the mean over pairs of the time for a token's gradient, and of the
+        factor by which generation behind the cut takes longer than forecast.
         """
-        after_s, end_s = 0.0, 0.0
-        for done in reversed(self._completions(cut_s)):
-            after_s += self._weight * self._tokens[done.group] * token_s
-            behind_s = max(0.0, done.end_s - cut_s)
-            end_s = max(end_s, min(cut_s, done.end_s) + slower * behind_s + after_s)
-        back_s = min(cut_s, self.generated_s(cut_s)) + off_s
-        return max(end_s, back_s + after_s + self._ready * token_s)
+        done, per_token = self._completions(cut_s), np.array(token_s)
+        after = np.cumsum(self._tokens[done.group][::-1])[::-1]  # tokens of groups that complete then, or later
+        ends = min(cut_s, self.generated_s(cut_s)) + off_s + (float(self._tokens.sum()) + self._ready) * per_token
+        if len(after):
+            before_s = np.minimum(done.end_s, cut_s)
+            behind_s = np.maximum(done.end_s - before_s, 0.0) if cut_s < inf else np.zeros(len(after))
+            each = before_s + np.outer(slower, behind_s) + np.outer(per_token, after)
+            ends = np.maximum(ends, each.max(axis=1))
+        return float(ends.mean())
 
     def generated_s(self, cut_s: float) -> float:
         done = self._completions(cut_s)
-        return done[-1].end_s if done else 0.0
+        return float(done.end_s[-1]) if len(done.end_s) else 0.0
 
-    def _completions(self, cut_s: float) -> Sequence[CompletedGroup]:
-        found = self._ends.get(cut_s)
+    def _completions(self, cut_s: float) -> GroupEnds:
+        found = self._found.get(cut_s)
         if found is None:
-            found = forecast_groups(self._rollouts, self._terms, cut_s=cut_s, weight=self._weight)
-            self._ends[cut_s] = found
+            found = self._found[cut_s] = self._forecast.groups(cut_s)
         return found
 
 
@@ -251,7 +255,7 @@ def _with_remote(view: LoanView, remote: float) -> LoanView:
         devices=view.devices,
         batch=view.batch,
         kv_tokens=view.kv_tokens,
-        rate=view.rate,
+        pace=view.pace,
         read_s=view.read_s,
     )
 

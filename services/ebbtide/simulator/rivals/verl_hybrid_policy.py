@@ -1,9 +1,10 @@
 """Lends a trainer's devices by verl's hybrid rule: all or none, until enough samples are there for a step.
 
-The rule is that of `verl/trainer/ppo/v1/trainer_separate_async.py` (verl 0.10), by reading: the devices are lent if
-what is to be waited for is worth more than the mean of the last three switches, and reclaimed once a share of the batch
-can be trained on. The share starts at 0.4, grows by 0.05 after two steps in which the trainer waited, and falls by 0.03
-after two in which it did not. Work under way on reclaimed devices is aborted, and begins again elsewhere.
+The rule follows written notes on `verl/trainer/ppo/v1/trainer_separate_async.py` (verl 0.10), not that file itself. By
+the notes the devices are lent if what is to be waited for is worth more than a switch to rollouts and back, each as the
+mean of its last three. They are reclaimed once a share of the batch can be trained on. The share starts at 0.4, grows
+by 0.05 after two steps in which the trainer waited, and falls by 0.03 after two in which it did not. Work under way on
+reclaimed devices is aborted, and begins again elsewhere.
 """
 
 from collections import deque
@@ -63,9 +64,10 @@ class VerlHybridWindow(LoanWindow):
 class VerlHybridPolicy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """verl's placement of whole groups in turn, and its hybrid rule for the pool of kind "trainer".
 
-    Strictly on-policy: only samples of the step under way can be trained on. Switches that cost next to nothing, as
-    here, are always worth it, so the devices are lent in each step. Gradients are computed group by group, which is to
-    the rule's advantage.
+    Strictly on-policy: only samples of the step under way can be trained on. A switch takes the seconds in which the
+    pool's engines wake and sleep. They are few beside the wait at a step's opening, when nothing can be trained on yet.
+    So the rule's comparison would always lend, and is left out: the devices are lent in each step. Gradients are
+    computed group by group, which is to the rule's advantage.
     """
 
     @property

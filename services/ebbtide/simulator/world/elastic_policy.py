@@ -19,6 +19,7 @@ class ElasticPolicy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """
 
     plans: bool = True  # else the window is the pool's
+    releases: bool = False  # spot machines that do not make steps shorter are given back, and do not come again
 
     @property
     def stream_batch(self) -> int | None:
@@ -33,4 +34,4 @@ class ElasticPolicy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def window(self, decider: Decider, lent: MachinePool) -> LoanWindow:
         if not self.plans:
             return FixedWindow(lent.window_s)
-        return ElasticWindow(cast("EbbtideDecider", decider), lent.name, lent.workers or 1)
+        return ElasticWindow(cast("EbbtideDecider", decider), lent.name, lent.workers or 1, releases=self.releases)

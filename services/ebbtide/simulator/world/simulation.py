@@ -125,6 +125,7 @@ class Simulation:
         self._pulls.add_run(name, self._profiles.weights(run))
 
         def announce(version: int, step: int) -> None:
+            self._give_back(self._loans[name].window.surplus())
             self._coordinator.announce(name, version, step)
             driver.announced(version, step)
 
@@ -156,6 +157,11 @@ class Simulation:
         model = next((pool.engine for pool in self._scenario.fleet), "")
         account = RunAccount(name=name, model=model, max_tokens=run.cap, share=run.share)
         self._coordinator.add_run(account, driver)
+
+    def _give_back(self, machine: str | None) -> None:
+        for pool in self._pools.values():
+            if machine is not None and pool.pool.kind == "spot" and machine in pool.present:
+                pool.lose(machine, silently=False)
 
     def _turns(self, run: TrainingRun, sample: Sample) -> Sequence[Turn]:
         step, prompt = divmod(sample.prompt, run.prompts)

@@ -1,9 +1,9 @@
 """Steps under way, made up for window decisions."""
 
-from collections.abc import Callable
 from math import exp, sqrt
 from random import Random
 
+from ebbtide.scheduling.elastic.engine_pace import EnginePace
 from ebbtide.scheduling.elastic.group_lengths import GroupLeft
 from ebbtide.scheduling.elastic.loan_view import LendableDevice, LoanView
 
@@ -34,9 +34,8 @@ def left_of(groups: list[list[int]], made: int) -> list[GroupLeft]:
     ]
 
 
-def plain_rate(load: float) -> float:
-    """Tokens/s of each rollout: an engine's step takes 12 ms and 0.2 ms for each."""
-    return 1.0 / (0.012 + 0.0002 * load)
+#: An engine's step takes 12 ms and 0.2 ms for each rollout, whatever its context.
+PLAIN = EnginePace(step_s=0.012, rollout_s=0.0002)
 
 
 def view(
@@ -49,7 +48,6 @@ def view(
     off_s: float = 0.0,
     on_s: float = 0.0,
     busy: bool = True,
-    rate: Callable[[float], float] = plain_rate,
 ) -> LoanView:
     return LoanView(
         groups=groups,
@@ -59,6 +57,6 @@ def view(
         devices=[LendableDevice(name=str(at), on_s=on_s, off_s=off_s, busy=busy) for at in range(devices)],
         batch=64.0,
         kv_tokens=400_000.0,
-        rate=rate,
+        pace=PLAIN,
         read_s=1.0 / 20_000.0,
     )

@@ -1,15 +1,32 @@
 """When the groups of a step are foreseen to be complete."""
 
+from collections.abc import Sequence
 from math import inf
+from typing import NamedTuple
 
 import pytest
+from msgspec.structs import replace
 
-from ebbtide.scheduling.elastic.generation_forecast import EngineTerms, ForecastRollout, forecast_groups
+from ebbtide.scheduling.elastic.engine_pace import EnginePace
+from ebbtide.scheduling.elastic.generation_forecast import EngineTerms, ForecastRollout, GenerationForecast
 
 
-def terms(remote: float, local: float = 0.0, *, batch: float = 4.0, read_s: float = 0.0) -> EngineTerms:
-    """Engines whose rollouts make ten tokens a second at any load."""
-    return EngineTerms(remote=remote, local=local, batch=batch, rate=lambda _: 10.0, read_s=read_s)
+class Completed(NamedTuple):
+    end_s: float
+    group: int
+
+
+def terms(remote: float, local: float = 0.0, *, held: float = 0.0, read_s: float = 0.0) -> EngineTerms:
+    """Engines of four rollouts that make ten tokens a second at any load."""
+    pace = EnginePace(step_s=0.1, rollout_s=0.0)
+    return EngineTerms(remote=remote, local=local, held=held, batch=4.0, pace=pace, read_s=read_s)
+
+
+def forecast_groups(
+    rollouts: Sequence[ForecastRollout], terms: EngineTerms, *, cut_s: float, weight: float = 1.0
+) -> list[Completed]:
+    done = GenerationForecast(rollouts, terms, weight=weight).groups(cut_s)
+    return [Completed(*one) for one in zip(done.end_s.tolist(), done.group.tolist(), strict=True)]
 
 
 def rollouts(*rests: float, context: float = 0.0) -> list[ForecastRollout]:
@@ -60,6 +77,30 @@ def test_a_rollout_that_stands_for_several_takes_their_room() -> None:
 
 
 def test_engines_are_faster_in_the_tail() -> None:
-    slowing = EngineTerms(remote=1.0, local=0.0, batch=4.0, rate=lambda load: 40.0 / load)
+    slowing = replace(terms(1.0), pace=EnginePace(step_s=0.0, rollout_s=1.0 / 40.0))
     done = forecast_groups(rollouts(100.0, 100.0, 100.0, 300.0), slowing, cut_s=0.0)
     assert done[-1].end_s == pytest.approx(10.0 + 200.0 / 40.0)
+
+
+def test_rollouts_slow_down_as_their_contexts_grow() -> None:
+    slowing = replace(terms(1.0), pace=EnginePace(step_s=0.1, rollout_s=0.0, context_s=1e-4))
+    done = forecast_groups(rollouts(100.0, context=500.0), slowing, cut_s=0.0)
+    assert done[-1].end_s == pytest.approx(10.0 * 1.55)  # by the mean of 500 and 600 tokens
+
+
+def test_devices_that_return_at_once_leave_their_share_to_the_others_too() -> None:
+    running = [ForecastRollout(100.0, group, 150.0, running=True) for group in range(4)]
+    elsewhere = forecast_groups(running, terms(1.0, 1.0, read_s=0.01), cut_s=0.0)
+    on_them = forecast_groups(running, terms(1.0, 1.0, held=1.0, read_s=0.01), cut_s=0.0)
+    assert on_them[-1].end_s - elsewhere[-1].end_s == pytest.approx(2 * 150.0 * 0.01)
+
+
+@pytest.mark.parametrize("cut_s", [0.0, 3.0, 7.0, 16.0, 40.0])
+def test_forecasts_of_one_step_do_not_depend_on_those_before(cut_s: float) -> None:
+    mixed = [ForecastRollout(40.0 + 13.0 * at, at // 2, 50.0, running=at < 6) for at in range(24)]
+    shared = GenerationForecast(mixed, terms(1.0, 1.0, held=1.0, read_s=0.002))
+    for other_s in (inf, 5.0, 0.0, 20.0):
+        shared.groups(other_s)
+    alone = GenerationForecast(mixed, terms(1.0, 1.0, held=1.0, read_s=0.002)).groups(cut_s)
+    assert shared.groups(cut_s).end_s.tolist() == alone.end_s.tolist()
+    assert shared.groups(cut_s).group.tolist() == alone.group.tolist()

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from math import inf
 from random import Random
-from time import perf_counter
+from statistics import median
+from time import thread_time
 
 import pytest
 from msgspec.structs import replace
@@ -142,11 +143,20 @@ def test_before_anything_is_learnt_the_first_complete_groups_end_the_window() ->
     assert fresh.plan(view(left, remote=2.0, complete=len(left))).window_s == 0.0
 
 
-def test_a_plan_takes_some_milliseconds_however_many_groups_there_are(planner: WindowPlanner) -> None:
+def test_before_anything_is_learnt_few_engines_elsewhere_keep_the_devices_for_longer() -> None:
+    fresh, left = WindowPlanner(), left_of(drawn_groups(Random(11)), 2_000)
+    half = len(left)  # of all groups
+    assert fresh.plan(view(left, remote=1.0, complete=half)).window_s == inf
+    assert fresh.plan(view(left, remote=3.0, complete=half)).window_s == 0.0
+
+
+def test_a_plan_takes_less_than_ten_milliseconds_of_a_processor_however_many_groups_there_are(
+    planner: WindowPlanner,
+) -> None:
     shown = view(left_of(drawn_groups(Random(12), groups=8_000), 2_000), remote=996.0)
     took_s = []
-    for _ in range(5):
-        begin_s = perf_counter()
+    for _ in range(20):
+        begin_s = thread_time()
         planner.plan(shown)
-        took_s.append(perf_counter() - begin_s)
-    assert min(took_s) < 0.1
+        took_s.append(thread_time() - begin_s)
+    assert median(took_s) < 0.01

@@ -1,10 +1,12 @@
-"""Adapts the window as RLBoost's public code does (Terra-Flux/PolyRL, `main`), by reading; it differs from the paper.
+"""Adapts the window as RLBoost's public code does (Terra-Flux/PolyRL, `main` of December 2025), which differs from the
+paper. The rule follows written notes on that code, not the code itself, which was neither run nor kept beside.
 
-The remote idle time is taken as the step less its generation, in whole seconds. For each number of instances the code
-keeps the window with the best throughput so far: while throughput rises the window follows the paper's integral rule;
-once it stops rising the window is drawn to the best one by 0.8 of the distance, and after a change of the number of
-instances by 0.2. Tables begin with windows that were tuned by hand. The code has no N_prem, and waits for a second more
-than the window.
+According to the notes the remote idle time is taken as the step less its generation, in whole seconds. For each number
+of instances the code keeps the window with the best throughput so far. While throughput rises the window follows the
+paper's integral rule. Once it stops rising the window is drawn to the best one by 0.8 of the distance, and after a
+change of the number of instances by 0.2. Tables begin with windows that were tuned by hand. The code has no N_prem, and
+waits for a second more than the window. How a draw and the integral rule combine in one step the notes leave open: here
+the draw comes after the rule.
 """
 
 from typing import Final

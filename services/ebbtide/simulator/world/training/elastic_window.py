@@ -6,14 +6,16 @@ took.
 Invariant: `_step` is the step under way, once it was opened.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from itertools import chain
 from math import inf
-from statistics import fmean
 from typing import Final
+
+from msgspec import structs
 
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.worker_session import WorkerSession
-from ebbtide.scheduling.dispatch.throughput import WorkerThroughput
+from ebbtide.scheduling.elastic.engine_pace import fitted_pace
 from ebbtide.scheduling.elastic.fading_quantiles import FadingQuantiles
 from ebbtide.scheduling.elastic.group_lengths import GroupLeft
 from ebbtide.scheduling.elastic.loan_view import LendableDevice, LoanPlan, LoanView
@@ -24,6 +26,7 @@ from ebbtide.simulator.scenario.draws.machine_events import pool_of
 from ebbtide.simulator.world.ebbtide_policy import EbbtideDecider
 from ebbtide.simulator.world.training.simulated_driver import StepProgress
 from ebbtide.simulator.world.training.trainer_loan import LoanWindow
+from ebbtide.types.fleet import WorkerKind
 
 #: A window is decided again after this share of what is left of it, but neither sooner nor later than these bounds: the
 #: nearer its end, the more it hangs on what is left.
@@ -33,7 +36,7 @@ _LATEST_S: Final = 10.0
 #: Lending again is thought about so often, and only once an engine elsewhere was lost: as long as the fleet stays, the
 #: window that just ended was the right one, and a better forecast is not worth another switch.
 _AGAIN_S: Final = 5.0
-#: Rollouts that an engine runs at once, and their speed, until the first one is full and known.
+#: Rollouts that an engine runs at once, until the first one is full and known.
 _BATCH: Final = 64.0
 #: Loads of full engines that are remembered, and the quantile that is taken for the most: some engines that are seen
 #: full have just lost a rollout, or run more than fit for a moment.
@@ -41,16 +44,19 @@ _LOADS: Final = 256
 _FULL: Final = 0.9
 #: An engine is full if a rollout has waited in it for so long; else it may just read prompts.
 _WAITS_S: Final = 5.0
-_RATE: Final = 30.0
+#: Engines whose speeds stand for all.
+_SPEEDS: Final = 16
 #: An engine prefills about so many tokens per second while it also decodes. Workers do not report it.
 _READ_TOKENS_PER_S: Final = 20_000.0
 
 
 class ElasticWindow(LoanWindow):
-    """`lent`: the pool of the trainer's engines, so many of them as `engines`."""
+    """`lent`: the pool of the trainer's engines, so many of them as `engines`; `releases`: spot engines that are too
+    many are given back, one after each step.
+    """
 
-    def __init__(self, decider: EbbtideDecider, lent: str, engines: int) -> None:
-        self._decider, self._lent, self._engines = decider, lent, engines
+    def __init__(self, decider: EbbtideDecider, lent: str, engines: int, *, releases: bool = False) -> None:
+        self._decider, self._lent, self._engines, self._releases = decider, lent, engines, releases
         self._state = decider.coordinator.state
         self.planner = WindowPlanner()
         self._batch, self._held = FadingQuantiles(memory=_LOADS), FadingQuantiles(memory=_LOADS)
@@ -59,9 +65,10 @@ class ElasticWindow(LoanWindow):
         self._cut: tuple[float, float, frozenset[str]] | None = None  # when, the forecast of generation then, the fleet
         self._fleet = frozenset[str]()  # engines elsewhere when the devices were lent last
         self._asked_s = -inf
+        self._spare: bool | None = None  # one engine elsewhere is too many in the step under way; None: not asked yet
 
     def opened(self, step: StepProgress) -> None:
-        self._step = step
+        self._step, self._spare = step, None
 
     def open_s(self) -> float | None:
         return _SOONEST_S
@@ -71,6 +78,9 @@ class ElasticWindow(LoanWindow):
         if view is None:
             return _SOONEST_S
         self._plan = plan = self.planner.plan(view)
+        if self._releases and self._spare is None:  # the step has just begun: all of its work is there
+            whole = structs.replace(view, remote=float(len(self._elsewhere())))
+            self._spare = self.planner.surplus(whole, 1.0)
         if plan.window_s <= 0.5 * _SOONEST_S:
             return 0.0
         return min(max(_LOOK_SHARE * plan.window_s, _SOONEST_S), _LATEST_S, plan.window_s)
@@ -79,6 +89,13 @@ class ElasticWindow(LoanWindow):
         self._fleet = self._elsewhere()
         if self._plan is not None:
             self._cut = (self._state.clock(), self._plan.generated_s, self._elsewhere())
+
+    def surplus(self) -> str | None:
+        spots = [one for one in self._state.sessions.values() if one.hello.kind is WorkerKind.SPOT]
+        if not self._spare or len(spots) < 2:
+            return None
+        self._spare = False
+        return min(spots, key=lambda one: len(one.attempts)).worker_id
 
     def lends_again(self) -> bool:
         now = self._state.clock()
@@ -116,9 +133,9 @@ class ElasticWindow(LoanWindow):
         prompts, groups = self._groups(run, step)
         ready = step.lengths[step.learnt :]
         remote = [one for one in sessions if not self._is_local(one)]
-        speeds = [found for one in sessions if (found := self._decider.speed(one))[0] is not None]
+        speeds = [found for one in sessions if (found := self._decider.speed(one)[0]) is not None]
+        speeds = speeds[:: -(-len(speeds) // _SPEEDS) or 1]
         self._learn_batch(sessions)
-        typical = _typical(speeds)
         return LoanView(
             groups=groups,
             ready_tokens=sum(ready),
@@ -127,7 +144,7 @@ class ElasticWindow(LoanWindow):
             devices=self._devices(sessions),
             batch=self._batch.quantile(_FULL) if self._batch.known else _BATCH,
             kv_tokens=self._held.quantile(_FULL) if self._held.known else inf,
-            rate=typical,
+            pace=fitted_pace(list(chain.from_iterable(one.points() for one in speeds))),
             read_s=1.0 / _READ_TOKENS_PER_S,
         )
 
@@ -184,15 +201,6 @@ class ElasticWindow(LoanWindow):
 
     def _elsewhere(self) -> frozenset[str]:
         return frozenset(name for name, one in self._state.sessions.items() if not self._is_local(one))
-
-
-def _typical(speeds: Sequence[tuple[object, float]]) -> Callable[[float], float]:
-    """The mean rate of engines whose speed is known, at their mean context."""
-    known = [one for one, _ in speeds if isinstance(one, WorkerThroughput) and one.rate(1.0, 0.0) > 0]
-    context = fmean(context for _, context in speeds) if speeds else 0.0
-    if not known:
-        return lambda load: _RATE / max(1.0, load / _BATCH)
-    return lambda load: fmean(one.rate(load, context) for one in known)
 
 
 def _prompt(episode_id: str) -> int:

@@ -27,6 +27,10 @@ class LoanWindow:
         """Called once `open_s`, or what this returned, has passed: seconds until it is called again; 0.0: they end."""
         return 0.0
 
+    def surplus(self) -> str | None:
+        """Called between steps: the worker of a spot machine that is one too many, and is given back; None: none is."""
+        return None
+
     def opened(self, step: StepProgress) -> None:
         """A step's rollouts were submitted. `step` is kept up to date."""
 
