@@ -34,6 +34,7 @@ class AccountCharge(Struct, frozen=True):
     owner: str = ""
     request_debt: int = 0  # thousandths that are added
     token_debt: int = 0
+    tokens_per_minute: int = 0  # that pay off the second debt; 0: the key has no such rate, and no such debt
     held: Sequence[tuple[int, int]] = ()  # of each rollout: tokens of its prompt, and the most that it may come to
 
 

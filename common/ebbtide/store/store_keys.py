@@ -74,10 +74,11 @@ RUN_KEYS: Final[dict[str, str]] = {
     "OPEN": "open",
     # hash per rollout: req (msgpack, without the prompt), prompt, digest, asked (a digest of its client's request, if
     # the gateway gave one), kind, state, attempt, attempts, worker,
-    # from, begin (ms since submission), account (of a key with limits), prompt_charge and held (tokens, while it is
-    # open), barren, evidence, avoid (workers, a comma after each), reason, message,
-    # cursor, step (if it has one). Owner: submit .. complete. Deleted when acknowledged, completed, cancelled, or at
-    # the run's end.
+    # from, begin (ms since submission), account (of a key with limits), prompt_charge and held (tokens), rate (tokens a
+    # minute that pay off its debt) and charged (ms since submission), all while it is open; scores (bytes that the
+    # scores of its prompt take, reserved until it finishes; absent if it is not scored), barren, evidence, avoid
+    # (workers, a comma after each), reason, message, cursor, step (if it has one). Owner: submit .. complete.
+    # Deleted when acknowledged, completed, cancelled, or at the run's end.
     "ROLLOUT": "rollout:",
     # zset: finished rollout of the kind request -> when it finished (ms since submission), `inf` while a session keeps
     # it, `-inf` if it is to be deleted at once. A member leaves with ROLLOUT. Owner: lib, add_turn, expire.

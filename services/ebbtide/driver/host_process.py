@@ -118,10 +118,14 @@ class HostProcess:
 
     @classmethod
     async def start(cls, settings: DriverSettings, plan: HostPlan) -> Self:
-        """Raises `IsolationRefused`, or `HostEnded` if the process does not come up."""
+        """Raises `IsolationRefused`, `HostEnded` if the process does not come up, `OSError` if the host has none."""
         ours, theirs = socket.socketpair()
         with theirs:
-            process = await asyncio.to_thread(_start_keeper, settings, plan, theirs.fileno())
+            try:
+                process = await asyncio.to_thread(_start_keeper, settings, plan, theirs.fileno())
+            except OSError:
+                ours.close()
+                raise
         made = cls(process, *await asyncio.open_connection(sock=ours))
         try:
             started = msgspec.msgpack.decode(await made._exchange(b"", _STARTING_S), type=HostStarted)

@@ -6,9 +6,10 @@ import pytest
 
 from ebbtide.coordinator.dispatcher import unserved_work
 from ebbtide.coordinator.fleet import worker_registry
-from ebbtide.errors import InvalidRequest, NotReady
+from ebbtide.errors import InvalidRequest, NoCapacity, NotReady
 from ebbtide.rollout_worker.engine.scripted_engine import script_scores
 from ebbtide.rollout_worker.settings import ScriptedSettings
+from ebbtide.store.store_keys import run_key
 from ebbtide.types.append_delta import AppendDelta
 from ebbtide.types.fleet import AttemptRef
 from ebbtide.types.prompt_scores import MAX_RECORDS, pack_scores
@@ -137,3 +138,40 @@ async def test_training_rollouts_are_not_scored(cluster: Any) -> None:
     run = await cluster.run()
     with pytest.raises(InvalidRequest, match="only requests are scored"):
         await run.submit("t", kind=RolloutKind.TRAIN, sampling=Sampling(max_tokens=1), prompt_logprobs=0)
+
+
+async def test_scores_are_counted_as_the_one_token_that_was_sampled(cluster: Any) -> None:
+    run = await cluster.run()
+    worker = await cluster.worker("w1", **SCORES)
+    async with gateway(cluster) as lease:
+        await lease.submit_rollouts([to_score("a")])
+        await worker.has("a")
+        await score(worker, "a", scores())
+        await answer(lease, "a")
+    assert await run.count("tokens_stored") == 1
+    ((_, fields),) = await cluster.coordinator.link.call("XRANGE", run_key("r", "REQUEST_SPANS"), "-", "+")
+    span = dict(zip(fields[::2], fields[1::2], strict=True))
+    assert (span[b"f"], span[b"l"]) == (b"0", b"1")
+
+
+async def test_scores_count_towards_the_quota_from_their_submit_on_and_leave_training_its_part(cluster: Any) -> None:
+    quota, prompt = 1 << 20, [1] * 250
+    run = await cluster.run(quota_bytes=quota)
+    more: dict[str, Any] = {"prompt_ids": pack_ids(prompt), "prompt_logprobs": 20}
+    packed = pack_scores(script_scores(ScriptedSettings(), [*prompt, 20], 20), pack_tokens([20], [-0.25], 1))
+    room = quota * 3 // 4 // (len(packed) + 4 * len(prompt))
+    ids = [f"a{number}" for number in range(room)]
+    async with gateway(cluster) as lease:
+        empty = await run.count("bytes")
+        await lease.submit_rollouts([to_score(one, **more) for one in ids[:-1]])
+        with pytest.raises(NoCapacity, match="quota_bytes"):
+            await lease.submit_rollouts([to_score("z0", **more), to_score("z1", **more)], wait=False)
+        assert await run.submit("t")
+        await lease.cancel_rollouts(ids[1:-1])
+        worker = await cluster.worker("w1", **SCORES)
+        await worker.has(ids[0])
+        await score(worker, ids[0], packed)
+        await answer(lease, ids[0])
+        await run.cancel("t")
+        kept = 4 * len(prompt) * (room - 1) + len(packed)
+        assert await run.count("bytes") == empty + kept

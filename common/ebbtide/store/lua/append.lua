@@ -44,17 +44,18 @@ local function append(place, first, last)
   return stored, false
 end
 
-local appended, at = 0, 1
+local appended, made, at = 0, 0, 1  -- records, and the tokens that they are
 for place = 1, #ids do
   local id, behind = ids[place], at + counts[place] * 12
   local status, stored, finished
   if (have[place + 1] == attempts[place] or fenced_by_02(place)) and not over[id] then
     local new
     stored, new = append(place, at, behind - 1)
-    if new then appended = appended + counts[place]
+    if new then appended, made = appended + counts[place], made + counts[place]
     else status, finished = ends[place] <= stored and 1 or 2, 0 end
     if reasons[place] and stored == ends[place] then
-      finish(id, 'running', reasons[place], '')
+      local scored = finish(id, 'running', reasons[place], '') > 0
+      if scored and new and counts[place] > 0 then made = made - counts[place] + 1 end
       over[id] = true
       if status then finished = 1 end
     end
@@ -67,7 +68,7 @@ for place = 1, #ids do
   end
   at = behind
 end
-count('tokens_stored', appended)
+count('tokens_stored', made)
 count('bytes', appended * 12)
 settle()
 return others

@@ -162,10 +162,17 @@ local function close(kind, reason)
   else count('dropped', 1); count('dropped:' .. reason, 1) end
 end
 
+-- Tokens that a rollout made. Of a scored one, what is stored are its scores, which come at once with the one token behind the prompt.
+-- `scores`: bytes that they may take; nil or '0': it is not scored.
+local function made_of(id, scores)
+  local stored = redis.call('STRLEN', TOKENS .. id) / 12
+  return tonumber(scores or 0) > 0 and math.min(stored, 1) or stored
+end
+
 -- The timeline's entry of a running attempt that ends now. Read it before the rollout's data is deleted, log it after.
 local function span(id)
-  local r = redis.call('HMGET', ROLLOUT .. id, 'attempt', 'worker', 'from', 'begin', 'kind', 'origin', 'step')
-  local first, last, versions = tonumber(r[3]), redis.call('STRLEN', TOKENS .. id) / 12, ''
+  local r = redis.call('HMGET', ROLLOUT .. id, 'attempt', 'worker', 'from', 'begin', 'kind', 'origin', 'step', 'scores')
+  local first, last, versions = tonumber(r[3]), made_of(id, r[8]), ''
   if last > first then
     versions = redis.call('GETRANGE', TOKENS .. id, first * 12 + 8, first * 12 + 11)
       .. redis.call('GETRANGE', TOKENS .. id, last * 12 - 4, last * 12 - 1)
@@ -216,14 +223,23 @@ local function today()
   return math.floor(s / 86400), s % 86400
 end
 
+-- Thousandths of a token that the debt of a key gets back for a rollout that made less than was held for it: what time has not paid off
+-- since the charge. The rest would pay off the debts of other requests. `rate`: tokens a minute; nil: none, so it made no debt.
+local function refund_of(held, made, rate, charged)
+  rate = tonumber(rate or 0)
+  if rate == 0 then return 0 end
+  local paid = rate * 1000 * math.max(0, age() - charged) / 60000
+  return math.max(0, math.floor(math.min((held - made) * 1000, held * 1000 - paid)))
+end
+
 -- Ends an open rollout for the account of its key, if it has one: of what was reserved, only what was made is spent.
 local function settle_account(id)
-  local r = redis.call('HMGET', ROLLOUT .. id, 'account', 'prompt_charge', 'held', 'origin', 'attempts')
+  local r = redis.call('HMGET', ROLLOUT .. id, 'account', 'prompt_charge', 'held', 'origin', 'attempts', 'scores', 'rate', 'charged')
   if not r[1] then return end
-  local made = redis.call('STRLEN', TOKENS .. id) / 12
+  local made = made_of(id, r[6])
   if made > 0 or tonumber(r[5]) > 0 then made = made + tonumber(r[2]) end  -- else no engine has read its prompt
   local function add(name, by) return redis.call('HINCRBY', ACCOUNTS, r[1] .. ':' .. name, by) end
-  redis.call('HDEL', ROLLOUT .. id, 'account', 'prompt_charge', 'held')
+  redis.call('HDEL', ROLLOUT .. id, 'account', 'prompt_charge', 'held', 'rate', 'charged')
   local day = today()
   if tonumber(redis.call('HGET', ACCOUNTS, r[1] .. ':day') or 0) ~= day then
     redis.call('HSET', ACCOUNTS, r[1] .. ':day', day, r[1] .. ':today', 0)
@@ -231,7 +247,8 @@ local function settle_account(id)
   add('spent', made)
   add('today', made)
   add('reserved', 0 - r[3])  -- -0 would be no integer
-  add('token_debt', (made - r[3]) * 1000)
+  local refund = refund_of(tonumber(r[3]), made, r[7], r[8])
+  if refund > 0 then add('token_debt', -refund) end
   local group = 'g:' .. string.match(r[4], '^%S+')
   if add(group, -1) <= 0 then
     redis.call('HDEL', ACCOUNTS, r[1] .. ':' .. group)
@@ -242,9 +259,10 @@ end
 -- Deletes a rollout's data and marks it as over. Returns its attempt if one ran.
 local function forget(id)
   settle_account(id)
-  local r = redis.call('HMGET', ROLLOUT .. id, 'state', 'cursor', 'attempt', 'step', 'kind')
+  local r = redis.call('HMGET', ROLLOUT .. id, 'state', 'cursor', 'attempt', 'step', 'kind', 'scores')
   local ran = r[1] == 'running' and span(id)
   local bytes = redis.call('HSTRLEN', ROLLOUT .. id, 'prompt') + redis.call('STRLEN', TOKENS .. id)
+  if r[1] ~= 'finished' then bytes = bytes + tonumber(r[6] or 0) end
   redis.call('DEL', ROLLOUT .. id, TOKENS .. id)
   if r[2] then redis.call('XDEL', FINISHED, r[2]) end
   if r[5] == 'request' then
@@ -270,11 +288,13 @@ local function keep_request(id)
   count('requests_completed', 1)
 end
 
--- Ends a queued or running rollout and puts it into the finished stream, or among the finished requests.
+-- Ends a queued or running rollout and puts it into the finished stream, or among the finished requests. Returns the bytes that were
+-- reserved for its scores, 0 if it is not scored.
 local function finish(id, state, reason, message)
   redis.call('HDEL', FENCE, 'r:' .. id)
   redis.call('ZREM', OPEN, id)
-  local r = redis.call('HMGET', ROLLOUT .. id, 'attempts', 'kind')
+  local r = redis.call('HMGET', ROLLOUT .. id, 'attempts', 'kind', 'scores')
+  local reserved = tonumber(r[3] or 0)
   redis.call('HSET', ROLLOUT .. id, 'state', 'finished', 'reason', reason, 'message', message)
   if r[2] == 'request' then keep_request(id)
   else redis.call('HSET', ROLLOUT .. id, 'cursor', redis.call('XADD', FINISHED, '*', 'id', id)) end
@@ -285,6 +305,8 @@ local function finish(id, state, reason, message)
   if reason ~= 'CANCELLED' then observe('attempts', tonumber(r[1])) end
   count(state, -1)
   count('finished', 1)
+  count('bytes', -reserved)  -- what is stored of them is counted
+  return reserved
 end
 
 -- Finishes an open request as cancelled; its tokens stay. Returns its attempt, '' if none ran, or nil if it is not open.

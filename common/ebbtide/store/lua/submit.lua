@@ -1,15 +1,16 @@
 -- ARGV: term, role, fence, quota in bytes, most open rollouts, this call's number (0: none), the first number that is not settled,
 -- the rollouts' step ('' for none), the first step that is not over, the owner of the client's key ('' for none), what is added to the
--- two debts of its account, as JSON the prompt's tokens and the most tokens of each rollout in turn, then id, digests, kind, req, prompt,
--- origin of each. The digests are that of its body, and perhaps one of its client's request. The origin is its group, episode and turn
--- with spaces between them, for its spans.
+-- two debts of its account, tokens a minute that pay off the second one, as JSON the prompt's tokens and the most tokens of each rollout in
+-- turn, then id, digests, kind, req, prompt, origin, bytes of scores of each. The digests are that of its body, and perhaps one of its
+-- client's request. The origin is its group, episode and turn with spaces between them, for its spans. The bytes are what the scores of its
+-- prompt will take, 0 if it is not scored: they count towards the quota from here on.
 -- Queues rollouts: all or nothing. Returns per rollout {1, place in the queue}, {2, state} for a known one, {3, ''} for one that is over.
 -- New rollouts of a key are charged to its account.
 -- A rollout that is not here is over, and not new, in three cases: it is marked; its step is over; this call was taken before, or its
 -- number is settled, so that nobody waits for it.
 local SUBMITTED = {train = 'submitted', eval = 'eval_submitted', request = 'requests_submitted'}
 local BODY_DIGEST = 16  -- bytes
-local FIRST = 14  -- where the rollouts begin
+local FIRST, COLUMNS = 15, 7  -- where the rollouts begin, and what each has
 local bad = barred(ARGV[1], ARGV[2], ARGV[3]); if bad then return bad end
 local taken, number, step = SUBMITS .. ARGV[2], tonumber(ARGV[6]), ARGV[8]
 local fence, settled = string.match(redis.call('HGET', FENCE, 'settled:' .. ARGV[2]) or '', '^(%S+) (%d+)$')
@@ -20,7 +21,7 @@ local past = repeated or (step ~= '' and tonumber(step) < first_step)
 
 -- Reserves what new rollouts may come to.
 local function charge(fresh)
-  local owner, held = ARGV[10] .. ':', cjson.decode(ARGV[13])
+  local owner, held = ARGV[10] .. ':', cjson.decode(ARGV[14])
   local function add(name, by) return redis.call('HINCRBY', ACCOUNTS, owner .. name, by) end
   if redis.call('HEXISTS', ACCOUNTS, owner .. 'requests') == 0 then
     count('bytes', ACCOUNT_BYTES)
@@ -28,9 +29,10 @@ local function charge(fresh)
   end
   local opened, reserved = 0, 0
   for _, at in ipairs(fresh) do
-    local place = (at - FIRST) / 3
+    local place = (at - FIRST) / COLUMNS * 2
     local group = string.match(ARGV[at + 5], '^%S+')
-    redis.call('HSET', ROLLOUT .. ARGV[at], 'account', ARGV[10], 'prompt_charge', held[place + 1], 'held', held[place + 2])
+    redis.call('HSET', ROLLOUT .. ARGV[at], 'account', ARGV[10], 'prompt_charge', held[place + 1], 'held', held[place + 2],
+      'rate', ARGV[13], 'charged', age())
     reserved = reserved + held[place + 2]
     if add('g:' .. group, 1) == 1 then opened = opened + 1 end
   end
@@ -43,18 +45,18 @@ local function charge(fresh)
 end
 
 local out, fresh, seen, bytes = {}, {}, {}, 0
-for at = FIRST, #ARGV, 6 do
+for at = FIRST, #ARGV, COLUMNS do
   local id, digest, asked = ARGV[at], string.sub(ARGV[at + 1], 1, BODY_DIGEST), string.sub(ARGV[at + 1], BODY_DIGEST + 1)
   local have = redis.call('HMGET', ROLLOUT .. id, 'digest', 'state', 'asked')
   local known = have[1] or seen[id]
   -- A gateway of the former release gives no digest of its client's request.
   local differs = have[3] and asked ~= '' and have[3] ~= asked
-  if known and (known ~= digest or differs) then return refuse('TAKEN', tostring((at - FIRST) / 6)) end
+  if known and (known ~= digest or differs) then return refuse('TAKEN', tostring((at - FIRST) / COLUMNS)) end
   if known then out[#out + 1] = {2, have[2] or 'queued'}
   elseif past or is_over(id, ARGV[at + 2]) then out[#out + 1] = {3, ''}
   else
     seen[id] = digest
-    bytes = bytes + #ARGV[at + 4]
+    bytes = bytes + #ARGV[at + 4] + tonumber(ARGV[at + 6])
     fresh[#fresh + 1] = at
     out[#out + 1] = {1, 0}
   end
@@ -71,9 +73,10 @@ if #fresh > 0 then
     redis.call('HSET', ROLLOUT .. id, 'digest', seen[id], 'kind', ARGV[at + 2], 'req', ARGV[at + 3],
       'prompt', ARGV[at + 4], 'origin', ARGV[at + 5], 'state', 'queued', 'attempts', 0, 'barren', 0)
     if asked ~= '' then redis.call('HSET', ROLLOUT .. id, 'asked', asked) end
+    if ARGV[at + 6] ~= '0' then redis.call('HSET', ROLLOUT .. id, 'scores', ARGV[at + 6]) end
     if step ~= '' then redis.call('HSET', ROLLOUT .. id, 'step', step) end
     redis.call('ZADD', OPEN, seq + i, id)
-    out[(at - FIRST) / 6 + 1][2] = seq + i
+    out[(at - FIRST) / COLUMNS + 1][2] = seq + i
     count(SUBMITTED[ARGV[at + 2]], 1)
   end
   if ARGV[10] ~= '' then charge(fresh) end

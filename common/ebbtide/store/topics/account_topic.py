@@ -13,6 +13,8 @@ from ebbtide.types.run import LeaseRef
 
 _KNOWN, _NEW_REQUEST = 0, 2
 _DAY_S: Final = 86400
+#: What `_usage` tells of an account.
+_TOLD: Final = ("requests", "open", "spent", "today", "day", "reserved")
 
 
 class ReadAccount(NamedTuple):
@@ -27,10 +29,14 @@ class ReadAccount(NamedTuple):
 
 
 class AccountTopic(Topic):
-    async def read(self, lease: LeaseRef, owner: str, rollouts: Sequence[tuple[str, str]]) -> ReadAccount:
-        """The account of an owner, for rollouts as (id, group)."""
+    async def read(
+        self, lease: LeaseRef, owner: str, rollouts: Sequence[tuple[str, str]], session_id: str = ""
+    ) -> ReadAccount:
+        """The account of an owner, for rollouts as (id, group). `session_id`: of which their groups are turns, perhaps
+        stored ones; a stored turn's rollouts are not new. "": they are no turns.
+        """
         flat = [part for rollout in rollouts for part in rollout]
-        found = [int(one) for one in await self._leased("read_account", lease, owner, *flat)]
+        found = [int(one) for one in await self._leased("read_account", lease, owner, session_id, *flat)]
         spent, today, reserved, opened, request_debt, token_debt, idle_ms, left_s, exists, accounts, *states = found
         balance = KeyBalance(
             spent=spent,
@@ -46,13 +52,23 @@ class AccountTopic(Topic):
 
     async def usage(self, run_id: str, owner: str = "") -> list[KeyUsage]:
         """What keys have used of a run, by their owners. `owner`: "" for all."""
-        fields = defaultdict[str, dict[str, int]](dict)
-        for name, value in text_pairs(await self._link.call("HGETALL", run_key(run_id, "ACCOUNTS"))):
-            whose, _, what = name.partition(":")
-            if what and whose and owner in ("", whose):
-                fields[whose][what] = int(value)
+        key = run_key(run_id, "ACCOUNTS")
+        fields = await self._of_owner(key, owner) if owner else await self._of_all(key)
         day = int((await self._link.call("TIME"))[0]) // _DAY_S
         return [_usage(one, found, day) for one, found in sorted(fields.items())]
+
+    async def _of_owner(self, key: str, owner: str) -> dict[str, dict[str, int]]:
+        values = await self._link.call("HMGET", key, *(f"{owner}:{name}" for name in _TOLD))
+        found = {name: int(value) for name, value in zip(_TOLD, values, strict=True) if value is not None}
+        return {owner: found} if found else {}
+
+    async def _of_all(self, key: str) -> dict[str, dict[str, int]]:
+        fields = defaultdict[str, dict[str, int]](dict)
+        for name, value in text_pairs(await self._link.call("HGETALL", key)):
+            whose, _, what = name.partition(":")
+            if what and whose:
+                fields[whose][what] = int(value)
+        return fields
 
 
 def _usage(owner: str, found: dict[str, int], day: int) -> KeyUsage:

@@ -22,8 +22,10 @@ from ebbtide.store.rollout_rows import (
     RolloutState,
 )
 from ebbtide.store.topics.topic import Topic
+from ebbtide.types.prompt_scores import record_count
 from ebbtide.types.rollout import RolloutKind, RolloutRequest, SubmitOrder, SubmitOutcome
 from ebbtide.types.run import LeaseRef, is_gateway
+from ebbtide.types.tokens import TOKEN_BYTES
 
 _PAGE: Final = 256
 #: Requests packed between two turns of other calls.
@@ -58,7 +60,7 @@ class RolloutTopic(Topic):
             origin = f"{request.group_id} {request.episode_id} {request.turn}"
             digests = body_digest(request) + request.client_digest
             parts += [request.rollout_id, digests, _KINDS[request.kind]]
-            parts += [pack(bare), request.prompt_ids, origin]
+            parts += [pack(bare), request.prompt_ids, origin, str(_score_bytes(request))]
         try:
             found = await self._leased(
                 "submit", lease, quota_bytes, max_open, *_order_columns(order), *_charge_columns(charge), *parts
@@ -160,9 +162,17 @@ def _order_columns(order: SubmitOrder) -> tuple[int, int, int | str, int]:
     return order.sequence, order.settled, "" if order.step is None else order.step, order.first_step
 
 
-def _charge_columns(charge: AccountCharge) -> tuple[str, int, int, bytes]:
+def _score_bytes(request: RolloutRequest) -> int:
+    """What the scores of its prompt take; 0 if it is not scored."""
+    if request.prompt_logprobs is None:
+        return 0
+    return record_count(len(request.prompt_ids) // 4, request.prompt_logprobs) * TOKEN_BYTES
+
+
+def _charge_columns(charge: AccountCharge) -> tuple[str, int, int, int, bytes]:
     held = [tokens for pair in charge.held for tokens in pair]
-    return charge.owner, charge.request_debt, charge.token_debt, msgspec.json.encode(held)
+    rate = charge.tokens_per_minute
+    return charge.owner, charge.request_debt, charge.token_debt, rate, msgspec.json.encode(held)
 
 
 def _accepted(outcome: int, rest: bytes | int) -> AcceptedRollout:

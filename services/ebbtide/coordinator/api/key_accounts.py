@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from typing import Final
 
 from ebbtide.errors import BudgetSpent, InvalidRequest, NoCapacity, RateLimited
-from ebbtide.scheduling.metering.key_admission import KeyBalance, KeyCharge, KeyEntry, admit_charge
+from ebbtide.scheduling.metering.key_admission import KeyCharge, KeyEntry, admit_charge
 from ebbtide.store.rollout_rows import AccountCharge
 from ebbtide.store.store import Store
+from ebbtide.store.topics.account_topic import ReadAccount
 from ebbtide.types.ids import check_id
 from ebbtide.types.key_usage import KeyUsage, MeteredKey
 from ebbtide.types.rollout import RolloutRequest
@@ -39,29 +40,33 @@ class KeyAccounts:
             requests=len({one.group_id for one, opens in zip(requests, found.opens, strict=True) if opens}),
             tokens=sum(most for (_, most), new in zip(held, found.new, strict=True) if new),
         )
-        if any(found.new) and not found.exists and found.accounts >= _MOST_ACCOUNTS:
-            text = f"run {lease.run_id} has {found.accounts} keys with limits, and takes no more; use fewer names"
-            raise NoCapacity(text, retry_after_s=_RETRY_AFTER_S)
-        entry = self._admitted(lease, key, found.balance, asked, found.until_midnight_s)
-        return AccountCharge(key.owner, entry.request_debt, entry.token_debt, held)
+        entry = self._admitted(lease, key, found, asked)
+        rate = key.limits.tokens_per_minute
+        return AccountCharge(key.owner, entry.request_debt, entry.token_debt, rate, held)
 
-    async def check_turn(self, lease: LeaseRef, key: MeteredKey, turn: SessionTurn, tokens: int) -> None:
-        """Raise what `charge` would raise now for the rollouts of a turn: a turn that is refused is not stored."""
+    async def check_turn(
+        self, lease: LeaseRef, key: MeteredKey, session_id: str, turn: SessionTurn, tokens: int
+    ) -> None:
+        """Raise what `charge` would raise now for the rollouts of a turn, unless the turn is stored already. A turn
+        that is refused here is not stored. This reserves nothing: of turns that come at once, one may be stored whose
+        submit is refused. A repeat of its request is submitted as soon as the key has room.
+        """
         _check_key(lease, key)
-        found = await self._accounts.read(lease, key.owner, [(one, turn.request_id) for one in turn.rollout_ids])
+        rollouts = [(one, turn.request_id) for one in turn.rollout_ids]
+        found = await self._accounts.read(lease, key.owner, rollouts, session_id)
         if any(found.new):
-            asked = KeyCharge(requests=int(any(found.opens)), tokens=tokens)
-            self._admitted(lease, key, found.balance, asked, found.until_midnight_s)
+            self._admitted(lease, key, found, KeyCharge(requests=int(any(found.opens)), tokens=tokens))
 
     async def usage(self, run_id: str, owner: str) -> list[KeyUsage]:
         """What clients' keys with limits have used of a run."""
         return await self._accounts.usage(check_id(run_id, field="run_id"), owner)
 
-    def _admitted(
-        self, lease: LeaseRef, key: MeteredKey, balance: KeyBalance, asked: KeyCharge, until_midnight_s: float
-    ) -> KeyEntry:
+    def _admitted(self, lease: LeaseRef, key: MeteredKey, found: ReadAccount, asked: KeyCharge) -> KeyEntry:
+        if any(found.new) and not found.exists and found.accounts >= _MOST_ACCOUNTS:
+            text = f"run {lease.run_id} has {found.accounts} keys with limits, and takes no more; use fewer names"
+            raise NoCapacity(text, retry_after_s=_RETRY_AFTER_S)
         try:
-            return admit_charge(key.limits, balance, asked, until_midnight_s=until_midnight_s)
+            return admit_charge(key.limits, found.balance, asked, until_midnight_s=found.until_midnight_s)
         except RateLimited as error:
             kind = BudgetSpent if isinstance(error, BudgetSpent) else RateLimited
             text = f"the key of {key.owner} is at a limit on run {lease.run_id}: {error}"

@@ -71,7 +71,7 @@ class SessionService:
         _check_turn(turn)
         run = await self._recovery.live(lease.run_id)
         if key is not None:
-            await self._accounts.check_turn(lease, key, turn, tokens)
+            await self._accounts.check_turn(lease, key, session_id, turn, tokens)
         with in_doubt(self._state, NotFound, NotReady):
             return await self._store.sessions.add_turn(lease, session_id, owner, turn, quota_bytes=run.spec.quota_bytes)
 

@@ -42,6 +42,7 @@ def trace_body(trace: SessionTrace) -> dict[str, Any]:
         "branches": [_encoded(_branch(branch)) for branch in trace.branches],
         "unmatched_tokens": trace.unmatched,
         "unknown_answers": trace.unknown,
+        "until": trace.until,
         "has_more": trace.more,
     }
 
@@ -75,7 +76,7 @@ def completions_body(trace: SessionTrace) -> dict[str, Any]:
         for turn in trace.turns
         for one in turn.completions
     ]
-    return {"data": data, "has_more": trace.more}
+    return {"data": data, "until": trace.until, "has_more": trace.more}
 
 
 def _encoded(body: dict[str, Any]) -> msgspec.Raw:

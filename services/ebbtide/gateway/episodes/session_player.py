@@ -131,7 +131,8 @@ class SessionPlayer:
             self._player.check_ids(prompt.ids, field)
         planned = await live.plan(request)
         self._player.check_ids(planned.prompt_ids, field)
-        # What is refused is refused before the turn is stored.
+        # What is refused is refused before the turn is stored. Only of a key's turns that come at once, a submit may
+        # find no room that was there: then a repeat of the request is submitted once there is.
         rollouts, _ = self._player.completions(request, self._owner, [planned.prompt_ids])
         ids = tuple(rollout.rollout_id for rollout in rollouts)
         turn = SessionTurn(request_id=name, rollout_ids=ids, record=planned.record.packed())

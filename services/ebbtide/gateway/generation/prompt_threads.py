@@ -5,7 +5,8 @@ would hold up every other work; in one queue, they would hold up the prompts of 
 
 Invariant: as many prompts are encoded at once as there are threads. The key whose last turn is longest ago is next;
 prompts of a key go in order of arrival. A bounded number of prompts waits. Beyond it the last one of the key that has
-most of them is refused, so a key with few is served.
+most of them is refused, so a key with few is served. Work on what was generated already has its turns among
+the prompts and is never refused: requests under way bound it.
 """
 
 import asyncio
@@ -29,13 +30,14 @@ class PromptThreads:
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix="prompts")
         self._free, self._most_waiting = threads, most_waiting
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # in the order of the keys' next turns
+        self._prompts = set[asyncio.Future[None]]()  # of those that wait: the ones that may be refused
 
-    async def run(self, owner: str, work: Callable[[], T]) -> T:
+    async def run(self, owner: str, work: Callable[[], T], *, refusable: bool = True) -> T:
         """Return or raise what `work` does. A caller that leaves while it runs leaves it its thread until it ends.
 
-        Raises `Unavailable` if too many prompts wait.
+        Raises `Unavailable` if too many prompts wait, unless the work is not `refusable`.
         """
-        await self._turn(owner)
+        await self._turn(owner, refusable)
         loop = asyncio.get_running_loop()
 
         def ended(_work: Future[T]) -> None:
@@ -50,13 +52,15 @@ class PromptThreads:
         """Take no more work. What runs goes on to its end."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
-    async def _turn(self, owner: str) -> None:
+    async def _turn(self, owner: str, refusable: bool) -> None:
         if self._free:
             self._free -= 1
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(owner, deque()).append(turn)
-        self._refuse_excess(owner)
+        if refusable:
+            self._prompts.add(turn)
+            self._refuse_excess(owner)
         try:
             await turn
         except asyncio.CancelledError:
@@ -65,13 +69,16 @@ class PromptThreads:
             elif turn.exception() is None:  # it had just got its turn
                 self._end()
             raise
+        finally:
+            self._prompts.discard(turn)
 
     def _refuse_excess(self, newest: str) -> None:
         """Refuse the last prompt of the key that has most, if too many wait. Of equal keys it is the `newest`."""
-        if sum(map(len, self._waiting.values())) <= self._most_waiting:
+        prompts = {one: [turn for turn in turns if turn in self._prompts] for one, turns in self._waiting.items()}
+        if sum(map(len, prompts.values())) <= self._most_waiting:
             return
-        owner = max(self._waiting, key=lambda one: (len(self._waiting[one]), one == newest))
-        turn = self._waiting[owner][-1]
+        owner = max(prompts, key=lambda one: (len(prompts[one]), one == newest))
+        turn = prompts[owner][-1]
         self._leave(owner, turn)
         turn.set_exception(Unavailable(f"{self._most_waiting} prompts wait to be encoded, as many as may; try again"))
 

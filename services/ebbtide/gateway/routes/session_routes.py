@@ -80,10 +80,10 @@ class SessionRoutes:
 
     async def trace(self, call: JsonCall) -> dict[str, Any]:
         """GET /v1/sessions/{id}: ids, logprobs, masks and versions, by turn and by branch, for a page of turns behind
-        the turn `after`; of an ended one, its end.
+        the turn `after`, up to `until`; of an ended one, its end.
         """
         head, trace = await self._traced(call, trace_body)
-        return head | (trace or {"turns": None, "branches": None, "has_more": False})
+        return head | (trace or {"turns": None, "branches": None, "until": None, "has_more": False})
 
     async def completions(self, call: JsonCall) -> dict[str, Any]:
         """GET /v1/sessions/{id}/completions: each completion with its whole prompt, by the same pages."""
@@ -127,11 +127,12 @@ class SessionRoutes:
         most = _number(call, "limit", _TURNS, f"a number of turns, 1 to {_MOST_TURNS}")
         if not 0 < most <= _MOST_TURNS:
             raise InvalidRequest(f"must be a number of turns, 1 to {_MOST_TURNS}", field="limit")
+        until = _number(call, "until", 0, "a turn's number")
         sessions = await self._sessions(call)
         async with sessions.found(_name(call)) as (live, session):
             if session.state is not SessionState.OPEN:
                 return session_head(session), None
-            return session_head(session), await in_thread(lambda: shape(trace_page(live.book, after, most)))
+            return session_head(session), await in_thread(lambda: shape(trace_page(live.book, after, most, until)))
 
     async def _sessions(self, call: JsonCall) -> SessionPlayer:
         served = await self._doors.directory.find(call.key, call.query.get("model", ""))

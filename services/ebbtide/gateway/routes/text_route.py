@@ -159,9 +159,11 @@ class _TextExchange:
             await self._reply.json(answer.whole(await self._results(played)))
 
     async def _send_scores(self, played: PlayedRequest, answer: Answer, threads: PromptThreads, key: ClientKey) -> None:
-        """So many scores take a while to shape. They are never streamed."""
+        """So many scores take a while to shape. They are never streamed. They were made and charged: nothing refuses
+        them here.
+        """
         results = await self._results(played)
-        await self._reply.json(await threads.run(key.owner, lambda: _shaped(answer, results)))
+        await self._reply.json(await threads.run(key.owner, lambda: _shaped(answer, results), refusable=False))
 
     async def _send_events(self, played: PlayedRequest, answer: Answer) -> None:
         await self._reply.begin_events()

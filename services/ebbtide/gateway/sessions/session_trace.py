@@ -76,40 +76,45 @@ class SessionTrace(Struct, frozen=True, kw_only=True):
     """Sampled tokens that clients sent back as text which could not be matched, summed over all prompts."""
     unknown: int
     """Messages of the assistant that clients sent and no turn had answered, summed over all prompts."""
+    until: int = 0
+    """The last turn that counts: later ones change nothing here."""
     more: bool = False
-    """Whether turns follow."""
+    """Whether turns up to `until` follow."""
 
 
 def session_trace(book: SessionBook) -> SessionTrace:
     """Makes the trace of all that the book knows. A completion without tokens belongs to no branch."""
-    return _trace(book, 0, book.last)
+    return _trace(book, 0, book.last, book.last)
 
 
-def trace_page(book: SessionBook, after: int, most_turns: int) -> SessionTrace:
-    """Makes the trace of the turns after a number, as many as fit into a page, and at least of one. The counts of
-    unmatched tokens and unknown answers are those of the whole session.
+def trace_page(book: SessionBook, after: int, most_turns: int, until: int = 0) -> SessionTrace:
+    """Makes the trace of the turns after a number, as many as fit into a page, and at least of one. `until`: the last
+    turn that counts; 0: the session's last one. Pages with one `until` join, whatever turns are added meanwhile. The
+    counts of unmatched tokens and unknown answers are those of all turns up to it.
     """
+    until = min(until or book.last, book.last)
     last, tokens = after, 0
     for number in sorted(book.turns):
-        if number <= after:
+        if not after < number <= until:
             continue
         paths = book.tree.completions(number)
         tokens += book.tree.prompt_length(number) + sum(map(book.tree.length, paths))
         if last > after and (number > after + most_turns or tokens > _PAGE_TOKENS):
             break
         last = number
-    return _trace(book, after, last)
+    return _trace(book, after, last, until)
 
 
-def _trace(book: SessionBook, after: int, last: int) -> SessionTrace:
-    records = [turn.record for turn in book.turns.values()]
+def _trace(book: SessionBook, after: int, last: int, until: int) -> SessionTrace:
+    records = [turn.record for number, turn in book.turns.items() if number <= until]
     turns = [turn for number, turn in sorted(book.turns.items()) if after < number <= last]
     return SessionTrace(
         turns=tuple(_turn(book, turn) for turn in turns),
-        branches=tuple(_branches(book, after, last)),
+        branches=tuple(_branches(book, after, last, until)),
         unmatched=sum(record.unmatched for record in records),
         unknown=sum(record.unknown for record in records),
-        more=last < book.last,
+        until=until,
+        more=last < until,
     )
 
 
@@ -126,10 +131,11 @@ def _turn(book: SessionBook, turn: BookedTurn) -> TurnTrace:
     )
 
 
-def _branches(book: SessionBook, after: int, last: int) -> Iterator[BranchTrace]:
-    """The branches that end in a turn after `after`, and up to `last`."""
+def _branches(book: SessionBook, after: int, last: int, until: int) -> Iterator[BranchTrace]:
+    """The branches of the turns up to `until` that end in a turn after `after`, and up to `last`."""
     tree = book.tree
-    repeated = {parent.key for number in book.turns if (parent := tree.parent(number)) == _whole(book, parent.key)}
+    parents = [tree.parent(number) for number in book.turns if number <= until]
+    repeated = {parent.key for parent in parents if parent == _whole(book, parent.key)}
     counted: dict[PathKey, int] = {}
     for key in tree.paths():
         if key.turn > last:

@@ -90,6 +90,19 @@ async def test_beyond_the_queue_the_key_with_most_prompts_is_refused_and_others_
     threads.close()
 
 
+async def test_an_answers_work_is_never_refused_and_takes_no_prompts_place() -> None:
+    threads, goes_on = PromptThreads(1, most_waiting=1), threading.Event()
+    asked = [asyncio.create_task(threads.run("a", lambda: goes_on.wait(30)))]
+    asked += [asyncio.create_task(threads.run("a", lambda: True, refusable=False)) for _ in range(3)]
+    await started(asked)
+    asked += [asyncio.create_task(threads.run("a", lambda: True)) for _ in range(2)]
+    await started(asked)
+    goes_on.set()
+    ended = await asyncio.gather(*asked, return_exceptions=True)
+    assert [isinstance(one, Unavailable) for one in ended] == [False, False, False, False, False, True]
+    threads.close()
+
+
 async def test_those_that_left_make_room_in_the_queue() -> None:
     threads, goes_on = PromptThreads(1, most_waiting=1), threading.Event()
     asked = [asyncio.create_task(threads.run("a", lambda: goes_on.wait(30))) for _ in range(2)]

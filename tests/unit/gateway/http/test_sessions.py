@@ -149,9 +149,12 @@ async def test_a_trace_is_read_page_by_page(agent: Agent) -> None:
     assert [[turn["number"] for turn in page["turns"]] for page in pages] == [[1, 2], [3]]
     assert [page["has_more"] for page in pages] == [True, False]
     assert [branch for page in pages for branch in page["branches"]] == whole["branches"]
+    await agent.ask([user("question 3")])
+    again = (await client.get(path, params={"after": 2, "until": pages[0]["until"]})).json()
+    assert (again["turns"], again["branches"], again["until"]) == (pages[1]["turns"], pages[1]["branches"], 3)
     listed = (await client.get(f"{path}/completions", params={"limit": 1, "after": 1})).json()
     assert ([one["turn"] for one in listed["data"]], listed["has_more"]) == ([2], True)
-    for wrong in ({"limit": 0}, {"limit": 1001}, {"limit": "x"}, {"after": -1}):
+    for wrong in ({"limit": 0}, {"limit": 1001}, {"limit": "x"}, {"after": -1}, {"until": "x"}):
         refused = await client.get(path, params=wrong)
         assert refused.status_code == 400
         assert refused.json()["error"]["message"].startswith(f"{next(iter(wrong))}: must be a")

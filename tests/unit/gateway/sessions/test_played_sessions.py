@@ -109,6 +109,23 @@ def assert_pages_join(session: PlayedSession, most: int) -> None:
     assert {(page.unmatched, page.unknown) for page in pages} == {(whole.unmatched, whole.unknown)}
 
 
+def test_pages_up_to_one_turn_join_though_a_turn_is_added_between_them(sandbox: TemplateSandbox) -> None:
+    session = played(sandbox, TEMPLATES[next(iter(TEMPLATES))], kind="byte-level", seed=1)
+    agent = Agent(session, TEMPLATES[next(iter(TEMPLATES))], random.Random(1))
+    for _ in range(6):
+        agent.turn()
+    whole, first = session.trace(), trace_page(session.book, 0, 3)
+    assert (first.until, first.more) == (6, True)
+    for _ in range(3):
+        agent.turn()
+    second = trace_page(session.book, 3, 9, first.until)
+    assert ([turn.turn.number for turn in second.turns], second.until, second.more) == ([4, 5, 6], 6, False)
+    assert [(one.leaf, one.packed()) for page in (first, second) for one in page.branches] == [
+        (one.leaf, one.packed()) for one in whole.branches
+    ]
+    assert (second.unmatched, second.unknown) == (whole.unmatched, whole.unknown)
+
+
 def test_a_page_ends_before_it_has_too_many_tokens_and_has_one_turn_at_least(
     sandbox: TemplateSandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
