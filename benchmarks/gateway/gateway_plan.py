@@ -20,7 +20,7 @@ class GatewayPlan(Struct, frozen=True, kw_only=True):
 
 
 #: On two cores: two minutes of kills, four beside vLLM, five of simulated turns, and two of turns on real engines.
-QUICK_PLAN: Final = GatewayPlan(turns=4, tokens=32, pause_s=0.5, pairs=4, requests=12, rounds=5)
+QUICK_PLAN: Final = GatewayPlan(turns=4, tokens=32, pause_s=0.5, pairs=8, requests=12, rounds=5)
 #: Requests at once, and their tokens, when processor time is measured.
 AT_ONCE: Final = 32
 TOKENS_IN: Final = 64

@@ -36,7 +36,7 @@ from benchmarks.turn_routing.routed_trials import (
 
 OUT: Final = Path(__file__).parents[1] / "results" / "turn_routing.json"
 _SEEDS: Final = 5
-_QUICK_SEEDS: Final = 2
+_QUICK_SEEDS: Final = 5
 
 
 def compare(seeds: Sequence[int], tell: Tell, *, quick: bool) -> dict[str, Any]:
