@@ -69,7 +69,7 @@ def test_a_planned_window_is_nearly_as_good_as_any_fixed_one(window_s: float) ->
     """Which of the fixed ones is good is not known before."""
     planned = simulated(lent(), spot())
     fixed = simulated(lent(window_s=window_s), spot(), policy=ElasticPolicy(plans=False))
-    assert lasted_s(planned) < 1.05 * lasted_s(fixed)
+    assert lasted_s(planned) < 1.02 * lasted_s(fixed)
 
 
 def test_without_engines_elsewhere_the_devices_generate_until_the_last_rollout_has_ended() -> None:

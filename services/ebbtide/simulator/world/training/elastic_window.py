@@ -11,8 +11,6 @@ from itertools import chain
 from math import inf
 from typing import Final
 
-from msgspec import structs
-
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.scheduling.elastic.engine_pace import fitted_pace
@@ -65,10 +63,22 @@ class ElasticWindow(LoanWindow):
         self._cut: tuple[float, float, frozenset[str]] | None = None  # when, the forecast of generation then, the fleet
         self._fleet = frozenset[str]()  # engines elsewhere when the devices were lent last
         self._asked_s = -inf
-        self._spare: bool | None = None  # one engine elsewhere is too many in the step under way; None: not asked yet
+        self._expected: Sequence[GroupLeft] = ()  # groups like those of the last step
+        self._spare = False  # one engine elsewhere is too many in the step under way
 
     def opened(self, step: StepProgress) -> None:
-        self._step, self._spare = step, None
+        self._step, self._spare = step, False
+
+    def lends(self) -> bool:
+        """By a plan for groups like those of the last step. A short window would spread each group over all engines and
+        then cut them all: without one, those that run first stay whole.
+        """
+        view = self._view(self._expected)
+        if view is None or not self._expected:
+            return True
+        self._plan = self.planner.plan(view)
+        self._spare = self._releases and self.planner.surplus(view, 1.0)
+        return self._plan.window_s > _SOONEST_S
 
     def open_s(self) -> float | None:
         return _SOONEST_S
@@ -78,9 +88,6 @@ class ElasticWindow(LoanWindow):
         if view is None:
             return _SOONEST_S
         self._plan = plan = self.planner.plan(view)
-        if self._releases and self._spare is None:  # the step has just begun: all of its work is there
-            whole = structs.replace(view, remote=float(len(self._elsewhere())))
-            self._spare = self.planner.surplus(whole, 1.0)
         if plan.window_s <= 0.5 * _SOONEST_S:
             return 0.0
         return min(max(_LOOK_SHARE * plan.window_s, _SOONEST_S), _LATEST_S, plan.window_s)
@@ -122,15 +129,21 @@ class ElasticWindow(LoanWindow):
             if fleet == self._elsewhere() and forecast_s < inf:
                 self.planner.generated(forecast_s, step.generated_s - at_s)
         self._cut = None
+        prompt = round((sum(progress.lengths) - progress.tokens) / max(1, len(progress.lengths)))
+        cap = next((run.spec.sampling.max_tokens for run in self._state.runs.values()), 0)
+        self._expected = [
+            GroupLeft(prompt=prompt, waiting=[0] * len(lengths), cap=cap) for lengths in progress.responses.values()
+        ]
 
     # What the planner is shown.
 
-    def _view(self) -> LoanView | None:
+    def _view(self, expected: Sequence[GroupLeft] = ()) -> LoanView | None:
+        """`expected`: the groups of a step that is not submitted yet. Engines elsewhere have its version soon."""
         runs, step = list(self._state.runs.values()), self._step
         if step is None or not runs:
             return None
         run, sessions = runs[0], list(self._state.sessions.values())
-        prompts, groups = self._groups(run, step)
+        prompts, groups = (frozenset[int](), expected) if expected else self._groups(run, step)
         ready = step.lengths[step.learnt :]
         remote = [one for one in sessions if not self._is_local(one)]
         speeds = [found for one in sessions if (found := self._decider.speed(one)[0]) is not None]
@@ -140,7 +153,7 @@ class ElasticWindow(LoanWindow):
             groups=groups,
             ready_tokens=sum(ready),
             complete=len(step.responses.keys() - prompts),
-            remote=float(len([one for one in remote if one.version_of(run.run_id) == run.newest])),
+            remote=float(len([one for one in remote if expected or one.version_of(run.run_id) == run.newest])),
             devices=self._devices(sessions),
             batch=self._batch.quantile(_FULL) if self._batch.known else _BATCH,
             kv_tokens=self._held.quantile(_FULL) if self._held.known else inf,

@@ -81,7 +81,7 @@ class SimulatedTrainer:
 
     def opened(self, progress: StepProgress) -> None:
         self._steps[progress.number] = progress
-        self._loan.window.opened(progress)
+        self._loan.opened(progress)
 
     def scored(self, progress: StepProgress) -> None:  # noqa: ARG002 - whichever step it is, the next one is looked at
         """A step has got further."""

@@ -32,7 +32,11 @@ class LoanWindow:
         return None
 
     def opened(self, step: StepProgress) -> None:
-        """A step's rollouts were submitted. `step` is kept up to date."""
+        """A step's rollouts are about to be submitted. `step` is kept up to date."""
+
+    def lends(self) -> bool:
+        """Whether the devices generate in the step that was just opened at all."""
+        return True
 
     def closed(self) -> None:
         """The devices are the trainer's again."""
@@ -78,6 +82,12 @@ class TrainerLoan:
         self._open = True
         if not self._lent:
             self._lend(self.window.open_s)
+
+    def opened(self, step: StepProgress) -> None:
+        """A step's rollouts are about to be submitted."""
+        self.window.opened(step)
+        if not self.window.lends():
+            self._close()
 
     def starve(self) -> None:
         """The trainer has its devices, but nothing to train on before the step is complete."""
