@@ -1,7 +1,8 @@
 """Compares windows of trainers that generate between their steps: `make bench-elastic`.
 
-Steps are simulated, with the code that decides live. The time of a decision and the error of streamed gradients are
-measured on this machine. Figures that need live loans and engines are null, with the reason.
+Steps are simulated, with the planner in `ebbtide.scheduling.elastic`, which no live trainer asks yet. The time of a
+decision and the error of streamed gradients are measured on this machine. Figures that need live loans and engines are
+null, with the reason.
 
 The recorded spot traces are looked for beside the checkout, in `shared/traces`; elsewhere name them by `--spot`.
 Without them traces are made up, and the file says `synthetic` of each. The oracle tries several windows of each step in

@@ -15,7 +15,7 @@ from ebbtide.simulator.world.virtual_coordinator import Decider, VirtualCoordina
 
 class ElasticPolicy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Ebbtide's placement, a window that `scheduling/elastic` decides for the pool of kind "trainer", and gradients
-    that are computed group by group. It is told what the live coordinator knows. Its run is the scenario's only one.
+    that are computed group by group. It is told what a live coordinator would know. Its run is the scenario's only one.
     """
 
     plans: bool = True  # else the window is the pool's

@@ -1,6 +1,6 @@
 """Has Ebbtide's own planner decide for how long a trainer's devices generate: shows it the coordinator's state.
 
-Like the live coordinator it knows what is stored of each rollout, what ended, learnt speeds, and how long gradients
+It knows what a live coordinator does: what is stored of each rollout, what ended, learnt speeds, and how long gradients
 took.
 
 Invariant: `_step` is the step under way, once it was opened.
