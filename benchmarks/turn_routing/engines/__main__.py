@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK_ROUNDS} rounds instead of {ROUNDS}")
+    parser.add_argument("--quick", action="store_true", help=f"rounds: {QUICK_ROUNDS}, not {ROUNDS}")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=arguments.output, default=str(OUT))
     options = parser.parse_args(argv)
