@@ -54,7 +54,7 @@ class Cluster:
 
     def __init__(self, directory: Path, *, routed: bool = False) -> None:
         self.directory = directory
-        self.redis = EmbeddedRedis(directory / "redis")
+        self.redis = EmbeddedRedis(directory / "redis", tied=True)  # a killed benchmark leaves none behind
         self.process: dict[str, ProgramProcess] = {}
         self.heads = ["coordinator"]  # the coordinators that workers and clients know
         self.routed = routed

@@ -6,10 +6,12 @@ import signal
 import socket
 import subprocess
 import time
+from functools import partial
 from pathlib import Path
 from typing import Self
 
 from ebbtide.errors import StoreUnavailable
+from ebbtide.runtime import die_with_parent
 
 
 class ServerProcess:
@@ -18,8 +20,9 @@ class ServerProcess:
     Start it with `with` or `start()`. The owner of this object ends it.
     """
 
-    def __init__(self, address: Path | int, log: Path) -> None:
-        self.address, self._log = address, log
+    def __init__(self, address: Path | int, log: Path, *, tied: bool = False) -> None:
+        """`tied`: the kernel kills it when the thread that started it ends, however that ends."""
+        self.address, self._log, self._tied = address, log, tied
         self._process: subprocess.Popen[bytes] | None = None
 
     def _command_line(self) -> list[str]:
@@ -36,7 +39,12 @@ class ServerProcess:
         if isinstance(self.address, Path):
             self.address.unlink(missing_ok=True)
         with self._log.open("ab") as out:
-            self._process = subprocess.Popen(self._command_line(), stdout=out, stderr=subprocess.STDOUT)
+            self._process = subprocess.Popen(
+                self._command_line(),
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                preexec_fn=partial(die_with_parent, os.getpid()) if self._tied else None,  # noqa: PLW1509 - one call
+            )
         end = time.monotonic() + timeout
         while self._process.poll() is None and time.monotonic() < end:
             with contextlib.suppress(OSError):

@@ -32,6 +32,7 @@ class EmbeddedRedis(ServerProcess):
         tcp: bool = False,
         replica_of: "EmbeddedRedis | None" = None,
         options: dict[str, str] | None = None,
+        tied: bool = False,
     ) -> None:
         self._temporary = directory is None
         self.directory = directory or Path(tempfile.mkdtemp(prefix="ebbtide-redis-"))
@@ -41,7 +42,7 @@ class EmbeddedRedis(ServerProcess):
         if len(str(self.socket)) > _MAX_SOCKET_PATH:
             self._short = Path(tempfile.mkdtemp(prefix="ebb-"))
             self.socket = self._short / "redis.sock"
-        super().__init__(self.socket, self.directory / "redis.log")
+        super().__init__(self.socket, self.directory / "redis.log", tied=tied)
         self.port = free_port() if tcp or replica_of else 0
         self._fsync, self._options, self._replica_of = fsync, options or {}, replica_of
 
