@@ -20,7 +20,6 @@ from ebbtide.client import Client, Lease
 from ebbtide.client.publisher.publisher import Publishing, PublishReport
 from ebbtide.errors import AlreadyExists
 from ebbtide.runtime import race
-from ebbtide.scheduling.elastic.take_back import StepProgress, take_back_due
 from ebbtide.telemetry import counter, gauge, get_logger
 from ebbtide.trainer.device_loan import DeviceLoan, OwnDevice, TrainingDevice
 from ebbtide.trainer.learning.local_learning import LocalLearning
@@ -143,7 +142,7 @@ class Training:
     async def _train_whole(self, step: int, clock: StepClock) -> dict[str, float]:
         """Trains the step once all its groups are there. Returns the values to report."""
         await clock.measure("wait", self._groups(lambda: self._whole(step)))
-        await clock.measure("wait", self._take_back(step))
+        await clock.measure("wait", self._device.take_back())
         await self._settle_before(clock)
         trajectories = self._collector.take(self._following.steps)
         steps, version = dict(self._following.steps), self._version(step)
@@ -158,7 +157,7 @@ class Training:
         """
         if self._settings.generate:
             await clock.measure("wait", self._groups(lambda: self._whole(step)))
-            await clock.measure("wait", self._take_back(step))
+            await clock.measure("wait", self._device.take_back())
         whole = asyncio.create_task(self._note_whole(step, clock))
         collector, following, learning = self._collector, self._following, self._learning
         try:
@@ -216,19 +215,11 @@ class Training:
             else:
                 return
 
-    async def _take_back(self, step: int) -> None:
-        """Takes the device back once that is due."""
-        await self._following.until(lambda: take_back_due(self._progress(step)))
-        await self._device.take_back()
-
     def _whole(self, step: int) -> bool:
-        """Whether all groups of the step that are not dropped are there."""
-        progress = self._progress(step)
-        return progress.whole >= progress.expected
-
-    def _progress(self, step: int) -> StepProgress:
+        """Whether all groups of the step that are not dropped are there. Until then engines on the trainer's own device
+        make groups whole sooner, and there may be no others; from then on nothing is left for them to do."""
         expected = self._spec.batch.groups_per_step - self._following.dropped[step]
-        return StepProgress(whole=self._collector.whole_groups(), expected=expected)
+        return self._collector.whole_groups() >= expected
 
     async def _relieve(self) -> None:
         """Takes a checkpoint if the quota has no room for the missing trajectories: it frees consumed ones."""

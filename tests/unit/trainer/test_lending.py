@@ -8,7 +8,6 @@ import pytest
 from msgspec.structs import replace
 
 from ebbtide.errors import InvalidRequest, LeaseSuperseded
-from ebbtide.scheduling.elastic.take_back import StepProgress, take_back_due
 from ebbtide.testing import wait_until
 from ebbtide.trainer import training
 from ebbtide.trainer.learning.local_learning import LocalLearning
@@ -102,12 +101,6 @@ async def test_a_trainer_whose_device_has_a_newer_owner_steps_down(
     with pytest.raises(LeaseSuperseded):
         async with asyncio.timeout(60):
             await train(make_client(cluster), lease_of(cluster), LENDING)
-
-
-def test_the_device_is_due_once_all_groups_of_the_step_are_there() -> None:
-    assert not take_back_due(StepProgress(whole=3, expected=4))
-    assert take_back_due(StepProgress(whole=4, expected=4))
-    assert take_back_due(StepProgress(whole=0, expected=0))
 
 
 def test_settings_that_cannot_lend_name_what_is_missing(tmp_path: Path) -> None:
