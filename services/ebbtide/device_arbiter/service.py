@@ -11,13 +11,14 @@ from ebbtide.device_arbiter.device_report import DeviceReporter
 from ebbtide.device_arbiter.loan_keeper import LoanKeeper
 from ebbtide.device_arbiter.owner_stream import OwnerStream
 from ebbtide.device_arbiter.return_watch import ReturnWatch
-from ebbtide.device_arbiter.servicer import GRANTS, LOANS, LoanServicer, TenantServicer
+from ebbtide.device_arbiter.servicer import LOANS, LoanServicer
 from ebbtide.device_arbiter.settings import ArbiterSettings
 from ebbtide.grants import locked_folder, socket_path
 from ebbtide.loans.borrower_table import BorrowerTable
 from ebbtide.loans.enforcer import Enforcer
 from ebbtide.loans.grant_issuer import GrantIssuer
 from ebbtide.loans.grant_stream import GrantStream
+from ebbtide.loans.servicer import GRANTS, GrantServicer
 from ebbtide.rpc.server import Server, Service
 from ebbtide.runtime import Shutdown
 from ebbtide.scheduling.elastic.device_ownership import DeviceOwnership
@@ -63,8 +64,9 @@ class DeviceArbiter:
         )
         issuer = GrantIssuer(self._borrowers, memory=memory.allowed, forecast=keeper.forecast)
         report = DeviceReporter(ownership, keeper, self._borrowers, issuer)
+        tenants = GrantServicer(GrantStream(self._borrowers, issuer), report.as_guard)  # to engines this is a guard
         self.services: list[Service] = [
-            (add_GrantsServicer_to_server, TenantServicer(GrantStream(self._borrowers, issuer), report), GRANTS),
+            (add_GrantsServicer_to_server, tenants, GRANTS),
             (add_LoansServicer_to_server, LoanServicer(OwnerStream(ownership, keeper), report), LOANS),
         ]
         self.address = f"unix:{socket_path(folder).absolute()}"  # where trainer and workers connect

@@ -14,6 +14,7 @@ from ebbtide.loans.enforcer import Enforcer
 from ebbtide.loans.grant_issuer import AllowedMemory, GrantIssuer
 from ebbtide.loans.grant_stream import GrantStream
 from ebbtide.loans.loan import Loan
+from ebbtide.loans.servicer import GRANTS, GrantServicer
 from ebbtide.rpc.server import Server
 from ebbtide.runtime import Shutdown
 from ebbtide.scheduling.coserving.governor import Governor
@@ -22,7 +23,6 @@ from ebbtide.serving_guard.guard_status import StatusReporter
 from ebbtide.serving_guard.loans.budget_keeper import BudgetKeeper
 from ebbtide.serving_guard.loans.governor_panel import GovernorPanel, Makes
 from ebbtide.serving_guard.loans.memory_budget import MemoryBudget
-from ebbtide.serving_guard.servicer import SERVICE, GrantServicer
 from ebbtide.serving_guard.settings import GuardSettings
 from ebbtide.serving_guard.traffic.request_books import RequestBooks
 from ebbtide.telemetry import rpc_observer
@@ -101,9 +101,9 @@ class Guard:
             predicted_s=lambda: keeper.learnt().step_s,
             granting=lambda: keeper.decision.budget.tokens > 0,
         )
-        servicer = GrantServicer(GrantStream(self._borrowers, self._issuer), self._status)
+        servicer = GrantServicer(GrantStream(self._borrowers, self._issuer), self._status.now)
         listen = ServerSettings.at(f"unix:{socket_path(folder).absolute()}")
-        services = [(add_GrantsServicer_to_server, servicer, SERVICE)]
+        services = [(add_GrantsServicer_to_server, servicer, GRANTS)]
         self._server = Server(listen, services, observe=rpc_observer(), private=True)
         self._front: Front = self._proxy() if settings.mode == "proxy" else self._observer()
 

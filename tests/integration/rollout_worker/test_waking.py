@@ -17,6 +17,7 @@ from ebbtide.grants import page_path, socket_path
 from ebbtide.loans.borrower_table import BorrowerTable
 from ebbtide.loans.grant_issuer import GrantIssuer
 from ebbtide.loans.grant_stream import GrantStream
+from ebbtide.loans.servicer import GRANTS, GrantServicer
 from ebbtide.rollout_worker.device_lease import DeviceLease
 from ebbtide.rollout_worker.engine.vllm.borrowed_engine import BorrowedEngine
 from ebbtide.rollout_worker.engine.weight_sleep import WeightSleep
@@ -26,7 +27,6 @@ from ebbtide.rpc.channel import open_socket
 from ebbtide.rpc.server import Server
 from ebbtide.serving_guard.loans.memory_budget import MemoryBudget
 from ebbtide.serving_guard.metrics import LOANS
-from ebbtide.serving_guard.servicer import SERVICE, GrantServicer
 from ebbtide.testing import wait_until
 from ebbtide.types.grants import Forecast, Residency
 from ebbtide.v1.grants_pb2_grpc import GrantsStub, add_GrantsServicer_to_server
@@ -85,7 +85,7 @@ class Host:
 
     async def start(self, stack: AsyncExitStack) -> None:
         servicer = GrantServicer(GrantStream(self.borrowers, self.issuer), status=None)  # type: ignore[arg-type]
-        adding = [(add_GrantsServicer_to_server, servicer, SERVICE)]
+        adding = [(add_GrantsServicer_to_server, servicer, GRANTS)]
         server = Server(ServerSettings(listen=f"unix:{socket_path(self.folder)}"), adding, private=True)
         await server.start()
         stack.push_async_callback(server.stop, grace=0.0)

@@ -19,6 +19,8 @@ from ebbtide.device_arbiter.settings import ArbiterSettings
 from ebbtide.loans.borrower_table import BorrowerTable
 from ebbtide.loans.grant_issuer import GrantIssuer
 from ebbtide.loans.grant_stream import GrantStream
+from ebbtide.loans.servicer import GRANTS
+from ebbtide.loans.servicer import GrantServicer as GrantsServicer
 from ebbtide.rollout_worker.installs.peer_blobs import PeerBlobs
 from ebbtide.rollout_worker.installs.peer_servicer import PeerServicer, add_to_server
 from ebbtide.rpc.server import Server, Service
@@ -28,8 +30,6 @@ from ebbtide.serving_guard.loans.budget_keeper import BudgetKeeper
 from ebbtide.serving_guard.loans.governor_panel import GovernorPanel
 from ebbtide.serving_guard.loans.memory_budget import MemoryBudget
 from ebbtide.serving_guard.metrics import LOANS
-from ebbtide.serving_guard.servicer import SERVICE as GRANTS
-from ebbtide.serving_guard.servicer import GrantServicer as GrantsServicer
 from ebbtide.serving_guard.settings import GuardSettings
 from ebbtide.serving_guard.traffic.request_books import RequestBooks
 from ebbtide.transfer import BlobCache
@@ -128,7 +128,7 @@ class Services:
             memory=memory,
             clock=time.monotonic,
         )
-        return GrantsServicer(GrantStream(borrowers, issuer), status)
+        return GrantsServicer(GrantStream(borrowers, issuer), status.now)
 
     def serve(self, settings: ServerSettings, *, peer: bool = False) -> str:
         """The address of a server of all services; with `peer`, of the one that a worker serves."""
