@@ -78,7 +78,7 @@ async def _simulate(task: SeedTask, say: Callable[[SimulationProgress], None], p
     finally:
         if process.returncode is None:
             process.kill()
-        await process.wait()
+        await process.communicate()  # until its pipes have ended, too: else the loop may close before they are let go
 
 
 async def _next(process: asyncio.subprocess.Process) -> SeedMessage | None:
