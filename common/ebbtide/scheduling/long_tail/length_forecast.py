@@ -1,10 +1,11 @@
 """Says of a group's samples how many tokens are still to come, on average and by quantiles."""
 
+from collections.abc import Sequence
 from math import log
 from typing import Final
 
 from ebbtide.scheduling.long_tail.length_marginal import LengthMarginal
-from ebbtide.scheduling.long_tail.shared_part import SampleTail, SharedPart
+from ebbtide.scheduling.long_tail.shared_part import SampleTail, SharedPart, quantile_beyond
 
 #: Pieces of the integral of a mean. Those of a sample that runs are shortest where it is now.
 _PIECES: Final = 24
@@ -41,6 +42,24 @@ class LengthForecast:
             mean += (beyond - further) * _between(at, tokens)
             at, beyond = tokens, further
         return self._bounded(made, mean + beyond * at) - made
+
+    def alike(self, shared: float, samples: Sequence[tuple[int, float]]) -> list[float]:
+        """Whole lengths of samples that belong together, in tokens. Simulations of a step need them: quantiles of
+        single samples would lose that all of a group are long, or all are short. `shared`: the quantile of what the
+        group has in common; `samples`: tokens made, and the sample's own quantile given that.
+        """
+        part, within, total = self._part, self._within, 0.0
+        at = part.points[-1]
+        for point, weight in zip(part.points, part.weights, strict=True):
+            total += weight
+            if total >= shared:
+                at = point
+                break
+        found = list[float]()
+        for made, share in samples:
+            score = at + within * quantile_beyond((self._score(made) - at) / within, share)
+            found.append(self._bounded(made, self._marginal.tokens(score)))
+        return found
 
     def _bounded(self, made: int, tokens: float) -> float:
         return max(min(max(tokens, made + 1.0), self._cap), float(made))

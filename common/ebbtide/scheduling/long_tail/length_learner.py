@@ -8,7 +8,8 @@ longest finished sibling, and the cap without one.
 Only groups that ended teach, with their stopped samples: of a step under way the short responses are known first. Until
 a group ended, the open ones stand in, counted as stopped.
 
-Invariant: `_groups` has the newest groups, and the model follows from them. Lost with the process; one step teaches it
+Invariant: `_groups` has the newest groups, and the model follows from them. Once `_fitted`, `_imputed` has an entry for
+each. Lost with the process; one step teaches it
 again, but for the prompts' former epochs.
 """
 
@@ -59,6 +60,7 @@ class OpenGroup(Struct, frozen=True, kw_only=True, gc=False):
 class LengthLearner:
     def __init__(self) -> None:
         self._groups: deque[EndedGroup] = deque(maxlen=_MEMORY)
+        self._imputed: deque[list[float]] = deque(maxlen=_MEMORY)  # likely lengths of the stopped samples, by group
         self._history = PromptHistory()
         self._fitted = False
         self._marginal: LengthMarginal = log_normal(_MEDIAN_TOKENS, _SPREAD)
@@ -66,20 +68,20 @@ class LengthLearner:
 
     @property
     def known(self) -> bool:
-        """Whether a group has taught anything."""
-        return bool(self._groups)
+        """Whether a response that ended has taught anything."""
+        return self._fitted
 
     def groups_ended(self, groups: Iterable[EndedGroup]) -> None:
         """Learn from whole groups: best from all of a step together, since the first ones to end are short."""
         new = list(groups)
         self._groups.extend(new)
-        self._fit()
+        self._fit(new)
         for group in new:
             self._remember(group)
 
     def groups_open(self, groups: Iterable[OpenGroup]) -> None:
-        """Take what is open for the lengths of the run. Does nothing once a group has ended."""
-        if self._groups:
+        """Take what is open for the lengths of the run. Does nothing once whole groups have taught some."""
+        if self._fitted:
             return
         ended, stopped = list[int](), list[int]()
         for group in groups:
@@ -99,35 +101,45 @@ class LengthLearner:
 
     _first: Final = log_normal(_MEDIAN_TOKENS, _SPREAD)
 
-    def _fit(self) -> None:
+    def _fit(self, new: Sequence[EndedGroup]) -> None:
         """Learn the curve of lengths, and how alike samples are.
 
         What stopped samples would have made is imputed from their groups: a sample that was stopped since enough
         siblings had ended was one of a short group, or of a long one. The product-limit estimate, which knows no
         groups, is only the beginning.
         """
-        lengths = [one for group in self._groups for one in group.lengths]
-        stopped = [one for group in self._groups for one in group.stopped]
-        rounds = int(bool(stopped))
-        if not self._fitted:
-            first = product_limit(lengths, stopped)
-            if first is None:
+        if self._fitted:
+            self._imputed.extend(map(self._likely, new))
+            self._draw_curve()
+            return
+        lengths = (one for group in self._groups for one in group.lengths)
+        first = product_limit(lengths, (one for group in self._groups for one in group.stopped))
+        if first is None:
+            return
+        self._marginal, self._fitted = first, True
+        self.alike = group_share([self._scored(group) for group in self._groups])
+        for _ in range(_FIRST_ROUNDS):
+            self._imputed.clear()
+            self._imputed.extend(map(self._likely, self._groups))
+            self._draw_curve()
+            if not any(self._imputed):
                 return
-            self._marginal, self._fitted, rounds = first, True, _FIRST_ROUNDS * rounds
-        for _ in range(rounds):
-            self.alike = group_share([self._scored(group) for group in self._groups])
-            imputed = [one for group in self._groups for one in self._imputed(group)]
-            self._marginal = product_limit([*lengths * len(_IMPUTED), *imputed]) or self._marginal
-        if not stopped:
-            self._marginal = product_limit(lengths) or self._marginal
+
+    def _draw_curve(self) -> None:
+        lengths = [one for group in self._groups for one in group.lengths]
+        imputed = [one for likely in self._imputed for one in likely]
+        if imputed:
+            lengths = lengths * len(_IMPUTED) + imputed
+        self._marginal = product_limit(lengths) or self._marginal
         self.alike = group_share([self._scored(group) for group in self._groups])
 
-    def _imputed(self, group: EndedGroup) -> list[float]:
-        """Likely lengths of the stopped samples."""
+    def _likely(self, group: EndedGroup) -> list[float]:
+        """Likely lengths of the stopped samples, `_IMPUTED` of each."""
         if not group.stopped:
             return []
         forecast = self.forecast(OpenGroup(finished=group.lengths, made=group.stopped, prompt=group.prompt))
-        return [forecast.length(made, share) for made in group.stopped for share in _IMPUTED]
+        lengths = {made: [forecast.length(made, share) for share in _IMPUTED] for made in set(group.stopped)}
+        return [one for made in group.stopped for one in lengths[made]]
 
     def _scored(self, group: EndedGroup) -> ScoredGroup:
         score = self._marginal.score

@@ -12,6 +12,7 @@ keeps one such sample from deciding for its siblings.
 from collections.abc import Sequence
 from math import erfc, exp, log, pi, sqrt
 from operator import mul
+from statistics import NormalDist
 from typing import Final, NamedTuple
 
 #: One response in a hundred is independent of its group. An assumption.
@@ -26,6 +27,9 @@ _NEWTON: Final = 6
 #: Beyond so many deviations a normal's tail is taken as no thinner.
 _FARTHEST: Final = 30.0
 _ROOT_HALF: Final = sqrt(0.5)
+#: Beyond so many deviations a normal's tail is taken by its asymptote.
+_ASYMPTOTIC: Final = 6.0
+_NORMAL: Final = NormalDist()
 #: Points of so little weight are left out of a sample's distribution.
 _NEGLIGIBLE: Final = 1e-5
 #: A sample is not expected further than so many deviations from what is likely: one in sixteen thousand is.
@@ -89,6 +93,13 @@ def longer(score: float) -> float:
     return 0.5 * erfc(min(score, _FARTHEST) * _ROOT_HALF)
 
 
+def quantile_beyond(score: float, share: float) -> float:
+    """The standard normal value that one beyond `score` does not exceed with probability `share` (0 and 1 excluded)."""
+    if score > _ASYMPTOTIC:
+        return score - log(1.0 - share) / score
+    return -_NORMAL.inv_cdf(max(longer(score) * (1.0 - share), 1e-15))
+
+
 class SampleTail:
     """How far a sample goes beyond `made`, a score that is one of those that `part` was inferred from."""
 
@@ -150,6 +161,6 @@ def _mode(mean: float, deviation: float, within: float, open_: Sequence[float]) 
 
 def _hazard(far: float) -> float:
     """Density over survival of a standard normal."""
-    if far > 6.0:
+    if far > _ASYMPTOTIC:
         return far + 1.0 / far
     return exp(-0.5 * far * far) / (0.5 * erfc(far * _ROOT_HALF) * sqrt(2.0 * pi))

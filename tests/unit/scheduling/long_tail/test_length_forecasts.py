@@ -125,3 +125,44 @@ def test_a_stray_sample_does_not_decide_for_its_siblings() -> None:
     plain = learner.forecast(OpenGroup(finished=[300] * 6, made=[0], cap=CAP)).rest(0)
     beside = learner.forecast(OpenGroup(finished=[300] * 6, made=[12_000, 0], cap=CAP)).rest(0)
     assert beside < 1.5 * plain
+
+
+def test_lengths_of_a_group_are_long_together_and_short_together() -> None:
+    learner = taught(Random(8), alike=0.9)
+    forecast = learner.forecast(OpenGroup(made=[0] * 4, cap=CAP))
+    short, long = (forecast.alike(shared, [(0, 0.2), (0, 0.8)]) for shared in (0.1, 0.9))
+    assert max(short) < min(long)
+
+
+@pytest.mark.parametrize("alike", [0.2, 0.9])
+def test_lengths_that_belong_together_are_spread_as_those_of_single_samples(alike: float) -> None:
+    learner = taught(Random(9), alike=alike)
+    forecast = learner.forecast(OpenGroup(finished=[900], made=[700, 0], cap=CAP))
+    shares = [(at + 0.5) / 40 for at in range(40)]
+    found = sorted(forecast.alike(shared, [(700, own)])[0] for shared in shares for own in shares)
+    for share in (0.1, 0.5, 0.9):
+        assert found[int(share * len(found))] == pytest.approx(forecast.length(700, share), rel=0.08)
+
+
+def test_groups_of_which_no_response_ended_teach_nothing_and_break_nothing() -> None:
+    learner = LengthLearner()
+    learner.groups_ended([EndedGroup(lengths=[], stopped=[500] * 8), EndedGroup(lengths=[], prompt="p")])
+    assert not learner.known
+    learner.groups_ended([EndedGroup(lengths=[900, 1_100], stopped=[1_000])])
+    assert learner.known
+    assert 100 < learner.forecast(OpenGroup(made=[0])).length(0, 0.5) < 5_000
+
+
+def test_steps_that_come_one_after_another_teach_as_they_do_together() -> None:
+    draw, one_by_one, together = Random(10), LengthLearner(), LengthLearner()
+    steps = [
+        [EndedGroup(lengths=sorted(one)[:6], stopped=[sorted(one)[5]] * 2) for one in drawn(draw, 100)]
+        for _ in range(4)
+    ]
+    for step in steps:
+        one_by_one.groups_ended(step)
+    together.groups_ended(group for step in steps for group in step)
+    open_ = OpenGroup(made=[0] * 8, cap=CAP)
+    rests = [learner.forecast(open_).rest(0) for learner in (one_by_one, together)]
+    assert rests[0] == pytest.approx(rests[1], rel=0.15)
+    assert one_by_one.alike == pytest.approx(together.alike, abs=0.05)
