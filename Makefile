@@ -91,6 +91,9 @@ bench-gateway: env ## The gateway: kills under its clients, its cost beside vLLM
 bench-elastic: env ## Windows of trainers that generate between their steps, simulated beside rivals; QUICK=1: in 12 minutes
 	@$(BIN)/python -m benchmarks.elastic $(if $(QUICK),--quick) $(ARGS)
 
+bench-tail: env ## The long tail: forecasts of lengths, and draft lengths beside Seer's printed rule; QUICK=1: in 12 minutes
+	@$(BIN)/python -m benchmarks.long_tail $(if $(QUICK),--quick) $(ARGS)
+
 bench-tenants: env ## One user's latency beside another user at each limit; QUICK=1: in 3 minutes
 	@$(BIN)/python benchmarks/tenants.py $(if $(QUICK),--quick) $(ARGS)
 

@@ -1,0 +1,86 @@
+"""Measures what shortens a step's tail: `make bench-tail`.
+
+    python -m benchmarks.long_tail [--quick] [--parts NAME ...] [--marginals NAME ...] [--lengths PATH] [--out PATH]
+
+`draft`: lengths of drafts beside Seer's printed rule, computed. `lengths`: how often forecast intervals of lengths
+cover the truth, on drawn groups. `order`: step times under orders of starting, in a model of slots. Recorded lengths
+are looked for beside the checkout, in `shared/traces`; without them only the fitted ones are drawn from. Writes a JSON
+file with `figures`; those of which no part measures anything are null.
+"""
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.arguments import count, output
+from benchmarks.conditions import conditions
+from benchmarks.long_tail.draft_part import draft_part
+from benchmarks.long_tail.length_marginals import TRACES, known_marginals
+from benchmarks.long_tail.lengths_part import lengths_part
+from benchmarks.long_tail.order_part import order_part
+from benchmarks.long_tail.recorded_groups import recorded_coverage, recorded_groups
+from benchmarks.long_tail.tail_figures import figure_rows, missing, promised_figures
+from ebbtide.errors import InvalidRequest
+
+PARTS: Final = ("draft", "lengths", "order")
+OUT: Final = Path(__file__).parents[1] / "results" / "tail.json"
+
+
+def measured(options: argparse.Namespace, tell: Callable[[str], None]) -> dict[str, Any]:
+    """What the chosen parts tell, by their names."""
+    drawn = {"quick": options.quick, "jobs": options.jobs, "only": options.marginals or (), "folder": options.traces}
+    path = options.lengths
+    recorded = [] if path is None else recorded_coverage(path.stem, recorded_groups(path))
+    parts: dict[str, Callable[[], dict[str, Any]]] = {
+        "draft": lambda: draft_part(tell),
+        "lengths": lambda: lengths_part(tell, recorded=recorded, **drawn),
+        "order": lambda: order_part(tell, **drawn),
+    }
+    return {name: parts[name]() for name in options.parts}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.long_tail",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer held-back steps")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--marginals", nargs="+", help="of the parts lengths and order; default: all")
+    parser.add_argument("--traces", type=Path, default=TRACES, help="folder of recorded marginals")
+    parser.add_argument("--lengths", type=Path, help="recorded lengths: group,sample,output_tokens")
+    parser.add_argument("--jobs", type=count, default=min(2, len(os.sched_getaffinity(0))), help="processes at a time")
+    parser.add_argument("--out", type=output, default=str(OUT))
+    options = parser.parse_args(argv)
+    names = [one.name for one in known_marginals(options.traces)]
+    if unknown := [one for one in options.marginals or () if one not in names]:
+        parser.error(f"--marginals: {unknown[0]!r} is not known; name some of {', '.join(names)}")
+    if options.lengths is not None:
+        try:
+            recorded_groups(options.lengths)
+        except InvalidRequest as error:
+            parser.error(f"--lengths: {error}")
+    under, begin_s = conditions() | {"quick": options.quick}, time.monotonic()
+    parts = measured(options, partial(print, flush=True))
+    figures = promised_figures({name: one for part in parts.values() for name, one in part.pop("figures").items()})
+    reasons = missing(figures)
+    report = {
+        "figures": figures,
+        "missing": reasons,
+        **parts,
+        "took_s": time.monotonic() - begin_s,
+        "conditions": under,
+    }
+    options.out.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n")
+    print(*figure_rows(figures, reasons), f"All of it is in {options.out}", sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

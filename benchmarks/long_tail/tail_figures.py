@@ -1,0 +1,44 @@
+"""Names the figures of the long tail's benchmark, what is promised of each, and why one is missing."""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+#: By name: the least and the greatest value that keep the promise.
+PROMISED_RANGES: Final[dict[str, tuple[float, float]]] = {
+    "throughput_over_verl": (1.0, float("inf")),
+    "throughput_over_seer": (1.0, float("inf")),
+    "throughput_over_rollpacker": (0.9, float("inf")),
+    "share_of_true_lengths": (0.95, float("inf")),
+    "error_vs_published_median": (0.0, float("inf")),
+    "draft_objective_over_printed_rule": (1.09, float("inf")),
+    "accept_length_across_over_within": (0.97, float("inf")),
+    "bias_cured_over_uncured": (0.0, 0.2),
+    "engine_preemptions_share": (0.0, 0.01),
+    "interval_coverage": (0.75, 0.85),
+}
+#: Figures that no part measures yet.
+_NO_PART: Final = "no part of this benchmark measures it yet"
+_SKIPPED: Final = "its part did not run"
+_MEASURED: Final = ("draft_objective_over_printed_rule", "interval_coverage")
+
+
+def promised_figures(found: Mapping[str, Any]) -> dict[str, float | None]:
+    """All promised figures; None for those that were not measured."""
+    return {name: found.get(name) for name in PROMISED_RANGES}
+
+
+def missing(figures: Mapping[str, float | None]) -> dict[str, str]:
+    """Why figures are None."""
+    return {name: _SKIPPED if name in _MEASURED else _NO_PART for name, value in figures.items() if value is None}
+
+
+def figure_rows(figures: Mapping[str, float | None], reasons: Mapping[str, str]) -> list[str]:
+    """A line for each figure: its value and range, or why there is none."""
+    return [_row(name, value, reasons.get(name, "")) for name, value in figures.items()]
+
+
+def _row(name: str, value: float | None, reason: str) -> str:
+    least, most = PROMISED_RANGES[name]
+    if value is None:
+        return f"{name:36}{'-':>10}   {reason}"
+    return f"{name:36}{value:>10.4f}   {least:g} to {most:g}{'' if least <= value <= most else '   NOT KEPT'}"

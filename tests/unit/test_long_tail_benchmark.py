@@ -1,0 +1,98 @@
+"""The long tail's benchmark draws what it says, and its figures are those that are promised."""
+
+from math import log
+from pathlib import Path
+from random import Random
+from statistics import correlation
+
+import pytest
+
+from benchmarks.long_tail.draft_part import draft_part
+from benchmarks.long_tail.length_marginals import known_marginals
+from benchmarks.long_tail.lengths_part import LengthSetting, coverage
+from benchmarks.long_tail.order_part import compared, step_time
+from benchmarks.long_tail.played_lengths import held_back
+from benchmarks.long_tail.recorded_groups import recorded_coverage, recorded_groups
+from benchmarks.long_tail.slot_rules import InOrder, PublishedSeer, RuleMaker, TrueLengths
+from benchmarks.long_tail.tail_figures import figure_rows, missing, promised_figures
+from ebbtide.errors import InvalidRequest
+
+NOWHERE = Path("/nonexistent")
+
+
+@pytest.mark.parametrize("wanted", [0.2, 0.9])
+def test_the_logarithms_of_lengths_have_the_stated_correlation(wanted: float) -> None:
+    groups = known_marginals(NOWHERE)[0].groups(Random(1), 6_000, 2, wanted)
+    found = correlation([log(one) for one, _ in groups], [log(other) for _, other in groups])
+    assert found == pytest.approx(wanted, abs=0.04)
+
+
+def test_a_step_is_played_to_the_moment_at_which_a_share_has_ended() -> None:
+    groups = [[100, 200], [300, 50]]
+    both = {tuple(one.truth): one.group for one in held_back(groups, 2, 0.5, 1_000)}
+    # On two slots they start at 0, 0, 100 and 200; 100 and 200 end first, and at 200 the third one has made 100.
+    assert both[(300, 50)].made == [100, 0]
+    assert len(both) == 1
+    at_once = list(held_back(groups, 4, 0.5, 1_000))
+    assert [one.group.finished for one in at_once] == [[100], [50]]
+    assert [one.group.made for one in at_once] == [[100], [100]]
+
+
+def test_responses_at_the_cap_are_not_taken_as_whole() -> None:
+    (one,) = held_back([[10, 20, 40]], 3, 0.67, 20)
+    assert (one.group.finished, one.group.stopped, one.group.made) == ([10], [20], [20])
+
+
+def test_intervals_cover_what_they_promise_in_a_setting() -> None:
+    setting = LengthSetting(marginal="rollpacker_math_fit", correlation=0.6, size=4, load=12)
+    found = coverage(setting, 2, NOWHERE)
+    assert 0.72 <= found.covered <= 0.88
+    assert found.asked > 500
+
+
+def test_figures_without_a_part_are_null_with_a_reason() -> None:
+    figures = promised_figures({"interval_coverage": 0.8})
+    reasons = missing(figures)
+    assert figures["interval_coverage"] == 0.8
+    assert set(reasons) == {name for name, value in figures.items() if value is None}
+    assert len(figure_rows(figures, reasons)) == 10
+
+
+@pytest.mark.nightly
+def test_the_draft_rule_is_never_below_the_printed_one_in_ten_thousand_cases() -> None:
+    found = draft_part(lambda _: None)
+    assert found["drawn"]["below"] == 0
+    assert found["figures"]["draft_objective_over_printed_rule"] >= 1.09
+
+
+def test_recorded_lengths_are_read_by_group(tmp_path: Path) -> None:
+    path, draw = tmp_path / "mine.csv", Random(1)
+    rows = [f"{group},{sample},{round(draw.lognormvariate(7, 1)) + 1}" for group in range(60) for sample in range(3)]
+    path.write_text("\n".join(["group,sample,output_tokens", *rows]))
+    groups = recorded_groups(path)
+    assert [len(one) for one in groups] == [3] * 60
+    few, many = recorded_coverage("mine", groups)
+    assert 0.6 < few.covered < 0.95
+    assert few.setting.load != many.setting.load
+
+
+def test_a_file_with_too_few_groups_is_refused_with_a_remedy(tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    path.write_text("group,sample,output_tokens\na,0,5\n")
+    with pytest.raises(InvalidRequest, match="at least 50"):
+        recorded_groups(path)
+
+
+@pytest.mark.parametrize("make", [lambda _: InOrder(), lambda _: TrueLengths(), lambda _: PublishedSeer(16_384)])
+def test_every_sample_runs_once_and_no_step_is_shorter_than_its_longest_sample(make: RuleMaker) -> None:
+    groups = known_marginals(NOWHERE)[0].groups(Random(2), 12, 4, 0.6)
+    lengths = [one for group in groups for one in group]
+    least = max(*lengths, sum(lengths) / 6)
+    assert least <= step_time(groups, 6, make) <= sum(lengths)
+
+
+def test_forecasts_make_steps_shorter_than_the_order_of_submission() -> None:
+    setting = LengthSetting(marginal="rollpacker_math_fit", correlation=0.9, size=8, load=4)
+    found = compared(setting, 1, NOWHERE)
+    assert 0.99 <= found.over_true_lengths["ebbtide"] < found.over_true_lengths["in_order"]
+    assert found.bound <= 1.0
