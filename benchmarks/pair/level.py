@@ -5,13 +5,11 @@ benchmark that was interrupted goes on there.
 """
 
 import asyncio
-import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -30,7 +28,6 @@ from benchmarks.pair.traffic import Speeds
 from ebbtide.demo.coserving.coserving_client import TrafficPlan, body, send
 from ebbtide.demo.coserving.coserving_records import BudgetMoment, ServedAnswer
 from ebbtide.grants import Page, page_path
-from ebbtide.runtime import die_with_parent
 from ebbtide.simulator.serving.pair_costs_fit import StepSample
 from ebbtide.simulator.serving.request_traffic import TrafficRequest
 from ebbtide.types.grants import GuardStatus
@@ -198,11 +195,7 @@ class Measuring:
             "--seed",
             str(time.time_ns()),
         ]  # new prompts: none is to be found in a cache
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            cwd=_ROOT,
-            preexec_fn=partial(die_with_parent, os.getpid()),  # it would go on asking an engine that is gone
-        )
+        process = await asyncio.create_subprocess_exec(*command, cwd=_ROOT)
         try:
             if await process.wait():
                 raise RuntimeError("the replaying client failed")
