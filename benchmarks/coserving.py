@@ -1,12 +1,15 @@
 """A serving engine that lends its idle time: what users notice, and what rollouts get of it, beside other policies.
 
     python benchmarks/coserving.py [--quick] [--trace PATH --window START:END] [--speed X] [--loads 20,50,80]
-        [--policies alone/ours/...] [--requests N] [--set FLAG=VALUE] [--out PATH]
+        [--policies alone/ours/...] [--requests N] [--noise] [--set FLAG=VALUE] [--out PATH]
 
 Two real vLLM engines share this machine's cores. A process of its own replays a trace of user requests (open loop, real
 streaming clients; prompts and outputs scaled by factors that are told) into one of them, through the guard where
 the policy has one; the other generates rollouts for a real coordinator with a real store. A load of 50 means that half
 of the time a request is inside when serving is alone; `--speed` fixes the speed of the replay instead.
+
+With `--noise` all but the first measurement of serving alone, which sets the SLO, run beside a process that takes 10 to
+50 % of a core at random.
 
 Each policy gets the same arrivals, in blocks that take turns. Blocks that were measured are kept below
 `runs/bench-coserving`: a benchmark that was interrupted goes on where it was; `--anew` forgets them. Where no recorded
@@ -92,11 +95,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--seconds", type=arguments.factor, help="of each cell")
     parser.add_argument("--requests", type=arguments.count, help="of each cell, in place of seconds")
+    parser.add_argument("--block", type=arguments.factor, help="seconds of a block; default 120, with --quick 25")
     parser.add_argument(
         "--set", dest="extra", action="append", default=[], metavar="FLAG=VALUE", help="a flag of our guard"
     )
     parser.add_argument("--quick", action="store_true", help="one trace, loads 20 and 50, three policies: 12 minutes")
     parser.add_argument("--soak", type=arguments.factor, help="one trace alone, then ours for so many seconds")
+    parser.add_argument("--noise", action="store_true", help="beside a process that takes 10 to 50 %% of a core")
     parser.add_argument("--anew", action="store_true", help="measure blocks again that are kept")
     parser.add_argument(
         "--dtype",
@@ -111,6 +116,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     options.policies = options.policies or (QUICK if options.quick else ALL)
     if "alone" not in options.policies:
         options.policies = ("alone", *options.policies)
+    if options.noise and "alone-again" not in options.policies:
+        options.policies = (options.policies[0], "alone-again", *options.policies[1:])
     try:
         options.extra = dict(one.split("=", 1) for one in options.extra)
     except ValueError:
@@ -120,7 +127,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     for path in options.trace:
         if not path.is_file():
             parser.error(f"--trace: {path} is not there; name a CSV with the columns t_s,input_tokens,output_tokens")
-    name = "coserving-soak.json" if options.soak else "coserving.json"
+    name = f"coserving{'-soak' if options.soak else '-noise' if options.noise else ''}.json"
     options.out = options.out or arguments.output(str(RESULTS / name))
     return options
 
@@ -170,7 +177,7 @@ async def measure(options: argparse.Namespace, console: Console) -> dict[str, An
     """Every cell. See `figures.row` for what is found of each."""
     from benchmarks.pair.keeping import Keeping
     from benchmarks.pair.level import Measuring, probe
-    from benchmarks.pair.plan import scene_of
+    from benchmarks.pair.plan import BLOCK_S, QUICK_BLOCK_S, scene_of
     from benchmarks.pair.soak import soak
     from benchmarks.pair.stack import EngineSizes, pair, setting
 
@@ -185,7 +192,14 @@ async def measure(options: argparse.Namespace, console: Console) -> dict[str, An
                 f"served engine alone: {speeds.fixed_s * 1e3:.0f} ms and {speeds.prompt_s * 1e6:.0f} us a token read, "
                 f"{speeds.token_s * 1e3:.1f} ms a token, {speeds.more_s * 1e3:.1f} ms more for each other request"
             )
-            measuring = Measuring(both, keeping, speeds, lambda text: console.print(text, markup=False))
+            measuring = Measuring(
+                both,
+                keeping,
+                speeds,
+                lambda text: console.print(text, markup=False),
+                noise=options.noise,
+                block_s=options.block or (QUICK_BLOCK_S if options.quick else BLOCK_S),
+            )
             found: dict[str, Any]
             if options.soak:
                 scene, _ = scene_of(options, options.trace[0], options.loads[0], speeds)
@@ -234,7 +248,7 @@ async def _cells(
         )
         alone_runs[scene.name] = alone_run(found["alone"], alone)
         scaled = {"prompts": lengths.prompts, "outputs": lengths.outputs}
-        cells += [one | scaled for one in told(scene.name, path.stem, load, found, alone, console)]
+        cells += [one | scaled for one in told(scene.name, path.stem, load, found, alone, console, noise=options.noise)]
         if "ours" in found:
             draw(scene.name, found, options.out.with_name(f"{options.out.stem}-{scene.name}.png"))
     return {"cells": cells, "alone_runs": alone_runs}
@@ -256,9 +270,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     seconds = round(time.monotonic() - began, 1)
     result = figures(found) if "cells" in found else found["soak"] | found["books"]
     replayed = {"traces": [path.name for path in options.trace], "window": options.window, "seed": options.seed}
+    replayed |= {"quick": options.quick, "noise": options.noise, "set": options.extra}
     told = {
         "figures": result,
-        "conditions": under | replayed | {"quick": options.quick, "seconds": seconds, "set": options.extra},
+        "conditions": under | replayed | {"seconds": seconds},
         **found,
     }
     options.out.write_text(json.dumps(told, indent=2, allow_nan=False) + "\n")

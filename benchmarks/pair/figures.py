@@ -46,6 +46,7 @@ class Block(Struct, kw_only=True):
     again: int = 0
     reclaims: tuple[float, float, int] = (0.0, 0.0, 0)
     status: dict[str, Any] = field(default_factory=dict)
+    stray: float = 0.0  # of a core, what a stray process took; 0.0: there was none
     moments: list[BudgetMoment] = field(default_factory=list)
 
 
@@ -144,13 +145,15 @@ def unqueued(cell: Cell, alone: Sequence[Cell]) -> float | None:
     return p99(cell) / float(np.mean([p99(one) for one in alone]))
 
 
-def row(cell: Cell, alone: Sequence[Cell], rollouts: Alone) -> dict[str, Any]:
+def row(cell: Cell, alone: Sequence[Cell], rollouts: Alone, first: Cell | None = None) -> dict[str, Any]:
     """The figures of a cell beside those of serving alone, and the rollout engine alone. Of what was measured alone
-    twice the mean of both p99 counts (p99 of as many requests each); the SLO is the first one's, as guards are told."""
+    twice the mean of both p99 counts (p99 of as many requests each); the SLO is that of `first` (None:
+    the first one of `alone`), as guards are told."""
+    first = first or alone[0]
     ttft, tpot = cell.ttft, cell.tpot
     base_ttft = float(np.mean([percentile(one.ttft, 99) for one in alone]))
     base_tpot = float(np.mean([percentile(one.tpot, 99) for one in alone]))
-    target_ttft, target_tpot = TTFT_FACTOR * percentile(alone[0].ttft, 99), TPOT_FACTOR * percentile(alone[0].tpot, 99)
+    target_ttft, target_tpot = TTFT_FACTOR * percentile(first.ttft, 99), TPOT_FACTOR * percentile(first.tpot, 99)
     idle = 1.0 - float(np.mean([one.load for one in alone]))
     rate = cell.tokens / cell.seconds
     return {
@@ -176,6 +179,7 @@ def row(cell: Cell, alone: Sequence[Cell], rollouts: Alone) -> dict[str, Any]:
         "reclaim_p50_ms": 1e3 * max((block.reclaims[0] for block in cell.blocks), default=0.0),
         "reclaim_p99_ms": 1e3 * max((block.reclaims[1] for block in cell.blocks), default=0.0),
         "reclaims": sum(block.reclaims[2] for block in cell.blocks),
+        "stray_share": sum(block.stray * block.seconds for block in cell.blocks) / cell.seconds,
     }
 
 

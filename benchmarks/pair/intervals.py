@@ -8,6 +8,7 @@ import numpy as np
 
 from benchmarks.pair.figures import Block, Cell, Values
 from benchmarks.pair.resampling import RUN, drawn_runs
+from ebbtide.demo.coserving.coserving_records import ServedAnswer
 
 
 def intervals(cell: Cell, ttft_s: float, tpot_s: float) -> dict[str, Any]:
@@ -15,7 +16,7 @@ def intervals(cell: Cell, ttft_s: float, tpot_s: float) -> dict[str, Any]:
     little to say any."""
     whole = cell.whole
     later = np.array([one.tpot_s for one in whole if one.output > 1])
-    good = np.array([one.ttft_s <= ttft_s and (one.output < 2 or one.tpot_s <= tpot_s) for one in whole], float)
+    good = np.array([_good(one, ttft_s, tpot_s) for one in whole], float)
     return {
         "ttft_mean_ms_interval": _interval(1e3 * cell.ttft, _mean),
         "ttft_p99_ms_interval": _interval(1e3 * cell.ttft, _p99),
@@ -24,6 +25,23 @@ def intervals(cell: Cell, ttft_s: float, tpot_s: float) -> dict[str, Any]:
         "slo_attainment_interval": _interval(good, _mean),
         "rollout_tokens_per_s_interval": harvest_interval(cell),
     }
+
+
+def attainment_less_alone(cell: Cell, alone: Cell, ttft_s: float, tpot_s: float) -> dict[str, Any]:
+    """How many more of the cell's requests attained both targets than of the same requests alone, as a share of all,
+    with its 95 % interval."""
+    pairs = [
+        [_good(one, ttft_s, tpot_s) for one in answers]
+        for blocks in zip(cell.blocks, alone.blocks, strict=True)
+        for answers in zip(*(block.answers for block in blocks), strict=True)
+    ]
+    more = np.array([float(ours) - float(theirs) for ours, theirs in pairs])
+    found = float(more.mean()) if len(more) else None
+    return {"attainment_less_alone": found, "attainment_less_alone_interval": _interval(more, _mean)}
+
+
+def _good(one: ServedAnswer, ttft_s: float, tpot_s: float) -> bool:
+    return not one.failed and one.ttft_s <= ttft_s and (one.output < 2 or one.tpot_s <= tpot_s)
 
 
 def harvest_interval(cell: Cell) -> tuple[float, float] | None:

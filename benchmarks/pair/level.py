@@ -9,6 +9,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -16,12 +17,13 @@ from typing import Any, Final
 
 import aiohttp
 import msgspec
-from msgspec import Struct
 
 from benchmarks.pair.figures import TPOT_FACTOR, TTFT_FACTOR, Alone, Block, Cell, percentile
 from benchmarks.pair.keeping import Keeping
+from benchmarks.pair.plan import BLOCK_S, Scene, block_order
 from benchmarks.pair.policies import OURS, Guard, Slo, guard
 from benchmarks.pair.stack import MODEL, WORKER, Pair, installed, settle
+from benchmarks.pair.stray import stray_process
 from benchmarks.pair.traffic import Speeds
 from ebbtide.demo.coserving.coserving_client import TrafficPlan, body, send
 from ebbtide.demo.coserving.coserving_records import BudgetMoment, ServedAnswer
@@ -30,8 +32,6 @@ from ebbtide.simulator.serving.pair_costs_fit import StepSample
 from ebbtide.simulator.serving.request_traffic import TrafficRequest
 from ebbtide.types.grants import GuardStatus
 
-#: A block is as short as this allows: long against a burst, short against the machine's moods.
-BLOCK_S: Final = 120.0
 _LEAD_S: Final = 1.5
 _SETTLE_S: Final = 1.0
 _ROOT: Final = Path(__file__).parents[2]
@@ -45,42 +45,36 @@ _ANY: Final = Slo(ttft_s=1.0, tpot_s=1.0)
 _TOGETHER: Final = 8
 
 
-class Scene(Struct, frozen=True, kw_only=True):
-    """`name` says trace and load."""
-
-    name: str
-    requests: list[TrafficRequest]
-
-    def blocks(self, seconds: float = BLOCK_S) -> list[list[TrafficRequest]]:
-        """The requests in stretches of about so many seconds, each counted from its own start."""
-        end = self.requests[-1].at + 1e-9
-        count = max(1, round(end / seconds))
-        found: list[list[TrafficRequest]] = [[] for _ in range(count)]
-        for one in self.requests:
-            number = int(one.at / end * count)
-            found[number].append(TrafficRequest(one.at - number * end / count, one.prompt, one.output))
-        return [block for block in found if block]
-
-
 class Measuring:
     """Measures blocks, or finds them measured."""
 
-    def __init__(self, pair: Pair, keeping: Keeping, speeds: Speeds, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        pair: Pair,
+        keeping: Keeping,
+        speeds: Speeds,
+        tell: Callable[[str], None],
+        *,
+        noise: bool = False,
+        block_s: float = BLOCK_S,
+    ) -> None:
+        """`noise`: all but `alone` is measured beside a stray process."""
         self.pair, self._keeping, self._tell = pair, keeping, tell
+        self._noise, self._block_s = noise, block_s
         self._tables = ",".join(map(str, (speeds.fixed_s, speeds.prompt_s, speeds.token_s, speeds.more_s)))
 
     async def scene(self, scene: Scene, policies: Sequence[str], extra: dict[str, str]) -> dict[str, Cell]:
         """All `policies` over `scene`: first `alone`, which says what the SLO is, then the others, `alone-again` among
-        them, block by block in an order that turns."""
+        them, block by block. The order turns, and every other block has it backward: so none is always the last on a
+        machine that becomes slower."""
         cells: dict[str, Cell] = {policy: Cell(policy=policy, blocks=[]) for policy in policies}
-        blocks = scene.blocks()
+        blocks = scene.blocks(self._block_s)
         for number, block in enumerate(blocks):
             cells["alone"].blocks.append(await self._block(scene, number, block, "alone", _ANY, {}))
         slo = slo_of(cells["alone"])
         rest = [policy for policy in policies if policy != "alone"]
         for number, block in enumerate(blocks):
-            turn = number % max(1, len(rest))
-            for policy in rest[turn:] + rest[:turn]:
+            for policy in block_order(rest, number):
                 cells[policy].blocks.append(await self._block(scene, number, block, policy, slo, extra))
         return cells
 
@@ -125,9 +119,15 @@ class Measuring:
         arrivals = [(one.at, one.prompt, one.output) for one in requests]
         flags = sorted(extra.items()) if policy.partition(":")[0] in OURS else []
         name, told = f"{scene.name}-{policy}-{number}", [arrivals, slo.ttft_s, slo.tpot_s, flags, self._tables]
+        noisy = self._noise and policy != "alone"
+        if noisy:
+            name, told = f"{name}-noise", [*told, "noise", number]
         if (block := self._keeping.block(name, told)) is not None:
             return block
-        block = await self._measure(requests, policy, slo, extra)
+        async with AsyncExitStack() as stack:
+            stray = await stack.enter_async_context(stray_process(self.pair.directory, number)) if noisy else None
+            block = await self._measure(requests, policy, slo, extra)
+            block.stray = stray.share if stray else 0.0
         self._keeping.keep_block(name, told, block)
         good = [one for one in block.answers if not one.failed]
         p99 = percentile(Cell(policy=policy, blocks=[block]).ttft, 99) * 1e3

@@ -6,11 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from benchmarks.pair.level import Scene
+from msgspec import Struct
+
 from benchmarks.pair.traffic import Speeds, lasting, speed_for
 from ebbtide.errors import InvalidRequest
 from ebbtide.simulator.serving.request_traffic import TraceLengths, TrafficRequest, faster, read_trace
 
+#: A block is as short as this allows: long against a burst, short against the machine's moods. A quick one is shorter:
+#: no policy has a single block, which one disturbance would hit whole.
+BLOCK_S: Final = 120.0
+QUICK_BLOCK_S: Final = 25.0
 #: Seconds of a cell, in short and in full; the cells that matter most last for a number of requests.
 QUICK_S, FULL_S = 50.0, 240.0
 MOST_REQUESTS: Final = 1000
@@ -20,6 +25,30 @@ MEDIAN_TTFT_S, MEDIAN_OUTPUT = 0.095, 16
 LONGEST_PROMPT: Final = 2560
 _ROUNDS: Final = 4
 _UNSCALED: Final = TraceLengths(prompts=1, outputs=1, longest_prompt=1 << 20, longest_output=1 << 20)
+
+
+class Scene(Struct, frozen=True, kw_only=True):
+    """`name` says trace and load."""
+
+    name: str
+    requests: list[TrafficRequest]
+
+    def blocks(self, seconds: float = BLOCK_S) -> list[list[TrafficRequest]]:
+        """The requests in stretches of about so many seconds, each counted from its own start."""
+        end = self.requests[-1].at + 1e-9
+        count = max(1, round(end / seconds))
+        found: list[list[TrafficRequest]] = [[] for _ in range(count)]
+        for one in self.requests:
+            number = int(one.at / end * count)
+            found[number].append(TrafficRequest(one.at - number * end / count, one.prompt, one.output))
+        return [block for block in found if block]
+
+
+def block_order(policies: Sequence[str], number: int) -> list[str]:
+    """The order in which a block's policies are measured."""
+    turn = number // 2 % max(1, len(policies))
+    order = [*policies[turn:], *policies[:turn]]
+    return order[::-1] if number % 2 else order
 
 
 def lengths_for(raw: Sequence[TrafficRequest], speeds: Speeds) -> TraceLengths:

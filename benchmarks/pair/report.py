@@ -8,7 +8,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.pair.figures import TPOT_FACTOR, TTFT_FACTOR, Alone, Cell, best_rose, kept, percentile, row
-from benchmarks.pair.intervals import intervals
+from benchmarks.pair.intervals import attainment_less_alone, intervals
+from benchmarks.pair.over_rose import real_tokens_over_rose
 from ebbtide.demo.coserving.coserving_records import ReplayRecord
 
 _COLUMNS = (
@@ -18,13 +19,17 @@ _COLUMNS = (
 
 
 def told(
-    scene: str, trace: str, load: int, found: dict[str, Cell], alone: Alone, console: Console
+    scene: str, trace: str, load: int, found: dict[str, Cell], alone: Alone, console: Console, *, noise: bool = False
 ) -> list[dict[str, Any]]:
-    """A row for each policy, shown as a table."""
-    twice = [cell for name, cell in found.items() if name.startswith("alone")]
-    rows = [row(cell, twice, alone) for cell in found.values()]
+    """A row for each policy, shown as a table. `noise`: all but `alone` was measured beside a stray process, and is
+    compared with serving alone beside it; `alone` says what the SLO is."""
+    twice = [cell for name, cell in found.items() if name.startswith("alone") and not (noise and name == "alone")]
+    rows = [row(cell, twice, alone, found["alone"]) for cell in found.values()]
     slo_s = [1e-3 * target for target in rows[0]["slo_ms"]]
     rows = [one | intervals(cell, *slo_s) for one, cell in zip(rows, found.values(), strict=True)]
+    if noise:
+        beside = [attainment_less_alone(cell, twice[0], *slo_s) for cell in found.values()]
+        rows = [one | less for one, less in zip(rows, beside, strict=True)]
     table = Table(title=scene, title_justify="left")
     for column in _COLUMNS:
         table.add_column(column, justify="left" if column == "policy" else "right")
@@ -99,6 +104,11 @@ def figures(found: dict[str, Any]) -> dict[str, Any]:
         "rollout_tokens_over_rose_with_most_tokens": min(
             (_over(one, _greediest(one, cells)) for one, _ in over), default=None
         ),
+        "real_tokens_over_rose": real_tokens_over_rose(cells),
+        "attainment_less_alone_beside_noise": min(
+            (one["attainment_less_alone"] for one in ours if one.get("attainment_less_alone") is not None), default=None
+        ),
+        "stray_share": max((one["stray_share"] for one in cells), default=None),
         "reclaim_p99_ms": max((one["reclaim_p99_ms"] for one in ours), default=None),
         "rollout_step_ms": max((one["step_ms"] for one in ours), default=None),
         "tokens_lost": found["books"]["lost"],

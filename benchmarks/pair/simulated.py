@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from benchmarks import arguments
 from benchmarks.pair.figures import TPOT_FACTOR, TTFT_FACTOR
+from benchmarks.pair.stray import STRAY
 from ebbtide.scheduling.coserving.budget_decider import LatencyTargets
 from ebbtide.simulator.serving.pair_costs import PairCosts, read_pair_costs
 from ebbtide.simulator.serving.request_traffic import (
@@ -24,7 +25,7 @@ from ebbtide.simulator.serving.request_traffic import (
     made_up,
     read_trace,
 )
-from ebbtide.simulator.serving.serving_comparison import compared, speed_for_load
+from ebbtide.simulator.serving.serving_comparison import compared, played_alone, resolved_targets, speed_for_load
 from ebbtide.simulator.serving.serving_figures import ServingFigures
 
 #: As reported, its test held to the whole SLO and to a quarter of it.
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for load in args.load:
             for seed in range(args.seeds):
                 print(f"\n{name}, load {load:g}, {len(requests)} requests, seed {seed}")
-                print(table(figures(requests, load, costs, slo, names, seed)))
+                print(table(figures(requests, load, costs, slo, names, seed, noise=args.noise)))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -66,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rose", action="append", help="rose:STEP_S,WATERMARK,HEADROOM,HELD; repeatable")
     parser.add_argument("--costs", type=Path, help="profile of a pair's costs; default: of no measured pair")
     parser.add_argument("--together", type=arguments.factor, help="what overlapping steps get of the device, in all")
+    parser.add_argument("--noise", action="store_true", help="beside a stray process; the SLO is that without it")
     parser.add_argument("--seeds", type=arguments.count, default=1)
     return parser
 
@@ -77,9 +79,14 @@ def figures(
     slo: LatencyTargets,
     names: Sequence[str],
     seed: int,
+    *,
+    noise: bool = False,
 ) -> list[ServingFigures]:
-    """All policies at one load."""
+    """All policies at one load. `noise`: beside a stray process, under the SLO that is meant without it."""
     arrivals = faster(requests, speed_for_load(requests, load, costs))
+    if noise:
+        slo = resolved_targets(slo, played_alone(arrivals, costs, seed=seed).done)
+        costs = replace(costs, stray=STRAY)
     return compared(arrivals, costs, slo, names, seed=seed)
 
 

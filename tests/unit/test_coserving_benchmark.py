@@ -1,6 +1,8 @@
 """What the benchmark of co-serving makes of its blocks."""
 
+import time
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -9,10 +11,13 @@ from rich.console import Console
 from benchmarks.coserving import parse
 from benchmarks.pair import simulated
 from benchmarks.pair.figures import Alone, Block, Cell, best_rose, kept, row
+from benchmarks.pair.intervals import attainment_less_alone
 from benchmarks.pair.keeping import Keeping
-from benchmarks.pair.level import Scene
+from benchmarks.pair.over_rose import comparisons, real_tokens_over_rose
+from benchmarks.pair.plan import QUICK_BLOCK_S, QUICK_S, Scene, block_order
 from benchmarks.pair.report import figures, told
 from benchmarks.pair.soak import lapped
+from benchmarks.pair.stray import spell
 from benchmarks.pair.traffic import Speeds, busy_s, lasting, speed_for
 from ebbtide.demo.coserving.coserving_records import ServedAnswer
 from ebbtide.simulator.serving.request_traffic import TrafficBursts, TrafficRequest, faster, made_up
@@ -179,3 +184,60 @@ def test_the_simulation_has_a_row_for_each_policy_and_says_what_it_is(capsys: py
     assert told_text.startswith("SIMULATION")
     for policy in ("alone", "alone again", "unguarded", "rose:600,1,0.2,0.5", "idle-only", "ours:0.15", "ours:0.3"):
         assert told_text.count(f"\n{policy} ") >= 2, "one for each of two scenes"
+
+
+def test_no_policy_is_always_measured_last() -> None:
+    orders = [block_order(("alone-again", "rose", "ours"), number) for number in range(6)]
+
+    assert orders[1] == orders[0][::-1]
+    assert {order[-1] for order in orders} == {"alone-again", "rose", "ours"}
+    assert all(sorted(order) == ["alone-again", "ours", "rose"] for order in orders)
+
+
+def test_a_quick_cell_has_more_than_one_block() -> None:
+    requests = [TrafficRequest(float(at), 10, 4) for at in range(int(QUICK_S))]
+
+    assert len(Scene(name="s", requests=requests).blocks(QUICK_BLOCK_S)) == 2
+
+
+def test_beside_noise_the_attainment_is_compared_with_that_of_serving_alone_beside_it() -> None:
+    slow, fast = cell("ours", ttft_s=0.3, count=99), cell("alone-again", ttft_s=0.1, count=99)
+
+    found = attainment_less_alone(slow, fast, 0.2, 1.0)
+
+    assert found["attainment_less_alone"] == -1.0
+    assert attainment_less_alone(fast, fast, 0.2, 1.0)["attainment_less_alone"] == 0.0
+    assert attainment_less_alone(slow, slow, 0.2, 1.0)["attainment_less_alone_interval"] == (0.0, 0.0)
+
+
+def compared_row(policy: str, tokens: float, p99: float) -> dict[str, Any]:
+    interval = (0.9 * tokens, 1.1 * tokens)
+    latencies = {"ttft_p99_ms": p99, "tpot_p99_ms": p99 / 10}
+    return {"scene": "s", "policy": policy, "rollout_tokens_per_s": tokens, **latencies} | {
+        "rollout_tokens_per_s_interval": interval
+    }
+
+
+def test_only_settings_of_rose_that_are_as_gentle_count() -> None:
+    cells = [compared_row("ours", 100, 100), compared_row("rose:a", 80, 104), compared_row("rose:b", 300, 110)]
+
+    assert real_tokens_over_rose(cells) == pytest.approx(1.25)
+    assert real_tokens_over_rose(cells[:1]) is None
+    assert [one.counts for one in comparisons(cells)] == [True, False]
+
+
+@pytest.mark.parametrize(("tokens", "holds"), [(90, True), (105, True), (140, False)])
+def test_a_tie_within_the_intervals_holds(tokens: float, holds: bool) -> None:
+    (found,) = comparisons([compared_row("ours", 100, 100), compared_row("rose:a", tokens, 100)])
+
+    assert found.holds == holds
+    assert found.interval is not None
+    assert found.interval[0] < found.ratio < found.interval[1]
+
+
+@pytest.mark.alone
+def test_the_stray_process_takes_its_share_of_a_core() -> None:
+    began, before_s = time.monotonic(), time.process_time()
+    spell(0.2, 0.5, Random(1))
+
+    assert 0.05 <= (time.process_time() - before_s) / (time.monotonic() - began) <= 0.35

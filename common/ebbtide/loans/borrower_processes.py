@@ -61,6 +61,18 @@ def send(processes: Iterable[BorrowerProcess], number: signal.Signals) -> int:
     return sum(_signal(process, number) for process in list(with_children(processes)))
 
 
+def core_waits(processes: Iterable[BorrowerProcess]) -> dict[int, float]:
+    """Seconds that each thread of these processes has been ready and waited for a core, by thread id. Empty where the
+    kernel does not count them."""
+    found: dict[int, float] = {}
+    for process in processes:
+        with suppress(OSError):
+            for task in (_PROC / str(process.pid) / "task").iterdir():
+                with suppress(OSError, ValueError, IndexError):  # a thread may end meanwhile
+                    found[int(task.name)] = int((task / "schedstat").read_text().split()[1]) / 1e9
+    return found
+
+
 def with_children(processes: Iterable[BorrowerProcess]) -> Iterator[BorrowerProcess]:
     """These processes and all their descendants, each once, parents first."""
     seen: set[BorrowerProcess] = set()

@@ -1,9 +1,11 @@
 """Stops and kills engines that go on after their budget was taken back: an engine cannot veto a hand-back.
 
 Invariant: an engine without a budget runs no longer than its predicted step and `yield_s`. Then its processes and all
-their children are stopped (SIGSTOP). A stopped engine is continued when there is a budget again, because it finishes
-its step first. It is killed (SIGKILL) if there is no budget for `kill_s`, if it was stopped `most` times lately, or if
-its stream ended meanwhile. Its rollouts continue elsewhere: the coordinator gets no more tokens, or sees its worker go.
+their children are stopped (SIGSTOP). Time in which it waited for a core does not count: where other programs take the
+cores, its step is late, but takes nothing from the owner. A stopped engine is continued when there is a budget again,
+because it finishes its step first. It is killed (SIGKILL) if there is no budget for `kill_s`, if it was stopped `most`
+times lately, or if its stream ended meanwhile. Its rollouts continue elsewhere: the coordinator gets no more tokens, or
+sees its worker go.
 """
 
 import asyncio
@@ -11,6 +13,8 @@ import signal
 import time
 from collections.abc import Callable, Iterable
 from typing import Final
+
+from msgspec import Struct
 
 from ebbtide import telemetry
 from ebbtide.loans import borrower_processes
@@ -31,9 +35,17 @@ _ACCIDENTS: Final = 1
 _PARTING_S: Final = 2.0
 
 
+class LateStep(Struct, frozen=True):
+    """A step that began at `began` and was found to be late. `waits`: how long each thread had waited for a core."""
+
+    began: float
+    waits: dict[int, float]
+
+
 class Enforcer:
     """`predicted_s()`: the longest that a rollout step takes, as far as known. `granting()`: whether there is a budget.
-    `send(processes, signal)` is `processes.send`, and returns how many processes got the signal."""
+    `send(processes, signal)` is `processes.send`, and returns how many processes got the signal. `waits(processes)`:
+    seconds that each of their threads has waited for a core."""
 
     def __init__(
         self,
@@ -46,11 +58,13 @@ class Enforcer:
         granting: Callable[[], bool],
         clock: Callable[[], float] = time.monotonic,
         send: Callable[[Iterable[BorrowerProcess], signal.Signals], int] = borrower_processes.send,
+        waits: Callable[[Iterable[BorrowerProcess]], dict[int, float]] = borrower_processes.core_waits,
     ) -> None:
-        self._borrowers, self._clock, self._send = borrowers, clock, send
+        self._borrowers, self._clock, self._send, self._waits = borrowers, clock, send, waits
         self._yield_s, self._kill_s, self._most = yield_s, kill_s, most
         self._predicted_s, self._granting = predicted_s, granting
         self._calm_since: float | None = None
+        self._late: dict[str, LateStep] = {}  # by worker
 
     async def run(self) -> None:
         """Check all engines, forever."""
@@ -108,9 +122,20 @@ class Enforcer:
         if begun > _ACCIDENTS:
             return f"it began {begun} steps without a budget"
         late_s = now - loan.taken_at - self._predicted_s()
-        if steps.stepping and late_s > self._yield_s and steps.began <= now - self._yield_s:
+        if not steps.stepping or late_s <= 0.0:
+            self._late.pop(loan.worker_id, None)
+            return ""
+        late_s -= self._waited_s(loan, steps.began)
+        if late_s > self._yield_s and steps.began <= now - self._yield_s:
             return f"its step is {late_s:.3f} s longer than predicted"
         return ""
+
+    def _waited_s(self, loan: Loan, began: float) -> float:
+        """How long the engine has waited for a core since its step was found late: the thread that waited longest."""
+        waits, late = self._waits(loan.processes), self._late.get(loan.worker_id)
+        if late is None or late.began != began:
+            self._late[loan.worker_id] = late = LateStep(began, waits)
+        return max((waited - late.waits.get(thread, 0.0) for thread, waited in waits.items()), default=0.0)
 
     def _stop(self, loan: Loan, now: float, why: str) -> None:
         sent = self._send(loan.processes, signal.SIGSTOP)
@@ -124,6 +149,7 @@ class Enforcer:
         self._note("continued", loan, "there is a budget", self._send(loan.processes, signal.SIGCONT))
 
     def _kill(self, loan: Loan, why: str) -> None:
+        self._late.pop(loan.worker_id, None)
         self._note("killed", loan, why, self._send(loan.processes, signal.SIGKILL))
         self._borrowers.leave(loan, "it had to be killed", watched=False)
         self._borrowers.forget(loan)

@@ -39,6 +39,7 @@ class Scene:
         self.now = time.monotonic()
         self.granting = True
         self.sent: list[signal.Signals] = []
+        self.starved = 0.0  # part of the time in which the engine waits for a core
         self.borrowers = BorrowerTable(folder, MemoryBudget(), LOANS, clock=lambda: self.now)
         hello = Hello(protocol_version=GRANTS_VERSION, worker_id="w", pids=(pid,), slots=4, step_tokens=32)
         self.loan: Loan = self.borrowers.join(hello)
@@ -51,6 +52,7 @@ class Scene:
             granting=lambda: self.granting,
             clock=lambda: self.now,
             send=self.send,
+            waits=lambda _: {1: 0.0, 2: self.starved * self.now},
         )
         self.grant(granted=True)
 
@@ -120,6 +122,36 @@ def test_a_step_beyond_its_bound_is_stopped_and_continued_with_the_next_budget(s
     scene.granting = True
     assert scene.check(0.2) == [signal.SIGCONT]
     assert scene.loan.granted(scene.now)
+
+
+def test_a_step_is_not_late_by_the_time_in_which_it_waited_for_a_core(scene: Scene) -> None:
+    scene.starved = 0.9
+    scene.engine.begin_step()
+    scene.grant(granted=False)
+    assert scene.check(5 * YIELD_S) == []
+    assert scene.check(6 * YIELD_S) == [signal.SIGSTOP]
+
+
+def test_a_step_behind_a_late_one_has_waited_for_nothing_yet(scene: Scene) -> None:
+    scene.starved = 0.9
+    scene.engine.begin_step()
+    scene.grant(granted=False)
+    assert scene.check(2 * YIELD_S) == []
+    scene.engine.end_step(4)
+    scene.starved = 0.0
+    scene.grant(granted=True)
+    scene.engine.begin_step()
+    scene.grant(granted=False)
+    assert scene.check(2 * YIELD_S) == [signal.SIGSTOP]
+
+
+def test_threads_tell_how_long_they_waited_for_a_core() -> None:
+    with subprocess.Popen(["sleep", "60"]) as other:
+        waits = borrower_processes.core_waits((process_of(other),))
+        other.kill()
+    assert list(waits) == [other.pid]
+    assert 0.0 <= waits[other.pid] < 60.0
+    assert borrower_processes.core_waits((BorrowerProcess(2**22 - 1, 0),)) == {}
 
 
 def test_one_stopped_without_a_budget_for_too_long_is_killed(scene: Scene) -> None:

@@ -19,6 +19,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     monkeypatch.setattr(vllm_plugin, "_registered", True)
     monkeypatch.setattr(multiprocessing, "parent_process", lambda: SimpleNamespace(pid=7))
     monkeypatch.setattr(ebbtide.runtime, "die_with_parent", lambda pid: found.append(("dies with", pid)))
+    monkeypatch.setattr(vllm_plugin, "tie_spawned", lambda: found.append(("ties", 0)))
     monkeypatch.setattr(cpu_build, "is_cpu_build", lambda: True)
     monkeypatch.setattr(cpu_build, "yield_to", lambda pid: found.append(("yields to", pid)))
     return found
@@ -34,7 +35,7 @@ def test_a_workers_engine_dies_with_it_and_yields_to_it(
 ) -> None:
     monkeypatch.setenv(vllm_plugin._OWNER, "7")
     vllm_plugin.register()
-    assert calls == [("dies with", 7), ("yields to", 7)]
+    assert calls == [("ties", 0), ("dies with", 7), ("yields to", 7)]
 
 
 def test_a_local_clusters_serving_engine_dies_with_its_server_at_its_own_priority(
@@ -43,4 +44,4 @@ def test_a_local_clusters_serving_engine_dies_with_its_server_at_its_own_priorit
     for variable, value in serving_engine._TIED.items():
         monkeypatch.setenv(variable, value)
     vllm_plugin.register()
-    assert calls == [("dies with", 7)]
+    assert calls == [("ties", 0), ("dies with", 7)]

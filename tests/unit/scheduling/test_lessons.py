@@ -112,7 +112,26 @@ def test_what_sharing_brings_is_the_rollouts_progress_less_the_delay_of_served_t
     for _ in range(60):
         scene.decoded(request, 0.01)
     assert scene.lessons.gained is None
-    for _ in range(60):
+    for _ in range(400):
         scene.lessons.stepped(request.last + 0.01, 32, 0.01 * ratio, beside=True)
         scene.decoded(request, 0.01 + 0.01 * ratio * delay)
     assert scene.lessons.gained == pytest.approx(gained, abs=0.1)
+
+
+@pytest.mark.parametrize(("slower", "forgotten"), [(1.1, False), (1.5, True), (0.6, True)])
+def test_what_sharing_brings_is_learnt_anew_where_the_engine_has_another_speed(slower: float, forgotten: bool) -> None:
+    scene = Scene()
+    for _ in range(30):
+        scene.lessons.stepped(scene.now, 32, 0.01, beside=False)
+    request = scene.served(0.1)
+    for _ in range(60):
+        scene.decoded(request, 0.02)
+    for _ in range(200):
+        scene.lessons.stepped(request.last + 0.02, 32, 0.02, beside=True)
+        scene.decoded(request, 0.06)
+    assert scene.lessons.gained is not None
+    assert not scene.lessons.forget_other_speeds()
+    for _ in range(1500):
+        scene.decoded(request, 0.02 * slower)
+    assert scene.lessons.forget_other_speeds() == forgotten
+    assert (scene.lessons.gained is None) == forgotten

@@ -73,3 +73,12 @@ def test_a_step_that_hung_for_seconds_moves_neither_bound_nor_mean_by_more_than_
     steps.observe(32, 3.0, beside=True)
     assert steps.usual_s < 1.2 * usual_s
     assert steps.most_s < 1.2 * most_s
+
+
+def test_steps_beside_served_work_that_are_doubted_come_to_be_unknown_again() -> None:
+    steps = learnt(beside=9.0)
+    assert steps.predicted(32, beside=True) == pytest.approx(9.0 * 0.0072, rel=0.01)
+    for _ in range(50):
+        steps.doubt_beside()
+    assert steps.predicted(32, beside=True) == pytest.approx(2.0 * 0.0072, rel=0.01)
+    steps.doubt_beside()

@@ -6,7 +6,14 @@ import pytest
 from msgspec.structs import replace
 
 from ebbtide.errors import InvalidRequest
-from ebbtide.simulator.serving.pair_costs import CostResidual, PairCosts, PairMemory, pair_costs_text, read_pair_costs
+from ebbtide.simulator.serving.pair_costs import (
+    CostResidual,
+    PairCosts,
+    PairMemory,
+    StrayProcess,
+    pair_costs_text,
+    read_pair_costs,
+)
 from ebbtide.simulator.serving.pair_costs_fit import (
     MeasuredRequest,
     StepSample,
@@ -80,6 +87,7 @@ def test_a_profile_reads_back_as_it_was_written(tmp_path: Path) -> None:
         TRUE,
         source='a "pair"\nof two engines',
         memory=PairMemory(limit_mib=28, served_token_bytes=4096, rollout_kv_mib=64, rollout_token_bytes=4096),
+        stray=StrayProcess(least=0.1, most=0.5, drift=0.2),
         residuals=(CostResidual(figure="ttft_p99_ms", measured=100.5, modelled=1e-7, requests=300),),
     )
     path = tmp_path / "pair.toml"
@@ -98,6 +106,9 @@ def test_a_profile_reads_back_as_it_was_written(tmp_path: Path) -> None:
         ("slots = 0", "slots"),
         ("speed = 1", "speed"),
         ("[memory]\nlimit_mib = 10", "memory.limit_mib"),
+        ("[stray]\nleast = 0.5\nmost = 0.1", "stray.most"),
+        ("[stray]\nmost = 0.1\nburst_s = 0.0", "stray.spell_s, burst_s"),
+        ("[stray]\nmost = 1.0", "most"),
         ("prefill_s =\nslots = 1", "line 1"),
         ("source = '\udc80'", "cannot be read"),
         (f"source = '{'x' * (1 << 20)}'", "no profile"),

@@ -4,10 +4,10 @@ import pytest
 from msgspec.structs import replace
 
 from ebbtide.scheduling.coserving.budget_decider import LatencyTargets
-from ebbtide.simulator.serving.pair_costs import PairCosts, PairMemory
+from ebbtide.simulator.serving.pair_costs import PairCosts, PairMemory, StrayProcess
 from ebbtide.simulator.serving.request_traffic import TrafficBursts, TrafficRequest, faster, made_up
 from ebbtide.simulator.serving.rollout_batch import RolloutShape
-from ebbtide.simulator.serving.serving_comparison import compared, played_alone, speed_for_load
+from ebbtide.simulator.serving.serving_comparison import compared, played_alone, resolved_targets, speed_for_load
 from ebbtide.simulator.serving.serving_figures import latency_percentile, served_ttft
 from ebbtide.simulator.serving.serving_pair import ServingPair
 from ebbtide.simulator.serving.serving_policies import serving_policy
@@ -47,6 +47,23 @@ def test_served_requests_hardly_feel_it_and_idle_time_is_harvested(load: float) 
     assert ours.tpot_ms[-1] <= 1.15 * alone.tpot_ms[-1]
     assert ours.share_of_ideal >= 0.9
     assert ours.ttft_ms[-1] < unguarded.ttft_ms[-1]
+
+
+@pytest.mark.parametrize("load", [0.2, 0.5])
+def test_beside_a_stray_process_as_many_requests_attain_the_slo_as_alone_beside_it(load: float) -> None:
+    requests = made_up(TrafficBursts(size=1, prompt=300, output=16), 2400.0, seed=1)
+    arrivals = faster(requests, speed_for_load(requests[:100], load, BESIDE))
+    targets = resolved_targets(LatencyTargets(), played_alone(arrivals, BESIDE).done)
+    disturbed = replace(BESIDE, stray=StrayProcess(least=0.1, most=0.5))
+    pair = serving_policy("ours", disturbed).play(arrivals, disturbed, targets, seed=0)
+    pair.run()
+    alone, ours = (
+        sum(one.meets(targets.ttft_s, targets.tpot_s) for one in done) / len(done)
+        for done in (played_alone(arrivals, disturbed).done, pair.done)
+    )
+    assert alone < 1.0, "the process is felt"
+    assert ours >= alone - 0.01
+    assert pair.harvested > 0
 
 
 def test_the_same_seed_gives_the_same_history() -> None:

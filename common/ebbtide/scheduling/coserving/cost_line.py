@@ -7,7 +7,7 @@ Invariant: a prediction never falls with size. If only one size was seen, larger
 sizes cost the same.
 """
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from math import ceil, inf
 from typing import Final
@@ -43,6 +43,17 @@ class RecentValues:
         if not self._sorted:
             return 0.0
         return self._sorted[min(len(self._sorted), max(1, ceil(share * len(self._sorted)))) - 1]
+
+    def largest_within(self, limit: float, *, besides: int = 0) -> float:
+        """The largest value that does not exceed `limit`, without the `besides` largest ones of these; 0.0 if there is
+        none."""
+        at = bisect_right(self._sorted, limit) - 1 - besides
+        return self._sorted[at] if at >= 0 else 0.0
+
+    def forget_oldest(self) -> None:
+        """Remove the oldest value, if there is any."""
+        if self._order:
+            del self._sorted[bisect_left(self._sorted, self._order.popleft())]
 
 
 class CostLine:

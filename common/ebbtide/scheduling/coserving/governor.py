@@ -11,6 +11,7 @@ the slack of a request. All of it is lost with the process: a new governor knows
 from math import inf
 from typing import Final
 
+from ebbtide.scheduling.coserving.attainment_headroom import AttainmentHeadroom
 from ebbtide.scheduling.coserving.budget_decider import (
     NOTHING_INSIDE,
     BudgetDecider,
@@ -34,8 +35,11 @@ _OF_SLACK: Final = 0.8
 #: One in `_PROBED` requests that arrive while nothing is inside is served without rollouts, to learn its latency. If
 #: sharing is not worth it, one in `_RISKED` is served with rollouts: too few to be seen in a 99th percentile.
 _PROBED, _RISKED = 16, 256
-#: An aim that changes by less than this stays the same, because the deadlines of all requests follow from it.
+#: An aim stays the same while the delay that it allows changes by less than this part, because the deadlines of all
+#: requests follow from it.
 _SAME: Final = 0.05
+#: Less of a delay, as a part of the unloaded time of a token, is not worth a step.
+_LEAST_DELAY: Final = 0.01
 #: Sharing begins if it gains this much per second of it, and goes on if it gains at least the second value. A smaller
 #: gain comes from idle time too, later, without slowing served tokens down. Under load sharing gains more: delayed
 #: requests decode in larger batches, and idle time is scarce.
@@ -56,9 +60,14 @@ class Governor(BudgetDecider):
         self._book = SlackBook(self._unloaded)
         self._quiet = Quiet(limits.quiet_s, limits.quiet_least_s, limits.quiet_most_s)
         self._alone, self._beside = Ramp(_PERIOD_S), Ramp(_PERIOD_S)
-        self._rhythm = TrafficRhythm(1.0 - targets.percentile / 100.0)
+        allowed = 1.0 - targets.percentile / 100.0
+        self._rhythm, self._headroom = TrafficRhythm(allowed), AttainmentHeadroom(allowed)
         self._ttft, self._tpot = targets.ttft_s, targets.tpot_s  # the targets in seconds; 0.0: not known yet
         self._aim = 0.0  # for a request's mean TPOT; 0.0: no sharing
+        self._delay = 0.0  # the part of it that rollouts may take
+        #: Whether a step ran beside served work since a request last ended; False: none did, because such steps are
+        #: thought to take too long; None: none did for another reason.
+        self._shared_step: bool | None = None
         self._seen = 0  # requests inside, as observed from outside
         self._others = 0  # requests inside that are reported to other governors
         self._others_came = self._others_left = -inf  # when their number last became positive, and zero
@@ -96,6 +105,11 @@ class Governor(BudgetDecider):
             return
         self._lessons.ended(now, served, self._tpot or inf, ok=ok)
         self._rhythm.served(now, missed=served.missed)
+        if ok and served.streamed and (own_s := served.own_tpot_s(self._delay)) > 0.0:
+            self._headroom.served(own_s, self._tpot or inf, missed=served.missed)
+        if self._shared_step is False:
+            self._steps.doubt_beside()
+        self._shared_step = None
         self._resolve(now)
         if served.missed:
             self._beside.cut(now, self._beside.level)
@@ -147,7 +161,7 @@ class Governor(BudgetDecider):
         return decision
 
     def hold_s(self, now: float, stepping_since: float | None) -> float:
-        if stepping_since is None or self._lessons.contention < _HARMFUL:
+        if stepping_since is None or self._lessons.contention_at_least < _HARMFUL:
             return 0.0
         return min(self._limits.hold_s, max(0.0, stepping_since + self._steps.usual_s - now))
 
@@ -208,8 +222,11 @@ class Governor(BudgetDecider):
         tokens = 0
         if room > 0.0 and now >= self._left + self._quiet.seconds:
             tokens = min(self._most(self._alone.level), self._steps.tokens_within(_OF_SLACK * room, beside=True))
+            if self._shared_step is None and self._steps.tokens_within(_OF_SLACK * room) >= self._least:
+                self._shared_step = False
         if tokens < self._least:
             return BudgetDecision(Budget(), "reclaimed", slack, now + GRANT_S / 3)
+        self._shared_step = True
         until = min(now + GRANT_S, now + room - self._steps.predicted(tokens, beside=True))
         budget = Budget(tokens, min(self._limits.sequences, tokens), until)
         return BudgetDecision(budget, "shared", slack, min(until, now + GRANT_S / 3))
@@ -221,12 +238,19 @@ class Governor(BudgetDecider):
             self._ttft = targets.ttft_factor * self._unloaded.ttft_s(targets.percentile)
         if not targets.tpot_s:
             self._tpot = targets.tpot_factor * self._unloaded.tpot_s(targets.percentile)
+        if self._lessons.forget_other_speeds():
+            self._worth = True
         gained, load = self._lessons.gained, self._rhythm.load(now)
         if gained is not None:
             self._worth = gained + _BATCHING * load * load > (_WORTH_LESS if self._worth else _WORTH)
         usual = self._unloaded.usual_decode_s
-        aim = 0.0
-        if usual < self._tpot and targets.aim_tpot > 0.0:
-            aim = min(usual + targets.aim_tpot * (self._tpot - usual), targets.aim_slowed * usual)
-        if abs(aim - self._aim) > _SAME * aim:
-            self._aim = aim
+        delay = self._allowed_delay(usual) if usual < self._tpot else 0.0
+        if abs(delay - self._delay) > _SAME * delay:
+            self._aim, self._delay = usual + delay if delay else 0.0, delay
+
+    def _allowed_delay(self, usual: float) -> float:
+        """By which rollouts may slow a token that takes `usual` seconds; 0.0: not at all."""
+        targets = self._targets
+        room = targets.aim_tpot * (self._tpot - usual)
+        delay = min(room, (targets.aim_slowed - 1.0) * usual, self._headroom.within(self._tpot))
+        return delay if delay >= _LEAST_DELAY * usual else 0.0

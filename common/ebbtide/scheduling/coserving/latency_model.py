@@ -5,7 +5,7 @@ of that sum meanwhile, and never more than that part. A step is reported shortly
 may lack the last part of a step.
 """
 
-from math import inf
+from math import inf, sqrt
 from typing import Final
 
 from ebbtide.scheduling.coserving.request_slack import ServedRequest
@@ -17,7 +17,14 @@ _EVERY_S: Final = 0.005
 #: The excess over the prediction is from about 64 first tokens, because single ones vary much.
 _FADE: Final = 1.0 - 1.0 / 64
 _SOME_S: Final = 0.2
+_ERRORS: Final = 2.0
+#: What sharing brings is unknown before it has been seen on so many tokens. By fewer it was found not to pay where it
+#: does, and then it is hardly tried again.
+_SHARED_TOKENS: Final = 128
 _SHARED_FADE: Final = 1.0 - 1.0 / 512
+#: What sharing brings is learnt anew once the served engine's tokens take this many times as long or as short: it was
+#: seen under another speed, and where sharing ended because of it, little is seen that could correct it.
+_OTHER_SPEED: Final = 1.25
 
 
 class LatencyModel:
@@ -31,7 +38,10 @@ class LatencyModel:
         self._changed = -inf  # when a request came, had its first token or left
         self._observed_at = -inf  # when a decode step was last observed
         self._overlap = self._excess = 0.0  # of first tokens: time with rollouts, and time beyond the prediction
+        self._squares = [0.0, 0.0, 0.0]  # sums of overlap squared, overlap times excess, excess squared
         self._shared = self._lost = 0.0  # the same for decode steps
+        self._shared_tokens = 0  # that these are of
+        self._shared_at = 0.0  # what a token took without rollouts when these began
 
     def stepped(self, now: float, tokens: int, seconds: float, *, beside: bool | None) -> None:
         """A rollout step ended. `beside`: whether served work went on during it; None: during a part of it, so its
@@ -70,7 +80,10 @@ class LatencyModel:
             return
         if overlap > 0.0:
             self._overlap = _FADE * self._overlap + overlap
-            self._excess = _FADE * self._excess + ttft - self._unloaded.typical_prefill_s(request.prompt_tokens)
+            excess = ttft - self._unloaded.typical_prefill_s(request.prompt_tokens)
+            self._excess = _FADE * self._excess + excess
+            added = overlap * overlap, overlap * excess, excess * excess
+            self._squares = [_FADE * before + more for before, more in zip(self._squares, added, strict=True)]
         if overlap < 0.5 * ttft:
             self._unloaded.began(request.prompt_tokens, ttft - overlap)
 
@@ -84,6 +97,8 @@ class LatencyModel:
         if since > self._step_end:
             self._unloaded.decoded(batch, pause)
         elif overlap > 0.0:
+            self._shared_at = self._shared_at or self._unloaded.usual_decode_s
+            self._shared_tokens += 1
             self._shared = _SHARED_FADE * self._shared + min(pause, overlap)
             self._lost = _SHARED_FADE * self._lost + pause - min(pause, self._unloaded.typical_decode_s(batch))
 
@@ -98,11 +113,21 @@ class LatencyModel:
         if request is self._solo:
             self._solo = None
 
+    def forget_other_speeds(self) -> bool:
+        """Learn anew what sharing brings, if it was learnt under another speed of the served engine. Returns whether it
+        was."""
+        then_s, now_s = self._shared_at, self._unloaded.usual_decode_s
+        if not then_s or then_s / _OTHER_SPEED <= now_s <= then_s * _OTHER_SPEED:
+            return False
+        self._shared = self._lost = self._shared_at = 0.0
+        self._shared_tokens = 0
+        return True
+
     @property
     def gained(self) -> float | None:
         """The gain of sharing: rollouts' progress less the served work's delay, per second in which both ran. None:
         unknown. It is 0.0 if the two only take time from each other, and more if they fill each other's gaps."""
-        if self._shared < _SOME_S:
+        if self._shared < _SOME_S or self._shared_tokens < _SHARED_TOKENS:
             return None
         return 1.0 / max(1.0, self._steps.beside_ratio) - self._lost / self._shared
 
@@ -110,3 +135,13 @@ class LatencyModel:
     def contention(self) -> float:
         """How much longer a first token took per second of a rollout step beside it; 1.0 while unknown."""
         return self._excess / self._overlap if self._overlap >= _SOME_S else 1.0
+
+    @property
+    def contention_at_least(self) -> float:
+        """The same less two standard errors. Where something else disturbs the machine, first tokens vary by more than
+        a step beside them could do."""
+        known, (overlaps, products, excesses) = self.contention, self._squares
+        if self._overlap < _SOME_S:
+            return known
+        scatter = excesses - 2.0 * known * products + known * known * overlaps
+        return known - _ERRORS * sqrt(max(0.0, scatter)) / self._overlap

@@ -34,6 +34,15 @@ class ServedRequest(Struct):
         """Set `missed` if these seconds exceed the target, and would not without the overlap with rollouts."""
         self.missed |= seconds - overlap <= target < seconds
 
+    def own_tpot_s(self, granted_s: float) -> float:
+        """Mean seconds of a later token without rollouts; 0.0 if there is none. Rollouts were granted `granted_s` of
+        each. A longer overlap counts as the request's own time: the next one may be as long."""
+        behind = self.tokens - 1
+        if behind < 1:
+            return 0.0
+        overlap = self.beside_last - self.beside_first
+        return (self.last - self.first - min(overlap, granted_s * behind)) / behind
+
 
 class SlackBook:
     """Keeps the requests inside, and computes until when rollouts may go on beside them."""

@@ -43,6 +43,11 @@ class StepTime:
         elif self._alone.count:
             self._beside.add(seconds / self._alone.typical(tokens))
 
+    def doubt_beside(self) -> None:
+        """Forget the oldest step beside served work. Durations that were seen under a disturbance forbid such steps,
+        and then no new one is seen that could say otherwise."""
+        self._beside.forget_oldest()
+
     def predicted(self, tokens: int, *, beside: bool = False) -> float:
         """Seconds of a step, at a quantile; infinite while nothing is known."""
         return self._alone.typical(tokens) * self._factor(beside)

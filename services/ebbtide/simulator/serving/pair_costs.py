@@ -16,6 +16,7 @@ from ebbtide.errors import InvalidRequest
 Seconds = Annotated[float, Meta(ge=0, le=3600)]
 Count = Annotated[int, Meta(ge=0, le=1 << 40)]
 Speed = Annotated[float, Meta(gt=0, le=1)]
+CoreShare = Annotated[float, Meta(ge=0, le=0.95)]
 
 #: No profile is longer.
 _MOST_BYTES: Final = 1 << 20
@@ -30,6 +31,19 @@ class PairMemory(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     rollout_kv_mib: Count = 0  # the rollout engine's pool
     rollout_token_bytes: Count = 0
     block_tokens: Annotated[int, Meta(ge=1, le=1024)] = 16
+
+
+class StrayProcess(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A process that belongs to neither engine and takes a part of a core at random. It computes in bursts; a step that
+    meets one goes on slower meanwhile. The threads of an engine wait for one another, so one core slows down all."""
+
+    least: CoreShare = 0.0  # part of the time in bursts, drawn evenly for each spell from here
+    most: CoreShare = 0.0  # to here; 0: there is no such process
+    spell_s: Seconds = 4.0  # mean length of a spell (exponential)
+    burst_s: Seconds = 0.02  # mean length of a burst (exponential)
+    serving: Speed = 0.5  # part of its own speed at which the served engine goes on in a burst
+    rollouts: Speed = 0.35  # the same of the rollout engine, which has a lower priority
+    drift: Annotated[float, Meta(ge=0, le=1)] = 0.0  # deviation of the logarithm of both engines' speed over spells
 
 
 class CostResidual(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -68,6 +82,7 @@ class PairCosts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     rollouts_beside: Speed = 0.5
     noise: Annotated[float, Meta(ge=0, le=2)] = 0.05  # standard deviation of the logarithm of durations
     hiccup: Count = 2000  # one step in so many takes four times as long; 0: none
+    stray: StrayProcess = StrayProcess()
     memory: PairMemory = PairMemory()
     residuals: tuple[CostResidual, ...] = ()
 
@@ -92,12 +107,20 @@ class PairCosts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
                 raise InvalidRequest("must be above 0 seconds, because no work is free", field=field)
         if not all(math.isfinite(value) for one in self.residuals for value in (one.measured, one.modelled)):
             raise InvalidRequest("must be finite numbers", field="residuals")
+        self._check_stray()
         memory = self.memory
         needed = (memory.served_token_bytes, memory.rollout_token_bytes, memory.rollout_kv_mib)
         if memory.limit_mib and not all(needed):
             message = "needs served_token_bytes, rollout_token_bytes and rollout_kv_mib, to know what the engines hold"
             raise InvalidRequest(message, field="memory.limit_mib")
         return self
+
+    def _check_stray(self) -> None:
+        stray = self.stray
+        if stray.least > stray.most:
+            raise InvalidRequest("must be at least stray.least; raise it", field="stray.most")
+        if (stray.most or stray.drift) and not (stray.spell_s and stray.burst_s):
+            raise InvalidRequest("must be above 0 seconds", field="stray.spell_s, burst_s")
 
 
 def read_pair_costs(path: Path) -> PairCosts:
@@ -118,9 +141,11 @@ def read_pair_costs(path: Path) -> PairCosts:
 def pair_costs_text(costs: PairCosts) -> str:
     """The profile as TOML; `read_pair_costs` reads the same costs back."""
     fields = msgspec.to_builtins(costs)
-    memory, residuals = fields.pop("memory"), fields.pop("residuals")
+    tables = {name: fields.pop(name) for name in ("stray", "memory")}
+    residuals = fields.pop("residuals")
     lines = [f"{name} = {_toml(value)}" for name, value in fields.items()]
-    lines += ["", "[memory]", *(f"{name} = {_toml(value)}" for name, value in memory.items())]
+    for table, values in tables.items():
+        lines += ["", f"[{table}]", *(f"{name} = {_toml(value)}" for name, value in values.items())]
     for one in residuals:
         lines += ["", "[[residuals]]", *(f"{name} = {_toml(value)}" for name, value in one.items())]
     return "\n".join(lines) + "\n"

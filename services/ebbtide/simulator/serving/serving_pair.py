@@ -1,8 +1,9 @@
 """Plays a served engine and a borrowed rollout engine on one device in virtual time, under a guard's policies.
 
-While steps of both engines overlap, each goes on at its part of its own speed. The same requests, costs and seed give
-the same history. Left out: the proxy's and the network's delays, engines that disobey (the guard's enforcer), several
-served models, answers that are not streamed, clients that leave, and the served engine's own preemption.
+While steps of both engines overlap, each goes on at its part of its own speed, and likewise beside a stray process. The
+same requests, costs and seed give the same history. Left out: the proxy's and the network's delays, engines that
+disobey (the guard's enforcer), several served models, answers that are not streamed, clients that leave, and the served
+engine's own preemption.
 
 Invariant: `_serving` and `_rolling` are the seconds of device time that the steps under way still need, at the engine's
 own speed; `inf` where none is under way.
@@ -23,7 +24,7 @@ from ebbtide.simulator.serving.pair_costs import PairCosts
 from ebbtide.simulator.serving.request_traffic import TrafficRequest
 from ebbtide.simulator.serving.rollout_batch import RolloutBatch, RolloutShape
 from ebbtide.simulator.serving.served_engine import ServedCall, ServedEngine
-from ebbtide.simulator.serving.step_noise import StepNoise
+from ebbtide.simulator.serving.step_noise import StepNoise, StrayBursts
 from ebbtide.simulator.serving.virtual_guard import RolloutUse, VirtualGuard
 from ebbtide.types.grants import Residency
 
@@ -79,6 +80,7 @@ class ServingPair:
         # Each engine has its own noise, so that served requests meet the same under each policy, as far as they can.
         self._served_noise = StepNoise(costs, Random(f"{seed} served noise"))
         self._rolled_noise = StepNoise(costs, Random(f"{seed} rollout noise"))
+        self._stray = StrayBursts(costs.stray, Random(f"{seed} stray process"))
         self._engine = ServedEngine(costs)
         self.batch = RolloutBatch(costs, shape or RolloutShape(), Random(f"{seed} rollouts"))
         self.guard = VirtualGuard(decider, memory if costs.memory.limit_mib else None, costs)
@@ -126,11 +128,10 @@ class ServingPair:
         return self.guard.reclaims
 
     def _next(self) -> float:
-        now, costs = self.now, self._costs
-        serving, rolling = self._serving, self._rolling
-        if serving < inf and rolling < inf:
-            serving, rolling = serving / costs.serving_beside, rolling / costs.rollouts_beside
-        at = min(now + serving, now + rolling, self.guard.next_at, self._awake_at, self._beat_at)
+        now = self.now
+        serving, rolling = self._speeds()
+        steps = now + self._serving / serving, now + self._rolling / rolling
+        at = min(*steps, self._stray.until, self.guard.next_at, self._awake_at, self._beat_at)
         if self._requests:
             at = min(at, self._requests[0].at)
         if self._held:
@@ -141,19 +142,24 @@ class ServingPair:
 
     def _advance(self, until: float) -> None:
         passed = until - self.now
-        if self._serving < inf and self._rolling < inf:
-            self._serving -= passed * self._costs.serving_beside
-            self._rolling -= passed * self._costs.rollouts_beside
-        elif self._serving < inf:
-            self._serving -= passed
-        elif self._rolling < inf:
-            self._rolling -= passed
+        serving, rolling = self._speeds()
+        self._serving -= passed * serving
+        self._rolling -= passed * rolling
         if self._held or len(self._engine):
             self.busy_s += passed
         self.now = until
 
+    def _speeds(self) -> tuple[float, float]:
+        """At which part of its own speed a step of the served engine goes on, and one of the rollouts."""
+        serving, rolling = self._stray.serving, self._stray.rollouts
+        if self._serving < inf and self._rolling < inf:
+            return serving * self._costs.serving_beside, rolling * self._costs.rollouts_beside
+        return serving, rolling
+
     def _events(self) -> None:
         now = self.now
+        if self._stray.until <= now:
+            self._stray.turn(now)
         if self._rolling <= _NOTHING_S:
             self._end_rollout_step()
         while self._requests and self._requests[0].at <= now:
@@ -279,6 +285,8 @@ class ServingPair:
         """Begin a stretch of alike steps if nothing can happen in it."""
         now, costs, batch = self.now, self._costs, self.batch
         if now - self._idle_since < _CALM_S or self._held or len(self._engine) or not batch.calm:
+            return False
+        if self._stray.until < inf:  # then steps are not alike
             return False
         budget = self.guard.budget
         if min(budget.tokens, budget.sequences) < batch.running:

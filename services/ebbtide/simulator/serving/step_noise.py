@@ -1,15 +1,20 @@
-"""Draws by how much a step's duration differs from its cost: a little each time, and much in a rare hiccup."""
+"""Draws how steps are disturbed: each by itself, and both engines' by a process beside them.
 
-from math import exp
+A step's duration differs a little from its cost each time, and much in a rare hiccup.
+"""
+
+from math import exp, inf
 from random import Random
 from typing import Final
 
-from ebbtide.simulator.serving.pair_costs import PairCosts
+from ebbtide.simulator.serving.pair_costs import PairCosts, StrayProcess
 
 #: A hiccup takes this many times as long.
 _HICCUP: Final = 4.0
 #: Drawn in rounds of so many, because single draws cost more.
 _DRAWS: Final = 1024
+#: No burst is shorter, so that time goes on.
+_LEAST_S: Final = 1e-4
 
 
 class StepNoise:
@@ -29,3 +34,42 @@ class StepNoise:
 
     def _rare(self) -> float:
         return _HICCUP if self._hiccup and self._random.random() * self._hiccup < 1.0 else 1.0
+
+
+class StrayBursts:
+    """Plays a stray process. `serving` and `rollouts`: at which part of its speed each engine goes on until `until`,
+    in seconds of virtual time. What it draws hangs on the seed alone, so all policies meet the same."""
+
+    def __init__(self, stray: StrayProcess, random: Random) -> None:
+        self._stray, self._random = stray, random
+        self._spell_end = self._share = 0.0
+        self._drifted = 1.0
+        self._in_burst = True
+        self.serving = self.rollouts = 1.0
+        self.until = 0.0 if stray.most or stray.drift else inf
+
+    def turn(self, now: float) -> None:
+        """Begin the bursts, pauses and spells that are due."""
+        while self.until <= now:
+            if self._spell_end <= self.until:
+                self._begin_spell()
+            self._in_burst = not self._in_burst and self._share > 0.0
+            self.until += self._lasts()
+        stray, drifted = self._stray, self._drifted
+        self.serving = drifted * (stray.serving if self._in_burst else 1.0)
+        self.rollouts = drifted * (stray.rollouts if self._in_burst else 1.0)
+
+    def _begin_spell(self) -> None:
+        stray, random = self._stray, self._random
+        self._share = random.uniform(stray.least, stray.most)
+        self._drifted = exp(-abs(random.gauss(0.0, stray.drift))) if stray.drift else 1.0
+        self._spell_end = self.until + random.expovariate(1.0 / stray.spell_s)
+
+    def _lasts(self) -> float:
+        """Seconds of the burst or pause that begins."""
+        if not self._share:
+            return max(_LEAST_S, self._spell_end - self.until)
+        mean = self._stray.burst_s
+        if not self._in_burst:
+            mean *= (1.0 - self._share) / self._share
+        return max(_LEAST_S, self._random.expovariate(1.0 / mean))

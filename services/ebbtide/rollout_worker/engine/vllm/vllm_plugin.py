@@ -8,7 +8,10 @@ priority.
 import multiprocessing
 import os
 import signal
-from typing import Final
+import sys
+from functools import wraps
+from multiprocessing import spawn
+from typing import Any, Final
 
 from ebbtide.rollout_worker.engine.vllm import cpu_build
 
@@ -19,6 +22,13 @@ EXTENSION: Final = "ebbtide.rollout_worker.engine.vllm.weights.tile_transfer.Wor
 _OWNER: Final = "EBBTIDE_ENGINE_OWNER_PID"
 #: Set for the serving engine of a local cluster.
 _TIED: Final = "EBBTIDE_ENGINE_TIED"
+
+#: Runs before the program of a spawned process: it is killed when its parent (argument 1) dies, and then becomes that
+#: program (the other arguments). 1 and 9: PR_SET_PDEATHSIG and SIGKILL.
+_TIE: Final = (
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9, 0, 0, 0); "
+    "os.getppid() == int(sys.argv[1]) or os._exit(1); os.execv(sys.argv[2], sys.argv[2:])"
+)
 
 _registered = False
 
@@ -35,12 +45,32 @@ def register() -> None:
         _registered = True
     parent = multiprocessing.parent_process()
     owned = bool(os.environ.get(_OWNER))
+    if owned or os.environ.get(_TIED):
+        tie_spawned()
     if (owned or os.environ.get(_TIED)) and parent is not None and parent.pid is not None:
         from ebbtide.runtime import die_with_parent
 
         die_with_parent(parent.pid)
         if owned and cpu_build.is_cpu_build():
             cpu_build.yield_to(parent.pid)
+
+
+def tie_spawned() -> None:
+    """Have the kernel kill the processes that this one spawns by `multiprocessing` when it dies, from their begin.
+
+    vLLM loads plugins in an engine's process only after it has met its server. If the server dies before that, the
+    process waits for it.
+    """
+    command_line = spawn.get_command_line
+    if getattr(command_line, "ties", False):
+        return
+
+    @wraps(command_line)
+    def tied(**options: Any) -> list[Any]:
+        return [sys.executable, "-I", "-S", "-c", _TIE, str(os.getpid()), *command_line(**options)]
+
+    tied.__dict__["ties"] = True
+    spawn.get_command_line = tied
 
 
 def own_engine_processes() -> None:
