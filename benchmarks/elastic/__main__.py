@@ -25,6 +25,7 @@ import msgspec
 
 from benchmarks.arguments import count, output
 from benchmarks.conditions import conditions
+from benchmarks.elastic import mixed_fleet
 from benchmarks.elastic.decision_time import decision_times_ms
 from benchmarks.elastic.elastic_figures import SimulatedResult, figures, further, result_of, skipped
 from benchmarks.elastic.elastic_policies import COMPARED, ORACLE
@@ -66,8 +67,10 @@ def main() -> None:
         cases = [ElasticCase(model, trace.resolve(), steps) for model in options.models for trace in traces]
         runs = _runs(cases, options.policies, _ORACLES if options.quick else options.models)
         results = _simulated(runs, options.jobs)
+    mixed = mixed_fleet.mixed_results(quick=options.quick, jobs=options.jobs)
     times_ms = decision_times_ms()
     found = figures(results, round(quantiles(times_ms, n=100)[98], 2), streamed_gradient_error())
+    found |= {"mixed_fleet_over_oracle": mixed_fleet.mixed_fleet_over_oracle(mixed)}
     _print(results)
     report = {
         "kind": "simulation",
@@ -78,6 +81,7 @@ def main() -> None:
         "decision_ms": {"p50": round(quantiles(times_ms, n=100)[49], 2), "workers": 1000, "measured": "CPU time"},
         "policies": {name: one.what for name, one in COMPARED.items()},
         "further": further(results),
+        "mixed": mixed_fleet.report(mixed),
         "results": msgspec.to_builtins(results),
         "took_s": round(time.monotonic() - begin_s, 1),
         "conditions": conditions(),

@@ -80,6 +80,8 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     max_model_len: int  # tokens of prompt plus response
     eos_token_ids: Annotated[tuple[int, ...], Meta(max_length=1024)] = ()
     architecture: Annotated[str, Meta(max_length=128)] = ""
+    kv_tokens: Annotated[int, Meta(ge=0, le=1 << 53)] = 0  # whose keys and values its memory holds; 0: it does not say
+    device: Annotated[str, Meta(max_length=128)] = ""  # engines on devices of one name are about as fast
 
 
 class BorrowedState(Struct, frozen=True, kw_only=True, gc=False):
@@ -113,3 +115,5 @@ class Worker(Struct, frozen=True, kw_only=True):
     borrowed: BorrowedState | None = None
     given_up: bool = False
     prefill_tokens_per_s: float = 0.0
+    rollout_tokens_per_s: float = 0.0
+    offered_slots: int = 0

@@ -52,6 +52,11 @@ def test_a_reason_is_shown_as_it_is_but_for_what_a_terminal_would_obey(reason: s
     assert printable in worker_line(worker)
 
 
+def test_the_table_tells_the_slots_that_a_workers_memory_allows_and_the_learnt_pace_of_a_rollout() -> None:
+    (_, row) = shown(msgspec.structs.replace(BUSY, offered_slots=48, rollout_tokens_per_s=31.26)).splitlines()
+    assert row.split()[3:6] == ["40/8/48", "32", "1,234/31"]
+
+
 def test_what_is_not_known_yet_is_no_number() -> None:
     (_, row) = shown(msgspec.structs.replace(BUSY, plateau=0, installed=())).splitlines()
     assert row.split()[-6:-2] == ["-", "1,234", "-", "0.4"]

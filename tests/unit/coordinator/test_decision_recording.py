@@ -38,7 +38,9 @@ UNRECORDED: Final = {
         "paused", "new_queue", "is_unconfirmed", "lent", "version_of", "at_work", "serving", "has_room",
         "returning", "trusts", "quarantined", "quarantined_s", "lacking",
     ),
-    "only rounds call it": ("take_made", "note_share", "learn_plateau", "learn_prefill", "give_up_move"),
+    "only rounds call it": (
+        "take_made", "note_share", "learn_plateau", "learn_prefill", "learn_rate", "offer", "give_up_move",
+    ),
     "it is part of recorded calls, or made of them": (
         "changing", "mark_stale", "rereading", "note_worker", "hold", "begun", "let_go", "forget", "close",
         "replace_incarnation", "note_cached", "episode_over",

@@ -1,5 +1,6 @@
-"""Gives the places of borrowed hosts to the rollouts that risk least by a reclaim, among those placed in a round and
-the next in the queue. Long rollouts go to steady hosts, or wait for one: they cost most to move.
+"""Gives the places of risky hosts, which are borrowed or often lost, to the rollouts that risk least, among those
+placed in a round and the next in the queue. Long rollouts go to steady hosts, or wait for one: they are most likely to
+be interrupted, and cost most to move.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,18 +33,18 @@ def exchanged(
     rest: Callable[[QueuedRollout], float],
     now: float,
 ) -> list[BorrowedPlace]:
-    """The places, with those on borrowed hosts given to the least at risk. Each host gets as many as before."""
+    """The places, with those on risky hosts given to the least at risk. Each host gets as many as before."""
     made = list(places)
-    lent = [at for at, place in enumerate(places) if place.host.borrowed and _free(place)]
+    lent = [at for at, place in enumerate(places) if place.host.risky and _free(place)]
     if not lent:
         return made
     common = places[lent[0]].host
-    steady = [host for host in hosts if not host.borrowed and not host.shut]
+    steady = [host for host in hosts if not host.risky and not host.shut]
     risks = {at: _risk_s(places[at].one, common, rest) for at in lent}
     others: list[tuple[float, int, QueuedRollout]] = [
         (_risk_s(place.one, common, rest), at, place.one)
         for at, place in enumerate(places)
-        if not place.host.borrowed and _free(place)
+        if not place.host.risky and _free(place)
     ]
     if steady:
         first = len(places)
@@ -88,4 +89,5 @@ def _free(place: BorrowedPlace) -> bool:
 
 
 def _risk_s(one: QueuedRollout, host: HostView, rest: Callable[[QueuedRollout], float]) -> float:
-    return risk_s(one.length, rest(one), rate=host.rate, spell_s=host.spell_s, prefill=host.prefill)
+    rate, prefill = host.rate, host.prefill
+    return risk_s(one.length, rest(one), rate=rate, spell_s=host.spell_s, prefill=prefill, found_s=host.found_s)

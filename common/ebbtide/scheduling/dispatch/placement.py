@@ -1,6 +1,6 @@
 """Places queued rollouts in queue order: at the worker that a move chose, else by what workers' caches have of the
-episode (`turns/turn_routing.py`), else where they will run fastest. Short rollouts prefer borrowed workers, long ones
-steady workers.
+episode (`turns/turn_routing.py`), else where they will run fastest. Long rollouts prefer fast workers, and steady ones
+to those that are borrowed or often lost.
 
 Delayed dispatch and the choice of the shortest queue follow RLBoost (arXiv 2510.19225, Algorithm 2). Unlike there,
 rollouts are placed one by one and not by groups, on every event and not by polling, and workers are compared by their
@@ -17,6 +17,7 @@ from typing import NamedTuple, TypeAlias
 
 from ebbtide.scheduling.dispatch.borrowed_places import BorrowedPlace, exchanged
 from ebbtide.scheduling.dispatch.host_view import HostView, fits, may_take, serves
+from ebbtide.scheduling.dispatch.mixed_fleet.length_match import matched
 from ebbtide.scheduling.dispatch.move_costs import COSTS, MoveCosts
 from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout, RolloutQueue
 from ebbtide.scheduling.dispatch.turns.cached_prefixes import Prefixes
@@ -65,8 +66,9 @@ def place(
     rollout without progress in its last attempt goes only where no other such is pending, so that one that kills
     workers is told from its neighbours. A held worker gets only what no other has room for.
 
-    With `rest`, the places of borrowed hosts go to the rollouts that risk least by a reclaim, among those placed and
-    the next in the queue; a displaced rollout takes the other's place, or waits a while if a steady host could take it.
+    With `rest`, the longest rollouts go to the fastest of the hosts that were found for them. Then the places of risky
+    hosts go to the rollouts that risk least by a reclaim or a loss, among those placed and the next in the queue; a
+    displaced rollout takes the other's place, or waits a while if a steady host could take it.
     """
     router = TurnRouter(prefixes, hosts, rest=rest, now=now, costs=costs, terms=terms)
     rooms = _Rooms(hosts, pending_limit, borrowable, router, returning)
@@ -77,8 +79,10 @@ def place(
         placed = {place.one.rollout_id for place in filling.places}
         filling.fill(one for one in queue.interactive() if one.rollout_id not in placed)
     places = filling.places
-    if rest is not None and any(place.host.borrowed for place in places):
-        places = exchanged(places, behind, hosts, rest, now)
+    if rest is not None:
+        places = matched(places, rest)
+        if any(place.host.risky for place in places):
+            places = exchanged(places, behind, hosts, rest, now)
     return [Placement(one.rollout_id, host.worker_id) for one, host, _ in places]
 
 

@@ -66,8 +66,17 @@ def interrupted(rest: float, rate: float, spell_s: float) -> float:
     return 1.0 - exp(-rest / ((rate or _UNLEARNT) * spell_s))
 
 
-def risk_s(tokens: int, rest: float, *, rate: float, spell_s: float, prefill: float, costs: MoveCosts = COSTS) -> float:
-    """Expected seconds that a rollout of `tokens` with `rest` to come loses to a move after a long reclaim. `prefill`:
-    see `MoveCosts`.
+def risk_s(
+    tokens: int,
+    rest: float,
+    *,
+    rate: float,
+    spell_s: float,
+    prefill: float,
+    found_s: float = 0.0,
+    costs: MoveCosts = COSTS,
+) -> float:
+    """Expected seconds that a rollout of `tokens` with `rest` to come loses to a move after a long reclaim, or after a
+    loss of its worker that is found `found_s` later. `prefill`: see `MoveCosts`.
     """
-    return interrupted(rest, rate, spell_s) * costs.move_s(tokens, prefill)
+    return interrupted(rest, rate, spell_s) * (found_s + costs.move_s(tokens, prefill))

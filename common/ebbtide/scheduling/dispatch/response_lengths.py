@@ -5,7 +5,8 @@ Invariant: `_count` and `_sum` hold the finished lengths, older ones fading, in 
 the process; a few dozen finished rollouts teach it again.
 """
 
-from math import log
+from collections.abc import Sequence
+from math import exp, log
 from typing import Final
 
 _GROWTH: Final = 1.1
@@ -49,6 +50,19 @@ class ResponseLengths:
         rest = (beyond + _PRIOR * max(_LEAST_TOKENS, float(made))) / (count + _PRIOR)
         return rest if budget is None else min(rest, float(budget))
 
+    def outlasting(self, made: Sequence[float]) -> list[float]:
+        """The shares of responses that are longer than each of these, which rise. While little is known, few are."""
+        if self._above is None:
+            self._above = self._tails()
+        shares = []
+        for tokens in made:
+            number = _bin(tokens)
+            start, end = _GROWTH**number, _GROWTH ** (number + 1)
+            own = self._count[number] * max(0.0, min(1.0, (end - tokens) / (end - start)))
+            unseen = _PRIOR * exp(-tokens / _LEAST_TOKENS)
+            shares.append((self._above[number][0] + own + unseen) / (self._total + _PRIOR))
+        return shares
+
     def _tails(self) -> list[tuple[float, float]]:
         """For each bin, how many lengths lie in the bins above it, and their sum."""
         tails = [(0.0, 0.0)] * _BINS
@@ -60,5 +74,5 @@ class ResponseLengths:
         return tails
 
 
-def _bin(tokens: int) -> int:
-    return min(_BINS - 1, int(log(max(1, tokens)) / log(_GROWTH)))
+def _bin(tokens: float) -> int:
+    return min(_BINS - 1, int(log(max(1.0, tokens)) / log(_GROWTH)))

@@ -4,8 +4,8 @@ As in RLBoost (arXiv 2510.19225, Algorithm 2, section on load balancing), rollou
 engine where none wait, and those beyond the batch size at which throughput flattens go to one with room. Three things
 differ. Rollouts move one by one. No engine has to be idle: a rollout's gain, by the learnt speeds, is compared with the
 cost, which is the hand-over and a prefill that also delays the target's rollouts. And the rollout with the largest gain
-moves, which is one with many tokens to come. A borrowed worker counts for its share of the time, and the loss to a
-likely reclaim is part of the cost: so long rollouts leave it, and mostly short ones go there.
+moves, which is one with many tokens to come. A borrowed worker counts for its share of the time. What a likely reclaim
+or loss of a worker would cost is part of the cost: so long rollouts leave such workers, and mostly short ones go there.
 
 The work of a round is bounded, whatever the size of the fleet: it looks at a few sources in vain, and the next round
 goes on after them (`MoveSearch`).
@@ -16,7 +16,7 @@ from functools import cache
 from heapq import heapify, heappop, heappush
 from itertools import accumulate
 from statistics import fmean, median
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 from msgspec import Struct
 
@@ -25,7 +25,6 @@ from ebbtide.scheduling.dispatch.move_costs import COSTS, MoveCosts
 from ebbtide.scheduling.dispatch.reclaim_risk import risk_s
 from ebbtide.scheduling.dispatch.response_lengths import ResponseLengths
 from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout
-from ebbtide.scheduling.dispatch.throughput import WorkerThroughput
 
 #: A rollout is stuck if it starts so much later than its prefill, and those before it, would take.
 _STUCK_S: Final = 1.0
@@ -52,9 +51,17 @@ class RunningRollout(Struct, frozen=True, kw_only=True, gc=False):
     cached: int = 0  # of `length`, what its worker had when it came
 
 
+class EngineSpeed(Protocol):
+    """What is known of an engine's speed."""
+
+    def rate(self, running: float, context: float) -> float:
+        """Tokens/s of each of `running` rollouts of a mean `context`; 0.0: nothing is known."""
+        ...
+
+
 class EngineLoad(Struct, frozen=True, kw_only=True):
     host: HostView  # `running` counts requested moves as done
-    speed: WorkerThroughput
+    speed: EngineSpeed
     context: float  # mean tokens of prompt and response
     quiet_s: float = 0.0  # since it made a token, while it had work and was not held
     #: Its rollouts in the order of arrival, without those asked back; called only if some may move.
@@ -135,10 +142,18 @@ class _Side:
         return self.engine.host.share * (known if known >= _INCREDIBLE * typical else typical)
 
     def risk_s(self, one: RunningRollout, rest: float, rate: float, costs: MoveCosts) -> float:
-        """Seconds that the rollout may lose here to a reclaim; `rate`: its tokens/s."""
+        """Seconds that the rollout may lose here to a reclaim or a loss; `rate`: its tokens/s."""
         host = self.engine.host
         rate /= host.share or 1.0
-        return risk_s(one.length, rest, rate=rate, spell_s=host.spell_s, prefill=host.prefill, costs=costs)
+        return risk_s(
+            one.length,
+            rest,
+            rate=rate,
+            spell_s=host.spell_s,
+            prefill=host.prefill,
+            found_s=host.found_s,
+            costs=costs,
+        )
 
     def rollouts(self) -> list[RunningRollout]:
         if self._rollouts is None:
@@ -309,7 +324,7 @@ def _gainer(
         cost_s = costs.handover_s + target.prefill_s + prefill_s * (1 + target.running)
         rest = lengths.rest(one.made, one.budget)
         gain_s = rest * saved_s - cost_s
-        if source.engine.host.borrowed or target.engine.host.borrowed:
+        if source.engine.host.risky or target.engine.host.risky:
             gain_s += source.risk_s(one, rest, source.now_rate, costs) - target.risk_s(
                 one, rest, target.next_rate, costs
             )

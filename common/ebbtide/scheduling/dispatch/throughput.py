@@ -100,6 +100,11 @@ class WorkerThroughput:
             self._known[running] = self._rate(running, context)
         return self._known[running]
 
+    @property
+    def span(self) -> tuple[float, float]:
+        """The fewest and the most rollouts at which it was seen; zeros while nothing is known."""
+        return (self._bins[0].running, self._bins[-1].running) if self._bins else (0.0, 0.0)
+
     def points(self) -> list[ThroughputPoint]:
         """What was seen, at each range of concurrency."""
         return [ThroughputPoint(one.running, one.seconds_per_token, one.context, one.weight_s) for one in self._bins]

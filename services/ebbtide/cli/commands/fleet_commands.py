@@ -19,7 +19,8 @@ def workers(
 ) -> None:
     """List the workers, and what each of them is doing.
 
-    load: rollouts / those without a token yet / slots. plateau: rollouts at which the worker's throughput flattens.
+    load: rollouts / those without a token yet / slots that it offers. plateau: rollouts at which the worker's
+    throughput flattens. tok/s: of all its rollouts / of each one, as learnt.
     """
     from ebbtide.cli.views.fleet_screen import fleet_table, watch_fleet
     from ebbtide.cli.views.tables import print_table

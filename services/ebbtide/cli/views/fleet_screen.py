@@ -31,7 +31,8 @@ _WORDS: Final = {WorkerState.INSTALLING: "installs new weights", WorkerState.DRA
 def fleet_table(workers: Sequence[Worker]) -> Table:
     """Tabulates all that is known of each worker.
 
-    `load`: its rollouts / those without a token yet / its slots. `plateau`: rollouts at which its throughput flattens.
+    `load`: its rollouts / those without a token yet / the slots that it offers. `plateau`: rollouts at which its
+    throughput flattens. `tok/s`: of all rollouts / of each one with one more, as learnt.
     `heard`: seconds since its last heartbeat. `lent`, if some are borrowed: the share of time that the host lends, and
     for how many seconds it goes on lending (+) or not lending (-).
     """
@@ -75,10 +76,11 @@ def _went(worker: Worker) -> bool:
 
 def _numbers(worker: Worker) -> tuple[str, ...]:
     version = max((installed.version for installed in worker.installed), default=0)
+    pace = f"/{worker.rollout_tokens_per_s:,.0f}" if worker.rollout_tokens_per_s else ""
     return (
-        f"{worker.running}/{worker.waiting}/{worker.slots}",
+        f"{worker.running}/{worker.waiting}/{worker.offered_slots or worker.slots}",
         f"{worker.plateau or '-'}",
-        f"{worker.tokens_per_s:,.0f}",
+        f"{worker.tokens_per_s:,.0f}{pace}",
         f"{version or '-'}",
         f"{worker.last_heartbeat_s:.1f} s",
         f"{worker.tokens_generated:,}",

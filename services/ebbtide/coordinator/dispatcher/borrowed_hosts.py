@@ -101,9 +101,7 @@ class BorrowedHosts:
     def _wanting(self) -> int:
         """Rollouts, queued or at borrowed workers, that no other worker has a free slot for."""
         steady = [one for one in self._state.sessions.values() if not one.borrowed and not one.draining]
-        free = sum(
-            max(0, one.hello.slots - len(one.attempts)) for one in steady if one.state is not WorkerState.SHUNNED
-        )
+        free = sum(max(0, one.slots - len(one.attempts)) for one in steady if one.state is not WorkerState.SHUNNED)
         waiting = sum(len(run.queue) for run in self._state.runs.values())
         lent = sum(len(one.attempts) for one in self._state.sessions.values() if one.borrowed)
         return max(0, waiting + lent - free)

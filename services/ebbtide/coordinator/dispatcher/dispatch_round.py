@@ -15,12 +15,15 @@ model where a decision is a message to a worker, and yields what needs the store
 The next round begins `gather_s` after a change, or after `pause_s`.
 """
 
+import math
 from collections.abc import Callable, Iterator
 
 from ebbtide.coordinator.dispatcher.borrowed_hosts import BorrowedHosts
 from ebbtide.coordinator.dispatcher.dispatch_rules import RULES, DispatchRules
 from ebbtide.coordinator.dispatcher.host_views import HostViews
 from ebbtide.coordinator.dispatcher.install_sender import InstallSender
+from ebbtide.coordinator.dispatcher.loss_watch import LossWatch
+from ebbtide.coordinator.dispatcher.memory_offers import MemoryOffers
 from ebbtide.coordinator.dispatcher.prefill_speeds import PrefillSpeeds
 from ebbtide.coordinator.dispatcher.rebalancer import Rebalancer
 from ebbtide.coordinator.dispatcher.round_deeds import Deed, SlotFill
@@ -61,7 +64,8 @@ class DispatchRound:
         self._borrowed = BorrowedHosts(state, self._moves, self._prefills, run_events)
         changes = EngineChanges(state)
         self._allocator = WorkerAllocator(state, trust, self._moves, changes, self._prefills, slice_s=slice_s)
-        self._hosts = HostViews(state, trust, self._moves, self._prefills)
+        self._losses, self._memory = LossWatch(), MemoryOffers(state)
+        self._hosts = HostViews(state, trust, self._moves, self._prefills, self._spell_s)
         self._installs = InstallSender(state, changes, public_key)
         self._unserved = UnservedWork(state, trust, changes, run_events)
         self._pacing, self._starts = RoundPacing(), StartPacing()
@@ -94,6 +98,7 @@ class DispatchRound:
             yield None
             self._prefills.learn(self._state.sessions.values())
             yield from self._moves.learn(now)
+            yield from self._learn_fleet(now)
             self._borrowed.judge(now)
             self._allocator.hand_over(now)
             yield None  # in a large fleet each of these takes a while: others have their turn
@@ -111,6 +116,16 @@ class DispatchRound:
                 self._borrowed.release(run, hosts, now)
                 self._moves.decide(run, hosts, now)
                 yield None
+
+    def _learn_fleet(self, now: float) -> Iterator[Deed]:
+        """Learn what tells workers apart beside their speeds."""
+        if self._rules.losses:
+            self._losses.look(self._state.sessions.values(), now)
+        if self._rules.memory:
+            yield from self._memory.update(now)
+
+    def _spell_s(self, session: WorkerSession) -> float:
+        return self._losses.spell_s(session) if self._rules.losses else math.inf
 
     def _new_fill(self, run: RunState, now: float) -> SlotFill:
         return SlotFill(

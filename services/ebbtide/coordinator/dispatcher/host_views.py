@@ -5,8 +5,10 @@ that of the last lesson on speeds, too. Lost with the process, and made again.
 """
 
 import math
+from collections.abc import Callable
 from typing import Final, NamedTuple
 
+from ebbtide.coordinator.dispatcher.loss_watch import FOUND_S
 from ebbtide.coordinator.dispatcher.prefill_speeds import PrefillSpeeds
 from ebbtide.coordinator.dispatcher.rebalancer import Rebalancer
 from ebbtide.coordinator.fleet.worker_trust import WorkerTrust
@@ -26,8 +28,17 @@ class _Seen(NamedTuple):
 
 
 class HostViews:
-    def __init__(self, state: CoordinatorState, trust: WorkerTrust, moves: Rebalancer, prefills: PrefillSpeeds) -> None:
+    def __init__(
+        self,
+        state: CoordinatorState,
+        trust: WorkerTrust,
+        moves: Rebalancer,
+        prefills: PrefillSpeeds,
+        spell_s: Callable[[WorkerSession], float] = lambda _: math.inf,
+    ) -> None:
+        """`spell_s`: for how long a worker will stay, on average, in seconds."""
         self._state, self._trust, self._moves, self._prefills = state, trust, moves, prefills
+        self._spell_s = spell_s
         self._seen: dict[str, _Seen] = {}
 
     def of(self, run: RunState, now: float) -> list[tuple[WorkerSession, HostView]]:
@@ -77,7 +88,7 @@ class HostViews:
         return seen
 
     def _host(self, run: RunState, session: WorkerSession) -> HostView:
-        pending, running, slots = len(session.pending), len(session.attempts), session.hello.slots
+        pending, running, slots = len(session.pending), len(session.attempts), session.slots
         said = session.beat.borrowed if session.borrowed else None
         return HostView(
             worker_id=session.session_id,
@@ -96,7 +107,8 @@ class HostViews:
             shut=session.reclaimed or (said is not None and said.asleep),
             borrowed=session.borrowed,
             share=said.share if said else 1.0,
-            spell_s=said.spell_s if said else math.inf,
+            spell_s=said.spell_s if said else self._spell_s(session),
+            found_s=0.0 if said else FOUND_S,
             scores=session.scores_prompts,
         )
 

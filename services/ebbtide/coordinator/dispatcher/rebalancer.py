@@ -16,12 +16,14 @@ from msgspec import Struct
 
 from ebbtide import telemetry
 from ebbtide.coordinator.dispatcher.dispatch_rules import RULES, DispatchRules
+from ebbtide.coordinator.dispatcher.kind_paces import KindPaces
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.running_attempt import RunningAttempt
 from ebbtide.coordinator.state.worker_reports import HeartbeatReport
 from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.scheduling.dispatch.host_view import HostView
+from ebbtide.scheduling.dispatch.mixed_fleet.kind_pace import PacedSpeed
 from ebbtide.scheduling.dispatch.rollout_moves import EngineLoad, MoveSearch, RolloutMove, RunningRollout, rebalance
 from ebbtide.scheduling.dispatch.throughput import WorkerThroughput
 from ebbtide.types.fleet import AttemptRef, WorkerState
@@ -80,7 +82,9 @@ class Rebalancer:
         self._seen: dict[str, float] = {}  # when those were attached last
         self._beats: dict[str, _Beat] = {}  # by session
         self._contexts: dict[str, float] = {}
+        self._context = 0.0  # the mean of these
         self._rates: dict[tuple[str, int], float] = {}  # by session ("": a typical one) and concurrency; of this round
+        self._kinds = KindPaces()
         self._asked: dict[tuple[str, str], _Asked] = {}  # by run and rollout
         self._searches: dict[str, MoveSearch] = {}  # by run
         self._next = float("-inf")
@@ -95,7 +99,9 @@ class Rebalancer:
         running = len(session.attempts) + 1
         found = self._rates.get((session.session_id, running))
         if found is None:
-            found, typical = self._own_rate(session, running), self._typical(running)
+            context = self._contexts.get(session.session_id, 0.0)
+            speed = PacedSpeed(self._speed_of(session), self._kinds.pace(session))
+            found, typical = speed.rate(running, context), self._typical(session, running)
             if not found or abs(found - typical) <= _ALIKE * typical:
                 found = typical
             self._rates[session.session_id, running] = found
@@ -107,22 +113,28 @@ class Rebalancer:
         """
         return self._own_rate(session, len(session.attempts) + 1) > 0.0
 
+    def _speed_of(self, session: WorkerSession) -> WorkerThroughput:
+        if (speed := self._speeds.get(session.worker_id)) is None:
+            speed = self._speeds[session.worker_id] = self._rules.new_speed(session.worker_id)
+        return speed
+
     def _own_rate(self, session: WorkerSession, running: int) -> float:
-        speed, context = self._speeds.get(session.worker_id), self._contexts.get(session.session_id, 0.0)
-        return speed.rate(running, context) if speed else 0.0
+        return self._speed_of(session).rate(running, self._contexts.get(session.session_id, 0.0))
 
     def speed(self, session: WorkerSession) -> tuple[WorkerThroughput | None, float]:
         """The worker's learnt speed, if any, and the mean context of its rollouts."""
         return self._speeds.get(session.worker_id), self._contexts.get(session.session_id, 0.0)
 
-    def _typical(self, running: int) -> float:
+    def _typical(self, session: WorkerSession, running: int) -> float:
+        """Tokens/s of each of so many rollouts of a typical worker of the kind; of any kind if that is not known."""
+        if (pace := self._kinds.pace(session)) is not None:
+            return pace.rate(running, self._context)
         found = self._rates.get(("", running))
         if found is None:
             sessions = self._state.sessions.values()
             known = [self._speeds[one.worker_id] for one in sessions if one.worker_id in self._speeds]
             known = known[:: -(-len(known) // _SAMPLE) or 1]
-            context = sum(self._contexts.values()) / max(1, len(self._contexts))
-            rates = [rate for speed in known if (rate := speed.rate(running, context))]
+            rates = [rate for speed in known if (rate := speed.rate(running, self._context))]
             found = self._rates["", running] = median(rates) if rates else 0.0
         return found
 
@@ -153,7 +165,10 @@ class Rebalancer:
             del self._beats[gone]
             self._contexts.pop(gone, None)
         self._forget(now)
+        self._context = sum(self._contexts.values()) / max(1, len(self._contexts))
         self._rates.clear()
+        if self._rules.kinds:
+            self._kinds.fit(sessions.values(), self._speeds, now)
         self.lesson += 1
         self._searches = {run_id: one for run_id, one in self._searches.items() if run_id in self._state.runs}
         for key, asked in list(self._asked.items()):
@@ -193,9 +208,10 @@ class Rebalancer:
         steady = busy_s >= 0.9 * seconds and beat.quiet_s <= _QUIET * seconds
         if not 0 < seconds <= _LONGEST_S or churn > _CHURN * len(running) or not steady:
             return
-        speed = self._speeds.setdefault(session.worker_id, self._rules.new_speed())
+        speed = self._speed_of(session)
         speed.observe((len(running) + len(last.running)) / 2, context, tokens, seconds)
         session.learn_plateau(speed.plateau(context))
+        session.learn_rate(speed.rate(len(running) + 1, context))
 
     def _expire(self, key: tuple[str, str], asked: _Asked, now: float) -> None:
         attempt = asked.attempt
@@ -238,7 +254,7 @@ class Rebalancer:
             host = msgspec.structs.replace(host, running=running, pending=pending)
         return EngineLoad(
             host=host,
-            speed=self._speeds.setdefault(session.worker_id, self._rules.new_speed()),
+            speed=PacedSpeed(self._speed_of(session), self._kinds.pace(session)),
             context=self._contexts.get(session.session_id, 0.0),
             quiet_s=session.beat.quiet_s,
             rollouts=lambda: self._movable(session),

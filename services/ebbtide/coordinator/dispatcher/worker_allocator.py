@@ -106,7 +106,7 @@ class WorkerAllocator:
 
     def _demands(self, sessions: Sequence[WorkerSession], now: float) -> list[Demand]:
         """The demands of the runs that have work and a version."""
-        slots = sum(one.hello.slots for one in sessions) / len(sessions) if sessions else 1.0
+        slots = sum(one.slots for one in sessions) / len(sessions) if sessions else 1.0
         runs = [run for run in self._state.runs.values() if run.versions]
         wanted = {run.run_id: float(ceil((len(run.queue) + len(run.running)) / slots)) for run in runs}
         believed = self._wants.believed(wanted, change_s=self._state.changes.typical(), now=now)

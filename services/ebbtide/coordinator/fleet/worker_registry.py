@@ -338,6 +338,8 @@ class WorkerRegistry:
             engine=session.hello.engine,
             waiting=len(session.pending),
             plateau=session.plateau,
+            rollout_tokens_per_s=session.rollout_tokens_per_s,
+            offered_slots=session.slots,
             prefill_tokens_per_s=session.prefill,
             shunned_s=quarantined_s,
             reason="it was lost too often" if state is WorkerState.SHUNNED else session.reason or session.given_up,

@@ -42,7 +42,7 @@ class SessionIndex:
         """Note that a session has become full, or is full no longer."""
         if session.session_id not in self._by_run.get(session.run_id, ()):
             return
-        if len(session.attempts) < session.hello.slots:
+        if len(session.attempts) < session.slots:
             self._with_room[session.run_id].add(session.session_id)
         else:
             self._with_room[session.run_id].discard(session.session_id)

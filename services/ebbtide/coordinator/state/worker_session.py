@@ -55,6 +55,7 @@ class WorkerSession:
         self.session_id, self._wakeups, self._index = session_id, wakeups, index
         self.revision = 0
         self.hello = hello
+        self.slots = hello.slots  # that it offers now
         self.worker_id: Final = hello.worker_id
         self.state = WorkerState.READY
         self.beat = HeartbeatReport()  # the last one
@@ -67,7 +68,7 @@ class WorkerSession:
         self.freed: Final[Mapping[str, ReleaseRequest]] = self._freed  # those asked back and not handed back
         self.held: Final[Mapping[tuple[str, VersionBounds], int]] = self._held  # its attempts of each run and bounds
         self._ended: deque[str] = deque(maxlen=_ENDED)
-        self.plateau, self.prefill = 0, 0.0  # see `Worker`
+        self.plateau, self.prefill, self.rollout_tokens_per_s = 0, 0.0, 0.0  # see `Worker`
         self.outbox: Final[asyncio.Queue[fleet_pb2.CoordinatorMessage | None]] = asyncio.Queue()
         self.run_id = ""  # the run it is to serve, `since` when
         self.attached = self.since = now
@@ -121,7 +122,7 @@ class WorkerSession:
         if not attempt.started:
             self._pending[attempt.attempt_id] = attempt
         self.revision += 1
-        if len(self._attempts) == self.hello.slots:
+        if len(self._attempts) == self.slots:
             self._index.count(self)
 
     def begun(self, attempt: RunningAttempt) -> None:
@@ -138,7 +139,7 @@ class WorkerSession:
         self._held[kind] -= 1
         if not self._held[kind]:
             del self._held[kind]
-        if len(self._attempts) == self.hello.slots - 1:
+        if len(self._attempts) == self.slots - 1:
             self._index.count(self)
         self._changed()
 
@@ -204,6 +205,20 @@ class WorkerSession:
     def learn_prefill(self, tokens_per_s: float) -> None:
         self.prefill = tokens_per_s
         self.revision += 1
+
+    def learn_rate(self, tokens_per_s: float) -> None:
+        """Note the tokens/s that each of its rollouts would make with one more."""
+        self.rollout_tokens_per_s = tokens_per_s
+
+    def offer(self, slots: int) -> None:
+        """Have it offer so many slots: its memory holds no more rollouts, or holds more again."""
+        if slots == self.slots:
+            return
+        more, self.slots = slots > self.slots, slots
+        self.revision += 1
+        self._index.count(self)
+        if more:
+            self._wakeups.decide()
 
     def message_came(self) -> None:
         self.storing += 1

@@ -79,7 +79,7 @@ class AblatedPolicy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             new_prefill=PrefillSpeed if self.learns_prefill else UnlearntPrefill,
         )
 
-    def _new_speed(self) -> WorkerThroughput:
+    def _new_speed(self, _: str) -> WorkerThroughput:
         return WorkerThroughput(weigh_context=self.weighs_contexts) if self.learns else UnlearntSpeed()
 
     def rounds(self, run: TrainingRun) -> Rounds:

@@ -7,6 +7,7 @@ from ebbtide.errors import Internal
 from ebbtide.rollout_worker.engine import EngineRequest
 from ebbtide.rollout_worker.engine.measured_steps import EngineCapacity
 from ebbtide.types.prompt_scores import ScoreArray, score_places
+from ebbtide.types.text_bounds import shortened
 
 #: Before the name of a text that has ended, in an id that no request has.
 ENDED: Final = "ended/"
@@ -89,3 +90,10 @@ def engine_capacity(config: Any) -> EngineCapacity:
         prefix_cache=bool(cache.enable_prefix_caching),
         whole_prompt_fits=bool(scheduler.scheduler_reserve_full_isl),
     )
+
+
+def device_name(devices: int) -> str:
+    """What an engine on so many devices runs on. Empty on CPUs: how fast they are hangs on threads and neighbours."""
+    from vllm.platforms import current_platform
+
+    return "" if current_platform.is_cpu() else shortened(f"{devices} x {current_platform.get_device_name()}", 128)

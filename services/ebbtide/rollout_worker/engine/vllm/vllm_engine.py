@@ -19,6 +19,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from ebbtide import telemetry
 from ebbtide.errors import Internal, InvalidRequest
 from ebbtide.rollout_worker.engine import EngineFailed, EngineRequest, Shapes, TokenDelta, checkpoint_facts
@@ -27,6 +29,7 @@ from ebbtide.rollout_worker.engine.vllm import cpu_build, vllm_plugin
 from ebbtide.rollout_worker.engine.vllm.borrowed_engine import BorrowedEngine
 from ebbtide.rollout_worker.engine.vllm.vllm_conversions import (
     ENDED,
+    device_name,
     engine_capacity,
     logprobs,
     prompt_scores,
@@ -123,7 +126,7 @@ class VllmEngine:
         llm = AsyncLLM.from_vllm_config(config, enable_log_requests=False, disable_log_stats=True)
         # Within `min_tokens` vLLM would bar the checkpoint's end tokens even where a request ignores them.
         llm.input_processor.generation_config_fields = {}
-        return info, llm
+        return self._with_capacity(info, llm.vllm_config), llm
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
         from vllm.exceptions import VLLMClientError
@@ -304,6 +307,13 @@ class VllmEngine:
             max_model_len=model.max_model_len,
             eos_token_ids=end_tokens(self._root),
             architecture=checkpoint_facts.architecture(self._shapes),
+        )
+
+    def _with_capacity(self, info: EngineInfo, config: Any) -> EngineInfo:
+        """Adds what is known after the start. A borrowed engine's memory is its host's to give and take."""
+        kv_tokens = 0 if self._borrowed else max(0, engine_capacity(config).kv_tokens)
+        return msgspec.structs.replace(
+            info, kv_tokens=kv_tokens, device=device_name(self._settings.tensor_parallel_size)
         )
 
     async def _warm_up(self) -> None:

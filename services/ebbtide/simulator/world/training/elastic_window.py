@@ -200,11 +200,12 @@ class ElasticWindow(LoanWindow):
         return frozenset(prompts), groups
 
     def _learn_batch(self, sessions: Sequence[WorkerSession]) -> None:
-        """Engines in which rollouts wait run as many as they can."""
+        """Engines in which rollouts wait run as many as they can, and so do those that offer no more slots."""
         now = self._state.clock()
         for session in sessions:
             waits_s = max((now - one.given for one in session.pending.values()), default=0.0)
-            if waits_s > _WAITS_S and len(session.attempts) > len(session.pending):
+            full = session.slots < session.hello.slots and len(session.attempts) >= session.slots
+            if (full or waits_s > _WAITS_S) and len(session.attempts) > len(session.pending):
                 running = [one.length for one in session.attempts.values() if one.started]
                 self._batch.observe(float(len(running)))
                 self._held.observe(float(sum(running)))

@@ -1,0 +1,208 @@
+"""Compares steps on pools of unlike engines with those under an oracle that knows each engine's speed.
+
+The oracle is the same placement and the same moves, handed the true time of every engine's step from the begin; like
+Ebbtide it learns the distribution of lengths, and knows no length. `bound` says how far both are from what nobody can
+beat: perfect balance of all tokens over all engines at their best load, or the longest response alone on the fastest
+one. What is left out of Ebbtide shows what the parts are worth, and that the comparison can fail.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from typing import Any, Final
+
+import msgspec
+from msgspec import Struct
+
+from benchmarks.arguments import count
+from benchmarks.elastic.mixed_setting import (
+    FAST,
+    PROMPT_TOKENS,
+    RUN,
+    SLOW,
+    MixedCase,
+    cases,
+    engines,
+    mixed_simulation,
+    scenario,
+)
+from benchmarks.log_level import errors_only
+from ebbtide.coordinator.dispatcher.dispatch_rules import DispatchRules
+from ebbtide.simulator.rivals.ablated_policy import AblatedPolicy
+from ebbtide.simulator.rivals.clairvoyant_policy import ToldSpeed
+from ebbtide.simulator.scenario.draws.machine_events import pool_of
+from ebbtide.simulator.scenario.draws.workload import Workload
+from ebbtide.simulator.scenario.machine_pool import MachinePool
+from ebbtide.simulator.scenario.training_run import TrainingRun
+from ebbtide.simulator.world.ebbtide_policy import EbbtideDecider, EbbtidePolicy
+from ebbtide.simulator.world.policy import Policy
+from ebbtide.simulator.world.training.step_rounds import Rounds, WholeGroups
+from ebbtide.simulator.world.training.trainer_loan import FixedWindow, LoanWindow
+from ebbtide.simulator.world.virtual_coordinator import Decider, VirtualCoordinator
+
+OURS: Final = "ebbtide"
+ORACLE: Final = "speeds told"
+_STEPS, _QUICK_STEPS = 4, 2
+_SEEDS: Final = (0, 1, 2)
+
+
+class RuledPolicy:
+    """Ebbtide with other parameters of its rules."""
+
+    def __init__(self, rules: DispatchRules) -> None:
+        self._rules = rules
+
+    @property
+    def stream_batch(self) -> int | None:
+        return None
+
+    def decider(self, coordinator: VirtualCoordinator) -> Decider:
+        return EbbtideDecider(coordinator, rules=self._rules)
+
+    def rounds(self, run: TrainingRun) -> Rounds:
+        return WholeGroups(run.prompts, run.group)
+
+    def window(self, decider: Decider, lent: MachinePool) -> LoanWindow:
+        del decider
+        return FixedWindow(lent.window_s)
+
+
+def _told(case: MixedCase) -> Policy:
+    costs = {pool: profile.costs for pool, profile in engines(case).items()}
+    return RuledPolicy(DispatchRules(new_speed=lambda name: ToldSpeed(costs[pool_of(name)], 1.0), kinds=False))
+
+
+POLICIES: Final[Mapping[str, Callable[[MixedCase], Policy]]] = {
+    OURS: lambda _: EbbtidePolicy(),
+    ORACLE: _told,
+    "without kinds": lambda _: RuledPolicy(DispatchRules(kinds=False)),
+    "without memory": lambda _: RuledPolicy(DispatchRules(memory=False)),
+    "without losses": lambda _: RuledPolicy(DispatchRules(losses=False)),
+    "speeds not learnt": lambda _: AblatedPolicy(learns=False),
+}
+
+
+class MixedResult(Struct, frozen=True, kw_only=True):
+    """What one policy came to in one case. Seconds are those in which steps generated, over all steps."""
+
+    case: str
+    seed: int
+    policy: str
+    generated_s: float
+    bound_s: float
+    step_s: Sequence[float]
+    moves: int
+    preemptions: int
+
+
+def mixed_results(*, quick: bool, jobs: int) -> list[MixedResult]:
+    """Simulate each case under each policy; unless `quick`, also without parts of Ebbtide, with the first seed."""
+    steps, seeds = (_QUICK_STEPS, _SEEDS[:1]) if quick else (_STEPS, _SEEDS)
+    runs = [
+        (case, policy)
+        for case in cases(steps, seeds)
+        for policy in POLICIES
+        if policy in (OURS, ORACLE) or (case.seed == seeds[0] and not quick)
+    ]
+    with ProcessPoolExecutor(jobs) as pool:
+        under_way = [pool.submit(simulated_mix, case, policy) for case, policy in runs]
+        results = []
+        for run in as_completed(under_way):
+            results.append(one := run.result())
+            text = f"{one.case}, seed {one.seed}: {one.policy} generates for {one.generated_s:.0f} s\n"
+            sys.stderr.write(text)
+    return sorted(results, key=lambda one: (one.case, one.seed, list(POLICIES).index(one.policy)))
+
+
+def simulated_mix(case: MixedCase, policy: str) -> MixedResult:
+    errors_only()
+    outcome = mixed_simulation(case, POLICIES[policy](case)).run(lambda _: None)
+    step_s = [step.generated_s - step.opened_s for step in outcome.steps]
+    return MixedResult(
+        case=case.name,
+        seed=case.seed,
+        policy=policy,
+        generated_s=round(sum(step_s), 1),
+        bound_s=round(bound_s(case), 1),
+        step_s=[round(one, 1) for one in step_s],
+        moves=outcome.moves,
+        preemptions=outcome.preemptions,
+    )
+
+
+def mixed_fleet_over_oracle(results: Sequence[MixedResult]) -> float | None:
+    """The longest time of ours over the oracle's, of all cases and seeds; None without both."""
+    return _worst(results, OURS)
+
+
+def report(results: Sequence[MixedResult]) -> dict[str, Any]:
+    """What the figure was made of."""
+    return {
+        "over_bound": over_bound(results),
+        "left_out_over_oracle": left_out(results),
+        "results": msgspec.to_builtins(results),
+    }
+
+
+def left_out(results: Sequence[MixedResult]) -> dict[str, float | None]:
+    """The same of Ebbtide without some of its parts."""
+    return {policy: _worst(results, policy) for policy in POLICIES if policy not in (OURS, ORACLE)}
+
+
+def over_bound(results: Sequence[MixedResult]) -> float | None:
+    """The longest time of ours over what nobody can beat."""
+    return round(max((one.generated_s / one.bound_s for one in results if one.policy == OURS), default=0.0), 4) or None
+
+
+def _worst(results: Sequence[MixedResult], policy: str) -> float | None:
+    told = {(one.case, one.seed): one.generated_s for one in results if one.policy == ORACLE}
+    ratios = [
+        one.generated_s / told[one.case, one.seed]
+        for one in results
+        if one.policy == policy and (one.case, one.seed) in told
+    ]
+    return round(max(ratios), 4) if ratios else None
+
+
+def bound_s(case: MixedCase) -> float:
+    """Seconds that no policy can go below, over all steps: no engine is ever lost, moves are free, and every step is as
+    full as slots allow.
+    """
+    run, work, profiles = scenario(case).run[0], Workload(scenario(case), case.seed), engines(case)
+    there = {FAST: case.fast, SLOW: case.slow}
+    total = 0.0
+    for step in range(case.steps):
+        lengths = [
+            work.turns(RUN, step, prompt, sample)[0].response
+            for prompt in range(run.prompts)
+            for sample in range(run.group)
+        ]
+        contexts = sum(length * (PROMPT_TOKENS + length / 2) for length in lengths)
+        per_s = 0.0  # of all work that is done in a second
+        for pool, number in there.items():
+            costs = profiles[pool].costs
+            most = min(case.slots, profiles[pool].sequences, len(lengths))
+            token_s = costs.step_s(batch=most, context=0) / most
+            per_s += number / (token_s * sum(lengths) + costs.context_s * contexts)
+        alone_s = max(lengths) * profiles[FAST].costs.step_s(batch=1, context=PROMPT_TOKENS)
+        total += max(1.0 / per_s, alone_s)
+    return total
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.elastic.mixed_fleet", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="one seed, fewer steps, and no parts left out")
+    parser.add_argument("--jobs", type=count, default=1, help="processes at a time")
+    options = parser.parse_args()
+    results = mixed_results(quick=options.quick, jobs=options.jobs)
+    for one in results:
+        text = f"{one.case:<18}{one.seed:>3}  {one.policy:<18}{one.generated_s:>8.0f} s{one.bound_s:>8.0f} s at best"
+        print(f"{text}{one.moves:>7} moves{one.preemptions:>7} preemptions")
+    found = {"mixed_fleet_over_oracle": mixed_fleet_over_oracle(results), "over_bound": over_bound(results)}
+    print(json.dumps(found | {"left_out_over_oracle": left_out(results)}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""Workers of one run that differ in speed and in memory."""
+
+from collections import Counter
+from typing import Any
+
+from ebbtide.testing import wait_until
+from ebbtide.types.fleet import WorkerKind
+from ebbtide.v1 import fleet_pb2, fleet_pb2_grpc, types_pb2
+from tests.integration.coordinator.test_moves import paced
+
+RESERVED = types_pb2.WorkerKind.ValueType(WorkerKind.RESERVED)
+
+
+def engine(**more: Any) -> fleet_pb2.EngineInfo:
+    return fleet_pb2.EngineInfo(model="m", vocab_size=1000, max_model_len=256, **more)
+
+
+async def listed(cluster: Any) -> dict[str, fleet_pb2.Worker]:
+    stub = fleet_pb2_grpc.FleetStub(cluster.channel)
+    found = await cluster.call(stub.ListWorkers, fleet_pb2.ListWorkersRequest())
+    return {worker.worker_id: worker for worker in found.workers}
+
+
+async def begun(cluster: Any, workers: list[Any], names: list[str]) -> Counter[str]:
+    """Have each rollout begin at the worker that gets it. How many each one got."""
+    began = set[str]()
+
+    def all_there() -> bool:
+        return all(any(name in worker.assigned for worker in workers) for name in names)
+
+    await wait_until(all_there, what=f"{names} are assigned")
+    found = Counter[str]()
+    for worker in workers:
+        mine = [name for name in names if name in worker.assigned and name not in began]
+        if mine:
+            await worker.send(*(worker.delta(name, 0, 1) for name in mine))
+        found[worker.worker_id] = len(mine)
+        began.update(mine)
+    return found
+
+
+async def test_of_two_workers_with_speeds_of_one_to_three_the_fast_one_gets_three_times_as_many(cluster: Any) -> None:
+    run = await cluster.run()
+    slow = await cluster.worker("slow", slots=32, kind=RESERVED, engine=engine(device="slow"))
+    fast = await cluster.worker("fast", slots=32, kind=RESERVED, engine=engine(device="fast"))
+    sessions = cluster.coordinator.state.sessions
+    await wait_until(lambda: all(one.installed for one in sessions.values()), what="both have the weights")
+    names = [f"a{number}" for number in range(8)]
+    await run.submit(*names)
+    assert await begun(cluster, [slow, fast], names) == {"slow": 4, "fast": 4}  # nothing is known of either
+    await paced(cluster, slow, 4 * 30)
+    await paced(cluster, fast, 4 * 90)
+    workers = await listed(cluster)
+    assert 2.5 < workers["fast"].rollout_tokens_per_s / workers["slow"].rollout_tokens_per_s < 3.5
+    total = Counter(slow=4, fast=4)
+    for lot in range(4):
+        names = [f"b{lot}.{number}" for number in range(6)]
+        await run.submit(*names)
+        total += await begun(cluster, [slow, fast], names)
+    assert 2.4 < total["fast"] / total["slow"] < 3.6
+
+
+async def test_a_worker_offers_what_its_memory_holds_and_the_rest_waits_for_others(cluster: Any) -> None:
+    small = await cluster.worker("small", slots=32, engine=engine(kv_tokens=500))
+    small.beats()
+    run = await cluster.run()
+    sessions = cluster.coordinator.state.sessions
+    await wait_until(lambda: all(one.installed and one.slots < 32 for one in sessions.values()), what="it offers fewer")
+    names = [f"r{number}" for number in range(12)]
+    await run.submit(*names)
+    await wait_until(lambda: small.assigned, what="it gets some")
+    await begun(cluster, [small], list(small.assigned))
+    worker = (await listed(cluster))["small"]
+    assert worker.slots == 32
+    assert 0 < worker.offered_slots < 12
+    large = await cluster.worker("large", slots=32, engine=engine(kv_tokens=1_000_000))
+    await wait_until(lambda: len(small.assigned) + len(large.assigned) == 12, what="the other one takes the rest")
+    assert len(large.assigned) > len(small.assigned)
+    assert (await listed(cluster))["large"].offered_slots == 32

@@ -1,0 +1,176 @@
+"""What the coordinator learns of workers that differ: kinds, memory, losses."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from ebbtide.coordinator.dispatcher.kind_paces import KindPaces
+from ebbtide.coordinator.dispatcher.loss_watch import LossWatch
+from ebbtide.coordinator.dispatcher.memory_offers import MemoryOffers
+from ebbtide.coordinator.state.coordinator_state import CoordinatorState
+from ebbtide.coordinator.state.running_attempt import RunningAttempt
+from ebbtide.coordinator.state.worker_reports import AttachReport, HeartbeatReport
+from ebbtide.coordinator.state.worker_session import WorkerSession
+from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout
+from ebbtide.scheduling.dispatch.throughput import WorkerThroughput
+from ebbtide.scheduling.steps.step_pacing import VersionBounds
+from ebbtide.types.fleet import PROTOCOL_VERSION, EngineInfo, WorkerKind
+from ebbtide.types.run import EnvironmentSpec, RunSpec
+
+HOUR = 3600.0
+
+
+class Fleet:
+    """Workers that a test attaches, and one run that they serve."""
+
+    def __init__(self) -> None:
+        self.state = CoordinatorState()
+        self.run = self.state.add_run("r", RunSpec(name="r", model="m", environment=EnvironmentSpec(name="e")))
+        self.now = 100.0
+
+    def attach(self, name: str, *, kind: WorkerKind = WorkerKind.SPOT, slots: int = 64, **engine: Any) -> WorkerSession:
+        known: dict[str, Any] = {"model": "m", "vocab_size": 100, "max_model_len": 10_000}
+        hello = AttachReport(
+            worker_id=name,
+            kind=kind,
+            protocol_version=PROTOCOL_VERSION,
+            slots=slots,
+            engine=EngineInfo(**(known | engine)),
+            site="here",
+        )
+        session = self.state.new_session(f"session of {name} at {self.now}", hello, self.now)
+        session.serve("r", self.now)
+        self.state.attach(session)
+        return session
+
+    def begin(self, session: WorkerSession, name: str, *, prompt: int = 100, made: int = 0) -> None:
+        waiting = QueuedRollout(rollout_id=name, episode_id=name, bounds=VersionBounds(0, 0), length=prompt, place=0)
+        attempt = RunningAttempt(
+            run=self.run, attempt_id=name, rollout=waiting, start=0, max_tokens=10_000, started=True, stored=made
+        )
+        attempt.assign(session)
+
+
+@pytest.fixture
+def fleet() -> Fleet:
+    return Fleet()
+
+
+def offered(fleet: Fleet, session: WorkerSession, offers: MemoryOffers) -> int:
+    """What the worker offers after its next heartbeat."""
+    fleet.now += 3.0
+    session.hear(msgspec.structs.replace(HeartbeatReport(), uptime_s=fleet.now), fleet.now)
+    list(offers.update(fleet.now))
+    return session.slots
+
+
+def test_a_worker_offers_the_slots_that_its_memory_holds(fleet: Fleet) -> None:
+    for _ in range(500):
+        fleet.run.lengths.finished(2000)
+    offers = MemoryOffers(fleet.state)
+    small, large = fleet.attach("small", kv_tokens=21_000), fleet.attach("large", kv_tokens=1_000_000)
+    silent = fleet.attach("silent")
+    assert (offered(fleet, large, offers), silent.slots) == (64, 64)
+    assert offered(fleet, small, offers) == pytest.approx(0.95 * 21_000 / 2000, rel=0.15)
+
+
+def test_a_worker_with_long_rollouts_offers_fewer_slots_and_more_again_when_they_end(fleet: Fleet) -> None:
+    for length in (500, 8000):
+        for _ in range(200):
+            fleet.run.lengths.finished(length)
+    offers, session = MemoryOffers(fleet.state), fleet.attach("w", kv_tokens=58_000)
+    at_first = offered(fleet, session, offers)
+    for number in range(7):
+        fleet.begin(session, f"a{number}", made=7500)
+    assert offered(fleet, session, offers) == 7
+    assert not fleet.state.has_room("r")
+    for attempt in list(session.attempts.values()):
+        attempt.unassign()
+    assert fleet.state.has_room("r")
+    assert offered(fleet, session, offers) == pytest.approx(at_first, abs=2)
+
+
+def test_a_worker_is_looked_at_only_after_a_heartbeat(fleet: Fleet) -> None:
+    for _ in range(500):
+        fleet.run.lengths.finished(2000)
+    offers, session = MemoryOffers(fleet.state), fleet.attach("w", kv_tokens=21_000)
+    list(offers.update(fleet.now))
+    before = session.revision
+    for _ in range(8):
+        list(offers.update(fleet.now))
+    assert session.revision == before
+
+
+def learnt(tokens_per_s: float) -> WorkerThroughput:
+    speed = WorkerThroughput()
+    speed.observe(8, 100.0, round(8 * tokens_per_s * 10), 10.0)
+    return speed
+
+
+def test_a_new_worker_counts_as_fast_as_others_on_its_device(fleet: Fleet) -> None:
+    for name, device in (("f1", "fast"), ("f2", "fast"), ("s1", "slow"), ("x1", "")):
+        fleet.attach(name, device=device)
+    speeds = {"f1": learnt(90), "f2": learnt(90), "s1": learnt(30), "x1": learnt(60)}
+    paces = KindPaces()
+    paces.fit(fleet.state.sessions.values(), speeds, fleet.now)
+    rates = {}
+    for device in ("fast", "slow", "new", ""):
+        pace = paces.pace(fleet.attach(f"new on {device}", device=device))
+        rates[device] = pace.rate(8, 100.0) if pace is not None else 0.0
+    assert rates == pytest.approx({"fast": 90, "slow": 30, "new": 0.0, "": 0.0}, rel=0.01)
+
+
+def test_a_kind_is_remembered_while_no_machine_of_it_is_there_but_not_without_end(fleet: Fleet) -> None:
+    paces, session = KindPaces(), fleet.attach("f1", device="fast")
+    paces.fit([session], {"f1": learnt(90)}, fleet.now)
+    paces.fit([], {}, fleet.now + 100.0)
+    assert paces.pace(session) is not None
+    for number in range(300):
+        fleet.now += 10.0
+        paces.fit([fleet.attach(f"o{number}", device=f"device {number}")], {f"o{number}": learnt(9)}, fleet.now + 100.0)
+    assert paces.pace(session) is None
+
+
+def watched(fleet: Fleet, watch: LossWatch, seconds: float) -> None:
+    until = fleet.now + seconds
+    while fleet.now < until:
+        fleet.now += 1.0
+        watch.look(fleet.state.sessions.values(), fleet.now)
+
+
+def test_workers_that_are_lost_make_their_pool_a_risk(fleet: Fleet) -> None:
+    watch, steady = LossWatch(), fleet.attach("r", kind=WorkerKind.RESERVED)
+    for number in range(12):
+        session = fleet.attach(f"spot{number}")
+        watched(fleet, watch, 300.0)
+        fleet.state.detach(session)
+    watched(fleet, watch, 30.0)
+    assert watch.spell_s(fleet.attach("spot")) == pytest.approx(600.0, rel=0.3)  # the assumed hour counts, too
+    assert watch.spell_s(steady) > 7 * 24 * HOUR
+
+
+def test_a_worker_that_attaches_again_or_was_asked_to_leave_was_not_lost(fleet: Fleet) -> None:
+    watch, calm = LossWatch(), LossWatch()
+    session = fleet.attach("w")
+    for _ in range(20):
+        watched(fleet, watch, 60.0)
+        fleet.state.detach(session)
+        watched(fleet, watch, 5.0)
+        session = fleet.attach("w")
+    session.drain("asked")
+    watched(fleet, watch, 2.0)
+    fleet.state.detach(session)
+    watched(fleet, watch, 60.0)
+    assert watch.spell_s(session) > calm.spell_s(session)
+
+
+def test_nothing_is_learnt_of_a_time_in_which_the_coordinator_did_not_look(fleet: Fleet) -> None:
+    watch = LossWatch()
+    fleet.attach("w")
+    watched(fleet, watch, 5.0)
+    before = watch.spell_s(fleet.attach("v"))
+    fleet.now += 10 * HOUR
+    watch.look([], fleet.now)
+    watched(fleet, watch, 0.0)
+    assert watch.spell_s(fleet.attach("u")) == before

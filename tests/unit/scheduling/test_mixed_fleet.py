@@ -1,0 +1,216 @@
+"""Unlike workers of one pool: speeds by kind, slots by memory, and which rollouts go where."""
+
+import random
+from math import inf
+from typing import Any
+
+import pytest
+
+from ebbtide.scheduling.dispatch.host_view import HostView
+from ebbtide.scheduling.dispatch.mixed_fleet.kind_pace import PacedSpeed, kind_pace
+from ebbtide.scheduling.dispatch.mixed_fleet.loss_rates import LossRates, Pool
+from ebbtide.scheduling.dispatch.mixed_fleet.memory_slots import PeakTokens, memory_slots
+from ebbtide.scheduling.dispatch.placement import place
+from ebbtide.scheduling.dispatch.response_lengths import ResponseLengths
+from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout, RolloutQueue
+from ebbtide.scheduling.dispatch.throughput import WorkerThroughput
+from ebbtide.scheduling.steps.step_pacing import VersionBounds
+from ebbtide.types.fleet import WorkerKind
+
+STEP_S, ROLLOUT_S = 0.02, 0.0005
+HOUR = 3600.0
+SPOT, RESERVED = Pool(WorkerKind.SPOT, "a"), Pool(WorkerKind.RESERVED, "a")
+
+
+def seen(*loads: int, slowness: float = 1.0) -> WorkerThroughput:
+    """A worker that was seen at these loads, for half a minute each."""
+    speed = WorkerThroughput()
+    for load in loads:
+        token_s = slowness * (STEP_S + ROLLOUT_S * load)
+        for _ in range(30):
+            speed.observe(load, 1000.0, round(load / token_s), 1.0)
+    return speed
+
+
+def rate(load: int, slowness: float = 1.0) -> float:
+    return 1.0 / (slowness * (STEP_S + ROLLOUT_S * load))
+
+
+def test_a_worker_of_which_nothing_is_known_is_as_fast_as_its_kind() -> None:
+    kind = kind_pace([seen(4, 16, 64), seen(8, 32)])
+    for load in (4, 10, 64):
+        assert PacedSpeed(None, kind).rate(load, 1000.0) == pytest.approx(rate(load), rel=0.02)
+        assert PacedSpeed(WorkerThroughput(), kind).rate(load, 1000.0) == pytest.approx(rate(load), rel=0.02)
+
+
+def test_nothing_is_promised_that_no_worker_of_the_kind_has_shown() -> None:
+    kind = kind_pace([seen(8, 16)])
+    assert PacedSpeed(None, kind).rate(1, 1000.0) == pytest.approx(rate(8), rel=0.02)
+    assert PacedSpeed(None, kind).rate(64, 1000.0) == pytest.approx(rate(16) / 4, rel=0.02)
+
+
+def test_a_worker_slower_than_its_kind_is_so_at_loads_at_which_it_was_not_seen() -> None:
+    slow, kind = seen(16, slowness=1.5), kind_pace([seen(2, 8, 16, 64) for _ in range(9)])
+    for load in (2, 16, 64):
+        assert PacedSpeed(slow, kind).rate(load, 1000.0) == pytest.approx(rate(load, 1.5), rel=0.03)
+
+
+def test_what_was_seen_of_a_worker_counts_more_than_its_kind() -> None:
+    kind = kind_pace([seen(2, 8, 32) for _ in range(9)])
+    odd = seen(2, 32, slowness=3.0)
+    assert PacedSpeed(odd, kind).rate(8, 1000.0) == odd.rate(8, 1000.0)
+
+
+def test_of_nobody_nothing_is_known() -> None:
+    assert kind_pace([]) is None
+    assert kind_pace([WorkerThroughput()]) is None
+    assert PacedSpeed(None, None).rate(4, 0.0) == 0.0
+    assert PacedSpeed(seen(4), None).rate(4, 1000.0) == pytest.approx(rate(4), rel=0.01)
+
+
+def exponential(mean: float, count: int = 4_000) -> ResponseLengths:
+    draw, lengths = random.Random(0), ResponseLengths()
+    for _ in range(count):
+        lengths.finished(max(1, round(draw.expovariate(1.0 / mean))))
+    return lengths
+
+
+def test_rollouts_that_begin_together_are_as_many_as_fit_at_their_peak() -> None:
+    """Of exponential lengths `exp(-t/m) t` are held after t tokens: at most m/e, when t is m."""
+    slots = memory_slots(PeakTokens(exponential(1000.0), 0.0), kv_tokens=100_000, most=1024, running=0, made=0.0)
+    assert slots == pytest.approx(0.95 * 100_000 / (1000 / 2.718), rel=0.05)
+
+
+def test_a_fleet_in_the_midst_of_its_work_is_filled_to_about_its_memory() -> None:
+    """In the long run a rollout of exponential length holds the mean."""
+    draw, lengths, kv_tokens = random.Random(1), exponential(1000.0), 400_000
+    ages = [0.0] * 200
+    left = [draw.expovariate(1e-3) for _ in ages]
+    held = []
+    for step in range(600):
+        for at, _ in enumerate(ages):
+            ages[at] += 25
+            left[at] -= 25
+        kept = [at for at, rest in enumerate(left) if rest > 0]
+        ages, left = [ages[at] for at in kept], [left[at] for at in kept]
+        made = sum(ages) / max(1, len(ages))
+        slots = memory_slots(PeakTokens(lengths, 0.0), kv_tokens=kv_tokens, most=4096, running=len(ages), made=made)
+        new = max(0, slots - len(ages))
+        ages += [0.0] * new
+        left += [draw.expovariate(1e-3) for _ in range(new)]
+        if step >= 200:
+            held.append(sum(ages))
+    assert 0.7 * kv_tokens < sum(held) / len(held) < kv_tokens
+    assert max(held) < 1.1 * kv_tokens
+
+
+def test_the_set_slots_are_the_ceiling_and_one_is_the_floor() -> None:
+    peaks = PeakTokens(exponential(1000.0), 500.0)
+    assert memory_slots(peaks, kv_tokens=10_000_000, most=64, running=0, made=0.0) == 64
+    assert memory_slots(peaks, kv_tokens=300, most=64, running=0, made=0.0) == 1
+    assert memory_slots(peaks, kv_tokens=20_000, most=64, running=30, made=4000.0) == 30
+    assert memory_slots(peaks, kv_tokens=0, most=64, running=0, made=0.0) == 64  # it does not say what it holds
+
+
+def test_a_third_of_the_memory_makes_a_third_of_the_slots() -> None:
+    peaks = PeakTokens(exponential(2000.0), 256.0)
+    large, small = (
+        memory_slots(peaks, kv_tokens=kv_tokens, most=4096, running=0, made=0.0) for kv_tokens in (600_000, 200_000)
+    )
+    assert small == pytest.approx(large / 3, abs=1)
+
+
+def test_peaks_never_fall_below_what_is_held_now() -> None:
+    for lengths in (ResponseLengths(), exponential(300.0), exponential(9000.0, 30)):
+        peaks = PeakTokens(lengths, 100.0)
+        for made in (0.0, 1.0, 33.0, 500.0, 20_000.0, 1e9):
+            assert peaks.of(made) >= 100.0 + made
+
+
+def test_losses_are_learnt_by_pool() -> None:
+    rates = LossRates()
+    assert rates.spell_s(RESERVED) == inf
+    for _ in range(4 * 60):
+        rates.observe(SPOT, workers=10, lost=0, seconds=60.0)
+        rates.observe(RESERVED, workers=10, lost=0, seconds=60.0)
+    assert rates.spell_s(SPOT) > 24 * HOUR
+    assert rates.spell_s(RESERVED) == inf
+    for minute in range(4 * 60):
+        rates.observe(SPOT, workers=10, lost=minute % 6 == 0, seconds=60.0)
+    assert rates.spell_s(SPOT) == pytest.approx(HOUR, rel=0.6)  # ten losses an hour of ten workers
+    assert rates.spell_s(Pool(WorkerKind.SPOT, "b")) == pytest.approx(3 * HOUR)  # nothing is known of another site
+    assert rates.spell_s(RESERVED) == inf
+
+
+def test_a_reserved_pool_that_loses_workers_is_not_taken_for_steady() -> None:
+    rates = LossRates()
+    for minute in range(120):
+        rates.observe(RESERVED, workers=4, lost=minute % 30 == 0, seconds=60.0)
+    assert rates.spell_s(RESERVED) < 6 * HOUR
+
+
+def waiting(number: int, made: int = 0, **more: Any) -> QueuedRollout:
+    return QueuedRollout(
+        rollout_id=f"r{number}", episode_id=f"e{number}", bounds=VersionBounds(0, 0), length=100 + made, made=made,
+        place=number, **more,
+    )  # fmt: skip
+
+
+def host(name: str, tokens_per_s: float, **more: Any) -> HostView:
+    known: dict[str, Any] = {"slots": 2, "running": 0, "installed": 1, "target": 1, "max_model_len": 100_000}
+    return HostView(worker_id=name, name=name, rate=tokens_per_s, **(known | more))
+
+
+def placed(rollouts: list[QueuedRollout], *hosts: HostView) -> dict[str, str]:
+    queue = RolloutQueue()
+    for one in rollouts:
+        queue.add(one)
+    return dict(place(queue, hosts, {}, rest=lambda one: 1000.0 + one.made))
+
+
+def test_the_longest_rollouts_go_to_the_fastest_workers() -> None:
+    found = placed([waiting(0), waiting(1), waiting(2, 8000), waiting(3, 9000)], host("fast", 90), host("slow", 30))
+    assert found == {"r2": "fast", "r3": "fast", "r0": "slow", "r1": "slow"}
+
+
+def test_a_long_rollout_that_the_fast_worker_cannot_take_stays_where_it_can_go() -> None:
+    barred = waiting(3, 9000, avoid=frozenset({"fast"}))
+    found = placed([waiting(0), waiting(1), waiting(2), barred], host("fast", 90), host("slow", 30))
+    assert found["r3"] == "slow"
+    assert len(found) == 4
+
+
+@pytest.mark.parametrize("rates", [(50.0, 48.0), (0.0, 0.0)])
+def test_among_like_workers_the_order_of_the_queue_decides(rates: tuple[float, float]) -> None:
+    first, second = rates
+    rollouts = [waiting(0), waiting(1), waiting(2, 8000), waiting(3, 9000)]
+    plain = [waiting(number) for number in range(4)]
+    fleet = host("a", first), host("b", second)
+    assert placed(rollouts, *fleet) == placed(plain, *fleet)
+
+
+def test_long_rollouts_go_to_workers_that_are_seldom_lost() -> None:
+    rollouts = [waiting(0, 20_000), waiting(1), waiting(2), waiting(3, 30_000)]
+    fleet = host("spot", 50.0, spell_s=HOUR, found_s=5.0), host("reserved", 50.0)
+    found = placed(rollouts, *fleet)
+    assert found == {"r0": "reserved", "r3": "reserved", "r1": "spot", "r2": "spot"}
+
+
+def test_a_faster_worker_that_may_be_lost_is_worth_more_than_a_steady_slow_one() -> None:
+    fleet = host("spot", 90.0, spell_s=3 * HOUR, found_s=5.0, slots=8), host("reserved", 30.0, slots=8)
+    found = placed([waiting(0), waiting(1)], *fleet)
+    assert set(found.values()) == {"spot"}
+
+
+def test_every_rollout_is_placed_once_and_no_worker_gets_more_than_its_slots() -> None:
+    draw = random.Random(3)
+    for _ in range(200):
+        rollouts = [waiting(number, draw.choice((0, 0, 500, 9000))) for number in range(draw.randrange(1, 30))]
+        fleet = [
+            host(f"w{at}", draw.choice((30.0, 90.0)), slots=draw.randrange(1, 8), spell_s=draw.choice((inf, HOUR)))
+            for at in range(draw.randrange(1, 6))
+        ]
+        found = placed(rollouts, *fleet)
+        assert len(found) == min(len(rollouts), sum(one.slots for one in fleet))
+        for one in fleet:
+            assert sum(name == one.worker_id for name in found.values()) <= one.slots
