@@ -5,8 +5,8 @@ Invariant: a topic exists only while it has listeners. A lost notification loses
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from contextlib import aclosing, contextmanager
 from typing import Final, Protocol, TypeVar
 
 from ebbtide.rpc.caller_turns import stream_turn
@@ -84,6 +84,16 @@ C = TypeVar("C", bound=CursorReader)
 async def follow(
     notifier: Notifier, topic: Topic, read: Callable[[str], Awaitable[list[C]]], cursor: str, ended: Callable[[], bool]
 ) -> AsyncIterator[C]:
+    """As `follow_pages`, record by record."""
+    async with aclosing(follow_pages(notifier, topic, read, cursor, ended)) as pages:
+        async for page in pages:
+            for record in page:
+                yield record
+
+
+async def follow_pages(
+    notifier: Notifier, topic: Topic, read: Callable[[str], Awaitable[list[C]]], cursor: str, ended: Callable[[], bool]
+) -> AsyncGenerator[list[C], None]:
     """All records after `cursor`, page by page, then new ones, until `ended` and nothing is left.
 
     Only one page is in memory at a time: a slow reader delays nobody else.
@@ -94,9 +104,9 @@ async def follow(
             over = ended()
             async with stream_turn():
                 page = await read(cursor)
-            for record in page:
-                yield record
-                cursor = record.cursor
+            if page:
+                yield page
+                cursor = page[-1].cursor
             if over and not page:
                 return
             if not page:
