@@ -63,7 +63,8 @@ class House:
 
     def keep(self, *rollouts: str, run: str = "run") -> "asyncio.Task[dict[int, AppendAck]]":
         deltas = columns(*rollouts, run=run)
-        return asyncio.create_task(self.storing.keep(self.session, deltas, FoundAttempts([None] * len(rollouts), False)))
+        unknown = FoundAttempts([None] * len(rollouts), follow_on=False)
+        return asyncio.create_task(self.storing.keep(self.session, deltas, unknown))
 
     async def called(self, times: int = 1) -> None:
         await wait_until(lambda: len(self.store.calls) == times, what=f"{times} calls")
