@@ -133,16 +133,20 @@ class Driver:
         )
 
     async def _take_finished(self) -> None:
-        request = rollouts_pb2.WatchFinishedRequest(run_id=self.run_id)
-        async for rollout in self._peer.follow(lambda: self._rollouts.WatchFinished(request)):
-            request.cursor = rollout.cursor
-            if rollout.rollout_id not in self.unfinished:
-                continue  # seen before the stream broke
-            self._check(rollout)
-            self._over.append(rollout.rollout_id)
-            self._ended(rollout.group_id)
-            self._live -= 1
-            self._want.set()
+        request = rollouts_pb2.WatchFinishedRequest(run_id=self.run_id, grouped=True)
+        async for message in self._peer.follow(lambda: self._rollouts.WatchFinished(request)):
+            for rollout in (message, *message.others):
+                request.cursor = rollout.cursor
+                self._take(rollout)
+
+    def _take(self, rollout: rollouts_pb2.FinishedRollout) -> None:
+        if rollout.rollout_id not in self.unfinished:
+            return  # seen before the stream broke
+        self._check(rollout)
+        self._over.append(rollout.rollout_id)
+        self._ended(rollout.group_id)
+        self._live -= 1
+        self._want.set()
 
     def _ended(self, group_id: str) -> None:
         self._left[group_id] -= 1

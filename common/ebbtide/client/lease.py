@@ -50,10 +50,11 @@ class Lease(RolloutLease):
 
     async def finished(self, cursor: str = "") -> AsyncGenerator[FinishedRollout, None]:
         """Yield finished rollouts after `cursor`, oldest first, then new ones; a reconnect can repeat some."""
-        request = rollouts_pb2.WatchFinishedRequest(run_id=self.run_id, cursor=cursor)
+        request = rollouts_pb2.WatchFinishedRequest(run_id=self.run_id, cursor=cursor, grouped=True)
         async for message in self._follow(lambda: self._rollouts.WatchFinished(request)):
-            request.cursor = message.cursor
-            yield from_proto(message, FinishedRollout)
+            for one in (message, *message.others):
+                request.cursor = one.cursor
+                yield from_proto(one, FinishedRollout)
 
     async def acknowledge(self, rollout_ids: Iterable[str], drop_reason: str = "") -> None:
         """Count finished rollouts as trained, or as dropped with a reason, and delete their data."""

@@ -7,7 +7,7 @@ therefore has the same bytes, and a coordinator of the former release reads reco
 import hashlib
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, Final, TypeVar, get_type_hints
+from typing import Any, Final, NamedTuple, TypeVar, get_args, get_type_hints
 
 import msgspec
 from msgspec import NODEFAULT, Struct
@@ -30,13 +30,10 @@ RELEASED: Final[dict[type[Struct], int]] = {
 
 
 def pack(record: Struct) -> bytes:
-    kind = type(record)
-    if not _grown(kind):
+    if not _grown(type(record)):
         return _msgpack.encode(record)
-    former = _former(kind)
-    if former is not None and all(getattr(record, name) == default for name, default in _later(kind).items()):
-        return _msgpack.encode(former(*(getattr(record, name) for name in former.__struct_fields__)))
-    return _ordered_msgpack.encode(_lasting(record))
+    bare = _bare(record)
+    return _ordered_msgpack.encode(_lasting(record)) if bare is None else _msgpack.encode(bare)
 
 
 def unpack(data: bytes, kind: type[T]) -> T:
@@ -88,12 +85,43 @@ def _later(kind: type[Struct]) -> dict[str, Any]:
     return {field.name: _default(field) for field in msgspec.structs.fields(kind)[RELEASED.get(kind, 0) :]}
 
 
-@cache
-def _former(kind: type[Struct]) -> type[Struct] | None:
-    """The record with the fields of 0.1.0, which is encoded directly. None if a record inside it has newer fields."""
-    if any(map(_grown, _inner(kind))):
+def _bare(record: Struct) -> Struct | None:
+    """The record with the fields of 0.1.0 alone, which is encoded directly. None if a newer field is used."""
+    plan = _former(type(record))
+    if plan is None or any(getattr(record, name) != default for name, default in plan.later):
         return None
-    return msgspec.defstruct(kind.__name__, kind.__struct_fields__[: RELEASED.get(kind, 0)])
+    values = [getattr(record, name) for name in plan.names]
+    for place in plan.inner:
+        if (bare := _bare(values[place])) is None:
+            return None
+        values[place] = bare
+    return plan.kind(*values)
+
+
+class _FormerKind(NamedTuple):
+    kind: type[Struct]  # with the fields of 0.1.0
+    names: tuple[str, ...]  # of these
+    inner: tuple[int, ...]  # places of those that are records with newer fields
+    later: tuple[tuple[str, Any], ...]  # newer fields, with their defaults
+
+
+@cache
+def _former(kind: type[Struct]) -> _FormerKind | None:
+    """What 0.1.0 had of a record; None if a record with newer fields may stand in a list in it, or be absent."""
+    hints = get_type_hints(kind)
+    names = kind.__struct_fields__[: RELEASED.get(kind, 0)]
+    if any(_holds_grown(one) for name in names for one in get_args(hints[name])):
+        return None
+    inner = [place for place, name in enumerate(names) if _holds_grown(hints[name])]
+    made = msgspec.defstruct(kind.__name__, names)
+    return _FormerKind(made, names, tuple(inner), tuple(_later(kind).items()))
+
+
+def _holds_grown(hint: Any) -> bool:
+    """Whether a hint is, or has among its arguments, a record with newer fields."""
+    if isinstance(hint, type) and issubclass(hint, Struct):
+        return _grown(hint)
+    return any(map(_holds_grown, get_args(hint)))
 
 
 @cache

@@ -38,6 +38,7 @@ class AppendColumns(NamedTuple):
     counts: Sequence[int]  # tokens of the delta
     tokens: bytes  # of all deltas, packed, in order
     finishes: Mapping[int, FinishReason]  # by delta, for those that finish their rollout
+    numbers: Sequence[int] = ()  # of the attempts, on the stream that brought the deltas
 
     def pick(self, places: Sequence[int]) -> "AppendColumns":
         """The deltas at these places, in this order."""
@@ -53,6 +54,7 @@ class AppendColumns(NamedTuple):
             [self.counts[i] for i in places],
             b"".join(pieces[i] for i in places),
             {to: self.finishes[i] for to, i in enumerate(places) if i in self.finishes},
+            [self.numbers[i] for i in places] if self.numbers else (),
         )
 
     def superseded(self) -> dict[int, AppendAck]:
@@ -61,7 +63,7 @@ class AppendColumns(NamedTuple):
 
 
 def joined(several: Sequence[AppendColumns]) -> AppendColumns:
-    """The deltas of several of one run, one after another."""
+    """The deltas of several of one run, one after another; of several streams, so without their numbers."""
     if len(several) == 1:
         return several[0]
     finishes: dict[int, FinishReason] = {}

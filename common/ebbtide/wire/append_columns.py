@@ -4,7 +4,7 @@ The sender numbers the attempts of a stream with their first delta, so that thei
 only the deltas that were not stored as sent.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from operator import add
 from typing import Final
@@ -62,9 +62,10 @@ class AppendReceiver:
 
     def __init__(self) -> None:
         # By number; lists are faster than objects here.
-        self._runs: list[str] = [""] * MAX_DELTAS  # "": no attempt has the number
-        self._rollouts: list[str] = [""] * MAX_DELTAS
+        self._runs: list[str] = [""] * MAX_DELTAS
+        self._rollouts: list[str] = [""] * MAX_DELTAS  # "": no attempt has the number
         self._attempts: list[str] = [""] * MAX_DELTAS
+        self._held = Counter[str]()  # numbers by run
 
     def columns(self, request: fleet_pb2.AppendRequest) -> list[tuple[Sequence[int], AppendColumns]]:
         """The message's deltas by run, each run's with their places in the message. Raises `InvalidRequest` naming the
@@ -80,23 +81,24 @@ class AppendReceiver:
             raise InvalidRequest(f"{len(tokens)} bytes are not {sum(counts)} token records", field="tokens")
         if not numbers:
             return []
-        if max(numbers) >= MAX_DELTAS or "" in (runs := [self._runs[number] for number in numbers]):
-            index = next(i for i, number in enumerate(numbers) if number >= MAX_DELTAS or not self._runs[number])
+        if max(numbers) >= MAX_DELTAS or "" in (rollouts := list(map(self._rollouts.__getitem__, numbers))):
+            index = next(i for i, number in enumerate(numbers) if number >= MAX_DELTAS or not self._rollouts[number])
             raise InvalidRequest("no attempt has this number", field=f"deltas[{index}].number")
         whole = AppendColumns(
-            runs[0],
-            [self._rollouts[number] for number in numbers],
-            [self._attempts[number] for number in numbers],
+            self._runs[numbers[0]],
+            rollouts,
+            list(map(self._attempts.__getitem__, numbers)),
             list(map(add, request.offsets, counts)),
             counts,
             tokens,
             finishes(request),
+            numbers,
         )
-        if runs.count(runs[0]) == len(runs):
-            return [(range(len(runs)), whole)]
+        if len(self._held) == 1:
+            return [(range(len(numbers)), whole)]
         places: dict[str, list[int]] = defaultdict(list)
-        for place, run_id in enumerate(runs):
-            places[run_id].append(place)
+        for place, number in enumerate(numbers):
+            places[self._runs[number]].append(place)
         return [(mine, whole.pick(mine)._replace(run_id=run_id)) for run_id, mine in places.items()]
 
     def _open(self, opened: Sequence[fleet_pb2.Opened]) -> None:
@@ -105,6 +107,9 @@ class AppendReceiver:
                 raise InvalidRequest(f"must be below {MAX_DELTAS}", field=f"opened[{index}].number")
             ref = AttemptRef(one.attempt.run_id, one.attempt.rollout_id, one.attempt.attempt_id)
             check_attempt(ref, field=f"opened[{index}].attempt")
+            if former := self._runs[one.number]:
+                self._held -= Counter((former,))
+            self._held[ref.run_id] += 1
             self._runs[one.number], self._rollouts[one.number] = ref.run_id, ref.rollout_id
             self._attempts[one.number] = ref.attempt_id
 

@@ -5,13 +5,13 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from ebbtide.coordinator.settings import CoordinatorSettings
 from ebbtide.runtime import Shutdown, race, run
 from ebbtide.settings import load
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # nothing that imports gRPC may be imported before `main` has set its experiments
     from ebbtide.coordinator.dispatcher.dispatch_rules import DispatchRules
     from ebbtide.coordinator.service import Coordinator
+    from ebbtide.coordinator.settings import CoordinatorSettings
     from ebbtide.rpc.server import Server
 
 #: Workers' messages have some kilobytes, drivers' 4 MiB at most: a quarter of one in flight is enough on any link.
@@ -24,12 +24,14 @@ _GRPC_EXPERIMENTS: Final = "-event_engine_listener"
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Keep runs and rollouts, and assign rollouts to workers, until told to end."""
-    os.environ.setdefault("GRPC_EXPERIMENTS", _GRPC_EXPERIMENTS)  # gRPC reads it when it is first used
+    os.environ.setdefault("GRPC_EXPERIMENTS", _GRPC_EXPERIMENTS)  # gRPC reads it as it is imported
+    from ebbtide.coordinator.settings import CoordinatorSettings
+
     settings = load(CoordinatorSettings, prog="ebbtide coordinator", argv=argv, description=main.__doc__ or "")
     run(lambda shutdown: serve(settings, shutdown), "coordinator", settings)
 
 
-async def serve(settings: CoordinatorSettings, shutdown: Shutdown, rules: "DispatchRules | None" = None) -> None:
+async def serve(settings: "CoordinatorSettings", shutdown: Shutdown, rules: "DispatchRules | None" = None) -> None:
     """`rules`: other ones than Ebbtide's, for comparisons."""
     from ebbtide.coordinator.dispatcher.dispatch_rules import RULES
     from ebbtide.coordinator.object_aging import age_objects
@@ -68,7 +70,7 @@ async def serve(settings: CoordinatorSettings, shutdown: Shutdown, rules: "Dispa
 
 
 async def _lead(
-    settings: CoordinatorSettings, shutdown: Shutdown, coordinator: "Coordinator", server: "Server"
+    settings: "CoordinatorSettings", shutdown: Shutdown, coordinator: "Coordinator", server: "Server"
 ) -> None:
     """Serve until asked to end, or superseded."""
     loops = [shutdown.spawn(loop, name) for name, loop in coordinator.loops(server.set_serving).items()]

@@ -150,8 +150,10 @@ class ScriptedRun:
     async def count(self, name: str) -> Any:
         return (await self.get()).counters.get(name, 0)
 
-    async def finished(self, count: int, cursor: str = "") -> list[rollouts_pb2.FinishedRollout]:
-        request = rollouts_pb2.WatchFinishedRequest(run_id=self.run_id, cursor=cursor)
+    async def finished(
+        self, count: int, cursor: str = "", *, grouped: bool = False
+    ) -> list[rollouts_pb2.FinishedRollout]:
+        request = rollouts_pb2.WatchFinishedRequest(run_id=self.run_id, cursor=cursor, grouped=grouped)
         return await take(self.cluster.rollouts.WatchFinished(request), count)
 
     async def trajectories(self, count: int, cursor: str = "") -> list[rollouts_pb2.Trajectory]:

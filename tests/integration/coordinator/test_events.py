@@ -23,11 +23,11 @@ async def test_what_drivers_and_trainers_rebuild_themselves_from_is_never_trimme
 ) -> None:
     def frugal(name: str) -> LuaScript:
         text = script(name).text.decode()
-        assert "KEPT_PER_CHATTER, CHATTER_BYTES = 8," in text
         return LuaScript(
             name, text.replace("KEPT_PER_CHATTER, CHATTER_BYTES = 8,", "KEPT_PER_CHATTER, CHATTER_BYTES = 160,")
         )
 
+    assert "KEPT_PER_CHATTER, CHATTER_BYTES = 160," in frugal("report").text.decode()
     monkeypatch.setattr("ebbtide.store.topics.topic.script", frugal)
     run = await cluster.run()
     facts = ("step", "evaluation", "checkpoint", "group_dropped", "attached")

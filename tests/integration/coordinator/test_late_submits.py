@@ -19,11 +19,10 @@ STOP = types_pb2.FINISH_REASON_STOP
 def frugal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs keep little of their past."""
     bounds = "LEAST_KEPT, MOST_KEPT, QUOTA_OF_ONE = 256, 16384,"
+    assert bounds in script("submit").text.decode()
 
     def changed(name: str) -> LuaScript:
-        text = script(name).text.decode()
-        assert bounds in text
-        text = text.replace(bounds, f"LEAST_KEPT, MOST_KEPT, QUOTA_OF_ONE = {KEPT}, {KEPT},")
+        text = script(name).text.decode().replace(bounds, f"LEAST_KEPT, MOST_KEPT, QUOTA_OF_ONE = {KEPT}, {KEPT},")
         return LuaScript(name, text.replace("REMEMBERED_S = 10", "REMEMBERED_S = 0"))
 
     monkeypatch.setattr("ebbtide.store.topics.topic.script", changed)

@@ -28,6 +28,35 @@ async def test_a_rollout_goes_from_submit_to_a_worker_to_the_finished_stream(clu
     assert list(unpack_tokens(done.tokens)["id"]) == list(range(10))
 
 
+async def test_rollouts_that_finished_together_come_in_one_message_for_who_asks_for_groups(cluster: Any) -> None:
+    run = await cluster.run()
+    worker = await cluster.worker("w1")
+    await run.submit("a", "b", "c")
+    await worker.has("a", "b", "c")
+    for name in ("a", "b", "c"):
+        await worker.add(name, 0, 2, STOP)
+    alone = await run.finished(3)
+    assert [(one.rollout_id, len(one.others)) for one in alone] == [("a", 0), ("b", 0), ("c", 0)]
+    (group,) = await run.finished(1, grouped=True)
+    assert [group.rollout_id, *(one.rollout_id for one in group.others)] == ["a", "b", "c"]
+    assert [one.cursor for one in group.others] == [one.cursor for one in alone[1:]]
+    (rest,) = await run.finished(1, cursor=group.cursor, grouped=True)
+    assert (rest.rollout_id, [one.rollout_id for one in rest.others]) == ("b", ["c"])
+
+
+async def test_a_group_of_finished_rollouts_fits_into_a_message(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ebbtide.coordinator.servicers.rollouts_servicer._GROUP_BYTES", 5 * 12)
+    run = await cluster.run()
+    worker = await cluster.worker("w1")
+    lengths = {"a": 2, "b": 3, "c": 6, "d": 1}
+    await run.submit(*lengths)
+    await worker.has(*lengths)
+    for name, length in lengths.items():
+        await worker.add(name, 0, length, STOP)
+    groups = await run.finished(3, grouped=True)
+    assert [[one.rollout_id for one in (group, *group.others)] for group in groups] == [["a", "b"], ["c"], ["d"]]
+
+
 async def test_a_repeat_is_harmless_and_a_gap_or_overlap_is_told_where_to_go_on(cluster: Any) -> None:
     run = await cluster.run()
     worker = await cluster.worker("w1")

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from ebbtide.coordinator.appends.append_batcher import AppendBatcher
+from ebbtide.coordinator.appends.stream_attempts import FoundAttempts
 from ebbtide.coordinator.appends.token_readers import TokenReaders
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.notifier import Notifier
@@ -62,7 +63,8 @@ class House:
 
     def keep(self, *rollouts: str, run: str = "run") -> "asyncio.Task[dict[int, AppendAck]]":
         deltas = columns(*rollouts, run=run)
-        return asyncio.create_task(self.storing.keep(self.session, deltas, [None] * len(rollouts)))
+        unknown = FoundAttempts([None] * len(rollouts), follow_on=False)
+        return asyncio.create_task(self.storing.keep(self.session, deltas, unknown))
 
     async def called(self, times: int = 1) -> None:
         await wait_until(lambda: len(self.store.calls) == times, what=f"{times} calls")

@@ -22,6 +22,13 @@ SCRIPTS = sorted(
     for path in (resources.files("ebbtide.store") / "lua").iterdir()
     if path.name.endswith(".lua") and path.name != "lib.lua"
 )
+_LIB = (resources.files("ebbtide.store") / "lua" / "lib.lua").read_text("utf-8")
+#: What the library and the constants before it declare.
+LIBRARY = {
+    name.strip()
+    for names in re.findall(r"^local (?:function )?(\w+(?:, \w+)*)", lua_constants() + _LIB, re.MULTILINE)
+    for name in names.split(",")
+}
 #: Read, and write nothing.
 UNFENCED = {
     "read_run",
@@ -43,7 +50,8 @@ def test_all_keys_of_a_run_lie_in_one_slot() -> None:
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_names_no_key_but_by_its_constant_and_checks_the_term_before_it_writes(name: Any) -> None:
-    body = script(name).text.decode().removeprefix(lua_constants())
+    constants = set(lua_constants().splitlines())
+    body = "\n".join(line for line in script(name).text.decode().splitlines() if line not in constants)
     assert not re.search(r"ebbtide:|KEYS\[", body)
     named = set(re.findall(r"redis\.call\('[A-Z]+', ([A-Z_]+)", body))
     assert named <= RUN_KEYS.keys() | FLEET_KEYS.keys()
@@ -55,6 +63,26 @@ def test_a_script_names_no_key_but_by_its_constant_and_checks_the_term_before_it
     if writes and name not in UNFENCED:
         assert check is not None
         assert check.start() < writes.start()
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_comes_with_all_parts_of_the_library_that_it_uses(name: Any) -> None:
+    declared: set[str] = set()
+    for line in script(name).text.decode().splitlines():
+        words = set(re.findall(r"\w+", re.sub(r"--.*|'[^']*'|\.\w+|\w+ = \d+(?=[,}])", "", line)))
+        found = re.match(r"local (?:function )?([\w, ]+)", line)
+        declared |= set(found[1].replace(" ", "").split(",")) if found else set()
+        assert not (words & LIBRARY) - declared
+
+
+def test_a_script_comes_without_what_it_does_not_use() -> None:
+    assert "emit" not in script("read_tokens").text.decode()
+    assert {one for one in LIBRARY if f"local function {one}(" in script("commit").text.decode()} == {
+        "barred",
+        "count",
+        "refuse",
+        "settle",
+    }
 
 
 def request(**more: Any) -> Any:

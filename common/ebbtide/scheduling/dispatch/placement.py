@@ -7,13 +7,14 @@ rollouts are placed one by one and not by groups, on every event and not by poll
 learnt speeds instead of their queue lengths alone.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import chain
 from math import inf, sqrt
 from operator import attrgetter
 from statistics import median
-from typing import NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from ebbtide.scheduling.dispatch.borrowed_places import BorrowedPlace, exchanged
 from ebbtide.scheduling.dispatch.host_view import HostView, fits, may_take, serves
@@ -139,6 +140,9 @@ def outsized(
 
 
 _Rank: TypeAlias = tuple[float, float, int]
+#: A tenth of each power of ten up to beyond the tokens/s of any engine, and where each power's numbers end.
+_STEPS: Final = tuple(0.1 * 10.0**digits for digits in range(20))
+_TENS: Final = tuple(10.0**digits for digits in range(1, 20))
 
 
 class _Room:
@@ -165,19 +169,23 @@ class _Room:
     @property
     def speed(self) -> float:
         """Beyond the plateau all rollouts share its throughput."""
+        if not self.given:
+            return self.rate
         return self.rate * max(self.host.running + 1, self.plateau) / max(self.beside + 1, self.plateau)
 
     def _rank(self) -> _Rank:
         """The least is best: the predicted rate, in steps of a tenth so that noise decides nothing; then the share of
         free slots; then the name, so that a decision can be repeated.
         """
-        slots, load = self.host.slots, self.beside + self._returning
-        speed = self.speed * sqrt((self.beside + 1) / (load + 1))  # between no slowdown and that beyond the plateau
+        slots, beside, speed = self.host.slots, self.beside, self.speed
+        load = beside + self._returning
+        if self._returning:  # between no slowdown and that beyond the plateau
+            speed *= sqrt((beside + 1) / (load + 1))
         return -_tenths(speed), -(slots - load) / slots, -self._at
 
 
 def _tenths(rate: float) -> float:
-    step = 0.1 * 10.0 ** (len(str(int(rate))) - 1)
+    step = _STEPS[bisect_right(_TENS, rate)]
     return round(rate / step) * step
 
 
@@ -241,7 +249,10 @@ class _Rooms:
     def within(self, bounds: VersionBounds) -> _Within:
         found = self._within.get(bounds)
         if found is None:
-            found = self._within[bounds] = _Within(room for room in self.open.values() if serves(bounds, room.host))
+            versions = {(room.host.installed, room.host.target): room.host for room in self.open.values()}
+            fit = {pair for pair, host in versions.items() if serves(bounds, host)}
+            rooms = (room for room in self.open.values() if (room.host.installed, room.host.target) in fit)
+            found = self._within[bounds] = _Within(rooms)
         return found
 
     def choose(self, one: QueuedRollout, within: _Within) -> tuple[_Room, bool] | None:

@@ -22,6 +22,7 @@ from redis.asyncio.connection import AbstractConnection
 from ebbtide.errors import StoreUnavailable
 from ebbtide.store.link.dialer import dialer, greet
 from ebbtide.store.link.durability_watch import DurabilityWatch
+from ebbtide.store.link.reply_chunks import ReplyChunks
 from ebbtide.store.link.store_faults import TermSuperseded, estranges, fault
 from ebbtide.store.lua_scripts import LuaScript
 
@@ -261,14 +262,11 @@ class StoreConnection:
             _settle(waiting, reply)
 
     async def _read(self, link: AbstractConnection) -> None:
+        chunks = ReplyChunks(link)
         while True:
-            try:
-                reply = await link.read_response(disconnect_on_error=False)
-            except redis.exceptions.ResponseError as error:
-                if estranges(error):
-                    raise
-                self._answer(error)
-            else:
+            for reply in await chunks.next():
+                if isinstance(reply, redis.exceptions.RedisError) and _breaks(reply):
+                    raise reply
                 self._answer(reply)
 
     async def _watch(self) -> None:
@@ -311,6 +309,11 @@ async def _write(link: AbstractConnection, packed: bytes) -> None:
         await link.send_packed_command(packed, check_health=False)
     except RuntimeError as error:  # uvloop raises it for a transport that just closed
         raise ConnectionError(str(error)) from error
+
+
+def _breaks(error: redis.exceptions.RedisError) -> bool:
+    """Whether the server cannot be used any more, instead of having refused one command."""
+    return not isinstance(error, redis.exceptions.ResponseError) or estranges(error)
 
 
 def _nothing() -> None: ...

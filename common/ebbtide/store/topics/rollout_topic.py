@@ -1,7 +1,7 @@
 """Moves rollouts from submit to end: queued, running, finished, over. Each move is one script, safe to repeat."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Final
 
 import msgspec
@@ -28,8 +28,8 @@ from ebbtide.types.run import LeaseRef, is_gateway
 from ebbtide.types.tokens import TOKEN_BYTES
 
 _PAGE: Final = 256
-#: Requests packed between two turns of other calls.
-_PACKED_AT_ONCE: Final = 64
+#: Rollouts packed, or unpacked, between two turns of other calls.
+_AT_ONCE: Final = 64
 #: Bytes of rollouts that one call places, but for the last one: the store builds and sends the answer in one go.
 _PLACE_BYTES: Final = 1 << 20
 #: Callers retry a full run after this time: about one flush of finished rollouts.
@@ -54,7 +54,7 @@ class RolloutTopic(Topic):
         """Queue all or none. Raises `AlreadyExists` (an id with another body), `NoCapacity` (a full quota or queue)."""
         parts: list[bytes | str] = []
         for number, request in enumerate(requests):
-            if number % _PACKED_AT_ONCE == _PACKED_AT_ONCE - 1:
+            if number % _AT_ONCE == _AT_ONCE - 1:
                 await asyncio.sleep(0)  # other calls have their turn
             bare = msgspec.structs.replace(request, prompt_ids=b"", client_digest=b"")
             origin = f"{request.group_id} {request.episode_id} {request.turn}"
@@ -142,13 +142,21 @@ class RolloutTopic(Topic):
         except StoreRefused as refused:
             raise open_or_unknown(refused, rollout_ids, field="rollout_ids") from None
 
-    async def open_rollouts(self, run_id: str) -> AsyncIterator[OpenRollout]:
-        """All queued and running rollouts, oldest first."""
-        last = 0
-        while rows := await self._run("read_open", run_id, last, _PAGE):
-            for row in rows:
-                yield _open(row)
-            last = int(rows[-1][0])
+    async def open_rollouts(self, run_id: str) -> AsyncGenerator[OpenRollout, None]:
+        """All queued and running rollouts, oldest first. The store reads a page while the one before it is used, so
+        close the generator (`aclosing`) where it may be left early.
+        """
+        reading = asyncio.ensure_future(self._run("read_open", run_id, 0, _PAGE))
+        try:
+            while rows := await reading:
+                reading = asyncio.ensure_future(self._run("read_open", run_id, int(rows[-1][0]), _PAGE))
+                for number, row in enumerate(rows):
+                    if number % _AT_ONCE == 0:
+                        await asyncio.sleep(0)  # the next page is asked for, and other calls have their turn
+                    yield _open(row)
+        finally:
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
 
 
 def open_or_unknown(refused: StoreRefused, rollout_ids: Sequence[str], *, field: str) -> InvalidRequest:

@@ -1,8 +1,8 @@
 """Implements the `Rollouts` service: rollouts, episodes and trajectories."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import AbstractContextManager, aclosing
 
 from msgspec.structs import replace
 
@@ -22,7 +22,7 @@ from ebbtide.coordinator.api.store_doubts import in_doubt
 from ebbtide.coordinator.coordinator_parts import CoordinatorParts
 from ebbtide.coordinator.fleet.worker_registry import SCORERS
 from ebbtide.coordinator.state.attempt_records import new_entry, place_of_group
-from ebbtide.coordinator.state.notifier import follow
+from ebbtide.coordinator.state.notifier import follow, follow_pages
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.errors import EbbtideError, InvalidRequest, NotFound, NotReady
 from ebbtide.rpc.caller_turns import stream_turn
@@ -118,18 +118,20 @@ class RolloutService:
             return found
         return [replace(one, requests_open=0, tokens_reserved=0) for one in found]  # they ended with the run
 
-    async def finished(self, run_id: str, cursor: str) -> AsyncIterator[FinishedRollout]:
-        """Finished rollouts after `cursor`, oldest first, until the run has ended."""
+    async def finished(self, run_id: str, cursor: str) -> AsyncGenerator[list[FinishedRollout], None]:
+        """Pages of finished rollouts after `cursor`, oldest first, until the run has ended."""
         await self._recovery.live(check_id(run_id, field="run_id"))
         topic = ("finished", run_id)
-        async for one in follow(
+        pages = follow_pages(
             self._notifier,
             topic,
             lambda last: self._store.trajectories.finished(run_id, last),
             cursor,
             self._over(run_id),
-        ):
-            yield one
+        )
+        async with aclosing(pages):
+            async for page in pages:
+                yield page
 
     async def tokens(self, run_id: str, rollout_id: str, offset: int) -> AsyncIterator[TokenChunk]:
         """The rollout's tokens from `offset`; the last chunk has the reason. `LeaseSuperseded` when the run ends."""

@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from typing import Final
 
 from ebbtide.coordinator import metrics
+from ebbtide.coordinator.appends.stream_attempts import FoundAttempts
 from ebbtide.coordinator.appends.token_readers import TokenReaders
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.notifier import Notifier
@@ -38,8 +39,9 @@ _OUTCOMES: Final = {status: metrics.appends.labels(status.name.lower()) for stat
 
 
 class _Message:
-    def __init__(self, deltas: AppendColumns, attempts: Sequence[RunningAttempt | None]) -> None:
-        self.deltas, self.attempts = deltas, attempts  # attempts: as the mirror has them
+    def __init__(self, deltas: AppendColumns, found: FoundAttempts) -> None:
+        self.deltas = deltas
+        self.attempts, self.follow_on = found
         #: The deltas that were not stored as they were sent, by place.
         self.answer: asyncio.Future[dict[int, AppendAck]] = asyncio.get_running_loop().create_future()
         self.left = False  # its stream is over: the answer is not needed
@@ -51,11 +53,9 @@ class AppendBatcher:
         self._queues: dict[str, list[_Message]] = {}  # by run; a run is here while it has a task
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def keep(
-        self, session: WorkerSession, deltas: AppendColumns, attempts: Sequence[RunningAttempt | None]
-    ) -> dict[int, AppendAck]:
+    async def keep(self, session: WorkerSession, deltas: AppendColumns, found: FoundAttempts) -> dict[int, AppendAck]:
         """Store deltas of one run. Returns, by place, those that were not stored as they were sent."""
-        message = _Message(deltas, attempts)
+        message = _Message(deltas, found)
         run_id = deltas.run_id
         if (queue := self._queues.get(run_id)) is not None:
             queue.append(message)
@@ -128,7 +128,7 @@ class AppendBatcher:
             _supersede(run, deltas)
         elif run is not None:
             try:
-                others = await self._known(run, deltas, new=_follow_on(attempts, deltas))
+                others = await self._known(run, deltas, new=all(one.follow_on for one in messages))
             except NotFound:
                 pass  # the run's record has expired, and its attempts with it
             except UNEXPECTED as error:
@@ -179,12 +179,6 @@ class AppendBatcher:
             for attempt in finished:
                 metrics.rollout_attempts.observe(attempt.number)
             self._notifier.notify("finished", run.run_id)
-
-
-def _follow_on(attempts: Sequence[RunningAttempt | None], deltas: AppendColumns) -> bool:
-    """Whether all deltas begin where the mirror says that the stored tokens end."""
-    rows = zip(attempts, deltas.ends, deltas.counts, strict=True)
-    return all(attempt is not None and attempt.stored == end - count for attempt, end, count in rows)
 
 
 def _count(messages: list[_Message], others: dict[int, AppendAck]) -> None:

@@ -8,23 +8,23 @@ what was not durable.
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Final, Self
 
 from ebbtide.coordinator import metrics
 from ebbtide.coordinator.appends.append_batcher import AppendBatcher
+from ebbtide.coordinator.appends.stream_attempts import StreamAttempts
 from ebbtide.coordinator.appends.token_readers import TokenReaders
 from ebbtide.coordinator.fleet.worker_registry import WorkerRegistry
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState, StoreIncarnation
 from ebbtide.coordinator.state.notifier import Notifier
-from ebbtide.coordinator.state.running_attempt import RunningAttempt
 from ebbtide.coordinator.state.worker_session import WorkerSession
-from ebbtide.errors import InvalidRequest, StoreUnavailable
+from ebbtide.errors import StoreUnavailable
 from ebbtide.store.link.store_connection import StoreConnection
 from ebbtide.store.store import Store
-from ebbtide.types.append_delta import AppendAck, AppendColumns
+from ebbtide.types.append_delta import AppendAck
 from ebbtide.v1 import fleet_pb2
 from ebbtide.wire.append_columns import AppendReceiver
 
@@ -47,7 +47,7 @@ class AppendStreams:
         return _twice(answers, incarnation, self._link) if incarnation.durable_after_s else answers
 
     async def _answers(self, requests: AsyncIterator[fleet_pb2.AppendRequest]) -> Responses:
-        receiver, name = AppendReceiver(), ""
+        receiver, attempts, name = AppendReceiver(), StreamAttempts(), ""
         with ExitStack() as stack, Cut() as cut:
             messages = aiter(requests)
             while (request := await cut.next(messages)) is not None:
@@ -58,48 +58,37 @@ class AppendStreams:
                     cut.by(session)
                 session.message_came()
                 try:
-                    answer = await self._append(session, receiver, request)
+                    answer = await self._append(session, receiver, attempts, request)
                 finally:
                     session.message_answered()
                 yield answer
 
     async def _append(
-        self, session: WorkerSession, receiver: AppendReceiver, request: fleet_pb2.AppendRequest
+        self,
+        session: WorkerSession,
+        receiver: AppendReceiver,
+        attempts: StreamAttempts,
+        request: fleet_pb2.AppendRequest,
     ) -> fleet_pb2.AppendResponse:
         """Store one message. Raises `InvalidRequest`."""
         start = time.monotonic()
         works = receiver.columns(request)
+        attempts.opened(request)
         others: dict[int, AppendAck] = {}
         incarnation = self._state.incarnation
         if works:
             if request.tokens:
                 session.tokens_came(self._state.clock())
-            checked = [self._checked(columns, places) for places, columns in works]
-            pairs = zip(works, checked, strict=True)
-            stores = [self._storing.keep(session, columns, attempts) for (_, columns), attempts in pairs]
-            found = [await stores[0]] if len(stores) == 1 else await asyncio.gather(*stores)
-            for (places, _), some in zip(works, found, strict=True):
+            runs = self._state.runs
+            found = [attempts.of(runs.get(columns.run_id), columns, places) for places, columns in works]
+            pairs = zip(works, found, strict=True)
+            stores = [self._storing.keep(session, columns, one) for (_, columns), one in pairs]
+            acks = [await stores[0]] if len(stores) == 1 else await asyncio.gather(*stores)
+            for (places, _), some in zip(works, acks, strict=True):
                 others.update({places[i]: ack for i, ack in some.items()})
         metrics.append_seconds.observe(time.monotonic() - start)
         answers = [_answer(place, ack) for place, ack in others.items()] if others else None
         return fleet_pb2.AppendResponse(sequence=request.sequence, others=answers, durable=incarnation.durable())
-
-    def _checked(self, deltas: AppendColumns, places: Sequence[int]) -> list[RunningAttempt | None]:
-        """The mirror's attempt of each delta. Raises `InvalidRequest` for more than `max_tokens`."""
-        run = self._state.runs.get(deltas.run_id)
-        running: Mapping[str, RunningAttempt] = run.running if run else {}
-        found = list(map(running.get, deltas.rollouts))
-        for i, (attempt, name, end) in enumerate(zip(found, deltas.attempts, deltas.ends, strict=True)):
-            if attempt is None or attempt.attempt_id != name:
-                found[i] = None
-                continue
-            if end > (attempt.rollout.score_records or attempt.max_tokens):  # of scores there are more
-                raise InvalidRequest(
-                    f"more than the rollout's max_tokens ({attempt.max_tokens})", field=f"deltas[{places[i]}].tokens"
-                )
-            if not attempt.started and deltas.counts[i]:
-                attempt.begin(self._state.clock())
-        return found
 
 
 class Cut:

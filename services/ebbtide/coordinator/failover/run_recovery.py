@@ -7,6 +7,7 @@ at no attached worker, wait `grace_s` for their worker and are then re-queued li
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Set
+from contextlib import aclosing
 from typing import Final
 
 from ebbtide import telemetry
@@ -174,12 +175,13 @@ class RunRecovery:
     async def _read(self, run: RunState, ended: Set[str]) -> None:
         known = await self._store.runs.versions(run.run_id)
         queue, running = run.new_queue(), dict[str, RunningAttempt]()
-        async for row in self._store.rollouts.open_rollouts(run.run_id):  # page by page: others have their turn
-            group = place_of_group(run, row.request, row.place)
-            if row.state is RolloutState.QUEUED:
-                queue.add(stored_entry(row, group=group, now=self._state.clock()))
-            else:
-                running[row.request.rollout_id] = self._attempt(row, run, group)
+        async with aclosing(self._store.rollouts.open_rollouts(run.run_id)) as rows:
+            async for row in rows:  # page by page: others have their turn
+                group = place_of_group(run, row.request, row.place)
+                if row.state is RolloutState.QUEUED:
+                    queue.add(stored_entry(row, group=group, now=self._state.clock()))
+                else:
+                    running[row.request.rollout_id] = self._attempt(row, run, group)
         # Nothing is awaited from here on: `ended` has what ended while rows were read.
         for rollout_id in ended:
             queue.remove(rollout_id)

@@ -1,8 +1,9 @@
 """Serves `ebbtide.v1.Rollouts`."""
 # ruff: noqa: N802, ARG002 - gRPC names the methods and hands each a context
 
-from collections.abc import AsyncIterator
-from typing import Any, TypeAlias
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing
+from typing import Any, Final, TypeAlias
 
 import grpc
 
@@ -10,7 +11,7 @@ from ebbtide.coordinator.api.request_checks import check_cursor
 from ebbtide.coordinator.api.rollout_service import RolloutService
 from ebbtide.coordinator.servicers.record_lists import records_from_proto
 from ebbtide.types.key_usage import MeteredKey
-from ebbtide.types.rollout import Episode, RolloutRequest, SubmitOrder, TrajectoryOutcome
+from ebbtide.types.rollout import Episode, FinishedRollout, RolloutRequest, SubmitOrder, TrajectoryOutcome
 from ebbtide.types.run import LeaseRef
 from ebbtide.v1 import rollouts_pb2, rollouts_pb2_grpc, runs_pb2
 from ebbtide.wire.record_conversion import from_proto, to_proto
@@ -18,6 +19,8 @@ from ebbtide.wire.record_conversion import from_proto, to_proto
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
 SERVICE = "ebbtide.v1.Rollouts"
+#: Bytes of tokens that come in one message, unless one rollout has more: a quarter of what a message may have.
+_GROUP_BYTES: Final = 1 << 20
 
 
 class RolloutsServicer(rollouts_pb2_grpc.RolloutsServicer):
@@ -39,8 +42,10 @@ class RolloutsServicer(rollouts_pb2_grpc.RolloutsServicer):
     async def WatchFinished(
         self, request: rollouts_pb2.WatchFinishedRequest, context: Context
     ) -> AsyncIterator[rollouts_pb2.FinishedRollout]:
-        async for one in self._rollouts.finished(request.run_id, check_cursor(request.cursor)):
-            yield to_proto(one, rollouts_pb2.FinishedRollout)
+        async with aclosing(self._rollouts.finished(request.run_id, check_cursor(request.cursor))) as pages:
+            async for page in pages:
+                for message in _finished(page, grouped=request.grouped):
+                    yield message
 
     async def StreamTokens(
         self, request: rollouts_pb2.StreamTokensRequest, context: Context
@@ -73,6 +78,22 @@ class RolloutsServicer(rollouts_pb2_grpc.RolloutsServicer):
         outcomes = await records_from_proto(request.outcomes, TrajectoryOutcome, field="outcomes")
         await self._rollouts.commit(_lease(request.lease), outcomes)
         return runs_pb2.Empty()
+
+
+def _finished(page: list[FinishedRollout], *, grouped: bool) -> Iterator[rollouts_pb2.FinishedRollout]:
+    """The messages of a page: one for each, or for as many as may come together."""
+    first, size = None, 0
+    for one in page:
+        message = to_proto(one, rollouts_pb2.FinishedRollout)
+        size += len(one.tokens)
+        if first is not None and grouped and size <= _GROUP_BYTES:
+            first.others.append(message)
+            continue
+        if first is not None:
+            yield first
+        first, size = message, len(one.tokens)
+    if first is not None:
+        yield first
 
 
 def _lease(message: runs_pb2.LeaseRef) -> LeaseRef:

@@ -93,7 +93,8 @@ class AttemptTransitions:
                 batches[session].append(_assignment(attempt, given, run.spec.policy))
         for session, assignments in batches.items():
             session.send_assignments(assignments)
-        self._notifier.notify("events", run.run_id)
+        if any(given is not None and given.attempts > 1 for given in placed):  # the store tells of these alone
+            self._notifier.notify("events", run.run_id)
 
     async def requeue_due(self, now: float) -> float:
         """Put orphans that are due back into the queue. Returns when the next one is due; inf: none is."""

@@ -5,8 +5,8 @@ Invariant: a topic exists only while it has listeners. A lost notification loses
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from contextlib import aclosing, contextmanager
 from typing import Final, Protocol, TypeVar
 
 from ebbtide.rpc.caller_turns import stream_turn
@@ -14,8 +14,10 @@ from ebbtide.rpc.caller_turns import stream_turn
 Topic = tuple[str, ...]
 #: A watcher's longest sleep after an empty page.
 _LOOK_AGAIN_S: Final = 2.0
-#: Its sleep after any other page: what comes close together is read at once. The page may also not have been the last.
-_GATHER_S: Final = 0.01
+#: Its sleep after any other page: what comes close together is read at once.
+_GATHER_S: Final = 0.02
+#: Its longest sleep after that, without a notification: the page may have been cut, and there may be another.
+_NEXT_PAGE_S: Final = 0.05
 #: After a page of so many records the next one is read at once.
 _MANY: Final = 16
 
@@ -62,10 +64,10 @@ class Notifier:
                 del self._listeners[topic]
 
 
-async def notified_or_late(notified: asyncio.Event) -> bool:
+async def notified_or_late(notified: asyncio.Event, longest_s: float | None = None) -> bool:
     """Sleep until the next notification (true), or until it is time to look again without one."""
     try:
-        async with asyncio.timeout(_LOOK_AGAIN_S):
+        async with asyncio.timeout(_LOOK_AGAIN_S if longest_s is None else longest_s):
             return await notified.wait()
     except TimeoutError:
         return False
@@ -82,6 +84,16 @@ C = TypeVar("C", bound=CursorReader)
 async def follow(
     notifier: Notifier, topic: Topic, read: Callable[[str], Awaitable[list[C]]], cursor: str, ended: Callable[[], bool]
 ) -> AsyncIterator[C]:
+    """As `follow_pages`, record by record."""
+    async with aclosing(follow_pages(notifier, topic, read, cursor, ended)) as pages:
+        async for page in pages:
+            for record in page:
+                yield record
+
+
+async def follow_pages(
+    notifier: Notifier, topic: Topic, read: Callable[[str], Awaitable[list[C]]], cursor: str, ended: Callable[[], bool]
+) -> AsyncGenerator[list[C], None]:
     """All records after `cursor`, page by page, then new ones, until `ended` and nothing is left.
 
     Only one page is in memory at a time: a slow reader delays nobody else.
@@ -92,12 +104,14 @@ async def follow(
             over = ended()
             async with stream_turn():
                 page = await read(cursor)
-            for record in page:
-                yield record
-                cursor = record.cursor
+            if page:
+                yield page
+                cursor = page[-1].cursor
             if over and not page:
                 return
             if not page:
                 await notified_or_late(notified)
-            elif len(page) < _MANY:
+            elif len(page) < _MANY and not over:
                 await asyncio.sleep(_GATHER_S)
+                if not notified.is_set():
+                    await notified_or_late(notified, _NEXT_PAGE_S)

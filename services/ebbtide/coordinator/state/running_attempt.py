@@ -44,9 +44,11 @@ class RunningAttempt(Struct, kw_only=True, eq=False):
     target: str = ""  # the worker that the coordinator moves it to
     session: "WorkerSession | None" = None
     orphaned: OrphanedAttempt | None = None
+    most: int = 0  # records that the store takes of it: of scores there are more than `max_tokens`; set from `rollout`
 
     def __post_init__(self) -> None:
         self.run_id = self.run.run_id
+        self.most = self.rollout.score_records or self.max_tokens
         self.stored = max(self.stored, self.start)
 
     @property
