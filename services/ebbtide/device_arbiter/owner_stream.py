@@ -6,7 +6,7 @@ the device to be lent, unless its owner comes back at once.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from contextlib import suppress
 from typing import Final
 
@@ -48,11 +48,12 @@ class OwnerStream:
         keeper: LoanKeeper,
         *,
         engine_bytes: Callable[[], int] = lambda: 0,
+        record: Callable[[Iterable[OwnerLease]], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`engine_bytes()`: of the device that an engine needs to come back."""
+        """`engine_bytes()`: of the device that an engine needs to come back. `record` keeps leases for the next life."""
         self._ownership, self._keeper, self._clock = ownership, keeper, clock
-        self._engine_bytes = engine_bytes
+        self._engine_bytes, self._record = engine_bytes, record
 
     async def serve(self, requests: AsyncIterator[pb.OwnerWish]) -> AsyncGenerator[pb.LoanState, None]:
         """Let one trainer own the device until its stream ends. Raises `InvalidRequest`, `NotReady`, `Superseded`."""
@@ -82,6 +83,7 @@ class OwnerStream:
         except (Superseded, NotReady) as error:
             metrics.REFUSED.labels("superseded" if isinstance(error, Superseded) else "owned").inc()
             raise
+        self._record(self._ownership.newest())
         log.info("the device has an owner", run_id=wish.run_id, lease=wish.lease)
         self._keeper.wished(wish.spell_s)
         return _Owner(claim, wish)

@@ -9,13 +9,13 @@ does.
 import threading
 import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ebbtide.loans.gpu_memory import host_memory
 from ebbtide.scheduling.elastic.memory_handover import HandoverMemory, moves_to_host
 from ebbtide.telemetry import counter, get_logger, histogram
 
@@ -68,7 +68,7 @@ class CudaRoom:
 
     def memory(self) -> tuple[int, int, int, int]:
         free, total = torch.cuda.mem_get_info(self._device)
-        return (free, total, *_host_memory())
+        return (free, total, *host_memory())
 
     def to_host(self, tensor: Tensor, former: Tensor | None) -> Tensor:
         there = torch.empty_like(tensor, device="cpu", pin_memory=True) if former is None else former
@@ -154,10 +154,3 @@ def _own(tensor: Any) -> Tensor:
 
 def _alike(one: Tensor, other: Tensor) -> bool:
     return (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, other.stride())
-
-
-def _host_memory() -> tuple[int, int]:
-    """Available bytes of the host's memory, and all bytes."""
-    found = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines() if ":" in line)
-    available, total = (int(found[name].split()[0]) << 10 for name in ("MemAvailable", "MemTotal"))
-    return available, total
