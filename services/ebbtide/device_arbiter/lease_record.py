@@ -7,7 +7,6 @@ Invariant: the file holds the leases of this boot of the host that the arbiter h
 changed. It is written before a new lease is answered. Lost with it: only the refusal of older leases.
 """
 
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
@@ -55,7 +54,7 @@ class LeaseRecord:
         beside = self._path.with_suffix(".new")
         try:
             beside.write_bytes(msgspec.json.encode(_Record(boot=self._boot, leases=now)))
-            os.replace(beside, self._path)
+            beside.replace(self._path)
         except OSError as error:
             log.warning("leases cannot be kept", path=str(self._path), reason=str(error))
             return

@@ -51,7 +51,7 @@ class OwnerStream:
         record: Callable[[Iterable[OwnerLease]], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`engine_bytes()`: of the device that an engine needs to come back. `record` keeps leases for the next life."""
+        """`engine_bytes()`: of the device that an engine needs to come back. `record`: keeps leases for later."""
         self._ownership, self._keeper, self._clock = ownership, keeper, clock
         self._engine_bytes, self._record = engine_bytes, record
 

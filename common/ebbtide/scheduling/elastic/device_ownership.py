@@ -61,9 +61,8 @@ class DeviceOwnership:
         self._claim: DeviceClaim | None = None
         self._lease: OwnerLease | None = None
         self._lends = False  # the owner's newest wish
-        self._newest = {
-            lease.run_id: (lease, now) for lease in remembered
-        }  # of each run, and when it was last heard of
+        #: Of each run, and when it was last heard of.
+        self._newest = {lease.run_id: (lease, now) for lease in remembered}
 
     def claim(self, now: float, lease: OwnerLease, *, lends: bool) -> DeviceClaim:
         """Own the device by `lease`. Raises `Superseded` for an older lease of a run, and `NotReady` while a trainer of
