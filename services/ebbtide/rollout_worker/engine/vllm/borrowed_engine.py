@@ -46,7 +46,6 @@ class BorrowedEngine:
     def arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Adds a borrowed engine's arguments. Raises `InvalidRequest` for those that it cannot have."""
         fixed = {"scheduler_cls": _SCHEDULER, "async_scheduling": False, "max_num_batched_tokens": self.step_tokens}
-        fixed |= {} if is_cpu_build() else {"enable_sleep_mode": True}
         for name in fixed:
             if name in arguments:
                 raise InvalidRequest(f"{name} is fixed in a borrowed engine: leave it out", field=_ARGS)

@@ -308,7 +308,10 @@ class VllmEngine:
                 settings.threads, settings.tensor_parallel_size, settings.kv_cache_mib
             )
         arguments |= _extra(settings.engine_args)
-        return self._borrowed.arguments(arguments) if self._borrowed else arguments
+        if self._borrowed is None:
+            return arguments
+        sleep = {} if cpu_build.is_cpu_build() else {"enable_sleep_mode": True}
+        return self._borrowed.arguments(arguments) | sleep
 
     def _environment(self) -> None:
         os.environ["HF_HUB_OFFLINE"] = os.environ["VLLM_NO_USAGE_STATS"] = "1"
