@@ -71,8 +71,8 @@ class Program:
 
 
 class Cluster:
-    """Four programs, and a worker with a scripted engine. `trainer`: more flags of the trainer's; `trainer_runner`: what
-    Python starts it by."""
+    """Four programs, and a worker with a scripted engine. `trainer`: more flags of the trainer's; `trainer_runner`:
+    what Python starts it by."""
 
     def __init__(
         self,

@@ -18,23 +18,18 @@ GRACE_S = 15.0
 
 def main() -> int:
     folders, (module, *flags) = sys.argv[1:3], sys.argv[3:]
-    common = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "WORLD_SIZE": "2",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
     ranks = []
     for number, folder in enumerate(folders):
-        place = {**os.environ, **common, "RANK": str(number), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        place = {"WORLD_SIZE": "2", "RANK": str(number), "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
         lending = ["--generate", "--grant-dir", folder, "--die-with-parent", str(os.getpid())]
-        ranks.append(subprocess.Popen([sys.executable, "-m", module, *flags, *lending], env=place))
+        command = [sys.executable, "-m", module, *flags, *lending]
+        ranks.append(subprocess.Popen(command, env=os.environ | meeting | place))
 
     def end(number: int, _frame: FrameType | None) -> None:
         ranks[0].send_signal(number)
 
     signal.signal(signal.SIGTERM, end)
-    print(" ".join(str(rank.pid) for rank in ranks), flush=True)
     while all(rank.poll() is None for rank in ranks):
         time.sleep(0.05)
     end_at = time.monotonic() + GRACE_S
