@@ -23,6 +23,7 @@ from ebbtide.gateway.settings import GatewaySettings
 from ebbtide.rollout_worker.settings import WorkerSettings
 from ebbtide.settings import read
 from ebbtide.trainer.settings import TrainerSettings
+from ebbtide.types.fleet import WorkerKind
 from ebbtide.types.run import check_spec
 from ebbtide.weight_relay.settings import RelaySettings
 
@@ -149,7 +150,7 @@ def test_trainer_worker_and_arbiter_of_one_device_meet_in_one_folder_and_no_othe
     assert mounted == LENDING
     assert folders.pop().startswith("/var/lib/ebbtide/grants/"), "a folder below it can have the mode that it needs"
     assert loaded("trainer-generate").generate
-    assert loaded("worker-generate").kind == "borrowed"
+    assert loaded("worker-generate").kind is WorkerKind.BORROWED
     assert "secrets" not in SERVICES["device-arbiter"], "it asks for no token and needs none"
 
 

@@ -109,15 +109,14 @@ async def test_a_step_waits_for_the_memory_of_the_slowest_host_after_all_compute
             ranks.loan.lend()
             await steps_on(one, slow)
             taking = asyncio.create_task(ranks.loan.take_back())
-            statuses = hosts.arbiters[1].status
-            await wait_until(lambda: compute_back(statuses), 10)
+            await wait_until(lambda: waits_for_memory(hosts.arbiters[1]), 10)
             assert not taking.done()
             await asyncio.wait_for(taking, 20)
             assert slow.state() in "ZX", "its arbiter ended it"
 
 
-async def compute_back(status):  # type: ignore[no-untyped-def]
-    found = await status()
+async def waits_for_memory(arbiter: ArbiterProcess) -> bool:
+    found = await arbiter.status()
     return found.compute_back and not found.memory_back
 
 
@@ -205,6 +204,18 @@ async def test_a_host_lends_its_device_when_rank_0_is_gone_or_frozen_and_takes_i
     async with Ranks(folders, lease=2) as again:
         await asyncio.wait_for(again.loan.take_back(), 20)
         assert await hosts.states() == ["held", "held"]
+
+
+async def test_a_rank_0_that_was_frozen_has_the_devices_of_other_hosts_again_without_a_new_wish(
+    hosts: Hosts, folders: tuple[Path, Path]
+) -> None:
+    async with Ranks(folders) as ranks:
+        with Borrowing(folders[1]) as other:
+            await asyncio.wait_for(ranks.loan.take_back(), 20)
+            ranks.board.answers.clear()
+            await steps_on(other)
+            ranks.board.answers.set()
+            await wait_until(lambda: is_held(hosts.arbiters[1]), 20)
 
 
 async def test_the_next_run_of_the_same_ranks_owns_all_devices_under_its_own_lease(

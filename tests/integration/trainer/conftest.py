@@ -32,7 +32,7 @@ SCRIPTED_END = 1
 class Program:
     """One program as its own process; started again, it listens where it did. `runner`: what Python starts it by."""
 
-    runner = ("-m",)
+    runner: tuple[str, ...] = ("-m",)
 
     def __init__(self, module: str, directory: Path, *flags: str, listens: bool = False) -> None:
         self._module, self._flags, self._listens = module, flags, listens

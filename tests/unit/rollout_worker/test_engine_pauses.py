@@ -5,13 +5,12 @@ import pytest
 from ebbtide.rollout_worker.engine import EngineFailed
 from ebbtide.rollout_worker.engine.vllm.engine_pauses import CACHE, WEIGHTS, EnginePauses
 
-pytest.importorskip("vllm")
-
 
 class Llm:
     """Pauses, sleeps and wakes as vLLM does."""
 
     def __init__(self) -> None:
+        self.errored = False
         self.paused = False
         self.away: set[str] = set()
         self.fails = False
@@ -81,6 +80,16 @@ async def test_weights_are_loaded_before_the_cache_returns_and_nothing_is_genera
     assert llm.paused, "until the caller says that the weights are whole"
     await pauses.resume("asleep")
     assert not llm.paused
+
+
+async def test_an_engine_whose_process_died_is_lost_when_it_is_to_pause() -> None:
+    class Dead(Llm):
+        async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+            self.errored = True
+            raise RuntimeError("EngineCore encountered an issue")
+
+    with pytest.raises(EngineFailed, match="process died"):
+        await EnginePauses(Dead()).hold("install")
 
 
 async def test_an_engine_that_cannot_move_its_memory_is_lost() -> None:

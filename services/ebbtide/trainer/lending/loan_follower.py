@@ -55,10 +55,11 @@ class LoanFollower:
 
     async def _follow(self) -> None:
         number = FIRST
+        newest: OwnerWish | None = None
         while True:
             try:
                 async with asyncio.timeout(self._silent_s):
-                    note = await self._board.await_one(wish_name(number), _WAIT_S)
+                    note = await self._board.await_one(wish_name(number), min(_WAIT_S, self._silent_s / 2))
             except (TimeoutError, Unavailable) as error:
                 if self._loan is not None:
                     log.warning("rank 0 is silent: its devices are given up here", reason=str(error))
@@ -66,8 +67,9 @@ class LoanFollower:
                 await asyncio.sleep(_LOOK_S)
                 continue
             if note is not None:
-                number += 1
-                await self._take(decode_wish(note))
+                number, newest = number + 1, decode_wish(note)
+            if note is not None or self._loan is None:  # rank 0 may have been frozen: its wish still stands
+                await self._take(newest)
 
     async def _take(self, wish: OwnerWish | None) -> None:
         old = self._loan.wish if self._loan else None

@@ -27,14 +27,14 @@ class EnginePauses:
     async def hold(self, reason: str, stop: Callable[..., Awaitable[None]] | None = None) -> None:
         """Pause, unless something paused the engine before. `stop`: the call that does it; None: vLLM's usual one.
         Raises `EngineFailed`."""
-        from vllm.v1.engine.exceptions import EngineDeadError
-
         async with self._one:
             if not self._reasons:
                 try:
                     await (stop or self._llm.pause_generation)(mode="keep", clear_cache=False)
-                except EngineDeadError as error:
-                    raise EngineFailed(DEAD) from error
+                except Exception as error:
+                    if self._llm.errored:
+                        raise EngineFailed(DEAD) from error
+                    raise
             self._reasons.add(reason)
 
     async def resume(self, reason: str) -> None:

@@ -76,7 +76,8 @@ class VersionUpdates:
 
     async def pool_bytes(self) -> int:
         """Bytes of one device that the engine gives back when it sleeps."""
-        return max(await ask_ranks(self._llm, "pool_bytes"))
+        found: int = max(await ask_ranks(self._llm, "pool_bytes"))
+        return found
 
     async def _close(self, refusal: Exception) -> None:
         try:
