@@ -2,7 +2,7 @@
 
 The owner states its wish and repeats it as a sign of life; the arbiter answers what became of it. A step begins once no
 engine computes and all have given up memory. While there is no arbiter, or it hangs, permissions to compute expire by
-themselves, and the trainer looks into the pages: it begins at once if no engine is there, and after a while if none
+themselves, and the trainer looks into the pages: it begins soon if no engine is there, and after a while if none
 computes or may. A new arbiter lends nothing until the trainer had the time to state its wish again.
 
 Invariant: the wish is stated again on each new stream, with the same lease. It dies with the process, and the device is
@@ -37,6 +37,8 @@ log = telemetry.get_logger(__name__)
 _LIFE_S: Final = 1.0
 #: Without an arbiter for so long, the pages tell whether a step may begin. A supervised one is back before.
 _ALONE_S: Final = 10.0
+#: Without an arbiter and without any engine for so long, a step begins: one that is started beside the trainer had time.
+_EMPTY_S: Final = 1.0
 #: An arbiter that repeats its state hangs if nothing came for so many of its intervals, and at least so long.
 _MISSED: Final = 6
 _HANGS_S: Final = 3.0
@@ -98,7 +100,7 @@ class DeviceLoan:
         self._stated = asyncio.Event()  # set when a wish is to be stated at once
         self._state = LoanState(sequence=-1)
         self._heard_at = time.monotonic()
-        self._alone_since: float | None = self._heard_at
+        self._alone_since: float | None = None
         self._apart_since: float | None = self._heard_at
         self._reason = "no arbiter has answered yet"
 
@@ -222,7 +224,8 @@ class DeviceLoan:
             return True
         if self._alone_since is None:
             return False
-        return time.monotonic() - self._alone_since > _ALONE_S or not any(map(_inhabited, _pages(self._folder)))
+        alone_s = time.monotonic() - self._alone_since
+        return alone_s > _ALONE_S or (alone_s > _EMPTY_S and not any(map(_inhabited, _pages(self._folder))))
 
 
 def _pages(folder: Path) -> list[Path]:

@@ -140,7 +140,7 @@ async def test_an_older_trainer_is_refused_by_every_arbiter_also_by_one_that_was
     assert (await hosts.arbiters[1].status()).lease != 1
 
 
-async def test_the_device_of_a_host_without_an_arbiter_and_without_engines_is_back_at_once(
+async def test_the_device_of_a_host_without_an_arbiter_and_without_engines_is_back_soon(
     hosts: Hosts, folders: tuple[Path, Path]
 ) -> None:
     async with Ranks(folders) as ranks:
