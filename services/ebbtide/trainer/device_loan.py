@@ -37,7 +37,7 @@ log = telemetry.get_logger(__name__)
 _LIFE_S: Final = 1.0
 #: Without an arbiter for so long, the pages tell whether a step may begin. A supervised one is back before.
 _ALONE_S: Final = 10.0
-#: Without an arbiter and without any engine for so long, a step begins: one that is started beside the trainer had time.
+#: Without an arbiter and any engine for so long, a step begins: one that is started beside the trainer had time.
 _EMPTY_S: Final = 1.0
 #: An arbiter that repeats its state hangs if nothing came for so many of its intervals, and at least so long.
 _MISSED: Final = 6
