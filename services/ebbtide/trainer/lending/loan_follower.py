@@ -45,6 +45,7 @@ class LoanFollower:
         self._loan: DeviceLoan | None = None
         self._owning: asyncio.Task[None] | None = None
         self._superseded = ""
+        self._wished = asyncio.Event()  # set when an answer is due at once
 
     async def run(self) -> None:
         """Follow rank 0's wishes, until cancelled."""
@@ -84,6 +85,7 @@ class LoanFollower:
             self._owning = asyncio.create_task(self._own(self._loan))
         else:
             self._loan.want(wish)
+        self._wished.set()
 
     async def _own(self, loan: DeviceLoan) -> None:
         try:
@@ -108,7 +110,10 @@ class LoanFollower:
                     await self._board.put(answer_name(self._rank), encode(answer))
                     told = answer
             awaited = self._loan is not None and not self._loan.wish.lend and not answer.progress.back
-            await asyncio.sleep(_AWAITED_S if awaited else _LOOK_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_AWAITED_S if awaited else _LOOK_S):
+                    await self._wished.wait()
+            self._wished.clear()
 
     def _answer_now(self) -> LeaderAnswer:
         loan = self._loan

@@ -101,6 +101,7 @@ class SharedLoan:
         self._wishes: asyncio.Queue[OwnerWish] = asyncio.Queue()
         self._answers: dict[int, LeaderAnswer] = {}
         self._heard = asyncio.Event()
+        self._asked = asyncio.Event()  # set when answers are to be read at once
         self._waiting = False
 
     def lend(self, spell_s: float = 0.0) -> None:
@@ -110,6 +111,7 @@ class SharedLoan:
         """As `TrainingDevice`. Raises `Unavailable` naming a host that does not give its device back."""
         self._want(lend=False, spell_s=spell_s)
         self._waiting = True
+        self._asked.set()
         try:
             await self._all_back()
         finally:
@@ -145,7 +147,10 @@ class SharedLoan:
             for answer in self._answers.values():
                 if answer.superseded and answer.owner == self._own.wish.owner:
                     raise LeaseSuperseded(answer.superseded)
-            await asyncio.sleep(_AWAITED_S if self._waiting else _LOOK_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_AWAITED_S if self._waiting else _LOOK_S):
+                    await self._asked.wait()
+            self._asked.clear()
 
     async def _all_back(self) -> None:
         began = time.monotonic()
