@@ -1,6 +1,7 @@
 """Runs what needs a GPU, where there is one: the trainer's step on it, and a real engine of vLLM's ordinary wheel; and
-measures how fast weight patches are made of tensors on it, how long publishing them holds the trainer up, and how soon
-a person sees the first token of an engine on it through a gateway (`benchmarks/first_token.py` does it on CPUs).
+measures how fast weight patches are made of tensors on it, how long publishing them holds the trainer up, how soon a
+person sees the first token of an engine on it through a gateway (`benchmarks/first_token.py` does it on CPUs), and how
+soon an engine's and a trainer's memory leaves the device and comes back.
 
     python benchmarks/gpu.py
 
@@ -27,23 +28,32 @@ sys.path[:0] = [str(ROOT)]  # run as a script, from anywhere
 
 from benchmarks.first_token import FirstTokenPlan, measure_first_tokens  # noqa: E402 - after the path
 from benchmarks.patches.synthetic import rate_for, step  # noqa: E402
+from benchmarks.real_kills.checkpoint import make_checkpoint  # noqa: E402
 from ebbtide.client.publisher.tensor_snapshots import TensorSnapshot  # noqa: E402
 from ebbtide.errors import EbbtideError  # noqa: E402
 from ebbtide.trainer.learning.gpu_changes import KeptTensor, KeptTensors, find_changes  # noqa: E402
+from ebbtide.trainer.learning.trainer_memory import CudaRoom, TrainerMemory  # noqa: E402
 from ebbtide.types.weights import TILE_BYTES  # noqa: E402
 from ebbtide.weights.found_changes import Found  # noqa: E402
 from ebbtide.weights.patch.tile_codec import TileCodec  # noqa: E402
+from tests.e2e.facts import facts_of  # noqa: E402
 
 CHECKS = (
     "tests/unit/trainer/learning/test_learner.py",
     "tests/unit/trainer/learning/test_streamed_gradients.py",
     "tests/unit/trainer/learning/test_gpu_changes.py",
     "tests/unit/trainer/learning/test_learning.py",
+    "tests/unit/trainer/learning/test_trainer_memory.py",
     "tests/e2e/test_vllm_engine.py",
+    "tests/e2e/test_vllm_sleep.py",
     "tests/integration/trainer/test_ranks_equal.py",  # two ranks on GPUs, where there are two
 )
 #: Elements of bf16 that are encoded, and the share of them that changed.
 ELEMENTS, DENSITY = 100_000_000, 0.03
+#: Elements of float32 that a trainer moves off its device: the state of an optimiser of 125 M parameters.
+MOVED = 250_000_000
+#: Bytes that no device has free: the trainer's memory always leaves it.
+_MORE_THAN_ANY = 10**15
 #: A model whose step takes about as long as the path to its reader, so that neither hides the other.
 FIRST_TOKEN = FirstTokenPlan(device="cuda", requests=200, hidden=2048, layers=16)
 
@@ -136,6 +146,33 @@ def crossed(found: Found | None, size: int) -> int:
     return whole + sum(array.nbytes for changes in found if changes is not None for array in changes)
 
 
+def memory_moves(device: str, elements: int, rounds: int = 5) -> dict[str, float]:
+    """GB/s at which an optimiser's state leaves the device for pinned memory of the host, and comes back.
+
+    `out_first` is the first time, when that memory is made; the others are medians of later times. Raises `ValueError`
+    if a bit has changed."""
+    state = [torch.randn(elements // 4, device=device) for _ in range(4)]
+    before, size = [one.clone() for one in state], sum(one.nbytes for one in state)
+    memory, out, back = TrainerMemory(lambda: state, CudaRoom(device)), list[float](), list[float]()
+    for _ in range(rounds + 1):
+        out.append(_seconds(lambda: memory.give_up(_MORE_THAN_ANY), device))
+        back.append(_seconds(memory.restore, device))
+    if not all(torch.equal(one, other) for one, other in zip(before, state, strict=True)):
+        raise ValueError("what came back is not what went")
+    found = {"out_first": out[0], "out": median(out[1:]), "back": median(back)}
+    return {name: size / seconds / 1e9 for name, seconds in found.items()}
+
+
+def sleeps(directory: Path) -> list[dict[str, Any]] | str:
+    """Bytes that a borrowed engine gives back at each level of sleep, and the seconds of both ways; or what failed."""
+    model = make_checkpoint(directory / "model", 1, hidden_size=FIRST_TOKEN.hidden, layers=FIRST_TOKEN.layers)
+    try:
+        facts = facts_of("sleep_facts", model, directory / "worker.page", within_s=560)
+    except (subprocess.SubprocessError, ValueError) as error:
+        return str(error)
+    return [{name: one[name] for name in ("level", "freed", "down_s", "up_s")} for one in facts["sleeps"]]
+
+
 def first_tokens() -> dict[str, Any]:
     """The figures, or why there are none: the other measurements stand without them."""
     with tempfile.TemporaryDirectory() as folder:
@@ -163,13 +200,16 @@ def main() -> int:
         return 2
     with tempfile.TemporaryDirectory() as folder:
         checks = run_checks(Path(folder) / "report.xml")
+        slept = sleeps(Path(folder))
     first = first_tokens()  # before this process takes memory of the device
     pair = made_pair("cuda", ELEMENTS)
     speeds, pauses = patch_speeds("cuda", *pair), publishing("cuda", *pair)
     results = ROOT / "benchmarks" / "results"
     results.mkdir(exist_ok=True)
     device = torch.cuda.get_device_name()
+    moves = memory_moves("cuda", MOVED)
     told = {"device": device, "checks": checks, "patches": speeds, "publishing": pauses, "first_token": first}
+    told |= {"sleeps": slept, "memory_moves_gb_per_s": moves}
     (results / "gpu.json").write_text(json.dumps(told, indent=2))
     print(f"on {device}, {ELEMENTS * 2 / 1e6:.0f} MB of bf16, {DENSITY:.0%} of it changed")
     for check in checks:
@@ -180,7 +220,10 @@ def main() -> int:
         pause, whole = (1e3 * found[name] for name in ("pause_s", "seconds"))
         print(f"published, {way}: {pause:.1f} ms pause, {whole:.1f} ms to the host, {found['bytes'] / 1e6:.1f} MB")
     print(f"through a gateway: {first}")
-    return int("failed" in first or any(check["outcome"] in {"failure", "error"} for check in checks))
+    print(f"a borrowed engine's sleep: {slept}")
+    print("a trainer's memory: " + ", ".join(f"{name} {value:.1f} GB/s" for name, value in moves.items()))
+    failed = "failed" in first or isinstance(slept, str)
+    return int(failed or any(check["outcome"] in {"failure", "error"} for check in checks))
 
 
 if __name__ == "__main__":

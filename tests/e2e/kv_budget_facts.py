@@ -27,6 +27,16 @@ LENGTH = 300
 Facts = dict[str, Any]
 
 
+class SleepingBorrowed(BorrowedEngine):
+    """An engine that is told to sleep as on a GPU, where vLLM's CPU build only pauses and drops its cache."""
+
+    as_on_gpu = False
+
+    @property
+    def sleeps(self) -> bool:
+        return self.as_on_gpu
+
+
 class Asker:
     def __init__(self, engine: VllmEngine) -> None:
         self._engine, self._asked = engine, 0
@@ -146,12 +156,42 @@ async def move_weights(engine: VllmEngine, keeper: Keeper, asker: Asker, checkpo
     }
 
 
+async def sleep_and_wake(engine: VllmEngine, keeper: Keeper, asker: Asker, checkpoint: Path) -> Facts:
+    """Both levels of vLLM's sleep, with requests under way, a pause for another reason, and an install at the first."""
+    found: Facts = {"levels": []}
+    for level in (Residency.HOST, Residency.AWAY):
+        sleeping = WeightSleep(engine, Mirror(engine, checkpoint / "model.safetensors"))
+        running = asyncio.create_task(asker.ask_all())
+        await wait_until(lambda: keeper.page.steps().running > 8)
+        await sleeping.be(level)
+        before = keeper.page.steps()
+        await engine.pause("throttle")
+        await engine.resume("throttle")  # an engine that sleeps does not go on for that
+        installing = None
+        if level is Residency.HOST:
+            installing = asyncio.create_task(engine.install(2, checkpoint / "model.safetensors"))
+        await asyncio.sleep(0.2)
+        still = keeper.page.steps().steps == before.steps and (installing is None or not installing.done())
+        await engine.pause("throttle")
+        await sleeping.be(Residency.AWAKE)
+        if installing is not None:
+            await installing
+        await asyncio.sleep(0.1)
+        paused = keeper.page.steps().steps
+        await asyncio.sleep(0.2)
+        held = keeper.page.steps().steps == paused
+        await engine.resume("throttle")
+        facts = {"still": still, "held": held, "running": before.running, "used": before.kv_used}
+        found["levels"].append({**facts, "answers": await running})
+    return found
+
+
 def resident(page: Any) -> int:
     return int(psutil.Process(page.steps().pid).memory_info().rss)
 
 
 async def main(checkpoint: str, path: str) -> None:
-    borrowed = BorrowedEngine(Path(path), 256)
+    borrowed = SleepingBorrowed(Path(path), 256)
     engine = VllmEngine(checkpoint, 16, SETTINGS, borrowed)
     facts: Facts = {}
     try:
@@ -193,6 +233,8 @@ async def main(checkpoint: str, path: str) -> None:
         keeper.page.limit_kv(-1)
         facts["after_standing"] = await running
         facts["residency"] = await move_weights(engine, keeper, asker, Path(checkpoint))
+        borrowed.as_on_gpu = True
+        facts["sleep"] = await sleep_and_wake(engine, keeper, asker, Path(checkpoint))
         facts["used_at_end"] = borrowed.page.steps().kv_used
         print(json.dumps(facts))  # noqa: T201 - the test reads it
     finally:

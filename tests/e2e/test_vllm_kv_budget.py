@@ -84,3 +84,11 @@ def test_each_level_gives_memory_back(facts: Facts) -> None:
     # What was used of the pool, and most of 1.6 MB of weights.
     assert awake - host > 16 * facts["block_bytes"]
     assert host - away > 1_000_000
+
+
+def test_an_engine_that_sleeps_as_on_a_gpu_goes_on_exactly_and_only_when_nothing_pauses_it(facts: Facts) -> None:
+    assert len(facts["sleep"]["levels"]) == 2
+    for level in facts["sleep"]["levels"]:
+        assert level["still"], "it neither computes nor installs while its memory is away"
+        assert level["held"], "waking is no reason to go on"
+        assert_the_same(facts["whole"], level["answers"])

@@ -22,7 +22,7 @@ def test_every_file_of_the_checkout_that_the_page_copies_is_there() -> None:
     assert all((ROOT / name).exists() for name in re.findall(r"\b(?:deploy|requirements)/[\w./-]+", text))
 
 
-def test_every_unit_is_installed_by_the_page_but_those_that_lend_devices() -> None:
+def test_every_unit_is_installed_by_the_page_but_that_of_serving_hosts() -> None:
     units = {path.name for path in (ROOT / "deploy" / "systemd").glob("*.service")}
     missing = {name for name in units if f"/{name}" not in PAGE.read_text()}
-    assert missing == {"ebbtide-serving-guard.service", "ebbtide-device-arbiter.service"}
+    assert missing == {"ebbtide-serving-guard.service"}

@@ -17,11 +17,13 @@ from ebbtide.cli.commands.service_commands import SERVICES as COMMANDS
 from ebbtide.cli.credentials.signing_keys import issue
 from ebbtide.client.client import read_spec
 from ebbtide.coordinator.settings import CoordinatorSettings
+from ebbtide.device_arbiter.settings import ArbiterSettings
 from ebbtide.driver.settings import DriverSettings
 from ebbtide.gateway.settings import GatewaySettings
 from ebbtide.rollout_worker.settings import WorkerSettings
 from ebbtide.settings import read
 from ebbtide.trainer.settings import TrainerSettings
+from ebbtide.types.fleet import WorkerKind
 from ebbtide.types.run import check_spec
 from ebbtide.weight_relay.settings import RelaySettings
 
@@ -35,7 +37,10 @@ KINDS: dict[str, type[msgspec.Struct]] = {
     "ebbtide.driver": DriverSettings,
     "ebbtide.weight_relay": RelaySettings,
     "ebbtide.gateway": GatewaySettings,
+    "ebbtide.device_arbiter": ArbiterSettings,
 }
+#: They find each other's processes, so they share process ids. The host's are there however often one is started again.
+LENDING = {"device-arbiter", "trainer-generate", "worker-generate"}
 #: How long Redis and a one-shot job may take is not ours to say.
 NOT_OURS = {"redis", "base-model"}
 
@@ -88,7 +93,8 @@ def test_no_container_has_rights_to_spare(name: str) -> None:
     assert service["read_only"] is True
     assert service["cap_drop"] == ["ALL"]
     assert service["security_opt"] == ["no-new-privileges:true"]
-    assert not {"privileged", "cap_add", "network_mode", "pid", "ipc"} & set(service)
+    assert not {"privileged", "cap_add", "network_mode", "ipc"} & set(service)
+    assert service.get("pid") == ("host" if name in LENDING else None)
 
 
 @pytest.mark.parametrize("name", sorted(set(SERVICES) - {"base-model"}))
@@ -111,7 +117,7 @@ def test_every_variable_is_a_setting_of_the_service(name: str) -> None:
     assert settings.log_level == "info"
 
 
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", sorted(set(OURS) - {"device-arbiter"}))
 def test_a_service_finds_the_token_and_the_others_by_their_names(name: str) -> None:
     settings = loaded(name)
     security = next(getattr(settings, field) for field in ("server", "client", "security") if hasattr(settings, field))
@@ -135,7 +141,20 @@ def test_nothing_relies_on_the_order_of_starts(name: str) -> None:
     assert "depends_on" not in SERVICES[name]
 
 
-@pytest.mark.parametrize("name", ["worker", "worker-gpu"])
+def test_trainer_worker_and_arbiter_of_one_device_meet_in_one_folder_and_no_other_service_does() -> None:
+    folders = {loaded(name).grant_dir for name in LENDING}
+    assert len(folders) == 1
+    mounted = {
+        name for name, service in SERVICES.items() if "grants:/var/lib/ebbtide/grants" in service.get("volumes", [])
+    }
+    assert mounted == LENDING
+    assert folders.pop().startswith("/var/lib/ebbtide/grants/"), "a folder below it can have the mode that it needs"
+    assert loaded("trainer-generate").generate
+    assert loaded("worker-generate").kind is WorkerKind.BORROWED
+    assert "secrets" not in SERVICES["device-arbiter"], "it asks for no token and needs none"
+
+
+@pytest.mark.parametrize("name", ["worker", "worker-generate", "worker-gpu"])
 def test_a_worker_has_time_to_hand_over_and_to_end_its_engine(name: str) -> None:
     assert seconds(SERVICES[name]["stop_grace_period"]) >= loaded(name).drain_timeout_s + 10
 
@@ -145,7 +164,7 @@ def test_a_service_that_stops_is_given_time(name: str) -> None:
     assert seconds(SERVICES[name]["stop_grace_period"]) >= 30
 
 
-@pytest.mark.parametrize("name", ["worker", "worker-gpu", "trainer", "trainer-gpu", "driver"])
+@pytest.mark.parametrize("name", ["worker", "worker-gpu", "trainer", "trainer-gpu", "driver", *sorted(LENDING)])
 def test_what_a_health_check_looks_at_is_what_the_service_was_told_to_write(name: str) -> None:
     settings, (*_, script) = loaded(name), SERVICES[name]["healthcheck"]["test"]
     assert f"os.stat('{settings.ready_file}')" in script
@@ -199,7 +218,8 @@ def test_the_store_writes_before_it_answers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("profile", "wanted"), [("cpu", {"worker", "trainer"}), ("gpu", {"worker-gpu", "trainer-gpu"})]
+    ("profile", "wanted"),
+    [("cpu", {"worker", "trainer"}), ("generate", LENDING), ("gpu", {"worker-gpu", "trainer-gpu"})],
 )
 def test_a_profile_is_a_whole_cluster(profile: str, wanted: set[str]) -> None:
     services = {name for name, service in SERVICES.items() if profile in service.get("profiles", [profile])}
@@ -208,7 +228,11 @@ def test_a_profile_is_a_whole_cluster(profile: str, wanted: set[str]) -> None:
 
 def test_gpus_are_reserved_by_the_gpu_profile_alone() -> None:
     assert {name for name, service in SERVICES.items() if "deploy" in service} == {"worker-gpu", "trainer-gpu"}
-    assert {name for name, service in SERVICES.items() if service.get("shm_size")} == {"worker", "worker-gpu"}
+    assert {name for name, service in SERVICES.items() if service.get("shm_size")} == {
+        "worker",
+        "worker-generate",
+        "worker-gpu",
+    }
 
 
 def test_every_volume_is_named_and_every_image_is_a_target_of_the_dockerfile() -> None:
@@ -218,7 +242,7 @@ def test_every_volume_is_named_and_every_image_is_a_target_of_the_dockerfile() -
     assert {service["build"]["target"] for service in SERVICES.values() if "build" in service} <= targets
 
 
-@pytest.mark.parametrize("profile", ["cpu", "gpu"])
+@pytest.mark.parametrize("profile", ["cpu", "generate", "gpu"])
 def test_every_image_of_a_profile_is_built_by_one_of_its_services(profile: str) -> None:
     services = [service for service in SERVICES.values() if profile in service.get("profiles", [profile])]
     built = [service["image"] for service in services if "build" in service]

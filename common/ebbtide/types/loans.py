@@ -29,6 +29,8 @@ class LoanState(Struct, frozen=True, kw_only=True):
     compute_back: bool = False  # no engine steps, and none may begin
     memory_back: bool = False  # engines gave up what they were to give up
     waits_for: str = ""  # for people
+    repeat_s: float = 0.0  # how often a state that stays the same is repeated; 0: never
+    engine_bytes: int = 0  # of the device that an engine needs to come back; 0: none, or unknown
 
 
 class DeviceStatus(Struct, frozen=True, kw_only=True):

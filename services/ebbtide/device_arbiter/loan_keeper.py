@@ -1,8 +1,8 @@
 """Carries out who has the device: gives engines budgets while it is lent, and sees that they end when it is not.
 
 Invariant: the pages hold a budget only while the device is lent. It ends soon and is renewed, so the engines stand
-still by themselves if this process does. An engine that does not give memory up in time is killed. Lost with the
-process: the times since its start.
+still by themselves if this process does. After a standstill, the owner's newest wish is read before anything is lent.
+An engine that does not give memory up in time is killed. Lost with the process: the times since its start.
 """
 
 import asyncio
@@ -33,6 +33,9 @@ _ALL: Final = 1 << 20
 #: Share by which the longest step seen fades at each later one: contexts grow and shrink.
 _FADE: Final = 0.99
 _NOTHING_BACK: Final = DeviceReturn()
+#: After a standstill of this process, the owner's wishes of meanwhile are read for so long before anything is lent.
+_STOOD_S: Final = 1.0
+_CATCH_UP_S: Final = 0.25
 
 
 class LoanKeeper:
@@ -53,6 +56,7 @@ class LoanKeeper:
         self._closed = False
         self._lent = False
         self._looked_at = clock()
+        self._caught_up_at = self._looked_at
         self._taken_at = self._looked_at
         self._back = _NOTHING_BACK
         self._timed_compute = self._timed_memory = True
@@ -92,8 +96,10 @@ class LoanKeeper:
     def review(self) -> None:
         """Give or take the device as its ownership now says."""
         now = self._clock()
+        if now - self._looked_at > _STOOD_S:
+            self._caught_up_at = now + _CATCH_UP_S
         self._count(now)
-        lends = not self._closed and self._ownership.lends(now)
+        lends = not self._closed and self._ownership.lends(now) and now >= self._caught_up_at
         if self._lent and not lends:
             self._take_back(now)
         elif lends and not self._lent:

@@ -6,7 +6,7 @@ the device to be lent, unless its owner comes back at once.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from contextlib import suppress
 from typing import Final
 
@@ -27,6 +27,8 @@ _WISH_S: Final = 5.0
 #: How often the state is looked at: while the owner waits for its device, and otherwise.
 _AWAITED_S: Final = 0.002
 _LOOK_S: Final = 0.1
+#: How often a state is repeated, as a sign of life: a trainer whose arbiter hangs looks into the pages itself.
+_REPEAT_S: Final = 0.5
 
 
 class _Owner:
@@ -41,20 +43,28 @@ class OwnerStream:
     """Serves the streams of all owners; a servicer's `Own` is its `serve`."""
 
     def __init__(
-        self, ownership: DeviceOwnership, keeper: LoanKeeper, *, clock: Callable[[], float] = time.monotonic
+        self,
+        ownership: DeviceOwnership,
+        keeper: LoanKeeper,
+        *,
+        engine_bytes: Callable[[], int] = lambda: 0,
+        record: Callable[[Iterable[OwnerLease]], None] = lambda _: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`engine_bytes()`: of the device that an engine needs to come back. `record`: keeps leases for later."""
         self._ownership, self._keeper, self._clock = ownership, keeper, clock
+        self._engine_bytes, self._record = engine_bytes, record
 
     async def serve(self, requests: AsyncIterator[pb.OwnerWish]) -> AsyncGenerator[pb.LoanState, None]:
         """Let one trainer own the device until its stream ends. Raises `InvalidRequest`, `NotReady`, `Superseded`."""
         owner = self._claim(await _first(requests))
         reader = asyncio.create_task(self._read(requests, owner))
         try:
-            told = None
+            told, told_at = None, 0.0
             while not reader.done():
                 state = self._state(owner)
-                if state != told:
-                    told = state
+                if state != told or self._clock() - told_at >= _REPEAT_S:
+                    told, told_at = state, self._clock()
                     yield to_proto(state, pb.LoanState)
                 await self._pause(owner, reader, state)
             reader.result()
@@ -73,6 +83,7 @@ class OwnerStream:
         except (Superseded, NotReady) as error:
             metrics.REFUSED.labels("superseded" if isinstance(error, Superseded) else "owned").inc()
             raise
+        self._record(self._ownership.newest())
         log.info("the device has an owner", run_id=wish.run_id, lease=wish.lease)
         self._keeper.wished(wish.spell_s)
         return _Owner(claim, wish)
@@ -94,10 +105,13 @@ class OwnerStream:
         """What became of the newest wish. Raises `Superseded` if another stream owns the device."""
         self._ownership.check(owner.claim)
         wish, back = owner.wish, self._keeper.back
-        if wish.lend:
-            return LoanState(sequence=wish.sequence)
         return LoanState(
-            sequence=wish.sequence, compute_back=back.compute, memory_back=back.memory, waits_for=back.waits_for
+            sequence=wish.sequence,
+            compute_back=back.compute and not wish.lend,
+            memory_back=back.memory and not wish.lend,
+            waits_for="" if wish.lend else back.waits_for,
+            repeat_s=_REPEAT_S,
+            engine_bytes=self._engine_bytes(),
         )
 
     async def _pause(self, owner: _Owner, reader: asyncio.Task[None], state: LoanState) -> None:

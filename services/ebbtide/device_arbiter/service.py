@@ -8,6 +8,7 @@ from ebbtide.auth.security import ServerSettings
 from ebbtide.device_arbiter import metrics
 from ebbtide.device_arbiter.borrower_memory import PhasedMemory
 from ebbtide.device_arbiter.device_report import DeviceReporter
+from ebbtide.device_arbiter.lease_record import LeaseRecord
 from ebbtide.device_arbiter.loan_keeper import LoanKeeper
 from ebbtide.device_arbiter.owner_stream import OwnerStream
 from ebbtide.device_arbiter.return_watch import ReturnWatch
@@ -47,8 +48,13 @@ class DeviceArbiter:
 
     def __init__(self, settings: ArbiterSettings) -> None:
         folder, held = Path(settings.grant_dir), settings.residency
+        record = LeaseRecord(folder)
         ownership = DeviceOwnership(
-            time.monotonic(), settle_s=settings.settle_s, silent_s=settings.silent_s, rejoin_s=_REJOIN_S
+            time.monotonic(),
+            settle_s=settings.settle_s,
+            silent_s=settings.silent_s,
+            rejoin_s=_REJOIN_S,
+            remembered=record.read(),
         )
         memory = PhasedMemory(held, lambda: self._keeper.lent)
         self._borrowers = BorrowerTable(folder, memory, metrics.LOANS)
@@ -64,10 +70,11 @@ class DeviceArbiter:
         )
         issuer = GrantIssuer(self._borrowers, memory=memory.allowed, forecast=keeper.forecast)
         report = DeviceReporter(ownership, keeper, self._borrowers, issuer)
+        owners = OwnerStream(ownership, keeper, engine_bytes=memory.engine_bytes, record=record.write)
         tenants = GrantServicer(GrantStream(self._borrowers, issuer), report.as_guard)  # to engines this is a guard
         self.services: list[Service] = [
             (add_GrantsServicer_to_server, tenants, GRANTS),
-            (add_LoansServicer_to_server, LoanServicer(OwnerStream(ownership, keeper), report), LOANS),
+            (add_LoansServicer_to_server, LoanServicer(owners, report), LOANS),
         ]
         self.address = f"unix:{socket_path(folder).absolute()}"  # where trainer and workers connect
 

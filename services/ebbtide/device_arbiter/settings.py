@@ -20,8 +20,9 @@ class ArbiterSettings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown
     give_up: Annotated[
         Literal["nothing", "cache", "weights"],
         Meta(
-            description="what engines give up while the trainer has the device: keys and values, or the weights too; "
-            "nothing where both fit into memory, and on GPUs"
+            description="what engines give up while the trainer has the device: keys and values (on a GPU all of its "
+            "memory, with the weights in the host's), or the weights too, which come back from the host's mirror; "
+            "nothing where both fit beside each other"
         ),
     ] = "cache"
     yield_ms: Annotated[

@@ -20,7 +20,6 @@ from ebbtide.rollout_worker.device_lease import DeviceLease
 from ebbtide.rollout_worker.engine import Engine
 from ebbtide.rollout_worker.engine.changing_engine import ChangingEngine
 from ebbtide.rollout_worker.engine.vllm.borrowed_engine import BorrowedEngine
-from ebbtide.rollout_worker.engine.vllm.cpu_build import is_cpu_build
 from ebbtide.rollout_worker.engine.weight_sleep import WeightSleep
 from ebbtide.rollout_worker.generation.flush_lanes import JITTER
 from ebbtide.rollout_worker.generation.local_attempts import LocalAttempts
@@ -169,10 +168,10 @@ async def _borrow(
 
 
 def _sleeping(engine: Engine, installer: Installer) -> WeightSleep | None:
-    """Moves the weights of an engine that allows it; None for others."""
+    """Moves the weights of an engine that has some; None for others."""
     from ebbtide.rollout_worker.engine.vllm.vllm_engine import VllmEngine
 
-    return WeightSleep(engine, installer) if isinstance(engine, VllmEngine) and is_cpu_build() else None
+    return WeightSleep(engine, installer) if isinstance(engine, VllmEngine) else None
 
 
 async def _on_signal(shutdown: Shutdown, worker: ControlHandler) -> None:

@@ -3,20 +3,25 @@
 import asyncio
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from ebbtide.claimed_runs.run_failure import RankLost
+from ebbtide.client import Client, Lease
 from ebbtide.errors import InvalidRequest
-from ebbtide.runtime import Shutdown, run
+from ebbtide.runtime import Shutdown, race, run
 from ebbtide.settings import load
 from ebbtide.trainer.ranks.rank_place import RankPlace, place_of
 from ebbtide.trainer.settings import TrainerSettings
 
 if TYPE_CHECKING:
+    from ebbtide.trainer.lending.shared_loan import LendingRanks
+    from ebbtide.trainer.ranks.rank_board import RankBoard
     from ebbtide.trainer.ranks.rank_group import RankGroup
+    from ebbtide.trainer.ranks.rank_world import RankWorld
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -25,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     settings = load(TrainerSettings, prog="ebbtide trainer", argv=argv, description=main.__doc__ or "")
     try:
         place = place_of(os.environ, settings.ranks)
-        settings.check_generate(os.environ)
+        settings.check_generate()
     except InvalidRequest as error:
         raise SystemExit(f"ebbtide trainer: {error}") from None
     quiet = msgspec.structs.replace(settings, metrics_port=-1, ready_file="")  # rank 0 reports for all
@@ -49,7 +54,9 @@ async def serve(settings: TrainerSettings, shutdown: Shutdown, place: RankPlace 
 
 
 async def _together(settings: TrainerSettings, shutdown: Shutdown, place: RankPlace, device: str) -> None:
-    from ebbtide.trainer.ranks.rank_follower import follow
+    from ebbtide.trainer.lending.lending_places import tell_places
+    from ebbtide.trainer.lending.shared_loan import LendingRanks
+    from ebbtide.trainer.ranks.rank_board import RankBoard
     from ebbtide.trainer.ranks.rank_group import RankGroup
     from ebbtide.trainer.ranks.rank_pulse import RankPulse
     from ebbtide.trainer.ranks.rank_world import RankWorld
@@ -61,23 +68,45 @@ async def _together(settings: TrainerSettings, shutdown: Shutdown, place: RankPl
         loop.call_soon_threadsafe(shutdown.fail, error)
 
     pulse = RankPulse(place.rank, place.size, timeout_s=settings.rank_timeout_s, lost=lost)
+    board = RankBoard()
+    leaders = await tell_places(board, place.rank, place.size, settings.grant_dir)
     if place.rank:
-        await follow(world, settings, shutdown)
+        await _follow(world, settings, shutdown, board if place.rank in leaders else None)
     else:
         crew = await asyncio.to_thread(RankGroup, world)
+        lending = LendingRanks(board, leaders) if len(leaders) > 1 else None
         try:
-            await _work(settings, shutdown, crew)
+            await _work(settings, shutdown, crew, lending)
         finally:
             pulse.stop()
             await asyncio.to_thread(crew.over)
     pulse.stop()
 
 
-async def _work(settings: TrainerSettings, shutdown: Shutdown, crew: "RankGroup | None") -> None:
+async def _follow(world: "RankWorld", settings: TrainerSettings, shutdown: Shutdown, board: "RankBoard | None") -> None:
+    """Follows rank 0. `board`: this rank speaks for its host's device-arbiter, too."""
+    from ebbtide.trainer.lending.loan_follower import LoanFollower
+    from ebbtide.trainer.ranks.rank_follower import follow
+
+    works = [follow(world, settings, shutdown)]
+    if board is not None:
+        works.append(LoanFollower(Path(settings.grant_dir), board, world.rank).run())
+    await race(*works)
+
+
+async def _work(
+    settings: TrainerSettings,
+    shutdown: Shutdown,
+    crew: "RankGroup | None",
+    lending: "LendingRanks | None" = None,
+) -> None:
     from ebbtide.claimed_runs import run_loop
     from ebbtide.trainer.service import train
 
-    await run_loop.serve(settings, shutdown, "trainer", lambda client, lease: train(client, lease, settings, crew))
+    def work(client: Client, lease: Lease) -> Coroutine[None, None, None]:
+        return train(client, lease, settings, crew, lending)
+
+    await run_loop.serve(settings, shutdown, "trainer", work)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Lends the trainer's device between its steps, and takes it back before the next, through the arbiter of the host.
 
 The owner states its wish and repeats it as a sign of life; the arbiter answers what became of it. A step begins once no
-engine computes and all have given up memory. While there is no arbiter, permissions to compute expire by themselves:
-after a while the trainer looks into the pages, and begins if no engine computes or may. A new arbiter lends nothing
-until the trainer had the time to state its wish again.
+engine computes and all have given up memory. While there is no arbiter, or it hangs, permissions to compute expire by
+themselves, and the trainer looks into the pages: it begins soon if no engine is there, and after a while if none
+computes or may. A new arbiter lends nothing until the trainer had the time to state its wish again.
 
 Invariant: the wish is stated again on each new stream, with the same lease. It dies with the process, and the device is
 lent until a trainer takes it back.
@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from ebbtide import telemetry
@@ -36,6 +37,11 @@ log = telemetry.get_logger(__name__)
 _LIFE_S: Final = 1.0
 #: Without an arbiter for so long, the pages tell whether a step may begin. A supervised one is back before.
 _ALONE_S: Final = 10.0
+#: Without an arbiter and any engine for so long, a step begins: one that is started beside the trainer had time.
+_EMPTY_S: Final = 1.0
+#: An arbiter that repeats its state hangs if nothing came for so many of its intervals, and at least so long.
+_MISSED: Final = 6
+_HANGS_S: Final = 3.0
 _LOOK_S: Final = 0.05
 #: While a step waits for the device, the reason is logged so often.
 _TELL_S: Final = 20.0
@@ -67,37 +73,89 @@ class OwnDevice:
         """It was never lent."""
 
 
+class DeviceProgress(Struct, frozen=True, kw_only=True):
+    """What became of the newest wish to take a device back."""
+
+    compute_back: bool = False
+    memory_back: bool = False
+    waits_for: str = ""
+    apart_s: float = 0.0  # for which no arbiter has served this trainer
+    engine_bytes: int = 0  # of the device that an engine needs to come back; 0: none, or unknown
+
+    @property
+    def back(self) -> bool:
+        """Whether the device is the trainer's alone."""
+        return self.compute_back and self.memory_back
+
+
 class DeviceLoan:
     """The device of a trainer that lends it. `run` has to run meanwhile."""
 
-    def __init__(self, folder: Path, *, run_id: str, lease: int) -> None:
-        """`folder`: of the arbiter's socket and the engines' pages. `lease`: number of the run's trainer lease."""
+    def __init__(self, folder: Path, *, run_id: str, lease: int, owner: str = "") -> None:
+        """`folder`: of the arbiter's socket and the engines' pages. `lease`: number of the run's trainer lease.
+        `owner`: the fence of the process that holds it; empty: this one."""
         self._folder, self._target = folder, socket_path(folder)
-        self._wish = OwnerWish(protocol_version=LOANS_VERSION, run_id=run_id, owner=new_fence(), lease=lease)
+        self.wish = OwnerWish(protocol_version=LOANS_VERSION, run_id=run_id, owner=owner or new_fence(), lease=lease)
+        self.answered = asyncio.Event()  # set at each message of the arbiter
         self._stated = asyncio.Event()  # set when a wish is to be stated at once
         self._state = LoanState(sequence=-1)
-        self._answered = asyncio.Event()
-        self._alone_since: float | None = time.monotonic()
+        self._heard_at = time.monotonic()
+        self._alone_since: float | None = None
+        self._apart_since: float | None = self._heard_at
         self._reason = "no arbiter has answered yet"
 
     def lend(self, spell_s: float = 0.0) -> None:
-        self._want(lend=True, spell_s=spell_s)
+        self.want(self.next_wish(lend=True, spell_s=spell_s))
 
     async def take_back(self, spell_s: float = 0.0) -> None:
-        self._want(lend=False, spell_s=spell_s)
+        self.want(self.next_wish(lend=False, spell_s=spell_s))
         began = told = time.monotonic()
-        while not self._back():
-            if self._alone() and self._stands():
-                log.warning("no arbiter, but no engine computes: the step begins", reason=self._reason)
-                break
+        while not (progress := self.progress()).back:
             if time.monotonic() - told > _TELL_S:
                 told = time.monotonic()
-                log.warning("waiting for the device", reason=self._reason or self._state.waits_for)
+                log.warning("waiting for the device", reason=progress.waits_for)
             with suppress(TimeoutError):
                 async with asyncio.timeout(_LOOK_S):
-                    await self._answered.wait()
-            self._answered.clear()
+                    await self.answered.wait()
+            self.answered.clear()
+        if progress.apart_s:
+            log.warning("no engine computes: the step begins", without=progress.waits_for)
         _waits.observe(time.monotonic() - began)
+
+    def next_wish(self, *, lend: bool, spell_s: float) -> OwnerWish:
+        return replace(self.wish, sequence=self.wish.sequence + 1, lend=lend, spell_s=spell_s)
+
+    def want(self, wish: OwnerWish) -> None:
+        """State this wish from now on. Its sequence is higher than that of the former one."""
+        self.wish = wish
+        self._stated.set()
+
+    def engine_bytes(self) -> int:
+        """Of the device that an engine needs to come back; 0: none, or unknown."""
+        return self._state.engine_bytes
+
+    def progress(self) -> DeviceProgress:
+        """What became of the newest wish, if it takes the device back."""
+        state, needed = self._state, self._state.engine_bytes
+        if state.sequence == self.wish.sequence and not self._hangs():
+            return DeviceProgress(
+                compute_back=state.compute_back,
+                memory_back=state.memory_back,
+                waits_for=state.waits_for,
+                engine_bytes=needed,
+            )
+        if self._alone():
+            stands = _free(self._folder)
+            return DeviceProgress(
+                compute_back=stands,
+                memory_back=stands,
+                waits_for=f"a device-arbiter ({self._reason or 'it hangs'})",
+                apart_s=self._apart_s(),
+                engine_bytes=needed,
+            )
+        return DeviceProgress(
+            waits_for=self._reason or "an answer of the device-arbiter", apart_s=self._apart_s(), engine_bytes=needed
+        )
 
     async def run(self) -> None:
         """Keep a stream to the arbiter, forever. Raises `LeaseSuperseded` if a newer lease owns the device."""
@@ -115,14 +173,6 @@ class DeviceLoan:
                 waits = pauses(0.05, 1.0)
             await asyncio.sleep(next(waits))
 
-    def _want(self, *, lend: bool, spell_s: float) -> None:
-        self._wish = replace(self._wish, sequence=self._wish.sequence + 1, lend=lend, spell_s=spell_s)
-        self._stated.set()
-
-    def _back(self) -> bool:
-        state = self._state
-        return state.sequence == self._wish.sequence and state.compute_back and state.memory_back
-
     async def _own(self) -> None:
         async with open_socket(self._target) as channel:
             call = LoansStub(channel).Own()
@@ -130,42 +180,61 @@ class DeviceLoan:
                 await race(self._state_wishes(call), self._receive(call))
             finally:
                 call.cancel()
-                self._state = LoanState(sequence=-1)
+                self._state = LoanState(sequence=-1, engine_bytes=self._state.engine_bytes)
 
     async def _state_wishes(self, call: Any) -> None:
         while True:
             self._stated.clear()
-            await write(call, to_proto(self._wish, loans_pb2.OwnerWish))
+            await write(call, to_proto(self.wish, loans_pb2.OwnerWish))
             with suppress(TimeoutError):
                 async with asyncio.timeout(_LIFE_S):
                     await self._stated.wait()
 
     async def _receive(self, call: Any) -> None:
         async for message in call:
-            if self._alone_since is not None:
+            if self._apart_since is not None:
                 log.info("the device has an arbiter", target=str(self._target))
-            self._alone_since, self._reason = None, ""
+            self._alone_since = self._apart_since = None
+            self._reason, self._heard_at = "", time.monotonic()
             self._state = from_proto(message, LoanState)
-            self._answered.set()
+            self.answered.set()
         raise Unavailable("the arbiter ended the stream")
 
     def _apart(self, reason: str, *, alone: bool) -> None:
         """Log each reason once: an arbiter may well be away for long. `alone`: there is none. One that refuses knows
         another owner of the device."""
-        if not alone:
-            self._alone_since = None
-        elif self._alone_since is None:
-            self._alone_since = time.monotonic()
+        now = time.monotonic()
+        self._alone_since = (self._alone_since or now) if alone else None
+        self._apart_since = self._apart_since or now
         if reason != self._reason:
             log.warning("without an arbiter", reason=reason)
             self._reason = reason
 
-    def _alone(self) -> bool:
-        return self._alone_since is not None and time.monotonic() - self._alone_since > _ALONE_S
+    def _apart_s(self) -> float:
+        since = self._heard_at if self._hangs() else self._apart_since
+        return 0.0 if since is None else time.monotonic() - since
 
-    def _stands(self) -> bool:
-        """Whether no engine of the folder computes, or may."""
-        return all(_still(path) for path in self._folder.glob("*.page"))
+    def _hangs(self) -> bool:
+        silent_s, repeat_s = time.monotonic() - self._heard_at, self._state.repeat_s
+        return repeat_s > 0 and silent_s > max(_HANGS_S, _MISSED * repeat_s)
+
+    def _alone(self) -> bool:
+        """Whether the pages alone tell if a step may begin."""
+        if self._hangs():
+            return True
+        if self._alone_since is None:
+            return False
+        alone_s = time.monotonic() - self._alone_since
+        return alone_s > _ALONE_S or (alone_s > _EMPTY_S and not any(map(_inhabited, _pages(self._folder))))
+
+
+def _pages(folder: Path) -> list[Path]:
+    return list(folder.glob("*.page"))
+
+
+def _free(folder: Path) -> bool:
+    """Whether no engine of the folder computes, or may."""
+    return all(map(_still, _pages(folder)))
 
 
 def _still(path: Path) -> bool:
@@ -176,5 +245,18 @@ def _still(path: Path) -> bool:
     try:
         steps = page.steps()
         return not page.offered().tokens and not (steps.stepping and Path(f"/proc/{steps.pid}").exists())
+    finally:
+        page.close()
+
+
+def _inhabited(path: Path) -> bool:
+    """Whether an engine may live there: one that boots has not entered its page yet."""
+    try:
+        page = Page(path)
+    except InvalidRequest:
+        return False
+    try:
+        pid = page.steps().pid
+        return not pid or Path(f"/proc/{pid}").exists()
     finally:
         page.close()

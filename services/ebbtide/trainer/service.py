@@ -11,11 +11,19 @@ from ebbtide.trainer.settings import GRPO, TrainerSettings
 from ebbtide.types.run import RunSpec
 
 if TYPE_CHECKING:
+    from ebbtide.trainer.lending.shared_loan import LendingRanks
     from ebbtide.trainer.ranks.rank_group import RankGroup
 
 
-async def train(client: Client, lease: Lease, settings: TrainerSettings, crew: "RankGroup | None" = None) -> None:
-    """Trains the lease's run, on `crew`'s ranks if given. Raises `InvalidRequest` or `RunFailed` for a faulty run."""
+async def train(
+    client: Client,
+    lease: Lease,
+    settings: TrainerSettings,
+    crew: "RankGroup | None" = None,
+    lending: "LendingRanks | None" = None,
+) -> None:
+    """Trains the lease's run, on `crew`'s ranks if given; `lending`: those on other hosts lend too. Raises
+    `InvalidRequest` or `RunFailed` for a faulty run."""
     name = lease.run.spec.trainer.name
     if lease.run.spec.external:
         raise PermissionDenied(f"run {lease.run_id} brings its own trainer; give another run_id, or none")
@@ -26,7 +34,7 @@ async def train(client: Client, lease: Lease, settings: TrainerSettings, crew: "
         return
     from ebbtide.trainer.training import train_run
 
-    await train_run(client, lease, settings, crew)
+    await train_run(client, lease, settings, crew, lending)
 
 
 def check_trainable(spec: RunSpec, settings: TrainerSettings) -> None:

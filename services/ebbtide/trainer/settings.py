@@ -1,6 +1,5 @@
 """Defines the settings of the trainer."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
@@ -38,7 +37,7 @@ class TrainerSettings(WorkSettings, frozen=True, kw_only=True, forbid_unknown_fi
         bool, Meta(description="keep the last published weights on the GPU too, if it has room, and find changes there")
     ] = True
 
-    def check_generate(self, environ: Mapping[str, str]) -> None:
+    def check_generate(self) -> None:
         """Raises `InvalidRequest` naming the setting if the device cannot be lent."""
         if not self.generate:
             if self.grant_dir:
@@ -48,6 +47,3 @@ class TrainerSettings(WorkSettings, frozen=True, kw_only=True, forbid_unknown_fi
             text = "is needed to generate: name the folder that the device-arbiter of this host was given"
             raise InvalidRequest(text, field="grant_dir")
         check_folder(Path(self.grant_dir))
-        here, all_ = environ.get("LOCAL_WORLD_SIZE"), environ.get("WORLD_SIZE")
-        if here is not None and here != all_:
-            raise InvalidRequest("needs all ranks on one host; leave it out for ranks on several", field="generate")

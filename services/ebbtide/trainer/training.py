@@ -23,6 +23,8 @@ from ebbtide.runtime import race
 from ebbtide.telemetry import counter, gauge, get_logger
 from ebbtide.trainer.device_loan import DeviceLoan, OwnDevice, TrainingDevice
 from ebbtide.trainer.learning.local_learning import LocalLearning
+from ebbtide.trainer.lending.memory_loan import MemoryLoan
+from ebbtide.trainer.lending.shared_loan import LendingRanks, SharedLoan
 from ebbtide.trainer.ranks.rank_group import RankGroup
 from ebbtide.trainer.settings import TrainerSettings
 from ebbtide.trainer.step_clock import TRAIN, StepClock
@@ -57,19 +59,35 @@ class _Trained:
     told: asyncio.Task[None] | None = None  # reports the step once its weights are announced
 
 
-async def train_run(client: Client, lease: Lease, settings: TrainerSettings, crew: RankGroup | None = None) -> None:
+async def train_run(
+    client: Client,
+    lease: Lease,
+    settings: TrainerSettings,
+    crew: RankGroup | None = None,
+    lending: LendingRanks | None = None,
+) -> None:
     """Trains the lease's run to its end. Raises `InvalidRequest` or `RunFailed` if the run is at fault."""
     following, lineage = RunFollower(client, lease.run_id), new_fence()
-
-    loan = DeviceLoan(Path(settings.grant_dir), run_id=lease.run_id, lease=lease.number) if settings.generate else None
-    device = loan or OwnDevice()
+    loan = _loan(lease, settings, lending)
+    device: TrainingDevice = loan or OwnDevice()
 
     async def work() -> None:
         await device.take_back()  # the model's weights need its memory
         learning, collector, resumed = await TrainingStart(lease, settings, crew, following, lineage).begin()
-        await Training(client, lease, settings, following, lineage, learning, collector, device).run(resumed)
+        own = MemoryLoan(loan, learning) if loan and learning.on_gpu else device
+        await Training(client, lease, settings, following, lineage, learning, collector, own).run(resumed)
 
     await race(following.run(), work(), *([loan.run()] if loan else []))
+
+
+def _loan(lease: Lease, settings: TrainerSettings, lending: LendingRanks | None) -> DeviceLoan | SharedLoan | None:
+    """The devices of all ranks, if the trainer lends them. `lending`: some are on other hosts."""
+    if not settings.generate:
+        return None
+    folder = Path(settings.grant_dir)
+    if lending is not None:
+        return SharedLoan(folder, lending, run_id=lease.run_id, lease=lease.number)
+    return DeviceLoan(folder, run_id=lease.run_id, lease=lease.number)
 
 
 class Training:

@@ -6,9 +6,10 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from ebbtide.free_ports import free_port
 from ebbtide.grants import socket_path
 from ebbtide.rpc.channel import open_socket
 from ebbtide.testing import wait_until
@@ -36,10 +37,38 @@ telemetry.configure("owner")
 asyncio.run(own(*sys.argv[1:]))
 """
 
+#: One of a trainer's ranks, each on a host of its own: it takes all devices back, or follows rank 0.
+RANK = """
+import asyncio, os, sys
+from pathlib import Path
+from torch.distributed import TCPStore
+from ebbtide import telemetry
+from ebbtide.trainer.lending.lending_places import tell_places
+from ebbtide.trainer.lending.loan_follower import LoanFollower
+from ebbtide.trainer.lending.shared_loan import LendingRanks, SharedLoan
+from ebbtide.trainer.ranks.rank_board import RankBoard
+
+async def rank(number, folder, lease):
+    if not number:
+        store = TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=True, wait_for_workers=False)
+    board = RankBoard()
+    leaders = await tell_places(board, number, 2, folder)
+    if number:
+        await LoanFollower(Path(folder), board, number).run()
+    loan = SharedLoan(Path(folder), LendingRanks(board, leaders), run_id="r", lease=lease)
+    running = asyncio.create_task(loan.run())
+    await loan.take_back()
+    print("taken", flush=True)
+    await running
+
+telemetry.configure("rank")
+asyncio.run(rank(int(sys.argv[1]), sys.argv[2], int(sys.argv[3])))
+"""
+
 
 class ArbiterProcess:
-    def __init__(self, folder: Path, **settings: object) -> None:
-        self.folder, self._settings = folder, settings
+    def __init__(self, folder: Path, environment: Mapping[str, str] | None = None, **settings: object) -> None:
+        self.folder, self._settings, self._environment = folder, settings, environment
         self._ready = folder.parent / "arbiter.json"
         self.process = self._started()
 
@@ -52,7 +81,7 @@ class ArbiterProcess:
             **self._settings,
         }
         flags = [text for name, value in given.items() for text in (f"--{name.replace('_', '-')}", str(value))]
-        return subprocess.Popen([sys.executable, "-m", "ebbtide.device_arbiter", *flags])
+        return subprocess.Popen([sys.executable, "-m", "ebbtide.device_arbiter", *flags], env=self._environment)
 
     async def ready(self) -> None:
         await wait_until(lambda: self._ready.exists() or self.process.poll() is not None, 20)
@@ -75,8 +104,10 @@ class ArbiterProcess:
 
 
 @contextlib.contextmanager
-def arbiter_process(folder: Path, **settings: object) -> Iterator[ArbiterProcess]:
-    arbiter = ArbiterProcess(folder, **settings)
+def arbiter_process(
+    folder: Path, *, environment: Mapping[str, str] | None = None, **settings: object
+) -> Iterator[ArbiterProcess]:
+    arbiter = ArbiterProcess(folder, environment, **settings)
     try:
         yield arbiter
     finally:
@@ -84,13 +115,33 @@ def arbiter_process(folder: Path, **settings: object) -> Iterator[ArbiterProcess
 
 
 @contextlib.contextmanager
-def owner_process(folder: Path, *, run_id: str = "r", lease: int = 1) -> Iterator[subprocess.Popen[bytes]]:
+def owner_process(
+    folder: Path, *, run_id: str = "r", lease: int = 1, environment: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
     """A trainer that has taken the device back, once it has said so."""
     command = [sys.executable, "-c", OWNER, str(folder), run_id, str(lease)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as owner:
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, env=environment) as owner:
         try:
             assert owner.stdout
             assert owner.stdout.readline() == b"taken\n"
             yield owner
         finally:
             owner.kill()
+
+
+@contextlib.contextmanager
+def rank_processes(folders: Sequence[Path], *, lease: int) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """The ranks of a trainer that has taken the devices of all its hosts back."""
+    meeting = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = []
+    try:
+        for number, folder in enumerate(folders):
+            command = [sys.executable, "-c", RANK, str(number), str(folder), str(lease)]
+            ranks.append(subprocess.Popen(command, cwd=ROOT, env=meeting, stdout=subprocess.PIPE))
+        assert ranks[0].stdout
+        assert ranks[0].stdout.readline() == b"taken\n"
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()

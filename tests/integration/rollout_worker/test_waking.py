@@ -42,6 +42,11 @@ step_for_ever(Path(sys.argv[1]), "w1", "fair", 0.005, os.getppid())
 
 
 class Sleeper:
+    by_stages = True
+
+    async def wake(self) -> None:
+        pass
+
     async def give_up_cache(self) -> None:
         pass
 

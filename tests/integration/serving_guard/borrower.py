@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -34,13 +34,20 @@ TOKENS = 4  # of each step
 class Borrowing:
     """Starts such a worker and reads its page."""
 
-    def __init__(self, folder: Path, worker_id: str = "w1", manner: str = "fair", step_s: float = 0.005) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        worker_id: str = "w1",
+        manner: str = "fair",
+        step_s: float = 0.005,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.folder, self.worker_id = folder, worker_id
         page = Page(page_path(folder, worker_id), create=True)
         page.close()
         self.page = Page(page_path(folder, worker_id))
         arguments = (str(folder), worker_id, manner, str(step_s))
-        self.process = subprocess.Popen([sys.executable, "-m", __name__, *arguments], cwd=ROOT)
+        self.process = subprocess.Popen([sys.executable, "-m", __name__, *arguments], cwd=ROOT, env=environment)
 
     @property
     def engine(self) -> int:

@@ -32,7 +32,7 @@ SCRIPTED_END = 1
 class Program:
     """One program as its own process; started again, it listens where it did. `runner`: what Python starts it by."""
 
-    runner = ("-m",)
+    runner: tuple[str, ...] = ("-m",)
 
     def __init__(self, module: str, directory: Path, *flags: str, listens: bool = False) -> None:
         self._module, self._flags, self._listens = module, flags, listens
@@ -71,10 +71,17 @@ class Program:
 
 
 class Cluster:
-    """Four programs, and a worker with a scripted engine. `trainer`: more flags of the trainer's."""
+    """Four programs, and a worker with a scripted engine. `trainer`: more flags of the trainer's; `trainer_runner`:
+    what Python starts it by."""
 
-    def __init__(self, directory: Path, redis_url: str, trainer: tuple[str, ...] = ()) -> None:
-        self.directory, self._trainer = directory, trainer
+    def __init__(
+        self,
+        directory: Path,
+        redis_url: str,
+        trainer: tuple[str, ...] = (),
+        trainer_runner: tuple[str, ...] = Program.runner,
+    ) -> None:
+        self.directory, self._trainer, self._runner = directory, trainer, trainer_runner
         self.coordinator = Program(
             "coordinator",
             directory,
@@ -98,6 +105,7 @@ class Cluster:
             "trainer": Program("trainer", self.directory, *runs, *cpu, "--holder", "trainer", *self._trainer),
             "driver": Program("driver", self.directory, *runs, *_trust(), "--holder", "driver"),
         }
+        self.programs["trainer"].runner = self._runner
         for program in self.programs.values():
             program.launch()
         for program in self.programs.values():

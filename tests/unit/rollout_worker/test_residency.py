@@ -23,8 +23,13 @@ class Recorder:
         self.going = asyncio.Event()
         self.going.set()
 
+    by_stages = True
+
     async def give_up_cache(self) -> None:
         self.asked.append("cache")
+
+    async def wake(self) -> None:
+        self.asked.append("wake")
 
     async def give_up_weights(self) -> None:
         self.asked.append("weights")
@@ -42,11 +47,11 @@ class Recorder:
 @pytest.mark.parametrize(
     ("levels", "asked"),
     [
-        ([HOST, AWAKE], ["cache"]),
+        ([HOST, AWAKE], ["cache", "wake"]),
         ([AWAY, AWAKE], ["cache", "weights", "restore"]),
         ([HOST, AWAY, AWAKE], ["cache", "weights", "restore"]),
         ([AWAY, HOST, AWAKE], ["cache", "weights", "restore"]),
-        ([AWAKE, HOST, HOST, AWAKE, AWAKE], ["cache"]),
+        ([AWAKE, HOST, HOST, AWAKE, AWAKE], ["cache", "wake"]),
     ],
 )
 async def test_each_step_down_is_made_once_and_a_wake_up_undoes_all(levels: list[Residency], asked: list[str]) -> None:
@@ -56,6 +61,36 @@ async def test_each_step_down_is_made_once_and_a_wake_up_undoes_all(levels: list
         await sleeping.be(level)
     assert recorder.asked == asked
     assert sleeping.residency is AWAKE
+
+
+@pytest.mark.parametrize(
+    ("levels", "asked"),
+    [
+        ([HOST, AWAKE], ["cache", "wake"]),
+        ([AWAY, AWAKE], ["weights", "restore"]),
+        ([HOST, AWAY, AWAKE], ["cache", "wake"]),
+        ([AWAY, HOST, AWAKE], ["weights", "restore"]),
+    ],
+)
+async def test_an_engine_on_a_gpu_gives_all_its_memory_up_once_at_either_level(
+    levels: list[Residency], asked: list[str]
+) -> None:
+    recorder = Recorder()
+    recorder.by_stages = False
+    sleeping = WeightSleep(recorder, recorder)
+    for level in levels:
+        await sleeping.be(level)
+    assert recorder.asked == asked
+    assert sleeping.residency is AWAKE
+
+
+async def test_an_engine_on_a_gpu_without_a_way_back_keeps_its_weights_in_host_memory() -> None:
+    recorder = Recorder()
+    recorder.by_stages = recorder.may_rest = False
+    sleeping = WeightSleep(recorder, recorder)
+    await sleeping.be(AWAY)
+    assert recorder.asked == ["cache"]
+    assert sleeping.residency is HOST
 
 
 async def test_wake_ups_are_measured_by_the_level_that_they_came_from() -> None:

@@ -1,7 +1,6 @@
 """Decides where the weights of a borrowing engine should stay: on the device, in host memory, or nowhere.
 
-The result is a wish: workers fulfil it on CPU builds. Workers on GPUs do not, because they do not use vLLM's sleep
-mode.
+The result is a wish. Workers on GPUs fulfil it by vLLM's sleep mode, from AWAKE; on CPU builds by giving up memory.
 
 Invariant: weights go down a level only while memory is short after all keys and values were given back. They come up
 only if there is room and the expected idle time pays for the wake-up. Both lower levels free the same memory on a

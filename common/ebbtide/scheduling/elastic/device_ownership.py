@@ -8,9 +8,10 @@ owner takes to come back.
 A run's newer lease replaces the older one, which is refused from then on. Another run waits until the owner is gone.
 
 Invariant: at most one owner, of which one connection counts, the newest. Lost with the process: owners state their
-lease and wish again.
+lease and wish again. The next life is handed the newest leases, so that it refuses older ones from its beginning on.
 """
 
+from collections.abc import Iterable
 from typing import Final
 
 from msgspec import Struct
@@ -44,14 +45,24 @@ class DeviceOwnership:
     `silent_s`: it is gone after such a silence; `rejoin_s`: it may reconnect for so long after its stream broke.
     """
 
-    def __init__(self, now: float, *, settle_s: float, silent_s: float, rejoin_s: float) -> None:
+    def __init__(
+        self,
+        now: float,
+        *,
+        settle_s: float,
+        silent_s: float,
+        rejoin_s: float,
+        remembered: Iterable[OwnerLease] = (),
+    ) -> None:
+        """`remembered`: the `newest` leases of the arbiter's former life."""
         self._silent_s, self._rejoin_s = silent_s, rejoin_s
         self._settled_at = now + settle_s
         self._gone_at = self._settled_at  # the owner is gone from then on
         self._claim: DeviceClaim | None = None
         self._lease: OwnerLease | None = None
         self._lends = False  # the owner's newest wish
-        self._newest: dict[str, tuple[OwnerLease, float]] = {}  # of each run, and when it was last heard of
+        #: Of each run, and when it was last heard of.
+        self._newest = {lease.run_id: (lease, now) for lease in remembered}
 
     def claim(self, now: float, lease: OwnerLease, *, lends: bool) -> DeviceClaim:
         """Own the device by `lease`. Raises `Superseded` for an older lease of a run, and `NotReady` while a trainer of
@@ -99,6 +110,10 @@ class DeviceOwnership:
         if not self._lives(now):
             return "abandoned"
         return "lent" if self._lends else "held"
+
+    def newest(self) -> tuple[OwnerLease, ...]:
+        """The newest lease of each run, those heard of last at the end."""
+        return tuple(lease for lease, _ in self._newest.values())
 
     @property
     def owner(self) -> OwnerLease | None:

@@ -1,10 +1,16 @@
 """Moves the weights of a borrowed engine to where the guard's grants wish them.
 
 Invariant: `residency` is where the weights are, whole; between two levels it is the one that promises less. At every
-level, requests keep their tokens: they wait, and the engine computes or loads again what it gave up. On a CPU build
-weights lie in host memory anyway: HOST means that it gives up all memory of keys and values, and AWAY that of the
-weights too. An install of the version that the engine served brings them back from the host's mirror. vLLM's own sleep
-mode is for GPUs and only warns on CPUs; engines on GPUs stay awake.
+level, requests keep their tokens: they wait, and the engine computes or loads again what it gave up.
+
+- On a GPU vLLM's sleep mode gives all memory of the engine back at either level. At HOST a copy of the weights waits in
+  host memory; at AWAY there is none. The engine goes to either level from AWAKE alone: at HOST it has given the GPU's
+  memory back already, and could drop its copy only by taking that memory again.
+- On a CPU build weights lie in host memory anyway: HOST means that the engine gives up all memory of keys and values,
+  and AWAY that of the weights too.
+
+From AWAY, an install of the version that the engine served, or of the one wished for by now, brings the weights back
+from the host's mirror.
 """
 
 import asyncio
@@ -22,9 +28,14 @@ log = telemetry.get_logger(__name__)
 class SleepingEngine(Protocol):
     """The engine: see `VllmEngine`."""
 
+    @property
+    def by_stages(self) -> bool: ...
+
     async def give_up_cache(self) -> None: ...
 
     async def give_up_weights(self) -> None: ...
+
+    async def wake(self) -> None: ...
 
 
 class ResidencySource(Protocol):
@@ -65,10 +76,13 @@ class WeightSleep:
                 await self._go_down(wanted)
 
     async def _go_down(self, wanted: Residency) -> None:
+        by_stages = self._engine.by_stages
+        if self.residency is Residency.HOST and not by_stages:
+            return
         if wanted is Residency.AWAY and not self._source.rest():
             wanted = Residency.HOST  # there is no version to come back to, or one is being installed
         start = time.monotonic()
-        if self.residency is Residency.AWAKE:
+        if self.residency is Residency.AWAKE and (by_stages or wanted is Residency.HOST):
             await self._engine.give_up_cache()
             self.residency = Residency.HOST
         if wanted is Residency.AWAY:
@@ -88,6 +102,8 @@ class WeightSleep:
                     self._hindrance = str(error)
                     log.warning("weights do not come back yet", reason=self._hindrance)
                 return
+        elif was is Residency.HOST:
+            await self._engine.wake()
         self.residency, self._hindrance = Residency.AWAKE, ""
         took_s = time.monotonic() - start
         if was is Residency.AWAY:

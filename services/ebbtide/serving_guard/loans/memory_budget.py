@@ -3,17 +3,16 @@
 Invariant: the keys and values that all borrowers may hold, those that serving holds and a headroom for serving never
 exceed the stated limit for the pair. Memory that cannot be read counts as none. Serving's use is computed from the
 tokens inside if its traffic passes the guard, and read from the engine's metrics otherwise. On a GPU the device reports
-its free memory: vLLM never shrinks its pool of keys and values, so only sleep would free memory there. The place of the
-weights is a wish: an engine that cannot fulfil it goes on (workers do not use vLLM's sleep mode on GPUs).
+its free memory: vLLM never shrinks its pool of keys and values, so only sleep frees memory there. The place of the
+weights is a wish: an engine that cannot fulfil it goes on.
 """
 
-import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Final
 
 from ebbtide import telemetry
 from ebbtide.errors import InvalidRequest
+from ebbtide.loans.gpu_memory import Device, host_memory, open_device
 from ebbtide.loans.grant_issuer import UNREADABLE, AllowedMemory
 from ebbtide.scheduling.coserving import weight_residency
 from ebbtide.scheduling.coserving.kv_budget import NORMAL, KvAllowance, KvBudget
@@ -26,48 +25,6 @@ log = telemetry.get_logger(__name__)
 _RESERVE: Final = 0.03
 #: On a host, where only a limit for keys and values is stated, weights return when this share of it is free.
 _ROOM: Final = 0.1
-#: How long one reading of a device is used: NVML takes up to a millisecond for one.
-_FRESH_S: Final = 0.1
-
-
-class Device(Protocol):
-    """A GPU whose memory can be read."""
-
-    def memory(self) -> tuple[int, int]:
-        """Free bytes, and all bytes."""
-        ...
-
-
-class NvmlDevice:
-    """One GPU, or one MIG instance of it."""
-
-    def __init__(self, nvml: Any, handle: Any) -> None:
-        self._nvml, self._handle = nvml, handle
-        self._read: tuple[int, int] = (0, 0)
-        self._fresh_until = float("-inf")
-
-    def memory(self) -> tuple[int, int]:
-        """Free bytes, and all bytes, whatever uses the rest; at most 0.1 s old."""
-        now = time.monotonic()
-        if now >= self._fresh_until:
-            found = self._nvml.nvmlDeviceGetMemoryInfo(self._handle)
-            self._read, self._fresh_until = (int(found.free), int(found.total)), now + _FRESH_S
-        return self._read
-
-
-def open_device(uuid: str) -> NvmlDevice:
-    """Open the device with NVML's id `uuid` ("GPU-..." or "MIG-..."). Raises `InvalidRequest` if it cannot be read."""
-    try:
-        import pynvml
-    except ImportError:
-        raise InvalidRequest("needs nvidia-ml-py: install ebbtide[guard]", field="device") from None
-    try:
-        pynvml.nvmlInit()
-        device = NvmlDevice(pynvml, pynvml.nvmlDeviceGetHandleByUUID(uuid))
-        device.memory()
-    except pynvml.NVMLError as error:
-        raise InvalidRequest(f"{uuid} cannot be read: {error}", field="device") from None
-    return device
 
 
 class _Borrower:
@@ -200,10 +157,3 @@ class MemoryBudget:
 def _needed(borrower: _Borrower, full: int) -> int:
     """The bytes for all borrowers at which this one's share is enough for one of its rollouts."""
     return -(-borrower.needs * full // borrower.hello.kv_bytes) if borrower.hello.kv_bytes > 0 else 0
-
-
-def host_memory(path: Path = Path("/proc/meminfo")) -> tuple[int, int]:
-    """Available bytes of the host's memory, and all bytes."""
-    found = dict(line.split(":", 1) for line in path.read_text().splitlines() if ":" in line)
-    available, total = (int(found[name].split()[0]) << 10 for name in ("MemAvailable", "MemTotal"))
-    return available, total

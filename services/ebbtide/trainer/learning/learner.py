@@ -10,13 +10,14 @@ Invariant: `version` numbers the policy in the parameters between steps; only th
 checkpoint remains.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from ebbtide.trainer.learning.grpo import policy_loss, token_logprobs
 from ebbtide.trainer.learning.network import Network
@@ -108,6 +109,18 @@ class Learner:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._optimizer.load_state_dict(state["optimizer"])
         self._scheduler.load_state_dict(state["scheduler"])
+
+    def movable(self) -> Iterator[Tensor]:
+        """Lists what only training needs: the optimiser's state, unfinished gradients, the reference network's weights.
+
+        FSDP keeps its own views of a sharded reference network, which stays. Drops gradients that are used up."""
+        if self._accumulated is None:
+            self._optimizer.zero_grad()
+        for state in self._optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
+        yield from (parameter.grad for parameter in self.network.parameters() if parameter.grad is not None)
+        if self._reference is not None:
+            yield from (one for one in self._reference.parameters() if not isinstance(one, DTensor))
 
     def step(self, samples: Sequence[TrainingSample], rng: Random) -> StepStats:
         """Updates on all `samples` (at least one), `epochs` times, in minibatches shuffled by `rng`."""

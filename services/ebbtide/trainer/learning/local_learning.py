@@ -23,6 +23,7 @@ from ebbtide.trainer.learning.experience import samples_of, summary
 from ebbtide.trainer.learning.learner import Learner, LearnerSettings
 from ebbtide.trainer.learning.network import Network, load_network, load_tokenizer
 from ebbtide.trainer.learning.step_stats import StepStats
+from ebbtide.trainer.learning.trainer_memory import CudaRoom, TrainerMemory
 from ebbtide.trainer.learning.training_batches import TrainingSample
 from ebbtide.trainer.ranks.network_sharding import local, own_tensors
 from ebbtide.trainer.ranks.rank_world import RankWorld
@@ -58,8 +59,24 @@ class LocalLearning:
             reference = self._place(Path(spec.model)).requires_grad_(False)
         settings = _settings(spec, end_tokens(source))
         self._learner = Learner(self._network, settings, version=0, reference=reference, ranks=world)
+        self._memory = TrainerMemory(self._learner.movable, CudaRoom(device)) if self.on_gpu else None
         self._keeps: bool | None = None if keep_published else False  # None: unknown
         self._added = 0  # samples of the step's groups so far
+
+    @property
+    def on_gpu(self) -> bool:
+        return self._device.startswith("cuda")
+
+    def give_up_memory(self, needed: int) -> None:
+        """Makes room on the GPU, until `restore_memory`, for an engine that needs so many bytes. No step trains
+        meanwhile."""
+        if self._memory is not None:
+            self._memory.give_up(needed)
+
+    def restore_memory(self) -> None:
+        """Brings back what `give_up_memory` moved."""
+        if self._memory is not None:
+            self._memory.restore()
 
     def _place(self, source: Path) -> Network:
         if self._world is None:
@@ -165,7 +182,8 @@ class LocalLearning:
 
     def checkpoint(self, folder: Path, state: TrainingState, *, keep: int) -> Path:
         """Writes a durable checkpoint into `folder`, where the `keep` newest stay. Returns its directory."""
-        path = training_checkpoint.write(folder, self._network, self._tokenizer, self._learner.state_dict(), state)
+        with self._memory.still if self._memory is not None else contextlib.nullcontext():
+            path = training_checkpoint.write(folder, self._network, self._tokenizer, self._learner.state_dict(), state)
         training_checkpoint.keep_newest(folder, keep)
         return path
 

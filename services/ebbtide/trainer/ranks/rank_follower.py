@@ -20,9 +20,11 @@ from ebbtide.trainer.ranks.rank_group import ORDERS_S, answer, renewed
 from ebbtide.trainer.ranks.rank_orders import (
     AccumulateOrder,
     BeginOrder,
+    GiveUpOrder,
     Order,
     OverOrder,
     PublishOrder,
+    RestoreOrder,
     ResumeOrder,
     SaveOrder,
     TrainOrder,
@@ -105,6 +107,10 @@ class RankFollower:
                     self._own().update()
                 case SaveOrder():
                     self._own().write_part(Path(order.directory))
+                case GiveUpOrder():
+                    self._own().give_up_memory(order.needed)
+                case RestoreOrder():
+                    self._own().restore_memory()
                 case PublishOrder() | OverOrder():
                     pass  # done after the answer to rank 0
 

@@ -151,6 +151,14 @@ class RankZeroLearning(LocalLearning):
         with self._crew.order(rank_orders.UpdateOrder()):
             return super().update()
 
+    def give_up_memory(self, needed: int) -> None:
+        with self._crew.order(rank_orders.GiveUpOrder(needed=needed)):
+            super().give_up_memory(needed)
+
+    def restore_memory(self) -> None:
+        with self._crew.order(rank_orders.RestoreOrder()):
+            super().restore_memory()
+
     def exchange(self) -> TorchExchange:
         with self._crew.order(rank_orders.PublishOrder()):
             return self._exchange

@@ -67,12 +67,31 @@ class SaveOrder(Struct, frozen=True, kw_only=True, tag="Save"):
     directory: str
 
 
+class GiveUpOrder(Struct, frozen=True, kw_only=True, tag="GiveUp"):
+    """Make room on the device for an engine that needs so many bytes."""
+
+    needed: int
+
+
+class RestoreOrder(Struct, frozen=True, kw_only=True, tag="Restore"):
+    """Bring back what was moved off the device."""
+
+
 class OverOrder(Struct, frozen=True, kw_only=True, tag="Over"):
     """Rank 0 ends."""
 
 
 Order: TypeAlias = (
-    BeginOrder | ResumeOrder | TrainOrder | AccumulateOrder | UpdateOrder | PublishOrder | SaveOrder | OverOrder
+    BeginOrder
+    | ResumeOrder
+    | TrainOrder
+    | AccumulateOrder
+    | UpdateOrder
+    | PublishOrder
+    | SaveOrder
+    | GiveUpOrder
+    | RestoreOrder
+    | OverOrder
 )
 
 

@@ -40,7 +40,7 @@ class BorrowedEngine:
         """Makes the page if there is none. Raises `InvalidRequest` for a file that is no page of this user's own."""
         self.path, self.step_tokens = path, step_tokens
         self.page = Page(path, create=True)
-        self.weights_bytes = 0
+        self.weights_bytes = 0  # on one device; without sleep mode, of the checkpoint
         self.device = ""  # NVML's id of the GPU; empty: none
 
     def arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -56,6 +56,16 @@ class BorrowedEngine:
             text = f"must be at least the number of slots, {arguments['max_num_seqs']}, which may be in one step"
             raise InvalidRequest(text, field="step_tokens")
         return {**arguments, **fixed}
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether it gives memory back by vLLM's sleep mode, which is for GPUs and only warns on CPUs."""
+        return not is_cpu_build()
+
+    def measured(self, pool_bytes: int) -> None:
+        """The booted engine gives so many bytes of a device back when it sleeps."""
+        steps = self.page.steps()
+        self.weights_bytes = max(0, pool_bytes - steps.kv_total * steps.block_bytes) or self.weights_bytes
 
     def set_environment(self) -> None:
         """Prepare the engine's processes, forked and spawned. Must come before OpenMP is loaded: its threads would take

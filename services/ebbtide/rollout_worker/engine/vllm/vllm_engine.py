@@ -13,7 +13,7 @@ import logging
 import multiprocessing
 import os
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
@@ -27,6 +27,7 @@ from ebbtide.rollout_worker.engine import EngineFailed, EngineRequest, Shapes, T
 from ebbtide.rollout_worker.engine.measured_steps import EngineCapacity
 from ebbtide.rollout_worker.engine.vllm import cpu_build, vllm_plugin
 from ebbtide.rollout_worker.engine.vllm.borrowed_engine import BorrowedEngine
+from ebbtide.rollout_worker.engine.vllm.engine_pauses import CACHE, DEAD, WEIGHTS, EnginePauses
 from ebbtide.rollout_worker.engine.vllm.vllm_conversions import (
     ENDED,
     device_name,
@@ -49,10 +50,11 @@ log = telemetry.get_logger(__name__)
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
 _AWAY = "weights away"
+#: vLLM's levels of sleep: weights in the host's memory, or nowhere.
+_SLEEP_HOST, _SLEEP_AWAY = 1, 2
 _SCHEDULERS = "ebbtide.rollout_worker.engine.vllm.evicting_scheduler"
 #: Time for an engine process to end.
 _END_S = 10.0
-_DEAD = "the engine's process died; its log says why"
 
 
 class VllmEngine:
@@ -65,13 +67,13 @@ class VllmEngine:
         self._slots = slots
         self._settings = settings
         self._shapes: Shapes = {}
-        self._paused: set[str] = set()
-        self._pausing = asyncio.Lock()
         self._salt = 0
-        self._away = False
+        self._away = self._asleep = False
+        self._weights_still = asyncio.Condition()  # held by what moves weights or replaces them
         self._tokenizer: Any = None
         self._llm: Any = None
         self._updates: Any = None
+        self._pauses: Any = None
         self._telling: set[asyncio.Future[None]] = set()  # messages on their way
 
     @property
@@ -96,7 +98,10 @@ class VllmEngine:
         self._shapes = checkpoint_facts.tensor_shapes(self._root)
         info, self._llm = await _starts().do(lambda: self._boot(again=True)) if aside else self._boot()
         dtypes = checkpoint_facts.tensor_dtypes(self._root)
+        self._pauses = EnginePauses(self._llm)
         self._updates = await VersionUpdates.learned(self._llm, self._shapes, dtypes)
+        if self._borrowed and self._borrowed.sleeps:
+            self._borrowed.measured(await self._updates.pool_bytes())
         with self._borrowed.warming_up() if self._borrowed else nullcontext():
             await self._warm_up()
         # After the start of the engine's processes: they may be forked, and threads do not survive that.
@@ -160,7 +165,7 @@ class VllmEngine:
                     finish, cached = _REASONS.get(completion.finish_reason), output.num_cached_tokens or 0
                     yield TokenDelta(ids, logprobs(completion), versions, finish, scores, cached)
             except EngineDeadError as error:
-                raise EngineFailed(_DEAD) from error
+                raise EngineFailed(DEAD) from error
             except (VLLMClientError, ValueError) as error:
                 raise InvalidRequest(f"vLLM refuses the request: {error}") from error
             except EngineGenerateError as error:
@@ -189,14 +194,24 @@ class VllmEngine:
         return text
 
     async def install(self, version: int, weights: Path, changes: Path | None = None) -> float:
+        async with self._weights_still:
+            await self._weights_still.wait_for(lambda: not self._asleep)
+            return await self._install(version, weights, changes)
+
+    async def _install(self, version: int, weights: Path, changes: Path | None) -> float:
         self.check()
         how = await self._updates.prepare(version, weights, None if self._away else changes)
         start = time.monotonic()
         # vLLM's own call waits longer, to no purpose here.
-        await self._hold("install", self._llm.engine_core.pause_scheduler_async)
+        await self._pauses.hold("install", self._llm.engine_core.pause_scheduler_async)
         self._salt += 1
+        sleeping = self._away and not self.by_stages
         try:
+            if sleeping:
+                await self._pauses.wake(WEIGHTS)
             await self._updates.apply(version, how)
+            if sleeping:
+                await self._pauses.wake(CACHE)
             await self.resume("install")
             if self._away:
                 self._away = False
@@ -207,44 +222,54 @@ class VllmEngine:
             raise EngineFailed(f"version {version} could not be applied whole: {error}") from error
         return pause_s
 
+    @property
+    def by_stages(self) -> bool:
+        """Whether it gives up its cache first, and its weights then. An engine on a GPU gives both up at once."""
+        return self._borrowed is None or not self._borrowed.sleeps
+
     async def give_up_cache(self) -> None:
-        """Free keys and values above the page's limit at once, and all cached ones. Requests keep their tokens."""
-        await self._llm.reset_prefix_cache()
+        """Free keys and values above the page's limit at once, and all cached ones. Requests keep their tokens. On a
+        GPU all keys and values go, and weights move to host memory: installs wait for `wake`. Raises `EngineFailed`."""
+        if self.by_stages:
+            await self._llm.reset_prefix_cache()
+            return
+        async with self._weights_still:
+            await self._pauses.sleep(_AWAY, _SLEEP_HOST)
+            self._asleep = True
+
+    async def wake(self) -> None:
+        """Undo `give_up_cache`. Raises `EngineFailed`."""
+        if self._asleep:
+            async with self._weights_still:
+                await self._pauses.wake()
+                self._asleep = False
+                await self.resume(_AWAY)
+                self._weights_still.notify_all()
 
     async def give_up_weights(self) -> None:
-        """Free the weights' memory, on a CPU build. Generation stands still until the next install of any version.
+        """Free the weights' memory; on a GPU all of it. Generation stands still until the next install of any version.
         Raises `EngineFailed`."""
-        await self.pause(_AWAY)
-        self._away = True
-        try:
-            await self._updates.drop()
-        except Exception as error:
-            raise EngineFailed(f"the weights were given up in part: {error}") from error
+        async with self._weights_still:
+            self._away = True
+            if not self.by_stages:
+                await self._pauses.sleep(_AWAY, _SLEEP_AWAY)
+                return
+            await self.pause(_AWAY)
+            try:
+                await self._updates.drop()
+            except Exception as error:
+                raise EngineFailed(f"the weights were given up in part: {error}") from error
 
     async def pause(self, reason: str) -> None:
-        await self._hold(reason, self._llm.pause_generation)
-
-    async def _hold(self, reason: str, stop: Callable[..., Awaitable[None]]) -> None:
         self.check()
-        from vllm.v1.engine.exceptions import EngineDeadError
-
-        async with self._pausing:
-            if not self._paused:
-                try:
-                    await stop(mode="keep", clear_cache=False)
-                except EngineDeadError as error:
-                    raise EngineFailed(_DEAD) from error
-            self._paused.add(reason)
+        await self._pauses.hold(reason)
 
     async def resume(self, reason: str) -> None:
-        async with self._pausing:
-            if self._paused == {reason}:
-                await self._llm.resume_generation()
-            self._paused.discard(reason)
+        await self._pauses.resume(reason)
 
     def check(self) -> None:
         if self._llm is not None and self._llm.errored:
-            raise EngineFailed(_DEAD)
+            raise EngineFailed(DEAD)
 
     async def stop(self) -> None:
         """End the engine's processes. They may take seconds, while this process goes on."""
@@ -286,7 +311,10 @@ class VllmEngine:
                 settings.threads, settings.tensor_parallel_size, settings.kv_cache_mib
             )
         arguments |= _extra(settings.engine_args)
-        return self._borrowed.arguments(arguments) if self._borrowed else arguments
+        if self._borrowed is None:
+            return arguments
+        sleep = {} if cpu_build.is_cpu_build() else {"enable_sleep_mode": True}
+        return self._borrowed.arguments(arguments) | sleep
 
     def _environment(self) -> None:
         os.environ["HF_HUB_OFFLINE"] = os.environ["VLLM_NO_USAGE_STATS"] = "1"

@@ -147,6 +147,14 @@ class TileTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
         """Give the memory of all weights back to the system. Only an update without `in_place` restores them."""
         layerwise_reload.drop(self.model)
 
+    def pool_bytes(self) -> int:
+        """Bytes of this process's device that vLLM's sleep mode gives back; 0 without that mode."""
+        if not self.vllm_config.model_config.enable_sleep_mode:
+            return 0
+        from vllm.device_allocator import get_mem_allocator_instance
+
+        return int(get_mem_allocator_instance().get_current_usage())
+
     def shutdown(self) -> None:
         self.close_files()
 

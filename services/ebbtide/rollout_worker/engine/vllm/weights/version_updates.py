@@ -74,6 +74,11 @@ class VersionUpdates:
         """Give the weights' memory back; generation stands still until a whole version is applied."""
         await ask_ranks(self._llm, "drop")
 
+    async def pool_bytes(self) -> int:
+        """Bytes of one device that the engine gives back when it sleeps."""
+        found: int = max(await ask_ranks(self._llm, "pool_bytes"))
+        return found
+
     async def _close(self, refusal: Exception) -> None:
         try:
             await ask_ranks(self._llm, "close_files")

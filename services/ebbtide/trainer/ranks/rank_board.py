@@ -1,0 +1,86 @@
+"""Shares small notes between the ranks over the store where they meet, beside their orders.
+
+Invariant: notes die with the store, which is rank 0's or torchrun's. A wait has a connection of its own, so it delays
+no other call.
+"""
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Final, Protocol
+
+from torch.distributed import DistStoreError, TCPStore  # type: ignore[attr-defined]
+
+from ebbtide.errors import Unavailable
+from ebbtide.runtime import Aside
+
+#: Longest time of a call that need not wait for a note.
+_CALL: Final = timedelta(seconds=10)
+
+
+class RankNotes(Protocol):
+    """Notes by name. Raises `Unavailable` once the store is gone."""
+
+    async def put(self, name: str, note: bytes) -> None: ...
+
+    async def find(self, names: Sequence[str]) -> dict[str, bytes]:
+        """Those of the notes that there are."""
+        ...
+
+    async def await_one(self, name: str, timeout_s: float) -> bytes | None:
+        """The note, as soon as there is one; None if there is none in time."""
+        ...
+
+    async def remove(self, name: str) -> None: ...
+
+
+class RankBoard:
+    """The notes of the ranks that torch's environment variables name. Every rank may make one at any time."""
+
+    def __init__(self) -> None:
+        self._calls, self._waits = Aside("rank notes"), Aside("rank waits")
+        self._calling: Any = None
+        self._waiting: Any = None
+
+    async def put(self, name: str, note: bytes) -> None:
+        await self._calls.do(lambda: _reachable(lambda: self._store().set(name, note)))
+
+    async def find(self, names: Sequence[str]) -> dict[str, bytes]:
+        return await self._calls.do(lambda: _reachable(lambda: self._found(names)))
+
+    async def await_one(self, name: str, timeout_s: float) -> bytes | None:
+        return await self._waits.do(lambda: _reachable(lambda: self._awaited(name, timeout_s)))
+
+    async def remove(self, name: str) -> None:
+        await self._calls.do(lambda: _reachable(lambda: self._store().delete_key(name)))
+
+    def _store(self) -> Any:
+        self._calling = self._calling or _connected()
+        return self._calling
+
+    def _found(self, names: Sequence[str]) -> dict[str, bytes]:
+        store = self._store()
+        there = [name for name in names if store.check([name])]
+        return dict(zip(there, store.multi_get(there), strict=True)) if there else {}
+
+    def _awaited(self, name: str, timeout_s: float) -> bytes | None:
+        self._waiting = self._waiting or _connected()
+        try:
+            self._waiting.wait([name], timedelta(seconds=timeout_s))
+        except DistStoreError:
+            return None
+        note: bytes = self._waiting.get(name)
+        return note
+
+
+def _connected() -> Any:
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_CALL)
+
+
+def _reachable(call: Any) -> Any:
+    try:
+        return call()
+    except RuntimeError as error:
+        text = str(error).partition("\n")[0][:300]
+        raise Unavailable(f"the store where the ranks meet does not answer ({text})") from None
