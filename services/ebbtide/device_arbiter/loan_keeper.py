@@ -12,6 +12,8 @@ from collections.abc import Callable
 from math import inf
 from typing import Final
 
+from msgspec.structs import replace
+
 from ebbtide import telemetry
 from ebbtide.device_arbiter import metrics
 from ebbtide.device_arbiter.return_watch import DeviceReturn, DeviceTenant, ReturnWatch
@@ -51,7 +53,7 @@ class LoanKeeper:
         self._memory_s, self._clock = memory_s, clock
         self._forecast = LoanForecast()
         self._closed = False
-        self._lent = False
+        self._lent = self._hand_over = False
         self._looked_at = clock()
         self._taken_at = self._looked_at
         self._back = _NOTHING_BACK
@@ -77,17 +79,22 @@ class LoanKeeper:
         return "closed" if self._closed else self._ownership.state(self._clock())
 
     def forecast(self) -> Forecast:
-        return self._forecast.forecast(self._clock())
+        found = self._forecast.forecast(self._clock())
+        return replace(found, hand_over=True) if self._hand_over and not self._lent else found
 
     def close(self) -> None:
         """Take the device from engines for good."""
         self._closed = True
         self.review()
 
-    def wished(self, spell_s: float) -> None:
-        """The owner stated a new wish, which will probably stand for `spell_s`; 0: unknown."""
+    def wished(self, spell_s: float, *, hand_over: bool = False) -> None:
+        """The owner stated a new wish, which will probably stand for `spell_s`; 0: unknown. `hand_over`: while it has
+        the device, rollouts are to go on elsewhere.
+        """
+        self._hand_over = hand_over
         self.review()
         self._forecast.turn(self._clock(), lent=self._lent, spell_s=spell_s)
+        self._borrowers.news.set()
 
     def review(self) -> None:
         """Give or take the device as its ownership now says."""

@@ -52,8 +52,10 @@ class TrainingDevice(Protocol):
         """Engines may have it from now on, probably for `spell_s`; 0: unknown."""
         ...
 
-    async def take_back(self, spell_s: float = 0.0) -> None:
-        """Return once it is the trainer's alone, probably for `spell_s`; 0: unknown."""
+    async def take_back(self, spell_s: float = 0.0, *, hand_over: bool = False) -> None:
+        """Return once it is the trainer's alone, probably for `spell_s`; 0: unknown. `hand_over`: what its engines run
+        is to go on elsewhere at once.
+        """
         ...
 
 
@@ -63,7 +65,7 @@ class OwnDevice:
     def lend(self, spell_s: float = 0.0) -> None:
         """No engine borrows here."""
 
-    async def take_back(self, spell_s: float = 0.0) -> None:
+    async def take_back(self, spell_s: float = 0.0, *, hand_over: bool = False) -> None:
         """It was never lent."""
 
 
@@ -83,8 +85,8 @@ class DeviceLoan:
     def lend(self, spell_s: float = 0.0) -> None:
         self._want(lend=True, spell_s=spell_s)
 
-    async def take_back(self, spell_s: float = 0.0) -> None:
-        self._want(lend=False, spell_s=spell_s)
+    async def take_back(self, spell_s: float = 0.0, *, hand_over: bool = False) -> None:
+        self._want(lend=False, spell_s=spell_s, hand_over=hand_over)
         began = told = time.monotonic()
         while not self._back():
             if self._alone() and self._stands():
@@ -115,8 +117,9 @@ class DeviceLoan:
                 waits = pauses(0.05, 1.0)
             await asyncio.sleep(next(waits))
 
-    def _want(self, *, lend: bool, spell_s: float) -> None:
-        self._wish = replace(self._wish, sequence=self._wish.sequence + 1, lend=lend, spell_s=spell_s)
+    def _want(self, *, lend: bool, spell_s: float, hand_over: bool = False) -> None:
+        number = self._wish.sequence + 1
+        self._wish = replace(self._wish, sequence=number, lend=lend, spell_s=spell_s, hand_over=hand_over)
         self._stated.set()
 
     def _back(self) -> bool:
