@@ -278,8 +278,7 @@ class Mill:
 async def test_however_often_hosts_are_taken_back_no_token_is_lost_and_every_rollout_ends_once(
     cluster: Any, monkeypatch: pytest.MonkeyPatch, steady: int, rollouts: int
 ) -> None:
-    for module in (reclaim_risk, borrowed_hosts):
-        monkeypatch.setattr(module, "SHORT_S", 0.1)
+    monkeypatch.setattr(reclaim_risk, "SHORT_S", 0.1)
     made, run, length = Counter[str](), await cluster.run(), 24
     mills = [
         Mill(await lent(cluster, f"lent{number}", slots=6), length, made, random.Random(number)) for number in range(4)
