@@ -36,9 +36,10 @@ class NotedLoan:
         raise LeaseSuperseded("a newer lease owns the device")
 
     def lend(self, spell_s: float = 0.0) -> None:
-        self.deeds.append("lend")
+        if self.deeds[-1] != "lend":  # only the forecast is another
+            self.deeds.append("lend")
 
-    async def take_back(self, spell_s: float = 0.0) -> None:
+    async def take_back(self, spell_s: float = 0.0, *, hand_over: bool = False) -> None:
         self.deeds.append("take back")
         await self.taken.wait()
 

@@ -121,6 +121,13 @@ class WindowPlanner:
         lent_s = min(self._end_s(step, cut_s, 0.0) for cut_s in lengths_s) + switch_s
         return lent_s < (1.0 - _WORTH) * kept_s
 
+    def generation_s(self, view: LoanView) -> float:
+        """How long generation goes on if the devices generate until its end; 0.0 while nothing is known."""
+        if not self.lengths.known:
+            return 0.0
+        found = _Forecasts(view, self.lengths).generated_s(inf)
+        return found if found < inf else 0.0
+
     def surplus(self, view: LoanView, engine: float) -> bool:
         """Whether the step would end no later without one engine elsewhere of such a speed: it may be released."""
         if not self._token_s.known or not self.lengths.known or view.remote <= engine:
@@ -132,7 +139,7 @@ class WindowPlanner:
         return self.plan(_with_remote(view, remote)).end_s
 
     def _untaught(self, view: LoanView) -> LoanPlan:
-        groups = view.complete + len(view.groups)
+        groups = view.complete + view.weight * len(view.groups)
         local = sum(device.speed for device in view.devices)
         share = max(_UNTAUGHT, 1.0 - view.remote / local) if local > 0 else _UNTAUGHT
         at_s = 0.0 if view.remote > 0 and view.complete >= share * groups else inf
@@ -152,7 +159,7 @@ class _Forecasts:
     """Forecasts of one step, by the window. Invariant: `_found` has those that were asked for."""
 
     def __init__(self, view: LoanView, lengths: GroupLengths) -> None:
-        self._weight = max(1.0, len(view.groups) / _SAMPLE)
+        self._weight = view.weight * max(1.0, len(view.groups) / _SAMPLE)
         sampled = _evenly(view.groups, _SAMPLE)
         rests = [lengths.rests(group, place) for place, group in enumerate(sampled)]
         rollouts = [
@@ -257,6 +264,7 @@ def _with_remote(view: LoanView, remote: float) -> LoanView:
         kv_tokens=view.kv_tokens,
         pace=view.pace,
         read_s=view.read_s,
+        weight=view.weight,
     )
 
 
