@@ -58,6 +58,8 @@ class LoanKeeper:
         self._taken_at = self._looked_at
         self._back = _NOTHING_BACK
         self._timed_compute = self._timed_memory = True
+        self._compute_s = 0.0
+        self._spell_steps = 0, 0.0  # engines' steps since the device was lent last, and their seconds in all
         self._holding: dict[str, float] = {}  # engines with memory to give up -> since when
         self.seconds = {"held": 0.0, "lent": 0.0}
         self.take_backs = 0
@@ -118,7 +120,7 @@ class LoanKeeper:
             await asyncio.sleep(_RENEW_S if self._lent or self._back.memory else _LOOK_S)
 
     def _lend(self, now: float) -> None:
-        self._lent = True
+        self._lent, self._spell_steps = True, (0, 0.0)
         self._holding.clear()
         self._forecast.turn(now, lent=True)
         self._borrowers.news.set()
@@ -141,11 +143,14 @@ class LoanKeeper:
     def _returned(self, now: float) -> DeviceReturn:
         back = self._returns.look()
         if back.compute and not self._timed_compute:
-            self._timed_compute = True
-            metrics.COMPUTE_SECONDS.observe(now - self._taken_at)
+            self._timed_compute, self._compute_s = True, now - self._taken_at
+            metrics.COMPUTE_SECONDS.observe(self._compute_s)
         if back.memory and not self._timed_memory:
             self._timed_memory = True
             metrics.MEMORY_SECONDS.observe(now - self._taken_at)
+            count, seconds = self._spell_steps
+            mean_s = seconds / count if count else 0.0
+            log.info("device back", compute_s=self._compute_s, memory_s=now - self._taken_at, step_s=mean_s)
         self._press([] if back.memory else [one for one in self._returns.tenants() if one.holding or one.stepping], now)
         return back
 
@@ -165,6 +170,8 @@ class LoanKeeper:
         for loan in self._borrowers.all():
             for _, _, seconds in loan.new_steps():
                 self.step_s = max(_FADE * self.step_s, seconds)
+                count, sum_s = self._spell_steps
+                self._spell_steps = count + 1, sum_s + seconds
 
     def _count(self, now: float) -> None:
         spent, self._looked_at = max(0.0, now - self._looked_at), now

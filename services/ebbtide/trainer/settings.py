@@ -33,6 +33,10 @@ class TrainerSettings(WorkSettings, frozen=True, kw_only=True, forbid_unknown_fi
     grant_dir: Annotated[str, Meta(description="with generate: folder shared with the device-arbiter of this host")] = (
         ""
     )
+    window_s: Annotated[
+        float,
+        Meta(ge=0, description="with generate and runs that stream: lend for so long in each step; 0: as it is planned"),
+    ] = 0.0
     keep_checkpoints: Annotated[int, Meta(ge=1, description="newest checkpoints of a run that are kept")] = 2
     keep_published: Annotated[
         bool, Meta(description="keep the last published weights on the GPU too, if it has room, and find changes there")

@@ -98,7 +98,9 @@ class Training:
         self._window: TrainingWindow = OwnWindow(self._groups)
         if settings.generate:
             folder = Path(settings.grant_dir)
-            self._window = DeviceWindow(lease, following, collector, device, folder, self._relieve)
+            self._window = DeviceWindow(
+                lease, following, collector, device, folder, self._relieve, fixed_s=settings.window_s
+            )
         self._spec = lease.run.spec
         self._trained: _Trained | None = None
 

@@ -46,7 +46,9 @@ _NEWS_S: Final = 1.0
 
 
 class DeviceWindow:
-    """`folder`: of the engines' pages. `starved`: awaited now and then while groups are missing for long."""
+    """`folder`: of the engines' pages. `starved`: awaited now and then while groups are missing for long. `fixed_s`: lend
+    for so long in each step of a run that streams; 0.0: as it is planned.
+    """
 
     def __init__(
         self,
@@ -56,29 +58,32 @@ class DeviceWindow:
         device: TrainingDevice,
         folder: Path,
         starved: Callable[[], Awaitable[None]],
+        *,
+        fixed_s: float = 0.0,
     ) -> None:
         self._lease, self._following, self._collector = lease, following, collector
         self._device, self._folder, self._starved = device, folder, starved
-        self._spec = lease.run.spec
+        self._spec, self._fixed_s = lease.run.spec, fixed_s
         self._window, self._ledger = StepWindow(), WindowLedger()
         self._left: WorkLeft | None = None
         self._lent = False
         self._told_s = 0.0  # how long it will stay lent, as the arbiter was told last
         self._lent_at: float | None = None  # until an engine of the device is seen to generate
         self._on, self._off, self._held = FadingQuantiles(), FadingQuantiles(), FadingQuantiles()
-        self._held_at = self._relieved_at = time.monotonic()
+        self._held_at = self._relieved_at = self._opened_at = time.monotonic()
         self._failure = ""
 
     async def open(self) -> None:
         """The next step's version is on its way: lend the device, unless no window of the step is worth it."""
-        self._ledger.opened(time.monotonic())
+        self._opened_at = time.monotonic()
+        self._ledger.opened(self._opened_at)
         streaming = self._spec.trainer.streaming
         if not streaming or self._collector.step >= self._spec.trainer.steps:
             self._lend(0.0)
             return
         await self._ask(0.0)
         step, left = self._step(), self._left
-        if left is None or self._window.lends(left, step):
+        if left is None or self._fixed_s or self._window.lends(left, step):
             self._lend(self._spell_s())
         else:
             self._window.closed(time.monotonic(), left, step)
@@ -127,6 +132,8 @@ class DeviceWindow:
         if not self._spec.trainer.streaming:
             self._lend(self._spell_s())
             return LATEST_S
+        if self._fixed_s:
+            return min(LATEST_S, max(0.0, self._opened_at + self._fixed_s - time.monotonic()))
         if self._left is None:
             return _FAILED_S
         look_s = self._window.look_s(self._left, self._step())
@@ -213,6 +220,8 @@ class DeviceWindow:
     def _spell_s(self) -> float:
         """How long the device will probably stay lent; 0.0: unknown."""
         plan = self._window.plan
+        if self._spec.trainer.streaming and self._fixed_s:
+            return self._fixed_s
         if self._spec.trainer.streaming and plan is not None and plan.window_s < inf:
             return plan.window_s
         return self._window.spell_s(self._left, self._step()) if self._left else 0.0

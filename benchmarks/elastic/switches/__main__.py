@@ -1,0 +1,46 @@
+"""`python -m benchmarks.elastic.switches [--quick] [--switches N] ...`: prints the findings as JSON; ends with 1 if one
+of them may not be.
+"""
+
+import argparse
+import asyncio
+import sys
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from benchmarks.arguments import count
+from benchmarks.elastic.switches.switch_accounts import SwitchFindings, findings
+from benchmarks.elastic.switches.switch_run import switched_run
+from benchmarks.elastic.switches_part import size_of
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.elastic.switches")
+    parser.add_argument("--quick", action="store_true", help="some three minutes on two cores")
+    parser.add_argument("--switches", type=count, help="switches of the device")
+    parser.add_argument("--kills", type=int, help="how many programs are killed meanwhile")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--directory", type=Path, help="where logs stay; must be empty")
+    options = parser.parse_args()
+    steps, kills = size_of(quick=options.quick, switches=options.switches)
+    kills = kills if options.kills is None else options.kills
+    with tempfile.TemporaryDirectory(prefix="ebb-switches-") as temporary:
+        work = switched_run(
+            options.directory or Path(temporary), steps=steps, kills=kills, seed=options.seed, tell=_tell
+        )
+        found: SwitchFindings = findings(asyncio.run(work))
+    print(msgspec.json.format(msgspec.json.encode(found)).decode())
+    failures = list(found.failures())
+    for failure in failures:
+        _tell(f"failed: {failure}")
+    return 1 if failures else 0
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,178 @@
+"""Trains a run on real engines, of which one runs on the trainer's device, and kills programs meanwhile.
+
+The trainer streams and has its device back after a fixed window, in the middle of each step. So each step is a planned
+cut: what the engine runs goes on at the other one, which has a device of its own.
+"""
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from random import Random
+from typing import Final
+
+import msgspec
+from msgspec import Struct
+
+from benchmarks.elastic.switches.device_watch import DeviceWatch
+from ebbtide.client import Client
+from ebbtide.local_cluster.local_cluster import ClusterShape, LocalCluster, free_address, local_cluster
+from ebbtide.testing import wait_until
+from ebbtide.types.run import AttemptSpan, Run, RunEvent, RunSpec
+from tests.tiny_model import save_tiny_model
+
+RUN: Final = "switches"
+#: The default flush window of workers: what a kill may cost each rollout.
+FLUSH_TOKENS: Final = 32
+FLUSH_INTERVAL_MS: Final = 250
+#: In the middle of a step's generation, once its version was installed.
+WINDOW_S: Final = 2.0
+GROUPS, SIZE, MAX_TOKENS = 6, 4, 320
+_ENVIRONMENT: Final = "tests.integration.trainer.environments_for_tests:make_source"
+#: What is killed, in turn. The worker is that of the trainer's device.
+KILLED: Final = ("arbiter", "trainer", "worker", "coordinator")
+#: Steps between two kills: a program that is killed again within half a minute counts as one that cannot be kept up.
+SPACING: Final = 8
+_ENGINE: Final = """
+[vllm]
+dtype = "float32"
+enforce_eager = true
+threads = 1
+kv_cache_mib = 64
+max_model_len = 512
+"""
+
+
+class ProgramKill(Struct, frozen=True):
+    """A SIGKILL. `at`: wall-clock time; `worker`: its id, if it was a worker."""
+
+    program: str
+    at: float
+    worker: str = ""
+
+
+class SwitchedRun(Struct, kw_only=True):
+    """What is left of a run for its accounts."""
+
+    run: Run
+    events: list[RunEvent]
+    spans: list[AttemptSpan]
+    kills: list[ProgramKill]
+    watch: DeviceWatch
+    ledgers: dict[str, Path]
+    arbiter_log: Path
+    took_s: float
+
+
+async def switched_run(
+    directory: Path, *, steps: int, kills: int, seed: int, tell: Callable[[str], None]
+) -> SwitchedRun:
+    """Trains so many steps, with so many kills in the later ones."""
+    began = time.monotonic()
+    async with _booted(directory) as (cluster, client, model):
+        tell(f"the cluster with two engines is up after {time.monotonic() - began:.0f} s")
+        watch = DeviceWatch(cluster.grants, cluster.workers[-1])
+        watching = asyncio.create_task(watch.run())
+        events = list[RunEvent]()
+        try:
+            await client.submit(_spec(model, directory / "output", steps), RUN)
+            following = asyncio.create_task(_follow(client, events, tell))
+            killed = await _kill(cluster, events, following, kills, steps, Random(seed), tell)
+            await following
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+        return SwitchedRun(
+            run=await client.run(RUN),
+            events=events,
+            spans=[span async for span in client.timeline(RUN)],
+            kills=killed,
+            watch=watch,
+            ledgers=cluster.ledgers,
+            arbiter_log=cluster.log("arbiter"),
+            took_s=time.monotonic() - began,
+        )
+
+
+@asynccontextmanager
+async def _booted(directory: Path) -> AsyncIterator[tuple[LocalCluster, Client, Path]]:
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # compiling one small function takes half of an engine's boot
+    directory.mkdir(parents=True, exist_ok=True)
+    model, config = save_tiny_model(directory / "model", head=32), directory / "worker.toml"
+    config.write_text(_ENGINE)
+    address, relay = free_address(), free_address()
+    shape = ClusterShape(
+        model=model,
+        workers=1,
+        slots=GROUPS * SIZE,
+        coordinator=address,
+        relay=relay,
+        flush_tokens=FLUSH_TOKENS,
+        flush_interval_ms=FLUSH_INTERVAL_MS,
+        worker_config=config,
+        generate=True,
+        window_s=WINDOW_S,
+        environments=(_ENVIRONMENT,),
+    )
+    async with local_cluster(directory / "cluster", lambda _: None) as cluster:
+        await cluster.boot(shape)
+        async with Client(address, relay, token=cluster.token_file.read_text(), patience_s=120.0) as client:
+            yield cluster, client, model
+
+
+def _spec(model: Path, output: Path, steps: int) -> RunSpec:
+    return msgspec.convert(
+        {
+            "name": RUN,
+            "model": str(model),
+            "output": str(output),
+            "environment": {"name": _ENVIRONMENT},
+            "sampling": {"max_tokens": MAX_TOKENS, "ignore_eos": True},
+            "batch": {"groups_per_step": GROUPS, "group_size": SIZE},
+            "trainer": {"steps": steps, "learning_rate": 1e-4, "checkpoint_every": 2, "streaming": True},
+        },
+        RunSpec,
+    )
+
+
+async def _follow(client: Client, events: list[RunEvent], tell: Callable[[str], None]) -> None:
+    async for event in client.watch(RUN):
+        events.append(event)
+        if event.kind == "step" and int(event.values["step"]) % 10 == 0:
+            tell(f"step {event.values['step']:.0f}: {event.values.get('window_missing_groups', 0):.0f} groups were cut")
+
+
+async def _kill(
+    cluster: LocalCluster,
+    events: list[RunEvent],
+    following: "asyncio.Task[None]",
+    kills: int,
+    steps: int,
+    random: Random,
+    tell: Callable[[str], None],
+) -> list[ProgramKill]:
+    """Kill in turn, each at a random moment of a step. The first steps are left alone."""
+    done, first = list[ProgramKill](), max(2, steps - kills * SPACING - 2)
+    for number in range(kills):
+        after = min(first + number * SPACING, steps - 2)
+        await wait_until(
+            lambda: following.done() or _newest(events) >= after,  # noqa: B023
+            timeout=600,
+            what=f"step {after}",
+        )
+        if following.done():
+            break
+        await asyncio.sleep(random.uniform(0.0, 2.0 * WINDOW_S))
+        program = KILLED[number % len(KILLED)]
+        name = cluster.workers[-1] if program == "worker" else program
+        at = time.time()
+        cluster.launcher.crash(name)
+        done.append(ProgramKill(program, at, name if program == "worker" else ""))
+        tell(f"{program} killed in step {_newest(events) + 1}")
+    return done
+
+
+def _newest(events: list[RunEvent]) -> int:
+    return max((int(event.values["step"]) for event in events if event.kind == "step"), default=0)
