@@ -89,7 +89,9 @@ def findings(found: SwitchedRun) -> SwitchFindings:
         steps=found.run.spec.trainer.steps,
         switches=len(switches),
         calm_switches=len(calm),
-        kills={name: sum(kill.program == name for kill in found.kills) for name in {one.program for one in found.kills}},
+        kills={
+            name: sum(kill.program == name for kill in found.kills) for name in {one.program for one in found.kills}
+        },
         switch_steps_p99=_quantile([one.steps for one in calm], 99),
         switch_steps_p50=_quantile([one.steps for one in calm], 50),
         memory_s_p99=_quantile([one.memory_s for one in calm], 99),
@@ -103,7 +105,11 @@ def findings(found: SwitchedRun) -> SwitchFindings:
             count for name, count in tokens.twice.items() if not rollouts.unannounced.get(name)
         ),
         tokens_twice_most=max(
-            (-(-count // rollouts.unannounced[name]) for name, count in tokens.twice.items() if rollouts.unannounced.get(name)),
+            (
+                -(-count // rollouts.unannounced[name])
+                for name, count in tokens.twice.items()
+                if rollouts.unannounced.get(name)
+            ),
             default=0,
         ),
         mixed_steps=sum(event.values.get("staleness_max", 0.0) > 0 for event in _steps(found.events)),
@@ -119,9 +125,7 @@ def read_switches(log: Path) -> list[Switch]:
     """The returns of the device that an arbiter, or several in turn, wrote into their log."""
     entries = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{") and line.endswith("}")]
     return [
-        Switch(
-            datetime.fromisoformat(one["timestamp"]).timestamp(), one["compute_s"], one["memory_s"], one["step_s"]
-        )
+        Switch(datetime.fromisoformat(one["timestamp"]).timestamp(), one["compute_s"], one["memory_s"], one["step_s"])
         for one in entries
         if one.get("event") == "device back"
     ]

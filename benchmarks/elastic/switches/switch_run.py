@@ -99,9 +99,7 @@ async def switched_run(
 @asynccontextmanager
 async def _booted(directory: Path) -> AsyncIterator[tuple[LocalCluster, Client, Path]]:
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # compiling one small function takes half of an engine's boot
-    directory.mkdir(parents=True, exist_ok=True)
-    model, config = save_tiny_model(directory / "model", head=32), directory / "worker.toml"
-    config.write_text(_ENGINE)
+    model, config = _files(directory)
     address, relay = free_address(), free_address()
     shape = ClusterShape(
         model=model,
@@ -120,6 +118,14 @@ async def _booted(directory: Path) -> AsyncIterator[tuple[LocalCluster, Client, 
         await cluster.boot(shape)
         async with Client(address, relay, token=cluster.token_file.read_text(), patience_s=120.0) as client:
             yield cluster, client, model
+
+
+def _files(directory: Path) -> tuple[Path, Path]:
+    """Write the model and the workers' settings."""
+    directory.mkdir(parents=True, exist_ok=True)
+    config = directory / "worker.toml"
+    config.write_text(_ENGINE)
+    return save_tiny_model(directory / "model", head=32), config
 
 
 def _spec(model: Path, output: Path, steps: int) -> RunSpec:

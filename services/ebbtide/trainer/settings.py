@@ -35,7 +35,9 @@ class TrainerSettings(WorkSettings, frozen=True, kw_only=True, forbid_unknown_fi
     )
     window_s: Annotated[
         float,
-        Meta(ge=0, description="with generate and runs that stream: lend for so long in each step; 0: as it is planned"),
+        Meta(
+            ge=0, description="with generate and runs that stream: lend for so long in each step; 0: as it is planned"
+        ),
     ] = 0.0
     keep_checkpoints: Annotated[int, Meta(ge=1, description="newest checkpoints of a run that are kept")] = 2
     keep_published: Annotated[

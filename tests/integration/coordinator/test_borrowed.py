@@ -8,7 +8,6 @@ from typing import Any, Final
 
 import pytest
 
-from ebbtide.coordinator.dispatcher import borrowed_hosts
 from ebbtide.coordinator.fleet import release_requests, worker_health
 from ebbtide.scheduling.dispatch import reclaim_risk
 from ebbtide.testing import wait_until
@@ -309,3 +308,19 @@ async def test_however_often_hosts_are_taken_back_no_token_is_lost_and_every_rol
     counters = (await run.get()).counters
     assert counters.get("tokens_lost", 0) == counters.get("dead_lettered", 0) == 0
     assert counters.get("moved", 0) > 0
+
+
+async def test_what_a_trainer_waits_for_leaves_its_device_at_once(
+    cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reclaim_risk, "SHORT_S", 1_000.0)
+    _, worker = await busy(cluster)
+    steady = await cluster.worker("steady")
+    await says(worker, granted=False, spell_s=0.0)
+    await rounds(cluster, 2)
+    assert worker.asked == []
+    await says(worker, granted=False, spell_s=0.0, hand_over=True)
+    await wait_until(lambda: sorted(worker.asked) == ["a", "b"], what="it is asked for both")
+    await worker.hand_back("a", "b", cause=EndCause.MOVED)
+    await steady.has("a", "b")
+    assert len(steady.assigned["a"].partial) == 3 * TOKEN_BYTES

@@ -1,8 +1,8 @@
 """Decides at each moment of a step whether the trainer's devices are lent, by plans that are made again as it goes on.
 
-A plan for the next step is made before its rollouts are submitted: groups like those of the last step are expected. Then
-the window is planned again after a share of what is left of it, and whenever the fleet changes. It is over once a plan
-says so. All devices are lent and taken back together: ranks that share weights train together or not at all.
+A plan for the next step is made before its rollouts are submitted: groups like those of the last step are expected.
+Then the window is planned again after a share of what is left of it, and whenever the fleet changes. It is over once a
+plan says so. All devices are lent and taken back together: ranks that share weights train together or not at all.
 
 Invariant: `_expected` resembles the last step's groups, `_cut` is the present step's cut, and `_fleet` has the engines
 elsewhere when the devices were lent last. Lost with the process; one step teaches it again.

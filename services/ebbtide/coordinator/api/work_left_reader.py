@@ -4,6 +4,7 @@ A large run is read a page at a time, so that tokens need not wait. Rollouts tha
 """
 
 import asyncio
+import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from hashlib import blake2b
 from typing import Final, NamedTuple
@@ -56,10 +57,12 @@ class WorkLeftReader:
         """
         if not 0.0 <= wait_s <= MOST_WAIT_S:
             raise InvalidRequest(f"must be 0 to {MOST_WAIT_S:g}", field="wait_s")
-        until = self._state.clock() + wait_s
         end_turn()
-        while fleet and fleet == self._fleet(self._run(run_id)) and (rest := until - self._state.clock()) > 0.0:
-            await asyncio.sleep(min(_LOOK_S, rest))
+        looks = math.ceil(wait_s / _LOOK_S) if fleet else 0
+        for _ in range(looks):
+            if fleet != self._fleet(self._run(run_id)):
+                break
+            await asyncio.sleep(_LOOK_S)
         steps = self.gather(self._run(run_id), groups)
         while True:
             try:

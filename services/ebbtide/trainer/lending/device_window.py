@@ -1,9 +1,8 @@
 """Lends the trainer's device while it waits for groups, for as long as a window says that is planned as it goes on.
 
-A trainer that streams has its device back as soon as the step ends sooner so: what its engines run goes on elsewhere. One
-that trains whole steps has it back once all groups are there. In between the coordinator is asked what is left of each
-group and how fast the engines are. While it cannot be asked, or nothing was learnt yet, the device stays lent until all
-groups are there.
+A trainer that streams has its device back as soon as the step ends sooner so: what its engines run goes on elsewhere.
+One that trains whole steps has it back once all groups are there. In between the coordinator is asked what is left of
+each group and how fast the engines are. While it cannot be asked the device stays lent until all groups are there.
 
 Invariant: `_lent` is the newest wish. Lost with the process; the next trainer begins with its device taken back, and
 learns within a step.
@@ -37,7 +36,7 @@ log = telemetry.get_logger(__name__)
 #: A coordinator that answers so much later than it was asked to is not waited for.
 _ANSWER_S: Final = 5.0
 #: Interval of questions while they fail.
-_FAILED_S: Final = 2.0
+_FAILED_S: Final = 1.0
 #: Wait for groups after which the trainer looks for what holds them back.
 _STARVED_S: Final = 20.0
 #: A forecast is told again once it has changed by so much: a share of it, but no less than so many seconds.
@@ -46,8 +45,8 @@ _NEWS_S: Final = 1.0
 
 
 class DeviceWindow:
-    """`folder`: of the engines' pages. `starved`: awaited now and then while groups are missing for long. `fixed_s`: lend
-    for so long in each step of a run that streams; 0.0: as it is planned.
+    """`folder`: of the engines' pages. `starved`: awaited now and then while groups are missing for long. `fixed_s`:
+    lend for so long in each step of a run that streams; 0.0: as it is planned.
     """
 
     def __init__(
