@@ -46,6 +46,7 @@ _METHODS: Final[dict[str, dict[str, set[Role]]]] = {
         "ReserveVersion": {Role.TRAINER},
         "AnnounceVersion": {Role.TRAINER},
         "ReadWorkLeft": {Role.TRAINER},
+        "ReleaseWorker": {Role.TRAINER},
         "Report": {Role.TRAINER},
         "FinishRun": {Role.TRAINER},
         "WatchEnded": {Role.RELAY},

@@ -173,6 +173,11 @@ class Lease(RolloutLease):
         request = runs_pb2.ReadWorkLeftRequest(lease=self._fence, groups=groups, fleet=fleet, wait_s=wait_s)
         return from_proto(await self._call(self._runs.ReadWorkLeft, request), WorkLeft)
 
+    async def release_worker(self, worker_id: str) -> None:
+        """Have a spot worker of the run hand over and leave. Raises `NotReady` if the run may not, and `NotFound`."""
+        request = runs_pb2.ReleaseWorkerRequest(lease=self._fence, worker_id=worker_id)
+        await self._call(self._runs.ReleaseWorker, request)
+
     async def report(self, events: Sequence[RunEvent]) -> None:
         """Append events to the run, once per kind and key."""
         for batch in in_batches(

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
-from ebbtide.errors import InvalidRequest, LeaseSuperseded
+from ebbtide.errors import InvalidRequest, LeaseSuperseded, NotFound, NotReady
 from ebbtide.testing import wait_until
-from ebbtide.v1 import runs_pb2
+from ebbtide.types.run import TrainerSpec
+from ebbtide.v1 import runs_pb2, types_pb2
 
 
 async def ask(run: Any, **more: Any) -> Any:
@@ -68,3 +69,38 @@ async def test_of_a_run_that_is_over_nothing_is_told(cluster: Any) -> None:
     await run.finish()
     with pytest.raises(LeaseSuperseded):
         await ask(run)
+
+
+async def release(run: Any, worker_id: str) -> None:
+    request = runs_pb2.ReleaseWorkerRequest(lease=run.lease, worker_id=worker_id)
+    await run.cluster.call(run.cluster.runs.ReleaseWorker, request)
+
+
+async def test_a_run_has_its_own_spot_workers_leave_and_no_others(cluster: Any) -> None:
+    run = await cluster.run(trainer=TrainerSpec(streaming=True, releases=True))
+    worker = await cluster.worker("w1")
+    await cluster.worker("reserved", kind=types_pb2.WORKER_KIND_RESERVED)
+    await wait_until(lambda: _serves(cluster, "w1", "reserved"), what="both serve the run")
+    with pytest.raises(NotReady, match="no spot worker"):
+        await release(run, "reserved")
+    with pytest.raises(NotFound):
+        await release(run, "nobody")
+    await release(run, "w1")
+    await wait_until(lambda: worker.drains, what="it is asked to leave")
+    assert list((await ask(run)).engines) == ["reserved"]
+    await cluster.run("other")
+    with pytest.raises(NotReady, match="other runs"):
+        await release(run, "w1")
+
+
+async def test_a_run_that_keeps_its_workers_has_none_leave(cluster: Any) -> None:
+    run = await cluster.run()
+    await cluster.worker("w1")
+    await wait_until(lambda: _serves(cluster, "w1"), what="it serves the run")
+    with pytest.raises(NotReady, match="set trainer.releases"):
+        await release(run, "w1")
+
+
+def _serves(cluster: Any, *names: str) -> bool:
+    serving = {one.worker_id for one in cluster.coordinator.state.serving("r")}
+    return serving.issuperset(names)

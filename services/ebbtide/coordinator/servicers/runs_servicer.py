@@ -15,6 +15,7 @@ from ebbtide.coordinator.api.work_left_reader import WorkLeftReader
 from ebbtide.coordinator.servicers.list_page import ListPage
 from ebbtide.coordinator.servicers.record_lists import records_from_proto
 from ebbtide.errors import InvalidRequest
+from ebbtide.types.ids import check_id
 from ebbtide.types.run import LeaseRef, Run, RunEvent, RunSpec, RunStatus
 from ebbtide.types.text_bounds import MAX_EVENT_BYTES, shortened
 from ebbtide.types.weights import PolicyVersion
@@ -98,6 +99,11 @@ class RunsServicer(runs_pb2_grpc.RunsServicer):
         lease = check_lease(from_proto(request.lease, LeaseRef, field="lease"), role="trainer")
         found = await self._work.read(lease.run_id, groups=request.groups, fleet=request.fleet, wait_s=request.wait_s)
         return to_proto(found, runs_pb2.WorkLeft)
+
+    async def ReleaseWorker(self, request: runs_pb2.ReleaseWorkerRequest, context: Context) -> runs_pb2.Empty:
+        lease = from_proto(request.lease, LeaseRef, field="lease")
+        await self._runs.release_worker(lease, check_id(request.worker_id, field="worker_id"))
+        return runs_pb2.Empty()
 
     async def Report(self, request: runs_pb2.ReportRequest, context: Context) -> runs_pb2.Empty:
         for index, event in enumerate(request.events):

@@ -81,6 +81,7 @@ class DeviceWindow:
             self._lend(0.0)
             return
         await self._ask(0.0)
+        await self._release_surplus()
         step, left = self._step(), self._left
         if left is None or self._fixed_s or self._window.lends(left, step):
             self._lend(self._spell_s())
@@ -125,6 +126,21 @@ class DeviceWindow:
         )
         self._window.trained(step, self._left, self._engines())
         return self._ledger.values()
+
+    async def _release_surplus(self) -> None:
+        """Have the spot engine leave without which the step ends no later, if the run wants that."""
+        if not self._spec.trainer.releases or self._left is None:
+            return
+        worker_id = self._window.surplus(self._left, self._step())
+        if not worker_id:
+            return
+        log.info("a worker is released, as steps end no later without it", worker_id=worker_id)
+        try:
+            await self._lease.release_worker(worker_id)
+        except LeaseSuperseded:
+            raise
+        except EbbtideError as error:
+            log.warning("the worker is not released", worker_id=worker_id, reason=str(error))
 
     def _decide(self) -> float:
         """Seconds until the next look; 0.0: the device is taken back now."""
