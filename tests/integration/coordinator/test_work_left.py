@@ -97,7 +97,7 @@ async def test_a_run_that_keeps_its_workers_has_none_leave(cluster: Any) -> None
     run = await cluster.run()
     await cluster.worker("w1")
     await wait_until(lambda: _serves(cluster, "w1"), what="it serves the run")
-    with pytest.raises(NotReady, match="set trainer.releases"):
+    with pytest.raises(NotReady, match=r"set trainer\.releases"):
         await release(run, "w1")
 
 
