@@ -9,11 +9,12 @@ import tempfile
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from benchmarks.arguments import count
 from benchmarks.elastic.switches.switch_accounts import SwitchFindings, findings
 from benchmarks.elastic.switches.switch_run import switched_run
-from benchmarks.elastic.switches_part import size_of
+from benchmarks.elastic.switches_part import plan_of
 
 
 def main() -> int:
@@ -24,12 +25,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--directory", type=Path, help="where logs stay; must be empty")
     options = parser.parse_args()
-    steps, kills = size_of(quick=options.quick, switches=options.switches)
-    kills = kills if options.kills is None else options.kills
+    plan = plan_of(quick=options.quick, switches=options.switches)
+    if options.kills is not None:
+        plan = replace(plan, kills=options.kills)
     with tempfile.TemporaryDirectory(prefix="ebb-switches-") as temporary:
-        work = switched_run(
-            options.directory or Path(temporary), steps=steps, kills=kills, seed=options.seed, tell=_tell
-        )
+        work = switched_run(options.directory or Path(temporary), plan, seed=options.seed, tell=_tell)
         found: SwitchFindings = findings(asyncio.run(work))
     print(msgspec.json.format(msgspec.json.encode(found)).decode())
     failures = list(found.failures())

@@ -33,8 +33,6 @@ GROUPS, SIZE, MAX_TOKENS = 6, 4, 320
 _ENVIRONMENT: Final = "tests.integration.trainer.environments_for_tests:make_source"
 #: What is killed, in turn. The worker is that of the trainer's device.
 KILLED: Final = ("arbiter", "trainer", "worker", "coordinator")
-#: Steps between two kills: a program that is killed again within half a minute counts as one that cannot be kept up.
-SPACING: Final = 8
 _ENGINE: Final = """
 [vllm]
 dtype = "float32"
@@ -43,6 +41,14 @@ threads = 1
 kv_cache_mib = 64
 max_model_len = 512
 """
+
+
+class SwitchPlan(Struct, frozen=True, kw_only=True):
+    """Steps to train, and kills in the last of them: one in each `spacing` steps."""
+
+    steps: int
+    kills: int
+    spacing: int
 
 
 class ProgramKill(Struct, frozen=True):
@@ -66,10 +72,8 @@ class SwitchedRun(Struct, kw_only=True):
     took_s: float
 
 
-async def switched_run(
-    directory: Path, *, steps: int, kills: int, seed: int, tell: Callable[[str], None]
-) -> SwitchedRun:
-    """Trains so many steps, with so many kills in the later ones."""
+async def switched_run(directory: Path, plan: SwitchPlan, *, seed: int, tell: Callable[[str], None]) -> SwitchedRun:
+    """Trains and kills as planned. Raises `LaunchFailed` if a program cannot be kept up."""
     began = time.monotonic()
     async with _booted(directory) as (cluster, client, model):
         tell(f"the cluster with two engines is up after {time.monotonic() - began:.0f} s")
@@ -77,10 +81,11 @@ async def switched_run(
         watching = asyncio.create_task(watch.run())
         events = list[RunEvent]()
         try:
-            await client.submit(_spec(model, directory / "output", steps), RUN)
+            await client.submit(_spec(model, directory / "output", plan.steps), RUN)
             following = asyncio.create_task(_follow(client, events, tell))
-            killed = await _kill(cluster, events, following, kills, steps, Random(seed), tell)
-            await following
+            killing = _kill(cluster, events, following, plan, Random(seed), tell)
+            killed = await cluster.launcher.during(killing)
+            await cluster.launcher.during(_ended(following))
         finally:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
@@ -150,19 +155,22 @@ async def _follow(client: Client, events: list[RunEvent], tell: Callable[[str], 
             tell(f"step {event.values['step']:.0f}: {event.values.get('window_missing_groups', 0):.0f} groups were cut")
 
 
+async def _ended(following: "asyncio.Task[None]") -> None:
+    await following
+
+
 async def _kill(
     cluster: LocalCluster,
     events: list[RunEvent],
     following: "asyncio.Task[None]",
-    kills: int,
-    steps: int,
+    plan: SwitchPlan,
     random: Random,
     tell: Callable[[str], None],
 ) -> list[ProgramKill]:
     """Kill in turn, each at a random moment of a step. The first steps are left alone."""
-    done, first = list[ProgramKill](), max(2, steps - kills * SPACING - 2)
-    for number in range(kills):
-        after = min(first + number * SPACING, steps - 2)
+    done, first = list[ProgramKill](), max(2, plan.steps - plan.kills * plan.spacing - 2)
+    for number in range(plan.kills):
+        after = first + number * plan.spacing
         await wait_until(
             lambda: following.done() or _newest(events) >= after,  # noqa: B023
             timeout=600,

@@ -221,7 +221,8 @@ async def test_a_worker_lost_while_its_host_had_itself_back_is_no_fault_of_its_r
 
 def test_of_user_traffic_nothing_but_the_forecast_can_be_told() -> None:
     told = [field.name for field in fleet_pb2.Borrowed.DESCRIPTOR.fields]
-    assert told == ["granted", "share", "spell_s", "disturbance", "asleep"]
+    # The last one is a trainer's to say, who has no users.
+    assert told == ["granted", "share", "spell_s", "disturbance", "asleep", "hand_over"]
     messages = (fleet_pb2.Attach, fleet_pb2.Heartbeat, fleet_pb2.Released, fleet_pb2.Draining, fleet_pb2.Installed)
     assert [one for one in messages if "borrowed" in one.DESCRIPTOR.fields_by_name] == [fleet_pb2.Heartbeat]
 

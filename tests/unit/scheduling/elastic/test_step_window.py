@@ -105,11 +105,19 @@ def test_a_sample_of_the_groups_stands_for_all(taught: StepWindow) -> None:
 
 def test_groups_that_are_not_submitted_yet_are_expected_to_be_like_the_last_ones(taught: StepWindow) -> None:
     empty = replace(told(0, groups=0), groups=(), open=0)
-    assert window_s(taught, empty, missing=128, complete=0) == pytest.approx(window_s(taught, told(0)), rel=0.25)
+    queued = replace(empty, groups=(OpenGroup(prompt=256, waiting=(0,) * 8),) * 96, open=128)
+    assert window_s(taught, empty, missing=128, complete=0) == pytest.approx(window_s(taught, queued), rel=0.05)
     assert taught.lends(empty, step(empty, missing=128, complete=0))
-    assert not taught.lends(replace(empty, speeds=(50.0, 50.0, 1.0, 1.0)), step(empty, missing=128, complete=0)), (
-        "others generate the step before its window would be over"
-    )
+
+
+def test_a_step_that_others_generate_in_a_moment_is_not_lent_for() -> None:
+    window, empty = StepWindow(), replace(told(0, groups=0), groups=(), open=0)
+    assert window.lends(empty, step(empty, missing=128, complete=0)), "nothing was learnt yet"
+    groups = [[30] * 8 for _ in range(16)]
+    short = TrainedStep(prompts=[256] * 16, responses=groups, learning_s=10.0, generated_at=0.0)
+    window.trained(short, None, _LOCAL)
+    fast = replace(empty, speeds=(50.0, 50.0, 1.0, 1.0))
+    assert not window.lends(fast, step(fast, missing=16, complete=0))
 
 
 def test_a_window_that_nothing_was_learnt_for_ends_with_some_of_the_groups() -> None:
