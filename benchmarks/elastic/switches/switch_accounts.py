@@ -18,6 +18,8 @@ from ebbtide.types.run import AttemptSpan, RunEvent, RunStatus
 
 #: A worker that ends so has lost what it had not sent. All other ends are planned, and cost nothing.
 _UNANNOUNCED: Final = frozenset({EndCause.WORKER_LOST, EndCause.WORKER_SUSPECTED, EndCause.NOT_HELD})
+#: The device is back after so many steps of the engine, in 99 of 100 cases.
+MOST_STEPS: Final = 2
 #: A switch so near to a kill, before or behind it, says nothing of undisturbed ones. A worker boots for so long.
 _BEFORE_S: Final = 2.0
 _BEHIND_S: Final = 45.0
@@ -31,11 +33,8 @@ class Switch(Struct, frozen=True):
     at: float
     compute_s: float  # until no engine computed
     memory_s: float  # until memory was given up
+    steps: int  # of the engine that ended after the take-back
     step_s: float  # mean of the engine's steps in the spell before; 0: it made none
-
-    @property
-    def steps(self) -> float:
-        return self.compute_s / self.step_s
 
 
 class SwitchFindings(Struct, kw_only=True):
@@ -45,9 +44,13 @@ class SwitchFindings(Struct, kw_only=True):
     switches: int  # with an engine that had computed
     calm_switches: int  # among them, away from kills
     kills: dict[str, int]
-    switch_steps_p99: float | None  # of the calm ones: time until no engine computed, in steps of the engine
-    switch_steps_p50: float | None
-    memory_s_p99: float | None  # of the calm ones, until memory was given up too
+    #: Of the calm ones: steps of the engine until the device was back. The engine counts them, so what else the machine
+    #: does plays no part. The times beside them have all delays of the processes in them.
+    switch_steps_p99: float | None
+    compute_s_p50: float | None
+    compute_s_p99: float | None
+    memory_s_p99: float | None  # until memory was given up too
+    step_s_p50: float | None  # means of spells
     planned_cuts: int  # attempts handed over
     cuts_without_notice: int
     rollouts: int
@@ -64,6 +67,8 @@ class SwitchFindings(Struct, kw_only=True):
     took_s: float
 
     def failures(self) -> Iterator[str]:
+        if self.switch_steps_p99 is not None and self.switch_steps_p99 > MOST_STEPS:
+            yield f"the device came back after {self.switch_steps_p99:g} steps of the engine (p99)"
         if self.tokens_lost:
             yield f"{self.tokens_lost} tokens were lost"
         if self.tokens_twice_on_planned_cuts:
@@ -93,8 +98,10 @@ def findings(found: SwitchedRun) -> SwitchFindings:
             name: sum(kill.program == name for kill in found.kills) for name in {one.program for one in found.kills}
         },
         switch_steps_p99=_quantile([one.steps for one in calm], 99),
-        switch_steps_p50=_quantile([one.steps for one in calm], 50),
+        compute_s_p50=_quantile([one.compute_s for one in calm], 50),
+        compute_s_p99=_quantile([one.compute_s for one in calm], 99),
         memory_s_p99=_quantile([one.memory_s for one in calm], 99),
+        step_s_p50=_quantile([one.step_s for one in calm], 50),
         planned_cuts=rollouts.planned,
         cuts_without_notice=sum(rollouts.unannounced.values()),
         rollouts=len(rollouts.chains),
@@ -125,7 +132,13 @@ def read_switches(log: Path) -> list[Switch]:
     """The returns of the device that an arbiter, or several in turn, wrote into their log."""
     entries = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{") and line.endswith("}")]
     return [
-        Switch(datetime.fromisoformat(one["timestamp"]).timestamp(), one["compute_s"], one["memory_s"], one["step_s"])
+        Switch(
+            at=datetime.fromisoformat(one["timestamp"]).timestamp(),
+            compute_s=one["compute_s"],
+            memory_s=one["memory_s"],
+            steps=one["steps"],
+            step_s=one["step_s"],
+        )
         for one in entries
         if one.get("event") == "device back"
     ]

@@ -58,7 +58,7 @@ class LoanKeeper:
         self._taken_at = self._looked_at
         self._back = _NOTHING_BACK
         self._timed_compute = self._timed_memory = True
-        self._compute_s = 0.0
+        self._compute_s, self._later_steps = 0.0, 0
         self._spell_steps = 0, 0.0  # engines' steps since the device was lent last, and their seconds in all
         self._holding: dict[str, float] = {}  # engines with memory to give up -> since when
         self.seconds = {"held": 0.0, "lent": 0.0}
@@ -145,14 +145,24 @@ class LoanKeeper:
         if back.compute and not self._timed_compute:
             self._timed_compute, self._compute_s = True, now - self._taken_at
             metrics.COMPUTE_SECONDS.observe(self._compute_s)
+            loans = self._borrowers.all()
+            self._later_steps = max((one.page.steps().steps - one.steps_when_taken for one in loans), default=0)
         if back.memory and not self._timed_memory:
             self._timed_memory = True
             metrics.MEMORY_SECONDS.observe(now - self._taken_at)
-            count, seconds = self._spell_steps
-            mean_s = seconds / count if count else 0.0
-            log.info("device back", compute_s=self._compute_s, memory_s=now - self._taken_at, step_s=mean_s)
+            self._tell_back(now)
         self._press([] if back.memory else [one for one in self._returns.tenants() if one.holding or one.stepping], now)
         return back
+
+    def _tell_back(self, now: float) -> None:
+        count, seconds = self._spell_steps
+        log.info(
+            "device back",
+            compute_s=self._compute_s,
+            memory_s=now - self._taken_at,
+            steps=self._later_steps,  # that ended after the take-back, of the engine with the most
+            step_s=seconds / count if count else 0.0,
+        )
 
     def _press(self, tenants: list[DeviceTenant], now: float) -> None:
         """Kill engines that do not give the device back in time."""

@@ -246,4 +246,6 @@ class DeviceWindow:
         return self._held.quantile(0.5) if self._held.known else 0.0
 
     def _why(self) -> str:
+        if self._fixed_s:
+            return f"the window is set to {self._fixed_s:g} s"
         return self._window.plan.why if self._window.plan else ""
