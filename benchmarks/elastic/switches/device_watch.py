@@ -23,8 +23,8 @@ _OWNED: Final = frozenset({"held", "lent", "abandoned"})
 
 class DeviceWatch:
     """`run` has to run. `looks` counts the states that were seen; `both` counts looks at which the trainer had the
-    device and an engine computed; `unowned_s` is the longest time for which nobody could use it, `unowned` when that
-    began and ended, by the wall clock.
+    device and an engine computed; `unowned` has the times for which nobody could use it: from the last look before to the
+    first one behind, by the wall clock.
     """
 
     def __init__(self, folder: Path, worker_id: str) -> None:
@@ -33,25 +33,18 @@ class DeviceWatch:
         self.unowned: list[tuple[float, float]] = []
         self._held = (0, 0.0), (0, 0)  # the newest spell in which steps were looked at, and what was found
 
-    @property
-    def unowned_s(self) -> float:
-        return max((end - begin for begin, end in self.unowned), default=0.0)
-
     async def run(self) -> None:
-        last = time.time()
+        owned_at, owned = time.time(), True
         while True:
             status = await self._status()
-            now = time.time()
-            if status is not None and status.state in _OWNED:
-                if self.unowned and self.unowned[-1][1] == last:
-                    self.unowned[-1] = self.unowned[-1][0], now
+            if status is None or status.state not in _OWNED:
+                owned = False
+            else:
+                now = time.time()
+                self.unowned += [] if owned else [(owned_at, now)]
+                owned_at, owned = now, True
                 self.looks += 1
                 self.both += await self._computes_beside(status)
-            elif self.unowned and self.unowned[-1][1] == last:
-                self.unowned[-1] = self.unowned[-1][0], now
-            else:
-                self.unowned.append((last, now))
-            last = now
             await asyncio.sleep(_LOOK_S)
 
     async def _status(self) -> DeviceStatus | None:
@@ -66,13 +59,13 @@ class DeviceWatch:
         """Whether an engine made steps since a former look, and the trainer had the device all the time."""
         if status.state != "held" or not status.compute_back:
             return False
-        made, after = self._made(), await self._status()
+        made, after = self.made(), await self._status()
         if after is None or after.state != "held" or _spell(after) != _spell(status):
             return False
         former, self._held = self._held, (_spell(status), made)
         return former[0] == _spell(status) and former[1][0] == made[0] and former[1][1] < made[1]
 
-    def _made(self) -> tuple[int, int]:
+    def made(self) -> tuple[int, int]:
         """The engine's process, and the steps that it has made; 0, 0 without one."""
         try:
             page = Page(page_path(self._folder, self._worker_id))

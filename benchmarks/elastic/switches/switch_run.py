@@ -27,6 +27,9 @@ RUN: Final = "switches"
 #: The default flush window of workers: what a kill may cost each rollout.
 FLUSH_TOKENS: Final = 32
 FLUSH_INTERVAL_MS: Final = 250
+#: On a busy machine a worker may get no time of the processor for seconds, while its engine goes on. It is not given up
+#: then: what that costs is no cost of switches or kills.
+HEARTBEAT_TIMEOUT_S: Final = 20.0
 #: In the middle of a step's generation, once its version was installed.
 WINDOW_S: Final = 2.0
 GROUPS, SIZE, MAX_TOKENS = 6, 4, 320
@@ -83,7 +86,7 @@ async def switched_run(directory: Path, plan: SwitchPlan, *, seed: int, tell: Ca
         try:
             await client.submit(_spec(model, directory / "output", plan.steps), RUN)
             following = asyncio.create_task(_follow(client, events, tell))
-            killing = _kill(cluster, events, following, plan, Random(seed), tell)
+            killing = _kill(cluster, watch, events, following, plan, Random(seed), tell)
             killed = await cluster.launcher.during(killing)
             await cluster.launcher.during(_ended(following))
         finally:
@@ -115,6 +118,7 @@ async def _booted(directory: Path) -> AsyncIterator[tuple[LocalCluster, Client, 
         flush_tokens=FLUSH_TOKENS,
         flush_interval_ms=FLUSH_INTERVAL_MS,
         worker_config=config,
+        heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S,
         generate=True,
         window_s=WINDOW_S,
         environments=(_ENVIRONMENT,),
@@ -161,6 +165,7 @@ async def _ended(following: "asyncio.Task[None]") -> None:
 
 async def _kill(
     cluster: LocalCluster,
+    watch: DeviceWatch,
     events: list[RunEvent],
     following: "asyncio.Task[None]",
     plan: SwitchPlan,
@@ -178,14 +183,28 @@ async def _kill(
         )
         if following.done():
             break
-        await asyncio.sleep(random.uniform(0.0, 2.0 * WINDOW_S))
         program = KILLED[number % len(KILLED)]
+        if program == "worker":
+            await _generating(watch, random.randrange(5, 60))
+        else:
+            await asyncio.sleep(random.uniform(0.0, 2.0 * WINDOW_S))
         name = cluster.workers[-1] if program == "worker" else program
         at = time.time()
         cluster.launcher.crash(name)
         done.append(ProgramKill(program, at, name if program == "worker" else ""))
         tell(f"{program} killed in step {_newest(events) + 1}")
     return done
+
+
+async def _generating(watch: DeviceWatch, steps: int) -> None:
+    """Wait until the engine of the device has made so many steps in one spell or more."""
+    pid, before = watch.made()
+
+    def made() -> bool:
+        now, count = watch.made()
+        return now != pid or count >= before + steps
+
+    await wait_until(made, timeout=120, what="steps of the engine", interval=0.01)
 
 
 def _newest(events: list[RunEvent]) -> int:

@@ -64,6 +64,7 @@ class ClusterShape(Struct, frozen=True, kw_only=True):
     window_s: float = 0.0  # with `generate`: the trainer's setting of this name
     generate: bool = False  # one more worker runs on the trainer's device, which it lends between its steps
     environments: tuple[str, ...] = ()  # whose code runs as the user, who may name others than the built-in ones
+    heartbeat_timeout_s: float = 0.0  # the coordinator's setting of this name; 0: its own
     lease_ttl_s: float = 10.0  # silence after which a trainer loses its run
 
     @property
@@ -160,6 +161,8 @@ class LocalCluster:
 
     def _coordinator(self, name: str, listen: str) -> Program:
         flags: dict[str, object] = {"standby": True} if self.shape.standby else {}
+        timeout_s = self.shape.heartbeat_timeout_s
+        flags |= {"heartbeat_timeout_s": timeout_s} if timeout_s else {}
         return self._service(
             name,
             "ebbtide.coordinator",
