@@ -23,8 +23,8 @@ _OWNED: Final = frozenset({"held", "lent", "abandoned"})
 
 class DeviceWatch:
     """`run` has to run. `looks` counts the states that were seen; `both` counts looks at which the trainer had the
-    device and an engine computed; `unowned` has the times for which nobody could use it: from the last look before to the
-    first one behind, by the wall clock.
+    device and an engine computed; `unowned` has the times for which nobody could use it: from the last look before to
+    the first one behind, by the wall clock.
     """
 
     def __init__(self, folder: Path, worker_id: str) -> None:
