@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from benchmarks.arguments import count
 from benchmarks.elastic.switches.switch_accounts import SwitchFindings, findings
-from benchmarks.elastic.switches.switch_run import switched_run
+from benchmarks.elastic.switches.switch_run import WINDOW_S, switched_run
 from benchmarks.elastic.switches_part import plan_of
 
 
@@ -22,10 +22,11 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="some three minutes on two cores")
     parser.add_argument("--switches", type=count, help="switches of the device")
     parser.add_argument("--kills", type=int, help="how many programs are killed meanwhile")
+    parser.add_argument("--window-s", type=float, default=WINDOW_S, help="the trainer's; 0: it plans its windows")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--directory", type=Path, help="where logs stay; must be empty")
     options = parser.parse_args()
-    plan = plan_of(quick=options.quick, switches=options.switches)
+    plan = replace(plan_of(quick=options.quick, switches=options.switches), window_s=options.window_s)
     if options.kills is not None:
         plan = replace(plan, kills=options.kills)
     with tempfile.TemporaryDirectory(prefix="ebb-switches-") as temporary:

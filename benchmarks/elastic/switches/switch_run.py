@@ -47,11 +47,14 @@ max_model_len = 512
 
 
 class SwitchPlan(Struct, frozen=True, kw_only=True):
-    """Steps to train, and kills in the last of them: one in each `spacing` steps."""
+    """Steps to train, and kills in the last of them: one in each `spacing` steps. `window_s`: the trainer's; 0.0: it
+    plans its windows.
+    """
 
     steps: int
     kills: int
     spacing: int
+    window_s: float = WINDOW_S
 
 
 class ProgramKill(Struct, frozen=True):
@@ -78,7 +81,7 @@ class SwitchedRun(Struct, kw_only=True):
 async def switched_run(directory: Path, plan: SwitchPlan, *, seed: int, tell: Callable[[str], None]) -> SwitchedRun:
     """Trains and kills as planned. Raises `LaunchFailed` if a program cannot be kept up."""
     began = time.monotonic()
-    async with _booted(directory) as (cluster, client, model):
+    async with _booted(directory, plan.window_s) as (cluster, client, model):
         tell(f"the cluster with two engines is up after {time.monotonic() - began:.0f} s")
         watch = DeviceWatch(cluster.grants, cluster.workers[-1])
         watching = asyncio.create_task(watch.run())
@@ -105,7 +108,7 @@ async def switched_run(directory: Path, plan: SwitchPlan, *, seed: int, tell: Ca
 
 
 @asynccontextmanager
-async def _booted(directory: Path) -> AsyncIterator[tuple[LocalCluster, Client, Path]]:
+async def _booted(directory: Path, window_s: float) -> AsyncIterator[tuple[LocalCluster, Client, Path]]:
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # compiling one small function takes half of an engine's boot
     model, config = _files(directory)
     address, relay = free_address(), free_address()
@@ -120,7 +123,7 @@ async def _booted(directory: Path) -> AsyncIterator[tuple[LocalCluster, Client, 
         worker_config=config,
         heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S,
         generate=True,
-        window_s=WINDOW_S,
+        window_s=window_s,
         environments=(_ENVIRONMENT,),
     )
     async with local_cluster(directory / "cluster", lambda _: None) as cluster:

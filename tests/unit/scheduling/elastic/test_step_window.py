@@ -2,6 +2,7 @@
 
 from math import inf
 from random import Random
+from time import thread_time
 from typing import Any
 
 import pytest
@@ -161,3 +162,13 @@ def test_one_spot_engine_too_many_is_named_and_never_the_last_one(taught: StepWi
 def test_columns_of_different_lengths_are_refused() -> None:
     with pytest.raises(ValueError, match="differ in length"):
         told(0, speeds=(1.0,))
+
+
+def test_a_decision_among_a_thousand_engines_takes_some_milliseconds(taught: StepWindow) -> None:
+    many = replace(told(2_000, elsewhere=1_000), open=8_000)
+    asked, times = step(many, missing=8_000, complete=0), list[float]()
+    for _ in range(5):
+        began = thread_time()
+        taught.look_s(many, asked)
+        times.append(thread_time() - began)
+    assert sorted(times)[2] < 0.03, "others use the machine, too"
