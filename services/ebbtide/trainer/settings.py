@@ -49,6 +49,8 @@ class TrainerSettings(WorkSettings, frozen=True, kw_only=True, forbid_unknown_fi
         if not self.generate:
             if self.grant_dir:
                 raise InvalidRequest("is for trainers that generate: set generate, or leave it out", field="grant_dir")
+            if self.window_s:
+                raise InvalidRequest("is for trainers that generate: set generate, or leave it out", field="window_s")
             return
         if not self.grant_dir:
             text = "is needed to generate: name the folder that the device-arbiter of this host was given"

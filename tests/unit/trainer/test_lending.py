@@ -110,6 +110,8 @@ def test_settings_that_cannot_lend_name_what_is_missing(tmp_path: Path) -> None:
         TrainerSettings(generate=True).check_generate({})
     with pytest.raises(InvalidRequest, match="grant_dir: is for trainers that generate"):
         TrainerSettings(grant_dir=str(folder)).check_generate({})
+    with pytest.raises(InvalidRequest, match="window_s: is for trainers that generate"):
+        TrainerSettings(window_s=3.0).check_generate({})
     with pytest.raises(InvalidRequest, match="generate: needs all ranks on one host"):
         TrainerSettings(generate=True, grant_dir=str(folder)).check_generate(
             {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
