@@ -17,6 +17,7 @@ class OpenGroup(Struct, frozen=True, kw_only=True, gc=False):
     finished: tuple[int, ...] = ()
     running: tuple[int, ...] = ()
     waiting: tuple[int, ...] = ()
+    lent: int | None = None  # so many of `running`, the first ones, are of engines on the trainer's devices
 
 
 class WorkLeft(Struct, frozen=True, kw_only=True):
@@ -34,6 +35,7 @@ class WorkLeft(Struct, frozen=True, kw_only=True):
     lent: tuple[bool, ...] = ()
     spot: tuple[bool, ...] = ()
     shares: tuple[float, ...] = ()
+    fits: int = 0  # most rollouts that run in an engine in which none waits
     full_rollouts: tuple[int, ...] = ()
     full_tokens: tuple[int, ...] = ()
     step_s: _Measure = 0.0

@@ -44,8 +44,8 @@ class WorkFleet(ModelFleet):
         attempt = self.runs(name, group, tokens)
         self.run.finish(name, attempt.attempt_id)
 
-    async def left(self, *, groups: int = 1_000, fleet: str = "", wait_s: float = 0.0) -> WorkLeft:
-        return await self.reader.read(self.run.run_id, groups=groups, fleet=fleet, wait_s=wait_s)
+    async def left(self, *, groups: int = 1_000, fleet: str = "", wait_s: float = 0.0, local: str = "") -> WorkLeft:
+        return await self.reader.read(self.run.run_id, groups=groups, fleet=fleet, wait_s=wait_s, local=[local])
 
     def learns(self, name: str, tokens_per_s: float) -> None:
         speed = self.speeds[name] = WorkerThroughput()
@@ -66,6 +66,17 @@ async def test_a_group_is_told_with_what_ended_what_runs_and_what_waits() -> Non
     assert sorted(first.waiting) == [0, 5]
     assert second.waiting == (0,)
     assert (left.open, left.ended) == (2, 0)
+
+
+async def test_what_runs_on_the_trainers_devices_is_told_first() -> None:
+    fleet = WorkFleet()
+    fleet.runs("a", 0, 30)
+    fleet.runs("b", 0, 50, worker="w1")
+    fleet.runs("c", 0, 40)
+    (group,) = (await fleet.left(local="w1")).groups
+    assert (group.lent, group.running) == (1, (50, 30, 40))
+    (group,) = (await fleet.left()).groups
+    assert group.lent == 0
 
 
 async def test_groups_whose_responses_have_all_ended_are_counted_until_their_episodes_are_over() -> None:

@@ -52,7 +52,8 @@ class Told:
         self.failure: Exception | None = None
         self._news = asyncio.Condition()
 
-    async def work_left(self, *, groups: int, fleet: str, wait_s: float) -> WorkLeft:
+    async def work_left(self, *, groups: int, fleet: str, wait_s: float, local: frozenset[str]) -> WorkLeft:
+        assert local == {"mine"}
         self.questions += 1
         if self.failure is not None:
             raise self.failure

@@ -31,12 +31,13 @@ LATEST_S: Final = 10.0
 #: Lending again is thought about so often, and only once an engine elsewhere was lost: as long as the fleet stays, the
 #: window that just ended was the right one, and a better forecast is not worth another switch.
 AGAIN_S: Final = 5.0
-#: Rollouts that an engine runs at once, until the first one is full and known.
+#: Rollouts that an engine runs at once, until one was seen that runs more, or is full.
 _BATCH: Final = 64.0
-#: Loads of full engines that are remembered, and the quantile that is taken for the most: some engines that are seen
-#: full have just lost a rollout, or run more than fit for a moment.
+#: Loads of full engines that are remembered, and the quantiles that are taken for the most rollouts and tokens. Some
+#: engines that are seen full have just lost a rollout, and others hold rollouts that they have put off.
 _LOADS: Final = 256
 _FULL: Final = 0.9
+_FULL_TOKENS: Final = 0.5
 #: An engine prefills about so many tokens per second while it also decodes, until its own speed is known.
 _READ_TOKENS_PER_S: Final = 20_000.0
 
@@ -76,6 +77,7 @@ class StepWindow:
         self.planner = WindowPlanner()
         self.plan: LoanPlan | None = None  # the newest one
         self._batch, self._held = FadingQuantiles(memory=_LOADS), FadingQuantiles(memory=_LOADS)
+        self._fits = _BATCH  # rollouts that an engine was seen to run while none waited in it
         self._expected: Sequence[GroupLeft] = ()
         self._cut: tuple[float, float, frozenset[str]] | None = None  # when, the forecast of generation then, the fleet
         self._fleet = frozenset[str]()
@@ -115,6 +117,7 @@ class StepWindow:
         if now - self._asked < AGAIN_S or not step.local:
             return False
         self._asked = now
+        self._learn_batch(left)  # engines elsewhere are full now, if ever
         elsewhere = _elsewhere(left, step)
         if elsewhere and not (self._fleet - elsewhere and self.planner.lends_again(self._view(left, step))):
             return False
@@ -157,8 +160,8 @@ class StepWindow:
             complete=step.complete + left.ended,
             remote=_remote(left, step, coming=coming > 0),
             devices=_devices(left, step),
-            batch=self._batch.quantile(_FULL) if self._batch.known else _BATCH,
-            kv_tokens=self._held.quantile(_FULL) if self._held.known else inf,
+            batch=max(self._fits, self._batch.quantile(_FULL) if self._batch.known else 0.0),
+            kv_tokens=self._held.quantile(_FULL_TOKENS) if self._held.known else inf,
             pace=_pace(left),
             read_s=1.0 / (left.prefill_tokens_per_s or _READ_TOKENS_PER_S),
         )
@@ -171,7 +174,8 @@ class StepWindow:
         return round(sum(rests) + fmean(one.prompt for one in self._expected) * len(rests))
 
     def _learn_batch(self, left: WorkLeft) -> None:
-        """Engines in which rollouts wait run as many as they can."""
+        """Engines in which rollouts wait run as many as they can. In the others so many as run do fit."""
+        self._fits = max(self._fits, float(left.fits))
         for rollouts, tokens in zip(left.full_rollouts, left.full_tokens, strict=True):
             self._batch.observe(float(rollouts))
             self._held.observe(float(tokens))
@@ -211,7 +215,12 @@ def _pace(left: WorkLeft) -> EnginePace:
 
 def _group(one: OpenGroup, step: TrainerStep) -> GroupLeft:
     return GroupLeft(
-        prompt=one.prompt, finished=one.finished, running=one.running, waiting=one.waiting, cap=step.longest
+        prompt=one.prompt,
+        finished=one.finished,
+        running=one.running,
+        lent=one.lent,
+        waiting=one.waiting,
+        cap=step.longest,
     )
 
 

@@ -40,7 +40,8 @@ Speed = Callable[[WorkerSession], tuple[WorkerThroughput | None, float]]
 
 class _Group(Struct):
     prompt: int = 0
-    running: list[int] = field(default_factory=list)
+    lent: list[int] = field(default_factory=list)  # run on the trainer's devices
+    running: list[int] = field(default_factory=list)  # elsewhere
     waiting: list[int] = field(default_factory=list)
 
 
@@ -50,8 +51,9 @@ class WorkLeftReader:
     def __init__(self, state: CoordinatorState, speed: Speed, prefill: Callable[[], float]) -> None:
         self._state, self._speed, self._prefill = state, speed, prefill
 
-    async def read(self, run_id: str, *, groups: int, fleet: str, wait_s: float) -> WorkLeft:
-        """The oldest `groups` open groups, once the fleet is another than `fleet`, or after `wait_s`.
+    async def read(self, run_id: str, *, groups: int, fleet: str, wait_s: float, local: Iterable[str] = ()) -> WorkLeft:
+        """The oldest `groups` open groups, once the fleet is another than `fleet`, or after `wait_s`. `local`: workers
+        on the trainer's devices.
 
         Raises `LeaseSuperseded` if the run is over, and `InvalidRequest`.
         """
@@ -63,7 +65,7 @@ class WorkLeftReader:
             if fleet != self._fleet(self._run(run_id)):
                 break
             await asyncio.sleep(_LOOK_S)
-        steps = self.gather(self._run(run_id), groups)
+        steps = self.gather(self._run(run_id), groups, frozenset(local))
         while True:
             try:
                 next(steps)
@@ -72,9 +74,9 @@ class WorkLeftReader:
                 return left
             await asyncio.sleep(0)
 
-    def gather(self, run: RunState, groups: int) -> Generator[None, None, WorkLeft]:
+    def gather(self, run: RunState, groups: int, local: frozenset[str]) -> Generator[None, None, WorkLeft]:
         """Gathers what is left of a run, with a pause after each page."""
-        found = _OpenGroups(run)
+        found = _OpenGroups(run, local)
         yield from found.pages()
         sessions = _serving(self._state, run)
         speeds = yield from self._speeds(sessions)
@@ -94,6 +96,7 @@ class WorkLeftReader:
             lent=tuple(not one.reclaimed for one in sessions),
             spot=tuple(one.hello.kind is WorkerKind.SPOT for one in sessions),
             shares=tuple(_share(one) for one in sessions),
+            fits=max((len(one.attempts) for one in sessions if not one.pending), default=0),
             full_rollouts=tuple(count for count, _ in full),
             full_tokens=tuple(tokens for _, tokens in full),
             step_s=pace.step_s,
@@ -138,17 +141,18 @@ class _Speeds(NamedTuple):
 class _OpenGroups:
     """A run's groups of which not all responses have ended."""
 
-    def __init__(self, run: RunState) -> None:
-        self._run = run
+    def __init__(self, run: RunState, local: frozenset[str]) -> None:
+        self._run, self._local = run, local
         self._groups: dict[int, _Group] = {}
         self.open = self.ended = 0
 
     def pages(self) -> Iterator[None]:
         """Look at all rollouts, with a pause after each page."""
-        for number, (one, made, running) in enumerate(self._rollouts()):
+        for number, (one, made, worker_id) in enumerate(self._rollouts()):
             group = self._groups.setdefault(one.group, _Group())
             group.prompt = max(group.prompt, one.length - one.made)
-            (group.running if running else group.waiting).append(made)
+            where = group.waiting if not worker_id else group.lent if worker_id in self._local else group.running
+            where.append(made)
             if number % _PAGE == _PAGE - 1:
                 yield
         ended = self._run.responses.keys() - self._groups.keys()
@@ -162,20 +166,22 @@ class _OpenGroups:
         picked = (places[int(at * stride)] for at in range(min(len(places), MOST_GROUPS)))
         return [self._told(place) for place in picked]
 
-    def _rollouts(self) -> Iterator[tuple[QueuedRollout, int, bool]]:
-        """Each rollout of training, the tokens of its response, and whether it generates."""
+    def _rollouts(self) -> Iterator[tuple[QueuedRollout, int, str]]:
+        """Each rollout of training, the tokens of its response, and which worker generates it; "": none."""
         for attempt in list(self._run.running.values()):
             if not (attempt.rollout.evaluation or attempt.rollout.request):
-                yield attempt.rollout, attempt.stored, attempt.started and attempt.session is not None
+                session = attempt.session if attempt.started else None
+                yield attempt.rollout, attempt.stored, session.worker_id if session else ""
         for queued in self._run.queue.training():
-            yield queued, queued.made, False
+            yield queued, queued.made, ""
 
     def _told(self, place: int) -> OpenGroup:
         group = self._groups[place]
         return OpenGroup(
             prompt=group.prompt,
             finished=tuple(self._run.responses.get(place, {}).values()),
-            running=tuple(group.running),
+            running=(*group.lent, *group.running),
+            lent=len(group.lent),
             waiting=tuple(group.waiting),
         )
 

@@ -191,7 +191,10 @@ class DeviceWindow:
         fleet = self._left.fleet if self._left else ""
         try:
             async with asyncio.timeout(wait_s + _ANSWER_S):
-                self._left = await self._lease.work_left(groups=self._step().missing, fleet=fleet, wait_s=wait_s)
+                step = self._step()
+                self._left = await self._lease.work_left(
+                    groups=step.missing, fleet=fleet, wait_s=wait_s, local=step.local
+                )
         except LeaseSuperseded:
             raise
         except (TimeoutError, EbbtideError) as error:

@@ -11,6 +11,7 @@ from itertools import chain
 from typing import Final
 
 from ebbtide.coordinator.state.run_state import RunState
+from ebbtide.coordinator.state.running_attempt import RunningAttempt
 from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.scheduling.elastic.engine_pace import EnginePace, fitted_pace
 from ebbtide.scheduling.elastic.step_window import SOONEST_S, StepWindow, TrainedStep, TrainerStep
@@ -125,6 +126,7 @@ class ElasticWindow(LoanWindow):
             lent=(*(True for _ in sessions), *(False for _ in asleep)),
             spot=(*(one.hello.kind is WorkerKind.SPOT for one in sessions), *(False for _ in asleep)),
             shares=(1.0,) * len(names),
+            fits=max((len(one.attempts) for one in sessions if not one.pending), default=0),
             full_rollouts=tuple(len(lengths) for lengths in full),
             full_tokens=tuple(sum(lengths) for lengths in full),
             step_s=pace.step_s,
@@ -153,11 +155,13 @@ class ElasticWindow(LoanWindow):
     def _groups(self, run: RunState, step: StepProgress) -> tuple[frozenset[int], list[OpenGroup]]:
         """The prompts of groups that are not complete, and what is left of each."""
         running: dict[int, list[int]] = {}
+        lent: dict[int, list[int]] = {}
         waiting: dict[int, list[int]] = {}
         prompts: dict[int, int] = {}
         for attempt in run.running.values():
             prompt = _prompt(attempt.rollout.episode_id)
-            (running if attempt.started else waiting).setdefault(prompt, []).append(attempt.stored)
+            where = waiting if not attempt.started else lent if self._is_lent(attempt) else running
+            where.setdefault(prompt, []).append(attempt.stored)
             prompts[prompt] = attempt.rollout.length - attempt.rollout.made
         for queued in run.queue:
             prompt = _prompt(queued.episode_id)
@@ -167,7 +171,8 @@ class ElasticWindow(LoanWindow):
             OpenGroup(
                 prompt=length,
                 finished=tuple(step.responses.get(prompt, ())),
-                running=tuple(running.get(prompt, ())),
+                running=(*lent.get(prompt, ()), *running.get(prompt, ())),
+                lent=len(lent.get(prompt, ())),
                 waiting=tuple(waiting.get(prompt, ())),
             )
             for prompt, length in sorted(prompts.items())
@@ -183,6 +188,9 @@ class ElasticWindow(LoanWindow):
             if max((now - waiting.given for waiting in one.pending.values()), default=0.0) > _WAITS_S
             and len(one.attempts) > len(one.pending)
         ]
+
+    def _is_lent(self, attempt: RunningAttempt) -> bool:
+        return attempt.session is not None and self._is_local(attempt.session)
 
     def _is_local(self, session: WorkerSession) -> bool:
         return pool_of(session.worker_id) == self._lent
