@@ -45,6 +45,8 @@ _METHODS: Final[dict[str, dict[str, set[Role]]]] = {
         "ReleaseLease": _HOLDERS,
         "ReserveVersion": {Role.TRAINER},
         "AnnounceVersion": {Role.TRAINER},
+        "ReadWorkLeft": {Role.TRAINER},
+        "ReleaseWorker": {Role.TRAINER},
         "Report": {Role.TRAINER},
         "FinishRun": {Role.TRAINER},
         "WatchEnded": {Role.RELAY},

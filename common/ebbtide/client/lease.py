@@ -18,6 +18,7 @@ from ebbtide.types.rollout import Episode, FinishedRollout, Trajectory, Trajecto
 from ebbtide.types.run import Run, RunEvent, RunStatus
 from ebbtide.types.session import Session, UnverifiedSession
 from ebbtide.types.weights import PolicyVersion
+from ebbtide.types.work_left import WorkLeft
 from ebbtide.v1 import rollouts_pb2, runs_pb2, sessions_pb2, types_pb2
 from ebbtide.v1.runs_pb2_grpc import RunsStub
 from ebbtide.v1.sessions_pb2_grpc import SessionsStub
@@ -164,6 +165,24 @@ class Lease(RolloutLease):
             lease=self._fence, session_id=session_id, reward=reward, drop_reason=drop_reason
         )
         return from_proto(await self._kept(SessionsStub(self._peer.channel).PostVerdict, request), Session)
+
+    async def work_left(
+        self, *, groups: int, fleet: str = "", wait_s: float = 0.0, local: Iterable[str] = ()
+    ) -> WorkLeft:
+        """What the run still generates, of the oldest `groups` open groups, and the engines that serve it. `local`: the
+        workers whose engines are on the trainer's devices.
+
+        Returns at once if `fleet` is not the present one, else when it changes, or after `wait_s` (at most 20 s).
+        """
+        request = runs_pb2.ReadWorkLeftRequest(
+            lease=self._fence, groups=groups, fleet=fleet, wait_s=wait_s, local=local
+        )
+        return from_proto(await self._call(self._runs.ReadWorkLeft, request), WorkLeft)
+
+    async def release_worker(self, worker_id: str) -> None:
+        """Have a spot worker of the run hand over and leave. Raises `NotReady` if the run may not, and `NotFound`."""
+        request = runs_pb2.ReleaseWorkerRequest(lease=self._fence, worker_id=worker_id)
+        await self._call(self._runs.ReleaseWorker, request)
 
     async def report(self, events: Sequence[RunEvent]) -> None:
         """Append events to the run, once per kind and key."""

@@ -92,6 +92,7 @@ class BorrowedState(Struct, frozen=True, kw_only=True, gc=False):
     spell_s: Annotated[float, Meta(ge=0)] = 0.0  # how long the present state will probably last
     disturbance: Annotated[float, Meta(ge=0)] = 0.0  # share of the SLO's error budget that was used lately
     asleep: bool = False
+    hand_over: bool = False  # while not granted: its rollouts are to go on elsewhere at once
 
 
 class Worker(Struct, frozen=True, kw_only=True):

@@ -38,6 +38,7 @@ class Forecast(Struct, frozen=True, kw_only=True):
     share: Share = 0.0  # of the next minute in which it may generate
     spell_s: Share = 0.0  # how long the present state, idle or busy, will probably last
     disturbance: Share = 0.0  # of the SLO's error budget that rollouts have used lately
+    hand_over: bool = False  # while reclaimed: rollouts are to go on elsewhere at once, as the lender waits for them
 
 
 class Hello(Struct, frozen=True, kw_only=True):

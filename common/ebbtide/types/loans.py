@@ -20,6 +20,7 @@ class OwnerWish(Struct, frozen=True, kw_only=True):
     sequence: Annotated[int, Meta(ge=0)] = 0
     lend: bool = False
     spell_s: Annotated[float, Meta(ge=0)] = 0.0  # how long the wish will probably stand; 0: unknown
+    hand_over: bool = False  # of a wish to have the device: what its engines run is to go on elsewhere at once
 
 
 class LoanState(Struct, frozen=True, kw_only=True):

@@ -105,6 +105,8 @@ class TrainerSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     permute_rewards: bool = False
     #: Gradients are computed on groups as they become whole, and re-weighted once they are all there.
     streaming: bool = False
+    #: Spot workers that make its steps no shorter are asked to leave, one after a step.
+    releases: bool = False
 
 
 class EvaluationSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -270,6 +272,9 @@ def check_spec(spec: RunSpec) -> RunSpec:
     _check_verifiers(spec)
     if spec.trainer.streaming:
         _check_streaming(spec.trainer)
+    elif spec.trainer.releases:
+        text = "needs trainer.streaming: the end of other steps is not planned; set that, or leave this out"
+        raise InvalidRequest(text, field="trainer.releases")
     if spec.share.ceiling is not None and spec.share.floor > spec.share.ceiling:
         raise InvalidRequest(f"must be at most share.ceiling ({spec.share.ceiling:g})", field="share.floor")
     if len(msgspec.json.encode(spec)) > MAX_SPEC_BYTES:

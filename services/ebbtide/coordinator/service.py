@@ -9,6 +9,7 @@ from ebbtide.coordinator.api.request_retention import RequestRetention
 from ebbtide.coordinator.api.rollout_service import RolloutService
 from ebbtide.coordinator.api.run_service import RunService
 from ebbtide.coordinator.api.session_service import SessionService
+from ebbtide.coordinator.api.work_left_reader import WorkLeftReader
 from ebbtide.coordinator.appends.append_streams import AppendStreams
 from ebbtide.coordinator.appends.token_readers import TokenReaders
 from ebbtide.coordinator.coordinator_parts import CoordinatorParts
@@ -119,7 +120,8 @@ class Coordinator:
         runs, rollouts = RunService(parts), RolloutService(parts, self.retention)
         sessions = SessionService(parts, self.retention)
         appending = AppendStreams(self.state, self.store, self.fleet, self._notifier, parts.readers)
-        on_wire = runs_wire.RunsServicer(runs, lease_ttl_s=settings.lease_ttl_s)
+        work = WorkLeftReader(self.state, self.rounds.speed, lambda: self.rounds.prefill)
+        on_wire = runs_wire.RunsServicer(runs, work, lease_ttl_s=settings.lease_ttl_s)
         fleet = fleet_wire.FleetServicer(self.fleet, appending, self._flushes, heartbeat_s=settings.heartbeat_s)
         return [
             (add_RunsServicer_to_server, on_wire, runs_wire.SERVICE),

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from math import inf
 from typing import Final
 
+from msgspec.structs import replace
+
 from ebbtide import telemetry
 from ebbtide.device_arbiter import metrics
 from ebbtide.device_arbiter.return_watch import DeviceReturn, DeviceTenant, ReturnWatch
@@ -54,12 +56,14 @@ class LoanKeeper:
         self._memory_s, self._clock = memory_s, clock
         self._forecast = LoanForecast()
         self._closed = False
-        self._lent = False
+        self._lent = self._hand_over = False
         self._looked_at = clock()
         self._caught_up_at = self._looked_at
         self._taken_at = self._looked_at
         self._back = _NOTHING_BACK
         self._timed_compute = self._timed_memory = True
+        self._compute_s, self._later_steps = 0.0, 0
+        self._spell_steps = 0, 0.0  # engines' steps since the device was lent last, and their seconds in all
         self._holding: dict[str, float] = {}  # engines with memory to give up -> since when
         self.seconds = {"held": 0.0, "lent": 0.0}
         self.take_backs = 0
@@ -81,17 +85,22 @@ class LoanKeeper:
         return "closed" if self._closed else self._ownership.state(self._clock())
 
     def forecast(self) -> Forecast:
-        return self._forecast.forecast(self._clock())
+        found = self._forecast.forecast(self._clock())
+        return replace(found, hand_over=True) if self._hand_over and not self._lent else found
 
     def close(self) -> None:
         """Take the device from engines for good."""
         self._closed = True
         self.review()
 
-    def wished(self, spell_s: float) -> None:
-        """The owner stated a new wish, which will probably stand for `spell_s`; 0: unknown."""
+    def wished(self, spell_s: float, *, hand_over: bool = False) -> None:
+        """The owner stated a new wish, which will probably stand for `spell_s`; 0: unknown. `hand_over`: while it has
+        the device, rollouts are to go on elsewhere.
+        """
+        self._hand_over = hand_over
         self.review()
         self._forecast.turn(self._clock(), lent=self._lent, spell_s=spell_s)
+        self._borrowers.news.set()
 
     def review(self) -> None:
         """Give or take the device as its ownership now says."""
@@ -117,7 +126,7 @@ class LoanKeeper:
             await asyncio.sleep(_RENEW_S if self._lent or self._back.memory else _LOOK_S)
 
     def _lend(self, now: float) -> None:
-        self._lent = True
+        self._lent, self._spell_steps = True, (0, 0.0)
         self._holding.clear()
         self._forecast.turn(now, lent=True)
         self._borrowers.news.set()
@@ -140,13 +149,26 @@ class LoanKeeper:
     def _returned(self, now: float) -> DeviceReturn:
         back = self._returns.look()
         if back.compute and not self._timed_compute:
-            self._timed_compute = True
-            metrics.COMPUTE_SECONDS.observe(now - self._taken_at)
+            self._timed_compute, self._compute_s = True, now - self._taken_at
+            metrics.COMPUTE_SECONDS.observe(self._compute_s)
+            loans = self._borrowers.all()
+            self._later_steps = max((one.page.steps().steps - one.steps_when_taken for one in loans), default=0)
         if back.memory and not self._timed_memory:
             self._timed_memory = True
             metrics.MEMORY_SECONDS.observe(now - self._taken_at)
+            self._tell_back(now)
         self._press([] if back.memory else [one for one in self._returns.tenants() if one.holding or one.stepping], now)
         return back
+
+    def _tell_back(self, now: float) -> None:
+        count, seconds = self._spell_steps
+        log.info(
+            "device back",
+            compute_s=self._compute_s,
+            memory_s=now - self._taken_at,
+            steps=self._later_steps,  # that ended after the take-back, of the engine with the most
+            step_s=seconds / count if count else 0.0,
+        )
 
     def _press(self, tenants: list[DeviceTenant], now: float) -> None:
         """Kill engines that do not give the device back in time."""
@@ -164,6 +186,8 @@ class LoanKeeper:
         for loan in self._borrowers.all():
             for _, _, seconds in loan.new_steps():
                 self.step_s = max(_FADE * self.step_s, seconds)
+                count, sum_s = self._spell_steps
+                self._spell_steps = count + 1, sum_s + seconds
 
     def _count(self, now: float) -> None:
         spent, self._looked_at = max(0.0, now - self._looked_at), now

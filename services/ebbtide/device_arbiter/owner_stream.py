@@ -85,7 +85,7 @@ class OwnerStream:
             raise
         self._record(self._ownership.newest())
         log.info("the device has an owner", run_id=wish.run_id, lease=wish.lease)
-        self._keeper.wished(wish.spell_s)
+        self._keeper.wished(wish.spell_s, hand_over=wish.hand_over)
         return _Owner(claim, wish)
 
     async def _read(self, requests: AsyncIterator[pb.OwnerWish], owner: _Owner) -> None:
@@ -98,7 +98,7 @@ class OwnerStream:
             self._ownership.wish(self._clock(), owner.claim, lends=wish.lend)
             owner.wish = wish
             if wish.sequence > old.sequence:
-                self._keeper.wished(wish.spell_s)
+                self._keeper.wished(wish.spell_s, hand_over=wish.hand_over)
                 owner.news.set()
 
     def _state(self, owner: _Owner) -> LoanState:

@@ -61,8 +61,10 @@ class ClusterShape(Struct, frozen=True, kw_only=True):
     flush_interval_ms: int = 100
     worker_config: Path | None = None  # TOML file of settings for the workers
     borrowed: bool = False  # the workers run beside a serving engine, by grants of its guard
+    window_s: float = 0.0  # with `generate`: the trainer's setting of this name
     generate: bool = False  # one more worker runs on the trainer's device, which it lends between its steps
     environments: tuple[str, ...] = ()  # whose code runs as the user, who may name others than the built-in ones
+    heartbeat_timeout_s: float = 0.0  # the coordinator's setting of this name; 0: its own
     lease_ttl_s: float = 10.0  # silence after which a trainer loses its run
 
     @property
@@ -159,6 +161,8 @@ class LocalCluster:
 
     def _coordinator(self, name: str, listen: str) -> Program:
         flags: dict[str, object] = {"standby": True} if self.shape.standby else {}
+        timeout_s = self.shape.heartbeat_timeout_s
+        flags |= {"heartbeat_timeout_s": timeout_s} if timeout_s else {}
         return self._service(
             name,
             "ebbtide.coordinator",
@@ -178,7 +182,8 @@ class LocalCluster:
     def _trainer(self) -> Program:
         ranks = self.shape.ranks
         threads = max(1, (os.cpu_count() or 1) // ranks)
-        lending = {"generate": True, "grant_dir": self.grants} if self.shape.generate else {}
+        lending: dict[str, object] = {"generate": True, "grant_dir": self.grants} if self.shape.generate else {}
+        lending |= {"window_s": self.shape.window_s} if self.shape.window_s else {}
         return self._service(
             "trainer", "ebbtide.trainer", _RUN, threads=threads, ranks=ranks, **lending, **self._permissions("trainer")
         )

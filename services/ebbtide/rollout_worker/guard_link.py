@@ -84,6 +84,7 @@ class GuardLink:
             spell_s=forecast.spell_s,
             disturbance=forecast.disturbance,
             asleep=self._at is not Residency.AWAKE,
+            hand_over=forecast.hand_over,
         )
 
     def want(self, *, wanted: bool, reason: str) -> None:

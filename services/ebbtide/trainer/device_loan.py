@@ -58,8 +58,14 @@ class TrainingDevice(Protocol):
         """Engines may have it from now on, probably for `spell_s`; 0: unknown."""
         ...
 
-    async def take_back(self, spell_s: float = 0.0) -> None:
-        """Return once it is the trainer's alone, probably for `spell_s`; 0: unknown."""
+    async def take_back(self, spell_s: float = 0.0, *, hand_over: bool = False) -> None:
+        """Return once it is the trainer's alone, probably for `spell_s`; 0: unknown. `hand_over`: what its engines run
+        is to go on elsewhere at once.
+        """
+        ...
+
+    def engines(self) -> frozenset[str]:
+        """The workers whose engines run on it: those with pages beside an arbiter's socket."""
         ...
 
 
@@ -69,8 +75,11 @@ class OwnDevice:
     def lend(self, spell_s: float = 0.0) -> None:
         """No engine borrows here."""
 
-    async def take_back(self, spell_s: float = 0.0) -> None:
+    async def take_back(self, spell_s: float = 0.0, *, hand_over: bool = False) -> None:
         """It was never lent."""
+
+    def engines(self) -> frozenset[str]:
+        return frozenset()
 
 
 class DeviceProgress(Struct, frozen=True, kw_only=True):
@@ -107,8 +116,8 @@ class DeviceLoan:
     def lend(self, spell_s: float = 0.0) -> None:
         self.want(self.next_wish(lend=True, spell_s=spell_s))
 
-    async def take_back(self, spell_s: float = 0.0) -> None:
-        self.want(self.next_wish(lend=False, spell_s=spell_s))
+    async def take_back(self, spell_s: float = 0.0, *, hand_over: bool = False) -> None:
+        self.want(self.next_wish(lend=False, spell_s=spell_s, hand_over=hand_over))
         began = told = time.monotonic()
         while not (progress := self.progress()).back:
             if time.monotonic() - told > _TELL_S:
@@ -122,13 +131,17 @@ class DeviceLoan:
             log.warning("no engine computes: the step begins", without=progress.waits_for)
         _waits.observe(time.monotonic() - began)
 
-    def next_wish(self, *, lend: bool, spell_s: float) -> OwnerWish:
-        return replace(self.wish, sequence=self.wish.sequence + 1, lend=lend, spell_s=spell_s)
+    def next_wish(self, *, lend: bool, spell_s: float, hand_over: bool = False) -> OwnerWish:
+        number = self.wish.sequence + 1
+        return replace(self.wish, sequence=number, lend=lend, spell_s=spell_s, hand_over=hand_over)
 
     def want(self, wish: OwnerWish) -> None:
         """State this wish from now on. Its sequence is higher than that of the former one."""
         self.wish = wish
         self._stated.set()
+
+    def engines(self) -> frozenset[str]:
+        return frozenset(path.stem for path in _pages(self._folder))
 
     def engine_bytes(self) -> int:
         """Of the device that an engine needs to come back; 0: none, or unknown."""

@@ -16,7 +16,7 @@ import numpy as np
 from ebbtide.trainer.trajectory_collector import ConsumedTrajectory, TrajectoryCollector
 from ebbtide.types.rollout import DropReason, Trajectory
 from ebbtide.types.run import RunSpec
-from ebbtide.types.tokens import unpack_tokens
+from ebbtide.types.tokens import token_count, unpack_tokens
 
 
 class SessionCollector(TrajectoryCollector):
@@ -70,6 +70,11 @@ class SessionCollector(TrajectoryCollector):
         else:
             self._drop_stale()
         return taken
+
+    def new_tokens(self) -> int:
+        fresh = (name for name in self._ready if name not in self._handed_out)
+        members = (one for name in fresh for one in self._groups[name])
+        return sum(len(one.prompt_ids) // 4 + token_count(one.tokens) for one in members)
 
     def hand_out(self, steps: Mapping[int, int]) -> list[Trajectory]:
         self._steps = steps

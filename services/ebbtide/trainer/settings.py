@@ -32,6 +32,12 @@ class TrainerSettings(WorkSettings, frozen=True, kw_only=True, forbid_unknown_fi
     grant_dir: Annotated[str, Meta(description="with generate: folder shared with the device-arbiter of this host")] = (
         ""
     )
+    window_s: Annotated[
+        float,
+        Meta(
+            ge=0, description="with generate and runs that stream: lend for so long in each step; 0: as it is planned"
+        ),
+    ] = 0.0
     keep_checkpoints: Annotated[int, Meta(ge=1, description="newest checkpoints of a run that are kept")] = 2
     keep_published: Annotated[
         bool, Meta(description="keep the last published weights on the GPU too, if it has room, and find changes there")
@@ -42,6 +48,8 @@ class TrainerSettings(WorkSettings, frozen=True, kw_only=True, forbid_unknown_fi
         if not self.generate:
             if self.grant_dir:
                 raise InvalidRequest("is for trainers that generate: set generate, or leave it out", field="grant_dir")
+            if self.window_s:
+                raise InvalidRequest("is for trainers that generate: set generate, or leave it out", field="window_s")
             return
         if not self.grant_dir:
             text = "is needed to generate: name the folder that the device-arbiter of this host was given"

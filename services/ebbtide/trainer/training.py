@@ -23,7 +23,9 @@ from ebbtide.runtime import race
 from ebbtide.telemetry import counter, gauge, get_logger
 from ebbtide.trainer.device_loan import DeviceLoan, OwnDevice, TrainingDevice
 from ebbtide.trainer.learning.local_learning import LocalLearning
+from ebbtide.trainer.lending.device_window import DeviceWindow
 from ebbtide.trainer.lending.memory_loan import MemoryLoan
+from ebbtide.trainer.lending.own_window import OwnWindow, TrainingWindow
 from ebbtide.trainer.lending.shared_loan import LendingRanks, SharedLoan
 from ebbtide.trainer.ranks.rank_group import RankGroup
 from ebbtide.trainer.settings import TrainerSettings
@@ -111,7 +113,9 @@ class Training:
         self._lineage = lineage
         self._learning = learning
         self._collector = collector
-        self._device = device
+        self._window: TrainingWindow = OwnWindow(self._groups)
+        if settings.generate:
+            self._window = DeviceWindow(lease, following, collector, device, self._relieve, fixed_s=settings.window_s)
         self._spec = lease.run.spec
         self._trained: _Trained | None = None
 
@@ -125,7 +129,7 @@ class Training:
                     self._following.announced(await publishing)
                 except AlreadyExists as error:  # the relay has the version of a run that the store lost
                     log.warning("taking the next number", reason=str(error))
-            self._device.lend()
+            await self._window.open()
             while self._collector.step < self._spec.trainer.steps:
                 await self._step(tasks)
             # The driver evaluates the last version and ends the run. Late trajectories are dropped and committed.
@@ -144,7 +148,7 @@ class Training:
         values = await training(step, clock)
         await clock.measure("publish", self._settle())
         trained = _Trained(step + 1, values, clock, await clock.measure("publish", self._publish()))
-        self._device.lend()
+        await clock.measure("publish", self._window.open())
         if step + 1 == self._spec.trainer.steps or (step + 1) % self._spec.trainer.checkpoint_every == 0:
             await clock.measure("publish", self._announced(trained))
             await self._checkpoint(trained)
@@ -159,28 +163,28 @@ class Training:
 
     async def _train_whole(self, step: int, clock: StepClock) -> dict[str, float]:
         """Trains the step once all its groups are there. Returns the values to report."""
-        await clock.measure("wait", self._groups(lambda: self._whole(step)))
-        await clock.measure("wait", self._device.take_back())
+        await clock.measure("wait", self._window.close(lambda: self._whole(step)))
+        await clock.measure("wait", self._window.groups(lambda: self._whole(step), lambda: self._whole(step)))
         await self._settle_before(clock)
         trajectories = self._collector.take(self._following.steps)
         steps, version = dict(self._following.steps), self._version(step)
         training = asyncio.to_thread(self._learning.step, trajectories, step=step, steps=steps, version=version)
-        return await clock.measure(TRAIN, training)
+        values = await clock.measure(TRAIN, training)
+        window = self._window.trained(trajectories, learning_s=clock.learning_s(), whole_s=clock.whole_s())
+        return values | window
 
     async def _train_streamed(self, step: int, clock: StepClock) -> dict[str, float]:
         """Trains the step on its groups as they become whole. Returns the values to report.
 
         An idle trainer begins with what is there: the last group waits for the part under way at most. One whose device
-        generates begins when it has its device back.
+        generates begins when its window is over.
         """
-        if self._settings.generate:
-            await clock.measure("wait", self._groups(lambda: self._whole(step)))
-            await clock.measure("wait", self._device.take_back())
         whole = asyncio.create_task(self._note_whole(step, clock))
         collector, following, learning = self._collector, self._following, self._learning
         try:
+            await clock.measure("wait", self._window.close(lambda: self._whole(step)))
             while not self._whole(step) or collector.new_groups():
-                await clock.measure("wait", self._groups(lambda: self._whole(step) or collector.new_groups() > 0))
+                await clock.measure("wait", self._window.groups(lambda: self._some(step), lambda: self._whole(step)))
                 await self._settle_before(clock)
                 count, version = collector.new_groups(), self._version(step)
                 groups = collector.hand_out(following.steps)
@@ -191,7 +195,13 @@ class Training:
             whole.cancel()
         trajectories, steps = collector.take(following.steps), dict(following.steps)
         finishing = asyncio.to_thread(learning.finish_step, trajectories, step=step, steps=steps)
-        return await clock.measure(TRAIN, finishing)
+        values = await clock.measure(TRAIN, finishing)
+        window = self._window.trained(trajectories, learning_s=clock.learning_s(), whole_s=clock.whole_s())
+        return values | window
+
+    def _some(self, step: int) -> bool:
+        """Whether there are groups without gradients, or all groups."""
+        return self._whole(step) or self._collector.new_groups() > 0
 
     async def _note_whole(self, step: int, clock: StepClock) -> None:
         await self._following.until(lambda: self._whole(step))

@@ -14,7 +14,7 @@ import numpy as np
 from msgspec import Struct
 
 from ebbtide.types.rollout import DropReason, Trajectory, TrajectoryOutcome
-from ebbtide.types.tokens import unpack_tokens
+from ebbtide.types.tokens import token_count, unpack_tokens
 
 #: Staleness of a token without an announced version: too large for any setting.
 _UNKNOWN: Final = 1 << 31
@@ -70,6 +70,11 @@ class TrajectoryCollector:
     def new_groups(self) -> int:
         """Counts the next step's whole groups that were not handed out."""
         return self.whole_groups() - len(self._handed_out)
+
+    def new_tokens(self) -> int:
+        """Counts the tokens of those groups, prompts included."""
+        fresh = self._whole.get(self.step, set()) - self._handed_out
+        return sum(_tokens(one) for name in fresh for one in self._waiting[self.step][name])
 
     def hand_out(self, steps: Mapping[int, int]) -> list[Trajectory]:
         """Returns the next step's whole groups as `take` does, each group once.
@@ -140,6 +145,10 @@ def staleness(trajectory: Trajectory, step: int, steps: Mapping[int, int]) -> tu
     versions, counts = np.unique(sampled, return_counts=True)
     ages = [max(0, step - steps[version]) if version in steps else _UNKNOWN for version in versions.tolist()]
     return float(np.average(ages, weights=counts)), max(ages)
+
+
+def _tokens(trajectory: Trajectory) -> int:
+    return len(trajectory.prompt_ids) // 4 + token_count(trajectory.tokens)
 
 
 def _whole(group: list[Trajectory]) -> bool:

@@ -8,7 +8,6 @@ from typing import Any, Final
 
 import pytest
 
-from ebbtide.coordinator.dispatcher import borrowed_hosts
 from ebbtide.coordinator.fleet import release_requests, worker_health
 from ebbtide.scheduling.dispatch import reclaim_risk
 from ebbtide.testing import wait_until
@@ -222,7 +221,8 @@ async def test_a_worker_lost_while_its_host_had_itself_back_is_no_fault_of_its_r
 
 def test_of_user_traffic_nothing_but_the_forecast_can_be_told() -> None:
     told = [field.name for field in fleet_pb2.Borrowed.DESCRIPTOR.fields]
-    assert told == ["granted", "share", "spell_s", "disturbance", "asleep"]
+    # The last one is a trainer's to say, who has no users.
+    assert told == ["granted", "share", "spell_s", "disturbance", "asleep", "hand_over"]
     messages = (fleet_pb2.Attach, fleet_pb2.Heartbeat, fleet_pb2.Released, fleet_pb2.Draining, fleet_pb2.Installed)
     assert [one for one in messages if "borrowed" in one.DESCRIPTOR.fields_by_name] == [fleet_pb2.Heartbeat]
 
@@ -278,8 +278,7 @@ class Mill:
 async def test_however_often_hosts_are_taken_back_no_token_is_lost_and_every_rollout_ends_once(
     cluster: Any, monkeypatch: pytest.MonkeyPatch, steady: int, rollouts: int
 ) -> None:
-    for module in (reclaim_risk, borrowed_hosts):
-        monkeypatch.setattr(module, "SHORT_S", 0.1)
+    monkeypatch.setattr(reclaim_risk, "SHORT_S", 0.1)
     made, run, length = Counter[str](), await cluster.run(), 24
     mills = [
         Mill(await lent(cluster, f"lent{number}", slots=6), length, made, random.Random(number)) for number in range(4)
@@ -310,3 +309,19 @@ async def test_however_often_hosts_are_taken_back_no_token_is_lost_and_every_rol
     counters = (await run.get()).counters
     assert counters.get("tokens_lost", 0) == counters.get("dead_lettered", 0) == 0
     assert counters.get("moved", 0) > 0
+
+
+async def test_what_a_trainer_waits_for_leaves_its_device_at_once(
+    cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reclaim_risk, "SHORT_S", 1_000.0)
+    _, worker = await busy(cluster)
+    steady = await cluster.worker("steady")
+    await says(worker, granted=False, spell_s=0.0)
+    await rounds(cluster, 2)
+    assert worker.asked == []
+    await says(worker, granted=False, spell_s=0.0, hand_over=True)
+    await wait_until(lambda: sorted(worker.asked) == ["a", "b"], what="it is asked for both")
+    await worker.hand_back("a", "b", cause=EndCause.MOVED)
+    await steady.has("a", "b")
+    assert len(steady.assigned["a"].partial) == 3 * TOKEN_BYTES

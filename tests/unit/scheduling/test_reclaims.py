@@ -205,3 +205,9 @@ def test_in_any_fleet_places_are_only_exchanged_never_lost_nor_given_to_who_may_
         assert not moved or may_take(by_id[rollout_id], by_host[worker])
     if all(not one.borrowed for one in hosts):
         assert before == dealt  # who is reserved is not affected
+
+
+def test_what_a_lender_waits_for_leaves_at_once_whether_or_not_there_is_room() -> None:
+    waits = LentHost(reclaimed=True, hand_over=True)
+    assert leaving(waits, [500, 100, 20_000], room=-2, prefill=SPEED) == [1, 0, 2]
+    assert leaving(LentHost(reclaimed=False, hand_over=True), [100], room=8, prefill=SPEED) == []

@@ -25,6 +25,7 @@ from ebbtide.types.rollout import (
 from ebbtide.types.run import Run, RunEvent, RunSpec, RunStatus
 from ebbtide.types.tokens import pack_tokens
 from ebbtide.types.weights import PolicyVersion
+from ebbtide.types.work_left import WorkLeft
 
 #: Given a request, the response's token ids; None leaves the rollout running.
 Engine = Callable[[RolloutRequest], "list[int] | None"]
@@ -56,6 +57,8 @@ class Cluster:
         self.on_their_way = 0  # versions that wait for it
         self.leases: list[FakeLease] = []
         self.log: list[str] = []
+        self.work_left = WorkLeft()
+        self.asked: list[int] = []  # missing groups at each question for it
         self.changed = asyncio.Event()
 
     def full(self, rollouts: list[RolloutRequest]) -> bool:
@@ -170,6 +173,14 @@ class FakeLease:
         if self.lost.is_set():
             raise LeaseSuperseded("superseded")
         self.cluster.log.append(f"{self.role}:{deed}")
+
+    async def work_left(
+        self, *, groups: int, fleet: str = "", wait_s: float = 0.0, local: Iterable[str] = ()
+    ) -> WorkLeft:
+        self.cluster.asked.append(groups)
+        if fleet and fleet == self.cluster.work_left.fleet:
+            await asyncio.sleep(wait_s)
+        return self.cluster.work_left
 
     async def submit_rollouts(
         self, rollouts: Iterable[RolloutRequest], *, wait: bool = True, step: int | None = None, first_step: int = 0

@@ -36,11 +36,15 @@ class NotedLoan:
         raise LeaseSuperseded("a newer lease owns the device")
 
     def lend(self, spell_s: float = 0.0) -> None:
-        self.deeds.append("lend")
+        if self.deeds[-1] != "lend":  # only the forecast is another
+            self.deeds.append("lend")
 
-    async def take_back(self, spell_s: float = 0.0) -> None:
+    async def take_back(self, spell_s: float = 0.0, *, hand_over: bool = False) -> None:
         self.deeds.append("take back")
         await self.taken.wait()
+
+    def engines(self) -> frozenset[str]:
+        return frozenset({"mine"})
 
 
 @pytest.fixture
@@ -109,5 +113,7 @@ def test_settings_that_cannot_lend_name_what_is_missing(tmp_path: Path) -> None:
         TrainerSettings(generate=True).check_generate()
     with pytest.raises(InvalidRequest, match="grant_dir: is for trainers that generate"):
         TrainerSettings(grant_dir=str(folder)).check_generate()
+    with pytest.raises(InvalidRequest, match="window_s: is for trainers that generate"):
+        TrainerSettings(window_s=3.0).check_generate()
     TrainerSettings(generate=True, grant_dir=str(folder)).check_generate()
     assert folder.stat().st_mode & 0o777 == 0o700

@@ -69,3 +69,13 @@ def test_what_a_streamed_step_cannot_do_is_refused_by_field(field: str, value: f
     check_spec(spec(streaming=False))
     with pytest.raises(InvalidRequest, match=f"^trainer.{field}: must be {wanted} with trainer.streaming: "):
         check_spec(spec(streaming=True))
+
+
+def test_workers_are_released_by_runs_that_stream_only() -> None:
+    def spec(*, streaming: bool) -> RunSpec:
+        trainer = TrainerSpec(releases=True, streaming=streaming)
+        return RunSpec(name="r", model="m", environment=EnvironmentSpec(name="e"), trainer=trainer)
+
+    check_spec(spec(streaming=True))
+    with pytest.raises(InvalidRequest, match=r"^trainer.releases: needs trainer.streaming"):
+        check_spec(spec(streaming=False))

@@ -31,11 +31,17 @@ class LentHost(Struct, frozen=True, kw_only=True):
     lasted_s: float = 0.0  # since it was last reclaimed or granted
     spell_s: float = 0.0  # for how long that will probably last, as its guard forecasts
     asleep: bool = False  # its weights are not on the device
+    hand_over: bool = False  # its lender waits for what it runs to go on elsewhere
 
     @property
     def shut(self) -> bool:
         """Whether it gets no rollouts."""
         return self.reclaimed or self.asleep
+
+    @property
+    def ripe(self) -> bool:
+        """Whether it may lose rollouts: its host was reclaimed, and that is no short spell."""
+        return self.reclaimed and (self.hand_over or self.lasted_s >= SHORT_S)
 
     @property
     def remains_s(self) -> float:
@@ -47,11 +53,14 @@ def leaving(lent: LentHost, tokens: Sequence[int], *, room: int, prefill: float,
     """The rollouts to take from a worker whose host was reclaimed, as indices of `tokens`: the lengths of prompt and
     response of those that another worker could take. `room`: free places of others; `prefill`: see `MoveCosts`.
 
-    The cheapest leave first while there is room; the others only if the reclaim lasts, or will last, for long.
+    The cheapest leave first while there is room; the others only if the reclaim lasts, or will last, for long. All
+    leave at once if the lender asked for it: it keeps the device until they have ended elsewhere.
     """
-    if not lent.reclaimed or lent.lasted_s < SHORT_S:
+    if not lent.ripe:
         return []
     order = sorted(range(len(tokens)), key=lambda index: (tokens[index], index))
+    if lent.hand_over:
+        return order
     long = lent.remains_s >= _LONG_S
     worth = [index for index in order if lent.remains_s > costs.margin * costs.move_s(tokens[index], prefill)]
     return worth if long else worth[: max(0, room)]

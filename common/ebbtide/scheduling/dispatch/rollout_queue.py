@@ -159,6 +159,12 @@ class RolloutQueue:
                 return
             yield one
 
+    def training(self) -> Iterator[QueuedRollout]:
+        """Those to be trained on, in their order. Members that leave meanwhile are left out, new ones too."""
+        for key in list(self._orders[_Kind.TRAINING]):
+            if (one := self._waiting.get(key[-1])) is not None:
+                yield one
+
     def bounds(self) -> set[VersionBounds]:
         """The distinct version bounds in the queue."""
         return set(self._bounds)

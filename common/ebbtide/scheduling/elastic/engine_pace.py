@@ -25,6 +25,8 @@ _MOST_WEIGHT_S: Final = 10.0
 #: A step of an engine of which nothing is known: 30 tokens/s of each of 64 rollouts.
 _UNKNOWN_STEP_S: Final = 0.02
 _UNKNOWN_ROLLOUT_S: Final = 0.0002
+#: No engine of a pool is taken for slower than so small a part of a typical one, or for faster than its inverse.
+_SLOWEST: Final = 0.05
 #: No step is shorter.
 _LEAST_S: Final = 1e-6
 
@@ -66,3 +68,12 @@ def fitted_pace(points: Sequence[ThroughputPoint]) -> EnginePace:
         del used[int(found.argmin())]
     known = dict(zip(used, np.maximum(found, 0.0).tolist(), strict=True))
     return EnginePace(step_s=known.get(0, 0.0), rollout_s=known.get(1, 0.0), context_s=known.get(2, 0.0))
+
+
+def relative_speed(points: Sequence[ThroughputPoint], typical: EnginePace) -> float:
+    """How many times as fast as a typical engine one is, by what was seen of it at each load; 1.0 if nothing was."""
+    seen_s = sum(point.seen_s for point in points)
+    if seen_s <= 0.0:
+        return 1.0
+    took_s = sum(point.seen_s * point.token_s / typical.seconds(point.running, point.context) for point in points)
+    return min(max(seen_s / max(took_s, 1e-9), _SLOWEST), 1.0 / _SLOWEST)

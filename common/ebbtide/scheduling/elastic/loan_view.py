@@ -30,6 +30,7 @@ class LoanView(Struct, frozen=True, kw_only=True):
     kv_tokens: float  # contexts that it has memory for
     pace: EnginePace  # of a typical engine
     read_s: float  # to prefill one token
+    weight: float = 1.0  # so many groups does each of `groups` stand for
 
 
 class LoanPlan(Struct, frozen=True, kw_only=True):

@@ -22,6 +22,7 @@ from ebbtide.rpc.run_endings import EndedRun, RunsEnded, check_held
 from ebbtide.scheduling.fair_share.shares import check_floor
 from ebbtide.scheduling.steps.run_claims import ClaimableRun, choose
 from ebbtide.store.unexpected_data import UNEXPECTED
+from ebbtide.types.fleet import WorkerKind
 from ebbtide.types.ids import check_id
 from ebbtide.types.rollout import DropReason
 from ebbtide.types.run import (
@@ -41,6 +42,10 @@ from ebbtide.types.weights import DIGEST_BYTES, PolicyVersion
 log = telemetry.get_logger(__name__)
 #: Runs that are read together for a list.
 _LIST_AT_ONCE: Final = 64
+
+
+#: A released worker hands over within so long: its machine is paid for meanwhile.
+_RELEASE_S: Final = 60.0
 
 
 class RunService:
@@ -271,6 +276,24 @@ class RunService:
     async def renew(self, lease: LeaseRef) -> Run:
         await self._store.leases.renew(check_lease(lease, gateways=True), self._settings.lease_ttl_s)
         return await self.get(lease.run_id)
+
+    async def release_worker(self, lease: LeaseRef, worker_id: str) -> None:
+        """Ask a spot worker of the run to hand over and leave. Raises `NotReady` if the run may not have it leave, and
+        `NotFound`.
+        """
+        await self._store.leases.renew(check_lease(lease, role="trainer"), self._settings.lease_ttl_s)
+        run = await self._recovery.live(lease.run_id)
+        found = [one for one in self._state.serving(run.run_id) if one.worker_id == worker_id]
+        if not found:
+            raise NotFound(f"no worker {worker_id} serves run {run.run_id}")
+        if not run.spec.trainer.releases:
+            raise NotReady("the run keeps its workers: set trainer.releases to have some leave")
+        if found[0].hello.kind is not WorkerKind.SPOT:
+            raise NotReady(f"worker {worker_id} is no spot worker")
+        if len(self._state.runs) > 1:
+            raise NotReady("other runs are live, which may need the worker")
+        self._fleet.drain(worker_id, _RELEASE_S)
+        log.info("worker released", run_id=run.run_id, worker_id=worker_id)
 
     async def release(self, lease: LeaseRef) -> None:
         try:

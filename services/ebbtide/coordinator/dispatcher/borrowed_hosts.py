@@ -17,7 +17,7 @@ from ebbtide.coordinator.state.run_events import RunEvents
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.scheduling.dispatch.host_view import HostView, may_take
-from ebbtide.scheduling.dispatch.reclaim_risk import SHORT_S, leaving
+from ebbtide.scheduling.dispatch.reclaim_risk import leaving
 from ebbtide.scheduling.lenders.lender_selection import Lender, LenderSelection
 from ebbtide.types.fleet import WorkerState
 
@@ -51,7 +51,7 @@ class BorrowedHosts:
 
     def release(self, run: RunState, hosts: Sequence[tuple[WorkerSession, HostView]], now: float) -> None:
         """Take from workers whose host was reclaimed for long what others could continue. `hosts`: the run's."""
-        reclaimed = [one for one, _ in hosts if one.reclaimed and one.attempts and now - one.turned >= SHORT_S]
+        reclaimed = [one for one, _ in hosts if one.attempts and (lent := one.lent(now)) is not None and lent.ripe]
         if not reclaimed:
             return
         takers = [host for session, host in hosts if not host.shut and not session.gone]

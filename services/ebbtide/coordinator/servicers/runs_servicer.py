@@ -9,11 +9,13 @@ from typing import Any, TypeAlias
 import grpc
 
 from ebbtide.auth.admission import caller_name, check_claim
-from ebbtide.coordinator.api.request_checks import check_cursor
+from ebbtide.coordinator.api.request_checks import check_cursor, check_lease
 from ebbtide.coordinator.api.run_service import RunService
+from ebbtide.coordinator.api.work_left_reader import WorkLeftReader
 from ebbtide.coordinator.servicers.list_page import ListPage
 from ebbtide.coordinator.servicers.record_lists import records_from_proto
 from ebbtide.errors import InvalidRequest
+from ebbtide.types.ids import check_id
 from ebbtide.types.run import LeaseRef, Run, RunEvent, RunSpec, RunStatus
 from ebbtide.types.text_bounds import MAX_EVENT_BYTES, shortened
 from ebbtide.types.weights import PolicyVersion
@@ -26,8 +28,8 @@ SERVICE = "ebbtide.v1.Runs"
 
 
 class RunsServicer(runs_pb2_grpc.RunsServicer):
-    def __init__(self, runs: RunService, *, lease_ttl_s: float) -> None:
-        self._runs, self._ttl_s = runs, lease_ttl_s
+    def __init__(self, runs: RunService, work: WorkLeftReader, *, lease_ttl_s: float) -> None:
+        self._runs, self._work, self._ttl_s = runs, work, lease_ttl_s
 
     async def SubmitRun(self, request: runs_pb2.SubmitRunRequest, context: Context) -> runs_pb2.Run:
         spec = from_proto(request.spec, RunSpec, field="spec")
@@ -91,6 +93,18 @@ class RunsServicer(runs_pb2_grpc.RunsServicer):
     async def AnnounceVersion(self, request: runs_pb2.AnnounceVersionRequest, context: Context) -> runs_pb2.Empty:
         lease = from_proto(request.lease, LeaseRef, field="lease")
         await self._runs.announce(lease, from_proto(request.version, PolicyVersion, field="version"))
+        return runs_pb2.Empty()
+
+    async def ReadWorkLeft(self, request: runs_pb2.ReadWorkLeftRequest, context: Context) -> runs_pb2.WorkLeft:
+        lease = check_lease(from_proto(request.lease, LeaseRef, field="lease"), role="trainer")
+        found = await self._work.read(
+            lease.run_id, groups=request.groups, fleet=request.fleet, wait_s=request.wait_s, local=request.local
+        )
+        return to_proto(found, runs_pb2.WorkLeft)
+
+    async def ReleaseWorker(self, request: runs_pb2.ReleaseWorkerRequest, context: Context) -> runs_pb2.Empty:
+        lease = from_proto(request.lease, LeaseRef, field="lease")
+        await self._runs.release_worker(lease, check_id(request.worker_id, field="worker_id"))
         return runs_pb2.Empty()
 
     async def Report(self, request: runs_pb2.ReportRequest, context: Context) -> runs_pb2.Empty:

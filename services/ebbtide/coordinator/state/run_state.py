@@ -28,6 +28,7 @@ from ebbtide.scheduling.dispatch.response_lengths import ResponseLengths
 from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout, RolloutQueue
 from ebbtide.scheduling.dispatch.turns.cached_prefixes import CachedPrefixes, Prefixes
 from ebbtide.scheduling.dispatch.turns.expected_returns import ExpectedReturns
+from ebbtide.scheduling.elastic.ended_responses import EndedResponses
 from ebbtide.store.rollout_rows import EndReason
 from ebbtide.store.unexpected_data import UNEXPECTED
 from ebbtide.types.end_cause import EndCause
@@ -75,6 +76,9 @@ class RunState:
         self._prefixes = CachedPrefixes()
         self.prefixes: Final[Prefixes] = self._prefixes.by_episode  # by session
         self._returns = ExpectedReturns()
+        self._responses = EndedResponses()
+        #: Lengths of training's responses that ended and whose episodes go on or are not complete, by group place.
+        self.responses: Final[Mapping[int, Mapping[str, int]]] = self._responses.by_group
         self._groups: dict[str, int] = {}  # group -> queue place of its first rollout
         self._failed_installs: dict[int, int] = {}
         self.lengths: Final = ResponseLengths()
@@ -175,6 +179,7 @@ class RunState:
     def admit(self, one: QueuedRollout) -> None:
         """Queue a rollout."""
         self._returns.queued(one.episode_id, one.since)
+        self._responses.forget(one.episode_id)
         self.queue.add(one)
         if one.interactive:
             self._asked_at = max(self._asked_at, one.since)
@@ -246,6 +251,8 @@ class RunState:
         if attempt is not None:
             if not attempt.rollout.request:  # requests are as long as their clients want
                 self.lengths.finished(attempt.stored)
+            if not (attempt.rollout.request or attempt.rollout.evaluation):
+                self._responses.ended(attempt.rollout.episode_id, attempt.rollout.group, attempt.stored)
             self._note_prefix(attempt, session)
             finishes = self._volatile_finishes
             while finishes and finishes[0].at < durable_before:
@@ -317,6 +324,7 @@ class RunState:
         """Note that the episode has no further turn."""
         self._prefixes.forget(episode_id)
         self._returns.forget(episode_id)
+        self._responses.forget(episode_id)
 
     # What a store that came back may have forgotten.
 

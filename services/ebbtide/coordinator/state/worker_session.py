@@ -190,6 +190,7 @@ class WorkerSession:
             lasted_s=now - self.turned,
             spell_s=said.spell_s if said else 0.0,
             asleep=said.asleep if said else False,
+            hand_over=said.hand_over if said else False,
         )
 
     def drain(self, reason: str) -> None:

@@ -1,1 +1,1 @@
-"""Lends the devices of a trainer of several ranks by one decision, and moves its own memory out of the engines' way."""
+"""Decides when a trainer's devices are lent, and lends those of all its ranks by one decision."""

@@ -122,4 +122,10 @@ class LoanFollower:
         wish = loan.wish
         found = loan.progress()
         progress = DeviceProgress(engine_bytes=found.engine_bytes) if wish.lend else found
-        return LeaderAnswer(owner=wish.owner, sequence=wish.sequence, progress=progress, superseded=self._superseded)
+        return LeaderAnswer(
+            owner=wish.owner,
+            sequence=wish.sequence,
+            progress=progress,
+            engines=tuple(sorted(loan.engines())),
+            superseded=self._superseded,
+        )

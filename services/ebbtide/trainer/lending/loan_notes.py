@@ -24,6 +24,7 @@ class LeaderAnswer(Struct, frozen=True, kw_only=True):
     owner: str = ""
     sequence: int = -1
     progress: DeviceProgress = DeviceProgress()
+    engines: tuple[str, ...] = ()  # the workers whose engines run on the host's devices
     superseded: str = ""  # why an arbiter refused this trainer for good
 
 

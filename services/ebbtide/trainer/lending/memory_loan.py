@@ -41,13 +41,16 @@ class MemoryLoan:
         if self._giving is None or self._giving.done():
             self._giving = asyncio.create_task(self._give_up(spell_s))
 
-    async def take_back(self, spell_s: float = 0.0) -> None:
+    async def take_back(self, spell_s: float = 0.0, *, hand_over: bool = False) -> None:
         self._wanted = True
         giving, self._giving = self._giving, None
         if giving is not None:
             await giving
-        await self._device.take_back(spell_s)
+        await self._device.take_back(spell_s, hand_over=hand_over)
         await asyncio.to_thread(self._learning.restore_memory)
+
+    def engines(self) -> frozenset[str]:
+        return self._device.engines()
 
     async def _give_up(self, spell_s: float) -> None:
         await asyncio.to_thread(self._learning.give_up_memory, self._device.engine_bytes())

@@ -107,9 +107,9 @@ class SharedLoan:
     def lend(self, spell_s: float = 0.0) -> None:
         self._want(lend=True, spell_s=spell_s)
 
-    async def take_back(self, spell_s: float = 0.0) -> None:
+    async def take_back(self, spell_s: float = 0.0, *, hand_over: bool = False) -> None:
         """As `TrainingDevice`. Raises `Unavailable` naming a host that does not give its device back."""
-        self._want(lend=False, spell_s=spell_s)
+        self._want(lend=False, spell_s=spell_s, hand_over=hand_over)
         self._waiting = True
         self._asked.set()
         try:
@@ -118,6 +118,9 @@ class SharedLoan:
             self._waiting = False
         with suppress(Unavailable):
             await self._ranks.forget()
+
+    def engines(self) -> frozenset[str]:
+        return self._own.engines().union(*(answer.engines for answer in self._answers.values()))
 
     def engine_bytes(self) -> int:
         """Of a device that an engine of any host needs to come back; 0: none, or unknown."""
@@ -132,8 +135,8 @@ class SharedLoan:
                 async with asyncio.timeout(_OVER_S):
                     await self._ranks.post(None)
 
-    def _want(self, *, lend: bool, spell_s: float) -> None:
-        self._own.want(self._own.next_wish(lend=lend, spell_s=spell_s))
+    def _want(self, *, lend: bool, spell_s: float, hand_over: bool = False) -> None:
+        self._own.want(self._own.next_wish(lend=lend, spell_s=spell_s, hand_over=hand_over))
         self._wishes.put_nowait(self._own.wish)
 
     async def _post(self) -> None:

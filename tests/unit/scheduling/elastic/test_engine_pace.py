@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from ebbtide.scheduling.dispatch.throughput import ThroughputPoint, WorkerThroughput
-from ebbtide.scheduling.elastic.engine_pace import EnginePace, fitted_pace
+from ebbtide.scheduling.elastic.engine_pace import EnginePace, fitted_pace, relative_speed
 
 _TRUE = EnginePace(step_s=0.01, rollout_s=8e-5, context_s=3e-8)
 
@@ -47,3 +47,10 @@ def test_a_worker_tells_what_was_seen_of_it() -> None:
     throughput = WorkerThroughput()
     throughput.observe(10, 500.0, 1_000, 2.0)
     assert throughput.points() == [ThroughputPoint(10.0, 0.02, 500.0, 2.0)]
+
+
+def test_an_engine_that_takes_a_third_of_the_time_is_three_times_as_fast_at_whatever_loads_it_was_seen() -> None:
+    fast = [point._replace(token_s=point.token_s / 3.0) for point in seen()[2:5]]
+    assert relative_speed(fast, _TRUE) == pytest.approx(3.0)
+    assert relative_speed(seen(), _TRUE) == pytest.approx(1.0)
+    assert relative_speed([], _TRUE) == 1.0

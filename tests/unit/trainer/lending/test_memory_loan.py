@@ -18,8 +18,11 @@ class Noted:
     def lend(self, spell_s: float = 0.0) -> None:
         self.deeds.append(f"lend {spell_s:g}")
 
-    async def take_back(self, spell_s: float = 0.0) -> None:
+    async def take_back(self, spell_s: float = 0.0, *, hand_over: bool = False) -> None:
         self.deeds.append(f"take back {spell_s:g}")
+
+    def engines(self) -> frozenset[str]:
+        return frozenset({"mine"})
 
     def engine_bytes(self) -> int:
         return 7

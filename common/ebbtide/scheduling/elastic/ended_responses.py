@@ -1,0 +1,35 @@
+"""Remembers how long the responses are that ended in groups that are not complete.
+
+Invariant: `by_group` has each episode whose newest response ended, until its next turn begins or the episode is over;
+of too many, the newest. Lost with the process: until the open groups are complete, their forecasts lack what ended.
+"""
+
+from typing import Final
+
+#: Episodes that are remembered. Trainers that never complete their episodes leave them here.
+_EPISODES: Final = 1 << 17
+
+
+class EndedResponses:
+    def __init__(self, memory: int = _EPISODES) -> None:
+        self._memory = memory
+        self._groups: dict[str, int] = {}  # episode -> its group
+        self.by_group: dict[int, dict[str, int]] = {}  # group -> episode -> tokens of its last response
+
+    def ended(self, episode_id: str, group: int, tokens: int) -> None:
+        """Note that a response of the episode ended with so many tokens."""
+        self.forget(episode_id)
+        self._groups[episode_id] = group
+        self.by_group.setdefault(group, {})[episode_id] = tokens
+        if len(self._groups) > self._memory:
+            self.forget(next(iter(self._groups)))
+
+    def forget(self, episode_id: str) -> None:
+        """Note that the episode is over, or goes on."""
+        group = self._groups.pop(episode_id, None)
+        if group is None:
+            return
+        members = self.by_group[group]
+        del members[episode_id]
+        if not members:
+            del self.by_group[group]

@@ -1,0 +1,206 @@
+"""Tells a run's trainer what is left of the open groups, and how fast the engines are that serve the run.
+
+A large run is read a page at a time, so that tokens need not wait. Rollouts that end meanwhile are left out.
+"""
+
+import asyncio
+import math
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from hashlib import blake2b
+from typing import Final, NamedTuple
+
+from msgspec import Struct, field
+
+from ebbtide.coordinator.state.coordinator_state import CoordinatorState
+from ebbtide.coordinator.state.run_state import RunState
+from ebbtide.coordinator.state.worker_session import WorkerSession
+from ebbtide.errors import InvalidRequest, LeaseSuperseded
+from ebbtide.rpc.caller_turns import end_turn
+from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout
+from ebbtide.scheduling.dispatch.throughput import ThroughputPoint, WorkerThroughput
+from ebbtide.scheduling.elastic.engine_pace import EnginePace, fitted_pace, relative_speed
+from ebbtide.types.fleet import WorkerKind, WorkerState
+from ebbtide.types.work_left import MOST_GROUPS, MOST_WAIT_S, OpenGroup, WorkLeft
+
+#: Rollouts that are looked at between two pauses: less than a millisecond's work.
+_PAGE: Final = 512
+#: How often a call that waits looks at the fleet.
+_LOOK_S: Final = 0.2
+#: Engines, evenly picked, whose speeds stand for a typical one's.
+_TYPICAL: Final = 16
+#: An engine is full if a rollout has waited in it for so long. Before, it may just read prompts.
+_WAITS_S: Final = 5.0
+
+#: Engines whose speeds are compared between two pauses.
+_ENGINES: Final = 64
+_UNKNOWN: Final = EnginePace(step_s=0.0, rollout_s=0.0)
+
+Speed = Callable[[WorkerSession], tuple[WorkerThroughput | None, float]]
+
+
+class _Group(Struct):
+    prompt: int = 0
+    lent: list[int] = field(default_factory=list)  # run on the trainer's devices
+    running: list[int] = field(default_factory=list)  # elsewhere
+    waiting: list[int] = field(default_factory=list)
+
+
+class WorkLeftReader:
+    """`speed`: what was learnt of a worker. `prefill`: tokens/s at which a typical one reads; 0.0: unknown."""
+
+    def __init__(self, state: CoordinatorState, speed: Speed, prefill: Callable[[], float]) -> None:
+        self._state, self._speed, self._prefill = state, speed, prefill
+
+    async def read(self, run_id: str, *, groups: int, fleet: str, wait_s: float, local: Iterable[str] = ()) -> WorkLeft:
+        """The oldest `groups` open groups, once the fleet is another than `fleet`, or after `wait_s`. `local`: workers
+        on the trainer's devices.
+
+        Raises `LeaseSuperseded` if the run is over, and `InvalidRequest`.
+        """
+        if not 0.0 <= wait_s <= MOST_WAIT_S:
+            raise InvalidRequest(f"must be 0 to {MOST_WAIT_S:g}", field="wait_s")
+        end_turn()
+        looks = math.ceil(wait_s / _LOOK_S) if fleet else 0
+        for _ in range(looks):
+            if fleet != self._fleet(self._run(run_id)):
+                break
+            await asyncio.sleep(_LOOK_S)
+        steps = self.gather(self._run(run_id), groups, frozenset(local))
+        while True:
+            try:
+                next(steps)
+            except StopIteration as done:
+                left: WorkLeft = done.value
+                return left
+            await asyncio.sleep(0)
+
+    def gather(self, run: RunState, groups: int, local: frozenset[str]) -> Generator[None, None, WorkLeft]:
+        """Gathers what is left of a run, with a pause after each page."""
+        found = _OpenGroups(run, local)
+        yield from found.pages()
+        sessions = _serving(self._state, run)
+        speeds = yield from self._speeds(sessions)
+        oldest = tuple(found.oldest(groups))
+        full = list(_full(sessions, self._state.clock()))
+        pace = speeds.pace or _UNKNOWN
+        return WorkLeft(
+            fleet=self._fleet(run),
+            groups=oldest,
+            open=found.open,
+            ended=found.ended,
+            newest=run.newest,
+            engines=tuple(one.worker_id for one in sessions),
+            speeds=tuple(speeds.relative),
+            versions=tuple(one.version_of(run.run_id) for one in sessions),
+            rollouts=tuple(len(one.attempts) for one in sessions),
+            lent=tuple(not one.reclaimed for one in sessions),
+            spot=tuple(one.hello.kind is WorkerKind.SPOT for one in sessions),
+            shares=tuple(_share(one) for one in sessions),
+            fits=max((len(one.attempts) for one in sessions if not one.pending), default=0),
+            full_rollouts=tuple(count for count, _ in full),
+            full_tokens=tuple(tokens for _, tokens in full),
+            step_s=pace.step_s,
+            rollout_s=pace.rollout_s,
+            context_s=pace.context_s,
+            prefill_tokens_per_s=self._prefill(),
+        )
+
+    def _speeds(self, sessions: Sequence[WorkerSession]) -> Generator[None, None, "_Speeds"]:
+        stride = -(-len(sessions) // _TYPICAL) or 1
+        typical = [point for one in sessions[::stride] for point in self._points(one)]
+        pace = fitted_pace(typical) if typical else None
+        relative = list[float]()
+        for number, one in enumerate(sessions):
+            relative.append(relative_speed(self._points(one), pace) if pace else 1.0)
+            if number % _ENGINES == _ENGINES - 1:
+                yield
+        return _Speeds(pace, relative)
+
+    def _points(self, session: WorkerSession) -> list[ThroughputPoint]:
+        learnt = self._speed(session)[0]
+        return learnt.points() if learnt else []
+
+    def _run(self, run_id: str) -> RunState:
+        run = self._state.runs.get(run_id)
+        if run is None:
+            raise LeaseSuperseded(f"run {run_id} is not live; step down")
+        return run
+
+    def _fleet(self, run: RunState) -> str:
+        seen = sorted(
+            f"{one.session_id} {one.version_of(run.run_id)} {one.reclaimed}" for one in _serving(self._state, run)
+        )
+        return blake2b("\n".join(seen).encode(), digest_size=8).hexdigest()
+
+
+class _Speeds(NamedTuple):
+    pace: EnginePace | None  # None: nothing is known of any engine
+    relative: list[float]
+
+
+class _OpenGroups:
+    """A run's groups of which not all responses have ended."""
+
+    def __init__(self, run: RunState, local: frozenset[str]) -> None:
+        self._run, self._local = run, local
+        self._groups: dict[int, _Group] = {}
+        self.open = self.ended = 0
+
+    def pages(self) -> Iterator[None]:
+        """Look at all rollouts, with a pause after each page."""
+        for number, (one, made, worker_id) in enumerate(self._rollouts()):
+            group = self._groups.setdefault(one.group, _Group())
+            group.prompt = max(group.prompt, one.length - one.made)
+            where = group.waiting if not worker_id else group.lent if worker_id in self._local else group.running
+            where.append(made)
+            if number % _PAGE == _PAGE - 1:
+                yield
+        ended = self._run.responses.keys() - self._groups.keys()
+        self.ended = len(ended)
+
+    def oldest(self, count: int) -> list[OpenGroup]:
+        """The oldest groups: all of them, or some evenly picked if there are many. Sets `open`."""
+        places = sorted(self._groups)[:count]
+        self.open = len(places)
+        stride = max(1.0, len(places) / MOST_GROUPS)
+        picked = (places[int(at * stride)] for at in range(min(len(places), MOST_GROUPS)))
+        return [self._told(place) for place in picked]
+
+    def _rollouts(self) -> Iterator[tuple[QueuedRollout, int, str]]:
+        """Each rollout of training, the tokens of its response, and which worker generates it; "": none."""
+        for attempt in list(self._run.running.values()):
+            if not (attempt.rollout.evaluation or attempt.rollout.request):
+                session = attempt.session if attempt.started else None
+                yield attempt.rollout, attempt.stored, session.worker_id if session else ""
+        for queued in self._run.queue.training():
+            yield queued, queued.made, ""
+
+    def _told(self, place: int) -> OpenGroup:
+        group = self._groups[place]
+        return OpenGroup(
+            prompt=group.prompt,
+            finished=tuple(self._run.responses.get(place, {}).values()),
+            running=(*group.lent, *group.running),
+            lent=len(group.lent),
+            waiting=tuple(group.waiting),
+        )
+
+
+def _serving(state: CoordinatorState, run: RunState) -> list[WorkerSession]:
+    """The engines that generate for the run, or will soon."""
+    found = state.serving(run.run_id)
+    return [one for one in found if not one.draining and not one.given_up and one.state is not WorkerState.SHUNNED]
+
+
+def _share(session: WorkerSession) -> float:
+    said = session.beat.borrowed
+    return said.share if session.borrowed and said else float(not session.borrowed)
+
+
+def _full(sessions: Iterable[WorkerSession], now: float) -> Iterator[tuple[int, int]]:
+    """Of each engine in which a rollout waits: how many run, and the tokens of their contexts."""
+    for one in sessions:
+        waits_s = max((now - attempt.given for attempt in one.pending.values()), default=0.0)
+        if waits_s > _WAITS_S and len(one.attempts) > len(one.pending) and not one.reclaimed:
+            running = [attempt.length for attempt in one.attempts.values() if attempt.started]
+            yield len(running), sum(running)
