@@ -168,9 +168,7 @@ async def test_a_trainer_of_whole_steps_lends_until_all_groups_are_there(streams
     assert trainer.device.deeds == ["lend", "take back"]
 
 
-async def test_a_streaming_trainer_has_its_device_back_once_the_step_ends_sooner_so(
-    streams: RunSpec
-) -> None:
+async def test_a_streaming_trainer_has_its_device_back_once_the_step_ends_sooner_so(streams: RunSpec) -> None:
     trainer = Trainer(streams)
     trainer.told.left = engines()
     await trainer.trains(learning_s=60.0)
@@ -210,9 +208,7 @@ async def test_a_fixed_window_is_over_after_its_time_whatever_the_plan(streams: 
     assert trainer.device.spells == [0.3]
 
 
-async def test_while_the_coordinator_is_away_the_device_stays_lent_until_all_groups_are_there(
-    streams: RunSpec
-) -> None:
+async def test_while_the_coordinator_is_away_the_device_stays_lent_until_all_groups_are_there(streams: RunSpec) -> None:
     trainer = Trainer(streams)
     trainer.told.failure = Unavailable("nobody is there")
     await trainer.window.open()

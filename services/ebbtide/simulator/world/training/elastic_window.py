@@ -180,7 +180,7 @@ class ElasticWindow(LoanWindow):
         return frozenset(prompts), groups
 
     def _full(self, sessions: Sequence[WorkerSession]) -> list[list[int]]:
-        """Contexts of what runs in each engine in which a rollout waits, or that offers no more slots and fills them."""
+        """Contexts in each engine in which a rollout waits, or that offers no more slots and fills them."""
         now = self._state.clock()
         return [
             [attempt.length for attempt in one.attempts.values() if attempt.started]
