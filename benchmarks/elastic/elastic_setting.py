@@ -99,6 +99,7 @@ class Fleet(NamedTuple):
     reserved: int = 0  # engines of two reserved devices
     borrowed: int = 0  # engines of two devices that also serve users, and cost nothing
     nodes: int = 1  # times the nodes that the model's trainer has
+    slots: int = 1024  # rollouts that an engine takes at once, running or waiting
     window_s: float | None = None
     max_staleness: int = 0
 
@@ -121,10 +122,10 @@ def simulation(case: ElasticCase, policy: Policy, fleet: Fleet) -> Simulation:
         pools.append(_borrowed(remote, case, fleet.borrowed))
     if fleet.lends:
         lent = co_located(local, model.engines * fleet.nodes, RUN)
-        pools.append(msgspec.structs.replace(lent, slots=1024, window_s=fleet.window_s))
+        pools.append(msgspec.structs.replace(lent, window_s=fleet.window_s))
     scenario = Scenario(
         name=case.name,
-        fleet=tuple(pools),
+        fleet=tuple(msgspec.structs.replace(pool, slots=fleet.slots) for pool in pools),
         run=(_training(case, fleet),),
         hours=200.0,
         tables=_tables(case),
@@ -159,7 +160,6 @@ def _steady(engine: EngineProfile, workers: int) -> MachinePool:
         kind="reserved",
         engine=engine.name,
         workers=workers,
-        slots=1024,
         boot_s=0.0,
         link_gbps=50.0,
         flush_s=FLUSH_S,
