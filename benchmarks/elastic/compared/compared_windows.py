@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -65,28 +65,34 @@ def _compared(terms: PartTerms, known: Traces) -> PartFindings:
     ]
     wanted = _wanted(terms, cases)
     varied = [] if terms.quick or terms.policies else _varied(cases)
-    found = KeptSimulations(terms.kept, terms.tell).results([*wanted, *varied], terms.jobs)
-    results, others = found[: len(wanted)], found[len(wanted) :]
-    _print(results, terms)
+    every = [*wanted, *varied]
+    results = KeptSimulations(terms.kept, terms.tell).results(every, terms.jobs)
+    usual = results[: len(wanted)]
+    _print(usual, terms)
+    found = figures(usual)
     return PartFindings(
-        figures=figures(results),
-        skipped={name: _SKIPPED for name, value in figures(results).items() if value is None},
+        figures=found,
+        skipped={name: _SKIPPED for name, value in found.items() if value is None},
         simulated=True,
-        details={
-            "steps": steps,
-            "traces": [{"name": trace.stem, "synthetic": known.synthetic} for trace in known.spot],
-            "lengths": terms.lengths.name if terms.lengths is not None else "fitted to published points",
-            "serving": known.serving.name if known.serving is not None else "synthetic",
-            "oracle": {
-                "models": sorted({one.case.model for one in wanted if one.policy == ORACLE}),
-                "windows": TRIED,
-            },
-            "policies": {name: one.what for name, one in COMPARED.items()},
-            "further": further(results),
-            "assumptions": assumption_table([*results, *others], [one.case for one in [*wanted, *varied]]),
-            "results": msgspec.to_builtins(results),
+        details=_setting(terms, known, steps, wanted)
+        | {
+            "further": further(usual),
+            "assumptions": assumption_table(results, [one.case for one in every]),
+            "results": msgspec.to_builtins(usual),
         },
     )
+
+
+def _setting(terms: PartTerms, known: Traces, steps: int, wanted: Sequence[WantedSimulation]) -> dict[str, Any]:
+    """What was compared, on which inputs."""
+    return {
+        "steps": steps,
+        "traces": [{"name": trace.stem, "synthetic": known.synthetic} for trace in known.spot],
+        "lengths": terms.lengths.name if terms.lengths is not None else "fitted to published points",
+        "serving": known.serving.name if known.serving is not None else "synthetic",
+        "oracle": {"models": sorted({one.case.model for one in wanted if one.policy == ORACLE}), "windows": TRIED},
+        "policies": {name: one.what for name, one in COMPARED.items()},
+    }
 
 
 _SKIPPED: Final = "no case has both policies, or none changes often enough"

@@ -12,7 +12,7 @@ What happens before the devices return is the same for all moments at which they
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 from math import inf
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,10 @@ from ebbtide.scheduling.elastic.engine_pace import EnginePace
 
 Floats = npt.NDArray[np.float64]
 Numbers = npt.NDArray[np.intp]
+
+
+#: Of a rollout of which nobody knows where it runs.
+_UNKNOWN: Final = -1
 
 
 class EngineTerms(Struct, frozen=True, kw_only=True):
@@ -42,6 +46,7 @@ class ForecastRollout(NamedTuple):
     group: int  # counted from 0
     context: float  # tokens that another engine must read first
     running: bool
+    lent: bool | None = None  # it runs on one of the trainer's devices; None: that is not known
 
 
 class GroupEnds(NamedTuple):
@@ -75,6 +80,8 @@ class GenerationForecast:
         self._contexts = np.array([one.context for one in rollouts], dtype=np.float64)
         self._groups = np.array([one.group for one in rollouts], dtype=np.intp)
         self._runs = np.array([one.running for one in rollouts], dtype=np.bool_)
+        known = [one.lent for one in rollouts]
+        self._lent = np.array([_UNKNOWN if one is None else int(one) for one in known], dtype=np.int8)
         self._count = int(self._groups.max()) + 1 if rollouts else 0
         size = len(rollouts)
         self._ends, self._bases = self._rests.copy(), self._contexts.copy()
@@ -122,15 +129,17 @@ class GenerationForecast:
         )
 
     def _without(self, running: Numbers, queue: Numbers, now_s: float, level: float, share: float) -> _Course:
-        """Take the trainer's engines away: a share of what runs is read again elsewhere. It takes its place in the
-        order of the queue, which has older groups first.
+        """Take the trainer's engines away: what runs there is read again elsewhere, and takes its place in the order of
+        the queue, which has older groups first. Where it is not known what runs there, it is taken to be a share of
+        all, of whole groups: the trainer's engines have its weights first, and so the first groups.
         """
         terms, room = self._terms, self._room(self._terms.remote)
         if terms.remote <= 0.0:
             return _none()
-        moved = round(share * len(running))
-        taken = np.arange(moved) * len(running) // max(1, moved)
-        cut, kept = running[taken], np.delete(running, taken)
+        leaves = self._lent[running] == 1
+        unknown = np.flatnonzero(self._lent[running] == _UNKNOWN)
+        leaves[unknown[: round(share * len(unknown))]] = True
+        cut, kept = running[leaves], running[~leaves]
         ends, bases = self._rests.copy(), self._contexts.copy()
         ends[running], bases[running] = self._ends[running], self._bases[running]
         now_s += float((bases[cut] + level).sum()) * terms.read_s * self._weight / terms.remote

@@ -44,7 +44,8 @@ class GroupLeft(Struct, frozen=True, kw_only=True, gc=False):
 
     prompt: int
     finished: Sequence[int] = ()  # whole responses
-    running: Sequence[int] = ()  # made so far, by rollouts that an engine runs
+    running: Sequence[int] = ()  # made so far, by rollouts that an engine runs; those on lent devices first
+    lent: int | None = None  # of `running`, so many are on lent devices; None: that is not known
     waiting: Sequence[int] = ()  # made so far, by rollouts that none runs
     cap: int = 1 << 20  # the longest response
 

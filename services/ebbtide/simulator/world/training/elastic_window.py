@@ -12,6 +12,7 @@ from math import inf
 from typing import Final
 
 from ebbtide.coordinator.state.run_state import RunState
+from ebbtide.coordinator.state.running_attempt import RunningAttempt
 from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.scheduling.elastic.engine_pace import fitted_pace
 from ebbtide.scheduling.elastic.fading_quantiles import FadingQuantiles
@@ -34,12 +35,13 @@ _LATEST_S: Final = 10.0
 #: Lending again is thought about so often, and only once an engine elsewhere was lost: as long as the fleet stays, the
 #: window that just ended was the right one, and a better forecast is not worth another switch.
 _AGAIN_S: Final = 5.0
-#: Rollouts that an engine runs at once, until the first one is full and known.
+#: Rollouts that an engine runs at once, until one was seen that runs more, or is full.
 _BATCH: Final = 64.0
-#: Loads of full engines that are remembered, and the quantile that is taken for the most: some engines that are seen
-#: full have just lost a rollout, or run more than fit for a moment.
+#: Loads of full engines that are remembered, and the quantiles that are taken for the most rollouts and tokens. Some
+#: engines that are seen full have just lost a rollout, and others hold rollouts that they have put off.
 _LOADS: Final = 256
 _FULL: Final = 0.9
+_FULL_TOKENS: Final = 0.5
 #: An engine is full if a rollout has waited in it for so long; else it may just read prompts.
 _WAITS_S: Final = 5.0
 #: Engines whose speeds stand for all.
@@ -58,6 +60,7 @@ class ElasticWindow(LoanWindow):
         self._state = decider.coordinator.state
         self.planner = WindowPlanner()
         self._batch, self._held = FadingQuantiles(memory=_LOADS), FadingQuantiles(memory=_LOADS)
+        self._fits = _BATCH  # rollouts that an engine was seen to run while none waited in it
         self._step: StepProgress | None = None
         self._plan: LoanPlan | None = None
         self._cut: tuple[float, float, frozenset[str]] | None = None  # when, the forecast of generation then, the fleet
@@ -109,6 +112,7 @@ class ElasticWindow(LoanWindow):
         if now - self._asked_s < _AGAIN_S:
             return False
         self._asked_s = now
+        self._learn_batch(list(self._state.sessions.values()))  # engines elsewhere are full now, if ever
         lost = self._fleet - self._elsewhere()
         if not lost:
             return False
@@ -155,8 +159,8 @@ class ElasticWindow(LoanWindow):
             complete=len(step.responses.keys() - prompts),
             remote=float(len([one for one in remote if expected or one.version_of(run.run_id) == run.newest])),
             devices=self._devices(sessions),
-            batch=self._batch.quantile(_FULL) if self._batch.known else _BATCH,
-            kv_tokens=self._held.quantile(_FULL) if self._held.known else inf,
+            batch=max(self._fits, self._batch.quantile(_FULL) if self._batch.known else 0.0),
+            kv_tokens=self._held.quantile(_FULL_TOKENS) if self._held.known else inf,
             pace=fitted_pace(list(chain.from_iterable(one.points() for one in speeds))),
             read_s=1.0 / _READ_TOKENS_PER_S,
         )
@@ -177,11 +181,13 @@ class ElasticWindow(LoanWindow):
     def _groups(self, run: RunState, step: StepProgress) -> tuple[frozenset[int], list[GroupLeft]]:
         """The prompts of groups that are not complete, and what is left of each."""
         running: dict[int, list[int]] = {}
+        lent: dict[int, list[int]] = {}
         waiting: dict[int, list[int]] = {}
         prompts: dict[int, int] = {}
         for attempt in run.running.values():
             prompt = _prompt(attempt.rollout.episode_id)
-            (running if attempt.started else waiting).setdefault(prompt, []).append(attempt.stored)
+            where = waiting if not attempt.started else lent if self._is_lent(attempt) else running
+            where.setdefault(prompt, []).append(attempt.stored)
             prompts[prompt] = attempt.rollout.length - attempt.rollout.made
         for queued in run.queue:
             prompt = _prompt(queued.episode_id)
@@ -191,7 +197,8 @@ class ElasticWindow(LoanWindow):
             GroupLeft(
                 prompt=length,
                 finished=step.responses.get(prompt, ()),
-                running=running.get(prompt, ()),
+                running=(*lent.get(prompt, ()), *running.get(prompt, ())),
+                lent=len(lent.get(prompt, ())),
                 waiting=waiting.get(prompt, ()),
                 cap=run.spec.sampling.max_tokens,
             )
@@ -200,14 +207,19 @@ class ElasticWindow(LoanWindow):
         return frozenset(prompts), groups
 
     def _learn_batch(self, sessions: Sequence[WorkerSession]) -> None:
-        """Engines in which rollouts wait run as many as they can."""
+        """Engines in which rollouts wait run as many as they can. In the others so many as run do fit."""
         now = self._state.clock()
         for session in sessions:
             waits_s = max((now - one.given for one in session.pending.values()), default=0.0)
-            if waits_s > _WAITS_S and len(session.attempts) > len(session.pending):
-                running = [one.length for one in session.attempts.values() if one.started]
+            running = [one.length for one in session.attempts.values() if one.started]
+            if not session.pending:
+                self._fits = max(self._fits, float(len(running)))
+            elif waits_s > _WAITS_S and running:
                 self._batch.observe(float(len(running)))
                 self._held.observe(float(sum(running)))
+
+    def _is_lent(self, attempt: RunningAttempt) -> bool:
+        return attempt.session is not None and self._is_local(attempt.session)
 
     def _is_local(self, session: WorkerSession) -> bool:
         return pool_of(session.worker_id) == self._lent
