@@ -54,7 +54,7 @@ def terms(argv: Sequence[str] | None) -> tuple[PartTerms, argparse.Namespace]:
     parser.add_argument("--anew", action="store_true", help="make simulations again that are kept")
     parser.add_argument("--out", type=output, default=_RESULTS / "elastic.json")
     options = parser.parse_args(argv)
-    asked = {
+    asked: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in vars(options).items()
         if name in PartTerms.__struct_fields__

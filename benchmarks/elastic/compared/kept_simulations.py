@@ -24,7 +24,12 @@ _CODE: Final = (
     "common/ebbtide/scheduling",
     "services/ebbtide/coordinator",
     "services/ebbtide/simulator",
-    "benchmarks/elastic",
+    "benchmarks/elastic/assumptions.py",
+    "benchmarks/elastic/elastic_policies.py",
+    "benchmarks/elastic/elastic_setting.py",
+    "benchmarks/elastic/window_oracle.py",
+    "benchmarks/elastic/compared/both_ways_policy.py",
+    "benchmarks/elastic/compared/scaling_law.py",
     "benchmarks/simulator/published",
 )
 
@@ -78,7 +83,8 @@ class KeptSimulations:
 def code_digest() -> str:
     """Of the sources that a simulation depends on."""
     digest = hashlib.blake2b(digest_size=8)
-    for path in sorted(path for folder in _CODE for path in (_ROOT / folder).rglob("*.py")):
+    roots = [_ROOT / name for name in _CODE]
+    for path in sorted(path for root in roots for path in (root.rglob("*.py") if root.is_dir() else [root])):
         digest.update(f"{path.relative_to(_ROOT)}\n".encode() + path.read_bytes())
     return digest.hexdigest()
 
