@@ -10,19 +10,21 @@ from typing import Any, Final
 from benchmarks.elastic.elastic_part import PartFindings, PartTerms
 
 _FIGURE: Final = "real_tokens_over_rose"
+#: Files without it compare with the best one of the settings that are as good to users.
+_FORMER: Final = "rollout_tokens_over_rose"
 
 
 def measured(terms: PartTerms) -> PartFindings:
-    """The least ratio over all traces and loads, beside the best of ROSE's settings that are as good to users."""
+    """The least ratio over all traces and loads, beside ROSE's settings that are as good to users."""
     path = terms.coserving
     if not path.is_file():
         return _skipped(f"there is no {path.name}; run `make bench-coserving` first, or name its file by --coserving")
     told: dict[str, Any] = json.loads(path.read_text())
-    value = told.get("figures", {}).get("rollout_tokens_over_rose")
+    figures = told.get("figures", {})
+    value = figures.get(_FIGURE, figures.get(_FORMER))
     if value is None:
         return _skipped(f"{path.name} has no setting of ROSE that is as good to users as the guard")
-    conditions = told.get("conditions", {})
-    found = {"file": path.name, "conditions": conditions, "taken": told["figures"].get("rose_taken")}
+    found = {"file": path.name, "conditions": told.get("conditions", {}), "taken": figures.get("rose_taken")}
     return PartFindings(figures={_FIGURE: round(float(value), 4)}, details=found)
 
 

@@ -38,10 +38,12 @@ class HelpedTimes(PaperTimes, frozen=True):
 class _NotedWindow(ElasticWindow):
     """The planner's window. Notes each step for the trainer's times."""
 
-    steps: list[StepProgress]
+    def __init__(self, decider: EbbtideDecider, lent: MachinePool, steps: list[StepProgress]) -> None:
+        super().__init__(decider, lent.name, lent.workers or 1)
+        self._opened = steps
 
     def opened(self, step: StepProgress) -> None:
-        self.steps.append(step)
+        self._opened.append(step)
         super().opened(step)
 
 
@@ -49,7 +51,7 @@ class BothWaysPolicy(Struct, frozen=True, kw_only=True):
     """`helped`: all devices over the trainer's own."""
 
     helped: float
-    steps: list[StepProgress] = []
+    steps: list[StepProgress] = field(default_factory=list)
 
     @property
     def stream_batch(self) -> int | None:
@@ -67,6 +69,4 @@ class BothWaysPolicy(Struct, frozen=True, kw_only=True):
         return WholeGroups(run.prompts, run.group, together=True)
 
     def window(self, decider: Decider, lent: MachinePool) -> LoanWindow:
-        window = _NotedWindow(cast("EbbtideDecider", decider), lent.name, lent.workers or 1)
-        window.steps = self.steps
-        return window
+        return _NotedWindow(cast("EbbtideDecider", decider), lent, self.steps)
