@@ -1,143 +1,125 @@
 """Compares windows of trainers that generate between their steps: `make bench-elastic`.
 
-Steps are simulated, with the planner in `ebbtide.scheduling.elastic`, which no live trainer asks yet. The time of a
-decision and the error of streamed gradients are measured on this machine. Figures that need live loans and engines are
-null, with the reason.
+Parts: `windows` simulates published settings under ten policies and more; `decision` and `gradient` measure this
+machine; `rose` reads what `make bench-coserving` measured. The figures of parts that are not run are null, and the file
+says why.
 
 The recorded spot traces are looked for beside the checkout, in `shared/traces`; elsewhere name them by `--spot`.
-Without them traces are made up, and the file says `synthetic` of each. The oracle tries several windows of each step in
-copies of the world. That takes longer than all the rest, so a quick run asks it for one model only.
+Without them traces are made up, and the file says `synthetic` of each. Simulations that were made are kept below
+`runs/bench-elastic`, under the digest of all code and inputs that they depend on. So a benchmark that was interrupted
+goes on where it was; `--anew` forgets them. Ends with 1 if a part failed.
 """
 
 import argparse
 import json
 import os
+import shutil
 import sys
 import time
+import traceback
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
-from statistics import quantiles
-from tempfile import TemporaryDirectory
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
 from benchmarks.arguments import count, output
 from benchmarks.conditions import conditions
-from benchmarks.elastic import mixed_fleet
-from benchmarks.elastic.decision_time import decision_times_ms
-from benchmarks.elastic.elastic_figures import SimulatedResult, figures, further, result_of, skipped
-from benchmarks.elastic.elastic_policies import COMPARED, ORACLE
-from benchmarks.elastic.elastic_setting import MODELS, ElasticCase, simulation
-from benchmarks.elastic.streamed_gradient import streamed_gradient_error
-from benchmarks.elastic.window_oracle import TRIED
-from benchmarks.log_level import errors_only
-from benchmarks.synthetic import CALM, CHURNY, write_trace
+from benchmarks.elastic.elastic_part import FIGURES, PARTS, PartFindings, PartTerms, part
+from benchmarks.elastic.elastic_policies import COMPARED
+from benchmarks.elastic.elastic_setting import MODELS
 
 _ROOT: Final = Path(__file__).parents[2]
-_TRACES: Final = _ROOT.parent / "shared" / "traces"
-_SPOT: Final = ("spot_aws_g4dn_24.csv", "spot_gcp_a100x1_64.csv")
-_OUT: Final = _ROOT / "benchmarks" / "results" / "elastic.json"
-#: Steps of a case. The fewer ones are for a run of at most twelve minutes on two cores.
-_STEPS, _QUICK_STEPS = 24, 8
-#: The model that the oracle is asked for in a quick run: the one of which the most is published.
-_ORACLES: Final = ("14b",)
+_RESULTS: Final = _ROOT / "benchmarks" / "results"
+_KEPT: Final = _ROOT / "runs" / "bench-elastic"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.elastic", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help=f"{_QUICK_STEPS} steps in place of {_STEPS}")
-    parser.add_argument("--spot", nargs="+", type=Path, help="spot traces: t_s,event,node or t_s,count")
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
-    parser.add_argument("--policies", nargs="+", choices=list(COMPARED), default=list(COMPARED))
+def terms(argv: Sequence[str] | None) -> tuple[PartTerms, argparse.Namespace]:
+    """What the parts are asked for, and the rest of the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.elastic", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer steps and policies: twelve minutes on two cores")
+    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("--spot", nargs="+", type=_file, default=[], help="spot traces: t_s,event,node or t_s,count")
+    parser.add_argument("--serving", type=_file, help="users of borrowed machines: t_s,input_tokens,output_tokens")
+    parser.add_argument("--lengths", type=_file, help="of responses: quantile,output_tokens or tokens,cdf")
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=[])
+    parser.add_argument("--policies", nargs="+", choices=list(COMPARED), default=[])
     parser.add_argument("--steps", type=count, help="steps of each case")
+    parser.add_argument("--switches", type=count, help="switches of live devices")
+    parser.add_argument("--coserving", type=Path, default=_RESULTS / "coserving.json", help="of make bench-coserving")
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=count, default=min(2, len(os.sched_getaffinity(0))), help="processes at a time")
-    parser.add_argument("--out", type=output, default=_OUT)
-    options = parser.parse_args()
-    for trace in options.spot or ():
-        if not trace.is_file():
-            parser.error(f"--spot: {trace} is not a file")
-    begin_s = time.monotonic()
-    with TemporaryDirectory() as scratch:
-        known = known_traces()
-        traces = options.spot or known or _made_up(Path(scratch))
-        synthetic = not (options.spot or known)
-        steps = options.steps or (_QUICK_STEPS if options.quick else _STEPS)
-        cases = [ElasticCase(model, trace.resolve(), steps) for model in options.models for trace in traces]
-        runs = _runs(cases, options.policies, _ORACLES if options.quick else options.models)
-        results = _simulated(runs, options.jobs)
-    mixed = mixed_fleet.mixed_results(quick=options.quick, jobs=options.jobs)
-    times_ms = decision_times_ms()
-    found = figures(results, round(quantiles(times_ms, n=100)[98], 2), streamed_gradient_error())
-    found |= {"mixed_fleet_over_oracle": mixed_fleet.mixed_fleet_over_oracle(mixed)}
-    _print(results)
-    report = {
-        "kind": "simulation",
-        "figures": found,
-        "skipped": skipped(found),
-        "traces": [{"name": trace.stem, "synthetic": synthetic} for trace in traces],
-        "oracle": {"models": sorted({one.model for one, policy in runs if policy == ORACLE}), "windows": TRIED},
-        "decision_ms": {"p50": round(quantiles(times_ms, n=100)[49], 2), "workers": 1000, "measured": "CPU time"},
-        "policies": {name: one.what for name, one in COMPARED.items()},
-        "further": further(results),
-        "mixed": mixed_fleet.report(mixed),
-        "results": msgspec.to_builtins(results),
-        "took_s": round(time.monotonic() - begin_s, 1),
-        "conditions": conditions(),
+    parser.add_argument("--anew", action="store_true", help="make simulations again that are kept")
+    parser.add_argument("--out", type=output, default=_RESULTS / "elastic.json")
+    options = parser.parse_args(argv)
+    asked: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in vars(options).items()
+        if name in PartTerms.__struct_fields__
     }
+    return PartTerms(tell=_tell, kept=_KEPT, **asked), options
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    asked, options = terms(argv)
+    if options.anew:
+        shutil.rmtree(_KEPT, ignore_errors=True)
+    begin_s, under = time.monotonic(), conditions()
+    report = run_parts(asked, options.parts)
+    report |= {"took_s": round(time.monotonic() - begin_s, 1), "conditions": under | {"quick": asked.quick}}
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(report, indent=1) + "\n")
-    print(json.dumps(found, indent=1))
+    options.out.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
+    for name, value in report["figures"].items():
+        print(f"{name:<38} {'null' if value is None else f'{value:.4g}':<8} {report['skipped'].get(name, '')}")
     print(f"written to {options.out}")
+    return 1 if report["failed"] else 0
 
 
-def known_traces() -> list[Path]:
-    """The recorded traces, if all of them are there."""
-    found = [_TRACES / name for name in _SPOT]
-    return found if all(path.is_file() for path in found) else []
+def run_parts(asked: PartTerms, names: Sequence[str]) -> dict[str, Any]:
+    """What each part found, why figures are null, and why parts failed."""
+    figures: dict[str, float | None] = dict.fromkeys(FIGURES)
+    skipped: dict[str, str] = {}
+    failed: dict[str, str] = {}
+    parts: dict[str, Any] = {}
+    simulated: list[str] = []
+    for name in (one for one in PARTS if one in names):
+        asked.tell(f"part {name}")
+        begin_s = time.monotonic()
+        try:
+            found = part(name)(asked)
+        except Exception as error:  # noqa: BLE001 - the other parts' figures are worth having
+            traceback.print_exc()
+            failed[name] = f"{type(error).__name__}: {error}"
+            continue
+        figures |= _known(name, found)
+        skipped |= found.skipped
+        simulated += found.figures if found.simulated else ()
+        if found.failures:
+            failed[name] = "; ".join(found.failures)
+        parts[name] = {"took_s": round(time.monotonic() - begin_s, 1), "found": msgspec.to_builtins(found.details)}
+    other = f"its part failed ({', '.join(failed)})" if failed else "its part was not run"
+    nulls = {name: skipped.get(name, other) for name, value in figures.items() if value is None}
+    return {"figures": figures, "simulated": simulated, "skipped": nulls, "failed": failed, "parts": parts}
 
 
-def _made_up(scratch: Path) -> list[Path]:
-    made = (("synthetic_calm.csv", CALM), ("synthetic_churny.csv", CHURNY))
-    return [write_trace(churn, scratch / name) for name, churn in made]
+def _known(name: str, found: PartFindings) -> dict[str, float | None]:
+    if unknown := found.figures.keys() - set(FIGURES):
+        raise ValueError(f"part {name} brings {', '.join(sorted(unknown))}, which `FIGURES` does not have")
+    return dict(found.figures)
 
 
-def _runs(
-    cases: Sequence[ElasticCase], policies: Sequence[str], oracles: Sequence[str]
-) -> list[tuple[ElasticCase, str]]:
-    """What is simulated, the longest first."""
-    runs = [(case, policy) for case in cases for policy in policies if policy != ORACLE or case.model in oracles]
-    return sorted(runs, key=lambda one: one[1] != ORACLE)
+def _file(text: str) -> Path:
+    path = Path(text)
+    if not path.is_file():
+        raise argparse.ArgumentTypeError(f"{text} is not a file; name one that can be read")
+    return path.resolve()
 
 
-def _simulated(runs: Sequence[tuple[ElasticCase, str]], jobs: int) -> list[SimulatedResult]:
-    with ProcessPoolExecutor(jobs) as pool:
-        under_way = [pool.submit(_simulate, case, policy) for case, policy in runs]
-        results = []
-        for run in as_completed(under_way):
-            one = run.result()
-            results.append(one)
-            print(f"{one.case}: {one.policy} makes {one.tokens_per_s:.0f} tokens/s ({one.cpu_s} s)", file=sys.stderr)
-    return sorted(results, key=lambda one: (one.case, list(COMPARED).index(one.policy)))
-
-
-def _simulate(case: ElasticCase, policy: str) -> SimulatedResult:
-    errors_only()
-    begin_s = sum(os.times()[:4])  # with the oracle's copies
-    compared = COMPARED[policy]
-    outcome = simulation(case, compared.policy(case), compared.fleet(case)).run(lambda _: None)
-    return result_of(case.name, policy, outcome, sum(os.times()[:4]) - begin_s)
-
-
-def _print(results: Sequence[SimulatedResult]) -> None:
-    print(f"{'case (simulated)':<32}{'policy':<26}{'tokens/s':>9}{'tokens/$':>10}{'changed':>9}{'spot':>6}")
-    for one in results:
-        print(
-            f"{one.case:<32}{one.policy:<26}{one.tokens_per_s:>9.0f}{one.tokens_per_dollar:>10.0f}"
-            f"{one.changed:>9.0%}{one.instances:>6.1f}"
-        )
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -1,22 +1,21 @@
 """Makes figures of simulated cases: ratios of throughput and of tokens per money, of several cases the worst."""
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
-from typing import Any, Final
+from itertools import groupby, pairwise
+from typing import Final
 
 from msgspec import Struct
 
-from benchmarks.elastic.elastic_policies import COMPARED, ORACLE, OURS
+from benchmarks.elastic.elastic_policies import CODE, CODE_KEEPS, COMPARED, ORACLE, OURS, PAPER, SAMPLES, VERL
 from ebbtide.simulator.outcome import Outcome
 
 #: A case counts as churny if the number of instances changes in so large a share of its steps.
-_CHURNY: Final = 0.2
-#: Other figures need live loans and engines, which this benchmark does not have.
-_ELSEWHERE: Final = {
-    "real_tokens_over_rose": "needs the real pair of engines",
-    "switch_steps_p99": "needs loans of live devices",
-    "mixed_fleet_over_oracle": "needs the placement for mixed fleets",
-}
+CHURNY: Final = 0.2
+#: RLBoost's paper has micro-batches of responses. A gradient of GRPO needs its whole group, so the rule on samples is
+#: no baseline of a figure; it stands beside them.
+_BASELINES: Final = tuple(
+    name for name, one in COMPARED.items() if one.on_policy and one.counts and name not in (OURS, ORACLE, SAMPLES)
+)
 
 
 class SimulatedResult(Struct, frozen=True, kw_only=True):
@@ -38,7 +37,7 @@ def result_of(case: str, policy: str, outcome: Outcome, cpu_s: float) -> Simulat
     ends = [outcome.steps[0].opened_s, *(step.trained_s for step in outcome.steps)]
     lasted_s = ends[-1] - ends[0]
     tokens = sum(step.tokens for step in outcome.steps)
-    changes = [at for at, pool, _ in outcome.fleet if pool == "spot" and at > ends[0]]
+    changes = _changes(outcome)
     changed = sum(any(begin < at <= end for at in changes) for begin, end in pairwise(ends))
     spot_s = sum(pool.machine_s for pool in outcome.pools if pool.pool == "spot")
     return SimulatedResult(
@@ -54,34 +53,46 @@ def result_of(case: str, policy: str, outcome: Outcome, cpu_s: float) -> Simulat
     )
 
 
-def figures(results: Sequence[SimulatedResult], decision_ms: float, gradient_error: float) -> dict[str, Any]:
-    """The worst over all cases; None where a policy was not simulated, with the reason under `skipped`."""
+def _changes(outcome: Outcome) -> list[float]:
+    """When the number of instances became another one. One that is replaced in the instant of its loss changes none."""
+    last, found = 0, list[float]()
+    spot = ((at, count) for at, pool, count in outcome.fleet if pool == "spot")
+    for at, counts in groupby(spot, key=lambda one: one[0]):
+        *_, (_, count) = counts
+        if count != last and at > outcome.steps[0].opened_s:
+            found.append(at)
+        last = count
+    return found
+
+
+def figures(results: Sequence[SimulatedResult]) -> dict[str, float | None]:
+    """The worst over all cases; None where no case has the policies that are compared."""
     cases = _by_case(results)
-    churny = {case: found for case, found in cases.items() if OURS in found and found[OURS].changed >= _CHURNY}
+    churny = {case: found for case, found in cases.items() if OURS in found and found[OURS].changed >= CHURNY}
     return {
-        "throughput_over_rlboost_paper": _worst(churny, (_PAPER,), _throughput),
-        "throughput_over_rlboost_code": _worst(churny, (_CODE,), _throughput),
-        "throughput_over_verl_hybrid": _worst(cases, ("verl hybrid",), _throughput),
+        "throughput_over_rlboost_paper": _worst(churny, (PAPER,), _throughput),
+        "throughput_over_rlboost_code": _worst(churny, (CODE,), _throughput),
+        "throughput_over_verl_hybrid": _worst(cases, (VERL,), _throughput),
         "share_of_window_oracle": _worst(cases, (ORACLE,), _throughput),
-        "tokens_per_money_over_best_baseline": _worst(cases, _BASELINES, lambda one: one.tokens_per_dollar),
-        "real_tokens_over_rose": None,
-        "streamed_gradient_error": gradient_error,
-        "switch_steps_p99": None,
-        "mixed_fleet_over_oracle": None,
-        "decision_p99_ms": decision_ms,
+        "tokens_per_money_over_best_baseline": _worst(cases, _BASELINES, _money),
     }
 
 
 def further(results: Sequence[SimulatedResult]) -> dict[str, float | None]:
-    """Ratios of throughput that are no figures: where the fleet seldom changes, and beside a rule that no GRPO trainer
-    can follow, which computes gradients of samples whose groups are not complete.
+    """Ratios that are no figures: where the fleet seldom changes, and beside kinder versions of rivals. `samples`: a
+    rule that no GRPO trainer can follow, as it computes gradients of samples whose groups are not complete.
     """
     cases = _by_case(results)
-    calm = {case: found for case, found in cases.items() if OURS in found and found[OURS].changed < _CHURNY}
+    churny = {case: found for case, found in cases.items() if OURS in found and found[OURS].changed >= CHURNY}
+    calm = {case: found for case, found in cases.items() if case not in churny}
     return {
-        "calm_over_rlboost_paper": _worst(calm, (_PAPER,), _throughput),
-        "calm_over_rlboost_code": _worst(calm, (_CODE,), _throughput),
-        "all_over_rlboost_paper_on_samples": _worst(cases, (_SAMPLES,), _throughput),
+        "calm_over_rlboost_paper": _worst(calm, (PAPER,), _throughput),
+        "calm_over_rlboost_code": _worst(calm, (CODE,), _throughput),
+        "churny_over_rlboost_code_that_keeps_all": _worst(churny, (CODE_KEEPS,), _throughput),
+        "calm_over_rlboost_code_that_keeps_all": _worst(calm, (CODE_KEEPS,), _throughput),
+        "all_over_rlboost_paper_on_samples": _worst(cases, (SAMPLES,), _throughput),
+        "money_over_rlboost_paper_on_samples": _worst(cases, (SAMPLES,), _money),
+        "money_over_rose_that_borrows_for_nothing": _worst(cases, ("ROSE",), _money),
     }
 
 
@@ -92,27 +103,12 @@ def _by_case(results: Sequence[SimulatedResult]) -> dict[str, dict[str, Simulate
     return cases
 
 
-def skipped(found: Mapping[str, Any]) -> dict[str, str]:
-    """Why figures are None."""
-    return {
-        name: _ELSEWHERE.get(name, "no case has both policies, or none changes often enough")
-        for name, value in found.items()
-        if value is None
-    }
-
-
-#: A gradient of GRPO needs its whole group, and RLBoost sends and collects whole groups. So its micro-batches are taken
-#: as made of whole groups, although the paper says responses.
-_PAPER: Final = "rlboost paper"
-_SAMPLES: Final = "rlboost paper, samples"
-_CODE: Final = "rlboost code"
-_BASELINES: Final = tuple(
-    name for name, one in COMPARED.items() if one.on_policy and name not in (OURS, ORACLE, "fixed window")
-)
-
-
 def _throughput(one: SimulatedResult) -> float:
     return one.tokens_per_s
+
+
+def _money(one: SimulatedResult) -> float:
+    return one.tokens_per_dollar
 
 
 def _worst(

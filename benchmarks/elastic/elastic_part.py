@@ -60,6 +60,8 @@ PARTS: Final[dict[str, str]] = {
     "decision": "benchmarks.elastic.decision_time",
     "gradient": "benchmarks.elastic.streamed_gradient",
     "rose": "benchmarks.elastic.rose_tokens",
+    "switches": "benchmarks.elastic.switches_part",
+    "mixed": "benchmarks.elastic.mixed_fleet",
     "windows": "benchmarks.elastic.compared.compared_windows",
 }
 

@@ -3,18 +3,25 @@
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
+from benchmarks.elastic.compared.both_ways_policy import BothWaysPolicy
+from benchmarks.elastic.compared.scaling_law import settled_engines
 from benchmarks.elastic.elastic_setting import MODELS, ElasticCase, Fleet
 from benchmarks.elastic.window_oracle import OraclePolicy
 from ebbtide.simulator.rivals.rlboost.rlboost_policy import RLBoostPolicy
+from ebbtide.simulator.rivals.turns.rose_turns_policy import RoseTurnsPolicy
 from ebbtide.simulator.rivals.verl_hybrid_policy import VerlHybridPolicy
 from ebbtide.simulator.rivals.verl_policy import VerlPolicy
 from ebbtide.simulator.world.elastic_policy import ElasticPolicy
 from ebbtide.simulator.world.policy import Policy
 
-#: The public code's T_init, for the window that stays.
-_FIXED_S: Final = 150.0
+#: The public code's T_init, about half of it and twice it, for windows that stay.
+FIXED_S: Final = (60.0, 150.0, 300.0)
 #: Engines of two reserved devices that generate about as fast as the trainer trains.
 _BALANCED: Final = {"8b": 7, "14b": 5, "32b": 6}
+#: Steps that generation runs ahead: one, as the least that overlaps; four; and what AstraFlow's recipes allow.
+_AHEAD, _FAR_AHEAD, _ASTRAFLOW = 1, 4, 8
+#: ROSE's cap of turns for a device, of which an engine has two.
+_ROSE_CAP: Final = 32
 
 
 class ComparedPolicy(NamedTuple):
@@ -22,48 +29,134 @@ class ComparedPolicy(NamedTuple):
     policy: Callable[[ElasticCase], Policy]
     fleet: Callable[[ElasticCase], Fleet]
     on_policy: bool = True
+    counts: bool = True  # as a baseline for tokens per money; else it pays for other devices than are there
+    quick: bool = True  # a short benchmark has it
 
 
 def _lent(_: ElasticCase) -> Fleet:
     return Fleet()
 
 
-def _code(case: ElasticCase) -> Policy:
-    return RLBoostPolicy(climbs=True, balances=False, whole_groups=True, windows=MODELS[case.model].windows)
+def _sized(_: ElasticCase) -> Fleet:
+    return Fleet(sized=True)
+
+
+def _fixed(window_s: float) -> ComparedPolicy:
+    return ComparedPolicy(
+        f"Ebbtide with a window of {window_s:g} s in all steps",
+        lambda _: ElasticPolicy(plans=False),
+        lambda _: Fleet(window_s=window_s, sized=True),
+        counts=False,
+        quick=window_s == FIXED_S[1],
+    )
+
+
+def _steady(what: str, max_staleness: int, *, quick: bool = False) -> ComparedPolicy:
+    return ComparedPolicy(
+        what,
+        lambda _: ElasticPolicy(plans=False),
+        lambda case: Fleet(
+            lends=False, spot=False, reserved=_BALANCED[case.model], max_staleness=max_staleness, sized=True
+        ),
+        on_policy=not max_staleness,
+        quick=quick,
+    )
+
+
+def _rlboost(case: ElasticCase, *, whole_groups: bool) -> Policy:
+    assumed = case.assumed
+    return RLBoostPolicy(
+        whole_groups=whole_groups,
+        eta=assumed.eta,
+        micro_batch=assumed.micro_batch,
+        initial_window_s=assumed.first_window_s,
+    )
+
+
+def _code(case: ElasticCase, *, units: bool = False) -> Policy:
+    assumed = case.assumed
+    return RLBoostPolicy(
+        climbs=True,
+        balances=False,
+        whole_groups=True,
+        windows=MODELS[case.model].windows,
+        eta=assumed.eta,
+        micro_batch=assumed.micro_batch,
+        initial_window_s=assumed.first_window_s,
+        unit_groups=units,
+    )
+
+
+def _both_ways(case: ElasticCase) -> Policy:
+    own = MODELS[case.model].engines
+    return BothWaysPolicy(helped=1.0 + _BALANCED[case.model] / own)
+
+
+def _astraflow(case: ElasticCase) -> Fleet:
+    engines = settled_engines(case, _BALANCED[case.model], _ASTRAFLOW)
+    return Fleet(lends=False, spot=False, reserved=engines, max_staleness=_ASTRAFLOW, sized=True)
+
+
+def _rose(case: ElasticCase) -> Fleet:
+    """Half of the balanced engines are reserved, the others borrowed."""
+    engines = _BALANCED[case.model]
+    return Fleet(lends=False, spot=False, reserved=engines // 2, borrowed=engines - engines // 2)
 
 
 OURS: Final = "ebbtide"
 ORACLE: Final = "window oracle"
+PAPER: Final = "rlboost paper"
+SAMPLES: Final = "rlboost paper, samples"
+CODE: Final = "rlboost code"
+CODE_KEEPS: Final = "rlboost code, keeps all"
+VERL: Final = "verl hybrid"
 COMPARED: Final[dict[str, ComparedPolicy]] = {
-    OURS: ComparedPolicy("the window of scheduling/elastic", lambda _: ElasticPolicy(), _lent),
-    "rlboost paper": ComparedPolicy(
-        "RLBoost's Algorithms 1 and 2, with memory", lambda _: RLBoostPolicy(whole_groups=True), _lent
+    OURS: ComparedPolicy("the window of scheduling/elastic", lambda _: ElasticPolicy(), _sized),
+    PAPER: ComparedPolicy(
+        "RLBoost's Algorithms 1 and 2, with memory", lambda case: _rlboost(case, whole_groups=True), _lent
     ),
-    "rlboost paper, samples": ComparedPolicy(
-        "the same, if gradients needed no whole groups", lambda _: RLBoostPolicy(), _lent
+    SAMPLES: ComparedPolicy(
+        "the same, if gradients needed no whole groups", lambda case: _rlboost(case, whole_groups=False), _lent
     ),
-    "rlboost code": ComparedPolicy("RLBoost's public code: tables by hand, no moves", _code, _lent),
-    "verl hybrid": ComparedPolicy("verl's rule: all devices or none, aborts", lambda _: VerlHybridPolicy(), _lent),
-    "fixed window": ComparedPolicy(
-        "Ebbtide with one window for all steps",
-        lambda _: ElasticPolicy(plans=False),
-        lambda _: Fleet(window_s=_FIXED_S),
+    CODE: ComparedPolicy(
+        "RLBoost's public code: tables by hand, whole groups in turn, cut to their shortest response",
+        lambda case: _code(case, units=True),
+        _lent,
     ),
+    CODE_KEEPS: ComparedPolicy(
+        "the same, if it sent single rollouts to the shortest queue and a cut kept all tokens", _code, _lent
+    ),
+    VERL: ComparedPolicy("verl's rule: all devices or none, aborts", lambda _: VerlHybridPolicy(), _lent),
+    **{f"fixed window {window_s:g} s": _fixed(window_s) for window_s in FIXED_S},
     "co-located": ComparedPolicy(
         "veRL on the trainer's devices alone", lambda _: VerlPolicy(), lambda _: Fleet(spot=False)
     ),
-    "balanced": ComparedPolicy(
-        "reserved engines that keep pace with the trainer, streaming",
-        lambda _: ElasticPolicy(plans=False),
-        lambda case: Fleet(lends=False, spot=False, reserved=_BALANCED[case.model]),
+    "twice the nodes": ComparedPolicy(
+        "veRL on twice the reserved nodes", lambda _: VerlPolicy(), lambda _: Fleet(spot=False, nodes=2)
     ),
-    "asynchronous": ComparedPolicy(
-        "the same one step ahead (max_staleness 1)",
+    "balanced": _steady("reserved engines that keep pace with the trainer, streaming", 0, quick=True),
+    "BiDiRL": ComparedPolicy(
+        "the same; trainer and engines lend their devices to each other",
+        _both_ways,
+        lambda case: Fleet(spot=False, reserved=_BALANCED[case.model], sized=True),
+    ),
+    "ROSE": ComparedPolicy(
+        "ROSE's turns on engines half reserved, half borrowed from serving; whole steps",
+        lambda _: RoseTurnsPolicy(cap=_ROSE_CAP),
+        _rose,
+        counts=False,
+        quick=False,
+    ),
+    "asynchronous": _steady("balanced, one step ahead (max_staleness 1)", _AHEAD, quick=True),
+    "fully asynchronous": _steady(f"balanced, {_FAR_AHEAD} steps ahead", _FAR_AHEAD),
+    "AstraFlow": ComparedPolicy(
+        f"as many reserved engines as AstraFlow's scaling law settles at, {_ASTRAFLOW} steps ahead",
         lambda _: ElasticPolicy(plans=False),
-        lambda case: Fleet(lends=False, spot=False, reserved=_BALANCED[case.model], max_staleness=1),
+        _astraflow,
         on_policy=False,
+        quick=False,
     ),
     ORACLE: ComparedPolicy(
-        "the best window of each step, tried on the coming fleet and work", lambda _: OraclePolicy(), _lent
+        "the best window of each step, tried on the coming fleet and work", lambda _: OraclePolicy(), _sized
     ),
 }

@@ -1,29 +1,31 @@
 """Builds simulations of RLBoost's settings (arXiv 2510.19225, section 7) on the spot traces that a benchmark names.
 
-A trainer of 8 or 16 H100 and up to six spot instances of two. Lengths and speeds are those that
-`benchmarks/simulator/published` has fitted to the paper's points. The paper has no such points for 32B: its responses
-are taken as long as those of 14B, and its training as fast per device. All policies send versions of two bytes a
-parameter, and lose instances without notice, as the paper replays its traces.
+A trainer of 8 or 16 H100 and up to six spot instances of two. What the paper does not state stands in `assumptions`.
+It has no points for 32B: its responses are taken as long as those of 14B, and its training as fast per device. All
+policies send versions of two bytes a parameter, and lose instances without notice, as the paper replays its traces.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Final, NamedTuple
 
 import msgspec
 
+from benchmarks.elastic.assumptions import UNSTATED, Assumptions
+from benchmarks.elastic.compared.both_ways_policy import BothWaysPolicy
 from benchmarks.simulator.published.paper_setting import FLUSH_S, PaperProfiles, PaperTimes, co_located
-from benchmarks.simulator.published.rlboost_points import RLBoostPaper
 from benchmarks.simulator.published.rlboost_runs import CAP
 from ebbtide.coordinator.settings import CoordinatorSettings
 from ebbtide.simulator.engines.engine_profile import EngineProfile
 from ebbtide.simulator.engines.known_hardware import H100, QWEN3_8B, QWEN3_14B, QWEN3_32B
 from ebbtide.simulator.engines.roofline import FITTED, ModelShape, roofline_engine
-from ebbtide.simulator.outcome import Outcome
 from ebbtide.simulator.scenario.draws.quantity_draws import curve
 from ebbtide.simulator.scenario.inputs.input_tables import InputTables
-from ebbtide.simulator.scenario.inputs.spot_trace import read_spot_trace
-from ebbtide.simulator.scenario.machine_pool import MachinePool, SpotTraceSpec
+from ebbtide.simulator.scenario.inputs.quantile_table import read_quantiles
+from ebbtide.simulator.scenario.inputs.served_trace import read_served_trace
+from ebbtide.simulator.scenario.inputs.spot_trace import TraceEvent, read_spot_trace
+from ebbtide.simulator.scenario.machine_pool import MachinePool, ServingSpec, SpotTraceSpec
 from ebbtide.simulator.scenario.quantity_spec import LengthSpec, QuantitySpec
 from ebbtide.simulator.scenario.scenario import Scenario
 from ebbtide.simulator.scenario.training_run import TrainingRun
@@ -31,17 +33,18 @@ from ebbtide.simulator.world.policy import Policy
 from ebbtide.simulator.world.simulation import Simulation
 
 RUN: Final = "grpo"
-#: Machines of a trace are drawn by this seed, so that at most so many are there.
-_THINNED_BY, MOST = 0, 6
-#: Share of a trace's machines that is drawn: on average some more than `MOST` come, so that lost ones are replaced.
-_SHARE: Final = {24: 0.4, 64: 0.15}
-#: A trace's first hours, in which its fleet grows, are left out.
+#: A trace's first hours, in which its fleet grows, are left out; of a short one the first fifth.
 _SKIPPED_S: Final = 7_200.0
-#: PEARL (arXiv 2609.35158) measured 56 to 67 s to prepare an instance.
-_BOOT_S: Final = 60.0
-#: Prices as published: eight H100 on demand, and two spot ones, per hour.
-NODE_PRICE, SPOT_PRICE = 83.79, 5.32
+_SKIPPED_SHARE: Final = 0.2
+#: Dollars for eight H100 on demand for an hour, as published.
+NODE_PRICE: Final = 83.79
+#: Share of memory that engines of a trainer of two nodes get: with less the weights of 32B leave no room for contexts.
+_LARGE_MEMORY: Final = 0.8
 _HEARTBEAT_S: Final = 1.0
+#: Tokens of a prompt: the paper's have at most 512.
+_PROMPT: Final = 256
+#: Rollouts that an engine takes at once, running or waiting, where the rule itself bounds its queue.
+_QUEUED: Final = 1024
 
 
 class ElasticModel(NamedTuple):
@@ -63,7 +66,6 @@ MODELS: Final = {
     "14b": ElasticModel(QWEN3_14B, 1, "mean_14b", "train_us_14b", "346 212 145 60 8 5"),
     "32b": ElasticModel(QWEN3_32B, 2, "mean_14b", "train_us_14b", ""),
 }
-_UNSTATED: Final = {one.name: one.value for one in RLBoostPaper.unstated}
 
 
 class ElasticCase(NamedTuple):
@@ -73,10 +75,24 @@ class ElasticCase(NamedTuple):
     trace: Path
     steps: int
     seed: int = 0
+    assumed: Assumptions = Assumptions()
+    lengths: Path | None = None  # of responses; None: as the paper's points were fitted
+    serving: Path | None = None  # requests of the users of borrowed machines; None: made-up ones
 
     @property
     def name(self) -> str:
-        return f"{self.model} {self.trace.stem}"
+        """Model and trace, and what is not as usual."""
+        changed = "".join(f" {name}={value:g}" for name, value in self.assumed.changed().items())
+        return f"{self.model} {self.trace.stem}" + (f" seed={self.seed}" if self.seed else "") + changed
+
+    @property
+    def told(self) -> str:
+        """All that the case is, but for the contents of its files."""
+        return repr((self.model, self.trace.name, self.steps, self.seed, self.assumed, self.lengths is None))
+
+    @property
+    def files(self) -> list[Path]:
+        return [path for path in (self.trace, self.lengths, self.serving) if path is not None]
 
 
 class Fleet(NamedTuple):
@@ -85,71 +101,75 @@ class Fleet(NamedTuple):
     lends: bool = True  # the trainer's devices generate
     spot: bool = True  # machines come and go by the trace
     reserved: int = 0  # engines of two reserved devices
+    borrowed: int = 0  # engines of two devices that also serve users, and cost nothing
+    nodes: int = 1  # times the nodes that the model's trainer has
+    sized: bool = False  # engines take as many rollouts as their memory holds; else they queue what they are sent
     window_s: float | None = None
     max_staleness: int = 0
 
 
 def simulation(case: ElasticCase, policy: Policy, fleet: Fleet) -> Simulation:
     """Build one. The same case has the same work and the same machines under each policy."""
-    model = MODELS[case.model]
-    local = _engine(model)
+    model, assumed = MODELS[case.model], case.assumed
+    local = _engine(model, assumed)
     remote = msgspec.structs.replace(local, name=f"{local.name}-remote")
-    seconds = _UNSTATED[model.train_us] * 1e-6 * model.shape.active / 1e9 / model.nodes
-    times = PaperTimes(token=seconds, snapshot=_UNSTATED["snapshot_s"])
-    profiles = PaperProfiles([local, remote], times, sent_gb=model.shape.bytes / 1e9)
+    times = PaperTimes(token=_token_s(model, assumed, fleet.nodes), snapshot=UNSTATED["snapshot_s"])
+    if isinstance(policy, BothWaysPolicy):
+        times = policy.times(times)
+    profiles = PaperProfiles([local, remote], times, sent_gb=assumed.sent * model.shape.bytes / 1e9)
     pools = list[MachinePool]()
     if fleet.spot:
-        pools.append(_spot(remote, case.trace))
+        pools.append(_spot(remote, case))
     if fleet.reserved:
-        pools.append(_reserved(remote, fleet.reserved))
+        pools.append(_steady(remote, fleet.reserved))
+    if fleet.borrowed:
+        pools.append(_borrowed(remote, case, fleet.borrowed))
     if fleet.lends:
-        lent = co_located(local, model.engines, RUN)
-        pools.append(msgspec.structs.replace(lent, slots=1024, window_s=fleet.window_s))
+        lent = co_located(local, model.engines * fleet.nodes, RUN)
+        pools.append(msgspec.structs.replace(lent, window_s=fleet.window_s))
+    slots = _held(local, UNSTATED[model.mean]) if fleet.sized else _QUEUED
     scenario = Scenario(
         name=case.name,
-        fleet=tuple(pools),
-        run=(_training(model, case.steps, fleet.max_staleness),),
+        fleet=tuple(msgspec.structs.replace(pool, slots=slots) for pool in pools),
+        run=(_training(case, fleet),),
         hours=200.0,
-        tables=InputTables(spots={str(case.trace): read_spot_trace(case.trace, case.trace.name)}),
+        tables=_tables(case),
     )
     settings = CoordinatorSettings(heartbeat_s=_HEARTBEAT_S, heartbeat_timeout_s=3 * _HEARTBEAT_S)
     return Simulation(scenario, case.seed, policy, profiles, settings)
 
 
-def simulated_case(case: ElasticCase, policy: Callable[[], Policy], fleet: Fleet) -> Outcome:
-    return simulation(case, policy(), fleet).run(lambda _: None)
-
-
-def _engine(model: ElasticModel) -> EngineProfile:
-    engine = roofline_engine(model.shape, H100, 2, efficiency=FITTED._replace(memory=0.6 if model.nodes == 1 else 0.8))
+def _engine(model: ElasticModel, assumed: Assumptions) -> EngineProfile:
+    memory = _LARGE_MEMORY if model.nodes > 1 and assumed.memory < _LARGE_MEMORY else assumed.memory
+    engine = roofline_engine(model.shape, H100, 2, efficiency=FITTED._replace(memory=memory))
     costs = msgspec.structs.replace(
         engine.costs,
-        base_s=engine.costs.base_s + _UNSTATED["step_ms"] / 1e3,
-        sequence_s=engine.costs.sequence_s + _UNSTATED["sequence_ms"] / 1e3,
+        base_s=engine.costs.base_s + UNSTATED["step_ms"] / 1e3,
+        sequence_s=engine.costs.sequence_s + UNSTATED["sequence_ms"] / 1e3,
     )
-    return msgspec.structs.replace(engine, costs=costs, sequences=256)
-
-
-def _spot(engine: EngineProfile, trace: Path) -> MachinePool:
-    table = read_spot_trace(trace, trace.name)
-    size = max((count for _, count in table.counts), default=len({event.node for event in table.events}))
-    share = next((share for most, share in _SHARE.items() if size <= most), _SHARE[64] * 64 / max(size, 64))
-    spec = SpotTraceSpec(
-        file=str(trace), share=share, seed=_THINNED_BY, start_s=min(_SKIPPED_S, 0.2 * table.end_s), most=MOST
+    delays = msgspec.structs.replace(
+        engine.delays, wake_s=engine.delays.wake_s + assumed.switch_s, sleep_s=assumed.switch_s
     )
-    pool = _reserved(engine, 1)
-    return msgspec.structs.replace(
-        pool, name="spot", kind="spot", workers=None, trace=spec, boot_s=_BOOT_S, price_per_hour=SPOT_PRICE
-    )
+    return msgspec.structs.replace(engine, costs=costs, sequences=256, delays=delays)
 
 
-def _reserved(engine: EngineProfile, workers: int) -> MachinePool:
+def _held(engine: EngineProfile, mean: float) -> int:
+    """Rollouts for which there is memory while they have made two thirds of the mean length, as when they run."""
+    return min(engine.sequences, round(1.5 * engine.kv.tokens / (mean + _PROMPT)))
+
+
+def _token_s(model: ElasticModel, assumed: Assumptions, nodes: int) -> float:
+    """Seconds to compute a token's gradient on all devices of the trainer."""
+    alone = assumed.training * UNSTATED[model.train_us] * 1e-6 * model.shape.active / 1e9
+    return alone / (model.nodes * (1.0 if nodes == 1 else nodes * assumed.two_nodes))
+
+
+def _steady(engine: EngineProfile, workers: int) -> MachinePool:
     return MachinePool(
         name="reserved",
         kind="reserved",
         engine=engine.name,
         workers=workers,
-        slots=1024,
         boot_s=0.0,
         link_gbps=50.0,
         flush_s=FLUSH_S,
@@ -157,19 +177,77 @@ def _reserved(engine: EngineProfile, workers: int) -> MachinePool:
     )
 
 
-def _training(model: ElasticModel, steps: int, max_staleness: int) -> TrainingRun:
-    spec = LengthSpec(mean=_UNSTATED[model.mean], median=1.0, sigma=_UNSTATED["sigma"])
+def _spot(engine: EngineProfile, case: ElasticCase) -> MachinePool:
+    return msgspec.structs.replace(
+        _steady(engine, 1),
+        name="spot",
+        kind="spot",
+        workers=None,
+        trace=thinned(case.trace, case.assumed),
+        boot_s=case.assumed.boot_s,
+        notice_s=case.assumed.notice_s,
+        price_per_hour=case.assumed.spot_price,
+    )
+
+
+def thinned(trace: Path, assumed: Assumptions) -> SpotTraceSpec:
+    """So many machines are drawn that `assumed.most` are there on average. Of the shared trace of AWS that is half, as
+    the paper draws. More wait, and take the places of those that are lost.
+    """
+    table = read_spot_trace(trace, trace.name)
+    start_s = min(_SKIPPED_S, _SKIPPED_SHARE * table.end_s)
+    counts = table.counts or _counted(table.events)
+    there_s = sum(
+        count * (end_s - max(begin_s, start_s))
+        for (begin_s, count), (end_s, _) in pairwise((*counts, (table.end_s, 0)))
+        if end_s > start_s
+    )
+    mean = there_s / max(1e-9, table.end_s - start_s)
+    share = min(1.0, assumed.drawn * assumed.most / max(mean, 1e-9))
+    return SpotTraceSpec(file=trace.name, share=share, seed=assumed.thinned_by, start_s=start_s, most=assumed.most)
+
+
+def _counted(events: Sequence[TraceEvent]) -> list[tuple[float, int]]:
+    changes = accumulate(1 if event.joins else -1 for event in events)
+    return [(event.at_s, count) for event, count in zip(events, changes, strict=True)]
+
+
+def _borrowed(engine: EngineProfile, case: ElasticCase, workers: int) -> MachinePool:
+    served = ServingSpec(file=case.serving.name) if case.serving is not None else ServingSpec()
+    return msgspec.structs.replace(
+        _steady(engine, workers), name="borrowed", kind="borrowed", serving=served, price_per_hour=0.0
+    )
+
+
+def _training(case: ElasticCase, fleet: Fleet) -> TrainingRun:
+    model, assumed = MODELS[case.model], case.assumed
     return TrainingRun(
         name=RUN,
         trainer="paper",
-        trainer_price_per_hour=NODE_PRICE * model.nodes,
-        steps=steps,
-        max_staleness=max_staleness,
+        trainer_price_per_hour=NODE_PRICE * model.nodes * fleet.nodes,
+        steps=case.steps,
+        max_staleness=fleet.max_staleness,
         prompts=128,
         group=8,
         cap=CAP,
-        prompt_tokens=QuantitySpec(value=256),
-        lengths=LengthSpec(
-            median=curve(spec, {}, CAP)(0.0), sigma=_UNSTATED["sigma"], correlation=_UNSTATED["correlation"]
-        ),
+        prompt_tokens=QuantitySpec(value=_PROMPT),
+        lengths=_lengths(case, assumed.mean * UNSTATED[model.mean]),
+    )
+
+
+def _lengths(case: ElasticCase, mean: float) -> LengthSpec:
+    assumed = case.assumed
+    if case.lengths is not None:
+        return LengthSpec(file=case.lengths.name, correlation=assumed.correlation)
+    spec = LengthSpec(mean=mean, median=1.0, sigma=assumed.sigma)
+    return LengthSpec(median=curve(spec, {}, CAP)(0.0), sigma=assumed.sigma, correlation=assumed.correlation)
+
+
+def _tables(case: ElasticCase) -> InputTables:
+    """Files go by their names, so that draws do not hang on the folders they are in."""
+    lengths, serving = case.lengths, case.serving
+    return InputTables(
+        spots={case.trace.name: read_spot_trace(case.trace, case.trace.name)},
+        quantiles={lengths.name: read_quantiles(lengths, lengths.name)} if lengths is not None else {},
+        served={serving.name: read_served_trace(serving, serving.name)} if serving is not None else {},
     )

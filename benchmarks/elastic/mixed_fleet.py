@@ -17,6 +17,7 @@ import msgspec
 from msgspec import Struct
 
 from benchmarks.arguments import count
+from benchmarks.elastic.elastic_part import PartFindings, PartTerms
 from benchmarks.elastic.mixed_setting import (
     FAST,
     PROMPT_TOKENS,
@@ -95,6 +96,13 @@ class MixedResult(Struct, frozen=True, kw_only=True):
     step_s: Sequence[float]
     moves: int
     preemptions: int
+
+
+def measured(terms: PartTerms) -> PartFindings:
+    """The worst case and seed."""
+    results = mixed_results(quick=terms.quick, jobs=terms.jobs)
+    value = mixed_fleet_over_oracle(results)
+    return PartFindings(figures={"mixed_fleet_over_oracle": value}, simulated=True, details=report(results))
 
 
 def mixed_results(*, quick: bool, jobs: int) -> list[MixedResult]:

@@ -4,6 +4,7 @@ import pytest
 
 from ebbtide.simulator.engines.engine_profile import EngineDelays
 from ebbtide.simulator.outcome import Outcome
+from ebbtide.simulator.rivals.rlboost.rlboost_policy import RLBoostPolicy
 from ebbtide.simulator.scenario.fault_plan import PlannedFault
 from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.quantity_spec import LengthSpec
@@ -92,6 +93,18 @@ def test_engines_that_are_lost_in_mid_step_are_made_up_for() -> None:
     outcome = simulated(lent(), spot(4), faults=faults)
     assert len(outcome.steps) == 5
     assert outcome.unfinished == 0
+
+
+def test_a_rival_that_cuts_groups_to_their_shortest_response_makes_tokens_twice_and_ends_all() -> None:
+    kept, cut = (
+        simulated(
+            lent(window_s=8.0), spot(), policy=RLBoostPolicy(adapts=False, whole_groups=True, unit_groups=unit_groups)
+        )
+        for unit_groups in (False, True)
+    )
+    assert kept.tokens.twice == 0 < cut.tokens.twice
+    assert cut.unfinished == cut.tokens.lost == 0
+    assert [one.tokens for one in cut.steps] == [one.tokens for one in kept.steps]
 
 
 def test_spot_machines_that_do_not_make_steps_shorter_are_given_back() -> None:

@@ -50,6 +50,8 @@ class Decider(Protocol):
 
     #: Whether what a lost worker had stored goes on elsewhere; else its rollouts begin again.
     keeps: bool
+    #: Whether what goes on elsewhere has only as many tokens as the shortest response of its group, ended ones too.
+    levels_groups: bool = False
 
     def round(self, now: float) -> float:
         """Decide, and have it done by the coordinator. Returns the longest pause until the next round, seconds."""
@@ -100,6 +102,7 @@ class VirtualCoordinator:
         self._drivers: dict[str, RolloutOwner] = {}
         self._max_tokens: dict[str, int] = {}
         self._rollouts: dict[str, SimulatedRollout] = {}
+        self._groups: dict[tuple[str, int, int], list[SimulatedRollout]] = {}  # with open rollouts, if levelled
         self._workers: dict[str, SimulatedWorker] = {}  # by session
         self._attempts = count(1)
         self.decider = decider(self)
@@ -157,15 +160,23 @@ class VirtualCoordinator:
         self._books.moves += why.cause is EndCause.MOVED
         if why.avoid:
             rollout.avoid_worker(rollout.home)
-        if not self.decider.keeps:
-            self._books.tokens.twice += rollout.stored
-            rollout.stored = 0
+        kept = self._kept(rollout)
+        self._books.tokens.twice += rollout.stored - kept
+        rollout.stored = kept
         limit = self.settings.barren_attempts
         if dead_letter_message(rollout.no_progress, "no token", limit=limit):
             rollout.no_progress = 0  # the driver plays the sample again
         stored, avoid, no_progress = rollout.stored, frozenset(rollout.avoid), rollout.no_progress
         now = self._time.now
         run.put_back(attempt, queued_again(attempt, stored=stored, avoid=avoid, no_progress=no_progress, now=now))
+
+    def _kept(self, rollout: SimulatedRollout) -> int:
+        """Tokens that it has when it goes on elsewhere."""
+        if not self.decider.keeps:
+            return 0
+        if not self.decider.levels_groups:
+            return rollout.stored
+        return min(one.stored for one in self._groups[_group(rollout)])
 
     # What decisions come to.
 
@@ -237,6 +248,8 @@ class VirtualCoordinator:
         self.stored(attempt.session, [attempt], [rollout.length])
         run.finish(rollout_id, attempt.attempt_id)
         del self._rollouts[rollout_id]
+        if self.decider.levels_groups and all(one.stored == one.length for one in self._groups[_group(rollout)]):
+            del self._groups[_group(rollout)]
         self._books.tokens.kept += rollout.length
         self._drivers[run.run_id].ended(rollout)
 
@@ -277,6 +290,8 @@ class VirtualCoordinator:
         for one in rollouts:
             run = self.state.runs[one.run]
             self._rollouts[one.rollout_id] = one
+            if self.decider.levels_groups:
+                self._groups.setdefault(_group(one), []).append(one)
             run.admit(
                 QueuedRollout(
                     rollout_id=one.rollout_id,
@@ -310,3 +325,7 @@ class VirtualCoordinator:
     @property
     def unfinished(self) -> int:
         return len(self._rollouts)
+
+
+def _group(rollout: SimulatedRollout) -> tuple[str, int, int]:
+    return rollout.run, rollout.step, rollout.group

@@ -95,6 +95,19 @@ def test_devices_that_return_at_once_leave_their_share_to_the_others_too() -> No
     assert on_them[-1].end_s - elsewhere[-1].end_s == pytest.approx(2 * 150.0 * 0.01)
 
 
+def test_groups_without_a_rollout_on_the_returned_devices_are_complete_first() -> None:
+    lent = [ForecastRollout(100.0, group, 0.0, running=True, lent=group % 2 == 1) for group in range(8)]
+    done = forecast_groups(lent, terms(1.0, 1.0, held=1.0), cut_s=5.0)
+    assert sorted(one.group for one in done[:4]) == [0, 2, 4, 6]
+    assert [one.end_s for one in done] == pytest.approx([10.0] * 4 + [15.0] * 4)
+
+
+def test_where_nobody_knows_what_runs_on_the_devices_it_is_whole_groups() -> None:
+    running = [ForecastRollout(100.0, at // 2, 0.0, running=True) for at in range(8)]
+    done = forecast_groups(running, terms(1.0, 1.0, held=1.0), cut_s=5.0)
+    assert [one.group for one in done] == [2, 3, 0, 1]
+
+
 @pytest.mark.parametrize("cut_s", [0.0, 3.0, 7.0, 16.0, 40.0])
 def test_forecasts_of_one_step_do_not_depend_on_those_before(cut_s: float) -> None:
     mixed = [ForecastRollout(40.0 + 13.0 * at, at // 2, 50.0, running=at < 6) for at in range(24)]

@@ -11,6 +11,7 @@ from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.scheduling.dispatch.placement import Placement
 from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout
 from ebbtide.scheduling.steps.step_pacing import VersionBounds
+from ebbtide.simulator.rivals.rlboost.group_sweeps import GroupSweeps
 from ebbtide.simulator.rivals.rlboost.pending_balance import PendingBalance
 from ebbtide.simulator.rivals.rollpacker_policy import FewestResponses
 from ebbtide.simulator.rivals.verl_policy import GroupTurns
@@ -99,6 +100,28 @@ def test_verl_deals_a_lost_engines_group_again() -> None:
     first = turns.place(fleet.run, fleet.engines, 0.0)
     again = turns.place(fleet.run, fleet.engines[1:], 1.0)
     assert per_engine(first)[fleet.engines[1].session_id] == 2
+    assert set(per_engine(again)) == {fleet.engines[1].session_id}
+
+
+def test_rlboosts_code_sends_so_many_whole_groups_a_second_to_engines_in_turn() -> None:
+    fleet = Coordinator(3)
+    fleet.queue(groups=6, size=4)
+    placing = GroupSweeps(fleet.as_virtual(), keeps=True, sweep=16)
+    placements = placing.place(fleet.run, fleet.engines, 0.0)
+    assert sorted(per_engine(placements).values()) == [4, 4, 8]
+    for group in range(4):
+        assert len({one.worker_id for one in placements if one.rollout_id.startswith(f"{group}.")}) == 1
+    fleet.start(placements)
+    assert placing.place(fleet.run, fleet.engines, 0.5) == []
+    assert len(placing.place(fleet.run, fleet.engines, 1.0)) == 8
+
+
+def test_rlboosts_code_sends_nothing_to_an_engine_in_which_something_waits() -> None:
+    fleet = Coordinator(2)
+    fleet.queue(groups=4, size=4)
+    placing = GroupSweeps(fleet.as_virtual(), keeps=True, sweep=8)
+    fleet.start(placing.place(fleet.run, fleet.engines, 0.0)[:4], begun=False)
+    again = placing.place(fleet.run, fleet.engines, 1.0)
     assert set(per_engine(again)) == {fleet.engines[1].session_id}
 
 

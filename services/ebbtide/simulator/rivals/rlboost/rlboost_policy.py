@@ -5,6 +5,7 @@ from typing import Annotated, cast
 from msgspec import Meta, Struct
 
 from ebbtide.simulator.rivals.rlboost.climbing_window import ClimbingWindow
+from ebbtide.simulator.rivals.rlboost.group_sweeps import GroupSweeps
 from ebbtide.simulator.rivals.rlboost.pending_balance import PendingBalance
 from ebbtide.simulator.rivals.rlboost.seeding_window import SeedingWindow
 from ebbtide.simulator.scenario.machine_pool import MachinePool
@@ -37,12 +38,15 @@ class RLBoostPolicy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     balances: bool = True  # rollouts move between engines
     whole_groups: bool = False  # a micro-batch has whole groups only: GRPO's advantages need them
     climbs: bool = False  # the public code's window instead of the paper's
+    unit_groups: bool = False  # whole groups are sent, and cut to their shortest response, as by the public code
 
     @property
     def stream_batch(self) -> int | None:
         return self.micro_batch
 
     def decider(self, coordinator: VirtualCoordinator) -> Decider:
+        if self.unit_groups:
+            return GroupSweeps(coordinator, keeps=self.migrates, sweep=self.sweep)
         return PendingBalance(
             coordinator,
             keeps=self.migrates,

@@ -1,0 +1,1 @@
+"""Simulates windows beside rivals and an oracle, over models, traces and assumptions."""
