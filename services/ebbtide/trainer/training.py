@@ -24,6 +24,7 @@ from ebbtide.telemetry import counter, gauge, get_logger
 from ebbtide.trainer.device_loan import DeviceLoan, OwnDevice, TrainingDevice
 from ebbtide.trainer.learning.local_learning import LocalLearning
 from ebbtide.trainer.ranks.rank_group import RankGroup
+from ebbtide.trainer.reported_device import ReportedDevice
 from ebbtide.trainer.settings import TrainerSettings
 from ebbtide.trainer.step_clock import TRAIN, StepClock
 from ebbtide.trainer.training_checkpoint import TrainingState
@@ -62,14 +63,15 @@ async def train_run(client: Client, lease: Lease, settings: TrainerSettings, cre
     following, lineage = RunFollower(client, lease.run_id), new_fence()
 
     loan = DeviceLoan(Path(settings.grant_dir), run_id=lease.run_id, lease=lease.number) if settings.generate else None
-    device = loan or OwnDevice()
+    reported = ReportedDevice(loan, lease.report, lineage=lineage) if loan else None
+    device = reported or OwnDevice()
 
     async def work() -> None:
         await device.take_back()  # the model's weights need its memory
         learning, collector, resumed = await TrainingStart(lease, settings, crew, following, lineage).begin()
         await Training(client, lease, settings, following, lineage, learning, collector, device).run(resumed)
 
-    await race(following.run(), work(), *([loan.run()] if loan else []))
+    await race(following.run(), work(), *([loan.run(), reported.run()] if loan and reported else []))
 
 
 class Training:
