@@ -60,7 +60,7 @@ def _draw_machines(axes: "Axes", report: ElasticReport) -> None:
     axes.set_xlabel("seconds since the run was submitted")
     handles, labels = axes.get_legend_handles_labels()
     once = dict(zip(labels, handles, strict=True))
-    axes.legend(once.values(), once.keys(), loc="lower left", bbox_to_anchor=(0, 1), ncols=6, frameon=False, fontsize=8)
+    axes.legend(once.values(), once.keys(), loc="lower left", bbox_to_anchor=(0, 1), ncols=4, frameon=False, fontsize=8)
 
 
 def _draw_device(axes: "Axes", run: PoolRun, row: int) -> None:
