@@ -118,7 +118,7 @@ def test_the_whole_demo_lends_loses_machines_and_learns(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=["SIGKILL", "SIGINT"])
 async def test_a_demo_that_is_killed_or_interrupted_leaves_nothing_behind(
     tmp_path: Path, number: signal.Signals
 ) -> None:
