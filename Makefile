@@ -34,6 +34,9 @@ demo-agent: env ## An agent that calls a tool, trained through the gateway while
 demo-coserving: env ## A training run that borrows the idle time of a served model under traffic; options: ARGS="--trace PATH"
 	@$(BIN)/ebbtide demo-coserving $(ARGS)
 
+demo-elastic: env ## A trainer that generates between its steps, beside spot workers, and a fixed pool; options: ARGS="--trace PATH"
+	@$(BIN)/ebbtide demo-elastic $(ARGS)
+
 check: lint types ## Style, types, import contracts and unit tests: before every commit
 	@$(BIN)/python -m tests unit
 

@@ -86,6 +86,18 @@ class Launcher:
         self._watchers.pop(name).cancel()
         self._processes[name].kill()
 
+    async def retire(self, name: str, within_s: float) -> None:
+        """Ends a program for good: terminates it, and kills it after `within_s`. 0: kills it at once.
+
+        It may be booting; `start` then raises `LaunchFailed` unless it was cancelled.
+        """
+        if (watcher := self._watchers.pop(name, None)) is not None:
+            watcher.cancel()
+        process = self._processes[name]
+        if within_s > 0:
+            await process.stop(within_s)
+        process.kill()
+
     def crash(self, name: str) -> None:
         """Kills a program and its children, as an accident would: it is started again."""
         self._processes[name].kill()

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ebbtide.environments import BUILT_IN
 from ebbtide.errors import InvalidRequest
@@ -62,6 +63,8 @@ class ClusterShape(Struct, frozen=True, kw_only=True):
     worker_config: Path | None = None  # TOML file of settings for the workers
     borrowed: bool = False  # the workers run beside a serving engine, by grants of its guard
     window_s: float = 0.0  # with `generate`: the trainer's setting of this name
+    device_cores: tuple[int, ...] = ()  # of the trainer and of workers that borrow its device; empty: any
+    machines: tuple[int, ...] = ()  # a core for each of the other workers, in turn; empty: any core
     generate: bool = False  # one more worker runs on the trainer's device, which it lends between its steps
     environments: tuple[str, ...] = ()  # whose code runs as the user, who may name others than the built-in ones
     heartbeat_timeout_s: float = 0.0  # the coordinator's setting of this name; 0: its own
@@ -108,8 +111,8 @@ class LocalCluster:
         await self.launcher.start(self._coordinator("coordinator", shape.coordinator))
         if shape.standby:
             await self.launcher.start(self._coordinator("coordinator-2", shape.standby))
-        workers = [self._next_worker(borrowed=shape.borrowed) for _ in range(shape.workers)]
-        workers += [self._next_worker(borrowed=True)] if shape.generate else []
+        workers = [self.next_worker(borrowed=shape.borrowed) for _ in range(shape.workers)]
+        workers += [self.next_worker(borrowed=True, cores=shape.device_cores)] if shape.generate else []
         gateways = [self._gateway()] if shape.gateway else []
         arbiters = [self._arbiter()] if shape.generate else []
         await self.launcher.start_all([self._relay(), *arbiters, self._trainer(), self._driver(), *gateways, *workers])
@@ -133,7 +136,7 @@ class LocalCluster:
 
     async def add_worker(self) -> str:
         """Starts one more worker, and waits until it is ready. Returns its name."""
-        program = self._next_worker(borrowed=self.shape.borrowed)
+        program = self.next_worker(borrowed=self.shape.borrowed)
         await self.launcher.start(program)
         return program.name
 
@@ -181,12 +184,12 @@ class LocalCluster:
 
     def _trainer(self) -> Program:
         ranks = self.shape.ranks
-        threads = max(1, (os.cpu_count() or 1) // ranks)
+        cores = self.shape.device_cores
+        threads = max(1, (len(cores) or os.cpu_count() or 1) // ranks)
         lending: dict[str, object] = {"generate": True, "grant_dir": self.grants} if self.shape.generate else {}
         lending |= {"window_s": self.shape.window_s} if self.shape.window_s else {}
-        return self._service(
-            "trainer", "ebbtide.trainer", _RUN, threads=threads, ranks=ranks, **lending, **self._permissions("trainer")
-        )
+        flags = {"threads": threads, "ranks": ranks, **lending, **self._permissions("trainer")}
+        return replace(self._service("trainer", "ebbtide.trainer", _RUN, **flags), cores=cores)
 
     def _arbiter(self) -> Program:
         return self._service("arbiter", "ebbtide.device_arbiter", _ARBITER, grant_dir=self.grants)
@@ -204,13 +207,16 @@ class LocalCluster:
         """Settings that trainer and driver share. The cluster serves its user alone, whose files runs may use."""
         return {"holder": holder, "environments_allowed": self.shape.allowed_environments, "output_roots": "/"}
 
-    def _next_worker(self, *, borrowed: bool = False) -> Program:
+    def next_worker(self, *, borrowed: bool = False, cores: tuple[int, ...] = ()) -> Program:
+        """Returns one more worker, to be started. Without `cores` it has those that the shape deals out."""
         self._workers += 1
         name = self.workers[-1]
         shape = self.shape
+        if shape.machines and not cores:
+            cores = (shape.machines[(self._workers - 1) % len(shape.machines)],)
         flags: dict[str, object] = {"config": shape.worker_config} if shape.worker_config else _cpu_engine()
         flags |= {"kind": "borrowed", "grant_dir": self.grants} if borrowed else {"kind": "spot"}
-        return self._service(
+        program = self._service(
             name,
             "ebbtide.rollout_worker",
             _WORKERS,
@@ -223,6 +229,7 @@ class LocalCluster:
             mirror_dir=self.directory / _MIRRORS,
             **flags,
         )
+        return replace(program, cores=cores)
 
     def _service(self, name: str, module: str, stage: int, **settings: object) -> Program:
         ready = self.directory / "ready" / f"{name}.json"

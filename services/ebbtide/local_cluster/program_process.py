@@ -40,6 +40,7 @@ class Program(Struct, frozen=True, kw_only=True):
     ready_file: Path | None = None  # JSON with the key `address`; the program is ready once it exists,
     ready: Callable[[], str | None] | None = None  # or once this returns an address
     stage: int = 0  # lower stages end first
+    cores: tuple[int, ...] = ()  # of the program and all that it starts; empty: any
     boot_s: float = 60.0
     stop_s: float = 10.0
 
@@ -70,6 +71,9 @@ class ProgramProcess:
                 env=program.environment,
                 start_new_session=True,
             )
+        if program.cores:  # before it has threads, which would keep their own
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setaffinity(self._popen.pid, program.cores)
 
     @property
     def name(self) -> str:
@@ -100,14 +104,14 @@ class ProgramProcess:
             await asyncio.sleep(_TICK_S)
         self.address = address
 
-    async def stop(self) -> None:
-        """Terminates the first process; kills the whole group after `stop_s`.
+    async def stop(self, within_s: float | None = None) -> None:
+        """Terminates the first process; kills the whole group after `within_s`, by default the program's `stop_s`.
 
         A program that is not ready may ignore signals, and has nothing to hand over, so it gets less time.
         """
         if self.running():
             os.kill(self.pid, signal.SIGTERM)
-        asked, stop_s = time.monotonic(), self.program.stop_s
+        asked, stop_s = time.monotonic(), self.program.stop_s if within_s is None else within_s
         while self.running():
             if not self.address and self.program.ready_file:
                 self.address = self._ready() or ""  # `wait_ready` may have ended before it was ready

@@ -68,6 +68,10 @@ class TrainingDevice(Protocol):
         """The workers whose engines run on it: those with pages beside an arbiter's socket."""
         ...
 
+    def engine_bytes(self) -> int:
+        """Of the device that an engine needs to come back; 0: none, or unknown."""
+        ...
+
 
 class OwnDevice:
     """The device of a trainer that lends nothing."""
@@ -80,6 +84,9 @@ class OwnDevice:
 
     def engines(self) -> frozenset[str]:
         return frozenset()
+
+    def engine_bytes(self) -> int:
+        return 0
 
 
 class DeviceProgress(Struct, frozen=True, kw_only=True):
@@ -144,7 +151,6 @@ class DeviceLoan:
         return frozenset(path.stem for path in _pages(self._folder))
 
     def engine_bytes(self) -> int:
-        """Of the device that an engine needs to come back; 0: none, or unknown."""
         return self._state.engine_bytes
 
     def progress(self) -> DeviceProgress:

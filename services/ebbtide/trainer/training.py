@@ -28,6 +28,7 @@ from ebbtide.trainer.lending.memory_loan import MemoryLoan
 from ebbtide.trainer.lending.own_window import OwnWindow, TrainingWindow
 from ebbtide.trainer.lending.shared_loan import LendingRanks, SharedLoan
 from ebbtide.trainer.ranks.rank_group import RankGroup
+from ebbtide.trainer.reported_device import ReportedDevice
 from ebbtide.trainer.settings import TrainerSettings
 from ebbtide.trainer.step_clock import TRAIN, StepClock
 from ebbtide.trainer.training_checkpoint import TrainingState
@@ -71,15 +72,16 @@ async def train_run(
     """Trains the lease's run to its end. Raises `InvalidRequest` or `RunFailed` if the run is at fault."""
     following, lineage = RunFollower(client, lease.run_id), new_fence()
     loan = _loan(lease, settings, lending)
-    device: TrainingDevice = loan or OwnDevice()
+    reported = ReportedDevice(loan, lease.report, lineage=lineage) if loan else None
+    device: TrainingDevice = reported or OwnDevice()
 
     async def work() -> None:
         await device.take_back()  # the model's weights need its memory
         learning, collector, resumed = await TrainingStart(lease, settings, crew, following, lineage).begin()
-        own = MemoryLoan(loan, learning) if loan and learning.on_gpu else device
+        own = MemoryLoan(device, learning) if reported and learning.on_gpu else device
         await Training(client, lease, settings, following, lineage, learning, collector, own).run(resumed)
 
-    await race(following.run(), work(), *([loan.run()] if loan else []))
+    await race(following.run(), work(), *([loan.run(), reported.run()] if loan and reported else []))
 
 
 def _loan(lease: Lease, settings: TrainerSettings, lending: LendingRanks | None) -> DeviceLoan | SharedLoan | None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
@@ -98,6 +99,37 @@ async def test_a_killed_program_is_gone_with_its_children_and_stays_gone(tmp_pat
         await made.start(program(tmp_path, "replacement"))
     assert len(pids) == 2
     assert told == []
+
+
+@pytest.mark.parametrize("within_s", [10.0, 0.0])
+async def test_a_retired_program_may_end_in_order_unless_it_is_given_no_time_and_stays_gone(
+    tmp_path: Path, within_s: float
+) -> None:
+    told: list[str] = []
+    async with launcher(told.append) as made:
+        process = await made.start(program(tmp_path, "worker"))
+        await made.retire("worker", within_s)
+        assert not process.running()
+        assert (tmp_path / "order").exists() == bool(within_s)
+        await made.start(program(tmp_path, "replacement"))
+    assert told == []
+
+
+async def test_a_program_may_be_retired_while_it_boots(tmp_path: Path) -> None:
+    async with launcher(print) as made:
+        booting = asyncio.create_task(made.start(program(tmp_path, "worker", mode="slow")))
+        await asyncio.sleep(0)
+        booting.cancel()
+        await asyncio.wait({booting})
+        await made.retire("worker", 0.0)
+        assert not made.process("worker").running()
+
+
+async def test_a_program_with_cores_runs_on_no_other(tmp_path: Path) -> None:
+    core = max(os.sched_getaffinity(0))
+    async with launcher(print) as made:
+        process = await made.start(msgspec.structs.replace(program(tmp_path, "worker", mode="children"), cores=(core,)))
+        assert [os.sched_getaffinity(one) for one in (process.pid, below(process.pid)[0].pid)] == [{core}, {core}]
 
 
 async def test_a_child_in_a_session_of_its_own_does_not_escape(tmp_path: Path) -> None:

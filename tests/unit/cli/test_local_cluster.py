@@ -34,7 +34,7 @@ def cluster(tmp_path: Path) -> LocalCluster:
         (LocalCluster._relay, RelaySettings),
         (LocalCluster._trainer, TrainerSettings),
         (LocalCluster._driver, DriverSettings),
-        (LocalCluster._next_worker, WorkerSettings),
+        (LocalCluster.next_worker, WorkerSettings),
         (LocalCluster._gateway, GatewaySettings),
     ],
 )
@@ -49,7 +49,7 @@ def test_the_gateway_listens_where_it_is_wanted_and_ends_before_the_workers(clus
     found = settings.read(GatewaySettings, prog="gateway", argv=program.command[3:], environ=program.environment)
     assert found.listen == "127.0.0.1:4"
     assert found.drain_s < 5
-    assert program.stage < cluster._next_worker().stage
+    assert program.stage < cluster.next_worker().stage
 
 
 def test_the_users_own_environments_are_allowed_and_run_as_the_user(cluster: LocalCluster) -> None:
@@ -61,3 +61,17 @@ def test_the_users_own_environments_are_allowed_and_run_as_the_user(cluster: Loc
     cluster.shape = msgspec.structs.replace(cluster.shape, environments=("sums:Sums",))
     assert driver().environments.trust
     assert set(driver().environments.allowed) == {"sums:Sums", *BUILT_IN}
+
+
+def test_each_machine_has_a_core_and_trainer_and_its_own_engine_share_theirs(cluster: LocalCluster) -> None:
+    cluster.shape = msgspec.structs.replace(cluster.shape, device_cores=(0,), machines=(1, 2))
+    workers = [cluster.next_worker() for _ in range(3)]
+    assert [worker.cores for worker in workers] == [(1,), (2,), (1,)]
+    assert cluster.next_worker(borrowed=True, cores=cluster.shape.device_cores).cores == (0,)
+    trainer = cluster._trainer()
+    found = settings.read(TrainerSettings, prog="trainer", argv=trainer.command[3:], environ=trainer.environment)
+    assert (trainer.cores, found.threads) == ((0,), 1)
+
+
+def test_without_machines_programs_run_on_any_core(cluster: LocalCluster) -> None:
+    assert (cluster.next_worker().cores, cluster._trainer().cores, cluster._relay().cores) == ((), (), ())

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from ebbtide.claimed_runs.device_turns import HELD, LENT, device_event
 from ebbtide.cli.views.timeline import Timeline, chains, chrome_trace, make_timeline, pack
 from ebbtide.cli.views.timeline_files import fetch, write
 from ebbtide.errors import InvalidRequest
@@ -81,6 +82,25 @@ def test_spans_of_one_row_never_overlap_and_rows_are_as_few_as_can_be() -> None:
         most = max(most, running)
     assert len(rows) == most
     assert len(lanes) == len(spans)
+
+
+def test_a_trainer_that_lends_its_devices_has_a_row_of_who_has_them(tmp_path: Path) -> None:
+    turns = [device_event(LENT, key="a", ago_s=0.0), device_event(HELD, key="b", ago_s=0.0, return_s=1.0)]
+    told = [
+        RunEvent(kind=one.kind, values=one.values, labels=one.labels, age_s=at)
+        for one, at in zip(turns, (2.0, 6.0), strict=True)
+    ]
+    made = make_timeline("r", SPANS, [*EVENTS, *told])
+    row = [one for one in events(made, "X") if one["pid"] == 0]
+    shown = [(one["name"], one["ts"], one["dur"]) for one in row]
+    assert shown == [
+        ("generates", 2_000_000, 3_000_000),
+        ("returns", 5_000_000, 1_000_000),
+        ("trains", 6_000_000, 3_000_000),
+    ]
+    (name,) = [one for one in events(made, "M") if one["name"] == "thread_name"]
+    assert (name["pid"], name["tid"], name["args"]["name"]) == (0, row[0]["tid"], "trainer's devices")
+    assert all(path.stat().st_size for path in write(made, tmp_path))
 
 
 def test_each_worker_is_a_process_and_each_attempt_a_span_with_what_is_known_of_it(timeline: Timeline) -> None:

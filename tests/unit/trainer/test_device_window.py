@@ -43,6 +43,9 @@ class NotedDevice:
     def engines(self) -> frozenset[str]:
         return frozenset({"mine"})
 
+    def engine_bytes(self) -> int:
+        return 0
+
 
 class Told:
     """A lease whose coordinator says what a test wants; a follower of its run."""

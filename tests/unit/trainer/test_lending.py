@@ -46,6 +46,9 @@ class NotedLoan:
     def engines(self) -> frozenset[str]:
         return frozenset({"mine"})
 
+    def engine_bytes(self) -> int:
+        return 0
+
 
 @pytest.fixture
 def noted(monkeypatch: pytest.MonkeyPatch) -> NotedLoan:

@@ -1,9 +1,18 @@
 """Defines the commands that run a cluster on this machine, and the one that makes a base model."""
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+
+class FixedMachines(StrEnum):
+    """Machines of the fixed pool of `demo-elastic`: always there, or those of the trace."""
+
+    RESERVED = "reserved"
+    SPOT = "spot"
+
 
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
@@ -12,6 +21,7 @@ def register(app: typer.Typer) -> None:
     app.command(rich_help_panel="This machine")(demo)
     app.command("demo-agent", rich_help_panel="This machine")(demo_agent)
     app.command("demo-coserving", rich_help_panel="This machine")(demo_coserving)
+    app.command("demo-elastic", rich_help_panel="This machine")(demo_elastic)
     app.command(rich_help_panel="This machine")(up)
     app.command("base-model", context_settings=dict(_PASS_ON), rich_help_panel="This machine")(base_model)
 
@@ -108,6 +118,50 @@ def demo_coserving(
         speed=speed,
         prompts=prompts,
         outputs=outputs,
+    )
+    raise typer.Exit(run(options))
+
+
+def demo_elastic(
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Spot trace: CSV with t_s,event,node or t_s,count. None: a made-up one."),
+    ] = None,
+    window: Annotated[str, typer.Option(metavar="START:END", help="Seconds of the trace. Empty: all of it.")] = "",
+    speed: Annotated[float, typer.Option(min=0.001, help="Seconds of the trace that pass in one.")] = 60.0,
+    share: Annotated[float, typer.Option(min=0.001, max=1, help="Share of the trace's machines.")] = 1.0,
+    notice_s: Annotated[
+        float, typer.Option(min=0, help="Seconds between a loss's notice and the loss. 0: none.")
+    ] = 2.0,
+    fixed: Annotated[FixedMachines, typer.Option(help="Machines of the fixed pool.")] = FixedMachines.RESERVED,
+    reserved_price: Annotated[float, typer.Option(min=0, help="Assumed, of a reserved machine per hour.")] = 10.47,
+    spot_price: Annotated[float, typer.Option(min=0, help="Assumed, of a spot machine per hour.")] = 2.66,
+    spec: Annotated[Path | None, typer.Option(help="Spec of the run (TOML), instead of the demo's own.")] = None,
+    steps: Annotated[int, typer.Option(min=2, help="Optimiser steps of each run.")] = 14,
+    eval_problems: Annotated[int, typer.Option(min=0, help="Problems of each evaluation. 0: no evaluation.")] = 0,
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed of problems, base model and drawn machines.")] = None,
+    run_dir: Annotated[Path, typer.Option(help="Folder for the report and logs.")] = Path("runs/demo-elastic"),
+    cache: Annotated[Path, typer.Option(help="Folder of base models.")] = Path(".cache/base-models"),
+) -> None:
+    """Train with a trainer that generates between its steps while spot workers come and go, beside a fixed pool."""
+    from ebbtide.demo.elastic.elastic_demo import run
+    from ebbtide.demo.elastic.elastic_options import ElasticOptions
+
+    options = ElasticOptions(
+        run_dir=run_dir,
+        cache=cache,
+        spec=spec,
+        seed=seed,
+        steps=steps,
+        eval_problems=eval_problems,
+        trace=trace,
+        window=window,
+        speed=speed,
+        share=share,
+        notice_s=notice_s,
+        fixed=fixed.value,
+        reserved_price=reserved_price,
+        spot_price=spot_price,
     )
     raise typer.Exit(run(options))
 

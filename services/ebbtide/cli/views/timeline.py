@@ -11,12 +11,16 @@ from typing import Any, Final
 
 from msgspec import Struct
 
+from ebbtide.claimed_runs.device_turns import HELD, LENT, RETURNING, DeviceTurn, device_turns
 from ebbtide.types.run import AttemptSpan, RunEvent
 
 Event = dict[str, Any]
 
 #: The run's own row, above its workers.
 _RUN_PID: Final = 0
+_DEVICE_TID: Final = 1
+#: What a trainer's devices do in each kind of turn, for people.
+OWNERS: Final = {HELD: "trains", LENT: "generates", RETURNING: "returns"}
 #: States of a worker that mark a moment, as the run's events name them.
 MARKED: Final = ("draining", "lost", "suspected", "shunned", "left", "attached")
 #: Least width of a span: an arrow's ends must lie inside their spans.
@@ -35,6 +39,7 @@ class Timeline(Struct, frozen=True):
     #: worker -> its spans by begin; those of one row do not overlap. Workers are sorted by their first span or event.
     lanes: dict[str, list[Lane]]
     marks: list[RunEvent]  # on workers and versions, in order
+    turns: list[DeviceTurn] = []  # of a trainer that lends its devices
 
     @property
     def spans(self) -> Iterator[AttemptSpan]:
@@ -48,17 +53,20 @@ class Timeline(Struct, frozen=True):
 
 def make_timeline(run_id: str, spans: Iterable[AttemptSpan], events: Iterable[RunEvent]) -> Timeline:
     """Makes the timeline from a run's spans and events, in any order."""
+    events = sorted(events, key=lambda event: event.age_s)
     marks = [event for event in events if event.kind == "version" or _marks_worker(event)]
-    marks.sort(key=lambda event: event.age_s)
     by_worker: dict[str, list[AttemptSpan]] = defaultdict(list)
+    end_s = max((event.age_s for event in events), default=0.0)
     for span in spans:
         by_worker[span.worker_id].append(span)
+        end_s = max(end_s, span.end_s)
     begins = {worker: min(span.begin_s for span in found) for worker, found in by_worker.items()}
     for event in marks:
         if worker := event.labels.get("worker", ""):
             begins[worker] = min(begins.get(worker, event.age_s), event.age_s)
     order = sorted(begins, key=lambda worker: (begins[worker], worker))
-    return Timeline(run_id, {worker: pack(by_worker.get(worker, ())) for worker in order}, marks)
+    lanes = {worker: pack(by_worker.get(worker, ())) for worker in order}
+    return Timeline(run_id, lanes, marks, device_turns(events, end_s))
 
 
 def _marks_worker(event: RunEvent) -> bool:
@@ -87,13 +95,24 @@ def pack(spans: Iterable[AttemptSpan]) -> list[Lane]:
 def chrome_trace(timeline: Timeline) -> dict[str, Any]:
     """Returns the trace as JSON values: a process per worker, a thread per row, arrows between a rollout's attempts."""
     pids = {worker: number for number, worker in enumerate(timeline.lanes, start=_RUN_PID + 1)}
-    events: list[Event] = [*_named(_RUN_PID, f"run {timeline.run_id}")]
+    events: list[Event] = [*_named(_RUN_PID, f"run {timeline.run_id}"), *_turns(timeline)]
     for worker, pid in pids.items():
         events += _named(pid, worker)
         events += [_span(pid, lane) for lane in timeline.lanes[worker]]
     events += _arrows(timeline, pids)
     events += [_instant(event, pids) for event in timeline.marks]
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"run": timeline.run_id}}
+
+
+def _turns(timeline: Timeline) -> Iterator[Event]:
+    """Shows who has the trainer's devices, as a row of the run itself."""
+    if timeline.turns:
+        where = {"pid": _RUN_PID, "tid": _DEVICE_TID}
+        yield {"ph": "M", "name": "thread_name", "args": {"name": "trainer's devices"}} | where
+        for turn in timeline.turns:
+            begin, duration = _microseconds(turn)
+            shown = {"ph": "X", "name": OWNERS[turn.state], "cat": turn.state, "ts": begin, "dur": duration}
+            yield shown | where | {"args": {"state": turn.state}}
 
 
 def _named(pid: int, name: str) -> list[Event]:
@@ -120,7 +139,7 @@ def _span(pid: int, lane: Lane) -> Event:
     }  # fmt: skip
 
 
-def _microseconds(span: AttemptSpan) -> tuple[int, int]:
+def _microseconds(span: AttemptSpan | DeviceTurn) -> tuple[int, int]:
     begin, end = round(span.begin_s * 1e6), round(span.end_s * 1e6)
     return begin, max(_LEAST_US, end - begin)
 

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from ebbtide.cli.views.timeline import Timeline, version_of
+from ebbtide.claimed_runs.device_turns import HELD, LENT, RETURNING
+from ebbtide.cli.views.timeline import OWNERS, Timeline, version_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -17,6 +18,9 @@ _ROW: Final = 0.09
 _GAP: Final = 2.0  # rows between bands
 _LABELLED: Final = 30  # versions whose numbers fit above the picture
 _NONE: Final = "#c8c8c8"
+#: Rows of the band of the trainer's devices, and its colours by who has them.
+_DEVICE_ROWS: Final = 4.0
+TURN_COLOURS: Final = {HELD: "#9467bd", LENT: "#2ca02c", RETURNING: "#ff7f0e"}
 _MARKS: Final[dict[str, tuple[str, str]]] = {  # state -> colour, marker
     "lost": ("#d62728", "X"),
     "suspected": ("#d62728", "o"),
@@ -38,6 +42,7 @@ def write_timeline_picture(timeline: Timeline, path: Path) -> None:
     figure, axes = plt.subplots(figsize=(_WIDTH, inches), layout="constrained")
     try:
         _draw_bands(axes, timeline, offsets)
+        _draw_turns(axes, timeline)
         _draw_spans(axes, timeline, offsets)
         _draw_marks(axes, timeline, offsets)
         axes.set_ylim(height, -_GAP)
@@ -53,7 +58,7 @@ def write_timeline_picture(timeline: Timeline, path: Path) -> None:
 def _offsets(timeline: Timeline) -> tuple[dict[str, float], float]:
     """Returns worker -> its first row in the picture, and the number of rows."""
     offsets: dict[str, float] = {}
-    at = 0.0
+    at = _DEVICE_ROWS + _GAP if timeline.turns else 0.0
     for worker in timeline.lanes:
         offsets[worker] = at
         at += timeline.rows(worker) + _GAP
@@ -71,14 +76,24 @@ def _title(timeline: Timeline) -> str:
 
 
 def _draw_bands(axes: "Axes", timeline: Timeline, offsets: Mapping[str, float]) -> None:
-    middles = []
+    middles = [_DEVICE_ROWS / 2] if timeline.turns else []
     for number, worker in enumerate(timeline.lanes):
         rows = timeline.rows(worker)
         middles.append(offsets[worker] + rows / 2)
         if number % 2 == 0:
             axes.axhspan(offsets[worker] - _GAP / 2, offsets[worker] + rows + _GAP / 2, color="#f4f4f4", zorder=0)
-    axes.set_yticks(middles, list(timeline.lanes), fontsize=8)
+    names = [*(["trainer's devices"] if timeline.turns else []), *timeline.lanes]
+    axes.set_yticks(middles, names, fontsize=8)
     axes.tick_params(axis="y", length=0)
+
+
+def _draw_turns(axes: "Axes", timeline: Timeline) -> None:
+    """Draws who has the trainer's devices, above all workers."""
+    for state, colour in TURN_COLOURS.items():
+        spans = [(turn.begin_s, turn.end_s - turn.begin_s) for turn in timeline.turns if turn.state == state]
+        if spans:
+            label = f"the device {OWNERS[state]}"
+            axes.broken_barh(spans, (0.0, _DEVICE_ROWS), facecolors=colour, linewidth=0, zorder=2, label=label)
 
 
 def _draw_spans(axes: "Axes", timeline: Timeline, offsets: Mapping[str, float]) -> None:
@@ -128,4 +143,4 @@ def _draw_marks(axes: "Axes", timeline: Timeline, offsets: Mapping[str, float]) 
         at = [event.age_s for event in marked]
         axes.scatter(at, heights, color=colour, marker=marker, s=28, zorder=5, label=state)
     if axes.get_legend_handles_labels()[0]:
-        axes.figure.legend(loc="outside lower left", ncols=len(_MARKS), frameon=False, fontsize=8)
+        axes.figure.legend(loc="outside lower left", ncols=len(_MARKS) + len(TURN_COLOURS), frameon=False, fontsize=8)

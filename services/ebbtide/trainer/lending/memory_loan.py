@@ -12,14 +12,6 @@ from typing import Protocol
 from ebbtide.trainer.device_loan import TrainingDevice
 
 
-class LentDevice(TrainingDevice, Protocol):
-    """A device that knows what the engines on it need."""
-
-    def engine_bytes(self) -> int:
-        """Of the device that an engine needs to come back; 0: none, or unknown."""
-        ...
-
-
 class MovableMemory(Protocol):
     """What trains on the device: see `LocalLearning`. Both block."""
 
@@ -31,7 +23,7 @@ class MovableMemory(Protocol):
 class MemoryLoan:
     """A `TrainingDevice`."""
 
-    def __init__(self, device: LentDevice, learning: MovableMemory) -> None:
+    def __init__(self, device: TrainingDevice, learning: MovableMemory) -> None:
         self._device, self._learning = device, learning
         self._giving: asyncio.Task[None] | None = None
         self._wanted = True  # whether the trainer wants the device for itself
@@ -51,6 +43,9 @@ class MemoryLoan:
 
     def engines(self) -> frozenset[str]:
         return self._device.engines()
+
+    def engine_bytes(self) -> int:
+        return self._device.engine_bytes()
 
     async def _give_up(self, spell_s: float) -> None:
         await asyncio.to_thread(self._learning.give_up_memory, self._device.engine_bytes())

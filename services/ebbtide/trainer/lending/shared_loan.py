@@ -123,7 +123,6 @@ class SharedLoan:
         return self._own.engines().union(*(answer.engines for answer in self._answers.values()))
 
     def engine_bytes(self) -> int:
-        """Of a device that an engine of any host needs to come back; 0: none, or unknown."""
         return max(progress.engine_bytes for progress in self._progress().values())
 
     async def run(self) -> None:

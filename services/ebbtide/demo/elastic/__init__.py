@@ -1,0 +1,1 @@
+"""Runs the elastic demo: a trainer that generates between its steps, and spot workers that come and go."""
