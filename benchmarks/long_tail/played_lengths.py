@@ -4,13 +4,13 @@ from collections.abc import Iterator, Sequence
 from heapq import heapify, heapreplace
 from typing import NamedTuple
 
-from ebbtide.scheduling.long_tail.length_learner import OpenGroup
+from ebbtide.scheduling.long_tail.length_learner import UnfinishedGroup
 
 
 class HeldBack(NamedTuple):
     """A group that is not whole at a moment. `truth`: the lengths of its open samples, in the order of `group.made`."""
 
-    group: OpenGroup
+    group: UnfinishedGroup
     truth: Sequence[int]
 
 
@@ -32,7 +32,7 @@ def held_back(
             (max(0, now - start), length) for start, length in zip(began, group, strict=True) if start + length > now
         ]
         if left:
-            known = OpenGroup(
+            known = UnfinishedGroup(
                 finished=[one for one in whole if one < cap],
                 stopped=[one for one in whole if one >= cap],
                 made=[made for made, _ in left],

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from ebbtide.scheduling.long_tail.length_learner import LengthLearner, OpenGroup
+from ebbtide.scheduling.long_tail.length_learner import LengthLearner, UnfinishedGroup
 from ebbtide.scheduling.long_tail.start_order import StartOrder, WaitingSample
 from ebbtide.simulator.rivals.seer_start_rule import BufferedRequest, SeerStartRule
 
@@ -114,7 +114,7 @@ class PredictedLengths:
         samples = self._groups[group]
         open_ = [one for one in samples if not one.ended]
         forecast = self._learner.forecast(
-            OpenGroup(
+            UnfinishedGroup(
                 finished=[one.length for one in samples if one.ended and one.length < self._cap],
                 stopped=[one.length for one in samples if one.ended and one.length >= self._cap],
                 made=[one.made_by(now) for one in open_],

@@ -47,7 +47,7 @@ class EndedGroup(Struct, frozen=True, kw_only=True, gc=False):
     prompt: str = ""  # of the data set, equal in each epoch; "": it is not known
 
 
-class OpenGroup(Struct, frozen=True, kw_only=True, gc=False):
+class UnfinishedGroup(Struct, frozen=True, kw_only=True, gc=False):
     """A group of which some samples have not ended. Lengths in tokens."""
 
     finished: Sequence[int] = ()  # whole responses
@@ -79,7 +79,7 @@ class LengthLearner:
         for group in new:
             self._remember(group)
 
-    def groups_open(self, groups: Iterable[OpenGroup]) -> None:
+    def groups_open(self, groups: Iterable[UnfinishedGroup]) -> None:
         """Take what is open for the lengths of the run. Does nothing once whole groups have taught some."""
         if self._fitted:
             return
@@ -91,7 +91,7 @@ class LengthLearner:
         prior = [self._first.tokens(-1.5 + 0.5 * place) for place in range(7)]
         self._marginal = product_limit([*ended, *prior], stopped) or self._marginal
 
-    def forecast(self, group: OpenGroup) -> LengthForecast:
+    def forecast(self, group: UnfinishedGroup) -> LengthForecast:
         """What to expect of a group's samples."""
         score = self._marginal.score
         beyond = [score(one) for one in (*group.stopped, *group.made) if one > 0]
@@ -126,7 +126,7 @@ class LengthLearner:
                 return
 
     def _draw_curve(self) -> None:
-        lengths = [one for group in self._groups for one in group.lengths]
+        lengths: list[float] = [one for group in self._groups for one in group.lengths]
         imputed = [one for likely in self._imputed for one in likely]
         if imputed:
             lengths = lengths * len(_IMPUTED) + imputed
@@ -137,7 +137,7 @@ class LengthLearner:
         """Likely lengths of the stopped samples, `_IMPUTED` of each."""
         if not group.stopped:
             return []
-        forecast = self.forecast(OpenGroup(finished=group.lengths, made=group.stopped, prompt=group.prompt))
+        forecast = self.forecast(UnfinishedGroup(finished=group.lengths, made=group.stopped, prompt=group.prompt))
         lengths = {made: [forecast.length(made, share) for share in _IMPUTED] for made in set(group.stopped)}
         return [one for made in group.stopped for one in lengths[made]]
 

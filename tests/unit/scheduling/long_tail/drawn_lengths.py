@@ -3,7 +3,7 @@
 from math import exp, sqrt
 from random import Random
 
-from ebbtide.scheduling.long_tail.length_learner import EndedGroup, LengthLearner, OpenGroup
+from ebbtide.scheduling.long_tail.length_learner import EndedGroup, LengthLearner, UnfinishedGroup
 
 CAP = 16_384
 
@@ -34,9 +34,9 @@ def taught(draw: Random, *, groups: int = 512, size: int = 8, alike: float = 0.6
     return learner
 
 
-def open_at(lengths: list[int], made: int) -> OpenGroup:
+def open_at(lengths: list[int], made: int) -> UnfinishedGroup:
     """A group whose samples began together, once each running one has made so many tokens."""
-    return OpenGroup(
+    return UnfinishedGroup(
         finished=[one for one in lengths if one <= made and one < CAP],
         made=[made for one in lengths if one > made],
         cap=CAP,

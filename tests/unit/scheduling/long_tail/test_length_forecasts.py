@@ -5,7 +5,7 @@ from statistics import fmean
 
 import pytest
 
-from ebbtide.scheduling.long_tail.length_learner import EndedGroup, LengthLearner, OpenGroup
+from ebbtide.scheduling.long_tail.length_learner import EndedGroup, LengthLearner, UnfinishedGroup
 from tests.unit.scheduling.long_tail.drawn_lengths import CAP, drawn, ended, open_at, response, taught
 
 
@@ -39,15 +39,15 @@ def test_the_mean_of_what_is_to_come_is_that_of_the_truth(made: int) -> None:
 
 def test_a_sibling_that_runs_at_eight_thousand_proves_eight_thousand() -> None:
     learner = taught(Random(1))
-    alone = learner.forecast(OpenGroup(made=[0] * 8, cap=CAP))
-    beside = learner.forecast(OpenGroup(made=[8_000, *[0] * 7], cap=CAP))
+    alone = learner.forecast(UnfinishedGroup(made=[0] * 8, cap=CAP))
+    beside = learner.forecast(UnfinishedGroup(made=[8_000, *[0] * 7], cap=CAP))
     assert beside.rest(0) > 1.5 * alone.rest(0)
     assert beside.length(8_000, 0.1) > 8_000
 
 
 def test_siblings_that_ended_tell_more_the_more_alike_they_are() -> None:
-    short = OpenGroup(finished=[300] * 6, made=[0, 0], cap=CAP)
-    long = OpenGroup(finished=[4_000] * 6, made=[0, 0], cap=CAP)
+    short = UnfinishedGroup(finished=[300] * 6, made=[0, 0], cap=CAP)
+    long = UnfinishedGroup(finished=[4_000] * 6, made=[0, 0], cap=CAP)
     apart = []
     for alike in (0.2, 0.9):
         learner = taught(Random(1), alike=alike)
@@ -62,7 +62,8 @@ def test_a_prompt_that_comes_again_is_known_by_its_former_epochs() -> None:
         learner.groups_ended(ended([response(z, draw, 0.6) for _ in range(8)], name) for name, z in shared.items())
     longest, shortest = max(shared, key=lambda one: shared[one]), min(shared, key=lambda one: shared[one])
     rests = [
-        learner.forecast(OpenGroup(made=[0] * 8, prompt=name, cap=CAP)).rest(0) for name in (shortest, "", longest)
+        learner.forecast(UnfinishedGroup(made=[0] * 8, prompt=name, cap=CAP)).rest(0)
+        for name in (shortest, "", longest)
     ]
     assert rests[0] < 0.5 * rests[1]
     assert rests[2] > 2.0 * rests[1]
@@ -74,7 +75,7 @@ def test_intervals_of_known_prompts_are_narrower_and_still_cover_the_truth() -> 
     for _ in range(2):
         learner.groups_ended(ended([response(z, draw, 0.8) for _ in range(8)], name) for name, z in shared.items())
     for name, z in shared.items():
-        known, new = (learner.forecast(OpenGroup(made=[0] * 8, prompt=one, cap=CAP)) for one in (name, ""))
+        known, new = (learner.forecast(UnfinishedGroup(made=[0] * 8, prompt=one, cap=CAP)) for one in (name, ""))
         low, high = known.length(0, 0.1), known.length(0, 0.9)
         hits.append(low <= response(z, draw, 0.8) <= high)
         ratios.append((high / low) / (new.length(0, 0.9) / new.length(0, 0.1)))
@@ -85,7 +86,7 @@ def test_intervals_of_known_prompts_are_narrower_and_still_cover_the_truth() -> 
 def test_no_length_is_below_what_was_made_or_beyond_the_cap() -> None:
     learner = taught(Random(2))
     for made in (0, 1, 700, 16_000, CAP - 1, CAP):
-        forecast = learner.forecast(OpenGroup(finished=[100] * 3, made=[made] * 4, cap=CAP))
+        forecast = learner.forecast(UnfinishedGroup(finished=[100] * 3, made=[made] * 4, cap=CAP))
         found = [forecast.length(made, share) for share in (0.01, 0.5, 0.99)]
         assert found == sorted(found)
         assert all(min(made + 1, CAP) <= one <= CAP for one in found)
@@ -94,17 +95,17 @@ def test_no_length_is_below_what_was_made_or_beyond_the_cap() -> None:
 
 def test_before_any_group_ended_the_open_ones_teach() -> None:
     learner = LengthLearner()
-    before = learner.forecast(OpenGroup(made=[0])).rest(0)
-    learner.groups_open([OpenGroup(finished=[12_000, 15_000], made=[20_000] * 6)] * 20)
-    assert learner.forecast(OpenGroup(made=[0])).rest(0) > 2.0 * before
+    before = learner.forecast(UnfinishedGroup(made=[0])).rest(0)
+    learner.groups_open([UnfinishedGroup(finished=[12_000, 15_000], made=[20_000] * 6)] * 20)
+    assert learner.forecast(UnfinishedGroup(made=[0])).rest(0) > 2.0 * before
     assert not learner.known
 
 
 def test_open_groups_teach_nothing_once_a_group_ended() -> None:
     learner = taught(Random(2))
-    before = learner.forecast(OpenGroup(made=[0])).rest(0)
-    learner.groups_open([OpenGroup(finished=[12_000], made=[20_000] * 6)] * 20)
-    assert learner.forecast(OpenGroup(made=[0])).rest(0) == before
+    before = learner.forecast(UnfinishedGroup(made=[0])).rest(0)
+    learner.groups_open([UnfinishedGroup(finished=[12_000], made=[20_000] * 6)] * 20)
+    assert learner.forecast(UnfinishedGroup(made=[0])).rest(0) == before
 
 
 def test_samples_that_were_not_needed_any_more_do_not_make_lengths_seem_short() -> None:
@@ -115,21 +116,21 @@ def test_samples_that_were_not_needed_any_more_do_not_make_lengths_seem_short() 
     raced.groups_ended(EndedGroup(lengths=sorted(one)[:8], stopped=[sorted(one)[7]] * 2) for one in groups)
     naive = LengthLearner()
     naive.groups_ended(EndedGroup(lengths=sorted(one)[:8]) for one in groups)
-    open_ = OpenGroup(made=[0] * 10, cap=CAP)
+    open_ = UnfinishedGroup(made=[0] * 10, cap=CAP)
     truth, found, without = (one.forecast(open_).rest(0) for one in (whole, raced, naive))
     assert abs(found - truth) < 0.5 * abs(without - truth)
 
 
 def test_a_stray_sample_does_not_decide_for_its_siblings() -> None:
     learner = taught(Random(7), alike=0.9)
-    plain = learner.forecast(OpenGroup(finished=[300] * 6, made=[0], cap=CAP)).rest(0)
-    beside = learner.forecast(OpenGroup(finished=[300] * 6, made=[12_000, 0], cap=CAP)).rest(0)
+    plain = learner.forecast(UnfinishedGroup(finished=[300] * 6, made=[0], cap=CAP)).rest(0)
+    beside = learner.forecast(UnfinishedGroup(finished=[300] * 6, made=[12_000, 0], cap=CAP)).rest(0)
     assert beside < 1.5 * plain
 
 
 def test_lengths_of_a_group_are_long_together_and_short_together() -> None:
     learner = taught(Random(8), alike=0.9)
-    forecast = learner.forecast(OpenGroup(made=[0] * 4, cap=CAP))
+    forecast = learner.forecast(UnfinishedGroup(made=[0] * 4, cap=CAP))
     short, long = (forecast.alike(shared, [(0, 0.2), (0, 0.8)]) for shared in (0.1, 0.9))
     assert max(short) < min(long)
 
@@ -137,7 +138,7 @@ def test_lengths_of_a_group_are_long_together_and_short_together() -> None:
 @pytest.mark.parametrize("alike", [0.2, 0.9])
 def test_lengths_that_belong_together_are_spread_as_those_of_single_samples(alike: float) -> None:
     learner = taught(Random(9), alike=alike)
-    forecast = learner.forecast(OpenGroup(finished=[900], made=[700, 0], cap=CAP))
+    forecast = learner.forecast(UnfinishedGroup(finished=[900], made=[700, 0], cap=CAP))
     shares = [(at + 0.5) / 40 for at in range(40)]
     found = sorted(forecast.alike(shared, [(700, own)])[0] for shared in shares for own in shares)
     for share in (0.1, 0.5, 0.9):
@@ -147,10 +148,10 @@ def test_lengths_that_belong_together_are_spread_as_those_of_single_samples(alik
 def test_groups_of_which_no_response_ended_teach_nothing_and_break_nothing() -> None:
     learner = LengthLearner()
     learner.groups_ended([EndedGroup(lengths=[], stopped=[500] * 8), EndedGroup(lengths=[], prompt="p")])
-    assert not learner.known
+    before = learner.known
     learner.groups_ended([EndedGroup(lengths=[900, 1_100], stopped=[1_000])])
-    assert learner.known
-    assert 100 < learner.forecast(OpenGroup(made=[0])).length(0, 0.5) < 5_000
+    assert (before, learner.known) == (False, True)
+    assert 100 < learner.forecast(UnfinishedGroup(made=[0])).length(0, 0.5) < 5_000
 
 
 def test_steps_that_come_one_after_another_teach_as_they_do_together() -> None:
@@ -162,7 +163,7 @@ def test_steps_that_come_one_after_another_teach_as_they_do_together() -> None:
     for step in steps:
         one_by_one.groups_ended(step)
     together.groups_ended(group for step in steps for group in step)
-    open_ = OpenGroup(made=[0] * 8, cap=CAP)
+    open_ = UnfinishedGroup(made=[0] * 8, cap=CAP)
     rests = [learner.forecast(open_).rest(0) for learner in (one_by_one, together)]
     assert rests[0] == pytest.approx(rests[1], rel=0.15)
     assert one_by_one.alike == pytest.approx(together.alike, abs=0.05)
