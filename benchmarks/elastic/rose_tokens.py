@@ -22,7 +22,11 @@ def measured(terms: PartTerms) -> PartFindings:
     value = real_tokens_over_rose(told.get("cells", []))
     if value is None:
         return _skipped(f"{path.name} has no setting of ROSE that is as good to users as the guard")
-    found = {"file": path.name, "conditions": told.get("conditions", {}), "taken": told.get("figures", {}).get("rose_taken")}
+    found = {
+        "file": path.name,
+        "conditions": told.get("conditions", {}),
+        "taken": told.get("figures", {}).get("rose_taken"),
+    }
     return PartFindings(figures={_FIGURE: round(float(value), 4)}, details=found)
 
 

@@ -148,9 +148,9 @@ def test_lengths_that_belong_together_are_spread_as_those_of_single_samples(alik
 def test_groups_of_which_no_response_ended_teach_nothing_and_break_nothing() -> None:
     learner = LengthLearner()
     learner.groups_ended([EndedGroup(lengths=[], stopped=[500] * 8), EndedGroup(lengths=[], prompt="p")])
-    assert not learner.known
+    before = learner.known
     learner.groups_ended([EndedGroup(lengths=[900, 1_100], stopped=[1_000])])
-    assert learner.known
+    assert (before, learner.known) == (False, True)
     assert 100 < learner.forecast(UnfinishedGroup(made=[0])).length(0, 0.5) < 5_000
 
 
