@@ -57,7 +57,7 @@ class PacedSpeed:
             return self._kind.rate(running, context) if self._kind is not None else 0.0
         fewest, most = self._own.span
         edge = min(max(running, fewest), most)
-        if self._kind is None or edge == running:
+        if self._kind is None or edge == running or not edge:
             return seen
         at_edge = self._own.rate(edge, context)
         return at_edge * self._kind.rate(running, context) / self._kind.rate(edge, context)
