@@ -5,17 +5,20 @@ no other call.
 """
 
 import os
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Final, Protocol
 
-from torch.distributed import DistStoreError, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ebbtide.errors import Unavailable
 from ebbtide.runtime import Aside
 
 #: Longest time of a call that need not wait for a note.
-_CALL: Final = timedelta(seconds=10)
+_CALL: Final = timedelta(seconds=30)
+#: How often a wait looks for its note.
+_LOOK_S: Final = 0.01
 
 
 class RankNotes(Protocol):
@@ -64,12 +67,13 @@ class RankBoard:
         return dict(zip(there, store.multi_get(there), strict=True)) if there else {}
 
     def _awaited(self, name: str, timeout_s: float) -> bytes | None:
-        self._waiting = self._waiting or _connected()
-        try:
-            self._waiting.wait([name], timedelta(seconds=timeout_s))
-        except DistStoreError:
-            return None
-        note: bytes = self._waiting.get(name)
+        store = self._waiting = self._waiting or _connected()
+        end = time.monotonic() + timeout_s
+        while not store.check([name]):  # the store's own wait warns of each that ends without a note
+            if time.monotonic() > end:
+                return None
+            time.sleep(_LOOK_S)
+        note: bytes = store.get(name)
         return note
 
 
