@@ -151,7 +151,13 @@ def test_every_part_has_its_module() -> None:
 def test_tokens_over_rose_are_those_of_the_pair_of_engines(tmp_path: Path) -> None:
     asked = terms(tmp_path)
     assert "run `make bench-coserving`" in rose_tokens(asked).skipped["real_tokens_over_rose"]
-    asked.coserving.write_text(json.dumps({"figures": {"rollout_tokens_over_rose": 1.25}, "conditions": {"cores": 2}}))
+    row = {"scene": "s", "ttft_p99_ms": 100.0, "tpot_p99_ms": 10.0}
+    cells = [
+        row | {"policy": "ours", "rollout_tokens_per_s": 250.0},
+        row | {"policy": "rose:600,1,0.2,0", "rollout_tokens_per_s": 200.0},
+        row | {"policy": "rose:600,1,0.2,1", "rollout_tokens_per_s": 400.0, "ttft_p99_ms": 140.0},
+    ]
+    asked.coserving.write_text(json.dumps({"cells": cells, "conditions": {"cores": 2}}))
     found = rose_tokens(asked)
     assert found.figures == {"real_tokens_over_rose": 1.25}
     assert found.details["conditions"] == {"cores": 2}

@@ -83,6 +83,7 @@ from ebbtide.types.weights import (
     VersionState,
     WeightsState,
 )
+from ebbtide.types.work_left import OpenGroup, WorkLeft
 from ebbtide.v1 import fleet_pb2, grants_pb2, loans_pb2, rollouts_pb2, runs_pb2, sessions_pb2, types_pb2, weights_pb2
 from ebbtide.wire.record_conversion import from_proto, to_proto
 
@@ -145,6 +146,8 @@ PAIRS: dict[type[Struct], type[Message]] = {
     OwnerWish: loans_pb2.OwnerWish,
     LoanState: loans_pb2.LoanState,
     DeviceStatus: loans_pb2.DeviceStatus,
+    OpenGroup: runs_pb2.OpenGroup,
+    WorkLeft: runs_pb2.WorkLeft,
 }
 #: Travels in parts that have messages of their own: `ebbtide.weights.manifest.manifest_parts`.
 IN_PARTS = {Patch}
