@@ -161,8 +161,8 @@ def test_tokens_over_rose_are_those_of_the_pair_of_engines(tmp_path: Path) -> No
     found = rose_tokens(asked)
     assert found.figures == {"real_tokens_over_rose": 1.25}
     assert found.details["conditions"] == {"cores": 2}
-    asked.coserving.write_text(json.dumps({"figures": {"rollout_tokens_over_rose": 2, "real_tokens_over_rose": 1.5}}))
-    assert rose_tokens(asked).figures == {"real_tokens_over_rose": 1.5}
+    asked.coserving.write_text(json.dumps({"cells": [cells[0], cells[2]]}))
+    assert "as good to users" in rose_tokens(asked).skipped["real_tokens_over_rose"]
 
 
 def test_devices_of_engines_help_once_all_rollouts_have_ended() -> None:
