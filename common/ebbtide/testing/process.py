@@ -5,13 +5,13 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
-from functools import partial
 from pathlib import Path
 from typing import Self
 
 from ebbtide.errors import StoreUnavailable
-from ebbtide.runtime import die_with_parent
+from ebbtide.testing import tied_program
 
 
 class ServerProcess:
@@ -40,10 +40,7 @@ class ServerProcess:
             self.address.unlink(missing_ok=True)
         with self._log.open("ab") as out:
             self._process = subprocess.Popen(
-                self._command_line(),
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                preexec_fn=partial(die_with_parent, os.getpid()) if self._tied else None,  # noqa: PLW1509 - one call
+                [*(_tie() if self._tied else ()), *self._command_line()], stdout=out, stderr=subprocess.STDOUT
             )
         end = time.monotonic() + timeout
         while self._process.poll() is None and time.monotonic() < end:
@@ -92,3 +89,7 @@ class ServerProcess:
             self._process.send_signal(number)
             self._process.wait(30)
             self._process = None
+
+
+def _tie() -> list[str]:
+    return [sys.executable, "-I", "-S", tied_program.__file__, str(os.getpid())]
