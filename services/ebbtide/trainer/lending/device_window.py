@@ -34,6 +34,7 @@ log = telemetry.get_logger(__name__)
 
 #: A coordinator that answers so much later than it was asked to is not waited for.
 _ANSWER_S: Final = 5.0
+_SILENT: Final = "the coordinator did not answer in time"
 #: Interval of questions while they fail.
 _FAILED_S: Final = 1.0
 #: Wait for groups after which the trainer looks for what holds them back.
@@ -134,11 +135,13 @@ class DeviceWindow:
             return
         log.info("a worker is released, as steps end no later without it", worker_id=worker_id)
         try:
-            await self._lease.release_worker(worker_id)
+            async with asyncio.timeout(_ANSWER_S):
+                await self._lease.release_worker(worker_id)
         except LeaseSuperseded:
             raise
-        except EbbtideError as error:
-            log.warning("the worker is not released", worker_id=worker_id, reason=str(error))
+        except (TimeoutError, EbbtideError) as error:
+            reason = str(error) or _SILENT
+            log.warning("the worker is not released", worker_id=worker_id, reason=reason)
 
     def _decide(self) -> float:
         """Seconds until the next look; 0.0: the device is taken back now."""
@@ -197,7 +200,7 @@ class DeviceWindow:
             raise
         except (TimeoutError, EbbtideError) as error:
             self._left = None
-            if self._failure != (reason := str(error) or "the coordinator did not answer in time"):
+            if self._failure != (reason := str(error) or _SILENT):
                 self._failure = reason
                 log.warning("the device is lent without a plan", reason=reason)
             await asyncio.sleep(wait_s)
