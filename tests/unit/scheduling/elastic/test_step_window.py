@@ -147,7 +147,7 @@ def test_devices_are_lent_again_once_an_engine_elsewhere_was_lost_and_not_sooner
 def test_devices_are_lent_again_once_the_hosts_of_all_others_need_their_devices_for_long() -> None:
     window, before = StepWindow(), told(2_000, elsewhere=2)
     window.closed(0.0, before, step(before))
-    busy = {"lent": (False, False, True, True)}
+    busy: dict[str, Any] = {"lent": (False, False, True, True)}
     brief = told(2_000, elsewhere=2, shares=(0.4, 0.4, 1.0, 1.0), **busy)
     assert not window.lends_again(10.0, brief, step(brief)), "they lend again soon"
     long = told(2_000, elsewhere=2, shares=(0.0, 0.0, 1.0, 1.0), **busy)
