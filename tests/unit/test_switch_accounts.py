@@ -85,6 +85,7 @@ def test_a_planned_cut_that_costs_nothing_passes(found: Found) -> None:
     assert not list(seen.failures())
     assert (seen.planned_cuts, seen.cuts_without_notice, seen.tokens_twice, seen.switches) == (1, 0, 0, 10)
     assert seen.switch_steps_p99 == 1.0
+    assert seen.switch_over_step_p99 == pytest.approx(0.8), "by the clock, in steps"
 
 
 def test_a_token_that_is_made_twice_on_a_planned_cut_is_found(found: Found) -> None:

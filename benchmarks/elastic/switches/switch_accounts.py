@@ -44,9 +44,11 @@ class SwitchFindings(Struct, kw_only=True):
     switches: int  # with an engine that had computed
     calm_switches: int  # among them, away from kills
     kills: dict[str, int]
-    #: Of the calm ones: steps of the engine until the device was back. The engine counts them, so what else the machine
-    #: does plays no part. The times beside them have all delays of the processes in them.
+    #: Of the calm ones: steps that the engine ended after the take-back. The engine counts them, so what else the
+    #: machine does plays no part.
     switch_steps_p99: float | None
+    #: The times have all delays of the processes in them. The first one is in mean steps of the spell before.
+    switch_over_step_p99: float | None
     compute_s_p50: float | None
     compute_s_p99: float | None
     memory_s_p99: float | None  # until memory was given up too
@@ -98,6 +100,7 @@ def findings(found: SwitchedRun) -> SwitchFindings:
             name: sum(kill.program == name for kill in found.kills) for name in {one.program for one in found.kills}
         },
         switch_steps_p99=_quantile([one.steps for one in calm], 99),
+        switch_over_step_p99=_quantile([one.compute_s / one.step_s for one in calm], 99),
         compute_s_p50=_quantile([one.compute_s for one in calm], 50),
         compute_s_p99=_quantile([one.compute_s for one in calm], 99),
         memory_s_p99=_quantile([one.memory_s for one in calm], 99),

@@ -78,8 +78,9 @@ async def train_run(
     async def work() -> None:
         await device.take_back()  # the model's weights need its memory
         learning, collector, resumed = await TrainingStart(lease, settings, crew, following, lineage).begin()
-        own = MemoryLoan(device, learning) if reported and learning.on_gpu else device
-        await Training(client, lease, settings, following, lineage, learning, collector, own).run(resumed)
+        memory = MemoryLoan(device, learning) if reported and learning.on_gpu else None
+        training = Training(client, lease, settings, following, lineage, learning, collector, memory or device)
+        await race(training.run(resumed), *([memory.run()] if memory else []))
 
     await race(following.run(), work(), *([loan.run(), reported.run()] if loan and reported else []))
 

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from ebbtide.errors import Unavailable
 from ebbtide.scheduling.elastic import step_window
 from ebbtide.testing import wait_until
+from ebbtide.trainer.lending import device_window
 from ebbtide.trainer.lending.device_window import DeviceWindow
 from ebbtide.trainer.trajectory_collector import TrajectoryCollector
 from ebbtide.types.rollout import Trajectory
@@ -56,6 +57,7 @@ class Told:
         self.left = WorkLeft()
         self.questions = 0
         self.failure: Exception | None = None
+        self.restless = False  # its fleet changes all the time
         self._news = asyncio.Condition()
 
     async def work_left(self, *, groups: int, fleet: str, wait_s: float, local: frozenset[str]) -> WorkLeft:
@@ -63,6 +65,8 @@ class Told:
         self.questions += 1
         if self.failure is not None:
             raise self.failure
+        if self.restless:
+            self.left = replace(self.left, fleet=str(self.questions))
         if fleet == self.left.fleet:
             before = self.left
             async with self._news:
@@ -184,6 +188,22 @@ async def test_a_streaming_trainer_has_its_device_back_once_the_step_ends_sooner
         await task
     assert trainer.device.deeds[-1] == "hand over"
     assert not trainer.whole()
+
+
+async def test_a_fleet_that_changes_all_the_time_is_not_asked_for_all_the_time(
+    streams: RunSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_window, "_PAUSE_S", 3600.0)
+    trainer = Trainer(streams)
+    trainer.told.left, trainer.told.restless = engines("w"), True
+    await trainer.window.open()
+    async with closing(trainer) as task:
+        await wait_until(lambda: trainer.told.questions == 2)
+        for _ in range(200):
+            await asyncio.sleep(0)
+        assert trainer.told.questions == 2, "one before the loan, and one at its begin"
+        await trainer.gets(*range(GROUPS))
+        await task
 
 
 async def test_a_step_that_others_generate_sooner_is_not_lent_for_at_all(streams: RunSpec) -> None:

@@ -34,6 +34,10 @@ log = telemetry.get_logger(__name__)
 
 #: A coordinator that answers so much later than it was asked to is not waited for.
 _ANSWER_S: Final = 5.0
+_SILENT: Final = "the coordinator did not answer in time"
+#: A question that waits follows an answer so much later: with many hosts that lend for moments, the fleet changes all
+#: the time, and an answer about a large run takes the coordinator milliseconds.
+_PAUSE_S: Final = 0.25
 #: Interval of questions while they fail.
 _FAILED_S: Final = 1.0
 #: Wait for groups after which the trainer looks for what holds them back.
@@ -68,6 +72,7 @@ class DeviceWindow:
         self._lent_at: float | None = None  # until an engine of the device is seen to generate
         self._on, self._off, self._held = FadingQuantiles(), FadingQuantiles(), FadingQuantiles()
         self._held_at = self._relieved_at = self._opened_at = time.monotonic()
+        self._answered_at = 0.0
         self._failure = ""
 
     async def open(self) -> None:
@@ -134,11 +139,13 @@ class DeviceWindow:
             return
         log.info("a worker is released, as steps end no later without it", worker_id=worker_id)
         try:
-            await self._lease.release_worker(worker_id)
+            async with asyncio.timeout(_ANSWER_S):
+                await self._lease.release_worker(worker_id)
         except LeaseSuperseded:
             raise
-        except EbbtideError as error:
-            log.warning("the worker is not released", worker_id=worker_id, reason=str(error))
+        except (TimeoutError, EbbtideError) as error:
+            reason = str(error) or _SILENT
+            log.warning("the worker is not released", worker_id=worker_id, reason=reason)
 
     def _decide(self) -> float:
         """Seconds until the next look; 0.0: the device is taken back now."""
@@ -187,6 +194,8 @@ class DeviceWindow:
 
     async def _ask(self, wait_s: float) -> None:
         fleet = self._left.fleet if self._left else ""
+        if wait_s > 0.0:
+            await asyncio.sleep(min(wait_s, max(0.0, self._answered_at + _PAUSE_S - time.monotonic())))
         try:
             async with asyncio.timeout(wait_s + _ANSWER_S):
                 step = self._step()
@@ -197,12 +206,12 @@ class DeviceWindow:
             raise
         except (TimeoutError, EbbtideError) as error:
             self._left = None
-            if self._failure != (reason := str(error) or "the coordinator did not answer in time"):
+            if self._failure != (reason := str(error) or _SILENT):
                 self._failure = reason
                 log.warning("the device is lent without a plan", reason=reason)
             await asyncio.sleep(wait_s)
         else:
-            self._failure = ""
+            self._failure, self._answered_at = "", time.monotonic()
             self._note_lent(self._left)
 
     def _note_lent(self, left: WorkLeft) -> None:

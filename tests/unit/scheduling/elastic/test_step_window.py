@@ -144,6 +144,16 @@ def test_devices_are_lent_again_once_an_engine_elsewhere_was_lost_and_not_sooner
     assert not taught.lends_again(20.0 + AGAIN_S, after, step(after)), "nothing else was lost"
 
 
+def test_devices_are_lent_again_once_the_hosts_of_all_others_need_their_devices_for_long() -> None:
+    window, before = StepWindow(), told(2_000, elsewhere=2)
+    window.closed(0.0, before, step(before))
+    busy: dict[str, Any] = {"lent": (False, False, True, True)}
+    brief = told(2_000, elsewhere=2, shares=(0.4, 0.4, 1.0, 1.0), **busy)
+    assert not window.lends_again(10.0, brief, step(brief)), "they lend again soon"
+    long = told(2_000, elsewhere=2, shares=(0.0, 0.0, 1.0, 1.0), **busy)
+    assert window.lends_again(20.0, long, step(long))
+
+
 def test_devices_are_lent_again_once_nobody_else_is_left_even_if_nothing_was_learnt() -> None:
     window, alone = StepWindow(), told(2_000, elsewhere=0)
     assert window.lends_again(10.0, alone, step(alone))

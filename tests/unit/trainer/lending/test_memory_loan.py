@@ -2,7 +2,13 @@
 
 import asyncio
 import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
+import pytest
+
+from ebbtide.claimed_runs.run_failure import RankLost
+from ebbtide.runtime import race
 from ebbtide.testing import wait_until
 from ebbtide.trainer.lending.memory_loan import MemoryLoan
 
@@ -14,6 +20,8 @@ class Noted:
         self.deeds: list[str] = []
         self.moving = threading.Event()
         self.moving.set()
+        self.needed = 7
+        self.failure: Exception | None = None
 
     def lend(self, spell_s: float = 0.0) -> None:
         self.deeds.append(f"lend {spell_s:g}")
@@ -25,42 +33,100 @@ class Noted:
         return frozenset({"mine"})
 
     def engine_bytes(self) -> int:
-        return 7
+        return self.needed
 
     def give_up_memory(self, needed: int) -> None:
         self.deeds.append(f"give up for {needed}")
         self.moving.wait(10)
+        if self.failure is not None:
+            raise self.failure
         self.deeds.append("given up")
 
     def restore_memory(self) -> None:
         self.deeds.append("restore")
 
 
+@asynccontextmanager
+async def loan_of(noted: Noted) -> AsyncIterator[MemoryLoan]:
+    loan = MemoryLoan(noted, noted, look_s=0.01)
+    running = asyncio.create_task(loan.run())
+    try:
+        yield loan
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
 async def test_memory_leaves_before_the_loan_and_comes_back_after_it() -> None:
     noted = Noted()
-    loan = MemoryLoan(noted, noted)
-    loan.lend(3.0)
-    await wait_until(lambda: "lend 3" in noted.deeds)
-    await loan.take_back(2.0)
+    async with loan_of(noted) as loan:
+        loan.lend(3.0)
+        await wait_until(lambda: "lend 3" in noted.deeds)
+        await loan.take_back(2.0)
     assert noted.deeds == ["give up for 7", "given up", "lend 3", "take back 2", "restore"]
 
 
 async def test_a_device_that_is_taken_back_while_its_memory_moves_is_not_lent() -> None:
     noted = Noted()
     noted.moving.clear()
-    loan = MemoryLoan(noted, noted)
-    loan.lend()
-    await wait_until(lambda: noted.deeds == ["give up for 7"])
-    taking = asyncio.create_task(loan.take_back())
-    for _ in range(20):
-        await asyncio.sleep(0)
-    assert noted.deeds == ["give up for 7"]
-    noted.moving.set()
-    await taking
+    async with loan_of(noted) as loan:
+        loan.lend()
+        await wait_until(lambda: noted.deeds == ["give up for 7"])
+        taking = asyncio.create_task(loan.take_back())
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert noted.deeds == ["give up for 7"]
+        noted.moving.set()
+        await taking
     assert noted.deeds == ["give up for 7", "given up", "take back 0", "restore"]
 
 
 async def test_a_device_that_was_never_lent_is_taken_back_at_once() -> None:
     noted = Noted()
-    await MemoryLoan(noted, noted).take_back()
+    async with loan_of(noted) as loan:
+        await loan.take_back()
     assert noted.deeds == ["take back 0", "restore"]
+
+
+async def test_a_loan_whose_forecast_changes_is_told_without_another_move() -> None:
+    noted = Noted()
+    async with loan_of(noted) as loan:
+        loan.lend(3.0)
+        await wait_until(lambda: "lend 3" in noted.deeds)
+        loan.lend(9.0)
+        assert noted.deeds == ["give up for 7", "given up", "lend 3", "lend 9"]
+
+
+async def test_a_forecast_that_changes_while_memory_moves_is_the_one_that_is_told() -> None:
+    noted = Noted()
+    noted.moving.clear()
+    async with loan_of(noted) as loan:
+        loan.lend(3.0)
+        await wait_until(lambda: noted.deeds == ["give up for 7"])
+        loan.lend(9.0)
+        noted.moving.set()
+        await wait_until(lambda: "lend 9" in noted.deeds)
+    assert noted.deeds == ["give up for 7", "given up", "lend 9"]
+
+
+async def test_an_engine_that_comes_during_the_loan_gets_room() -> None:
+    noted = Noted()
+    noted.needed = 0
+    async with loan_of(noted) as loan:
+        loan.lend(3.0)
+        await wait_until(lambda: "lend 3" in noted.deeds)
+        noted.needed = 8
+        await wait_until(lambda: "give up for 8" in noted.deeds)
+        await loan.take_back()
+    assert noted.deeds.count("give up for 8") == 1
+    assert noted.deeds[-1] == "restore"
+
+
+async def test_a_move_that_fails_ends_the_training_at_once() -> None:
+    noted = Noted()
+    noted.failure = RankLost("rank 1 is gone")
+    loan = MemoryLoan(noted, noted)
+    loan.lend()
+    with pytest.raises(RankLost, match="rank 1 is gone"):
+        await asyncio.wait_for(race(loan.run(), asyncio.Event().wait()), 10)
+    assert not any(deed.startswith("lend") for deed in noted.deeds)
