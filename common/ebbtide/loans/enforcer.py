@@ -2,10 +2,10 @@
 
 Invariant: an engine without a budget runs no longer than its predicted step and `yield_s`. Then its processes and all
 their children are stopped (SIGSTOP). Time in which it waited for a core does not count, up to `kill_s`: where other
-programs take the cores, its step is late, but takes nothing from the owner. A stopped engine is continued when there is a budget again,
-because it finishes its step first. It is killed (SIGKILL) if there is no budget for `kill_s`, if it was stopped `most`
-times lately, or if its stream ended meanwhile. Its rollouts continue elsewhere: the coordinator gets no more tokens, or
-sees its worker go.
+programs take the cores, its step is late, but takes nothing from the owner. A stopped engine is continued when there
+is a budget again, because it finishes its step first. It is killed (SIGKILL) if there is no budget for `kill_s`, if it
+was stopped `most` times lately, or if its stream ended meanwhile. Its rollouts continue elsewhere: the coordinator gets
+no more tokens, or sees its worker go.
 """
 
 import asyncio

@@ -41,8 +41,8 @@ class LossRates:
         return self._seen.keys()
 
     def observe(self, pool: Pool, *, workers: int, lost: int, seconds: float) -> None:
-        """Learn that of so many workers so many were lost within `seconds`. Call it for all `pools`: what was seen of one
-        without workers fades, too.
+        """Learn that of so many workers so many were lost within `seconds`. Call it for all `pools`: what was seen of
+        one without workers fades, too.
         """
         losses, there_s = self._seen.get(pool, (0.0, 0.0))
         fade = exp(-seconds / _MEMORY_S)

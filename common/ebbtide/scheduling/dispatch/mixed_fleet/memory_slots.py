@@ -48,8 +48,8 @@ class PeakTokens:
 
 
 def memory_slots(peaks: PeakTokens, *, kv_tokens: int, most: int, running: int, made: float) -> int:
-    """The slots that a worker offers: its `running` rollouts, and as many new ones as its memory has room for. If it has
-    none, the running ones are not replaced while they are more than would fit if all were new.
+    """The slots that a worker offers: its `running` rollouts, and as many new ones as its memory has room for. If
+    it has none, the running ones are not replaced while they are more than would fit if all were new.
 
     `kv_tokens`: that fit into its memory, 0 if it does not say; `most`: the slots that it is set to; `made`: tokens of
     the running rollouts' responses, on average. At least one: a rollout that fits nowhere else has to run alone.
