@@ -1,11 +1,11 @@
 """Stops and kills engines that go on after their budget was taken back: an engine cannot veto a hand-back.
 
 Invariant: an engine without a budget runs no longer than its predicted step and `yield_s`. Then its processes and all
-their children are stopped (SIGSTOP). Time in which it waited for a core does not count: where other programs take the
-cores, its step is late, but takes nothing from the owner. A stopped engine is continued when there is a budget again,
-because it finishes its step first. It is killed (SIGKILL) if there is no budget for `kill_s`, if it was stopped `most`
-times lately, or if its stream ended meanwhile. Its rollouts continue elsewhere: the coordinator gets no more tokens, or
-sees its worker go.
+their children are stopped (SIGSTOP). Time in which it waited for a core does not count, up to `kill_s`: where other
+programs take the cores, its step is late, but takes nothing from the owner. A stopped engine is continued when there
+is a budget again, because it finishes its step first. It is killed (SIGKILL) if there is no budget for `kill_s`, if it
+was stopped `most` times lately, or if its stream ended meanwhile. Its rollouts continue elsewhere: the coordinator gets
+no more tokens, or sees its worker go.
 """
 
 import asyncio
@@ -109,6 +109,7 @@ class Enforcer:
         elif why := self._violation(loan, now):
             self._kill(loan, f"{why}, and its stream has ended")
         elif loan.gone_at is None or now - loan.gone_at > _PARTING_S + self._yield_s:
+            self._late.pop(loan.worker_id, None)
             self._borrowers.forget(loan)
             return False
         return loan.stepping_since() is not None
@@ -131,11 +132,14 @@ class Enforcer:
         return ""
 
     def _waited_s(self, loan: Loan, began: float) -> float:
-        """How long the engine has waited for a core since its step was found late: the thread that waited longest."""
+        """How long the engine has waited for a core since its step was found late: the thread that waited longest. At
+        most `kill_s`, because threads also wait for others of their engine.
+        """
         waits, late = self._waits(loan.processes), self._late.get(loan.worker_id)
         if late is None or late.began != began:
             self._late[loan.worker_id] = late = LateStep(began, waits)
-        return max((waited - late.waits.get(thread, 0.0) for thread, waited in waits.items()), default=0.0)
+        longest = max((waited - late.waits.get(thread, 0.0) for thread, waited in waits.items()), default=0.0)
+        return min(longest, self._kill_s)
 
     def _stop(self, loan: Loan, now: float, why: str) -> None:
         sent = self._send(loan.processes, signal.SIGSTOP)

@@ -167,10 +167,26 @@ def test_a_worker_that_attaches_again_or_was_asked_to_leave_was_not_lost(fleet: 
 
 def test_nothing_is_learnt_of_a_time_in_which_the_coordinator_did_not_look(fleet: Fleet) -> None:
     watch = LossWatch()
-    fleet.attach("w")
+    sessions = [fleet.attach(f"w{number}") for number in range(9)]
     watched(fleet, watch, 5.0)
-    before = watch.spell_s(fleet.attach("v"))
+    before = watch.spell_s(sessions[0])
+    fleet.state.detach(sessions[-1])
+    watched(fleet, watch, 3.0)
+    for session in sessions[:-1]:
+        fleet.state.detach(session)
     fleet.now += 10 * HOUR
-    watch.look([], fleet.now)
-    watched(fleet, watch, 0.0)
-    assert watch.spell_s(fleet.attach("u")) == before
+    watched(fleet, watch, 60.0)
+    assert watch.spell_s(fleet.attach("u")) == pytest.approx(before, rel=0.05)
+
+
+def test_losses_of_a_pool_fade_while_it_has_no_workers(fleet: Fleet) -> None:
+    watch = LossWatch()
+    for number in range(12):
+        session = fleet.attach(f"spot{number}")
+        watched(fleet, watch, 60.0)
+        fleet.state.detach(session)
+    watched(fleet, watch, 30.0)
+    lossy = watch.spell_s(session)
+    watched(fleet, watch, 8 * HOUR)
+    assert lossy < 0.5 * HOUR
+    assert watch.spell_s(session) > 4 * lossy

@@ -132,6 +132,14 @@ def test_a_step_is_not_late_by_the_time_in_which_it_waited_for_a_core(scene: Sce
     assert scene.check(6 * YIELD_S) == [signal.SIGSTOP]
 
 
+def test_an_engine_with_a_thread_that_always_waits_is_stopped_all_the_same(scene: Scene) -> None:
+    scene.starved = 1.0
+    scene.engine.begin_step()
+    scene.grant(granted=False)
+    assert scene.check(KILL_S) == []
+    assert scene.check(YIELD_S + STEP_S + 0.1) == [signal.SIGSTOP]
+
+
 def test_a_step_behind_a_late_one_has_waited_for_nothing_yet(scene: Scene) -> None:
     scene.starved = 0.9
     scene.engine.begin_step()

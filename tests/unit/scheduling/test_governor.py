@@ -412,6 +412,18 @@ def test_where_requests_come_near_their_target_by_themselves_nothing_is_shared_u
     assert sum(calm[200:]) >= 85
 
 
+def test_requests_that_become_faster_may_not_be_slowed_down_by_more() -> None:
+    host = learnt(LatencyTargets(ttft_s=1.0, tpot_s=0.03, aim_tpot=0.5))
+    for _ in range(3):
+        noisy(host, 0.028)  # so little is left to the target: at most this is the delay
+    governor, slowed = host.governor, []
+    for _ in range(100):
+        noisy(host, 0.007)
+        slowed.append(governor._aim - governor._unloaded.usual_decode_s)
+    assert governor._unloaded.usual_decode_s < 0.008
+    assert slowed[-1] < 0.0025
+
+
 def test_steps_that_were_long_beside_served_work_once_are_tried_again() -> None:
     host = learnt(LatencyTargets(ttft_s=1.0, tpot_s=0.02, aim_tpot=0.5, aim_slowed=1.5))
     for _ in range(64):

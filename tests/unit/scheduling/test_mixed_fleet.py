@@ -108,8 +108,16 @@ def test_the_set_slots_are_the_ceiling_and_one_is_the_floor() -> None:
     peaks = PeakTokens(exponential(1000.0), 500.0)
     assert memory_slots(peaks, kv_tokens=10_000_000, most=64, running=0, made=0.0) == 64
     assert memory_slots(peaks, kv_tokens=300, most=64, running=0, made=0.0) == 1
-    assert memory_slots(peaks, kv_tokens=20_000, most=64, running=30, made=4000.0) == 30
     assert memory_slots(peaks, kv_tokens=0, most=64, running=0, made=0.0) == 64  # it does not say what it holds
+
+
+def test_rollouts_that_became_too_long_for_the_memory_are_not_replaced_until_the_rest_fit() -> None:
+    peaks = PeakTokens(exponential(1000.0), 500.0)
+    fit = memory_slots(peaks, kv_tokens=20_000, most=64, running=0, made=0.0)
+    assert 1 < fit < 40
+    for running in (40, fit + 1, fit):
+        assert memory_slots(peaks, kv_tokens=20_000, most=64, running=running, made=4000.0) == fit
+    assert memory_slots(peaks, kv_tokens=20_000, most=64, running=fit - 1, made=4000.0) == fit - 1
 
 
 def test_a_third_of_the_memory_makes_a_third_of_the_slots() -> None:
@@ -147,6 +155,17 @@ def test_a_reserved_pool_that_loses_workers_is_not_taken_for_steady() -> None:
     for minute in range(120):
         rates.observe(RESERVED, workers=4, lost=minute % 30 == 0, seconds=60.0)
     assert rates.spell_s(RESERVED) < 6 * HOUR
+
+
+def test_pools_that_were_hardly_there_do_not_displace_others() -> None:
+    rates = LossRates()
+    for _ in range(60):
+        rates.observe(RESERVED, workers=4, lost=1, seconds=60.0)
+    known = rates.spell_s(RESERVED)
+    for number in range(1000):
+        rates.observe(Pool(WorkerKind.SPOT, f"site {number}"), workers=1, lost=1, seconds=1.0)
+    assert len(rates.pools) == 256
+    assert rates.spell_s(RESERVED) == known
 
 
 def waiting(number: int, made: int = 0, **more: Any) -> QueuedRollout:

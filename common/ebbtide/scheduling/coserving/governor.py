@@ -35,8 +35,8 @@ _OF_SLACK: Final = 0.8
 #: One in `_PROBED` requests that arrive while nothing is inside is served without rollouts, to learn its latency. If
 #: sharing is not worth it, one in `_RISKED` is served with rollouts: too few to be seen in a 99th percentile.
 _PROBED, _RISKED = 16, 256
-#: An aim stays the same while the delay that it allows changes by less than this part, because the deadlines of all
-#: requests follow from it.
+#: An aim stays the same while it and the delay that it allows change by less than this part, because the deadlines of
+#: all requests follow from it.
 _SAME: Final = 0.05
 #: Less of a delay, as a part of the unloaded time of a token, is not worth a step.
 _LEAST_DELAY: Final = 0.01
@@ -245,8 +245,9 @@ class Governor(BudgetDecider):
             self._worth = gained + _BATCHING * load * load > (_WORTH_LESS if self._worth else _WORTH)
         usual = self._unloaded.usual_decode_s
         delay = self._allowed_delay(usual) if usual < self._tpot else 0.0
-        if abs(delay - self._delay) > _SAME * delay:
-            self._aim, self._delay = usual + delay if delay else 0.0, delay
+        aim = usual + delay if delay else 0.0
+        if abs(delay - self._delay) > _SAME * delay or abs(aim - self._aim) > _SAME * aim:
+            self._aim, self._delay = aim, delay
 
     def _allowed_delay(self, usual: float) -> float:
         """By which rollouts may slow a token that takes `usual` seconds; 0.0: not at all."""

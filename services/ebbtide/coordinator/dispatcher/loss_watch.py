@@ -43,17 +43,22 @@ class LossWatch:
         if seconds < _LOOK_EVERY_S:
             return
         there = {one.worker_id: (_pool(one), one.reason in _ON_REQUEST) for one in sessions}
+        if seconds <= _BLIND_S:
+            self._learn(there, now, seconds)
+        else:
+            self._away.clear()
+        self._there, self._looked = there, now
+
+    def _learn(self, there: dict[str, tuple[Pool, bool]], now: float, seconds: float) -> None:
         left = {
             name: _Left(pool, now) for name, (pool, asked) in self._there.items() if name not in there and not asked
         }
-        self._away = {name: one for name, one in (self._away | left).items() if name not in there}
-        lost = Counter(one.pool for one in self._away.values() if now - one.at >= _AWAY_S)
-        self._away = {name: one for name, one in self._away.items() if now - one.at < _AWAY_S}
-        if seconds <= _BLIND_S:
-            workers = Counter(pool for pool, _ in there.values())
-            for pool in workers.keys() | lost.keys():
-                self._rates.observe(pool, workers=workers[pool], lost=lost[pool], seconds=seconds)
-        self._there, self._looked = there, now
+        away = {name: one for name, one in (self._away | left).items() if name not in there}
+        lost = Counter(one.pool for one in away.values() if now - one.at >= _AWAY_S)
+        self._away = {name: one for name, one in away.items() if now - one.at < _AWAY_S}
+        workers = Counter(pool for pool, _ in there.values())
+        for pool in sorted({*workers, *lost, *self._rates.pools}):
+            self._rates.observe(pool, workers=workers[pool], lost=lost[pool], seconds=seconds)
 
     def spell_s(self, session: WorkerSession) -> float:
         """For how long the worker will stay on average, in seconds; inf: it is practically never lost."""

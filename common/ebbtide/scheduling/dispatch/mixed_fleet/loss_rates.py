@@ -3,10 +3,11 @@
 A pool is all workers of one kind at one site. Spot markets change within hours, so older losses fade. A pool of which
 little was seen is taken for a usual one of its kind.
 
-Invariant: `_seen` has the faded losses and worker-seconds of each pool, both from the same time. Lost with the process;
-hours of a fleet teach them again.
+Invariant: `_seen` has the faded losses and worker-seconds of at most `_POOLS` pools, both from the same time. Lost with
+the process; hours of a fleet teach them again.
 """
 
+from collections.abc import Collection
 from math import exp, inf
 from typing import Final, NamedTuple
 
@@ -21,6 +22,8 @@ _ASSUMED_S: Final = 3600.0
 _SPOT_SPELL_S: Final = 3 * 3600.0
 #: Workers that stay longer than this on average count as never lost.
 _STEADY_S: Final = 7 * 24 * 3600.0
+#: Pools that are remembered. Workers name their sites freely, and the list must not grow without end.
+_POOLS: Final = 256
 
 
 class Pool(NamedTuple):
@@ -32,11 +35,20 @@ class LossRates:
     def __init__(self) -> None:
         self._seen: dict[Pool, tuple[float, float]] = {}  # losses, worker-seconds
 
+    @property
+    def pools(self) -> Collection[Pool]:
+        """Those that are remembered."""
+        return self._seen.keys()
+
     def observe(self, pool: Pool, *, workers: int, lost: int, seconds: float) -> None:
-        """Learn that of so many workers so many were lost within `seconds`."""
+        """Learn that of so many workers so many were lost within `seconds`. Call it for all `pools`: what was seen of
+        one without workers fades, too.
+        """
         losses, there_s = self._seen.get(pool, (0.0, 0.0))
         fade = exp(-seconds / _MEMORY_S)
         self._seen[pool] = (fade * losses + lost, fade * there_s + workers * seconds)
+        if len(self._seen) > _POOLS:
+            del self._seen[min(self._seen, key=lambda one: self._seen[one][1])]
 
     def spell_s(self, pool: Pool) -> float:
         """For how long a worker of the pool stays on average, in seconds; inf: it is practically never lost."""

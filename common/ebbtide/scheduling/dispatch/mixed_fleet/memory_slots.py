@@ -48,12 +48,15 @@ class PeakTokens:
 
 
 def memory_slots(peaks: PeakTokens, *, kv_tokens: int, most: int, running: int, made: float) -> int:
-    """The slots that a worker offers: its `running` rollouts, and as many new ones as its memory has room for.
+    """The slots that a worker offers: its `running` rollouts, and as many new ones as its memory has room for. If
+    it has none, the running ones are not replaced while they are more than would fit if all were new.
 
     `kv_tokens`: that fit into its memory, 0 if it does not say; `most`: the slots that it is set to; `made`: tokens of
     the running rollouts' responses, on average. At least one: a rollout that fits nowhere else has to run alone.
     """
     if not kv_tokens:
         return most
-    room = _FILLED * kv_tokens - running * peaks.of(made)
-    return max(1, min(most, running + int(max(0.0, room) / max(1.0, peaks.of(0.0)))))
+    memory, new = _FILLED * kv_tokens, max(1.0, peaks.of(0.0))
+    room = memory - running * peaks.of(made)
+    slots = running + int(room / new) if room >= 0.0 else min(running, int(memory / new))
+    return max(1, min(most, slots))
