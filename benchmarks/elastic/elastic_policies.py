@@ -37,15 +37,11 @@ def _lent(_: ElasticCase) -> Fleet:
     return Fleet()
 
 
-def _sized(_: ElasticCase) -> Fleet:
-    return Fleet(sized=True)
-
-
 def _fixed(window_s: float) -> ComparedPolicy:
     return ComparedPolicy(
         f"Ebbtide with a window of {window_s:g} s in all steps",
         lambda _: ElasticPolicy(plans=False),
-        lambda _: Fleet(window_s=window_s, sized=True),
+        lambda _: Fleet(window_s=window_s),
         counts=False,
         quick=window_s == FIXED_S[1],
     )
@@ -55,9 +51,7 @@ def _steady(what: str, max_staleness: int, *, quick: bool = False) -> ComparedPo
     return ComparedPolicy(
         what,
         lambda _: ElasticPolicy(plans=False),
-        lambda case: Fleet(
-            lends=False, spot=False, reserved=_BALANCED[case.model], max_staleness=max_staleness, sized=True
-        ),
+        lambda case: Fleet(lends=False, spot=False, reserved=_BALANCED[case.model], max_staleness=max_staleness),
         on_policy=not max_staleness,
         quick=quick,
     )
@@ -94,7 +88,7 @@ def _both_ways(case: ElasticCase) -> Policy:
 
 def _astraflow(case: ElasticCase) -> Fleet:
     engines = settled_engines(case, _BALANCED[case.model], _ASTRAFLOW)
-    return Fleet(lends=False, spot=False, reserved=engines, max_staleness=_ASTRAFLOW, sized=True)
+    return Fleet(lends=False, spot=False, reserved=engines, max_staleness=_ASTRAFLOW)
 
 
 def _rose(case: ElasticCase) -> Fleet:
@@ -111,7 +105,7 @@ CODE: Final = "rlboost code"
 CODE_KEEPS: Final = "rlboost code, keeps all"
 VERL: Final = "verl hybrid"
 COMPARED: Final[dict[str, ComparedPolicy]] = {
-    OURS: ComparedPolicy("the window of scheduling/elastic", lambda _: ElasticPolicy(), _sized),
+    OURS: ComparedPolicy("the window of scheduling/elastic", lambda _: ElasticPolicy(), _lent),
     PAPER: ComparedPolicy(
         "RLBoost's Algorithms 1 and 2, with memory", lambda case: _rlboost(case, whole_groups=True), _lent
     ),
@@ -138,7 +132,7 @@ COMPARED: Final[dict[str, ComparedPolicy]] = {
     "BiDiRL": ComparedPolicy(
         "the same; trainer and engines lend their devices to each other",
         _both_ways,
-        lambda case: Fleet(spot=False, reserved=_BALANCED[case.model], sized=True),
+        lambda case: Fleet(spot=False, reserved=_BALANCED[case.model]),
     ),
     "ROSE": ComparedPolicy(
         "ROSE's turns on engines half reserved, half borrowed from serving; whole steps",
@@ -157,6 +151,6 @@ COMPARED: Final[dict[str, ComparedPolicy]] = {
         quick=False,
     ),
     ORACLE: ComparedPolicy(
-        "the best window of each step, tried on the coming fleet and work", lambda _: OraclePolicy(), _sized
+        "the best window of each step, tried on the coming fleet and work", lambda _: OraclePolicy(), _lent
     ),
 }
