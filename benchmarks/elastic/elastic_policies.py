@@ -30,7 +30,7 @@ class ComparedPolicy(NamedTuple):
     fleet: Callable[[ElasticCase], Fleet]
     on_policy: bool = True
     counts: bool = True  # as a baseline for tokens per money; else it pays for other devices than are there
-    quick: bool = True  # a short benchmark has it
+    quick: bool = True  # a short benchmark has it: a figure needs it
 
 
 def _lent(_: ElasticCase) -> Fleet:
@@ -43,7 +43,7 @@ def _fixed(window_s: float) -> ComparedPolicy:
         lambda _: ElasticPolicy(plans=False),
         lambda _: Fleet(window_s=window_s),
         counts=False,
-        quick=window_s == FIXED_S[1],
+        quick=False,
     )
 
 
@@ -110,7 +110,10 @@ COMPARED: Final[dict[str, ComparedPolicy]] = {
         "RLBoost's Algorithms 1 and 2, with memory", lambda case: _rlboost(case, whole_groups=True), _lent
     ),
     SAMPLES: ComparedPolicy(
-        "the same, if gradients needed no whole groups", lambda case: _rlboost(case, whole_groups=False), _lent
+        "the same, if gradients needed no whole groups",
+        lambda case: _rlboost(case, whole_groups=False),
+        _lent,
+        quick=False,
     ),
     CODE: ComparedPolicy(
         "RLBoost's public code: tables by hand, whole groups in turn, cut to their shortest response",
@@ -118,7 +121,10 @@ COMPARED: Final[dict[str, ComparedPolicy]] = {
         _lent,
     ),
     CODE_KEEPS: ComparedPolicy(
-        "the same, if it sent single rollouts to the shortest queue and a cut kept all tokens", _code, _lent
+        "the same, if it sent single rollouts to the shortest queue and a cut kept all tokens",
+        _code,
+        _lent,
+        quick=False,
     ),
     VERL: ComparedPolicy("verl's rule: all devices or none, aborts", lambda _: VerlHybridPolicy(), _lent),
     **{f"fixed window {window_s:g} s": _fixed(window_s) for window_s in FIXED_S},
@@ -141,7 +147,7 @@ COMPARED: Final[dict[str, ComparedPolicy]] = {
         counts=False,
         quick=False,
     ),
-    "asynchronous": _steady("balanced, one step ahead (max_staleness 1)", _AHEAD, quick=True),
+    "asynchronous": _steady("balanced, one step ahead (max_staleness 1)", _AHEAD),
     "fully asynchronous": _steady(f"balanced, {_FAR_AHEAD} steps ahead", _FAR_AHEAD),
     "AstraFlow": ComparedPolicy(
         f"as many reserved engines as AstraFlow's scaling law settles at, {_ASTRAFLOW} steps ahead",
