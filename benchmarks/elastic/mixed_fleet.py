@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Struct
 
 from benchmarks.arguments import count
+from benchmarks.elastic.compared.simulating_processes import each_simulated
 from benchmarks.elastic.elastic_part import PartFindings, PartTerms
 from benchmarks.elastic.mixed_setting import (
     FAST,
@@ -28,7 +29,6 @@ from benchmarks.elastic.mixed_setting import (
     mixed_simulation,
     scenario,
 )
-from benchmarks.elastic.simulating_processes import each_simulated
 from benchmarks.log_level import errors_only
 from ebbtide.coordinator.dispatcher.dispatch_rules import DispatchRules
 from ebbtide.simulator.rivals.ablated_policy import AblatedPolicy

@@ -15,13 +15,13 @@ from benchmarks.elastic.compared.both_ways_policy import BothWaysPolicy
 from benchmarks.elastic.compared.compared_windows import measured
 from benchmarks.elastic.compared.kept_simulations import KeptSimulations, WantedSimulation
 from benchmarks.elastic.compared.scaling_law import scaled
+from benchmarks.elastic.compared.simulating_processes import each_simulated
 from benchmarks.elastic.compared.varied_assumptions import assumption_table, failing
 from benchmarks.elastic.elastic_figures import SimulatedResult, figures, further
 from benchmarks.elastic.elastic_part import FIGURES, PARTS, PartFindings, PartTerms
 from benchmarks.elastic.elastic_policies import CODE, OURS, PAPER, SAMPLES, VERL
 from benchmarks.elastic.elastic_setting import ElasticCase, thinned
 from benchmarks.elastic.rose_tokens import measured as rose_tokens
-from benchmarks.elastic.simulating_processes import each_simulated
 from benchmarks.simulator.published.paper_setting import PaperTimes
 from ebbtide.simulator.world.training.simulated_driver import StepProgress
 

@@ -13,10 +13,10 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from benchmarks.elastic.compared.simulating_processes import each_simulated
 from benchmarks.elastic.elastic_figures import SimulatedResult, result_of
 from benchmarks.elastic.elastic_policies import COMPARED, ORACLE
 from benchmarks.elastic.elastic_setting import ElasticCase, simulation
-from benchmarks.elastic.simulating_processes import each_simulated
 from benchmarks.log_level import errors_only
 
 _ROOT: Final = Path(__file__).parents[3]
