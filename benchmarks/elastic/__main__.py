@@ -17,7 +17,7 @@ import shutil
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -73,6 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.out.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
     for name, value in report["figures"].items():
         print(f"{name:<38} {'null' if value is None else f'{value:.4g}':<8} {report['skipped'].get(name, '')}")
+    for name, reason in report["failed"].items():
+        print(f"part {name} FAILED: {reason}")
     print(f"written to {options.out}")
     return 1 if report["failed"] else 0
 
@@ -89,24 +91,29 @@ def run_parts(asked: PartTerms, names: Sequence[str]) -> dict[str, Any]:
         begin_s = time.monotonic()
         try:
             found = part(name)(asked)
+            figures |= _known(name, found)
         except Exception as error:  # noqa: BLE001 - the other parts' figures are worth having
             traceback.print_exc()
             failed[name] = f"{type(error).__name__}: {error}"
             continue
-        figures |= _known(name, found)
         skipped |= found.skipped
         simulated += found.figures if found.simulated else ()
         if found.failures:
             failed[name] = "; ".join(found.failures)
         parts[name] = {"took_s": round(time.monotonic() - begin_s, 1), "found": msgspec.to_builtins(found.details)}
-    other = f"its part failed ({', '.join(failed)})" if failed else "its part was not run"
-    nulls = {name: skipped.get(name, other) for name, value in figures.items() if value is None}
+    nulls = {
+        name: skipped.get(name) or _why_null(FIGURES[name], failed) for name, value in figures.items() if value is None
+    }
     return {"figures": figures, "simulated": simulated, "skipped": nulls, "failed": failed, "parts": parts}
 
 
+def _why_null(name: str, failed: Mapping[str, str]) -> str:
+    return f"part {name} failed: {failed[name]}" if name in failed else f"part {name} was not run"
+
+
 def _known(name: str, found: PartFindings) -> dict[str, float | None]:
-    if unknown := found.figures.keys() - set(FIGURES):
-        raise ValueError(f"part {name} brings {', '.join(sorted(unknown))}, which `FIGURES` does not have")
+    if unknown := [figure for figure in found.figures if FIGURES.get(figure) != name]:
+        raise ValueError(f"part {name} brings {', '.join(unknown)}, which `FIGURES` does not have for it")
     return dict(found.figures)
 
 

@@ -30,24 +30,20 @@ class ComparedPolicy(NamedTuple):
     fleet: Callable[[ElasticCase], Fleet]
     on_policy: bool = True
     counts: bool = True  # as a baseline for tokens per money; else it pays for other devices than are there
-    quick: bool = True  # a short benchmark has it
+    quick: bool = True  # a short benchmark has it: a figure needs it
 
 
 def _lent(_: ElasticCase) -> Fleet:
     return Fleet()
 
 
-def _sized(_: ElasticCase) -> Fleet:
-    return Fleet(sized=True)
-
-
 def _fixed(window_s: float) -> ComparedPolicy:
     return ComparedPolicy(
         f"Ebbtide with a window of {window_s:g} s in all steps",
         lambda _: ElasticPolicy(plans=False),
-        lambda _: Fleet(window_s=window_s, sized=True),
+        lambda _: Fleet(window_s=window_s),
         counts=False,
-        quick=window_s == FIXED_S[1],
+        quick=False,
     )
 
 
@@ -55,9 +51,7 @@ def _steady(what: str, max_staleness: int, *, quick: bool = False) -> ComparedPo
     return ComparedPolicy(
         what,
         lambda _: ElasticPolicy(plans=False),
-        lambda case: Fleet(
-            lends=False, spot=False, reserved=_BALANCED[case.model], max_staleness=max_staleness, sized=True
-        ),
+        lambda case: Fleet(lends=False, spot=False, reserved=_BALANCED[case.model], max_staleness=max_staleness),
         on_policy=not max_staleness,
         quick=quick,
     )
@@ -94,7 +88,7 @@ def _both_ways(case: ElasticCase) -> Policy:
 
 def _astraflow(case: ElasticCase) -> Fleet:
     engines = settled_engines(case, _BALANCED[case.model], _ASTRAFLOW)
-    return Fleet(lends=False, spot=False, reserved=engines, max_staleness=_ASTRAFLOW, sized=True)
+    return Fleet(lends=False, spot=False, reserved=engines, max_staleness=_ASTRAFLOW)
 
 
 def _rose(case: ElasticCase) -> Fleet:
@@ -111,12 +105,15 @@ CODE: Final = "rlboost code"
 CODE_KEEPS: Final = "rlboost code, keeps all"
 VERL: Final = "verl hybrid"
 COMPARED: Final[dict[str, ComparedPolicy]] = {
-    OURS: ComparedPolicy("the window of scheduling/elastic", lambda _: ElasticPolicy(), _sized),
+    OURS: ComparedPolicy("the window of scheduling/elastic", lambda _: ElasticPolicy(), _lent),
     PAPER: ComparedPolicy(
         "RLBoost's Algorithms 1 and 2, with memory", lambda case: _rlboost(case, whole_groups=True), _lent
     ),
     SAMPLES: ComparedPolicy(
-        "the same, if gradients needed no whole groups", lambda case: _rlboost(case, whole_groups=False), _lent
+        "the same, if gradients needed no whole groups",
+        lambda case: _rlboost(case, whole_groups=False),
+        _lent,
+        quick=False,
     ),
     CODE: ComparedPolicy(
         "RLBoost's public code: tables by hand, whole groups in turn, cut to their shortest response",
@@ -124,7 +121,10 @@ COMPARED: Final[dict[str, ComparedPolicy]] = {
         _lent,
     ),
     CODE_KEEPS: ComparedPolicy(
-        "the same, if it sent single rollouts to the shortest queue and a cut kept all tokens", _code, _lent
+        "the same, if it sent single rollouts to the shortest queue and a cut kept all tokens",
+        _code,
+        _lent,
+        quick=False,
     ),
     VERL: ComparedPolicy("verl's rule: all devices or none, aborts", lambda _: VerlHybridPolicy(), _lent),
     **{f"fixed window {window_s:g} s": _fixed(window_s) for window_s in FIXED_S},
@@ -138,7 +138,7 @@ COMPARED: Final[dict[str, ComparedPolicy]] = {
     "BiDiRL": ComparedPolicy(
         "the same; trainer and engines lend their devices to each other",
         _both_ways,
-        lambda case: Fleet(spot=False, reserved=_BALANCED[case.model], sized=True),
+        lambda case: Fleet(spot=False, reserved=_BALANCED[case.model]),
     ),
     "ROSE": ComparedPolicy(
         "ROSE's turns on engines half reserved, half borrowed from serving; whole steps",
@@ -147,7 +147,7 @@ COMPARED: Final[dict[str, ComparedPolicy]] = {
         counts=False,
         quick=False,
     ),
-    "asynchronous": _steady("balanced, one step ahead (max_staleness 1)", _AHEAD, quick=True),
+    "asynchronous": _steady("balanced, one step ahead (max_staleness 1)", _AHEAD),
     "fully asynchronous": _steady(f"balanced, {_FAR_AHEAD} steps ahead", _FAR_AHEAD),
     "AstraFlow": ComparedPolicy(
         f"as many reserved engines as AstraFlow's scaling law settles at, {_ASTRAFLOW} steps ahead",
@@ -157,6 +157,6 @@ COMPARED: Final[dict[str, ComparedPolicy]] = {
         quick=False,
     ),
     ORACLE: ComparedPolicy(
-        "the best window of each step, tried on the coming fleet and work", lambda _: OraclePolicy(), _sized
+        "the best window of each step, tried on the coming fleet and work", lambda _: OraclePolicy(), _lent
     ),
 }

@@ -43,8 +43,9 @@ _LARGE_MEMORY: Final = 0.8
 _HEARTBEAT_S: Final = 1.0
 #: Tokens of a prompt: the paper's have at most 512.
 _PROMPT: Final = 256
-#: Rollouts that an engine takes at once, running or waiting, where the rule itself bounds its queue.
-_QUEUED: Final = 1024
+#: Rollouts that each engine is set to take, running or waiting, under every policy. Ebbtide's own rule offers fewer, by
+#: the engine's memory; the rivals' rules bound what they send, or queue it.
+_SLOTS: Final = 1024
 
 
 class ElasticModel(NamedTuple):
@@ -103,7 +104,6 @@ class Fleet(NamedTuple):
     reserved: int = 0  # engines of two reserved devices
     borrowed: int = 0  # engines of two devices that also serve users, and cost nothing
     nodes: int = 1  # times the nodes that the model's trainer has
-    sized: bool = False  # engines take as many rollouts as their memory holds; else they queue what they are sent
     window_s: float | None = None
     max_staleness: int = 0
 
@@ -127,10 +127,9 @@ def simulation(case: ElasticCase, policy: Policy, fleet: Fleet) -> Simulation:
     if fleet.lends:
         lent = co_located(local, model.engines * fleet.nodes, RUN)
         pools.append(msgspec.structs.replace(lent, window_s=fleet.window_s))
-    slots = _held(local, UNSTATED[model.mean]) if fleet.sized else _QUEUED
     scenario = Scenario(
         name=case.name,
-        fleet=tuple(msgspec.structs.replace(pool, slots=slots) for pool in pools),
+        fleet=tuple(msgspec.structs.replace(pool, slots=_SLOTS) for pool in pools),
         run=(_training(case, fleet),),
         hours=200.0,
         tables=_tables(case),
@@ -151,11 +150,6 @@ def _engine(model: ElasticModel, assumed: Assumptions) -> EngineProfile:
         engine.delays, wake_s=engine.delays.wake_s + assumed.switch_s, sleep_s=assumed.switch_s
     )
     return msgspec.structs.replace(engine, costs=costs, sequences=256, delays=delays)
-
-
-def _held(engine: EngineProfile, mean: float) -> int:
-    """Rollouts for which there is memory while they have made two thirds of the mean length, as when they run."""
-    return min(engine.sequences, round(1.5 * engine.kv.tokens / (mean + _PROMPT)))
 
 
 def _token_s(model: ElasticModel, assumed: Assumptions, nodes: int) -> float:

@@ -10,13 +10,13 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import Any, Final
 
 import msgspec
 from msgspec import Struct
 
 from benchmarks.arguments import count
+from benchmarks.elastic.compared.simulating_processes import each_simulated
 from benchmarks.elastic.elastic_part import PartFindings, PartTerms
 from benchmarks.elastic.mixed_setting import (
     FAST,
@@ -100,12 +100,12 @@ class MixedResult(Struct, frozen=True, kw_only=True):
 
 def measured(terms: PartTerms) -> PartFindings:
     """The worst case and seed."""
-    results = mixed_results(quick=terms.quick, jobs=terms.jobs)
+    results = mixed_results(quick=terms.quick, jobs=terms.jobs, tell=terms.tell)
     value = mixed_fleet_over_oracle(results)
     return PartFindings(figures={"mixed_fleet_over_oracle": value}, simulated=True, details=report(results))
 
 
-def mixed_results(*, quick: bool, jobs: int) -> list[MixedResult]:
+def mixed_results(*, quick: bool, jobs: int, tell: Callable[[str], None]) -> list[MixedResult]:
     """Simulate each case under each policy; unless `quick`, also without parts of Ebbtide, with the first seed."""
     steps, seeds = (_QUICK_STEPS, _SEEDS[:1]) if quick else (_STEPS, _SEEDS)
     runs = [
@@ -114,14 +114,20 @@ def mixed_results(*, quick: bool, jobs: int) -> list[MixedResult]:
         for policy in POLICIES
         if policy in (OURS, ORACLE) or (case.seed == seeds[0] and not quick)
     ]
-    with ProcessPoolExecutor(jobs) as pool:
-        under_way = [pool.submit(simulated_mix, case, policy) for case, policy in runs]
-        results = []
-        for run in as_completed(under_way):
-            results.append(one := run.result())
-            text = f"{one.case}, seed {one.seed}: {one.policy} generates for {one.generated_s:.0f} s\n"
-            sys.stderr.write(text)
+    results = []
+    for _, one in each_simulated(_simulated, runs, jobs, _told_run):
+        results.append(one)
+        tell(f"{one.case}, seed {one.seed}: {one.policy} generates for {one.generated_s:.0f} s")
     return sorted(results, key=lambda one: (one.case, one.seed, list(POLICIES).index(one.policy)))
+
+
+def _told_run(run: tuple[MixedCase, str]) -> str:
+    case, policy = run
+    return f"{case.name}, seed {case.seed}: {policy}"
+
+
+def _simulated(run: tuple[MixedCase, str]) -> MixedResult:
+    return simulated_mix(*run)
 
 
 def simulated_mix(case: MixedCase, policy: str) -> MixedResult:
@@ -204,7 +210,11 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one seed, fewer steps, and no parts left out")
     parser.add_argument("--jobs", type=count, default=1, help="processes at a time")
     options = parser.parse_args()
-    results = mixed_results(quick=options.quick, jobs=options.jobs)
+
+    def tell(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    results = mixed_results(quick=options.quick, jobs=options.jobs, tell=tell)
     for one in results:
         text = f"{one.case:<18}{one.seed:>3}  {one.policy:<18}{one.generated_s:>8.0f} s{one.bound_s:>8.0f} s at best"
         print(f"{text}{one.moves:>7} moves{one.preemptions:>7} preemptions")

@@ -5,13 +5,15 @@
 `draft`: lengths of drafts beside Seer's printed rule, computed. `lengths`: how often forecast intervals of lengths
 cover the truth, on drawn groups. `order`: step times under orders of starting, in a model of slots. Recorded lengths
 are looked for beside the checkout, in `shared/traces`; without them only the fitted ones are drawn from. Writes a JSON
-file with `figures`; those of which no part measures anything are null.
+file with `figures`; those that were not measured are null, and `missing` says why. Ends with 1 if a part failed; what
+the others found is written nevertheless.
 """
 
 import argparse
 import json
 import os
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -31,17 +33,28 @@ PARTS: Final = ("draft", "lengths", "order")
 OUT: Final = Path(__file__).parents[1] / "results" / "tail.json"
 
 
-def measured(options: argparse.Namespace, tell: Callable[[str], None]) -> dict[str, Any]:
-    """What the chosen parts tell, by their names."""
+def measured(
+    options: argparse.Namespace, tell: Callable[[str], None]
+) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """What the chosen parts tell, by their names, and why others of them failed."""
     drawn = {"quick": options.quick, "jobs": options.jobs, "only": options.marginals or (), "folder": options.traces}
     path = options.lengths
-    recorded = [] if path is None else recorded_coverage(path.stem, recorded_groups(path))
     parts: dict[str, Callable[[], dict[str, Any]]] = {
         "draft": lambda: draft_part(tell),
-        "lengths": lambda: lengths_part(tell, recorded=recorded, **drawn),
+        "lengths": lambda: lengths_part(
+            tell, recorded=recorded_coverage(path.stem, recorded_groups(path)) if path is not None else [], **drawn
+        ),
         "order": lambda: order_part(tell, **drawn),
     }
-    return {name: parts[name]() for name in options.parts}
+    found: dict[str, dict[str, Any]] = {}
+    failed: dict[str, str] = {}
+    for name in options.parts:
+        try:
+            found[name] = parts[name]()
+        except Exception as error:  # noqa: BLE001 - what the other parts find is worth having
+            traceback.print_exc()
+            failed[name] = f"{type(error).__name__}: {error}"
+    return found, failed
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -67,19 +80,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         except InvalidRequest as error:
             parser.error(f"--lengths: {error}")
     under, begin_s = conditions() | {"quick": options.quick}, time.monotonic()
-    parts = measured(options, partial(print, flush=True))
+    parts, failed = measured(options, partial(print, flush=True))
     figures = promised_figures({name: one for part in parts.values() for name, one in part.pop("figures").items()})
-    reasons = missing(figures)
+    reasons = missing(figures, failed)
     report = {
         "figures": figures,
         "missing": reasons,
+        "failed": failed,
         **parts,
         "took_s": time.monotonic() - begin_s,
         "conditions": under,
     }
     options.out.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n")
-    print(*figure_rows(figures, reasons), f"All of it is in {options.out}", sep="\n")
-    return 0
+    failures = [f"part {name} FAILED: {reason}" for name, reason in failed.items()]
+    print(*figure_rows(figures, reasons), *failures, f"All of it is in {options.out}", sep="\n")
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

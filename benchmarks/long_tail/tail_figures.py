@@ -18,8 +18,8 @@ PROMISED_RANGES: Final[dict[str, tuple[float, float]]] = {
 }
 #: Figures that no part measures yet.
 _NO_PART: Final = "no part of this benchmark measures it yet"
-_SKIPPED: Final = "its part did not run"
-_MEASURED: Final = ("draft_objective_over_printed_rule", "interval_coverage")
+#: The others, and their parts.
+_PARTS: Final = {"draft_objective_over_printed_rule": "draft", "interval_coverage": "lengths"}
 
 
 def promised_figures(found: Mapping[str, Any]) -> dict[str, float | None]:
@@ -27,9 +27,15 @@ def promised_figures(found: Mapping[str, Any]) -> dict[str, float | None]:
     return {name: found.get(name) for name in PROMISED_RANGES}
 
 
-def missing(figures: Mapping[str, float | None]) -> dict[str, str]:
-    """Why figures are None."""
-    return {name: _SKIPPED if name in _MEASURED else _NO_PART for name, value in figures.items() if value is None}
+def missing(figures: Mapping[str, float | None], failed: Mapping[str, str]) -> dict[str, str]:
+    """Why figures are None. `failed`: parts, and why."""
+    return {name: _why(_PARTS.get(name), failed) for name, value in figures.items() if value is None}
+
+
+def _why(part: str | None, failed: Mapping[str, str]) -> str:
+    if part is None:
+        return _NO_PART
+    return f"part {part} failed: {failed[part]}" if part in failed else f"part {part} was not run"
 
 
 def figure_rows(figures: Mapping[str, float | None], reasons: Mapping[str, str]) -> list[str]:

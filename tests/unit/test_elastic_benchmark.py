@@ -15,6 +15,7 @@ from benchmarks.elastic.compared.both_ways_policy import BothWaysPolicy
 from benchmarks.elastic.compared.compared_windows import measured
 from benchmarks.elastic.compared.kept_simulations import KeptSimulations, WantedSimulation
 from benchmarks.elastic.compared.scaling_law import scaled
+from benchmarks.elastic.compared.simulating_processes import each_simulated
 from benchmarks.elastic.compared.varied_assumptions import assumption_table, failing
 from benchmarks.elastic.elastic_figures import SimulatedResult, figures, further
 from benchmarks.elastic.elastic_part import FIGURES, PARTS, PartFindings, PartTerms
@@ -142,27 +143,47 @@ def test_a_part_that_fails_leaves_the_others_figures_and_the_benchmark_ends_with
     assert told["figures"]["decision_p99_ms"] == 3.0
     assert told["failed"] == {"gradient": "RuntimeError: no engine"}
     assert told["skipped"].keys() == set(FIGURES) - {"decision_p99_ms"}
+    assert told["skipped"]["streamed_gradient_error"] == "part gradient failed: RuntimeError: no engine"
+    assert told["skipped"]["switch_steps_p99"] == "part switches was not run"
 
 
-def test_every_part_has_its_module() -> None:
+def test_the_simulation_that_fails_is_named(tmp_path: Path) -> None:
+    wanted = [str(tmp_path / "there"), str(tmp_path / "missing" / "0")]
+    runs = each_simulated(write_once, wanted, 1, lambda path: f"of {Path(path).name}")
+    assert next(runs) == (wanted[0], None)
+    with pytest.raises(RuntimeError, match="the simulation of 0 failed: FileNotFoundError"):
+        next(runs)
+
+
+def write_once(path: str) -> None:
+    Path(path).touch(exist_ok=False)
+
+
+def test_every_part_has_its_module_and_every_figure_its_part() -> None:
     assert all(find_spec(module) is not None for module in PARTS.values())
+    assert set(FIGURES.values()) == set(PARTS)
 
 
 def test_tokens_over_rose_are_those_of_the_pair_of_engines(tmp_path: Path) -> None:
     asked = terms(tmp_path)
     assert "run `make bench-coserving`" in rose_tokens(asked).skipped["real_tokens_over_rose"]
-    row = {"scene": "s", "ttft_p99_ms": 100.0, "tpot_p99_ms": 10.0}
     cells = [
-        row | {"policy": "ours", "rollout_tokens_per_s": 250.0},
-        row | {"policy": "rose:600,1,0.2,0", "rollout_tokens_per_s": 200.0},
-        row | {"policy": "rose:600,1,0.2,1", "rollout_tokens_per_s": 400.0, "ttft_p99_ms": 140.0},
+        cell("ours", 70.0, ttft_ms=100.0),
+        cell("rose:a", 56.0, ttft_ms=104.0),
+        cell("rose:b", 99.0, ttft_ms=120.0),
     ]
     asked.coserving.write_text(json.dumps({"cells": cells, "conditions": {"cores": 2}}))
     found = rose_tokens(asked)
     assert found.figures == {"real_tokens_over_rose": 1.25}
+    assert found.details["worst"].setting == "rose:a"
     assert found.details["conditions"] == {"cores": 2}
     asked.coserving.write_text(json.dumps({"cells": [cells[0], cells[2]]}))
-    assert "as good to users" in rose_tokens(asked).skipped["real_tokens_over_rose"]
+    assert rose_tokens(asked).figures == {"real_tokens_over_rose": None}
+
+
+def cell(policy: str, tokens_per_s: float, *, ttft_ms: float) -> dict[str, object]:
+    times = {"ttft_p99_ms": ttft_ms, "tpot_p99_ms": 10.0}
+    return {"scene": "calm", "policy": policy, "rollout_tokens_per_s": tokens_per_s, **times}
 
 
 def test_devices_of_engines_help_once_all_rollouts_have_ended() -> None:

@@ -1,12 +1,15 @@
 """The long tail's benchmark draws what it says, and its figures are those that are promised."""
 
+import json
 from math import log
 from pathlib import Path
 from random import Random
 from statistics import correlation
+from typing import Any
 
 import pytest
 
+from benchmarks.long_tail import __main__ as benchmark
 from benchmarks.long_tail.draft_part import draft_part
 from benchmarks.long_tail.length_marginals import known_marginals
 from benchmarks.long_tail.lengths_part import LengthSetting, coverage
@@ -52,10 +55,28 @@ def test_intervals_cover_what_they_promise_in_a_setting() -> None:
 
 def test_figures_without_a_part_are_null_with_a_reason() -> None:
     figures = promised_figures({"interval_coverage": 0.8})
-    reasons = missing(figures)
+    reasons = missing(figures, {"draft": "ValueError: no budget"})
     assert figures["interval_coverage"] == 0.8
+    assert reasons["draft_objective_over_printed_rule"] == "part draft failed: ValueError: no budget"
     assert set(reasons) == {name for name, value in figures.items() if value is None}
     assert len(figure_rows(figures, reasons)) == 10
+
+
+def test_a_part_that_fails_leaves_what_the_others_found_and_the_benchmark_ends_with_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def breaks(*_: object, **__: object) -> dict[str, Any]:
+        raise RuntimeError("no slots")
+
+    monkeypatch.setattr(benchmark, "order_part", breaks)
+    monkeypatch.setattr(benchmark, "draft_part", lambda _: {"figures": {"draft_objective_over_printed_rule": 1.1}})
+    out = tmp_path / "tail.json"
+    status = benchmark.main(["--parts", "order", "draft", "--traces", str(NOWHERE), "--out", str(out)])
+    told = json.loads(out.read_text())
+    assert status == 1
+    assert told["failed"] == {"order": "RuntimeError: no slots"}
+    assert told["figures"]["draft_objective_over_printed_rule"] == 1.1
+    assert told["missing"]["interval_coverage"] == "part lengths was not run"
 
 
 @pytest.mark.nightly

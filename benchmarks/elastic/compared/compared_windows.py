@@ -25,8 +25,9 @@ from benchmarks.synthetic import CALM, CHURNY, write_trace
 _TRACES: Final = Path(__file__).parents[3].parent / "shared" / "traces"
 _SPOT: Final = ("spot_aws_g4dn_24.csv", "spot_gcp_a100x1_64.csv")
 _SERVING: Final = "serving_azure2023_conv.csv"
-#: Steps of a case. The fewer ones are for a run of at most twelve minutes on two cores.
-_STEPS, _QUICK_STEPS = 24, 8
+#: Steps of a case: in full; where assumptions are varied; and in a run of at most twelve minutes on two cores, of which
+#: this part has four.
+_STEPS, _VARIED_STEPS, _QUICK_STEPS = 24, 8, 6
 #: The model of which the most is published: a quick run asks the oracle for it, and assumptions are varied for it.
 _FIRST: Final = "14b"
 
@@ -111,7 +112,7 @@ def _wanted(terms: PartTerms, cases: Sequence[ElasticCase]) -> list[WantedSimula
 
 def _varied(cases: Sequence[ElasticCase]) -> list[WantedSimulation]:
     """One model with other assumptions, one at a time, and with another seed of the work."""
-    usual = [case._replace(steps=_QUICK_STEPS) for case in cases if case.model == _FIRST]
+    usual = [case._replace(steps=_VARIED_STEPS) for case in cases if case.model == _FIRST]
     others = [case._replace(assumed=assumed) for assumed in VARIED for case in usual]
     seeds = [case._replace(seed=case.seed + 1) for case in usual]
     return [WantedSimulation(case, policy) for case in (*usual, *seeds, *others) for policy in VARIED_POLICIES]

@@ -8,12 +8,12 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Final, NamedTuple
 
 import msgspec
 
+from benchmarks.elastic.compared.simulating_processes import each_simulated
 from benchmarks.elastic.elastic_figures import SimulatedResult, result_of
 from benchmarks.elastic.elastic_policies import COMPARED, ORACLE
 from benchmarks.elastic.elastic_setting import ElasticCase, simulation
@@ -52,15 +52,13 @@ class KeptSimulations:
         missing = sorted((one for one in dict.fromkeys(wanted) if one not in found), key=_costly)
         self._tell(f"{len(wanted)} simulations, {len(found)} of them kept from before")
         begin_s = time.monotonic()
-        with ProcessPoolExecutor(jobs) as pool:
-            under_way = {pool.submit(_simulated, one): one for one in missing}
-            for number, run in enumerate(as_completed(under_way), start=1):
-                one = under_way[run]
-                found[one] = result = run.result()
-                self._keep(one, result)
-                left_s = (time.monotonic() - begin_s) / number * (len(missing) - number)
-                told = f"{result.tokens_per_s:.0f} tokens/s ({result.cpu_s} s; some {left_s / 60:.0f} min left)"
-                self._tell(f"{number}/{len(missing)} {one.case.name}: {one.policy} makes {told}")
+        runs = each_simulated(_simulated, missing, jobs, lambda one: f"{one.case.name}: {one.policy}")
+        for number, (one, result) in enumerate(runs, start=1):
+            found[one] = result
+            self._keep(one, result)
+            left_s = (time.monotonic() - begin_s) / number * (len(missing) - number)
+            told = f"{result.tokens_per_s:.0f} tokens/s ({result.cpu_s} s; some {left_s / 60:.0f} min left)"
+            self._tell(f"{number}/{len(missing)} {one.case.name}: {one.policy} makes {told}")
         return [found[one] for one in wanted]
 
     def _kept(self, one: WantedSimulation) -> SimulatedResult | None:

@@ -39,7 +39,7 @@ def settled_engines(case: ElasticCase, first: int, max_staleness: int) -> int:
     """Engines of two devices at which the law holds, begun with `first`. All accepted samples are trained on."""
     engines = first
     for _ in range(_ROUNDS):
-        fleet = Fleet(lends=False, spot=False, reserved=engines, max_staleness=max_staleness, sized=True)
+        fleet = Fleet(lends=False, spot=False, reserved=engines, max_staleness=max_staleness)
         short = case._replace(steps=_STEPS)
         outcome = simulation(short, ElasticPolicy(plans=False), fleet).run(lambda _: None)
         wanted = max(1, ceil(scaled(_DEVICES * engines, waiting_share(outcome), 1.0) / _DEVICES))

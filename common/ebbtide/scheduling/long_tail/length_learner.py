@@ -9,8 +9,7 @@ Only groups that ended teach, with their stopped samples: of a step under way th
 a group ended, the open ones stand in, counted as stopped.
 
 Invariant: `_groups` has the newest groups, and the model follows from them. Once `_fitted`, `_imputed` has an entry for
-each. Lost with the process; one step teaches it
-again, but for the prompts' former epochs.
+each. Lost with the process; one step teaches it again, but for the prompts' former epochs.
 """
 
 from collections import deque

@@ -180,15 +180,14 @@ class ElasticWindow(LoanWindow):
         return frozenset(prompts), groups
 
     def _full(self, sessions: Sequence[WorkerSession]) -> list[list[int]]:
-        """Contexts in each engine in which a rollout waits, or that offers no more slots and fills them."""
+        """Contexts in each engine in which a rollout waits, as `ReadWorkLeft` has them. An engine that fills the slots
+        which it offers is none: they leave room for contexts to grow, so what it holds says less than it can hold.
+        """
         now = self._state.clock()
         return [
             [attempt.length for attempt in one.attempts.values() if attempt.started]
             for one in sessions
-            if (
-                max((now - waiting.given for waiting in one.pending.values()), default=0.0) > _WAITS_S
-                or (one.slots < one.hello.slots and len(one.attempts) >= one.slots)
-            )
+            if max((now - waiting.given for waiting in one.pending.values()), default=0.0) > _WAITS_S
             and len(one.attempts) > len(one.pending)
         ]
 
