@@ -2,10 +2,11 @@
 
 What counts is what engines do, not what they say: their steps are read from the pages in the folder, also from those of
 workers without a stream, which may be starting, or may have lost an arbiter. An engine whose process is gone has given
-everything back.
+everything back. One that was killed has no page any more for a while before that.
 
 Invariant: `_grants` has the newest grant of each loan at the take-back. A worker's report counts as an answer if it
-follows a later grant. Nothing of this outlives the process.
+follows a later grant. `_met` has the processes of all engines that were seen, until they are gone. Nothing of this
+outlives the process.
 """
 
 from collections.abc import Iterator
@@ -45,6 +46,7 @@ class ReturnWatch:
     def __init__(self, folder: Path, borrowers: BorrowerTable, held: Residency) -> None:
         self._folder, self._borrowers, self._held_at = folder, borrowers, held
         self._grants: dict[Loan, int] = {}
+        self._met: dict[BorrowerProcess, str] = {}  # the workers' names
 
     def taken_back(self) -> None:
         """From now on engines have to give the device back."""
@@ -56,10 +58,23 @@ class ReturnWatch:
         steps = [one.worker_id for one in tenants if one.stepping]
         holds = [one.worker_id for one in tenants if one.holding]
         awaited = [f"the step of {one}" for one in steps] + [f"the memory of {one}" for one in holds]
-        return DeviceReturn(compute=not steps, memory=not awaited, waits_for=", ".join(awaited))
+        return DeviceReturn(compute=not steps, memory=not awaited, waits_for=", ".join(dict.fromkeys(awaited)))
 
     def tenants(self) -> Iterator[DeviceTenant]:
         """All engines of the folder whose processes live."""
+        found = list(self._present())
+        there = {process: one.worker_id for one in found for process in one.processes}
+        self._met = {
+            process: name
+            for process, name in (self._met | there).items()
+            if process in there or borrower_processes.alive(process)
+        }
+        yield from found
+        for process, name in self._met.items():
+            if process not in there:
+                yield DeviceTenant(worker_id=name, processes=(process,), stepping=False, holding=self._gives_up())
+
+    def _present(self) -> Iterator[DeviceTenant]:
         loans = self._borrowers.all()
         for loan in loans:
             if any(map(borrower_processes.alive, loan.processes)):
@@ -78,7 +93,7 @@ class ReturnWatch:
         )
 
     def _holds(self, loan: Loan) -> bool:
-        if self._held_at is Residency.AWAKE or not loan.hello.kv_bytes:
+        if not self._gives_up() or not loan.hello.kv_bytes:
             return False
         report = loan.report
         if loan.stopped_at is not None:  # in the middle of a step, whatever its worker says
@@ -102,7 +117,13 @@ class ReturnWatch:
         except InvalidRequest:
             return None
         stopped = borrower_processes.stopped(processes[0])
-        holding = self._held_at is not Residency.AWAKE
         return DeviceTenant(
-            worker_id=path.stem, processes=processes, stepping=steps.stepping and not stopped, holding=holding
+            worker_id=path.stem,
+            processes=processes,
+            stepping=steps.stepping and not stopped,
+            holding=self._gives_up(),
         )
+
+    def _gives_up(self) -> bool:
+        """Whether engines have to give memory up."""
+        return self._held_at is not Residency.AWAKE
