@@ -99,7 +99,12 @@ def test_a_cut_without_notice_may_cost_a_flush_window_and_no_more(found: Found, 
     found.made["a1"] = 0, _HALF + again
     seen = findings(found.run())
     assert seen.cuts_without_notice == 1
-    assert bool(list(seen.failures())) is not passes
+    assert any("were made twice for a cut" in failure for failure in seen.failures()) is not passes
+
+
+def test_a_run_in_which_nothing_was_cut_has_measured_nothing(found: Found) -> None:
+    found.spans[:2] = [attempt(1, 0, MAX_TOKENS, EndCause.FINISHED)]
+    assert any("nothing was measured" in failure for failure in findings(found.run()).failures())
 
 
 def test_tokens_that_were_stored_and_are_made_again_are_lost_ones(found: Found) -> None:
@@ -114,7 +119,7 @@ def test_a_response_that_ends_too_early_has_lost_tokens(found: Found) -> None:
 
 def test_a_mixed_step_and_a_device_with_two_users_or_none_are_found(found: Found) -> None:
     found.staleness = 1.0
-    found.watch.both = 1
+    found.watch.both = [100.0]
     found.watch.unowned = [(_AT, _AT + 5.0)]
     assert len(list(findings(found.run()).failures())) == 3
 

@@ -22,14 +22,15 @@ _OWNED: Final = frozenset({"held", "lent", "abandoned"})
 
 
 class DeviceWatch:
-    """`run` has to run. `looks` counts the states that were seen; `both` counts looks at which the trainer had the
-    device and an engine computed; `unowned` has the times for which nobody could use it: from the last look before to
-    the first one behind, by the wall clock.
+    """`run` has to run. `looks` counts the states that were seen. Times are of the wall clock: `both` has those of looks
+    at which the trainer had the device and an engine computed, `unowned` those for which nobody could use it, from the
+    last look before to the first one behind.
     """
 
     def __init__(self, folder: Path, worker_id: str) -> None:
         self._folder, self._worker_id = folder, worker_id
-        self.looks = self.both = 0
+        self.looks = 0
+        self.both = list[float]()
         self.unowned: list[tuple[float, float]] = []
         self._held = (0, 0.0), (0, 0)  # the newest spell in which steps were looked at, and what was found
 
@@ -44,7 +45,7 @@ class DeviceWatch:
                 self.unowned += [] if owned else [(owned_at, now)]
                 owned_at, owned = now, True
                 self.looks += 1
-                self.both += await self._computes_beside(status)
+                self.both += [now] if await self._computes_beside(status) else []
             await asyncio.sleep(_LOOK_S)
 
     async def _status(self) -> DeviceStatus | None:
@@ -63,7 +64,8 @@ class DeviceWatch:
         if after is None or after.state != "held" or _spell(after) != _spell(status):
             return False
         former, self._held = self._held, (_spell(status), made)
-        return former[0] == _spell(status) and former[1][0] == made[0] and former[1][1] < made[1]
+        # The first step is a boot's own: an engine warms up with one token, and needs no permission for that.
+        return former[0] == _spell(status) and former[1][0] == made[0] and 0 < former[1][1] < made[1]
 
     def made(self) -> tuple[int, int]:
         """The engine's process, and the steps that it has made; 0, 0 without one."""

@@ -71,6 +71,8 @@ class SwitchFindings(Struct, kw_only=True):
     def failures(self) -> Iterator[str]:
         if self.switch_steps_p99 is not None and self.switch_steps_p99 > MOST_STEPS:
             yield f"the device came back after {self.switch_steps_p99:g} steps of the engine (p99)"
+        if not self.planned_cuts:
+            yield "no rollout was cut: windows were longer than generation, so nothing was measured"
         if self.tokens_lost:
             yield f"{self.tokens_lost} tokens were lost"
         if self.tokens_twice_on_planned_cuts:
@@ -124,7 +126,7 @@ def findings(found: SwitchedRun) -> SwitchFindings:
         ),
         mixed_steps=sum(event.values.get("staleness_max", 0.0) > 0 for event in _steps(found.events)),
         looks=found.watch.looks,
-        looks_with_both=found.watch.both,
+        looks_with_both=len(found.watch.both),
         unowned_s=max((seconds for seconds, behind in outages if not behind), default=0.0),
         unowned_behind_kills_s=max((seconds for seconds, behind in outages if behind), default=0.0),
         took_s=round(found.took_s, 1),
