@@ -22,9 +22,9 @@ _OWNED: Final = frozenset({"held", "lent", "abandoned"})
 
 
 class DeviceWatch:
-    """`run` has to run. `looks` counts the states that were seen. Times are of the wall clock: `both` has those of looks
-    at which the trainer had the device and an engine computed, `unowned` those for which nobody could use it, from the
-    last look before to the first one behind.
+    """`run` has to run. `looks` counts the states that were seen. Times are of the wall clock: `both` has those of
+    looks at which the trainer had the device and an engine computed, `unowned` those for which nobody could use it,
+    from the last look before to the first one behind.
     """
 
     def __init__(self, folder: Path, worker_id: str) -> None:

@@ -30,8 +30,8 @@ FLUSH_INTERVAL_MS: Final = 250
 #: On a busy machine a worker may get no time of the processor for seconds, while its engine goes on. It is not given up
 #: then: what that costs is no cost of switches or kills.
 HEARTBEAT_TIMEOUT_S: Final = 20.0
-#: In the middle of a step's generation, once its version was installed, also on idle cores: there an engine's step takes
-#: some 3.5 ms, and a response 800 of them.
+#: In the middle of a step's generation, once its version was installed, also on idle cores. There an engine's step
+#: takes some 3.5 ms, and a response 800 of them.
 WINDOW_S: Final = 1.5
 GROUPS, SIZE, MAX_TOKENS = 6, 4, 800
 _ENVIRONMENT: Final = "tests.integration.trainer.environments_for_tests:make_source"
