@@ -65,7 +65,7 @@ class EmbeddedRedis(ServerProcess):
         """One value of INFO; empty if there is none of this name."""
         try:
             said = self.command("INFO")
-        except ConnectionResetError:  # a Sentinel that changes a server's role ends its connections
+        except ConnectionError:  # a Sentinel that changes a server's role ends its connections
             said = self.command("INFO")
         for line in said.decode().splitlines():
             if line.startswith(f"{name}:"):
