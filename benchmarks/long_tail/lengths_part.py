@@ -61,15 +61,7 @@ def lengths_part(
 ) -> dict[str, Any]:
     """Coverage in all settings. `only`: names of marginals; `recorded`: what counts beside them; `folder`: of recorded
     marginals."""
-    marginals = known_marginals(folder)
-    settings = [
-        LengthSetting(marginal=one.name, correlation=correlation, size=size, load=load)
-        for one in marginals
-        if not only or one.name in only
-        for correlation in CORRELATIONS
-        for size in SIZES
-        for load in LOADS
-    ]
+    settings = length_settings(only, SIZES, LOADS, folder)
     steps = QUICK_STEPS if quick else STEPS
     found = list(recorded)
     for one in recorded:
@@ -86,6 +78,20 @@ def lengths_part(
         "held_back_steps": steps,
         "settings": msgspec.to_builtins(sorted(found, key=lambda one: str(one.setting))),
     }
+
+
+def length_settings(
+    only: Sequence[str], sizes: Sequence[int], loads: Sequence[int], folder: Path | None = None
+) -> list[LengthSetting]:
+    """Every setting of the known marginals. `only`: names of marginals, all if empty; `folder`: of recorded ones."""
+    return [
+        LengthSetting(marginal=one.name, correlation=correlation, size=size, load=load)
+        for one in known_marginals(folder)
+        if not only or one.name in only
+        for correlation in CORRELATIONS
+        for size in sizes
+        for load in loads
+    ]
 
 
 def coverage(setting: LengthSetting, steps: int, folder: Path | None = None) -> Coverage:

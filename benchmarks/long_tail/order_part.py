@@ -15,8 +15,8 @@ from typing import Any, Final
 import msgspec
 from msgspec import Struct
 
-from benchmarks.long_tail.length_marginals import known_marginals, marginal_named
-from benchmarks.long_tail.lengths_part import CORRELATIONS, LengthSetting, taught
+from benchmarks.long_tail.length_marginals import marginal_named
+from benchmarks.long_tail.lengths_part import LengthSetting, length_settings, taught
 from benchmarks.long_tail.slot_rules import (
     InOrder,
     PredictedLengths,
@@ -47,14 +47,7 @@ def order_part(
     tell: Callable[[str], None], *, quick: bool, jobs: int, only: Sequence[str] = (), folder: Path | None = None
 ) -> dict[str, Any]:
     """Step times of all rules over those with true lengths."""
-    marginals = known_marginals(folder)
-    settings = [
-        LengthSetting(marginal=one.name, correlation=correlation, size=_SIZE, load=load)
-        for one in marginals
-        if not only or one.name in only
-        for correlation in CORRELATIONS
-        for load in LOADS
-    ]
+    settings = length_settings(only, (_SIZE,), LOADS, folder)
     with ProcessPoolExecutor(jobs) as pool:
         seeds = _QUICK_SEEDS if quick else _SEEDS
         found = list(pool.map(compared, settings, [seeds] * len(settings), [folder] * len(settings)))
