@@ -22,20 +22,13 @@ from ebbtide.local_cluster.program_process import ProgramProcess
 from ebbtide.local_cluster.serving_engine import serving_engine
 from ebbtide.testing import wait_until
 from tests.chaos.cluster import TOKEN, Cluster
+from tests.engine_config import engine_config
 
 RUN_ID: Final = "beside-1"
 VOCABULARY: Final = 128
 #: As long as the checkpoint's positions.
 _CONTEXT: Final = 1024
 _CACHE_MIB: Final = 128
-_WORKER: Final = f"""
-[vllm]
-dtype = "float32"
-enforce_eager = true
-threads = 1
-kv_cache_mib = {_CACHE_MIB}
-max_model_len = {_CONTEXT}
-"""
 _BOOT_S: Final = 400.0
 
 
@@ -57,7 +50,7 @@ async def gateway_server(cluster: Cluster, model: Path) -> AsyncIterator[TimedSe
     """A gateway, a coordinator with Redis that syncs every write, a relay, and a worker with its default windows."""
     client = await cluster.boot(workers=0)
     config = cluster.directory / "worker.toml"
-    config.write_text(_WORKER)
+    config.write_text(engine_config(_CONTEXT, kv_cache_mib=_CACHE_MIB))
     windows: dict[str, Any] = {"flush_tokens": 32, "flush_interval_ms": 250}
     await cluster.worker("w1", engine="vllm", model=model, config=config, slots=2 * AT_ONCE, boot_s=_BOOT_S, **windows)
     spec = {"name": "beside", "model": str(model), "environment": {"name": "none"}, "trainer": {"name": "external"}}

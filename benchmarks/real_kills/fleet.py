@@ -15,6 +15,7 @@ from benchmarks.real_kills.checkpoint import make_checkpoint
 from ebbtide.client import Client
 from ebbtide.testing import wait_until
 from tests.chaos.cluster import Cluster
+from tests.engine_config import engine_config
 
 WORKERS: Final = 3
 SLOTS: Final = 32
@@ -23,15 +24,6 @@ FLUSH_TOKENS: Final = 32
 FLUSH_INTERVAL_MS: Final = 250
 #: A victim's last tokens: so few that a response of 128 tokens to each of 64 prompts lasts for two kills.
 MOMENT: Final = (20, 1200)
-
-_ENGINE: Final = """
-[vllm]
-dtype = "float32"
-enforce_eager = true
-threads = 1
-kv_cache_mib = 64
-max_model_len = 512
-"""
 
 
 class Kill(Struct, frozen=True):
@@ -61,7 +53,7 @@ class Fleet:
         """Start everything. Returns a client, and a checkpoint that is not the one the engines booted from."""
         base, other = (make_checkpoint(self.cluster.directory / f"checkpoint-{seed}", seed) for seed in (1, 2))
         config = self.cluster.directory / "worker.toml"
-        config.write_text(_ENGINE)
+        config.write_text(engine_config(512))
         self._flags = {
             "engine": "vllm",
             "model": base,

@@ -24,6 +24,7 @@ from ebbtide.local_cluster.program_process import LaunchFailed
 from ebbtide.testing import wait_until
 from ebbtide.types.fleet import WorkerState
 from tests.chaos.cluster import Cluster
+from tests.engine_config import engine_config
 
 #: Engines at once, each of which has a turn of the first core.
 TURNS: Final = 3
@@ -34,14 +35,6 @@ FLUSH_INTERVAL_MS: Final = 250
 _KV_MIB: Final = 64
 #: What fits there: keys and values of the demo's network, 4 layers of 2 heads of 32 float32 numbers.
 KV_TOKENS: Final = (_KV_MIB << 20) // (2 * 4 * 2 * 32 * 4)
-_ENGINE: Final = f"""
-[vllm]
-dtype = "float32"
-enforce_eager = true
-threads = 1
-kv_cache_mib = {_KV_MIB}
-max_model_len = {CONTEXT}
-"""
 #: A frozen worker is given up after the coordinator's usual patience.
 _HEARTBEAT_TIMEOUT_S: Final = 2.5
 #: The coordinator lists a worker that is there in one of these states.
@@ -83,7 +76,7 @@ class BoundFleet:
         directory = self.cluster.directory
         make_random_policy(self.model, seed)
         config = directory / "worker.toml"
-        config.write_text(_ENGINE)
+        config.write_text(engine_config(CONTEXT, kv_cache_mib=_KV_MIB))
         self._flags = {
             "engine": "vllm",
             "model": self.model,

@@ -17,6 +17,7 @@ from benchmarks.real_kills.checkpoint import make_checkpoint
 from ebbtide.client import Client
 from ebbtide.testing import wait_until
 from tests.chaos.cluster import TOKEN, Cluster
+from tests.engine_config import engine_config
 from tests.fakes.model_texts import save_chat_tokenizer
 
 RUN_ID: Final = "talk"
@@ -28,13 +29,6 @@ _BEGUN: Final = 24
 _VOCABULARY: Final = 424
 _SPECIAL: Final = 420  # the first of them
 _WEIGHTS: Final = "model.safetensors"
-_ENGINE: Final = """
-[vllm]
-dtype = "float32"
-enforce_eager = true
-threads = 1
-kv_cache_mib = 64
-"""
 _BOOT_S: Final = 240.0
 
 
@@ -65,7 +59,7 @@ class ConversingFleet:
         self.living: list[str] = []
         self._model, self._booted = model, 0
         self._config = cluster.directory / "worker.toml"
-        self._config.write_text(_ENGINE)
+        self._config.write_text(engine_config())
 
     @classmethod
     @asynccontextmanager

@@ -23,20 +23,13 @@ from ebbtide.types.run import Sampling
 from ebbtide.types.tokens import TokenArray, pack_ids, unpack_tokens
 from tests.chaos.cluster import TOKEN, Cluster
 from tests.e2e.killed_versions import LENGTH, PROMPTS, Policy, Said
+from tests.engine_config import engine_config
 from tests.fakes.links import Direction, Way
 
 #: The machine may be busy with much else.
 PATIENCE_S: Final = 120.0
 CLOSE: Final = 1e-4
 _SITE: Final = "far"
-_ENGINE: Final = """
-[vllm]
-dtype = "float32"
-enforce_eager = true
-threads = 1
-kv_cache_mib = 64
-max_model_len = 512
-"""
 
 
 class Trainer:
@@ -86,7 +79,7 @@ class Fleet:
         self._engine = cluster.directory / "worker.toml"
 
     async def boot(self) -> None:
-        self._engine.write_text(_ENGINE)
+        self._engine.write_text(engine_config(512))
         self.cluster.routed = True
         self.client: Client = await self.cluster.boot(workers=0)
         self.trainer = await Trainer.start(self.cluster)

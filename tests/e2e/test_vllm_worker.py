@@ -16,19 +16,12 @@ from ebbtide.types.rollout import FinishedRollout, RolloutRequest
 from ebbtide.types.run import Sampling
 from ebbtide.types.tokens import pack_ids, unpack_tokens
 from tests.chaos.cluster import Cluster
+from tests.engine_config import engine_config
 
 RUN = "r"
 LENGTH = 400
 PROMPTS = [[20 + i, 21, 22, 23 + i] for i in range(8)]
 SAMPLING = Sampling(temperature=0.0, max_tokens=LENGTH, ignore_eos=True)
-
-ENGINE = """
-[vllm]
-dtype = "float32"
-enforce_eager = true
-threads = 1
-kv_cache_mib = 64
-"""
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -57,7 +50,7 @@ async def test_a_response_handed_over_at_sigterm_is_that_of_one_engine(
 ) -> None:
     base, trained = make_checkpoint(1), make_checkpoint(2)
     config = cluster.directory / "worker.toml"
-    config.write_text(ENGINE)
+    config.write_text(engine_config())
     flags: dict[str, Any] = {"engine": "vllm", "model": base, "config": config}
     client = await cluster.boot(workers=0)
     await asyncio.gather(cluster.worker("w1", **flags), cluster.worker("w2", **flags))

@@ -21,6 +21,7 @@ from ebbtide.client import Client
 from ebbtide.local_cluster.local_cluster import ClusterShape, LocalCluster, free_address, local_cluster
 from ebbtide.testing import wait_until
 from ebbtide.types.run import AttemptSpan, Run, RunEvent, RunSpec
+from tests.engine_config import engine_config
 from tests.tiny_model import save_tiny_model
 
 RUN: Final = "switches"
@@ -37,14 +38,6 @@ GROUPS, SIZE, MAX_TOKENS = 6, 4, 800
 _ENVIRONMENT: Final = "tests.integration.trainer.environments_for_tests:make_source"
 #: What is killed, in turn. The worker is that of the trainer's device.
 KILLED: Final = ("arbiter", "trainer", "worker", "coordinator")
-_ENGINE: Final = """
-[vllm]
-dtype = "float32"
-enforce_eager = true
-threads = 1
-kv_cache_mib = 64
-max_model_len = 1024
-"""
 
 
 class SwitchPlan(Struct, frozen=True, kw_only=True):
@@ -137,7 +130,7 @@ def _files(directory: Path) -> tuple[Path, Path]:
     """Write the model and the workers' settings."""
     directory.mkdir(parents=True, exist_ok=True)
     config = directory / "worker.toml"
-    config.write_text(_ENGINE)
+    config.write_text(engine_config(1024))
     return save_tiny_model(directory / "model", head=32), config
 
 

@@ -20,6 +20,7 @@ from benchmarks.turn_routing.engines.ruled_coordinator import OURS, RULE_FILE
 from ebbtide.client import Client, Lease
 from ebbtide.testing import wait_until
 from tests.chaos.cluster import Cluster
+from tests.engine_config import engine_config
 
 VOCABULARY: Final = 128
 CONTEXT: Final = 4096
@@ -30,15 +31,7 @@ _BOOT_S: Final = 400.0
 _METRIC: Final = re.compile(r'^ebbtide_worker_prompt_tokens_total\{outcome="(\w+)"\} (\S+)$', re.MULTILINE)
 #: The cache holds all sessions of a block. It knows prefixes by whole blocks: vLLM's default on CPUs, 128 tokens, would
 #: be a large part of these sessions.
-_ENGINE: Final = f"""
-[vllm]
-dtype = "float32"
-enforce_eager = true
-threads = 1
-kv_cache_mib = 512
-max_model_len = {CONTEXT}
-engine_args = '{{"block_size": 32}}'
-"""
+_ENGINE_ARGS: Final = '{"block_size": 32}'
 
 
 class PromptTokens(Struct, frozen=True):
@@ -69,7 +62,7 @@ class EngineFleet:
             make_checkpoint, model, 1, vocab_size=VOCABULARY, hidden_size=384, layers=6, positions=CONTEXT
         )
         config = cluster.directory / "worker.toml"
-        config.write_text(_ENGINE)
+        config.write_text(engine_config(CONTEXT, kv_cache_mib=512, engine_args=_ENGINE_ARGS))
         flags: dict[str, Any] = {"engine": "vllm", "model": model, "config": config, "slots": SLOTS, "metrics_port": 0}
         windows: dict[str, Any] = {"flush_tokens": 32, "flush_interval_ms": 250}
         await asyncio.gather(*(cluster.worker(name, boot_s=_BOOT_S, **flags, **windows) for name in WORKERS))
