@@ -35,13 +35,8 @@ from ebbtide.simulator.rivals.ablated_policy import AblatedPolicy
 from ebbtide.simulator.rivals.clairvoyant_policy import ToldSpeed
 from ebbtide.simulator.scenario.draws.machine_events import pool_of
 from ebbtide.simulator.scenario.draws.workload import Workload
-from ebbtide.simulator.scenario.machine_pool import MachinePool
-from ebbtide.simulator.scenario.training_run import TrainingRun
-from ebbtide.simulator.world.ebbtide_policy import EbbtideDecider, EbbtidePolicy
+from ebbtide.simulator.world.ebbtide_policy import EbbtidePolicy, RuledPolicy
 from ebbtide.simulator.world.policy import Policy
-from ebbtide.simulator.world.training.step_rounds import Rounds, WholeGroups
-from ebbtide.simulator.world.training.trainer_loan import FixedWindow, LoanWindow
-from ebbtide.simulator.world.virtual_coordinator import Decider, VirtualCoordinator
 
 OURS: Final = "ebbtide"
 ORACLE: Final = "speeds told"
@@ -49,38 +44,17 @@ _STEPS, _QUICK_STEPS = 4, 2
 _SEEDS: Final = (0, 1, 2)
 
 
-class RuledPolicy:
-    """Ebbtide with other parameters of its rules."""
-
-    def __init__(self, rules: DispatchRules) -> None:
-        self._rules = rules
-
-    @property
-    def stream_batch(self) -> int | None:
-        return None
-
-    def decider(self, coordinator: VirtualCoordinator) -> Decider:
-        return EbbtideDecider(coordinator, rules=self._rules)
-
-    def rounds(self, run: TrainingRun) -> Rounds:
-        return WholeGroups(run.prompts, run.group)
-
-    def window(self, decider: Decider, lent: MachinePool) -> LoanWindow:
-        del decider
-        return FixedWindow(lent.window_s)
-
-
 def _told(case: MixedCase) -> Policy:
     costs = {pool: profile.costs for pool, profile in engines(case).items()}
-    return RuledPolicy(DispatchRules(new_speed=lambda name: ToldSpeed(costs[pool_of(name)], 1.0), kinds=False))
+    return RuledPolicy(given=DispatchRules(new_speed=lambda name: ToldSpeed(costs[pool_of(name)], 1.0), kinds=False))
 
 
 POLICIES: Final[Mapping[str, Callable[[MixedCase], Policy]]] = {
     OURS: lambda _: EbbtidePolicy(),
     ORACLE: _told,
-    "without kinds": lambda _: RuledPolicy(DispatchRules(kinds=False)),
-    "without memory": lambda _: RuledPolicy(DispatchRules(memory=False)),
-    "without losses": lambda _: RuledPolicy(DispatchRules(losses=False)),
+    "without kinds": lambda _: RuledPolicy(given=DispatchRules(kinds=False)),
+    "without memory": lambda _: RuledPolicy(given=DispatchRules(memory=False)),
+    "without losses": lambda _: RuledPolicy(given=DispatchRules(losses=False)),
     "speeds not learnt": lambda _: AblatedPolicy(learns=False),
 }
 

@@ -3,7 +3,6 @@
 from math import inf
 from typing import Final
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from ebbtide.coordinator.dispatcher.dispatch_rules import DispatchRules
@@ -12,11 +11,7 @@ from ebbtide.scheduling.dispatch.move_costs import COSTS
 from ebbtide.scheduling.dispatch.placement import pending_limit
 from ebbtide.scheduling.dispatch.throughput import WorkerThroughput
 from ebbtide.scheduling.dispatch.turns.prefill_speed import PrefillSpeed
-from ebbtide.simulator.scenario.machine_pool import MachinePool
-from ebbtide.simulator.scenario.training_run import TrainingRun
-from ebbtide.simulator.world.ebbtide_policy import EbbtideDecider
-from ebbtide.simulator.world.training.step_rounds import Rounds, WholeGroups
-from ebbtide.simulator.world.training.trainer_loan import FixedWindow, LoanWindow
+from ebbtide.simulator.world.ebbtide_policy import EbbtideDecider, EbbtidePolicy
 from ebbtide.simulator.world.virtual_coordinator import Decider, VirtualCoordinator
 
 #: Moves that cost nothing and must gain nothing.
@@ -44,7 +39,7 @@ class UnlearntPrefill(PrefillSpeed):
         pass
 
 
-class AblatedPolicy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class AblatedPolicy(EbbtidePolicy, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Ebbtide without those parts that are false. It is told what Ebbtide is told, or less.
 
     Without `delays` all rollouts go to engines at once. Then the pool's `slots` should be more than the sequences that
@@ -60,10 +55,6 @@ class AblatedPolicy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     weighs_contexts: bool = True  # and by their contexts
     learns_prefill: bool = True  # how fast each worker reads prompts is known
     weighs_costs: bool = True  # a move must gain more than it costs
-
-    @property
-    def stream_batch(self) -> int | None:
-        return None
 
     def decider(self, coordinator: VirtualCoordinator) -> Decider:
         return EbbtideDecider(coordinator, balance=self.balances, keeps=self.keeps, rules=self.rules())
@@ -81,13 +72,6 @@ class AblatedPolicy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     def _new_speed(self, _: str) -> WorkerThroughput:
         return WorkerThroughput(weigh_context=self.weighs_contexts) if self.learns else UnlearntSpeed()
-
-    def rounds(self, run: TrainingRun) -> Rounds:
-        return WholeGroups(run.prompts, run.group)
-
-    def window(self, decider: Decider, lent: MachinePool) -> LoanWindow:
-        del decider
-        return FixedWindow(lent.window_s)
 
 
 def _slots(host: HostView) -> int:

@@ -72,10 +72,23 @@ class EbbtidePolicy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return None
 
     def decider(self, coordinator: VirtualCoordinator) -> Decider:
-        return EbbtideDecider(coordinator)
+        return EbbtideDecider(coordinator, rules=self.rules())
+
+    def rules(self) -> DispatchRules:
+        """The parameters of its rules."""
+        return RULES
 
     def rounds(self, run: TrainingRun) -> Rounds:
         return WholeGroups(run.prompts, run.group)
 
     def window(self, decider: Decider, lent: MachinePool) -> LoanWindow:  # noqa: ARG002 - it is fixed
         return FixedWindow(lent.window_s)
+
+
+class RuledPolicy(EbbtidePolicy, frozen=True, kw_only=True):
+    """Ebbtide with other parameters of its rules. Comparisons make it; no scenario names it."""
+
+    given: DispatchRules
+
+    def rules(self) -> DispatchRules:
+        return self.given
