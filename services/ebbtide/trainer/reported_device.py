@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from ebbtide.claimed_runs.device_turns import HELD, LENT, device_event
 from ebbtide.trainer.device_loan import TrainingDevice
+from ebbtide.trainer.lending.enclosed_device import EnclosedDevice
 from ebbtide.types.run import RunEvent
 
 
@@ -20,7 +21,7 @@ class _Change(NamedTuple):
     return_s: float
 
 
-class ReportedDevice:
+class ReportedDevice(EnclosedDevice):
     """A `TrainingDevice` around another one. `run` has to run meanwhile.
 
     `report` appends events to the run; `lineage` tells this trainer's events from those of others.
@@ -34,7 +35,8 @@ class ReportedDevice:
         lineage: str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._device, self._report, self._lineage, self._clock = device, report, lineage, clock
+        super().__init__(device)
+        self._report, self._lineage, self._clock = report, lineage, clock
         self._changes: asyncio.Queue[_Change] = asyncio.Queue()
         self._state = ""
         self._reported = 0
@@ -47,12 +49,6 @@ class ReportedDevice:
         asked = self._clock()
         await self._device.take_back(spell_s, hand_over=hand_over)
         self._changed(HELD, self._clock() - asked)
-
-    def engines(self) -> frozenset[str]:
-        return self._device.engines()
-
-    def engine_bytes(self) -> int:
-        return self._device.engine_bytes()
 
     async def run(self) -> None:
         """Reports changes, forever."""

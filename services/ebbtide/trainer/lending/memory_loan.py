@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import Final, Protocol
 
 from ebbtide.trainer.device_loan import TrainingDevice
+from ebbtide.trainer.lending.enclosed_device import EnclosedDevice
 
 #: While the device is lent, engines that came meanwhile are looked for so often.
 _LOOK_S: Final = 1.0
@@ -25,11 +26,12 @@ class MovableMemory(Protocol):
     def restore_memory(self) -> None: ...
 
 
-class MemoryLoan:
+class MemoryLoan(EnclosedDevice):
     """A `TrainingDevice`. `run` has to run meanwhile."""
 
     def __init__(self, device: TrainingDevice, learning: MovableMemory, *, look_s: float = _LOOK_S) -> None:
-        self._device, self._learning, self._look_s = device, learning, look_s
+        super().__init__(device)
+        self._learning, self._look_s = learning, look_s
         self._spell_s: float | None = None  # of the loan that is wanted; None: the trainer wants the device for itself
         self._lent = False
         self._room: int | None = None  # bytes that memory was given up for in this loan
@@ -49,12 +51,6 @@ class MemoryLoan:
             self._lent, self._room = False, None
             await self._device.take_back(spell_s, hand_over=hand_over)
             await asyncio.to_thread(self._learning.restore_memory)
-
-    def engines(self) -> frozenset[str]:
-        return self._device.engines()
-
-    def engine_bytes(self) -> int:
-        return self._device.engine_bytes()
 
     async def run(self) -> None:
         """Move memory away before each loan, forever. Raises what a move raises."""
