@@ -20,7 +20,7 @@ from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout
 from ebbtide.scheduling.dispatch.throughput import ThroughputPoint, WorkerThroughput
 from ebbtide.scheduling.elastic.engine_pace import EnginePace, fitted_pace, relative_speed
 from ebbtide.types.fleet import WorkerKind, WorkerState
-from ebbtide.types.work_left import MOST_GROUPS, MOST_WAIT_S, OpenGroup, WorkLeft
+from ebbtide.types.work_left import FULL_AFTER_S, MOST_GROUPS, MOST_WAIT_S, OpenGroup, WorkLeft
 
 #: Rollouts that are looked at between two pauses: less than a millisecond's work.
 _PAGE: Final = 512
@@ -28,9 +28,6 @@ _PAGE: Final = 512
 _LOOK_S: Final = 0.2
 #: Engines, evenly picked, whose speeds stand for a typical one's.
 _TYPICAL: Final = 16
-#: An engine is full if a rollout has waited in it for so long. Before, it may just read prompts.
-_WAITS_S: Final = 5.0
-
 #: Engines whose speeds are compared between two pauses.
 _ENGINES: Final = 64
 _UNKNOWN: Final = EnginePace(step_s=0.0, rollout_s=0.0)
@@ -201,6 +198,6 @@ def _full(sessions: Iterable[WorkerSession], now: float) -> Iterator[tuple[int, 
     """Of each engine in which a rollout waits: how many run, and the tokens of their contexts."""
     for one in sessions:
         waits_s = max((now - attempt.given for attempt in one.pending.values()), default=0.0)
-        if waits_s > _WAITS_S and len(one.attempts) > len(one.pending) and not one.reclaimed:
+        if waits_s > FULL_AFTER_S and len(one.attempts) > len(one.pending) and not one.reclaimed:
             running = [attempt.length for attempt in one.attempts.values() if attempt.started]
             yield len(running), sum(running)

@@ -22,10 +22,8 @@ from ebbtide.simulator.world.ebbtide_policy import EbbtideDecider
 from ebbtide.simulator.world.training.simulated_driver import StepProgress
 from ebbtide.simulator.world.training.trainer_loan import LoanWindow
 from ebbtide.types.fleet import WorkerKind
-from ebbtide.types.work_left import OpenGroup, WorkLeft
+from ebbtide.types.work_left import FULL_AFTER_S, OpenGroup, WorkLeft
 
-#: An engine is full if a rollout has waited in it for so long; else it may just read prompts.
-_WAITS_S: Final = 5.0
 #: Engines whose speeds stand for all.
 _SPEEDS: Final = 16
 _UNKNOWN: Final = EnginePace(step_s=0.0, rollout_s=0.0)
@@ -187,7 +185,7 @@ class ElasticWindow(LoanWindow):
         return [
             [attempt.length for attempt in one.attempts.values() if attempt.started]
             for one in sessions
-            if max((now - waiting.given for waiting in one.pending.values()), default=0.0) > _WAITS_S
+            if max((now - waiting.given for waiting in one.pending.values()), default=0.0) > FULL_AFTER_S
             and len(one.attempts) > len(one.pending)
         ]
 
