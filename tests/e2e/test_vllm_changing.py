@@ -16,7 +16,8 @@ from tests.chaos.cluster import Cluster
 from tests.e2e.changed_facts import VERSION
 from tests.e2e.facts import Facts, facts_of
 from tests.e2e.test_vllm_install import EXACT, same
-from tests.e2e.test_vllm_worker import ENGINE, finishes, request
+from tests.e2e.test_vllm_worker import finishes, request
+from tests.engine_config import engine_config
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -80,7 +81,7 @@ async def test_a_worker_that_changed_generates_what_one_does_that_began_with_tha
 ) -> None:
     first, second = checkpoints
     config = cluster.directory / "worker.toml"
-    config.write_text(ENGINE)
+    config.write_text(engine_config())
     mirrors = cluster.directory / "mirrors"
     flags: dict[str, Any] = {"engine": "vllm", "config": config, "mirror_dir": mirrors, "boot_s": 180.0}
     client = await cluster.boot(workers=0, heartbeat_timeout_s=60.0)
