@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ebbtide.local_cluster.local_cluster import free_address
 from ebbtide.local_cluster.program_process import ProgramProcess
-from ebbtide.local_cluster.served_model import ServedNetwork, served_model
+from ebbtide.local_cluster.serving_checkpoint import ServedNetwork, served_model
 from ebbtide.local_cluster.serving_engine import serving_engine
 
 _NETWORK = ServedNetwork(hidden=256, layers=2, heads=4, kv_heads=4, feed_forward=256)

@@ -53,7 +53,7 @@ from ebbtide.demo.token_accounts import TokenAccounts
 from ebbtide.errors import EbbtideError, Unavailable
 from ebbtide.grants import Page, page_path, socket_path
 from ebbtide.local_cluster.local_cluster import ClusterShape, LocalCluster, free_address
-from ebbtide.local_cluster.served_model import served_model
+from ebbtide.local_cluster.serving_checkpoint import served_model
 from ebbtide.scheduling.coserving.budget_decider import LatencyTargets
 from ebbtide.simulator.serving.request_traffic import TrafficRequest, laps
 from ebbtide.types.grants import GuardStatus

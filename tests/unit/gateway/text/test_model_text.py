@@ -11,7 +11,7 @@ from ebbtide.errors import InvalidRequest
 from ebbtide.gateway.text.model_text import ModelText
 from ebbtide.gateway.text.template_process import TemplateLimits
 from ebbtide.gateway.text.template_sandbox import TemplateSandbox
-from ebbtide.local_cluster.served_model import ServedNetwork, served_model
+from ebbtide.local_cluster.serving_checkpoint import ServedNetwork, served_model
 from ebbtide.trainer.base_model.character_tokenizer import character_tokenizer
 from tests.fakes.model_texts import (
     END,

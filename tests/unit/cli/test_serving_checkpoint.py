@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from ebbtide.local_cluster.served_model import ServedNetwork, served_model
+from ebbtide.local_cluster.serving_checkpoint import ServedNetwork, served_model
 
 SMALL = ServedNetwork(hidden=64, layers=2, heads=2, kv_heads=1, head=32, feed_forward=96, vocabulary=128, context=256)
 
