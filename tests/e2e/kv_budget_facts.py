@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 
+from ebbtide.grants import Page
 from ebbtide.rollout_worker.engine import EngineRequest
 from ebbtide.rollout_worker.engine.vllm.borrowed_engine import BorrowedEngine
 from ebbtide.rollout_worker.engine.vllm.vllm_engine import VllmEngine
@@ -35,6 +36,13 @@ class SleepingBorrowed(BorrowedEngine):
     @property
     def sleeps(self) -> bool:
         return self.as_on_gpu
+
+
+async def stands_still(page: Page, seconds: float = 0.2) -> bool:
+    """Whether the engine makes no step for so long. Only time that passes can show it: there is nothing to wait for."""
+    before = page.steps().steps
+    await asyncio.sleep(seconds)
+    return page.steps().steps == before
 
 
 class Asker:
@@ -136,8 +144,7 @@ async def move_weights(engine: VllmEngine, keeper: Keeper, asker: Asker, checkpo
         await sleeping.be(level)
         seen.append(resident(keeper.page))
     before = keeper.page.steps()
-    await asyncio.sleep(0.2)
-    still = keeper.page.steps().steps == before.steps
+    still = await stands_still(keeper.page)
     await sleeping.be(Residency.AWAKE)
     keeper.page.limit_kv(-1)
     found = {"answers": await running, "resident": seen, "still": still, "used": before.kv_used}
@@ -170,16 +177,13 @@ async def sleep_and_wake(engine: VllmEngine, keeper: Keeper, asker: Asker, check
         installing = None
         if level is Residency.HOST:
             installing = asyncio.create_task(engine.install(2, checkpoint / "model.safetensors"))
-        await asyncio.sleep(0.2)
-        still = keeper.page.steps().steps == before.steps and (installing is None or not installing.done())
+        still = await stands_still(keeper.page) and (installing is None or not installing.done())
         await engine.pause("throttle")
         await sleeping.be(Residency.AWAKE)
         if installing is not None:
             await installing
         await asyncio.sleep(0.1)
-        paused = keeper.page.steps().steps
-        await asyncio.sleep(0.2)
-        held = keeper.page.steps().steps == paused
+        held = await stands_still(keeper.page)
         await engine.resume("throttle")
         facts = {"still": still, "held": held, "running": before.running, "used": before.kv_used}
         found["levels"].append({**facts, "answers": await running})
@@ -208,10 +212,10 @@ async def main(checkpoint: str, path: str) -> None:
         await keeper.cut(0)
         steps = borrowed.page.steps()
         cpu = psutil.Process(steps.pid).cpu_times().user
-        await asyncio.sleep(0.5)
+        still = await stands_still(borrowed.page, 0.5)
         after = borrowed.page.steps()
         facts["starved"] = {
-            "steps": after.steps - steps.steps,
+            "still": still,
             "running": after.running,
             "waiting": after.waiting,
             "cpu": psutil.Process(steps.pid).cpu_times().user - cpu,
