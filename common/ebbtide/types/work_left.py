@@ -6,9 +6,9 @@ from msgspec import Meta, Struct
 
 #: Longest time that a request waits for a change of the fleet, and groups that are described in an answer at most.
 MOST_WAIT_S: Final = 20.0
+MOST_GROUPS: Final = 96
 #: An engine is full if a rollout has waited in it for so long, in seconds. Before, it may just read prompts.
 FULL_AFTER_S: Final = 5.0
-MOST_GROUPS: Final = 96
 _Measure = Annotated[float, Meta(ge=0, le=1e9)]
 
 

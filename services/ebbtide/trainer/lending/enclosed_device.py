@@ -4,7 +4,9 @@ from ebbtide.trainer.device_loan import TrainingDevice
 
 
 class EnclosedDevice:
-    """Half of a `TrainingDevice`: what the inner one says of its engines. Those that derive from it lend and take back."""
+    """Half of a `TrainingDevice`: what the inner one says of its engines. Classes that derive from it lend and take
+    back.
+    """
 
     def __init__(self, device: TrainingDevice) -> None:
         self._device = device
