@@ -171,3 +171,19 @@ async def test_many_rollouts_are_read_a_page_at_a_time() -> None:
     await fleet.left()
     beside.cancel()
     assert turns >= 4_000 // 512 - 1
+
+
+def test_a_rollout_that_is_queued_again_between_two_pages_is_told_once() -> None:
+    fleet = WorkFleet(1)
+    attempts = [fleet.runs(f"x{number}", 0, 3) for number in range(600)]
+    gathering = fleet.reader.gather(fleet.run, 10, frozenset())
+    next(gathering)
+    fleet.run.put_back(attempts[0], attempts[0].rollout)
+    left = None
+    while left is None:
+        try:
+            next(gathering)
+        except StopIteration as done:
+            left = done.value
+    (group,) = left.groups
+    assert len(group.running) + len(group.waiting) == 600

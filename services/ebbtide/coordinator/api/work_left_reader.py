@@ -165,12 +165,15 @@ class _OpenGroups:
 
     def _rollouts(self) -> Iterator[tuple[QueuedRollout, int, str]]:
         """Each rollout of training, the tokens of its response, and which worker generates it; "": none."""
+        seen = set[str]()
         for attempt in list(self._run.running.values()):
             if not (attempt.rollout.evaluation or attempt.rollout.request):
+                seen.add(attempt.rollout.rollout_id)
                 session = attempt.session if attempt.started else None
                 yield attempt.rollout, attempt.stored, session.worker_id if session else ""
         for queued in self._run.queue.training():
-            yield queued, queued.made, ""
+            if queued.rollout_id not in seen:  # else it was queued again between two pages
+                yield queued, queued.made, ""
 
     def _told(self, place: int) -> OpenGroup:
         group = self._groups[place]
