@@ -179,6 +179,22 @@ def test_nothing_is_learnt_of_a_time_in_which_the_coordinator_did_not_look(fleet
     assert watch.spell_s(fleet.attach("u")) == pytest.approx(before, rel=0.05)
 
 
+def test_workers_that_all_go_at_once_and_come_again_were_not_lost(fleet: Fleet) -> None:
+    watch, names = LossWatch(), [f"w{number}" for number in range(9)]
+    for _ in range(3):
+        sessions = [fleet.attach(name) for name in names]
+        watched(fleet, watch, 60.0)
+        for session in sessions:
+            fleet.state.detach(session)
+        watched(fleet, watch, 60.0)
+    for name in names[:-1]:
+        fleet.attach(name)
+    watched(fleet, watch, 5.0)
+    late = fleet.attach(names[-1])
+    watched(fleet, watch, 60.0)
+    assert watch.spell_s(late) > LossWatch().spell_s(late)
+
+
 def test_losses_of_a_pool_fade_while_it_has_no_workers(fleet: Fleet) -> None:
     watch = LossWatch()
     for number in range(12):

@@ -1,8 +1,9 @@
 """Learns how often workers of each pool are lost, from those that are no longer attached.
 
 Invariant: `_there` has the workers of the last look, and `_away` those that left since and may come again under their
-name: a worker that attaches again soon was not lost. One that people asked to leave was not lost either. Lost with the
-process: the rates are learnt again.
+name: a worker that attaches again soon was not lost. One that people asked to leave was not lost either. While no
+worker is attached, none is counted as lost: the link to all of them may be cut. Lost with the process: the rates are
+learnt again.
 """
 
 from collections import Counter
@@ -54,6 +55,8 @@ class LossWatch:
             name: _Left(pool, now) for name, (pool, asked) in self._there.items() if name not in there and not asked
         }
         away = {name: one for name, one in (self._away | left).items() if name not in there}
+        if not there:
+            away = {name: one._replace(at=now) for name, one in away.items()}
         lost = Counter(one.pool for one in away.values() if now - one.at >= _AWAY_S)
         self._away = {name: one for name, one in away.items() if now - one.at < _AWAY_S}
         workers = Counter(pool for pool, _ in there.values())
