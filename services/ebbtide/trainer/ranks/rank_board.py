@@ -1,7 +1,7 @@
 """Shares small notes between the ranks over the store where they meet, beside their orders.
 
-Invariant: notes die with the store, which is rank 0's or torchrun's. A wait has a connection of its own, so it delays
-no other call.
+Invariant: notes die with the store, which is rank 0's or torchrun's. Ranks that torchrun restarts do not see the notes
+of those before them. A wait has a connection of its own, so it delays no other call.
 """
 
 import os
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Final, Protocol
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from ebbtide.errors import Unavailable
 from ebbtide.runtime import Aside
@@ -79,7 +79,9 @@ class RankBoard:
 
 def _connected() -> Any:
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_CALL)
+    store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_CALL)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT")  # torchrun's store outlives the ranks that it restarts
+    return PrefixStore(f"/notes/attempt_{attempt}", store) if attempt else store
 
 
 def _reachable(call: Any) -> Any:
