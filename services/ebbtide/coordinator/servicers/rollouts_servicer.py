@@ -19,7 +19,7 @@ from ebbtide.wire.record_conversion import from_proto, to_proto
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
 SERVICE = "ebbtide.v1.Rollouts"
-#: Bytes of tokens that come in one message, unless one rollout has more: a quarter of what a message may have.
+#: Bytes of rollouts that come in one message, unless one has more: a quarter of what a message may have.
 _GROUP_BYTES: Final = 1 << 20
 
 
@@ -44,7 +44,7 @@ class RolloutsServicer(rollouts_pb2_grpc.RolloutsServicer):
     ) -> AsyncIterator[rollouts_pb2.FinishedRollout]:
         async with aclosing(self._rollouts.finished(request.run_id, check_cursor(request.cursor))) as pages:
             async for page in pages:
-                for message in _finished(page, grouped=request.grouped):
+                for message in finished_messages(page, grouped=request.grouped):
                     yield message
 
     async def StreamTokens(
@@ -80,18 +80,18 @@ class RolloutsServicer(rollouts_pb2_grpc.RolloutsServicer):
         return runs_pb2.Empty()
 
 
-def _finished(page: list[FinishedRollout], *, grouped: bool) -> Iterator[rollouts_pb2.FinishedRollout]:
+def finished_messages(page: list[FinishedRollout], *, grouped: bool) -> Iterator[rollouts_pb2.FinishedRollout]:
     """The messages of a page: one for each, or for as many as may come together."""
     first, size = None, 0
     for one in page:
         message = to_proto(one, rollouts_pb2.FinishedRollout)
-        size += len(one.tokens)
+        size += message.ByteSize()
         if first is not None and grouped and size <= _GROUP_BYTES:
             first.others.append(message)
             continue
         if first is not None:
             yield first
-        first, size = message, len(one.tokens)
+        first, size = message, message.ByteSize()
     if first is not None:
         yield first
 
