@@ -35,7 +35,7 @@ class RLBoostPolicy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     #: Windows that are remembered from the begin on, in seconds: with one instance, with two, and so on.
     windows: Annotated[str, Meta(pattern=r"^([0-9]+( [0-9]+)*)?$", max_length=1000)] = ""
     migrates: bool = True  # else lost rollouts begin again
-    balances: bool = True  # rollouts move between engines
+    balances: bool = True  # rollouts move between engines; with `unit_groups` none does
     whole_groups: bool = False  # a micro-batch has whole groups only: GRPO's advantages need them
     climbs: bool = False  # the public code's window instead of the paper's
     unit_groups: bool = False  # whole groups are sent, and cut to their shortest response, as by the public code
