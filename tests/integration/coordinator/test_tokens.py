@@ -44,19 +44,6 @@ async def test_rollouts_that_finished_together_come_in_one_message_for_who_asks_
     assert (rest.rollout_id, [one.rollout_id for one in rest.others]) == ("b", ["c"])
 
 
-async def test_a_group_of_finished_rollouts_fits_into_a_message(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ebbtide.coordinator.servicers.rollouts_servicer._GROUP_BYTES", 5 * 12)
-    run = await cluster.run()
-    worker = await cluster.worker("w1")
-    lengths = {"a": 2, "b": 3, "c": 6, "d": 1}
-    await run.submit(*lengths)
-    await worker.has(*lengths)
-    for name, length in lengths.items():
-        await worker.add(name, 0, length, STOP)
-    groups = await run.finished(3, grouped=True)
-    assert [[one.rollout_id for one in (group, *group.others)] for group in groups] == [["a", "b"], ["c"], ["d"]]
-
-
 async def test_a_repeat_is_harmless_and_a_gap_or_overlap_is_told_where_to_go_on(cluster: Any) -> None:
     run = await cluster.run()
     worker = await cluster.worker("w1")
