@@ -31,4 +31,8 @@ def test_rollouts_come_one_by_one_unless_they_were_asked_for_together() -> None:
 def test_a_rollout_that_is_larger_comes_alone_and_those_around_it_stay_in_order() -> None:
     page = [finish(number, tokens=tokens) for number, tokens in enumerate((2, 3, 100_000, 1, 1))]
     messages = list(finished_messages(page, grouped=True))
-    assert [[one.rollout_id for one in (each, *each.others)] for each in messages] == [["r0", "r1"], ["r2"], ["r3", "r4"]]
+    assert [[one.rollout_id for one in (each, *each.others)] for each in messages] == [
+        ["r0", "r1"],
+        ["r2"],
+        ["r3", "r4"],
+    ]

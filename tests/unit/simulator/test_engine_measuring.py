@@ -11,8 +11,8 @@ from ebbtide.rollout_worker.engine.engine_measuring import EngineMeasuring, plan
 from ebbtide.rollout_worker.engine.measured_steps import EngineCapacity
 from ebbtide.rollout_worker.engine.scripted_engine import ScriptedEngine
 from ebbtide.rollout_worker.settings import ScriptedSettings
-from ebbtide.simulator.engines.engine_fit import fit_step_costs
 from ebbtide.simulator.engines.engine_profile import StepCosts
+from ebbtide.simulator.engines.fits.engine_fit import fit_step_costs
 from ebbtide.types.rollout import FinishReason
 from tests.fakes.instant_loop import InstantLoop
 

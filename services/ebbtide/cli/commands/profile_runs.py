@@ -11,10 +11,10 @@ import typer
 from msgspec.structs import replace
 
 from ebbtide.errors import InvalidRequest
-from ebbtide.simulator.engines.engine_fit import fit_engine
 from ebbtide.simulator.engines.engine_profile import EngineProfile
+from ebbtide.simulator.engines.fits.engine_fit import fit_engine
+from ebbtide.simulator.engines.fits.trainer_fit import fit_trainer
 from ebbtide.simulator.engines.profile_files import write_profile
-from ebbtide.simulator.engines.trainer_fit import fit_trainer
 from ebbtide.simulator.engines.trainer_profile import TrainerProfile
 
 _CPU_INFO: Final = Path("/proc/cpuinfo")

@@ -7,7 +7,7 @@ import numpy as np
 
 from ebbtide.errors import InvalidRequest
 from ebbtide.simulator.engines.engine_profile import FitErrors
-from ebbtide.simulator.engines.non_negative_fit import fit_costs, fit_errors
+from ebbtide.simulator.engines.fits.non_negative_fit import fit_costs, fit_errors
 from ebbtide.simulator.engines.trainer_profile import TrainerCosts, TrainerDelays, TrainerProfile
 from ebbtide.trainer.learning.measured_learning import LearnerWork, TrainerMeasurements
 

@@ -8,7 +8,7 @@ import numpy as np
 from ebbtide.errors import InvalidRequest
 from ebbtide.rollout_worker.engine.measured_steps import EngineMeasurements, MeasuredSteps
 from ebbtide.simulator.engines.engine_profile import EngineDelays, EngineProfile, FitErrors, KvCapacity, StepCosts
-from ebbtide.simulator.engines.non_negative_fit import Array, fit_costs, fit_errors
+from ebbtide.simulator.engines.fits.non_negative_fit import Array, fit_costs, fit_errors
 
 #: With fewer observations than this the costs say nothing about other steps.
 _LEAST: Final = 6

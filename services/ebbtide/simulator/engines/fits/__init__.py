@@ -1,0 +1,1 @@
+"""Fits the costs of engines and trainers to measured steps."""
