@@ -18,9 +18,9 @@ from ebbtide.errors import InvalidRequest
 from ebbtide.scheduling.coserving.budget_decider import LatencyTargets
 from ebbtide.simulator.serving.pair_costs import PairCosts, PairMemory, read_pair_costs
 from ebbtide.simulator.serving.pair_costs_fit import StepSample
+from ebbtide.simulator.serving.policies.serving_policies import serving_policy
 from ebbtide.simulator.serving.request_traffic import TrafficBursts, made_up
 from ebbtide.simulator.serving.served_engine import ServedCall
-from ebbtide.simulator.serving.serving_policies import serving_policy
 
 QUIET = Console(quiet=True)
 #: The "real" pair: one whose costs are known.

@@ -11,9 +11,9 @@ from ebbtide.scheduling.coserving.budget_decider import LatencyTargets
 from ebbtide.scheduling.dispatch.reclaim_risk import SHORT_S
 from ebbtide.simulator.serving.grant_tape import SPELL_S, GrantSpell
 from ebbtide.simulator.serving.pair_costs import PairCosts
+from ebbtide.simulator.serving.policies.serving_policies import serving_policy
 from ebbtide.simulator.serving.request_traffic import TrafficBursts, TrafficRequest, made_up
 from ebbtide.simulator.serving.served_host import GrantTapes, ServedHost, ServedTraffic, borrowed_state
-from ebbtide.simulator.serving.serving_policies import serving_policy
 from ebbtide.types.grants import Forecast
 
 COSTS = PairCosts()

@@ -5,12 +5,12 @@ from msgspec.structs import replace
 
 from ebbtide.scheduling.coserving.budget_decider import LatencyTargets
 from ebbtide.simulator.serving.pair_costs import PairCosts, PairMemory, StrayProcess
+from ebbtide.simulator.serving.policies.serving_policies import serving_policy
 from ebbtide.simulator.serving.request_traffic import TrafficBursts, TrafficRequest, faster, made_up
 from ebbtide.simulator.serving.rollout_batch import RolloutShape
 from ebbtide.simulator.serving.serving_comparison import compared, played_alone, resolved_targets, speed_for_load
 from ebbtide.simulator.serving.serving_figures import latency_percentile, served_ttft
 from ebbtide.simulator.serving.serving_pair import ServingPair
-from ebbtide.simulator.serving.serving_policies import serving_policy
 
 BESIDE = PairCosts(serving_beside=0.6, rollouts_beside=0.6)
 EXACT = PairCosts(noise=0.0, hiccup=0)

@@ -24,10 +24,10 @@ from ebbtide.scheduling.coserving.budget_decider import LatencyTargets
 from ebbtide.scheduling.coserving.traffic_rhythm import TrafficRhythm
 from ebbtide.simulator.serving.grant_tape import GrantSpell, SpellRecorder
 from ebbtide.simulator.serving.pair_costs import PairCosts
+from ebbtide.simulator.serving.policies.serving_policies import ServingPolicy, serving_policy
 from ebbtide.simulator.serving.request_traffic import TrafficRequest
 from ebbtide.simulator.serving.serving_comparison import played_alone, resolved_targets
 from ebbtide.simulator.serving.serving_pair import BEAT_S
-from ebbtide.simulator.serving.serving_policies import ServingPolicy, serving_policy
 from ebbtide.types.fleet import BorrowedState
 from ebbtide.types.grants import Forecast
 

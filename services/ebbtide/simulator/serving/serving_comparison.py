@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 from ebbtide.scheduling.coserving.budget_decider import LatencyTargets
 from ebbtide.simulator.serving.pair_costs import PairCosts
+from ebbtide.simulator.serving.policies.serving_policies import serving_policy
 from ebbtide.simulator.serving.request_traffic import TrafficRequest, faster
 from ebbtide.simulator.serving.rollout_batch import RolloutShape
 from ebbtide.simulator.serving.served_engine import ServedCall
@@ -18,7 +19,6 @@ from ebbtide.simulator.serving.serving_figures import (
     serving_figures,
 )
 from ebbtide.simulator.serving.serving_pair import ServingPair
-from ebbtide.simulator.serving.serving_policies import serving_policy
 
 #: Serving alone again, with other noise: the difference to the first time is what says nothing.
 AGAIN: Final = "alone again"

@@ -19,11 +19,11 @@ from ebbtide.errors import InvalidRequest
 from ebbtide.scheduling.coserving.budget_decider import BudgetDecider, LatencyTargets, StepLimits
 from ebbtide.scheduling.coserving.governor import Governor
 from ebbtide.serving_guard.loans.memory_budget import MemoryBudget
-from ebbtide.simulator.serving.constant_policy import ConstantBudget, ConstantMemory
 from ebbtide.simulator.serving.pair_costs import PairCosts
+from ebbtide.simulator.serving.policies.constant_policy import ConstantBudget, ConstantMemory
+from ebbtide.simulator.serving.policies.rose_policy import RoseAdmission, RoseMemory, RoseSetting, RoseTables
 from ebbtide.simulator.serving.request_traffic import TrafficRequest
 from ebbtide.simulator.serving.rollout_batch import RolloutShape
-from ebbtide.simulator.serving.rose_policy import RoseAdmission, RoseMemory, RoseSetting, RoseTables
 from ebbtide.simulator.serving.serving_pair import PairObserver, ServingPair
 
 KNOWN = ("alone", "unguarded", "idle-only", "rose", "ours")
