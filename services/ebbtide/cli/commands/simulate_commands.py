@@ -46,7 +46,7 @@ def simulate(
         print_table(profile_table())
         print_table(example_table())
         return
-    from ebbtide.cli.commands.simulate_command import SimulateOptions, run
+    from ebbtide.cli.commands.simulation.simulate_command import SimulateOptions, run
 
     options = SimulateOptions(
         scenario=scenario, compare=tuple(compare or ()), recording=recording, seed=seed, seeds=seeds, jobs=jobs,
@@ -66,7 +66,7 @@ def record(
 
     The store has a run's newest attempts only. Record before the run's data expires.
     """
-    from ebbtide.cli.commands.record_command import fetch_recording, write_recording
+    from ebbtide.cli.commands.simulation.record_command import fetch_recording, write_recording
 
     recorded = with_client(lambda client: fetch_recording(client, run_id), coordinator, token_file, relay=relay)
     typer.echo(write_recording(recorded, file))

@@ -1,0 +1,1 @@
+"""Runs the commands that simulate, record and measure for simulations."""
