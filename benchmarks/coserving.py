@@ -39,7 +39,7 @@ from rich.console import Console  # noqa: E402
 
 from benchmarks import arguments, proxy  # noqa: E402
 from benchmarks.conditions import conditions  # noqa: E402
-from benchmarks.pair.report import draw, figures, told  # noqa: E402
+from benchmarks.pair.results.report import draw, figures, told  # noqa: E402
 from ebbtide.errors import InvalidRequest  # noqa: E402
 from ebbtide.simulator.serving.request_traffic import COLUMNS, TrafficBursts, made_up, parse_window  # noqa: E402
 
@@ -220,9 +220,9 @@ async def _cells(
     options: argparse.Namespace, console: Console, measuring: "Measuring", speeds: "Speeds"
 ) -> dict[str, Any]:
     """A row for each policy of each scene, and what was measured of each engine alone."""
-    from benchmarks.pair.figures import Alone
     from benchmarks.pair.plan import scene_of
-    from benchmarks.pair.report import alone_run
+    from benchmarks.pair.results.figures import Alone
+    from benchmarks.pair.results.report import alone_run
 
     cells: list[dict[str, Any]] = []
     alone_runs: dict[str, Any] = {}

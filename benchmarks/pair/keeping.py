@@ -10,7 +10,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from benchmarks.pair.figures import Block
+from benchmarks.pair.results.figures import Block
 from benchmarks.pair.traffic import Speeds
 
 _ROOT: Final = Path(__file__).parents[2]

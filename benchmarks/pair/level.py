@@ -18,10 +18,10 @@ from typing import Any, Final
 import aiohttp
 import msgspec
 
-from benchmarks.pair.figures import TPOT_FACTOR, TTFT_FACTOR, Alone, Block, Cell, percentile
 from benchmarks.pair.keeping import Keeping
 from benchmarks.pair.plan import BLOCK_S, Scene, block_order
 from benchmarks.pair.policies import OURS, Guard, Slo, guard
+from benchmarks.pair.results.figures import TPOT_FACTOR, TTFT_FACTOR, Alone, Block, Cell, percentile
 from benchmarks.pair.stack import MODEL, WORKER, Pair, installed, settle
 from benchmarks.pair.stray import stray_process
 from benchmarks.pair.traffic import Speeds

@@ -18,7 +18,7 @@ from typing import Final
 
 from msgspec import Struct
 
-from benchmarks.pair.rose import SETTING, TABLES
+from benchmarks.pair.rivals.rose import SETTING, TABLES
 from benchmarks.pair.stack import WORKER, Pair
 from ebbtide.grants import socket_path
 from ebbtide.local_cluster.program_process import Program, ProgramProcess
@@ -33,10 +33,10 @@ _ROOT: Final = Path(__file__).parents[2]
 _MODULES: Final = {
     "ours": "ebbtide.serving_guard",
     "observe": "ebbtide.serving_guard",
-    "rose": "benchmarks.pair.rose",
-    "unguarded": "benchmarks.pair.always",
-    "rollouts": "benchmarks.pair.always",
-    "split": "benchmarks.pair.always",
+    "rose": "benchmarks.pair.rivals.rose",
+    "unguarded": "benchmarks.pair.rivals.always",
+    "rollouts": "benchmarks.pair.rivals.always",
+    "split": "benchmarks.pair.rivals.always",
 }
 #: Policies whose guard stands in the traffic.
 PROXIED: Final = ("ours", "rose")

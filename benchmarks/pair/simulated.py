@@ -13,7 +13,7 @@ from typing import Final
 from msgspec.structs import replace
 
 from benchmarks import arguments
-from benchmarks.pair.figures import TPOT_FACTOR, TTFT_FACTOR
+from benchmarks.pair.results.figures import TPOT_FACTOR, TTFT_FACTOR
 from benchmarks.pair.stray import STRAY
 from ebbtide.scheduling.coserving.budget_decider import LatencyTargets
 from ebbtide.simulator.serving.pair_costs import PairCosts, read_pair_costs

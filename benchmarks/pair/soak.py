@@ -7,9 +7,9 @@ from typing import Any, Final
 import psutil
 from msgspec import Struct
 
-from benchmarks.pair.figures import Alone, Block, Cell, percentile, row
 from benchmarks.pair.level import Measuring, slo_of
 from benchmarks.pair.plan import Scene
+from benchmarks.pair.results.figures import Alone, Block, Cell, percentile, row
 from benchmarks.pair.stack import WORKER, Pair
 from ebbtide.simulator.serving.request_traffic import TrafficRequest
 

@@ -10,12 +10,12 @@ from rich.console import Console
 
 from benchmarks.coserving import parse
 from benchmarks.pair import simulated
-from benchmarks.pair.figures import Alone, Block, Cell, best_rose, kept, row
-from benchmarks.pair.intervals import attainment_less_alone
 from benchmarks.pair.keeping import Keeping
 from benchmarks.pair.over_rose import comparisons, real_tokens_over_rose
 from benchmarks.pair.plan import QUICK_BLOCK_S, QUICK_S, Scene, block_order
-from benchmarks.pair.report import figures, told
+from benchmarks.pair.results.figures import Alone, Block, Cell, best_rose, kept, row
+from benchmarks.pair.results.intervals import attainment_less_alone
+from benchmarks.pair.results.report import figures, told
 from benchmarks.pair.soak import lapped
 from benchmarks.pair.stray import spell
 from benchmarks.pair.traffic import Speeds, busy_s, lasting, speed_for

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from benchmarks.pair.figures import Alone, Block, Cell
-from benchmarks.pair.intervals import intervals
-from benchmarks.pair.report import alone_run, told
+from benchmarks.pair.results.figures import Alone, Block, Cell
+from benchmarks.pair.results.intervals import intervals
+from benchmarks.pair.results.report import alone_run, told
 from benchmarks.simulator.measured_pair import FITTED_ON, fitted_beside, read_result
 from benchmarks.simulator.serving_order import judge, main, modelled, ordered_pairs
 from ebbtide.demo.coserving.coserving_records import BudgetMoment, ServedAnswer

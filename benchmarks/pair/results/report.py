@@ -7,9 +7,9 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.pair.figures import TPOT_FACTOR, TTFT_FACTOR, Alone, Cell, best_rose, kept, percentile, row
-from benchmarks.pair.intervals import attainment_less_alone, intervals
 from benchmarks.pair.over_rose import real_tokens_over_rose
+from benchmarks.pair.results.figures import TPOT_FACTOR, TTFT_FACTOR, Alone, Cell, best_rose, kept, percentile, row
+from benchmarks.pair.results.intervals import attainment_less_alone, intervals
 from ebbtide.demo.coserving.coserving_records import ReplayRecord
 
 _COLUMNS = (

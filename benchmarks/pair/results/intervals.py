@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.pair.figures import Block, Cell, Values
-from benchmarks.pair.resampling import RUN, drawn_runs
+from benchmarks.pair.results.figures import Block, Cell, Values
+from benchmarks.pair.results.resampling import RUN, drawn_runs
 from ebbtide.demo.coserving.coserving_records import ServedAnswer
 
 

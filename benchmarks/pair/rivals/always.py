@@ -1,6 +1,6 @@
 """No guard at all, as a program: the rollout engine always has its whole budget, and four fifths of the memory."""
 
-from benchmarks.pair.rivals import run_rival
+from benchmarks.pair.rivals.rival_program import run_rival
 from ebbtide.simulator.serving.policies.constant_policy import ConstantBudget, ConstantMemory
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct, field
 
-from benchmarks.pair.resampling import drawn_runs
+from benchmarks.pair.results.resampling import drawn_runs
 from ebbtide.demo.coserving.coserving_records import BudgetMoment, ServedAnswer
 from ebbtide.scheduling.coserving.budget_decider import LatencyTargets
 from ebbtide.simulator.serving.pair_costs_fit import StepSample

@@ -1,0 +1,1 @@
+"""Makes figures, intervals and tables of what blocks measured."""

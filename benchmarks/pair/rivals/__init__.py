@@ -1,0 +1,1 @@
+"""Runs rivals as programs in the guard's place."""
