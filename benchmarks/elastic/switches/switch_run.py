@@ -36,6 +36,8 @@ HEARTBEAT_TIMEOUT_S: Final = 20.0
 WINDOW_S: Final = 1.5
 GROUPS, SIZE, MAX_TOKENS = 6, 4, 800
 _ENVIRONMENT: Final = "tests.integration.trainer.environments_for_tests:make_source"
+#: A step takes some 5 s on two cores. One with a kill waits for the next life of what was killed.
+_LONGEST_STEP_S: Final = 60.0
 #: What is killed, in turn. The worker is that of the trainer's device.
 KILLED: Final = ("arbiter", "trainer", "worker", "coordinator")
 
@@ -175,7 +177,7 @@ async def _kill(
         after = first + number * plan.spacing
         await wait_until(
             lambda: following.done() or _newest(events) >= after,  # noqa: B023
-            timeout=600,
+            timeout=_LONGEST_STEP_S * (after - _newest(events) + 1),
             what=f"step {after}",
         )
         if following.done():
