@@ -97,8 +97,7 @@ async def test_one_decision_lends_the_devices_of_all_hosts_and_takes_them_back(
                     assert not worker.page.steps().stepping
                     assert not worker.page.offered().tokens
                 assert await hosts.states() == ["held", "held"]
-            names = [name for name in ranks.board.notes if "/wish/" in name]
-            assert len(names) == 1, "notes that all have followed are removed"
+            assert len(wishes_of(ranks)) == 1, "notes that all have followed are removed"
 
 
 async def test_a_step_waits_for_the_memory_of_the_slowest_host_after_all_compute_is_back(
@@ -113,6 +112,11 @@ async def test_a_step_waits_for_the_memory_of_the_slowest_host_after_all_compute
             assert not taking.done()
             await asyncio.wait_for(taking, 20)
             assert slow.state() in "ZX", "its arbiter ended it"
+
+
+def wishes_of(ranks: Ranks) -> list[str]:
+    """The names of rank 0's notes that say what it wants of other hosts. Each new wish has a new name."""
+    return sorted(name for name in ranks.board.notes if "/wish/" in name)
 
 
 async def waits_for_memory(arbiter: ArbiterProcess) -> bool:
@@ -149,6 +153,8 @@ async def test_the_device_of_a_host_without_an_arbiter_and_without_engines_is_ba
             await steps_on(one)
             hosts.arbiters[1].end()
             await asyncio.wait_for(ranks.loan.take_back(), 5)
+            assert not one.page.steps().stepping
+            assert not one.page.offered().tokens
 
 
 async def test_an_engine_that_nobody_stops_ends_the_wait_with_its_hosts_name_and_frees_the_other_host(
@@ -212,10 +218,12 @@ async def test_a_rank_0_that_was_frozen_has_the_devices_of_other_hosts_again_wit
     async with Ranks(folders) as ranks:
         with Borrowing(folders[1]) as other:
             await asyncio.wait_for(ranks.loan.take_back(), 20)
+            wishes = wishes_of(ranks)
             ranks.board.answers.clear()
             await steps_on(other)
             ranks.board.answers.set()
             await wait_until(lambda: is_held(hosts.arbiters[1]), 20)
+            assert wishes_of(ranks) == wishes
 
 
 async def test_the_next_run_of_the_same_ranks_owns_all_devices_under_its_own_lease(
