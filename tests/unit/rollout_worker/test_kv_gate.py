@@ -1,95 +1,126 @@
-"""Attempts enter the engine as its memory allows, and leave it behind their newest token."""
+"""Attempts enter the engine as its memory allows, and one that must wait long goes back to the coordinator."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
-from typing import Any
+from contextlib import suppress
+from dataclasses import dataclass, field
 
 import pytest
 
-from ebbtide.rollout_worker.engine.scripted_engine import END, ScriptedEngine, follow
-from ebbtide.rollout_worker.generation.generation import Assignment
-from ebbtide.rollout_worker.generation.local_attempts import HandBack, LocalAttempts
-from ebbtide.rollout_worker.generation.outbox import Outbox
-from ebbtide.rollout_worker.settings import ScriptedSettings
+from ebbtide.rollout_worker.engine import EngineRequest
+from ebbtide.rollout_worker.generation.kv_gate import KvGate, KvTicket
 from ebbtide.testing import wait_until
-from ebbtide.types.append_delta import AppendAck
-from ebbtide.types.end_cause import EndCause
-from ebbtide.types.fleet import AppendStatus, AttemptRef
-from ebbtide.types.run import Sampling
-from ebbtide.types.tokens import TOKEN_BYTES, pack_ids, unpack_tokens
+from ebbtide.types.fleet import EngineInfo
+from ebbtide.types.tokens import pack_ids
 
-PROMPT = [7, 8, 9]
+INFO = EngineInfo(model="m", vocab_size=100, max_model_len=4096, kv_tokens=1024, kv_block=16, shares_prefixes=True)
 
 
-class Desk:
-    """A worker's attempts, and a store that takes all tokens at once."""
+@dataclass
+class Door:
+    """A gate, and attempts that stay inside until they are told to go or are parked."""
 
-    def __init__(self, settings: ScriptedSettings, *, by_memory: bool) -> None:
-        self.settings, self._by_memory = settings, by_memory
-        self.engine = ScriptedEngine(settings)
-        self.outbox = Outbox(flush_tokens=8, flush_interval_s=0.005)
-        self.tokens = dict[str, bytes]()
-        self.finished = set[str]()
-        self.back = dict[str, HandBack]()
-        self.inside = self.most = 0
+    info: EngineInfo = INFO
+    speeds: tuple[float, float] = (0.0, 0.0)
+    inside: dict[str, KvTicket] = field(default_factory=dict)
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
-    async def open(self) -> None:
-        info = await self.engine.start()
-        generate = self.engine.generate
+    def __post_init__(self) -> None:
+        self.gate = KvGate(self.info, 64, limits=True, speeds=lambda: self.speeds)
 
-        async def counted(request: Any) -> AsyncGenerator[Any, None]:
-            self.inside += 1
-            self.most = max(self.most, self.inside)
+    def come(self, name: str, prompt: list[int], *, most: int, forecast: int = 0) -> KvTicket:
+        request = EngineRequest(
+            request_id=name,
+            token_ids=prompt,
+            temperature=1.0,
+            top_p=1.0,
+            top_k=0,
+            max_tokens=most,
+            min_tokens=0,
+            stop_token_ids=(),
+        )
+        ticket = self.gate.ticket(request, pack_ids(prompt), forecast=(forecast, 0), first=False)
+        self.tasks.append(asyncio.create_task(self._stay(name, ticket)))
+        return ticket
+
+    async def _stay(self, name: str, ticket: KvTicket) -> None:
+        async with self.gate.room(ticket):
+            self.inside[name] = ticket
             try:
-                async for delta in generate(request):
-                    yield delta
+                await wait_until(lambda: ticket.parked, 30)
             finally:
-                self.inside -= 1
+                del self.inside[name]
 
-        self.engine.generate = counted  # type: ignore[method-assign]
-        self.attempts = LocalAttempts(
-            self.engine, info, self.outbox, None, release=self._released, fail=self._failed, by_memory=self._by_memory
-        )
-        self._storing = asyncio.create_task(self._store())
+    async def go(self, *places: int) -> None:
+        for place in places:
+            self.tasks[place].cancel()
+            with suppress(asyncio.CancelledError):
+                await self.tasks[place]
 
-    async def close(self) -> None:
-        self._storing.cancel()
-        await asyncio.wait({self._storing})
-        await self.attempts.close()
-        await self.engine.stop()
 
-    def assign(self, name: str, tokens: int, *, expected: int = 0, partial: bytes = b"", prompt: Any = PROMPT) -> None:
-        sampling = Sampling(max_tokens=tokens, ignore_eos=True)
-        ref = AttemptRef("run", name, name)
-        self.tokens[name] = partial
-        self.attempts.start(
-            Assignment(
-                attempt=ref,
-                policy="p",
-                prompt_ids=pack_ids(prompt),
-                sampling=sampling,
-                partial=partial,
-                expected_tokens=expected,
-            )
-        )
+@pytest.fixture
+def door() -> Door:
+    return Door()
 
-    def _released(self, refs: list[AttemptRef], why: HandBack) -> None:
-        self.back |= dict.fromkeys((ref.attempt_id for ref in refs), why)
 
-    def _failed(self, error: BaseException) -> None:
-        raise AssertionError from error
+async def test_attempts_wait_until_memory_is_free_and_enter_in_the_order_of_their_arrival(door: Door) -> None:
+    for number in range(4):
+        door.come(f"r{number}", [number] * 300, most=100, forecast=100)
+    await wait_until(lambda: set(door.inside) == {"r0", "r1"})
+    assert door.gate.waiting == 2
+    assert door.gate.reserved <= 1024
+    await door.go(0)
+    await wait_until(lambda: set(door.inside) == {"r1", "r2"})
+    await door.go(1, 2, 3)
+    assert (door.gate.waiting, door.gate.reserved) == (0, 0)
 
-    async def _store(self) -> None:
-        while True:
-            self.attempts.flush()
-            batch = self.outbox.take(1 << 20)
-            acks = []
-            for delta in batch:
-                name = delta.attempt.attempt_id
-                self.tokens[name] += delta.tokens
-                stored = len(self.tokens[name]) // TOKEN_BYTES
-                acks.append(AppendAck(name, AppendStatus.STORED, stored, finished=delta.finish is not None))
-                if delta.finish is not None:
-                    self.finished.add(name)
-            self.attempts.settle(acks, durable=True)
-            await asyncio.sleep(0.002)
+
+async def test_a_group_shares_its_prompts_memory(door: Door) -> None:
+    for number in range(4):
+        door.come(f"r{number}", [7] * 640, most=40, forecast=40)
+    await wait_until(lambda: len(door.inside) == 4)
+    await door.go(*range(4))
+
+
+async def test_an_attempt_that_outgrows_the_memory_makes_the_cheapest_one_leave(door: Door) -> None:
+    old = door.come("old", [1] * 600, most=1000, forecast=10)
+    await wait_until(lambda: "old" in door.inside)
+    door.come("young", [2] * 200, most=1000, forecast=10)
+    await wait_until(lambda: "young" in door.inside)
+    for _ in range(300):
+        door.gate.made(old, 1, version=1)
+        await asyncio.sleep(0)
+    await wait_until(lambda: set(door.inside) == {"old"})
+    assert door.gate.parked == 1
+    await door.go(0)
+
+
+@pytest.mark.parametrize(("token_s", "leaves"), [(0.0001, False), (0.1, True)])
+async def test_a_parked_attempt_leaves_the_worker_if_its_wait_is_long(token_s: float, *, leaves: bool) -> None:
+    door = Door(speeds=(token_s, 0.0001))
+    old = door.come("old", [1] * 600, most=1000, forecast=10)
+    await wait_until(lambda: "old" in door.inside)
+    young = door.come("young", [2] * 200, most=1000, forecast=10)
+    await wait_until(lambda: "young" in door.inside)
+    for _ in range(300):
+        door.gate.made(old, 1, version=1)
+        await asyncio.sleep(0)
+    await wait_until(lambda: set(door.inside) == {"old"})
+    assert young.leaves is leaves
+    await door.go(0)
+
+
+async def test_an_engine_that_does_not_say_its_memory_limits_nobody() -> None:
+    door = Door(info=EngineInfo(model="m", vocab_size=100, max_model_len=4096))
+    for number in range(20):
+        door.come(f"r{number}", [number] * 4000, most=90)
+    await wait_until(lambda: len(door.inside) == 20)
+    await door.go(*range(20))
+
+
+async def test_those_that_wait_enter_an_engine_that_replaced_theirs_and_does_not_say_its_memory(door: Door) -> None:
+    for number in range(4):
+        door.come(f"r{number}", [number] * 600, most=100)
+    await wait_until(lambda: len(door.inside) == 1)
+    door.gate.engine_changed(EngineInfo(model="m", vocab_size=100, max_model_len=4096))
+    await wait_until(lambda: len(door.inside) == 4)
+    await door.go(*range(4))

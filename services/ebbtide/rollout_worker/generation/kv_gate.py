@@ -38,17 +38,21 @@ class KvTicket:
     def made(self, tokens: int) -> None:
         """Its engine made so many more."""
         context = self.context
-        rest = None if context.rest is None else max(0.0, context.rest - tokens)
-        longest = None if context.longest_rest is None else max(0.0, context.longest_rest - tokens)
         self.context = replace(
-            context, tokens=context.tokens + tokens, most=context.most - tokens, rest=rest, longest_rest=longest
+            context,
+            tokens=context.tokens + tokens,
+            most=context.most - tokens,
+            rest=_less(context.rest, tokens),
+            longest_rest=_less(context.longest_rest, tokens),
         )
 
 
 class KvGate:
     """The gate before one engine."""
 
-    def __init__(self, info: EngineInfo, slots: int, *, limits: bool, speeds: Callable[[], tuple[float, float]]) -> None:
+    def __init__(
+        self, info: EngineInfo, slots: int, *, limits: bool, speeds: Callable[[], tuple[float, float]]
+    ) -> None:
         """`limits`: whether memory limits anybody. `speeds`: seconds for a token of each running rollout, and for
         reading one."""
         self._slots, self._limits, self._speeds = slots, limits, speeds
@@ -64,6 +68,8 @@ class KvGate:
         self._rules: ChunkRules | None = None
         if self._limits and info.kv_tokens and info.kv_block:
             self._rules = ChunkRules(kv_tokens=info.kv_tokens, block=info.kv_block, slots=self._slots)
+        else:
+            self._open()
 
     @property
     def waiting(self) -> int:
@@ -146,7 +152,6 @@ class KvGate:
     def _decide(self) -> None:
         self._deciding = False
         if self._rules is None:
-            self._open()
             return
         staying = [one.context for one in self._running.values() if not one.parked]
         parking = len(staying) < len(self._running)
@@ -162,9 +167,11 @@ class KvGate:
             ticket.inside.set()
 
     def _open(self) -> None:
-        """Another engine does not limit anybody."""
+        """This engine does not limit anybody."""
         for ticket in self._waiting.values():
             ticket.inside.set()
+        self._running |= self._waiting
+        self._waiting.clear()
 
     def _park(self, ticket: KvTicket, rules: ChunkRules) -> None:
         ticket.parked = ticket.first = True
@@ -175,6 +182,11 @@ class KvGate:
             ticket.leaves = True
         self.parked += 1
         metrics.PARKED.labels("handed back" if ticket.leaves else "waits").inc()
+
+
+def _less(forecast: float | None, tokens: int) -> float | None:
+    """A forecast that was exceeded is none any more."""
+    return forecast - tokens if forecast is not None and forecast > tokens else None
 
 
 def _rank(ticket: KvTicket) -> tuple[bool, float]:
