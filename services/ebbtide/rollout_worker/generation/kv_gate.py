@@ -157,10 +157,10 @@ class KvGate:
         parking = len(staying) < len(self._running)
         waiting = [] if parking else [one.context for one in sorted(self._waiting.values(), key=_rank)]
         decision = divide_memory(staying, waiting, self._rules, time.monotonic())
-        for key in decision.parked:
-            self._park(self._running[key], self._rules)
         for key, reserved in decision.grown:
             self._running[key].context = replace(self._running[key].context, reserved=reserved)
+        for key in decision.parked:
+            self._park(self._running[key], self._rules)
         for key, reserved in decision.started:
             ticket = self._running[key] = self._waiting.pop(key)
             ticket.context = replace(ticket.context, reserved=reserved)

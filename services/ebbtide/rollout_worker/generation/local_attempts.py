@@ -104,8 +104,8 @@ class LocalAttempts:
         slots: int = 1 << 16,
         by_memory: bool = True,
     ) -> None:
-        """`release` hands attempts back to the coordinator; `fail` is called when the engine is lost. `by_memory`: attempts
-        wait until the engine has memory for them."""
+        """`release` hands attempts back to the coordinator; `fail` is called when the engine is lost. `slots`: rollouts
+        that the engine runs at once; `by_memory`: attempts wait until it has memory for them."""
         self._engine, self.info, self._outbox, self._ledger = engine, info, outbox, ledger
         self._release, self._fail = release, fail
         self._held: dict[str, LocalAttempt] = {}
