@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.long_tail.admitted_work import drawn_work, memory_blocks, packed_works
+from benchmarks.long_tail.admitted_work import WorkItem, drawn_work, memory_blocks, packed_works
 from benchmarks.real_kills.checkpoint import make_checkpoint
 from ebbtide.local_cluster.program_process import tethered
 
@@ -22,14 +22,19 @@ _ROOT: Final = Path(__file__).parents[2]
 def admission_part(tell: Callable[[str], None], *, quick: bool) -> dict[str, Any]:
     """Preemptions with admission (without forecasts, the harder case) over those without, over all works."""
     count, groups = (_QUICK_WORKS, _QUICK_GROUPS) if quick else (_WORKS, _GROUPS)
-    works = [drawn_work(seed, groups) for seed in range(count)]
+    found = work_facts([drawn_work(seed, groups) for seed in range(count)])
+    sums = summed(found["works"])
+    for name, one in sums.items():
+        tell(f"admission: {name}: {one['preemptions']} preemptions, {one['tokens_per_s']:.0f} tokens/s")
+    return {"figures": {"engine_preemptions_share": preemptions_share(sums)}, "sums": sums, **found}
+
+
+def work_facts(works: Sequence[Sequence[WorkItem]]) -> dict[str, Any]:
+    """What one engine, with memory for a part of each work, did with all of them under each arrangement."""
     with tempfile.TemporaryDirectory(prefix="ebbtide-admission-") as folder:
-        checkpoint = make_checkpoint(Path(folder) / "model", 1)
-        command = tethered(
-            sys.executable, "-m", "benchmarks.long_tail.admission_engine", str(checkpoint), str(memory_blocks(works))
-        )
+        checkpoint, blocks = make_checkpoint(Path(folder) / "model", 1), memory_blocks(works)
         done = subprocess.run(
-            command,
+            tethered(sys.executable, "-m", "benchmarks.long_tail.admission_engine", str(checkpoint), str(blocks)),
             input=packed_works(works),
             cwd=_ROOT,
             stdout=subprocess.PIPE,
@@ -38,10 +43,7 @@ def admission_part(tell: Callable[[str], None], *, quick: bool) -> dict[str, Any
             timeout=_WITHIN_S,
         )
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    sums = summed(found["works"])
-    for name, one in sums.items():
-        tell(f"admission: {name}: {one['preemptions']} preemptions, {one['tokens_per_s']:.0f} tokens/s")
-    return {"figures": {"engine_preemptions_share": preemptions_share(sums)}, "sums": sums, **found}
+    return found
 
 
 def summed(works: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
