@@ -14,6 +14,8 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from hashlib import blake2b
+from math import ceil
+from typing import Final
 
 from msgspec.structs import replace
 
@@ -23,6 +25,16 @@ from ebbtide.scheduling.long_tail.chunks.chunk_admission import divide_memory, i
 from ebbtide.scheduling.long_tail.chunks.kv_contexts import ChunkRules, KvContext
 from ebbtide.scheduling.long_tail.chunks.parking import leaves, wait_tokens
 from ebbtide.types.fleet import EngineInfo
+
+
+#: Tokens by which a chunk is asked for early: those that come while the decision is made and others leave, twice what
+#: came at once lately (a busy worker reads several steps' tokens together, and drafts make several in a step), and
+_SPARE_TOKENS: Final = 6
+_BURSTS: Final = 2
+#: no more than this.
+_MOST_AHEAD: Final = 64
+#: A decision later, what came at once counts for so much.
+_FADING: Final = 0.9
 
 
 class KvTicket:
@@ -60,6 +72,7 @@ class KvGate:
         self._running: dict[str, KvTicket] = {}
         self._deciding = False
         self._version = 0
+        self._burst = 1.0  # the most tokens of an attempt that came at once lately
         self.parked = 0  # times that an attempt gave up its memory
         self.engine_changed(info)
 
@@ -126,6 +139,7 @@ class KvGate:
         if self._rules is None:
             return
         self._version = max(self._version, version)
+        self._burst = max(self._burst, float(tokens))
         ticket.made(tokens)
         if is_due(ticket.context, self._rules) and not ticket.parked:
             self._decide_soon()
@@ -156,6 +170,8 @@ class KvGate:
         staying = [one.context for one in self._running.values() if not one.parked]
         parking = len(staying) < len(self._running)
         waiting = [] if parking else [one.context for one in sorted(self._waiting.values(), key=_rank)]
+        lead = min(_MOST_AHEAD, _SPARE_TOKENS + _BURSTS * ceil(self._burst))
+        self._rules, self._burst = replace(self._rules, lead=lead), max(1.0, _FADING * self._burst)
         decision = divide_memory(staying, waiting, self._rules, time.monotonic())
         for key, reserved in decision.grown:
             self._running[key].context = replace(self._running[key].context, reserved=reserved)
