@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from benchmarks.long_tail import __main__ as benchmark
+from benchmarks.long_tail.admission_part import preemptions_share, summed
+from benchmarks.long_tail.admitted_work import BLOCK, MEMORY, drawn_work, memory_blocks, packed_works, unpacked_works
 from benchmarks.long_tail.draft_part import draft_part
 from benchmarks.long_tail.length_marginals import known_marginals
 from benchmarks.long_tail.lengths_part import LengthSetting, coverage
@@ -117,3 +119,24 @@ def test_forecasts_make_steps_shorter_than_the_order_of_submission() -> None:
     found = compared(setting, 1, NOWHERE)
     assert 0.99 <= found.over_true_lengths["ebbtide"] < found.over_true_lengths["in_order"]
     assert found.bound <= 1.0
+
+
+def test_the_memory_of_the_admission_part_holds_the_stated_part_of_all_final_contexts() -> None:
+    works = [drawn_work(seed, 12) for seed in range(2)]
+    tokens = sum(len(item.prompt) + item.length for work in works for item in work)
+    assert memory_blocks(works) * BLOCK == pytest.approx(MEMORY * tokens / 2, rel=0.01)
+    assert unpacked_works(packed_works(works)) == works
+    assert drawn_work(0, 12) != drawn_work(1, 12)
+
+
+def test_preemptions_are_compared_with_those_without_admission_and_not_with_none() -> None:
+    def done(name: str, preemptions: int, again: int | None) -> dict[str, Any]:
+        counts = {"tokens": 100, "seconds": 2.0, "parked": 1, "handed_back": 0, "made": 100}
+        return {"arrangement": name, "preemptions": preemptions, "read_again": again, **counts}
+
+    sums = summed([done("none", 40, None), done("chunks", 1, 5), done("none", 60, None), done("chunks", 0, 15)])
+    assert preemptions_share(sums) == 0.01
+    assert sums["chunks"]["read_again_share"] == 0.1
+    assert sums["none"]["read_again_share"] is None
+    assert sums["chunks"]["throughput"] == 1.0
+    assert preemptions_share(summed([done("none", 0, None), done("chunks", 0, 5)])) is None

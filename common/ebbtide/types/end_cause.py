@@ -18,11 +18,19 @@ class EndCause(IntEnum):
     WORKER_SUSPECTED = 9  # its worker was silent or made no token; the rollout avoids that worker from now on
     NOT_HELD = 10  # no worker reported it after a restart, or its worker dropped it
     UNSAID = 11  # handed back without a reason
+    NO_MEMORY = 12  # its engine's memory was full of other rollouts' keys and values
 
 
 #: Causes that a worker may name when it hands back an attempt.
 HAND_BACKS: Final = frozenset(
-    {EndCause.MOVED, EndCause.WRONG_VERSION, EndCause.WORKER_LEAVES, EndCause.FAILED, EndCause.UNSAID}
+    {
+        EndCause.MOVED,
+        EndCause.WRONG_VERSION,
+        EndCause.WORKER_LEAVES,
+        EndCause.FAILED,
+        EndCause.UNSAID,
+        EndCause.NO_MEMORY,
+    }
 )
 #: First words (lower case) of the texts that programs without `EndCause` send and store. Texts of hand-backs stay
 #: unchanged: a coordinator of the former release decides by them.

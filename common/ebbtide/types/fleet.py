@@ -82,6 +82,8 @@ class EngineInfo(Struct, frozen=True, kw_only=True):
     architecture: Annotated[str, Meta(max_length=128)] = ""
     kv_tokens: Annotated[int, Meta(ge=0, le=1 << 53)] = 0  # whose keys and values its memory holds; 0: it does not say
     device: Annotated[str, Meta(max_length=128)] = ""  # engines on devices of one name are about as fast
+    kv_block: Annotated[int, Meta(ge=0, le=1 << 20)] = 0  # tokens by which that memory is given out; 0: not said
+    shares_prefixes: bool = False  # prompts with an equal beginning share its memory
 
 
 class BorrowedState(Struct, frozen=True, kw_only=True, gc=False):
@@ -118,3 +120,6 @@ class Worker(Struct, frozen=True, kw_only=True):
     prefill_tokens_per_s: float = 0.0
     rollout_tokens_per_s: float = 0.0
     offered_slots: int = 0
+    unadmitted: int = 0  # of `running`: wait for the engine's memory
+    parked: int = 0  # times that a rollout gave up its memory for others
+    preemptions: int = 0  # times that the engine by itself took a rollout's memory

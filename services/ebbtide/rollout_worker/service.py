@@ -132,7 +132,16 @@ async def _assemble(
     """Make the parts around a booted engine. Only the tasks of the link to the host's guard begin here."""
     outgoing, outbox = ControlOutbox(), _outbox(settings)
     ledger = stack.enter_context(Ledger(Path(settings.counter_file))) if settings.counter_file else None
-    attempts = LocalAttempts(engine, info, outbox, ledger, release=outgoing.release, fail=shutdown.fail)
+    attempts = LocalAttempts(
+        engine,
+        info,
+        outbox,
+        ledger,
+        release=outgoing.release,
+        fail=shutdown.fail,
+        slots=settings.slots,
+        by_memory=settings.admit_by_memory,
+    )
     stack.push_async_callback(attempts.close)
     relay = await stack.enter_async_context(open_channel(settings.relay, settings.client))
     store = WeightStore(settings, worker_id, engine, WeightsStub(relay))

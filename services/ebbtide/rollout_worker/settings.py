@@ -54,6 +54,8 @@ class ScriptedSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     digests: Annotated[bool, Meta(description="log a digest of each version's bytes as they are installed")] = False
     stubborn: Annotated[bool, Meta(description="borrowed, it goes on whatever it is granted")] = False
     scores: Annotated[bool, Meta(description="scores prompts, by the script too")] = False
+    kv_tokens: Annotated[int, Meta(ge=0, description="memory for keys and values, tokens; 0: it does not say")] = 0
+    kv_block: Annotated[int, Meta(ge=1, description="tokens by which that memory is given out")] = 16
     refuse_version: Annotated[int, Meta(ge=0, description="a version that it refuses to install; 0: none")] = 0
 
 
@@ -79,6 +81,9 @@ class WorkerSettings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_
     grant_dir: Annotated[str, Meta(description="folder shared with the host's serving-guard; if borrowed")] = ""
     step_tokens: Annotated[int, Meta(ge=1, description="most tokens of a borrowed step; a reclaim waits for it")] = 256
     slots: Annotated[int, Meta(ge=1, description="rollouts held at most")] = 32
+    admit_by_memory: Annotated[
+        bool, Meta(description="rollouts wait until the engine has memory for them, so that it preempts none")
+    ] = True
     flush_tokens: Annotated[int, Meta(ge=1, description="unstored tokens of a rollout for which the engine waits")] = 32
     flush_interval_ms: Annotated[int, Meta(ge=1, description="time in which a token is usually stored")] = 250
     drain_timeout_s: Annotated[float, Meta(gt=0, description="longest time to hand everything over at the end")] = 20.0

@@ -57,10 +57,10 @@ def fleet() -> Fleet:
     return Fleet()
 
 
-def offered(fleet: Fleet, session: WorkerSession, offers: MemoryOffers) -> int:
+def offered(fleet: Fleet, session: WorkerSession, offers: MemoryOffers, **beat: Any) -> int:
     """What the worker offers after its next heartbeat."""
     fleet.now += 3.0
-    session.hear(msgspec.structs.replace(HeartbeatReport(), uptime_s=fleet.now), fleet.now)
+    session.hear(msgspec.structs.replace(HeartbeatReport(), uptime_s=fleet.now, **beat), fleet.now)
     list(offers.update(fleet.now))
     return session.slots
 
@@ -73,6 +73,17 @@ def test_a_worker_offers_the_slots_that_its_memory_holds(fleet: Fleet) -> None:
     silent = fleet.attach("silent")
     assert (offered(fleet, large, offers), silent.slots) == (64, 64)
     assert offered(fleet, small, offers) == pytest.approx(0.95 * 21_000 / 2000, rel=0.15)
+
+
+def test_a_worker_where_rollouts_wait_for_memory_offers_no_further_slot(fleet: Fleet) -> None:
+    for _ in range(200):
+        fleet.run.lengths.finished(500)
+    offers, session = MemoryOffers(fleet.state), fleet.attach("w", kv_tokens=58_000)
+    for number in range(3):
+        fleet.begin(session, f"a{number}")
+    assert offered(fleet, session, offers) > 3
+    assert offered(fleet, session, offers, unadmitted=1) == 3
+    assert offered(fleet, session, offers) > 3
 
 
 def test_a_worker_with_long_rollouts_offers_fewer_slots_and_more_again_when_they_end(fleet: Fleet) -> None:

@@ -34,11 +34,13 @@ def fleet_table(workers: Sequence[Worker]) -> Table:
     `load`: its rollouts / those without a token yet / the slots that it offers. `plateau`: rollouts at which its
     throughput flattens. `tok/s`: of all rollouts / of each one with one more, as learnt.
     `heard`: seconds since its last heartbeat. `lent`, if some are borrowed: the share of time that the host lends, and
-    for how many seconds it goes on lending (+) or not lending (-).
+    for how many seconds it goes on lending (+) or not lending (-). `memory`, once it was short somewhere: rollouts that
+    wait for the engine's memory / times that one gave it up for others / times that the engine took it by itself.
     """
     lent = any(worker.borrowed is not None for worker in workers)
+    memory = any(map(_memory, workers))
     left = ("worker", "kind", "is doing")
-    columns = (*left, *_RIGHT, "lent") if lent else (*left, *_RIGHT)
+    columns = (*left, *_RIGHT, *(["memory"] if memory else []), *(["lent"] if lent else []))
     table = data_table(columns, left=left, wraps={"is doing"}, overflow="fold")
     for worker in workers:
         numbers = _numbers(worker)
@@ -46,6 +48,7 @@ def fleet_table(workers: Sequence[Worker]) -> Table:
             numbers = ("",) * (len(_RIGHT) - 1) + numbers[-1:]
         style = "dim" if _went(worker) else "yellow" if worker.given_up else _STYLES.get(worker.state, "")
         cells = (worker.worker_id, worker.kind.name.lower(), state(worker), *numbers)
+        cells += (_memory(worker),) if memory else ()
         cells += (_lent(worker),) if lent else ()
         table.add_row(*map(cell, cells), style=style)
     return table
@@ -87,6 +90,11 @@ def _numbers(worker: Worker) -> tuple[str, ...]:
     )
 
 
+def _memory(worker: Worker) -> str:
+    counts = (worker.unadmitted, worker.parked, worker.preemptions)
+    return "/".join(map(str, counts)) if any(counts) else ""
+
+
 def _lent(worker: Worker) -> str:
     if worker.borrowed is None or worker.state in GONE:
         return ""
@@ -109,6 +117,8 @@ def worker_line(worker: Worker) -> str:
     if worker.state in GONE:
         return told
     numbers = dict(zip(_RIGHT, _numbers(worker), strict=True))
+    if memory := _memory(worker):
+        numbers["memory"] = memory
     if worker.borrowed is not None:
         numbers["lent"] = _lent(worker)
     return "; ".join((told, *(f"{name} {value}" for name, value in numbers.items())))

@@ -61,7 +61,8 @@ class MemoryOffers:
         slots = memory_slots(
             table.peaks,
             kv_tokens=session.hello.engine.kv_tokens,
-            most=session.hello.slots,
+            # More than wait there already could not start, and would be of no use elsewhere.
+            most=min(session.hello.slots, max(1, running)) if session.beat.unadmitted else session.hello.slots,
             running=running,
             made=made / max(1, running),
         )

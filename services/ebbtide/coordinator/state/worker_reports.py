@@ -55,6 +55,9 @@ class HeartbeatReport(Struct, frozen=True, kw_only=True, gc=False):
     prompt_reads: _Tokens = 0
     prompt_tokens: _Tokens = 0
     prompt_s: _Seconds = 0.0
+    unadmitted: _Tokens = 0
+    parked: _Tokens = 0
+    preemptions: _Tokens = 0
     borrowed: BorrowedState | None = None
 
     def __post_init__(self) -> None:

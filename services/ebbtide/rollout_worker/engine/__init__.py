@@ -87,6 +87,11 @@ class Engine(Protocol):
         """Whether it serves requests with `prompt_logprobs`. It never changes."""
         ...
 
+    @property
+    def preemptions(self) -> int:
+        """How often it took a running request's memory for keys and values by itself, since its start."""
+        ...
+
     def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
         """Generate until a delta has a finish. Closing the generator aborts the request.
 

@@ -49,6 +49,7 @@ class ChangingEngine:
         self._paused: set[str] = set()
         self._between = False  # whether there is no engine now
         self.restart_s = 0.0  # duration of the last start
+        self._preemptions = 0  # of former engines
 
     async def start(self, *, aside: bool = False) -> EngineInfo:
         began = time.monotonic()
@@ -76,6 +77,7 @@ class ChangingEngine:
         check_config(config)
         began, self._between = time.monotonic(), True
         with _checkpoint(name, config, weights) as root:
+            self._preemptions += self._inner.preemptions
             await self._inner.stop()
             try:
                 info = await self._start(self._make(root))
@@ -114,6 +116,10 @@ class ChangingEngine:
     @property
     def scores_prompts(self) -> bool:
         return self._inner.scores_prompts
+
+    @property
+    def preemptions(self) -> int:
+        return self._preemptions + (0 if self._between else self._inner.preemptions)
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
         async with aclosing(self._inner.generate(request)) as stream:

@@ -20,6 +20,7 @@ from ebbtide import telemetry
 from ebbtide.errors import InvalidRequest
 from ebbtide.grants import Page
 from ebbtide.rollout_worker.engine import EngineFailed, EngineRequest, Shapes, TokenDelta, checkpoint_facts
+from ebbtide.rollout_worker.engine.scripted_memory import ScriptedMemory
 from ebbtide.rollout_worker.engine.vllm.weights.tensor_boxes import Boxes
 from ebbtide.rollout_worker.settings import ScriptedSettings
 from ebbtide.types.fleet import EngineInfo
@@ -95,6 +96,10 @@ class TokenFeed:
         self._news = asyncio.Event()
 
     @property
+    def context(self) -> int:
+        return len(self._request.token_ids) + self._made
+
+    @property
     def unread(self) -> int:
         """Tokens to read before the first one is made."""
         return 0 if self._made else len(self._request.token_ids)
@@ -138,6 +143,7 @@ class ScriptedEngine:
         self.digests = settings.digests
         self.installed: list[tuple[int, str]] = []
         self._feeds: dict[TokenFeed, None] = {}
+        self._memory = ScriptedMemory[TokenFeed](settings.kv_tokens, settings.kv_block)
         self._steps: asyncio.Task[None] | None = None
         self._paused: set[str] = set()
         self._going = asyncio.Event()
@@ -157,6 +163,10 @@ class ScriptedEngine:
     def scores_prompts(self) -> bool:
         return self._settings.scores
 
+    @property
+    def preemptions(self) -> int:
+        return self._memory.preemptions
+
     async def start(self, *, aside: bool = False) -> EngineInfo:  # noqa: ARG002 - waits for nothing but timers
         if self._settings.model:
             self._shapes = checkpoint_facts.tensor_shapes(checkpoint_facts.check_directory(self._settings.model))
@@ -172,6 +182,8 @@ class ScriptedEngine:
             max_model_len=self._settings.max_model_len,
             eos_token_ids=(END,),
             architecture=checkpoint_facts.architecture(self._shapes) if self._shapes else "scripted",
+            kv_tokens=self._settings.kv_tokens,
+            kv_block=self._settings.kv_block if self._settings.kv_tokens else 0,
         )
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
@@ -242,7 +254,7 @@ class ScriptedEngine:
                 await self._borrowed_step(self._page)
                 continue
             now = time.monotonic()
-            ready = [feed for feed in self._feeds if feed.ready <= now]
+            ready = self._memory.fit([feed for feed in self._feeds if feed.ready <= now])
             due = max(due + self._step_s(ready), now) if ready else min(feed.ready for feed in self._feeds)
             await asyncio.sleep(min(due - now, _LONG_S))
             await self._free()

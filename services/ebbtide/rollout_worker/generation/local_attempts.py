@@ -19,6 +19,7 @@ from ebbtide.ledger import Ledger
 from ebbtide.rollout_worker import metrics
 from ebbtide.rollout_worker.engine import Engine, EngineFailed
 from ebbtide.rollout_worker.generation.generation import Assignment, Generation
+from ebbtide.rollout_worker.generation.kv_gate import KvGate, KvTicket
 from ebbtide.rollout_worker.generation.outbox import Outbox
 from ebbtide.rollout_worker.generation.prompt_reading import PromptReading
 from ebbtide.rollout_worker.generation.prompt_scoring import PromptScoring
@@ -42,6 +43,10 @@ class HandBack(NamedTuple):
     cause: EndCause
     #: For people; a coordinator of the former release derives the cause from its first word: see `end_cause`.
     text: str
+
+
+#: A coordinator of the former release takes it for a move.
+NO_MEMORY: Final = HandBack(EndCause.NO_MEMORY, "moved: its worker has no memory for its next chunk")
 
 
 class GenerationHolds:
@@ -96,8 +101,11 @@ class LocalAttempts:
         *,
         release: Callable[[list[AttemptRef], HandBack], None],
         fail: Callable[[BaseException], None],
+        slots: int = 1 << 16,
+        by_memory: bool = True,
     ) -> None:
-        """`release` hands attempts back to the coordinator; `fail` is called when the engine is lost."""
+        """`release` hands attempts back to the coordinator; `fail` is called when the engine is lost. `slots`: rollouts
+        that the engine runs at once; `by_memory`: attempts wait until it has memory for them."""
         self._engine, self.info, self._outbox, self._ledger = engine, info, outbox, ledger
         self._release, self._fail = release, fail
         self._held: dict[str, LocalAttempt] = {}
@@ -110,6 +118,7 @@ class LocalAttempts:
         self.holds.watch(self._owe)
         self.tokens = 0
         self.reading = PromptReading()
+        self.gate = KvGate(info, slots, limits=by_memory, speeds=self._speeds)
         self._busy_s = self._busy_since = 0.0
         self._owing_since = 0.0  # time of the newest token, or since then of new work or a changed hold
 
@@ -120,6 +129,11 @@ class LocalAttempts:
     def scores_prompts(self) -> bool:
         """Whether its engine scores prompts."""
         return self._engine.scores_prompts
+
+    @property
+    def preemptions(self) -> int:
+        """How often its engine took a rollout's memory by itself."""
+        return self._engine.preemptions
 
     @property
     def running(self) -> int:
@@ -142,6 +156,7 @@ class LocalAttempts:
     def engine_changed(self, info: EngineInfo) -> None:
         """The engine has restarted and is now `info`. No attempt may be running."""
         self.info = info
+        self.gate.engine_changed(info)
 
     def start(self, assignment: Assignment) -> None:
         """Take an attempt and generate for it. Raises `InvalidRequest` if this engine cannot."""
@@ -211,7 +226,7 @@ class LocalAttempts:
             if held is None or held.releasing or held.task is None:
                 continue
             held.releasing = why
-            if held.started and not self.holds:
+            if held.started and not self.holds and not self.gate.holds_back(ref.attempt_id):
                 asyncio.get_running_loop().call_later(_LAST_TOKENS_S, held.task.cancel)
             else:
                 held.task.cancel()
@@ -252,27 +267,47 @@ class LocalAttempts:
         )
 
     async def _generate(self, held: LocalAttempt) -> None:
-        ref, request = held.assignment.attempt, held.generation.request()
-        scored = held.assignment.prompt_logprobs is not None
-        self.reading.begin(ref.attempt_id, time.monotonic(), scored=scored)
+        ref = held.assignment.attempt
         try:
-            async with aclosing(self._engine.generate(request)) as stream:
-                async for delta in stream:
-                    if not held.started:
-                        prompt = len(request.token_ids)
-                        self.reading.first_token(ref.attempt_id, prompt, delta.cached, time.monotonic())
-                    tokens = held.generation.accept(delta)
-                    self._count(held, tokens)
-                    if held.generation.finish is not None or held.releasing:
-                        break
-            if held.generation.finish is None:
-                held.releasing = held.releasing or HandBack(EndCause.FAILED, "the engine ended the request")
+            ticket = self._ticket(held)
+            while held.generation.finish is None and not held.releasing:
+                async with self.gate.room(ticket):
+                    await self._run(held, ticket)
+                if ticket.leaves and held.generation.finish is None:
+                    held.releasing = held.releasing or NO_MEMORY
         except EngineFailed as error:
             held.releasing = HandBack(EndCause.FAILED, f"stopped: {error}")
             self._fail(error)
         except EbbtideError as error:
             held.releasing = HandBack(EndCause.FAILED, str(error))
             log.warning("attempt failed", run_id=ref.run_id, rollout_id=ref.rollout_id, reason=str(error))
+
+    def _ticket(self, held: LocalAttempt) -> KvTicket:
+        assignment = held.assignment
+        forecast = (assignment.expected_tokens, assignment.longest_tokens)
+        request = held.generation.request()
+        return self.gate.ticket(request, assignment.prompt_ids, forecast=forecast, first=assignment.interactive)
+
+    async def _run(self, held: LocalAttempt, ticket: KvTicket) -> None:
+        """Generate until the response ends, or the attempt is to leave the engine."""
+        attempt_id, request = held.assignment.attempt.attempt_id, held.generation.request()
+        scored, read = held.assignment.prompt_logprobs is not None, False
+        self.reading.begin(attempt_id, time.monotonic(), scored=scored)
+        async with aclosing(self._engine.generate(request)) as stream:
+            async for delta in stream:
+                if not read:
+                    self.reading.first_token(attempt_id, len(request.token_ids), delta.cached, time.monotonic())
+                    read = True
+                self._count(held, held.generation.accept(delta))
+                self.gate.made(ticket, len(delta.ids), delta.versions[-1] if delta.versions else 0)
+                if held.generation.finish is not None or held.releasing or ticket.parked:
+                    return
+        held.releasing = held.releasing or HandBack(EndCause.FAILED, "the engine ended the request")
+
+    def _speeds(self) -> tuple[float, float]:
+        """Seconds for a token of each rollout in the engine, and for reading one; 0: not known yet."""
+        inside = max(1, self.running - self.gate.waiting)
+        return inside * self.busy_s / max(1, self.tokens), self.reading.seconds / max(1, self.reading.tokens)
 
     def _count(self, held: LocalAttempt, tokens: bytes) -> None:
         count = held.generation.generated(tokens)

@@ -90,6 +90,7 @@ class ControlHandler:
         self._limit: asyncio.Timeout | None = None
         self._started = self._measured_at = time.monotonic()
         self._measured_tokens, self._rate = 0, 0.0
+        self._preemptions = 0  # that were counted
 
     @property
     def draining(self) -> bool:
@@ -141,8 +142,13 @@ class ControlHandler:
         if (elapsed := now - self._measured_at) >= _RATE_S:
             self._rate = (tokens - self._measured_tokens) / elapsed
             self._measured_at, self._measured_tokens = now, tokens
-        metrics.RUNNING.set(self.attempts.running)
+        gate, preemptions = self.attempts.gate, self.attempts.preemptions
+        metrics.RUNNING.set(self.attempts.running - gate.waiting)
         metrics.WAITING.set(self.attempts.waiting + len(self._arriving))
+        metrics.UNADMITTED.set(gate.waiting)
+        metrics.RESERVED.set(gate.reserved)
+        metrics.PREEMPTIONS.inc(preemptions - self._preemptions)
+        self._preemptions = preemptions
         metrics.UNACKNOWLEDGED.set(self.outbox.unacknowledged)
         beat = fleet_pb2.Heartbeat(
             state=types_pb2.WorkerState.ValueType(self._state()),
@@ -157,6 +163,9 @@ class ControlHandler:
             prompt_reads=self.attempts.reading.reads,
             prompt_tokens=self.attempts.reading.tokens,
             prompt_s=self.attempts.reading.seconds,
+            unadmitted=gate.waiting,
+            parked=gate.parked,
+            preemptions=preemptions,
             borrowed=to_proto(self._borrowing.state, fleet_pb2.Borrowed) if self._borrowing else None,
         )
         return fleet_pb2.WorkerMessage(heartbeat=beat)

@@ -3,6 +3,8 @@
 vLLM evicts the cached blocks that were unused for longest. An episode that is over was used last, and its cache is of
 no use; episodes that wait for their environments are older, and will be back. `VllmEngine.forget` names the ended ones
 by ids that no request has, on the way of aborts: vLLM ignores unknown ids, and no other message reaches a scheduler.
+
+It also counts the requests whose memory it takes while they run.
 """
 
 from collections.abc import Iterable
@@ -12,6 +14,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from ebbtide.rollout_worker.engine.vllm.ended_prefixes import EndedPrefixes
+from ebbtide.rollout_worker.engine.vllm.preemption_count import PreemptionCount
 from ebbtide.rollout_worker.engine.vllm.vllm_conversions import ENDED
 
 
@@ -20,6 +23,15 @@ class _EvictsEnded:
 
     kv_cache_manager: Any
     _ended: EndedPrefixes | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._preemptions = PreemptionCount.inherited()
+
+    def _preempt_request(self, *args: Any, **kwargs: Any) -> Any:
+        if self._preemptions is not None:
+            self._preemptions.add()
+        return super()._preempt_request(*args, **kwargs)  # type: ignore[misc]
 
     def _free_request_blocks(self, request: Any) -> None:
         if request.session_id:

@@ -28,6 +28,7 @@ from ebbtide.rollout_worker.engine.measured_steps import EngineCapacity
 from ebbtide.rollout_worker.engine.vllm import cpu_build, vllm_plugin
 from ebbtide.rollout_worker.engine.vllm.borrowed_engine import BorrowedEngine
 from ebbtide.rollout_worker.engine.vllm.engine_pauses import CACHE, DEAD, WEIGHTS, EnginePauses
+from ebbtide.rollout_worker.engine.vllm.preemption_count import PreemptionCount
 from ebbtide.rollout_worker.engine.vllm.vllm_conversions import (
     ENDED,
     device_name,
@@ -74,6 +75,7 @@ class VllmEngine:
         self._llm: Any = None
         self._updates: Any = None
         self._pauses: Any = None
+        self._preempted: PreemptionCount | None = None
         self._telling: set[asyncio.Future[None]] = set()  # messages on their way
 
     @property
@@ -88,6 +90,10 @@ class VllmEngine:
     @property
     def scores_prompts(self) -> bool:
         return True
+
+    @property
+    def preemptions(self) -> int:
+        return self._preempted.value if self._preempted else 0
 
     @property
     def capacity(self) -> EngineCapacity:
@@ -123,6 +129,7 @@ class VllmEngine:
         except (TypeError, ValueError) as error:
             raise InvalidRequest(f"vLLM refuses: {error}", field="vllm") from error
         _evict_ended_first(config.scheduler_config)
+        self._preempted = PreemptionCount.made()
         info = self._info(config)
         if again:
             cpu_build.start_by_spawn()
@@ -282,6 +289,8 @@ class VllmEngine:
             task.cancel()
         await asyncio.gather(*readers, return_exceptions=True)
         await asyncio.to_thread(llm.shutdown)
+        if self._preempted is not None:
+            self._preempted.remove()
         for process in multiprocessing.active_children():  # a worker that goes on leaves no dead process
             await asyncio.to_thread(process.join, _END_S)
 
@@ -339,9 +348,15 @@ class VllmEngine:
 
     def _with_capacity(self, info: EngineInfo, config: Any) -> EngineInfo:
         """Adds what is known after the start. A borrowed engine's memory is its host's to give and take."""
-        kv_tokens = 0 if self._borrowed else max(0, engine_capacity(config).kv_tokens)
+        capacity, device = engine_capacity(config), device_name(self._settings.tensor_parallel_size)
+        if self._borrowed:
+            return msgspec.structs.replace(info, device=device)
         return msgspec.structs.replace(
-            info, kv_tokens=kv_tokens, device=device_name(self._settings.tensor_parallel_size)
+            info,
+            device=device,
+            kv_tokens=max(0, capacity.kv_tokens),
+            kv_block=capacity.kv_block,
+            shares_prefixes=capacity.prefix_cache,
         )
 
     async def _warm_up(self) -> None:

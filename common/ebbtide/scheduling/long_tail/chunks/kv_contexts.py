@@ -1,0 +1,58 @@
+"""Defines what is known of the rollouts that share one engine's memory, and the rules that divide it."""
+
+from typing import Final
+
+from msgspec import Struct
+
+#: Without a forecast, a chunk is so small a part of the memory, and no longer than this. Seer's chunks are about as
+#: long, in memories for a million tokens (arXiv 2511.14617).
+_PART: Final = 64
+_LONGEST: Final = 8192
+#: A chunk has at least so many blocks: it must outlast the steps until the next decision.
+_FEWEST_BLOCKS: Final = 4
+
+
+class KvContext(Struct, frozen=True, kw_only=True, gc=False):
+    """A rollout that runs in the engine or waits for its memory. Counts are of tokens."""
+
+    key: str
+    prompt: int
+    tokens: int  # of prompt and response, so far
+    most: int  # that may still come
+    since_s: float  # when it came to this engine; waiting again does not change it
+    prefix: str = ""  # a name of its prompt, which others have too; empty: it shares nothing
+    reserved: int = 0  # context up to which it has memory; 0: it waits
+    rest: float | None = None  # expected to come; None: unknown
+    longest_rest: float | None = None  # the same, as a high quantile
+
+
+class ChunkRules(Struct, frozen=True, kw_only=True):
+    """How the memory of one engine is divided."""
+
+    kv_tokens: int  # that fit into it
+    block: int = 16  # tokens; memory is given in blocks
+    slots: int = 1 << 30  # rollouts that run at once, at most
+    lead: int = 8  # tokens that a rollout may make before the next decision
+    chunk: int = 0  # tokens of a chunk without a forecast, and of the longest one; 0: by the size of the memory
+    filled: float = 0.95  # share of the memory that forecasts may fill; the rest is for their errors
+    patience_s: float = 300.0  # who waited or came longer ago is neither passed by nor sent away
+
+    @property
+    def blocks(self) -> int:
+        return self.kv_tokens // self.block
+
+    @property
+    def longest_chunk(self) -> int:
+        least = _FEWEST_BLOCKS * self.block + self.lead
+        return max(least, self.chunk or min(_LONGEST, self.kv_tokens // _PART))
+
+    def shared_blocks(self, context: KvContext) -> int:
+        """Full blocks of its prompt that others of its prefix use, too. An engine computes a prompt's last token anew
+        for each, so that token's block is nobody else's."""
+        return (context.prompt - 1) // self.block if context.prefix else 0
+
+    def likely_rest(self, context: KvContext) -> float:
+        """Tokens that probably come. Without a forecast, as many as there are: lengths have heavy tails."""
+        made = context.tokens - context.prompt
+        rest = context.rest if context.rest is not None else float(max(self.longest_chunk, made))
+        return min(float(context.most), max(0.0, rest))

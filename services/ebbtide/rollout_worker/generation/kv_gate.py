@@ -1,0 +1,209 @@
+"""Lets attempts into the engine as its memory for keys and values allows, so that it preempts none by itself.
+
+`scheduling/long_tail/chunks` decides. An attempt that gives up its memory leaves the engine behind its newest token and
+waits here, or goes back to the coordinator; no token of it is lost. Engines that do not say how much memory they have
+are not limited.
+
+Invariant: each attempt is in `_waiting` or `_running`, or nowhere. The reservations of `_running` fit the memory, but
+for parked ones that have not left the engine yet: nobody starts until they have. Lost with the process: nothing that
+another worker needs.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from hashlib import blake2b
+from math import ceil
+from typing import Final
+
+from msgspec.structs import replace
+
+from ebbtide.rollout_worker import metrics
+from ebbtide.rollout_worker.engine import EngineRequest
+from ebbtide.scheduling.long_tail.chunks.chunk_admission import divide_memory, is_due
+from ebbtide.scheduling.long_tail.chunks.kv_contexts import ChunkRules, KvContext
+from ebbtide.scheduling.long_tail.chunks.parking import leaves, wait_tokens
+from ebbtide.types.fleet import EngineInfo
+
+
+#: Tokens by which a chunk is asked for early: those that come while the decision is made and others leave, twice what
+#: came at once lately (a busy worker reads several steps' tokens together, and drafts make several in a step), and
+_SPARE_TOKENS: Final = 6
+_BURSTS: Final = 2
+#: no more than this.
+_MOST_AHEAD: Final = 64
+#: A decision later, what came at once counts for so much.
+_FADING: Final = 0.9
+
+
+class KvTicket:
+    """One attempt at the gate."""
+
+    def __init__(self, context: KvContext, *, first: bool) -> None:
+        """`first`: it goes before the others that wait."""
+        self.context, self.first = context, first
+        self.inside = asyncio.Event()
+        self.parked = False  # it is to leave the engine after its next tokens
+        self.leaves = False  # then it goes back to the coordinator
+
+    def made(self, tokens: int) -> None:
+        """Its engine made so many more."""
+        context = self.context
+        self.context = replace(
+            context,
+            tokens=context.tokens + tokens,
+            most=context.most - tokens,
+            rest=_less(context.rest, tokens),
+            longest_rest=_less(context.longest_rest, tokens),
+        )
+
+
+class KvGate:
+    """The gate before one engine."""
+
+    def __init__(
+        self, info: EngineInfo, slots: int, *, limits: bool, speeds: Callable[[], tuple[float, float]]
+    ) -> None:
+        """`limits`: whether memory limits anybody. `speeds`: seconds for a token of each running rollout, and for
+        reading one."""
+        self._slots, self._limits, self._speeds = slots, limits, speeds
+        self._waiting: dict[str, KvTicket] = {}
+        self._running: dict[str, KvTicket] = {}
+        self._deciding = False
+        self._version = 0
+        self._burst = 1.0  # the most tokens of an attempt that came at once lately
+        self.parked = 0  # times that an attempt gave up its memory
+        self.engine_changed(info)
+
+    def engine_changed(self, info: EngineInfo) -> None:
+        self._shares = info.shares_prefixes
+        self._rules: ChunkRules | None = None
+        if self._limits and info.kv_tokens and info.kv_block:
+            self._rules = ChunkRules(kv_tokens=info.kv_tokens, block=info.kv_block, slots=self._slots)
+        else:
+            self._open()
+
+    @property
+    def waiting(self) -> int:
+        """Attempts that wait for memory."""
+        return len(self._waiting)
+
+    def holds_back(self, key: str) -> bool:
+        """Whether this attempt waits outside the engine."""
+        return key in self._waiting
+
+    @property
+    def reserved(self) -> int:
+        """Tokens up to which attempts have memory, over all of them; prompts that they share count for each."""
+        return sum(ticket.context.reserved for ticket in self._running.values())
+
+    def ticket(self, request: EngineRequest, prompt_ids: bytes, *, forecast: tuple[int, int], first: bool) -> KvTicket:
+        """For a new attempt. `prompt_ids`: packed. `forecast`: tokens to come, on average and at most probably; 0:
+        unknown. `first`: it starts before others."""
+        rest, longest = (float(tokens) if tokens else None for tokens in forecast)
+        context = KvContext(
+            key=request.request_id,
+            prompt=len(prompt_ids) // 4,
+            tokens=len(request.token_ids),
+            most=request.max_tokens,
+            since_s=time.monotonic(),
+            prefix=self._prefix(request, prompt_ids),
+            rest=rest,
+            longest_rest=longest,
+        )
+        return KvTicket(context, first=first)
+
+    @asynccontextmanager
+    async def room(self, ticket: KvTicket) -> AsyncGenerator[None, None]:
+        """Waits until the attempt may run in the engine, for as long as the block runs."""
+        if self._rules is None:
+            yield
+            return
+        key = ticket.context.key
+        self._waiting[key] = ticket
+        self._decide_soon()
+        try:
+            await ticket.inside.wait()
+            yield
+        finally:
+            self._waiting.pop(key, None)
+            self._running.pop(key, None)
+            ticket.inside.clear()
+            ticket.parked = False
+            ticket.context = replace(ticket.context, reserved=0)
+            self._decide_soon()
+
+    def made(self, ticket: KvTicket, tokens: int, version: int) -> None:
+        """The engine made so many tokens, the last of them under `version`."""
+        if self._rules is None:
+            return
+        self._version = max(self._version, version)
+        self._burst = max(self._burst, float(tokens))
+        ticket.made(tokens)
+        if is_due(ticket.context, self._rules) and not ticket.parked:
+            self._decide_soon()
+
+    def forecast(self, key: str, rest: float, longest: float) -> None:
+        """So many tokens are to come now, on average and at most probably."""
+        if ticket := self._running.get(key) or self._waiting.get(key):
+            ticket.context = replace(ticket.context, rest=rest, longest_rest=longest)
+            self._decide_soon()
+
+    def _prefix(self, request: EngineRequest, prompt_ids: bytes) -> str:
+        """Names what an engine has of a prompt for others, too: what older weights read is not used again, and a prompt
+        is scored anew each time."""
+        if not self._shares or request.prompt_logprobs is not None:
+            return ""
+        return f"{self._version}:{blake2b(prompt_ids, digest_size=16).hexdigest()}"
+
+    def _decide_soon(self) -> None:
+        """Once for all tokens of a step."""
+        if self._rules is not None and not self._deciding:
+            self._deciding = True
+            asyncio.get_running_loop().call_soon(self._decide)
+
+    def _decide(self) -> None:
+        self._deciding = False
+        if self._rules is None:
+            return
+        staying = [one.context for one in self._running.values() if not one.parked]
+        parking = len(staying) < len(self._running)
+        waiting = [] if parking else [one.context for one in sorted(self._waiting.values(), key=_rank)]
+        lead = min(_MOST_AHEAD, _SPARE_TOKENS + _BURSTS * ceil(self._burst))
+        self._rules, self._burst = replace(self._rules, lead=lead), max(1.0, _FADING * self._burst)
+        decision = divide_memory(staying, waiting, self._rules, time.monotonic())
+        for key, reserved in decision.grown:
+            self._running[key].context = replace(self._running[key].context, reserved=reserved)
+        for key in decision.parked:
+            self._park(self._running[key], self._rules)
+        for key, reserved in decision.started:
+            ticket = self._running[key] = self._waiting.pop(key)
+            ticket.context = replace(ticket.context, reserved=reserved)
+            ticket.inside.set()
+
+    def _open(self) -> None:
+        """This engine does not limit anybody."""
+        for ticket in self._waiting.values():
+            ticket.inside.set()
+        self._running |= self._waiting
+        self._waiting.clear()
+
+    def _park(self, ticket: KvTicket, rules: ChunkRules) -> None:
+        ticket.parked = ticket.first = True
+        others = [one.context for one in self._running.values() if not one.parked]
+        token_s, read_s = self._speeds()
+        wait_s = token_s * wait_tokens(ticket.context, others, rules) if token_s else 0.0
+        if read_s and leaves(wait_s, read_s * ticket.context.tokens):
+            ticket.leaves = True
+        self.parked += 1
+        metrics.PARKED.labels("handed back" if ticket.leaves else "waits").inc()
+
+
+def _less(forecast: float | None, tokens: int) -> float | None:
+    """A forecast that was exceeded is none any more."""
+    return forecast - tokens if forecast is not None and forecast > tokens else None
+
+
+def _rank(ticket: KvTicket) -> tuple[bool, float]:
+    return not ticket.first, ticket.context.since_s

@@ -1,0 +1,126 @@
+"""Attempts enter the engine as its memory allows, and one that must wait long goes back to the coordinator."""
+
+import asyncio
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import pytest
+
+from ebbtide.rollout_worker.engine import EngineRequest
+from ebbtide.rollout_worker.generation.kv_gate import KvGate, KvTicket
+from ebbtide.testing import wait_until
+from ebbtide.types.fleet import EngineInfo
+from ebbtide.types.tokens import pack_ids
+
+INFO = EngineInfo(model="m", vocab_size=100, max_model_len=4096, kv_tokens=1024, kv_block=16, shares_prefixes=True)
+
+
+@dataclass
+class Door:
+    """A gate, and attempts that stay inside until they are told to go or are parked."""
+
+    info: EngineInfo = INFO
+    speeds: tuple[float, float] = (0.0, 0.0)
+    inside: dict[str, KvTicket] = field(default_factory=dict)
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.gate = KvGate(self.info, 64, limits=True, speeds=lambda: self.speeds)
+
+    def come(self, name: str, prompt: list[int], *, most: int, forecast: int = 0) -> KvTicket:
+        request = EngineRequest(
+            request_id=name,
+            token_ids=prompt,
+            temperature=1.0,
+            top_p=1.0,
+            top_k=0,
+            max_tokens=most,
+            min_tokens=0,
+            stop_token_ids=(),
+        )
+        ticket = self.gate.ticket(request, pack_ids(prompt), forecast=(forecast, 0), first=False)
+        self.tasks.append(asyncio.create_task(self._stay(name, ticket)))
+        return ticket
+
+    async def _stay(self, name: str, ticket: KvTicket) -> None:
+        async with self.gate.room(ticket):
+            self.inside[name] = ticket
+            try:
+                await wait_until(lambda: ticket.parked, 30)
+            finally:
+                del self.inside[name]
+
+    async def go(self, *places: int) -> None:
+        for place in places:
+            self.tasks[place].cancel()
+            with suppress(asyncio.CancelledError):
+                await self.tasks[place]
+
+
+@pytest.fixture
+def door() -> Door:
+    return Door()
+
+
+async def test_attempts_wait_until_memory_is_free_and_enter_in_the_order_of_their_arrival(door: Door) -> None:
+    for number in range(4):
+        door.come(f"r{number}", [number] * 300, most=100, forecast=100)
+    await wait_until(lambda: set(door.inside) == {"r0", "r1"})
+    assert door.gate.waiting == 2
+    assert door.gate.reserved <= 1024
+    await door.go(0)
+    await wait_until(lambda: set(door.inside) == {"r1", "r2"})
+    await door.go(1, 2, 3)
+    assert (door.gate.waiting, door.gate.reserved) == (0, 0)
+
+
+async def test_a_group_shares_its_prompts_memory(door: Door) -> None:
+    for number in range(4):
+        door.come(f"r{number}", [7] * 640, most=40, forecast=40)
+    await wait_until(lambda: len(door.inside) == 4)
+    await door.go(*range(4))
+
+
+async def test_an_attempt_that_outgrows_the_memory_makes_the_cheapest_one_leave(door: Door) -> None:
+    old = door.come("old", [1] * 600, most=1000, forecast=10)
+    await wait_until(lambda: "old" in door.inside)
+    door.come("young", [2] * 200, most=1000, forecast=10)
+    await wait_until(lambda: "young" in door.inside)
+    for _ in range(300):
+        door.gate.made(old, 1, version=1)
+        await asyncio.sleep(0)
+    await wait_until(lambda: set(door.inside) == {"old"})
+    assert door.gate.parked == 1
+    await door.go(0)
+
+
+@pytest.mark.parametrize(("token_s", "leaves"), [(0.0001, False), (0.1, True)])
+async def test_a_parked_attempt_leaves_the_worker_if_its_wait_is_long(token_s: float, *, leaves: bool) -> None:
+    door = Door(speeds=(token_s, 0.0001))
+    old = door.come("old", [1] * 600, most=1000, forecast=10)
+    await wait_until(lambda: "old" in door.inside)
+    young = door.come("young", [2] * 200, most=1000, forecast=10)
+    await wait_until(lambda: "young" in door.inside)
+    for _ in range(300):
+        door.gate.made(old, 1, version=1)
+        await asyncio.sleep(0)
+    await wait_until(lambda: set(door.inside) == {"old"})
+    assert young.leaves is leaves
+    await door.go(0)
+
+
+async def test_an_engine_that_does_not_say_its_memory_limits_nobody() -> None:
+    door = Door(info=EngineInfo(model="m", vocab_size=100, max_model_len=4096))
+    for number in range(20):
+        door.come(f"r{number}", [number] * 4000, most=90)
+    await wait_until(lambda: len(door.inside) == 20)
+    await door.go(*range(20))
+
+
+async def test_those_that_wait_enter_an_engine_that_replaced_theirs_and_does_not_say_its_memory(door: Door) -> None:
+    for number in range(4):
+        door.come(f"r{number}", [number] * 600, most=100)
+    await wait_until(lambda: len(door.inside) == 1)
+    door.gate.engine_changed(EngineInfo(model="m", vocab_size=100, max_model_len=4096))
+    await wait_until(lambda: len(door.inside) == 4)
+    await door.go(*range(4))
