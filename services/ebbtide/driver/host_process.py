@@ -116,6 +116,11 @@ class HostProcess:
         self.hosted: set[int] = set()
         self.closed: list[int] = []  # to tell with the next call
 
+    @property
+    def pid(self) -> int:
+        """The keeper's process id on this host; those of environment code descend from it."""
+        return self._process.pid
+
     @classmethod
     async def start(cls, settings: DriverSettings, plan: HostPlan) -> Self:
         """Raises `IsolationRefused`, `HostEnded` if the process does not come up, `OSError` if the host has none."""
