@@ -134,8 +134,8 @@ class HostProcess:
         made = cls(process, *await asyncio.open_connection(sock=ours))
         try:
             started = msgspec.msgpack.decode(await made._exchange(b"", _STARTING_S), type=HostStarted)
-        except TookTooLong:
-            await made.end()
+        except BaseException:  # cancelled, too: nobody else knows of the process
+            await asyncio.shield(made.end())
             raise
         if started.refused:
             await made.end()
