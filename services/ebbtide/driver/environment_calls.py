@@ -122,7 +122,13 @@ class ThreadedEpisode:
         self._environment, opening = await self._call(clock, open_environment)
         return opening
 
-    async def step(self, clock: EpisodeClock, response: str, *, last: bool = False) -> StepResult:
+    async def step(
+        self,
+        clock: EpisodeClock,
+        response: str,
+        *,
+        last: bool = False,  # noqa: ARG002 - any free thread takes the call
+    ) -> StepResult:
         assert self._environment is not None  # noqa: S101 - reset first
         environment = self._environment
         return await self._call(clock, lambda: checked_result(environment.step(response)))

@@ -74,7 +74,7 @@ _SCORING_NICE: Final = 5
 
 
 class EnvironmentProcesses:
-    """Runs a run's environments in at most `environment_threads` processes, and scores in at most `scoring_processes`."""
+    """Runs a run's environments in at most `environment_threads` processes, and scores in up to `scoring_processes`."""
 
     def __init__(self, spec: RunSpec, settings: DriverSettings, plan: HostPlan) -> None:
         """`plan`: how processes are made, `host_plan(settings)` in a driver."""

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ebbtide.driver.environment_calls import EpisodeClock
-from ebbtide.driver.environment_calls import EnvironmentFailed
+from ebbtide.driver.environment_calls import EnvironmentFailed, EpisodeClock
 from ebbtide.driver.environment_processes import EnvironmentProcesses
 from ebbtide.driver.environment_threads import TookTooLong
 from ebbtide.driver.host_process import host_plan

@@ -16,7 +16,7 @@ def _burn(cpu_s: float) -> None:
 
 
 class Scored:
-    """`DEED SECONDS [REWARD]`: `burn` computes, `sleep` waits, `turn` asks for another response, `exit` ends the process."""
+    """`DEED SECONDS [REWARD]`: `burn` computes, `sleep` waits, `turn` asks for another response, `exit` ends all."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -26,7 +26,7 @@ class Scored:
         return [Message("user", f"problem {self.index}")]
 
     def step(self, response: str) -> StepResult:
-        deed, seconds, reward = (response.split() + ["1"])[:3]
+        deed, seconds, reward = [*response.split(), "1"][:3]
         self.heard.append(deed)
         if deed == "exit":
             os._exit(3)

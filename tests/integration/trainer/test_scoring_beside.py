@@ -1,4 +1,4 @@
-"""Responses are scored beside other steps: a slow scorer costs its own episode, and no slow right answer is locked out."""
+"""Responses are scored beside other steps: slow ones cost their own episode, and no slow right answer is locked out."""
 
 import asyncio
 import time
@@ -19,10 +19,12 @@ from ebbtide.environments import StepResult
 from ebbtide.scheduling.long_tail.rewards import reward_limits
 from ebbtide.scheduling.long_tail.rewards.final_turns import LEARNT
 from ebbtide.scheduling.long_tail.rewards.reward_limits import MOST_CUT_YOUNG
+from ebbtide.testing import wait_until
 from ebbtide.types.run import EnvironmentSpec, RunSpec
 from ebbtide.types.tail_spec import TailSpec
 
 LIMIT_S = 60.0
+PLAIN = TailSpec()
 STUCK = "sleep 3600"
 Make = Callable[..., EnvironmentProcesses]
 
@@ -31,7 +33,7 @@ Make = Callable[..., EnvironmentProcesses]
 async def make() -> AsyncIterator[Make]:
     made: list[EnvironmentProcesses] = []
 
-    def processes(*, scoring: int = 1, places: int = 1, tail: TailSpec = TailSpec(), **params: Any) -> EnvironmentProcesses:
+    def processes(*, scoring: int = 1, places: int = 1, tail: TailSpec = PLAIN, **params: Any) -> EnvironmentProcesses:
         settings = DriverSettings(
             environment_threads=places,
             scoring_processes=scoring,
@@ -161,9 +163,7 @@ async def test_waits_for_a_cpu_are_told_from_computing() -> None:
         waits = {one: CpuWaits(one.pid) for one in (*busy, idle)}
         if not waits[busy[0]]._before:
             pytest.skip("this host does not tell how long tasks wait for a CPU")
-        async with asyncio.timeout(60):
-            while min(waits[one].since_s() for one in busy) < 0.2:
-                await asyncio.sleep(0.05)
+        await wait_until(lambda: min(waits[one].since_s() for one in busy) > 0.2)
         assert waits[idle].since_s() < 0.2
     finally:
         for one in (*busy, idle):

@@ -87,7 +87,10 @@ def _cut_scorings(counts: Mapping[str, int]) -> Iterator[tuple[str, str]]:
     """What the limits on scorings did, if they did anything."""
     cut, explored = counts.get("rewards_out_of_time", 0), counts.get("rewards_explored", 0)
     if cut or explored:
-        yield "rewards", f"{cut:,} scored out of time; {explored:,} were given the full limit to find slow right answers"
+        yield (
+            "rewards",
+            f"{cut:,} scored out of time; {explored:,} got the full limit, for slow right answers",
+        )
 
 
 def _migration(counts: Mapping[str, int]) -> Iterator[tuple[str, str]]:

@@ -22,7 +22,14 @@ from ebbtide.driver.isolation.host_messages import (
     VerifySession,
     frame,
 )
-from ebbtide.environments import Environment, EnvironmentSource, StepResult, checked_result, load_source, reward_out_of_time
+from ebbtide.environments import (
+    Environment,
+    EnvironmentSource,
+    StepResult,
+    checked_result,
+    load_source,
+    reward_out_of_time,
+)
 from ebbtide.environments.session_verifiers import (
     Passage,
     PlayedBranch,

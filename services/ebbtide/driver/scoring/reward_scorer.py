@@ -22,7 +22,7 @@ from ebbtide.types.run import RunSpec
 
 #: Of a scoring that was cut and got the environment's reward for that, in the episode's numbers.
 OUT_OF_TIME: Final = "out_of_time"
-_rewards = counter("driver_rewards_total", "Responses scored apart: scored, failed, out_of_time or explored", ("outcome",))
+_rewards = counter("driver_rewards_total", "Responses scored apart, by what became of them", ("outcome",))
 _reward_s = histogram("driver_reward_seconds", "Duration of scorings, without their processes' waits for a CPU")
 
 

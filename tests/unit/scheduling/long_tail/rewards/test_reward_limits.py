@@ -80,7 +80,7 @@ def test_right_answers_that_are_always_slow_get_through_while_wrong_ones_of_the_
     for seed in range(50):
         draw, limits = Random(seed), with_right_answers(1.0, YOUNG)
         tries = 0
-        while FACTOR * 12.0 > limits.limit_s("p"):
+        while limits.limit_s("p") < FACTOR * 12.0:
             right = draw.random() < 0.5
             tries += right
             scored(limits, "p", 12.0 if right else 1e9, right=right)
