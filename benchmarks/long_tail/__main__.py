@@ -4,7 +4,8 @@
 
 `draft`: lengths of drafts beside Seer's printed rule, computed. `lengths`: how often forecast intervals of lengths
 cover the truth, on drawn groups. `order`: step times under orders of starting, in a model of slots.
-`rewards`: steps whose responses are scored beside the rollout or behind it, on real processes and simulated. Recorded lengths
+`rewards`: steps whose responses are scored beside the rollout or behind it, on real processes and simulated.
+Recorded lengths
 are looked for beside the checkout, in `shared/traces`; without them only the fitted ones are drawn from. Writes a JSON
 file with `figures`; those that were not measured are null, and `missing` says why. Ends with 1 if a part failed; what
 the others found is written nevertheless.
