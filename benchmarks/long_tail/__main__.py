@@ -8,6 +8,13 @@ drawn groups. `order`: step times under orders of starting, in a model of slots.
 the checkout, in `shared/traces`; without them only the fitted ones are drawn from. Writes a JSON file with `figures`;
 those that were not measured are null, and `missing` says why. Ends with 1 if a part failed; what the others found is
 written nevertheless.
+`draft`: lengths of drafts beside Seer's printed rule, computed. `lengths`: how often forecast intervals of lengths
+cover the truth, on drawn groups. `order`: step times under orders of starting, in a model of slots.
+`rewards`: steps whose responses are scored beside the rollout or behind it, on real processes and simulated.
+Recorded lengths
+are looked for beside the checkout, in `shared/traces`; without them only the fitted ones are drawn from. Writes a JSON
+file with `figures`; those that were not measured are null, and `missing` says why. Ends with 1 if a part failed; what
+the others found is written nevertheless.
 """
 
 import argparse
@@ -28,10 +35,12 @@ from benchmarks.long_tail.length_marginals import TRACES, known_marginals
 from benchmarks.long_tail.lengths_part import lengths_part
 from benchmarks.long_tail.order_part import order_part
 from benchmarks.long_tail.recorded_groups import recorded_coverage, recorded_groups
+from benchmarks.long_tail.rewards_part import rewards_part
 from benchmarks.long_tail.tail_figures import figure_rows, missing, promised_figures
 from ebbtide.errors import InvalidRequest
 
 PARTS: Final = ("admission", "draft", "lengths", "order")
+PARTS: Final = ("draft", "lengths", "order", "rewards")
 OUT: Final = Path(__file__).parents[1] / "results" / "tail.json"
 
 
@@ -48,6 +57,7 @@ def measured(
             tell, recorded=recorded_coverage(path.stem, recorded_groups(path)) if path is not None else [], **drawn
         ),
         "order": lambda: order_part(tell, **drawn),
+        "rewards": lambda: rewards_part(tell, quick=options.quick),
     }
     found: dict[str, dict[str, Any]] = {}
     failed: dict[str, str] = {}

@@ -41,6 +41,7 @@ class DropReason:
 
     ENVIRONMENT: Final = "environment_failure"
     TIMEOUT: Final = "episode_timeout"
+    REWARD_TIMEOUT: Final = "reward_timeout"  # its scoring was cut, and the environment has no reward for that
     CANCELLED: Final = "cancelled"
     TOO_STALE: Final = "too_stale"
     DEAD_LETTERED: Final = "dead_lettered"

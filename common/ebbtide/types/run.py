@@ -11,6 +11,7 @@ from msgspec.structs import force_setattr
 from ebbtide.errors import InvalidRequest
 from ebbtide.types.end_cause import EndCause, cause_of
 from ebbtide.types.ids import check_id
+from ebbtide.types.tail_spec import TailSpec
 from ebbtide.types.weights import PolicyVersion
 
 Positive = Annotated[int, Meta(ge=1)]
@@ -154,6 +155,7 @@ class RunSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     borrow: BorrowSpec = BorrowSpec()
     share: ShareSpec = ShareSpec()
     requests: RequestSpec = RequestSpec()
+    tail: TailSpec = TailSpec()
 
     @property
     def external(self) -> bool:
@@ -264,7 +266,7 @@ def check_spec(spec: RunSpec) -> RunSpec:
         raise InvalidRequest(
             "a run's rollouts are trained on by their logprobs; leave it out", field="sampling.without_logprobs"
         )
-    for name in ("trainer", "batch", "share"):
+    for name in ("trainer", "batch", "share", "tail"):
         _check_finite(to_mapping(getattr(spec, name)), name)
     _check_finite(spec.environment.params, "environment.params")
     if spec.from_agents:
@@ -275,6 +277,7 @@ def check_spec(spec: RunSpec) -> RunSpec:
     elif spec.trainer.releases:
         text = "needs trainer.streaming: the end of other steps is not planned; set that, or leave this out"
         raise InvalidRequest(text, field="trainer.releases")
+    _check_reward_limits(spec)
     if spec.share.ceiling is not None and spec.share.floor > spec.share.ceiling:
         raise InvalidRequest(f"must be at most share.ceiling ({spec.share.ceiling:g})", field="share.floor")
     if len(msgspec.json.encode(spec)) > MAX_SPEC_BYTES:
@@ -314,6 +317,16 @@ def _check_streaming(trainer: TrainerSpec) -> None:
         if getattr(trainer, name) != wanted:
             text = f"must be {wanted:g} with trainer.streaming: {reason}; change it, or leave trainer.streaming out"
             raise InvalidRequest(text, field=f"trainer.{name}")
+
+
+def _check_reward_limits(spec: RunSpec) -> None:
+    limit_s, most_s = spec.tail.reward_timeout_s, spec.batch.episode_timeout_s
+    if limit_s is not None and limit_s > most_s:
+        text = f"must be at most batch.episode_timeout_s ({most_s:g}); lower it, or raise that"
+        raise InvalidRequest(text, field="tail.reward_timeout_s")
+    if spec.from_agents and (limit_s is not None or spec.tail.adaptive_rewards):
+        text = "verifiers of agents' sessions are limited by batch.episode_timeout_s; leave it out"
+        raise InvalidRequest(text, field="tail.adaptive_rewards" if limit_s is None else "tail.reward_timeout_s")
 
 
 def _check_finite(value: Any, field: str) -> None:

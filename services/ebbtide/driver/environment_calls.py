@@ -6,7 +6,10 @@ from contextlib import contextmanager
 from typing import Final, Protocol, TypeVar
 
 from ebbtide.driver.environment_threads import EnvironmentThreads
+from ebbtide.driver.host_process import HostEnded
+from ebbtide.driver.isolation.host_messages import HostReply
 from ebbtide.environments import Environment, EnvironmentSource, Message, Split, StepResult, checked_result
+from ebbtide.errors import InvalidRequest
 from ebbtide.telemetry import histogram
 
 T = TypeVar("T")
@@ -15,6 +18,22 @@ T = TypeVar("T")
 LOADING_S: Final = 600.0
 
 _environment_s = histogram("driver_environment_seconds", "Duration of calls of environment code")
+
+
+class EnvironmentFailed(Exception):
+    """The environment raised, or ended its process; the text names both."""
+
+
+def checked_reply(reply: HostReply) -> HostReply:
+    """Returns the answer of a process of environment code. Raises what went wrong: `HostEnded`, `InvalidRequest` or
+    `EnvironmentFailed`."""
+    if reply.exhausted:
+        raise HostEnded(f"{reply.error}: the environment needs more than environments.memory_mib allows")
+    if reply.error and reply.field is not None:
+        raise InvalidRequest(reply.error, field=reply.field)
+    if reply.error:
+        raise EnvironmentFailed(reply.error)
+    return reply
 
 
 class EpisodeClock:
@@ -40,7 +59,9 @@ class EpisodeEnvironment(Protocol):
 
     async def reset(self, clock: EpisodeClock) -> list[Message]: ...
 
-    async def step(self, clock: EpisodeClock, response: str) -> StepResult: ...
+    async def step(self, clock: EpisodeClock, response: str, *, last: bool = False) -> StepResult:
+        """`last`: the run allows no further turn."""
+        ...
 
     def close(self) -> None:
         """Gives the environment up."""
@@ -52,6 +73,10 @@ class Environments(Protocol):
 
     async def load(self) -> None:
         """Raises `InvalidRequest` or `RunFailed` if the source cannot be made."""
+        ...
+
+    def scorings(self) -> dict[str, float]:
+        """What became of the responses that were scored apart, by outcome, since the last call."""
         ...
 
     def episode(self, split: Split, index: int) -> EpisodeEnvironment: ...
@@ -69,6 +94,9 @@ class ThreadedEnvironments:
 
     async def load(self) -> None:
         self.source = await self.threads.call(self._make_source, timeout_s=LOADING_S)
+
+    def scorings(self) -> dict[str, float]:
+        return {}  # all calls share the threads: any free one takes the next
 
     def episode(self, split: Split, index: int) -> "ThreadedEpisode":
         assert self.source is not None  # noqa: S101 - loaded first
@@ -94,7 +122,13 @@ class ThreadedEpisode:
         self._environment, opening = await self._call(clock, open_environment)
         return opening
 
-    async def step(self, clock: EpisodeClock, response: str) -> StepResult:
+    async def step(
+        self,
+        clock: EpisodeClock,
+        response: str,
+        *,
+        last: bool = False,  # noqa: ARG002 - any free thread takes the call
+    ) -> StepResult:
         assert self._environment is not None  # noqa: S101 - reset first
         environment = self._environment
         return await self._call(clock, lambda: checked_result(environment.step(response)))

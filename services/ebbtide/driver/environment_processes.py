@@ -10,22 +10,21 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Final
 
 import msgspec
 
 from ebbtide.claimed_runs.run_failure import RunFailed
-from ebbtide.driver.environment_calls import LOADING_S, EpisodeClock
+from ebbtide.driver.environment_calls import LOADING_S, EnvironmentFailed, EpisodeClock, checked_reply
 from ebbtide.driver.environment_threads import TookTooLong
 from ebbtide.driver.host_process import HostEnded, HostProcess, IsolationRefused
 from ebbtide.driver.isolation.host_messages import HostPlan, HostReply, LoadSource, OpenEpisode, Request, StepEpisode
+from ebbtide.driver.scoring.reward_scorer import RewardScorer, problem_of
+from ebbtide.driver.scoring.scoring_processes import Scoring, ScoringProcesses
 from ebbtide.driver.settings import DriverSettings
 from ebbtide.environments import Message, Split, StepResult, checked_result
 from ebbtide.errors import InvalidRequest
 from ebbtide.types.run import RunSpec
-
-
-class EnvironmentFailed(Exception):
-    """The environment raised, or ended its process; the text names both."""
 
 
 class _Place:
@@ -70,8 +69,12 @@ class _Place:
             await asyncio.shield(process.end())
 
 
+#: Of processes that score, beside those whose steps give the next turns: these go first where both want a CPU.
+_SCORING_NICE: Final = 5
+
+
 class EnvironmentProcesses:
-    """Runs a run's environments in at most `environment_threads` processes."""
+    """Runs a run's environments in at most `environment_threads` processes, and scores in up to `scoring_processes`."""
 
     def __init__(self, spec: RunSpec, settings: DriverSettings, plan: HostPlan) -> None:
         """`plan`: how processes are made, `host_plan(settings)` in a driver."""
@@ -80,6 +83,9 @@ class EnvironmentProcesses:
         self._plan = plan
         self._places = [_Place(self) for _ in range(settings.environment_threads)]
         self._numbers = itertools.count()
+        beside = msgspec.structs.replace(plan, nice=_SCORING_NICE)
+        scoring = ScoringProcesses(lambda: self.start(beside), settings.scoring_processes)
+        self._scorer = RewardScorer(spec, scoring) if settings.scoring_processes else None
 
     async def load(self) -> None:
         """Starts the first process. Raises `InvalidRequest` or `RunFailed` if the source cannot be made."""
@@ -88,16 +94,21 @@ class EnvironmentProcesses:
 
     def episode(self, split: Split, index: int) -> "ProcessEpisode":
         place = min(self._places, key=lambda one: (one.users, not one.started, len(one.live)))
-        return ProcessEpisode(place, next(self._numbers), split, index)
+        return ProcessEpisode(place, next(self._numbers), split, index, self._scorer)
+
+    def scorings(self) -> dict[str, float]:
+        return self._scorer.counted() if self._scorer is not None else {}
 
     async def close(self) -> None:
         await asyncio.gather(*(place.give_up() for place in self._places))
+        if self._scorer is not None:
+            await self._scorer.close()
 
-    async def start(self) -> HostProcess:
-        """Starts a process and loads the source in it."""
+    async def start(self, plan: HostPlan | None = None) -> HostProcess:
+        """Starts a process and loads the source in it. `plan`: another than that of steps."""
         environment = self._spec.environment
         try:
-            process = await HostProcess.start(self._settings, self._plan)
+            process = await HostProcess.start(self._settings, plan or self._plan)
         except IsolationRefused as error:
             raise InvalidRequest(
                 f"code of {environment.name!r} has to run isolated, and the driver's host does not allow it ({error}); "
@@ -125,23 +136,40 @@ class EnvironmentProcesses:
             raise InvalidRequest(reply.error, field=reply.field)
         if reply.error:
             raise RunFailed(f"environment {environment.name!r} cannot be made: {reply.error}")
+        if self._scorer is not None:
+            self._scorer.reward_out_of_time = reply.reward
 
 
 class ProcessEpisode:
     """One episode's environment, in the process of its place."""
 
-    def __init__(self, place: _Place, number: int, split: Split, index: int) -> None:
+    def __init__(
+        self, place: _Place, number: int, split: Split, index: int, scorer: RewardScorer | None = None
+    ) -> None:
+        """`scorer`: of responses that are scored apart; None: the place scores."""
         self._place = place
         self._number = number
         self._opening = OpenEpisode(number, split, index)
         self._responses: list[str] = []
+        self._scorer = scorer
+        self._problem = ""
 
     async def reset(self, clock: EpisodeClock) -> list[Message]:
         reply = await self._call(clock, self._opening)
-        return [Message(role, content) for role, content in reply.messages]
+        messages = [Message(role, content) for role, content in reply.messages]
+        self._problem = problem_of(messages)
+        return messages
 
-    async def step(self, clock: EpisodeClock, response: str) -> StepResult:
-        reply = await self._call(clock, StepEpisode(self._number, response))
+    async def step(self, clock: EpisodeClock, response: str, *, last: bool = False) -> StepResult:
+        turn, before_s = len(self._responses), clock.left_s
+        if self._scorer is not None and self._scorer.takes(turn, last=last):
+            scoring = Scoring(self._opening, tuple(self._responses), response)
+            reply = await self._scorer.score(scoring, clock, self._problem)
+            self._place.release(self._number)  # a further turn begins with a replay: the place lacks this one
+        else:
+            reply = await self._call(clock, StepEpisode(self._number, response))
+        if self._scorer is not None:
+            self._scorer.note(turn, before_s - clock.left_s, ended=reply.done)
         self._responses.append(response)
         messages = tuple(Message(role, content) for role, content in reply.messages)
         return checked_result(StepResult(messages, reply.reward, reply.done, reply.info))
@@ -176,12 +204,6 @@ class ProcessEpisode:
             return await self._answer(process, request, clock.left_s)
 
     async def _answer(self, process: HostProcess, request: Request, timeout_s: float) -> HostReply:
-        reply = await process.call(request, timeout_s=timeout_s)
-        if reply.exhausted:
-            raise HostEnded(f"{reply.error}: the environment needs more than environments.memory_mib allows")
-        if reply.error and reply.field is not None:
-            raise InvalidRequest(reply.error, field=reply.field)
-        if reply.error:
-            raise EnvironmentFailed(reply.error)
+        reply = checked_reply(await process.call(request, timeout_s=timeout_s))
         self._place.live.add(self._number)
         return reply

@@ -9,9 +9,9 @@ import numpy as np
 from ebbtide.claimed_runs.conversation import Conversations
 from ebbtide.claimed_runs.run_failure import RunFailed
 from ebbtide.driver.coordinator_traffic import CoordinatorTraffic
-from ebbtide.driver.environment_calls import Environments, EpisodeClock, EpisodeEnvironment
-from ebbtide.driver.environment_processes import EnvironmentFailed
+from ebbtide.driver.environment_calls import EnvironmentFailed, Environments, EpisodeClock, EpisodeEnvironment
 from ebbtide.driver.environment_threads import TookTooLong
+from ebbtide.driver.scoring.reward_clock import OutOfTime
 from ebbtide.environments import Split, StepResult
 from ebbtide.errors import AlreadyExists, InvalidRequest
 from ebbtide.scheduling.steps.step_pacing import VersionBounds
@@ -130,6 +130,10 @@ class EpisodePlayer:
         self._conversations = conversations
         self._exchange = exchange
 
+    def scorings(self) -> dict[str, float]:
+        """See `Environments.scorings`."""
+        return self._environments.scorings()
+
     async def play(self, plan: EpisodePlan) -> EpisodeEnding:
         """Plays the episode from reset to end. Failures become its ending; only `AlreadyCompleted` is raised."""
         rollouts: list[str] = []
@@ -154,7 +158,8 @@ class EpisodePlayer:
             transcript.written(following)
             finished = await self._generate(plan, turn, transcript, rollouts)
             response = transcript.sampled(unpack_tokens(finished.tokens))
-            result = await self._called(environment.step(clock, self._conversations.text(response)))
+            last = turn + 1 == self.spec.batch.max_turns
+            result = await self._called(environment.step(clock, self._conversations.text(response), last=last))
             ending.add(result)
             if result.done:
                 ending.truncated = finished.reason is FinishReason.LENGTH
@@ -176,6 +181,8 @@ class EpisodePlayer:
             return await call
         except RunFailed:
             raise
+        except OutOfTime as error:
+            raise EpisodeFailed(DropReason.REWARD_TIMEOUT, str(error)) from None
         except TookTooLong:
             limit = self.spec.batch.episode_timeout_s
             raise EpisodeFailed(DropReason.TIMEOUT, f"the environment took more than {limit:g} s") from None

@@ -116,6 +116,11 @@ class HostProcess:
         self.hosted: set[int] = set()
         self.closed: list[int] = []  # to tell with the next call
 
+    @property
+    def pid(self) -> int:
+        """The keeper's process id on this host; those of environment code descend from it."""
+        return self._process.pid
+
     @classmethod
     async def start(cls, settings: DriverSettings, plan: HostPlan) -> Self:
         """Raises `IsolationRefused`, `HostEnded` if the process does not come up, `OSError` if the host has none."""
@@ -129,8 +134,8 @@ class HostProcess:
         made = cls(process, *await asyncio.open_connection(sock=ours))
         try:
             started = msgspec.msgpack.decode(await made._exchange(b"", _STARTING_S), type=HostStarted)
-        except TookTooLong:
-            await made.end()
+        except BaseException:  # cancelled, too: nobody else knows of the process
+            await asyncio.shield(made.end())
             raise
         if started.refused:
             await made.end()

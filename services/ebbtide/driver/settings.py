@@ -29,3 +29,11 @@ class DriverSettings(WorkSettings, frozen=True, kw_only=True, forbid_unknown_fie
         int,
         Meta(ge=1, le=1024, description="most calls of environment code at the same time, and most processes for it"),
     ] = 8
+    scoring_processes: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=1024,
+            description="most processes that score last responses, beside those of other steps; 0: those score, too",
+        ),
+    ] = 4

@@ -105,7 +105,11 @@ class StepSubmitter:
         self._exchange.first_step = min({*self._playing, self._next, max(self._following.versions)})
 
     async def _account(self, step: int, results: Sequence[GroupResult]) -> None:
-        """Reports failures. Raises `RunFailed` if a step has no trajectory: the whole environment fails."""
+        """Reports scorings that were cut or explored, and failures.
+
+        Raises `RunFailed` if a step has no trajectory: the whole environment fails.
+        """
+        await self._report_scorings(step)
         failures = [failure for result in results for failure in result.failures]
         if not failures:
             return
@@ -116,3 +120,11 @@ class StepSubmitter:
         message = f"{len(failures)} episodes of step {step} failed; the last: {last}"
         await self._lease.report([RunEvent(kind="warning", key=f"failures.{step}", message=message, values=reasons)])
         log.warning("episodes failed", step=step, last=last, reasons=reasons)
+
+    async def _report_scorings(self, step: int) -> None:
+        """Reports what limits on scorings did since the last report, if they did anything."""
+        counts = self._player.scorings()
+        cut, explored = counts.get("out_of_time", 0.0), counts.get("explored", 0.0)
+        if cut or explored:
+            text = f"{cut:g} of {sum(counts.values()) - explored:g} responses scored out of time, {explored:g} explored"
+            await self._lease.report([RunEvent(kind="rewards", key=str(step), message=text, values=counts)])

@@ -76,6 +76,13 @@ class EnvironmentSource(Protocol):
 
 
 @runtime_checkable
+class CutScoringSource(Protocol):
+    """A source whose environments give a reward where the scoring of a response is cut by its time limit."""
+
+    reward_out_of_time: float
+
+
+@runtime_checkable
 class ExampleSource(Protocol):
     """A source that knows a right response to each opening: for supervised training and for tests."""
 
@@ -109,6 +116,16 @@ def checked_result(result: StepResult) -> StepResult:
     if not all(math.isfinite(value) for value in (reward, *info.values())):
         raise ValueError(f"the environment gave numbers that are not finite: reward {reward}, info {info}")
     return StepResult(tuple(result.messages), reward, bool(result.done), info)
+
+
+def reward_out_of_time(source: EnvironmentSource) -> float | None:
+    """The reward of a response whose scoring is cut by its time limit; None: its episode fails. Raises `ValueError` if
+    it is not finite."""
+    if not isinstance(source, CutScoringSource):
+        return None
+    if not math.isfinite(reward := float(source.reward_out_of_time)):
+        raise ValueError(f"the environment's reward_out_of_time is not finite: {reward}")
+    return reward
 
 
 def needs_isolation(name: str, params: Mapping[str, Any]) -> bool:

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from ebbtide.simulator.engines.engine_profile import EngineDelays, EngineProfile
-from ebbtide.simulator.outcome import Outcome, PoolOutcome
+from ebbtide.simulator.outcome import Outcome, PoolOutcome, StepOutcome
 from ebbtide.simulator.scenario.fault_plan import PlannedFault
 from ebbtide.simulator.scenario.machine_pool import MachinePool, ServingSpec
 from ebbtide.simulator.scenario.quantity_spec import LengthSpec, QuantitySpec
@@ -131,6 +131,24 @@ def test_episodes_take_their_turns_with_waits_between() -> None:
     (step,) = simulated(fleet=(pool(1),), run=(run,)).steps
     assert step.tokens == 300
     assert step.generated_s - step.opened_s > 3 * 100 * STEP_S + 2 * 7
+
+
+def scored(**rewards: object) -> StepOutcome:
+    """A step of 8 responses, each of which takes 10 s to score."""
+    around = SimulatedEnvironment(reward_s=QuantitySpec(value=10))
+    run = training(prompts=4, group=2, steps=1, environment=around, rewards=rewards)
+    (step,) = simulated(fleet=(pool(1),), run=(run,)).steps
+    return step
+
+
+def test_scorings_beside_the_rollout_end_sooner_than_those_behind_it_and_few_scorers_are_waited_for() -> None:
+    beside, after, few = scored(), scored(when="after"), scored(when="after", scorers=2)
+    assert beside.generated_s <= after.generated_s
+    assert few.generated_s == pytest.approx(after.generated_s + 30.0)
+
+
+def test_a_scoring_ends_with_its_timeout() -> None:
+    assert scored(timeout_s=4.0).generated_s == pytest.approx(scored().generated_s - 6.0)
 
 
 def test_two_runs_share_the_fleet() -> None:

@@ -146,12 +146,13 @@ local function trim_chatter(bytes)
 end
 
 local function emit(kind, key, message, values, labels)
-  if key ~= '' and redis.call('SADD', EVENT_KEYS, kind .. ':' .. key) == 0 then return end
+  if key ~= '' and redis.call('SADD', EVENT_KEYS, kind .. ':' .. key) == 0 then return false end
   local id = redis.call('HINCRBY', RUN, 'events', 1) .. '-0'  -- one count orders the events of both streams
   local fact, bytes = FACTS[kind], event_bytes({kind, key, message, values, labels}, 1)
   redis.call('XADD', fact and EVENTS or CHATTER, id, 'k', kind, 'key', key, 'm', message, 'v', values, 'l', labels, 'at', age())
   local all = redis.call('HINCRBY', RUN, fact and 'facts' or 'chatter', bytes)
   if not fact then trim_chatter(all) end
+  return true
 end
 
 -- Counts a rollout as ended: trained if there is no reason, else dropped. Evaluation and requests are counted apart.

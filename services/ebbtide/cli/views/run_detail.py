@@ -59,6 +59,7 @@ def _lines(run: Run) -> Iterator[tuple[str, str]]:
     yield "rollouts", f"{count['submitted']:,} submitted, {count['trained']:,} trained; dropped: {dropped}"
     yield "now", f"{count['queued']:,} wait, {count['running']:,} run, {count['finished']:,} finished"
     yield from _served(counts)
+    yield from _cut_scorings(counts)
     yield from _migration(counts)
     yield from sorted(run.holders.items())
 
@@ -80,6 +81,16 @@ def _served(counts: Mapping[str, int]) -> Iterator[tuple[str, str]]:
         yield "requests", f"{asked:,} submitted, {ended:,} ended"
     if opened:
         yield "sessions", f"{opened:,} opened, {trajectories:,} became trajectories, {dropped:,} dropped"
+
+
+def _cut_scorings(counts: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+    """What the limits on scorings did, if they did anything."""
+    cut, explored = counts.get("rewards_out_of_time", 0), counts.get("rewards_explored", 0)
+    if cut or explored:
+        yield (
+            "rewards",
+            f"{cut:,} scored out of time; {explored:,} got the full limit, for slow right answers",
+        )
 
 
 def _migration(counts: Mapping[str, int]) -> Iterator[tuple[str, str]]:

@@ -21,6 +21,8 @@ _RUN_PID: Final = 0
 _DEVICE_TID: Final = 1
 #: What a trainer's devices do in each kind of turn, for people.
 OWNERS: Final = {HELD: "trains", LENT: "generates", RETURNING: "returns"}
+#: Kinds of events that mark a moment of the whole run.
+_OF_RUN: Final = ("version", "rewards")
 #: States of a worker that mark a moment, as the run's events name them.
 MARKED: Final = ("draining", "lost", "suspected", "shunned", "left", "attached")
 #: Least width of a span: an arrow's ends must lie inside their spans.
@@ -38,7 +40,7 @@ class Timeline(Struct, frozen=True):
     run_id: str
     #: worker -> its spans by begin; those of one row do not overlap. Workers are sorted by their first span or event.
     lanes: dict[str, list[Lane]]
-    marks: list[RunEvent]  # on workers and versions, in order
+    marks: list[RunEvent]  # on workers, versions and cut scorings, in order
     turns: list[DeviceTurn] = []  # of a trainer that lends its devices
 
     @property
@@ -54,7 +56,7 @@ class Timeline(Struct, frozen=True):
 def make_timeline(run_id: str, spans: Iterable[AttemptSpan], events: Iterable[RunEvent]) -> Timeline:
     """Makes the timeline from a run's spans and events, in any order."""
     events = sorted(events, key=lambda event: event.age_s)
-    marks = [event for event in events if event.kind == "version" or _marks_worker(event)]
+    marks = [event for event in events if event.kind in _OF_RUN or _marks_worker(event)]
     by_worker: dict[str, list[AttemptSpan]] = defaultdict(list)
     end_s = max((event.age_s for event in events), default=0.0)
     for span in spans:
@@ -173,6 +175,8 @@ def _instant(event: RunEvent, pids: Mapping[str, int]) -> Event:
     common = {"ph": "i", "ts": round(event.age_s * 1e6), "args": {"message": event.message, **event.values}}
     if event.kind == "version":
         return common | {"name": f"version {version_of(event)}", "cat": "version", "s": "g", "pid": _RUN_PID, "tid": 0}
+    if event.kind == "rewards":
+        return common | {"name": "scored out of time", "cat": "rewards", "s": "g", "pid": _RUN_PID, "tid": 0}
     worker = event.labels["worker"]
     name = f"{worker} {event.labels['state']}"
     return common | {"name": name, "cat": "worker", "s": "p", "pid": pids[worker], "tid": 0}

@@ -22,7 +22,14 @@ from ebbtide.driver.isolation.host_messages import (
     VerifySession,
     frame,
 )
-from ebbtide.environments import Environment, EnvironmentSource, StepResult, checked_result, load_source
+from ebbtide.environments import (
+    Environment,
+    EnvironmentSource,
+    StepResult,
+    checked_result,
+    load_source,
+    reward_out_of_time,
+)
 from ebbtide.environments.session_verifiers import (
     Passage,
     PlayedBranch,
@@ -62,7 +69,7 @@ class EnvironmentHost:
         match request:
             case LoadSource(name, params, seed):
                 self._source = load_source(name, msgspec.json.decode(params), seed)
-                return HostReply()
+                return HostReply(reward=reward_out_of_time(self._source))
             case OpenEpisode(episode, split, index):
                 assert self._source is not None  # noqa: S101 - the driver loads first
                 environment = self._source.make(split, index)

@@ -26,6 +26,7 @@ class HostPlan(Struct, frozen=True, kw_only=True):
     secrets: tuple[str, ...] = ()  # absolute paths of files that it must not be able to read
     network: bool = False
     memory_bytes: int
+    nice: int = 0  # added to the driver's: of two that want a CPU, the lower one goes first
 
 
 class HostStarted(Struct, frozen=True, kw_only=True):

@@ -133,6 +133,7 @@ def _raise_loopback(plan: HostPlan) -> None:
 
 
 def _limit(plan: HostPlan) -> None:
+    os.nice(plan.nice)
     limits = {resource.RLIMIT_AS: plan.memory_bytes, resource.RLIMIT_CORE: 0, resource.RLIMIT_NOFILE: _MAX_FILES}
     if plan.isolated:  # it counts all tasks of the user, which here is the environment's alone
         limits[resource.RLIMIT_NPROC] = _MAX_TASKS

@@ -1,6 +1,6 @@
 """Defines the runs of a scenario: their steps, prompts, responses, environments and trainers."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
@@ -15,7 +15,16 @@ class SimulatedEnvironment(Struct, frozen=True, kw_only=True, forbid_unknown_fie
     turns: QuantitySpec = QuantitySpec(value=1)  # of an episode, rounded, at least one
     adds_tokens: QuantitySpec = QuantitySpec(value=256)  # to the context between two turns
     wait_s: QuantitySpec = QuantitySpec(value=0)  # between the end of a turn's response and the next turn
-    reward_s: QuantitySpec = QuantitySpec(value=0)  # between the last response's end and its reward
+    reward_s: QuantitySpec = QuantitySpec(value=0)  # that scoring the last response takes
+
+
+class SimulatedRewards(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How responses are scored. `environment.reward_s` is what that takes."""
+
+    scorers: Annotated[int, Meta(ge=0, le=100_000)] = 0  # processes that score; 0: there is always one
+    when: Literal["beside", "after"] = "beside"  # a response has ended, or all of its step have
+    timeout_s: Annotated[float, Meta(gt=0)] | None = None  # as `reward_timeout_s` of a run's `[tail]`
+    adaptive: bool = False  # as `adaptive_rewards` there
 
 
 class TrainingRun(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -34,6 +43,7 @@ class TrainingRun(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     context: Tokens = 131_072  # an episode's most tokens, prompts included
     lengths: LengthSpec = MATH_RESPONSES
     environment: SimulatedEnvironment = SimulatedEnvironment()
+    rewards: SimulatedRewards = SimulatedRewards()
 
     trainer: Reference
     trainer_price_per_hour: Dollars = 0.0

@@ -21,6 +21,7 @@ from ebbtide.simulator.world.fleet.version_pulls import VersionPulls
 from ebbtide.simulator.world.policy import Policy
 from ebbtide.simulator.world.profiles import Profiles
 from ebbtide.simulator.world.training.simulated_driver import SimulatedDriver, StepProgress
+from ebbtide.simulator.world.training.simulated_scoring import SimulatedScoring
 from ebbtide.simulator.world.training.simulated_trainer import SimulatedTrainer
 from ebbtide.simulator.world.training.step_rounds import Sample
 from ebbtide.simulator.world.training.trainer_loan import FixedWindow, LoanWindow, TrainerLoan
@@ -151,6 +152,7 @@ class Simulation:
             coordinator=self._coordinator,
             rounds=self._policy.rounds(run),
             turns=partial(self._turns, run),
+            scoring=SimulatedScoring(run.rewards, self._time),
             opened=opened,
             scored=trainer.scored,
         )

@@ -12,6 +12,7 @@ from msgspec import Struct
 from ebbtide.scheduling.steps.step_pacing import VersionBounds, open_steps, training_bounds
 from ebbtide.simulator.scenario.draws.workload import Turn
 from ebbtide.simulator.world.simulated_rollout import SimulatedRollout
+from ebbtide.simulator.world.training.simulated_scoring import SimulatedScoring, WaitingScoring
 from ebbtide.simulator.world.training.step_rounds import Rounds, Sample, StepRound
 from ebbtide.simulator.world.virtual_time import VirtualTime
 
@@ -61,6 +62,7 @@ class SimulatedDriver:
         coordinator: DriversCoordinator,
         rounds: Rounds,
         turns: Callable[[Sample], Sequence[Turn]],
+        scoring: SimulatedScoring,
         opened: Callable[[StepProgress], None],
         scored: Callable[[StepProgress], None],
     ) -> None:
@@ -68,6 +70,7 @@ class SimulatedDriver:
         self._run, self._last, self._max_staleness = run, steps, max_staleness
         self._time, self._coordinator, self._rounds = time, coordinator, rounds
         self._turns, self._opened, self._scored = turns, opened, scored
+        self._scoring = scoring
         self._versions: dict[int, int] = {}  # step -> version
         self._next = self._place = 0
         self._live: dict[str, _Episode] = {}  # by rollout
@@ -120,17 +123,27 @@ class SimulatedDriver:
         wait_s = episode.turns[episode.at].wait_s
         episode.tokens += rollout.length
         episode.at, episode.rollout = episode.at + 1, None
-        follow = self._go_on if episode.at < len(episode.turns) else self._rewarded
-        if wait_s > 0.0:
-            self._time.after(wait_s, lambda: follow(episode, rollout.bounds))
+        if episode.at == len(episode.turns):
+            self._score(episode, wait_s)
+        elif wait_s > 0.0:
+            self._time.after(wait_s, lambda: self._go_on(episode, rollout.bounds))
         else:
-            follow(episode, rollout.bounds)
+            self._go_on(episode, rollout.bounds)
+
+    def _score(self, episode: _Episode, takes_s: float) -> None:
+        step = episode.progress.number
+        waiting = WaitingScoring(step, str(episode.sample.prompt), takes_s, lambda: self._rewarded(episode))
+        self._scoring.score(waiting, generating=lambda: self._generating(step))
+
+    def _generating(self, step: int) -> bool:
+        """Whether an episode of the step has a response to come."""
+        return any(one.progress.number == step and one.at < len(one.turns) for one in self._episodes.values())
 
     def _go_on(self, episode: _Episode, bounds: VersionBounds) -> None:
         if self._episodes.get(episode.sample) is episode:  # else it was abandoned meanwhile
             self._coordinator.submit([self._rollout(episode, bounds)])
 
-    def _rewarded(self, episode: _Episode, _: VersionBounds) -> None:
+    def _rewarded(self, episode: _Episode) -> None:
         if self._episodes.get(episode.sample) is not episode:
             return
         del self._episodes[episode.sample]
