@@ -35,7 +35,7 @@ class ChunkRules(Struct, frozen=True, kw_only=True):
     slots: int = 1 << 30  # rollouts that run at once, at most
     lead: int = 8  # tokens that a rollout may make before the next decision
     chunk: int = 0  # tokens of the longest chunk; 0: by the size of the memory
-    filled: float = 0.95  # share of the memory that forecasts may fill; the rest is for their errors
+    filled: float = 1.0  # share of the memory that forecasts may fill
     patience_s: float = 300.0  # who waited or came longer ago is neither passed by nor sent away
 
     @property
