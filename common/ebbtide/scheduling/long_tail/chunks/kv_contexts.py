@@ -4,8 +4,8 @@ from typing import Final
 
 from msgspec import Struct
 
-#: The longest chunk is so small a part of the memory, and no longer than this: half of each rollout's chunk lies idle on
-#: average. Seer's chunks are longer (arXiv 2511.14617) because a rollout leaves its engine after each; here it stays.
+#: The longest chunk is so small a part of the memory, and no longer than this: half of each chunk lies idle on average.
+#: Seer has longer ones (arXiv 2511.14617) because a rollout leaves its engine after each; here it stays.
 _PART: Final = 256
 _LONGEST: Final = 1024
 #: Without a forecast, a rollout is expected to make so small a part of the memory at first, and no more than this.
