@@ -26,7 +26,6 @@ from ebbtide.scheduling.long_tail.chunks.kv_contexts import ChunkRules, KvContex
 from ebbtide.scheduling.long_tail.chunks.parking import leaves, wait_tokens
 from ebbtide.types.fleet import EngineInfo
 
-
 #: Tokens by which a chunk is asked for early: those that come while the decision is made and others leave, twice what
 #: came at once lately (a busy worker reads several steps' tokens together, and drafts make several in a step), and
 _SPARE_TOKENS: Final = 6

@@ -3,8 +3,9 @@
 A rollout runs within a reservation: memory up to its next chunk's end. It gets the next chunk before it needs it. If
 there is none, others give up theirs and wait: those that are cheapest to read again. One that waits starts if its first
 chunk is free and if the forecast says that all fit until they end. Where the first one does not fit, later ones may.
-Seer admits by chunks, too (arXiv 2511.14617, section 2.1 of its design), but by one size for all, and nobody passes the
-first one that does not fit.
+They must end before there is room for the first one, as in EASY backfilling (Lifka, JSSPP 1995): else long rollouts
+would start last, and a step would wait for them. Seer admits by chunks, too (arXiv 2511.14617, section 2.1 of its
+design), but by one size for all, and nobody passes the first one that does not fit.
 
 Nobody waits for ever. Rollouts that came longer ago than the patience go first, and nobody passes them. They keep
 their memory while others can give theirs up, and the one that came first of all always does. So a rollout starts at the
@@ -12,6 +13,7 @@ latest when all that ran when its patience ended, and all that came before it, h
 """
 
 from collections.abc import Sequence
+from math import inf
 from typing import Final
 
 from msgspec import Struct
@@ -115,12 +117,12 @@ class _Division:
     def _start(self, waiting: Sequence[KvContext]) -> None:
         overdue = sorted((one for one in waiting if one.since_s < self._overdue_s), key=_by_age)
         late = {one.key for one in overdue}
-        passed = 0
+        passed, within = 0, inf  # tokens within which one that passes the first one must end
         for one in (*overdue, *(one for one in waiting if one.key not in late)):
             if len(self._running) >= self._rules.slots or passed > _LOOKED_AT:
                 return
             reserved = one.tokens + self._chunk(one)
-            if not self._running or self._fits(one, reserved):
+            if not self._running or (self._ends(one) <= within and self._fits(one, reserved)):
                 self._book.reserve(one, reserved)
                 self._running[one.key] = one
                 self._started.append((one.key, reserved))
@@ -128,6 +130,23 @@ class _Division:
                 return
             else:
                 passed += 1
+                within = min(within, self._room_in(one))
+
+    def _ends(self, one: KvContext) -> float:
+        return one.longest_rest if one.longest_rest is not None else self._rules.likely_rest(one)
+
+    def _room_in(self, one: KvContext) -> float:
+        """Tokens that each running rollout makes until this one fits beside the others, however they grow."""
+        lack = self._grown_blocks(one) - self._rules.blocks
+        lack += sum(map(self._grown_blocks, self._running.values()))
+        for other in sorted(self._running.values(), key=self._rules.likely_rest):
+            lack -= self._grown_blocks(other)
+            if lack <= 0:
+                return self._rules.likely_rest(other)
+        return inf
+
+    def _grown_blocks(self, one: KvContext) -> int:
+        return -(-round(self._unshared(one) + self._rules.likely_rest(one)) // self._rules.block)
 
     def _fits(self, one: KvContext, reserved: int) -> bool:
         if self._book.needed(one, reserved) > self._book.free:

@@ -4,12 +4,13 @@ from typing import Final
 
 from msgspec import Struct
 
-#: Without a forecast, a chunk is so small a part of the memory, and no longer than this. Seer's chunks are about as
-#: long, in memories for a million tokens (arXiv 2511.14617).
-_PART: Final = 64
-_LONGEST: Final = 8192
-#: A chunk has at least so many blocks: it must outlast the steps until the next decision.
-_FEWEST_BLOCKS: Final = 4
+#: The longest chunk is so small a part of the memory, and no longer than this: half of each chunk lies idle on average.
+#: Seer has longer ones (arXiv 2511.14617) because a rollout leaves its engine after each; here it stays.
+_PART: Final = 256
+_LONGEST: Final = 1024
+#: Without a forecast, a rollout is expected to make so small a part of the memory at first, and no more than this.
+_UNKNOWN_PART: Final = 64
+_UNKNOWN_MOST: Final = 8192
 
 
 class KvContext(Struct, frozen=True, kw_only=True, gc=False):
@@ -33,8 +34,8 @@ class ChunkRules(Struct, frozen=True, kw_only=True):
     block: int = 16  # tokens; memory is given in blocks
     slots: int = 1 << 30  # rollouts that run at once, at most
     lead: int = 8  # tokens that a rollout may make before the next decision
-    chunk: int = 0  # tokens of a chunk without a forecast, and of the longest one; 0: by the size of the memory
-    filled: float = 0.95  # share of the memory that forecasts may fill; the rest is for their errors
+    chunk: int = 0  # tokens of the longest chunk; 0: by the size of the memory
+    filled: float = 1.0  # share of the memory that forecasts may fill
     patience_s: float = 300.0  # who waited or came longer ago is neither passed by nor sent away
 
     @property
@@ -43,8 +44,7 @@ class ChunkRules(Struct, frozen=True, kw_only=True):
 
     @property
     def longest_chunk(self) -> int:
-        least = _FEWEST_BLOCKS * self.block + self.lead
-        return max(least, self.chunk or min(_LONGEST, self.kv_tokens // _PART))
+        return max(self.block + self.lead, self.chunk or min(_LONGEST, self.kv_tokens // _PART))
 
     def shared_blocks(self, context: KvContext) -> int:
         """Full blocks of its prompt that others of its prefix use, too. An engine computes a prompt's last token anew
@@ -54,5 +54,6 @@ class ChunkRules(Struct, frozen=True, kw_only=True):
     def likely_rest(self, context: KvContext) -> float:
         """Tokens that probably come. Without a forecast, as many as there are: lengths have heavy tails."""
         made = context.tokens - context.prompt
-        rest = context.rest if context.rest is not None else float(max(self.longest_chunk, made))
+        unknown = max(made, min(_UNKNOWN_MOST, self.kv_tokens // _UNKNOWN_PART))
+        rest = context.rest if context.rest is not None else float(unknown)
         return min(float(context.most), max(0.0, rest))
