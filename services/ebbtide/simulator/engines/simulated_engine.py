@@ -183,6 +183,10 @@ class SimulatedEngine:
         sequence = self._running.get(key) or self._waiting[key]
         return sequence.made_after(self._steps + (self._run.done if self._run else 0))
 
+    def runs(self, key: str) -> bool:
+        """Whether a sequence has memory, by the last call; others wait, or are not here."""
+        return key in self._running
+
     def hold(self, now: float) -> None:
         """Stands still, also in the middle of a step, until `go_on`. Sequences keep their keys and values."""
         self._settle(now)

@@ -7,7 +7,7 @@ from ebbtide.scheduling.long_tail.length_learner import EndedGroup, LengthLearne
 from ebbtide.simulator.rivals.tail.step_members import StepMember, StepMembers
 
 #: A group is asked about again once its longest member has grown by this factor, or a member ended.
-_GROWN: Final = 1.25
+_GROWN: Final = 1.4
 #: What a forecast leaves of a rest, at least, however far its sample has come since.
 _LEAST: Final = 0.1
 

@@ -9,6 +9,7 @@ from math import ceil
 from typing import Annotated, Final, Literal
 
 from msgspec import Meta, Struct
+from msgspec.structs import replace
 
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.scheduling.long_tail.chunks.chunk_admission import divide_memory, is_due
@@ -21,6 +22,7 @@ from ebbtide.simulator.rivals.tail.group_rests import LearntRests, NoRests, Rest
 from ebbtide.simulator.rivals.tail.seer_policy import PACED_ROUNDS, POOL_TOKENS_PER_S, Pause
 from ebbtide.simulator.rivals.tail.speculation_pace import SpeculationPace
 from ebbtide.simulator.rivals.tail.step_members import EngineView, StepMember
+from ebbtide.simulator.scenario.bounds import Factor
 from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.training_run import TrainingRun
 from ebbtide.simulator.world.kv_pool import KvPool
@@ -32,6 +34,8 @@ from ebbtide.simulator.world.virtual_coordinator import Decider, VirtualCoordina
 _LEAD_TOKENS_PER_S: Final = 64
 #: So many of those that wait are offered to an engine.
 _OFFERED: Final = 64
+#: Who gives up his memory loses nothing where a pool keeps it, so forecasts need not fit the memory.
+_NO_BOUND: Final = 1e9
 #: A step's samples all begin to wait at once and all must end, so none is served before others for its age.
 _NO_AGE: Final = 1e12
 
@@ -106,7 +110,8 @@ class LongTailDecider(DividedDecider):
 
     def _rules(self, view: EngineView, slots: int) -> ChunkRules:
         running = max(len(view.members), min(view.slots, slots))
-        return ChunkRules(kv_tokens=view.kv_tokens - view.leaving, slots=running, lead=self._lead)
+        rules = ChunkRules(kv_tokens=view.kv_tokens - view.leaving, slots=running, lead=self._lead)
+        return rules if self.pool is None else replace(rules, filled=_NO_BOUND)
 
     def _even_slots(self, views: Sequence[EngineView], waiting: int) -> int:
         """An even share of all that runs and waits, so that no engine takes the last ones alone."""
@@ -152,6 +157,7 @@ class LongTailPolicy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     knowledge: Literal["learnt", "true_lengths", "none"] = "learnt"
     former: tuple[tuple[int, ...], ...] = ()  # lengths of the groups of the step before, by which forecasts begin
     speculates: bool = True
+    verification: Factor = 1.0  # what draft tokens cost, as a multiple of the profile's
     pool_tokens_per_s: Annotated[float, Meta(ge=0)] = POOL_TOKENS_PER_S  # 0: no pool, so tokens are read again
     round_s: Pause = 2.0  # the least pause between two decisions
 
@@ -160,18 +166,25 @@ class LongTailPolicy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return None
 
     def decider(self, coordinator: VirtualCoordinator) -> Decider:
-        rests: RestForecast = {"true_lengths": TrueRests, "none": NoRests}.get(self.knowledge, self._learnt)()
-        every_s = PACED_ROUNDS * self.round_s
+        pace = SpeculationPace(
+            coordinator, greedy_drafts, verification=self.verification, every_s=PACED_ROUNDS * self.round_s
+        )
         return LongTailDecider(
             coordinator,
-            rests=rests,
+            rests=self._rests(),
             round_s=self.round_s,
             pool=KvPool(tokens_per_s=self.pool_tokens_per_s) if self.pool_tokens_per_s else None,
-            pace=SpeculationPace(coordinator, greedy_drafts, every_s=every_s) if self.speculates else None,
+            pace=pace if self.speculates else None,
         )
 
-    def _learnt(self) -> RestForecast:
-        return LearntRests(self.former)
+    def _rests(self) -> RestForecast:
+        match self.knowledge:
+            case "true_lengths":
+                return TrueRests()
+            case "none":
+                return NoRests()
+            case "learnt":
+                return LearntRests(self.former)
 
     def rounds(self, run: TrainingRun) -> Rounds:
         return WholeGroups(run.prompts, run.group)

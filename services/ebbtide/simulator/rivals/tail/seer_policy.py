@@ -12,7 +12,7 @@ from ebbtide.simulator.rivals.tail.divided_decider import DividedDecider
 from ebbtide.simulator.rivals.tail.draft_rules import printed_drafts
 from ebbtide.simulator.rivals.tail.speculation_pace import SpeculationPace
 from ebbtide.simulator.rivals.tail.step_members import EngineView, StepMember
-from ebbtide.simulator.scenario.bounds import Tokens
+from ebbtide.simulator.scenario.bounds import Factor, Tokens
 from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.training_run import TrainingRun
 from ebbtide.simulator.world.kv_pool import KvPool
@@ -49,11 +49,9 @@ class SeerDecider(DividedDecider):
         super().__init__(coordinator, round_s=round_s, pool=pool, pace=pace)
         self._chunk, self._order = chunk, order
         self._spare = round(_LATE_TOKENS_PER_S * round_s)
-        self._rule: SeerStartRule | None = None
+        self._rule = SeerStartRule(cap=1 << 30)  # beyond every response, so it may be any run's
 
     def divide(self, run: RunState, views: Sequence[EngineView], now: float) -> None:
-        if self._rule is None:
-            self._rule = SeerStartRule(run.spec.sampling.max_tokens)
         for one in self.members.ended:
             self._rule.finished(one.group, one.length)
         over = {one.rollout_id: view for view in views for one in view.members if one.made >= one.until}
@@ -109,7 +107,6 @@ class SeerDecider(DividedDecider):
             return 0, 0, one.place
         if self._order == "true_lengths":
             return 0, one.made - one.length, one.place
-        assert self._rule is not None
         return self._rule.rank(BufferedRequest(one.place, one.group, one.made, one.probe))
 
 
@@ -123,6 +120,7 @@ class SeerPolicy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     chunk: Tokens = 8192  # notes on the first version have 8K; the later ones do not state it
     order: Literal["context", "queue", "true_lengths"] = "context"
     speculates: bool = True
+    verification: Factor = 1.0  # what draft tokens cost, as a multiple of the profile's
     pool_tokens_per_s: Annotated[float, Meta(ge=0)] = POOL_TOKENS_PER_S  # 0: no pool, so tokens are read again
     round_s: Pause = 2.0  # the least pause between two decisions
 
@@ -131,14 +129,16 @@ class SeerPolicy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return None
 
     def decider(self, coordinator: VirtualCoordinator) -> Decider:
-        every_s = PACED_ROUNDS * self.round_s
+        pace = SpeculationPace(
+            coordinator, printed_drafts, verification=self.verification, every_s=PACED_ROUNDS * self.round_s
+        )
         return SeerDecider(
             coordinator,
             chunk=self.chunk,
             order=self.order,
             round_s=self.round_s,
             pool=KvPool(tokens_per_s=self.pool_tokens_per_s) if self.pool_tokens_per_s else None,
-            pace=SpeculationPace(coordinator, printed_drafts, every_s=every_s) if self.speculates else None,
+            pace=pace if self.speculates else None,
         )
 
     def rounds(self, run: TrainingRun) -> Rounds:

@@ -21,16 +21,23 @@ _CHANGE: Final = 0.01
 
 
 class SpeculationPace:
-    """`every_s`: paces are set anew so often."""
+    """`verification`: cost of draft tokens, as a multiple of the profile's; `every_s`: paces are set anew so often."""
 
-    def __init__(self, coordinator: VirtualCoordinator, rule: DraftRule, *, every_s: float) -> None:
-        self._coordinator, self._rule, self._every_s = coordinator, rule, every_s
+    def __init__(
+        self, coordinator: VirtualCoordinator, rule: DraftRule, *, verification: float, every_s: float
+    ) -> None:
+        self._coordinator, self._rule = coordinator, rule
+        self._verification, self._every_s = verification, every_s
         self._next = 0.0
         self._paces: dict[str, float] = {}
 
+    def is_due(self, now: float) -> bool:
+        """Whether `update` would do anything."""
+        return now >= self._next
+
     def update(self, members: StepMembers, views: Sequence[EngineView], now: float) -> None:
         """Set the pace of all engines, if it is time."""
-        if now < self._next:
+        if not self.is_due(now):
             return
         self._next = now + self._every_s
         known = {group: sum(map(_share, some)) for group, some in members.groups.items()}
@@ -44,17 +51,27 @@ class SpeculationPace:
                 self._coordinator.worker(view.session.session_id).pace(pace)
 
     def _gain(self, view: EngineView, known: dict[int, float]) -> float:
-        survivals = [sibling_survival(known[one.group] - _share(one)) for one in view.members]
-        probes = [one.probe for one in view.members]
+        running = [one for one in view.members if view.engine.runs(one.rollout_id)]
+        if not running:
+            return 1.0
+        survivals = [sibling_survival(known[one.group] - _share(one)) for one in running]
+        probes = [one.probe for one in running]
         costs = self._coordinator.worker(view.session.session_id).terms.profile.costs
-        context = sum(one.context for one in view.members)
-        return speculation_gain(costs, survivals, probes, context, self._rule)
+        context = sum(one.context for one in running)
+        return speculation_gain(costs, survivals, probes, context, self._rule, self._verification)
 
 
 def speculation_gain(
-    costs: StepCosts, survivals: Sequence[Survival], probes: Sequence[bool], context: int, rule: DraftRule
+    costs: StepCosts,
+    survivals: Sequence[Survival],
+    probes: Sequence[bool],
+    context: int,
+    rule: DraftRule,
+    verification: float = 1.0,
 ) -> float:
-    """Tokens in a second over those without drafts. `context`: of all samples, tokens."""
+    """Tokens in a second over those without drafts. `context`: of all samples, tokens; `verification`: cost of draft
+    tokens, as a multiple of `costs`.
+    """
     batch = len(survivals)
     plain_s = costs.step_s(batch=batch, context=context)
 
@@ -62,7 +79,8 @@ def speculation_gain(
         drafts = tokens - batch
         pairs = drafts * context // batch
         looked_up_s = _LOOK_UP_S * batch if drafts else 0.0
-        return costs.step_s(batch=batch, context=context, prefill=drafts, pairs=pairs) + looked_up_s
+        with_drafts_s = costs.step_s(batch=batch, context=context, prefill=drafts, pairs=pairs)
+        return plain_s + verification * (with_drafts_s - plain_s) + looked_up_s
 
     lengths = rule(survivals, probes, seconds)
     made = sum(1.0 + sum(one[:length]) for one, length in zip(survivals, lengths, strict=True))

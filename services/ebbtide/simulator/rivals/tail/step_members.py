@@ -68,7 +68,7 @@ class StepMembers:
     def refresh(self, run: RunState, engines: Sequence[WorkerSession], now: float) -> list[EngineView]:
         """Look at the queue and at all engines. Returns a view of each engine."""
         self.waiting = [self._queued(run, one, now) for one in run.queue]
-        views = [self._view(engine) for engine in engines]
+        views = [self._view(run, engine, now) for engine in engines]
         over = [key for key in self._open if key not in run.queue and key not in run.running]
         self.ended = [self._open.pop(key) for key in over]
         for one in self.ended:
@@ -101,7 +101,7 @@ class StepMembers:
         self._open[queued.rollout_id] = member
         return member
 
-    def _view(self, session: WorkerSession) -> EngineView:
+    def _view(self, run: RunState, session: WorkerSession, now: float) -> EngineView:
         worker = self._coordinator.worker(session.session_id)
         profile, made = worker.terms.profile, worker.host.progress()
         view = EngineView(
@@ -112,7 +112,7 @@ class StepMembers:
             members=[],
         )
         for attempt in session.attempts.values():
-            member = self._open[attempt.rollout.rollout_id]
+            member = self._open.get(attempt.rollout.rollout_id) or self._new(run, attempt.rollout, now)
             member.made = max(member.made, made.get(member.rollout_id, 0))
             member.attempt = attempt
             if member.leaving:
