@@ -58,10 +58,13 @@ class LongTailDecider(DividedDecider):
         super().__init__(coordinator, round_s=round_s, pool=pool, pace=pace)
         self._rests, self._lead = rests, max(8, round(_LEAD_TOKENS_PER_S * 2 * round_s))
         self._counts: dict[str, int] = {}  # members of each engine after the last round
+        self._left = 0  # that waited after the last round
 
     def divide(self, run: RunState, views: Sequence[EngineView], now: float) -> None:
         self._rests.look(self.members)
         waiting = self._in_order(now)
+        if len(waiting) > self._left:  # new ones wait, which may fit where others did not
+            self._counts = {}
         if not waiting:
             self._balance(views, now)
         slots = self._even_slots(views, len(waiting))
@@ -74,6 +77,7 @@ class LongTailDecider(DividedDecider):
                 gone = {id(one) for one in started}
                 waiting = [one for one in waiting if id(one) not in gone]
             self._counts[view.session.session_id] = len(view.members)
+        self._left = len(waiting)
         self.start(run, starts, now)
 
     def _divide_one(
