@@ -63,7 +63,7 @@ class LongTailDecider(DividedDecider):
     def divide(self, run: RunState, views: Sequence[EngineView], now: float) -> None:
         self._rests.look(self.members)
         waiting = self._in_order(now)
-        if len(waiting) > self._left:  # new ones wait, which may fit where others did not
+        if not self._left:  # nobody waited, so engines may have room for those who do now
             self._counts = {}
         if not waiting:
             self._balance(views, now)
