@@ -15,6 +15,10 @@ Recorded lengths
 are looked for beside the checkout, in `shared/traces`; without them only the fitted ones are drawn from. Writes a JSON
 file with `figures`; those that were not measured are null, and `missing` says why. Ends with 1 if a part failed; what
 the others found is written nevertheless.
+cover the truth, on drawn groups. `order`: step times under orders of starting, in a model of slots. `seer`: policies in
+Seer's settings, simulated. Recorded lengths are looked for beside the checkout, in `shared/traces`; without them only
+the fitted ones are drawn from. Writes a JSON file with `figures`; those that were not measured are null, and `missing`
+says why. Ends with 1 if a part failed; what the others found is written nevertheless.
 """
 
 import argparse
@@ -41,6 +45,11 @@ from ebbtide.errors import InvalidRequest
 
 PARTS: Final = ("admission", "draft", "lengths", "order")
 PARTS: Final = ("draft", "lengths", "order", "rewards")
+from benchmarks.long_tail.seer.seer_part import seer_part
+from benchmarks.long_tail.tail_figures import figure_rows, missing, promised_figures
+from ebbtide.errors import InvalidRequest
+
+PARTS: Final = ("draft", "lengths", "order", "seer")
 OUT: Final = Path(__file__).parents[1] / "results" / "tail.json"
 
 
@@ -58,6 +67,7 @@ def measured(
         ),
         "order": lambda: order_part(tell, **drawn),
         "rewards": lambda: rewards_part(tell, quick=options.quick),
+        "seer": lambda: seer_part(tell, quick=options.quick, jobs=options.jobs, recorded=_recorded(path)),
     }
     found: dict[str, dict[str, Any]] = {}
     failed: dict[str, str] = {}
@@ -68,6 +78,10 @@ def measured(
             traceback.print_exc()
             failed[name] = f"{type(error).__name__}: {error}"
     return found, failed
+
+
+def _recorded(path: Path | None) -> tuple[tuple[int, ...], ...]:
+    return tuple(map(tuple, recorded_groups(path))) if path is not None else ()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -23,6 +23,12 @@ _PARTS: Final = {
     "engine_preemptions_share": "admission",
     "draft_objective_over_printed_rule": "draft",
     "interval_coverage": "lengths",
+    "draft_objective_over_printed_rule": "draft",
+    "interval_coverage": "lengths",
+    "throughput_over_verl": "seer",
+    "throughput_over_seer": "seer",
+    "share_of_true_lengths": "seer",
+    "error_vs_published_median": "seer",
 }
 
 

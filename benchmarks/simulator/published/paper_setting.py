@@ -1,6 +1,7 @@
 """Builds scenarios of papers, and simulates them under a policy."""
 
 from collections.abc import Sequence
+from typing import Final
 
 from msgspec import Struct
 
@@ -9,6 +10,7 @@ from ebbtide.coordinator.settings import CoordinatorSettings
 from ebbtide.simulator.engines.engine_profile import EngineProfile
 from ebbtide.simulator.outcome import Outcome
 from ebbtide.simulator.scenario.fault_plan import PlannedFault
+from ebbtide.simulator.scenario.inputs.input_tables import InputTables
 from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.scenario import Scenario
 from ebbtide.simulator.scenario.training_run import TrainingRun
@@ -20,6 +22,7 @@ from ebbtide.simulator.world.simulation import Simulation
 FLUSH_S = 1.0
 #: Where nobody is lost and nobody asks for speeds, heartbeats change nothing but the time that a simulation takes.
 _CALM_HEARTBEAT_S = 60.0
+_NO_TABLES: Final = InputTables()
 #: Heartbeats that may fail before a worker is lost.
 _PATIENCE = 3.0
 
@@ -86,9 +89,10 @@ def simulated(
     faults: Sequence[PlannedFault] = (),
     seed: int = 0,
     heartbeat_s: float = _CALM_HEARTBEAT_S,
+    tables: InputTables = _NO_TABLES,
 ) -> Outcome:
     """Simulate until all steps of the run are trained. Policies that look at engines' speeds need quick heartbeats."""
     errors_only()
-    scenario = Scenario(name=run.name, fleet=tuple(fleet), run=(run,), fault=tuple(faults), hours=200.0)
+    scenario = Scenario(name=run.name, fleet=tuple(fleet), run=(run,), fault=tuple(faults), hours=200.0, tables=tables)
     settings = CoordinatorSettings(heartbeat_s=heartbeat_s, heartbeat_timeout_s=_PATIENCE * heartbeat_s)
     return Simulation(scenario, seed, policy, profiles, settings).run(lambda _: None)

@@ -9,6 +9,7 @@ from benchmarks.simulator.published.observed_verl import ObservedVerl
 from benchmarks.simulator.published.paper_hardware import published_engine
 from benchmarks.simulator.published.paper_setting import PaperProfiles, PaperTimes, co_located, simulated
 from benchmarks.simulator.published.published_point import Paper, PointKind, PublishedPoint, UnstatedValue, Use
+from ebbtide.simulator.engines.engine_profile import EngineProfile
 from ebbtide.simulator.engines.known_hardware import H800, KIMI_K2, MOONLIGHT, QWEN2_VL_72B
 from ebbtide.simulator.engines.roofline import ModelShape
 from ebbtide.simulator.outcome import Outcome
@@ -21,7 +22,7 @@ _RUN: Final = "grpo"
 _SEEDS: Final = (0, 1, 2, 3, 4)
 
 
-class _Setting(NamedTuple):
+class SeerSetting(NamedTuple):
     model: ModelShape
     gpus: int  # of an instance
     instances: int
@@ -32,7 +33,7 @@ class _Setting(NamedTuple):
     ranks: int = 1  # data-parallel ones in an instance, each with its own limit of sequences
 
 
-class _VerlUnstated(NamedTuple):
+class VerlUnstated(NamedTuple):
     """Of one model; the paper's `unstated` says what each is."""
 
     slowness: float
@@ -43,10 +44,10 @@ class _VerlUnstated(NamedTuple):
     prompt: float
 
 
-_SETTINGS: Final = {
-    "qwen": _Setting(QWEN2_VL_72B, 8, 16, 600, 16, 7_615, 40_960),
-    "moonlight": _Setting(MOONLIGHT, 1, 32, 400, 8, 22_386, 65_536),
-    "k2": _Setting(KIMI_K2, 32, 8, 800, 8, 38_959, 98_304, ranks=32),
+SETTINGS: Final = {
+    "qwen": SeerSetting(QWEN2_VL_72B, 8, 16, 600, 16, 7_615, 40_960),
+    "moonlight": SeerSetting(MOONLIGHT, 1, 32, 400, 8, 22_386, 65_536),
+    "k2": SeerSetting(KIMI_K2, 32, 8, 800, 8, 38_959, 98_304, ranks=32),
 }
 _SPECULATES = "needs speculative decoding, which is not modelled"
 _KV_POOL = "needs keys and values that move between instances through a pool, which is not modelled"
@@ -137,21 +138,22 @@ class SeerPaper(Paper):
 
     def simulated(self, unstated: Mapping[str, float], keys: frozenset[str] | None = None) -> dict[str, float]:
         found: dict[str, float] = {}
-        for name in _SETTINGS:
+        for name in SETTINGS:
             if keys is None or any(key.startswith(f"{name} ") for key in keys):
-                known = _VerlUnstated(
-                    unstated[f"slowness_{name}"], *(unstated[one] for one in _VerlUnstated._fields[1:])
-                )
+                known = unstated_of(name, unstated)
                 drawn = [_rollout(name, known, seed) for seed in _SEEDS]
                 found |= {f"{name} {key}": fmean(one[key] for one in drawn) for key in drawn[0]}
         return found
 
 
-@lru_cache(maxsize=4096)
-def _rollout(name: str, unstated: _VerlUnstated, seed: int) -> Mapping[str, float]:
-    """One rollout phase under veRL."""
-    setting = _SETTINGS[name]
-    engine = published_engine(
+def unstated_of(name: str, unstated: Mapping[str, float]) -> VerlUnstated:
+    """What the paper does not state of one model."""
+    return VerlUnstated(unstated[f"slowness_{name}"], *(unstated[one] for one in VerlUnstated._fields[1:]))
+
+
+def seer_engine(setting: SeerSetting, unstated: VerlUnstated) -> EngineProfile:
+    """One instance of a setting."""
+    return published_engine(
         setting.model,
         H800,
         setting.gpus,
@@ -159,7 +161,11 @@ def _rollout(name: str, unstated: _VerlUnstated, seed: int) -> Mapping[str, floa
         sequences=setting.ranks * round(unstated.sequences),
         memory_share=unstated.memory_share,
     )
-    run = TrainingRun(
+
+
+def seer_run(setting: SeerSetting, unstated: VerlUnstated) -> TrainingRun:
+    """One rollout phase of a setting."""
+    return TrainingRun(
         name=_RUN,
         trainer="paper",
         steps=1,
@@ -169,6 +175,13 @@ def _rollout(name: str, unstated: _VerlUnstated, seed: int) -> Mapping[str, floa
         prompt_tokens=QuantitySpec(value=unstated.prompt),
         lengths=LengthSpec(mean=setting.mean, median=1.0, sigma=unstated.sigma, correlation=unstated.correlation),
     )
+
+
+@lru_cache(maxsize=4096)
+def _rollout(name: str, unstated: VerlUnstated, seed: int) -> Mapping[str, float]:
+    """One rollout phase under veRL."""
+    setting = SETTINGS[name]
+    engine, run = seer_engine(setting, unstated), seer_run(setting, unstated)
     policy, profiles = ObservedVerl(_RUN), PaperProfiles([engine], PaperTimes())
     outcome = simulated([co_located(engine, setting.instances, _RUN)], run, policy, profiles, seed=seed)
     step = outcome.steps[0]

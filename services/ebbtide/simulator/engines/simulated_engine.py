@@ -124,6 +124,7 @@ class SimulatedEngine:
         prefix: str = "",
         after: tuple[str, ...] = (),
         cached: int = 0,
+        copy_s: float = 0.0,
         text: str = "",
     ) -> None:
         """Takes a sequence, which waits for a slot and for memory.
@@ -131,7 +132,7 @@ class SimulatedEngine:
         `length`: tokens that the whole response will have; `made`: of these exist already, so they are read with the
         prompt. `prefix`: a name of the prompt that its group shares; `after`: the keys of the turns before, the last
         one first: the prompt begins with all tokens of each, behind those of the group's. `cached`: tokens whose keys
-        and values it brings along. `text`: its episode's name for `forget`; by default its key.
+        and values it brings along, which takes `copy_s`. `text`: its episode's name for `forget`; by default its key.
         Raises `InvalidRequest` if it could not run even alone.
         """
         blocks = self._prefixes.blocks_of(prompt + length - 1)
@@ -141,7 +142,7 @@ class SimulatedEngine:
         if not 0 <= made < length or prompt < 1 or key in self._running or key in self._waiting:
             raise ValueError(f"{key}: {made} of {length} tokens behind a prompt of {prompt}, or it is here already")
         self._settle(now)
-        ready = self._at + self._profile.delays.admit_s
+        ready = self._at + self._profile.delays.admit_s + copy_s
         self._waiting[key] = EngineSequence(key, prompt, made, length, prefix, after, cached, text or key, ready)
         if len(self._waiting) == 1:  # else the first one lacks a slot or memory, and this one comes behind it
             self._finish_step()
@@ -181,6 +182,10 @@ class SimulatedEngine:
         """Tokens of a sequence's response by the last call."""
         sequence = self._running.get(key) or self._waiting[key]
         return sequence.made_after(self._steps + (self._run.done if self._run else 0))
+
+    def runs(self, key: str) -> bool:
+        """Whether a sequence has memory, by the last call; others wait, or are not here."""
+        return key in self._running
 
     def hold(self, now: float) -> None:
         """Stands still, also in the middle of a step, until `go_on`. Sequences keep their keys and values."""

@@ -11,6 +11,9 @@ from ebbtide.simulator.rivals.clairvoyant_policy import ClairvoyantPolicy
 from ebbtide.simulator.rivals.restart_policy import RestartPolicy
 from ebbtide.simulator.rivals.rlboost.rlboost_policy import RLBoostPolicy
 from ebbtide.simulator.rivals.rollpacker_policy import RollPackerPolicy
+from ebbtide.simulator.rivals.tail.long_tail_policy import LongTailPolicy
+from ebbtide.simulator.rivals.tail.seer_policy import SeerPolicy
+from ebbtide.simulator.rivals.tail.speculating_verl import SpeculatingVerlPolicy
 from ebbtide.simulator.rivals.turns.rose_turns_policy import RoseTurnsPolicy
 from ebbtide.simulator.rivals.turns.spreading_policies import LeastLoadedPolicy, StickyPolicy
 from ebbtide.simulator.rivals.verl_hybrid_policy import VerlHybridPolicy
@@ -27,12 +30,15 @@ POLICIES: Final[dict[str, type[Struct]]] = {
     "ebbtide": EbbtidePolicy,
     "elastic": ElasticPolicy,
     "least_loaded": LeastLoadedPolicy,
+    "long_tail": LongTailPolicy,
     "restart": RestartPolicy,
     "rlboost": RLBoostPolicy,
     "rollpacker": RollPackerPolicy,
     "rose_turns": RoseTurnsPolicy,
+    "seer": SeerPolicy,
     "sticky": StickyPolicy,
     "verl": VerlPolicy,
+    "verl_drafts": SpeculatingVerlPolicy,
     "verl_hybrid": VerlHybridPolicy,
 }
 

@@ -29,9 +29,12 @@ class SeerStartRule:
         """Note that a member has its whole response."""
         self._longest[group] = max(tokens, self._longest.get(group, 0))
 
+    def rank(self, one: BufferedRequest) -> tuple[int, int, int]:
+        """The one of the lowest rank starts next."""
+        if one.probe:
+            return 0, one.made, one.place
+        return 1, -self._longest.get(one.group, self._cap), one.place
+
     def pick(self, waiting: Sequence[BufferedRequest]) -> BufferedRequest:
         """The one that starts next. Call with at least one."""
-        probes = [one for one in waiting if one.probe]
-        if probes:
-            return min(probes, key=lambda one: (one.made, one.place))
-        return min(waiting, key=lambda one: (-self._longest.get(one.group, self._cap), one.place))
+        return min(waiting, key=self.rank)

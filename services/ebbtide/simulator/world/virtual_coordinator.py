@@ -33,6 +33,7 @@ from ebbtide.simulator.world.books import SimulationBooks
 from ebbtide.simulator.world.fleet.attempt_host import Response
 from ebbtide.simulator.world.fleet.simulated_worker import SimulatedWorker
 from ebbtide.simulator.world.fleet.version_pulls import VersionPulls
+from ebbtide.simulator.world.kv_pool import KvPool
 from ebbtide.simulator.world.simulated_rollout import SimulatedRollout
 from ebbtide.simulator.world.virtual_time import VirtualTime
 from ebbtide.simulator.world.virtual_wakeups import VirtualWakeups
@@ -52,6 +53,8 @@ class Decider(Protocol):
     keeps: bool
     #: Whether what goes on elsewhere has only as many tokens as the shortest response of its group, ended ones too.
     levels_groups: bool = False
+    #: What keeps keys and values for rollouts that go on elsewhere; None: their tokens are read again.
+    pool: KvPool | None = None
 
     def round(self, now: float) -> float:
         """Decide, and have it done by the coordinator. Returns the longest pause until the next round, seconds."""
@@ -259,7 +262,12 @@ class VirtualCoordinator:
 
     def response(self, rollout_id: str) -> Response:
         rollout = self._rollouts[rollout_id]
-        return Response(rollout.prompt, rollout.length, rollout.prefix, rollout.after)
+        found = Response(rollout.prompt, rollout.length, rollout.prefix, rollout.after)
+        pool, bounds = self.decider.pool, rollout.bounds
+        if pool is None or not rollout.stored or bounds.minimum != bounds.maximum:
+            return found  # other weights' keys and values are of no use
+        carried = rollout.prompt + rollout.stored
+        return found._replace(carried=carried, copy_s=pool.copy_s(carried))
 
     def worker(self, session_id: str) -> SimulatedWorker:
         """The worker behind a session, for policies that are told more than the coordinator knows."""

@@ -28,6 +28,8 @@ class Response(NamedTuple):
     length: int
     prefix: str  # names the prompt, which the samples of a group share
     after: tuple[str, ...]  # the rollouts of the turns before, the last one first
+    carried: int = 0  # of what it has so far, tokens whose keys and values come along
+    copy_s: float = 0.0  # seconds until these are there
 
 
 class AttemptStore(Protocol):
@@ -102,7 +104,7 @@ class AttemptHost:
                 continue  # taken back while the message was on its way
             rollout_id = one.rollout.rollout_id
             self._attempts[rollout_id] = one
-            prompt, length, prefix, after = self._store.response(rollout_id)
+            prompt, length, prefix, after, carried, copy_s = self._store.response(rollout_id)
             self._lengths[rollout_id] = length
             self.engine.admit(
                 rollout_id,
@@ -112,10 +114,18 @@ class AttemptHost:
                 now=now,
                 prefix=prefix,
                 after=after,
+                cached=carried,
+                copy_s=copy_s,
                 text=one.rollout.episode_id,
             )
             self._tokens.moved += one.start
         self.look()
+
+    def progress(self) -> dict[str, int]:
+        """Tokens of the responses that its engine makes now, by rollout."""
+        self.look()
+        made, ended = self.engine.made, self._ended
+        return {key: made(key) for key in self._attempts if key not in ended}
 
     def hand_back(self, refs: Iterable[AttemptRef]) -> tuple[AttemptRef, ...]:
         """Stop attempts, and store all that they made. Returns those that had not ended."""
