@@ -15,7 +15,7 @@ import msgspec
 
 from ebbtide import telemetry
 from ebbtide.coordinator import metrics
-from ebbtide.coordinator.state.attempt_records import due_orphans, queued_again, started
+from ebbtide.coordinator.state.attempt_records import due_orphans, queued_again, sibling_group, started
 from ebbtide.coordinator.state.client_writes import ClientWrites
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.ended_histories import EndedHistories
@@ -87,6 +87,7 @@ class AttemptTransitions:
                 number=given.attempts,
                 max_tokens=given.request.sampling.max_tokens,
                 now=now,
+                group_id=sibling_group(run, given.request),
             )
             _record(attempt, given, session, now)
             if run.start(attempt, session):
@@ -283,4 +284,5 @@ def _assignment(attempt: RunningAttempt, given: PlacedRollout, policy: str) -> f
         interactive=request.interactive,
         prompt_logprobs=request.prompt_logprobs,
         episode_id=request.episode_id,
+        group_id=attempt.group_id,
     )

@@ -35,6 +35,7 @@ class Assignment(Struct, frozen=True, kw_only=True):
     interactive: bool = False  # somebody waits for each token
     episode_id: str = ""  # by which `forget_cached` names its text
     prompt_logprobs: int | None = None  # alternatives of each score; None: the prompt is not scored
+    group_id: str = ""  # whose members' tokens it may be drafted from; empty: nothing is drafted
 
     def admits(self, version: int) -> bool:
         """Whether the rollout takes tokens of `version`; a bound of 0 is none."""
