@@ -31,9 +31,10 @@ class Pair:
         self.workers: dict[str, ScriptedWorker] = {}
 
     async def attach(self, name: str, *, slots: int = 2, **more: Any) -> ScriptedWorker:
-        worker = self.workers[name] = await self.cluster.worker(
+        worker: ScriptedWorker = await self.cluster.worker(
             name, slots=slots, siblings=self.clients[name], capabilities=["resume", "siblings"], **more
         )
+        self.workers[name] = worker
         return worker
 
     async def again(self, name: str, *rollout_ids: str) -> ScriptedWorker:

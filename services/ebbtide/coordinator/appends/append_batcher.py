@@ -55,11 +55,10 @@ class AppendBatcher:
         store: Store,
         notifier: Notifier,
         readers: TokenReaders,
-        siblings: SiblingFeeds | None = None,
+        siblings: SiblingFeeds,
     ) -> None:
-        """`siblings`: what is stored goes to them, too; None: to nobody."""
         self._state, self._store, self._notifier, self._readers = state, store, notifier, readers
-        self._siblings = siblings or SiblingFeeds(store)
+        self._siblings = siblings
         self._queues: dict[str, list[_Message]] = {}  # by run; a run is here while it has a task
         self._tasks: set[asyncio.Task[None]] = set()
 

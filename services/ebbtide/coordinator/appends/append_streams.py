@@ -37,11 +37,17 @@ _AWAY_S: Final = 0.2
 
 class AppendStreams:
     def __init__(
-        self, state: CoordinatorState, store: Store, fleet: WorkerRegistry, notifier: Notifier, readers: TokenReaders
+        self,
+        state: CoordinatorState,
+        store: Store,
+        fleet: WorkerRegistry,
+        notifier: Notifier,
+        readers: TokenReaders,
+        siblings: SiblingFeeds,
     ) -> None:
         self._state, self._fleet, self._link = state, fleet, store.link
-        self._siblings = SiblingFeeds(store)
-        self._storing = AppendBatcher(state, store, notifier, readers, self._siblings)
+        self._siblings = siblings
+        self._storing = AppendBatcher(state, store, notifier, readers, siblings)
 
     def stream(self, requests: AsyncIterator[fleet_pb2.AppendRequest]) -> Responses:
         """Answer a worker's messages in their order."""

@@ -69,10 +69,17 @@ class SiblingFeeds:
         stream = feed.open({(name[0], one): end for name, ends in held.items() for one, end in ends.items()})
         for attempt in session.attempts.values():
             if attempt.group_id:
-                rollout_id = attempt.rollout.rollout_id
-                self._groups(attempt.run).begin(rollout_id, attempt, attempt.stored, self._feeds)
+                self._begin(attempt)
         feed.keep_only(held)
         return feed, stream
+
+    def placed(self, attempt: RunningAttempt) -> None:
+        """Note that a worker was given an attempt: from now on it gets the tokens of its group."""
+        if self._feeds and attempt.group_id:
+            self._begin(attempt)
+
+    def _begin(self, attempt: RunningAttempt) -> None:
+        self._groups(attempt.run).begin(attempt.rollout.rollout_id, attempt, attempt.stored, self._feeds)
 
     def stored(
         self,

@@ -6,7 +6,7 @@ in the store what had been done, and the next one reads it.
 
 import math
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from itertools import chain
 from typing import Final, TypeVar
@@ -56,9 +56,12 @@ class AttemptTransitions:
         no_progress_limit: int,
         keep_ended_s: float,
         keep_ended_bytes: int,
+        placed: Callable[[RunningAttempt], None] = lambda _: None,
     ) -> None:
+        """`placed` is called with each attempt that a worker was given."""
         self._state, self._store, self._notifier, self._writes = state, store, notifier, writes
         self._no_progress_limit, self._keep_ended_s = no_progress_limit, keep_ended_s
+        self._placed = placed
         self._histories = EndedHistories(store, most_bytes=keep_ended_bytes, keep_s=keep_ended_s)
 
     async def start(
@@ -91,6 +94,7 @@ class AttemptTransitions:
             )
             _record(attempt, given, session, now)
             if run.start(attempt, session):
+                self._placed(attempt)
                 batches[session].append(_assignment(attempt, given, run.spec.policy))
         for session, assignments in batches.items():
             session.send_assignments(assignments)

@@ -54,9 +54,7 @@ class Fleet:
         self.streams[worker] = self.feeds[worker].open(held)
         for rollout, attempt in self.attempts.items():
             if attempt.session == worker:
-                attempt.begun = True
-                self.own[worker][rollout] = self.lengths[rollout]  # its assignment brought them
-                self.groups.begin(rollout, attempt, attempt.stored, self.feeds)
+                self.place(rollout)
         self.feeds[worker].keep_only({("run", self.group_of[name]) for name in self.got[worker]})
         self.numbers[worker] = {}
 
@@ -65,6 +63,16 @@ class Fleet:
             former.session = None
         self.group_of[rollout] = group
         self.attempts[rollout] = Attempt(group, worker, self.lengths.setdefault(rollout, 0))
+
+    def place(self, rollout: str) -> None:
+        """Tell that its worker was given it, with what is stored."""
+        attempt = self.attempts[rollout]
+        if isinstance(worker := attempt.session, str) and not attempt.begun:
+            self.got[worker].pop(rollout, None)
+            self.begins[worker].pop(rollout, None)
+            self.own[worker][rollout] = self.lengths[rollout]
+            attempt.begun = True
+        self.groups.begin(rollout, attempt, attempt.stored, self.feeds)
 
     def add(self, *rollouts: str, count: int = 4, unsure: Sequence[str] = ()) -> None:
         """One call of the store, with so many tokens of each rollout."""
@@ -148,7 +156,8 @@ def test_each_of_two_workers_gets_what_the_other_stores_and_nothing_of_other_gro
         fleet.start(rollout, group, worker)
     for _ in range(3):
         fleet.add("x", "y", "z")
-    fleet.read("a"), fleet.read("b")  # the first of x came before b made any
+    for worker in "ab":
+        fleet.read(worker)  # the first of x came before b made any
     fleet.take("a")
     fleet.take("b")
     assert fleet.got == {"a": {"y": list(range(12))}, "b": {"x": list(range(12))}}
@@ -193,7 +202,8 @@ def test_a_rollout_that_moves_on_goes_to_its_former_worker_from_where_that_stopp
     fleet.add("x", "y", count=10)
     fleet.start("x", "g", "b")
     fleet.add("x", count=5)
-    fleet.settle("a"), fleet.settle("b")
+    for worker in "ab":
+        fleet.settle(worker)
     assert (fleet.begins["a"], fleet.got["a"]) == ({"x": 10}, {"x": [10, 11, 12, 13, 14]})
     assert fleet.got["b"] == {"y": list(range(10))}
     fleet.open("a")
