@@ -1,11 +1,10 @@
 """Converts between siblings' records and the columns in which they ride in an answer of the append stream."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
 from typing import Final, NamedTuple
 
 from ebbtide.errors import InvalidRequest
-from ebbtide.scheduling.long_tail.feeds.sibling_feed import SiblingRecords
+from ebbtide.scheduling.long_tail.feeds.sibling_feed import FedColumns
 from ebbtide.types.tokens import TOKEN_BYTES
 from ebbtide.v1 import fleet_pb2
 
@@ -24,23 +23,17 @@ class SiblingDelta(NamedTuple):
     tokens: bytes
 
 
-def siblings_message(records: Sequence[SiblingRecords], ended: Iterable[GroupName]) -> fleet_pb2.Siblings:
-    """The message of records that go to one worker, and of groups that it need not keep."""
-    counts = [sum(map(len, one.pieces)) // TOKEN_BYTES for one in records]
-    return fleet_pb2.Siblings(
-        opened=[_opened(one) for one in records if one.opened],
-        numbers=[one.number for one in records],
-        offsets=[one.offset for one in records],
-        counts=counts,
-        tokens=b"".join(chain.from_iterable([one.pieces for one in records])),
-        ended=[_group(name) for name in ended],
-    )
-
-
-def _opened(one: SiblingRecords) -> fleet_pb2.OpenedSibling:
-    group = one.sibling.group
-    name = _group((group.run_id, group.group_id))
-    return fleet_pb2.OpenedSibling(number=one.number, group=name, rollout_id=one.sibling.rollout_id)
+def fill_siblings(message: fleet_pb2.Siblings, columns: FedColumns, ended: Iterable[GroupName]) -> None:
+    """Fill in what goes to one worker, and the groups that it need not keep."""
+    for fed in columns.opened:
+        group = fed.sibling.group
+        name = _group((group.run_id, group.group_id))
+        message.opened.add(number=fed.number, group=name, rollout_id=fed.sibling.rollout_id)
+    message.numbers.extend(columns.numbers)
+    message.offsets.extend(columns.offsets)
+    message.counts.extend(columns.counts)
+    message.tokens = b"".join(columns.pieces)
+    message.ended.extend(map(_group, ended))
 
 
 def _group(name: GroupName) -> fleet_pb2.SiblingGroup:

@@ -72,8 +72,8 @@ class AppendStreams:
                     answer = await self._append(session, receiver, attempts, request)
                 finally:
                     session.message_answered()
-                if feed is not None and (siblings := self._siblings.taken(feed)) is not None:
-                    answer.siblings.CopyFrom(siblings)
+                if feed is not None:
+                    self._siblings.tell(feed, answer)
                 yield answer
 
     async def _append(

@@ -26,7 +26,7 @@ from ebbtide.store.unexpected_data import UNEXPECTED
 from ebbtide.types.append_delta import AppendAck, AppendColumns
 from ebbtide.types.tokens import token_count
 from ebbtide.v1 import fleet_pb2
-from ebbtide.wire.sibling_columns import held_siblings, siblings_message
+from ebbtide.wire.sibling_columns import fill_siblings, held_siblings
 
 #: What a worker that wants siblings' tokens says at its attach.
 CAPABILITY: Final = "siblings"
@@ -94,17 +94,15 @@ class SiblingFeeds:
         if self._feeds and run.spec.tail.speculation != "off":
             self._groups(run).stored(deltas, attempts, others, self._feeds)
 
-    def taken(self, feed: SiblingFeed) -> fleet_pb2.Siblings | None:
-        """What waits for a worker, for its next answer; None: nothing. More is read from the store if it is behind."""
-        records, ended = feed.take(), feed.take_ended()
+    def tell(self, feed: SiblingFeed, answer: fleet_pb2.AppendResponse) -> None:
+        """Add what waits for a worker to its next answer. More is read from the store if it is behind."""
+        columns, ended = feed.take(), feed.take_ended()
         if feed not in self._reading and feed.next_late() is not None:
             self._reading[feed] = task = asyncio.create_task(self._read(feed), name="siblings")
             task.add_done_callback(lambda _: self._reading.pop(feed, None))
-        if not records and not ended:
-            return None
-        message = siblings_message(records, ended)
-        _PASSED.inc(token_count(message.tokens))
-        return message
+        if columns.numbers or ended:
+            fill_siblings(answer.siblings, columns, ended)
+            _PASSED.inc(sum(columns.counts))
 
     async def _read(self, feed: SiblingFeed) -> None:
         """Read what a worker lacks, as long as there is room for it."""

@@ -26,14 +26,17 @@ class MadeAttempt(Protocol):
 
 
 class Sibling:
-    """A rollout of a group. `end`: tokens that are stored; `maker`: the session that made them last."""
+    """A rollout of a group. `end`: tokens that are stored; `maker`: the session that made them last; `fed`: what each
+    worker that follows it gets.
+    """
 
-    __slots__ = ("attempt", "end", "group", "maker", "rollout_id")
+    __slots__ = ("attempt", "end", "fed", "group", "maker", "rollout_id")
 
     def __init__(self, rollout_id: str, group: "SiblingGroup", end: int) -> None:
         self.rollout_id, self.group, self.end = rollout_id, group, end
         self.attempt: MadeAttempt | None = None
         self.maker: object | None = None
+        self.fed: list[FedSibling] = []
 
 
 class SiblingGroup:
@@ -52,21 +55,23 @@ class FedSibling:
     the tokens that the worker made itself.
     """
 
-    __slots__ = ("begin", "end", "number", "own", "pieces", "sibling")
+    __slots__ = ("begin", "end", "feed", "number", "own", "pieces", "sibling")
 
-    def __init__(self, sibling: Sibling, end: int, own: int = 0) -> None:
-        self.sibling, self.begin, self.end, self.number, self.own = sibling, end, end, 0, own
+    def __init__(self, feed: "SiblingFeed", sibling: Sibling, end: int, own: int = 0) -> None:
+        self.feed, self.sibling, self.begin, self.end, self.number, self.own = feed, sibling, end, end, 0, own
         self.pieces: list[bytes] = []
 
 
-class SiblingRecords(NamedTuple):
-    """Records of one sibling that go out. `opened`: its number stands for it from now on."""
+class FedColumns(NamedTuple):
+    """Records that go to one worker: the i-th of the first three belong together. `pieces`: the packed tokens, in
+    order. `opened`: those whose numbers stand for them from now on.
+    """
 
-    sibling: Sibling
-    number: int
-    opened: bool
-    offset: int
-    pieces: list[bytes]  # packed tokens
+    numbers: list[int]
+    offsets: list[int]
+    counts: list[int]
+    pieces: list[bytes]
+    opened: list[FedSibling]
 
 
 class SiblingFeed:
@@ -130,7 +135,7 @@ class SiblingFeed:
         group.readers[self.session] = self
         for other in group.members.values():
             if other is not sibling and not self._makes(other):
-                self._follow(other)
+                self.follow(other)
 
     def made_until(self, sibling: Sibling) -> None:
         """Note that another worker goes on with a rollout that this one made so far."""
@@ -138,11 +143,10 @@ class SiblingFeed:
             return
         made.discard(sibling)
         if sibling not in self._fed:  # else it left the group since, and gets all of it
-            self._fed[sibling] = FedSibling(sibling, sibling.end, sibling.end)
+            self._keep(FedSibling(self, sibling, sibling.end, sibling.end))
 
-    def push(self, sibling: Sibling, begin: int, end: int, tokens: bytes) -> None:
+    def push(self, fed: FedSibling, begin: int, end: int, tokens: bytes) -> None:
         """Take the records in [`begin`, `end`) of a sibling, which were just stored."""
-        fed = self._fed.get(sibling) or self._follow(sibling, begin)
         if fed.end != begin:
             if end <= fed.end:
                 return  # the store was sent them again
@@ -153,9 +157,6 @@ class SiblingFeed:
         if self.bytes + len(tokens) > self._room:
             self._late[fed] = None
             return
-        self._add(fed, end, tokens)
-
-    def _add(self, fed: FedSibling, end: int, tokens: bytes) -> None:
         if not fed.pieces:
             self._waiting[fed] = None
         fed.pieces.append(tokens)
@@ -174,22 +175,30 @@ class SiblingFeed:
         if fed.end != offset or not self._room:
             return
         if tokens:
-            self._add(fed, offset + len(tokens) // TOKEN_BYTES, tokens)
+            if not fed.pieces:
+                self._waiting[fed] = None
+            fed.pieces.append(tokens)
+            fed.end = offset + len(tokens) // TOKEN_BYTES
+            self.bytes += len(tokens)
         if not tokens or fed.end >= fed.sibling.end:
             self._late.pop(fed, None)
 
-    def take(self) -> list[SiblingRecords]:
+    def take(self) -> FedColumns:
         """What waits, for the worker. Groups of which it makes nothing any more are left before."""
         self._leave_ended()
         waiting, self._waiting, self.bytes = self._waiting, {}, 0
-        return [self._records(fed) for fed in waiting]
-
-    def _records(self, fed: FedSibling) -> SiblingRecords:
-        if opened := not fed.number:
-            self._numbers += 1
-            fed.number = self._numbers
-        pieces, fed.pieces, offset, fed.begin = fed.pieces, [], fed.begin, fed.end
-        return SiblingRecords(fed.sibling, fed.number, opened, offset, pieces)
+        found = numbers, offsets, counts, pieces, opened = FedColumns([], [], [], [], [])
+        for fed in waiting:
+            if not fed.number:
+                self._numbers += 1
+                fed.number = self._numbers
+                opened.append(fed)
+            numbers.append(fed.number)
+            offsets.append(fed.begin)
+            counts.append(fed.end - fed.begin)
+            pieces += fed.pieces
+            fed.begin, fed.pieces = fed.end, []
+        return found
 
     def take_ended(self) -> list[tuple[str, str]]:
         """Groups (run, group) that the worker need not keep, told once."""
@@ -200,6 +209,7 @@ class SiblingFeed:
     def drop(self, sibling: Sibling) -> None:
         """Give a sibling up: it is gone, or the worker makes it itself."""
         if (fed := self._fed.pop(sibling, None)) is not None:
+            sibling.fed.remove(fed)
             self.bytes -= sum(map(len, fed.pieces))
             self._waiting.pop(fed, None)
             self._late.pop(fed, None)
@@ -229,10 +239,14 @@ class SiblingFeed:
             self._held.pop((group.run_id, sibling.rollout_id), None)
         self._ended.append((group.run_id, group.group_id))
 
-    def _follow(self, sibling: Sibling, stored: int | None = None) -> FedSibling:
-        """Begin with a sibling, of which `stored` tokens (None: `end`) are in the store."""
+    def follow(self, sibling: Sibling) -> None:
+        """Have the worker get a sibling of a group that it reads."""
         has = self._held.get((sibling.group.run_id, sibling.rollout_id), 0)
-        fed = self._fed[sibling] = FedSibling(sibling, has)
-        if has < (sibling.end if stored is None else stored):
+        fed = self._keep(FedSibling(self, sibling, has))
+        if has < sibling.end:
             self._late[fed] = None
+
+    def _keep(self, fed: FedSibling) -> FedSibling:
+        self._fed[fed.sibling] = fed
+        fed.sibling.fed.append(fed)
         return fed

@@ -64,12 +64,10 @@ class SiblingGroups:
                 sibling.end = attempt.stored
                 continue
             sibling.end = end
-            readers, maker = sibling.group.readers, sibling.maker
-            if readers and count and (len(readers) > 1 or maker not in readers):
+            if count and sibling.fed:
                 data = tokens[begin:at]
-                for session, feed in readers.items():
-                    if session is not maker:
-                        feed.push(sibling, end - count, end, data)
+                for fed in sibling.fed:
+                    fed.feed.push(fed, end - count, end, data)
 
     def begin(
         self, rollout_id: str, attempt: GroupedAttempt, stored: int, feeds: Mapping[object, SiblingFeed]
@@ -105,6 +103,8 @@ class SiblingGroups:
             if (oldest := next(idle, None)) is not None:
                 self.forget(oldest)
         sibling = group.members[rollout_id] = self._siblings[rollout_id] = Sibling(rollout_id, group, stored)
+        for feed in group.readers.values():
+            feed.follow(sibling)
         return sibling
 
     def _drop_idle_group(self) -> None:
