@@ -15,16 +15,11 @@ PROMISED_RANGES: Final[dict[str, tuple[float, float]]] = {
     "bias_cured_over_uncured": (0.0, 0.2),
     "engine_preemptions_share": (0.0, 0.01),
     "interval_coverage": (0.75, 0.85),
-    "feed_cpu_over_without": (0.0, 1.15),
 }
 #: Figures that no part measures yet.
 _NO_PART: Final = "no part of this benchmark measures it yet"
 #: The others, and their parts.
-_PARTS: Final = {
-    "draft_objective_over_printed_rule": "draft",
-    "interval_coverage": "lengths",
-    "feed_cpu_over_without": "feed",
-}
+_PARTS: Final = {"draft_objective_over_printed_rule": "draft", "interval_coverage": "lengths"}
 
 
 def promised_figures(found: Mapping[str, Any]) -> dict[str, float | None]:

@@ -1,6 +1,6 @@
 """Keeps what a worker is fed of its siblings, and insists that it comes in order, each token once."""
 
-from ebbtide.types.tokens import IdArray
+from collections.abc import Sequence
 
 
 class RecordedSink:
@@ -10,11 +10,11 @@ class RecordedSink:
         self.versions: set[int] = set()
         self.ended: list[str] = []
 
-    def add(self, group_id: str, version: int, rollout_id: str, offset: int, token_ids: IdArray) -> None:
+    def add(self, group_id: str, version: int, rollout_id: str, offset: int, token_ids: Sequence[int]) -> None:
         ids = self.ids.setdefault(group_id, {}).setdefault(rollout_id, [])
         start = self.starts.setdefault(rollout_id, offset)
         assert offset == start + len(ids), f"{rollout_id}: {offset} after {start + len(ids)}"
-        ids += [int(one) for one in token_ids]
+        ids += token_ids
         self.versions.add(version)
 
     def end(self, group_id: str) -> None:

@@ -5,6 +5,7 @@ the coordinator goes on behind that. A message that cannot be read is dropped: d
 the process, and its groups with it.
 """
 
+from collections.abc import Sequence
 from itertools import islice, pairwise
 from typing import Final, Protocol
 
@@ -13,7 +14,7 @@ import numpy as np
 from ebbtide import telemetry
 from ebbtide.errors import InvalidRequest
 from ebbtide.rollout_worker import metrics
-from ebbtide.types.tokens import IdArray, unpack_tokens
+from ebbtide.types.tokens import unpack_tokens
 from ebbtide.v1 import fleet_pb2
 from ebbtide.wire.sibling_columns import MOST_HELD, GroupName, SiblingDelta, SiblingReceiver, held_messages
 
@@ -25,7 +26,7 @@ CAPABILITY: Final = "siblings"
 class SiblingSink(Protocol):
     """What drafts are made of."""
 
-    def add(self, group_id: str, version: int, rollout_id: str, offset: int, token_ids: IdArray) -> None:
+    def add(self, group_id: str, version: int, rollout_id: str, offset: int, token_ids: Sequence[int]) -> None:
         """Take tokens that one version made, from token `offset` of the response on. Repeats are harmless."""
         ...
 
@@ -69,6 +70,6 @@ class SiblingClient:
         for begin, end in pairwise(cuts):
             some = records[begin:end]
             version = int(some["version"][0])
-            self._sink.add(delta.group[1], version, delta.rollout_id, delta.offset + begin, some["id"])
+            self._sink.add(delta.group[1], version, delta.rollout_id, delta.offset + begin, some["id"].tolist())
         self._ends.setdefault(delta.group, {})[delta.rollout_id] = delta.offset + len(records)
         metrics.SIBLING_TOKENS.inc(len(records))
