@@ -54,8 +54,8 @@ class FeedLevel(ControlPlaneLevel):
 
 
 def feed_part(tell: Callable[[str], None], *, quick: bool) -> dict[str, Any]:
-    """The coordinator's CPU seconds per million tokens with the feed over those without: the median of pairs. Redis does
-    the same work in both, so the ratio of its CPU shows how far other load on the machine differed between them.
+    """The coordinator's CPU seconds per million tokens with the feed over those without: the median of pairs. Redis
+    does the same work in both, so the ratio of its CPU shows how far other load on the machine differed between them.
     """
     pairs, seconds = (_QUICK_PAIRS, _QUICK_SECONDS) if quick else (_PAIRS, _SECONDS)
     found: list[dict[str, dict[str, float]]] = []
