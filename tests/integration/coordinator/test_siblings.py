@@ -1,5 +1,6 @@
 """Workers that share a group get each other's stored tokens with their answers: in order, once, and nothing else."""
 
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -192,3 +193,24 @@ async def test_a_worker_that_says_to_hold_more_than_it_may_is_refused(pair: Pair
     worker.siblings = SimpleNamespace(open=lambda: [many])  # type: ignore[assignment] # an imitation
     with pytest.raises(InvalidRequest, match="at most"):
         await worker.open_append()
+
+
+async def test_through_broken_streams_and_takeovers_at_any_moment_no_token_is_missed_or_doubled(pair: Pair) -> None:
+    draw, made = Random(5), {"a": 0, "b": 0}
+    makes = {"a": "w1", "b": "w2"}
+    for step in range(60):
+        rollout = draw.choice("ab")
+        worker = pair.workers[makes[rollout]]
+        if step in {20, 41}:
+            await pair.cluster.restart()
+            for name, by in makes.items():
+                await pair.again(by, name)
+        elif draw.random() < 0.2:
+            await worker.open_append()
+        elif made[rollout] < 60:
+            count = draw.randint(1, 3)
+            await worker.add(rollout, made[rollout], count)
+            made[rollout] += count
+    await pair.fed("w1", b=made["b"])
+    await pair.fed("w2", a=made["a"])
+    assert min(made.values()) > 20
