@@ -10,6 +10,7 @@ from benchmarks.control_plane.responses import LONGEST, response
 from ebbtide.auth.security import ClientSecurity
 from ebbtide.client.service_peer import ServicePeer
 from ebbtide.types.run import EnvironmentSpec, RunSpec, ShareSpec
+from ebbtide.types.tail_spec import TailSpec
 from ebbtide.types.tokens import pack_ids, unpack_tokens
 from ebbtide.v1 import rollouts_pb2, runs_pb2, types_pb2
 from ebbtide.v1.rollouts_pb2_grpc import RolloutsStub
@@ -44,9 +45,11 @@ class Driver:
         run_id: str = RUN,
         lengths: tuple[int, int] = LENGTHS,
         share: ShareSpec | None = None,
+        tail: TailSpec | None = None,
     ) -> None:
         """`address`: of coordinators several, with commas between them. `share`: of the fleet, beside other runs."""
         self.run_id, self._lengths, self._share = run_id, lengths, share or ShareSpec()
+        self._tail = tail or TailSpec()
         self._spared = min(spared, LONGEST - self._lengths[1])
         self._peer = ServicePeer("coordinator", address, ClientSecurity(token=token), _PATIENCE_S)
         self._runs: Any = RunsStub(self._peer.channel)
@@ -72,6 +75,7 @@ class Driver:
             environment=EnvironmentSpec(name="none"),
             quota_bytes=4 << 30,
             share=self._share,
+            tail=self._tail,
         )
         message = to_proto(spec, types_pb2.RunSpec)
         call = self._peer.call

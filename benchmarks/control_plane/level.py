@@ -89,12 +89,15 @@ class ControlPlaneLevel:
         load = self._load
         async with self._house:
             spared = round(_SPARED_S * load.rate / (load.workers * load.rollouts * _FILLED))
-            self._driver = Driver(self._house.address, self._house.token, spared=spared)
+            self._driver = self._new_driver(spared)
             try:
                 await self._fill()
                 yield self._driver
             finally:
                 await self._driver.close()
+
+    def _new_driver(self, spared: int) -> Driver:
+        return Driver(self._house.address, self._house.token, spared=spared)
 
     async def _fill(self) -> None:
         load = self._load

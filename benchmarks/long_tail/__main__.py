@@ -12,6 +12,8 @@ written nevertheless.
 cover the truth, on drawn groups. `order`: step times under orders of starting, in a model of slots.
 `rewards`: steps whose responses are scored beside the rollout or behind it, on real processes and simulated.
 Recorded lengths
+cover the truth, on drawn groups. `order`: step times under orders of starting, in a model of slots. `feed`: what a
+real coordinator spends on passing siblings' tokens on. Recorded lengths
 are looked for beside the checkout, in `shared/traces`; without them only the fitted ones are drawn from. Writes a JSON
 file with `figures`; those that were not measured are null, and `missing` says why. Ends with 1 if a part failed; what
 the others found is written nevertheless.
@@ -35,6 +37,7 @@ from benchmarks.arguments import count, output
 from benchmarks.conditions import conditions
 from benchmarks.long_tail.admission_part import admission_part
 from benchmarks.long_tail.draft_part import draft_part
+from benchmarks.long_tail.feed_part import feed_part
 from benchmarks.long_tail.length_marginals import TRACES, known_marginals
 from benchmarks.long_tail.lengths_part import lengths_part
 from benchmarks.long_tail.order_part import order_part
@@ -50,6 +53,7 @@ from benchmarks.long_tail.tail_figures import figure_rows, missing, promised_fig
 from ebbtide.errors import InvalidRequest
 
 PARTS: Final = ("draft", "lengths", "order", "seer")
+PARTS: Final = ("draft", "lengths", "order", "feed")
 OUT: Final = Path(__file__).parents[1] / "results" / "tail.json"
 
 
@@ -68,6 +72,7 @@ def measured(
         "order": lambda: order_part(tell, **drawn),
         "rewards": lambda: rewards_part(tell, quick=options.quick),
         "seer": lambda: seer_part(tell, quick=options.quick, jobs=options.jobs, recorded=_recorded(path)),
+        "feed": lambda: feed_part(tell, quick=options.quick),
     }
     found: dict[str, dict[str, Any]] = {}
     failed: dict[str, str] = {}

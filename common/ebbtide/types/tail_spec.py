@@ -10,3 +10,12 @@ class TailSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     reward_timeout_s: Annotated[float, Meta(gt=0)] | None = None
     #: The limit of a scoring follows what right answers took, below `reward_timeout_s`.
     adaptive_rewards: bool = False
+from typing import Literal
+
+from msgspec import Struct
+
+
+class TailSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    #: "grouped": workers draft from the tokens of a rollout's group. The coordinator passes on to each those that other
+    #: workers make.
+    speculation: Literal["grouped", "off"] = "off"

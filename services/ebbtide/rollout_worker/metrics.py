@@ -28,3 +28,4 @@ PAUSE_SECONDS = telemetry.histogram("worker_pause_seconds", "generation standing
 THROTTLED_SECONDS = telemetry.counter("worker_throttled_seconds_total", "generation held because the store was slow")
 GRANTED = telemetry.gauge("worker_granted", "whether a borrowed worker may generate")
 PEER_STREAMS = telemetry.gauge("worker_peer_streams", "streams in which weights are served to other workers now")
+SIBLING_TOKENS = telemetry.counter("worker_sibling_tokens_total", "tokens of its groups that other workers made")

@@ -4,10 +4,12 @@ import asyncio
 import math
 import time
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from ebbtide.coordinator.appends.append_batcher import AppendBatcher
+from ebbtide.coordinator.appends.sibling_feeds import SiblingFeeds
 from ebbtide.coordinator.appends.stream_attempts import FoundAttempts
 from ebbtide.coordinator.appends.token_readers import TokenReaders
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
@@ -59,7 +61,8 @@ class House:
         self.session = self.state.new_session("session", hello, 0.0)
         notifier = Notifier()
         self.readers = TokenReaders(notifier)
-        self.storing = AppendBatcher(self.state, self.store, notifier, self.readers)  # type: ignore[arg-type] # an imitation
+        store: Any = self.store  # an imitation
+        self.storing = AppendBatcher(self.state, store, notifier, self.readers, SiblingFeeds(store))
 
     def keep(self, *rollouts: str, run: str = "run") -> "asyncio.Task[dict[int, AppendAck]]":
         deltas = columns(*rollouts, run=run)

@@ -67,6 +67,7 @@ from ebbtide.types.run import (
     TrainerSpec,
 )
 from ebbtide.types.session import Session, SessionEnd, SessionState, SessionTurn, TurnPage, UnverifiedSession
+from ebbtide.types.tail_spec import TailSpec
 from ebbtide.types.weights import (
     BlobSource,
     FoundWay,
@@ -112,6 +113,7 @@ PAIRS: dict[type[Struct], type[Message]] = {
     BorrowSpec: types_pb2.BorrowSpec,
     RunShare: runs_pb2.RunShare,
     ShareSpec: types_pb2.ShareSpec,
+    TailSpec: types_pb2.TailSpec,
     RequestSpec: types_pb2.RequestSpec,
     RunSpec: types_pb2.RunSpec,
     Session: sessions_pb2.Session,

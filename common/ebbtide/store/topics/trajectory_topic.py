@@ -34,9 +34,11 @@ class TrajectoryTopic(Topic):
         rows = await self._run("finished_page", run_id, cursor or "0-0", PAGE, PAGE_BYTES)
         return [_finished(row) for row in rows]
 
-    async def tokens(self, run_id: str, rollout_id: str, offset: int) -> TokenChunk:
-        """Tokens from `offset` on, with the finish reason at the end. Raises `NotFound`, `InvalidRequest`."""
-        found = await self._run("read_tokens", run_id, rollout_id, offset, CHUNK_TOKENS)
+    async def tokens(self, run_id: str, rollout_id: str, offset: int, most: int = CHUNK_TOKENS) -> TokenChunk:
+        """Tokens from `offset` on, at most so many, with the finish reason at the end. Raises `NotFound`,
+        `InvalidRequest`.
+        """
+        found = await self._run("read_tokens", run_id, rollout_id, offset, most)
         if not found:
             raise NotFound(f"rollout {rollout_id} is not here: it was never submitted, or is completed and deleted")
         state, reason, stored, tokens, message = found

@@ -15,6 +15,7 @@ from typing import Final, Self
 
 from ebbtide.coordinator import metrics
 from ebbtide.coordinator.appends.append_batcher import AppendBatcher
+from ebbtide.coordinator.appends.sibling_feeds import SiblingFeeds
 from ebbtide.coordinator.appends.stream_attempts import StreamAttempts
 from ebbtide.coordinator.appends.token_readers import TokenReaders
 from ebbtide.coordinator.fleet.worker_registry import WorkerRegistry
@@ -22,6 +23,7 @@ from ebbtide.coordinator.state.coordinator_state import CoordinatorState, StoreI
 from ebbtide.coordinator.state.notifier import Notifier
 from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.errors import StoreUnavailable
+from ebbtide.scheduling.long_tail.feeds.sibling_feed import SiblingFeed
 from ebbtide.store.link.store_connection import StoreConnection
 from ebbtide.store.store import Store
 from ebbtide.types.append_delta import AppendAck
@@ -35,10 +37,17 @@ _AWAY_S: Final = 0.2
 
 class AppendStreams:
     def __init__(
-        self, state: CoordinatorState, store: Store, fleet: WorkerRegistry, notifier: Notifier, readers: TokenReaders
+        self,
+        state: CoordinatorState,
+        store: Store,
+        fleet: WorkerRegistry,
+        notifier: Notifier,
+        readers: TokenReaders,
+        siblings: SiblingFeeds,
     ) -> None:
         self._state, self._fleet, self._link = state, fleet, store.link
-        self._storing = AppendBatcher(state, store, notifier, readers)
+        self._siblings = siblings
+        self._storing = AppendBatcher(state, store, notifier, readers, siblings)
 
     def stream(self, requests: AsyncIterator[fleet_pb2.AppendRequest]) -> Responses:
         """Answer a worker's messages in their order."""
@@ -48,6 +57,7 @@ class AppendStreams:
 
     async def _answers(self, requests: AsyncIterator[fleet_pb2.AppendRequest]) -> Responses:
         receiver, attempts, name = AppendReceiver(), StreamAttempts(), ""
+        feed: SiblingFeed | None = None
         with ExitStack() as stack, Cut() as cut:
             messages = aiter(requests)
             while (request := await cut.next(messages)) is not None:
@@ -56,11 +66,14 @@ class AppendStreams:
                     name = session.session_id
                     stack.enter_context(session.appending())
                     cut.by(session)
+                    feed = stack.enter_context(self._siblings.reading(session, request.siblings))
                 session.message_came()
                 try:
                     answer = await self._append(session, receiver, attempts, request)
                 finally:
                     session.message_answered()
+                if feed is not None:
+                    self._siblings.tell(feed, answer)
                 yield answer
 
     async def _append(

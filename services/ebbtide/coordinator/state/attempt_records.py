@@ -63,14 +63,38 @@ def stored_entry(row: OpenRollout, *, group: int, now: float) -> QueuedRollout:
 
 
 def started(
-    run: RunState, queued: QueuedRollout, attempt_id: str, *, stored: int, number: int, max_tokens: int, now: float
+    run: RunState,
+    queued: QueuedRollout,
+    attempt_id: str,
+    *,
+    stored: int,
+    number: int,
+    max_tokens: int,
+    now: float,
+    group_id: str = "",
 ) -> RunningAttempt:
     """The attempt at a queued rollout that the store gave to a worker; `RunState.start` takes it. `stored`: tokens of
-    the response so far; `number`: of the rollout's attempts, from 1 on; `max_tokens`: of the whole response.
+    the response so far; `number`: of the rollout's attempts, from 1 on; `max_tokens`: of the whole response;
+    `group_id`: see `sibling_group`.
     """
     return run.attempt_class(
-        run=run, attempt_id=attempt_id, rollout=queued, start=stored, max_tokens=max_tokens, number=number, given=now
+        run=run,
+        attempt_id=attempt_id,
+        rollout=queued,
+        start=stored,
+        max_tokens=max_tokens,
+        number=number,
+        given=now,
+        group_id=group_id,
     )
+
+
+def sibling_group(run: RunState, request: RolloutRequest) -> str:
+    """The group whose tokens serve drafts of the rollout; empty for a run without speculation, and for requests: what
+    one client asked is nobody else's.
+    """
+    off = run.spec.tail.speculation == "off" or request.kind is RolloutKind.REQUEST
+    return "" if off else request.group_id
 
 
 def due_orphans(run: RunState, now: float) -> tuple[dict[OrphanedAttempt, list[RunningAttempt]], float]:

@@ -37,6 +37,7 @@ class Assignment(Struct, frozen=True, kw_only=True):
     prompt_logprobs: int | None = None  # alternatives of each score; None: the prompt is not scored
     expected_tokens: int = 0  # still to come behind `partial`, on average; 0: not known
     longest_tokens: int = 0  # that are probably not exceeded; 0: not known
+    group_id: str = ""  # whose members' tokens it may be drafted from; empty: nothing is drafted
 
     def admits(self, version: int) -> bool:
         """Whether the rollout takes tokens of `version`; a bound of 0 is none."""

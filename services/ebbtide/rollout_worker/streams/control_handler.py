@@ -22,6 +22,8 @@ from ebbtide.rollout_worker.generation.outbox import Outbox
 from ebbtide.rollout_worker.guard_link import GuardLink
 from ebbtide.rollout_worker.installs.installer import Installer
 from ebbtide.rollout_worker.settings import WorkerSettings
+from ebbtide.rollout_worker.streams.sibling_client import CAPABILITY as SIBLINGS
+from ebbtide.rollout_worker.streams.sibling_client import SiblingClient
 from ebbtide.types.end_cause import EndCause
 from ebbtide.types.fleet import PROTOCOL_VERSION, AttemptRef, FlushPace, WorkerState
 from ebbtide.v1 import fleet_pb2, types_pb2
@@ -75,11 +77,12 @@ class ControlHandler:
         installer: Installer,
         outgoing: ControlOutbox,
         borrowing: GuardLink | None,
+        siblings: SiblingClient | None = None,
     ) -> None:
-        """`borrowing`: the guard of a borrowed worker's host."""
+        """`borrowing`: the guard of a borrowed worker's host. `siblings`: of an engine that drafts from its groups."""
         self.settings, self.worker_id = settings, worker_id
         self.outbox, self.attempts, self.installer, self.outgoing = outbox, attempts, installer, outgoing
-        self._borrowing = borrowing
+        self._borrowing, self.siblings = borrowing, siblings
         self.leaving = asyncio.Event()  # set when the worker must hand over
         self.reason = ""  # why it leaves
         self.drained = False
@@ -133,6 +136,7 @@ class ControlHandler:
 
     def _capabilities(self) -> list[str]:
         known = ["resume", "flush_interval", f"engine:{self.settings.engine}"]
+        known += [SIBLINGS] if self.siblings is not None else []
         return [*known, "score"] if self.attempts.scores_prompts else known
 
     def heartbeat(self) -> fleet_pb2.WorkerMessage:
