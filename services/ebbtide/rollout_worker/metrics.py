@@ -24,3 +24,7 @@ PAUSE_SECONDS = telemetry.histogram("worker_pause_seconds", "generation standing
 THROTTLED_SECONDS = telemetry.counter("worker_throttled_seconds_total", "generation held because the store was slow")
 GRANTED = telemetry.gauge("worker_granted", "whether a borrowed worker may generate")
 PEER_STREAMS = telemetry.gauge("worker_peer_streams", "streams in which weights are served to other workers now")
+DRAFTS = telemetry.counter("worker_drafts_total", "drafts that the engine verified")
+DRAFT_TOKENS = telemetry.counter("worker_draft_tokens_total", "draft tokens verified, and those accepted", ("outcome",))
+SPECULATING = telemetry.gauge("worker_speculating", "whether the engine drafts tokens now: 1, or 0 if it does not pay")
+DRAFT_TREE_BYTES = telemetry.gauge("worker_draft_tree_bytes", "memory of the suffix trees of groups")

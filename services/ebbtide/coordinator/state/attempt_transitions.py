@@ -32,7 +32,7 @@ from ebbtide.store.store import Store
 from ebbtide.store.unexpected_data import UNEXPECTED
 from ebbtide.types.fleet import AttemptRef
 from ebbtide.types.ids import new_fence
-from ebbtide.types.run import LeaseRef, RunStatus
+from ebbtide.types.run import LeaseRef, RunSpec, RunStatus
 from ebbtide.types.tokens import token_count
 from ebbtide.v1 import fleet_pb2, types_pb2
 from ebbtide.wire.record_conversion import to_proto
@@ -90,7 +90,7 @@ class AttemptTransitions:
             )
             _record(attempt, given, session, now)
             if run.start(attempt, session):
-                batches[session].append(_assignment(attempt, given, run.spec.policy))
+                batches[session].append(_assignment(attempt, given, run.spec))
         for session, assignments in batches.items():
             session.send_assignments(assignments)
         if any(given is not None and given.attempts > 1 for given in placed):  # the store tells of these alone
@@ -269,11 +269,11 @@ def _record(attempt: RunningAttempt, given: PlacedRollout, session: WorkerSessio
         )
 
 
-def _assignment(attempt: RunningAttempt, given: PlacedRollout, policy: str) -> fleet_pb2.Assignment:
+def _assignment(attempt: RunningAttempt, given: PlacedRollout, spec: RunSpec) -> fleet_pb2.Assignment:
     request = given.request
     return fleet_pb2.Assignment(
         attempt=to_proto(attempt.ref, fleet_pb2.AttemptRef),
-        policy=policy,
+        policy=spec.policy,
         prompt_ids=request.prompt_ids,
         partial=given.partial,
         sampling=to_proto(request.sampling, types_pb2.Sampling),
@@ -283,4 +283,5 @@ def _assignment(attempt: RunningAttempt, given: PlacedRollout, policy: str) -> f
         interactive=request.interactive,
         prompt_logprobs=request.prompt_logprobs,
         episode_id=request.episode_id,
+        group_id=request.group_id if spec.tail.speculation == "grouped" else "",
     )

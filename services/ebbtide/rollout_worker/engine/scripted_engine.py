@@ -19,7 +19,7 @@ from typing import Final
 from ebbtide import telemetry
 from ebbtide.errors import InvalidRequest
 from ebbtide.grants import Page
-from ebbtide.rollout_worker.engine import EngineFailed, EngineRequest, Shapes, TokenDelta, checkpoint_facts
+from ebbtide.rollout_worker.engine import EngineFailed, EngineRequest, Shapes, SiblingRun, TokenDelta, checkpoint_facts
 from ebbtide.rollout_worker.engine.vllm.weights.tensor_boxes import Boxes
 from ebbtide.rollout_worker.settings import ScriptedSettings
 from ebbtide.types.fleet import EngineInfo
@@ -156,6 +156,13 @@ class ScriptedEngine:
     @property
     def scores_prompts(self) -> bool:
         return self._settings.scores
+
+    @property
+    def speculates(self) -> bool:
+        return False
+
+    def learn_siblings(self, runs: Sequence[SiblingRun], ended: Sequence[str] = ()) -> None:
+        """Ignored: it follows its script."""
 
     async def start(self, *, aside: bool = False) -> EngineInfo:  # noqa: ARG002 - waits for nothing but timers
         if self._settings.model:

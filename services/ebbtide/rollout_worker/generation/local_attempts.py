@@ -122,6 +122,12 @@ class LocalAttempts:
         return self._engine.scores_prompts
 
     @property
+    def drafted_groups(self) -> frozenset[str]:
+        """Groups of the attempts here whose tokens may be drafted."""
+        groups = (held.assignment.group_id for held in self._held.values() if held.task is not None)
+        return frozenset(group for group in groups if group)
+
+    @property
     def running(self) -> int:
         return sum(held.task is not None for held in self._held.values())
 
