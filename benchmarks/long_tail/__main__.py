@@ -2,7 +2,8 @@
 
     python -m benchmarks.long_tail [--quick] [--parts NAME ...] [--marginals NAME ...] [--lengths PATH] [--out PATH]
 
-`draft`: lengths of drafts beside Seer's printed rule, computed. `lengths`: how often forecast intervals of lengths
+`draft`: lengths of drafts beside Seer's printed rule, computed. `accept`: tokens that a sample makes in a step, by
+siblings on one worker and across two. `lengths`: how often forecast intervals of lengths
 cover the truth, on drawn groups. `order`: step times under orders of starting, in a model of slots. Recorded lengths
 are looked for beside the checkout, in `shared/traces`; without them only the fitted ones are drawn from. Writes a JSON
 file with `figures`; those that were not measured are null, and `missing` says why. Ends with 1 if a part failed; what
@@ -21,6 +22,7 @@ from typing import Any, Final
 
 from benchmarks.arguments import count, output
 from benchmarks.conditions import conditions
+from benchmarks.long_tail.accept_part import accept_part
 from benchmarks.long_tail.draft_part import draft_part
 from benchmarks.long_tail.length_marginals import TRACES, known_marginals
 from benchmarks.long_tail.lengths_part import lengths_part
@@ -29,7 +31,7 @@ from benchmarks.long_tail.recorded_groups import recorded_coverage, recorded_gro
 from benchmarks.long_tail.tail_figures import figure_rows, missing, promised_figures
 from ebbtide.errors import InvalidRequest
 
-PARTS: Final = ("draft", "lengths", "order")
+PARTS: Final = ("draft", "accept", "lengths", "order")
 OUT: Final = Path(__file__).parents[1] / "results" / "tail.json"
 
 
@@ -41,6 +43,7 @@ def measured(
     path = options.lengths
     parts: dict[str, Callable[[], dict[str, Any]]] = {
         "draft": lambda: draft_part(tell),
+        "accept": lambda: accept_part(tell, quick=options.quick, jobs=options.jobs),
         "lengths": lambda: lengths_part(
             tell, recorded=recorded_coverage(path.stem, recorded_groups(path)) if path is not None else [], **drawn
         ),
