@@ -2,7 +2,8 @@
 and again, and cut ones that may not end within `MIN_TOKENS`. Run in a process of its own: the engine's processes are
 forked from it.
 
-Arguments: the checkpoint, how many responses of each kind, and their length.
+Arguments: the checkpoint, how many responses of each kind, their length, and `vllm.speculation`. With drafts, all
+responses are one group's.
 """
 
 import asyncio
@@ -11,6 +12,8 @@ import sys
 from contextlib import aclosing
 from random import Random
 from typing import Any, Final
+
+import msgspec
 
 from ebbtide.rollout_worker.engine.vllm.vllm_engine import VllmEngine
 from ebbtide.rollout_worker.generation.generation import Assignment, Generation
@@ -70,6 +73,7 @@ class Sampler:
             prompt_ids=pack_ids(PROMPT),
             sampling=self._sampling,
             partial=partial,
+            group_id="g",
         )
         generation = Generation(assignment, self._info, self._engine.decode)
         made = b""
@@ -86,8 +90,8 @@ def _facts(tokens: bytes, cuts: list[int]) -> dict[str, Any]:
     return {"ids": found["id"].tolist(), "logprobs": found["logprob"].tolist(), "cuts": cuts}
 
 
-async def main(checkpoint: str, responses: int, length: int) -> None:
-    engine = VllmEngine(checkpoint, _AT_ONCE, SETTINGS)
+async def main(checkpoint: str, speculation: str, responses: int, length: int) -> None:
+    engine = VllmEngine(checkpoint, _AT_ONCE, msgspec.structs.replace(SETTINGS, speculation=speculation))
     try:
         info = await engine.start()
         sampler = Sampler(engine, info, length)
@@ -95,10 +99,18 @@ async def main(checkpoint: str, responses: int, length: int) -> None:
         cut = await asyncio.gather(*(sampler.cut(f"c{number}") for number in range(responses)))
         sampler = Sampler(engine, info, length, min_tokens=MIN_TOKENS, stop_token_ids=(END,))
         held = await asyncio.gather(*(sampler.cut(f"h{number}") for number in range(_HELD)))
-        print(json.dumps({"prompt": PROMPT, "whole": whole, "cut": cut, "held": held}))  # noqa: T201 - the test reads it
+        facts = {"prompt": PROMPT, "whole": whole, "cut": cut, "held": held, "drafts": await _drafts(engine)}
+        print(json.dumps(facts))  # noqa: T201 - the test reads it
     finally:
         await engine.stop()
 
 
+async def _drafts(engine: VllmEngine) -> dict[str, Any]:
+    if engine.speculation is None:
+        return {}
+    await engine.speculation.refresh()
+    return engine.speculation.report
+
+
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], *map(int, sys.argv[2:])))
+    asyncio.run(main(*sys.argv[1:3], *map(int, sys.argv[3:])))

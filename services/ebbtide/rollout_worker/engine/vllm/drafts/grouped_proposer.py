@@ -13,6 +13,8 @@ from typing import Any
 from msgspec import convert
 
 from ebbtide.rollout_worker.engine import DraftSource, SiblingRun
+from ebbtide.rollout_worker.engine.vllm import cpu_build
+from ebbtide.rollout_worker.engine.vllm.drafts import cpu_verification
 from ebbtide.rollout_worker.engine.vllm.drafts.drafted_batch import BatchRow, DraftedBatch, DraftReport
 from ebbtide.rollout_worker.engine.vllm.drafts.speculation import TREES_MIB
 from ebbtide.rollout_worker.engine.vllm.vllm_conversions import DRAFTS
@@ -24,6 +26,8 @@ class GroupedProposer:
     def __init__(self, config: Any) -> None:
         from arctic_inference.suffix_decoding._C import SuffixTree
 
+        if cpu_build.is_cpu_build():
+            cpu_verification.repair()
         self._runner: Any = None
         self._most_length: int = config.model_config.max_model_len
         self._sources: dict[str, DraftSource | None] = {}
