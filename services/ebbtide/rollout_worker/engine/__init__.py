@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from ebbtide.errors import Internal
 from ebbtide.rollout_worker.engine.vllm.weights.tensor_boxes import Boxes
-from ebbtide.types.fleet import EngineInfo
+from ebbtide.types.fleet import DraftingState, EngineInfo
 from ebbtide.types.prompt_scores import ScoreArray
 from ebbtide.types.rollout import FinishReason
 
@@ -110,6 +110,11 @@ class Engine(Protocol):
     @property
     def speculates(self) -> bool:
         """Whether it drafts tokens from the groups of requests. It never changes."""
+        ...
+
+    @property
+    def drafting(self) -> DraftingState | None:
+        """What drafts came to, as last reported; None without a report."""
         ...
 
     def learn_siblings(self, runs: Sequence[SiblingRun], ended: Sequence[str] = ()) -> None:

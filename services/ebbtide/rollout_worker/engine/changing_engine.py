@@ -19,7 +19,7 @@ from ebbtide import telemetry
 from ebbtide.errors import InvalidRequest
 from ebbtide.rollout_worker.engine import Engine, EngineFailed, EngineRequest, Shapes, SiblingRun, TokenDelta
 from ebbtide.rollout_worker.engine.vllm.weights.tensor_boxes import Boxes
-from ebbtide.types.fleet import EngineInfo
+from ebbtide.types.fleet import DraftingState, EngineInfo
 from ebbtide.types.text_bounds import shortened
 from ebbtide.types.weights import Manifest
 from ebbtide.weights import check_config
@@ -118,6 +118,10 @@ class ChangingEngine:
     @property
     def speculates(self) -> bool:
         return self._inner.speculates
+
+    @property
+    def drafting(self) -> DraftingState | None:
+        return self._inner.drafting
 
     def learn_siblings(self, runs: Sequence[SiblingRun], ended: Sequence[str] = ()) -> None:
         if not self._between:

@@ -22,7 +22,7 @@ from ebbtide.grants import Page
 from ebbtide.rollout_worker.engine import EngineFailed, EngineRequest, Shapes, SiblingRun, TokenDelta, checkpoint_facts
 from ebbtide.rollout_worker.engine.vllm.weights.tensor_boxes import Boxes
 from ebbtide.rollout_worker.settings import ScriptedSettings
-from ebbtide.types.fleet import EngineInfo
+from ebbtide.types.fleet import DraftingState, EngineInfo
 from ebbtide.types.prompt_scores import ScoreArray, score_places
 from ebbtide.types.rollout import FinishReason
 from ebbtide.types.tokens import pack_ids
@@ -160,6 +160,10 @@ class ScriptedEngine:
     @property
     def speculates(self) -> bool:
         return False
+
+    @property
+    def drafting(self) -> DraftingState | None:
+        return None
 
     def learn_siblings(self, runs: Sequence[SiblingRun], ended: Sequence[str] = ()) -> None:
         """Ignored: it follows its script."""

@@ -24,7 +24,7 @@ from ebbtide.rollout_worker.generation.prompt_reading import PromptReading
 from ebbtide.rollout_worker.generation.prompt_scoring import PromptScoring
 from ebbtide.types.append_delta import AppendAck
 from ebbtide.types.end_cause import EndCause
-from ebbtide.types.fleet import AttemptRef, EngineInfo
+from ebbtide.types.fleet import AttemptRef, DraftingState, EngineInfo
 from ebbtide.types.tokens import token_count
 from ebbtide.types.weights import PolicyVersion
 
@@ -120,6 +120,11 @@ class LocalAttempts:
     def scores_prompts(self) -> bool:
         """Whether its engine scores prompts."""
         return self._engine.scores_prompts
+
+    @property
+    def drafting(self) -> DraftingState | None:
+        """What its engine's drafts came to; None where it makes none."""
+        return self._engine.drafting
 
     @property
     def drafted_groups(self) -> frozenset[str]:

@@ -157,6 +157,7 @@ class ControlHandler:
             prompt_reads=self.attempts.reading.reads,
             prompt_tokens=self.attempts.reading.tokens,
             prompt_s=self.attempts.reading.seconds,
+            drafting=to_proto(drafting, fleet_pb2.Drafting) if (drafting := self.attempts.drafting) else None,
             borrowed=to_proto(self._borrowing.state, fleet_pb2.Borrowed) if self._borrowing else None,
         )
         return fleet_pb2.WorkerMessage(heartbeat=beat)

@@ -49,7 +49,7 @@ from ebbtide.rollout_worker.engine.vllm.weights.tensor_boxes import Boxes
 from ebbtide.rollout_worker.engine.vllm.weights.version_updates import VersionUpdates
 from ebbtide.rollout_worker.settings import VllmSettings
 from ebbtide.runtime import Aside
-from ebbtide.types.fleet import EngineInfo
+from ebbtide.types.fleet import DraftingState, EngineInfo
 from ebbtide.types.rollout import FinishReason
 from ebbtide.weights import end_tokens
 
@@ -101,6 +101,10 @@ class VllmEngine:
     @property
     def speculates(self) -> bool:
         return self._settings.speculation != "off"
+
+    @property
+    def drafting(self) -> DraftingState | None:
+        return self._speculation.state if self._speculation else None
 
     @property
     def speculation(self) -> Speculation | None:

@@ -14,6 +14,7 @@ from ebbtide import telemetry
 from ebbtide.errors import InvalidRequest
 from ebbtide.rollout_worker import metrics
 from ebbtide.rollout_worker.engine import SiblingRun
+from ebbtide.types.fleet import DraftingState
 
 log = telemetry.get_logger(__name__)
 
@@ -49,6 +50,15 @@ class Speculation:
         self._task: asyncio.Task[None] | None = None
         self._told: dict[str, int] = {}
         self.report: dict[str, Any] = {}
+
+    @property
+    def state(self) -> DraftingState | None:
+        """The newest report, for the coordinator."""
+        told = self.report
+        if not told:
+            return None
+        counts = {name: told[name] for name in ("drafts", "drafted", "accepted", "tree_bytes")}
+        return DraftingState(**counts, on=told["speculating"])
 
     async def start(self) -> None:
         """Let drafting begin."""
