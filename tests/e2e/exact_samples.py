@@ -2,7 +2,8 @@
 and again, and cut ones that may not end within `MIN_TOKENS`. Run in a process of its own: the engine's processes are
 forked from it.
 
-Arguments: the checkpoint, how many responses of each kind, and their length.
+Arguments: the checkpoint, how many responses of each kind, their length, and `vllm.speculation`. With drafts, all
+responses are one group's.
 """
 
 import asyncio
@@ -12,9 +13,12 @@ from contextlib import aclosing
 from random import Random
 from typing import Any, Final
 
+import msgspec
+
 from ebbtide.rollout_worker.engine.vllm.vllm_engine import VllmEngine
 from ebbtide.rollout_worker.generation.generation import Assignment, Generation
 from ebbtide.rollout_worker.settings import VllmSettings
+from ebbtide.scheduling.long_tail.drafts.draft_planner import DraftPlanner
 from ebbtide.types.fleet import AttemptRef, EngineInfo
 from ebbtide.types.run import Sampling
 from ebbtide.types.tokens import pack_ids, unpack_tokens
@@ -29,6 +33,8 @@ _AT_ONCE: Final = 64
 #: Tokens of an attempt before it is cut, on average; of its last ones, up to so many were not stored.
 _MEAN: Final = 6
 _UNSTORED: Final = 2
+#: Tokens of a draft.
+_DRAFT: Final = 4
 
 
 class Sampler:
@@ -70,6 +76,7 @@ class Sampler:
             prompt_ids=pack_ids(PROMPT),
             sampling=self._sampling,
             partial=partial,
+            group_id="g",
         )
         generation = Generation(assignment, self._info, self._engine.decode)
         made = b""
@@ -86,8 +93,17 @@ def _facts(tokens: bytes, cuts: list[int]) -> dict[str, Any]:
     return {"ids": found["id"].tolist(), "logprobs": found["logprob"].tolist(), "cuts": cuts}
 
 
-async def main(checkpoint: str, responses: int, length: int) -> None:
-    engine = VllmEngine(checkpoint, _AT_ONCE, SETTINGS)
+def draft_always() -> None:
+    """Have engines that are forked from this process draft in each step: with so few tokens to choose from, drafts
+    would seldom pay, and few of them would be judged."""
+    planner: Any = DraftPlanner
+    planner.looks = lambda _: True
+    planner.lengths = lambda _, offers, __: [min(offer.length, _DRAFT) for offer in offers]
+
+
+async def main(checkpoint: str, speculation: str, responses: int, length: int) -> None:
+    draft_always()
+    engine = VllmEngine(checkpoint, _AT_ONCE, msgspec.structs.replace(SETTINGS, speculation=speculation))
     try:
         info = await engine.start()
         sampler = Sampler(engine, info, length)
@@ -95,10 +111,18 @@ async def main(checkpoint: str, responses: int, length: int) -> None:
         cut = await asyncio.gather(*(sampler.cut(f"c{number}") for number in range(responses)))
         sampler = Sampler(engine, info, length, min_tokens=MIN_TOKENS, stop_token_ids=(END,))
         held = await asyncio.gather(*(sampler.cut(f"h{number}") for number in range(_HELD)))
-        print(json.dumps({"prompt": PROMPT, "whole": whole, "cut": cut, "held": held}))  # noqa: T201 - the test reads it
+        facts = {"prompt": PROMPT, "whole": whole, "cut": cut, "held": held, "drafts": await _drafts(engine)}
+        print(json.dumps(facts))  # noqa: T201 - the test reads it
     finally:
         await engine.stop()
 
 
+async def _drafts(engine: VllmEngine) -> dict[str, Any]:
+    if engine.speculation is None:
+        return {}
+    await engine.speculation.refresh()
+    return engine.speculation.report
+
+
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], *map(int, sys.argv[2:])))
+    asyncio.run(main(sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])))

@@ -1,4 +1,5 @@
-"""Sampled at temperature 1, tokens behind a cut have the distribution of those without one: the network's own.
+"""Sampled at temperature 1, tokens behind a cut have the distribution of those without one: the network's own. So have
+drafted ones.
 
 Of each token sampled the network itself, run by another library, says how probable every token was there. What came,
 less what was to be expected, summed over all of them, is a vector whose covariance is known; its square in that metric
@@ -84,8 +85,9 @@ def probabilities(checkpoint: Path, prompt: list[int], ids: npt.NDArray[np.int64
 
 
 class Samples:
-    def __init__(self, checkpoint: Path, responses: int, length: int) -> None:
-        facts = facts_of("exact_samples", checkpoint, responses, length, within_s=900.0)
+    def __init__(self, checkpoint: Path, speculation: str, responses: int, length: int) -> None:
+        facts = facts_of("exact_samples", checkpoint, speculation, responses, length, within_s=900.0)
+        self.speculates, self.drafts = speculation != "off", facts["drafts"]
         self._checkpoint, self._facts = checkpoint, facts
         self.whole, self.cut = (self._sample(checkpoint, kind) for kind in ("whole", "cut"))
         first = np.zeros((responses, length), bool)
@@ -125,8 +127,13 @@ class Samples:
 
 @pytest.fixture(
     scope="module",
-    params=[FAST, pytest.param(NIGHTLY, marks=pytest.mark.nightly)],
-    ids=["fast", "full"],
+    params=[
+        ("off", *FAST),
+        ("grouped", *FAST),
+        pytest.param(("off", *NIGHTLY), marks=pytest.mark.nightly),
+        pytest.param(("grouped", *NIGHTLY), marks=pytest.mark.nightly),
+    ],
+    ids=["fast", "fast drafted", "full", "full drafted"],
 )
 def samples(request: pytest.FixtureRequest, make_checkpoint: Callable[..., Path]) -> Samples:
     return Samples(make_checkpoint(4, vocab_size=VOCABULARY), *request.param)
@@ -136,6 +143,12 @@ def test_tokens_behind_cuts_have_the_networks_distribution(samples: Samples) -> 
     assert len(samples.behind.ids) > len(samples.cut.ids) / 10
     assert samples.behind.chance() > ALPHA
     assert samples.cut.chance() > ALPHA
+
+
+def test_where_tokens_are_drafted_many_of_them_are_accepted(samples: Samples) -> None:
+    assert bool(samples.drafts) == samples.speculates
+    if samples.speculates:
+        assert samples.drafts["accepted"] > len(samples.cut.ids) / 20
 
 
 def test_tokens_with_and_without_cuts_have_one_distribution(samples: Samples) -> None:

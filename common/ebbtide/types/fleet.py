@@ -97,6 +97,16 @@ class BorrowedState(Struct, frozen=True, kw_only=True, gc=False):
     hand_over: bool = False  # while not granted: its rollouts are to go on elsewhere at once
 
 
+class DraftingState(Struct, frozen=True, kw_only=True, gc=False):
+    """What a worker's drafts came to since its engine's start."""
+
+    drafts: Annotated[int, Meta(ge=0)] = 0
+    drafted: Annotated[int, Meta(ge=0)] = 0  # tokens
+    accepted: Annotated[int, Meta(ge=0)] = 0  # of these
+    on: bool = False  # whether it drafts now: it stops while drafts do not pay
+    tree_bytes: Annotated[int, Meta(ge=0)] = 0  # of the groups' tokens that it drafts from
+
+
 class Worker(Struct, frozen=True, kw_only=True):
     worker_id: str
     kind: WorkerKind
@@ -123,3 +133,4 @@ class Worker(Struct, frozen=True, kw_only=True):
     unadmitted: int = 0  # of `running`: wait for the engine's memory
     parked: int = 0  # times that a rollout gave up its memory for others
     preemptions: int = 0  # times that the engine by itself took a rollout's memory
+    drafting: DraftingState | None = None

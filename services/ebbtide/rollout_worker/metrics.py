@@ -29,3 +29,7 @@ THROTTLED_SECONDS = telemetry.counter("worker_throttled_seconds_total", "generat
 GRANTED = telemetry.gauge("worker_granted", "whether a borrowed worker may generate")
 PEER_STREAMS = telemetry.gauge("worker_peer_streams", "streams in which weights are served to other workers now")
 SIBLING_TOKENS = telemetry.counter("worker_sibling_tokens_total", "tokens of its groups that other workers made")
+DRAFTS = telemetry.counter("worker_drafts_total", "drafts that the engine verified")
+DRAFT_TOKENS = telemetry.counter("worker_draft_tokens_total", "draft tokens verified, and those accepted", ("outcome",))
+SPECULATING = telemetry.gauge("worker_speculating", "whether the engine drafts tokens now: 1, or 0 if it does not pay")
+DRAFT_TREE_BYTES = telemetry.gauge("worker_draft_tree_bytes", "memory of the suffix trees of groups")

@@ -29,6 +29,10 @@ class VllmSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     enforce_eager: Annotated[bool, Meta(description="no compilation: boots faster, runs slower")] = False
     kv_cache_mib: Annotated[int, Meta(ge=0, description="memory for keys and values, MiB; 0: by the memory share")] = 0
     threads: Annotated[int, Meta(ge=0, description="OpenMP threads of a CPU engine; 0: as vLLM decides")] = 0
+    speculation: Annotated[
+        Literal["off", "grouped"], Meta(description="grouped: draft tokens from rollouts' groups, where runs allow it")
+    ] = "off"
+    speculation_mib: Annotated[int, Meta(ge=1, description="memory for groups' tokens to draft from, MiB")] = 512
     engine_args: Annotated[str, Meta(description="further engine arguments of vLLM, a JSON object")] = ""
 
 

@@ -159,6 +159,16 @@ def standing(worker: Worker) -> str:
     return "" if worker.borrowed.granted else "stands still for its host"
 
 
+def _drafting(worker: Worker) -> str:
+    """What its drafts bring; empty where it makes none."""
+    drafting = worker.drafting
+    if drafting is None or not drafting.drafts:
+        return ""
+    if not drafting.on:
+        return "; drafts do not pay"
+    return f"; a draft brings {drafting.accepted / drafting.drafts:.1f} tokens"
+
+
 def doing(worker: Worker) -> str:
     """Says what a worker is doing, in a few words."""
     version = max((installed.version for installed in worker.installed), default=0)
@@ -166,7 +176,7 @@ def doing(worker: Worker) -> str:
     match worker.state:
         case WorkerState.READY:
             works = f"generates {worker.running} rollouts" if worker.running else "waits for work"
-            return standing(worker) or f"{works}{with_version}"
+            return standing(worker) or f"{works}{with_version}{_drafting(worker)}"
         case WorkerState.INSTALLING:
             return "installs new weights"
         case WorkerState.DRAINING:

@@ -348,6 +348,7 @@ class WorkerRegistry:
             reason="it was lost too often" if state is WorkerState.SHUNNED else session.reason or session.given_up,
             borrowed=beat.borrowed if session.borrowed else None,
             given_up=bool(session.given_up),
+            drafting=beat.drafting,
         )
 
     def leave(self) -> None:

@@ -8,7 +8,7 @@ from msgspec import Meta, Struct
 from msgspec.structs import force_setattr
 
 from ebbtide.types.end_cause import HAND_BACKS, EndCause, cause_of
-from ebbtide.types.fleet import AttemptRef, BorrowedState, EngineInfo, WorkerKind, WorkerState
+from ebbtide.types.fleet import AttemptRef, BorrowedState, DraftingState, EngineInfo, WorkerKind, WorkerState
 from ebbtide.types.text_bounds import shortened
 from ebbtide.types.weights import PolicyVersion
 
@@ -59,6 +59,7 @@ class HeartbeatReport(Struct, frozen=True, kw_only=True, gc=False):
     parked: _Tokens = 0
     preemptions: _Tokens = 0
     borrowed: BorrowedState | None = None
+    drafting: DraftingState | None = None
 
     def __post_init__(self) -> None:
         if self.state not in _SAID:

@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from ebbtide.errors import Internal
 from ebbtide.rollout_worker.engine.vllm.weights.tensor_boxes import Boxes
-from ebbtide.types.fleet import EngineInfo
+from ebbtide.types.fleet import DraftingState, EngineInfo
 from ebbtide.types.prompt_scores import ScoreArray
 from ebbtide.types.rollout import FinishReason
 
@@ -17,6 +17,25 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 class EngineFailed(Internal):
     """The engine can no longer be trusted to serve one whole version: the worker leaves the fleet."""
+
+
+class DraftSource(Struct, frozen=True, kw_only=True):
+    """Whose tokens a request's next ones may be guessed from: its group's, of which it is a member."""
+
+    group: str
+    rollout_id: str
+    made: int  # how many of the request's tokens are the rollout's response so far: the last ones
+    worth: float = 1.0  # of its tokens, beside an average rollout's, for when its step ends
+
+
+class SiblingRun(NamedTuple):
+    """Consecutive tokens of one response, made elsewhere under one version. `ids`: packed u32."""
+
+    group: str
+    version: int
+    rollout_id: str
+    offset: int  # the response's token that `ids` begin with
+    ids: bytes
 
 
 class EngineRequest(Struct, frozen=True, kw_only=True):
@@ -42,6 +61,7 @@ class EngineRequest(Struct, frozen=True, kw_only=True):
     priority: int = 0
     prompt_logprobs: int | None = None  # alternatives of each score; None: the prompt is not scored
     cache_name: str = ""  # by which `Engine.forget` may name its text; empty: it is never named
+    drafts: DraftSource | None = None  # an engine that speculates may draft from it; None: nothing is drafted
 
 
 class TokenDelta(NamedTuple):
@@ -90,6 +110,23 @@ class Engine(Protocol):
     @property
     def preemptions(self) -> int:
         """How often it took a running request's memory for keys and values by itself, since its start."""
+        ...
+
+    @property
+    def speculates(self) -> bool:
+        """Whether it drafts tokens from the groups of requests. It never changes."""
+        ...
+
+    @property
+    def drafting(self) -> DraftingState | None:
+        """What drafts came to, as last reported; None without a report."""
+        ...
+
+    def learn_siblings(self, runs: Sequence[SiblingRun], ended: Sequence[str] = ()) -> None:
+        """Have requests of these groups drafted from these tokens, too, and give back what is kept of `ended` groups.
+
+        Returns at once. Ignored by an engine that does not speculate. What is lost costs drafts alone.
+        """
         ...
 
     def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:

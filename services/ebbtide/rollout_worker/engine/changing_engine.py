@@ -17,9 +17,9 @@ from typing import Final
 
 from ebbtide import telemetry
 from ebbtide.errors import InvalidRequest
-from ebbtide.rollout_worker.engine import Engine, EngineFailed, EngineRequest, Shapes, TokenDelta
+from ebbtide.rollout_worker.engine import Engine, EngineFailed, EngineRequest, Shapes, SiblingRun, TokenDelta
 from ebbtide.rollout_worker.engine.vllm.weights.tensor_boxes import Boxes
-from ebbtide.types.fleet import EngineInfo
+from ebbtide.types.fleet import DraftingState, EngineInfo
 from ebbtide.types.text_bounds import shortened
 from ebbtide.types.weights import Manifest
 from ebbtide.weights import check_config
@@ -120,6 +120,18 @@ class ChangingEngine:
     @property
     def preemptions(self) -> int:
         return self._preemptions + (0 if self._between else self._inner.preemptions)
+
+    @property
+    def speculates(self) -> bool:
+        return self._inner.speculates
+
+    @property
+    def drafting(self) -> DraftingState | None:
+        return self._inner.drafting
+
+    def learn_siblings(self, runs: Sequence[SiblingRun], ended: Sequence[str] = ()) -> None:
+        if not self._between:
+            self._inner.learn_siblings(runs, ended)
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
         async with aclosing(self._inner.generate(request)) as stream:

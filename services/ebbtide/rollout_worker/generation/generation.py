@@ -10,7 +10,7 @@ from typing import Final
 from msgspec import Struct
 
 from ebbtide.errors import InvalidRequest
-from ebbtide.rollout_worker.engine import EngineRequest, TokenDelta
+from ebbtide.rollout_worker.engine import DraftSource, EngineRequest, TokenDelta
 from ebbtide.types.fleet import AttemptRef, EngineInfo
 from ebbtide.types.rollout import FinishReason
 from ebbtide.types.run import Sampling, check_sampling
@@ -101,7 +101,15 @@ class Generation:
             repetition_penalty=sampling.repetition_penalty,
             logprobs=not sampling.without_logprobs,
             priority=self._assignment.priority,
+            drafts=self._drafts(made),
         )
+
+    def _drafts(self, made: int) -> DraftSource | None:
+        """Nothing is drafted under a repetition penalty: engines count drafted tokens in ways of their own."""
+        assignment = self._assignment
+        if not assignment.group_id or assignment.sampling.repetition_penalty != 1.0:
+            return None
+        return DraftSource(group=assignment.group_id, rollout_id=assignment.attempt.rollout_id, made=made)
 
     def accept(self, delta: TokenDelta) -> bytes:
         """Add the engine's tokens, up to the response's end. Returns the added tokens, packed."""

@@ -25,7 +25,7 @@ from ebbtide.rollout_worker.generation.prompt_reading import PromptReading
 from ebbtide.rollout_worker.generation.prompt_scoring import PromptScoring
 from ebbtide.types.append_delta import AppendAck
 from ebbtide.types.end_cause import EndCause
-from ebbtide.types.fleet import AttemptRef, EngineInfo
+from ebbtide.types.fleet import AttemptRef, DraftingState, EngineInfo
 from ebbtide.types.tokens import token_count
 from ebbtide.types.weights import PolicyVersion
 
@@ -134,6 +134,17 @@ class LocalAttempts:
     def preemptions(self) -> int:
         """How often its engine took a rollout's memory by itself."""
         return self._engine.preemptions
+
+    @property
+    def drafting(self) -> DraftingState | None:
+        """What its engine's drafts came to; None where it makes none."""
+        return self._engine.drafting
+
+    @property
+    def drafted_groups(self) -> frozenset[str]:
+        """Groups of the attempts here whose tokens may be drafted."""
+        groups = (held.assignment.group_id for held in self._held.values() if held.task is not None)
+        return frozenset(group for group in groups if group)
 
     @property
     def running(self) -> int:

@@ -170,6 +170,7 @@ class ControlHandler:
             unadmitted=gate.waiting,
             parked=gate.parked,
             preemptions=preemptions,
+            drafting=to_proto(drafting, fleet_pb2.Drafting) if (drafting := self.attempts.drafting) else None,
             borrowed=to_proto(self._borrowing.state, fleet_pb2.Borrowed) if self._borrowing else None,
         )
         return fleet_pb2.WorkerMessage(heartbeat=beat)

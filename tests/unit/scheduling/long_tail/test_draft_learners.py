@@ -4,9 +4,9 @@ from random import Random
 
 import pytest
 
-from ebbtide.scheduling.long_tail.draft_acceptance import DraftAcceptance
-from ebbtide.scheduling.long_tail.speculation_switch import SpeculationMode, SpeculationSwitch
-from ebbtide.scheduling.long_tail.verification_cost import VerificationCost
+from ebbtide.scheduling.long_tail.drafts.draft_acceptance import DraftAcceptance
+from ebbtide.scheduling.long_tail.drafts.speculation_switch import SpeculationMode, SpeculationSwitch
+from ebbtide.scheduling.long_tail.drafts.verification_cost import VerificationCost
 
 
 @pytest.mark.parametrize("share", [0.3, 0.8])

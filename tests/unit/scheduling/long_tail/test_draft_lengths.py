@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.long_tail.draft_cases import alike_case, drawn_case, judged
 from benchmarks.long_tail.draft_part import SURVIVAL
-from ebbtide.scheduling.long_tail.draft_lengths import DraftSlot, best_drafts, drafts_within, expected_worth
+from ebbtide.scheduling.long_tail.drafts.draft_lengths import DraftSlot, best_drafts, drafts_within, expected_worth
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from ebbtide.scheduling.long_tail.tail_criticality import ExpectedEnd, last_shares, tail_worths
+from ebbtide.scheduling.long_tail.drafts.tail_criticality import ExpectedEnd, last_shares, tail_worths
 
 
 def test_of_samples_that_are_alike_each_is_last_with_the_same_probability() -> None:

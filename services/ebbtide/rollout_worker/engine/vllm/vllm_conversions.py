@@ -3,6 +3,8 @@
 import math
 from typing import Any, Final
 
+from msgspec import to_builtins
+
 from ebbtide.errors import Internal
 from ebbtide.rollout_worker.engine import EngineRequest
 from ebbtide.rollout_worker.engine.measured_steps import EngineCapacity
@@ -11,6 +13,8 @@ from ebbtide.types.text_bounds import shortened
 
 #: Before the name of a text that has ended, in an id that no request has.
 ENDED: Final = "ended/"
+#: Name of a request's `DraftSource` among its extra arguments, on the way to the proposer in the engine's process.
+DRAFTS: Final = "ebbtide_drafts"
 #: vLLM's label before the first install.
 _UNLABELLED: Final = "default"
 
@@ -34,6 +38,7 @@ def sampling_params(request: EngineRequest) -> Any:
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
+        extra_args=None if request.drafts is None else {DRAFTS: to_builtins(request.drafts)},
     )
 
 

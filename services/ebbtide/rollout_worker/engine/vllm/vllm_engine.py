@@ -23,10 +23,18 @@ import msgspec
 
 from ebbtide import telemetry
 from ebbtide.errors import Internal, InvalidRequest
-from ebbtide.rollout_worker.engine import EngineFailed, EngineRequest, Shapes, TokenDelta, checkpoint_facts
+from ebbtide.rollout_worker.engine import (
+    EngineFailed,
+    EngineRequest,
+    Shapes,
+    SiblingRun,
+    TokenDelta,
+    checkpoint_facts,
+)
 from ebbtide.rollout_worker.engine.measured_steps import EngineCapacity
 from ebbtide.rollout_worker.engine.vllm import cpu_build, vllm_plugin
 from ebbtide.rollout_worker.engine.vllm.borrowed_engine import BorrowedEngine
+from ebbtide.rollout_worker.engine.vllm.drafts.speculation import TREES_MIB, Speculation, speculation_arguments
 from ebbtide.rollout_worker.engine.vllm.engine_pauses import CACHE, DEAD, WEIGHTS, EnginePauses
 from ebbtide.rollout_worker.engine.vllm.preemption_count import PreemptionCount
 from ebbtide.rollout_worker.engine.vllm.vllm_conversions import (
@@ -42,7 +50,7 @@ from ebbtide.rollout_worker.engine.vllm.weights.tensor_boxes import Boxes
 from ebbtide.rollout_worker.engine.vllm.weights.version_updates import VersionUpdates
 from ebbtide.rollout_worker.settings import VllmSettings
 from ebbtide.runtime import Aside
-from ebbtide.types.fleet import EngineInfo
+from ebbtide.types.fleet import DraftingState, EngineInfo
 from ebbtide.types.rollout import FinishReason
 from ebbtide.weights import end_tokens
 
@@ -76,6 +84,7 @@ class VllmEngine:
         self._updates: Any = None
         self._pauses: Any = None
         self._preempted: PreemptionCount | None = None
+        self._speculation: Speculation | None = None
         self._telling: set[asyncio.Future[None]] = set()  # messages on their way
 
     @property
@@ -96,6 +105,19 @@ class VllmEngine:
         return self._preempted.value if self._preempted else 0
 
     @property
+    def speculates(self) -> bool:
+        return self._settings.speculation != "off"
+
+    @property
+    def drafting(self) -> DraftingState | None:
+        return self._speculation.state if self._speculation else None
+
+    @property
+    def speculation(self) -> Speculation | None:
+        """Its drafts; None before the start, and where it makes none."""
+        return self._speculation
+
+    @property
     def capacity(self) -> EngineCapacity:
         """What vLLM settled on. Known after the start."""
         return engine_capacity(self._llm.vllm_config)
@@ -108,6 +130,9 @@ class VllmEngine:
         self._updates = await VersionUpdates.learned(self._llm, self._shapes, dtypes)
         if self._borrowed and self._borrowed.sleeps:
             self._borrowed.measured(await self._updates.pool_bytes())
+        if self.speculates:
+            self._speculation = Speculation(self._llm)
+            await self._speculation.start()
         with self._borrowed.warming_up() if self._borrowed else nullcontext():
             await self._warm_up()
         # After the start of the engine's processes: they may be forked, and threads do not survive that.
@@ -188,6 +213,10 @@ class VllmEngine:
             self._telling.add(task)
             task.add_done_callback(self._told)
 
+    def learn_siblings(self, runs: Sequence[SiblingRun], ended: Sequence[str] = ()) -> None:
+        if self._speculation:
+            self._speculation.learn(runs, ended)
+
     def _told(self, task: asyncio.Future[None]) -> None:
         """A message that is lost costs room in the cache; `check` finds out if its engine died."""
         self._telling.discard(task)
@@ -217,6 +246,8 @@ class VllmEngine:
             if sleeping:
                 await self._pauses.wake(WEIGHTS)
             await self._updates.apply(version, how)
+            if self._speculation:
+                await self._speculation.install(version)
             if sleeping:
                 await self._pauses.wake(CACHE)
             await self.resume("install")
@@ -283,6 +314,9 @@ class VllmEngine:
         llm, self._llm = self._llm, None
         if llm is None:
             return
+        if self._speculation:
+            await self._speculation.stop()
+            self._speculation = None
         # The readers of its outputs must end before the engine does.
         readers = [task for task in (llm.output_handler, llm.engine_core.resources.output_queue_task) if task]
         for task in readers:
@@ -319,6 +353,8 @@ class VllmEngine:
             arguments |= cpu_build.engine_arguments(
                 settings.threads, settings.tensor_parallel_size, settings.kv_cache_mib
             )
+        if self.speculates:
+            arguments |= speculation_arguments(borrowed=self._borrowed is not None)
         arguments |= _extra(settings.engine_args)
         if self._borrowed is None:
             return arguments
@@ -330,6 +366,7 @@ class VllmEngine:
         # vLLM's log records go to Ebbtide's log, from its processes too.
         os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
         logging.getLogger("vllm").setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"))
+        os.environ[TREES_MIB] = str(self._settings.speculation_mib)
         vllm_plugin.own_engine_processes()
         if self._borrowed:
             self._borrowed.set_environment()

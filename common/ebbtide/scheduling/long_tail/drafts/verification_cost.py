@@ -29,6 +29,14 @@ class VerificationCost:
         """Whether steps of two classes were seen: one alone shows no slope."""
         return len(self._classes) > 1
 
+    @property
+    def largest(self) -> float:
+        """The size of the largest steps seen, in tokens; 0 before the first."""
+        if not self._classes:
+            return 0.0
+        weight, sizes, _ = self._classes[max(self._classes)]
+        return sizes / weight
+
     def observe(self, tokens: int, seconds: float) -> None:
         """Note a step that verified so many tokens."""
         if tokens < 1 or not 0.0 < seconds < 1e4:

@@ -1,0 +1,1 @@
+"""Drafts tokens of requests from what their groups made, for vLLM to verify."""
