@@ -11,6 +11,7 @@ from msgspec.structs import force_setattr
 from ebbtide.errors import InvalidRequest
 from ebbtide.types.end_cause import EndCause, cause_of
 from ebbtide.types.ids import check_id
+from ebbtide.types.tail_spec import TailSpec
 from ebbtide.types.weights import PolicyVersion
 
 Positive = Annotated[int, Meta(ge=1)]
@@ -154,6 +155,7 @@ class RunSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     borrow: BorrowSpec = BorrowSpec()
     share: ShareSpec = ShareSpec()
     requests: RequestSpec = RequestSpec()
+    tail: TailSpec = TailSpec()
 
     @property
     def external(self) -> bool:

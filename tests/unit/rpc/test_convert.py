@@ -67,6 +67,7 @@ from ebbtide.types.run import (
     TrainerSpec,
 )
 from ebbtide.types.session import Session, SessionEnd, SessionState, SessionTurn, TurnPage, UnverifiedSession
+from ebbtide.types.tail_spec import TailSpec
 from ebbtide.types.weights import (
     BlobSource,
     FoundWay,
@@ -113,6 +114,7 @@ PAIRS: dict[type[Struct], type[Message]] = {
     RunShare: runs_pb2.RunShare,
     ShareSpec: types_pb2.ShareSpec,
     RequestSpec: types_pb2.RequestSpec,
+    TailSpec: types_pb2.TailSpec,
     RunSpec: types_pb2.RunSpec,
     Session: sessions_pb2.Session,
     SessionTurn: sessions_pb2.Turn,
