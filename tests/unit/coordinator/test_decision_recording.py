@@ -40,6 +40,7 @@ UNRECORDED: Final = {
     ),
     "only rounds call it": (
         "take_made", "note_share", "learn_plateau", "learn_prefill", "learn_rate", "offer", "give_up_move",
+        "foresee",
     ),
     "it is part of recorded calls, or made of them": (
         "changing", "mark_stale", "rereading", "note_worker", "hold", "begun", "let_go", "forget", "close",
@@ -49,7 +50,7 @@ UNRECORDED: Final = {
         "note_resumed", "take_resumes", "group_place", "appending", "send_again", "stream_opened", "send",
         "stop_sending", "send_assignments", "pace_flushes", "tell_run_ended", "cancel", "ask_back", "skip_run", "sweep",
         "swept", "begin_incarnation", "learn_durability", "doubt",
-        "note_ended", "take_ended",
+        "note_ended", "take_ended", "news",
     ),
 }  # fmt: skip
 #: A rollout that was placed once, in the first batch.

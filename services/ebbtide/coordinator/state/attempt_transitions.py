@@ -271,6 +271,7 @@ def _record(attempt: RunningAttempt, given: PlacedRollout, session: WorkerSessio
 
 def _assignment(attempt: RunningAttempt, given: PlacedRollout, policy: str) -> fleet_pb2.Assignment:
     request = given.request
+    expected = attempt.foresee()
     return fleet_pb2.Assignment(
         attempt=to_proto(attempt.ref, fleet_pb2.AttemptRef),
         policy=policy,
@@ -283,4 +284,7 @@ def _assignment(attempt: RunningAttempt, given: PlacedRollout, policy: str) -> f
         interactive=request.interactive,
         prompt_logprobs=request.prompt_logprobs,
         episode_id=request.episode_id,
+        expected_tokens=expected.expected_tokens,
+        longest_tokens=expected.longest_tokens,
+        tail_worth=expected.tail_worth,
     )
