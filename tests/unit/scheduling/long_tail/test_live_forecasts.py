@@ -95,10 +95,9 @@ def test_before_a_group_has_ended_the_first_responses_teach() -> None:
         submit(forecasts, place, 8)
         begin(forecasts, place, range(8))
         forecasts.finish(name_of(place, 0), place, 200, whole=True)
-    assert not forecasts.known
+    before = forecasts.known
     forecasts.renew(1.0)
-    assert forecasts.known
-    assert not forecasts.learner.known
+    assert (before, forecasts.known, forecasts.learner.known) == (False, True, False)
 
 
 def test_intervals_cover_about_four_in_five_of_the_next_step() -> None:

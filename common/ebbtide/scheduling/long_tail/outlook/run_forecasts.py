@@ -33,10 +33,10 @@ _LESSON_GROUPS: Final = 512
 
 
 class RunForecasts:
-    """`batch`: groups of a step."""
+    """`batch`: groups of a step; `learner`: one that has learnt, if there is one."""
 
-    def __init__(self, batch: int) -> None:
-        self.learner: Final = LengthLearner()
+    def __init__(self, batch: int, learner: LengthLearner | None = None) -> None:
+        self.learner: Final = learner or LengthLearner()
         self.coverage: Final = ForecastCoverage()
         self._groups: dict[int, KnownGroup] = {}
         self._untaught: dict[int, KnownGroup] = {}  # of `_groups`: no sample is open

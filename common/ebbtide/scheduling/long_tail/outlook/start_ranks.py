@@ -74,4 +74,4 @@ class StartRanks:
         return step, _SIBLING, self._class(group)
 
     def _class(self, group: KnownGroup) -> int:
-        return -int(log(max(1.0, self._forecasts.unstarted(group).ninth)) / _CLASS)
+        return -int(log(max(1.0, self._forecasts.unstarted(group).longest)) / _CLASS)
