@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from ebbtide.scheduling.long_tail.length_forecast import LengthOutlook
-from ebbtide.scheduling.long_tail.tail_criticality import ExpectedEnd, last_end, tail_worths
+from ebbtide.scheduling.long_tail.tail_criticality import LEAST_WORTH, ExpectedEnd, last_end, last_shares
 
 #: Rollouts whose ends are compared: those with the latest ones. The others hardly are the last.
-_COMPARED: Final = 128
+COMPARED: Final = 128
 
 
 class WaitingWork(NamedTuple):
@@ -29,10 +29,12 @@ class StepEnd(NamedTuple):
     tail: float  # share of the time until `half` in which nothing waits, 0 to 1
 
 
-def step_end(running: Sequence[LengthOutlook], waiting: WaitingWork) -> StepEnd:
-    """When all have ended. As many run at once as now, while anything waits."""
-    drained = waiting.tokens / max(1, len(running))
-    ends = [_end(one, 0.0) for one in latest(running)]
+def step_end(last: Sequence[LengthOutlook], waiting: WaitingWork, running: int) -> StepEnd:
+    """When all have ended. `last`: of those that run the ones that may end last, `COMPARED` of them; `running`: how
+    many run. As many do so as long as anything waits.
+    """
+    drained = waiting.tokens / max(1, running)
+    ends = [_end(one, 0.0) for one in last]
     if waiting.longest is not None:
         ends.append(_end(waiting.longest, drained))
     if not ends:
@@ -41,27 +43,14 @@ def step_end(running: Sequence[LengthOutlook], waiting: WaitingWork) -> StepEnd:
     return StepEnd(half, ninth, 1.0 - min(1.0, drained / half) if half > 0.0 else 1.0)
 
 
-def worths(running: Sequence[LengthOutlook], tail: float) -> list[float]:
-    """The worth of a token of each running rollout for the step's end: 1 on average, but for a least one. `tail`: see
-    `StepEnd`.
+def worths(last: Sequence[LengthOutlook], tail: float, running: int) -> list[float]:
+    """The worth of a token of each of `last` for the step's end; that of an average one of all that run is 1, but for
+    a least one. `tail`: see `StepEnd`. The others are worth as much as the least of these.
     """
-    if tail <= 0.0:
-        return [1.0] * len(running)
-    order = sorted(range(len(running)), key=lambda at: running[at].ninth, reverse=True)
-    compared = order[:_COMPARED]
-    found = tail_worths([_end(running[at], 0.0) for at in compared], tail)
-    least = min(found)
-    worth = [least] * len(running)
-    for at, one in zip(compared, found, strict=True):
-        worth[at] = one
-    return worth
-
-
-def latest(running: Sequence[LengthOutlook]) -> Sequence[LengthOutlook]:
-    """Those that may end last."""
-    if len(running) <= _COMPARED:
-        return running
-    return sorted(running, key=lambda one: one.ninth, reverse=True)[:_COMPARED]
+    if tail <= 0.0 or not last:
+        return [1.0] * len(last)
+    shares = last_shares([_end(one, 0.0) for one in last])
+    return [max(LEAST_WORTH, 1.0 - tail + tail * share * running) for share in shares]
 
 
 def _end(one: LengthOutlook, begin: float) -> ExpectedEnd:
