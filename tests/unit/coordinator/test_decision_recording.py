@@ -30,7 +30,7 @@ from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.errors import InvalidRequest
 from ebbtide.simulator.decision_replay import ReplayedCoordinator, ReplayReport, main
 from tests.unit.coordinator.model_fleet import rollout
-from tests.unit.coordinator.virtual_fleet import balanced, lived
+from tests.unit.coordinator.virtual_fleet import balanced, lived, ordered
 
 #: Methods of the model that are not recorded, by the reason.
 UNRECORDED: Final = {
@@ -104,6 +104,15 @@ def test_moves_are_decided_again_by_the_speeds_that_workers_reported(tmp_path: P
         return None if isinstance(record.call, HeartbeatHeard) else record
 
     assert not played(rewritten(path, tmp_path / "changed", unheard)).equal
+
+
+def test_starts_by_forecasts_of_lengths_are_decided_again(tmp_path: Path) -> None:
+    path = tmp_path / "decisions"
+    fleet = ordered(record_decisions=str(path))
+    fleet.parts.close()
+    last = [int(name.removeprefix("x")) for _, name, _ in fleet.placed[-64:]]
+    assert last != sorted(last)
+    assert played(path).equal
 
 
 def test_the_first_placement_that_differs_is_told_with_both_sides(recorded: Path, tmp_path: Path) -> None:
