@@ -17,6 +17,7 @@ from msgspec import Struct
 
 from benchmarks.long_tail.length_marginals import marginal_named
 from benchmarks.long_tail.lengths_part import LengthSetting, length_settings, taught
+from benchmarks.long_tail.live_order import LiveOrder
 from benchmarks.long_tail.slot_rules import (
     InOrder,
     PredictedLengths,
@@ -46,7 +47,9 @@ class OrderResult(Struct, frozen=True, kw_only=True):
 def order_part(
     tell: Callable[[str], None], *, quick: bool, jobs: int, only: Sequence[str] = (), folder: Path | None = None
 ) -> dict[str, Any]:
-    """Step times of all rules over those with true lengths."""
+    """Step times of all rules over those with true lengths. `ebbtide` gives up a slot after each chunk, `live_queue`
+    keeps it until the response's end, as live workers do.
+    """
     settings = length_settings(only, (_SIZE,), LOADS, folder)
     with ProcessPoolExecutor(jobs) as pool:
         seeds = _QUICK_SEEDS if quick else _SEEDS
@@ -83,6 +86,7 @@ def _rules(learner: LengthLearner, cap: int) -> dict[str, RuleMaker]:
         "in_order": lambda _: InOrder(),
         "seer": lambda _: PublishedSeer(cap),
         "ebbtide": lambda samples: PredictedLengths(learner, samples, cap),
+        "live_queue": lambda samples: LiveOrder(learner, samples, cap),
     }
 
 

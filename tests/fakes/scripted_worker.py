@@ -39,6 +39,7 @@ class ScriptedWorker:
         self.borrows: list[fleet_pb2.Borrow] = []  # whether its host is to be borrowed, as it was told
         self.flush_intervals: list[float] = []  # the least, as it was told after its attach
         self.interactive_intervals: list[float] = []  # the same for interactive rollouts
+        self.forecasts: dict[str, fleet_pb2.Forecasts.Forecast] = {}  # the last one of each attempt
         self._loops: list[asyncio.Task[None]] = []
         self.attached = fleet_pb2.Attached()
         self.ended: Exception | None = None
@@ -90,6 +91,7 @@ class ScriptedWorker:
             self.cancelled.append(ref.rollout_id)
             self.assigned.pop(ref.rollout_id, None)
         self.asked += [ref.rollout_id for ref in message.release.attempts]
+        self.forecasts |= {one.attempt_id: one for one in message.forecasts.forecasts}
         if message.HasField("borrow"):
             self.borrows.append(message.borrow)
         if message.HasField("forget"):

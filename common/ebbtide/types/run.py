@@ -176,6 +176,27 @@ class RunShare(Struct, frozen=True, kw_only=True):
     workers: int = 0  # the number of workers that it should have
 
 
+class LongRollout(Struct, frozen=True, kw_only=True):
+    """A running rollout that may end last. In tokens."""
+
+    rollout_id: str
+    stored: int = 0
+    expected_tokens: int = 0  # still to come, on average
+    longest_tokens: int = 0  # that are not exceeded with a probability of 0.8
+
+
+class RunOutlook(Struct, frozen=True, kw_only=True):
+    """Forecasts of what a run's open training rollouts have still to come."""
+
+    half_s: float = 0.0  # all have ended by then with a probability of one half; 0: no speed is known
+    ninth_s: float = 0.0  # with nine tenths
+    tail: float = 0.0  # share of `half_s` in which none waits for a worker
+    longest: tuple[LongRollout, ...] = ()
+    alike: float = 0.0  # share of the lengths' variance that the samples of a group have in common, as learnt
+    forecast: int = 0  # responses that ended, and whose length had been forecast at their start
+    covered: int = 0  # of these, within the interval that four in five are to be in
+
+
 class Run(Struct, frozen=True, kw_only=True):
     run_id: str
     spec: RunSpec
@@ -188,6 +209,7 @@ class Run(Struct, frozen=True, kw_only=True):
     holders: dict[str, str] = {}
     share: RunShare | None = None
     submitter: str = ""  # the name in the token of who submitted it
+    outlook: RunOutlook | None = None
 
 
 class RunEvent(Struct, frozen=True, kw_only=True):

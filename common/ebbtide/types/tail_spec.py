@@ -6,8 +6,9 @@ from msgspec import Meta, Struct
 
 
 class TailSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    #: "lengths": one sample of each group first, then those that will probably be the longest.
-    order: Literal["submitted", "lengths"] = "submitted"
+    #: Who starts first. "lengths": one sample of each group, then the longest ones by forecast. With `max_staleness` 0
+    #: a step ends sooner so. "submitted": groups start one after another, as they were submitted.
+    order: Literal["lengths", "submitted"] = "submitted"
     #: "grouped": workers draft from the tokens of a rollout's group. The coordinator passes on to each those that other
     #: workers make.
     speculation: Literal["grouped", "off"] = "off"
@@ -15,3 +16,9 @@ class TailSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     reward_timeout_s: Annotated[float, Meta(gt=0)] | None = None
     #: The limit of a scoring follows what right answers took, below `reward_timeout_s`.
     adaptive_rewards: bool = False
+    #: "whole_groups": a step trains on the groups that are whole first. The others go on, and are trained on at most
+    #: `batch.max_staleness` steps later. Generation does not run ahead of training otherwise.
+    rounds: Literal["off", "whole_groups"] = "off"
+    #: Groups on their way at the begin of a step, as a multiple of `batch.groups_per_step`. More of them make shorter
+    #: steps, and older tokens.
+    rounds_excess: Annotated[float, Meta(ge=1, le=2)] = 2.0

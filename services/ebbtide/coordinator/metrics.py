@@ -96,6 +96,12 @@ store_bytes = telemetry.gauge("coordinator_store_bytes", "memory that the store 
 store_limit_bytes = telemetry.gauge("coordinator_store_limit_bytes", "memory that the store may use; 0: no limit")
 quota_used = telemetry.gauge("coordinator_quota_used", "the largest share that a live run has used of its quota")
 trajectories = telemetry.gauge("coordinator_trajectories_waiting", "trajectories that no trainer has committed yet")
+length_forecasts = telemetry.counter(
+    "coordinator_length_forecasts_total", "responses that ended, and whose length had been forecast at their start"
+)
+length_forecasts_covered = telemetry.counter(
+    "coordinator_length_forecasts_covered_total", "of these, within the interval that four in five are to be in"
+)
 requests = telemetry.counter("coordinator_requests_total", "completions that gateways' clients asked for")
 sessions = telemetry.gauge("coordinator_sessions", "open sessions of gateways' clients")
 
@@ -114,6 +120,10 @@ def observe(live: Iterable[RunState], fleet: Iterable[Worker]) -> None:
     """Set the gauges."""
     states = list(live)
     _observe_shares(states[:_RUNS_SHOWN])
+    for run in states:
+        covered, ended = run.tail.forecasts.coverage.take()
+        length_forecasts.inc(ended)
+        length_forecasts_covered.inc(covered)
     runs.set(len(states))
     queued.set(sum(len(run.queue) for run in states))
     running.set(sum(len(run.running) for run in states))

@@ -30,7 +30,7 @@ from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.errors import InvalidRequest
 from ebbtide.simulator.decision_replay import ReplayedCoordinator, ReplayReport, main
 from tests.unit.coordinator.model_fleet import rollout
-from tests.unit.coordinator.virtual_fleet import balanced, lived
+from tests.unit.coordinator.virtual_fleet import balanced, lived, ordered
 
 #: Methods of the model that are not recorded, by the reason.
 UNRECORDED: Final = {
@@ -40,6 +40,7 @@ UNRECORDED: Final = {
     ),
     "only rounds call it": (
         "take_made", "note_share", "learn_plateau", "learn_prefill", "learn_rate", "offer", "give_up_move",
+        "foresee",
     ),
     "it is part of recorded calls, or made of them": (
         "changing", "mark_stale", "rereading", "note_worker", "hold", "begun", "let_go", "forget", "close",
@@ -49,7 +50,7 @@ UNRECORDED: Final = {
         "note_resumed", "take_resumes", "group_place", "appending", "send_again", "stream_opened", "send",
         "stop_sending", "send_assignments", "pace_flushes", "tell_run_ended", "cancel", "ask_back", "skip_run", "sweep",
         "swept", "begin_incarnation", "learn_durability", "doubt",
-        "note_ended", "take_ended",
+        "note_ended", "take_ended", "news",
     ),
 }  # fmt: skip
 #: A rollout that was placed once, in the first batch.
@@ -103,6 +104,15 @@ def test_moves_are_decided_again_by_the_speeds_that_workers_reported(tmp_path: P
         return None if isinstance(record.call, HeartbeatHeard) else record
 
     assert not played(rewritten(path, tmp_path / "changed", unheard)).equal
+
+
+def test_starts_by_forecasts_of_lengths_are_decided_again(tmp_path: Path) -> None:
+    path = tmp_path / "decisions"
+    fleet = ordered(record_decisions=str(path))
+    fleet.parts.close()
+    last = [int(name.removeprefix("x")) for _, name, _ in fleet.placed[-64:]]
+    assert last != sorted(last)
+    assert played(path).equal
 
 
 def test_the_first_placement_that_differs_is_told_with_both_sides(recorded: Path, tmp_path: Path) -> None:

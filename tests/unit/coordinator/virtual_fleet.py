@@ -17,6 +17,7 @@ from ebbtide.types.end_cause import EndCause
 from ebbtide.types.fleet import PROTOCOL_VERSION, WorkerKind
 from ebbtide.types.rollout import RolloutKind, RolloutRequest
 from ebbtide.types.run import EnvironmentSpec, RunSpec, Sampling
+from ebbtide.types.tail_spec import TailSpec
 from ebbtide.types.weights import PolicyVersion
 from tests.unit.coordinator.model_fleet import ENGINE
 
@@ -24,14 +25,14 @@ VERSION: Final = PolicyVersion(policy="policy", version=1, root=b"r" * 32)
 
 
 class VirtualFleet:
-    def __init__(self, *, slots: int = 4, **settings: Any) -> None:
+    def __init__(self, *, slots: int = 4, tail: TailSpec | None = None, **settings: Any) -> None:
         self.now, self._slots, ids = 0.0, slots, itertools.count()
         chosen, events = CoordinatorSettings(**settings), SilentRunEvents()
         self.parts = DecidingParts(chosen, clock=lambda: self.now)
         self.state = self.parts.state
         self.registry = WorkerRegistry(chosen, self.state, self.parts.trust, events, new_id=lambda: f"s{next(ids)}")
         self.rounds: DispatchRound = self.parts.new_rounds(lambda _: b"k" * 32, events)
-        spec = RunSpec(name="r", model="m", environment=EnvironmentSpec(name="e"))
+        spec = RunSpec(name="r", model="m", environment=EnvironmentSpec(name="e"), tail=tail or TailSpec())
         self.run = self.state.add_run("r", spec)
         with self.run.rereading():
             self.run.note_reconciled()
@@ -51,7 +52,8 @@ class VirtualFleet:
         self.registry.hear(session, InstalledReport(version=VERSION, run_id="r"))
         return session
 
-    def submit(self, count: int, *, first: int = 0, max_version: int = 0) -> None:
+    def submit(self, count: int, *, first: int = 0, max_version: int = 0, group: int = 0) -> None:
+        """`group`: the place of their group."""
         for number in range(first, first + count):
             request = RolloutRequest(
                 rollout_id=f"x{number}",
@@ -62,7 +64,7 @@ class VirtualFleet:
                 kind=RolloutKind.TRAIN,
                 max_version=max_version,
             )
-            self.run.admit(new_entry(request, place=number, group=0, length=8, now=self.now))
+            self.run.admit(new_entry(request, place=number, group=group, length=8, now=self.now))
 
     def round(self, passing_s: float = 0.1) -> None:
         self.now += passing_s
@@ -139,4 +141,22 @@ def balanced(**settings: Any) -> VirtualFleet:
         asked = tuple(attempt.ref for attempt in slow.attempts.values() if attempt.target)
         if asked:
             fleet.registry.hear(slow, ReleasedReport(attempts=asked, cause=EndCause.MOVED))
+    return fleet
+
+
+def ordered(**settings: Any) -> VirtualFleet:
+    """Three steps of a run that starts by lengths: of its groups every other one has long responses."""
+    fleet = VirtualFleet(tail=TailSpec(order="lengths"), **settings)
+    fleet.attach("w1")
+    for step in range(3):
+        first = 100 * step
+        for group in range(first, first + 64, 8):
+            fleet.submit(8, first=group, group=group)
+        while fleet.run.queue or fleet.run.running:
+            fleet.round(0.2)
+            for attempt in list(fleet.run.running.values()):
+                attempt.begin(fleet.now)
+                fleet.run.accept_tokens([attempt], [attempt.stored + 2])
+                if attempt.stored >= (40 if attempt.rollout.group % 16 else 6):
+                    fleet.run.finish(attempt.rollout.rollout_id, attempt.attempt_id)
     return fleet

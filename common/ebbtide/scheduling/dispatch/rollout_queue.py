@@ -1,19 +1,20 @@
 """Orders the queued rollouts of one run: by priority, then by the place of the group, then by their own place. So a
 re-queued rollout returns to its place, and what a started group still lacks (later turns, retries) comes before later
-groups: groups are completed in order, and none starves.
+groups: groups are completed in order, and none starves. A run may rank its training rollouts by forecasts of lengths:
+then their rank counts before the place of the group (`long_tail/outlook/start_ranks.py`).
 
 Evaluation has a queue of its own, and so have requests of gateways' clients. Requests take turns with all other
 rollouts, and evaluation with training in the turns that are left, both by start-time fair queueing (Goyal, Vin and
 Cheng, SIGCOMM 1996) with the parts of `PARTS`: none blocks another. Among requests the interactive ones go first, then
 those of a lower priority, then the older ones.
 
-Invariant: each list of `_orders` holds the sorted keys of its kind's members of `_waiting`, and `_bounds` counts their
-bounds. Mirrors the store: lost with the process, and read back at its start.
+Invariant: each list of `_orders` holds the sorted keys of its kind's members of `_waiting`, by `_ranks`, and `_bounds`
+counts their bounds. Mirrors the store: lost with the process, and read back at its start.
 """
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from enum import IntEnum
 from typing import Final, TypeAlias
 
@@ -21,7 +22,10 @@ from msgspec import Struct
 
 from ebbtide.scheduling.steps.step_pacing import VersionBounds
 
-_Key: TypeAlias = tuple[int, int, int, int, str]
+#: Lower ones are next, among rollouts of one kind and priority.
+Rank: TypeAlias = tuple[int, ...]
+_Key: TypeAlias = tuple[int, int, Rank, int, int, str]
+_UNRANKED: Final[Rank] = ()
 #: Part of the placements while others wait too: of evaluation beside training by `EvaluationSpec.priority`, of requests
 #: beside both by `RequestSpec.priority`.
 PARTS: Final = {"before": 0.75, "beside": 0.5, "behind": 0.125}
@@ -44,6 +48,9 @@ class QueuedRollout(Struct, frozen=True, kw_only=True, gc=False):  # in no cycle
     evaluation: bool = False  # not trained on
     request: bool = False  # of a gateway's client
     interactive: bool = False  # somebody waits for each token
+    step: int = 0  # that it was submitted for, if known
+    turn: int = 0  # of its episode
+    prompt: str = ""  # of the first of its group: a digest of the prompt's tokens
     score_records: int = 0  # of its prompt, which is read whole then: no prefix cache helps; 0: it is not scored
 
     @property
@@ -96,6 +103,7 @@ class RolloutQueue:
         self._own_turns = _Turns(PARTS[evaluation])  # training, evaluation
         self._turns = _Turns(PARTS[requests])  # both of these, requests
         self._waiting: dict[str, QueuedRollout] = {}
+        self._ranks: dict[str, Rank] = {}  # of those of `_waiting` that are ranked
         self._bounds: Counter[VersionBounds] = Counter()
         self._longest = 0  # no member is longer
         self._scoring: dict[str, QueuedRollout] = {}  # those of `_waiting` whose prompts are scored
@@ -109,9 +117,14 @@ class RolloutQueue:
     def __iter__(self) -> Iterator[QueuedRollout]:
         return (self._waiting[key[-1]] for key in self._in_turns())
 
-    def add(self, one: QueuedRollout) -> None:
+    def get(self, rollout_id: str) -> QueuedRollout | None:
+        return self._waiting.get(rollout_id)
+
+    def add(self, one: QueuedRollout, rank: Rank = _UNRANKED) -> None:
         """Queue `one`, replacing a member with the same id."""
         self.remove(one.rollout_id)
+        if rank:
+            self._ranks[one.rollout_id] = rank
         kind = _kind(one)
         if not self._orders[kind]:
             self._begin(kind)
@@ -120,7 +133,24 @@ class RolloutQueue:
         self._longest = max(self._longest, one.length)
         if one.scores:
             self._scoring[one.rollout_id] = one
-        insort(self._orders[kind], _key(one))
+        insort(self._orders[kind], self._key(one))
+
+    def rerank(self, rollout_id: str, rank: Rank) -> None:
+        """Give a member another rank. Does nothing for others."""
+        one = self._waiting.get(rollout_id)
+        if one is None or self._ranks.get(rollout_id, _UNRANKED) == rank:
+            return
+        order = self._orders[_kind(one)]
+        del order[bisect_left(order, self._key(one))]
+        self._ranks[rollout_id] = rank
+        insort(order, self._key(one))
+
+    def rank_training(self, rank: Callable[[QueuedRollout], Rank]) -> None:
+        """Rank all members that are trained on, at once."""
+        order = self._orders[_Kind.TRAINING]
+        for key in order:
+            self._ranks[key[-1]] = rank(self._waiting[key[-1]])
+        order[:] = sorted(self._key(self._waiting[key[-1]]) for key in order)
 
     def replace(self, other: "RolloutQueue") -> None:
         """Take over the members of another queue, which must not be used again, instead of these. Turns stay."""
@@ -145,7 +175,8 @@ class RolloutQueue:
         if one is not None:
             self._scoring.pop(rollout_id, None)
             order = self._orders[_kind(one)]
-            del order[bisect_left(order, _key(one))]
+            del order[bisect_left(order, self._key(one))]
+            self._ranks.pop(rollout_id, None)
             self._bounds[one.bounds] -= 1
             if not self._bounds[one.bounds]:
                 del self._bounds[one.bounds]
@@ -188,6 +219,11 @@ class RolloutQueue:
         if not request:
             self._own_turns.begin(kind, other_waits=bool(self._orders[_other(kind)]))
 
+    def _key(self, one: QueuedRollout) -> _Key:
+        patient = int(one.request and not one.interactive)
+        rank = self._ranks.get(one.rollout_id, _UNRANKED)
+        return patient, one.priority, rank, one.group, one.place, one.rollout_id
+
     def _waits(self, *, request: bool) -> bool:
         if request:
             return bool(self._orders[_Kind.REQUEST])
@@ -216,8 +252,3 @@ def _kind(one: QueuedRollout) -> _Kind:
 
 def _other(kind: _Kind) -> _Kind:
     return _Kind.TRAINING if kind is _Kind.EVALUATION else _Kind.EVALUATION
-
-
-def _key(one: QueuedRollout) -> _Key:
-    patient = int(one.request and not one.interactive)
-    return patient, one.priority, one.group, one.place, one.rollout_id

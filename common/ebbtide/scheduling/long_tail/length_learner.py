@@ -95,8 +95,12 @@ class LengthLearner:
         score = self._marginal.score
         beyond = [score(one) for one in (*group.stopped, *group.made) if one > 0]
         within = sqrt(1.0 - self.alike)
-        part = shared_part(self._history.prior(group.prompt, self.alike), within, [*map(score, group.finished)], beyond)
+        part = shared_part(self.prior(group.prompt), within, [*map(score, group.finished)], beyond)
         return LengthForecast(self._marginal, part, within, group.cap)
+
+    def prior(self, prompt: str) -> SharedPrior:
+        """What is expected of a group before any of its samples. `prompt`: as in `UnfinishedGroup`."""
+        return self._history.prior(prompt, self.alike)
 
     _first: Final = log_normal(_MEDIAN_TOKENS, _SPREAD)
 

@@ -7,7 +7,7 @@ from msgspec import Struct
 from rich.table import Table
 
 from ebbtide.cli.views.tables import clock, fact_table
-from ebbtide.types.run import Run
+from ebbtide.types.run import Run, RunOutlook
 
 
 class Histogram(Struct, frozen=True):
@@ -58,6 +58,7 @@ def _lines(run: Run) -> Iterator[tuple[str, str]]:
     count = {name: counts.get(name, 0) for name in ("submitted", "trained", "queued", "running", "finished")}
     yield "rollouts", f"{count['submitted']:,} submitted, {count['trained']:,} trained; dropped: {dropped}"
     yield "now", f"{count['queued']:,} wait, {count['running']:,} run, {count['finished']:,} finished"
+    yield from _expected(run.outlook)
     yield from _served(counts)
     yield from _cut_scorings(counts)
     yield from _migration(counts)
@@ -71,6 +72,24 @@ def _share(run: Run) -> str:
     if share is None:
         return bounds
     return f"{share.lately:.1%} of the tokens lately, {share.due:.1%} due, {share.workers:,} workers ({bounds})"
+
+
+def _expected(outlook: RunOutlook | None) -> Iterator[tuple[str, str]]:
+    """When its open rollouts end, as far as that is known."""
+    if outlook is None:
+        return
+    if outlook.half_s:
+        tail = f"{outlook.tail:.0%} of it while none waits"
+        yield "open ones end", f"in {clock(outlook.half_s)}, nine times in ten within {clock(outlook.ninth_s)}; {tail}"
+    for one in outlook.longest:
+        rest = f"{one.expected_tokens:,} more expected, at most {one.longest_tokens:,} four times in five"
+        yield "may end last", f"{one.rollout_id}: {one.stored:,} tokens, {rest}"
+    if outlook.forecast:
+        held = f"{outlook.covered / outlook.forecast:.1%} of {outlook.forecast:,} responses"
+        yield (
+            "forecasts",
+            f"{held} ended within their interval for 80 %; groups share {outlook.alike:.0%} of the variance",
+        )
 
 
 def _served(counts: Mapping[str, int]) -> Iterator[tuple[str, str]]:

@@ -105,7 +105,8 @@ class RolloutService:
             elif row.outcome is SubmitOutcome.ACCEPTED:
                 group = place_of_group(run, request, row.place)
                 length = len(request.prompt_ids) // 4
-                run.admit(new_entry(request, place=row.place, group=group, length=length, now=self._state.clock()))
+                now, step = self._state.clock(), order.step or 0
+                run.admit(new_entry(request, place=row.place, group=group, length=length, now=now, step=step))
                 metrics.requests.inc(request.kind is RolloutKind.REQUEST)
             elif row.state is RolloutState.QUEUED and request.rollout_id not in run.queue:
                 run.mark_stale()  # taken by a call whose answer was lost

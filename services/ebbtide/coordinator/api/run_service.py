@@ -10,6 +10,7 @@ import msgspec
 
 from ebbtide import telemetry
 from ebbtide.coordinator.api.request_checks import check_batch, check_lease, check_number
+from ebbtide.coordinator.api.run_outlooks import run_outlook
 from ebbtide.coordinator.api.run_quota import RunQuota
 from ebbtide.coordinator.coordinator_parts import CoordinatorParts
 from ebbtide.coordinator.list_pace import paced
@@ -123,7 +124,10 @@ class RunService:
         run = await self._store.runs.read(check_id(run_id, field="run_id"))
         if run.status.ended:
             await self._attempts.run_over(run_id, run.status)
-        return msgspec.structs.replace(run, message=run.message or self._waits_for(run), share=self._share(run))
+        live = None if run.status.ended else self._state.runs.get(run.run_id)
+        outlook = run_outlook(live, self._state.sessions.values()) if live else None
+        message = run.message or self._waits_for(run)
+        return msgspec.structs.replace(run, message=message, share=self._share(run), outlook=outlook)
 
     def _share(self, run: Run) -> RunShare | None:
         live = None if run.status.ended else self._state.runs.get(run.run_id)

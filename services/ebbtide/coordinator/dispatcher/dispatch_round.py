@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 
 from ebbtide.coordinator.dispatcher.borrowed_hosts import BorrowedHosts
 from ebbtide.coordinator.dispatcher.dispatch_rules import RULES, DispatchRules
+from ebbtide.coordinator.dispatcher.forecast_sender import ForecastSender
 from ebbtide.coordinator.dispatcher.host_views import HostViews
 from ebbtide.coordinator.dispatcher.install_sender import InstallSender
 from ebbtide.coordinator.dispatcher.loss_watch import LossWatch
@@ -67,6 +68,7 @@ class DispatchRound:
         self._losses, self._memory = LossWatch(), MemoryOffers(state)
         self._hosts = HostViews(state, trust, self._moves, self._prefills, self._spell_s)
         self._installs = InstallSender(state, changes, public_key)
+        self._forecasts = ForecastSender(state)
         self._unserved = UnservedWork(state, trust, changes, run_events)
         self._pacing, self._starts = RoundPacing(), StartPacing()
         self._interactive_slots = interactive_slots
@@ -98,6 +100,7 @@ class DispatchRound:
         self._kept.clear()
         if self._pacing.arranges(now):
             yield from self._arrange(now)
+        self._forecasts.send(now)
         balance = self._moves.due(now)
         if balance:
             yield None
@@ -108,6 +111,8 @@ class DispatchRound:
             self._allocator.hand_over(now)
             yield None  # in a large fleet each of these takes a while: others have their turn
         for run in self._in_turn(now):
+            if not run.stale and not run.ended:
+                run.foresee(now)
             fill = self._new_fill(run, now)
             if fill.due(now):
                 yield fill

@@ -7,6 +7,7 @@ the attempts that `due_orphans` returns.
 import math
 from collections import defaultdict
 from functools import lru_cache
+from hashlib import blake2b
 
 import msgspec
 
@@ -19,9 +20,11 @@ from ebbtide.types.prompt_scores import record_count
 from ebbtide.types.rollout import RolloutKind, RolloutRequest
 
 
-def new_entry(request: RolloutRequest, *, place: int, group: int, length: int, now: float) -> QueuedRollout:
+def new_entry(
+    request: RolloutRequest, *, place: int, group: int, length: int, now: float, step: int = 0
+) -> QueuedRollout:
     """The queue entry of a new rollout. `group`: the place of its group's first rollout; `length`: tokens of its
-    prompt.
+    prompt; `step`: that it was submitted for, if known.
     """
     alternatives = request.prompt_logprobs
     return QueuedRollout(
@@ -37,6 +40,9 @@ def new_entry(request: RolloutRequest, *, place: int, group: int, length: int, n
         evaluation=request.kind is RolloutKind.EVAL,
         request=request.kind is RolloutKind.REQUEST,
         interactive=request.interactive,
+        step=step,
+        turn=request.turn,
+        prompt=_digest(request) if place == group else "",
         score_records=0 if alternatives is None else record_count(length, alternatives),
     )
 
@@ -44,6 +50,13 @@ def new_entry(request: RolloutRequest, *, place: int, group: int, length: int, n
 def place_of_group(run: RunState, request: RolloutRequest, place: int) -> int:
     """The place of the group's first rollout, for `new_entry`. Requests go by their own place, whatever their group."""
     return place if request.kind is RolloutKind.REQUEST else run.group_place(request.group_id, place)
+
+
+def _digest(request: RolloutRequest) -> str:
+    """What tells a training prompt in another epoch. The first turn's is the problem's; read back, it is not there."""
+    if request.kind is not RolloutKind.TRAIN or request.turn or not request.prompt_ids:
+        return ""
+    return blake2b(request.prompt_ids, digest_size=12).hexdigest()
 
 
 @lru_cache(1024)

@@ -276,9 +276,10 @@ def _record(attempt: RunningAttempt, given: PlacedRollout, session: WorkerSessio
 
 def _assignment(attempt: RunningAttempt, given: PlacedRollout, policy: str) -> fleet_pb2.Assignment:
     request = given.request
+    expected = attempt.foresee()
     return fleet_pb2.Assignment(
         attempt=to_proto(attempt.ref, fleet_pb2.AttemptRef),
-        policy=spec.policy,
+        policy=policy,
         prompt_ids=request.prompt_ids,
         partial=given.partial,
         sampling=to_proto(request.sampling, types_pb2.Sampling),
@@ -289,4 +290,7 @@ def _assignment(attempt: RunningAttempt, given: PlacedRollout, policy: str) -> f
         prompt_logprobs=request.prompt_logprobs,
         episode_id=request.episode_id,
         group_id=attempt.group_id,
+        expected_tokens=expected.expected_tokens,
+        longest_tokens=expected.longest_tokens,
+        tail_worth=expected.tail_worth,
     )

@@ -16,6 +16,7 @@ from typing import ClassVar, Final
 
 from ebbtide.coordinator.state.dispatch_wakeups import DispatchWakeups
 from ebbtide.coordinator.state.fault_pause import FaultPause
+from ebbtide.coordinator.state.run_tail import RunTail
 from ebbtide.coordinator.state.running_attempt import (
     FinishedAttempt,
     OrphanedAttempt,
@@ -82,6 +83,7 @@ class RunState:
         self._groups: dict[str, int] = {}  # group -> queue place of its first rollout
         self._failed_installs: dict[int, int] = {}
         self.lengths: Final = ResponseLengths()
+        self.tail: Final = RunTail(spec)
         self.fitted = False  # some worker has installed a version
         self._misfits: Counter[str] = Counter()
         self.misfits: Final[Mapping[str, int]] = self._misfits  # refusals by architecture, until `fitted`
@@ -165,6 +167,7 @@ class RunState:
         self._orphans.clear()
         self._orphans.update((name, one) for name, one in self._running.items() if one.orphaned is not None)
         self.queue.replace(queue)
+        self.tail.reread(self.queue, self._running.values())
         self.wakeups.decide()
         self.wakeups.reap()
         return [one for one in before if self._running.get(one.rollout.rollout_id) is not one]
@@ -180,7 +183,7 @@ class RunState:
         """Queue a rollout."""
         self._returns.queued(one.episode_id, one.since)
         self._responses.forget(one.episode_id)
-        self.queue.add(one)
+        self.queue.add(one, self.tail.queued(one))
         if one.interactive:
             self._asked_at = max(self._asked_at, one.since)
         self.wakeups.decide()
@@ -192,6 +195,7 @@ class RunState:
     def start(self, attempt: RunningAttempt, session: WorkerSession) -> bool:
         """Give a rollout that the store placed to its worker. False if that has left: the rollout is an orphan."""
         self._running[attempt.rollout.rollout_id] = attempt
+        self.tail.started(attempt, self.queue)
         episode_id, version = attempt.rollout.episode_id, session.version_of(self.run_id)
         tokens = attempt.rollout.length
         attempt.note_cached(self._prefixes.began(episode_id, session.session_id, version=version, tokens=tokens))
@@ -202,11 +206,16 @@ class RunState:
         attempt.assign(session)
         return True
 
+    def foresee(self, now: float) -> None:
+        """Make some forecasts of lengths anew, and order the queue by them if the run wants that."""
+        self.tail.renew(self.queue, now)
+
     def put_back(self, attempt: RunningAttempt, queued: QueuedRollout | None) -> None:
         """Queue the rollout of an attempt that the store ended; None: it finished while the store was asked."""
         self._prefixes.left(attempt.rollout.episode_id, attempt.length)
         self._forget_attempt(attempt)
         if queued is None:
+            self.tail.over(attempt.rollout)
             self.mark_stale()
         else:
             self.admit(queued)
@@ -218,7 +227,9 @@ class RunState:
         attempt = self._running.get(rollout_id)
         if attempt_id and (attempt is None or attempt.attempt_id != attempt_id):
             return None
-        self.queue.remove(rollout_id)
+        queued = self.queue.remove(rollout_id)
+        if (over := attempt.rollout if attempt is not None else queued) is not None:
+            self.tail.over(over)
         if attempt is not None:
             self._forget_attempt(attempt)
             attempt.unassign()
@@ -247,6 +258,8 @@ class RunState:
         """
         running = self._running.get(rollout_id)
         session = running.session if running else None
+        if running is not None and running.attempt_id == attempt_id:
+            self.tail.finished(running)  # before it is over
         attempt = self.end(rollout_id, attempt_id)
         if attempt is not None:
             if not attempt.rollout.request:  # requests are as long as their clients want

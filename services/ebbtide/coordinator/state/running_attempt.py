@@ -25,6 +25,28 @@ class OrphanedAttempt(Struct, frozen=True):
     why: EndReason
 
 
+class AttemptForecast(NamedTuple):
+    """Tokens that an attempt has still to come, as its worker is told; 0: not known."""
+
+    expected_tokens: int = 0
+    longest_tokens: int = 0
+    tail_worth: float = 0.0
+    stored: int = 0  # that the forecast knew of
+
+    def differs(self, told: "AttemptForecast") -> bool:
+        """Whether it is news to one who was told `told`, and has counted the tokens since then."""
+        ratio, worth = _CHANGED, _WORTH_CHANGED
+        before = max(1, told.stored + told.longest_tokens)
+        now = max(1, self.stored + self.longest_tokens)
+        if not before / ratio <= now <= before * ratio:
+            return True
+        return not told.tail_worth / worth <= self.tail_worth <= told.tail_worth * worth
+
+
+#: A length, or a worth, is told anew once it has changed by more than this factor.
+_CHANGED, _WORTH_CHANGED = 1.2, 1.5
+
+
 class RunningAttempt(Struct, kw_only=True, eq=False):
     """One running rollout."""
 
@@ -45,6 +67,7 @@ class RunningAttempt(Struct, kw_only=True, eq=False):
     session: "WorkerSession | None" = None
     orphaned: OrphanedAttempt | None = None
     group_id: str = ""  # where its siblings' tokens serve drafts; else empty
+    told: AttemptForecast = AttemptForecast()  # by its worker
     most: int = 0  # records that the store takes of it: of scores there are more than `max_tokens`; set from `rollout`
 
     def __post_init__(self) -> None:
@@ -57,9 +80,36 @@ class RunningAttempt(Struct, kw_only=True, eq=False):
         return AttemptRef(self.run_id, self.rollout.rollout_id, self.attempt_id)
 
     @property
+    def made(self) -> int:
+        """Tokens of the response that the store has."""
+        return self.stored
+
+    @property
     def length(self) -> int:
         """Tokens of prompt and response."""
         return self.rollout.length + self.stored - self.start
+
+    def foresee(self) -> AttemptForecast:
+        """What its worker is told at its assignment."""
+        self.told = self._forecast()
+        return self.told
+
+    def news(self) -> AttemptForecast | None:
+        """What its worker is to be told now; None if it knows as much. It counts as told."""
+        found = self._forecast()
+        if not found.longest_tokens or not found.differs(self.told):
+            return None
+        self.told = found
+        return found
+
+    def _forecast(self) -> AttemptForecast:
+        rollout, tail = self.rollout, self.run.tail
+        outlook = tail.outlook(rollout) if tail.forecasts.known else None
+        if outlook is None:
+            return AttemptForecast()
+        most = max(1, self.max_tokens - self.stored)
+        expected, longest = (min(most, round(one)) for one in (outlook.expected, outlook.longest))
+        return AttemptForecast(expected, longest, tail.judge.worth(rollout.rollout_id), self.stored)
 
     def begin(self, now: float) -> None:
         """Note that its first tokens arrived, stored or not. Its worker may take another rollout."""

@@ -157,7 +157,9 @@ class Simulation:
             scored=trainer.scored,
         )
         model = next((pool.engine for pool in self._scenario.fleet), "")
-        account = RunAccount(name=name, model=model, max_tokens=run.cap, share=run.share)
+        account = RunAccount(
+            name=name, model=model, max_tokens=run.cap, share=run.share, tail=run.tail, groups=run.prompts
+        )
         self._coordinator.add_run(account, driver)
 
     def _give_back(self, machine: str | None) -> None:

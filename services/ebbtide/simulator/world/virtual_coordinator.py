@@ -39,7 +39,8 @@ from ebbtide.simulator.world.virtual_time import VirtualTime
 from ebbtide.simulator.world.virtual_wakeups import VirtualWakeups
 from ebbtide.store.rollout_rows import EndReason
 from ebbtide.types.end_cause import EndCause
-from ebbtide.types.run import EnvironmentSpec, RunSpec, Sampling, ShareSpec
+from ebbtide.types.run import BatchSpec, EnvironmentSpec, RunSpec, Sampling, ShareSpec
+from ebbtide.types.tail_spec import TailSpec
 from ebbtide.types.weights import PolicyVersion
 
 #: The model has one policy per run.
@@ -80,6 +81,8 @@ class RunAccount(Struct, frozen=True, kw_only=True):
     model: str
     max_tokens: int  # of a response
     share: ShareSpec = ShareSpec()
+    tail: TailSpec = TailSpec()
+    groups: int = BatchSpec().groups_per_step  # of a step
 
 
 class VirtualCoordinator:
@@ -286,6 +289,8 @@ class VirtualCoordinator:
             environment=EnvironmentSpec(name="simulated"),
             sampling=Sampling(max_tokens=account.max_tokens),
             share=account.share,
+            batch=BatchSpec(groups_per_step=account.groups),
+            tail=account.tail,
         )
         mirror = self.state.add_run(account.name, spec)
         with mirror.rereading():
@@ -310,6 +315,7 @@ class VirtualCoordinator:
                     since=self._time.now,
                     budget=self._max_tokens[one.run],
                     group=run.group_place(f"{one.step}.{one.group}", one.place),
+                    step=one.step,
                 )
             )
 

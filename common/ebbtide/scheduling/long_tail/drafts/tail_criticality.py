@@ -11,8 +11,10 @@ from typing import Final, NamedTuple
 
 #: Times at which the ends are compared: the shares are exact to about a hundredth.
 _TIMES: Final = 48
+#: They find a time within a thousandth of the latest end.
+_HALVED: Final = 10
 #: What is never last is still worth a little: forecasts err.
-_LEAST_WORTH: Final = 0.05
+LEAST_WORTH: Final = 0.05
 
 
 class ExpectedEnd(NamedTuple):
@@ -49,7 +51,19 @@ def tail_worths(ends: Sequence[ExpectedEnd], tail: float) -> list[float]:
     """The worth of a token of each sample; 1 on average, but for a least one. `tail`: the share, from 0 to 1, of the
     time until the step's end in which no sample waits.
     """
-    return [max(_LEAST_WORTH, 1.0 - tail + tail * share * len(ends)) for share in last_shares(ends)]
+    return [max(LEAST_WORTH, 1.0 - tail + tail * share * len(ends)) for share in last_shares(ends)]
+
+
+def last_end(ends: Sequence[ExpectedEnd], share: float) -> float:
+    """The time by which all have ended with this probability (0 to 1, both excluded). At least one end is needed."""
+    low, high = 0.0, max(_latest(one) for one in ends)
+    for _ in range(_HALVED):
+        middle = 0.5 * (low + high)
+        if prod(_ended(one, middle) for one in ends) < share:
+            low = middle
+        else:
+            high = middle
+    return high
 
 
 def _latest(one: ExpectedEnd) -> float:

@@ -1,0 +1,234 @@
+"""Forecasts what a run's rollouts have still to come, from all that the coordinator hears of them anyway.
+
+A group is known by its finished responses, by what its open samples have stored, and by its prompt's former epochs. A
+finished response has its group's forecast made anew in one of the next calls of `renew`, and so does a sample that has
+made much more than its forecast knew of. Nothing is done for single tokens. `LengthLearner` learns from ended groups,
+as many together as a step has, or once none is open.
+
+Invariant: `_groups` has each group with an open sample, or one that ended and has not taught yet; `waiting` and
+`running` of a group are disjoint. Lost with the process, and built anew from the queue and the attempts that are read
+back: only what finished in groups that are still open is forgotten, and what earlier groups taught. Forecasts are no
+truth: nothing that is stored depends on them.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+from ebbtide.scheduling.long_tail.length_forecast import LengthForecast, LengthOutlook
+from ebbtide.scheduling.long_tail.length_learner import LengthLearner
+from ebbtide.scheduling.long_tail.outlook.forecast_coverage import ForecastCoverage
+from ebbtide.scheduling.long_tail.outlook.known_group import KnownGroup, OpenSample
+
+#: Least time between two renewals, and samples that are foreseen in one of them: some three milliseconds of a core.
+_RENEW_EVERY_S: Final = 0.05
+_AT_ONCE: Final = 16
+#: Groups that one renewal looks at for such as have made much more.
+_WATCHED_AT_ONCE: Final = 64
+#: Ended groups teach at the latest when there are so many: a step of a run whose groups never end together.
+_MOST_UNTAUGHT: Final = 256
+#: Until whole groups have taught, the open ones do, each time that so many more responses have ended: 8, 16, 32, ...
+_FIRST_LESSON: Final = 8
+#: Open groups of which the first lessons are taken.
+_LESSON_GROUPS: Final = 512
+
+
+class RunForecasts:
+    """`batch`: groups of a step; `learner`: one that has learnt, if there is one."""
+
+    def __init__(self, batch: int, learner: LengthLearner | None = None) -> None:
+        self.learner: Final = learner or LengthLearner()
+        self.coverage: Final = ForecastCoverage()
+        self._groups: dict[int, KnownGroup] = {}
+        self._untaught: dict[int, KnownGroup] = {}  # of `_groups`: no sample is open
+        self._batch = min(batch, _MOST_UNTAUGHT)
+        self._changed: dict[int, None] = {}  # groups whose forecast is to be made anew, in this order
+        self._watched: Iterator[int] = iter(())
+        self._renewed = -1.0
+        self._ended, self._next_lesson = 0, _FIRST_LESSON
+        #: Of untouched groups: those of one kind have one forecast.
+        self._alike: dict[tuple[float, ...], tuple[LengthForecast, dict[int, LengthOutlook]]] = {}
+
+    # What is heard of rollouts.
+
+    def wait(self, rollout_id: str, place: int, sample: OpenSample, *, cap: int, prompt: str = "") -> KnownGroup:
+        """Note a rollout that is queued. `place`: its group's; `cap`: tokens of its longest response."""
+        group = self._opened(place, cap, prompt)
+        group.running.pop(rollout_id, None)
+        group.waiting[rollout_id] = sample
+        if sample.made:
+            self._change(group)
+        return group
+
+    def run(self, rollout_id: str, place: int, sample: OpenSample, *, cap: int) -> KnownGroup:
+        """Note a rollout that a worker got."""
+        group = self._opened(place, cap, "")
+        group.waiting.pop(rollout_id, None)
+        group.running[rollout_id] = sample
+        group.begun = True
+        if sample.made and rollout_id not in group.knew:
+            self._change(group)
+        outlook = self.outlook(group, rollout_id)  # made here, so that readers change nothing
+        if sample.made == 0 and self.learner.known:
+            self.coverage.foresaw(rollout_id, outlook)
+        return group
+
+    def finish(self, rollout_id: str, place: int, tokens: int, *, whole: bool) -> KnownGroup | None:
+        """Note a response that ended. `whole`: by itself, and not at its cap."""
+        self.coverage.ended(rollout_id, tokens)
+        group = self._closed(rollout_id, place)
+        if group is not None:
+            (group.finished if whole else group.stopped).append(tokens)
+            self._ended += 1
+            self._settle(group)
+        return group
+
+    def cancel(self, rollout_id: str, place: int) -> KnownGroup | None:
+        """Note that a rollout is over without a whole response: what it made is a bound of its length."""
+        self.coverage.forget(rollout_id)
+        group = self._groups.get(place)
+        sample = (group.running.get(rollout_id) or group.waiting.get(rollout_id)) if group else None
+        made = sample.made if sample is not None else 0
+        group = self._closed(rollout_id, place)
+        if group is not None:
+            if made:
+                group.stopped.append(made)
+            self._settle(group)
+        return group
+
+    def forget_open(self) -> None:
+        """Forget which samples are open: the caller names them anew, then calls `settle_all`."""
+        for group in self._groups.values():
+            group.waiting, group.running, group.probe = {}, {}, ""
+
+    def settle_all(self) -> None:
+        """Note that all open samples were named."""
+        for group in [one for one in self._groups.values() if not (one.waiting or one.running)]:
+            self._settle(group)
+
+    # What is to be expected.
+
+    @property
+    def known(self) -> bool:
+        """Whether responses of the run have taught anything."""
+        return self.learner.known or self._next_lesson > _FIRST_LESSON
+
+    def group(self, place: int) -> KnownGroup | None:
+        return self._groups.get(place)
+
+    def outlook(self, group: KnownGroup, rollout_id: str) -> LengthOutlook:
+        """Tokens that an open sample has still to come, by what was known when its group's forecast was made."""
+        knew = group.knew.get(rollout_id, 0)
+        found = self._of(group, knew)
+        sample = group.running.get(rollout_id) or group.waiting.get(rollout_id)
+        grown = sample.made - knew if sample is not None else 0
+        return LengthOutlook(*(max(1.0, one - grown) for one in found)) if grown > 0 else found
+
+    def unstarted(self, group: KnownGroup) -> LengthOutlook:
+        """The same, of a sample that has made nothing."""
+        return self._of(group, 0)
+
+    def renew(self, now: float) -> list[KnownGroup]:
+        """Teach what has ended, and make some forecasts anew. Returns the groups whose forecasts are new."""
+        if now - self._renewed < _RENEW_EVERY_S:
+            return []
+        self._renewed = now
+        self._teach()
+        renewed, left = list[KnownGroup](), _AT_ONCE
+        for group in self._due():
+            self._foresee(group)
+            for rollout_id in group.running:
+                self.outlook(group, rollout_id)  # so that it need not be made where it is asked for
+            renewed.append(group)
+            left -= 1 + len(group.running)
+            if left <= 0:
+                break
+        return renewed
+
+    @property
+    def groups(self) -> Iterable[KnownGroup]:
+        """Those with open samples, and those that have not taught yet."""
+        return self._groups.values()
+
+    def _of(self, group: KnownGroup, made: int) -> LengthOutlook:
+        forecast = group.forecast or self._foresee(group)
+        found = group.outlooks.get(made)
+        if found is None:
+            found = group.outlooks[made] = forecast.outlook(made)
+        return found
+
+    def _due(self) -> Iterator[KnownGroup]:
+        """Groups whose forecasts are to be made anew: first those of which something was heard."""
+        while self._changed:
+            place = next(iter(self._changed))
+            del self._changed[place]
+            if (group := self._groups.get(place)) is not None:
+                yield group
+        for _ in range(min(_WATCHED_AT_ONCE, len(self._groups) + 1)):
+            place = next(self._watched, -1)
+            if place < 0:
+                self._watched = iter(list(self._groups))
+            elif (group := self._groups.get(place)) is not None and (group.outdated or group.outgrown):
+                yield group
+
+    def _foresee(self, group: KnownGroup) -> LengthForecast:
+        known, kind = group.knows(), self._kind(group)
+        found = self._alike.get(kind) if kind is not None else None
+        if found is None:
+            found = self.learner.forecast(known), {}
+            if kind is not None:
+                self._alike[kind] = found
+        group.forecast, group.outlooks = found
+        group.outdated = False
+        return found[0]
+
+    def _kind(self, group: KnownGroup) -> tuple[float, ...] | None:
+        """Untouched groups of one kind have one forecast. None: the group has its own."""
+        if not group.untouched:
+            return None
+        prior = self.learner.prior(group.prompt)
+        return float(group.cap), round(prior.mean, 1), round(prior.variance, 1)
+
+    # What ended groups teach.
+
+    def _teach(self) -> None:
+        if self._untaught and (len(self._untaught) >= self._batch or len(self._untaught) == len(self._groups)):
+            for place in self._untaught:
+                del self._groups[place]
+            taught, self._untaught = list(self._untaught.values()), {}
+            self.learner.groups_ended(one.told() for one in taught if one.finished or one.stopped)
+        elif not self.learner.known and self._ended >= self._next_lesson:
+            self._next_lesson = 2 * self._ended
+            some = (one for _, one in zip(range(_LESSON_GROUPS), self._groups.values(), strict=False) if one.begun)
+            self.learner.groups_open([one.knows() for one in some])
+        else:
+            return
+        self._alike.clear()
+        for group in self._groups.values():
+            group.outdated = True
+
+    def _opened(self, place: int, cap: int, prompt: str) -> KnownGroup:
+        group = self._groups.get(place)
+        if group is None:
+            group = self._groups[place] = KnownGroup(place=place, cap=cap, prompt=prompt)
+        self._untaught.pop(place, None)
+        group.prompt = group.prompt or prompt
+        return group
+
+    def _closed(self, rollout_id: str, place: int) -> KnownGroup | None:
+        group = self._groups.get(place)
+        if group is None:
+            return None
+        group.waiting.pop(rollout_id, None)
+        group.running.pop(rollout_id, None)
+        return group
+
+    def _settle(self, group: KnownGroup) -> None:
+        if group.waiting or group.running:
+            self._change(group)
+        else:
+            self._untaught[group.place] = group
+            self._changed.pop(group.place, None)
+
+    def _change(self, group: KnownGroup) -> None:
+        group.outdated = True
+        self._changed[group.place] = None

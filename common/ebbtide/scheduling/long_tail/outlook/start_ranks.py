@@ -1,0 +1,77 @@
+"""Ranks a run's queued rollouts, so that no long one starts late: one sample of each group first, then the longest.
+
+It is the order of `start_order` for a live queue, where starting means to run until the end. Steps go one after
+another, since a trainer waits for the earliest. Within a step those that have begun go on first. Then each group has a
+probe started, and then the samples go first that may become longest: by the high quantile of what they have still to
+come, not by the mean. A group whose probe still runs may be very long, and a long sample that starts late costs more
+than a short one that starts early. Seer (arXiv 2511.14617, section 2.2 of its scheduling) is bold in the same way: it
+takes the cap as the length of such a group.
+
+Lengths within a ninth of each other have one rank, and are taken as submitted. Where the samples of a group have little
+in common, all are: the order of forecasts that tell nothing only delays samples whose siblings have begun.
+"""
+
+from collections import deque
+from math import log
+from typing import Final, TypeAlias
+
+from ebbtide.scheduling.long_tail.outlook.known_group import KnownGroup
+from ebbtide.scheduling.long_tail.outlook.run_forecasts import RunForecasts
+from ebbtide.scheduling.long_tail.start_order import OLDEST_S
+
+#: Step, tier, and minus the class of lengths; the lowest is next. Rollouts of equal rank go as they were submitted.
+StartRank: TypeAlias = tuple[int, int, int]
+#: What begun ones, probes and the others are ranked by within a step.
+_BEGUN, _PROBE, _SIBLING = 0, 1, 2
+#: Lengths that differ by less than this factor have one class.
+_CLASS: Final = log(1.12)
+#: Below this share of the variance in common, a group's samples tell little of each other.
+LEAST_ALIKE: Final = 0.3
+
+
+class StartRanks:
+    """`oldest_s`: what waited longer goes first within its step.
+
+    Invariant: `_waits` has the rollouts that wait, in the order in which they began to; some may have started since.
+    Lost with the process: ages begin anew.
+    """
+
+    def __init__(self, forecasts: RunForecasts, *, oldest_s: float = OLDEST_S) -> None:
+        self._forecasts, self._oldest_s = forecasts, oldest_s
+        self._waits: deque[tuple[float, str, int]] = deque()
+
+    @property
+    def tells(self) -> bool:
+        """Whether forecasts tell enough of lengths to order by them."""
+        learner = self._forecasts.learner
+        return not learner.known or learner.alike >= LEAST_ALIKE
+
+    def waits(self, rollout_id: str, step: int, since: float) -> None:
+        """Note that a rollout began to wait."""
+        self._waits.append((since, rollout_id, step))
+
+    def forget_waits(self) -> None:
+        """Forget what waits: the caller names it anew."""
+        self._waits.clear()
+
+    def overdue(self, now: float) -> list[tuple[str, StartRank]]:
+        """Rollouts that have waited too long by now, or have begun meanwhile, with the rank of those that wait."""
+        found = list[tuple[str, StartRank]]()
+        while self._waits and self._waits[0][0] < now - self._oldest_s:
+            _, rollout_id, step = self._waits.popleft()
+            found.append((rollout_id, (step, _BEGUN, 0)))
+        return found
+
+    def rank(self, rollout_id: str, group: KnownGroup, *, step: int, begun: bool) -> StartRank:
+        """The rank of a rollout that waits. `begun`: it has tokens, or its episode has had a turn."""
+        if begun or not self.tells:
+            return step, _BEGUN, 0
+        if not group.begun:
+            if group.probe not in group.waiting:
+                group.probe = rollout_id
+            if group.probe == rollout_id:
+                return step, _PROBE, self._class(group)
+        return step, _SIBLING, self._class(group)
+
+    def _class(self, group: KnownGroup) -> int:
+        return -int(log(max(1.0, self._forecasts.unstarted(group).longest)) / _CLASS)

@@ -1,0 +1,135 @@
+"""A run's forecasts follow what the coordinator hears of its rollouts, within bounded work and memory."""
+
+from random import Random
+
+import pytest
+
+from ebbtide.scheduling.long_tail.outlook.run_forecasts import RunForecasts
+from tests.unit.scheduling.long_tail.drawn_lengths import drawn
+from tests.unit.scheduling.long_tail.live_groups import begin, name_of, play, submit
+
+
+def taught(groups: int = 64, alike: float = 0.8) -> tuple[RunForecasts, float]:
+    forecasts, now = RunForecasts(groups), 0.0
+    for step in range(4):
+        now += 1.0
+        play(forecasts, 1_000 * step, drawn(Random(step), groups, alike=alike), now)
+    return forecasts, now
+
+
+def test_whole_steps_teach_lengths_and_leave_nothing_behind() -> None:
+    forecasts, _ = taught()
+    assert forecasts.known
+    assert not list(forecasts.groups)
+
+
+def test_a_sibling_that_ended_long_makes_the_waiting_ones_long_after_one_renewal() -> None:
+    forecasts, now = taught()
+    group = submit(forecasts, 9_000, 4)
+    begin(forecasts, 9_000, [0])
+    before = forecasts.unstarted(group).expected
+    forecasts.finish(name_of(9_000, 0), 9_000, 8_000, whole=True)
+    assert forecasts.unstarted(group).expected == before
+    assert group in forecasts.renew(now + 1.0)
+    assert forecasts.unstarted(group).expected > 1.5 * before
+
+
+def test_a_running_sibling_that_has_made_much_proves_as_much() -> None:
+    forecasts, now = taught()
+    group = submit(forecasts, 9_000, 4)
+    (sample,) = begin(forecasts, 9_000, [0])
+    before = forecasts.unstarted(group).expected
+    sample.made = 8_000
+    forecasts.renew(now + 1.0)
+    forecasts.renew(now + 2.0)
+    assert forecasts.unstarted(group).expected > 1.5 * before
+
+
+def test_what_is_still_to_come_falls_with_each_token_without_a_new_forecast() -> None:
+    forecasts, now = taught()
+    group = submit(forecasts, 9_000, 2)
+    (sample,) = begin(forecasts, 9_000, [0])
+    forecasts.renew(now + 1.0)
+    before = forecasts.outlook(group, name_of(9_000, 0))
+    sample.made = 40
+    assert forecasts.outlook(group, name_of(9_000, 0)).expected == pytest.approx(before.expected - 40)
+
+
+def test_a_cancelled_sample_counts_as_longer_than_what_it_made() -> None:
+    forecasts, _ = taught()
+    group = submit(forecasts, 9_000, 3)
+    (sample,) = begin(forecasts, 9_000, [0])
+    sample.made = 700
+    forecasts.cancel(name_of(9_000, 0), 9_000)
+    assert list(group.stopped) == [700]
+
+
+def test_a_group_whose_samples_all_ended_is_forgotten_once_it_has_taught() -> None:
+    forecasts = RunForecasts(1)
+    submit(forecasts, 0, 2)
+    begin(forecasts, 0, [0, 1])
+    for number in range(2):
+        forecasts.finish(name_of(0, number), 0, 500, whole=True)
+    forecasts.renew(1.0)
+    assert not list(forecasts.groups)
+    assert forecasts.learner.known
+
+
+def test_a_prompt_of_a_former_epoch_is_known_before_any_of_its_samples() -> None:
+    forecasts, now = RunForecasts(64), 0.0
+    draw = Random(5)
+    steps = [drawn(draw, 64, alike=0.9) for _ in range(1)] * 3
+    for step, groups in enumerate(steps):
+        for at, lengths in enumerate(groups):
+            submit(forecasts, 1_000 * step + at, len(lengths), prompt=f"p{at}")
+        play(forecasts, 1_000 * step, groups, now := now + 1.0)
+    means = [sum(lengths) for lengths in steps[0]]
+    long, short = means.index(max(means)), means.index(min(means))
+    foreseen = [forecasts.unstarted(submit(forecasts, 9_000 + at, 8, prompt=f"p{at}")) for at in (long, short)]
+    assert foreseen[0].expected > 2.0 * foreseen[1].expected
+
+
+def test_before_a_group_has_ended_the_first_responses_teach() -> None:
+    forecasts = RunForecasts(64)
+    for place in range(64):
+        submit(forecasts, place, 8)
+        begin(forecasts, place, range(8))
+        forecasts.finish(name_of(place, 0), place, 200, whole=True)
+    before = forecasts.known
+    forecasts.renew(1.0)
+    assert (before, forecasts.known, forecasts.learner.known) == (False, True, False)
+
+
+def test_intervals_cover_about_four_in_five_of_the_next_step() -> None:
+    forecasts, now = taught(groups=128, alike=0.6)
+    forecasts.coverage.take()
+    for step in range(4):
+        play(forecasts, 10_000 * (step + 1), drawn(Random(100 + step), 128, alike=0.6), now + step + 1.0)
+    count = forecasts.coverage.take()
+    assert count.ended == 4 * 128 * 8
+    assert 0.75 <= count.covered / count.ended <= 0.85
+    assert forecasts.coverage.take() == (0, 0)
+
+
+def test_one_renewal_foresees_a_bounded_number_of_samples() -> None:
+    forecasts, now = taught()
+    for place in range(9_000, 9_400):
+        submit(forecasts, place, 8)
+        begin(forecasts, place, [0, 1])
+        forecasts.finish(name_of(place, 0), place, 900, whole=True)
+    renewed = forecasts.renew(now + 1.0)
+    assert 0 < len(renewed) <= 16
+    assert forecasts.renew(now + 1.01) == []
+
+
+def test_what_is_read_back_is_known_anew_and_what_is_gone_is_forgotten() -> None:
+    forecasts, now = taught()
+    submit(forecasts, 9_000, 2)
+    submit(forecasts, 9_001, 2)
+    forecasts.forget_open()
+    submit(forecasts, 9_001, 1)
+    forecasts.settle_all()
+    assert {group.place for group in forecasts.groups if group.waiting} == {9_001}
+    forecasts.finish(name_of(9_001, 0), 9_001, 600, whole=True)
+    forecasts.renew(now + 1.0)
+    assert not list(forecasts.groups)

@@ -1,0 +1,66 @@
+"""A run knows when its open rollouts end, and which of them decide that."""
+
+from random import Random
+
+import pytest
+
+from ebbtide.scheduling.long_tail.length_forecast import LengthOutlook
+from ebbtide.scheduling.long_tail.outlook.run_forecasts import RunForecasts
+from ebbtide.scheduling.long_tail.outlook.step_end import WaitingWork, step_end, worths
+from ebbtide.scheduling.long_tail.outlook.step_judge import StepJudge
+from tests.unit.scheduling.long_tail.drawn_lengths import drawn
+from tests.unit.scheduling.long_tail.live_groups import begin, name_of, play, submit
+
+
+def outlook(tokens: float) -> LengthOutlook:
+    return LengthOutlook(tokens, 0.8 * tokens, tokens, 1.1 * tokens, 1.2 * tokens)
+
+
+def test_a_step_ends_with_its_longest_rollout() -> None:
+    end = step_end([outlook(100.0), outlook(100.0), outlook(1_000.0)], WaitingWork(), 3)
+    assert end.half == pytest.approx(1_000.0, rel=0.05)
+    assert end.half < end.ninth < 1_400.0
+    assert end.tail == 1.0
+
+
+def test_what_waits_puts_the_end_off_and_shortens_the_tail() -> None:
+    alone = step_end([outlook(500.0)] * 4, WaitingWork(), 4)
+    behind = step_end([outlook(500.0)] * 4, WaitingWork(8_000.0, outlook(500.0)), 4)
+    assert behind.half > alone.half + 1_500.0
+    assert behind.tail < 0.3
+
+
+def test_in_the_tail_tokens_of_the_last_rollout_are_worth_most_and_else_all_are_worth_the_same() -> None:
+    running = [outlook(100.0)] * 7 + [outlook(1_000.0)]
+    found = worths(running, 1.0, 8)
+    assert found[-1] > 5.0
+    assert max(found[:-1]) < 0.5
+    assert worths(running, 0.0, 8) == [1.0] * 8
+
+
+def test_nothing_open_ends_at_once() -> None:
+    assert step_end([], WaitingWork(), 0) == (0.0, 0.0, 0.0)
+
+
+def test_a_run_names_its_latest_rollouts_and_what_their_tokens_are_worth() -> None:
+    forecasts = RunForecasts(64)
+    for step in range(3):
+        play(forecasts, 1_000 * step, drawn(Random(step), 64, alike=0.9), step + 1.0)
+    for place in range(9_000, 9_200):
+        submit(forecasts, place, 2)
+        samples = begin(forecasts, place, [0, 1])
+        if place == 9_077:
+            samples[0].made = 9_000
+    for second in range(10, 60):
+        forecasts.renew(float(second))
+    judge = StepJudge(forecasts)
+    judge.look(1.0)
+    assert judge.count == 0  # there are too many groups for one call
+    for _ in range(3):
+        judge.look(1.0)
+    assert judge.count == 1
+    last = judge.latest[0][0]
+    assert last.startswith("s9077.")
+    assert judge.worth(last) > judge.worth(name_of(9_000, 0))
+    judge.look(1.5)
+    assert judge.count == 1
