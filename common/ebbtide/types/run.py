@@ -11,6 +11,7 @@ from msgspec.structs import force_setattr
 from ebbtide.errors import InvalidRequest
 from ebbtide.types.end_cause import EndCause, cause_of
 from ebbtide.types.ids import check_id
+from ebbtide.types.tail_spec import TailSpec
 from ebbtide.types.weights import PolicyVersion
 
 Positive = Annotated[int, Meta(ge=1)]
@@ -154,6 +155,7 @@ class RunSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     borrow: BorrowSpec = BorrowSpec()
     share: ShareSpec = ShareSpec()
     requests: RequestSpec = RequestSpec()
+    tail: TailSpec = TailSpec()
 
     @property
     def external(self) -> bool:
@@ -275,11 +277,22 @@ def check_spec(spec: RunSpec) -> RunSpec:
     elif spec.trainer.releases:
         text = "needs trainer.streaming: the end of other steps is not planned; set that, or leave this out"
         raise InvalidRequest(text, field="trainer.releases")
+    if spec.tail.rounds != "off":
+        _check_rounds(spec)
     if spec.share.ceiling is not None and spec.share.floor > spec.share.ceiling:
         raise InvalidRequest(f"must be at most share.ceiling ({spec.share.ceiling:g})", field="share.floor")
     if len(msgspec.json.encode(spec)) > MAX_SPEC_BYTES:
         raise InvalidRequest(f"more than {MAX_SPEC_BYTES} bytes in all; put data into files", field=_longest(spec))
     return spec
+
+
+def _check_rounds(spec: RunSpec) -> None:
+    """Refuse rounds where no driver decides on groups, or where none may be trained after its step."""
+    if spec.from_agents or spec.external:
+        raise InvalidRequest("only a run with a driver of its own has rounds; leave it out", field="tail.rounds")
+    if spec.batch.max_staleness < 1:
+        text = "must be at least 1 with tail.rounds: groups that go on are trained later; raise it, or leave that out"
+        raise InvalidRequest(text, field="batch.max_staleness")
 
 
 def _check_agents(spec: RunSpec) -> None:
