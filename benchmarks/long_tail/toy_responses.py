@@ -20,7 +20,7 @@ _GRID: Final = 200_001
 
 
 class Responses(NamedTuple):
-    """Arrays of shape (prompts, samples). `own`: the part of the score that the prompt does not share, unit variance."""
+    """Arrays of shape (prompts, samples). `own`: the part of the score that is the response's own, of unit variance."""
 
     lengths: Floats
     scores: Floats

@@ -277,8 +277,7 @@ def check_spec(spec: RunSpec) -> RunSpec:
     elif spec.trainer.releases:
         text = "needs trainer.streaming: the end of other steps is not planned; set that, or leave this out"
         raise InvalidRequest(text, field="trainer.releases")
-    if spec.tail.rounds != "off":
-        _check_rounds(spec)
+    _check_rounds(spec)
     if spec.share.ceiling is not None and spec.share.floor > spec.share.ceiling:
         raise InvalidRequest(f"must be at most share.ceiling ({spec.share.ceiling:g})", field="share.floor")
     if len(msgspec.json.encode(spec)) > MAX_SPEC_BYTES:
@@ -288,6 +287,8 @@ def check_spec(spec: RunSpec) -> RunSpec:
 
 def _check_rounds(spec: RunSpec) -> None:
     """Refuse rounds where no driver decides on groups, or where none may be trained after its step."""
+    if spec.tail.rounds == "off":
+        return
     if spec.from_agents or spec.external:
         raise InvalidRequest("only a run with a driver of its own has rounds; leave it out", field="tail.rounds")
     if spec.batch.max_staleness < 1:

@@ -89,7 +89,8 @@ class RoundSubmitter:
         begun = self._rounds.open(step)
         if len(begun):
             self._note_begun(step, range(begun[0], begun[-1] + 1))
-            values = {"step": step, "begun": self._rounds.begun, "carried": len(carried), "oldest": max(carried, default=0)}
+            values: dict[str, float] = {"step": step, "begun": self._rounds.begun, "carried": len(carried)}
+            values["oldest"] = max(carried, default=0)
             message = f"step {step} begins {len(begun)} groups beside {len(carried)} of former steps"
             event = RunEvent(kind=ROUND_OPENED, key=str(step), message=message, values=values)
             await self._lease.report([event])

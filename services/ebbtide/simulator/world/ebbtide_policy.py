@@ -8,8 +8,8 @@ from ebbtide.coordinator.dispatcher.dispatch_round import DispatchRound
 from ebbtide.coordinator.dispatcher.dispatch_rules import RULES, DispatchRules
 from ebbtide.coordinator.dispatcher.round_deeds import DeadLetters, RunFailure, SlotFill
 from ebbtide.coordinator.state.worker_session import WorkerSession
-from ebbtide.scheduling.dispatch.round_pacing import gather_s
 from ebbtide.errors import InvalidRequest
+from ebbtide.scheduling.dispatch.round_pacing import gather_s
 from ebbtide.scheduling.dispatch.throughput import WorkerThroughput
 from ebbtide.scheduling.long_tail.rounds.group_rounds import MOST_EXCESS, GroupRounds
 from ebbtide.simulator.scenario.machine_pool import MachinePool
@@ -75,8 +75,8 @@ class EbbtideDecider(Decider):
 class EbbtidePolicy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Ebbtide as it is: the coordinator's own rounds decide on placement.
 
-    `rounds_of_steps` and `rounds_excess` are `rounds` and `rounds_excess` of a run's `[tail]`. With "whole_groups" the run's `max_staleness` bounds by
-    how many steps later a prompt is trained.
+    `rounds_of_steps` and `rounds_excess` are `rounds` and `rounds_excess` of a run's `[tail]`. With "whole_groups" the
+    run's `max_staleness` bounds by how many steps later a prompt is trained.
     """
 
     rounds_of_steps: Literal["off", "whole_groups"] = "off"

@@ -15,7 +15,7 @@ def rounds(*, steps: int = 12, max_age: int = 3, excess: float = 1.5, per_step: 
 
 
 def played(made: GroupRounds, draw: Random, steps: range) -> Iterator[tuple[int, list[int]]]:
-    """Each step with the groups that it took; which open group becomes whole next is drawn, with a few that seldom do."""
+    """Each step with the groups that it took. Draws which open group becomes whole next; some seldom do."""
     for step in steps:
         made.open(step)
         taken = list(made.take())
