@@ -3,7 +3,8 @@
     python -m benchmarks.long_tail [--quick] [--parts NAME ...] [--marginals NAME ...] [--lengths PATH] [--out PATH]
 
 `draft`: lengths of drafts beside Seer's printed rule, computed. `lengths`: how often forecast intervals of lengths
-cover the truth, on drawn groups. `order`: step times under orders of starting, in a model of slots. Recorded lengths
+cover the truth, on drawn groups. `order`: step times under orders of starting, in a model of slots. `bias`: what rules
+of rounds do to trained lengths and gradients, in a toy model. `rounds`: what they save, simulated. Recorded lengths
 are looked for beside the checkout, in `shared/traces`; without them only the fitted ones are drawn from. Writes a JSON
 file with `figures`; those that were not measured are null, and `missing` says why. Ends with 1 if a part failed; what
 the others found is written nevertheless.
@@ -21,15 +22,17 @@ from typing import Any, Final
 
 from benchmarks.arguments import count, output
 from benchmarks.conditions import conditions
+from benchmarks.long_tail.bias_part import bias_part
 from benchmarks.long_tail.draft_part import draft_part
 from benchmarks.long_tail.length_marginals import TRACES, known_marginals
 from benchmarks.long_tail.lengths_part import lengths_part
 from benchmarks.long_tail.order_part import order_part
 from benchmarks.long_tail.recorded_groups import recorded_coverage, recorded_groups
+from benchmarks.long_tail.rounds_part import rounds_part
 from benchmarks.long_tail.tail_figures import figure_rows, missing, promised_figures
 from ebbtide.errors import InvalidRequest
 
-PARTS: Final = ("draft", "lengths", "order")
+PARTS: Final = ("draft", "lengths", "order", "bias", "rounds")
 OUT: Final = Path(__file__).parents[1] / "results" / "tail.json"
 
 
@@ -45,6 +48,8 @@ def measured(
             tell, recorded=recorded_coverage(path.stem, recorded_groups(path)) if path is not None else [], **drawn
         ),
         "order": lambda: order_part(tell, **drawn),
+        "bias": lambda: bias_part(tell, quick=options.quick),
+        "rounds": lambda: rounds_part(tell, quick=options.quick, jobs=options.jobs),
     }
     found: dict[str, dict[str, Any]] = {}
     failed: dict[str, str] = {}

@@ -19,7 +19,11 @@ PROMISED_RANGES: Final[dict[str, tuple[float, float]]] = {
 #: Figures that no part measures yet.
 _NO_PART: Final = "no part of this benchmark measures it yet"
 #: The others, and their parts.
-_PARTS: Final = {"draft_objective_over_printed_rule": "draft", "interval_coverage": "lengths"}
+_PARTS: Final = {
+    "draft_objective_over_printed_rule": "draft",
+    "interval_coverage": "lengths",
+    "bias_cured_over_uncured": "bias",
+}
 
 
 def promised_figures(found: Mapping[str, Any]) -> dict[str, float | None]:

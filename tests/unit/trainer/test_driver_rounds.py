@@ -54,7 +54,7 @@ def slow_cluster(make_cluster: Any, spec: RunSpec) -> Any:
 
 
 async def consume(cluster: Any) -> None:
-    """Stands for trainer and workers: trains each step once it is whole, and lets engines go on under the new weights."""
+    """Stands for trainer and workers: trains each step once it is whole, and lets engines go on."""
     cluster.announce(0)
     for step in range(STEPS):
         await wait_until(partial(has_all_groups, cluster, step))

@@ -80,7 +80,7 @@ class EbbtidePolicy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """
 
     rounds_of_steps: Literal["off", "whole_groups"] = "off"
-    rounds_excess: Annotated[float, Meta(ge=1, le=MOST_EXCESS)] = 1.25
+    rounds_excess: Annotated[float, Meta(ge=1, le=MOST_EXCESS)] = 2.0
 
     @property
     def stream_batch(self) -> int | None:
