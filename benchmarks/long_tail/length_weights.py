@@ -14,6 +14,8 @@ from benchmarks.long_tail.toy_responses import Floats
 
 #: Classes of length with a weight each. With many more the longest ones have too few responses.
 _CLASSES: Final = 200
+#: Longer classes, with fewer samples at risk than this, are not estimated one by one: they share what is left.
+_AT_RISK: Final = 200
 
 
 def censoring_weights(kept: Sequence[Floats], ended: Floats, aborted: Floats) -> list[Floats]:
@@ -25,9 +27,8 @@ def censoring_weights(kept: Sequence[Floats], ended: Floats, aborted: Floats) ->
         np.bincount(np.searchsorted(edges, one), minlength=len(edges) + 1) for one in (ended, aborted, lengths)
     )
     at_risk = (ends + aborts)[::-1].cumsum()[::-1] - 0.5 * aborts  # half of a class's aborts come before its ends
-    hazard = ends / np.maximum(at_risk, 1.0)
-    hazard[-1] = 1.0  # what is longer than all edges is of the last class
-    alive = np.concatenate([[1.0], np.cumprod(1.0 - hazard)])
-    share = alive[:-1] - alive[1:]
+    seen = int(np.argmax(np.append(at_risk < _AT_RISK, True)))  # noqa: FBT003 - the classes before it are estimated
+    alive = np.concatenate([[1.0], np.cumprod(1.0 - ends[:seen] / at_risk[:seen])])
+    share = np.concatenate([alive[:-1] - alive[1:], alive[-1] * have[seen:] / max(1, have[seen:].sum())])
     weights = share * len(lengths) / np.maximum(have, 1)
     return [weights[np.searchsorted(edges, one)] for one in kept]

@@ -72,6 +72,7 @@ class SimulatedDriver:
         self._versions: dict[int, int] = {}  # step -> version
         self._next = self._place = 0
         self._live: dict[str, _Episode] = {}  # by rollout
+        self._late: list[int] = []  # tokens of episodes that ended between two steps
         self._whole: dict[Sample, int] = {}  # of samples that wait to be trained on: tokens, prompts included
         self._episodes: dict[Sample, _Episode] = {}
 
@@ -94,6 +95,9 @@ class SimulatedDriver:
             bounds = training_bounds(self._versions, step=number, max_staleness=self._max_staleness)
         progress, around = StepProgress(number, self._time.now), self._rounds.open(number)
         if self._rounds.goes_on:
+            progress.ends += [self._time.now] * len(self._late)
+            progress.tokens += sum(self._late)
+            self._late.clear()
             for one in self._episodes.values():
                 one.progress, one.round = progress, around
         episodes = [_Episode(progress, around, sample, self._turns(sample), number) for sample in around.begin()]
@@ -145,8 +149,11 @@ class SimulatedDriver:
             return
         del self._episodes[episode.sample]
         progress = episode.progress
-        progress.ends.append(self._time.now)
-        progress.tokens += episode.tokens
+        if progress.complete:  # of a round that goes on: the next step counts it
+            self._late.append(episode.tokens)
+        else:
+            progress.ends.append(self._time.now)
+            progress.tokens += episode.tokens
         sample, last = episode.sample, episode.turns[-1]
         self._whole[sample] = last.prompt + last.response
         progress.responses.setdefault(sample.prompt, []).append(last.response)
