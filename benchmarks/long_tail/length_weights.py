@@ -27,7 +27,7 @@ def censoring_weights(kept: Sequence[Floats], ended: Floats, aborted: Floats) ->
         np.bincount(np.searchsorted(edges, one), minlength=len(edges) + 1) for one in (ended, aborted, lengths)
     )
     at_risk = (ends + aborts)[::-1].cumsum()[::-1] - 0.5 * aborts  # half of a class's aborts come before its ends
-    seen = int(np.argmax(np.append(at_risk < _AT_RISK, True)))  # noqa: FBT003 - the classes before it are estimated
+    seen = int(np.argmax(np.append(at_risk < _AT_RISK, True)))
     alive = np.concatenate([[1.0], np.cumprod(1.0 - ends[:seen] / at_risk[:seen])])
     share = np.concatenate([alive[:-1] - alive[1:], alive[-1] * have[seen:] / max(1, have[seen:].sum())])
     weights = share * len(lengths) / np.maximum(have, 1)
