@@ -17,6 +17,8 @@ real coordinator spends on passing siblings' tokens on. Recorded lengths
 `draft`: lengths of drafts beside Seer's printed rule, computed. `accept`: tokens that a sample makes in a step, by
 siblings on one worker and across two. `lengths`: how often forecast intervals of lengths
 cover the truth, on drawn groups. `order`: step times under orders of starting, in a model of slots. Recorded lengths
+cover the truth, on drawn groups. `order`: step times under orders of starting, in a model of slots. `bias`: what rules
+of rounds do to trained lengths and gradients, in a toy model. `rounds`: what they save, simulated. Recorded lengths
 are looked for beside the checkout, in `shared/traces`; without them only the fitted ones are drawn from. Writes a JSON
 file with `figures`; those that were not measured are null, and `missing` says why. Ends with 1 if a part failed; what
 the others found is written nevertheless.
@@ -40,6 +42,7 @@ from benchmarks.arguments import count, output
 from benchmarks.conditions import conditions
 from benchmarks.long_tail.admission_part import admission_part
 from benchmarks.long_tail.accept_part import accept_part
+from benchmarks.long_tail.bias_part import bias_part
 from benchmarks.long_tail.draft_part import draft_part
 from benchmarks.long_tail.feed_part import feed_part
 from benchmarks.long_tail.length_marginals import TRACES, known_marginals
@@ -59,6 +62,11 @@ from ebbtide.errors import InvalidRequest
 PARTS: Final = ("draft", "lengths", "order", "seer")
 PARTS: Final = ("draft", "lengths", "order", "feed")
 PARTS: Final = ("draft", "accept", "lengths", "order")
+from benchmarks.long_tail.rounds_part import rounds_part
+from benchmarks.long_tail.tail_figures import figure_rows, missing, promised_figures
+from ebbtide.errors import InvalidRequest
+
+PARTS: Final = ("draft", "lengths", "order", "bias", "rounds")
 OUT: Final = Path(__file__).parents[1] / "results" / "tail.json"
 
 
@@ -79,6 +87,8 @@ def measured(
         "rewards": lambda: rewards_part(tell, quick=options.quick),
         "seer": lambda: seer_part(tell, quick=options.quick, jobs=options.jobs, recorded=_recorded(path)),
         "feed": lambda: feed_part(tell, quick=options.quick),
+        "bias": lambda: bias_part(tell, quick=options.quick),
+        "rounds": lambda: rounds_part(tell, quick=options.quick, jobs=options.jobs),
     }
     found: dict[str, dict[str, Any]] = {}
     failed: dict[str, str] = {}

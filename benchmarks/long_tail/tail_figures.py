@@ -32,6 +32,9 @@ _PARTS: Final = {
     "draft_objective_over_printed_rule": "draft",
     "accept_length_across_over_within": "accept",
     "interval_coverage": "lengths",
+    "draft_objective_over_printed_rule": "draft",
+    "interval_coverage": "lengths",
+    "bias_cured_over_uncured": "bias",
 }
 
 

@@ -7,19 +7,23 @@ from random import Random
 from statistics import correlation
 from typing import Any
 
+import numpy as np
 import pytest
 
 from benchmarks.long_tail import __main__ as benchmark
 from benchmarks.long_tail.admission_part import preemptions_share, summed
 from benchmarks.long_tail.admitted_work import BLOCK, MEMORY, drawn_work, memory_blocks, packed_works, unpacked_works
+from benchmarks.long_tail.bias_part import biases
 from benchmarks.long_tail.draft_part import draft_part
 from benchmarks.long_tail.length_marginals import known_marginals
+from benchmarks.long_tail.length_weights import censoring_weights
 from benchmarks.long_tail.lengths_part import LengthSetting, coverage
 from benchmarks.long_tail.order_part import compared, step_time
 from benchmarks.long_tail.played_lengths import held_back
 from benchmarks.long_tail.recorded_groups import recorded_coverage, recorded_groups
 from benchmarks.long_tail.slot_rules import InOrder, PublishedSeer, RuleMaker, TrueLengths
 from benchmarks.long_tail.tail_figures import figure_rows, missing, promised_figures
+from benchmarks.long_tail.toy_rounds import GROUP, PROMPTS, Rule, race, whole_groups
 from ebbtide.errors import InvalidRequest
 
 NOWHERE = Path("/nonexistent")
@@ -140,3 +144,29 @@ def test_preemptions_are_compared_with_those_without_admission_and_not_with_none
     assert sums["none"]["read_again_share"] is None
     assert sums["chunks"]["throughput"] == 1.0
     assert preemptions_share(summed([done("none", 0, None), done("chunks", 0, 5)])) is None
+
+
+def test_weights_for_censoring_restore_a_distribution_whose_censoring_is_independent() -> None:
+    draw = np.random.default_rng(1)
+    lengths, limits = draw.exponential(1000.0, 40_000), draw.exponential(1500.0, 40_000)
+    ended = lengths[lengths <= limits]
+    (weights,) = censoring_weights([ended], ended, limits[lengths > limits])
+    assert float(ended.mean()) < 700.0
+    assert float((ended * weights).sum() / weights.sum()) == pytest.approx(1000.0, rel=0.05)
+
+
+def test_the_race_shortens_what_is_trained_on_and_whole_groups_do_not() -> None:
+    rows = {row.rule: row for row in biases(0.3, 3)}
+    assert rows["race"].length < -0.2
+    assert rows["race"].gradient < -0.2
+    assert abs(rows["whole_groups"].length) < 0.04
+    assert abs(rows["whole_groups"].gradient) < 0.02
+    assert rows["whole_groups"].extra == 0.0
+    assert rows["race"].extra > 0.3
+    assert rows["whole_groups"].speedup > 2.0
+
+
+@pytest.mark.parametrize("rule", [race, whole_groups])
+def test_each_step_of_the_toy_model_trains_on_as_many_whole_groups(rule: Rule) -> None:
+    steps = rule(np.random.default_rng(2), 0.5, 12)
+    assert all(one.lengths.shape == (PROMPTS, GROUP) for one in steps)

@@ -300,11 +300,23 @@ def check_spec(spec: RunSpec) -> RunSpec:
         text = "needs trainer.streaming: the end of other steps is not planned; set that, or leave this out"
         raise InvalidRequest(text, field="trainer.releases")
     _check_reward_limits(spec)
+    _check_rounds(spec)
     if spec.share.ceiling is not None and spec.share.floor > spec.share.ceiling:
         raise InvalidRequest(f"must be at most share.ceiling ({spec.share.ceiling:g})", field="share.floor")
     if len(msgspec.json.encode(spec)) > MAX_SPEC_BYTES:
         raise InvalidRequest(f"more than {MAX_SPEC_BYTES} bytes in all; put data into files", field=_longest(spec))
     return spec
+
+
+def _check_rounds(spec: RunSpec) -> None:
+    """Refuse rounds where no driver decides on groups, or where none may be trained after its step."""
+    if spec.tail.rounds == "off":
+        return
+    if spec.from_agents or spec.external:
+        raise InvalidRequest("only a run with a driver of its own has rounds; leave it out", field="tail.rounds")
+    if spec.batch.max_staleness < 1:
+        text = "must be at least 1 with tail.rounds: groups that go on are trained later; raise it, or leave that out"
+        raise InvalidRequest(text, field="batch.max_staleness")
 
 
 def _check_agents(spec: RunSpec) -> None:

@@ -18,6 +18,9 @@ from ebbtide.types.weights import PolicyVersion
 GROUP_DROPPED: Final = "group_dropped"
 #: A checkpoint is durable. Reported before its trajectories are committed, which deletes them.
 CHECKPOINT: Final = "checkpoint"
+#: A step of rounds begins groups, or takes them. Reported before the groups are submitted, or completed.
+ROUND_OPENED: Final = "round_opened"
+ROUND_TAKEN: Final = "round_taken"
 #: A driver or a trainer has taken up the run.
 ATTACHED: Final = "attached"
 
@@ -33,6 +36,8 @@ class RunFollower:
         self.evaluated: set[int] = set()  # steps whose evaluation was reported
         self.dropped: Counter[int] = Counter()  # step -> groups without trajectories
         self.checkpoints: dict[int, str] = {}  # step -> path
+        self.begun: dict[int, int] = {}  # step of rounds -> groups that it and those before it began
+        self.taken: dict[int, int] = {}  # group of rounds -> the step that trains on it
 
     async def run(self) -> RunStatus:
         """Follows the run to its end. Returns its final status."""
@@ -72,5 +77,9 @@ class RunFollower:
             self.dropped[int(event.values["step"])] += 1
         elif event.kind == CHECKPOINT:
             self.checkpoints[int(event.values["step"])] = event.labels["path"]
+        elif event.kind == ROUND_OPENED:
+            self.begun[int(event.values["step"])] = int(event.values["begun"])
+        elif event.kind == ROUND_TAKEN:
+            self.taken |= dict.fromkeys(map(int, event.labels["groups"].split()), int(event.values["step"]))
         elif event.kind == ATTACHED:
             self._attached.add(event.key)

@@ -41,22 +41,30 @@ class GroupRunner:
         step: int,
         place: int,
         bounds: VersionBounds,
+        index: int | None = None,
     ) -> None:
+        """`index`: the number of its problem; None: it follows from step and place."""
         batch = player.spec.batch
         self._lease = lease
         self._player = player
         self._exchange = exchange
         self._step = step
         self._id = f"s{step}.g{place}"
-        self._index = step * batch.groups_per_step + place
+        self._index = step * batch.groups_per_step + place if index is None else index
         self._bounds = bounds
         self._setting = batch.incomplete_group
         self.samples = [SampleOutcome()] * batch.group_size
         self.endings: dict[int, EpisodeEnding] = {}
         self.result = GroupResult()
+        self._decision = GroupDecision(GroupVerdict.WAIT)
 
     async def run(self) -> GroupResult:
         """Plays the group to its end. Returns once that is stored."""
+        await self.play()
+        return await self.store(self._step)
+
+    async def play(self) -> None:
+        """Plays the group until its samples are decided. Nothing of it is stored yet."""
         running = {self._start(sample): sample for sample in range(len(self.samples))}
         try:
             while (decision := decide(self.samples, setting=self._setting)).verdict in {
@@ -72,9 +80,13 @@ class GroupRunner:
         finally:
             for task in running:
                 task.cancel()
-        if decision.verdict is GroupVerdict.DROP:
-            await self._lease.report([self._dropping()])
-        await self._exchange.complete(self._episodes(decision))
+        self._decision = decision
+
+    async def store(self, step: int) -> GroupResult:
+        """Completes the episodes of a group that was played, as some of `step`."""
+        if self._decision.verdict is GroupVerdict.DROP:
+            await self._lease.report([self._dropping(step)])
+        await self._exchange.complete(self._episodes(self._decision, step))
         return self.result
 
     def _start(self, sample: int) -> "asyncio.Task[EpisodeEnding]":
@@ -105,7 +117,7 @@ class GroupRunner:
             self.endings[sample] = ending
             self.samples[sample] = self.samples[sample]._replace(state=SampleState.SCORED)
 
-    def _episodes(self, decision: GroupDecision) -> list[Episode]:
+    def _episodes(self, decision: GroupDecision, step: int) -> list[Episode]:
         """Returns the episodes to store, failures last; an episode without rollouts needs no end.
 
         If a driver dies between two calls, the next one takes completed episodes for scored ones. So failures may be
@@ -115,24 +127,24 @@ class GroupRunner:
         if decision.verdict is GroupVerdict.DROP:
             return [_dropped(ending, DropReason.GROUP_INCOMPLETE) for ending in self.endings.values()] + failed
         self.result.trajectories = size = len(decision.samples)
-        return [_scored(ending, size) for ending in self.endings.values()] + failed
+        return [_scored(ending, size, step) for ending in self.endings.values()] + failed
 
-    def _dropping(self) -> RunEvent:
+    def _dropping(self, step: int) -> RunEvent:
         last = self.result.failures[-1]
         return RunEvent(
             kind=GROUP_DROPPED,
             key=self._id,
             message=f"group {self._id} was dropped: {last.failure}: {last.message}"[:EXCERPT],
-            values={"step": float(self._step)},
+            values={"step": float(step)},
         )
 
 
-def _scored(ending: EpisodeEnding, size: int) -> Episode:
+def _scored(ending: EpisodeEnding, size: int, step: int) -> Episode:
     assert ending.trajectory is not None  # noqa: S101 - what SCORED means
     return Episode(
         episode_id=ending.plan.episode_id,
         rollout_ids=ending.rollout_ids,
-        trajectory=msgspec.structs.replace(ending.trajectory, group_size=size),
+        trajectory=msgspec.structs.replace(ending.trajectory, group_size=size, step=step),
     )
 
 

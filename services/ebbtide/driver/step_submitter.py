@@ -12,6 +12,7 @@ from ebbtide.driver.coordinator_traffic import CoordinatorTraffic
 from ebbtide.driver.episode_player import EpisodePlayer
 from ebbtide.driver.evaluation import evaluate
 from ebbtide.driver.group_runner import EXCERPT, GroupResult, GroupRunner
+from ebbtide.driver.rounds.round_submitter import RoundSubmitter
 from ebbtide.errors import NotReady
 from ebbtide.rpc.backoff import pauses
 from ebbtide.scheduling.steps.step_pacing import evaluation_steps, open_steps, pinned, training_bounds
@@ -40,7 +41,7 @@ class StepSubmitter:
         """Drives the run's training and evaluation, and ends the run."""
         await self._following.catch_up(self._lease)
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._train())
+            tasks.create_task(self._train() if self._spec.tail.rounds == "off" else self._rounds().run())
             tasks.create_task(self._evaluate())
         await self._finish()
 
@@ -53,6 +54,9 @@ class StepSubmitter:
                 await self._following.until(partial(self._is_open, step))
                 self._playing.add(step)
                 steps.create_task(self._step(step))
+
+    def _rounds(self) -> RoundSubmitter:
+        return RoundSubmitter(self._lease, self._player, self._exchange, self._following, self._account)
 
     async def _evaluate(self) -> None:
         """Runs each planned evaluation without a report, once its version is announced."""

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from ebbtide.client import Client
 from ebbtide.testing import wait_until
 from ebbtide.types.run import Run, RunEvent, RunSpec, RunStatus
+from ebbtide.types.tail_spec import TailSpec
 
 MakeSpec = Callable[..., RunSpec]
 
@@ -131,6 +132,33 @@ async def test_generation_runs_ahead_within_the_staleness_allowed(
     assert not run.dropped
     stale = [event.values["staleness_max"] for event in events if event.kind == "step"]
     assert max(stale) <= 2
+
+
+async def test_rounds_train_each_group_once_though_driver_and_coordinator_are_killed_in_the_middle(
+    cluster: Any, client: Client, make_spec: MakeSpec
+) -> None:
+    """Groups 1, 9 and 17 take a second longer than the others, so they go on behind their steps."""
+    spec = make_spec(
+        environment={"params": {"turns": 2, "slow": [1, 9, 17]}},
+        batch={"max_staleness": 2},
+        tail=TailSpec(rounds="whole_groups", rounds_excess=1.5),
+    )
+    await client.submit(spec, "rounds")
+    for step, victim in ((1, "driver"), (2, "coordinator"), (4, "driver")):
+        await wait_until(partial(trained, client, "rounds", step), timeout=60)
+        await cluster.restart(victim, signal.SIGKILL)
+    run, events = await ended(client, "rounds")
+    check_books(run, events)
+    assert run.counters["trained"] == run.counters["submitted"] == 2 * 6 * 4 * 4
+    assert not run.dropped
+    taken: dict[int, float] = {}
+    for event in events:
+        if event.kind == "round_taken":
+            taken |= dict.fromkeys(map(int, event.labels["groups"].split()), event.values["step"])
+    assert sorted(taken) == list(range(6 * 4))
+    assert taken[1] > 0, "the slow group was trained behind its step"
+    assert all(list(taken.values()).count(step) == 4 for step in range(6))
+    assert max(event.values["staleness_max"] for event in events if event.kind == "step") <= 2
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from ebbtide.errors import InvalidRequest
 from ebbtide.simulator.engines.engine_profile import EngineDelays, EngineProfile
 from ebbtide.simulator.outcome import Outcome, PoolOutcome, StepOutcome
 from ebbtide.simulator.scenario.fault_plan import PlannedFault
@@ -40,10 +41,11 @@ def simulated(
     hours: float = 1.0,
     times: PlainTimes | None = None,
     engine: EngineProfile = ENGINE,
+    policy: EbbtidePolicy = EbbtidePolicy(),  # noqa: B008 - a frozen record
     **parts: object,
 ) -> Outcome:
     given = {"name": "test", "hours": hours, "fleet": (pool(),), "run": (training(),)} | parts
-    return Simulation(Scenario(**given), seed, EbbtidePolicy(), PlainProfiles(engine, times)).run(lambda _: None)  # type: ignore[arg-type]
+    return Simulation(Scenario(**given), seed, policy, PlainProfiles(engine, times)).run(lambda _: None)  # type: ignore[arg-type]
 
 
 def pool_of(outcome: Outcome, name: str = "spot") -> PoolOutcome:
@@ -73,6 +75,33 @@ def test_generation_runs_ahead_by_the_staleness_that_the_run_allows() -> None:
     first, second = outcome.steps[:2]
     assert second.opened_s == first.opened_s
     assert outcome.simulated_s < simulated(run=(training(steps=4),)).simulated_s
+
+
+def test_groups_that_go_on_shorten_steps_and_no_response_is_made_twice_or_dropped() -> None:
+    run = training(max_staleness=3, steps=6, lengths=LengthSpec(median=200, sigma=1.2, most=4000))
+    rounds = EbbtidePolicy(rounds_of_steps="whole_groups")
+    found = simulated(run=(run,), policy=rounds)
+    waiting = simulated(run=(msgspec.structs.replace(run, max_staleness=0),))
+    assert [step.step for step in found.steps] == list(range(6))
+    assert sum(step.rollouts for step in found.steps) == 6 * run.rollouts_per_step
+    assert found.tokens.generated == found.tokens.kept == waiting.tokens.kept
+    assert found.unfinished == found.tokens.dropped == 0
+    assert found.simulated_s < 0.9 * waiting.simulated_s
+
+
+def test_groups_that_go_on_survive_the_loss_of_their_workers() -> None:
+    run = training(max_staleness=2, steps=4)
+    faults = [PlannedFault(kind="kill", step=step, at_s=4.0, machines=2, back_s=5.0) for step in range(3)]
+    found = simulated(run=(run,), policy=EbbtidePolicy(rounds_of_steps="whole_groups"), fault=tuple(faults))
+    assert len(found.steps) == 4
+    assert found.tokens.kept == simulated(run=(run,)).tokens.kept
+    assert found.unfinished == 0
+
+
+def test_groups_cannot_go_on_in_a_run_that_is_strictly_on_policy() -> None:
+    with pytest.raises(InvalidRequest, match="at least 1") as refused:
+        simulated(policy=EbbtidePolicy(rounds_of_steps="whole_groups"))
+    assert refused.value.field == "run.max_staleness"
 
 
 def test_every_token_that_was_sampled_is_kept_or_was_lost_before_it_was_stored() -> None:

@@ -98,7 +98,7 @@ def make_spec(directory: Path, **changes: Any) -> RunSpec:
         "evaluation": {"problems": 4},
     }
     for name, value in changes.items():
-        base[name] = {**base[name], **value} if isinstance(value, dict) else value
+        base[name] = {**base.get(name, {}), **value} if isinstance(value, dict) else value
     return msgspec.convert(base, RunSpec)
 
 

@@ -44,6 +44,13 @@ def training_bounds(versions: Mapping[int, int], *, step: int, max_staleness: in
     return VersionBounds(_version_of(versions, max(0, step - max_staleness)), 0)
 
 
+def continued(versions: Mapping[int, int], *, step: int) -> VersionBounds:
+    """Bounds of rollouts that begin with the announced `step` and may end in a later one. Raises `VersionUnavailable`
+    if it is not announced.
+    """
+    return VersionBounds(_version_of(versions, step), 0)
+
+
 def pinned(versions: Mapping[int, int], *, step: int) -> VersionBounds:
     """Bounds that let only the weights of `step` answer, as for an evaluation. Raises `VersionUnavailable`."""
     version = _version_of(versions, step)

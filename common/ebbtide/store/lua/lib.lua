@@ -3,6 +3,7 @@
 -- Events from which drivers and trainers recover, a few per step or group: all are kept. Of other events, the newest are.
 local FACTS = {
   status = true, version = true, step = true, group_dropped = true, evaluation = true, checkpoint = true, attached = true,
+  round_opened = true, round_taken = true,
 }
 -- What a run keeps of its past grows with its quota, between bounds: spans, and as many ids that are over. The former release set no
 -- number: then it is the most.

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 _POLL_S: Final = 0.5
 _RECENT: Final = 20
 #: Events whose message the screen shows; the others appear elsewhere on it.
-_NEWS: Final = frozenset({"status", "worker", "warning", "evaluation", "checkpoint", "resumed", "dead_letter"})
+_NEWS: Final = frozenset(
+    {"status", "worker", "warning", "evaluation", "checkpoint", "resumed", "dead_letter", "round_opened"}
+)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Over-provisions short rounds and runs what they leave in long ones, as RollPacker does (NSDI'26, section 4.1)."""
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from heapq import heapify, heapreplace
 from math import ceil
@@ -50,7 +50,7 @@ class TailBatching(Rounds):
         return tuple(self._deferred)
 
 
-class _Race:
+class _Race(StepRound):
     """A round in which a prompt is done with its `enough`-th response, and the step with its `wanted`-th prompt."""
 
     def __init__(
@@ -58,24 +58,25 @@ class _Race:
     ) -> None:
         self._open = {prompt: [Sample(prompt, first + one) for one in range(responses)] for prompt in prompts}
         self._enough, self._wanted, self._deferred = enough, wanted, deferred
-        self._ended = Counter[int]()
+        self._ended: dict[int, list[Sample]] = {prompt: [] for prompt in prompts}
 
     def begin(self) -> Sequence[Sample]:
         return [sample for samples in self._open.values() for sample in samples]
 
     def ended(self, sample: Sample) -> RoundChange:
         self._open[sample.prompt].remove(sample)
-        self._ended[sample.prompt] += 1
-        if self._ended[sample.prompt] < self._enough:
-            return RoundChange()
+        kept = self._ended[sample.prompt]
+        kept.append(sample)
+        if len(kept) < self._enough:
+            return RoundChange(trainable=())
         abandoned = self._open.pop(sample.prompt)
         self._wanted -= 1
         if self._wanted:
-            return RoundChange(abandoned)
+            return RoundChange(abandoned, trainable=kept)
         self._deferred.extend(self._open)
         for left in self._open.values():
             abandoned += left
-        return RoundChange(abandoned, complete=True)
+        return RoundChange(abandoned, complete=True, trainable=kept)
 
 
 class FewestResponses(RivalDecider):

@@ -1,18 +1,26 @@
 """Has the coordinator's own rounds decide: the policy that Ebbtide is."""
 
-from msgspec import Struct
+from typing import Annotated, Final, Literal
+
+from msgspec import Meta, Struct
 
 from ebbtide.coordinator.dispatcher.dispatch_round import DispatchRound
 from ebbtide.coordinator.dispatcher.dispatch_rules import RULES, DispatchRules
 from ebbtide.coordinator.dispatcher.round_deeds import DeadLetters, RunFailure, SlotFill
 from ebbtide.coordinator.state.worker_session import WorkerSession
+from ebbtide.errors import InvalidRequest
 from ebbtide.scheduling.dispatch.round_pacing import gather_s
 from ebbtide.scheduling.dispatch.throughput import WorkerThroughput
+from ebbtide.scheduling.long_tail.rounds.group_rounds import MOST_EXCESS, GroupRounds
 from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.training_run import TrainingRun
+from ebbtide.simulator.world.training.continued_rounds import ContinuedRounds
 from ebbtide.simulator.world.training.step_rounds import Rounds, WholeGroups
 from ebbtide.simulator.world.training.trainer_loan import FixedWindow, LoanWindow
 from ebbtide.simulator.world.virtual_coordinator import Decider, VirtualCoordinator
+
+#: Steps of a run that goes on until the scenario's end.
+_ENDLESS: Final = 1 << 40
 
 
 class EbbtideDecider(Decider):
@@ -65,7 +73,14 @@ class EbbtideDecider(Decider):
 
 
 class EbbtidePolicy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Ebbtide as it is: the coordinator's own rounds; steps are trained whole. It has no parameters."""
+    """Ebbtide as it is: the coordinator's own rounds decide on placement.
+
+    `rounds_of_steps` and `rounds_excess` are `rounds` and `rounds_excess` of a run's `[tail]`. With "whole_groups" the
+    run's `max_staleness` bounds by how many steps later a prompt is trained.
+    """
+
+    rounds_of_steps: Literal["off", "whole_groups"] = "off"
+    rounds_excess: Annotated[float, Meta(ge=1, le=MOST_EXCESS)] = 2.0
 
     @property
     def stream_batch(self) -> int | None:
@@ -79,7 +94,13 @@ class EbbtidePolicy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return RULES
 
     def rounds(self, run: TrainingRun) -> Rounds:
-        return WholeGroups(run.prompts, run.group)
+        if self.rounds_of_steps == "off":
+            return WholeGroups(run.prompts, run.group)
+        if run.max_staleness < 1:
+            raise InvalidRequest("must be at least 1: groups that go on are trained later", field="run.max_staleness")
+        steps = run.steps or _ENDLESS
+        terms = {"groups_per_step": run.prompts, "steps": steps, "max_age": run.max_staleness}
+        return ContinuedRounds(GroupRounds(**terms, excess=self.rounds_excess), run.group)
 
     def window(self, decider: Decider, lent: MachinePool) -> LoanWindow:  # noqa: ARG002 - it is fixed
         return FixedWindow(lent.window_s)

@@ -9,11 +9,11 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from ebbtide.scheduling.steps.step_pacing import VersionBounds, open_steps, training_bounds
+from ebbtide.scheduling.steps.step_pacing import VersionBounds, continued, open_steps, training_bounds
 from ebbtide.simulator.scenario.draws.workload import Turn
 from ebbtide.simulator.world.simulated_rollout import SimulatedRollout
 from ebbtide.simulator.world.training.simulated_scoring import SimulatedScoring, WaitingScoring
-from ebbtide.simulator.world.training.step_rounds import Rounds, Sample, StepRound
+from ebbtide.simulator.world.training.step_rounds import RoundChange, Rounds, Sample, StepRound
 from ebbtide.simulator.world.virtual_time import VirtualTime
 
 
@@ -25,7 +25,6 @@ class StepProgress(Struct, eq=False):
     ends: list[float] = []  # when its episodes got their rewards
     lengths: list[int] = []  # of those that may be trained on, prompts included
     learnt: int = 0  # of `lengths`: gradients are computed, or being computed
-    ended: dict[Sample, int] = {}  # tokens of whole samples, prompts included
     responses: dict[int, list[int]] = {}  # of those the responses, by prompt
     tokens: int = 0  # of their responses
     complete: bool = False  # it has all that it trains on
@@ -38,6 +37,7 @@ class _Episode(Struct, eq=False):
     round: StepRound
     sample: Sample
     turns: Sequence[Turn]
+    begun: int  # the step that began it
     at: int = 0  # the turn that runs, or that its environment prepares
     tokens: int = 0
     rollout: SimulatedRollout | None = None  # None: the environment is at work
@@ -67,13 +67,16 @@ class SimulatedDriver:
         scored: Callable[[StepProgress], None],
     ) -> None:
         """`turns`: an episode's turns; `opened` hears of each step, `scored` of each reward in it."""
-        self._run, self._last, self._max_staleness = run, steps, max_staleness
+        self._run, self._last = run, steps
+        self._max_staleness = 0 if rounds.goes_on else max_staleness
         self._time, self._coordinator, self._rounds = time, coordinator, rounds
         self._turns, self._opened, self._scored = turns, opened, scored
         self._scoring = scoring
         self._versions: dict[int, int] = {}  # step -> version
         self._next = self._place = 0
         self._live: dict[str, _Episode] = {}  # by rollout
+        self._late: list[int] = []  # tokens of episodes that ended between two steps
+        self._whole: dict[Sample, int] = {}  # of samples that wait to be trained on: tokens, prompts included
         self._episodes: dict[Sample, _Episode] = {}
 
     @property
@@ -89,21 +92,32 @@ class SimulatedDriver:
                 self._open(number)
 
     def _open(self, number: int) -> None:
-        bounds = training_bounds(self._versions, step=number, max_staleness=self._max_staleness)
+        if self._rounds.goes_on:
+            bounds = continued(self._versions, step=number)
+        else:
+            bounds = training_bounds(self._versions, step=number, max_staleness=self._max_staleness)
         progress, around = StepProgress(number, self._time.now), self._rounds.open(number)
-        episodes = [_Episode(progress, around, sample, self._turns(sample)) for sample in around.begin()]
+        if self._rounds.goes_on:
+            progress.ends += [self._time.now] * len(self._late)
+            progress.tokens += sum(self._late)
+            self._late.clear()
+            for one in self._episodes.values():
+                one.progress, one.round = progress, around
+        episodes = [_Episode(progress, around, sample, self._turns(sample), number) for sample in around.begin()]
         self._episodes.update((one.sample, one) for one in episodes)
         self._opened(progress)
         self._coordinator.submit([self._rollout(one, bounds) for one in episodes])
+        if self._rounds.goes_on:
+            self._note(progress, around.carried())
 
     def _rollout(self, episode: _Episode, bounds: VersionBounds) -> SimulatedRollout:
         run, sample, turn = self._run, episode.sample, episode.turns[episode.at]
-        name = f"{run}.{episode.progress.number}.{sample.prompt}.{sample.sample}"
+        name = f"{run}.{episode.begun}.{sample.prompt}.{sample.sample}"
         rollout = SimulatedRollout(
             rollout_id=f"{name}.{episode.at}",
             episode_id=name,
             run=run,
-            step=episode.progress.number,
+            step=episode.begun,
             group=sample.prompt,
             bounds=bounds,
             prompt=turn.prompt,
@@ -148,14 +162,20 @@ class SimulatedDriver:
             return
         del self._episodes[episode.sample]
         progress = episode.progress
-        progress.ends.append(self._time.now)
-        progress.tokens += episode.tokens
+        if progress.complete:  # of a round that goes on: the next step counts it
+            self._late.append(episode.tokens)
+        else:
+            progress.ends.append(self._time.now)
+            progress.tokens += episode.tokens
         sample, last = episode.sample, episode.turns[-1]
-        progress.ended[sample] = last.prompt + last.response
+        self._whole[sample] = last.prompt + last.response
         progress.responses.setdefault(sample.prompt, []).append(last.response)
         change = episode.round.ended(sample)
-        trainable = (sample,) if change.trainable is None else change.trainable
-        progress.lengths += [progress.ended[one] for one in trainable]
+        self._note(progress, change if change.trainable is not None else change._replace(trainable=(sample,)))
+
+    def _note(self, progress: StepProgress, change: RoundChange) -> None:
+        """Take in what follows for a step."""
+        progress.lengths += [self._whole.pop(one) for one in change.trainable or ()]
         self._abandon(change.abandon)
         progress.complete = change.complete
         self._scored(progress)
@@ -163,6 +183,7 @@ class SimulatedDriver:
     def _abandon(self, samples: Sequence[Sample]) -> None:
         gone = []
         for sample in samples:
+            self._whole.pop(sample, None)
             episode = self._episodes.pop(sample, None)
             if episode is not None and episode.rollout is not None:
                 del self._live[episode.rollout.rollout_id]

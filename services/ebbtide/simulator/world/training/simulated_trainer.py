@@ -178,7 +178,7 @@ class SimulatedTrainer:
         self._time.after(seconds, lambda: deed() if life == self._life else None)
 
     def _record(self, step: StepProgress) -> None:
-        ends = sorted(step.ends)
+        ends = sorted(step.ends) or [step.opened_s]  # all of it may have ended before it opened
         outcome = StepOutcome(
             run=self._run,
             step=step.number,

@@ -33,14 +33,22 @@ class StepRound(Protocol):
         """Note that a sample's last turn has ended."""
         ...
 
+    def carried(self) -> RoundChange:
+        """What follows from samples that ended before the step opened."""
+        return RoundChange(trainable=())
+
 
 class Rounds(Protocol):
     """A run's rounds. Invariant: `open` is called once for each step, in order."""
 
+    #: Whether samples go on behind their step. Then no step opens ahead of training, and the next step's round is told
+    #: of samples that former ones began.
+    goes_on: bool = False
+
     def open(self, step: int) -> StepRound: ...
 
 
-class WholeGroups:
+class WholeGroups(Rounds):
     """Each step asks its own prompts, and trains on all of their responses. `together`: a sample's gradient needs its
     whole group, as its advantage does.
     """
@@ -56,7 +64,7 @@ class WholeGroups:
         )
 
 
-class _WholeRound:
+class _WholeRound(StepRound):
     """`group`: samples that are trained on together; 0: each by itself."""
 
     def __init__(self, samples: Sequence[Sample], group: int) -> None:
