@@ -2,30 +2,16 @@
 
     python -m benchmarks.long_tail [--quick] [--parts NAME ...] [--marginals NAME ...] [--lengths PATH] [--out PATH]
 
-`admission`: preemptions of a real engine with little memory, with admission by memory and without. `draft`: lengths of
-drafts beside Seer's printed rule, computed. `lengths`: how often forecast intervals of lengths cover the truth, on
-drawn groups. `order`: step times under orders of starting, in a model of slots. Recorded lengths are looked for beside
+Parts with real programs: `admission` (preemptions of an engine with little memory, with admission by memory and
+without), `feed` (what a coordinator spends on passing siblings' tokens on), `rewards` (responses scored beside the
+rollout or behind it; simulated, too). Simulated: `seer` (policies in Seer's settings), `rounds` (what rules of rounds
+save), `freed` (workers that two runs share). Computed: `draft` (lengths of drafts beside Seer's printed rule), `accept`
+(tokens of a step, by siblings on one worker and across two), `lengths` (how often forecast intervals cover the truth),
+`order` (step times under orders of starting, in a model of slots), `decision` (what an order costs the coordinator),
+`bias` (what rules of rounds do to trained lengths and gradients, in a toy model). Recorded lengths are looked for beside
 the checkout, in `shared/traces`; without them only the fitted ones are drawn from. Writes a JSON file with `figures`;
 those that were not measured are null, and `missing` says why. Ends with 1 if a part failed; what the others found is
 written nevertheless.
-`draft`: lengths of drafts beside Seer's printed rule, computed. `lengths`: how often forecast intervals of lengths
-cover the truth, on drawn groups. `order`: step times under orders of starting, in a model of slots.
-`rewards`: steps whose responses are scored beside the rollout or behind it, on real processes and simulated.
-Recorded lengths
-cover the truth, on drawn groups. `order`: step times under orders of starting, in a model of slots. `feed`: what a
-real coordinator spends on passing siblings' tokens on. Recorded lengths
-`draft`: lengths of drafts beside Seer's printed rule, computed. `accept`: tokens that a sample makes in a step, by
-siblings on one worker and across two. `lengths`: how often forecast intervals of lengths
-cover the truth, on drawn groups. `order`: step times under orders of starting, in a model of slots. Recorded lengths
-cover the truth, on drawn groups. `order`: step times under orders of starting, in a model of slots. `bias`: what rules
-of rounds do to trained lengths and gradients, in a toy model. `rounds`: what they save, simulated. Recorded lengths
-are looked for beside the checkout, in `shared/traces`; without them only the fitted ones are drawn from. Writes a JSON
-file with `figures`; those that were not measured are null, and `missing` says why. Ends with 1 if a part failed; what
-the others found is written nevertheless.
-cover the truth, on drawn groups. `order`: step times under orders of starting, in a model of slots. `seer`: policies in
-Seer's settings, simulated. Recorded lengths are looked for beside the checkout, in `shared/traces`; without them only
-the fitted ones are drawn from. Writes a JSON file with `figures`; those that were not measured are null, and `missing`
-says why. Ends with 1 if a part failed; what the others found is written nevertheless.
 """
 
 import argparse
@@ -40,8 +26,8 @@ from typing import Any, Final
 
 from benchmarks.arguments import count, output
 from benchmarks.conditions import conditions
-from benchmarks.long_tail.admission_part import admission_part
 from benchmarks.long_tail.accept_part import accept_part
+from benchmarks.long_tail.admission_part import admission_part
 from benchmarks.long_tail.bias_part import bias_part
 from benchmarks.long_tail.draft_part import draft_part
 from benchmarks.long_tail.feed_part import feed_part
@@ -51,22 +37,11 @@ from benchmarks.long_tail.order_part import order_part
 from benchmarks.long_tail.recorded_groups import recorded_coverage, recorded_groups
 from benchmarks.long_tail.rewards_part import rewards_part
 from benchmarks.long_tail.tail_figures import figure_rows, missing, promised_figures
-from ebbtide.errors import InvalidRequest
-
-PARTS: Final = ("admission", "draft", "lengths", "order")
-PARTS: Final = ("draft", "lengths", "order", "rewards")
-from benchmarks.long_tail.seer.seer_part import seer_part
-from benchmarks.long_tail.tail_figures import figure_rows, missing, promised_figures
-from ebbtide.errors import InvalidRequest
-
-PARTS: Final = ("draft", "lengths", "order", "seer")
-PARTS: Final = ("draft", "lengths", "order", "feed")
-PARTS: Final = ("draft", "accept", "lengths", "order")
 from benchmarks.long_tail.rounds_part import rounds_part
-from benchmarks.long_tail.tail_figures import figure_rows, missing, promised_figures
+from benchmarks.long_tail.seer.seer_part import seer_part
 from ebbtide.errors import InvalidRequest
 
-PARTS: Final = ("draft", "lengths", "order", "bias", "rounds")
+PARTS: Final = ("admission", "draft", "accept", "lengths", "order", "rewards", "seer", "feed", "bias", "rounds", "figures", "missing", "failed", "took_s", "conditions")
 OUT: Final = Path(__file__).parents[1] / "results" / "tail.json"
 
 

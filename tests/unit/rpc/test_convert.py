@@ -119,7 +119,6 @@ PAIRS: dict[type[Struct], type[Message]] = {
     ShareSpec: types_pb2.ShareSpec,
     TailSpec: types_pb2.TailSpec,
     RequestSpec: types_pb2.RequestSpec,
-    TailSpec: types_pb2.TailSpec,
     RunSpec: types_pb2.RunSpec,
     Session: sessions_pb2.Session,
     SessionTurn: sessions_pb2.Turn,

@@ -32,7 +32,7 @@ from ebbtide.store.store import Store
 from ebbtide.store.unexpected_data import UNEXPECTED
 from ebbtide.types.fleet import AttemptRef
 from ebbtide.types.ids import new_fence
-from ebbtide.types.run import LeaseRef, RunSpec, RunStatus
+from ebbtide.types.run import LeaseRef, RunStatus
 from ebbtide.types.tokens import token_count
 from ebbtide.v1 import fleet_pb2, types_pb2
 from ebbtide.wire.record_conversion import to_proto
