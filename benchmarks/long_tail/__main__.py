@@ -5,7 +5,7 @@
 `draft`: lengths of drafts beside Seer's printed rule, computed. `lengths`: how often forecast intervals of lengths
 cover the truth, on drawn groups. `order`: step times under orders of starting, in a model of slots.
 `rewards`: steps whose responses are scored beside the rollout or behind it, on real processes and simulated.
-Recorded lengths
+`freed`: two simulated runs on one fleet, with workers that go over in tails and without. Recorded lengths
 are looked for beside the checkout, in `shared/traces`; without them only the fitted ones are drawn from. Writes a JSON
 file with `figures`; those that were not measured are null, and `missing` says why. Ends with 1 if a part failed; what
 the others found is written nevertheless.
@@ -24,6 +24,7 @@ from typing import Any, Final
 from benchmarks.arguments import count, output
 from benchmarks.conditions import conditions
 from benchmarks.long_tail.draft_part import draft_part
+from benchmarks.long_tail.freed_part import freed_part
 from benchmarks.long_tail.length_marginals import TRACES, known_marginals
 from benchmarks.long_tail.lengths_part import lengths_part
 from benchmarks.long_tail.order_part import order_part
@@ -32,7 +33,7 @@ from benchmarks.long_tail.rewards_part import rewards_part
 from benchmarks.long_tail.tail_figures import figure_rows, missing, promised_figures
 from ebbtide.errors import InvalidRequest
 
-PARTS: Final = ("draft", "lengths", "order", "rewards")
+PARTS: Final = ("draft", "lengths", "order", "rewards", "freed")
 OUT: Final = Path(__file__).parents[1] / "results" / "tail.json"
 
 
@@ -49,6 +50,7 @@ def measured(
         ),
         "order": lambda: order_part(tell, **drawn),
         "rewards": lambda: rewards_part(tell, quick=options.quick),
+        "freed": lambda: freed_part(tell, quick=options.quick),
     }
     found: dict[str, dict[str, Any]] = {}
     failed: dict[str, str] = {}
