@@ -34,8 +34,8 @@ def freed_part(tell: Callable[[str], None], *, quick: bool) -> dict[str, Any]:
         gain = ways["shared"]["tokens_per_s"] / ways["halves"]["tokens_per_s"]
         found[f"{gbps:g}"] = ways | {"shared_over_halves": gain}
         told = "; ".join(
-            f"{way} {one['tokens_per_s']:,.0f} tokens/s, steps {one['first_step_s']:.0f} and {one['other_step_s']:.0f} s, "
-            f"{one['installing_share']:.1%} of the time installing"
+            f"{way} {one['tokens_per_s']:,.0f} tokens/s, steps {one['first_step_s']:.0f}, {one['other_step_s']:.0f} s,"
+            f" {one['installing_share']:.1%} of the time installing"
             for way, one in ways.items()
         )
         tell(f"freed workers, {gbps:g} Gbit/s: {told}; shared over halves {gain:.3f}")

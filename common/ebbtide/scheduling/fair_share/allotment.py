@@ -71,9 +71,9 @@ def _usable_debts(demands: Sequence[Demand], due: Mapping[str, float]) -> dict[s
     In a step's tail a run wants few workers and its credit grows, as others make more tokens. It could use no more, so
     neither may its credit keep workers from them, nor what they owe it.
     """
-    credits = {one.run_id: one.owed_s for one in demands if one.owed_s > 0.0}
-    usable = {one.run_id for one in demands if one.run_id in credits and one.wants > due[one.run_id] + EPSILON}
-    part = sum(credits[one] for one in usable) / sum(credits.values()) if credits else 1.0
+    credit = {one.run_id: one.owed_s for one in demands if one.owed_s > 0.0}
+    usable = {one.run_id for one in demands if one.run_id in credit and one.wants > due[one.run_id] + EPSILON}
+    part = sum(credit[one] for one in usable) / sum(credit.values()) if credit else 1.0
     return {
         one.run_id: one.owed_s * part if one.owed_s < 0.0 else one.owed_s if one.run_id in usable else 0.0
         for one in demands
