@@ -165,10 +165,10 @@ def test_workers_that_the_tail_of_one_runs_step_does_not_need_help_the_other_run
     first = training(name="first", prompts=6, lengths=tail, steps=1)
     other = training(name="other", prompts=120, lengths=LengthSpec(value=400), steps=1)
     shared = simulated(fleet=(pool(4),), run=(first, other))
-    halves = {"ceiling": 0.5}
+    half = ShareSpec(ceiling=0.5)
     apart = simulated(
         fleet=(pool(4),),
-        run=tuple(msgspec.structs.replace(one, share=ShareSpec(**halves)) for one in (first, other)),
+        run=tuple(msgspec.structs.replace(one, share=half) for one in (first, other)),
     )
 
     def ended(outcome: Outcome, run: str) -> float:
