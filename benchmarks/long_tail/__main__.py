@@ -12,6 +12,13 @@ save), `freed` (workers that two runs share). Computed: `draft` (lengths of draf
 the checkout, in `shared/traces`; without them only the fitted ones are drawn from. Writes a JSON file with `figures`;
 those that were not measured are null, and `missing` says why. Ends with 1 if a part failed; what the others found is
 written nevertheless.
+`draft`: lengths of drafts beside Seer's printed rule, computed. `lengths`: how often forecast intervals of lengths
+cover the truth, on drawn groups. `order`: step times under orders of starting, in a model of slots.
+`rewards`: steps whose responses are scored beside the rollout or behind it, on real processes and simulated.
+`freed`: two simulated runs on one fleet, with workers that go over in tails and without. Recorded lengths
+are looked for beside the checkout, in `shared/traces`; without them only the fitted ones are drawn from. Writes a JSON
+file with `figures`; those that were not measured are null, and `missing` says why. Ends with 1 if a part failed; what
+the others found is written nevertheless.
 """
 
 import argparse
@@ -31,6 +38,7 @@ from benchmarks.long_tail.admission_part import admission_part
 from benchmarks.long_tail.bias_part import bias_part
 from benchmarks.long_tail.draft_part import draft_part
 from benchmarks.long_tail.feed_part import feed_part
+from benchmarks.long_tail.freed_part import freed_part
 from benchmarks.long_tail.length_marginals import TRACES, known_marginals
 from benchmarks.long_tail.lengths_part import lengths_part
 from benchmarks.long_tail.order_part import order_part
@@ -42,6 +50,7 @@ from benchmarks.long_tail.seer.seer_part import seer_part
 from ebbtide.errors import InvalidRequest
 
 PARTS: Final = ("admission", "draft", "accept", "lengths", "order", "rewards", "seer", "feed", "bias", "rounds", "figures", "missing", "failed", "took_s", "conditions")
+PARTS: Final = ("draft", "lengths", "order", "rewards", "freed")
 OUT: Final = Path(__file__).parents[1] / "results" / "tail.json"
 
 
@@ -64,6 +73,7 @@ def measured(
         "feed": lambda: feed_part(tell, quick=options.quick),
         "bias": lambda: bias_part(tell, quick=options.quick),
         "rounds": lambda: rounds_part(tell, quick=options.quick, jobs=options.jobs),
+        "freed": lambda: freed_part(tell, quick=options.quick),
     }
     found: dict[str, dict[str, Any]] = {}
     failed: dict[str, str] = {}

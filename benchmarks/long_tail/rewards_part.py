@@ -17,6 +17,7 @@ from statistics import mean
 from typing import Any, Final
 from unittest.mock import patch
 
+from benchmarks.log_level import errors_only
 from benchmarks.long_tail.scored_responses import QUANTILES, drawn_s
 from ebbtide.driver.environment_calls import EpisodeClock
 from ebbtide.driver.environment_processes import EnvironmentProcesses
@@ -56,6 +57,7 @@ _WAYS: Final[dict[str, SimulatedRewards]] = {
 
 def rewards_part(tell: Callable[[str], None], *, quick: bool) -> dict[str, Any]:
     """Seconds of steps by the way of scoring, real ones rescaled, and how often the last are in those scored behind."""
+    errors_only()
     real = {
         way: mean(asyncio.run(_real_step(way, seed)) for seed in range(1 if quick else 3))
         for way in ("after", "bound", "beside", "adaptive")

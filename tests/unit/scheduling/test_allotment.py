@@ -236,3 +236,12 @@ def test_a_large_fleet_changes_over_in_several_decisions_and_none_changes_many()
         posts = [post(name, run_id) for name, run_id in found.items()]
     assert sum(changes) == 300
     assert max(changes) <= 128
+
+
+def test_a_tail_keeps_no_worker_by_a_credit_that_it_cannot_use() -> None:
+    posts = [post(f"w{number}", "tail" if number < 2 else "busy", running=1 + number // 2 * 7) for number in range(4)]
+    demands = [demand("tail", wants=1.0, owed_s=3.4), demand("busy", owed_s=-3.4)]
+    runs = list(decided(posts, demands).values())
+    assert (runs.count("tail"), runs.count("busy")) == (1, 3)
+    wants_more = [demand("tail", wants=4.0, owed_s=3.4), demand("busy", owed_s=-3.4)]
+    assert list(decided(posts, wants_more).values()).count("tail") >= 2

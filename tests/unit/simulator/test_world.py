@@ -18,6 +18,7 @@ from ebbtide.simulator.scenario.scenario import Scenario
 from ebbtide.simulator.scenario.training_run import SimulatedEnvironment, TrainingRun
 from ebbtide.simulator.world.ebbtide_policy import EbbtidePolicy
 from ebbtide.simulator.world.simulation import Simulation
+from ebbtide.types.run import ShareSpec
 from tests.fakes.simulated_profiles import ENGINE, INSTALL_S, STEP_S, PlainProfiles, PlainTimes
 
 SPREAD = LengthSpec(median=300, sigma=0.8, most=4000)
@@ -185,6 +186,25 @@ def test_two_runs_share_the_fleet() -> None:
     outcome = simulated(run=runs)
     assert {step.run for step in outcome.steps} == {"one", "two"}
     assert all(sum(step.run == name for step in outcome.steps) == 3 for name in ("one", "two"))
+
+
+def test_workers_that_the_tail_of_one_runs_step_does_not_need_help_the_other_run_at_once() -> None:
+    """Of the first run's 24 rollouts three last ten times as long as the others."""
+    tail = LengthSpec(median=300, sigma=0.1, endless=0.05, most=4000)
+    first = training(name="first", prompts=6, lengths=tail, steps=1)
+    other = training(name="other", prompts=120, lengths=LengthSpec(value=400), steps=1)
+    shared = simulated(fleet=(pool(4),), run=(first, other))
+    half = ShareSpec(ceiling=0.5)
+    apart = simulated(
+        fleet=(pool(4),),
+        run=tuple(msgspec.structs.replace(one, share=half) for one in (first, other)),
+    )
+
+    def ended(outcome: Outcome, run: str) -> float:
+        return next(step.generated_s for step in outcome.steps if step.run == run)
+
+    assert ended(shared, "other") < 0.8 * ended(apart, "other")
+    assert ended(shared, "first") < 1.05 * ended(apart, "first")
 
 
 def test_a_trainers_devices_generate_between_its_steps() -> None:

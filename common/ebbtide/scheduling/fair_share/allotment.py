@@ -10,7 +10,7 @@ debt counts: turns last about `slice_s`, or ten times the change.
 The run "" stands for rest: workers that ceilings keep from every run. They get nothing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import Final
 
@@ -65,6 +65,21 @@ def allot(
     return _Allotment(posts, demands, now, slice_s, rest_owed_s).decided()
 
 
+def _usable_debts(demands: Sequence[Demand], due: Mapping[str, float]) -> dict[str, float]:
+    """What runs are owed and owe, without the credit of those that are due all the workers that they want.
+
+    In a step's tail a run wants few workers and its credit grows, as others make more tokens. It could use no more, so
+    neither may its credit keep workers from them, nor what they owe it.
+    """
+    credit = {one.run_id: one.owed_s for one in demands if one.owed_s > 0.0}
+    usable = {one.run_id for one in demands if one.run_id in credit and one.wants > due[one.run_id] + EPSILON}
+    part = sum(credit[one] for one in usable) / sum(credit.values()) if credit else 1.0
+    return {
+        one.run_id: one.owed_s * part if one.owed_s < 0.0 else one.owed_s if one.run_id in usable else 0.0
+        for one in demands
+    }
+
+
 class _Allotment:
     def __init__(
         self, posts: Sequence[WorkerPost], demands: Sequence[Demand], now: float, slice_s: float, rest_owed_s: float
@@ -73,7 +88,7 @@ class _Allotment:
         self._wanted = {demand.run_id: demand for demand in demands}
         shares = entitled(demands, len(posts))
         self._short = {run_id: share * len(posts) for run_id, share in shares.items()}  # workers that it lacks
-        self._owed_s = {demand.run_id: demand.owed_s for demand in demands}
+        self._owed_s = _usable_debts(demands, self._short)
         if (rest := 1.0 - sum(shares.values())) > EPSILON:
             self._short[""], self._owed_s[""] = rest * len(posts), rest_owed_s
         self._runs = {post.worker_id: post.run_id for post in posts}

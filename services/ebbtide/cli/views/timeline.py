@@ -24,7 +24,7 @@ OWNERS: Final = {HELD: "trains", LENT: "generates", RETURNING: "returns"}
 #: Kinds of events that mark a moment of the whole run.
 _OF_RUN: Final = ("version", "rewards")
 #: States of a worker that mark a moment, as the run's events name them.
-MARKED: Final = ("draining", "lost", "suspected", "shunned", "left", "attached")
+MARKED: Final = ("draining", "lost", "suspected", "shunned", "left", "attached", "went_over")
 #: Least width of a span: an arrow's ends must lie inside their spans.
 _LEAST_US: Final = 2
 

@@ -27,6 +27,7 @@ _MARKS: Final[dict[str, tuple[str, str]]] = {  # state -> colour, marker
     "shunned": ("#ff7f0e", "s"),
     "draining": ("#ff7f0e", "v"),
     "left": ("#7f7f7f", "X"),
+    "went_over": ("#1f77b4", ">"),
 }
 
 

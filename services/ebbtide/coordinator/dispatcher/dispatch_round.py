@@ -64,7 +64,9 @@ class DispatchRound:
         self._prefills = PrefillSpeeds(rules)
         self._borrowed = BorrowedHosts(state, self._moves, self._prefills, run_events)
         changes = EngineChanges(state)
-        self._allocator = WorkerAllocator(state, trust, self._moves, changes, self._prefills, slice_s=slice_s)
+        self._allocator = WorkerAllocator(
+            state, trust, self._moves, changes, self._prefills, run_events, slice_s=slice_s
+        )
         self._losses, self._memory = LossWatch(), MemoryOffers(state)
         self._hosts = HostViews(state, trust, self._moves, self._prefills, self._spell_s)
         self._installs = InstallSender(state, changes, public_key)

@@ -20,13 +20,15 @@ from ebbtide.coordinator.fleet.engine_changes import EngineChanges
 from ebbtide.coordinator.fleet.release_requests import free, remind
 from ebbtide.coordinator.fleet.worker_trust import WorkerTrust
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
+from ebbtide.coordinator.state.run_events import RunEvents
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.scheduling.dispatch.move_costs import finishes_first
 from ebbtide.scheduling.fair_share.allotment import WorkerPost, allot, turn_s
+from ebbtide.scheduling.fair_share.change_reasons import LeftRun, change_reason
 from ebbtide.scheduling.fair_share.share_accounts import REST, RunDue, ShareAccounts, WorkerDemand
 from ebbtide.scheduling.fair_share.shares import Demand, entitled
-from ebbtide.types.run import RunShare
+from ebbtide.types.run import RunEvent, RunShare
 
 log = telemetry.get_logger(__name__)
 #: Largest share of the time spent on deciding: a large fleet is decided less often.
@@ -44,11 +46,12 @@ class WorkerAllocator:
         moves: Rebalancer,
         changes: EngineChanges,
         prefills: PrefillSpeeds,
+        run_events: RunEvents,
         *,
         slice_s: float,
     ) -> None:
         self._state, self._trust, self._moves, self._slice_s = state, trust, moves, slice_s
-        self._changes, self._prefills = changes, prefills
+        self._changes, self._prefills, self._run_events = changes, prefills, run_events
         self._accounted = state.clock()
         self._accounts, self._wants = ShareAccounts(self._accounted), WorkerDemand()
         self._due: dict[str, RunDue] = {}
@@ -144,11 +147,23 @@ class WorkerAllocator:
         for session in sessions:
             run_id = runs[session.session_id]
             if session.run_id != run_id:
-                log.info("worker serves", worker_id=session.worker_id, run_id=run_id)
+                self._tell_change(session, run_id)
                 held.subtract((session.run_id,))
                 held.update((run_id,))
                 session.serve(run_id, now)
         return held
+
+    def _tell_change(self, session: WorkerSession, run_id: str) -> None:
+        """Tells both runs that a worker is about to change, and why."""
+        left, gains = self._state.runs.get(session.run_id), self._state.runs.get(run_id)
+        reason = change_reason(LeftRun(len(left.queue), len(left.running)) if left is not None else None)
+        log.info("worker serves", worker_id=session.worker_id, run_id=run_id, reason=reason)
+        if left is None or gains is None:
+            return
+        labels = {"worker": session.worker_id, "state": "went_over", "from": left.run_id, "to": run_id}
+        text = f"worker {session.worker_id} goes over from run {left.run_id} to run {run_id}: {reason}"
+        for run in (left, gains):
+            self._run_events.write(run, RunEvent(kind="worker", message=text, labels=labels))
 
     def _post(self, session: WorkerSession, barred: set[str], now: float) -> WorkerPost:
         change_s = self._state.changes.estimate(session.worker_id)
