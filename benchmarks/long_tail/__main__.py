@@ -7,18 +7,10 @@ without), `feed` (what a coordinator spends on passing siblings' tokens on), `re
 rollout or behind it; simulated, too). Simulated: `seer` (policies in Seer's settings), `rounds` (what rules of rounds
 save), `freed` (workers that two runs share). Computed: `draft` (lengths of drafts beside Seer's printed rule), `accept`
 (tokens of a step, by siblings on one worker and across two), `lengths` (how often forecast intervals cover the truth),
-`order` (step times under orders of starting, in a model of slots), `decision` (what an order costs the coordinator),
-`bias` (what rules of rounds do to trained lengths and gradients, in a toy model). Recorded lengths are looked for beside
-the checkout, in `shared/traces`; without them only the fitted ones are drawn from. Writes a JSON file with `figures`;
-those that were not measured are null, and `missing` says why. Ends with 1 if a part failed; what the others found is
-written nevertheless.
-`draft`: lengths of drafts beside Seer's printed rule, computed. `lengths`: how often forecast intervals of lengths
-cover the truth, on drawn groups. `order`: step times under orders of starting, in a model of slots.
-`rewards`: steps whose responses are scored beside the rollout or behind it, on real processes and simulated.
-`freed`: two simulated runs on one fleet, with workers that go over in tails and without. Recorded lengths
-are looked for beside the checkout, in `shared/traces`; without them only the fitted ones are drawn from. Writes a JSON
-file with `figures`; those that were not measured are null, and `missing` says why. Ends with 1 if a part failed; what
-the others found is written nevertheless.
+`order` (step times under orders of starting, in a model of slots), `bias` (what rules of rounds do to trained lengths
+and gradients, in a toy model). Recorded lengths are looked for beside the checkout, in `shared/traces`; without them
+only the fitted ones are drawn from. Writes a JSON file with `figures`; those that were not measured are null, and
+`missing` says why. Ends with 1 if a part failed; what the others found is written nevertheless.
 """
 
 import argparse
@@ -44,13 +36,24 @@ from benchmarks.long_tail.lengths_part import lengths_part
 from benchmarks.long_tail.order_part import order_part
 from benchmarks.long_tail.recorded_groups import recorded_coverage, recorded_groups
 from benchmarks.long_tail.rewards_part import rewards_part
-from benchmarks.long_tail.tail_figures import figure_rows, missing, promised_figures
 from benchmarks.long_tail.rounds_part import rounds_part
 from benchmarks.long_tail.seer.seer_part import seer_part
+from benchmarks.long_tail.tail_figures import figure_rows, missing, promised_figures
 from ebbtide.errors import InvalidRequest
 
-PARTS: Final = ("admission", "draft", "accept", "lengths", "order", "rewards", "seer", "feed", "bias", "rounds", "figures", "missing", "failed", "took_s", "conditions")
-PARTS: Final = ("draft", "lengths", "order", "rewards", "freed")
+PARTS: Final = (
+    "admission",
+    "draft",
+    "accept",
+    "lengths",
+    "order",
+    "rewards",
+    "seer",
+    "feed",
+    "bias",
+    "rounds",
+    "freed",
+)
 OUT: Final = Path(__file__).parents[1] / "results" / "tail.json"
 
 

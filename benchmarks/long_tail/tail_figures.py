@@ -20,21 +20,15 @@ PROMISED_RANGES: Final[dict[str, tuple[float, float]]] = {
 _NO_PART: Final = "no part of this benchmark measures it yet"
 #: The others, and their parts.
 _PARTS: Final = {
-    "engine_preemptions_share": "admission",
-    "draft_objective_over_printed_rule": "draft",
-    "interval_coverage": "lengths",
-    "draft_objective_over_printed_rule": "draft",
-    "interval_coverage": "lengths",
     "throughput_over_verl": "seer",
     "throughput_over_seer": "seer",
     "share_of_true_lengths": "seer",
     "error_vs_published_median": "seer",
     "draft_objective_over_printed_rule": "draft",
     "accept_length_across_over_within": "accept",
-    "interval_coverage": "lengths",
-    "draft_objective_over_printed_rule": "draft",
-    "interval_coverage": "lengths",
     "bias_cured_over_uncured": "bias",
+    "engine_preemptions_share": "admission",
+    "interval_coverage": "lengths",
 }
 
 

@@ -2,6 +2,7 @@
 
 from typing import Final
 
+import msgspec
 from msgspec import Struct
 
 from ebbtide.simulator.rivals.ablated_policy import AblatedPolicy
@@ -56,7 +57,8 @@ class Compared(Struct, frozen=True, kw_only=True):
 
 
 def _without(name: str, **parts: bool) -> Compared:
-    return Compared(name=name, policy=AblatedPolicy(**parts), delays=parts.get("delays", True))
+    policy = msgspec.convert(parts, AblatedPolicy)
+    return Compared(name=name, policy=policy, delays=policy.delays)
 
 
 RESTART: Final = _without("restart", keeps=False, delays=False, balances=False)

@@ -24,6 +24,7 @@ from ebbtide.rollout_worker.engine.weight_sleep import WeightSleep
 from ebbtide.rollout_worker.generation.flush_lanes import JITTER
 from ebbtide.rollout_worker.generation.local_attempts import LocalAttempts
 from ebbtide.rollout_worker.generation.outbox import Outbox
+from ebbtide.rollout_worker.generation.sibling_tokens import SiblingTokens
 from ebbtide.rollout_worker.guard_link import GuardLink
 from ebbtide.rollout_worker.installs.install_reports import InstallReports
 from ebbtide.rollout_worker.installs.installer import Installer
@@ -32,6 +33,7 @@ from ebbtide.rollout_worker.installs.weight_store import WeightStore
 from ebbtide.rollout_worker.settings import WorkerSettings
 from ebbtide.rollout_worker.streams.control_handler import ControlHandler, ControlOutbox, throttle
 from ebbtide.rollout_worker.streams.control_session import ControlSession
+from ebbtide.rollout_worker.streams.sibling_client import SiblingClient
 from ebbtide.rpc.channel import check_address, open_channel, open_socket
 from ebbtide.rpc.leader_channel import LeaderChannel, addresses
 from ebbtide.runtime import Shutdown
@@ -153,7 +155,8 @@ async def _assemble(
     link = None
     if borrowed and lease:
         link = await _borrow(stack, shutdown, settings, worker_id, borrowed, lease, attempts, sleeping)
-    return ControlHandler(settings, worker_id, outbox, attempts, installer, outgoing, link), store
+    siblings = SiblingClient(SiblingTokens(engine, attempts)) if engine.speculates else None
+    return ControlHandler(settings, worker_id, outbox, attempts, installer, outgoing, link, siblings), store
 
 
 async def _borrow(

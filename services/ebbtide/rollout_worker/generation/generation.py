@@ -21,6 +21,15 @@ Decode = Callable[[Sequence[int]], str]
 _MARGIN: Final = 8
 
 
+class RestForecast(Struct, frozen=True, kw_only=True):
+    """What is expected of a rollout that runs here: tokens to come behind the first `stored` of its response."""
+
+    attempt_id: str
+    expected_tokens: int = 0  # on average; 0: not known
+    longest_tokens: int = 0  # that are probably not exceeded; 0: not known
+    stored: int = 0
+
+
 class Assignment(Struct, frozen=True, kw_only=True):
     """An attempt that the coordinator hands out."""
 

@@ -143,10 +143,14 @@ class KvGate:
         if is_due(ticket.context, self._rules) and not ticket.parked:
             self._decide_soon()
 
-    def forecast(self, key: str, rest: float, longest: float) -> None:
-        """So many tokens are to come now, on average and at most probably."""
+    def forecast(self, key: str, rest: int, longest: int, *, stored: int) -> None:
+        """So many tokens are to come behind the first `stored` of the response, on average and at most probably; 0:
+        unknown."""
         if ticket := self._running.get(key) or self._waiting.get(key):
-            ticket.context = replace(ticket.context, rest=rest, longest_rest=longest)
+            context = ticket.context
+            since = context.tokens - context.prompt - stored  # were made behind those that the forecast knew of
+            rests = (_less(float(tokens), since) for tokens in (rest, longest))
+            ticket.context = replace(context, **dict(zip(("rest", "longest_rest"), rests, strict=True)))
             self._decide_soon()
 
     def _prefix(self, request: EngineRequest, prompt_ids: bytes) -> str:

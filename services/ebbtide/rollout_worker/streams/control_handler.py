@@ -16,7 +16,7 @@ from ebbtide import telemetry
 from ebbtide.errors import InvalidRequest
 from ebbtide.rollout_worker import metrics
 from ebbtide.rollout_worker.engine import Engine
-from ebbtide.rollout_worker.generation.generation import Assignment
+from ebbtide.rollout_worker.generation.generation import Assignment, RestForecast
 from ebbtide.rollout_worker.generation.local_attempts import HandBack, LocalAttempts
 from ebbtide.rollout_worker.generation.outbox import Outbox
 from ebbtide.rollout_worker.guard_link import GuardLink
@@ -135,7 +135,7 @@ class ControlHandler:
         )
 
     def _capabilities(self) -> list[str]:
-        known = ["resume", "flush_interval", f"engine:{self.settings.engine}"]
+        known = ["resume", "flush_interval", "forecasts", f"engine:{self.settings.engine}"]
         known += [SIBLINGS] if self.siblings is not None else []
         return [*known, "score"] if self.attempts.scores_prompts else known
 
@@ -204,6 +204,12 @@ class ControlHandler:
         if early := [ref for ref in refs if self._arriving.pop(ref.attempt_id, None)]:
             self.outgoing.release(early, why)
         self.attempts.release(refs, why)
+
+    def foresee(self, forecasts: Iterable[RestForecast]) -> None:
+        """Admit rollouts to the engine's memory by what is expected of them now."""
+        for one in forecasts:
+            rest, longest = one.expected_tokens, one.longest_tokens
+            self.attempts.gate.forecast(one.attempt_id, rest, longest, stored=one.stored)
 
     def pace_flushes(self, pace: FlushPace) -> None:
         """Flush no more often than that."""

@@ -7,8 +7,8 @@ waits, each token of any rollout brings the step's end nearer; in the tail behin
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
+from ebbtide.scheduling.long_tail.drafts.tail_criticality import LEAST_WORTH, ExpectedEnd, last_end, last_shares
 from ebbtide.scheduling.long_tail.length_forecast import LengthOutlook
-from ebbtide.scheduling.long_tail.tail_criticality import LEAST_WORTH, ExpectedEnd, last_end, last_shares
 
 #: Rollouts whose ends are compared: those with the latest ones. The others hardly are the last.
 COMPARED: Final = 128

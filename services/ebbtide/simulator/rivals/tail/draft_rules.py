@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import Protocol
 
-from ebbtide.scheduling.long_tail.draft_lengths import DraftSlot, best_drafts
+from ebbtide.scheduling.long_tail.drafts.draft_lengths import DraftSlot, best_drafts
 from ebbtide.simulator.rivals.seer_draft_rule import DraftClasses, printed_budget, printed_split
 
 #: Seconds of a step by the tokens that it verifies.
