@@ -19,6 +19,7 @@ from ebbtide.errors import InvalidRequest
 from ebbtide.types.fleet import (
     AttemptRef,
     BorrowedState,
+    DraftingState,
     EngineInfo,
     FlushPace,
     FlushWindow,
@@ -95,6 +96,7 @@ PAIRS: dict[type[Struct], type[Message]] = {
     EngineInfo: fleet_pb2.EngineInfo,
     FlushPace: fleet_pb2.FlushInterval,
     Worker: fleet_pb2.Worker,
+    DraftingState: fleet_pb2.Drafting,
     BorrowedState: fleet_pb2.Borrowed,
     AttemptSpan: runs_pb2.AttemptSpan,
     RolloutRequest: rollouts_pb2.RolloutRequest,
@@ -169,7 +171,10 @@ def fill(hint: Any, at_least: int = 0) -> Any:  # noqa: PLR0911 - a value for ea
     if origin is Annotated:
         bounds = next(arg for arg in args if isinstance(arg, Meta))
         value = fill(args[0], int(bounds.ge or 0))
-        return min(value, 0.5 * float(bounds.le)) if bounds.le is not None and args[0] is float else value
+        if args[0] is float:
+            value = min(value, 0.5 * float(bounds.le)) if bounds.le is not None else value
+            return max(value, float(bounds.ge)) if bounds.ge is not None else value
+        return value
     if NoneType in args:
         return fill(args[0])
     if origin is Literal:

@@ -24,7 +24,10 @@ from ebbtide.simulator.world.fleet.borrowed_machines import DEFAULT_COSTS
 
 #: Rivals that have a dispatch of their own. It refuses a second run when the simulation meets it.
 _SINGLE_RUN: Final = frozenset(
-    {"clairvoyant", "least_loaded", "rlboost", "rollpacker", "rose_turns", "sticky", "verl", "verl_hybrid"}
+    {
+        *("clairvoyant", "least_loaded", "long_tail", "rlboost", "rollpacker", "rose_turns", "seer", "sticky"),
+        *("verl", "verl_drafts", "verl_hybrid"),
+    }
 )
 
 
