@@ -41,7 +41,7 @@ class LiveOrder:
                 place=one.place, group=self._places[one.group], budget=cap,
             )  # fmt: skip
             group = self._forecasts.wait(queued.rollout_id, queued.group, queued, cap=cap)
-            rank = self._ranks.rank(queued.rollout_id, group, step=0, begun=False)
+            rank = self._ranks.rank(queued.rollout_id, group, step=0, begun=False, since=0.0)
             self._queue.add(queued, rank)
 
     def chunk_over(self, sample: SlotSample, now: int) -> None:
@@ -71,4 +71,4 @@ class LiveOrder:
 
     def _rerank(self, group: KnownGroup) -> None:
         for name in list(group.waiting):
-            self._queue.rerank(name, self._ranks.rank(name, group, step=0, begun=False))
+            self._queue.rerank(name, self._ranks.rank(name, group, step=0, begun=False, since=0.0))

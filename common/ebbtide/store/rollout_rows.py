@@ -57,6 +57,7 @@ class OpenRollout(Struct, frozen=True, kw_only=True):
     stored: int  # tokens
     barren: int = 0  # see `RequeuedRollout`
     avoid: frozenset[str] = frozenset()
+    step: int = 0  # that it was submitted for, if known
 
 
 class PlacedRollout(Struct, frozen=True):

@@ -151,8 +151,8 @@ class ScriptedRun:
     async def submit(self, *rollout_ids: str, **more: Any) -> list[int]:
         return await self.send(*(self.request(rollout_id, **more) for rollout_id in rollout_ids))
 
-    async def send(self, *requests: rollouts_pb2.RolloutRequest) -> list[int]:
-        request = rollouts_pb2.SubmitRequest(lease=self.lease, rollouts=requests)
+    async def send(self, *requests: rollouts_pb2.RolloutRequest, step: int | None = None) -> list[int]:
+        request = rollouts_pb2.SubmitRequest(lease=self.lease, rollouts=requests, step=step)
         return list((await self.cluster.call(self.cluster.rollouts.Submit, request)).outcomes)
 
     async def get(self) -> Any:

@@ -90,3 +90,14 @@ async def test_a_run_shows_how_often_forecasts_held_and_what_may_end_last(cluste
     outlook = (await run.get()).outlook
     assert 0 <= outlook.covered <= outlook.forecast <= 48
     assert outlook.longest[0].expected_tokens > 0
+
+
+async def test_what_a_restarted_coordinator_reads_back_keeps_the_order_of_its_steps(cluster: Any) -> None:
+    run = await cluster.run(**BY_LENGTHS)
+    for step_number, names in ((5, "cd"), (4, "ab")):  # "a" and "b" are an earlier step's, and came later
+        await run.send(*(run.request(one, group_id=one) for one in names), step=step_number)
+    await cluster.restart()
+    await run.send(run.request("e", group_id="e"), step=4)
+    queue = cluster.coordinator.state.runs["r"].queue
+    await wait_until(lambda: len(queue) == 5, what="all are queued again")
+    assert [(one.step, one.rollout_id) for one in queue] == [(4, "a"), (4, "b"), (4, "e"), (5, "c"), (5, "d")]

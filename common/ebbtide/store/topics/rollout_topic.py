@@ -199,7 +199,7 @@ def _placed(request: bytes, prompt: bytes, partial: bytes, attempts: int) -> Pla
 
 
 def _open(row: list[bytes | int]) -> OpenRollout:
-    place, state, attempt, request, prompt_len, stored, barren, avoid = row
+    place, state, attempt, request, prompt_len, stored, barren, avoid, step = row
     return OpenRollout(
         place=int(place),
         request=unpack(bytes(request), RolloutRequest),
@@ -209,6 +209,7 @@ def _open(row: list[bytes | int]) -> OpenRollout:
         stored=int(stored),
         barren=int(barren),
         avoid=_workers(bytes(avoid)),
+        step=int(step),
     )
 
 

@@ -15,7 +15,7 @@ from typing import Final, Self
 
 from ebbtide.coordinator import metrics
 from ebbtide.coordinator.appends.append_batcher import AppendBatcher
-from ebbtide.coordinator.appends.sibling_feeds import SiblingFeeds
+from ebbtide.coordinator.appends.sibling_feeds import FeedStream, SiblingFeeds
 from ebbtide.coordinator.appends.stream_attempts import StreamAttempts
 from ebbtide.coordinator.appends.token_readers import TokenReaders
 from ebbtide.coordinator.fleet.worker_registry import WorkerRegistry
@@ -23,7 +23,6 @@ from ebbtide.coordinator.state.coordinator_state import CoordinatorState, StoreI
 from ebbtide.coordinator.state.notifier import Notifier
 from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.errors import StoreUnavailable
-from ebbtide.scheduling.long_tail.feeds.sibling_feed import SiblingFeed
 from ebbtide.store.link.store_connection import StoreConnection
 from ebbtide.store.store import Store
 from ebbtide.types.append_delta import AppendAck
@@ -57,7 +56,7 @@ class AppendStreams:
 
     async def _answers(self, requests: AsyncIterator[fleet_pb2.AppendRequest]) -> Responses:
         receiver, attempts, name = AppendReceiver(), StreamAttempts(), ""
-        feed: SiblingFeed | None = None
+        feed: FeedStream | None = None
         with ExitStack() as stack, Cut() as cut:
             messages = aiter(requests)
             while (request := await cut.next(messages)) is not None:

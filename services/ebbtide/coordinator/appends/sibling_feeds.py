@@ -11,7 +11,7 @@ stream. What finished before a restart goes only to workers that had some of it.
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Final
+from typing import Final, NamedTuple
 from weakref import WeakKeyDictionary
 
 from ebbtide.coordinator import metrics
@@ -35,6 +35,13 @@ _PAGE_TOKENS: Final = 8192
 _PASSED, _READ = (metrics.sibling_tokens.labels(kind) for kind in ("passed", "read"))
 
 
+class FeedStream(NamedTuple):
+    """A worker's feed, and the number of the stream that reads it."""
+
+    feed: SiblingFeed
+    number: int
+
+
 class SiblingFeeds:
     """All feeds, by session."""
 
@@ -46,32 +53,32 @@ class SiblingFeeds:
         self._reading: dict[SiblingFeed, asyncio.Task[None]] = {}
 
     @contextmanager
-    def reading(self, session: WorkerSession, said: Sequence[fleet_pb2.HeldSiblings]) -> Iterator[SiblingFeed | None]:
+    def reading(self, session: WorkerSession, said: Sequence[fleet_pb2.HeldSiblings]) -> Iterator[FeedStream | None]:
         """The feed of a worker's stream, while that is open; None for a worker that does not want any. `said`: what the
         worker has. Raises `InvalidRequest`.
         """
         if CAPABILITY not in session.hello.capabilities:
             yield None
             return
-        feed, stream = self._open(session, said)
+        stream = self._open(session, said)
         try:
-            yield feed
+            yield stream
         finally:
-            feed.shut(stream)
+            stream.feed.shut(stream.number)
             self._forget_gone()
 
-    def _open(self, session: WorkerSession, said: Sequence[fleet_pb2.HeldSiblings]) -> tuple[SiblingFeed, int]:
+    def _open(self, session: WorkerSession, said: Sequence[fleet_pb2.HeldSiblings]) -> FeedStream:
         held = held_siblings(said)
         self._forget_gone()
         if (feed := self._feeds.get(session)) is None:
             feed = self._feeds[session] = SiblingFeed(session)
             self._sessions[feed] = session
-        stream = feed.open({(name[0], one): end for name, ends in held.items() for one, end in ends.items()})
+        number = feed.open({(name[0], one): end for name, ends in held.items() for one, end in ends.items()})
         for attempt in session.attempts.values():
             if attempt.group_id:
                 self._begin(attempt)
         feed.keep_only(held)
-        return feed, stream
+        return FeedStream(feed, number)
 
     def placed(self, attempt: RunningAttempt) -> None:
         """Note that a worker was given an attempt: from now on it gets the tokens of its group."""
@@ -94,8 +101,13 @@ class SiblingFeeds:
         if self._feeds and run.spec.tail.speculation != "off":
             self._groups(run).stored(deltas, attempts, others, self._feeds)
 
-    def tell(self, feed: SiblingFeed, answer: fleet_pb2.AppendResponse) -> None:
-        """Add what waits for a worker to its next answer. More is read from the store if it is behind."""
+    def tell(self, stream: FeedStream, answer: fleet_pb2.AppendResponse) -> None:
+        """Add what waits for a worker to its next answer. More is read from the store if it is behind. An answer on a
+        stream that was replaced while the store was asked gets nothing.
+        """
+        feed = stream.feed
+        if not feed.serves(stream.number):
+            return
         columns, ended = feed.take(), feed.take_ended()
         if feed not in self._reading and feed.next_late() is not None:
             self._reading[feed] = task = asyncio.create_task(self._read(feed), name="siblings")

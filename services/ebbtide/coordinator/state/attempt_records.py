@@ -67,7 +67,7 @@ def _bounds(minimum: int, maximum: int) -> VersionBounds:
 
 def stored_entry(row: OpenRollout, *, group: int, now: float) -> QueuedRollout:
     """The queue entry of a rollout that the store already has."""
-    fresh = new_entry(row.request, place=row.place, group=group, length=row.prompt_len, now=now)
+    fresh = new_entry(row.request, place=row.place, group=group, length=row.prompt_len, now=now, step=row.step)
     budget = max(1, row.request.sampling.max_tokens - row.stored)
     length = row.prompt_len + row.stored
     return msgspec.structs.replace(

@@ -105,4 +105,4 @@ class RunTail:
 
     def _rank(self, one: QueuedRollout, group: KnownGroup) -> Rank:
         begun = one.made > 0 or one.turn > 0
-        return self._ranks.rank(one.rollout_id, group, step=one.step, begun=begun)
+        return self._ranks.rank(one.rollout_id, group, step=one.step, begun=begun, since=one.since)

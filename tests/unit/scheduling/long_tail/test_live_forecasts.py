@@ -5,8 +5,8 @@ from random import Random
 import pytest
 
 from ebbtide.scheduling.long_tail.outlook.run_forecasts import RunForecasts
-from tests.unit.scheduling.long_tail.drawn_lengths import drawn
-from tests.unit.scheduling.long_tail.live_groups import begin, name_of, play, submit
+from tests.unit.scheduling.long_tail.drawn_lengths import CAP, drawn
+from tests.unit.scheduling.long_tail.live_groups import Sample, begin, name_of, play, submit
 
 
 def taught(groups: int = 64, alike: float = 0.8) -> tuple[RunForecasts, float]:
@@ -133,3 +133,12 @@ def test_what_is_read_back_is_known_anew_and_what_is_gone_is_forgotten() -> None
     forecasts.finish(name_of(9_001, 0), 9_001, 600, whole=True)
     forecasts.renew(now + 1.0)
     assert not list(forecasts.groups)
+
+
+def test_a_begun_sample_that_is_read_back_tells_nothing_of_other_groups() -> None:
+    forecasts, _ = taught()
+    fresh, _ = taught()
+    untouched = fresh.unstarted(submit(fresh, 9_010, 4))
+    read_back = forecasts.wait(name_of(9_000, 0), 9_000, Sample(8_000), cap=CAP)
+    assert forecasts.unstarted(read_back).expected > 1.5 * untouched.expected
+    assert forecasts.unstarted(submit(forecasts, 9_010, 4)) == untouched

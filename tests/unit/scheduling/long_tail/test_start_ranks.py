@@ -25,7 +25,7 @@ class Queued:
         return [
             name
             for _, name in sorted(
-                (self.ranks.rank(name, group, step=1, begun=name in begun), name) for name, group in names
+                (self.ranks.rank(name, group, step=1, begun=name in begun, since=0.0), name) for name, group in names
             )
         ]
 
@@ -63,7 +63,11 @@ def test_where_groups_have_little_in_common_the_order_is_that_of_submission() ->
     begin(queued.forecasts, 9_000, [0])
     queued.forecasts.finish(name_of(9_000, 0), 9_000, 100, whole=True)
     queued.forecasts.renew(50.0)
-    ranks = {queued.ranks.rank(one, group, step=1, begun=False) for group in queued.groups for one in group.waiting}
+    ranks = {
+        queued.ranks.rank(one, group, step=1, begun=False, since=90.0)
+        for group in queued.groups
+        for one in group.waiting
+    }
     assert len(ranks) == 1
 
 
@@ -75,14 +79,27 @@ def test_what_waited_too_long_goes_first() -> None:
     ((name, rank),) = queued.ranks.overdue(101.0)
     assert name == "old"
     assert all(
-        rank < queued.ranks.rank(one, group, step=1, begun=False) for group in queued.groups for one in group.waiting
+        rank < queued.ranks.rank(one, group, step=1, begun=False, since=90.0)
+        for group in queued.groups
+        for one in group.waiting
     )
+
+
+def test_what_waited_too_long_stays_first_when_its_groups_forecast_is_made_anew() -> None:
+    queued = Queued()
+    group, name = queued.groups[0], next(iter(queued.groups[0].waiting))
+    before = queued.ranks.rank(name, group, step=1, begun=False, since=0.0)
+    queued.ranks.waits(name, 1, since=0.0)
+    ((_, rank),) = queued.ranks.overdue(101.0)
+    assert queued.ranks.rank(name, group, step=1, begun=False, since=0.0) == rank < before
 
 
 def test_an_earlier_step_goes_before_a_later_one_whatever_its_lengths() -> None:
     queued = Queued()
     group = queued.groups[0]
-    ranks = [queued.ranks.rank(name, group, step=step, begun=False) for step in (1, 2) for name in group.waiting]
+    ranks = [
+        queued.ranks.rank(name, group, step=step, begun=False, since=0.0) for step in (1, 2) for name in group.waiting
+    ]
     assert max(ranks[:3]) < min(ranks[3:])
 
 

@@ -105,9 +105,13 @@ class SiblingFeed:
                 self._late.pop(fed, None)
         return self._streams
 
+    def serves(self, stream: int) -> bool:
+        """Whether no other stream has begun since: what an answer of a former one brings may be lost."""
+        return stream == self._streams
+
     def shut(self, stream: int) -> None:
         """Keep nothing any more for a stream that is over, unless another one has begun."""
-        if stream != self._streams:
+        if not self.serves(stream):
             return
         self._room = self.bytes = 0
         for fed in self._waiting:

@@ -56,6 +56,7 @@ class RunForecasts:
         group.running.pop(rollout_id, None)
         group.waiting[rollout_id] = sample
         if sample.made:
+            group.begun = True  # in the process before this one, if this one does not know it
             self._change(group)
         return group
 

@@ -12,7 +12,7 @@ in common, all are: the order of forecasts that tell nothing only delays samples
 """
 
 from collections import deque
-from math import log
+from math import inf, log
 from typing import Final, TypeAlias
 
 from ebbtide.scheduling.long_tail.outlook.known_group import KnownGroup
@@ -39,6 +39,7 @@ class StartRanks:
     def __init__(self, forecasts: RunForecasts, *, oldest_s: float = OLDEST_S) -> None:
         self._forecasts, self._oldest_s = forecasts, oldest_s
         self._waits: deque[tuple[float, str, int]] = deque()
+        self._overdue = -inf  # what waits since then, or longer, has waited too long
 
     @property
     def tells(self) -> bool:
@@ -56,15 +57,17 @@ class StartRanks:
 
     def overdue(self, now: float) -> list[tuple[str, StartRank]]:
         """Rollouts that have waited too long by now, or have begun meanwhile, with the rank of those that wait."""
-        found = list[tuple[str, StartRank]]()
-        while self._waits and self._waits[0][0] < now - self._oldest_s:
+        found, self._overdue = list[tuple[str, StartRank]](), now - self._oldest_s
+        while self._waits and self._waits[0][0] < self._overdue:
             _, rollout_id, step = self._waits.popleft()
             found.append((rollout_id, (step, _BEGUN, 0)))
         return found
 
-    def rank(self, rollout_id: str, group: KnownGroup, *, step: int, begun: bool) -> StartRank:
-        """The rank of a rollout that waits. `begun`: it has tokens, or its episode has had a turn."""
-        if begun or not self.tells:
+    def rank(self, rollout_id: str, group: KnownGroup, *, step: int, begun: bool, since: float) -> StartRank:
+        """The rank of a rollout that waits. `begun`: it has tokens, or its episode has had a turn; `since`: when it
+        began to wait.
+        """
+        if begun or since < self._overdue or not self.tells:
             return step, _BEGUN, 0
         if not group.begun:
             if group.probe not in group.waiting:
