@@ -25,18 +25,18 @@ from typing import Any, Final
 
 from benchmarks.arguments import count, output
 from benchmarks.conditions import conditions
-from benchmarks.long_tail.accept_part import accept_part
-from benchmarks.long_tail.admission_part import admission_part
-from benchmarks.long_tail.bias_part import bias_part
-from benchmarks.long_tail.draft_part import draft_part
-from benchmarks.long_tail.feed_part import feed_part
+from benchmarks.long_tail.admission.admission_part import admission_part
+from benchmarks.long_tail.drafts.accept_part import accept_part
+from benchmarks.long_tail.drafts.draft_part import draft_part
+from benchmarks.long_tail.feed.feed_part import feed_part
 from benchmarks.long_tail.freed_part import freed_part
-from benchmarks.long_tail.length_marginals import TRACES, known_marginals
-from benchmarks.long_tail.lengths_part import lengths_part
-from benchmarks.long_tail.order_part import order_part
-from benchmarks.long_tail.recorded_groups import recorded_coverage, recorded_groups
-from benchmarks.long_tail.rewards_part import rewards_part
-from benchmarks.long_tail.rounds_part import rounds_part
+from benchmarks.long_tail.lengths.length_marginals import TRACES, known_marginals
+from benchmarks.long_tail.lengths.lengths_part import lengths_part
+from benchmarks.long_tail.lengths.recorded_groups import recorded_coverage, recorded_groups
+from benchmarks.long_tail.order.order_part import order_part
+from benchmarks.long_tail.rewards.rewards_part import rewards_part
+from benchmarks.long_tail.rounds.bias_part import bias_part
+from benchmarks.long_tail.rounds.rounds_part import rounds_part
 from benchmarks.long_tail.seer.seer_part import seer_part
 from benchmarks.long_tail.tail_figures import figure_rows, missing, promised_figures
 from ebbtide.errors import InvalidRequest

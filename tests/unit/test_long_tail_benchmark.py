@@ -11,19 +11,26 @@ import numpy as np
 import pytest
 
 from benchmarks.long_tail import __main__ as benchmark
-from benchmarks.long_tail.admission_part import preemptions_share, summed
-from benchmarks.long_tail.admitted_work import BLOCK, MEMORY, drawn_work, memory_blocks, packed_works, unpacked_works
-from benchmarks.long_tail.bias_part import biases
-from benchmarks.long_tail.draft_part import draft_part
-from benchmarks.long_tail.length_marginals import known_marginals
-from benchmarks.long_tail.length_weights import censoring_weights
-from benchmarks.long_tail.lengths_part import LengthSetting, coverage
-from benchmarks.long_tail.order_part import compared, step_time
-from benchmarks.long_tail.played_lengths import held_back
-from benchmarks.long_tail.recorded_groups import recorded_coverage, recorded_groups
-from benchmarks.long_tail.slot_rules import InOrder, PublishedSeer, RuleMaker, TrueLengths
+from benchmarks.long_tail.admission.admission_part import preemptions_share, summed
+from benchmarks.long_tail.admission.admitted_work import (
+    BLOCK,
+    MEMORY,
+    drawn_work,
+    memory_blocks,
+    packed_works,
+    unpacked_works,
+)
+from benchmarks.long_tail.drafts.draft_part import draft_part
+from benchmarks.long_tail.lengths.length_marginals import known_marginals
+from benchmarks.long_tail.lengths.lengths_part import LengthSetting, coverage
+from benchmarks.long_tail.lengths.played_lengths import held_back
+from benchmarks.long_tail.lengths.recorded_groups import recorded_coverage, recorded_groups
+from benchmarks.long_tail.order.order_part import compared, step_time
+from benchmarks.long_tail.order.slot_rules import InOrder, PublishedSeer, RuleMaker, TrueLengths
+from benchmarks.long_tail.rounds.bias_part import biases
+from benchmarks.long_tail.rounds.length_weights import censoring_weights
+from benchmarks.long_tail.rounds.toy_rounds import GROUP, PROMPTS, Rule, race, whole_groups
 from benchmarks.long_tail.tail_figures import figure_rows, missing, promised_figures
-from benchmarks.long_tail.toy_rounds import GROUP, PROMPTS, Rule, race, whole_groups
 from ebbtide.errors import InvalidRequest
 
 NOWHERE = Path("/nonexistent")

@@ -1,6 +1,6 @@
 """Measures how much of a processor a round's parts take with forecasts, for a thousand workers and a full queue.
 
-    python -m benchmarks.long_tail.decision_part [--order ORDER]
+    python -m benchmarks.long_tail.order.decision_part [--order ORDER]
 
 The coordinator's own rounds, runs and workers play in virtual time, without a store. Figures are CPU time.
 """
@@ -139,7 +139,7 @@ class FullFleet:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.long_tail.decision_part", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.long_tail.order.decision_part", description=__doc__)
     parser.add_argument("--order", choices=("lengths", "submitted"), default="lengths")
     options = parser.parse_args()
     parts = quantiles(FullFleet(options.order).times_ms(_SECONDS), n=100)
