@@ -4,7 +4,8 @@
 
 Parts with real programs: `admission` (preemptions of an engine with little memory, with admission by memory and
 without), `feed` (what a coordinator spends on passing siblings' tokens on), `rewards` (responses scored beside the
-rollout or behind it; simulated, too). Simulated: `seer` (policies in Seer's settings), `rounds` (what rules of rounds
+rollout or behind it; simulated, too), `decisions` (the processor's time of a round with forecasts, for a thousand
+workers). Simulated: `seer` (policies in Seer's settings), `rounds` (what rules of rounds
 save), `freed` (workers that two runs share). Computed: `draft` (lengths of drafts beside Seer's printed rule), `accept`
 (tokens of a step, by siblings on one worker and across two), `lengths` (how often forecast intervals cover the truth),
 `order` (step times under orders of starting, in a model of slots), `bias` (what rules of rounds do to trained lengths
@@ -33,6 +34,7 @@ from benchmarks.long_tail.freed_part import freed_part
 from benchmarks.long_tail.lengths.length_marginals import TRACES, known_marginals
 from benchmarks.long_tail.lengths.lengths_part import lengths_part
 from benchmarks.long_tail.lengths.recorded_groups import recorded_coverage, recorded_groups
+from benchmarks.long_tail.order.decision_part import decision_part
 from benchmarks.long_tail.order.order_part import order_part
 from benchmarks.long_tail.rewards.rewards_part import rewards_part
 from benchmarks.long_tail.rounds.bias_part import bias_part
@@ -53,6 +55,7 @@ PARTS: Final = (
     "bias",
     "rounds",
     "freed",
+    "decisions",
 )
 OUT: Final = Path(__file__).parents[1] / "results" / "tail.json"
 
@@ -77,6 +80,7 @@ def measured(
         "bias": lambda: bias_part(tell, quick=options.quick),
         "rounds": lambda: rounds_part(tell, quick=options.quick, jobs=options.jobs),
         "freed": lambda: freed_part(tell, quick=options.quick),
+        "decisions": lambda: decision_part(tell, quick=options.quick),
     }
     found: dict[str, dict[str, Any]] = {}
     failed: dict[str, str] = {}
