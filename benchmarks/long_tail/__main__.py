@@ -5,11 +5,11 @@
 Parts with real programs: `admission` (preemptions of an engine with little memory, with admission by memory and
 without), `feed` (what a coordinator spends on passing siblings' tokens on), `rewards` (responses scored beside the
 rollout or behind it; simulated, too), `decisions` (the processor's time of a round with forecasts, for a thousand
-workers). Simulated: `seer` (policies in Seer's settings), `rounds` (what rules of rounds
-save), `freed` (workers that two runs share). Computed: `draft` (lengths of drafts beside Seer's printed rule), `accept`
-(tokens of a step, by siblings on one worker and across two), `lengths` (how often forecast intervals cover the truth),
-`order` (step times under orders of starting, in a model of slots), `bias` (what rules of rounds do to trained lengths
-and gradients, in a toy model). Recorded lengths are looked for beside the checkout, in `shared/traces`; without them
+workers). Simulated: `seer` (policies in Seer's settings), `rounds` (what rules of rounds save), `freed` (workers that
+two runs share). Computed: `draft` (lengths of drafts beside Seer's printed rule), `accept` (tokens of a step, by
+siblings on one worker and across two), `lengths` (how often forecast intervals cover the truth), `order` (step times
+under orders of starting, in a model of slots), `bias` (what rules of rounds do to trained lengths and gradients, in a
+toy model). Recorded lengths are looked for beside the checkout, in `shared/traces`; without them
 only the fitted ones are drawn from. Writes a JSON file with `figures`; those that were not measured are null, and
 `missing` says why. Ends with 1 if a part failed; what the others found is written nevertheless.
 """
@@ -103,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--quick", action="store_true", help="fewer held-back steps")
+    parser.add_argument("--quick", action="store_true", help="less data in each part")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--marginals", nargs="+", help="of the parts lengths and order; default: all")
     parser.add_argument("--traces", type=Path, default=TRACES, help="folder of recorded marginals")
