@@ -94,7 +94,7 @@ bench-gateway: env ## The gateway: kills under its clients, its cost beside vLLM
 bench-elastic: env ## Windows of trainers that generate between their steps, simulated beside rivals; QUICK=1: in 12 minutes
 	@$(BIN)/python -m benchmarks.elastic $(if $(QUICK),--quick) $(ARGS)
 
-bench-tail: env ## The long tail: forecasts of lengths, and draft lengths beside Seer's printed rule; QUICK=1: in 12 minutes
+bench-tail: env ## The long tail: what shortens it, beside published rules; QUICK=1: less data; ARGS="--parts NAME"
 	@$(BIN)/python -m benchmarks.long_tail $(if $(QUICK),--quick) $(ARGS)
 
 bench-tenants: env ## One user's latency beside another user at each limit; QUICK=1: in 3 minutes

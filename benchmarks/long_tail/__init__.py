@@ -1,1 +1,1 @@
-"""The long tail of a step: forecasts of lengths, and lengths of drafts, beside published rules."""
+"""Measures what shortens the long tail of a step, beside published rules."""

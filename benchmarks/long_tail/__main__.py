@@ -4,11 +4,12 @@
 
 Parts with real programs: `admission` (preemptions of an engine with little memory, with admission by memory and
 without), `feed` (what a coordinator spends on passing siblings' tokens on), `rewards` (responses scored beside the
-rollout or behind it; simulated, too). Simulated: `seer` (policies in Seer's settings), `rounds` (what rules of rounds
-save), `freed` (workers that two runs share). Computed: `draft` (lengths of drafts beside Seer's printed rule), `accept`
-(tokens of a step, by siblings on one worker and across two), `lengths` (how often forecast intervals cover the truth),
-`order` (step times under orders of starting, in a model of slots), `bias` (what rules of rounds do to trained lengths
-and gradients, in a toy model). Recorded lengths are looked for beside the checkout, in `shared/traces`; without them
+rollout or behind it; simulated, too), `decisions` (the processor's time of a round with forecasts, for a thousand
+workers). Simulated: `seer` (policies in Seer's settings), `rounds` (what rules of rounds save), `freed` (workers that
+two runs share). Computed: `draft` (lengths of drafts beside Seer's printed rule), `accept` (tokens of a step, by
+siblings on one worker and across two), `lengths` (how often forecast intervals cover the truth), `order` (step times
+under orders of starting, in a model of slots), `bias` (what rules of rounds do to trained lengths and gradients, in a
+toy model). Recorded lengths are looked for beside the checkout, in `shared/traces`; without them
 only the fitted ones are drawn from. Writes a JSON file with `figures`; those that were not measured are null, and
 `missing` says why. Ends with 1 if a part failed; what the others found is written nevertheless.
 """
@@ -25,18 +26,19 @@ from typing import Any, Final
 
 from benchmarks.arguments import count, output
 from benchmarks.conditions import conditions
-from benchmarks.long_tail.accept_part import accept_part
-from benchmarks.long_tail.admission_part import admission_part
-from benchmarks.long_tail.bias_part import bias_part
-from benchmarks.long_tail.draft_part import draft_part
-from benchmarks.long_tail.feed_part import feed_part
+from benchmarks.long_tail.admission.admission_part import admission_part
+from benchmarks.long_tail.drafts.accept_part import accept_part
+from benchmarks.long_tail.drafts.draft_part import draft_part
+from benchmarks.long_tail.feed.feed_part import feed_part
 from benchmarks.long_tail.freed_part import freed_part
-from benchmarks.long_tail.length_marginals import TRACES, known_marginals
-from benchmarks.long_tail.lengths_part import lengths_part
-from benchmarks.long_tail.order_part import order_part
-from benchmarks.long_tail.recorded_groups import recorded_coverage, recorded_groups
-from benchmarks.long_tail.rewards_part import rewards_part
-from benchmarks.long_tail.rounds_part import rounds_part
+from benchmarks.long_tail.lengths.length_marginals import TRACES, known_marginals
+from benchmarks.long_tail.lengths.lengths_part import lengths_part
+from benchmarks.long_tail.lengths.recorded_groups import recorded_coverage, recorded_groups
+from benchmarks.long_tail.order.decision_part import decision_part
+from benchmarks.long_tail.order.order_part import order_part
+from benchmarks.long_tail.rewards.rewards_part import rewards_part
+from benchmarks.long_tail.rounds.bias_part import bias_part
+from benchmarks.long_tail.rounds.rounds_part import rounds_part
 from benchmarks.long_tail.seer.seer_part import seer_part
 from benchmarks.long_tail.tail_figures import figure_rows, missing, promised_figures
 from ebbtide.errors import InvalidRequest
@@ -53,6 +55,7 @@ PARTS: Final = (
     "bias",
     "rounds",
     "freed",
+    "decisions",
 )
 OUT: Final = Path(__file__).parents[1] / "results" / "tail.json"
 
@@ -77,6 +80,7 @@ def measured(
         "bias": lambda: bias_part(tell, quick=options.quick),
         "rounds": lambda: rounds_part(tell, quick=options.quick, jobs=options.jobs),
         "freed": lambda: freed_part(tell, quick=options.quick),
+        "decisions": lambda: decision_part(tell, quick=options.quick),
     }
     found: dict[str, dict[str, Any]] = {}
     failed: dict[str, str] = {}
@@ -99,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--quick", action="store_true", help="fewer held-back steps")
+    parser.add_argument("--quick", action="store_true", help="less data in each part")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--marginals", nargs="+", help="of the parts lengths and order; default: all")
     parser.add_argument("--traces", type=Path, default=TRACES, help="folder of recorded marginals")

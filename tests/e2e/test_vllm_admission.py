@@ -2,8 +2,8 @@
 
 import pytest
 
-from benchmarks.long_tail.admission_part import work_facts
-from benchmarks.long_tail.admitted_work import drawn_work
+from benchmarks.long_tail.admission.admission_part import work_facts
+from benchmarks.long_tail.admission.admitted_work import drawn_work
 
 
 @pytest.mark.timeout(300)

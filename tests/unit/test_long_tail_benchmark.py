@@ -11,19 +11,27 @@ import numpy as np
 import pytest
 
 from benchmarks.long_tail import __main__ as benchmark
-from benchmarks.long_tail.admission_part import preemptions_share, summed
-from benchmarks.long_tail.admitted_work import BLOCK, MEMORY, drawn_work, memory_blocks, packed_works, unpacked_works
-from benchmarks.long_tail.bias_part import biases
-from benchmarks.long_tail.draft_part import draft_part
-from benchmarks.long_tail.length_marginals import known_marginals
-from benchmarks.long_tail.length_weights import censoring_weights
-from benchmarks.long_tail.lengths_part import LengthSetting, coverage
-from benchmarks.long_tail.order_part import compared, step_time
-from benchmarks.long_tail.played_lengths import held_back
-from benchmarks.long_tail.recorded_groups import recorded_coverage, recorded_groups
-from benchmarks.long_tail.slot_rules import InOrder, PublishedSeer, RuleMaker, TrueLengths
+from benchmarks.long_tail.admission.admission_part import preemptions_share, summed
+from benchmarks.long_tail.admission.admitted_work import (
+    BLOCK,
+    MEMORY,
+    drawn_work,
+    memory_blocks,
+    packed_works,
+    unpacked_works,
+)
+from benchmarks.long_tail.drafts.draft_part import draft_part
+from benchmarks.long_tail.lengths.length_marginals import known_marginals
+from benchmarks.long_tail.lengths.lengths_part import LengthSetting, coverage
+from benchmarks.long_tail.lengths.played_lengths import held_back
+from benchmarks.long_tail.lengths.recorded_groups import recorded_coverage, recorded_groups
+from benchmarks.long_tail.order.decision_part import FullFleet
+from benchmarks.long_tail.order.order_part import compared, step_time
+from benchmarks.long_tail.order.slot_rules import InOrder, PublishedSeer, RuleMaker, TrueLengths
+from benchmarks.long_tail.rounds.bias_part import biases
+from benchmarks.long_tail.rounds.length_weights import censoring_weights
+from benchmarks.long_tail.rounds.toy_rounds import GROUP, PROMPTS, Rule, race, whole_groups
 from benchmarks.long_tail.tail_figures import figure_rows, missing, promised_figures
-from benchmarks.long_tail.toy_rounds import GROUP, PROMPTS, Rule, race, whole_groups
 from ebbtide.errors import InvalidRequest
 
 NOWHERE = Path("/nonexistent")
@@ -170,3 +178,13 @@ def test_the_race_shortens_what_is_trained_on_and_whole_groups_do_not() -> None:
 def test_each_step_of_the_toy_model_trains_on_as_many_whole_groups(rule: Rule) -> None:
     steps = rule(np.random.default_rng(2), 0.5, 12)
     assert all(one.lengths.shape == (PROMPTS, GROUP) for one in steps)
+
+
+@pytest.mark.parametrize("order", ["lengths", "submitted"])
+def test_decisions_are_timed_while_a_full_fleet_starts_and_ends_rollouts(order: str) -> None:
+    fleet = FullFleet(order, workers=2, queued=160)
+    times = fleet.times_ms(40.0)
+    assert len(times) > 800  # rounds of 0.05 s, each with a part at least
+    assert all(one >= 0.0 for one in times)
+    assert len(fleet.run.running) == 32
+    assert len(fleet.run.queue) < 128  # some had ended, and others began in their places

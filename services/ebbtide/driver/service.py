@@ -36,6 +36,7 @@ async def drive(client: Client, lease: Lease, settings: DriverSettings) -> None:
     if spec.from_agents:
         await _drive_agents(lease, following, settings)
         return
+    _check_scoring(spec, settings)
     environments = _environments(spec, settings)
     exchange = CoordinatorTraffic(lease, lambda request: request.priority <= max(following.versions, default=0))
     try:
@@ -59,6 +60,20 @@ async def _drive_agents(lease: Lease, following: RunFollower, settings: DriverSe
         await race(following.run(), end_agents_run(lease, following), verdicts.run())
     finally:
         await processes.close()
+
+
+def _check_scoring(spec: RunSpec, settings: DriverSettings) -> None:
+    """Refuses limits that nothing would keep: threads cannot be cut, and steps' processes know the episode's alone."""
+    if spec.tail.reward_timeout_s is None and not spec.tail.adaptive_rewards:
+        return
+    if not needs_isolation(spec.environment.name, spec.environment.params):
+        text = f"{spec.environment.name!r} is scored in threads of the driver, which cannot be cut; leave it out"
+    elif not settings.scoring_processes:
+        text = "this driver scores nothing apart; set its scoring_processes to 1 at least, or leave it out"
+    else:
+        return
+    field = "tail.adaptive_rewards" if spec.tail.reward_timeout_s is None else "tail.reward_timeout_s"
+    raise InvalidRequest(text, field=field)
 
 
 def _environments(spec: RunSpec, settings: DriverSettings) -> Environments:

@@ -238,6 +238,8 @@ async def test_an_environment_that_always_fails_fails_the_run_with_its_message(
         ({"environment": {"name": "no_such"}}, "environment.name"),
         ({"environment": {"name": "reasoning_gym", "params": {"dataset": "no_such"}}}, "environment.params.dataset"),
         ({"model": "no-such-directory"}, "model"),
+        ({"tail": {"reward_timeout_s": 1.0}}, "tail.reward_timeout_s"),  # built-in sources are scored in threads
+        ({"tail": {"adaptive_rewards": True}}, "tail.adaptive_rewards"),
     ],
 )
 async def test_bad_specs_are_refused_by_field_before_anything_is_submitted(
@@ -247,6 +249,20 @@ async def test_bad_specs_are_refused_by_field_before_anything_is_submitted(
     with pytest.raises(InvalidRequest) as caught:
         await drive(make_client(cluster), cluster.lease("driver"), SETTINGS)
     assert caught.value.field == field
+    assert not cluster.rollouts
+
+
+async def test_a_driver_without_processes_for_scorings_refuses_their_limits(
+    tiny_model: Path, behaviour: Behaviour, monkeypatch: pytest.MonkeyPatch, make_cluster: Any, make_client: Any
+) -> None:
+    monkeypatch.delitem(BUILT_IN, HERE)
+    cluster = make_cluster(make_spec(tiny_model, tail={"reward_timeout_s": 1.0}), echo)
+    settings = msgspec.structs.replace(
+        SETTINGS, scoring_processes=0, environments=EnvironmentSettings(allowed=(HERE,), trust=True)
+    )
+    with pytest.raises(InvalidRequest, match="scoring_processes") as caught:
+        await drive(make_client(cluster), cluster.lease("driver"), settings)
+    assert caught.value.field == "tail.reward_timeout_s"
     assert not cluster.rollouts
 
 

@@ -7,7 +7,6 @@ from msgspec import Meta, Struct
 from ebbtide.simulator.scenario.bounds import Dollars, Gbps, Name, Reference, Seconds, Tokens
 from ebbtide.simulator.scenario.quantity_spec import MATH_RESPONSES, LengthSpec, QuantitySpec
 from ebbtide.types.run import ShareSpec
-from ebbtide.types.tail_spec import TailSpec
 
 
 class SimulatedEnvironment(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -51,7 +50,7 @@ class TrainingRun(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     publish_gbps: Gbps = 200.0  # the link on which its versions leave
     checkpoint_every: Annotated[int, Meta(ge=0, le=1_000_000)] = 10  # steps; 0: never
     share: ShareSpec = ShareSpec()  # of the fleet, as in a run's spec
-    tail: TailSpec = TailSpec()  # as in a run's spec
+    order: Literal["lengths", "submitted"] = "submitted"  # as in a run's `[tail]`
 
     @property
     def rollouts_per_step(self) -> int:

@@ -1,6 +1,6 @@
 """Models a pool that keeps the keys and values of rollouts that stopped, beyond any engine's memory.
 
-Seer's is in the memory and on the disks of all hosts (arXiv 2511.14617, section 2.1 of its design). A rollout that goes
+Seer's is in the memory and on the disks of all hosts (arXiv 2511.14617). A rollout that goes
 on, wherever, has them copied and reads nothing again. The pool is taken to be large enough: Seer's use stayed below
 half of its memory.
 """

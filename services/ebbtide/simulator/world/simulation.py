@@ -28,6 +28,7 @@ from ebbtide.simulator.world.training.trainer_loan import FixedWindow, LoanWindo
 from ebbtide.simulator.world.virtual_coordinator import RunAccount, VirtualCoordinator
 from ebbtide.simulator.world.virtual_time import VirtualTime
 from ebbtide.types.fleet import WorkerKind
+from ebbtide.types.tail_spec import TailSpec
 
 Say = Callable[[SimulationProgress], None]
 #: How often people hear of progress, in simulated seconds.
@@ -158,7 +159,12 @@ class Simulation:
         )
         model = next((pool.engine for pool in self._scenario.fleet), "")
         account = RunAccount(
-            name=name, model=model, max_tokens=run.cap, share=run.share, tail=run.tail, groups=run.prompts
+            name=name,
+            model=model,
+            max_tokens=run.cap,
+            share=run.share,
+            tail=TailSpec(order=run.order),
+            groups=run.prompts,
         )
         self._coordinator.add_run(account, driver)
 

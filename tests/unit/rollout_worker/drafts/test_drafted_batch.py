@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any
 
-from benchmarks.long_tail.verifying_worker import VerifyingWorker
+from benchmarks.long_tail.drafts.verifying_worker import VerifyingWorker
 from ebbtide.rollout_worker.engine import SiblingRun
 from ebbtide.types.tokens import pack_ids
 from tests.fakes.plain_suffix_tree import PlainSuffixTree

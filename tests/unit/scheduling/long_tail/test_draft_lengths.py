@@ -5,8 +5,8 @@ from random import Random
 
 import pytest
 
-from benchmarks.long_tail.draft_cases import alike_case, drawn_case, judged
-from benchmarks.long_tail.draft_part import SURVIVAL
+from benchmarks.long_tail.drafts.draft_cases import alike_case, drawn_case, judged
+from benchmarks.long_tail.drafts.draft_part import SURVIVAL
 from ebbtide.scheduling.long_tail.drafts.draft_lengths import DraftSlot, best_drafts, drafts_within, expected_worth
 
 

@@ -2,7 +2,8 @@
 
 A step that ends its episode is a scoring: nobody waits for another turn. Which one it will be is known before for the
 last turn that a run allows. Else it is learnt: where all of the last steps at a turn ended their episodes, the next one
-is taken for a scoring. A wrong guess costs time alone, as any process can make an episode again from its responses.
+is taken for a scoring. A wrong guess costs time alone, as any process can make an episode again from its responses,
+unless that step outlasts the limit of scorings: then it is cut as one.
 """
 
 from typing import Final

@@ -1,8 +1,8 @@
 """Limits the time of a scoring by how long right answers to its problem took.
 
-The limit is `clamp(1.5 x anchor, 2 s, ceiling)`, as in RollPacker (NSDI 2026, section 2.3 of our notes: the reward
-scheduler). The anchor is the longest time of a right answer to the problem. Taken alone that rule locks out: a right
-answer slower than the limit scores nothing, so the anchor never rises. Three things prevent this.
+The limit is `clamp(1.5 x anchor, 2 s, ceiling)`, as in RollPacker's reward scheduler (NSDI 2026). The anchor is the
+longest time of a right answer to the problem. Taken alone that rule locks out: a right answer slower than the limit
+scores nothing, so the anchor never rises. Three things prevent this.
 
 - A problem with few right answers also gets the anchor of all problems, and a run with none gets the ceiling.
 - Of the scorings that reach their limit, some are explored: they go on up to the ceiling. A problem's scorings are cut

@@ -1,4 +1,4 @@
-"""Places chunks on engines as Seer does (arXiv 2511.14617, section 2.1 of its design, text of OSDI'26).
+"""Places chunks on engines as Seer does (arXiv 2511.14617).
 
 A chunk goes where memory for all of it is free. While no engine runs many more requests than another, it goes on where
 it ran last, which has the longest prefix of it; otherwise to the engine with the fewest requests.

@@ -6,7 +6,7 @@ from random import Random
 from statistics import fmean
 from typing import Final
 
-from benchmarks.long_tail.lengths_part import LOADS, MOMENTS, Coverage, LengthSetting, covered, ended_groups
+from benchmarks.long_tail.lengths.lengths_part import LOADS, MOMENTS, Coverage, LengthSetting, covered, ended_groups
 from ebbtide.errors import InvalidRequest
 from ebbtide.scheduling.long_tail.length_learner import LengthLearner
 from ebbtide.simulator.scenario.inputs.csv_rows import read_rows

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from benchmarks.long_tail.slot_rules import SlotSample
+from benchmarks.long_tail.order.slot_rules import SlotSample
 from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout, RolloutQueue
 from ebbtide.scheduling.long_tail.length_learner import LengthLearner
 from ebbtide.scheduling.long_tail.outlook.known_group import KnownGroup

@@ -17,7 +17,7 @@ from ebbtide.simulator.scenario.draws.quantity_draws import Curve, curve
 from ebbtide.simulator.scenario.inputs.quantile_table import QuantileTable, read_quantiles
 from ebbtide.simulator.scenario.quantity_spec import MATH_RESPONSES, QuantitySpec
 
-TRACES: Final = Path(__file__).parents[3] / "shared" / "traces"
+TRACES: Final = Path(__file__).parents[4] / "shared" / "traces"
 #: Files of quantiles, with the cap under which the lengths were recorded.
 _TABLES: Final = {"response_length_deepseek_r1_quantiles": 32_768, "response_length_math_cdf_upto4k": 16_384}
 #: Recorded requests, with the longest response among them.

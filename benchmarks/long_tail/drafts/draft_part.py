@@ -4,7 +4,7 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any, Final
 
-from benchmarks.long_tail.draft_cases import alike_case, drawn_case, judged
+from benchmarks.long_tail.drafts.draft_cases import alike_case, drawn_case, judged
 
 #: Probabilities that at least 1, 2, ... 8 draft tokens are accepted: of suffix trees over responses drawn from phrase
 #: books that a group shares, with mean accept lengths within 0.12 of those that Seer prints for 0, 1, 5, 15 siblings.

@@ -24,7 +24,7 @@ class DraftingHouse(House):
 
     async def _start(self) -> None:
         await super()._start()
-        self._fleet = await self._fleet_of("benchmarks.long_tail.feed_fleet")
+        self._fleet = await self._fleet_of("benchmarks.long_tail.feed.feed_fleet")
 
 
 class FeedLevel(ControlPlaneLevel):

@@ -13,8 +13,8 @@ from typing import Any, Final
 
 from msgspec import Struct, to_builtins
 
-from benchmarks.long_tail.phrase_books import drawn_group
-from benchmarks.long_tail.verifying_worker import VERSION, VerifyingWorker
+from benchmarks.long_tail.drafts.phrase_books import drawn_group
+from benchmarks.long_tail.drafts.verifying_worker import VERSION, VerifyingWorker
 from ebbtide.rollout_worker.engine import SiblingRun
 from ebbtide.types.tokens import pack_ids
 

@@ -15,10 +15,10 @@ from typing import Any, Final
 import msgspec
 from msgspec import Struct
 
-from benchmarks.long_tail.length_marginals import marginal_named
-from benchmarks.long_tail.lengths_part import LengthSetting, length_settings, taught
-from benchmarks.long_tail.live_order import LiveOrder
-from benchmarks.long_tail.slot_rules import (
+from benchmarks.long_tail.lengths.length_marginals import marginal_named
+from benchmarks.long_tail.lengths.lengths_part import LengthSetting, length_settings, taught
+from benchmarks.long_tail.order.live_order import LiveOrder
+from benchmarks.long_tail.order.slot_rules import (
     InOrder,
     PredictedLengths,
     PublishedSeer,

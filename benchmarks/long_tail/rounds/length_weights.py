@@ -10,7 +10,7 @@ from typing import Final
 
 import numpy as np
 
-from benchmarks.long_tail.toy_responses import Floats
+from benchmarks.long_tail.rounds.toy_responses import Floats
 
 #: Classes of length with a weight each. With many more the longest ones have too few responses.
 _CLASSES: Final = 200

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from benchmarks.long_tail.toy_responses import Floats, Responses, drawn, of_prompts
+from benchmarks.long_tail.rounds.toy_responses import Floats, Responses, drawn, of_prompts
 from ebbtide.scheduling.long_tail.rounds.group_rounds import GroupRounds
 
 PROMPTS, GROUP, EXCESS = 128, 8, 1.25

@@ -15,8 +15,8 @@ from typing import Any, Final
 import msgspec
 from msgspec import Struct
 
-from benchmarks.long_tail.length_marginals import NamedMarginal, known_marginals, marginal_named
-from benchmarks.long_tail.played_lengths import held_back
+from benchmarks.long_tail.lengths.length_marginals import NamedMarginal, known_marginals, marginal_named
+from benchmarks.long_tail.lengths.played_lengths import held_back
 from ebbtide.scheduling.long_tail.length_learner import EndedGroup, LengthLearner
 
 #: Intervals are between these quantiles.

@@ -15,9 +15,9 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from benchmarks.long_tail.length_weights import censoring_weights
-from benchmarks.long_tail.toy_responses import Floats, mean_tokens
-from benchmarks.long_tail.toy_rounds import (
+from benchmarks.long_tail.rounds.length_weights import censoring_weights
+from benchmarks.long_tail.rounds.toy_responses import Floats, mean_tokens
+from benchmarks.long_tail.rounds.toy_rounds import (
     GROUP,
     Rule,
     Trained,

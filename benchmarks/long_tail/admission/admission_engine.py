@@ -1,6 +1,6 @@
 """Runs the part `admission` on one vLLM engine, in a process of its own. Prints what it found as JSON.
 
-    python -m benchmarks.long_tail.admission_engine CHECKPOINT BLOCKS < WORKS
+    python -m benchmarks.long_tail.admission.admission_engine CHECKPOINT BLOCKS < WORKS
 
 The engine and the worker's own `LocalAttempts` are the live ones. A store that takes tokens at once stands for the
 coordinator. Each work is done under each arrangement, in an order that turns with the works; nothing cached is left
@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncGenerator
 from typing import Any, Final
 
-from benchmarks.long_tail.admitted_work import BLOCK, WorkItem, unpacked_works
+from benchmarks.long_tail.admission.admitted_work import BLOCK, WorkItem, unpacked_works
 from ebbtide.rollout_worker.engine import EngineRequest, TokenDelta
 from ebbtide.rollout_worker.engine.vllm.vllm_engine import VllmEngine
 from ebbtide.rollout_worker.generation.generation import Assignment

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.long_tail.admitted_work import WorkItem, drawn_work, memory_blocks, packed_works
+from benchmarks.long_tail.admission.admitted_work import WorkItem, drawn_work, memory_blocks, packed_works
 from benchmarks.real_kills.checkpoint import make_checkpoint
 from ebbtide.local_cluster.program_process import tethered
 
@@ -16,7 +16,8 @@ from ebbtide.local_cluster.program_process import tethered
 _GROUPS, _WORKS = 16, 3
 _QUICK_GROUPS, _QUICK_WORKS = 12, 1
 _WITHIN_S: Final = 1_800.0
-_ROOT: Final = Path(__file__).parents[2]
+_ENGINE: Final = "benchmarks.long_tail.admission.admission_engine"
+_ROOT: Final = Path(__file__).parents[3]
 
 
 def admission_part(tell: Callable[[str], None], *, quick: bool) -> dict[str, Any]:
@@ -34,7 +35,9 @@ def work_facts(works: Sequence[Sequence[WorkItem]]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="ebbtide-admission-") as folder:
         checkpoint, blocks = make_checkpoint(Path(folder) / "model", 1), memory_blocks(works)
         done = subprocess.run(
-            tethered(sys.executable, "-m", "benchmarks.long_tail.admission_engine", str(checkpoint), str(blocks)),
+            tethered(
+                sys.executable, "-m", "benchmarks.long_tail.admission.admission_engine", str(checkpoint), str(blocks)
+            ),
             input=packed_works(works),
             cwd=_ROOT,
             stdout=subprocess.PIPE,

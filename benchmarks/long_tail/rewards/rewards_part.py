@@ -18,7 +18,7 @@ from typing import Any, Final
 from unittest.mock import patch
 
 from benchmarks.log_level import errors_only
-from benchmarks.long_tail.scored_responses import QUANTILES, drawn_s
+from benchmarks.long_tail.rewards.scored_responses import QUANTILES, drawn_s
 from ebbtide.driver.environment_calls import EpisodeClock
 from ebbtide.driver.environment_processes import EnvironmentProcesses
 from ebbtide.driver.environment_threads import TookTooLong
@@ -81,10 +81,10 @@ async def _real_step(way: str, seed: int) -> float:
     settings = DriverSettings(
         environment_threads=_PROCESSES,
         scoring_processes=0 if way == "bound" else _PROCESSES,
-        environments=EnvironmentSettings(paths=(str(Path(__file__).parents[2]),), trust=True),
+        environments=EnvironmentSettings(paths=(str(Path(__file__).parents[3]),), trust=True),
     )
     tail = TailSpec(reward_timeout_s=_CEILING_S * _SCALE, adaptive_rewards=way == "adaptive")
-    environment = EnvironmentSpec(name="benchmarks.long_tail.scored_responses:ScoredResponses")
+    environment = EnvironmentSpec(name="benchmarks.long_tail.rewards.scored_responses:ScoredResponses")
     spec = RunSpec(name="run", model="model", environment=environment, tail=tail)
     environments = EnvironmentProcesses(spec, settings, host_plan(settings))
     with patch.object(reward_limits, "LEAST_S", reward_limits.LEAST_S * _SCALE):

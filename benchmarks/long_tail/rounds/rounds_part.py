@@ -12,7 +12,7 @@ from typing import Any, Final
 import msgspec
 from msgspec import Struct
 
-from benchmarks.long_tail.packer_runs import PERIOD, SETTINGS, RoundsRun, played
+from benchmarks.long_tail.rounds.packer_runs import PERIOD, SETTINGS, RoundsRun, played
 
 #: By name in the report: the rule, and how many prompts are on their way for each that a step trains on.
 RULES: Final[dict[str, tuple[str, float]]] = {

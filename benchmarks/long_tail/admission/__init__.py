@@ -1,0 +1,1 @@
+"""Admission by memory, on a real engine."""

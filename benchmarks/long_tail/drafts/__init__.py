@@ -1,0 +1,1 @@
+"""Drafts: their lengths beside a published rule, and how many tokens of a step they make."""

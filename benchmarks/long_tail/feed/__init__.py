@@ -1,0 +1,1 @@
+"""What passing siblings' tokens on costs a coordinator."""

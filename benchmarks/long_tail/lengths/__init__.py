@@ -1,0 +1,1 @@
+"""Forecasts of lengths, on drawn and on recorded groups."""

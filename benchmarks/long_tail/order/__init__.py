@@ -1,0 +1,1 @@
+"""Who starts first: rules in a model of slots, and what the live decision takes."""

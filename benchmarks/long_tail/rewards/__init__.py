@@ -1,0 +1,1 @@
+"""Scorings beside rollouts."""
