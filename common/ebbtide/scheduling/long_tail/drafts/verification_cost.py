@@ -72,7 +72,8 @@ class VerificationCost:
 
 def next_size(tokens: int) -> int:
     """A size whose class is above that of `tokens`."""
-    return ceil(tokens * 2.0 ** (1.0 / _PER_DOUBLING)) + 1
+    number: int = round(_PER_DOUBLING * log2(tokens))
+    return number
 
 
 def _class_of(tokens: int) -> int:
