@@ -72,8 +72,8 @@ class VerificationCost:
 
 def next_size(tokens: int) -> int:
     """A size whose class is above that of `tokens`."""
-    number: int = round(_PER_DOUBLING * log2(tokens))
-    return number
+    size: int = ceil(tokens * 2.0 ** (1.0 / _PER_DOUBLING)) + 1
+    return size
 
 
 def _class_of(tokens: int) -> int:
