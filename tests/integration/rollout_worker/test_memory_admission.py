@@ -63,6 +63,22 @@ async def test_a_rollout_that_waits_for_memory_is_handed_back_at_once_as_it_came
     await wait_until(lambda: beat(house).unadmitted == 0)
 
 
+async def test_a_forecast_that_comes_later_lets_a_rollout_in_that_waited(house: House, expected: Expected) -> None:
+    await house.worker(scripted={**MEMORY, "step_s": 0.02})
+    house.coordinator.assign("runs", Sampling(max_tokens=3000), expected_tokens=600)
+    await wait_until(lambda: house.coordinator.length("runs") > 8)
+    house.coordinator.stored["waits"] = b""
+    house.coordinator.assign("waits", Sampling(max_tokens=3000), expected_tokens=600)
+    await wait_until(lambda: beat(house).unadmitted == 1)
+    one = fleet_pb2.Forecasts.Forecast
+    rests = [one(attempt_id=house.coordinator.fences[name], expected_tokens=20) for name in ("runs", "waits")]
+    rests[0].stored = house.coordinator.length("runs")
+    house.coordinator.say(forecasts=fleet_pb2.Forecasts(forecasts=rests))
+    await wait_until(lambda: house.coordinator.length("waits") > 0)
+    assert "runs" not in house.coordinator.finished
+    assert house.coordinator.ids("waits") == expected(house.coordinator.length("waits"))
+
+
 async def test_a_drain_hands_back_those_that_run_and_those_that_wait(house: House, expected: Expected) -> None:
     worker = await house.worker(scripted=MEMORY)
     for name in ("runs", "waits", "waits too"):

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from ebbtide.errors import InvalidRequest
-from ebbtide.rollout_worker.engine import TokenDelta
+from ebbtide.rollout_worker.engine import DraftSource, TokenDelta
 from ebbtide.rollout_worker.generation.generation import Assignment, Generation
 from ebbtide.types.fleet import AttemptRef, EngineInfo
 from ebbtide.types.rollout import FinishReason
@@ -55,6 +55,13 @@ def test_the_engine_is_asked_for_what_is_left() -> None:
     assert list(request.stop_token_ids) == [EOS, 9]
     assert request.temperature == 0.5
     assert request.request_id == "attempt"
+
+
+@pytest.mark.parametrize(("told", "worth"), [(3.0, 3.0), (0.0, 1.0)])
+def test_drafts_are_worth_what_the_coordinator_says_or_the_average(told: float, worth: float) -> None:
+    wanted = msgspec.structs.replace(assignment([20]), group_id="g", tail_worth=told)
+    drafts = Generation(wanted, INFO, decode).request().drafts
+    assert drafts == DraftSource(group="g", rollout_id="rollout", made=1, worth=worth)
 
 
 def test_the_context_bounds_the_response() -> None:

@@ -124,3 +124,27 @@ async def test_those_that_wait_enter_an_engine_that_replaced_theirs_and_does_not
     door.gate.engine_changed(EngineInfo(model="m", vocab_size=100, max_model_len=4096))
     await wait_until(lambda: len(door.inside) == 4)
     await door.go(*range(4))
+
+
+async def test_a_forecast_counts_from_what_the_coordinator_had_stored(door: Door) -> None:
+    ticket = door.come("r", [1] * 100, most=1000)
+    await wait_until(lambda: "r" in door.inside)
+    door.gate.made(ticket, 30, version=1)
+    door.gate.forecast("r", 200, 400, stored=10)  # of the 30 made since, it did not know 20
+    assert (ticket.context.rest, ticket.context.longest_rest) == (180.0, 380.0)
+    door.gate.forecast("r", 15, 0, stored=10)
+    assert (ticket.context.rest, ticket.context.longest_rest) == (None, None)
+    door.gate.forecast("gone", 5, 5, stored=0)
+    await door.go(0)
+
+
+async def test_a_shorter_forecast_lets_those_in_that_wait(door: Door) -> None:
+    door.come("long", [1] * 300, most=700, forecast=700)
+    await wait_until(lambda: "long" in door.inside)
+    door.come("next", [2] * 300, most=100, forecast=100)
+    await wait_until(lambda: door.gate.holds_back("next"))
+    await asyncio.sleep(0)
+    assert "next" not in door.inside
+    door.gate.forecast("long", 20, 40, stored=0)
+    await wait_until(lambda: "next" in door.inside)
+    await door.go(0, 1)

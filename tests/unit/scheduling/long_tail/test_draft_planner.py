@@ -54,6 +54,19 @@ def test_critical_samples_get_the_longer_drafts() -> None:
     assert max(given) == [1, 3], "while costs are unknown, every other step has drafts"
 
 
+def test_a_batch_that_began_with_a_single_draft_learns_that_more_of_them_cost_little() -> None:
+    planner, samples = DraftPlanner(8, 512), 8
+    given = list[int]()
+    for step in range(400):
+        offers = [DraftOffer("g", 20, 1)] if step < 100 else [LONG] * samples
+        lengths = planner.lengths(offers, samples) if planner.looks() else []
+        for length in filter(None, lengths):
+            planner.drafted("g", LONG.match, length, step % 2)
+        planner.stepped(samples + sum(lengths), 0.025 + 1e-5 * (samples + sum(lengths)))
+        given.append(sum(lengths))
+    assert given[-1] >= samples
+
+
 def test_a_step_that_was_held_up_teaches_no_cost() -> None:
     planner = DraftPlanner(8, 512)
     for tokens in (2, 6) * 50:

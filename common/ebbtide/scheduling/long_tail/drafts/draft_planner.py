@@ -15,7 +15,7 @@ from msgspec import Struct
 from ebbtide.scheduling.long_tail.drafts.draft_acceptance import LONGEST_DRAFT, DraftAcceptance
 from ebbtide.scheduling.long_tail.drafts.draft_lengths import DraftSlot, best_drafts, drafts_within
 from ebbtide.scheduling.long_tail.drafts.speculation_switch import SpeculationMode, SpeculationSwitch
-from ebbtide.scheduling.long_tail.drafts.verification_cost import VerificationCost
+from ebbtide.scheduling.long_tail.drafts.verification_cost import VerificationCost, next_size
 
 #: Classes of matches end below these lengths: drafts behind two tokens are guesses, behind twenty nearly copies.
 _MATCH_CLASSES: Final = (2, 3, 5, 9, 17)
@@ -85,13 +85,16 @@ class DraftPlanner:
         return self._further(slots, list(plan.lengths[: len(slots)]), samples)
 
     def _further(self, slots: Sequence[DraftSlot], lengths: list[int], samples: int) -> list[int]:
-        """Now and then, and where the planned step is the largest so far, twice the drafts, to learn what they cost."""
+        """Now and then, and where the planned step is among the largest so far, twice the drafts, to learn what they
+        cost. They are so many that the step is larger than those of its class: else few drafts would stay few.
+        """
         planned = sum(lengths)
         self._until_further -= 1
-        if planned == 0 or (self._until_further > 0 and samples + planned < self._cost.largest):
+        if planned == 0 or (self._until_further > 0 and not self._cost.reaches(samples + planned)):
             return lengths
         self._until_further = _FURTHER_EVERY
-        return drafts_within(slots, min(2 * planned, self._most))
+        wanted = max(2 * planned, next_size(samples + planned) - samples)
+        return drafts_within(slots, min(wanted, self._most))
 
     def survival(self, offer: DraftOffer) -> list[float]:
         """Probabilities that at least 1, 2, ... tokens of the offered draft are accepted."""

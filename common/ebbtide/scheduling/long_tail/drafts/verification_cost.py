@@ -10,7 +10,7 @@ Invariant: `_classes` has the faded sums of sizes and seconds. Lost with the pro
 """
 
 from bisect import bisect_left
-from math import log2
+from math import ceil, log2
 from typing import Final
 
 #: Classes of sizes for each doubling: a knee is found within a sixth.
@@ -29,19 +29,15 @@ class VerificationCost:
         """Whether steps of two classes were seen: one alone shows no slope."""
         return len(self._classes) > 1
 
-    @property
-    def largest(self) -> float:
-        """The size of the largest steps seen, in tokens; 0 before the first."""
-        if not self._classes:
-            return 0.0
-        weight, sizes, _ = self._classes[max(self._classes)]
-        return sizes / weight
+    def reaches(self, tokens: int) -> bool:
+        """Whether no steps of a class above this size were seen. Call only for a size of at least 1."""
+        return _class_of(tokens) >= max(self._classes, default=0)
 
     def observe(self, tokens: int, seconds: float) -> None:
         """Note a step that verified so many tokens."""
         if tokens < 1 or not 0.0 < seconds < 1e4:
             return
-        number = round(_PER_DOUBLING * log2(tokens))
+        number = _class_of(tokens)
         weight, sizes, total = self._classes.get(number, (0.0, 0.0, 0.0))
         fade = 1.0 - 1.0 / _MEMORY
         self._classes[number] = fade * weight + 1.0, fade * sizes + tokens, fade * total + seconds
@@ -72,6 +68,16 @@ class VerificationCost:
                 last = pools.pop()
                 pools[-1] += last
         return [(sizes / weight, _mean(pool)) for pool in pools for weight, sizes, _ in pool]
+
+
+def next_size(tokens: int) -> int:
+    """A size whose class is above that of `tokens`."""
+    size: int = ceil(tokens * 2.0 ** (1.0 / _PER_DOUBLING)) + 1
+    return size
+
+
+def _class_of(tokens: int) -> int:
+    return round(_PER_DOUBLING * log2(tokens))
 
 
 def _mean(pool: list[tuple[float, float, float]]) -> float:
