@@ -21,7 +21,7 @@ Decode = Callable[[Sequence[int]], str]
 _MARGIN: Final = 8
 
 
-class RestForecast(Struct, frozen=True, kw_only=True):
+class HeldForecast(Struct, frozen=True, kw_only=True):
     """What is expected of a rollout that runs here: tokens to come behind the first `stored` of its response."""
 
     attempt_id: str

@@ -16,7 +16,7 @@ from ebbtide import telemetry
 from ebbtide.errors import InvalidRequest
 from ebbtide.rollout_worker import metrics
 from ebbtide.rollout_worker.engine import Engine
-from ebbtide.rollout_worker.generation.generation import Assignment, RestForecast
+from ebbtide.rollout_worker.generation.generation import Assignment, HeldForecast
 from ebbtide.rollout_worker.generation.local_attempts import HandBack, LocalAttempts
 from ebbtide.rollout_worker.generation.outbox import Outbox
 from ebbtide.rollout_worker.guard_link import GuardLink
@@ -205,7 +205,7 @@ class ControlHandler:
             self.outgoing.release(early, why)
         self.attempts.release(refs, why)
 
-    def foresee(self, forecasts: Iterable[RestForecast]) -> None:
+    def foresee(self, forecasts: Iterable[HeldForecast]) -> None:
         """Admit rollouts to the engine's memory by what is expected of them now."""
         for one in forecasts:
             rest, longest = one.expected_tokens, one.longest_tokens

@@ -22,7 +22,7 @@ from ebbtide.errors import (
     Unauthenticated,
     Unavailable,
 )
-from ebbtide.rollout_worker.generation.generation import Assignment, RestForecast
+from ebbtide.rollout_worker.generation.generation import Assignment, HeldForecast
 from ebbtide.rollout_worker.generation.local_attempts import HandBack
 from ebbtide.rollout_worker.installs.weight_store import Installation
 from ebbtide.rollout_worker.streams.append_client import AppendClient
@@ -172,7 +172,7 @@ class ControlSession:
             case "borrow":
                 worker.borrow(wanted=message.borrow.wanted, reason=message.borrow.reason)
             case "forecasts":
-                worker.foresee(from_proto(one, RestForecast) for one in message.forecasts.forecasts)
+                worker.foresee(from_proto(one, HeldForecast) for one in message.forecasts.forecasts)
             case "flush_interval":
                 worker.pace_flushes(from_proto(message.flush_interval, FlushPace))
             case "drain":

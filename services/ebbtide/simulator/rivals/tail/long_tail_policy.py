@@ -6,9 +6,8 @@ itself: `StartOrder` for what waits, `divide_memory` for each engine, `best_draf
 
 from collections.abc import Sequence
 from math import ceil
-from typing import Annotated, Final, Literal
+from typing import Final, Literal
 
-from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from ebbtide.coordinator.state.run_state import RunState
@@ -17,17 +16,12 @@ from ebbtide.scheduling.long_tail.chunks.kv_contexts import ChunkRules, KvContex
 from ebbtide.scheduling.long_tail.start_order import StartOrder, WaitingSample
 from ebbtide.simulator.rivals.tail.balanced_moves import balanced_moves
 from ebbtide.simulator.rivals.tail.divided_decider import DividedDecider
+from ebbtide.simulator.rivals.tail.divided_policy import DividedPolicy
 from ebbtide.simulator.rivals.tail.draft_rules import greedy_drafts
 from ebbtide.simulator.rivals.tail.group_rests import LearntRests, NoRests, RestForecast, TrueRests
-from ebbtide.simulator.rivals.tail.seer_policy import PACED_ROUNDS, POOL_TOKENS_PER_S, Pause
 from ebbtide.simulator.rivals.tail.speculation_pace import SpeculationPace
 from ebbtide.simulator.rivals.tail.step_members import EngineView, StepMember
-from ebbtide.simulator.scenario.bounds import Factor
-from ebbtide.simulator.scenario.machine_pool import MachinePool
-from ebbtide.simulator.scenario.training_run import TrainingRun
 from ebbtide.simulator.world.kv_pool import KvPool
-from ebbtide.simulator.world.training.step_rounds import Rounds, WholeGroups
-from ebbtide.simulator.world.training.trainer_loan import FixedWindow, LoanWindow
 from ebbtide.simulator.world.virtual_coordinator import Decider, VirtualCoordinator
 
 #: Tokens that a member may make in a second, with speculation: chunks are decided that far ahead.
@@ -151,7 +145,7 @@ class LongTailDecider(DividedDecider):
             move.source.members.remove(move.member)
 
 
-class LongTailPolicy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LongTailPolicy(DividedPolicy, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Ebbtide's rules for the long tail, with a pool of keys and values and grouped speculation.
 
     It is told what workers report. With `knowledge` "true_lengths" it is told all lengths: the oracle to compare with.
@@ -160,25 +154,14 @@ class LongTailPolicy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     knowledge: Literal["learnt", "true_lengths", "none"] = "learnt"
     former: tuple[tuple[int, ...], ...] = ()  # lengths of the groups of the step before, by which forecasts begin
-    speculates: bool = True
-    verification: Factor = 1.0  # what draft tokens cost, as a multiple of the profile's
-    pool_tokens_per_s: Annotated[float, Meta(ge=0)] = POOL_TOKENS_PER_S  # 0: no pool, so tokens are read again
-    round_s: Pause = 2.0  # the least pause between two decisions
-
-    @property
-    def stream_batch(self) -> int | None:
-        return None
 
     def decider(self, coordinator: VirtualCoordinator) -> Decider:
-        pace = SpeculationPace(
-            coordinator, greedy_drafts, verification=self.verification, every_s=PACED_ROUNDS * self.round_s
-        )
         return LongTailDecider(
             coordinator,
             rests=self._rests(),
             round_s=self.round_s,
-            pool=KvPool(tokens_per_s=self.pool_tokens_per_s) if self.pool_tokens_per_s else None,
-            pace=pace if self.speculates else None,
+            pool=self.pool(),
+            pace=self.pace(coordinator, greedy_drafts),
         )
 
     def _rests(self) -> RestForecast:
@@ -189,10 +172,3 @@ class LongTailPolicy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 return NoRests()
             case "learnt":
                 return LearntRests(self.former)
-
-    def rounds(self, run: TrainingRun) -> Rounds:
-        return WholeGroups(run.prompts, run.group)
-
-    def window(self, decider: Decider, lent: MachinePool) -> LoanWindow:
-        del decider
-        return FixedWindow(lent.window_s)

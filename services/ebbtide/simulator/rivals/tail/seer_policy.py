@@ -1,30 +1,20 @@
 """Divides rollouts into chunks of one size, as Seer does (arXiv 2511.14617 v3, OSDI'26)."""
 
 from collections.abc import Sequence
-from typing import Annotated, Final, Literal, TypeAlias
-
-from msgspec import Meta, Struct
+from typing import Final, Literal
 
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.simulator.rivals.seer_start_rule import BufferedRequest, SeerStartRule
 from ebbtide.simulator.rivals.tail.chunk_places import ChunkPlace, chunk_place
 from ebbtide.simulator.rivals.tail.divided_decider import DividedDecider
+from ebbtide.simulator.rivals.tail.divided_policy import DividedPolicy
 from ebbtide.simulator.rivals.tail.draft_rules import printed_drafts
 from ebbtide.simulator.rivals.tail.speculation_pace import SpeculationPace
 from ebbtide.simulator.rivals.tail.step_members import EngineView, StepMember
-from ebbtide.simulator.scenario.bounds import Factor, Tokens
-from ebbtide.simulator.scenario.machine_pool import MachinePool
-from ebbtide.simulator.scenario.training_run import TrainingRun
+from ebbtide.simulator.scenario.bounds import Tokens
 from ebbtide.simulator.world.kv_pool import KvPool
-from ebbtide.simulator.world.training.step_rounds import Rounds, WholeGroups
-from ebbtide.simulator.world.training.trainer_loan import FixedWindow, LoanWindow
 from ebbtide.simulator.world.virtual_coordinator import Decider, VirtualCoordinator
 
-Pause: TypeAlias = Annotated[float, Meta(gt=0, le=60)]
-#: Speculation adapts once in so many rounds.
-PACED_ROUNDS: Final = 5.0
-#: A link of 8 x 400 Gbit/s and Qwen2-VL-72B's 320 KiB of keys and values for a token.
-POOL_TOKENS_PER_S: Final = 1.2e6
 #: A round comes late by its pause, so a chunk's memory has so many tokens more for each second of it.
 _LATE_TOKENS_PER_S: Final = 64
 
@@ -110,7 +100,7 @@ class SeerDecider(DividedDecider):
         return self._rule.rank(BufferedRequest(one.place, one.group, one.made, one.probe))
 
 
-class SeerPolicy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SeerPolicy(DividedPolicy, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Seer as published: chunks that memory is kept for, a pool of keys and values, probes first, grouped speculation.
 
     It is not told lengths before a response ends, unless `order` says so. Its guard against starvation, of which the
@@ -119,31 +109,13 @@ class SeerPolicy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     chunk: Tokens = 8192  # notes on the first version have 8K; the later ones do not state it
     order: Literal["context", "queue", "true_lengths"] = "context"
-    speculates: bool = True
-    verification: Factor = 1.0  # what draft tokens cost, as a multiple of the profile's
-    pool_tokens_per_s: Annotated[float, Meta(ge=0)] = POOL_TOKENS_PER_S  # 0: no pool, so tokens are read again
-    round_s: Pause = 2.0  # the least pause between two decisions
-
-    @property
-    def stream_batch(self) -> int | None:
-        return None
 
     def decider(self, coordinator: VirtualCoordinator) -> Decider:
-        pace = SpeculationPace(
-            coordinator, printed_drafts, verification=self.verification, every_s=PACED_ROUNDS * self.round_s
-        )
         return SeerDecider(
             coordinator,
             chunk=self.chunk,
             order=self.order,
             round_s=self.round_s,
-            pool=KvPool(tokens_per_s=self.pool_tokens_per_s) if self.pool_tokens_per_s else None,
-            pace=pace if self.speculates else None,
+            pool=self.pool(),
+            pace=self.pace(coordinator, printed_drafts),
         )
-
-    def rounds(self, run: TrainingRun) -> Rounds:
-        return WholeGroups(run.prompts, run.group)
-
-    def window(self, decider: Decider, lent: MachinePool) -> LoanWindow:
-        del decider
-        return FixedWindow(lent.window_s)

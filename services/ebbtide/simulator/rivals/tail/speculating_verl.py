@@ -6,8 +6,8 @@ from msgspec import Struct
 
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.worker_session import WorkerSession
+from ebbtide.simulator.rivals.tail.divided_policy import PACED_ROUNDS, Pause
 from ebbtide.simulator.rivals.tail.draft_rules import printed_drafts
-from ebbtide.simulator.rivals.tail.seer_policy import PACED_ROUNDS, Pause
 from ebbtide.simulator.rivals.tail.speculation_pace import SpeculationPace
 from ebbtide.simulator.rivals.tail.step_members import StepMembers
 from ebbtide.simulator.rivals.verl_policy import GroupTurns
