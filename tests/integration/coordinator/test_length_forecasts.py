@@ -52,6 +52,8 @@ async def test_a_run_that_orders_nothing_starts_groups_as_they_were_submitted(cl
     names = [f"{group}.{number}" for group in ("x", "y") for number in range(2)]
     await run.send(*(run.request(one, group_id=one.partition(".")[0]) for one in names))
     await worker.has("x.0", "x.1")
+    assert set(worker.assigned) == {"x.0", "x.1"}
+    assert [one.rollout_id for one in cluster.coordinator.state.runs["r"].queue] == ["y.0", "y.1"]
 
 
 async def test_workers_are_told_what_is_to_come_at_the_assignment_and_when_it_has_changed(
