@@ -78,7 +78,7 @@ async def test_workers_are_told_what_is_to_come_at_the_assignment_and_when_it_ha
 
 
 async def test_a_run_shows_how_often_forecasts_held_and_what_may_end_last(cluster: Any) -> None:
-    run, worker = await cluster.run(**BY_LENGTHS), await cluster.worker("w1", slots=4)
+    run, worker = await cluster.run(**BY_LENGTHS), await cluster.worker("w1", slots=4, capabilities=["forecasts"])
     for number in range(3):
         await step(run, worker, f"s{number}", {"a": 4, "b": 40, "c": 6, "d": 30})
     await run.submit("open", group_id="open")

@@ -114,7 +114,7 @@ class DispatchRound:
             yield None  # in a large fleet each of these takes a while: others have their turn
         for run in self._in_turn(now):
             if not run.stale and not run.ended:
-                run.foresee(now)
+                run.foresee(now, heard=self._forecasts.heard)
             fill = self._new_fill(run, now)
             if fill.due(now):
                 yield fill

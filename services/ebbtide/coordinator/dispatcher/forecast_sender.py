@@ -25,6 +25,7 @@ class ForecastSender:
         self._state = state
         self._looked: dict[str, float] = {}
         self._turns: Iterator[str] = iter(())
+        self.heard = False  # some worker listens, as of the last turn
 
     def send(self, now: float) -> None:
         """Tell the next workers what has changed."""
@@ -32,7 +33,7 @@ class ForecastSender:
             session_id = next(self._turns, "")
             if not session_id:
                 listening = [one.session_id for one in self._state.sessions.values() if _listens(one)]
-                self._turns = iter(listening)
+                self._turns, self.heard = iter(listening), bool(listening)
                 self._looked = {name: at for name, at in self._looked.items() if name in self._state.sessions}
                 return
             session = self._state.sessions.get(session_id)

@@ -206,9 +206,11 @@ class RunState:
         attempt.assign(session)
         return True
 
-    def foresee(self, now: float) -> None:
-        """Make some forecasts of lengths anew, and order the queue by them if the run wants that."""
-        self.tail.renew(self.queue, now)
+    def foresee(self, now: float, *, heard: bool = True) -> None:
+        """Make some forecasts of lengths anew, and order the queue by them if the run wants that. `heard`: some worker
+        hears of them.
+        """
+        self.tail.renew(self.queue, now, heard=heard)
 
     def put_back(self, attempt: RunningAttempt, queued: QueuedRollout | None) -> None:
         """Queue the rollout of an attempt that the store ended; None: it finished while the store was asked."""

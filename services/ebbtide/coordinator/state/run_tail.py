@@ -76,10 +76,13 @@ class RunTail:
 
     # What is decided by it.
 
-    def renew(self, queue: RolloutQueue, now: float) -> None:
-        """Make some forecasts anew, rank what is queued by them, and judge when the step ends."""
-        renewed = self.forecasts.renew(now)
-        self.judge.look(now)
+    def renew(self, queue: RolloutQueue, now: float, *, heard: bool) -> None:
+        """Make some forecasts anew, rank what is queued by them, and judge when the step ends. `heard`: some worker
+        hears of forecasts; where none does and the queue is not ordered by them, none is made.
+        """
+        renewed = self.forecasts.renew(now, read=heard or self._ordered)
+        if heard:
+            self.judge.look(now)
         if not self._ordered:
             return
         for group in renewed:

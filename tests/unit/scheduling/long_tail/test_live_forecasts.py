@@ -142,3 +142,15 @@ def test_a_begun_sample_that_is_read_back_tells_nothing_of_other_groups() -> Non
     read_back = forecasts.wait(name_of(9_000, 0), 9_000, Sample(8_000), cap=CAP)
     assert forecasts.unstarted(read_back).expected > 1.5 * untouched.expected
     assert forecasts.unstarted(submit(forecasts, 9_010, 4)) == untouched
+
+
+def test_while_nobody_reads_forecasts_groups_teach_and_no_forecast_is_made() -> None:
+    forecasts, now = taught()
+    forecasts.renew(now + 1.0, read=False)
+    group = submit(forecasts, 9_000, 2)
+    begin(forecasts, 9_000, [0, 1])
+    assert forecasts.renew(now + 2.0, read=False) == []
+    assert group.forecast is None
+    forecasts.finish(name_of(9_000, 0), 9_000, 500, whole=True)
+    assert group in forecasts.renew(now + 3.0)
+    assert group.forecast is not None

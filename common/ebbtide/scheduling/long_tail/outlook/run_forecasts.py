@@ -44,6 +44,7 @@ class RunForecasts:
         self._changed: dict[int, None] = {}  # groups whose forecast is to be made anew, in this order
         self._watched: Iterator[int] = iter(())
         self._renewed = -1.0
+        self._idle = False  # nobody reads forecasts now: none is made
         self._ended, self._next_lesson = 0, _FIRST_LESSON
         #: Of untouched groups: those of one kind have one forecast.
         self._alike: dict[tuple[float, ...], tuple[LengthForecast, dict[int, LengthOutlook]]] = {}
@@ -68,6 +69,8 @@ class RunForecasts:
         group.begun = True
         if sample.made and rollout_id not in group.knew:
             self._change(group)
+        if self._idle:
+            return group
         outlook = self.outlook(group, rollout_id)  # made here, so that readers change nothing
         if sample.made == 0 and self.learner.known:
             self.coverage.foresaw(rollout_id, outlook)
@@ -128,12 +131,16 @@ class RunForecasts:
         """The same, of a sample that has made nothing."""
         return self._of(group, 0)
 
-    def renew(self, now: float) -> list[KnownGroup]:
-        """Teach what has ended, and make some forecasts anew. Returns the groups whose forecasts are new."""
+    def renew(self, now: float, *, read: bool = True) -> list[KnownGroup]:
+        """Teach what has ended, and make some forecasts anew. Returns the groups whose forecasts are new. `read`:
+        somebody reads forecasts; else none is made, and ended groups still teach.
+        """
         if now - self._renewed < _RENEW_EVERY_S:
             return []
-        self._renewed = now
+        self._renewed, self._idle = now, not read
         self._teach()
+        if self._idle:
+            return []
         renewed, left = list[KnownGroup](), _AT_ONCE
         for group in self._due():
             self._foresee(group)
