@@ -197,6 +197,17 @@ class RunOutlook(Struct, frozen=True, kw_only=True):
     covered: int = 0  # of these, within the interval that four in five are to be in
 
 
+class RunMoves(Struct, frozen=True, kw_only=True):
+    """Running rollouts of a live run that were moved so that the step ends sooner, since the coordinator leads."""
+
+    moves: int = 0
+    finished: int = 0  # rollouts that ended meanwhile
+    judged: int = 0  # of these: had time to pay back, and their rollout still ran there
+    promised_tokens: float = 0.0  # that those should have made until then
+    made_tokens: float = 0.0  # that they made
+    stopped: bool = False  # recent ones made too little of what they promised: but for one a minute, none is made
+
+
 class Run(Struct, frozen=True, kw_only=True):
     run_id: str
     spec: RunSpec
@@ -210,6 +221,7 @@ class Run(Struct, frozen=True, kw_only=True):
     share: RunShare | None = None
     submitter: str = ""  # the name in the token of who submitted it
     outlook: RunOutlook | None = None
+    moves: RunMoves | None = None
 
 
 class RunEvent(Struct, frozen=True, kw_only=True):

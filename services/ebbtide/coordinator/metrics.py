@@ -35,6 +35,15 @@ attempts = telemetry.counter("coordinator_attempts_total", "attempts started")
 resumptions = telemetry.counter("coordinator_resumptions_total", "attempts that went on from stored tokens")
 requeued = telemetry.counter("coordinator_requeued_total", "attempts that ended without a finish")
 moved = telemetry.counter("coordinator_moved_total", "attempts taken from a worker to balance the fleet")
+balanced = telemetry.counter(
+    "coordinator_balanced_total", "running rollouts asked back so that the step ends sooner on another worker"
+)
+moves_kept = telemetry.gauge(
+    "coordinator_moves_kept", "of the tokens that rollouts should make after moves, the share that they made; least run"
+)
+moves_stopped = telemetry.gauge(
+    "coordinator_moves_stopped", "live runs whose running rollouts stay, since moves made too little of their promises"
+)
 reclaims = telemetry.counter(
     "coordinator_reclaims_total", "times that a borrowed worker's host took itself back for long enough to be told"
 )
@@ -124,6 +133,9 @@ def observe(live: Iterable[RunState], fleet: Iterable[Worker]) -> None:
         covered, ended = run.tail.forecasts.coverage.take()
         length_forecasts.inc(ended)
         length_forecasts_covered.inc(covered)
+        balanced.inc(run.moves.take_moves())
+    moves_kept.set(min((run.moves.kept for run in states), default=1.0))
+    moves_stopped.set(sum(not run.moves.trusted for run in states))
     runs.set(len(states))
     queued.set(sum(len(run.queue) for run in states))
     running.set(sum(len(run.running) for run in states))

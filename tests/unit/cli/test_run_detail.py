@@ -7,7 +7,7 @@ import msgspec
 from rich.console import Console
 
 from ebbtide.cli.views.run_detail import Histogram, detail_table, finite, histogram
-from ebbtide.types.run import EnvironmentSpec, Run, RunShare, RunSpec, RunStatus, ShareSpec
+from ebbtide.types.run import EnvironmentSpec, Run, RunMoves, RunShare, RunSpec, RunStatus, ShareSpec
 from ebbtide.types.weights import PolicyVersion
 
 SPEC = RunSpec(name="demo", model="m", environment=EnvironmentSpec(name="e"))
@@ -53,6 +53,15 @@ def test_a_run_tells_what_was_saved_lost_migrated_and_how_fast() -> None:
         "p50 ≤ 2.5 s, p90 ≤ 2.5 s, p99 ≤ 2.5 s (100 observed", "p50 ≤ 0.5 s, p90 beyond all bounds", "t-1",
     ):  # fmt: skip
         assert said in text, text
+
+
+def test_a_run_tells_what_moves_of_running_rollouts_promised_and_what_came_of_them() -> None:
+    moves = RunMoves(moves=30, finished=120, judged=20, promised_tokens=20_000.0, made_tokens=18_500.0)
+    text = told(Run(run_id="r", spec=SPEC, moves=moves))
+    assert "30 running rollouts moved, 0.25 for each finished one; 20 judged: 18,500 tokens made of 20,000" in text
+    assert "stopped" not in text
+    assert "stopped, as that is too little" in told(Run(run_id="r", spec=SPEC, moves=RunMoves(moves=9, stopped=True)))
+    assert "balanced" not in told(Run(run_id="r", spec=SPEC, moves=RunMoves()))
 
 
 def test_a_run_without_losses_shows_no_latencies() -> None:

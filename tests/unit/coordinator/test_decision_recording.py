@@ -36,7 +36,7 @@ from tests.unit.coordinator.virtual_fleet import balanced, lived, ordered
 UNRECORDED: Final = {
     "it changes nothing": (
         "paused", "new_queue", "is_unconfirmed", "lent", "version_of", "at_work", "serving", "has_room",
-        "returning", "trusts", "quarantined", "quarantined_s", "lacking",
+        "returning", "siblings", "trusts", "quarantined", "quarantined_s", "lacking",
     ),
     "only rounds call it": (
         "take_made", "note_share", "learn_plateau", "learn_prefill", "learn_rate", "offer", "give_up_move",
@@ -96,7 +96,7 @@ def test_moves_are_decided_again_by_the_speeds_that_workers_reported(tmp_path: P
     fleet = balanced(record_decisions=str(path))
     fleet.parts.close()
     asked = [one for _, record in read_journal(path) for one in getattr(record.call, "decided", ())]
-    assert sum(isinstance(one, MoveAsked) for one in asked) >= 2
+    assert sum(isinstance(one, MoveAsked) for one in asked) >= 1
     assert {worker for _, _, worker in fleet.placed[4:]} == {"fast"}
     assert played(path).equal
 

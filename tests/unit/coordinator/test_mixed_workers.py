@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from ebbtide.coordinator.dispatcher.kind_paces import KindPaces
+from ebbtide.coordinator.dispatcher.fleet_speeds import FleetSpeeds
 from ebbtide.coordinator.dispatcher.loss_watch import LossWatch
 from ebbtide.coordinator.dispatcher.memory_offers import MemoryOffers
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
@@ -123,24 +123,37 @@ def test_a_new_worker_counts_as_fast_as_others_on_its_device(fleet: Fleet) -> No
     for name, device in (("f1", "fast"), ("f2", "fast"), ("s1", "slow"), ("x1", "")):
         fleet.attach(name, device=device)
     speeds = {"f1": learnt(90), "f2": learnt(90), "s1": learnt(30), "x1": learnt(60)}
-    paces = KindPaces()
-    paces.fit(fleet.state.sessions.values(), speeds, fleet.now)
+    fleet_speeds = FleetSpeeds()
+    assert fleet_speeds.fit(fleet.state.sessions.values(), speeds, {}, fleet.now)
     rates = {}
     for device in ("fast", "slow", "new", ""):
-        pace = paces.pace(fleet.attach(f"new on {device}", device=device))
-        rates[device] = pace.rate(8, 100.0) if pace is not None else 0.0
-    assert rates == pytest.approx({"fast": 90, "slow": 30, "new": 0.0, "": 0.0}, rel=0.01)
+        curve = fleet_speeds.curve(fleet.attach(f"new on {device}", device=device))
+        rates[device] = curve.rate(8) if curve is not None else 0.0
+    assert rates == pytest.approx({"fast": 90, "slow": 30, "new": 75, "": 60}, rel=0.03)
 
 
 def test_a_kind_is_remembered_while_no_machine_of_it_is_there_but_not_without_end(fleet: Fleet) -> None:
-    paces, session = KindPaces(), fleet.attach("f1", device="fast")
-    paces.fit([session], {"f1": learnt(90)}, fleet.now)
-    paces.fit([], {}, fleet.now + 100.0)
-    assert paces.pace(session) is not None
+    fleet_speeds, session = FleetSpeeds(), fleet.attach("f1", device="fast")
+    fleet_speeds.fit([session], {"f1": learnt(90)}, {}, fleet.now)
+    fleet_speeds.fit([], {}, {}, fleet.now + 100.0)
+    curve = fleet_speeds.curve(session)
+    assert curve is not None
+    assert curve.rate(8) == pytest.approx(90, rel=0.01)
     for number in range(300):
         fleet.now += 10.0
-        paces.fit([fleet.attach(f"o{number}", device=f"device {number}")], {f"o{number}": learnt(9)}, fleet.now + 100.0)
-    assert paces.pace(session) is None
+        other = fleet.attach(f"o{number}", device=f"device {number}")
+        fleet_speeds.fit([other], {f"o{number}": learnt(9)}, {}, fleet.now + 100.0)
+    assert len(fleet_speeds._kinds) == 256
+    curve = fleet_speeds.curve(session)
+    assert curve is None or curve.rate(8) == pytest.approx(9, rel=0.01)
+
+
+def test_the_speeds_of_a_fleet_are_fitted_every_few_seconds_alone(fleet: Fleet) -> None:
+    fleet_speeds, session = FleetSpeeds(), fleet.attach("f1")
+    assert fleet_speeds.curve(session) is None
+    assert fleet_speeds.fit([session], {"f1": learnt(90)}, {}, fleet.now)
+    assert not fleet_speeds.fit([session], {"f1": learnt(30)}, {}, fleet.now + 1.0)
+    assert fleet_speeds.fit([session], {"f1": learnt(30)}, {}, fleet.now + 6.0)
 
 
 def watched(fleet: Fleet, watch: LossWatch, seconds: float) -> None:

@@ -190,3 +190,94 @@ def test_workers_that_have_long_been_gone_are_forgotten(scene: Scene) -> None:
     scene.look(1)
     assert set(scene.moves._speeds) <= {"w1"}
     assert set(scene.moves._seen) == {"w1"}
+
+
+def test_the_time_that_prompts_take_to_be_read_does_not_count(scene: Scene) -> None:
+    """A read takes 0.6 s of the second; the step that does it makes a token of each rollout, too."""
+    read: dict[str, Any] = {"prompt_reads": 1, "prompt_tokens": 6_000, "prompt_s": 0.6}
+    scene.beat(round(0.4 * RUNNING * RATE) + RUNNING, **read)
+    scene.look()
+    assert scene.rate() == pytest.approx(RATE, rel=0.7)  # nothing better is known
+    scene.beat(**read)
+    scene.look()
+    assert scene.rate() == pytest.approx(RATE, rel=0.5)
+    known = scene.rate()
+    for number in range(20):
+        more: dict[str, Any] = {
+            "prompt_reads": 2 + number,
+            "prompt_tokens": 12_000,
+            "prompt_s": 0.6 + 0.3 * (number + 1),
+        }
+        scene.beat(round(0.7 * RUNNING * RATE) + RUNNING, **more)
+        scene.look()
+    assert known < scene.rate() <= 1.05 * RATE
+
+
+def test_a_prompt_that_is_being_read_counts_once_it_has_been_read(scene: Scene) -> None:
+    """Else its beginning would make the worker look slow, and its end fast."""
+    scene.beat()
+    scene.look()
+    scene.begin("late", started=False)
+    scene.beat(RUNNING * RATE // 4)  # three quarters of the second were spent reading
+    scene.look()
+    assert scene.rate() == pytest.approx(RATE)
+    scene.session.attempts["late"].begin(scene.now)
+    scene.beat(round(0.5 * RUNNING * RATE) + RUNNING, prompt_reads=1, prompt_tokens=9_000, prompt_s=1.25)
+    scene.look()
+    assert scene.rate() == pytest.approx(RATE, rel=0.1)
+
+
+def crowd(scene: Scene) -> list[tuple[WorkerSession, HostView]]:
+    """A worker that makes a token of each of its rollouts in a second, and an idle one on which one alone makes 30."""
+    idle = scene.attach("w2")
+    for name, load, tokens in (("w1", RUNNING, RUNNING), ("w2", 1, 30)):
+        scene.moves._speeds[name] = WorkerThroughput()
+        scene.moves._speeds[name].observe(load, 100.0, 60 * tokens, 60.0)
+    scene.now += 60.0
+    scene.look(1)
+    return [
+        (
+            session,
+            HostView(
+                worker_id=session.session_id, name=session.worker_id, slots=64, running=len(session.attempts),
+                installed=1, target=1, max_model_len=20_000,
+            ),
+        )
+        for session in (scene.session, idle)
+    ]  # fmt: skip
+
+
+def asked(scene: Scene) -> list[str]:
+    sent = [scene.session.outbox.get_nowait() for _ in range(scene.session.outbox.qsize())]
+    return [ref.rollout_id for message in sent if message for ref in message.release.attempts]
+
+
+def test_running_rollouts_leave_a_crowded_worker_and_are_counted(scene: Scene) -> None:
+    hosts = crowd(scene)
+    scene.moves.decide(scene.run, hosts, scene.now)
+    gone = asked(scene)
+    assert gone
+    assert scene.run.moves.take_moves() == len(gone) == scene.run.moves.moves
+    scene.moves.decide(scene.run, hosts, scene.now)
+    assert not set(asked(scene)) & set(gone)  # none is asked for twice
+
+
+def test_no_running_rollout_moves_to_slots_that_the_queue_will_fill(scene: Scene) -> None:
+    hosts = crowd(scene)
+    queued = QueuedRollout(rollout_id="q", episode_id="q", bounds=VersionBounds(0, 0), length=100, place=9)
+    scene.run.queue.add(queued)
+    scene.moves.decide(scene.run, hosts, scene.now)
+    assert asked(scene) == []
+    scene.moves.decide(scene.run, hosts, scene.now, kept_slots=2 * 64)  # they are not for such rollouts
+    assert asked(scene)
+
+
+def test_a_rule_that_promised_too_much_moves_one_rollout_a_minute(scene: Scene) -> None:
+    hosts = crowd(scene)
+    for _ in range(20):
+        scene.run.moves.judge(100.0, 10.0)
+    scene.moves.decide(scene.run, hosts, scene.now)
+    assert len(asked(scene)) == 1
+    scene.now += 30.0
+    scene.moves.decide(scene.run, hosts, scene.now)
+    assert asked(scene) == []

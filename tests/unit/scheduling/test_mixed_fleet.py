@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from ebbtide.scheduling.dispatch.host_view import HostView
-from ebbtide.scheduling.dispatch.mixed_fleet.kind_pace import PacedSpeed, kind_pace
 from ebbtide.scheduling.dispatch.mixed_fleet.loss_rates import LossRates, Pool
 from ebbtide.scheduling.dispatch.mixed_fleet.memory_slots import PeakTokens, memory_slots
 from ebbtide.scheduling.dispatch.placement import place
 from ebbtide.scheduling.dispatch.response_lengths import ResponseLengths
 from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout, RolloutQueue
+from ebbtide.scheduling.dispatch.speed_curves import KindCurve, SeenEngine, SpeedCurve
 from ebbtide.scheduling.dispatch.throughput import WorkerThroughput
 from ebbtide.scheduling.steps.step_pacing import VersionBounds
 from ebbtide.types.fleet import WorkerKind
@@ -36,36 +36,66 @@ def rate(load: int, slowness: float = 1.0) -> float:
     return 1.0 / (slowness * (STEP_S + ROLLOUT_S * load))
 
 
+def curve(kind: list[WorkerThroughput], own: WorkerThroughput | None = None) -> SpeedCurve:
+    """Of one more worker of a kind; `own`: what was seen of it."""
+    fleet = [SeenEngine(speed, 1000.0) for speed in [*kind, *([own] if own else [])]]
+    learnt = KindCurve.learnt(fleet)
+    assert learnt is not None
+    return learnt.of(SeenEngine(own, 1000.0))
+
+
 def test_a_worker_of_which_nothing_is_known_is_as_fast_as_its_kind() -> None:
-    kind = kind_pace([seen(4, 16, 64), seen(8, 32)])
-    for load in (4, 10, 64):
-        assert PacedSpeed(None, kind).rate(load, 1000.0) == pytest.approx(rate(load), rel=0.02)
-        assert PacedSpeed(WorkerThroughput(), kind).rate(load, 1000.0) == pytest.approx(rate(load), rel=0.02)
+    for own in (None, WorkerThroughput()):
+        found = curve([seen(4, 16, 64), seen(8, 32)], own)
+        for load in (4, 10, 64):
+            assert found.rate(load) == pytest.approx(rate(load), rel=0.02)
 
 
-def test_nothing_is_promised_that_no_worker_of_the_kind_has_shown() -> None:
-    kind = kind_pace([seen(8, 16)])
-    assert PacedSpeed(None, kind).rate(1, 1000.0) == pytest.approx(rate(8), rel=0.02)
-    assert PacedSpeed(None, kind).rate(64, 1000.0) == pytest.approx(rate(16) / 4, rel=0.02)
+def test_little_is_promised_that_no_worker_of_the_kind_has_shown() -> None:
+    found = curve([seen(8, 16)])
+    assert rate(8) < found.rate(7) < found.rate(1) <= 1.5 * rate(8)
+    assert found.rate(64) == pytest.approx(rate(16) / 4, rel=0.02)
 
 
 def test_a_worker_slower_than_its_kind_is_so_at_loads_at_which_it_was_not_seen() -> None:
-    slow, kind = seen(16, slowness=1.5), kind_pace([seen(2, 8, 16, 64) for _ in range(9)])
+    found = curve([seen(2, 8, 16, 64) for _ in range(9)], seen(16, slowness=1.5))
     for load in (2, 16, 64):
-        assert PacedSpeed(slow, kind).rate(load, 1000.0) == pytest.approx(rate(load, 1.5), rel=0.03)
+        assert found.rate(load) == pytest.approx(rate(load, 1.5), rel=0.03)
 
 
-def test_what_was_seen_of_a_worker_counts_more_than_its_kind() -> None:
-    kind = kind_pace([seen(2, 8, 32) for _ in range(9)])
-    odd = seen(2, 32, slowness=3.0)
-    assert PacedSpeed(odd, kind).rate(8, 1000.0) == odd.rate(8, 1000.0)
+def test_workers_that_are_nearly_as_fast_as_their_kind_count_as_alike() -> None:
+    kind = [seen(2, 8, 32) for _ in range(9)]
+    assert curve(kind, seen(8, slowness=1.06)) == curve(kind, seen(8, slowness=0.95))
+    assert curve(kind, seen(8, slowness=1.3)).rate(8) == pytest.approx(rate(8, 1.3), rel=0.02)
+
+
+def test_a_kind_of_slow_and_fast_workers_seen_at_unlike_loads_has_the_shape_of_each() -> None:
+    """Else the fast ones, seen alone at small loads, would make a small load look fast for all."""
+    kind = [seen(8, 16, 32, slowness=1.3) for _ in range(4)] + [seen(2, 4, 8, 16) for _ in range(4)]
+    slow = curve(kind, seen(16, 32, slowness=1.3))
+    assert slow.rate(2) == pytest.approx(rate(2, 1.3), rel=0.08)
+
+
+def test_a_worker_that_was_held_up_while_it_was_observed_is_not_believed() -> None:
+    held_up = seen(8, slowness=1e4)
+    assert curve([seen(4, 8, 16)], held_up).rate(8) == pytest.approx(rate(8), rel=0.02)
+
+
+def test_longer_contexts_slow_down_a_worker_as_they_do_its_kind() -> None:
+    speeds = [WorkerThroughput() for _ in range(4)]
+    for at, speed in enumerate(speeds):
+        for load in (4, 8, 16):
+            for context in (1500.0, 2500.0, 3500.0):
+                speed.observe(load, context, round(load / (0.01 + 5e-6 * context) * (30.0 + at)), 30.0 + at)
+    learnt = KindCurve.learnt([SeenEngine(speed, 2500.0) for speed in speeds])
+    assert learnt is not None
+    for context in (1000.0, 4000.0):
+        assert learnt.of(SeenEngine(None, context)).rate(16) == pytest.approx(1.0 / (0.01 + 5e-6 * context), rel=0.15)
 
 
 def test_of_nobody_nothing_is_known() -> None:
-    assert kind_pace([]) is None
-    assert kind_pace([WorkerThroughput()]) is None
-    assert PacedSpeed(None, None).rate(4, 0.0) == 0.0
-    assert PacedSpeed(seen(4), None).rate(4, 1000.0) == pytest.approx(rate(4), rel=0.01)
+    assert KindCurve.learnt([]) is None
+    assert KindCurve.learnt([SeenEngine(WorkerThroughput(), 0.0), SeenEngine(None, 0.0)]) is None
 
 
 def exponential(mean: float, count: int = 4_000) -> ResponseLengths:

@@ -272,3 +272,49 @@ def test_a_worker_that_is_held_takes_only_what_nobody_else_has_room_for() -> Non
     line = [waiting(0, episode="e"), waiting(1)]
     assert [one.worker_id for one in place(line, [held, host("free")], cached("e", "held"))] == ["free"] * 2
     assert [one.worker_id for one in place(line, [held], {})] == ["held"] * 2
+
+
+def again(number: int, made: int, *, prompt: int = 1_000, group: int = 0) -> QueuedRollout:
+    """A rollout whose worker was lost."""
+    return msgspec.structs.replace(waiting(number, length=prompt + made), made=made, group=group)
+
+
+def wide(name: str, **more: Any) -> HostView:
+    return msgspec.structs.replace(host(name, slots=64, context=100_000), **more)
+
+
+def test_what_is_read_again_is_spread_by_what_each_worker_can_read() -> None:
+    lost = [again(number, 9_000) for number in range(12)]
+    fleet = [
+        wide("slow", prefill=5_000.0),
+        wide("fast", prefill=10_000.0),
+        wide("busy", prefill=10_000.0, unread=60_000),
+    ]
+    placed = [worker for _, worker in place(lost, fleet, {}, rest=lambda one: 100.0)]
+    reads = {name: placed.count(name) for name in ("slow", "fast", "busy")}
+    assert reads["fast"] == pytest.approx(2 * reads["slow"], abs=1)
+    assert reads["busy"] <= reads["fast"] - 5
+
+
+def test_those_with_most_to_come_are_read_first() -> None:
+    lost = [again(number, made) for number, made in enumerate((500, 9_000, 2_000, 0))]
+    placed = place(lost, [wide("a")], {}, rest=lambda one: 100.0 + one.made)
+    assert [rollout for rollout, _ in placed][:3] == ["r1", "r2", "r0"]
+
+
+def test_a_rollout_goes_back_beside_a_sibling_whose_prompt_need_not_be_read() -> None:
+    fleet = [wide("a"), wide("b"), wide("c")]
+
+    def beside(one: QueuedRollout) -> list[str]:
+        return ["b"] if one.group == 7 else []
+
+    def where(one: QueuedRollout, hosts: list[HostView] = fleet) -> str:
+        ((_, worker),) = place([one], hosts, {}, rest=lambda one: 100.0, siblings=beside)
+        return worker
+
+    assert where(again(1, 500, group=7)) == "b"
+    assert where(again(1, 500, group=8)) == "c"
+    assert where(again(1, 0, group=7)) == "c"  # it was never read
+    assert where(again(1, 500, prompt=100, group=7)) == "c"  # too short to matter
+    late = [wide("a"), wide("b", unread=50_000), wide("c")]
+    assert where(again(1, 500, group=7), late) == "c"  # it would be read later there than elsewhere

@@ -125,7 +125,7 @@ def test_a_notice_lets_a_worker_hand_over_everything() -> None:
 
 
 def test_a_frozen_worker_is_given_up_and_what_it_wakes_with_is_over() -> None:
-    outcome = simulated(fault=(PlannedFault(kind="freeze", step=0, at_s=6.0, machines=1, for_s=30.0),))
+    outcome = simulated(fault=(PlannedFault(kind="freeze", step=0, at_s=12.0, machines=1, for_s=30.0),))
     assert outcome.resumes > 0
     assert outcome.tokens.generated == outcome.tokens.kept + outcome.tokens.lost
 

@@ -19,6 +19,7 @@ class HostView(Struct, frozen=True, kw_only=True, gc=False):
     max_model_len: int
     name: str = ""  # the worker's own id
     pending: int = 0  # of `running`, those that have not started
+    unread: int = 0  # tokens of these, which it has to read first
     probation: int = 0  # of `pending`, those whose last attempt made no progress
     rate: float = 0.0  # tokens/s of each of its rollouts with one more, while its host lends itself
     plateau: int = 0  # number of rollouts up to which `rate` holds; 0: not known, taken for typical

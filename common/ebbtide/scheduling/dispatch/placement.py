@@ -2,13 +2,16 @@
 episode (`turns/turn_routing.py`), else where they will run fastest. Long rollouts prefer fast workers, and steady ones
 to those that are borrowed or often lost.
 
+After a loss what is read again is the cost. Such rollouts are spread by what each engine has still to read, those with
+most tokens to come first; where a sibling runs, its prompt need not be read (`siblings`).
+
 Delayed dispatch and the choice of the shortest queue follow RLBoost (arXiv 2510.19225, Algorithm 2). Unlike there,
 rollouts are placed one by one and not by groups, on every event and not by polling, and workers are compared by their
 learnt speeds instead of their queue lengths alone.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import chain
 from math import inf, sqrt
@@ -52,11 +55,12 @@ def place(
     costs: MoveCosts = COSTS,
     terms: TurnTerms = TERMS,
     returning: Callable[[str], float] = lambda _: 0.0,
+    siblings: Callable[[QueuedRollout], Collection[str]] = lambda _: (),
 ) -> list[Placement]:
     """Fill the hosts' free slots from the queue, with `at_most` placements. `prefixes`: what hosts have cached; `rest`:
     tokens that a rollout will probably still make; `borrowable`: most further rollouts on borrowed hosts;
     `batch_slots`: most placements of others than interactive rollouts; `returning`: rollouts that will soon come back
-    to a host, which count as load.
+    to a host, which count as load; `siblings`: the hosts that run samples of a rollout's group.
 
     A worker may take a rollout if its version and target are within the rollout's bounds, one more token fits into its
     context, and its engine scores prompts where the rollout asks for that. A rollout that fits nowhere, or waits for
@@ -72,7 +76,7 @@ def place(
     displaced rollout takes the other's place, or waits a while if a steady host could take it.
     """
     router = TurnRouter(prefixes, hosts, rest=rest, now=now, costs=costs, terms=terms)
-    rooms = _Rooms(hosts, pending_limit, borrowable, router, returning)
+    rooms = _Rooms(hosts, pending_limit, borrowable, router, returning, siblings, costs)
     kinds = len(queue.bounds()) if isinstance(queue, RolloutQueue) else None
     filling = _Filling(rooms, kinds=kinds, at_most=at_most, batch_slots=batch_slots)
     behind = filling.fill(iter(queue))
@@ -84,7 +88,15 @@ def place(
         places = matched(places, rest)
         if any(place.host.risky for place in places):
             places = exchanged(places, behind, hosts, rest, now)
+        places.sort(key=lambda place: _urgency(place.one, rest))
     return [Placement(one.rollout_id, host.worker_id) for one, host, _ in places]
+
+
+def _urgency(one: QueuedRollout, rest: Callable[[QueuedRollout], float]) -> float:
+    """In which order workers get what was placed, the least first: engines read in the order of arrival. Interactive
+    rollouts, then those that are read again, by what they have still to make, then new ones.
+    """
+    return -inf if one.interactive else -rest(one) if one.made else 0.0
 
 
 class _Filling:
@@ -139,7 +151,11 @@ def outsized(
     return [one for one in queue if one.length >= longest and now - one.since >= grace_s]
 
 
-_Rank: TypeAlias = tuple[float, float, int]
+_Rank: TypeAlias = tuple[float, int, float, int]
+#: Differences of reading below this decide nothing.
+_READ_STEP_S: Final = 1.0
+#: A shorter prompt is read anywhere.
+_SHARED_TOKENS: Final = 256
 #: A tenth of each power of ten up to beyond the tokens/s of any engine, and where each power's numbers end.
 _STEPS: Final = tuple(0.1 * 10.0**digits for digits in range(20))
 _TENS: Final = tuple(10.0**digits for digits in range(1, 20))
@@ -148,17 +164,21 @@ _TENS: Final = tuple(10.0**digits for digits in range(1, 20))
 class _Room:
     """The places left at a host during a round. `at`: its place in the order of names."""
 
-    def __init__(self, host: HostView, at: int, limit: int, rate: float, plateau: float, returning: float) -> None:
-        self.host, self._at, self._returning = host, at, returning
+    def __init__(
+        self, host: HostView, at: int, limit: int, rate: float, plateau: float, returning: float, read_s: float
+    ) -> None:
+        """`read_s`: seconds that it needs for what it has not read yet."""
+        self.host, self._at, self._returning, self.read_s = host, at, returning, read_s
         self.rate, self.plateau = (host.rate or rate) * host.share, host.plateau or plateau
         self.given = 0
         self.left = min(host.slots - host.running, limit - host.pending)
         self.probation = host.probation
         self.rank = self._rank()
 
-    def take(self, one: QueuedRollout) -> None:
+    def take(self, one: QueuedRollout, read_s: float) -> None:
         self.given += 1
         self.left -= 1
+        self.read_s += read_s
         self.probation += one.no_progress > 0
         self.rank = self._rank()
 
@@ -174,14 +194,14 @@ class _Room:
         return self.rate * max(self.host.running + 1, self.plateau) / max(self.beside + 1, self.plateau)
 
     def _rank(self) -> _Rank:
-        """The least is best: the predicted rate, in steps of a tenth so that noise decides nothing; then the share of
-        free slots; then the name, so that a decision can be repeated.
+        """The least is best: the predicted rate, in steps of a tenth so that noise decides nothing; then what is still
+        to be read, in whole seconds; then the share of free slots; then the name, so that a decision can be repeated.
         """
         slots, beside, speed = self.host.slots, self.beside, self.speed
         load = beside + self._returning
         if self._returning:  # between no slowdown and that beyond the plateau
             speed *= sqrt((beside + 1) / (load + 1))
-        return -_tenths(speed), -(slots - load) / slots, -self._at
+        return -_tenths(speed), int(self.read_s / _READ_STEP_S), -(slots - load) / slots, -self._at
 
 
 def _tenths(rate: float) -> float:
@@ -233,14 +253,28 @@ class _Rooms:
         borrowable: float,
         router: TurnRouter,
         returning: Callable[[str], float],
+        siblings: Callable[[QueuedRollout], Collection[str]],
+        costs: MoveCosts,
     ) -> None:
         self._hosts, self._router = hosts, router
+        self._siblings, self._costs = siblings, costs
         self._borrowable = borrowable
         rate = median([host.rate for host in hosts if host.rate] or [0.0])
         plateau = median([host.plateau for host in hosts if host.plateau] or [0])
         free = [host for host in hosts if host.running < host.slots and not host.shut]
         free = sorted((one for one in free if borrowable > 0 or not one.borrowed), key=attrgetter("worker_id"))
-        rooms = [_Room(host, at, limit(host), rate, plateau, returning(host.worker_id)) for at, host in enumerate(free)]
+        rooms = [
+            _Room(
+                host,
+                at,
+                limit(host),
+                rate,
+                plateau,
+                returning(host.worker_id),
+                costs.read_s(host.unread, host.prefill),
+            )
+            for at, host in enumerate(free)
+        ]
         self.open = {room.host.worker_id: room for room in rooms if room.left > 0}
         self._within: dict[VersionBounds, _Within] = {}
         self._context = min((host.max_model_len for host in hosts), default=0)
@@ -270,7 +304,7 @@ class _Rooms:
             return moved, True
         best = within.best() if fit is within.open else min(fit.values(), key=attrgetter("rank"))
         if one.scores or not (cached := self._router.cached(one)):
-            return best, False
+            return self._beside_sibling(one, fit, best), False
         home = self._router.home(one, cached, fit, best)
         if self._router.waits(one, cached, fit, home or best):
             return None
@@ -287,8 +321,22 @@ class _Rooms:
             fit = [room for room in fit if not room.host.held] or fit
         return {room.host.worker_id: room for room in fit}
 
+    def _beside_sibling(self, one: QueuedRollout, fit: Mapping[str, _Room], best: _Room) -> _Room:
+        """A room where a sibling of a rollout that is read again runs, if it is as fast there and read no later."""
+        prompt = one.length - one.made
+        if not one.made or one.scores or prompt < _SHARED_TOKENS:
+            return best
+        near = [room for key in self._siblings(one) if (room := fit.get(key)) is not None and room.left > 0]
+        near = [room for room in near if room.rank[0] <= best.rank[0]]
+        beside = min(near, key=attrgetter("read_s"), default=None)
+        if beside is None or beside.read_s > best.read_s + self._costs.read_s(prompt, beside.host.prefill):
+            return best
+        return beside
+
     def take(self, room: _Room, one: QueuedRollout) -> None:
-        room.take(one)
+        cached = (self._router.cached(one) or {}).get(room.host.worker_id)
+        unread = one.length - (cached.tokens if cached is not None and cached.version == room.host.installed else 0)
+        room.take(one, self._costs.read_s(max(0, unread), room.host.prefill))
         self._changed(room)
         if room.host.borrowed:
             self._borrowable -= 1

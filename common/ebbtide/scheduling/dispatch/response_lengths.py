@@ -5,8 +5,10 @@ Invariant: `_count` and `_sum` hold the finished lengths, older ones fading, in 
 the process; a few dozen finished rollouts teach it again.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from math import exp, log
+from operator import mul
 from typing import Final
 
 _GROWTH: Final = 1.1
@@ -16,6 +18,8 @@ _MEMORY: Final = 16_384
 #: Prior: a response has as many tokens to come as it has, at least so many; it weighs as much as so many finished ones.
 _LEAST_TOKENS: Final = 256.0
 _PRIOR: Final = 4.0
+#: Of the responses that come into a bin, at least this share is taken to get through it.
+_LEAST_SHARE: Final = 1e-9
 
 
 class ResponseLengths:
@@ -62,6 +66,27 @@ class ResponseLengths:
             unseen = _PRIOR * exp(-tokens / _LEAST_TOKENS)
             shares.append((self._above[number][0] + own + unseen) / (self._total + _PRIOR))
         return shares
+
+    def survival(self, running: Iterable[int] = ()) -> tuple[list[float], list[float]]:
+        """Rising lengths in tokens, and the share of responses that are at least as long as each.
+
+        `running`: tokens that open responses have made. They count as far as they got (Kaplan and Meier, 1958): else
+        those that end first, which are short, would speak for all. What is longer than all that was seen is expected to
+        have as many tokens to come as it has (a Pareto tail).
+        """
+        open_ = [0.0] * _BINS
+        for made in running:
+            open_[_bin(made)] += 1.0
+        edges = [_GROWTH**number for number in range(_BINS)]
+        unseen = [_PRIOR * (_LEAST_TOKENS / (_LEAST_TOKENS + edge)) ** 2 for edge in edges]
+        ended = [self._count[at] + unseen[at] - (unseen[at + 1] if at + 1 < _BINS else 0.0) for at in range(_BINS)]
+        longer, hazards = 0.0, [0.0] * _BINS
+        for at in reversed(range(_BINS)):
+            longer += ended[at] + 0.5 * open_[at]  # on average these are halfway through theirs
+            hazards[at] = min(1.0 - _LEAST_SHARE, ended[at] / longer)
+            longer += 0.5 * open_[at]
+        shares = accumulate((1.0 - hazard for hazard in hazards[:-1]), mul, initial=1.0)
+        return edges, list(shares)
 
     def _tails(self) -> list[tuple[float, float]]:
         """For each bin, how many lengths lie in the bins above it, and their sum."""

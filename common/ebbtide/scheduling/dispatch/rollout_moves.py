@@ -1,30 +1,35 @@
-"""Moves running rollouts to workers where they would end sooner.
+"""Moves running rollouts to workers where the step that they belong to would end sooner.
 
 As in RLBoost (arXiv 2510.19225, Algorithm 2, section on load balancing), rollouts that wait in one engine go to an
-engine where none wait, and those beyond the batch size at which throughput flattens go to one with room. Three things
-differ. Rollouts move one by one. No engine has to be idle: a rollout's gain, by the learnt speeds, is compared with the
-cost, which is the hand-over and a prefill that also delays the target's rollouts. And the rollout with the largest gain
-moves, which is one with many tokens to come. A borrowed worker counts for its share of the time. What a likely reclaim
-or loss of a worker would cost is part of the cost: so long rollouts leave such workers, and mostly short ones go there.
+engine where none wait, and running ones leave crowded engines for those with room. Three things differ. Rollouts move
+one by one. No engine has to be idle. And a move has to pay: the expected end of the step, over what all rollouts on
+both engines win and lose (`step_finish.py`), must come sooner by more than the hand-over and the reading cost the
+fleet, and the rollout itself must end clearly sooner, by more than speeds are known. A borrowed worker counts for its
+share of the time. What a likely reclaim or loss of a worker would cost is part of it: so long rollouts leave such
+workers, and mostly short ones go there.
 
 The work of a round is bounded, whatever the size of the fleet: it looks at a few sources in vain, and the next round
-goes on after them (`MoveSearch`).
+goes on after them (`MoveSearch`); of more than `_SAMPLE` engines some stand for the others in the expected end.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import cache
-from heapq import heapify, heappop, heappush
+from collections.abc import Callable, Collection, Iterable, Sequence
+from heapq import heapify, heappop, heappush, nlargest, nsmallest
 from itertools import accumulate
-from statistics import fmean, median
-from typing import Final, NamedTuple, Protocol
+from math import inf
+from statistics import median
+from typing import Final, NamedTuple, Protocol, cast
 
+import numpy as np
 from msgspec import Struct
 
 from ebbtide.scheduling.dispatch.host_view import HostView, may_take
 from ebbtide.scheduling.dispatch.move_costs import COSTS, MoveCosts
+from ebbtide.scheduling.dispatch.placement import pending_limit
 from ebbtide.scheduling.dispatch.reclaim_risk import risk_s
 from ebbtide.scheduling.dispatch.response_lengths import ResponseLengths
 from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout
+from ebbtide.scheduling.dispatch.speed_curves import LOADS
+from ebbtide.scheduling.dispatch.step_finish import EngineTerms, StepFinish
 
 #: A rollout is stuck if it starts so much later than its prefill, and those before it, would take.
 _STUCK_S: Final = 1.0
@@ -33,10 +38,28 @@ _STUCK_S: Final = 1.0
 _STALLED_S: Final = 2.0
 #: Sources that a round looks at in vain: each means to look at all of its rollouts.
 _LOOKS: Final = 16
-#: Engines, evenly picked, that stand for a larger fleet where a typical rate is asked for.
-_SAMPLE: Final = 64
-#: A rate below this share of the fastest is not believed: the worker was held up while it was observed.
-_INCREDIBLE: Final = 0.01
+#: Engines over which the end of a step is estimated; in a larger fleet some of them stand for others.
+_SAMPLE: Final = 32
+#: After a round in which no rollout was worth moving, running ones are looked at again after so long: what is known of
+#: them changes slowly; or once the fleet has changed.
+_LOOK_AGAIN_S: Final = 3.0
+#: A move has paid back, and is judged, at the first of these at which its rollout should be so many tokens ahead of
+#: where it would be; else at the last.
+_JUDGED_AFTER_S: Final = (30.0, 60.0, 120.0, 240.0)
+_CLEAR_LEAD: Final = 64.0
+#: Rollouts that move in a round to an engine with a load at which none was seen: they show how fast it is.
+_TRIES: Final = 2
+#: The least share of the time for which a borrowed worker counts.
+_LEAST_SHARE: Final = 1e-3
+#: Of so many targets the first one is taken that may take some rollout of the source, and is not so many times slower
+#: to read it than a usual engine.
+_TARGETS: Final = 6
+_SLOW_READER: Final = 3.0
+#: Times as long does a rollout stay with each attempt, up to so many of them.
+_LONGER: Final = 4.0
+_MOST_LONGER: Final = 4
+#: Rollouts of a source that a look compares: evenly picked by what they have made.
+_COMPARED: Final = 6
 
 
 class RunningRollout(Struct, frozen=True, kw_only=True, gc=False):
@@ -49,6 +72,7 @@ class RunningRollout(Struct, frozen=True, kw_only=True, gc=False):
     started: bool
     stays: bool = False  # it must not move now
     cached: int = 0  # of `length`, what its worker had when it came
+    attempts: int = 1  # so far
 
 
 class EngineSpeed(Protocol):
@@ -66,13 +90,25 @@ class EngineLoad(Struct, frozen=True, kw_only=True):
     quiet_s: float = 0.0  # since it made a token, while it had work and was not held
     #: Its rollouts in the order of arrival, without those asked back; called only if some may move.
     rollouts: Callable[[], Iterable[RunningRollout]]
+    arriving: Sequence[RunningRollout] = ()  # those on their way from other engines
+    seen_from: float = 0.0  # the smallest load at which such engines were seen
+
+
+class MovePromise(NamedTuple):
+    """How many tokens a running rollout should have made so many seconds after its move, by when the move should have
+    paid back.
+    """
+
+    after_s: float
+    tokens: float
 
 
 class RolloutMove(NamedTuple):
     attempt_id: str
     source: str  # key of the host
     target: str
-    gain_s: float
+    gain_s: float  # by which the step ends sooner; of a rollout that waits: for which it has waited
+    promise: MovePromise | None = None  # of a running rollout
 
 
 class MoveSearch:
@@ -83,6 +119,8 @@ class MoveSearch:
     def __init__(self) -> None:
         self.waiting = set[str]()  # keys of engines with unstarted rollouts
         self.slow = set[str]()
+        self.looks_at = -inf  # at running rollouts, unless the fleet is another one than then:
+        self.known = (0, 0)  # engines, and lessons on their speeds
 
 
 def rebalance(
@@ -92,30 +130,40 @@ def rebalance(
     now: float,
     costs: MoveCosts = COSTS,
     unstarted: bool = True,
+    running: int | None = None,
     search: MoveSearch | None = None,
+    lesson: int = 0,
 ) -> list[RolloutMove]:
     """The moves to make now. Call only when no queued rollout could take the free slots. Without `unstarted`, rollouts
-    that wait in an engine stay (for comparisons). `search`: the caller's, kept from round to round; it is updated.
+    that wait in an engine stay (for comparisons). `running`: how many running ones may move; None: as many as pay.
+    `search`: the caller's, kept from round to round; it is updated. `lesson`: grows when more is known of speeds.
     """
     if len(engines) < 2:
         return []
-    sides, search = _sides(engines), search or MoveSearch()
+    sides, search = [_Side(engine) for engine in engines], search or MoveSearch()
     moves = _moved_waiting(sides, now, costs, search.waiting) if unstarted else []
-    return moves + _moved_slow(sides, lengths, now, costs, search.slow, costs.at_once - len(moves))
+    known = (len(engines), lesson)
+    if moves or (now < search.looks_at and search.known == known):
+        return moves
+    most = costs.at_once if running is None else min(running, costs.at_once)
+    if not most:
+        return moves
+    moves = _moved_slow(sides, lengths, now, costs, search.slow, most)
+    search.known = known
+    search.looks_at = now + _LOOK_AGAIN_S if not moves and not search.slow else -inf
+    return moves
 
 
 class _Side:
     """A worker after the moves decided so far."""
 
-    def __init__(self, engine: EngineLoad, typical: Callable[[int], float]) -> None:
+    def __init__(self, engine: EngineLoad) -> None:
         self.engine = engine
         self.key = engine.host.worker_id
         self.running = engine.host.running
         self.pending = engine.host.pending
-        self.arriving = 0  # unstarted rollouts that move here in this round
-        self.prefill_s = 0.0
+        self.arriving = 0  # rollouts that move here in this round
         self.stalled = engine.quiet_s >= _STALLED_S
-        self._typical = typical
         self._rollouts: list[RunningRollout] | None = None
         self.refresh()
 
@@ -131,15 +179,13 @@ class _Side:
         self.now_rate = self.rate(started) if started else 0.0
         host = self.engine.host
         closed = host.held or host.shut or self.stalled
-        room = self.running < host.slots and not self.pending and not closed
+        most = pending_limit(host) if started + 1 >= self.engine.seen_from else _TRIES
+        room = self.running < host.slots and not self.pending and self.arriving < most and not closed
         self.next_rate = self.rate(started + 1) if room else 0.0
 
     def rate(self, running: int) -> float:
-        """Tokens/s of one of `running` rollouts; a typical worker's if none is known, or not credible. A borrowed
-        worker's is scaled by its share of the time.
-        """
-        known, typical = self.engine.speed.rate(running, self.engine.context), self._typical(running)
-        return self.engine.host.share * (known if known >= _INCREDIBLE * typical else typical)
+        """Tokens/s of each of `running` rollouts; a borrowed worker's is scaled by its share of the time."""
+        return max(_LEAST_SHARE, self.engine.host.share) * self.engine.speed.rate(running, self.engine.context)
 
     def risk_s(self, one: RunningRollout, rest: float, rate: float, costs: MoveCosts) -> float:
         """Seconds that the rollout may lose here to a reclaim or a loss; `rate`: its tokens/s."""
@@ -160,26 +206,27 @@ class _Side:
             self._rollouts = list(self.engine.rollouts())
         return self._rollouts
 
-    def give(self, one: RunningRollout, target: "_Side", prefill_s: float) -> None:
+    def terms(self, costs: MoveCosts) -> EngineTerms:
+        """Its part in the step."""
+        ours = [*self.rollouts(), *self.engine.arriving]
+        unread = sum(one.length - one.cached for one in ours if not one.started)
+        most = max(len(ours), self.engine.host.slots)
+        loads = [*(load for load in LOADS if load < most), most]
+        token_s = [1.0 / rate if (rate := self.rate(load)) else 0.0 for load in loads]
+        return EngineTerms(
+            rollouts=ours,
+            loads=np.array(loads, dtype=float),
+            token_s=np.array(token_s),
+            busy_s=costs.read_s(unread, self.engine.host.prefill),
+        )
+
+    def give(self, one: RunningRollout, target: "_Side") -> None:
         self.rollouts().remove(one)
         self.running -= 1
         target.running += 1
-        target.prefill_s += prefill_s
+        target.arriving += 1
         self.refresh()
         target.refresh()
-
-
-def _sides(engines: Sequence[EngineLoad]) -> list[_Side]:
-    context = fmean(engine.context for engine in engines)
-
-    sample = engines[:: -(-len(engines) // _SAMPLE)]
-
-    @cache
-    def typical(running: int) -> float:
-        known = [rate for engine in sample if (rate := engine.speed.rate(running, context))]
-        return median(rate for rate in known if rate >= _INCREDIBLE * max(known)) if known else 0.0
-
-    return [_Side(engine, typical) for engine in engines]
 
 
 def _moved_waiting(sides: list[_Side], now: float, costs: MoveCosts, passed: set[str]) -> list[RolloutMove]:
@@ -202,8 +249,7 @@ def _moved_waiting(sides: list[_Side], now: float, costs: MoveCosts, passed: set
         one, target = found
         moves.append(RolloutMove(one.attempt_id, source.key, target.key, now - one.since))
         source.pending -= 1
-        target.arriving += 1
-        source.give(one, target, 0.0)
+        source.give(one, target)
         if not source.waiting:
             queues.remove(source)
     if looks < _LOOKS:
@@ -227,7 +273,7 @@ def _stuck(source: _Side, rooms: list[_Side], now: float, costs: MoveCosts) -> t
         late_s = now - one.since - prefill_s - bound_s
         if one.stays or late_s < 0.0:
             continue
-        fit = [side for side in rooms if may_take(one.rollout, side.engine.host)]
+        fit = [side for side in rooms if _fits(one, side.engine.host)]
         target = max(fit, key=lambda side: (side.next_rate, side.key), default=None)
         if target is None:
             continue
@@ -238,37 +284,52 @@ def _stuck(source: _Side, rooms: list[_Side], now: float, costs: MoveCosts) -> t
 
 
 def _moved_slow(
-    sides: list[_Side], lengths: ResponseLengths, now: float, costs: MoveCosts, passed: set[str], at_most: int
+    sides: list[_Side], lengths: ResponseLengths, now: float, costs: MoveCosts, passed: set[str], most: int
 ) -> list[RolloutMove]:
     """The moves with the largest gain from the slowest worker to the fastest, until none is worth its cost."""
     moves: list[RolloutMove] = []
     order, looks = _Order(sides, passed), 0
-    while len(moves) < at_most:
-        source, target = order.slowest(), order.fastest()
-        if source is None or target is None or target.next_rate < costs.advantage * source.now_rate:
+    step: _StepMoves | None = None
+    while len(moves) < most:
+        source = order.slowest()
+        if source is None:
             break
-        found = _gainer(source, target, lengths, now, costs)
-        if found is None:
+        least = costs.advantage * source.now_rate
+        targets = nlargest(_TARGETS, (side for side in sides if side.next_rate >= least), key=_openness)
+        if not targets:
+            break
+        step = step or _StepMoves(sides, lengths, costs, passed)
+        target = next((target for target in targets if step.serves(source, target, now)), None)
+        move = step.best_move(source, target, now) if target is not None else None
+        if move is None or target is None:
             passed.add(source.key)
             looks += 1
             if looks == _LOOKS:
                 break
             continue
-        one, gain_s, prefill_s = found
-        source.give(one, target, prefill_s)
+        moves.append(move)
         order.changed(source)
         order.changed(target)
-        moves.append(RolloutMove(one.attempt_id, source.key, target.key, gain_s))
     if looks < _LOOKS:
         passed.clear()
-    return moves
+    return step.with_promises(moves) if step is not None else moves
+
+
+def _fits(one: RunningRollout, host: HostView) -> bool:
+    """Whether the engine could take the rollout as long as it is now."""
+    return one.length < host.max_model_len and may_take(one.rollout, host)
+
+
+def _openness(side: _Side) -> tuple[float, int, str]:
+    """The more, the sooner a rollout goes there: where it is fastest; of equals, the emptiest; then the last key."""
+    return side.next_rate, -side.running, side.key
 
 
 class _Order:
-    """The engines by their present rate, and by the rate of one rollout more.
+    """The engines by their present rate.
 
-    Invariant: the heaps have an entry for each engine's present rates. Entries with former ones are dropped when they
-    come up.
+    Invariant: the heap has an entry for each engine's present rate. Entries with former ones are dropped when they come
+    up.
     """
 
     def __init__(self, sides: list[_Side], passed: set[str]) -> None:
@@ -276,11 +337,7 @@ class _Order:
         self._sides = sorted(sides, key=lambda side: side.key)
         self._at = {side.key: at for at, side in enumerate(self._sides)}
         self._slow = [(side.now_rate, at) for at, side in enumerate(self._sides) if side.now_rate > 0.0]
-        self._fast = [
-            (-side.next_rate, side.running, -at) for at, side in enumerate(self._sides) if side.next_rate > 0.0
-        ]
         heapify(self._slow)
-        heapify(self._fast)
 
     def slowest(self) -> _Side | None:
         """The engine whose rollouts are slowest, of those not `passed`; of equals, that with the first key."""
@@ -292,43 +349,116 @@ class _Order:
             heappop(self._slow)
         return None
 
-    def fastest(self) -> _Side | None:
-        """The engine where one rollout more is fastest; of equals, the emptiest; then that with the last key."""
-        while self._fast:
-            rate, running, at = self._fast[0]
-            side = self._sides[-at]
-            if -rate == side.next_rate and running == side.running:
-                return side
-            heappop(self._fast)
-        return None
-
     def changed(self, side: _Side) -> None:
-        """Note that an engine's rates have changed."""
-        at = self._at[side.key]
+        """Note that an engine's rate has changed."""
         if side.now_rate > 0.0:
-            heappush(self._slow, (side.now_rate, at))
-        if side.next_rate > 0.0:
-            heappush(self._fast, (-side.next_rate, side.running, -at))
+            heappush(self._slow, (side.now_rate, self._at[side.key]))
 
 
-def _gainer(
-    source: _Side, target: _Side, lengths: ResponseLengths, now: float, costs: MoveCosts
-) -> tuple[RunningRollout, float, float] | None:
-    """The source's rollout that gains most by the move, its gain, and its prefill, in seconds."""
-    best: tuple[RunningRollout, float, float] | None = None
-    saved_s = 1.0 / source.now_rate - 1.0 / target.next_rate
-    for one in source.rollouts():
-        if one.stays or not one.started or now - one.since < costs.least_stay_s:
-            continue
-        prefill_s = costs.read_s(one.length, target.engine.host.prefill)
-        cost_s = costs.handover_s + target.prefill_s + prefill_s * (1 + target.running)
-        rest = lengths.rest(one.made, one.budget)
-        gain_s = rest * saved_s - cost_s
+def _weights(sides: Sequence[_Side], passed: Collection[str]) -> dict[str, float]:
+    """The engines over which the end of a step is estimated, and for how many each stands: all of a small fleet; of a
+    large one those that may give or get rollouts now, and an even sample of the others.
+    """
+    if len(sides) <= _SAMPLE:
+        return {side.key: 1.0 for side in sides}
+    slow = nsmallest(
+        _LOOKS,
+        (side for side in sides if side.now_rate > 0.0 and side.key not in passed),
+        key=lambda side: (side.now_rate, side.key),
+    )
+    fast = nlargest(_LOOKS // 2, sides, key=_openness)
+    weights = {side.key: 1.0 for side in (*slow, *fast)}
+    others = [side.key for side in sides if side.key not in weights]
+    picked = others[:: -(-len(others) // (_SAMPLE - len(weights)))]
+    return weights | dict.fromkeys(picked, len(others) / len(picked))
+
+
+class _StepMoves:
+    """The step that the rollouts belong to, and the moves that make it end sooner."""
+
+    def __init__(
+        self, sides: Sequence[_Side], lengths: ResponseLengths, costs: MoveCosts, passed: Collection[str]
+    ) -> None:
+        self._costs = costs
+        self._running = max(1, sum(side.running for side in sides))
+        self._prefill = median(side.engine.host.prefill for side in sides)
+        weights = _weights(sides, passed)
+        terms = {side.key: side.terms(costs) for side in sides if side.key in weights}
+        self._finish = StepFinish(terms, lengths, weights=weights)
+        self._moved = set[str]()
+
+    def serves(self, source: _Side, target: _Side, now: float) -> bool:
+        """Whether some rollout of the source could move to the target, and is not read there much more slowly than
+        elsewhere.
+        """
+        if source.key not in self._finish or target.key not in self._finish:
+            return False  # others stand for it in this round
+        prefill = target.engine.host.prefill or self._prefill
+        return prefill * _SLOW_READER >= self._prefill and bool(self._candidates(source, target, now))
+
+    def best_move(self, source: _Side, target: _Side, now: float) -> RolloutMove | None:
+        """The move from the source to the target with the largest gain, made; None: none is worth its cost."""
+        found: tuple[RolloutMove, int, float] | None = None
+        for at in self._candidates(source, target, now):
+            one = cast("RunningRollout", self._finish.rollouts(source.key)[at])
+            read_s = self._costs.read_s(one.length, target.engine.host.prefill)
+            move = self._move(source, target, one, at, read_s)
+            if move is not None and (found is None or move.gain_s > found[0].gain_s):
+                found = move, at, read_s
+        if found is None:
+            return None
+        move, at, read_s = found
+        one = cast("RunningRollout", self._finish.rollouts(source.key)[at])
+        self._finish.give(source.key, target.key, at, read_s=read_s)
+        source.give(one, target)
+        self._moved.add(one.attempt_id)
+        return move
+
+    def _candidates(self, source: _Side, target: _Side, now: float) -> list[int]:
+        """Places of rollouts that may move, from those that have made least to those that have made most."""
+        ours = cast("Sequence[RunningRollout]", self._finish.rollouts(source.key))
+        stay_s, host = self._costs.least_stay_s, target.engine.host
+        free = [
+            at
+            for at, one in enumerate(ours)
+            if one.started
+            and not one.stays
+            and now - one.since >= stay_s * _LONGER ** min(_MOST_LONGER, one.attempts - 1)
+            and one.attempt_id not in self._moved
+            and _fits(one, host)
+        ]
+        free.sort(key=lambda at: ours[at].made)
+        if len(free) <= _COMPARED:
+            return free
+        return [free[place * (len(free) - 1) // (_COMPARED - 1)] for place in range(_COMPARED)]
+
+    def _move(self, source: _Side, target: _Side, one: RunningRollout, at: int, read_s: float) -> RolloutMove | None:
+        """The move of a rollout, if it pays."""
+        costs, finish = self._costs, self._finish
+        rest = finish.rest(source.key, at)
+        moved = finish.moved(source.key, target.key, at, read_s=read_s)
+        if finish.ends_s(source.key, rest) < costs.sooner * (costs.handover_s + moved.ends_s(rest)):
+            return None
+        gain_s = moved.gain_s
         if source.engine.host.risky or target.engine.host.risky:
-            gain_s += source.risk_s(one, rest, source.now_rate, costs) - target.risk_s(
+            risk_s = source.risk_s(one, rest, source.now_rate, costs) - target.risk_s(
                 one, rest, target.next_rate, costs
             )
-        worth = gain_s > (costs.margin - 1.0) * cost_s
-        if worth and (best is None or gain_s > best[1]) and may_take(one.rollout, target.engine.host):
-            best = (one, gain_s, prefill_s)
-    return best
+            gain_s += finish.weight(source.key, at) * risk_s
+        # Reading holds up those who run at the target: what that costs all rollouts on average has to come back, and a
+        # part of what one rollout has on average of the time that is left, so that no move is made for a trifle.
+        lost_s = (costs.handover_s + read_s * target.running) / self._running
+        if not gain_s > max(costs.margin * lost_s, costs.least_part * finish.end_s / self._running):
+            return None
+        return RolloutMove(one.attempt_id, source.key, target.key, gain_s)
+
+    def with_promises(self, moves: Sequence[RolloutMove]) -> list[RolloutMove]:
+        """The moves with what they promise, now that all are known."""
+        return [move._replace(promise=self._promise(move)) for move in moves]
+
+    def _promise(self, move: RolloutMove) -> MovePromise:
+        for after_s in _JUDGED_AFTER_S:
+            tokens = self._finish.made(move.target, after_s - self._costs.handover_s)
+            if tokens >= self._finish.made_before(move.source, after_s) + _CLEAR_LEAD:
+                break
+        return MovePromise(after_s, tokens)

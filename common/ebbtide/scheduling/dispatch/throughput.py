@@ -105,6 +105,11 @@ class WorkerThroughput:
         """The fewest and the most rollouts at which it was seen; zeros while nothing is known."""
         return (self._bins[0].running, self._bins[-1].running) if self._bins else (0.0, 0.0)
 
+    @property
+    def slope(self) -> float:
+        """How much longer a token takes for each token of context more, as a share; 0.0 while that is not known."""
+        return self._slope
+
     def points(self) -> list[ThroughputPoint]:
         """What was seen, at each range of concurrency."""
         return [ThroughputPoint(one.running, one.seconds_per_token, one.context, one.weight_s) for one in self._bins]

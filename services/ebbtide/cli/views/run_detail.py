@@ -7,7 +7,7 @@ from msgspec import Struct
 from rich.table import Table
 
 from ebbtide.cli.views.tables import clock, fact_table
-from ebbtide.types.run import Run, RunOutlook
+from ebbtide.types.run import Run, RunMoves, RunOutlook
 
 
 class Histogram(Struct, frozen=True):
@@ -61,7 +61,7 @@ def _lines(run: Run) -> Iterator[tuple[str, str]]:
     yield from _expected(run.outlook)
     yield from _served(counts)
     yield from _cut_scorings(counts)
-    yield from _migration(counts)
+    yield from _migration(counts, run.moves)
     yield from sorted(run.holders.items())
 
 
@@ -112,10 +112,12 @@ def _cut_scorings(counts: Mapping[str, int]) -> Iterator[tuple[str, str]]:
         )
 
 
-def _migration(counts: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+def _migration(counts: Mapping[str, int], moves: RunMoves | None) -> Iterator[tuple[str, str]]:
     yield "attempts", f"{counts.get('attempts', 0):,}{_attempts_per_rollout(counts)}"
     moved, midway = counts.get("moved", 0), counts.get("resumed_midway", 0)
     yield "migrated", f"{midway:,} resumed midway; {moved:,} moved to balance the fleet"
+    if moves is not None and moves.moves:
+        yield "balanced", _balanced(moves)
     saved, lost = counts.get("tokens_resumed", 0), counts.get("tokens_lost_at_most", 0)
     yield "tokens", f"{counts.get('tokens_stored', 0):,} stored"
     yield "saved", f"{saved:,} tokens that were not generated again"
@@ -125,6 +127,17 @@ def _migration(counts: Mapping[str, int]) -> Iterator[tuple[str, str]]:
         if found.count:
             shares = ", ".join(f"p{share} {_bound(found.at_most(share / 100))}" for share in (50, 90, 99))
             yield name, f"{shares} ({found.count:,} observed, {what})"
+
+
+def _balanced(moves: RunMoves) -> str:
+    """What the moves of running rollouts promised, and what came of them."""
+    told = f"{moves.moves:,} running rollouts moved"
+    told += f", {moves.moves / moves.finished:.2f} for each finished one" if moves.finished else ""
+    if moves.judged:
+        told += (
+            f"; {moves.judged:,} judged: {moves.made_tokens:,.0f} tokens made of {moves.promised_tokens:,.0f} promised"
+        )
+    return told + ("; stopped, as that is too little" if moves.stopped else "")
 
 
 def _attempts_per_rollout(counts: Mapping[str, int]) -> str:

@@ -20,6 +20,7 @@ from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.errors import InvalidRequest, LeaseSuperseded, NotFound, NotReady
 from ebbtide.rpc.caller_turns import stream_turn
 from ebbtide.rpc.run_endings import EndedRun, RunsEnded, check_held
+from ebbtide.scheduling.dispatch.move_ledger import MoveLedger
 from ebbtide.scheduling.fair_share.shares import check_floor
 from ebbtide.scheduling.steps.run_claims import ClaimableRun, choose
 from ebbtide.store.unexpected_data import UNEXPECTED
@@ -33,6 +34,7 @@ from ebbtide.types.run import (
     LeaseRef,
     Run,
     RunEvent,
+    RunMoves,
     RunShare,
     RunSpec,
     RunStatus,
@@ -127,7 +129,8 @@ class RunService:
         live = None if run.status.ended else self._state.runs.get(run.run_id)
         outlook = run_outlook(live, self._state.sessions.values()) if live else None
         message = run.message or self._waits_for(run)
-        return msgspec.structs.replace(run, message=message, share=self._share(run), outlook=outlook)
+        moves = _moves(live.moves) if live else None
+        return msgspec.structs.replace(run, message=message, share=self._share(run), outlook=outlook, moves=moves)
 
     def _share(self, run: Run) -> RunShare | None:
         live = None if run.status.ended else self._state.runs.get(run.run_id)
@@ -341,3 +344,14 @@ class RunService:
                 await self._store.events.report(lease, page, quota_bytes=run.spec.quota_bytes)
         finally:  # former pages are stored
             self._notifier.notify("events", lease.run_id)
+
+
+def _moves(ledger: MoveLedger) -> RunMoves:
+    return RunMoves(
+        moves=ledger.moves,
+        finished=ledger.finished,
+        judged=ledger.judged,
+        promised_tokens=ledger.promised_tokens,
+        made_tokens=ledger.made_tokens,
+        stopped=not ledger.trusted,
+    )

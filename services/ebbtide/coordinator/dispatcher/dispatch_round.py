@@ -126,7 +126,7 @@ class DispatchRound:
             if balance and not run.stale and not run.ended:  # what is still queued fits nowhere, or waits for others
                 hosts = self._hosts.of(run, now)
                 self._borrowed.release(run, hosts, now)
-                self._moves.decide(run, hosts, now)
+                self._moves.decide(run, hosts, now, kept_slots=fill.kept)
                 yield None
 
     def _learn_fleet(self, now: float) -> Iterator[Deed]:

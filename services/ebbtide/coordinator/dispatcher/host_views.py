@@ -96,6 +96,7 @@ class HostViews:
             slots=slots,
             running=running,
             pending=pending,
+            unread=sum(one.length - one.cached for one in session.pending.values()) if pending else 0,
             probation=sum(one.rollout.no_progress > 0 for one in session.pending.values()) if pending else 0,
             rate=self._moves.rate(session) if running < slots else 0.0,
             plateau=session.plateau,

@@ -5,34 +5,38 @@ rollout is moved only once in a while. Lost with the process: attempts that were
 are learnt again.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from math import inf
-from statistics import median
 from typing import Final
 
-import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ebbtide import telemetry
 from ebbtide.coordinator.dispatcher.dispatch_rules import RULES, DispatchRules
-from ebbtide.coordinator.dispatcher.kind_paces import KindPaces
+from ebbtide.coordinator.dispatcher.fleet_speeds import FleetSpeeds
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.running_attempt import RunningAttempt
 from ebbtide.coordinator.state.worker_reports import HeartbeatReport
 from ebbtide.coordinator.state.worker_session import WorkerSession
-from ebbtide.scheduling.dispatch.host_view import HostView
-from ebbtide.scheduling.dispatch.mixed_fleet.kind_pace import PacedSpeed
-from ebbtide.scheduling.dispatch.rollout_moves import EngineLoad, MoveSearch, RolloutMove, RunningRollout, rebalance
+from ebbtide.scheduling.dispatch.host_view import HostView, may_take
+from ebbtide.scheduling.dispatch.rollout_moves import (
+    EngineLoad,
+    MovePromise,
+    MoveSearch,
+    RolloutMove,
+    RunningRollout,
+    rebalance,
+)
 from ebbtide.scheduling.dispatch.throughput import WorkerThroughput
 from ebbtide.types.fleet import AttemptRef, WorkerState
 
 log = telemetry.get_logger(__name__)
 #: A few times a second is enough: a move pays off over seconds.
 _EVERY_S: Final = 0.25
-#: How long a worker may take to hand an attempt back; and how long its rollout then stays, since a move costs a
-#: prefill.
+#: How long a worker may take to hand an attempt back; and for how long its rollout then stays at least.
 _HANDOVER_S: Final = 10.0
 _AGAIN_S: Final = 30.0
 #: A span teaches no speed if so large a share of the rollouts began or ended in it,
@@ -44,14 +48,24 @@ _BLIND_S: Final = 0.5
 _STORING_S: Final = 0.25
 #: or if so large a share at its end passed without a token.
 _QUIET: Final = 0.5
-#: A rate that is so near to a typical worker's does not tell the worker from others: so much is noise.
-_ALIKE: Final = 0.15
+#: While an engine read prompts for a larger share of a span, it shows no decoding, unless nothing is known of it.
+_READING: Final = 0.5
 #: Workers whose heartbeats are looked at in one step.
 _PART: Final = 100
-#: Workers, evenly picked, that stand for a larger fleet where a typical speed is asked for.
-_SAMPLE: Final = 64
+#: Queued rollouts of which some may fit nowhere.
+_LOOKED_AT: Final = 8
 #: The speed of a worker that left is kept for so long: it may come back under its name.
 _REMEMBERED_S: Final = 600.0
+
+
+class _UnknownSpeed:
+    """Of an engine while nothing is known of any."""
+
+    def rate(self, running: float, context: float) -> float:  # noqa: ARG002
+        return 0.0
+
+
+_UNKNOWN: Final = _UnknownSpeed()
 
 
 class _Asked(Struct, frozen=True):
@@ -59,6 +73,9 @@ class _Asked(Struct, frozen=True):
     source: str
     target: str
     when: float
+    stays_s: float  # for how long its rollout does not move again
+    stored: int  # tokens of the rollout then
+    promise: MovePromise | None  # of one that had started
 
     @property
     def here(self) -> bool:
@@ -72,7 +89,9 @@ class _Beat(Struct):
 
     beat: HeartbeatReport
     running: frozenset[str]
+    reading: bool  # a prompt was being read then: how much of that came later is not known
     disturbed: bool = False  # the worker was held up since then: its tokens do not show its speed
+    latest: HeartbeatReport | None = None  # those in between came while a prompt was being read
 
 
 class Rebalancer:
@@ -82,9 +101,7 @@ class Rebalancer:
         self._seen: dict[str, float] = {}  # when those were attached last
         self._beats: dict[str, _Beat] = {}  # by session
         self._contexts: dict[str, float] = {}
-        self._context = 0.0  # the mean of these
-        self._rates: dict[tuple[str, int], float] = {}  # by session ("": a typical one) and concurrency; of this round
-        self._kinds = KindPaces()
+        self._fleet = FleetSpeeds(kinds=rules.kinds)
         self._asked: dict[tuple[str, str], _Asked] = {}  # by run and rollout
         self._searches: dict[str, MoveSearch] = {}  # by run
         self._next = float("-inf")
@@ -92,51 +109,24 @@ class Rebalancer:
         self.lesson = 0  # grows when a typical speed may have changed
 
     def rate(self, session: WorkerSession) -> float:
-        """Tokens/s of each of its rollouts with one more; a typical worker's if its own are not known yet, so that it
-        is not passed over, or are nearly the same, so that load decides among like workers. 0.0 while no worker is
-        known.
-        """
-        running = len(session.attempts) + 1
-        found = self._rates.get((session.session_id, running))
-        if found is None:
-            context = self._contexts.get(session.session_id, 0.0)
-            speed = PacedSpeed(self._speed_of(session), self._kinds.pace(session))
-            found, typical = speed.rate(running, context), self._typical(session, running)
-            if not found or abs(found - typical) <= _ALIKE * typical:
-                found = typical
-            self._rates[session.session_id, running] = found
-        return found
+        """Tokens/s of each of its rollouts with one more; 0.0 while nothing is known of any worker."""
+        curve = self._fleet.curve(session)
+        return curve.rate(len(session.attempts) + 1) if curve is not None else 0.0
 
     def knows(self, session: WorkerSession) -> bool:
-        """Whether the worker's own rate is known: then `rate` is looked up again with its `revision` only, which grows
+        """Whether the worker's own speed is known: then `rate` is looked up again with its `revision` only, which grows
         with each heartbeat.
         """
-        return self._own_rate(session, len(session.attempts) + 1) > 0.0
+        return self._speed_of(session).span[1] > 0.0
 
     def _speed_of(self, session: WorkerSession) -> WorkerThroughput:
         if (speed := self._speeds.get(session.worker_id)) is None:
             speed = self._speeds[session.worker_id] = self._rules.new_speed(session.worker_id)
         return speed
 
-    def _own_rate(self, session: WorkerSession, running: int) -> float:
-        return self._speed_of(session).rate(running, self._contexts.get(session.session_id, 0.0))
-
     def speed(self, session: WorkerSession) -> tuple[WorkerThroughput | None, float]:
         """The worker's learnt speed, if any, and the mean context of its rollouts."""
         return self._speeds.get(session.worker_id), self._contexts.get(session.session_id, 0.0)
-
-    def _typical(self, session: WorkerSession, running: int) -> float:
-        """Tokens/s of each of so many rollouts of a typical worker of the kind; of any kind if that is not known."""
-        if (pace := self._kinds.pace(session)) is not None:
-            return pace.rate(running, self._context)
-        found = self._rates.get(("", running))
-        if found is None:
-            sessions = self._state.sessions.values()
-            known = [self._speeds[one.worker_id] for one in sessions if one.worker_id in self._speeds]
-            known = known[:: -(-len(known) // _SAMPLE) or 1]
-            rates = [rate for speed in known if (rate := speed.rate(running, self._context))]
-            found = self._rates["", running] = median(rates) if rates else 0.0
-        return found
 
     def due(self, now: float) -> bool:
         """Whether it is time for the next round; if so, `learn` comes first."""
@@ -165,11 +155,7 @@ class Rebalancer:
             del self._beats[gone]
             self._contexts.pop(gone, None)
         self._forget(now)
-        self._context = sum(self._contexts.values()) / max(1, len(self._contexts))
-        self._rates.clear()
-        if self._rules.kinds:
-            self._kinds.fit(sessions.values(), self._speeds, now)
-        self.lesson += 1
+        self.lesson += self._fleet.fit(sessions.values(), self._speeds, self._contexts, now)
         self._searches = {run_id: one for run_id, one in self._searches.items() if run_id in self._state.runs}
         for key, asked in list(self._asked.items()):
             self._expire(key, asked, now)
@@ -194,12 +180,16 @@ class Rebalancer:
         last, beat = self._beats.get(session.session_id), session.beat
         if last is not None:
             last.disturbed |= disturbed
-            if last.beat is beat:
+            if beat is last.beat or beat is last.latest:
                 return
-        running = frozenset(session.attempts.keys() - session.pending.keys())
-        self._beats[session.session_id] = _Beat(beat, running, disturbed)
+        running, reading = frozenset(session.attempts.keys() - session.pending.keys()), bool(session.pending)
         context = self._contexts[session.session_id] = _context(session)
         session.learn_plateau(session.plateau)  # its rate may be another with this context
+        under_way = reading and last is not None and not (last.reading or last.disturbed) and self.knows(session)
+        if under_way and last is not None and beat.uptime_s - last.beat.uptime_s <= _LONGEST_S:
+            last.latest = beat  # what is read counts once it has been read
+            return
+        self._beats[session.session_id] = _Beat(beat, running, reading, disturbed)
         if last is None or last.disturbed or not running or not last.running:
             return
         seconds, busy_s = beat.uptime_s - last.beat.uptime_s, beat.busy_s - last.beat.busy_s
@@ -208,72 +198,125 @@ class Rebalancer:
         steady = busy_s >= 0.9 * seconds and beat.quiet_s <= _QUIET * seconds
         if not 0 < seconds <= _LONGEST_S or churn > _CHURN * len(running) or not steady:
             return
-        speed = self._speed_of(session)
-        speed.observe((len(running) + len(last.running)) / 2, context, tokens, seconds)
+        speed, load = self._speed_of(session), (len(running) + len(last.running)) / 2
+        # Steps that read prompts make a token of each rollout, too, but take as long as the reading. Where that cannot
+        # be told apart, the worker counts as slower than it is, unless something better is known.
+        reads, read_s = beat.prompt_reads - last.beat.prompt_reads, beat.prompt_s - last.beat.prompt_s
+        if reads < 0 or read_s < 0.0:
+            return
+        if reading or last.reading or read_s > _READING * seconds:
+            if self._fleet.curve(session) is not None:
+                return
+            reads, read_s = 0, 0.0
+        unknown = not speed.span[1]
+        speed.observe(load, context, tokens - round(reads * load), seconds - read_s)
+        if unknown and speed.span[1]:
+            self._fleet.note_first()
         session.learn_plateau(speed.plateau(context))
         session.learn_rate(speed.rate(len(running) + 1, context))
 
     def _expire(self, key: tuple[str, str], asked: _Asked, now: float) -> None:
         attempt = asked.attempt
-        forgotten = attempt.session is not None and not asked.here  # its worker attached again: the request is lost
-        if forgotten or now - asked.when > _AGAIN_S:
+        run = self._state.runs.get(attempt.run_id)
+        rollout_id = attempt.rollout.rollout_id
+        there = run is not None and (rollout_id in run.running or rollout_id in run.queue)
+        followed = there and (attempt.session is None or asked.here)  # else the request is lost
+        if not followed or now - asked.when > asked.stays_s:
             del self._asked[key]
+            if followed and asked.promise is not None:
+                self._judge(asked, asked.promise)
             if attempt.session is not None:
                 attempt.give_up_move()
         elif asked.here and attempt.target and now - asked.when > _HANDOVER_S:
             log.info("move given up", run_id=attempt.run_id, rollout_id=attempt.rollout.rollout_id)
             attempt.give_up_move()
 
-    def decide(self, run: RunState, hosts: Sequence[tuple[WorkerSession, HostView]], now: float) -> None:
-        """Ask for rollouts that end sooner elsewhere. Call when nothing queued could take the hosts' free slots.
+    def _judge(self, asked: _Asked, promise: MovePromise) -> None:
+        """Compare what a rollout that moved should have made with what it made, if it still runs where it went."""
+        run = self._state.runs.get(asked.attempt.run_id)
+        moved = run.running.get(asked.attempt.rollout.rollout_id) if run is not None else None
+        session = moved.session if moved is not None else None
+        if run is not None and moved is not None and session is not None and session.session_id == asked.target:
+            run.moves.judge(promise.tokens, moved.stored - asked.stored)
+
+    def decide(
+        self, run: RunState, hosts: Sequence[tuple[WorkerSession, HostView]], now: float, *, kept_slots: int = 0
+    ) -> None:
+        """Ask for rollouts whose step ends sooner if they go on elsewhere. Call when nothing queued could take the free
+        slots now; `kept_slots` of them are left free for interactive rollouts.
+
         Workers of reclaimed hosts are left out: `BorrowedHosts` takes from them.
         """
         hosts = [(session, host) for session, host in hosts if not session.reclaimed]
+        if borrowable(run) <= self._lending(run):
+            hosts = [(one, replace(host, shut=True) if host.borrowed else host) for one, host in hosts]
         if not self._on or len(hosts) < 2 or all(host.running >= host.slots for _, host in hosts):
             return
         running, pending = Counter[str](), Counter[str]()  # changes once the requested moves are done
+        arriving: dict[str, list[RunningRollout]] = defaultdict(list)
         for asked in self._asked.values():
             if asked.here and asked.attempt.target:
                 running[asked.source] -= 1
                 running[asked.target] += 1
                 pending[asked.source] -= not asked.attempt.started
                 pending[asked.target] += not asked.attempt.started
+                arriving[asked.target].append(_shown(asked.attempt, asked.when, started=False, stays=True))
         engines = [
-            self._engine(session, host, running[session.session_id], pending[session.session_id])
+            self._engine(
+                session,
+                host,
+                running[session.session_id],
+                pending[session.session_id],
+                arriving.get(session.session_id, ()),
+                now,
+            )
             for session, host in hosts
         ]
         sessions = {host.worker_id: session for session, host in hosts if not session.gone}
         search = self._searches.setdefault(run.run_id, MoveSearch())
         costs, unstarted = self._rules.costs, self._rules.unstarted
-        moves = rebalance(engines, run.lengths, now=now, costs=costs, unstarted=unstarted, search=search)
+        moves = rebalance(
+            engines,
+            run.lengths,
+            now=now,
+            costs=costs,
+            unstarted=unstarted,
+            running=0 if _queue_fills(run, hosts, kept_slots) else run.moves.allows(now),
+            search=search,
+            lesson=self.lesson,
+        )
         self._ask(run, moves, sessions, now)
 
-    def _engine(self, session: WorkerSession, host: HostView, running: int, pending: int) -> EngineLoad:
+    def _engine(
+        self,
+        session: WorkerSession,
+        host: HostView,
+        running: int,
+        pending: int,
+        arriving: Sequence[RunningRollout],
+        now: float,
+    ) -> EngineLoad:
         if running or pending:
             running, pending = max(0, host.running + running), max(0, host.pending + pending)
-            host = msgspec.structs.replace(host, running=running, pending=pending)
+            host = replace(host, running=running, pending=pending)
+        curve = self._fleet.curve(session)
         return EngineLoad(
             host=host,
-            speed=PacedSpeed(self._speed_of(session), self._kinds.pace(session)),
+            speed=curve or _UNKNOWN,
+            seen_from=curve.loads[0] if curve is not None else 0.0,
             context=self._contexts.get(session.session_id, 0.0),
             quiet_s=session.beat.quiet_s,
-            rollouts=lambda: self._movable(session),
+            rollouts=lambda: self._movable(session, now),
+            arriving=arriving,
         )
 
-    def _movable(self, session: WorkerSession) -> Iterator[RunningRollout]:
+    def _movable(self, session: WorkerSession, now: float) -> Iterator[RunningRollout]:
         for attempt in session.attempts.values():
             if not attempt.target and not attempt.leaving and attempt.attempt_id not in session.freed:
-                yield RunningRollout(
-                    attempt_id=attempt.attempt_id,
-                    rollout=attempt.rollout,
-                    length=attempt.length,
-                    made=attempt.stored,
-                    budget=attempt.max_tokens - attempt.stored,
-                    since=attempt.given if attempt.started else max(attempt.given, session.turned),
-                    started=attempt.started,
-                    cached=attempt.cached,
-                    stays=(attempt.run_id, attempt.rollout.rollout_id) in self._asked,
-                )
+                since = attempt.given if attempt.started else max(attempt.given, session.turned)
+                asked = self._asked.get((attempt.run_id, attempt.rollout.rollout_id))
+                stays = asked is not None and (attempt.started or now - asked.when <= _AGAIN_S)
+                yield _shown(attempt, since, started=attempt.started, stays=stays, cached=attempt.cached)
 
     def _ask(
         self, run: RunState, moves: Sequence[RolloutMove], sessions: Mapping[str, WorkerSession], now: float
@@ -282,6 +325,7 @@ class Rebalancer:
             return
         batches: dict[str, list[AttemptRef]] = {}
         room = borrowable(run) - self._lending(run)
+        started = 0
         for move in moves:
             source, target = sessions.get(move.source), sessions.get(move.target)
             attempt = source.attempts.get(move.attempt_id) if source else None
@@ -292,7 +336,10 @@ class Rebalancer:
                     continue
                 room -= 1
             attempt.move_to(target.worker_id)
-            self._asked[attempt.run_id, attempt.rollout.rollout_id] = _Asked(attempt, move.source, move.target, now)
+            started += attempt.started
+            stays_s = max(_AGAIN_S, move.promise.after_s) if move.promise is not None else _AGAIN_S
+            asked = _Asked(attempt, move.source, move.target, now, stays_s, attempt.stored, move.promise)
+            self._asked[attempt.run_id, attempt.rollout.rollout_id] = asked
             batches.setdefault(move.source, []).append(attempt.ref)
             log.info(
                 "moves",
@@ -304,6 +351,8 @@ class Rebalancer:
             )
         for source_id, refs in batches.items():
             sessions[source_id].ask_back(refs)
+        if started:
+            run.moves.asked(started, now)
 
     def _lending(self, run: RunState) -> int:
         """Rollouts of the run on their way from other workers to borrowed ones."""
@@ -329,6 +378,29 @@ def borrowable(run: RunState) -> float:
         return inf
     there = sum(one.session is not None and one.session.borrowed for one in run.running.values())
     return most - there
+
+
+def _shown(attempt: RunningAttempt, since: float, *, started: bool, stays: bool, cached: int = 0) -> RunningRollout:
+    return RunningRollout(
+        attempt_id=attempt.attempt_id,
+        rollout=attempt.rollout,
+        length=attempt.length,
+        made=attempt.stored,
+        budget=attempt.max_tokens - attempt.stored,
+        since=since,
+        started=started,
+        cached=cached,
+        stays=stays,
+        attempts=max(1, attempt.number),
+    )
+
+
+def _queue_fills(run: RunState, hosts: Sequence[tuple[WorkerSession, HostView]], kept_slots: int) -> bool:
+    """Whether free slots are for what is queued, though workers get it little by little: no running rollout moves."""
+    free = [host for _, host in hosts if host.running < host.slots and not (host.held or host.shut)]
+    if sum(host.slots - host.running for host in free) <= kept_slots:
+        return False
+    return any(may_take(one, host) for one, _ in zip(run.queue, range(_LOOKED_AT), strict=False) for host in free)
 
 
 def _context(session: WorkerSession) -> float:

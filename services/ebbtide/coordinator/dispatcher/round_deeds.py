@@ -81,6 +81,7 @@ class SlotFill:
             costs=self._rules.costs,
             terms=self._rules.turns,
             returning=run.returning,
+            siblings=run.siblings,
         )
 
     def _batch_slots(self, served: Sequence[tuple[WorkerSession, HostView]]) -> float:

@@ -25,6 +25,7 @@ from ebbtide.coordinator.state.running_attempt import (
 )
 from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.errors import LeaseSuperseded, StoreUnavailable
+from ebbtide.scheduling.dispatch.move_ledger import MoveLedger
 from ebbtide.scheduling.dispatch.response_lengths import ResponseLengths
 from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout, RolloutQueue
 from ebbtide.scheduling.dispatch.turns.cached_prefixes import CachedPrefixes, Prefixes
@@ -83,6 +84,7 @@ class RunState:
         self._groups: dict[str, int] = {}  # group -> queue place of its first rollout
         self._failed_installs: dict[int, int] = {}
         self.lengths: Final = ResponseLengths()
+        self.moves: Final = MoveLedger()
         self.tail: Final = RunTail(spec)
         self.fitted = False  # some worker has installed a version
         self._misfits: Counter[str] = Counter()
@@ -264,6 +266,7 @@ class RunState:
             self.tail.finished(running)  # before it is over
         attempt = self.end(rollout_id, attempt_id)
         if attempt is not None:
+            self.moves.finished += 1
             if not attempt.rollout.request:  # requests are as long as their clients want
                 self.lengths.finished(attempt.stored)
             if not (attempt.rollout.request or attempt.rollout.evaluation):
@@ -313,6 +316,12 @@ class RunState:
                     made += end - attempt.stored
                 attempt.stored = end
         self._made += made
+
+    def siblings(self, one: QueuedRollout) -> set[str]:
+        """The sessions that run samples of a rollout's group."""
+        group = self.tail.forecasts.group(one.group)
+        beside = (self._running.get(name) for name in group.running) if group is not None else ()
+        return {attempt.session.session_id for attempt in beside if attempt is not None and attempt.session is not None}
 
     def take_made(self) -> int:
         """The tokens stored since the last call."""

@@ -16,7 +16,14 @@ from ebbtide.simulator.world.virtual_coordinator import Decider, VirtualCoordina
 
 #: Moves that cost nothing and must gain nothing.
 FREE_MOVES: Final = replace(
-    COSTS, prefill_tokens_per_s=inf, handover_s=0.0, margin=0.0, advantage=1.0, least_stay_s=0.0
+    COSTS,
+    prefill_tokens_per_s=inf,
+    handover_s=0.0,
+    margin=0.0,
+    advantage=1.0,
+    sooner=1.0,
+    least_part=0.0,
+    least_stay_s=0.0,
 )
 #: Tokens/s of an engine in which all rollouts share them. Its amount does not matter: all engines have the same.
 _SHARED: Final = 1_000.0

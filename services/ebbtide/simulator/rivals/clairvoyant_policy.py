@@ -1,7 +1,7 @@
 """Schedules the longest rollouts first, as nobody can who does not know lengths: an oracle to compare with."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from msgspec import Struct
@@ -51,6 +51,10 @@ class ToldLengths(ResponseLengths):
 
     def rest(self, made: int, budget: int | None = None) -> float:
         return super().rest(made) if budget is None else float(budget)
+
+    def survival(self, running: Iterable[int] = ()) -> tuple[list[float], list[float]]:
+        edges, shares = super().survival(running)
+        return edges, [1.0] * len(shares)  # each runs for as long as its budget says
 
 
 class LongestFirst(RivalDecider):

@@ -1,1 +1,1 @@
-"""Tells unlike workers of one pool apart: by speed, by memory, and by how often they are lost."""
+"""Tells unlike workers of one pool apart: by memory, and by how often they are lost."""

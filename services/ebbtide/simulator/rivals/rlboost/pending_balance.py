@@ -100,7 +100,7 @@ class PendingBalance(RivalDecider):
 
     def _move_waiting(self, engines: Sequence[WorkerSession], now: float) -> bool:
         """Move one from the longest queue to an engine without one, until that queues."""
-        waiting = {one.session_id: [a for a in one.pending.values() if _waits(a, now)] for one in engines}
+        waiting = {one.session_id: self._waiting(one, now) for one in engines}
         arriving = _arriving(engines)
         idle = [one for one in engines if not one.pending and not arriving[one.worker_id]]
         longest = max(engines, key=lambda one: len(waiting[one.session_id]))
@@ -108,6 +108,13 @@ class PendingBalance(RivalDecider):
             return False
         ask_back(longest, idle[0], waiting[longest.session_id][-1:])
         return True
+
+    def _waiting(self, engine: WorkerSession, now: float) -> list[RunningAttempt]:
+        """Those that the engine has not begun to read. What is being read would begin anew elsewhere, and never end
+        where that takes longer than a look.
+        """
+        runs = self._coordinator.worker(engine.session_id).host.engine.runs
+        return [a for a in engine.pending.values() if _waits(a, now) and not runs(a.rollout.rollout_id)]
 
     def _move_running(self, engines: Sequence[WorkerSession]) -> None:
         """If an engine executes nothing, move to it what the busiest one executes beyond the plateau."""
