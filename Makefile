@@ -70,6 +70,9 @@ simulate-faults: env ## The whole system in one process, broken at random moment
 bench-migration: env ## What preemption costs, and moves gain, on three levels; QUICK=1: in 4 minutes
 	@$(BIN)/python benchmarks/migration.py $(if $(QUICK),--quick) $(ARGS)
 
+bench-moves: env ## Moves of running rollouts between two real engines, on and off in turn; QUICK=1: in 7 minutes
+	@$(BIN)/python -m benchmarks.live_moves $(if $(QUICK),--quick) $(ARGS)
+
 bench-weights: env ## What a version of the weights takes on its way, beside other formats; QUICK=1: in 4 minutes
 	@$(BIN)/python benchmarks/weights.py $(if $(QUICK),--quick) $(ARGS)
 

@@ -2,18 +2,21 @@
 
 import argparse
 import json
+import sys
 from pathlib import Path
+
+from msgspec import structs
 
 from benchmarks import arguments
 from benchmarks.replay.report import table
-from benchmarks.replay.run import run_level
+from benchmarks.replay.run import UNEVEN, run_level, unknown
 from benchmarks.replay.setting import CAP_HELP, CAP_TOKENS, Setting
 from ebbtide.simulator.scenario.inputs.quantile_table import read_quantiles
 from ebbtide.simulator.scenario.inputs.spot_trace import read_spot_trace
 from ebbtide.simulator.scenario.refusals import ScenarioRefused
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.replay", description=__doc__)
     parser.add_argument("--trace", type=Path, action="append", required=True, help="t_s,event,node or t_s,count")
     parser.add_argument(
@@ -32,9 +35,15 @@ def main() -> None:
     )
     parser.add_argument("--share", type=arguments.share, default=1.0, help="share of the trace's machines to keep")
     parser.add_argument(
+        "--machines", type=arguments.count, default=0, help="keep such a share that about so many are there at most"
+    )
+    parser.add_argument(
+        "--uneven", action="store_true", help="workers differ by up to 30 % in speed, and long contexts cost time"
+    )
+    parser.add_argument(
         "--gap-s", type=arguments.seconds, default=0.0, help="time between steps, the same for all policies"
     )
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", "--seed", type=int, nargs="+", default=[0], help="figures are means over them")
     parser.add_argument(
         "--quick", action="store_true", help="ninety minutes of each trace, with fewer machines and rollouts"
     )
@@ -53,17 +62,24 @@ def main() -> None:
         args.lengths,
         stretches=args.stretch,
         slots=args.slots,
-        setting=Setting(seed=args.seed, gap_s=args.gap_s, cap_tokens=args.cap),
+        setting=structs.replace(
+            UNEVEN if args.uneven else Setting(), seed=args.seeds[0], gap_s=args.gap_s, cap_tokens=args.cap
+        ),
         quick=args.quick,
         ablation=not args.no_ablation,
         start_s=args.start_s,
         span_s=args.span_s,
         share=args.share,
+        machines=args.machines,
+        seeds=args.seeds,
     )
     print(table([*report["cases"], *report["ablation"]]))
     print("\nfigures:", json.dumps(report["figures"], indent=2))
     if args.json:
         args.json.write_text(json.dumps(report, indent=2) + "\n")
+    if missing := unknown(report["figures"]):
+        print(f"not known, since some policy ended no step in some case: {', '.join(missing)}", file=sys.stderr)
+    return 1 if missing else 0
 
 
-main()
+sys.exit(main())

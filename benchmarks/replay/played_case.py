@@ -8,8 +8,9 @@ from time import process_time
 from msgspec import Struct
 
 from benchmarks.log_level import errors_only
+from benchmarks.replay.fair_oracle import FairOraclePolicy
 from benchmarks.replay.setting import Compared
-from benchmarks.replay.trace_scenario import PlateauProfiles, ReplayCase, trace_scenario
+from benchmarks.replay.trace_scenario import PlateauProfiles, ReplayCase, machine_losses, trace_scenario
 from ebbtide.simulator.world.simulation import Simulation
 
 Say = Callable[[str], None]
@@ -17,13 +18,15 @@ Say = Callable[[str], None]
 
 class PlayedCase(Struct, frozen=True, kw_only=True):
     """What a policy made of a case. `ends`: when each step ended, in seconds; `tokens`, `rollouts`: of those steps;
-    `generated`, `twice`: tokens of all rollouts, those that the end cut off included.
+    `finished`: rollouts, those of the step that the end cut off included; `generated`, `twice`: tokens of all rollouts,
+    also of those that the end cut off.
     """
 
     policy: str
     ends: list[float]
     tokens: int
     rollouts: int
+    finished: int
     generated: int
     twice: int
     resumes: int
@@ -39,17 +42,26 @@ class PlayedCase(Struct, frozen=True, kw_only=True):
     def attempts_per_rollout(self) -> float:
         return 1.0 + self.resumes / self.rollouts if self.rollouts else 0.0
 
+    @property
+    def moves_per_rollout(self) -> float:
+        return self.moves / self.finished if self.finished else 0.0
+
 
 def play(case: ReplayCase, compared: Compared) -> PlayedCase:
     began = process_time()
     profiles = PlateauProfiles(case.setting, costless=compared.costless)
     scenario = trace_scenario(case, compared)
-    outcome = Simulation(scenario, case.setting.seed, compared.policy, profiles).run(lambda _: None)
+    policy = compared.policy
+    if compared.foresees:
+        policy = FairOraclePolicy(losses=machine_losses(scenario, case.setting.seed))
+    outcome = Simulation(scenario, case.setting.seed, policy, profiles).run(lambda _: None)
+    rollouts = sum(step.rollouts for step in outcome.steps)
     return PlayedCase(
         policy=compared.name,
         ends=[step.trained_s for step in outcome.steps],
         tokens=sum(step.tokens for step in outcome.steps),
-        rollouts=sum(step.rollouts for step in outcome.steps),
+        rollouts=rollouts,
+        finished=rollouts + (case.setting.rollouts - outcome.unfinished if outcome.unfinished else 0),
         generated=outcome.tokens.generated,
         twice=outcome.tokens.twice,
         resumes=outcome.resumes,

@@ -9,6 +9,7 @@ _COLUMNS: Final = (
     ("step s", "mean_step_s", "{:>8.1f}"),
     ("tokens/s", "tokens_per_s", "{:>9.0f}"),
     ("x first", "over_first", "{:>8.3f}"),
+    ("of fair", "share_of_fair_oracle", "{:>7.3f}"),
     ("of oracle", "share_of_oracle", "{:>9.3f}"),
     ("of plateau 1st", "share_of_plateau_first", "{:>14.3f}"),
     ("of bound", "share_of_bound", "{:>8.3f}"),
@@ -16,9 +17,12 @@ _COLUMNS: Final = (
     ("twice %", "share_generated_twice", "{:>8.4f}"),
     ("attempts", "attempts_per_rollout", "{:>8.3f}"),
     ("moves", "moves", "{:>6d}"),
+    ("moves each", "moves_per_rollout", "{:>10.3f}"),
 )
 #: Whom speed is compared with: its share of theirs over the same steps.
 LEGEND: Final = {
+    "share_of_fair_oracle": "the fair oracle knows every length and every loss, but pays for boots, pulls, "
+    "hand-overs and prefill what everybody pays",
     "share_of_oracle": "the oracle is the clairvoyant longest-first schedule on the same fleet, engines and slots: it "
     "knows every length, its moves cost next to nothing, and losses are announced just before and cost it nothing",
     "share_of_plateau_first": "the oracle with one freedom more, to leave slots empty: it fills an engine only up to "

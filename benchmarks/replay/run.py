@@ -1,9 +1,10 @@
 """Replays traces under all policies and puts the outcomes beside each other."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
-from math import nan
+from math import isnan, nan
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Final
 
 from msgspec import Struct, structs
@@ -14,6 +15,7 @@ from benchmarks.replay.report import LEGEND, SHARES
 from benchmarks.replay.setting import (
     ABLATION,
     BALANCE,
+    FAIR,
     MIGRATE,
     ORACLE,
     PLATEAU_FIRST,
@@ -33,6 +35,8 @@ _ABLATION_S: Final = 6 * HOUR_S
 _QUICK_S: Final = 1.5 * HOUR_S
 _QUICK_MACHINES: Final = 6
 _QUICK_ROLLOUTS: Final = 8
+#: Each policy is to end so many steps of a case.
+_LEAST_STEPS: Final = 3
 #: In which contexts cost and workers differ, so that learning both can show.
 UNEVEN: Final = Setting(context_tokens=16_384.0, spread=0.3)
 
@@ -57,13 +61,16 @@ def run_level(
     start_s: float = 0.0,
     span_s: float = 0.0,
     share: float = 1.0,
+    machines: int = 0,
+    seeds: Sequence[int] = (),
     say: Say = print,
 ) -> dict[str, Any]:
     """Level (a) of the migration benchmark: `cases`, `ablation`, `figures` (of several cases the worst), and `legend`.
 
-    `start_s`, `span_s`: a window of each trace (0: all of it); `share` of its machines, drawn by the seed. `quick`:
-    ninety minutes of each trace, a sixth of the machines, an eighth of the rollouts, and the ablation of the first
-    trace alone. Raises `ScenarioRefused` for files that cannot be read.
+    `start_s`, `span_s`: a window of each trace (0: all of it); `share` of its machines, drawn by the seed, or
+    such a share that about so many `machines` are there at most. `seeds`: the cases are played once with each; by
+    default with the setting's. `quick`: ninety minutes of each trace, a sixth of the machines, an eighth of the
+    rollouts, and the ablation of the first trace alone. Raises `ScenarioRefused` for files that cannot be read.
     """
     given = setting or Setting()
     if quick:
@@ -82,9 +89,11 @@ def run_level(
             span_s=span_s,
             share=share,
         )
-        for source, stretch, number in product(lengths, stretches, slots):
-            title = {"trace": path.stem, "lengths": source.stem, "stretch": stretch, "slots": number}
-            alike = structs.replace(given, slots=number)
+        if machines:
+            whole = structs.replace(whole, share=share * _share_of(whole, machines))
+        for source, stretch, number, seed in product(lengths, stretches, slots, seeds or (given.seed,)):
+            title = {"trace": path.stem, "lengths": source.stem, "stretch": stretch, "slots": number, "seed": seed}
+            alike = structs.replace(given, slots=number, seed=seed)
             case = structs.replace(whole, lengths=tables[source], stretch=stretch, setting=alike)
             cases.append(TitledCase(title, case, POLICIES))
         if ablation and not (quick and path is not traces[0]):
@@ -96,6 +105,11 @@ def run_level(
         "ablation": shown[len(cases) :],
     }
     return report | {"figures": figures(report["cases"]), "legend": LEGEND}
+
+
+def _share_of(whole: ReplayCase, machines: int) -> float:
+    """The share of a trace's machines with which about so many are there at most."""
+    return min(1.0, machines / max((number for _, number in serving_machines(whole)), default=machines))
 
 
 def _ablated(name: str, whole: ReplayCase, slots: Sequence[int]) -> list[TitledCase]:
@@ -111,35 +125,55 @@ def _ablated(name: str, whole: ReplayCase, slots: Sequence[int]) -> list[TitledC
 
 
 def replay(cases: Sequence[TitledCase], say: Say = print) -> list[dict[str, Any]]:
-    """Each case with a row of figures per policy, of the same steps on the same fleet."""
-    played = play_all([(one.case, policy) for one in cases for policy in one.policies])
-    found = []
-    for one in cases:
-        say(", ".join(f"{key} {value}" for key, value in one.title.items()))
-        rows = []
-        for result in (next(played) for _ in one.policies):
-            say(f"  {result.policy}: {len(result.ends)} steps in {result.cpu_s:.1f} s")
-            rows.append(result)
-        found.append({**one.title, "policies": _rows(one.case, rows)})
-    return found
+    """Each case with a row of figures per policy, of the same steps on the same fleet. A case in which a policy ended
+    too few steps is played again for longer, as far as the trace goes.
+    """
+    found: dict[int, dict[str, Any]] = {}
+    waiting = dict(enumerate(cases))
+    while waiting:
+        played = play_all([(one.case, policy) for one in waiting.values() for policy in one.policies])
+        again: dict[int, TitledCase] = {}
+        for at, one in waiting.items():
+            rows = _played(one, played, say)
+            if min(len(row.ends) for row in rows) < _LEAST_STEPS and one.case.until_s < one.case.left_s:
+                again[at] = structs.replace(one, case=structs.replace(one.case, span_s=2 * one.case.until_s))
+            else:
+                found[at] = {
+                    **one.title,
+                    "hours": round(one.case.until_s / HOUR_S, 2),
+                    "policies": _rows(one.case, rows),
+                }
+        waiting = again
+    return [found[at] for at in range(len(cases))]
+
+
+def _played(one: TitledCase, played: Iterator[PlayedCase], say: Say) -> list[PlayedCase]:
+    say(", ".join(f"{key} {value}" for key, value in one.title.items()))
+    rows = []
+    for result in (next(played) for _ in one.policies):
+        say(f"  {result.policy}: {len(result.ends)} steps in {result.cpu_s:.1f} s")
+        rows.append(result)
+    return rows
 
 
 def _rows(case: ReplayCase, played: Sequence[PlayedCase]) -> list[dict[str, Any]]:
     by_name = {one.policy: one.ends for one in played}
     beside = {
         "over_first": played[0].ends,
-        "share_of_oracle": by_name.get(ORACLE.name, []),
-        "share_of_plateau_first": by_name.get(PLATEAU_FIRST.name, []),
+        "over_none": by_name.get(MIGRATE.name),
+        "share_of_fair_oracle": by_name.get(FAIR.name),
+        "share_of_oracle": by_name.get(ORACLE.name),
+        "share_of_plateau_first": by_name.get(PLATEAU_FIRST.name),
         **_bounds(case),
     }
     return [_row(one, beside) for one in played]
 
 
-def _bounds(case: ReplayCase) -> dict[str, list[float]]:
+def _bounds(case: ReplayCase) -> dict[str, list[float] | None]:
     """When steps end at the bounds, which hold where workers are alike and contexts cost nothing."""
     setting = case.setting
     if setting.spread or setting.context_tokens:
-        return {"share_of_bound": [], "share_of_blind": []}
+        return {"share_of_bound": None, "share_of_blind": None}
     steps, fleet = drawn_steps(case), serving_machines(case)
     return {
         "share_of_bound": ends(steps, fleet, case.until_s, setting),
@@ -147,44 +181,82 @@ def _bounds(case: ReplayCase) -> dict[str, list[float]]:
     }
 
 
-def _row(played: PlayedCase, beside: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """The figures of a policy, and how fast it is beside others (0.0 where there is no such other)."""
+def _row(played: PlayedCase, beside: Mapping[str, Sequence[float] | None]) -> dict[str, Any]:
+    """The figures of a policy, and how fast it is beside others: 0.0 where there is no such other, and nan where one of
+    the two ended no step.
+    """
     done = len(played.ends)
     return {
         "policy": played.policy,
         "steps": done,
-        "mean_step_s": played.ends[-1] / done if done else 0.0,
+        "mean_step_s": played.ends[-1] / done if done else nan,
         "tokens_per_s": played.tokens / played.ends[-1] if done else 0.0,
         "share_generated_twice": played.share_twice,
         "attempts_per_rollout": played.attempts_per_rollout,
         "moves": played.moves,
-        **{name: speed_ratio(played.ends, other) for name, other in beside.items()},
+        "moves_per_rollout": played.moves_per_rollout,
+        **{name: 0.0 if other is None else speed_ratio(played.ends, other) or nan for name, other in beside.items()},
         "cpu_s": played.cpu_s,
     }
 
 
+class _Cell:
+    """A case, once for each seed."""
+
+    def __init__(self, cases: Sequence[dict[str, Any]]) -> None:
+        self.slots: int = cases[0]["slots"]
+        self._seeds = [{row["policy"]: row for row in case["policies"]} for case in cases]
+
+    def each(self, policy: Compared, column: str) -> list[float]:
+        """A policy's figure for each seed."""
+        return [rows[policy.name][column] for rows in self._seeds]
+
+    def mean(self, policy: Compared, column: str) -> float:
+        return fmean(self.each(policy, column))
+
+
+def _cells(cases: Sequence[dict[str, Any]]) -> list[_Cell]:
+    """The cases that differ by more than the seed, and by how long they were played for it."""
+    by_title: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for case in cases:
+        title = tuple(value for key, value in case.items() if key not in {"seed", "hours", "policies"})
+        by_title.setdefault(title, []).append(case)
+    return [_Cell(cases) for cases in by_title.values()]
+
+
 def figures(cases: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The worst over the cases. `SHARES` are of those with most slots, and once more, with their own names, of those
-    with fewest, where work outlasts the slots; of the latter is also what balancing gains over none. A figure is nan if
-    no two policies ended a step.
+    """The worst over the cells, each the mean over its seeds. `SHARES` are of those with most slots, and once more,
+    with their own names, of those with fewest, where work outlasts the slots; the share of the fair oracle is of all.
+    A figure is nan if a policy ended no step in a cell, and None if it says nothing of these cells.
     """
-    most, fewest = max(case["slots"] for case in cases), min(case["slots"] for case in cases)
-    rows = [{row["policy"]: row for row in case["policies"]} for case in cases]
-    wide = [row for case, row in zip(cases, rows, strict=True) if case["slots"] == most]
-    narrow = [row for case, row in zip(cases, rows, strict=True) if case["slots"] == fewest]
+    cells = _cells(cases)
+    most, fewest = max(cell.slots for cell in cells), min(cell.slots for cell in cells)
+    wide = [cell for cell in cells if cell.slots == most]
+    narrow = [cell for cell in cells if cell.slots == fewest]
+    gains = [cell.mean(BALANCE, "over_none") for cell in cells]
     return {
-        **{share: _least(row[BALANCE.name][share] for row in wide) for share in SHARES},
-        **{f"{share}_with_fewest_slots": _least(row[BALANCE.name][share] for row in narrow) for share in SHARES},
-        "speedup_over_restart": _least(row[BALANCE.name]["over_first"] for row in rows),
-        "share_generated_twice": max(row[BALANCE.name]["share_generated_twice"] for row in rows),
-        "share_generated_twice_by_restart": [row[RESTART.name]["share_generated_twice"] for row in wide],
-        "balancing_over_none": _least(
-            row[BALANCE.name]["over_first"] / none for row in narrow if (none := row[MIGRATE.name]["over_first"])
-        ),
-        "attempts_per_rollout": max(row[BALANCE.name]["attempts_per_rollout"] for row in rows),
+        **{share: _least(cell.mean(BALANCE, share) for cell in wide) for share in SHARES},
+        **{f"{share}_with_fewest_slots": _least(cell.mean(BALANCE, share) for cell in narrow) for share in SHARES},
+        "share_of_fair_oracle": _least(cell.mean(BALANCE, "share_of_fair_oracle") for cell in cells),
+        "speedup_over_restart": _least(cell.mean(BALANCE, "over_first") for cell in cells),
+        "share_generated_twice": max(cell.mean(BALANCE, "share_generated_twice") for cell in cells),
+        "share_generated_twice_by_restart": [cell.mean(RESTART, "share_generated_twice") for cell in wide],
+        "balancing_over_none": _least(gains),
+        "balancing_over_none_mean": fmean(gains),
+        "balancing_over_none_least_seed": _least(one for cell in cells for one in cell.each(BALANCE, "over_none")),
+        "moves_per_rollout": max(cell.mean(BALANCE, "moves_per_rollout") for cell in cells),
+        "attempts_per_rollout": max(cell.mean(BALANCE, "attempts_per_rollout") for cell in cells),
     }
 
 
-def _least(ratios: Iterable[float]) -> float:
-    """Of those that are known: 0 stands for one that is not."""
-    return min((ratio for ratio in ratios if ratio), default=nan)
+def _least(ratios: Iterable[float]) -> float | None:
+    """Of those that there are: 0 stands for one that there is not."""
+    known = [ratio for ratio in ratios if ratio]
+    if any(map(isnan, known)):
+        return nan
+    return min(known, default=None)
+
+
+def unknown(found: Mapping[str, Any]) -> list[str]:
+    """Figures that are nan, since some policy ended no step in some cell."""
+    return [name for name, value in found.items() if isinstance(value, float) and isnan(value)]

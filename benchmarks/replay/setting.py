@@ -5,8 +5,11 @@ from typing import Final
 import msgspec
 from msgspec import Struct
 
+from benchmarks.replay.fair_oracle import FairOraclePolicy
+from benchmarks.replay.migrate_only import MigrateOnlyPolicy
 from ebbtide.simulator.rivals.ablated_policy import AblatedPolicy
 from ebbtide.simulator.rivals.clairvoyant_policy import ClairvoyantPolicy
+from ebbtide.simulator.rivals.rlboost.rlboost_policy import RLBoostPolicy
 from ebbtide.simulator.world.ebbtide_policy import EbbtidePolicy
 from ebbtide.simulator.world.policy import Policy
 
@@ -54,6 +57,7 @@ class Compared(Struct, frozen=True, kw_only=True):
     policy: Policy
     delays: bool = True  # else all rollouts are given to engines at once, and wait there
     costless: bool = False  # its losses are announced just before, and nothing is prefilled
+    foresees: bool = False  # it is told when each machine will be lost
 
 
 def _without(name: str, **parts: bool) -> Compared:
@@ -62,7 +66,7 @@ def _without(name: str, **parts: bool) -> Compared:
 
 
 RESTART: Final = _without("restart", keeps=False, delays=False, balances=False)
-MIGRATE: Final = _without("migrate", delays=False, balances=False)
+MIGRATE: Final = Compared(name="migrate", policy=MigrateOnlyPolicy(), delays=False)
 BALANCE: Final = Compared(name="balance", policy=EbbtidePolicy())
 #: The clairvoyant longest-first schedule on the same fleet, with the same engines and slots.
 ORACLE: Final = Compared(name="oracle: longest first", policy=ClairvoyantPolicy(), costless=True)
@@ -70,7 +74,11 @@ ORACLE: Final = Compared(name="oracle: longest first", policy=ClairvoyantPolicy(
 PLATEAU_FIRST: Final = Compared(
     name="oracle, up to the plateau", policy=ClairvoyantPolicy(up_to_plateau=True), costless=True
 )
-POLICIES: Final = (RESTART, MIGRATE, BALANCE, ORACLE, PLATEAU_FIRST)
+#: Knows lengths and losses, but pays what everybody pays.
+FAIR: Final = Compared(name="fair oracle", policy=FairOraclePolicy(), foresees=True)
+#: RLBoost as published. The paper has no limit on the rollouts that are sent between two looks at the engines.
+ALGORITHM_2: Final = Compared(name="RLBoost, Algorithm 2", policy=RLBoostPolicy(sweep=65_536, adapts=False))
+POLICIES: Final = (RESTART, MIGRATE, BALANCE, ALGORITHM_2, FAIR, ORACLE, PLATEAU_FIRST)
 ABLATION: Final = (
     _without("delayed dispatch only", balances=False),
     _without("without delayed dispatch", delays=False),

@@ -8,6 +8,7 @@ from msgspec import Struct
 
 from benchmarks.replay.setting import Compared, Setting
 from ebbtide.simulator.engines.engine_profile import EngineProfile, KvCapacity, StepCosts
+from ebbtide.simulator.scenario.draws.machine_events import MachineChange, machine_events
 from ebbtide.simulator.scenario.draws.machine_presence import presences
 from ebbtide.simulator.scenario.draws.workload import Workload
 from ebbtide.simulator.scenario.inputs.input_tables import InputTables
@@ -51,8 +52,12 @@ class ReplayCase(Struct, frozen=True, kw_only=True):
 
     @property
     def until_s(self) -> float:
-        left_s = max(1.0, self.trace.end_s - self.start_s)
-        return min(left_s, self.span_s) if self.span_s else left_s
+        return min(self.left_s, self.span_s) if self.span_s else self.left_s
+
+    @property
+    def left_s(self) -> float:
+        """From the window's begin to the trace's end."""
+        return max(1.0, self.trace.end_s - self.start_s)
 
 
 def trace_scenario(case: ReplayCase, compared: Compared) -> Scenario:
@@ -129,6 +134,12 @@ def serving_machines(case: ReplayCase) -> list[tuple[float, int]]:
             number += change
             points[at_s] = number
     return list(points.items())
+
+
+def machine_losses(scenario: Scenario, seed: int) -> dict[str, float]:
+    """When each machine that does not stay is lost, by its name."""
+    events = (event for pool in scenario.fleet for event in machine_events(scenario, pool, seed))
+    return {event.machine: event.at_s for event in events if event.change is MachineChange.GONE}
 
 
 class PlateauProfiles(Profiles):

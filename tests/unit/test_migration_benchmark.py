@@ -97,6 +97,29 @@ def test_the_oracle_and_whom_else_speed_is_compared_with_are_explained(ran: Any,
     assert told["conditions"]["cap_tokens"] == 16384
 
 
+def test_figures_of_the_replay_bear_its_name_and_their_promise(
+    ran: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(FOUND, "a", FOUND["a"] | {"balancing_over_none": 0.9, "moves_per_rollout": 0.1})
+    status, told = run(tmp_path, "--levels", "a")
+    assert (status, told["figures"]["replay_balancing_over_none"]) == (0, 0.9)
+    assert told["figures"]["replay_moves_per_rollout"] == 0.1
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("replay_")]
+    assert ["replay_balancing_over_none", "0.9", ">=", "0.995", "NOT", "KEPT"] in lines
+    assert ["replay_moves_per_rollout", "0.1", "<=", "0.5"] in lines
+
+
+def test_a_replay_in_which_a_policy_ended_no_step_fails(
+    ran: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = {"figures": FOUND["a"] | {"balancing_over_none": float("nan")}, "unknown": ["balancing_over_none"]}
+    monkeypatch.setattr(migration, "run_level", lambda *_, **__: found)
+    status, told = run(tmp_path, "--levels", "a")
+    assert status == 1
+    assert "balancing_over_none" in told["failed"]["a"]
+    assert told["figures"]["replay_balancing_over_none"] is None
+
+
 def test_a_slow_machine_does_not_make_it_fail_but_is_told(
     ran: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,9 +10,25 @@ from msgspec import structs
 from benchmarks.replay.bound import blind_ends, ends, levelled
 from benchmarks.replay.played_case import play, speed_ratio
 from benchmarks.replay.report import table
-from benchmarks.replay.run import run_level
-from benchmarks.replay.setting import ABLATION, BALANCE, MIGRATE, ORACLE, PLATEAU_FIRST, POLICIES, RESTART, Setting
-from benchmarks.replay.trace_scenario import ReplayCase, drawn_steps, serving_machines
+from benchmarks.replay.run import TitledCase, figures, replay, run_level, unknown
+from benchmarks.replay.setting import (
+    ABLATION,
+    BALANCE,
+    FAIR,
+    MIGRATE,
+    ORACLE,
+    PLATEAU_FIRST,
+    POLICIES,
+    RESTART,
+    Setting,
+)
+from benchmarks.replay.trace_scenario import (
+    ReplayCase,
+    drawn_steps,
+    machine_losses,
+    serving_machines,
+    trace_scenario,
+)
 from ebbtide.simulator.scenario.inputs.quantile_table import QuantileTable
 from ebbtide.simulator.scenario.inputs.spot_trace import SpotTrace, TraceEvent
 
@@ -108,6 +124,61 @@ def test_knowing_lengths_is_no_slower_than_balance_and_balance_than_restarts() -
     assert speed_ratio(played[PLATEAU_FIRST.name], played[ORACLE.name]) >= 0.99
 
 
+@pytest.mark.parametrize("setting", [{}, {"slots": 4}, {"context_tokens": 4_096.0, "spread": 0.3}], ids=str)
+def test_the_fair_oracle_is_as_fast_as_any_who_pays_what_it_pays(setting: dict[str, Any]) -> None:
+    given = case(3, **setting)
+    fair = play(given, FAIR)
+    assert fair.twice == 0  # what a machine has is moved before that is lost
+    for policy in (one for one in POLICIES if not one.costless):
+        assert speed_ratio(fair.ends, play(given, policy).ends) >= 0.998, policy.name
+
+
+def test_losses_are_told_by_the_machines_names() -> None:
+    given = hand_made(ONE, TraceEvent(20.0, True, "b"), TraceEvent(50.0, False, "a"))
+    assert machine_losses(trace_scenario(given, FAIR), 0) == {"spot-1.a": 50.0}
+
+
+def test_rollouts_leave_a_machine_before_it_is_lost() -> None:
+    events = (ONE, TraceEvent(20.0, False, "a"), TraceEvent(0.0, True, "b"))
+    played = play(hand_made(*events, rollouts=2, tokens=600), FAIR)
+    assert played.twice == 0
+    assert played.ends[0] == pytest.approx(60.0, abs=1.0)
+
+
+def test_a_case_with_few_steps_is_played_for_longer() -> None:
+    given = structs.replace(hand_made(ONE), span_s=40.0)
+    said: list[str] = []
+    (found,) = replay([TitledCase({"slots": 4}, given, (BALANCE, MIGRATE))], said.append)
+    assert found["hours"] == round(160.0 / 3600.0, 2)  # of 40, 80 and 160 seconds the first in which three steps end
+    assert min(row["steps"] for row in found["policies"]) >= 3
+    assert len(said) == 3 * 3
+
+
+def titled(slots: int, seed: int, **columns: float) -> dict[str, Any]:
+    """A case in which all policies have the same figures."""
+    row = dict.fromkeys(
+        ["over_first", "share_generated_twice", "attempts_per_rollout", "moves_per_rollout", "over_none"], 1.0
+    )
+    row |= {f"share_of_{name}": 1.0 for name in ("fair_oracle", "oracle", "plateau_first", "bound", "blind")} | columns
+    rows: list[dict[str, Any]] = [{"policy": one.name, **row} for one in POLICIES]
+    return {"slots": slots, "seed": seed, "hours": 1.0, "policies": rows}
+
+
+def test_figures_are_of_the_worst_cell_which_is_the_mean_over_its_seeds() -> None:
+    cases = [titled(64, 0, over_none=0.9), titled(64, 1, over_none=1.3), titled(8, 0), titled(8, 1)]
+    found = figures(cases)
+    assert found["balancing_over_none"] == pytest.approx(1.0)
+    assert found["balancing_over_none_mean"] == pytest.approx(1.05)
+    assert found["balancing_over_none_least_seed"] == pytest.approx(0.9)
+    assert unknown(found) == []
+
+
+def test_a_case_in_which_a_policy_ended_no_step_makes_figures_unknown_and_a_share_without_a_bound_none() -> None:
+    found = figures([titled(64, 0, share_of_fair_oracle=float("nan"), share_of_bound=0.0), titled(8, 0)])
+    assert unknown(found) == ["share_of_fair_oracle"]
+    assert found["share_of_bound"] is None
+
+
 def test_a_whole_level_is_one_call(tmp_path: Path) -> None:
     spot, lengths = tmp_path / "spot.csv", tmp_path / "lengths.csv"
     spot.write_text("t_s,count\n0,3\n200,1\n250,3\n400,2\n")
@@ -118,7 +189,8 @@ def test_a_whole_level_is_one_call(tmp_path: Path) -> None:
     assert {one["slots"] for one in report["cases"]} == {64, 8}
     assert report["figures"]["share_generated_twice"] < 0.01
     shares = [report["figures"][name] for name in report["legend"]]
-    assert len(shares) == 4
+    assert len(shares) == 5
+    assert report["figures"]["balancing_over_none_least_seed"] <= report["figures"]["balancing_over_none"]
     assert all(0.0 < share <= 1.01 for share in shares)
     assert all(0.0 < report["figures"][f"{name}_with_fewest_slots"] <= 1.01 for name in report["legend"])
     shown = table(report["cases"])

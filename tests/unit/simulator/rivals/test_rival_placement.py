@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import cast
 
 from ebbtide.coordinator.state.attempt_records import started
@@ -32,6 +33,11 @@ class Coordinator:
         with self.run.rereading():
             self.run.reread({1: VERSION}, self.run.new_queue(), [])
         self.engines = [self._attach(f"w{index}-1.0", slots) for index in range(engines)]
+        self.reading = set[str]()  # rollouts that their engines have begun to read
+
+    def worker(self, session_id: str) -> SimpleNamespace:
+        """What a rival sees of a worker: which rollouts its engine runs."""
+        return SimpleNamespace(host=SimpleNamespace(engine=SimpleNamespace(runs=self.reading.__contains__)))
 
     def _attach(self, name: str, slots: int) -> WorkerSession:
         engine = EngineInfo(model="m", vocab_size=8, max_model_len=4096, architecture="m")
@@ -186,6 +192,17 @@ def test_rlboost_moves_one_that_waits_to_an_engine_where_none_does() -> None:
     assert fleet.asked_back() == {"0.3": "w1-1.0"}
     placing.move(fleet.run, fleet.engines, 6.0)
     assert len(fleet.asked_back()) == 1  # the receiver has one coming
+
+
+def test_rlboost_lets_a_rollout_stay_that_an_engine_reads() -> None:
+    fleet = Coordinator(2)
+    fleet.queue(groups=1, size=2)
+    session = fleet.engines[0].session_id
+    fleet.start([Placement(f"0.{index}", session) for index in range(2)], begun=False)
+    fleet.reading.add("0.1")
+    placing = balance(fleet)
+    placing.move(fleet.run, fleet.engines, 5.0)
+    assert fleet.asked_back() == {"0.0": "w1-1.0"}
 
 
 def test_rlboost_lets_running_rollouts_stay_while_no_table_shows_a_plateau() -> None:
