@@ -180,6 +180,6 @@ async def test_a_family_is_a_process_and_all_below_it_and_this_one_is_alone() ->
         assert found is not None
         assert found[0] == shell.pid
     finally:
-        for pid in reversed(list(family(shell.pid))):
+        for pid in list(family(shell.pid)):  # the shell first: without its child it would end by itself
             os.kill(pid, 9)
         await shell.wait()

@@ -1,4 +1,4 @@
-"""A rule that promises too much stops itself, and goes on once it keeps its promises again."""
+"""A rule that promises too much stops itself, and goes on once it keeps its promises again. Moves stay few."""
 
 from ebbtide.scheduling.dispatch.move_ledger import MoveLedger
 
@@ -11,7 +11,7 @@ def judged(ledger: MoveLedger, moves: int, *, promised: float = 100.0, made: flo
 def test_moves_that_keep_their_promises_go_on() -> None:
     ledger = MoveLedger()
     judged(ledger, 50, made=60.0)
-    assert ledger.allows(0.0) is None
+    assert ledger.allows(0.0, running=100) == 30
     assert (ledger.judged, ledger.promised_tokens, ledger.made_tokens) == (50, 5_000.0, 3_000.0)
 
 
@@ -24,10 +24,21 @@ def test_a_few_moves_that_fail_prove_nothing() -> None:
 def test_moves_that_make_too_little_stop_but_for_one_a_minute() -> None:
     ledger = MoveLedger()
     judged(ledger, 12, made=20.0)
-    assert ledger.allows(1_000.0) == 1
+    assert ledger.allows(1_000.0, running=100) == 1
     ledger.asked(1, 1_000.0)
-    assert ledger.allows(1_059.0) == 0
-    assert ledger.allows(1_061.0) == 1
+    assert ledger.allows(1_059.0, running=100) == 0
+    assert ledger.allows(1_061.0, running=100) == 1
+
+
+def test_three_in_ten_rollouts_move_at_most() -> None:
+    ledger = MoveLedger()
+    ledger.asked(25, 0.0)
+    assert ledger.allows(0.0, running=100) == 5
+    ledger.asked(5, 0.0)
+    assert ledger.allows(0.0, running=100) == 0
+    ledger.finished = 40
+    assert ledger.allows(0.0, running=60) == 0
+    assert ledger.allows(0.0, running=100) == 12
 
 
 def test_a_rule_that_failed_once_is_believed_again_after_it_has_held() -> None:

@@ -1,4 +1,5 @@
-"""Compares what moves of running rollouts promised with what came of them, and stops a rule that promises too much.
+"""Bounds the moves of running rollouts: keeps them few, compares what they promised with what came of them, and stops a
+rule that promises too much.
 
 A move promises how many tokens its rollout will make on the new engine until the move has paid back: that follows from
 speeds, loads and reading as they were estimated. Then it is compared with what the rollout made. One says little, since
@@ -19,6 +20,8 @@ _NOVICE: Final = 8.0
 _LEAST: Final = 0.6
 #: Otherwise one move is tried this often, to see whether that still holds.
 _PROBE_S: Final = 60.0
+#: Moves for each rollout that began: a move costs a hand-over and reading, so it has to be the exception.
+_MOST: Final = 0.3
 
 
 class MoveLedger:
@@ -42,11 +45,12 @@ class MoveLedger:
         """The share of what recent moves promised that came; 1.0 while none was judged."""
         return self._made / self._promised if self._promised else 1.0
 
-    def allows(self, now: float) -> int | None:
-        """How many running rollouts may move now; None: as many as pay."""
+    def allows(self, now: float, *, running: int) -> int:
+        """How many rollouts may move now, if so many are `running`."""
+        left = max(0, int(_MOST * (self.finished + running)) - self.moves)
         if self.trusted:
-            return None
-        return 1 if now - self._probed >= _PROBE_S else 0
+            return left
+        return min(1, left) if now - self._probed >= _PROBE_S else 0
 
     def asked(self, moves: int, now: float) -> None:
         """Note that so many running rollouts were asked back."""

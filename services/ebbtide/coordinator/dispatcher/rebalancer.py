@@ -281,7 +281,7 @@ class Rebalancer:
             now=now,
             costs=costs,
             unstarted=unstarted,
-            running=0 if _queue_fills(run, hosts, kept_slots) else run.moves.allows(now),
+            running=0 if _queue_fills(run, hosts, kept_slots) else run.moves.allows(now, running=len(run.running)),
             search=search,
             lesson=self.lesson,
         )
