@@ -27,7 +27,7 @@ from tests.fakes.links import Way
 
 VOCABULARY: Final = 128
 CONTEXT: Final = 4096
-SLOTS: Final = 32
+SLOTS: Final = 64
 #: Of the network: wide, so that throughput is flat from about half of the slots on, and so slow that a block takes
 #: several times as long as a rollout stays at its worker before it may move.
 HIDDEN: Final = 8192

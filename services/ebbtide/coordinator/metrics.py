@@ -47,6 +47,10 @@ moves_stopped = telemetry.gauge(
 reclaims = telemetry.counter(
     "coordinator_reclaims_total", "times that a borrowed worker's host took itself back for long enough to be told"
 )
+loop_lag = telemetry.gauge(
+    "coordinator_loop_lag_seconds", "by which the event loop was late at most, within the last second"
+)
+shedding = telemetry.gauge("coordinator_shedding", "1 while this work waits, since the event loop is late", ("kind",))
 borrowed = telemetry.gauge("coordinator_borrowed_workers", "borrowed workers attached, by what they may do", ("state",))
 tokens_resumed = telemetry.counter(
     "coordinator_tokens_resumed_total", "stored tokens that attempts went on from: saved, not generated again"

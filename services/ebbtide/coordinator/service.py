@@ -21,6 +21,7 @@ from ebbtide.coordinator.failover.run_recovery import RunRecovery
 from ebbtide.coordinator.failover.store_incarnations import StoreIncarnations
 from ebbtide.coordinator.fleet.flush_intervals import FlushIntervals
 from ebbtide.coordinator.fleet.worker_registry import WorkerRegistry
+from ebbtide.coordinator.load_shedding import watch_lag
 from ebbtide.coordinator.metrics import measure_for_ever
 from ebbtide.coordinator.publisher_keys import PublisherKeys
 from ebbtide.coordinator.recording.recorded_parts import DecidingParts
@@ -166,6 +167,7 @@ class Coordinator:
             "term": self.leading.keep(serving),
             "store": self.link.lost(),
             "measure": measure_for_ever(self.state, self.store),
+            "lag": watch_lag(self.state),
         }
 
     def leave(self) -> None:

@@ -1,5 +1,7 @@
 """A coordinator's model with a run and workers of it, without a store and without streams."""
 
+from collections.abc import Callable
+
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.running_attempt import RunningAttempt
@@ -15,8 +17,8 @@ ENGINE = EngineInfo(model="m", architecture="a", vocab_size=100, max_model_len=1
 
 
 class ModelFleet:
-    def __init__(self, workers: int = 0, *, slots: int = 4) -> None:
-        self.state, self.slots = CoordinatorState(), slots
+    def __init__(self, workers: int = 0, *, slots: int = 4, clock: Callable[[], float] | None = None) -> None:
+        self.state, self.slots = CoordinatorState(clock), slots
         self.run = self.add_run("r")
         for number in range(workers):
             self.attach(f"w{number}")

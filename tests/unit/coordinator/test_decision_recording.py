@@ -36,7 +36,7 @@ from tests.unit.coordinator.virtual_fleet import balanced, lived, ordered
 UNRECORDED: Final = {
     "it changes nothing": (
         "paused", "new_queue", "is_unconfirmed", "lent", "version_of", "at_work", "serving", "has_room",
-        "returning", "siblings", "trusts", "quarantined", "quarantined_s", "lacking",
+        "returning", "siblings", "trusts", "quarantined", "quarantined_s", "lacking", "sheds",
     ),
     "only rounds call it": (
         "take_made", "note_share", "learn_plateau", "learn_prefill", "learn_rate", "offer", "give_up_move",
@@ -50,7 +50,7 @@ UNRECORDED: Final = {
         "note_resumed", "take_resumes", "group_place", "appending", "send_again", "stream_opened", "send",
         "stop_sending", "send_assignments", "pace_flushes", "tell_run_ended", "cancel", "ask_back", "skip_run", "sweep",
         "swept", "begin_incarnation", "learn_durability", "doubt",
-        "note_ended", "take_ended", "news",
+        "note_ended", "take_ended", "news", "clear", "patient_now",
     ),
 }  # fmt: skip
 #: A rollout that was placed once, in the first batch.

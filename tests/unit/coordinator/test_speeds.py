@@ -50,7 +50,7 @@ class Scene:
             run=self.run, attempt_id=name, rollout=waiting, start=0, max_tokens=10_000, started=started,
             given=self.now if given is None else given,
         )  # fmt: skip
-        attempt.assign(self.session)
+        self.run.start(attempt, self.session)
 
     def end(self, name: str) -> None:
         self.session.attempts[name].unassign()

@@ -366,7 +366,7 @@ def test_a_rollout_that_became_too_long_for_an_engine_does_not_move_there() -> N
 
 
 def test_a_rollout_stays_longer_with_each_attempt() -> None:
-    for attempts, stays_s in ((1, 30.0), (2, 120.0), (3, 480.0)):
+    for attempts, stays_s in ((1, 10.0), (2, 40.0), (3, 160.0)):
         for waited_s, most in ((stays_s - 1.0, 0), (stays_s + 1.0, 1)):
             crowd = [msgspec.structs.replace(one, attempts=attempts) for one in running("a", 64, since=NOW - waited_s)]
             assert bool(moves([engine("a", crowd), engine("b", [])])) == bool(most)

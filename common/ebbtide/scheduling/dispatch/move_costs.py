@@ -16,7 +16,7 @@ class MoveCosts(Struct, frozen=True, kw_only=True):
     least_part: float = 0.08  # least gain, in times the time until the step ends, divided by its running rollouts
     advantage: float = 1.3  # least ratio of the rates
     sooner: float = 1.03  # least ratio of the times until a rollout ends: those are known no better
-    least_stay_s: float = 30.0  # a rollout stays at its worker for so long
+    least_stay_s: float = 10.0  # a rollout stays at its worker for so long
     at_once: int = 32  # most moves in a round
 
     def read_s(self, tokens: int, prefill: float) -> float:

@@ -20,8 +20,10 @@ _NOVICE: Final = 8.0
 _LEAST: Final = 0.6
 #: Otherwise one move is tried this often, to see whether that still holds.
 _PROBE_S: Final = 60.0
-#: Moves for each rollout that began: a move costs a hand-over and reading, so it has to be the exception.
-_MOST: Final = 0.3
+#: Most moves for each rollout that has finished, and for each that runs: a move costs a hand-over and reading, so it is
+#: the exception. Where a second worker joins, nearly half of those that run may go there.
+_PER_FINISHED: Final = 0.25
+_PER_RUNNING: Final = 0.45
 
 
 class MoveLedger:
@@ -47,7 +49,7 @@ class MoveLedger:
 
     def allows(self, now: float, *, running: int) -> int:
         """How many rollouts may move now, if so many are `running`."""
-        left = max(0, int(_MOST * (self.finished + running)) - self.moves)
+        left = max(0, int(_PER_FINISHED * self.finished + _PER_RUNNING * running) - self.moves)
         if self.trusted:
             return left
         return min(1, left) if now - self._probed >= _PROBE_S else 0

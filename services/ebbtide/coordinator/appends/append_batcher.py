@@ -23,6 +23,7 @@ from ebbtide.coordinator.state.running_attempt import OrphanedAttempt, RunningAt
 from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.errors import NotFound, StoreUnavailable
 from ebbtide.rpc.backoff import pauses
+from ebbtide.scheduling.health.overload import Work
 from ebbtide.store.rollout_rows import EndReason
 from ebbtide.store.store import Store
 from ebbtide.store.unexpected_data import UNEXPECTED
@@ -32,8 +33,10 @@ from ebbtide.types.fleet import AppendStatus
 from ebbtide.types.tokens import TOKEN_BYTES
 from ebbtide.wire.append_columns import MAX_DELTAS
 
-#: Least time between two calls of a run: each costs the store a turn and an fsync, whatever its size.
+#: Least time between two calls of a run: each costs the store a turn and an fsync, whatever its size. The second while
+#: the event loop is late.
 _GATHER_S: Final = 0.005
+_GATHER_LATE_S: Final = 0.05
 #: Bytes per call, unless a single message has more.
 _CALL_BYTES: Final = 4 << 20
 _OUTCOMES: Final = {status: metrics.appends.labels(status.name.lower()) for status in AppendStatus}
@@ -90,7 +93,8 @@ class AppendBatcher:
         waits = pauses(0.05, 1.0)
         try:
             while queue:
-                again = time.monotonic() + _GATHER_S
+                late = self._state.sheds(Work.ACKNOWLEDGEMENTS)
+                again = time.monotonic() + (_GATHER_LATE_S if late else _GATHER_S)
                 run = self._state.runs.get(run_id)
                 if run is not None:
                     await run.answerable.wait()

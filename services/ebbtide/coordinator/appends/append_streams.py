@@ -154,6 +154,7 @@ class Cut:
     def _stop(self) -> None:
         if self._watch is not None:
             self._watch.cancel()
+        self._watch = self._session = None  # its error refers to a frame that has this object
 
 
 def _again() -> StoreUnavailable:

@@ -39,6 +39,7 @@ from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.scheduling.dispatch.round_pacing import RoundPacing
 from ebbtide.scheduling.dispatch.start_pacing import StartPacing
 from ebbtide.scheduling.dispatch.throughput import WorkerThroughput
+from ebbtide.scheduling.health.overload import Work
 
 
 class DispatchRound:
@@ -102,7 +103,8 @@ class DispatchRound:
         self._kept.clear()
         if self._pacing.arranges(now):
             yield from self._arrange(now)
-        self._forecasts.send(now)
+        if not self._state.sheds(Work.FORECASTS):
+            self._forecasts.send(now)
         balance = self._moves.due(now)
         if balance:
             yield None
@@ -113,21 +115,26 @@ class DispatchRound:
             self._allocator.hand_over(now)
             yield None  # in a large fleet each of these takes a while: others have their turn
         for run in self._in_turn(now):
-            if not run.stale and not run.ended:
-                run.foresee(now, heard=self._forecasts.heard)
-            fill = self._new_fill(run, now)
-            if fill.due(now):
-                yield fill
-            self._kept[run.run_id] = fill.kept
-            if fill.slowed:
-                self._last_started = run.run_id
-            if fill.held:  # free slots are for what is queued
-                continue
-            if balance and not run.stale and not run.ended:  # what is still queued fits nowhere, or waits for others
-                hosts = self._hosts.of(run, now)
-                self._borrowed.release(run, hosts, now)
+            yield from self._serve(run, now, balance=balance)
+
+    def _serve(self, run: RunState, now: float, *, balance: bool) -> Iterator[Deed]:
+        """A run's part of the round."""
+        if not (run.stale or run.ended or self._state.sheds(Work.FORECASTS)):
+            run.foresee(now, heard=self._forecasts.heard)
+        fill = self._new_fill(run, now)
+        if fill.due(now):
+            yield fill
+        self._kept[run.run_id] = fill.kept
+        if fill.slowed:
+            self._last_started = run.run_id
+        if fill.held:  # free slots are for what is queued
+            return
+        if balance and not run.stale and not run.ended:  # what is still queued fits nowhere, or waits for others
+            hosts = self._hosts.of(run, now)
+            self._borrowed.release(run, hosts, now)
+            if not self._state.sheds(Work.MOVES):
                 self._moves.decide(run, hosts, now, kept_slots=fill.kept)
-                yield None
+            yield None
 
     def _learn_fleet(self, now: float) -> Iterator[Deed]:
         """Learn what tells workers apart beside their speeds."""

@@ -18,6 +18,7 @@ from ebbtide.coordinator.state.attempt_transitions import AttemptTransitions
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.errors import StoreUnavailable
 from ebbtide.scheduling.dispatch.round_pacing import TICK_S, gather_s
+from ebbtide.scheduling.health.overload import Work
 from ebbtide.types.rollout import DropReason
 from ebbtide.types.run import RunStatus
 
@@ -56,9 +57,9 @@ class Dispatcher:
         while True:
             await asyncio.sleep(self._fleet.judge_every_s)
             now = self._state.clock()
-            for _ in self._fleet.judge(now):
+            for _ in self._fleet.judge(self._state.patient_now()):
                 await asyncio.sleep(0)
-            if now - observed >= _OBSERVE_EVERY_S:
+            if now - observed >= _OBSERVE_EVERY_S and not self._state.sheds(Work.VIEWS):
                 observed = now
                 metrics.observe(self._state.runs.values(), self._fleet.workers())
                 metrics.interactive_slots.set(self._rounds.kept_slots)
@@ -109,4 +110,5 @@ class Dispatcher:
                 await self._attempts.start(deed.run, placements, self._state.sessions)
             began = clock()
             await asyncio.sleep(0)
-            deed.note_turn((now := clock()) - began, now)
+            turn_s = (now := clock()) - began
+            deed.note_turn(max(turn_s, self._state.overload.lag_s), now)

@@ -4,6 +4,7 @@ Invariant: a worker has at most one session; `state.sessions` holds those with a
 gone has no attempts. When this process dies, workers keep their attempts and attach again with them.
 """
 
+import asyncio
 import math
 from collections.abc import Callable, Iterator
 from typing import Final
@@ -33,6 +34,7 @@ from ebbtide.coordinator.state.worker_reports import (
 from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.errors import NotFound, NotReady
 from ebbtide.scheduling.dispatch.attempt_endings import blames
+from ebbtide.scheduling.health.overload import Work
 from ebbtide.store.rollout_rows import EndReason
 from ebbtide.types.end_cause import EndCause
 from ebbtide.types.fleet import PROTOCOL_VERSION, AttemptRef, EngineInfo, Worker, WorkerState, check_attempt
@@ -46,6 +48,8 @@ log = telemetry.get_logger(__name__)
 _LOST_KEPT_S: Final = 60.0
 _LOST_KEPT: Final = 256
 _NAME_BYTES: Final = 256
+#: How long a view waits while the event loop is late.
+_VIEW_WAITS_S: Final = 1.0
 #: Pause after a failed install.
 _INSTALL_PAUSE_S: Final = 2.0
 #: What helps where no worker scores prompts.
@@ -297,6 +301,11 @@ class WorkerRegistry:
         if (session := self._closing.get(session_id)) is not None:
             return session
         raise NotFound("this session is over; attach again on the control stream")
+
+    async def view_turn(self) -> None:
+        """Wait a little if views give way to more urgent work."""
+        if self._state.sheds(Work.VIEWS):
+            await asyncio.sleep(_VIEW_WAITS_S)
 
     def workers(self) -> list[Worker]:
         """All attached workers, and those lost lately."""

@@ -28,6 +28,7 @@ _MOST_RECORD_BYTES: Final = 64 << 20
 Call: TypeAlias = (
     runs.RunAdded
     | runs.RunDropped
+    | runs.LoadShed
     | runs.RunPaused
     | runs.StaleSet
     | runs.RunReread

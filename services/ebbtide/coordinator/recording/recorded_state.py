@@ -38,6 +38,10 @@ class RecordedState(CoordinatorState):
         with self._recorder.handed(worker_calls.SessionDetached(session.session_id)):
             super().detach(session)
 
+    def shed(self, level: int) -> None:
+        with self._recorder.handed(run_calls.LoadShed(level)):
+            super().shed(level)
+
     def note_changeover(self, worker_id: str, seconds: float) -> None:
         with self._recorder.handed(worker_calls.ChangeoverNoted(worker_id, seconds)):
             super().note_changeover(worker_id, seconds)

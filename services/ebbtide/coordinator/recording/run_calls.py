@@ -23,6 +23,13 @@ class RunDropped(ModelCall, frozen=True):
         model.state.drop_run(model.run(self.run))
 
 
+class LoadShed(ModelCall, frozen=True):
+    level: int
+
+    def apply(self, model: ReplayModel) -> None:
+        model.state.shed(self.level)
+
+
 class RunPaused(ModelCall, frozen=True):
     run: str
     message: str

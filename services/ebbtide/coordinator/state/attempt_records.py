@@ -16,6 +16,7 @@ from ebbtide.coordinator.state.running_attempt import OrphanedAttempt, RunningAt
 from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout
 from ebbtide.scheduling.steps.step_pacing import VersionBounds
 from ebbtide.store.rollout_rows import OpenRollout
+from ebbtide.types.end_cause import EndCause
 from ebbtide.types.prompt_scores import record_count
 from ebbtide.types.rollout import RolloutKind, RolloutRequest
 
@@ -110,20 +111,24 @@ def sibling_group(run: RunState, request: RolloutRequest) -> str:
     return "" if off else request.group_id
 
 
-def due_orphans(run: RunState, now: float) -> tuple[dict[OrphanedAttempt, list[RunningAttempt]], float]:
+def due_orphans(
+    run: RunState, now: float, late_s: float = 0.0
+) -> tuple[dict[OrphanedAttempt, list[RunningAttempt]], float]:
     """The attempts of a run that are to be queued again now, by why they ended, and when the next one is due (inf:
-    none). No worker can continue those from here on.
+    none). No worker can continue those from here on. `late_s`: by which the event loop was late; those whose workers
+    may still come back wait so much longer.
     """
     due: defaultdict[OrphanedAttempt, list[RunningAttempt]] = defaultdict(list)
     next_due = math.inf
     for attempt in run.orphans.values():
         if (orphaned := attempt.orphaned) is None:
             continue
-        if orphaned.due <= now:
+        when = orphaned.due + (late_s if orphaned.why.cause is EndCause.NOT_HELD else 0.0)
+        if when <= now:
             attempt.leave()
             due[orphaned].append(attempt)
         else:
-            next_due = min(next_due, orphaned.due)
+            next_due = min(next_due, when)
     return due, next_due
 
 

@@ -105,7 +105,7 @@ class AttemptTransitions:
         """Put orphans that are due back into the queue. Returns when the next one is due; inf: none is."""
         next_due = math.inf
         for run in self._state.at_work(now):
-            due, later = due_orphans(run, now)
+            due, later = due_orphans(run, now, self._state.overload.late_s(now))
             next_due = min(next_due, later)
             async with self.while_it_lives(run):
                 for orphaned, attempts in due.items():
@@ -226,6 +226,7 @@ class AttemptTransitions:
         for topic in ("events", "finished", "trajectories"):
             self._notifier.notify(topic, run.run_id)
         self._notifier.notify_all("tokens", run.run_id, chain(run.running, (one.rollout_id for one in run.queue)))
+        run.clear()
 
     async def tally(self) -> None:
         """Count the resume times seen since the last call; those that cannot be counted now are dropped."""

@@ -22,6 +22,7 @@ from ebbtide.coordinator.state.worker_reports import AttachReport
 from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.rpc.run_endings import RunEndings
 from ebbtide.scheduling.fair_share.share_accounts import ChangeoverTimes
+from ebbtide.scheduling.health.overload import Overload, Work
 from ebbtide.types.run import RunSpec
 
 #: Ended runs that are remembered after their data was deleted. A store forgets what happened in some seconds.
@@ -62,11 +63,26 @@ class CoordinatorState:
         #: again after each pause, and never deleted.
         self.skipped: Final[Mapping[str, FaultPause]] = self._skipped
         self.changes: Final = ChangeoverTimes()
+        self.overload: Final = Overload()
+        self.shedding = 0  # so many kinds of work give way now
         self.incarnation = StoreIncarnation()  # of the store, at present
         self.wakeups: Final = wakeups or DispatchWakeups()
         self._index = SessionIndex()
         self.endings: Final = RunEndings()
         self.doubt_until = 0.0  # until then the store may lack what workers and leases send again
+
+    def patient_now(self) -> float:
+        """The time by which others' silence is judged: `clock`, less what the event loop itself was late by lately."""
+        now = self.clock()
+        return now - self.overload.late_s(now)
+
+    def shed(self, level: int) -> None:
+        """Have so many kinds of work give way: see `Work`."""
+        self.shedding = level
+
+    def sheds(self, work: Work) -> bool:
+        """Whether the work gives way now."""
+        return self.shedding >= work
 
     @property
     def doubtful(self) -> bool:

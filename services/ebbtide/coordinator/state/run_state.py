@@ -426,3 +426,9 @@ class RunState:
         """Note that the run is over: appends that wait learn it."""
         self.ended = True
         self.note_reconciled()
+
+    def clear(self) -> None:
+        """Let go of the attempts of a run that is over. They refer to it, and would keep it in memory."""
+        for attempts in (self._running, self._orphans, self._unconfirmed, self._volatile_finishes):
+            attempts.clear()
+        self.tail.forecasts.forget_open()

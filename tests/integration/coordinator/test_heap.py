@@ -1,0 +1,102 @@
+"""What is over in a coordinator is freed without a full garbage collection, which there never is while it runs."""
+
+import asyncio
+import gc
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from ebbtide.testing import wait_until
+from ebbtide.v1 import runs_pb2, types_pb2
+
+STOP = types_pb2.FINISH_REASON_STOP
+#: The product's code that runs in a coordinator.
+OURS = ("ebbtide.coordinator", "ebbtide.scheduling", "ebbtide.store", "ebbtide.types")
+
+
+@pytest.fixture(autouse=True)
+def no_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.set_debug(0)
+    gc.garbage.clear()
+    gc.enable()
+    gc.collect()
+
+
+def cycles() -> Counter[str]:
+    """What of the coordinator nothing refers to, except itself: by type, or by the function of a frame."""
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    gc.collect()
+    gc.set_debug(0)
+    found = Counter[str]()
+    for one in gc.garbage:
+        name = f"{type(one).__module__}.{type(one).__qualname__}"
+        code = getattr(one, "cr_code", None) or getattr(one, "f_code", None) or getattr(one, "ag_code", None)
+        if code is not None and "services/ebbtide/coordinator" in code.co_filename:
+            found[f"frame of {code.co_qualname}"] += 1
+        elif name.startswith(OURS):
+            found[name] += 1
+    gc.garbage.clear()
+    gc.collect()
+    return found
+
+
+async def finish(worker: Any, *rollout_ids: str) -> None:
+    for name in rollout_ids:
+        await worker.has(name)
+        assert (await worker.add(name, 0, 4, STOP)).finished
+        worker.assigned.pop(name, None)
+
+
+async def test_rollouts_that_finish_leave_no_cycle(cluster: Any) -> None:
+    run, worker = await cluster.run(), await cluster.worker("w", slots=16)
+    worker.beats()
+    await finish(worker, *await submitted(run, "before", 4))  # what is made once is no leak
+    cycles()
+    await finish(worker, *await submitted(run, "a", 48))
+    await run.finished(52)
+    assert cycles() == {}
+
+
+async def test_rollouts_that_change_workers_and_workers_that_come_and_go_leave_no_cycle(cluster: Any) -> None:
+    run, first = await cluster.run(), await cluster.worker("w1")
+    names = await submitted(run, "a", 6)
+    for name in names:
+        await first.has(name)
+        await first.add(name, 0, 2)
+    cycles()
+    for turn in range(4):
+        second = await cluster.worker(f"v{turn}")
+        await first.break_streams()
+        for name in names:
+            await second.has(name)
+            await second.add(name, 2 * turn + 2, 2)
+        await second.hand_back(names[0], reason="test")
+        await second.has(names[0])
+        first = second
+    await wait_until(lambda: len(cluster.coordinator.state.sessions) == 1, what="the others are gone")
+    assert cycles() == {}
+
+
+async def test_a_run_that_ends_leaves_no_cycle(cluster: Any) -> None:
+    worker = await cluster.worker("w", slots=16)
+    cycles()
+    for number in range(3):
+        run = await cluster.run(f"r{number}")
+        names = await submitted(run, f"a{number}", 8)
+        await finish(worker, *names[:4])
+        await cluster.call(cluster.runs.CancelRun, runs_pb2.CancelRunRequest(run_id=run.run_id))
+        await wait_until(lambda: not cluster.coordinator.state.runs, what="the run is over")
+        del run
+    await asyncio.sleep(0)
+    assert cycles() == {}
+
+
+async def submitted(run: Any, prefix: str, count: int) -> list[str]:
+    names = [f"{prefix}{number}" for number in range(count)]
+    await run.submit(*names)
+    return names
