@@ -1,6 +1,8 @@
 """A run's forecasts follow what the coordinator hears of its rollouts, within bounded work and memory."""
 
+from math import exp, sqrt
 from random import Random
+from statistics import fmean
 
 import pytest
 
@@ -154,3 +156,38 @@ def test_while_nobody_reads_forecasts_groups_teach_and_no_forecast_is_made() -> 
     forecasts.finish(name_of(9_000, 0), 9_000, 500, whole=True)
     assert group in forecasts.renew(now + 3.0)
     assert group.forecast is not None
+
+
+def log_normal(draw: Random, groups: int) -> list[list[int]]:
+    """Lengths with a median of 2,000, of which half of the variance is shared within groups."""
+    shared = [draw.gauss() for _ in range(groups)]
+    return [[round(2_000.0 * exp(sqrt(0.5) * (one + draw.gauss()))) for _ in range(8)] for one in shared]
+
+
+def play_by_length(forecasts: RunForecasts, first: int, groups: list[list[int]], now: float) -> float:
+    """An on-policy step: all begin together, and the short ones end first, while forecasts are renewed."""
+    for at in range(len(groups)):
+        submit(forecasts, first + at, 8, cap=1 << 20)
+        begin(forecasts, first + at, range(8), cap=1 << 20)
+    ends = sorted((tokens, at, number) for at, lengths in enumerate(groups) for number, tokens in enumerate(lengths))
+    for count, (tokens, at, number) in enumerate(ends):
+        forecasts.finish(name_of(first + at, number), first + at, tokens, whole=True)
+        if count % 64 == 0:
+            forecasts.renew(now := now + 0.1, read=False)
+    forecasts.renew(now + 0.1, read=False)
+    return now + 0.1
+
+
+@pytest.mark.parametrize("groups", [384, 1_024, 2_048])
+def test_all_of_a_large_step_teaches_though_its_short_groups_end_first(groups: int) -> None:
+    forecasts, draw, now = RunForecasts(groups), Random(groups), 0.0
+    for step in range(3):
+        now = play_by_length(forecasts, 10_000 * step, log_normal(draw, groups), now)
+    hits, halves = list[bool](), list[float]()
+    for at, lengths in enumerate(log_normal(draw, 512)):
+        one = forecasts.unstarted(submit(forecasts, 90_000 + at, 8, cap=1 << 20))
+        hits += [one.tenth <= tokens <= one.ninth for tokens in lengths]
+        halves.append(one.half)
+    assert 0.75 <= fmean(hits) <= 0.85
+    assert fmean(halves) == pytest.approx(2_000.0, rel=0.15)
+    assert forecasts.learner.alike == pytest.approx(0.5, abs=0.08)

@@ -24,8 +24,8 @@ _RENEW_EVERY_S: Final = 0.05
 _AT_ONCE: Final = 16
 #: Groups that one renewal looks at for such as have made much more.
 _WATCHED_AT_ONCE: Final = 64
-#: Ended groups teach at the latest when there are so many: a step of a run whose groups never end together.
-_MOST_UNTAUGHT: Final = 256
+#: Ended groups teach at the latest when there are so many: with a kilobyte each, 8 MB.
+_MOST_UNTAUGHT: Final = 8_192
 #: Until whole groups have taught, the open ones do, each time that so many more responses have ended: 8, 16, 32, ...
 _FIRST_LESSON: Final = 8
 #: Open groups of which the first lessons are taken.
