@@ -113,8 +113,8 @@ class DispatchRound:
             self._allocator.hand_over(now)
             yield None  # in a large fleet each of these takes a while: others have their turn
         for run in self._in_turn(now):
-            if not run.stale and not run.ended:
-                run.foresee(now, heard=self._forecasts.heard)
+            while not run.stale and not run.ended and run.foresee(now, heard=self._forecasts.heard):
+                yield None  # a mirror that was read again is taken page by page: the lease is renewed meanwhile
             fill = self._new_fill(run, now)
             if fill.due(now):
                 yield fill

@@ -15,15 +15,12 @@ truth: nothing that is stored depends on them.
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from functools import partial
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple, Protocol, TypeAlias
 
 from ebbtide.scheduling.long_tail.length_forecast import LengthForecast, LengthOutlook
 from ebbtide.scheduling.long_tail.length_learner import LengthLearner, LengthLesson, UnfinishedGroup
 from ebbtide.scheduling.long_tail.outlook.forecast_coverage import ForecastCoverage
 from ebbtide.scheduling.long_tail.outlook.known_group import KnownGroup, OpenSample
-
-#: Has a lesson made, now or in another thread.
-LessonMaker: TypeAlias = Callable[[Callable[[], LengthLesson]], "Future[LengthLesson]"]
 
 #: Least time between two renewals, and forecasts and outlooks that one of them makes: some four milliseconds of a core.
 #: They are counted and not timed, so that the same is decided again in a replay.
@@ -39,6 +36,16 @@ _FIRST_LESSON: Final = 8
 _LESSON_GROUPS: Final = 512
 
 
+class MadeLesson(Protocol):
+    """A lesson that is being made, now or in another thread: a future."""
+
+    def done(self) -> bool: ...
+    def result(self) -> LengthLesson: ...
+
+
+LessonMaker: TypeAlias = Callable[[Callable[[], LengthLesson]], MadeLesson]
+
+
 class _Foreseen(NamedTuple):
     """`outlooks`: by tokens made."""
 
@@ -46,7 +53,7 @@ class _Foreseen(NamedTuple):
     outlooks: dict[int, LengthOutlook]
 
 
-def make_now(make: Callable[[], LengthLesson]) -> "Future[LengthLesson]":
+def make_now(make: Callable[[], LengthLesson]) -> MadeLesson:
     """Makes a lesson at once: the same follows in each run of a simulation or a replay."""
     made = Future[LengthLesson]()
     made.set_result(make())
@@ -61,7 +68,7 @@ class RunForecasts:
         self.coverage: Final = ForecastCoverage()
         self.known = self.learner.known  # responses of the run have taught something
         self._lessons = lessons
-        self._lesson: Future[LengthLesson] | None = None  # that is being made
+        self._lesson: MadeLesson | None = None
         self._groups: dict[int, KnownGroup] = {}
         self._untaught: dict[int, KnownGroup] = {}  # of `_groups`: no sample is open
         self._batch = min(batch, _MOST_UNTAUGHT)
