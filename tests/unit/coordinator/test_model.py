@@ -136,8 +136,8 @@ class Happening(ModelFleet):
         self.attempt.begin(0.0)
 
     def reread(self) -> None:
-        attempts = list(self.some.running.values())
-        kept = self.draw.sample(attempts, len(attempts) // 2)
+        attempts = list(self.some.running.items())
+        kept = dict(self.draw.sample(attempts, len(attempts) // 2))
         queue = self.some.new_queue()
         queue.add(rollout("q"))
         for one in self.some.reread(self.some.versions, queue, kept):

@@ -14,7 +14,7 @@ counts their bounds. Mirrors the store: lost with the process, and read back at 
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from enum import IntEnum
 from typing import Final, TypeAlias
 
@@ -145,12 +145,29 @@ class RolloutQueue:
         self._ranks[rollout_id] = rank
         insort(order, self._key(one))
 
-    def rank_training(self, rank: Callable[[QueuedRollout], Rank]) -> None:
-        """Rank all members that are trained on, at once."""
+    def rerank_all(self, ranks: Mapping[str, Rank]) -> None:
+        """Give many members that are trained on other ranks at once: what stands between them is moved once."""
+        changed = [
+            one
+            for name, rank in ranks.items()
+            if (one := self._waiting.get(name)) is not None and self._ranks.get(name, _UNRANKED) != rank
+        ]
         order = self._orders[_Kind.TRAINING]
-        for key in order:
-            self._ranks[key[-1]] = rank(self._waiting[key[-1]])
-        order[:] = sorted(self._key(self._waiting[key[-1]]) for key in order)
+        places = sorted(bisect_left(order, self._key(one)) for one in changed)
+        others, at = list[_Key](), 0
+        for place in places:
+            others += order[at:place]
+            at = place + 1
+        others += order[at:]
+        self._ranks.update((one.rollout_id, ranks[one.rollout_id]) for one in changed)
+        order.clear()
+        at = 0
+        for key in sorted(map(self._key, changed)):
+            place = bisect_left(others, key, at)
+            order += others[at:place]
+            order.append(key)
+            at = place
+        order += others[at:]
 
     def replace(self, other: "RolloutQueue") -> None:
         """Take over the members of another queue, which must not be used again, instead of these. Turns stay."""

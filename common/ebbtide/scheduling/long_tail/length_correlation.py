@@ -6,18 +6,19 @@ made. A sum of squares alone would take a group whose long samples were stopped 
 
 from collections.abc import Sequence
 from math import log, sqrt
-from typing import Final
+from typing import Final, TypeVar
 
 from msgspec import Struct
 
 from ebbtide.scheduling.long_tail.shared_part import SharedPrior, shared_part
 
+T = TypeVar("T")
 #: The share lies between these: equal lengths of a group cannot be told from nearly equal ones.
 _LEAST, _MOST = 0.02, 0.98
 #: Steps of the search: each leaves 0.618 of the range, so the share is found within 0.004.
 _SEARCHED: Final = 12
 _GOLDEN: Final = 0.618_033_988_749_895
-#: Groups with stopped samples cost a grid each. The newest ones count.
+#: Groups with stopped samples cost a grid each, so only some of them count.
 _STOPPED_GROUPS: Final = 64
 
 
@@ -32,7 +33,7 @@ def group_share(groups: Sequence[ScoredGroup]) -> float:
     """The share of the variance that a group has in common. Without groups of two samples it is one half."""
     told = [group for group in groups if len(group.ended) + len(group.stopped) > 1]
     whole = [_sums(group.ended) for group in told if not group.stopped]
-    cut = [group for group in told if group.stopped][-_STOPPED_GROUPS:]
+    cut = evenly([group for group in told if group.stopped], _STOPPED_GROUPS)
     low, high = _LEAST, _MOST
     left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
     at_left, at_right = _likelihood(left, whole, cut), _likelihood(right, whole, cut)
@@ -46,6 +47,12 @@ def group_share(groups: Sequence[ScoredGroup]) -> float:
             right = low + _GOLDEN * (high - low)
             at_right = _likelihood(right, whole, cut)
     return 0.5 * (low + high)
+
+
+def evenly(items: Sequence[T], most: int) -> Sequence[T]:
+    """So many items at most, from all parts of the sequence alike."""
+    count = len(items)
+    return items if count <= most else [items[at * count // most] for at in range(most)]
 
 
 def _likelihood(share: float, whole: Sequence[tuple[int, float, float]], cut: Sequence[ScoredGroup]) -> float:

@@ -8,7 +8,6 @@ Invariant: `_known` has the newest shared parts of the prompts that came last, w
 with the process; an epoch teaches it again, and meanwhile prompts count as new.
 """
 
-from collections import deque
 from typing import Final
 
 from ebbtide.scheduling.long_tail.shared_part import SharedPrior
@@ -28,7 +27,7 @@ _NEW: Final = 0.02
 
 class PromptHistory:
     def __init__(self) -> None:
-        self._known: dict[str, deque[tuple[float, float]]] = {}
+        self._known: dict[str, tuple[tuple[float, float], ...]] = {}
         self._products = self._pairs = 0.0  # of shared parts of one prompt in two epochs, by the shared variance
 
     @property
@@ -54,15 +53,12 @@ class PromptHistory:
         """Note the shared part of a group that ended: an estimate that is free of priors, and its variance."""
         if not prompt:
             return
-        epochs = self._known.pop(prompt, None)
-        if epochs is None:
-            epochs = deque(maxlen=_EPOCHS)
-        else:
+        epochs = self._known.pop(prompt, ())
+        if epochs:
             self._products += mean * epochs[-1][0] / variance
             self._pairs += 1.0
             if self._pairs > _PAIRS:
                 self._products, self._pairs = 0.5 * self._products, 0.5 * self._pairs
-        epochs.append((mean, noise))
-        self._known[prompt] = epochs  # the last one in the order of the dictionary
+        self._known[prompt] = (*epochs, (mean, noise))[-_EPOCHS:]  # the last one in the order of the dictionary
         if len(self._known) > _PROMPTS:
             del self._known[next(iter(self._known))]

@@ -9,7 +9,8 @@ A sample may have nothing in common with its group, as those that fall into a lo
 keeps one such sample from deciding for its siblings.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from math import erfc, exp, log, pi, sqrt
 from operator import mul
 from statistics import NormalDist
@@ -70,15 +71,16 @@ def shared_part(prior: SharedPrior, within: float, ended: Sequence[float], open_
     precision = 1.0 / prior.variance + len(ended) / (within * within)
     mean = (prior.mean / prior.variance + sum(ended) / (within * within)) / precision
     deviation = sqrt(1.0 / precision)
-    mode, narrow = _mode(mean, deviation, within, open_)
+    alike = Counter(open_)  # samples that began together have often made the same
+    mode, narrow = _mode(mean, deviation, within, alike)
     first, last = mean - _BELOW * deviation, mode + _BEYOND * narrow
     step = (last - first) / (_POINTS - 1)
     points = [first + step * index for index in range(_POINTS)]
     likely = [-0.5 * ((point - mean) / deviation) ** 2 for point in points]
-    for score in open_:
+    for score, count in alike.items():
         stray = _STRAY * longer(score)
         likely = [
-            so_far + log((1.0 - _STRAY) * longer((score - point) / within) + stray)
+            so_far + count * log((1.0 - _STRAY) * longer((score - point) / within) + stray)
             for so_far, point in zip(likely, points, strict=True)
         ]
     greatest = max(likely)
@@ -144,17 +146,17 @@ class SampleTail:
         return 0.5 * (low + high)
 
 
-def _mode(mean: float, deviation: float, within: float, open_: Sequence[float]) -> tuple[float, float]:
-    """The most likely shared part, and the deviation of the bell around it."""
+def _mode(mean: float, deviation: float, within: float, open_: Mapping[float, int]) -> tuple[float, float]:
+    """The most likely shared part, and the deviation of the bell around it. `open_`: how many have each score."""
     at, precision = mean, 1.0 / (deviation * deviation)
     curvature = precision
     for _ in range(_NEWTON if open_ else 0):
         force, curvature = precision * (mean - at), precision
-        for score in open_:
+        for score, count in open_.items():
             far = (score - at) / within
             hazard = _hazard(far)
-            force += hazard / within
-            curvature += hazard * (hazard - far) / (within * within)
+            force += count * hazard / within
+            curvature += count * hazard * (hazard - far) / (within * within)
         at += force / curvature
     return at, sqrt(1.0 / curvature)
 

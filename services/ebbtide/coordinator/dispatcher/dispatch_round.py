@@ -119,8 +119,9 @@ class DispatchRound:
 
     def _serve(self, run: RunState, now: float, *, balance: bool) -> Iterator[Deed]:
         """A run's part of the round."""
-        if not (run.stale or run.ended or self._state.sheds(Work.FORECASTS)):
-            run.foresee(now, heard=self._forecasts.heard)
+        heard = self._forecasts.heard
+        while not (run.stale or run.ended or self._state.sheds(Work.FORECASTS)) and run.foresee(now, heard=heard):
+            yield None  # a mirror that was read again is taken page by page: the lease is renewed meanwhile
         fill = self._new_fill(run, now)
         if fill.due(now):
             yield fill

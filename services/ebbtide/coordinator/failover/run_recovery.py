@@ -186,7 +186,7 @@ class RunRecovery:
         for rollout_id in ended:
             queue.remove(rollout_id)
             running.pop(rollout_id, None)
-        for attempt in run.reread(known, queue, running.values()):  # held by workers alone
+        for attempt in run.reread(known, queue, running):  # held by workers alone
             if attempt.session is not None:
                 attempt.session.cancel([attempt.ref])
                 attempt.unassign()

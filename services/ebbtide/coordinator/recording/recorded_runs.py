@@ -3,7 +3,7 @@ recorder before it does its work.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar, Final, cast
 
@@ -103,14 +103,11 @@ class RecordedRunState(RunState):
             return super().pause(error, now)
 
     def reread(
-        self, versions: Mapping[int, PolicyVersion], queue: RolloutQueue, running: Iterable[RunningAttempt]
+        self, versions: Mapping[int, PolicyVersion], queue: RolloutQueue, running: Mapping[str, RunningAttempt]
     ) -> list[RunningAttempt]:
-        attempts = list(running)
-        call = run_calls.RunReread(
-            self.run_id, list(versions.values()), list(queue), [serial_of(one) for one in attempts]
-        )
-        with self._handed(call):
-            return super().reread(versions, queue, attempts)
+        serials = [serial_of(one) for one in running.values()]
+        with self._handed(run_calls.RunReread(self.run_id, list(versions.values()), list(queue), serials)):
+            return super().reread(versions, queue, running)
 
     def doubt(self) -> None:
         with self._handed(run_calls.RunDoubted(self.run_id)):

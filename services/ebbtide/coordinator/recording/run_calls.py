@@ -61,7 +61,8 @@ class RunReread(ModelCall, frozen=True):
         for one in self.queued:
             queue.add(one)
         versions = {one.version: one for one in self.versions}
-        run.reread(versions, queue, [model.attempt(serial) for serial in self.running])
+        attempts = map(model.attempt, self.running)
+        run.reread(versions, queue, {one.rollout.rollout_id: one for one in attempts})
 
 
 class Admitted(ModelCall, frozen=True):

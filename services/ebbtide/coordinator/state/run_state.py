@@ -9,7 +9,7 @@ it is used to place. Lost with the process, and read back by `RunRecovery`.
 import asyncio
 import math
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import asynccontextmanager, contextmanager
 from typing import ClassVar, Final
@@ -31,6 +31,7 @@ from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout, RolloutQueu
 from ebbtide.scheduling.dispatch.turns.cached_prefixes import CachedPrefixes, Prefixes
 from ebbtide.scheduling.dispatch.turns.expected_returns import ExpectedReturns
 from ebbtide.scheduling.elastic.ended_responses import EndedResponses
+from ebbtide.scheduling.long_tail.outlook.run_forecasts import LessonMaker, make_now
 from ebbtide.store.rollout_rows import EndReason
 from ebbtide.store.unexpected_data import UNEXPECTED
 from ebbtide.types.end_cause import EndCause
@@ -46,12 +47,19 @@ _INSTALL_FAILURES: Final = 3
 
 
 class RunState:
-    """A live run."""
+    """A live run. `lessons`: see `RunForecasts`."""
 
     #: What its attempts are made of.
     attempt_class: ClassVar[type[RunningAttempt]] = RunningAttempt
 
-    def __init__(self, run_id: str, spec: RunSpec, wakeups: DispatchWakeups, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        run_id: str,
+        spec: RunSpec,
+        wakeups: DispatchWakeups,
+        clock: Callable[[], float],
+        lessons: LessonMaker = make_now,
+    ) -> None:
         self.run_id, self.spec, self.wakeups, self.clock = run_id, spec, wakeups, clock
         self.lock: Final = asyncio.Lock()
         self.stale = True
@@ -85,7 +93,7 @@ class RunState:
         self._failed_installs: dict[int, int] = {}
         self.lengths: Final = ResponseLengths()
         self.moves: Final = MoveLedger()
-        self.tail: Final = RunTail(spec)
+        self.tail: Final = RunTail(run_id, spec, lessons)
         self.fitted = False  # some worker has installed a version
         self._misfits: Counter[str] = Counter()
         self.misfits: Final[Mapping[str, int]] = self._misfits  # refusals by architecture, until `fitted`
@@ -156,23 +164,25 @@ class RunState:
             self._ended_lately = None
 
     def reread(
-        self, versions: Mapping[int, PolicyVersion], queue: RolloutQueue, running: Iterable[RunningAttempt]
+        self, versions: Mapping[int, PolicyVersion], queue: RolloutQueue, running: Mapping[str, RunningAttempt]
     ) -> list[RunningAttempt]:
-        """Take over what the store has; `queue` is not to be used again. Returns the attempts that it does not have."""
+        """Take over what the store has; `queue` is not to be used again. `running`: by rollout. Returns the attempts
+        that it does not have.
+        """
         kept = {v: one for v, one in versions.items() if v in self._versions or v not in self._failed_installs}
         self._versions.clear()
         self._versions.update(kept)
         self.newest = max(kept, default=0)
-        before = list(self._running.values())
+        lost = [one for name, one in self._running.items() if running.get(name) is not one]
         self._running.clear()
-        self._running.update((one.rollout.rollout_id, one) for one in running)
+        self._running.update(running)
         self._orphans.clear()
         self._orphans.update((name, one) for name, one in self._running.items() if one.orphaned is not None)
         self.queue.replace(queue)
-        self.tail.reread(self.queue, self._running.values())
+        self.tail.reread(self.queue, running.values())
         self.wakeups.decide()
         self.wakeups.reap()
-        return [one for one in before if self._running.get(one.rollout.rollout_id) is not one]
+        return lost
 
     # Its rollouts.
 
@@ -208,11 +218,11 @@ class RunState:
         attempt.assign(session)
         return True
 
-    def foresee(self, now: float, *, heard: bool = True) -> None:
+    def foresee(self, now: float, *, heard: bool = True) -> bool:
         """Make some forecasts of lengths anew, and order the queue by them if the run wants that. `heard`: some worker
-        hears of them.
+        hears of them. Returns whether it is to be called again first: see `RunTail.renew`.
         """
-        self.tail.renew(self.queue, now, heard=heard)
+        return self.tail.renew(self.queue, now, heard=heard)
 
     def put_back(self, attempt: RunningAttempt, queued: QueuedRollout | None) -> None:
         """Queue the rollout of an attempt that the store ended; None: it finished while the store was asked."""

@@ -1,31 +1,46 @@
 """Keeps a run's forecasts of lengths and the ranks of what it has queued, from what its `RunState` hears.
 
-Evaluation and requests of gateways' clients are left out: their lengths are not those that a step waits for.
+Evaluation and requests of gateways' clients are left out: their lengths are not those that a step waits for. A fault in
+forecasts ends them for the run, and nothing else: the run goes on in the order of its submission.
 
-Invariant: `forecasts` has the training rollouts that the run's queue and attempts have. Lost with the process, and
-built anew when the mirror is read: see `RunForecasts`.
+Invariant: `forecasts` has the training rollouts that the run's queue and attempts have, but for those that `_unread` is
+still to name after a mirror was read again. Lost with the process, and built anew when the mirror is read: see
+`RunForecasts`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
 from typing import Final
 
+from ebbtide import telemetry
 from ebbtide.coordinator.state.running_attempt import RunningAttempt
 from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout, Rank, RolloutQueue
 from ebbtide.scheduling.long_tail.length_forecast import LengthOutlook
 from ebbtide.scheduling.long_tail.outlook.known_group import KnownGroup
-from ebbtide.scheduling.long_tail.outlook.run_forecasts import RunForecasts
+from ebbtide.scheduling.long_tail.outlook.run_forecasts import LessonMaker, RunForecasts, make_now
 from ebbtide.scheduling.long_tail.outlook.start_ranks import StartRanks
 from ebbtide.scheduling.long_tail.outlook.step_judge import StepJudge
 from ebbtide.types.run import RunSpec
 
+log = telemetry.get_logger(__name__)
+#: Rollouts of a mirror that was read again that are taken in one call: some five milliseconds of a core.
+PAGE: Final = 512
+#: So many members of a group get their ranks one by one: in a long queue each moves half of it.
+_FEW: Final = 64
+
 
 class RunTail:
-    def __init__(self, spec: RunSpec) -> None:
-        self._cap = spec.sampling.max_tokens
+    """`lessons`: see `RunForecasts`."""
+
+    def __init__(self, run_id: str, spec: RunSpec, lessons: LessonMaker = make_now) -> None:
+        self._run_id, self._cap = run_id, spec.sampling.max_tokens
         self._ordered = spec.tail.order == "lengths"
-        self.forecasts: Final = RunForecasts(spec.batch.groups_per_step)
+        self.forecasts = RunForecasts(spec.batch.groups_per_step, lessons=lessons)
         self._ranks = StartRanks(self.forecasts)
         self.judge: Final = StepJudge(self.forecasts)
+        self._unread: Iterator[None] = iter(())
+        self._failed = False
 
     # What the run's state hears.
 
@@ -33,74 +48,129 @@ class RunTail:
         """Note a rollout that is queued. Returns its rank in the queue."""
         if one.request or one.evaluation:
             return ()
-        cap = one.made + one.budget if one.budget else self._cap
-        group = self.forecasts.wait(one.rollout_id, one.group, one, cap=cap, prompt=one.prompt)
-        if not self._ordered:
-            return ()
-        self._ranks.waits(one.rollout_id, one.step, one.since)
-        return self._rank(one, group)
+        with self._harmless():
+            if not self._failed:
+                group = self._wait(one)
+                return self._rank(one, group) if self._ordered else ()
+        return (one.step, 0, 0) if self._ordered else ()
 
     def started(self, attempt: RunningAttempt, queue: RolloutQueue) -> None:
         """Note that a worker got a rollout."""
-        one = attempt.rollout
-        if one.request or one.evaluation:
-            return
-        first = (before := self.forecasts.group(one.group)) is None or not before.begun
-        group = self.forecasts.run(one.rollout_id, one.group, attempt, cap=attempt.max_tokens)
-        if first and self._ordered:
-            self._rerank(group, queue)
+        if self._takes(attempt.rollout):
+            with self._harmless():
+                first = (before := self.forecasts.group(attempt.rollout.group)) is None or not before.begun
+                group = self._run(attempt)
+                if first and self._ordered:
+                    self._rerank(group, queue)
 
     def finished(self, attempt: RunningAttempt) -> None:
         """Note that the store has a rollout's whole response."""
-        one = attempt.rollout
-        if not (one.request or one.evaluation):
-            whole = attempt.stored < attempt.max_tokens
-            self.forecasts.finish(one.rollout_id, one.group, attempt.stored, whole=whole)
+        if self._takes(one := attempt.rollout):
+            with self._harmless():
+                whole = attempt.stored < attempt.max_tokens
+                self.forecasts.finish(one.rollout_id, one.group, attempt.stored, whole=whole)
 
     def over(self, one: QueuedRollout) -> None:
         """Note that a rollout is over. Does nothing for one that has finished."""
-        if not (one.request or one.evaluation):
-            self.forecasts.cancel(one.rollout_id, one.group)
+        if self._takes(one):
+            with self._harmless():
+                self._ranks.left(one.rollout_id)
+                self.forecasts.cancel(one.rollout_id, one.group)
 
     def reread(self, queue: RolloutQueue, running: Iterable[RunningAttempt]) -> None:
-        """Take the open rollouts from a mirror that was read again."""
-        self.forecasts.forget_open()
-        self._ranks.forget_waits()
-        for attempt in running:
-            self.started(attempt, queue)
-        for one in queue:
-            self.queued(one)
-        self.forecasts.settle_all()
-        if self._ordered:
-            queue.rank_training(self._rank_of)
+        """Take the open rollouts from a mirror that was read again: a page now, and one in each call of `renew`."""
+        if not self._failed:
+            self.forecasts.forget_open()
+            self._ranks.forget_waits()
+            self._unread = self._reading(queue, list(running))
+            with self._harmless():
+                self._read_page()
 
     # What is decided by it.
 
-    def renew(self, queue: RolloutQueue, now: float, *, heard: bool) -> None:
+    def renew(self, queue: RolloutQueue, now: float, *, heard: bool) -> bool:
         """Make some forecasts anew, rank what is queued by them, and judge when the step ends. `heard`: some worker
-        hears of forecasts; where none does and the queue is not ordered by them, none is made.
+        hears of forecasts; where none does and the queue is not ordered by them, none is made. Returns whether a mirror
+        that was read again is still being taken instead, so that it is to be called again.
         """
-        renewed = self.forecasts.renew(now, read=heard or self._ordered)
-        if heard:
-            self.judge.look(now)
-        if not self._ordered:
-            return
-        for group in renewed:
-            self._rerank(group, queue)
-        for rollout_id, rank in self._ranks.overdue(now):
-            queue.rerank(rollout_id, rank)
+        if self._failed:
+            return False
+        with self._harmless():
+            if self._read_page():
+                return True
+            renewed = self.forecasts.renew(now, read=heard or self._ordered)
+            if heard:
+                self.judge.look(now)
+            if self._ordered:
+                for group in renewed:
+                    self._rerank(group, queue)
+                for rollout_id, rank in self._ranks.overdue(now):
+                    queue.rerank(rollout_id, rank)
+        return False
 
     def outlook(self, one: QueuedRollout) -> LengthOutlook | None:
-        """Tokens that a rollout has still to come; None for those that are left out."""
-        group = self.forecasts.group(one.group)
-        if group is None or one.request or one.evaluation:
-            return None
-        return self.forecasts.outlook(group, one.rollout_id)
+        """Tokens that a rollout has still to come; None for those that are left out, and where nothing is forecast."""
+        found = None
+        with self._harmless():
+            if self._takes(one) and (group := self.forecasts.group(one.group)) is not None:
+                found = self.forecasts.outlook(group, one.rollout_id)
+        return found
+
+    @contextmanager
+    def _harmless(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception:
+            log.exception("no lengths are forecast for this run any more", run_id=self._run_id)
+            self._failed = True
+            self.forecasts, self._unread = RunForecasts(1), iter(())
+
+    def _takes(self, one: QueuedRollout) -> bool:
+        return not (self._failed or one.request or one.evaluation)
+
+    def _wait(self, one: QueuedRollout) -> KnownGroup:
+        cap = one.made + one.budget if one.budget else self._cap
+        if self._ordered:
+            self._ranks.waits(one.rollout_id, one.step, one.since)
+        return self.forecasts.wait(one.rollout_id, one.group, one, cap=cap, prompt=one.prompt)
+
+    def _run(self, attempt: RunningAttempt) -> KnownGroup:
+        one = attempt.rollout
+        self._ranks.left(one.rollout_id)
+        return self.forecasts.run(one.rollout_id, one.group, attempt, cap=attempt.max_tokens)
+
+    def _read_page(self) -> bool:
+        """Take some of what is open from a mirror that was read again. Returns whether there was as much."""
+        return sum(1 for _ in islice(self._unread, PAGE)) == PAGE
+
+    def _reading(self, queue: RolloutQueue, running: Sequence[RunningAttempt]) -> Iterator[None]:
+        """Name what is open and still is by then, then rank what waits: each once all of its group are known."""
+        for attempt in running:
+            one = attempt.rollout
+            if self._takes(one) and attempt.run.running.get(one.rollout_id) is attempt:
+                self._run(attempt)
+            yield
+        for one in queue.training():
+            self._wait(one)
+            yield
+        self.forecasts.settle_all()
+        ranks = dict[str, Rank]()
+        for one in queue.training() if self._ordered else ():
+            ranks[one.rollout_id] = self._rank_of(one)
+            if len(ranks) == PAGE:
+                queue.rerank_all(ranks)
+                ranks.clear()
+            yield
+        queue.rerank_all(ranks)
 
     def _rerank(self, group: KnownGroup, queue: RolloutQueue) -> None:
-        for rollout_id in list(group.waiting):
-            if (one := queue.get(rollout_id)) is not None:
-                queue.rerank(rollout_id, self._rank(one, group))
+        waiting = [one for name in group.waiting if (one := queue.get(name)) is not None]
+        ranks = {one.rollout_id: self._rank(one, group) for one in waiting}
+        if len(ranks) > _FEW:
+            queue.rerank_all(ranks)
+            return
+        for rollout_id, rank in ranks.items():
+            queue.rerank(rollout_id, rank)
 
     def _rank_of(self, one: QueuedRollout) -> Rank:
         group = self.forecasts.group(one.group)

@@ -294,7 +294,7 @@ class VirtualCoordinator:
         )
         mirror = self.state.add_run(account.name, spec)
         with mirror.rereading():
-            mirror.reread({}, mirror.new_queue(), [])
+            mirror.reread({}, mirror.new_queue(), {})
         mirror.note_reconciled()
         self._drivers[account.name] = driver
         self._max_tokens[account.name] = account.max_tokens

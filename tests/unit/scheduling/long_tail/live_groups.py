@@ -18,16 +18,16 @@ def name_of(place: int, number: int) -> str:
     return f"s{place}.{number}"
 
 
-def submit(forecasts: RunForecasts, place: int, size: int, prompt: str = "") -> KnownGroup:
+def submit(forecasts: RunForecasts, place: int, size: int, prompt: str = "", *, cap: int = CAP) -> KnownGroup:
     for number in range(size):
-        group = forecasts.wait(name_of(place, number), place, Sample(), cap=CAP, prompt=prompt)
+        group = forecasts.wait(name_of(place, number), place, Sample(), cap=cap, prompt=prompt)
     return group
 
 
-def begin(forecasts: RunForecasts, place: int, numbers: Sequence[int]) -> list[Sample]:
+def begin(forecasts: RunForecasts, place: int, numbers: Sequence[int], *, cap: int = CAP) -> list[Sample]:
     samples = [Sample() for _ in numbers]
     for number, sample in zip(numbers, samples, strict=True):
-        forecasts.run(name_of(place, number), place, sample, cap=CAP)
+        forecasts.run(name_of(place, number), place, sample, cap=cap)
     return samples
 
 

@@ -1,9 +1,16 @@
 """A run's forecasts follow what the coordinator hears of its rollouts, within bounded work and memory."""
 
+from collections.abc import Callable
+from concurrent.futures import Future
+from math import exp, sqrt
 from random import Random
+from statistics import fmean
 
 import pytest
 
+from ebbtide.scheduling.long_tail.length_forecast import LengthOutlook
+from ebbtide.scheduling.long_tail.length_learner import LengthLesson, UnfinishedGroup
+from ebbtide.scheduling.long_tail.outlook.known_group import KnownGroup
 from ebbtide.scheduling.long_tail.outlook.run_forecasts import RunForecasts
 from tests.unit.scheduling.long_tail.drawn_lengths import CAP, drawn
 from tests.unit.scheduling.long_tail.live_groups import Sample, begin, name_of, play, submit
@@ -15,6 +22,12 @@ def taught(groups: int = 64, alike: float = 0.8) -> tuple[RunForecasts, float]:
         now += 1.0
         play(forecasts, 1_000 * step, drawn(Random(step), groups, alike=alike), now)
     return forecasts, now
+
+
+def foreseen(forecasts: RunForecasts, group: KnownGroup, name: str) -> LengthOutlook:
+    found = forecasts.outlook(group, name)
+    assert found is not None
+    return found
 
 
 def test_whole_steps_teach_lengths_and_leave_nothing_behind() -> None:
@@ -50,9 +63,9 @@ def test_what_is_still_to_come_falls_with_each_token_without_a_new_forecast() ->
     group = submit(forecasts, 9_000, 2)
     (sample,) = begin(forecasts, 9_000, [0])
     forecasts.renew(now + 1.0)
-    before = forecasts.outlook(group, name_of(9_000, 0))
+    before = foreseen(forecasts, group, name_of(9_000, 0))
     sample.made = 40
-    assert forecasts.outlook(group, name_of(9_000, 0)).expected == pytest.approx(before.expected - 40)
+    assert foreseen(forecasts, group, name_of(9_000, 0)).expected == pytest.approx(before.expected - 40)
 
 
 def test_a_cancelled_sample_counts_as_longer_than_what_it_made() -> None:
@@ -85,8 +98,8 @@ def test_a_prompt_of_a_former_epoch_is_known_before_any_of_its_samples() -> None
         play(forecasts, 1_000 * step, groups, now := now + 1.0)
     means = [sum(lengths) for lengths in steps[0]]
     long, short = means.index(max(means)), means.index(min(means))
-    foreseen = [forecasts.unstarted(submit(forecasts, 9_000 + at, 8, prompt=f"p{at}")) for at in (long, short)]
-    assert foreseen[0].expected > 2.0 * foreseen[1].expected
+    known = [forecasts.unstarted(submit(forecasts, 9_000 + at, 8, prompt=f"p{at}")) for at in (long, short)]
+    assert known[0].expected > 2.0 * known[1].expected
 
 
 def test_before_a_group_has_ended_the_first_responses_teach() -> None:
@@ -136,10 +149,11 @@ def test_what_is_read_back_is_known_anew_and_what_is_gone_is_forgotten() -> None
 
 
 def test_a_begun_sample_that_is_read_back_tells_nothing_of_other_groups() -> None:
-    forecasts, _ = taught()
+    forecasts, now = taught()
     fresh, _ = taught()
     untouched = fresh.unstarted(submit(fresh, 9_010, 4))
     read_back = forecasts.wait(name_of(9_000, 0), 9_000, Sample(8_000), cap=CAP)
+    assert read_back in forecasts.renew(now + 1.0)
     assert forecasts.unstarted(read_back).expected > 1.5 * untouched.expected
     assert forecasts.unstarted(submit(forecasts, 9_010, 4)) == untouched
 
@@ -154,3 +168,112 @@ def test_while_nobody_reads_forecasts_groups_teach_and_no_forecast_is_made() -> 
     forecasts.finish(name_of(9_000, 0), 9_000, 500, whole=True)
     assert group in forecasts.renew(now + 3.0)
     assert group.forecast is not None
+
+
+def log_normal(draw: Random, groups: int) -> list[list[int]]:
+    """Lengths with a median of 2,000, of which half of the variance is shared within groups."""
+    shared = [draw.gauss() for _ in range(groups)]
+    return [[round(2_000.0 * exp(sqrt(0.5) * (one + draw.gauss()))) for _ in range(8)] for one in shared]
+
+
+def play_by_length(forecasts: RunForecasts, first: int, groups: list[list[int]], now: float) -> float:
+    """An on-policy step: all begin together, and the short ones end first, while forecasts are renewed."""
+    for at in range(len(groups)):
+        submit(forecasts, first + at, 8, cap=1 << 20)
+        begin(forecasts, first + at, range(8), cap=1 << 20)
+    ends = sorted((tokens, at, number) for at, lengths in enumerate(groups) for number, tokens in enumerate(lengths))
+    for count, (tokens, at, number) in enumerate(ends):
+        forecasts.finish(name_of(first + at, number), first + at, tokens, whole=True)
+        if count % 64 == 0:
+            forecasts.renew(now := now + 0.1, read=False)
+    forecasts.renew(now + 0.1, read=False)
+    return now + 0.1
+
+
+@pytest.mark.parametrize("groups", [384, 1_024, 2_048])
+def test_all_of_a_large_step_teaches_though_its_short_groups_end_first(groups: int) -> None:
+    forecasts, draw, now = RunForecasts(groups), Random(groups), 0.0
+    for step in range(3):
+        now = play_by_length(forecasts, 10_000 * step, log_normal(draw, groups), now)
+    hits, halves = list[bool](), list[float]()
+    for at, lengths in enumerate(log_normal(draw, 512)):
+        one = forecasts.unstarted(submit(forecasts, 90_000 + at, 8, cap=1 << 20))
+        hits += [one.tenth <= tokens <= one.ninth for tokens in lengths]
+        halves.append(one.half)
+    assert 0.75 <= fmean(hits) <= 0.85
+    assert fmean(halves) == pytest.approx(2_000.0, rel=0.15)
+    assert forecasts.learner.alike == pytest.approx(0.5, abs=0.08)
+
+
+def test_a_forecast_of_a_group_with_a_thousand_samples_costs_as_much_as_one_of_some_dozens() -> None:
+    forecasts, now = taught()
+    group = submit(forecasts, 9_000, 2_000)
+    for number, sample in enumerate(begin(forecasts, 9_000, range(1_000))):
+        sample.made = 100 + 7 * number
+    for number in range(1_000, 1_900):
+        forecasts.finish(name_of(9_000, number), 9_000, 50 + number, whole=True)
+    assert group in forecasts.renew(now + 1.0)
+    assert len(group.outlooks) <= 65
+    assert forecasts.renew(now + 1.06) == []  # it took the time of several renewals
+    known = group.knows(group.made())
+    assert len(known.finished) + len(known.made) <= 258
+    assert foreseen(forecasts, group, name_of(9_000, 999)).tenth > 0
+
+
+def test_of_a_large_group_that_ended_a_part_teaches() -> None:
+    group = KnownGroup(place=0, cap=CAP, finished=[500] * 3_000, stopped=[CAP] * 1_000)
+    told = group.told()
+    assert (len(told.lengths), len(told.stopped)) == (192, 64)
+
+
+def test_what_is_known_of_a_large_group_is_what_all_of_its_samples_tell() -> None:
+    forecasts, now = taught()
+    group = submit(forecasts, 9_000, 600)
+    samples = begin(forecasts, 9_000, range(600))
+    for sample in samples:
+        sample.made = 3_000
+    for number in range(500):
+        forecasts.finish(name_of(9_000, number), 9_000, 500 + 4 * number, whole=True)
+    forecasts.renew(now + 1.0)
+    found = foreseen(forecasts, group, name_of(9_000, 599))
+    whole = UnfinishedGroup(finished=group.finished, made=[3_000] * 100, cap=CAP)
+    assert found.half == pytest.approx(forecasts.learner.forecast(whole).outlook(3_000).half, rel=0.15)
+
+
+def test_a_sample_that_outgrew_its_forecast_has_its_turn_while_others_end_all_the_time() -> None:
+    forecasts, now = taught()
+    for place in range(9_000, 9_400):
+        submit(forecasts, place, 64)
+        samples = begin(forecasts, place, range(64))
+        if place == 9_300:
+            grown = samples[0]
+    group = forecasts.group(9_300)
+    assert group is not None
+    before = forecasts.unstarted(group).expected
+    grown.made = 9_000
+    for number in range(60):
+        for place in range(9_000, 9_300):
+            forecasts.finish(name_of(place, number), place, 600, whole=True)
+        forecasts.renew(now := now + 0.05)
+    assert forecasts.unstarted(group).expected > 1.5 * before
+
+
+def test_while_a_lesson_is_made_elsewhere_forecasts_go_on_and_follow_it_once_it_is_there() -> None:
+    asked = list[tuple[Callable[[], LengthLesson], Future[LengthLesson]]]()
+
+    def elsewhere(make: Callable[[], LengthLesson]) -> Future[LengthLesson]:
+        asked.append((make, Future()))
+        return asked[-1][1]
+
+    forecasts = RunForecasts(64, lessons=elsewhere)
+    play(forecasts, 0, drawn(Random(1), 64), 1.0)
+    play(forecasts, 1_000, drawn(Random(2), 64), 2.0)
+    group = submit(forecasts, 9_000, 2)
+    before = forecasts.unstarted(group).half
+    assert (len(asked), forecasts.known) == (1, False)
+    make, lesson = asked[0]
+    lesson.set_result(make())
+    forecasts.renew(3.0)
+    assert forecasts.known
+    assert forecasts.unstarted(group).half != before
+    assert len(asked) == 2  # what ended meanwhile

@@ -117,5 +117,16 @@ def test_a_queue_goes_by_rank_within_priorities_and_keeps_up_with_new_ranks() ->
     queue.rerank("unknown", (0, 0, 0))
     assert [one.rollout_id for one in queue] == ["a", "d", "b", "c"]
     assert queue.take("a") is not None
-    queue.rank_training(lambda one: (1, 2, one.place))
+    queue.rerank_all({"b": (1, 2, 1), "d": (1, 2, 3), "c": (1, 2, 2), "unknown": (0, 0, 0)})
     assert [one.rollout_id for one in queue] == ["b", "d", "c"]
+    queue.rerank_all({"d": (1, 2, 0)})
+    assert [one.rollout_id for one in queue] == ["d", "b", "c"]
+
+
+def test_what_started_or_is_over_is_not_remembered_as_waiting() -> None:
+    ranks = Queued().ranks
+    for name in ("a", "b"):
+        ranks.waits(name, 1, since=0.0)
+    ranks.left("a")
+    assert [name for name, _ in ranks.overdue(101.0)] == ["b"]
+    assert ranks.overdue(102.0) == []

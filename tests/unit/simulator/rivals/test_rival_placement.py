@@ -31,7 +31,7 @@ class Coordinator:
         self.state = CoordinatorState(lambda: 0.0)
         self.run = self.state.add_run("r", RunSpec(name="r", model="m", environment=EnvironmentSpec(name="e")))
         with self.run.rereading():
-            self.run.reread({1: VERSION}, self.run.new_queue(), [])
+            self.run.reread({1: VERSION}, self.run.new_queue(), {})
         self.engines = [self._attach(f"w{index}-1.0", slots) for index in range(engines)]
         self.reading = set[str]()  # rollouts that their engines have begun to read
 

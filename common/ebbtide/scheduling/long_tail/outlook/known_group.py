@@ -1,14 +1,23 @@
 """Keeps what is known of the lengths of one group's samples while some of them are open."""
 
-from typing import Protocol
+from bisect import bisect_right
+from collections.abc import Mapping
+from typing import Final, Protocol
 
 from msgspec import Struct
 
+from ebbtide.scheduling.long_tail.length_correlation import evenly
 from ebbtide.scheduling.long_tail.length_forecast import LengthForecast, LengthOutlook
 from ebbtide.scheduling.long_tail.length_learner import EndedGroup, UnfinishedGroup
 
 #: A forecast is made anew once some sample has made so much more than it knew of, and at least so many tokens.
 _GROWN, _LEAST_GROWN = 1.15, 64
+#: Tokens made are known by so many leading bits, to a sixteenth: samples that began together then have one outlook.
+_KNOWN_BITS: Final = 5
+#: Groups may have thousands of samples. A forecast is inferred from so many of them, and tells apart so many lengths of
+#: open ones: it costs as much as these.
+_SAMPLES: Final = 256
+_TOLD_APART: Final = 64
 
 
 class OpenSample(Protocol):
@@ -28,13 +37,13 @@ class KnownGroup(Struct, eq=False, kw_only=True):
     cap: int  # the longest response
     waiting: dict[str, OpenSample] = {}
     running: dict[str, OpenSample] = {}
-    finished: list[int] = []
+    finished: list[int] = []  # whole responses, in the order in which they ended
     stopped: list[int] = []  # made by those that came to their cap, or were cancelled
     probe: str = ""  # the sample that goes first, while none has begun
     begun: bool = False
     forecast: LengthForecast | None = None
     outdated: bool = False  # more is known than `forecast` knew of
-    knew: dict[str, int] = {}  # what its open samples had made when `forecast` was made
+    knew: dict[str, int] = {}  # what its open samples had made at least when `forecast` was made
     outlooks: dict[int, LengthOutlook] = {}  # by tokens made, of `forecast`
 
     @property
@@ -43,23 +52,46 @@ class KnownGroup(Struct, eq=False, kw_only=True):
         return not (self.begun or self.finished or self.stopped)
 
     @property
-    def outgrown(self) -> bool:
-        """Whether its samples have made much more than its forecast knew of."""
+    def due(self) -> bool:
+        """Whether its forecast is to be made anew: its samples have made much more than that knew of, for example."""
+        if self.outdated or (self.forecast is None and self.begun and bool(self.running or self.waiting)):
+            return True
         made = max((one.made for one in self.running.values()), default=0)
         knew = max((self.knew.get(name, 0) for name in self.running), default=0)
         return made > max(_GROWN * knew, knew + _LEAST_GROWN)
 
-    def knows(self) -> UnfinishedGroup:
-        """What a forecast may know of it; notes it in `knew`."""
-        self.knew = {name: one.made for name, one in (*self.running.items(), *self.waiting.items())}
+    def made(self) -> dict[str, int]:
+        """What its open samples have made at least, as far as forecasts tell it apart."""
+        made = {name: _roughly(one.made) for name, one in (*self.running.items(), *self.waiting.items())}
+        levels = sorted(set(made.values()))
+        if len(levels) > _TOLD_APART:
+            levels = [*evenly(levels, _TOLD_APART)]
+            made = {name: levels[bisect_right(levels, one) - 1] for name, one in made.items()}
+        return made
+
+    def knows(self, made: Mapping[str, int]) -> UnfinishedGroup:
+        """What a forecast may know of it, with what its open samples have `made`."""
+        total = len(self.finished) + len(self.stopped) + len(made)
+        finished, stopped, open_ = (
+            evenly(some, -(-len(some) * _SAMPLES // max(_SAMPLES, total)))  # of each its part
+            for some in (self.finished, self.stopped, sorted(made.values()))
+        )
         return UnfinishedGroup(
-            finished=tuple(self.finished),
-            stopped=tuple(self.stopped),
-            made=tuple(self.knew.values()),
-            prompt=self.prompt,
-            cap=self.cap,
+            finished=tuple(finished), stopped=tuple(stopped), made=tuple(open_), prompt=self.prompt, cap=self.cap
         )
 
     def told(self) -> EndedGroup:
         """What it teaches once no sample is open."""
-        return EndedGroup(lengths=tuple(self.finished), stopped=tuple(self.stopped), prompt=self.prompt)
+        ended = [(tokens, True) for tokens in self.finished] + [(tokens, False) for tokens in self.stopped]
+        some = evenly(ended, _SAMPLES)
+        return EndedGroup(
+            lengths=tuple(tokens for tokens, whole in some if whole),
+            stopped=tuple(tokens for tokens, whole in some if not whole),
+            prompt=self.prompt,
+        )
+
+
+def _roughly(made: int) -> int:
+    """Tokens that were certainly made."""
+    beyond = max(0, made.bit_length() - _KNOWN_BITS)
+    return made >> beyond << beyond

@@ -11,7 +11,6 @@ Lengths within a ninth of each other have one rank, and are taken as submitted. 
 in common, all are: the order of forecasts that tell nothing only delays samples whose siblings have begun.
 """
 
-from collections import deque
 from math import inf, log
 from typing import Final, TypeAlias
 
@@ -32,13 +31,13 @@ LEAST_ALIKE: Final = 0.3
 class StartRanks:
     """`oldest_s`: what waited longer goes first within its step.
 
-    Invariant: `_waits` has the rollouts that wait, in the order in which they began to; some may have started since.
-    Lost with the process: ages begin anew.
+    Invariant: `_waits` has the rollouts that wait and are not overdue, in the order in which they began to. Lost with
+    the process: ages begin anew.
     """
 
     def __init__(self, forecasts: RunForecasts, *, oldest_s: float = OLDEST_S) -> None:
         self._forecasts, self._oldest_s = forecasts, oldest_s
-        self._waits: deque[tuple[float, str, int]] = deque()
+        self._waits: dict[str, tuple[float, int]] = {}  # since when, and its step
         self._overdue = -inf  # what waits since then, or longer, has waited too long
 
     @property
@@ -49,18 +48,26 @@ class StartRanks:
 
     def waits(self, rollout_id: str, step: int, since: float) -> None:
         """Note that a rollout began to wait."""
-        self._waits.append((since, rollout_id, step))
+        self._waits.pop(rollout_id, None)
+        self._waits[rollout_id] = since, step
+
+    def left(self, rollout_id: str) -> None:
+        """Note that a rollout waits no more."""
+        self._waits.pop(rollout_id, None)
 
     def forget_waits(self) -> None:
         """Forget what waits: the caller names it anew."""
         self._waits.clear()
 
     def overdue(self, now: float) -> list[tuple[str, StartRank]]:
-        """Rollouts that have waited too long by now, or have begun meanwhile, with the rank of those that wait."""
+        """Rollouts that have waited too long by now, with their rank."""
         found, self._overdue = list[tuple[str, StartRank]](), now - self._oldest_s
-        while self._waits and self._waits[0][0] < self._overdue:
-            _, rollout_id, step = self._waits.popleft()
+        for rollout_id, (since, step) in self._waits.items():
+            if since >= self._overdue:
+                break
             found.append((rollout_id, (step, _BEGUN, 0)))
+        for rollout_id, _ in found:
+            del self._waits[rollout_id]
         return found
 
     def rank(self, rollout_id: str, group: KnownGroup, *, step: int, begun: bool, since: float) -> StartRank:

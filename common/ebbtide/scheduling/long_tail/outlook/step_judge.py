@@ -16,8 +16,9 @@ from ebbtide.scheduling.long_tail.outlook.run_forecasts import RunForecasts
 from ebbtide.scheduling.long_tail.outlook.step_end import COMPARED, StepEnd, WaitingWork, step_end, worths
 
 _LOOK_EVERY_S: Final = 1.0
-#: Groups in one call: they take some two milliseconds.
+#: Groups in one call, and the rollouts after which it looks at no other: they take some two milliseconds.
 _AT_ONCE: Final = 96
+_ROLLOUTS_AT_ONCE: Final = 768
 #: Rollouts that are shown to people.
 _LATEST: Final = 3
 
@@ -34,9 +35,10 @@ class _Look:
 
     def see(self, group: KnownGroup) -> None:
         for name in group.running:
-            outlook = self._forecasts.outlook(group, name)
-            entry = outlook.ninth, name, outlook
             self.running += 1
+            if (outlook := self._forecasts.outlook(group, name)) is None:
+                continue  # its group's forecast is still to be made
+            entry = outlook.ninth, name, outlook
             if len(self.last) < COMPARED:
                 heappush(self.last, entry)
             else:
@@ -64,13 +66,16 @@ class StepJudge:
             if now - self._looked < _LOOK_EVERY_S:
                 return
             self._looked, self._look = now, _Look(self._forecasts)
+        seen, most = self._look, self._look.running + _ROLLOUTS_AT_ONCE
         for _ in range(_AT_ONCE):
-            group = next(self._look.groups, None)
+            group = next(seen.groups, None)
             if group is None:
-                self._judge(self._look)
+                self._judge(seen)
                 self._look = None
                 return
-            self._look.see(group)
+            seen.see(group)
+            if seen.running >= most:
+                return
 
     def worth(self, rollout_id: str) -> float:
         """The worth of a rollout's tokens for the step's end, beside an average one's."""

@@ -1,0 +1,242 @@
+"""A run's forecasts never hold its coordinator up: not while a mirror is read again, not to learn, not by a fault."""
+
+import itertools
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from ebbtide.coordinator.dispatcher.round_deeds import SlotFill
+from ebbtide.coordinator.recording.recorded_parts import DecidingParts
+from ebbtide.coordinator.settings import CoordinatorSettings
+from ebbtide.coordinator.state import run_tail
+from ebbtide.coordinator.state.dispatch_wakeups import DispatchWakeups
+from ebbtide.coordinator.state.run_state import RunState
+from ebbtide.coordinator.state.running_attempt import RunningAttempt
+from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout, RolloutQueue
+from ebbtide.scheduling.long_tail.length_learner import LengthLearner
+from ebbtide.scheduling.long_tail.outlook.run_forecasts import RunForecasts
+from ebbtide.scheduling.steps.step_pacing import VersionBounds
+from ebbtide.testing import wait_until
+from ebbtide.types.run import BatchSpec, EnvironmentSpec, RunSpec, Sampling
+from ebbtide.types.tail_spec import TailSpec
+from tests.unit.coordinator.virtual_fleet import VERSION, VirtualFleet
+
+CAP = 1 << 16
+SPEC = RunSpec(
+    name="r",
+    model="m",
+    environment=EnvironmentSpec(name="e"),
+    sampling=Sampling(max_tokens=CAP),
+    batch=BatchSpec(groups_per_step=2),
+    tail=TailSpec(order="lengths"),
+)
+#: Of each group of eight; the others wait.
+RUNNING = 3
+
+
+def queued(place: int, *, made: int = 0) -> QueuedRollout:
+    return QueuedRollout(
+        rollout_id=f"x{place}", episode_id=f"x{place}", bounds=VersionBounds(0, 0), length=100, place=place,
+        group=place - place % 8, budget=CAP - made, made=made, step=1,
+    )  # fmt: skip
+
+
+def attempt(run: RunState, place: int, made: int) -> RunningAttempt:
+    one = run.attempt_class(run=run, attempt_id=f"a{place}", rollout=queued(place), start=0, max_tokens=CAP)
+    one.stored = made
+    return one
+
+
+class Mirror:
+    """A run whose mirror was read again: `groups` groups of eight, some of each of which run."""
+
+    def __init__(self, groups: int) -> None:
+        self.run = RunState("r", SPEC, DispatchWakeups(), lambda: 0.0)
+        self.now = 1.0
+        queue, running = self.run.new_queue(), list[RunningAttempt]()
+        for place in range(8 * groups):
+            if place % 8 < RUNNING:
+                running.append(attempt(self.run, place, 100 * (place // 8)))
+            else:
+                queue.add(queued(place))
+        self.run.reread({}, queue, {one.rollout.rollout_id: one for one in running})
+
+    def foresee(self) -> bool:
+        return self.run.foresee(self.now, heard=True)
+
+    def take(self) -> None:
+        while self.foresee():
+            pass
+
+    @property
+    def open(self) -> tuple[set[str], set[str]]:
+        """What the forecasts know to run, and to wait."""
+        groups = list(self.run.tail.forecasts.groups)
+        return {one for group in groups for one in group.running}, {one for group in groups for one in group.waiting}
+
+
+class Work:
+    """Counts what is done at a time."""
+
+    def __init__(self) -> None:
+        self.named = self.forecast = self.ranked = 0
+
+    def taken(self) -> tuple[int, int, int]:
+        found = self.named, self.forecast, self.ranked
+        self.named = self.forecast = self.ranked = 0
+        return found
+
+
+@pytest.fixture
+def work(monkeypatch: pytest.MonkeyPatch) -> Work:
+    counted = Work()
+
+    def count(owner: type, method: str, name: str, size: Any = lambda *_: 1) -> None:
+        plain = getattr(owner, method)
+
+        def counting(self: Any, *args: Any, **kwargs: Any) -> Any:
+            setattr(counted, name, getattr(counted, name) + size(*args))
+            return plain(self, *args, **kwargs)
+
+        monkeypatch.setattr(owner, method, counting)
+
+    count(RunForecasts, "run", "named")
+    count(RunForecasts, "wait", "named")
+    count(LengthLearner, "forecast", "forecast")
+    count(RolloutQueue, "rerank_all", "ranked", len)
+    return counted
+
+
+def test_a_large_mirror_is_taken_in_small_steps_and_no_rollout_is_forecast_or_ranked_twice(work: Work) -> None:
+    mirror = Mirror(600)
+    steps = [work.taken()]
+    while mirror.foresee():
+        steps.append(work.taken())
+    last = work.taken()
+    assert all(named <= run_tail.PAGE and ranked <= run_tail.PAGE for named, _, ranked in [*steps, last])
+    assert all(forecast <= 1 for _, forecast, _ in steps)  # that of groups of which nothing is known
+    assert last[1] <= 33
+    assert sum(named for named, _, _ in [*steps, last]) == 8 * 600
+    assert sum(ranked for _, _, ranked in [*steps, last]) == (8 - RUNNING) * 600
+    assert tuple(map(len, mirror.open)) == (RUNNING * 600, (8 - RUNNING) * 600)
+
+
+def test_a_mirror_that_was_taken_is_in_the_order_of_its_ranks() -> None:
+    mirror = Mirror(200)
+    mirror.take()
+    for _ in range(400):  # until each group has its own forecast
+        mirror.now += 0.1
+        mirror.foresee()
+    groups = [one.group for one in mirror.run.queue]
+    assert min(groups[:100]) > 8 * 140 > 8 * 60 > max(groups[-100:])  # the later ones' samples have made most
+
+
+def test_what_happens_while_a_mirror_is_taken_counts() -> None:
+    mirror = Mirror(600)
+    run = mirror.run
+    last_running, last_waiting = f"x{8 * 599}", f"x{8 * 599 + 7}"
+    assert mirror.foresee()
+    run.finish(last_running, f"a{8 * 599}")
+    run.end(last_waiting)
+    run.end("x0")
+    run.admit(queued(8 * 600))
+    mirror.take()
+    running, waiting = mirror.open
+    assert running == run.running.keys()
+    assert waiting == {one.rollout_id for one in run.queue}
+    assert not {last_running, "x0"} & running
+    assert last_waiting not in waiting
+    assert f"x{8 * 600}" in waiting
+
+
+def test_a_mirror_that_is_read_again_while_it_is_taken_is_taken_anew() -> None:
+    mirror = Mirror(600)
+    assert mirror.foresee()
+    queue = mirror.run.new_queue()
+    queue.add(queued(4))
+    mirror.run.reread({}, queue, {})
+    mirror.take()
+    assert mirror.open == (set(), {"x4"})
+
+
+def test_a_round_lets_others_have_their_turn_after_each_page_and_fills_slots_once_all_is_ranked() -> None:
+    fleet = VirtualFleet(tail=TailSpec(order="lengths"))
+    fleet.attach("w1")
+    queue = fleet.run.new_queue()
+    for place in range(3 * run_tail.PAGE):
+        queue.add(queued(place))
+    fleet.run.reread({1: VERSION}, queue, {})
+    deeds = list(fleet.rounds.turns(fleet.now + 0.01))  # nothing is arranged in it
+    filled = next(at for at, deed in enumerate(deeds) if isinstance(deed, SlotFill))
+    assert deeds[:filled] == [None] * filled
+    assert filled >= 5  # two more pages of names and three of ranks
+    assert [one.place for one in fleet.run.queue][:4] == [0, 8, 16, 24]  # a probe of each group
+
+
+def live_through(run: RunState) -> None:
+    """All that happens to the rollouts of some groups."""
+    for step in range(4):
+        for place in range(8 * step, 8 * step + 4):
+            run.admit(queued(place))
+        for one in list(run.queue):
+            run.take_queued(one.rollout_id)
+            begun = attempt(run, one.place, 0)
+            run._running[one.rollout_id] = begun
+            run.tail.started(begun, run.queue)
+            begun.foresee()
+            run.finish(one.rollout_id, begun.attempt_id)
+        run.foresee(10.0 * step + 10.0)
+
+
+@pytest.mark.parametrize("method", ["lesson", "forecast", "prior"])
+def test_a_fault_in_statistics_ends_a_runs_forecasts_and_nothing_else(method: str, monkeypatch: Any) -> None:
+    def fails(*_: object) -> None:
+        raise ZeroDivisionError("a fault")
+
+    monkeypatch.setattr(LengthLearner, method, fails)
+    run = RunState("r", SPEC, DispatchWakeups(), lambda: 0.0)
+    with capture_logs() as said:
+        live_through(run)
+    assert [(one["log_level"], one["run_id"]) for one in said] == [("error", "r")]
+    assert not run.running
+    assert not run.tail.forecasts.known
+    run.admit(queued(80))
+    assert [one.rollout_id for one in run.queue] == ["x80"]
+    run.reread({}, run.new_queue(), {})
+    assert not run.foresee(1_000.0)
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the threads in which lessons are made."""
+    found, lesson = list[str](), LengthLearner.lesson
+
+    def noting(self: LengthLearner, groups: Any) -> Any:
+        found.append(threading.current_thread().name)
+        return lesson(self, groups)
+
+    monkeypatch.setattr(LengthLearner, "lesson", noting)
+    return found
+
+
+async def test_a_live_coordinator_learns_in_a_thread(threads: list[str]) -> None:
+    parts = DecidingParts(CoordinatorSettings())
+    run = parts.state.add_run("r", SPEC)
+    live_through(run)
+    now = itertools.count(100.0)
+    await wait_until(lambda: not run.foresee(next(now)) and run.tail.forecasts.learner.known, what="it has learnt")
+    assert threads
+    assert threading.current_thread().name not in threads
+    parts.close()
+
+
+def test_a_coordinator_whose_decisions_are_recorded_learns_where_it_decides(tmp_path: Path, threads: list[str]) -> None:
+    parts = DecidingParts(CoordinatorSettings(record_decisions=str(tmp_path / "decisions")))
+    run = parts.state.add_run("r", SPEC)
+    live_through(run)
+    assert run.tail.forecasts.learner.known
+    assert set(threads) == {threading.current_thread().name}
+    parts.close()
