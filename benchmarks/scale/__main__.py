@@ -27,6 +27,7 @@ from msgspec.structs import replace
 from benchmarks import arguments
 from benchmarks.conditions import commit, conditions
 from benchmarks.control_plane.house import ROOT
+from benchmarks.scale.busy import busy
 from benchmarks.scale.crowd import Crowd
 from benchmarks.scale.figures import chosen, missing, table
 from benchmarks.scale.growth import grow
@@ -84,14 +85,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--rate", type=arguments.factor, default=ScalePlan().rate, help="tokens/s of the whole fleet")
     parser.add_argument("--against", type=Path, help="another checkout, measured in turns with this one")
+    parser.add_argument(
+        "--kills", type=arguments.count, default=1, help="of the leading coordinator, one after another"
+    )
+    parser.add_argument("--beside", type=arguments.share, help="share of a core that another process takes meanwhile")
     parser.add_argument("--logs", type=Path, help="a folder for the coordinators' logs")
     parser.add_argument("--out", type=arguments.output, default=OUT, help="file of figures")
     options = parser.parse_args(argv)
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    plan = replace(QUICK if options.quick else ScalePlan(), rate=options.rate)
+    plan = replace(QUICK if options.quick else ScalePlan(), rate=options.rate, kills=options.kills)
     began, under = time.monotonic(), conditions()
-    found, baseline = run(plan, options.parts, options.against and options.against.absolute(), options.logs)
+    with busy(options.beside or 0.0):
+        found, baseline = run(plan, options.parts, options.against and options.against.absolute(), options.logs)
     under |= {"fsync": "always", "quick": options.quick, "seconds": round(time.monotonic() - began, 1)}
+    under["beside"] = options.beside or 0.0
     told: dict[str, Any] = {"figures": chosen(found), "missing": missing(found), "more": found, "conditions": under}
     if baseline:
         told["baseline"] = {"figures": chosen(baseline), "more": baseline, "conditions": commit(options.against)}

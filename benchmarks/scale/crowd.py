@@ -34,6 +34,7 @@ class Crowd:
         self._drivers: list[Driver] = []
         self.figures: dict[str, Any] = {"workers": plan.workers, "takeovers_unasked": 0}
         self.phases: dict[str, Any] = {}
+        self._asked: set[str] = set()  # workers that were to be lost
         self._missing = self._refused = 0  # tokens: acknowledged and not stored; acknowledged, and then said to lack
         self._told = 0.0
         self._own, self._own_since = time.process_time(), time.monotonic()
@@ -41,7 +42,11 @@ class Crowd:
 
     async def run(self) -> None:
         try:
-            for phase in (self._arrive, self._idle, self._fill, self._work, self._lose_half, self._take_over):
+            phases = (
+                *(self._arrive, self._idle, self._fill, self._work),
+                *(self._fall_silent, self._lose_half, self._take_over),
+            )
+            for phase in phases:
                 await self._town.ask("read")
                 began = time.monotonic()
                 name = phase.__name__.strip("_")
@@ -52,6 +57,7 @@ class Crowd:
                 if ended := await self._town.mend():
                     self.figures["takeovers_unasked"] += ended - (phase == self._take_over)
                 seen = self.phases[name] = await self._town.ask("read")
+                seen["workers_lost_unasked"] = len(self._lost - self._asked)
                 for driver in self._drivers:
                     driver.check()
                 self._tell(f"{name}: {time.monotonic() - began:.1f} s, longest {seen['longest'][:3]}")
@@ -122,7 +128,7 @@ class Crowd:
         if (now := time.monotonic()) > self._told + _TELL_S:
             self._told = now
             ended = sum(driver.finished for driver in self._drivers)
-            lost = len(set[str]().union(*(driver.lost for driver in self._drivers)))
+            lost = len(self._lost)
             shares = [f"{sum(one['cpu_s'] / one['seconds'] for one in seen):.2f}"]
             shares.append(f"{(time.process_time() - self._own) / (now - self._own_since):.2f}")
             self._own, self._own_since = time.process_time(), now
@@ -170,18 +176,35 @@ class Crowd:
             self._tell(f"workers report: {failure}")
         self._refused = sum(int(one["lost_tokens"]) for one in seen)
 
+    @property
+    def _lost(self) -> set[str]:
+        """Workers that the coordinator took for lost."""
+        return set[str]().union(*(driver.lost for driver in self._drivers))
+
+    async def _fall_silent(self) -> None:
+        """Some workers stop without a word, with their streams open."""
+        notices = []
+        for _ in range(self._plan.silenced):
+            at = time.monotonic()
+            names = {one["worker"] for one in await self._town.everywhere("lose", how="silence")}
+            self._asked |= names
+            await wait_until(lambda: names <= self._lost, timeout=_PATIENCE_S, interval=0.05, what="silent workers")  # noqa: B023 - it is awaited here
+            noticed = [driver.lost[name] for driver in self._drivers for name in names & driver.lost.keys()]
+            notices.append(max(noticed) - at)
+        self.figures["longest_death_notice_s"] = round(max(notices), 2)
+
     async def _lose_half(self) -> None:
-        """Half of the workers vanish; as many come in their place, and go on with what those had."""
+        """Half of the workers vanish; others come in place of all that were lost, and go on with what those had."""
         plan = self._plan
         acknowledged = await self._acknowledged()
         lost = await self._town.everywhere("vanish", share=0.5)
         at = min(one["at"] for one in lost)
-        names = sum(one["workers"] for one in lost)
-        known = partial(self._known_lost, names)
-        await wait_until(known, timeout=_PATIENCE_S, interval=0.05, what="all lost workers noticed")
+        names = {name for one in lost for name in one["workers"]}
+        self._asked |= names
+        await wait_until(lambda: names <= self._lost, timeout=_PATIENCE_S, interval=0.05, what="all losses noticed")
         self.figures["half_lost_noticed_s"] = round(time.monotonic() - at, 2)
         self._missing += await tokens_missing(self._town.redis, acknowledged)
-        each = round(names / len(self._town.fleets))
+        each = round(len(self._asked) / len(self._town.fleets))
         await self._town.everywhere("arrive", workers=each, slots=plan.slots, within_s=plan.arrive_s / 2)
         again = partial(self._reach, self.figures["running"])
         self.figures["half_lost_full_again_s"] = None
@@ -192,9 +215,6 @@ class Crowd:
     async def _reach(self, running: int) -> bool:
         return await self._running() >= _FULL * running
 
-    def _known_lost(self, names: int) -> bool:
-        return len(set[str]().union(*(driver.lost for driver in self._drivers))) >= names
-
     async def _acknowledged(self) -> dict[str, tuple[str, int]]:
         """Run and acknowledged tokens of each rollout that workers hold, or held when they vanished."""
         found: dict[str, tuple[str, int]] = {}
@@ -204,26 +224,39 @@ class Crowd:
         return found
 
     async def _take_over(self) -> None:
+        """The leading coordinator is killed, again and again; each time the other one takes over."""
+        found = []
+        for number in range(self._plan.kills):
+            if number:
+                await self._town.mend()  # the killed one comes back as the standby
+                await wait_until(self._town.standby_ready, timeout=_PATIENCE_S, interval=0.2, what="a standby")
+            found.append(await self._kill(number))
+            await asyncio.sleep(self._plan.watched_s)
+        self.figures |= {name: round(max(one[name] for one in found), 2) for name in found[0]}
+        self.figures["takeovers"] = [one["takeover_s"] for one in found]
+        self.figures["terms_per_kill"] = (self._town.terms() - 1) / len(found)
+        self.figures["lease_lapses_after_takeover"] = self._town.lapses()
+        self._note(await self._town.everywhere("measure"))
+
+    async def _kill(self, number: int) -> dict[str, float]:
+        """Kill the leader; how long what took, in seconds."""
         town = self._town
         acknowledged = await self._acknowledged()
         struck = await town.kill_leader()
-        self._want(self._plan.live + self._plan.queued + self._plan.runs)
+        self._want(self._plan.live + self._plan.queued + (number + 1) * self._plan.runs)
         recovered = asyncio.create_task(town.everywhere("recover", after=struck))
         await wait_until(partial(self._resubmitted, struck), timeout=_PATIENCE_S, interval=0.02, what="a submission")
         submitted = min(d.submitted[1] for d in self._drivers if d.submitted[0] > struck) - struck
         back = await recovered
         append = min(one["answered"] for one in back) - struck
-        self.figures |= {
-            "takeover_s": round(max(submitted, append), 2),
-            "takeover_submit_s": round(submitted, 2),
-            "takeover_append_s": round(append, 2),
-            "takeover_all_attached_s": round(max(one["last"] for one in back) - struck, 2),
+        self._missing += await tokens_missing(town.redis, acknowledged)
+        return {
+            "takeover_s": max(submitted, append),
+            "takeover_submit_s": submitted,
+            "takeover_append_s": append,
+            "takeover_all_attached_s": max(one["last"] for one in back) - struck,
             "takeover_never_attached": sum(one["missing"] for one in back),
         }
-        self._missing += await tokens_missing(town.redis, acknowledged)
-        await asyncio.sleep(self._plan.watched_s)
-        self.figures["lease_lapses_after_takeover"] = town.lapses()
-        self._note(await town.everywhere("measure"))
 
     def _resubmitted(self, after: float) -> bool:
         return any(driver.submitted[0] > after for driver in self._drivers)
@@ -235,6 +268,7 @@ class Crowd:
         balancing = self.phases["work"]["spent_s"].get("balancing", 0.0) / self.phases["work"]["seconds"]
         lost = self._missing + self._refused + sum(driver.lost_tokens for driver in self._drivers)
         self.figures |= {
+            "workers_lost_unasked": max(one["workers_lost_unasked"] for one in phases),
             "callback_p99_ms": max(one["callbacks"]["p99_ms"] for one in phases),
             "callback_max_ms": max(one["callbacks"]["max_ms"] for one in phases),
             "longest_callback_p99_ms": max(one["stretches"]["p99_ms"] for one in phases),

@@ -106,7 +106,7 @@ class ScaleFleet(Fleet):
             self._losses[worker.name] = {}
             self._gone |= _held(worker)
             worker.vanish()
-        return {"workers": len(lost), "rollouts": sum(len(worker.rollouts) for worker in lost), "at": at}
+        return {"workers": [worker.name for worker in lost], "at": at}
 
     def held(self) -> dict[str, Any]:
         found = dict(self._gone)

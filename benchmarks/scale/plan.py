@@ -6,8 +6,9 @@ from msgspec import Struct
 class ScalePlan(Struct, frozen=True, kw_only=True):
     """`rate`: tokens/s of the whole fleet. `fill_s`: seconds within which all slots should be taken, at `starts_per_s`;
     the other rollouts are queued at `submits_per_s`. `steady_s`, `idle_s`, `watched_s`: seconds that are measured under
-    load, with nothing to do, and after a takeover. `finished`: rollouts of the memory's part. `http_cases`: generated
-    HTTP messages. `token_*`: of the part at a high rate of tokens, as in the migration benchmark.
+    load, with nothing to do, and after a takeover. `silenced`: workers of each process that fall silent. `kills`: of
+    the leading coordinator. `finished`: rollouts of the memory's part. `http_cases`: generated HTTP messages.
+    `token_*`: of the part at a high rate of tokens, as in the migration benchmark.
     """
 
     workers: int = 1000
@@ -25,6 +26,8 @@ class ScalePlan(Struct, frozen=True, kw_only=True):
     submits_per_s: float = 2_000.0
     steady_s: float = 60.0
     watched_s: float = 20.0
+    silenced: int = 5
+    kills: int = 1
     finished: int = 2_000_000
     http_cases: int = 100_000
     token_workers: int = 100

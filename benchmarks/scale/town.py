@@ -28,6 +28,9 @@ _TOKEN_S: Final = 86400.0
 _COORDINATORS: Final = ("coordinator", "standby")
 #: A third of the default: the load itself takes most of two cores.
 _FLUSHES_PER_S: Final = 350.0
+#: What a coordinator logs as it waits for the fleet's lease, and as it takes it.
+_WAITS: Final = '"event": "standing by"'
+_LEADS: Final = '"event": "leads"'
 #: What a coordinator warns of when the fleet's lease was over before it was renewed.
 _LAPSED: Final = "the lease could not be renewed in time"
 
@@ -139,6 +142,15 @@ class Town(House):
         self.leader = self._other
         self.coordinator = self._pids[self.leader]
         return struck
+
+    def standby_ready(self) -> bool:
+        """Whether the coordinator that does not lead waits for the lease."""
+        log = (self.redis.directory / f"{self._other}.log").read_text()
+        return log.rfind(_WAITS) > log.rfind(_LEADS)
+
+    def terms(self) -> int:
+        """How often a coordinator took the lease of the fleet."""
+        return sum((self.redis.directory / f"{name}.log").read_text().count(_LEADS) for name in _COORDINATORS)
 
     def warnings(self) -> Counter[str]:
         """How often coordinators warned of each thing, numbers and names left out."""
