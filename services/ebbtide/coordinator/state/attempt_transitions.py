@@ -294,5 +294,4 @@ def _assignment(attempt: RunningAttempt, given: PlacedRollout, policy: str) -> f
         group_id=attempt.group_id,
         expected_tokens=expected.expected_tokens,
         longest_tokens=expected.longest_tokens,
-        tail_worth=expected.tail_worth,
     )
