@@ -89,6 +89,7 @@ class Coordinator:
             keep_ended_s=settings.keep_ended_s,
             keep_ended_bytes=settings.keep_ended_bytes,
             placed=self._siblings.placed,
+            dropped=self._siblings.drop_run,
         )
         self._run_events = RunEventWriter(self.state, self.store, self._notifier)
         self.fleet = WorkerRegistry(settings, self.state, self._parts.trust, self._run_events)

@@ -1,5 +1,7 @@
 """Workers that share a group get each other's stored tokens with their answers: in order, once, and nothing else."""
 
+import gc
+import weakref
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +14,7 @@ from ebbtide.testing import wait_until
 from ebbtide.types.fleet import AttemptRef
 from ebbtide.types.rollout import RolloutKind
 from ebbtide.types.tail_spec import TailSpec
-from ebbtide.v1 import fleet_pb2, types_pb2
+from ebbtide.v1 import fleet_pb2, runs_pb2, types_pb2
 from ebbtide.wire.record_conversion import from_proto
 from ebbtide.wire.sibling_columns import MOST_HELD
 from tests.fakes.scripted_worker import ScriptedWorker
@@ -214,3 +216,20 @@ async def test_through_broken_streams_and_takeovers_at_any_moment_no_token_is_mi
     await pair.fed("w1", b=made["b"])
     await pair.fed("w2", a=made["a"])
     assert min(made.values()) > 20
+
+
+async def test_of_a_run_that_is_over_nothing_stays_though_its_workers_go_on(pair: Pair) -> None:
+    await pair.workers["w1"].add("a", 0, 5, STOP)
+    await pair.fed("w2", a=5)
+    await pair.workers["w2"].add("b", 0, 5, STOP)
+    state = pair.cluster.coordinator.state
+    run = weakref.ref(state.runs["r"])
+    await pair.cluster.call(pair.cluster.runs.CancelRun, runs_pb2.CancelRunRequest(run_id="r"))
+    await wait_until(lambda: not state.runs and not state.ended, what="the run is over")
+
+    def gone() -> bool:
+        gc.collect()
+        return run() is None
+
+    await wait_until(gone, what="nothing refers to the run")
+    assert {session.worker_id for session in state.sessions.values()} == {"w1", "w2"}

@@ -63,6 +63,20 @@ async def test_a_rollout_that_waits_for_memory_is_handed_back_at_once_as_it_came
     await wait_until(lambda: beat(house).unadmitted == 0)
 
 
+async def test_a_forecast_that_comes_during_an_install_counts_behind_it(house: House) -> None:
+    await house.worker(scripted={**MEMORY, "step_s": 0.02, "install_s": 0.3})
+    house.coordinator.install(house.relay.publish(2))
+    await wait_until(lambda: beat(house).held)
+    for name in ("one", "other"):
+        house.coordinator.assign(name, Sampling(max_tokens=3000), expected_tokens=600)
+    told = [
+        fleet_pb2.Forecasts.Forecast(attempt_id=house.coordinator.fences[name], expected_tokens=20)
+        for name in ("one", "other")
+    ]
+    house.coordinator.say(forecasts=fleet_pb2.Forecasts(forecasts=told))
+    await wait_until(lambda: house.in_engine() == 2, what="there is memory for both")
+
+
 async def test_a_forecast_that_comes_later_lets_a_rollout_in_that_waited(house: House, expected: Expected) -> None:
     await house.worker(scripted={**MEMORY, "step_s": 0.02})
     house.coordinator.assign("runs", Sampling(max_tokens=3000), expected_tokens=600)

@@ -57,11 +57,10 @@ def test_the_engine_is_asked_for_what_is_left() -> None:
     assert request.request_id == "attempt"
 
 
-@pytest.mark.parametrize(("told", "worth"), [(3.0, 3.0), (0.0, 1.0)])
-def test_drafts_are_worth_what_the_coordinator_says_or_the_average(told: float, worth: float) -> None:
-    wanted = msgspec.structs.replace(assignment([20]), group_id="g", tail_worth=told)
+def test_drafts_come_from_the_group_that_the_coordinator_names() -> None:
+    wanted = msgspec.structs.replace(assignment([20]), group_id="g")
     drafts = Generation(wanted, INFO, decode).request().drafts
-    assert drafts == DraftSource(group="g", rollout_id="rollout", made=1, worth=worth)
+    assert drafts == DraftSource(group="g", rollout_id="rollout", made=1)
 
 
 def test_the_context_bounds_the_response() -> None:

@@ -4,15 +4,15 @@ The records ride in the answers to a worker's own messages, unopened. `schedulin
 which; what does not wait there is read from the store, page by page, as fast as its worker takes it.
 
 Invariant: a worker gets only groups of which it makes a rollout at that moment, and of each sibling the records in
-order, each once. All of it is lost with the process: a worker says how far it has its siblings when it opens its next
-stream. What finished before a restart goes only to workers that had some of it.
+order, each once. `_runs` has no run that is over: its groups lead to its attempts, and these to all that it had. All of
+it is lost with the process: a worker says how far it has its siblings when it opens its next stream. What finished
+before a restart goes only to workers that had some of it.
 """
 
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Final, NamedTuple
-from weakref import WeakKeyDictionary
 
 from ebbtide.coordinator import metrics
 from ebbtide.coordinator.state.run_state import RunState
@@ -47,7 +47,7 @@ class SiblingFeeds:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._runs: WeakKeyDictionary[RunState, SiblingGroups] = WeakKeyDictionary()
+        self._runs: dict[RunState, SiblingGroups] = {}
         self._feeds: dict[object, SiblingFeed] = {}
         self._sessions: dict[SiblingFeed, WorkerSession] = {}
         self._reading: dict[SiblingFeed, asyncio.Task[None]] = {}
@@ -85,8 +85,14 @@ class SiblingFeeds:
         if self._feeds and attempt.group_id:
             self._begin(attempt)
 
+    def drop_run(self, run: RunState) -> None:
+        """Note that a run is over: nothing of it goes to any worker."""
+        if (groups := self._runs.pop(run, None)) is not None:
+            groups.close()
+
     def _begin(self, attempt: RunningAttempt) -> None:
-        self._groups(attempt.run).begin(attempt.rollout.rollout_id, attempt, attempt.stored, self._feeds)
+        if not attempt.run.ended:
+            self._groups(attempt.run).begin(attempt.rollout.rollout_id, attempt, attempt.stored, self._feeds)
 
     def stored(
         self,
@@ -98,7 +104,7 @@ class SiblingFeeds:
         """Pass on the deltas of a call that the store has acknowledged. `others`: those, by place, that were not stored
         as they were sent.
         """
-        if self._feeds and run.spec.tail.speculation != "off":
+        if self._feeds and run.spec.tail.speculation != "off" and not run.ended:
             self._groups(run).stored(deltas, attempts, others, self._feeds)
 
     def tell(self, stream: FeedStream, answer: fleet_pb2.AppendResponse) -> None:

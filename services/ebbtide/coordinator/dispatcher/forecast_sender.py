@@ -53,7 +53,6 @@ def _message(changed: list[tuple[RunningAttempt, AttemptForecast]]) -> fleet_pb2
             attempt_id=attempt.attempt_id,
             expected_tokens=one.expected_tokens,
             longest_tokens=one.longest_tokens,
-            tail_worth=one.tail_worth,
             stored=one.stored,
         )
         for attempt, one in changed

@@ -57,11 +57,12 @@ class AttemptTransitions:
         keep_ended_s: float,
         keep_ended_bytes: int,
         placed: Callable[[RunningAttempt], None] = lambda _: None,
+        dropped: Callable[[RunState], None] = lambda _: None,
     ) -> None:
-        """`placed` is called with each attempt that a worker was given."""
+        """`placed` is called with each attempt that a worker was given, `dropped` with each run that is over."""
         self._state, self._store, self._notifier, self._writes = state, store, notifier, writes
         self._no_progress_limit, self._keep_ended_s = no_progress_limit, keep_ended_s
-        self._placed = placed
+        self._placed, self._dropped = placed, dropped
         self._histories = EndedHistories(store, most_bytes=keep_ended_bytes, keep_s=keep_ended_s)
 
     async def start(
@@ -223,6 +224,7 @@ class AttemptTransitions:
 
     def _drop_run(self, run: RunState) -> None:
         self._state.drop_run(run)
+        self._dropped(run)
         for topic in ("events", "finished", "trajectories"):
             self._notifier.notify(topic, run.run_id)
         self._notifier.notify_all("tokens", run.run_id, chain(run.running, (one.rollout_id for one in run.queue)))
@@ -293,5 +295,4 @@ def _assignment(attempt: RunningAttempt, given: PlacedRollout, policy: str) -> f
         group_id=attempt.group_id,
         expected_tokens=expected.expected_tokens,
         longest_tokens=expected.longest_tokens,
-        tail_worth=expected.tail_worth,
     )

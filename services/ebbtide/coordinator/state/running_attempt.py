@@ -4,7 +4,7 @@ Invariant: an attempt in `RunState.running` has a session or is orphaned, never 
 `attempts`, and in `pending` until its first token arrives. An orphan wakes the loop that re-queues it.
 """
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 from msgspec import Struct
@@ -30,21 +30,17 @@ class AttemptForecast(NamedTuple):
 
     expected_tokens: int = 0
     longest_tokens: int = 0
-    tail_worth: float = 0.0
     stored: int = 0  # that the forecast knew of
 
     def differs(self, told: "AttemptForecast") -> bool:
         """Whether it is news to one who was told `told`, and has counted the tokens since then."""
-        ratio, worth = _CHANGED, _WORTH_CHANGED
         before = max(1, told.stored + told.longest_tokens)
         now = max(1, self.stored + self.longest_tokens)
-        if not before / ratio <= now <= before * ratio:
-            return True
-        return not told.tail_worth / worth <= self.tail_worth <= told.tail_worth * worth
+        return not before / _CHANGED <= now <= before * _CHANGED
 
 
-#: A length, or a worth, is told anew once it has changed by more than this factor.
-_CHANGED, _WORTH_CHANGED = 1.2, 1.5
+#: A length is told anew once it has changed by more than this factor.
+_CHANGED: Final = 1.2
 
 
 class RunningAttempt(Struct, kw_only=True, eq=False):
@@ -109,7 +105,7 @@ class RunningAttempt(Struct, kw_only=True, eq=False):
             return AttemptForecast()
         most = max(1, self.max_tokens - self.stored)
         expected, longest = (min(most, round(one)) for one in (outlook.expected, outlook.longest))
-        return AttemptForecast(expected, longest, tail.judge.worth(rollout.rollout_id), self.stored)
+        return AttemptForecast(expected, longest, self.stored)
 
     def begin(self, now: float) -> None:
         """Note that its first tokens arrived, stored or not. Its worker may take another rollout."""

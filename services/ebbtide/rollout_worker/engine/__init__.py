@@ -25,7 +25,6 @@ class DraftSource(Struct, frozen=True, kw_only=True):
     group: str
     rollout_id: str
     made: int  # how many of the request's tokens are the rollout's response so far: the last ones
-    worth: float = 1.0  # of its tokens, beside an average rollout's, for when its step ends
 
 
 class SiblingRun(NamedTuple):

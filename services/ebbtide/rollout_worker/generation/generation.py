@@ -46,7 +46,6 @@ class Assignment(Struct, frozen=True, kw_only=True):
     prompt_logprobs: int | None = None  # alternatives of each score; None: the prompt is not scored
     expected_tokens: int = 0  # still to come behind `partial`, on average; 0: not known
     longest_tokens: int = 0  # that are probably not exceeded; 0: not known
-    tail_worth: float = 0.0  # of a token of it for the end of its step, beside an average one's; 0: not known
     group_id: str = ""  # whose members' tokens it may be drafted from; empty: nothing is drafted
 
     def admits(self, version: int) -> bool:
@@ -119,8 +118,7 @@ class Generation:
         assignment = self._assignment
         if not assignment.group_id or assignment.sampling.repetition_penalty != 1.0:
             return None
-        rollout_id, worth = assignment.attempt.rollout_id, assignment.tail_worth or 1.0
-        return DraftSource(group=assignment.group_id, rollout_id=rollout_id, made=made, worth=worth)
+        return DraftSource(group=assignment.group_id, rollout_id=assignment.attempt.rollout_id, made=made)
 
     def accept(self, delta: TokenDelta) -> bytes:
         """Add the engine's tokens, up to the response's end. Returns the added tokens, packed."""

@@ -12,6 +12,8 @@ import time
 from collections.abc import Iterable
 from typing import Final
 
+import msgspec
+
 from ebbtide import telemetry
 from ebbtide.errors import InvalidRequest
 from ebbtide.rollout_worker import metrics
@@ -206,10 +208,16 @@ class ControlHandler:
         self.attempts.release(refs, why)
 
     def foresee(self, forecasts: Iterable[HeldForecast]) -> None:
-        """Admit rollouts to the engine's memory by what is expected of them now."""
+        """Admit rollouts to the engine's memory by what is expected of them now, also those that wait for an install:
+        the coordinator tells it once.
+        """
         for one in forecasts:
             rest, longest = one.expected_tokens, one.longest_tokens
             self.attempts.gate.forecast(one.attempt_id, rest, longest, stored=one.stored)
+            if (waits := self._arriving.get(one.attempt_id)) is not None:
+                self._arriving[one.attempt_id] = msgspec.structs.replace(
+                    waits, expected_tokens=rest, longest_tokens=longest
+                )
 
     def pace_flushes(self, pace: FlushPace) -> None:
         """Flush no more often than that."""

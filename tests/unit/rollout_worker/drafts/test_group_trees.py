@@ -54,6 +54,16 @@ def test_memory_is_bounded_and_the_group_used_longest_ago_goes_first() -> None:
     assert kept.find("b", 1, TEXT[:4], 4, 3.0) is None
 
 
+def test_a_group_that_needs_more_than_all_may_have_begins_anew() -> None:
+    kept = trees(most_tokens=70)
+    for number in range(3):
+        kept.add("g", 1, f"r{number}", 0, TEXT, float(number))
+        assert kept.bytes <= 70 * TOKEN_BYTES
+    assert kept.find("g", 1, TEXT[:4], 4, 3.0) is None
+    kept.add("g", 1, "r2", 30, TEXT, 4.0)
+    assert kept.find("g", 1, TEXT[:4], 4, 4.0) is not None
+
+
 def test_memory_is_given_back_when_groups_end_or_idle_and_when_versions_are_replaced() -> None:
     kept = trees()
     for group in ("ended", "idle", "used"):

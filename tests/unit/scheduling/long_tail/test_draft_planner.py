@@ -47,13 +47,6 @@ def test_drafts_begin_again_when_they_pay_again() -> None:
     assert planner.mode is SpeculationMode.ON
 
 
-def test_critical_samples_get_the_longer_drafts() -> None:
-    planner = DraftPlanner(8, 4)
-    last = DraftOffer("g", 5, 8, worth=4.0)
-    given = [planner.lengths([DraftOffer("g", 5, 8), last], 2) for _ in range(2)]
-    assert max(given) == [1, 3], "while costs are unknown, every other step has drafts"
-
-
 def test_a_batch_that_began_with_a_single_draft_learns_that_more_of_them_cost_little() -> None:
     planner, samples = DraftPlanner(8, 512), 8
     given = list[int]()

@@ -1,4 +1,4 @@
-"""A run knows when its open rollouts end, and which of them decide that."""
+"""A run knows when its open rollouts end, and which of them may be the last."""
 
 from random import Random
 
@@ -6,10 +6,10 @@ import pytest
 
 from ebbtide.scheduling.long_tail.length_forecast import LengthOutlook
 from ebbtide.scheduling.long_tail.outlook.run_forecasts import RunForecasts
-from ebbtide.scheduling.long_tail.outlook.step_end import WaitingWork, step_end, worths
+from ebbtide.scheduling.long_tail.outlook.step_end import WaitingWork, step_end
 from ebbtide.scheduling.long_tail.outlook.step_judge import StepJudge
 from tests.unit.scheduling.long_tail.drawn_lengths import drawn
-from tests.unit.scheduling.long_tail.live_groups import begin, name_of, play, submit
+from tests.unit.scheduling.long_tail.live_groups import begin, play, submit
 
 
 def outlook(tokens: float) -> LengthOutlook:
@@ -30,19 +30,11 @@ def test_what_waits_puts_the_end_off_and_shortens_the_tail() -> None:
     assert behind.tail < 0.3
 
 
-def test_in_the_tail_tokens_of_the_last_rollout_are_worth_most_and_else_all_are_worth_the_same() -> None:
-    running = [outlook(100.0)] * 7 + [outlook(1_000.0)]
-    found = worths(running, 1.0, 8)
-    assert found[-1] > 5.0
-    assert max(found[:-1]) < 0.5
-    assert worths(running, 0.0, 8) == [1.0] * 8
-
-
 def test_nothing_open_ends_at_once() -> None:
     assert step_end([], WaitingWork(), 0) == (0.0, 0.0, 0.0)
 
 
-def test_a_run_names_its_latest_rollouts_and_what_their_tokens_are_worth() -> None:
+def test_a_run_names_its_latest_rollouts() -> None:
     forecasts = RunForecasts(64)
     for step in range(3):
         play(forecasts, 1_000 * step, drawn(Random(step), 64, alike=0.9), step + 1.0)
@@ -61,6 +53,5 @@ def test_a_run_names_its_latest_rollouts_and_what_their_tokens_are_worth() -> No
     assert judge.count == 1
     last = judge.latest[0][0]
     assert last.startswith("s9077.")
-    assert judge.worth(last) > judge.worth(name_of(9_000, 0))
     judge.look(1.5)
     assert judge.count == 1

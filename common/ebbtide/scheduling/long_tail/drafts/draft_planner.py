@@ -35,7 +35,6 @@ class DraftOffer(Struct, frozen=True, gc=False):
     group: str
     match: int
     length: int
-    worth: float = 1.0
 
 
 class DraftPlanner:
@@ -63,7 +62,7 @@ class DraftPlanner:
         """Lengths of the drafts, in the offers' order. `samples`: that run, with or without an offer."""
         if not offers:
             return []  # which costs nothing, and tells nothing
-        slots = [DraftSlot(self.survival(offer), offer.worth) for offer in offers]
+        slots = [DraftSlot(self.survival(offer)) for offer in offers]
         tried = drafts_within(slots, min(_TRIED * samples, self._most))
         if self.mode is SpeculationMode.TRY:  # `looks` had the switch say so
             self.mode = SpeculationMode.OFF
@@ -74,8 +73,7 @@ class DraftPlanner:
         # Samples without an offer are part of the batch, and gain nothing.
         rest = [DraftSlot(()) for _ in range(samples - len(slots))]
         plan = best_drafts([*slots, *rest], self._cost.seconds, most=self._most)
-        plain = sum(slot.worth for slot in slots) + len(rest)
-        gain = plan.worth * self._cost.seconds(samples) / (plain * plan.step_s) if plain else 1.0
+        gain = plan.worth * self._cost.seconds(samples) / (samples * plan.step_s)
         self.mode, self._until_look = self._switch.step(gain), _LOOK_EVERY
         if self.mode is SpeculationMode.TRY:
             self.mode = SpeculationMode.OFF

@@ -221,7 +221,16 @@ class SiblingFeed:
     def close(self) -> None:
         """Leave all groups: the worker is gone."""
         for group in list(self._made):
-            self._leave(group)
+            self.leave(group)
+
+    def leave(self, group: SiblingGroup) -> None:
+        """Have the worker get nothing more of a group."""
+        del self._made[group]
+        group.readers.pop(self.session, None)
+        for sibling in group.members.values():
+            self.drop(sibling)
+            self._held.pop((group.run_id, sibling.rollout_id), None)
+        self._ended.append((group.run_id, group.group_id))
 
     def _makes(self, sibling: Sibling) -> bool:
         return sibling.attempt is not None and sibling.attempt.session is self.session
@@ -233,15 +242,7 @@ class SiblingFeed:
                 if one.attempt is not None and one.attempt.session is session:
                     break
             else:
-                self._leave(group)
-
-    def _leave(self, group: SiblingGroup) -> None:
-        del self._made[group]
-        group.readers.pop(self.session, None)
-        for sibling in group.members.values():
-            self.drop(sibling)
-            self._held.pop((group.run_id, sibling.rollout_id), None)
-        self._ended.append((group.run_id, group.group_id))
+                self.leave(group)
 
     def follow(self, sibling: Sibling) -> None:
         """Have the worker get a sibling of a group that it reads."""

@@ -92,6 +92,14 @@ class SiblingGroups:
         for feed in sibling.group.readers.values():
             feed.drop(sibling)
 
+    def close(self) -> None:
+        """Give up all groups: the run is over."""
+        for group in self._groups.values():
+            for feed in list(group.readers.values()):
+                feed.leave(group)
+        self._groups.clear()
+        self._siblings.clear()
+
     def _add(self, rollout_id: str, group_id: str, stored: int) -> Sibling:
         group = self._groups.pop(group_id, None)
         if group is None:

@@ -1,17 +1,26 @@
-"""Says when a step ends, and how much each running rollout decides of that.
+"""Says when a step ends.
 
-Times are in tokens of a rollout, as if all ran equally fast. What waits begins as slots become free. Until nothing
-waits, each token of any rollout brings the step's end nearer; in the tail behind that, only those of the last ones do.
+Times are in tokens of a rollout, as if all ran equally fast. What waits begins as slots become free.
 """
 
 from collections.abc import Sequence
+from math import prod
 from typing import Final, NamedTuple
 
-from ebbtide.scheduling.long_tail.drafts.tail_criticality import LEAST_WORTH, ExpectedEnd, last_end, last_shares
 from ebbtide.scheduling.long_tail.length_forecast import LengthOutlook
 
 #: Rollouts whose ends are compared: those with the latest ones. The others hardly are the last.
 COMPARED: Final = 128
+#: They find a time within a thousandth of the latest end.
+_HALVED: Final = 10
+
+
+class ExpectedEnd(NamedTuple):
+    """Quantiles of when a sample ends, in tokens to come. They rise."""
+
+    tenth: float
+    half: float
+    ninth: float  # nine in ten end by then
 
 
 class WaitingWork(NamedTuple):
@@ -43,14 +52,33 @@ def step_end(last: Sequence[LengthOutlook], waiting: WaitingWork, running: int) 
     return StepEnd(half, ninth, 1.0 - min(1.0, drained / half) if half > 0.0 else 1.0)
 
 
-def worths(last: Sequence[LengthOutlook], tail: float, running: int) -> list[float]:
-    """The worth of a token of each of `last` for the step's end; that of an average one of all that run is 1, but for
-    a least one. `tail`: see `StepEnd`. The others are worth as much as the least of these.
-    """
-    if tail <= 0.0 or not last:
-        return [1.0] * len(last)
-    shares = last_shares([_end(one, 0.0) for one in last])
-    return [max(LEAST_WORTH, 1.0 - tail + tail * share * running) for share in shares]
+def last_end(ends: Sequence[ExpectedEnd], share: float) -> float:
+    """The time by which all have ended with this probability (0 to 1, both excluded). At least one end is needed."""
+    low, high = 0.0, max(_latest(one) for one in ends)
+    for _ in range(_HALVED):
+        middle = 0.5 * (low + high)
+        if prod(_ended(one, middle) for one in ends) < share:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def _latest(one: ExpectedEnd) -> float:
+    """Where the last tenth of a sample's ends is taken to stop: lengths have long tails."""
+    return one.ninth + 2.0 * (one.ninth - one.half)
+
+
+def _ended(one: ExpectedEnd, time: float) -> float:
+    """The probability that a sample has ended by a time: straight lines between the quantiles."""
+    if time < one.tenth:
+        return 0.1 * time / one.tenth if time > 0.0 else 0.0
+    if time < one.half:
+        return 0.1 + 0.4 * (time - one.tenth) / (one.half - one.tenth)
+    if time < one.ninth:
+        return 0.5 + 0.4 * (time - one.half) / (one.ninth - one.half)
+    latest = _latest(one)
+    return 0.9 + 0.1 * (time - one.ninth) / (latest - one.ninth) if time < latest else 1.0
 
 
 def _end(one: LengthOutlook, begin: float) -> ExpectedEnd:

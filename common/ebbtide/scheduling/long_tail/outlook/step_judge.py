@@ -1,8 +1,8 @@
-"""Judges once a second when a run's open rollouts end, and how much each decides of that.
+"""Judges once a second when a run's open rollouts end, and which may end last.
 
 A large run is looked at in parts, so that no call takes long: what it says is then some seconds old.
 
-Invariant: `end`, `latest` and `_worths` are those of the last whole look. Lost with the process; the next look makes
+Invariant: `end` and `latest` are those of the last whole look. Lost with the process; the next look makes
 them anew.
 """
 
@@ -13,7 +13,7 @@ from typing import Final
 from ebbtide.scheduling.long_tail.length_forecast import LengthOutlook
 from ebbtide.scheduling.long_tail.outlook.known_group import KnownGroup
 from ebbtide.scheduling.long_tail.outlook.run_forecasts import RunForecasts
-from ebbtide.scheduling.long_tail.outlook.step_end import COMPARED, StepEnd, WaitingWork, step_end, worths
+from ebbtide.scheduling.long_tail.outlook.step_end import COMPARED, StepEnd, WaitingWork, step_end
 
 _LOOK_EVERY_S: Final = 1.0
 #: Groups in one call, and the rollouts after which it looks at no other: they take some two milliseconds.
@@ -55,8 +55,6 @@ class StepJudge:
         self._look: _Look | None = None
         self._looked = -_LOOK_EVERY_S
         self.end = StepEnd(0.0, 0.0, 0.0)
-        self._worths: dict[str, float] = {}  # of the rollouts that may end last
-        self._least = 1.0  # of the others
         self.latest: list[tuple[str, LengthOutlook]] = []  # the rollouts that run and may end last
         self.count = 0  # of whole looks
 
@@ -77,15 +75,8 @@ class StepJudge:
             if seen.running >= most:
                 return
 
-    def worth(self, rollout_id: str) -> float:
-        """The worth of a rollout's tokens for the step's end, beside an average one's."""
-        return self._worths.get(rollout_id, self._least)
-
     def _judge(self, seen: _Look) -> None:
         last = [outlook for _, _, outlook in seen.last]
         self.end = step_end(last, seen.waiting, seen.running)
-        found = worths(last, self.end.tail, seen.running)
-        self._worths = {name: worth for (_, name, _), worth in zip(seen.last, found, strict=True)}
-        self._least = min(found, default=1.0)
         self.latest = [(name, outlook) for _, name, outlook in nlargest(_LATEST, seen.last)]
         self.count += 1

@@ -135,7 +135,7 @@ class DraftedBatch:
             context = row.tokens(max(0, row.length - DEPTH), row.length)
             draft = self._trees.find(row.source.group, self._version, context, min(self._longest, row.room), now)
             if draft is not None:
-                offer = DraftOffer(row.source.group, draft.match, len(draft.ids), row.source.worth)
+                offer = DraftOffer(row.source.group, draft.match, len(draft.ids))
                 found.append((place, offer, draft.ids))
         lengths = self._planner.lengths([offer for _, offer, _ in found], len(chosen))
         for (place, offer, ids), length in zip(found, lengths, strict=True):

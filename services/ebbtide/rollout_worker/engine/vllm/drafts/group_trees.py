@@ -5,8 +5,9 @@ tokens is found from its begin, with how often each continuation came. A respons
 tokens are missing, it goes on as another sequence, so that no stretch spans the gap.
 
 Invariant: `_trees` has the tree used longest ago first. Their tokens weigh at most `most_bytes` in all, by what a token
-is known to take; beyond that whole trees go, the one used longest ago first. A tree goes after `IDLE_S` without use,
-and when another version replaced its own. Lost with the engine's process: new tokens fill trees again.
+is known to take; beyond that whole trees go, the one used longest ago first, and at last the one in use. A tree goes
+after `IDLE_S` without use, and when another version replaced its own. Lost with the engine's process: new tokens fill
+trees again.
 """
 
 from collections import OrderedDict
@@ -91,7 +92,7 @@ class GroupTrees:
         held.responses[response] = sequence, end + len(fresh)
         held.tokens += len(fresh)
         self._tokens += len(fresh)
-        while self._tokens > self._most and len(self._trees) > 1:
+        while self._tokens > self._most:  # a tree that weighs more by itself begins anew, too
             self._drop(next(iter(self._trees)))
 
     def find(self, group: str, version: int, context: Sequence[int], longest: int, now: float) -> FoundDraft | None:
