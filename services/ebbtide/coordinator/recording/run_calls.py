@@ -57,6 +57,14 @@ class RunReread(ModelCall, frozen=True):
         run.reread(versions, queue, [model.attempt(serial) for serial in self.running])
 
 
+class ContextNoted(ModelCall, frozen=True):
+    run: str
+    tokens: int
+
+    def apply(self, model: ReplayModel) -> None:
+        model.run(self.run).note_context(self.tokens)
+
+
 class Admitted(ModelCall, frozen=True):
     run: str
     rollout: QueuedRollout

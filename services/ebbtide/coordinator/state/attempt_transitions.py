@@ -71,6 +71,9 @@ class AttemptTransitions:
         run's lock held.
         """
         chosen = [(one.rollout_id, new_fence(), by_worker[one.worker_id]) for one in placements]
+        for architecture in {session.hello.engine.architecture for _, _, session in chosen}:
+            if (context := self._state.longest_context(architecture)) > run.context:
+                run.note_context(context)
         rows = [(rollout_id, attempt_id, session.worker_id) for rollout_id, attempt_id, session in chosen]
         placed = await self._store.rollouts.place(run.run_id, rows)
         batches: dict[WorkerSession, list[fleet_pb2.Assignment]] = defaultdict(list)
@@ -95,7 +98,7 @@ class AttemptTransitions:
             _record(attempt, given, session, now)
             if run.start(attempt, session):
                 self._placed(attempt)
-                batches[session].append(_assignment(attempt, given, run.spec.policy))
+                batches[session].append(_assignment(attempt, given, run))
         for session, assignments in batches.items():
             session.send_assignments(assignments)
         if any(given is not None and given.attempts > 1 for given in placed):  # the store tells of these alone
@@ -274,12 +277,12 @@ def _record(attempt: RunningAttempt, given: PlacedRollout, session: WorkerSessio
         )
 
 
-def _assignment(attempt: RunningAttempt, given: PlacedRollout, policy: str) -> fleet_pb2.Assignment:
+def _assignment(attempt: RunningAttempt, given: PlacedRollout, run: RunState) -> fleet_pb2.Assignment:
     request = given.request
     expected = attempt.foresee()
     return fleet_pb2.Assignment(
         attempt=to_proto(attempt.ref, fleet_pb2.AttemptRef),
-        policy=policy,
+        policy=run.spec.policy,
         prompt_ids=request.prompt_ids,
         partial=given.partial,
         sampling=to_proto(request.sampling, types_pb2.Sampling),
@@ -293,4 +296,5 @@ def _assignment(attempt: RunningAttempt, given: PlacedRollout, policy: str) -> f
         expected_tokens=expected.expected_tokens,
         longest_tokens=expected.longest_tokens,
         tail_worth=expected.tail_worth,
+        max_model_len=run.context,
     )

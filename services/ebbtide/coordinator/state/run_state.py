@@ -84,6 +84,7 @@ class RunState:
         self._groups: dict[str, int] = {}  # group -> queue place of its first rollout
         self._failed_installs: dict[int, int] = {}
         self.lengths: Final = ResponseLengths()
+        self._longest_context = 0  # tokens, of the engines that may serve it, so far
         self.moves: Final = MoveLedger()
         self.tail: Final = RunTail(spec)
         self.fitted = False  # some worker has installed a version
@@ -177,6 +178,17 @@ class RunState:
     # Its rollouts.
 
     @property
+    def context(self) -> int:
+        """Tokens of prompt and response at which its responses end, on whichever worker; 0: not known yet."""
+        return self.spec.max_model_len or self._longest_context
+
+    def note_context(self, tokens: int) -> None:
+        """Note a context that engines offer it now. It never shrinks: else a response's length would be decided by who
+        is attached.
+        """
+        self._longest_context = max(self._longest_context, tokens)
+
+    @property
     def asked_at(self) -> float:
         """When an interactive rollout was queued last."""
         return self._asked_at
@@ -263,7 +275,7 @@ class RunState:
         running = self._running.get(rollout_id)
         session = running.session if running else None
         if running is not None and running.attempt_id == attempt_id:
-            self.tail.finished(running)  # before it is over
+            self.tail.finished(running, context=self.context)  # before it is over
         attempt = self.end(rollout_id, attempt_id)
         if attempt is not None:
             self.moves.finished += 1
