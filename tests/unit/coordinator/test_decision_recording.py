@@ -149,7 +149,7 @@ def test_a_record_that_contradicts_those_before_it_is_named(recorded: Path, tmp_
         return None if type(record.call).__name__ == "RunAdded" else record
 
     path = rewritten(recorded, tmp_path / "changed", without_runs)
-    said = r"changed: record 2 \(StaleSet\) contradicts .*no run r was recorded"
+    said = r"changed: record 2 \(RunReconciled\) contradicts .*no run r was recorded"
     with pytest.raises(InvalidRequest, match=said):
         played(path)
 

@@ -32,7 +32,7 @@ from ebbtide.scheduling.dispatch.turns.cached_prefixes import CachedPrefixes, Pr
 from ebbtide.scheduling.dispatch.turns.expected_returns import ExpectedReturns
 from ebbtide.scheduling.elastic.ended_responses import EndedResponses
 from ebbtide.store.rollout_rows import EndReason
-from ebbtide.store.unexpected_data import UNEXPECTED
+from ebbtide.store.unexpected_data import UNEXPECTED, WritesRefused
 from ebbtide.types.end_cause import EndCause
 from ebbtide.types.run import RunShare, RunSpec
 from ebbtide.types.weights import PolicyVersion
@@ -54,7 +54,8 @@ class RunState:
     def __init__(self, run_id: str, spec: RunSpec, wakeups: DispatchWakeups, clock: Callable[[], float]) -> None:
         self.run_id, self.spec, self.wakeups, self.clock = run_id, spec, wakeups, clock
         self.lock: Final = asyncio.Lock()
-        self.stale = True
+        self.stale = True  # until it is read
+        self._doubts = 0  # how often it became stale
         self.ended = False
         self.queue: Final = self.new_queue()
         self._running: dict[str, RunningAttempt] = {}
@@ -108,6 +109,8 @@ class RunState:
                 raise LeaseSuperseded(f"run {self.run_id} has ended; step down")
             try:
                 yield
+            except WritesRefused:
+                raise  # nothing was done
             except (StoreUnavailable, asyncio.CancelledError):
                 self.set_stale(True)  # read again in the next round
                 raise
@@ -118,6 +121,7 @@ class RunState:
     def set_stale(self, stale: bool) -> None:
         """Note whether the mirror may have missed something; nothing is placed by such a one."""
         self.stale = stale
+        self._doubts += stale
 
     def mark_stale(self) -> None:
         """Have the mirror read again: the store said what it does not."""
@@ -140,16 +144,18 @@ class RunState:
 
     @contextmanager
     def rereading(self) -> Iterator[AbstractSet[str]]:
-        """Entered while the mirror is read again. Yields the rollouts that end meanwhile. A failure leaves it stale."""
+        """Entered while the mirror is read again. Yields the rollouts that end meanwhile. It stays stale if the reading
+        fails, or if it missed something that happened meanwhile.
+        """
         ended: set[str] = set()
-        self.set_stale(False)
-        self._ended_lately = ended
+        doubts, self._ended_lately = self._doubts, ended
         if not self.reconciled.is_set():
             self.answerable.clear()
         try:
             yield ended
+            if self._doubts == doubts:
+                self.set_stale(False)
         except BaseException:
-            self.set_stale(True)
             if self.paused(self.clock()):
                 self.answerable.set()
             raise
@@ -227,14 +233,15 @@ class RunState:
         self.tail.renew(self.queue, now, heard=heard)
 
     def put_back(self, attempt: RunningAttempt, queued: QueuedRollout | None) -> None:
-        """Queue the rollout of an attempt that the store ended; None: it finished while the store was asked."""
+        """Queue the rollout of an attempt that the store ended; None: the store had ended it before."""
+        unseen = self._running.get(attempt.rollout.rollout_id) is attempt  # else it finished while the store was asked
         self._prefixes.left(attempt.rollout.episode_id, attempt.length)
         self._forget_attempt(attempt)
-        if queued is None:
+        if queued is not None:
+            self.admit(queued)
+        elif unseen:
             self.tail.over(attempt.rollout)
             self.mark_stale()
-        else:
-            self.admit(queued)
 
     def end(self, rollout_id: str, attempt_id: str = "") -> RunningAttempt | None:
         """Forget a rollout that the store ended (only if it runs as `attempt_id`, if given). Returns its attempt."""
