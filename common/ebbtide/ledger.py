@@ -16,7 +16,7 @@ import mmap
 import os
 import struct
 from pathlib import Path
-from typing import Final, Self
+from typing import BinaryIO, Final, Self
 
 from msgspec import Struct
 
@@ -127,18 +127,23 @@ def read_ledger(path: Path, *, newest: int = 0) -> list[AttemptRecord]:
         header = file.read(_HEADER_BYTES)
         _check_header(header, path)
         (end,) = _COUNT.unpack_from(header, _NEXT)
-        first = max(0, end - newest) if newest else 0
-        file.seek(first * _RECORD_BYTES, os.SEEK_CUR)
-        data = file.read(newest * _RECORD_BYTES if newest and end else -1)
-    offsets = range(0, len(data) - _RECORD.size + 1, _RECORD_BYTES)
-    oldest = 0 if newest else end
+        places = (os.fstat(file.fileno()).st_size - _HEADER_BYTES) // _RECORD_BYTES
+        before = newest - end if newest and end else places  # how many to read behind the newest one: the oldest
+        data = _read(file, max(end, places - before), places)
+        data += _read(file, max(0, end - newest) if newest else 0, end)
     records = []
-    for offset in (*offsets[oldest:], *offsets[:oldest]):
+    for offset in range(0, len(data) - _RECORD.size + 1, _RECORD_BYTES):
         state, start, generated, *ids = _RECORD.unpack_from(data, offset)
         if state == 1:
             run_id, rollout_id, attempt_id = (raw[1 : 1 + raw[0]].decode() for raw in ids)
             records.append(AttemptRecord(run_id, rollout_id, attempt_id, start, generated))
     return records
+
+
+def _read(file: BinaryIO, first: int, end: int) -> bytes:
+    """The bytes of the records [first, end), as far as the file goes."""
+    file.seek(_HEADER_BYTES + first * _RECORD_BYTES)
+    return file.read(max(0, end - first) * _RECORD_BYTES)
 
 
 def _text(value: str) -> bytes:

@@ -81,6 +81,18 @@ def test_it_is_bounded_and_forgets_the_oldest_attempts_that_have_ended(
     assert [record.start for record in read_ledger(path, newest=2)] == [3001, 3002]
 
 
+@pytest.mark.parametrize("written", [0, 5, 1024, 1500, 2048, 2050])
+@pytest.mark.parametrize("newest", [1, 7, 1000, 1024, 5000])
+def test_the_newest_are_those_of_all_also_where_places_were_used_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: int, newest: int
+) -> None:
+    monkeypatch.setattr(module, "MOST_RECORDS", 1024)
+    with Ledger(tmp_path / "ledger") as ledger:
+        for number in range(written):
+            ledger.end(ledger.open(ref(number), number))
+    assert read_ledger(tmp_path / "ledger", newest=newest) == read_ledger(tmp_path / "ledger")[-newest:]
+
+
 def test_while_more_attempts_run_than_it_keeps_none_is_forgotten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

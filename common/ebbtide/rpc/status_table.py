@@ -58,7 +58,8 @@ def to_status(error: Exception) -> Status:
         log.error("unexpected error", exc_info=error, extra={"error_id": name})
         error = errors.Internal(f"internal error {name}; look for this id in the service's log")
     code = next((CODES[kind] for kind in type(error).__mro__ if kind in CODES), StatusCode.INTERNAL)
-    metadata = [(_ERROR, type(error).__name__)]
+    kind = errors.StoreUnavailable if isinstance(error, errors.StoreUnavailable) else type(error)
+    metadata = [(_ERROR, kind.__name__)]
     if isinstance(error, errors.InvalidRequest) and error.field:
         metadata.append((_FIELD, quote(error.field[:_MAX_FIELD], safe="[]")))
     if isinstance(error, errors.NoCapacity):

@@ -19,6 +19,7 @@ class EndCause(IntEnum):
     NOT_HELD = 10  # no worker reported it after a restart, or its worker dropped it
     UNSAID = 11  # handed back without a reason
     NO_MEMORY = 12  # its engine's memory was full of other rollouts' keys and values
+    SHORT_CONTEXT = 13  # it filled its engine's context, which is shorter than the run's
 
 
 #: Causes that a worker may name when it hands back an attempt.
@@ -30,6 +31,7 @@ HAND_BACKS: Final = frozenset(
         EndCause.FAILED,
         EndCause.UNSAID,
         EndCause.NO_MEMORY,
+        EndCause.SHORT_CONTEXT,
     }
 )
 #: First words (lower case) of the texts that programs without `EndCause` send and store. Texts of hand-backs stay

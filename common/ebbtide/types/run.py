@@ -156,6 +156,8 @@ class RunSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     share: ShareSpec = ShareSpec()
     requests: RequestSpec = RequestSpec()
     tail: TailSpec = TailSpec()
+    #: Prompt plus response, in tokens, at which its responses end; 0: the longest that its workers have.
+    max_model_len: Annotated[int, Meta(ge=0, lt=1 << 32)] = 0
 
     @property
     def external(self) -> bool:

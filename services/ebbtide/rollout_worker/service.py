@@ -20,6 +20,7 @@ from ebbtide.rollout_worker.device_lease import DeviceLease
 from ebbtide.rollout_worker.engine import Engine
 from ebbtide.rollout_worker.engine.changing_engine import ChangingEngine
 from ebbtide.rollout_worker.engine.vllm.borrowed_engine import BorrowedEngine
+from ebbtide.rollout_worker.engine.vllm.drafts.speculation import LONGEST
 from ebbtide.rollout_worker.engine.weight_sleep import WeightSleep
 from ebbtide.rollout_worker.generation.flush_lanes import JITTER
 from ebbtide.rollout_worker.generation.local_attempts import LocalAttempts
@@ -198,6 +199,7 @@ def _outbox(settings: WorkerSettings) -> Outbox:
     return Outbox(
         flush_tokens=settings.flush_tokens,
         flush_interval_s=settings.flush_interval_ms / 1000,
+        step_tokens=1 + LONGEST if settings.engine == "vllm" and settings.vllm.speculation != "off" else 1,
         jitter=lambda: random.uniform(*JITTER),
     )
 

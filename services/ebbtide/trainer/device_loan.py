@@ -45,6 +45,8 @@ _HANGS_S: Final = 3.0
 _LOOK_S: Final = 0.05
 #: While a step waits for the device, the reason is logged so often.
 _TELL_S: Final = 20.0
+#: Longest pause before another try: an owner that is away for a second counts as gone, and its device is lent.
+_LONGEST_PAUSE_S: Final = 0.4
 #: After a stream of this length, the next one opens soon.
 _LONG_S: Final = 10.0
 
@@ -178,7 +180,7 @@ class DeviceLoan:
 
     async def run(self) -> None:
         """Keep a stream to the arbiter, forever. Raises `LeaseSuperseded` if a newer lease owns the device."""
-        waits = pauses(0.05, 1.0)
+        waits = pauses(0.05, _LONGEST_PAUSE_S)
         while True:
             began = time.monotonic()
             try:
@@ -189,7 +191,7 @@ class DeviceLoan:
             except EbbtideError as error:
                 self._apart(str(error), alone=isinstance(error, Unavailable))
             if time.monotonic() - began > _LONG_S:
-                waits = pauses(0.05, 1.0)
+                waits = pauses(0.05, _LONGEST_PAUSE_S)
             await asyncio.sleep(next(waits))
 
     async def _own(self) -> None:

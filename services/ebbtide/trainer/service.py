@@ -40,6 +40,12 @@ async def train(
 def check_trainable(spec: RunSpec, settings: TrainerSettings) -> None:
     """Raises `InvalidRequest` naming the spec's field and the setting for what the settings do not allow."""
     check_permitted(spec, settings)
+    if settings.generate and not settings.window_s and spec.trainer.streaming and spec.tail.rounds != "off":
+        text = (
+            "no window of a trainer that generates is planned for steps that train the groups that are whole first; "
+            "leave it or trainer.streaming out, or set window_s of the trainer"
+        )
+        raise InvalidRequest(text, field="tail.rounds")
     setting = "allowed_trainers (EBBTIDE_ALLOWED_TRAINERS) of the trainer"
     check_listed(spec.trainer.name, settings.allowed_trainers, field="trainer.name", setting=setting)
 

@@ -46,13 +46,19 @@ def check(spec: RunSpec, settings: TrainerSettings) -> None:
 
 
 def _check_room(spec: RunSpec, opening: Sequence[Message]) -> None:
-    """Raises `InvalidRequest` if prompt and response exceed the model's context."""
+    """Raises `InvalidRequest` if prompt and response exceed the run's context, or this the model's."""
     conversations = load_conversations(spec.model)
-    prompt, wanted = len(conversations.opening(opening)), spec.sampling.max_tokens
-    if 0 < conversations.context < prompt + wanted:
+    if 0 < conversations.context < spec.max_model_len:
         raise InvalidRequest(
-            f"{wanted} tokens do not fit behind a prompt of {prompt} into the model's context of "
-            f"{conversations.context}; at most {conversations.context - prompt} do",
+            f"the model's context is {conversations.context}; set that, or leave it out", field="max_model_len"
+        )
+    prompt, wanted = len(conversations.opening(opening)), spec.sampling.max_tokens
+    context = spec.max_model_len or conversations.context
+    if 0 < context < prompt + wanted:
+        whose = "run's max_model_len" if spec.max_model_len else "model's context"
+        raise InvalidRequest(
+            f"{wanted} tokens do not fit behind a prompt of {prompt} into the {whose} of {context}; at most "
+            f"{context - prompt} do",
             field="sampling.max_tokens",
         )
 

@@ -12,6 +12,7 @@ with the process, and the step's groups stay open until its update.
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -43,6 +44,8 @@ log = get_logger(__name__)
 _STARVED_S: Final = 20.0
 #: Share of the quota in use from which an early checkpoint frees consumed trajectories.
 _FULL: Final = 0.5
+#: More open groups than a run can have.
+_ALL_GROUPS: Final = 1 << 30
 
 _steps = counter("trainer_steps_total", "Optimiser steps taken")
 _tokens = counter("trainer_tokens_total", "Sampled tokens trained on")
@@ -78,7 +81,8 @@ async def train_run(
     async def work() -> None:
         await device.take_back()  # the model's weights need its memory
         learning, collector, resumed = await TrainingStart(lease, settings, crew, following, lineage).begin()
-        memory = MemoryLoan(device, learning) if reported and learning.on_gpu else None
+        left = partial(lease.work_left, groups=_ALL_GROUPS)
+        memory = MemoryLoan(device, learning, left) if reported and learning.on_gpu else None
         training = Training(client, lease, settings, following, lineage, learning, collector, memory or device)
         await race(training.run(resumed), *([memory.run()] if memory else []))
 

@@ -158,6 +158,23 @@ async def test_a_submit_whose_numbers_contradict_each_other_is_refused_by_name(c
     assert await run.count("submitted") == 0
 
 
+@pytest.mark.usefixtures("frugal")
+async def test_a_quota_full_of_ids_of_steps_that_never_end_names_the_remedy_and_takes_it(cluster: Any) -> None:
+    run = await cluster.run(quota_bytes=1 << 20)
+
+    async def fill() -> None:
+        for number in range(20):
+            ids = [f"s{number}.{at}" for at in range(1000)]
+            await submit(run, *ids, step=4)
+            await run.cancel(*ids)
+
+    with pytest.raises(NoCapacity, match="give first_step"):
+        await fill()
+    assert await submit(run, "next", step=5, first_step=5) == [ACCEPTED]
+    assert await members(cluster, "SCARD", "DONE") < 8192
+    assert await submit(run, "s0.0", step=4) == [COMPLETED]
+
+
 async def test_events_that_stay_fill_the_quota_and_others_make_room(cluster: Any) -> None:
     run = await cluster.run(quota_bytes=1 << 20)
 

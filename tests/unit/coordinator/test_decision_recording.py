@@ -36,7 +36,7 @@ from tests.unit.coordinator.virtual_fleet import balanced, lived, ordered
 UNRECORDED: Final = {
     "it changes nothing": (
         "paused", "new_queue", "is_unconfirmed", "lent", "version_of", "at_work", "serving", "has_room",
-        "returning", "siblings", "trusts", "quarantined", "quarantined_s", "lacking", "sheds",
+        "returning", "longest_context", "siblings", "trusts", "quarantined", "quarantined_s", "lacking", "sheds",
     ),
     "only rounds call it": (
         "take_made", "note_share", "learn_plateau", "learn_prefill", "learn_rate", "offer", "give_up_move",
@@ -149,7 +149,8 @@ def test_a_record_that_contradicts_those_before_it_is_named(recorded: Path, tmp_
         return None if type(record.call).__name__ == "RunAdded" else record
 
     path = rewritten(recorded, tmp_path / "changed", without_runs)
-    with pytest.raises(InvalidRequest, match=r"changed: record 2 \(StaleSet\) contradicts .*no run r was recorded"):
+    said = r"changed: record 2 \(RunReconciled\) contradicts .*no run r was recorded"
+    with pytest.raises(InvalidRequest, match=said):
         played(path)
 
 

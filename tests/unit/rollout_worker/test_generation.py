@@ -68,6 +68,40 @@ def test_the_context_bounds_the_response() -> None:
     assert begin(range(20, 40), max_tokens=1000).request().max_tokens == 41
 
 
+def long(partial: Sequence[int] = (), *, context: int, **sampling: Any) -> Generation:
+    """A response in a run with a context of `context` tokens, on an engine that has 64."""
+    wanted = assignment(partial, **{"max_tokens": 1000, **sampling})
+    return Generation(msgspec.structs.replace(wanted, max_model_len=context), INFO, decode)
+
+
+@pytest.mark.parametrize("told", [None, FinishReason.LENGTH])
+def test_a_response_that_fills_a_context_shorter_than_the_runs_has_not_ended(told: FinishReason | None) -> None:
+    generation = long(range(20, 79), context=70)
+    request = generation.request()
+    assert (request.max_tokens, generation.outgrown) == (2, False)
+    generation.accept(delta([80, 81], told))
+    assert (generation.finish, generation.outgrown) == (None, True)
+
+
+def test_a_response_that_ends_with_the_last_token_of_a_short_context_has_ended() -> None:
+    generation = long(range(20, 80), context=70)
+    generation.accept(delta([EOS], FinishReason.STOP))
+    assert (generation.finish, generation.outgrown) == (FinishReason.STOP, False)
+
+
+def test_an_engine_is_asked_for_no_more_end_free_tokens_than_its_context_holds() -> None:
+    request = long(range(20, 70), context=200, min_tokens=100).request()
+    assert (request.max_tokens, request.min_tokens) == (11, 11)
+
+
+@pytest.mark.parametrize("context", [40, 64])
+def test_the_runs_context_ends_a_response_where_the_engine_could_go_on(context: int) -> None:
+    generation = long(range(20, 50), context=context)
+    assert generation.request().max_tokens == context - 33
+    generation.accept(delta([80] * (context - 33)))
+    assert (generation.finish, generation.outgrown) == (FinishReason.LENGTH, False)
+
+
 def test_tokens_are_kept_with_logprob_and_version() -> None:
     tokens = unpack_tokens(begin().accept(TokenDelta([5, 6], [-0.5, -1.5], [3, 4])))
     assert tokens["id"].tolist() == [5, 6]

@@ -3,11 +3,15 @@
 import asyncio
 from contextlib import suppress
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from ebbtide.rollout_worker.engine import EngineRequest
+from ebbtide.rollout_worker.generation import kv_gate
 from ebbtide.rollout_worker.generation.kv_gate import KvGate, KvTicket
+from ebbtide.scheduling.long_tail.chunks.chunk_admission import divide_memory
 from ebbtide.testing import wait_until
 from ebbtide.types.fleet import EngineInfo
 from ebbtide.types.tokens import pack_ids
@@ -148,3 +152,34 @@ async def test_a_shorter_forecast_lets_those_in_that_wait(door: Door) -> None:
     door.gate.forecast("long", 20, 40, stored=0)
     await wait_until(lambda: "next" in door.inside)
     await door.go(0, 1)
+
+
+async def test_those_that_wait_are_looked_at_when_memory_was_freed_and_seldom_else(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked = list[int]()
+
+    def divide(running: Any, waiting: Any, *rest: Any) -> Any:
+        looked.append(len(waiting))
+        return divide_memory(running, waiting, *rest)
+
+    monkeypatch.setattr(kv_gate, "divide_memory", divide)
+    now = 100.0
+    monkeypatch.setattr(kv_gate, "time", SimpleNamespace(monotonic=lambda: now))
+    old = door.come("old", [1] * 600, most=400, forecast=400)
+    door.come("big", [2] * 600, most=400, forecast=400)
+    await wait_until(lambda: "old" in door.inside)
+    looked.clear()
+    for _ in range(200):
+        door.gate.made(old, 1, version=1)
+        await asyncio.sleep(0)
+    assert looked
+    assert set(looked) == {0}
+    now += 1.0
+    for _ in range(100):
+        door.gate.made(old, 1, version=1)
+        await asyncio.sleep(0)
+    assert looked.count(1) == 1, "the others draw near their ends"
+    await door.go(0)
+    await wait_until(lambda: "big" in door.inside)
+    await door.go(1)

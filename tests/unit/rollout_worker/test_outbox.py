@@ -258,6 +258,18 @@ def test_an_attempt_is_behind_while_three_quarters_of_a_window_are_unacknowledge
     assert outbox.behind == {"a"}, "the store forgot"
 
 
+@pytest.mark.parametrize("step", [1, 4, 9])
+def test_the_window_holds_what_an_engine_makes_until_it_stops_however_many_it_makes_at_once(step: int) -> None:
+    outbox = Outbox(flush_tokens=32, flush_interval_s=0.1, step_tokens=step)
+    outbox.open(ref("a"), b"")
+    made, due = 0, False
+    while not outbox.behind:
+        outbox.append("a", tokens(step, made), 1.0)
+        made, due = made + step, due or outbox.due == 1.0
+    assert made + step <= 32  # the step that the engine is in
+    assert due, "tokens were sent before the engine was held"
+
+
 @pytest.mark.parametrize("end", ["finish", "drop", "superseded"])
 def test_an_attempt_of_which_no_more_comes_holds_nobody_back(outbox: Outbox, end: str) -> None:
     outbox.append("a", tokens(20), 1.0)

@@ -318,3 +318,15 @@ def test_a_rollout_goes_back_beside_a_sibling_whose_prompt_need_not_be_read() ->
     assert where(again(1, 500, prompt=100, group=7)) == "c"  # too short to matter
     late = [wide("a"), wide("b", unread=50_000), wide("c")]
     assert where(again(1, 500, group=7), late) == "c"  # it would be read later there than elsewhere
+
+
+def test_a_rollout_prefers_a_context_with_room_for_all_that_it_will_probably_make() -> None:
+    hosts = [host("long", running=3, context=200), host("short", context=100)]
+    queue = [waiting(0, length=90), waiting(1, length=20), waiting(2, length=80), waiting(3, length=120)]
+    placed = dict(place(queue, hosts, {}, rest=lambda _: 50.0))
+    assert placed == {"r0": "long", "r1": "short", "r2": "short"}  # what is full keeps nobody waiting
+
+
+def test_a_rollout_too_long_for_every_context_goes_where_it_can_begin() -> None:
+    hosts = [host("long", running=3, context=120), host("short", context=100)]
+    assert dict(place([waiting(0, length=90)], hosts, {}, rest=lambda _: 500.0)) == {"r0": "short"}

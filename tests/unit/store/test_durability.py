@@ -40,6 +40,19 @@ def test_under_everysec_a_write_is_durable_after_two_seconds() -> None:
     assert (seen.before, seen.before_ms) == (3.0, 3000)
 
 
+def test_what_was_stamped_while_a_look_was_on_its_way_is_not_durable_with_it() -> None:
+    """A look proves what came before its question, and its time is that of its answer."""
+    seen, reached = horizon(), dict[float, int]()
+    looked(seen, 1.0)
+    seen.note(StoreLook(sent=1.25, store_ms=5250, took_s=4.0, fsync="everysec"))
+    for number in range(20):
+        at = 5.5 + number / 4
+        seen.note(StoreLook(sent=at, store_ms=round(at * 1000), fsync="everysec"))
+        reached[seen.before] = seen.before_ms
+    assert reached[1.25] <= 1250
+    assert reached[seen.before] == 1000 * seen.before
+
+
 def test_nothing_becomes_durable_while_an_fsync_does_not_end() -> None:
     seen = horizon()
     looked(seen, 5.0)

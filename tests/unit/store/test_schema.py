@@ -14,6 +14,7 @@ from ebbtide.store.link.store_faults import StoreRefused, TermSuperseded, fault
 from ebbtide.store.lua_scripts import script
 from ebbtide.store.record_codec import body_digest, pack, unpack
 from ebbtide.store.store_keys import FLEET_KEYS, RUN_KEYS, lua_constants, run_key
+from ebbtide.store.unexpected_data import WritesRefused
 from ebbtide.types.rollout import RolloutRequest
 from ebbtide.types.run import Sampling
 
@@ -108,6 +109,22 @@ def test_a_body_is_what_is_asked_for_not_when() -> None:
     assert body_digest(request()) == body_digest(request(min_version=2, max_version=3, priority=1))
     for other in ({"prompt_ids": b"\2\0\0\0"}, {"sampling": Sampling(top_k=3)}, {"turn": 1}, {"group_id": "h"}):
         assert body_digest(request()) != body_digest(request(**other))
+
+
+@pytest.mark.parametrize(
+    ("error", "undone"),
+    [
+        (redis_errors.OutOfMemoryError("command not allowed when used memory > 'maxmemory'."), True),
+        (redis_errors.ResponseError("Error running script (call to f_1): @user_script:9: -OOM command not"), True),
+        (redis_errors.ResponseError("MISCONF Errors writing to the AOF file: No space left on device"), True),
+        (redis_errors.ResponseError("NOREPLICAS Not enough good replicas to write."), True),
+        (redis_errors.NoPermissionError("this user has no permissions"), False),  # a script's earlier commands ran
+        (redis_errors.ReadOnlyError("You can't write against a read only replica."), False),
+        (redis_errors.ConnectionError("Error 111 connecting"), False),
+    ],
+)
+def test_only_refusals_before_a_scripts_first_write_tell_that_nothing_was_done(error: Any, *, undone: bool) -> None:
+    assert isinstance(fault(error, where="redis://host:1"), WritesRefused) is undone
 
 
 @pytest.mark.parametrize(

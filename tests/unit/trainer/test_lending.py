@@ -7,9 +7,11 @@ from typing import Any, Self
 import pytest
 from msgspec.structs import replace
 
+from ebbtide.device_arbiter import service as arbiter
 from ebbtide.errors import InvalidRequest, LeaseSuperseded
+from ebbtide.rpc.backoff import pauses
 from ebbtide.testing import wait_until
-from ebbtide.trainer import training
+from ebbtide.trainer import device_loan, training
 from ebbtide.trainer.learning.local_learning import LocalLearning
 from ebbtide.trainer.service import train
 from ebbtide.trainer.settings import TrainerSettings
@@ -120,3 +122,9 @@ def test_settings_that_cannot_lend_name_what_is_missing(tmp_path: Path) -> None:
         TrainerSettings(window_s=3.0).check_generate()
     TrainerSettings(generate=True, grant_dir=str(folder)).check_generate()
     assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_an_owner_whose_stream_broke_is_back_before_its_device_counts_as_free() -> None:
+    """However often it broke lately: the arbiter would lend the device in the middle of a step."""
+    waits = pauses(0.05, device_loan._LONGEST_PAUSE_S)
+    assert max(next(waits) for _ in range(100)) < arbiter._REJOIN_S / 2

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from ebbtide.claimed_runs.conversation import load_conversations
 from ebbtide.claimed_runs.settings import AllowedEnvironments
@@ -16,6 +17,7 @@ from ebbtide.cli.submit_preflight import check_deeply
 from ebbtide.environments.number_guessing import NumberGuessingSource
 from ebbtide.errors import InvalidRequest
 from ebbtide.trainer import trainer_preflight
+from ebbtide.trainer.service import check_trainable
 from ebbtide.trainer.settings import TrainerSettings
 from ebbtide.types.run import RunSpec, to_mapping
 
@@ -54,6 +56,29 @@ def test_responses_that_do_not_fit_behind_a_prompt_are_refused_by_field(tiny_mod
     error = refusal(make_spec(tiny_model, sampling={"max_tokens": room + 1}))
     assert error.field == "sampling.max_tokens"
     assert f"at most {room} do" in str(error)
+
+
+def test_a_runs_own_context_holds_its_responses_and_is_no_longer_than_the_models(tiny_model: Path) -> None:
+    conversations = load_conversations(str(tiny_model))
+    prompt = len(conversations.opening(NumberGuessingSource({}, 0).make("train", 0).reset()))
+    own = {"max_model_len": prompt + 8}
+    trainer_preflight.check(make_spec(tiny_model, sampling={"max_tokens": 8}, **own), SETTINGS)
+    error = refusal(make_spec(tiny_model, sampling={"max_tokens": 9}, **own))
+    assert error.field == "sampling.max_tokens"
+    assert "into the run's max_model_len" in str(error)
+    assert refusal(make_spec(tiny_model, max_model_len=conversations.context + 1)).field == "max_model_len"
+
+
+def test_a_trainer_whose_windows_are_planned_takes_no_stream_of_the_groups_that_are_whole_first(
+    tiny_model: Path,
+) -> None:
+    rounds: dict[str, Any] = {"tail": {"rounds": "whole_groups"}, "batch": {"max_staleness": 1}}
+    spec = make_spec(tiny_model, trainer={"streaming": True}, **rounds)
+    check_trainable(spec, SETTINGS)
+    check_trainable(make_spec(tiny_model, **rounds), replace(SETTINGS, generate=True))
+    check_trainable(spec, replace(SETTINGS, generate=True, window_s=9.0))
+    with pytest.raises(InvalidRequest, match=r"tail\.rounds: .*set window_s"):
+        check_trainable(spec, replace(SETTINGS, generate=True))
 
 
 async def _train(client: Any, lease: Any, run: Any) -> None: ...

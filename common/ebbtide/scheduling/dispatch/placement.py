@@ -71,12 +71,13 @@ def place(
     rollout without progress in its last attempt goes only where no other such is pending, so that one that kills
     workers is told from its neighbours. A held worker gets only what no other has room for.
 
-    With `rest`, the longest rollouts go to the fastest of the hosts that were found for them. Then the places of risky
+    With `rest`, a rollout prefers hosts whose context has room for all of it, and the longest go to the fastest of the
+    hosts that were found for them. Then the places of risky
     hosts go to the rollouts that risk least by a reclaim or a loss, among those placed and the next in the queue; a
     displaced rollout takes the other's place, or waits a while if a steady host could take it.
     """
     router = TurnRouter(prefixes, hosts, rest=rest, now=now, costs=costs, terms=terms)
-    rooms = _Rooms(hosts, pending_limit, borrowable, router, returning, siblings, costs)
+    rooms = _Rooms(hosts, pending_limit, borrowable, router, returning, siblings, costs, rest)
     kinds = len(queue.bounds()) if isinstance(queue, RolloutQueue) else None
     filling = _Filling(rooms, kinds=kinds, at_most=at_most, batch_slots=batch_slots)
     behind = filling.fill(iter(queue))
@@ -255,8 +256,9 @@ class _Rooms:
         returning: Callable[[str], float],
         siblings: Callable[[QueuedRollout], Collection[str]],
         costs: MoveCosts,
+        rest: Callable[[QueuedRollout], float] | None,
     ) -> None:
-        self._hosts, self._router = hosts, router
+        self._hosts, self._router, self._rest = hosts, router, rest
         self._siblings, self._costs = siblings, costs
         self._borrowable = borrowable
         rate = median([host.rate for host in hosts if host.rate] or [0.0])
@@ -277,7 +279,8 @@ class _Rooms:
         ]
         self.open = {room.host.worker_id: room for room in rooms if room.left > 0}
         self._within: dict[VersionBounds, _Within] = {}
-        self._context = min((host.max_model_len for host in hosts), default=0)
+        contexts = {host.max_model_len for host in hosts}
+        self._context, self._unlike = min(contexts, default=0), len(contexts) > 1
         self._held = any(room.host.held for room in self.open.values())
 
     def within(self, bounds: VersionBounds) -> _Within:
@@ -290,7 +293,9 @@ class _Rooms:
         return found
 
     def choose(self, one: QueuedRollout, within: _Within) -> tuple[_Room, bool] | None:
-        """The room for a rollout, if any, and whether it needs this very one, for its prefix cache or a move."""
+        """The room for a rollout, if any, and whether it needs this very one, for its prefix cache, its context or a
+        move.
+        """
         plain = not one.avoid and not one.no_progress and not one.scores
         if plain and one.length >= within.too_long:
             return None
@@ -302,13 +307,15 @@ class _Rooms:
                 return None
         if (moved := _moved_to(one, fit)) is not None:
             return moved, True
+        roomy = self._roomy(one, fit)
+        bound, fit = len(roomy) < len(fit), roomy
         best = within.best() if fit is within.open else min(fit.values(), key=attrgetter("rank"))
         if one.scores or not (cached := self._router.cached(one)):
-            return self._beside_sibling(one, fit, best), False
+            return self._beside_sibling(one, fit, best), bound
         home = self._router.home(one, cached, fit, best)
         if self._router.waits(one, cached, fit, home or best):
             return None
-        return home or best, home is not None
+        return home or best, bound or home is not None
 
     def _fit(self, one: QueuedRollout, rooms: Mapping[str, _Room]) -> dict[str, _Room]:
         """Those that may take `one`, of the `rooms` with its versions: those that are not held, or all if all are."""
@@ -320,6 +327,14 @@ class _Rooms:
         if self._held:
             fit = [room for room in fit if not room.host.held] or fit
         return {room.host.worker_id: room for room in fit}
+
+    def _roomy(self, one: QueuedRollout, rooms: dict[str, _Room]) -> dict[str, _Room]:
+        """Those in whose context all fits that the rollout will probably make, or all `rooms` if it is too long for
+        them: it is handed back where it fills one.
+        """
+        if not self._unlike or self._rest is None or (whole := one.length + self._rest(one)) <= self._context:
+            return rooms
+        return {key: room for key, room in rooms.items() if whole <= room.host.max_model_len} or rooms
 
     def _beside_sibling(self, one: QueuedRollout, fit: Mapping[str, _Room], best: _Room) -> _Room:
         """A room where a sibling of a rollout that is read again runs, if it is as fast there and read no later."""

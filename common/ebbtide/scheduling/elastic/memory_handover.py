@@ -1,7 +1,7 @@
 """Decides whether a trainer moves optimiser, gradients and reference network off its device while that is lent.
 
 Moving costs the time of two copies over the bus, so it is done only if an engine lacks the memory to come back. If the
-host has no room either, everything stays, and the engine waits: rollouts go on elsewhere.
+host has no room either, everything stays, and the engine waits: rollouts go on elsewhere, if anybody else is there.
 """
 
 from typing import Final
@@ -30,3 +30,8 @@ def moves_to_host(memory: HandoverMemory) -> bool:
     short = memory.needed + _RESERVE * memory.total > memory.free
     fits = memory.host_free - memory.movable >= _HOST_RESERVE * memory.host_total
     return memory.needed > 0 and short and memory.movable > 0 and fits
+
+
+def lacking(free: int, total: int, needed: int) -> int:
+    """Bytes of the device that an engine lacks to come back."""
+    return max(0, needed + int(_RESERVE * total) - free) if needed else 0

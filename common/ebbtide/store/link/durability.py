@@ -34,6 +34,7 @@ class StoreLook(Struct, frozen=True, kw_only=True):
 
     sent: float  # monotonic seconds, before it was asked
     store_ms: int  # when it answered, by its own clock
+    took_s: float = 0.0  # from the question to its answer
     fsync: str  # "always", "everysec", "no", or "off" without an append-only file
     skips_fsync: bool = False  # `no-appendfsync-on-rewrite`: it does not sync while a child process writes
     syncing: bool = False  # an fsync in the background has not ended
@@ -44,7 +45,7 @@ class StoreLook(Struct, frozen=True, kw_only=True):
     waits: bool = False  # it knows WAITAOF
 
 
-def seen(said: Mapping[str, str], settings: Mapping[str, str], *, sent: float) -> StoreLook:
+def seen(said: Mapping[str, str], settings: Mapping[str, str], *, sent: float, took_s: float) -> StoreLook:
     """The look in the values of `INFO` and of `CONFIG GET *append*`."""
     fsync = settings.get("appendfsync", "off") if settings.get("appendonly") == "yes" else "off"
     count = int(said.get("connected_slaves", 0))
@@ -54,6 +55,7 @@ def seen(said: Mapping[str, str], settings: Mapping[str, str], *, sent: float) -
     return StoreLook(
         sent=sent,
         store_ms=int(said.get("server_time_usec", 0)) // 1000,
+        took_s=took_s,
         fsync=fsync,
         skips_fsync=settings.get("no-appendfsync-on-rewrite") == "yes",
         syncing=said.get("aof_pending_bio_fsync", "0") != "0",
@@ -123,7 +125,8 @@ class DurabilityHorizon:
         reached = min(self.synced, self._replicated(look), look.sent - self.promise.durable_after_s)
         while self._looks and self._looks[0].sent <= reached:
             durable = self._looks.popleft()
-            self.before, self.before_ms = durable.sent, durable.store_ms
+            # By the store's clock it was asked earlier than it answered, by as much as all of that took at most.
+            self.before, self.before_ms = durable.sent, durable.store_ms - math.ceil(1000 * durable.took_s)
 
     def _follow(self, look: StoreLook) -> None:
         for address, offset in look.replicas.items():

@@ -136,7 +136,7 @@ class DurabilityWatch:
         said, settings = await asyncio.gather(
             link.call("INFO", incarnation=incarnation), link.call("CONFIG", "GET", "*append*", incarnation=incarnation)
         )
-        look = seen(info(said), dict(text_pairs(settings)), sent=sent)
+        look = seen(info(said), dict(text_pairs(settings)), sent=sent, took_s=time.monotonic() - sent)
         if incarnation != link.incarnation:
             raise StoreUnavailable("the store came back while it was looked at; ask again")
         was, reached = self.horizon.promise, (self.before(), self.horizon.synced)

@@ -5,6 +5,7 @@ from typing import Final
 import redis.exceptions
 
 from ebbtide.errors import Draining, Internal, StoreUnavailable
+from ebbtide.store.unexpected_data import WritesRefused
 
 
 class TermSuperseded(Draining):
@@ -39,6 +40,8 @@ _REMEDIES: Final = {
     "CLUSTERDOWN": "is a cluster that is down",
     "NOREPLICAS": "has fewer replicas than its min-replicas-to-write; start them",
 }
+#: Redis checks these before a script's first write, so such a script did nothing.
+_UNDONE: Final = ("OOM", "MISCONF", "NOREPLICAS")
 #: The client library has classes for some codes, and strips these codes from replies.
 _CLASSES: Final = (
     (redis.exceptions.OutOfMemoryError, "OOM"),
@@ -77,7 +80,8 @@ def fault(error: redis.exceptions.RedisError, *, where: str) -> Exception:
     code = next((name for phrase, name in _PHRASES if phrase in text), code)
     for name, remedy in _REMEDIES.items():
         if code == name or f"-{name} " in text:  # the latter is raised inside a script
-            return StoreUnavailable(f"the store at {where} {remedy}")
+            kind = WritesRefused if name in _UNDONE else StoreUnavailable
+            return kind(f"the store at {where} {remedy}")
     if isinstance(error, redis.exceptions.ResponseError):
         return Internal(f"the store at {where} refused a command: {text[:200]}")
     return StoreUnavailable(f"the store at {where} does not answer ({text[:200]}); start it, or correct the store URL")

@@ -117,6 +117,15 @@ local function history_limit()
   return limit
 end
 
+-- Notes that all steps below this one are over.
+local function raise_first_step(step)
+  history_limit()
+  if step > first_step then
+    redis.call('HSET', RUN, 'first_step', string.format('%.0f', step))
+    first_step = step
+  end
+end
+
 -- Bytes of what a run keeps of its past, which count towards its quota.
 local function history()
   local r = redis.call('HMGET', RUN, 'facts', 'chatter')
@@ -202,13 +211,11 @@ local function is_over(id, kind)
   return (kind or 'request') == 'request' and redis.call('ZSCORE', GONE, 'r:' .. id) and true
 end
 
--- Marks a rollout (`r:ID`) or an episode (`e:ID`) as over. Marks beyond what is kept go, but for new ones and those of steps that are
--- not over.
-local function mark_over(mark, step)
-  if redis.call('SADD', DONE, mark) == 0 then return end
-  local now = math.floor(age() / 1000)
-  local marks = redis.call('RPUSH', DONE_ORDER, string.format('%s %d %s', step or '', now, mark))
-  for _ = 1, DROPPED_AT_ONCE do
+-- Drops up to so many of the oldest marks of what is over beyond those that are kept, but no new ones and none of steps that are not
+-- over.
+local function drop_marks(most)
+  local now, marks = math.floor(age() / 1000), redis.call('LLEN', DONE_ORDER)
+  for _ = 1, most do
     if marks <= history_limit() then return end
     local of, at, oldest = string.match(redis.call('LINDEX', DONE_ORDER, 0), '^(%d*) (%-?%d+) (.*)$')
     if math.abs(now - at) < REMEMBERED_S then return end  -- the clock may have been set back
@@ -217,6 +224,13 @@ local function mark_over(mark, step)
     redis.call('SREM', DONE, oldest)
     marks = marks - 1
   end
+end
+
+-- Marks a rollout (`r:ID`) or an episode (`e:ID`) as over.
+local function mark_over(mark, step)
+  if redis.call('SADD', DONE, mark) == 0 then return end
+  redis.call('RPUSH', DONE_ORDER, string.format('%s %d %s', step or '', math.floor(age() / 1000), mark))
+  drop_marks(DROPPED_AT_ONCE)
 end
 
 -- The day since the Unix epoch, and the seconds of it.

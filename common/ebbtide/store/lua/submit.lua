@@ -11,6 +11,7 @@
 local SUBMITTED = {train = 'submitted', eval = 'eval_submitted', request = 'requests_submitted'}
 local BODY_DIGEST = 16  -- bytes
 local FIRST, COLUMNS = 15, 7  -- where the rollouts begin, and what each has
+local MARKS_AT_ONCE = 4096  -- some milliseconds
 local bad = barred(ARGV[1], ARGV[2], ARGV[3]); if bad then return bad end
 local taken, number, step = SUBMITS .. ARGV[2], tonumber(ARGV[6]), ARGV[8]
 local fence, settled = string.match(redis.call('HGET', FENCE, 'settled:' .. ARGV[2]) or '', '^(%S+) (%d+)$')
@@ -64,6 +65,10 @@ end
 if #fresh > 0 then
   redis.call('HSETNX', RUN, 'kept', history_limit_of(ARGV[4]))  -- the run may be of the former release, which kept more
   redis.call('XTRIM', SPANS, 'MAXLEN', '~', history_limit_of(ARGV[4]))
+  if beyond_quota(bytes, ARGV[4], ARGV[2]) then  -- perhaps by ids of steps that are over, which nothing but a submit says
+    raise_first_step(tonumber(ARGV[9]))
+    drop_marks(MARKS_AT_ONCE)
+  end
   local full = beyond_quota(bytes, ARGV[4], ARGV[2]); if full then return full end
   local open = redis.call('ZCARD', OPEN)
   if open + #fresh > part_of(ARGV[5], ARGV[2]) then return refuse('QUEUE', tostring(open)) end
@@ -91,5 +96,5 @@ if number > 0 and not repeated then
   redis.call('ZADD', taken, number, number)
   redis.call('HSET', FENCE, 'settled:' .. ARGV[2], ARGV[3] .. ' ' .. string.format('%.0f', math.max(settled, tonumber(ARGV[7]))))
 end
-if tonumber(ARGV[9]) > first_step then redis.call('HSET', RUN, 'first_step', ARGV[9]) end
+raise_first_step(tonumber(ARGV[9]))
 return out

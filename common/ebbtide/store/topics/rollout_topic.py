@@ -76,6 +76,8 @@ class RolloutTopic(Topic):
             remedy = "complete, commit or acknowledge finished ones"
             if is_gateway(lease.role):
                 remedy = "gateways may use three quarters; end sessions, or wait for finished requests to go"
+            elif order.step is not None and not order.first_step:
+                remedy += ", and give first_step: ids of lower steps are kept until then"
             text = f"run {lease.run_id} uses {what}; {remedy}"
             raise NoCapacity(text, retry_after_s=_RETRY_AFTER_S) from None
         return [_accepted(outcome, rest) for outcome, rest in found]

@@ -60,7 +60,7 @@ async def check_rollouts(
     """Refuse rollouts that no attached engine could generate, no message could carry, or the lease is not for."""
     check_batch(requests, field="rollouts")
     _check_kinds(requests, lease)
-    context = max((engine.max_model_len for engine in engines), default=0)
+    context = spec.max_model_len or max((engine.max_model_len for engine in engines), default=0)
     vocabulary = max((engine.vocab_size for engine in engines), default=0)
     total = index = 0
     async for page in paced(requests):
@@ -126,7 +126,8 @@ def _check_prompt(request: RolloutRequest, field: str, context: int, vocabulary:
         raise InvalidRequest("must hold at least one token", field=f"{field}.prompt_ids")
     if context and len(ids) >= context:
         raise InvalidRequest(
-            f"{len(ids)} tokens leave no room for a response in the longest context attached ({context})",
+            f"{len(ids)} tokens leave no room for a response in the run's context, its max_model_len or the longest "
+            f"attached ({context})",
             field=f"{field}.prompt_ids",
         )
     if vocabulary and (largest := int(np.max(ids))) >= vocabulary:

@@ -27,6 +27,7 @@ from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.errors import EbbtideError, InvalidRequest, NotFound, NotReady
 from ebbtide.rpc.caller_turns import stream_turn
 from ebbtide.store.rollout_rows import AccountCharge, RolloutState
+from ebbtide.store.unexpected_data import WritesRefused
 from ebbtide.types.ids import check_id
 from ebbtide.types.key_usage import KeyUsage, MeteredKey
 from ebbtide.types.rollout import (
@@ -180,12 +181,14 @@ class RolloutService:
         calls = [self._complete(run, lease, index, episode) for index, episode in enumerate(episodes)]
         found = await asyncio.gather(*calls, return_exceptions=True)
         self._notifier.notify("trajectories", run.run_id)
-        refused = next((error for error in found if error is not None), None)
+        errors = [error for error in found if error is not None]
+        # An unknown outcome is told before refusals by which nothing was done: see `RunState.changing`.
+        refused = min(errors, key=lambda error: isinstance(error, WritesRefused), default=None)
         try:
             if refused is not None:
                 raise refused
         finally:
-            del found, refused  # the error refers to this frame: together they would be a cycle
+            del found, errors, refused  # the error refers to this frame: together they would be a cycle
 
     async def _complete(self, run: RunState, lease: LeaseRef, index: int, episode: Episode) -> None:
         try:

@@ -128,8 +128,6 @@ class DispatchRound:
         self._kept[run.run_id] = fill.kept
         if fill.slowed:
             self._last_started = run.run_id
-        if fill.held:  # free slots are for what is queued
-            return
         if balance and not run.stale and not run.ended:  # what is still queued fits nowhere, or waits for others
             hosts = self._hosts.of(run, now)
             self._borrowed.release(run, hosts, now)

@@ -6,6 +6,7 @@ is away. `watch` judges the workers, and waits only for the clock.
 
 import asyncio
 import math
+from functools import partial
 from typing import Final
 
 from ebbtide import telemetry
@@ -16,6 +17,7 @@ from ebbtide.coordinator.failover.run_recovery import RunRecovery
 from ebbtide.coordinator.fleet.worker_registry import WorkerRegistry
 from ebbtide.coordinator.state.attempt_transitions import AttemptTransitions
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
+from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.errors import StoreUnavailable
 from ebbtide.scheduling.dispatch.round_pacing import TICK_S, gather_s
 from ebbtide.scheduling.health.overload import Work
@@ -24,6 +26,8 @@ from ebbtide.types.run import RunStatus
 
 log = telemetry.get_logger(__name__)
 _STORE_PAUSE_S: Final = 0.2
+#: A round waits so long for stale mirrors to be read.
+_READ_S: Final = 0.05
 #: How often the gauges are set; scrapes are no more frequent.
 _OBSERVE_EVERY_S: Final = 1.0
 
@@ -39,6 +43,7 @@ class Dispatcher:
     ) -> None:
         self._state, self._fleet, self._attempts, self._recovery = state, fleet, attempts, recovery
         self._rounds = rounds
+        self._readings: dict[RunState, asyncio.Task[None]] = {}
 
     async def decide_for_ever(self) -> None:
         while True:
@@ -79,17 +84,40 @@ class Dispatcher:
                 next_due = now + _STORE_PAUSE_S
 
     async def decide(self) -> None:
-        """One round, after stale mirrors were read again."""
+        """One round, after stale mirrors were read again. One that takes long is read on while others are served."""
         await self._recovery.try_skipped()
-        for run in self._state.at_work(self._state.clock()):
-            async with self._attempts.while_it_lives(run):
-                await self._recovery.refresh(run)
+        await self._read_stale()
         for deed in self._rounds.turns(self._state.clock()):
             await self._do(deed)
+
+    async def _read_stale(self) -> None:
+        begun = list[asyncio.Task[None]]()
+        for run in self._state.at_work(now := self._state.clock()):
+            if not run.stale:
+                await self._read(run)  # which waits for nothing
+            elif run not in self._readings and not self._attempts.refused(run, now):
+                reading = self._readings[run] = asyncio.create_task(self._read(run), name=f"refresh {run.run_id}")
+                reading.add_done_callback(partial(self._was_read, run))
+                begun.append(reading)
+        if begun:
+            done, _ = await asyncio.wait(begun, timeout=_READ_S)
+            for reading in done:
+                reading.result()
+
+    async def _read(self, run: RunState) -> None:
+        async with self._attempts.while_it_lives(run):
+            await self._recovery.refresh(run)
+
+    def _was_read(self, run: RunState, reading: asyncio.Task[None]) -> None:
+        self._readings.pop(run, None)
+        if not reading.cancelled() and (error := reading.exception()) is not None:
+            log.debug("run not read", run_id=run.run_id, reason=str(error))
 
     async def _do(self, deed: Deed) -> None:
         if deed is None:
             await asyncio.sleep(0)
+            return
+        if self._attempts.refused(deed.run, self._state.clock()):
             return
         async with self._attempts.while_it_lives(deed.run):
             match deed:

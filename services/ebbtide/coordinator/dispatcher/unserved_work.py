@@ -51,8 +51,8 @@ class UnservedWork:
             yield DeadLetters(run, letters)
 
     def warn_if_lacking(self, run: RunState, now: float) -> None:
-        """Warn once each time a run has work and no worker may serve it."""
-        text = (self._trust.lacking(now) or self._barred(run)) if run.queue or run.running else ""
+        """Warn once each time a run has work that no worker may serve."""
+        text = (self._trust.lacking(now) or self._barred(run) or self._cramped(run)) if run.queue or run.running else ""
         if not text:
             self._lacking.pop(run.run_id, None)
         elif now - self._lacking.setdefault(run.run_id, now) >= _LACKING_S:
@@ -90,8 +90,13 @@ class UnservedWork:
         sessions = self._open_sessions()
         contexts = [session.hello.engine.max_model_len for session in sessions]
         longest, manned = max(contexts, default=0), min((session.attached for session in sessions), default=0.0)
+        if run.spec.max_model_len > longest:  # its user says that such a worker comes: they wait
+            return []
         long = run.queue.not_shorter(longest)
-        why = "{} tokens leave no room for more in the longest context attached ({})"
+        why = (
+            "{} tokens leave no room for more in the longest context attached ({}); attach a worker with a longer one, "
+            "and set the run's max_model_len to have rollouts wait for it"
+        )
         found = outsized(long, contexts, manned=manned, now=now, grace_s=_LONGER_GRACE_S)
         return [(one.rollout_id, why.format(one.length, longest)) for one in found]
 
@@ -113,6 +118,16 @@ class UnservedWork:
         if run.spec.borrow.max_rollouts != 0 or any(not session.borrowed for session in self._open_sessions()):
             return ""
         return "waits for workers: borrow.max_rollouts is 0 and only borrowed ones are attached; submit it with more"
+
+    def _cramped(self, run: RunState) -> str:
+        """Why rollouts of a run wait whose context no worker has."""
+        longest = max((session.hello.engine.max_model_len for session in self._open_sessions()), default=0)
+        if longest >= run.spec.max_model_len or not (long := run.queue.not_shorter(longest)):
+            return ""
+        return (
+            f"waits for a worker with a longer context: {len(long)} rollouts fill the longest attached ({longest}); "
+            f"raise a worker's max_model_len to the run's ({run.spec.max_model_len})"
+        )
 
 
 def _unservable(run: RunState) -> list[tuple[str, str]]:

@@ -179,7 +179,8 @@ class RunRecovery:
             async for row in rows:  # page by page: others have their turn
                 group = place_of_group(run, row.request, row.place)
                 if row.state is RolloutState.QUEUED:
-                    queue.add(stored_entry(row, group=group, now=self._state.clock()))
+                    waits = run.queue.get(row.request.rollout_id)  # patience is not begun anew
+                    queue.add(stored_entry(row, group=group, now=waits.since if waits else self._state.clock()))
                 else:
                     running[row.request.rollout_id] = self._attempt(row, run, group)
         # Nothing is awaited from here on: `ended` has what ended while rows were read.

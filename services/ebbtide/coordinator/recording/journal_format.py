@@ -53,6 +53,7 @@ Call: TypeAlias = (
     | runs.MisfitNoted
     | runs.FailedInstallNoted
     | runs.TokensNoted
+    | runs.ContextNoted
     | attempts.AttemptBegun
     | attempts.StoredBelieved
     | attempts.AttemptAssigned

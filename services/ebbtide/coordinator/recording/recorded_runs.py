@@ -119,6 +119,10 @@ class RecordedRunState(RunState):
 
     # Its rollouts.
 
+    def note_context(self, tokens: int) -> None:
+        with self._handed(run_calls.ContextNoted(self.run_id, tokens)):
+            super().note_context(tokens)
+
     def admit(self, one: QueuedRollout) -> None:
         with self._handed(run_calls.Admitted(self.run_id, one)):
             super().admit(one)

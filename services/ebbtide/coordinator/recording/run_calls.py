@@ -65,6 +65,14 @@ class RunReread(ModelCall, frozen=True):
         run.reread(versions, queue, {one.rollout.rollout_id: one for one in attempts})
 
 
+class ContextNoted(ModelCall, frozen=True):
+    run: str
+    tokens: int
+
+    def apply(self, model: ReplayModel) -> None:
+        model.run(self.run).note_context(self.tokens)
+
+
 class Admitted(ModelCall, frozen=True):
     run: str
     rollout: QueuedRollout

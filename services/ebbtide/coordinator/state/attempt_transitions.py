@@ -19,6 +19,7 @@ from ebbtide.coordinator.state.attempt_records import due_orphans, queued_again,
 from ebbtide.coordinator.state.client_writes import ClientWrites
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.ended_histories import EndedHistories
+from ebbtide.coordinator.state.fault_pause import FaultPause
 from ebbtide.coordinator.state.notifier import Notifier
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.running_attempt import RunningAttempt
@@ -29,7 +30,7 @@ from ebbtide.scheduling.dispatch.attempt_endings import dead_letter_message
 from ebbtide.scheduling.dispatch.placement import Placement
 from ebbtide.store.rollout_rows import EndedAttempt, EndReason, PlacedRollout, RequeuedRollout
 from ebbtide.store.store import Store
-from ebbtide.store.unexpected_data import UNEXPECTED
+from ebbtide.store.unexpected_data import UNEXPECTED, WritesRefused
 from ebbtide.types.fleet import AttemptRef
 from ebbtide.types.ids import new_fence
 from ebbtide.types.run import LeaseRef, RunStatus
@@ -41,6 +42,8 @@ log = telemetry.get_logger(__name__)
 T = TypeVar("T")
 #: Rollouts that one script ends or queues again: others wait for it, here and in the store.
 _AT_ONCE: Final = 128
+#: A run's decisions rest for so long once the store refused its writes: the first time, and at most.
+_REFUSED_S, _LONGEST_REFUSED_S = 0.2, 5.0
 
 
 class AttemptTransitions:
@@ -63,6 +66,7 @@ class AttemptTransitions:
         self._state, self._store, self._notifier, self._writes = state, store, notifier, writes
         self._no_progress_limit, self._keep_ended_s = no_progress_limit, keep_ended_s
         self._placed, self._dropped = placed, dropped
+        self._refusals: dict[str, FaultPause] = {}
         self._histories = EndedHistories(store, most_bytes=keep_ended_bytes, keep_s=keep_ended_s)
 
     async def start(
@@ -72,6 +76,9 @@ class AttemptTransitions:
         run's lock held.
         """
         chosen = [(one.rollout_id, new_fence(), by_worker[one.worker_id]) for one in placements]
+        for architecture in {session.hello.engine.architecture for _, _, session in chosen}:
+            if (context := self._state.longest_context(architecture)) > run.context:
+                run.note_context(context)
         rows = [(rollout_id, attempt_id, session.worker_id) for rollout_id, attempt_id, session in chosen]
         placed = await self._store.rollouts.place(run.run_id, rows)
         batches: dict[WorkerSession, list[fleet_pb2.Assignment]] = defaultdict(list)
@@ -96,7 +103,7 @@ class AttemptTransitions:
             _record(attempt, given, session, now)
             if run.start(attempt, session):
                 self._placed(attempt)
-                batches[session].append(_assignment(attempt, given, run.spec.policy))
+                batches[session].append(_assignment(attempt, given, run))
         for session, assignments in batches.items():
             session.send_assignments(assignments)
         if any(given is not None and given.attempts > 1 for given in placed):  # the store tells of these alone
@@ -106,6 +113,11 @@ class AttemptTransitions:
         """Put orphans that are due back into the queue. Returns when the next one is due; inf: none is."""
         next_due = math.inf
         for run in self._state.at_work(now):
+            if run.stale:  # who reads it has its lock for long, and wakes this loop at the end
+                continue
+            if self.refused(run, now):
+                next_due = min(next_due, now + _REFUSED_S)
+                continue
             due, later = due_orphans(run, now, self._state.overload.late_s(now))
             next_due = min(next_due, later)
             async with self.while_it_lives(run):
@@ -192,6 +204,8 @@ class AttemptTransitions:
     async def _end_run(self, run_id: str, status: RunStatus, message: str, drop: str, lease: LeaseRef | None) -> None:
         try:
             await self._store.runs.end(run_id, status, message, drop=drop, lease=lease, keep_s=self._keep_ended_s)
+        except WritesRefused:
+            raise
         except StoreUnavailable:
             if (run := self._state.runs.get(run_id)) is not None:  # it may have ended all the same: read it again
                 run.mark_stale()
@@ -202,15 +216,23 @@ class AttemptTransitions:
     @asynccontextmanager
     async def while_it_lives(self, run: RunState) -> AsyncIterator[None]:
         """Keep a run's end or fault from the other runs. A run that the store has ended or lost leaves the mirror; one
-        for which the store gives an unexpected reply pauses.
+        for which the store gives an unexpected reply pauses; one whose writes it refuses for now has a rest.
         """
         try:
             yield
         except (LeaseSuperseded, NotFound) as error:
             log.info("run is over", run_id=run.run_id, reason=str(error))
             await self.run_over(run.run_id)
+        except WritesRefused as error:
+            refusals = self._refusals.setdefault(run.run_id, FaultPause(run.run_id, _REFUSED_S, _LONGEST_REFUSED_S))
+            refusals.begin(error, self._state.clock())
         except UNEXPECTED as error:
             run.pause(error)
+
+    def refused(self, run: RunState, now: float) -> bool:
+        """Whether the store refused writes of the run lately, so that none is tried again yet."""
+        refusals = self._refusals.get(run.run_id)
+        return refusals is not None and refusals.lasts(now)
 
     async def run_over(self, run_id: str, status: RunStatus | None = None) -> None:
         """Drop a run that the store ended (or, without a `status`, may have lost). A repeat does nothing."""
@@ -223,6 +245,7 @@ class AttemptTransitions:
                 self._state.endings.tell(EndedRun(run_id, status))
 
     def _drop_run(self, run: RunState) -> None:
+        self._refusals.pop(run.run_id, None)
         self._state.drop_run(run)
         self._dropped(run)
         for topic in ("events", "finished", "trajectories"):
@@ -277,12 +300,12 @@ def _record(attempt: RunningAttempt, given: PlacedRollout, session: WorkerSessio
         )
 
 
-def _assignment(attempt: RunningAttempt, given: PlacedRollout, policy: str) -> fleet_pb2.Assignment:
+def _assignment(attempt: RunningAttempt, given: PlacedRollout, run: RunState) -> fleet_pb2.Assignment:
     request = given.request
     expected = attempt.foresee()
     return fleet_pb2.Assignment(
         attempt=to_proto(attempt.ref, fleet_pb2.AttemptRef),
-        policy=policy,
+        policy=run.spec.policy,
         prompt_ids=request.prompt_ids,
         partial=given.partial,
         sampling=to_proto(request.sampling, types_pb2.Sampling),
@@ -295,4 +318,5 @@ def _assignment(attempt: RunningAttempt, given: PlacedRollout, policy: str) -> f
         group_id=attempt.group_id,
         expected_tokens=expected.expected_tokens,
         longest_tokens=expected.longest_tokens,
+        max_model_len=run.context,
     )

@@ -153,6 +153,11 @@ class CoordinatorState:
         """Whether a session that is to serve the run has a free slot."""
         return self._index.has_room(run_id)
 
+    def longest_context(self, architecture: str) -> int:
+        """Tokens of the longest context among attached engines of an architecture."""
+        engines = (session.hello.engine for session in self._sessions.values())
+        return max((one.max_model_len for one in engines if one.architecture == architecture), default=0)
+
     def detach(self, session: WorkerSession) -> None:
         """End a session. Its attempts are the caller's to orphan."""
         session.close()

@@ -33,7 +33,7 @@ from ebbtide.scheduling.dispatch.turns.expected_returns import ExpectedReturns
 from ebbtide.scheduling.elastic.ended_responses import EndedResponses
 from ebbtide.scheduling.long_tail.outlook.run_forecasts import LessonMaker, make_now
 from ebbtide.store.rollout_rows import EndReason
-from ebbtide.store.unexpected_data import UNEXPECTED
+from ebbtide.store.unexpected_data import UNEXPECTED, WritesRefused
 from ebbtide.types.end_cause import EndCause
 from ebbtide.types.run import RunShare, RunSpec
 from ebbtide.types.weights import PolicyVersion
@@ -62,7 +62,8 @@ class RunState:
     ) -> None:
         self.run_id, self.spec, self.wakeups, self.clock = run_id, spec, wakeups, clock
         self.lock: Final = asyncio.Lock()
-        self.stale = True
+        self.stale = True  # until it is read
+        self._doubts = 0  # how often it became stale
         self.ended = False
         self.queue: Final = self.new_queue()
         self._running: dict[str, RunningAttempt] = {}
@@ -92,6 +93,7 @@ class RunState:
         self._groups: dict[str, int] = {}  # group -> queue place of its first rollout
         self._failed_installs: dict[int, int] = {}
         self.lengths: Final = ResponseLengths()
+        self._longest_context = 0  # tokens, of the engines that may serve it, so far
         self.moves: Final = MoveLedger()
         self.tail: Final = RunTail(run_id, spec, lessons)
         self.fitted = False  # some worker has installed a version
@@ -115,6 +117,8 @@ class RunState:
                 raise LeaseSuperseded(f"run {self.run_id} has ended; step down")
             try:
                 yield
+            except WritesRefused:
+                raise  # nothing was done
             except (StoreUnavailable, asyncio.CancelledError):
                 self.set_stale(True)  # read again in the next round
                 raise
@@ -125,6 +129,7 @@ class RunState:
     def set_stale(self, stale: bool) -> None:
         """Note whether the mirror may have missed something; nothing is placed by such a one."""
         self.stale = stale
+        self._doubts += stale
 
     def mark_stale(self) -> None:
         """Have the mirror read again: the store said what it does not."""
@@ -147,16 +152,18 @@ class RunState:
 
     @contextmanager
     def rereading(self) -> Iterator[AbstractSet[str]]:
-        """Entered while the mirror is read again. Yields the rollouts that end meanwhile. A failure leaves it stale."""
+        """Entered while the mirror is read again. Yields the rollouts that end meanwhile. It stays stale if the reading
+        fails, or if it missed something that happened meanwhile.
+        """
         ended: set[str] = set()
-        self.set_stale(False)
-        self._ended_lately = ended
+        doubts, self._ended_lately = self._doubts, ended
         if not self.reconciled.is_set():
             self.answerable.clear()
         try:
             yield ended
+            if self._doubts == doubts:
+                self.set_stale(False)
         except BaseException:
-            self.set_stale(True)
             if self.paused(self.clock()):
                 self.answerable.set()
             raise
@@ -185,6 +192,17 @@ class RunState:
         return lost
 
     # Its rollouts.
+
+    @property
+    def context(self) -> int:
+        """Tokens of prompt and response at which its responses end, on whichever worker; 0: not known yet."""
+        return self.spec.max_model_len or self._longest_context
+
+    def note_context(self, tokens: int) -> None:
+        """Note a context that engines offer it now. It never shrinks: else a response's length would be decided by who
+        is attached.
+        """
+        self._longest_context = max(self._longest_context, tokens)
 
     @property
     def asked_at(self) -> float:
@@ -225,14 +243,15 @@ class RunState:
         return self.tail.renew(self.queue, now, heard=heard)
 
     def put_back(self, attempt: RunningAttempt, queued: QueuedRollout | None) -> None:
-        """Queue the rollout of an attempt that the store ended; None: it finished while the store was asked."""
+        """Queue the rollout of an attempt that the store ended; None: the store had ended it before."""
+        unseen = self._running.get(attempt.rollout.rollout_id) is attempt  # else it finished while the store was asked
         self._prefixes.left(attempt.rollout.episode_id, attempt.length)
         self._forget_attempt(attempt)
-        if queued is None:
+        if queued is not None:
+            self.admit(queued)
+        elif unseen:
             self.tail.over(attempt.rollout)
             self.mark_stale()
-        else:
-            self.admit(queued)
 
     def end(self, rollout_id: str, attempt_id: str = "") -> RunningAttempt | None:
         """Forget a rollout that the store ended (only if it runs as `attempt_id`, if given). Returns its attempt."""
@@ -273,7 +292,7 @@ class RunState:
         running = self._running.get(rollout_id)
         session = running.session if running else None
         if running is not None and running.attempt_id == attempt_id:
-            self.tail.finished(running)  # before it is over
+            self.tail.finished(running, context=self.context)  # before it is over
         attempt = self.end(rollout_id, attempt_id)
         if attempt is not None:
             self.moves.finished += 1

@@ -63,11 +63,11 @@ class RunTail:
                 if first and self._ordered:
                     self._rerank(group, queue)
 
-    def finished(self, attempt: RunningAttempt) -> None:
-        """Note that the store has a rollout's whole response."""
+    def finished(self, attempt: RunningAttempt, *, context: int = 0) -> None:
+        """Note that the store has a rollout's whole response. `context`: at which the run's responses end, if known."""
         if self._takes(one := attempt.rollout):
             with self._harmless():
-                whole = attempt.stored < attempt.max_tokens
+                whole = attempt.stored < attempt.max_tokens and not 0 < context <= attempt.length
                 self.forecasts.finish(one.rollout_id, one.group, attempt.stored, whole=whole)
 
     def over(self, one: QueuedRollout) -> None:

@@ -115,7 +115,7 @@ class SdkCatalog:
         self._client, self._sandbox, self._parsers = client, sandbox, parsers
         self._holder, self._max_model_len = holder, max_model_len
         self._roots = [Path(root).resolve() for root in model_roots]
-        self._models: dict[str, asyncio.Task[ServedModel]] = {}
+        self._models: dict[tuple[str, int], asyncio.Task[ServedModel]] = {}  # by folder and context
         self._bound_run = bound_run
 
     async def runs(self) -> list[Run]:
@@ -141,23 +141,28 @@ class SdkCatalog:
     async def context(self, run: Run) -> int:
         try:
             folder = await asyncio.to_thread(self._folder, run)
-            return context_of(await asyncio.to_thread(read_model_config, folder), self._max_model_len)
+            return context_of(await asyncio.to_thread(read_model_config, folder), self._most(run))
         except InvalidRequest:
             return 0
 
     async def text_model(self, run: Run) -> ServedModel:
-        task = self._models.get(run.spec.model)
+        name = (run.spec.model, run.spec.max_model_len)
+        task = self._models.get(name)
         if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
             while len(self._models) >= _MOST_MODELS:
                 self._models.pop(next(iter(self._models)))
-            task = self._models[run.spec.model] = asyncio.create_task(self._load(run))
+            task = self._models[name] = asyncio.create_task(self._load(run))
         return await asyncio.shield(task)
 
     async def _load(self, run: Run) -> ServedModel:
         folder = await asyncio.to_thread(self._folder, run)
         return await asyncio.to_thread(
-            load_served_model, folder, self._sandbox, self._parsers, max_model_len=self._max_model_len
+            load_served_model, folder, self._sandbox, self._parsers, max_model_len=self._most(run)
         )
+
+    def _most(self, run: Run) -> int:
+        """Prompt plus response, in tokens, that the gateway's and the run's settings allow; 0: neither says it."""
+        return min(filter(None, (self._max_model_len, run.spec.max_model_len)), default=0)
 
     def _folder(self, run: Run) -> Path:
         """The model's folder, where links lead. Raises `InvalidRequest` naming `model` outside of the allowed roots."""

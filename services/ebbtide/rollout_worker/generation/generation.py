@@ -47,6 +47,7 @@ class Assignment(Struct, frozen=True, kw_only=True):
     expected_tokens: int = 0  # still to come behind `partial`, on average; 0: not known
     longest_tokens: int = 0  # that are probably not exceeded; 0: not known
     group_id: str = ""  # whose members' tokens it may be drafted from; empty: nothing is drafted
+    max_model_len: int = 0  # prompt plus response, at which it ends on any worker; 0: as this engine's context ends
 
     def admits(self, version: int) -> bool:
         """Whether the rollout takes tokens of `version`; a bound of 0 is none."""
@@ -91,12 +92,20 @@ class Generation:
         self._ids: list[int] = unpack_tokens(assignment.partial, field="partial")["id"].tolist()
         check_context(prompt + self._ids, len(prompt), info)
         self._assignment, self._prompt = assignment, prompt
-        self._ending = ResponseEnding(assignment.sampling, info, room=info.max_model_len - len(prompt), decode=decode)
+        context = assignment.max_model_len or info.max_model_len
+        self._ending = ResponseEnding(assignment.sampling, info, room=context - len(prompt), decode=decode)
+        self._room = info.max_model_len - len(prompt)
         self.finish = self._ending.at(self._ids) if self._ids else None
 
+    @property
+    def outgrown(self) -> bool:
+        """Whether the response fills this engine's context and has not ended: only a longer context takes more."""
+        return self.finish is None and len(self._ids) >= self._room
+
     def request(self) -> EngineRequest:
-        """A request for the rest of the response."""
+        """A request for the rest of the response, as far as this engine's context goes."""
         sampling, made = self._assignment.sampling, len(self._ids)
+        most = min(self._ending.limit, self._room) - made
         return EngineRequest(
             request_id=self._assignment.attempt.attempt_id,
             cache_name=self._assignment.episode_id,
@@ -104,8 +113,8 @@ class Generation:
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
-            max_tokens=self._ending.limit - made,
-            min_tokens=max(0, sampling.min_tokens - made),
+            max_tokens=most,
+            min_tokens=max(0, min(sampling.min_tokens - made, most)),
             stop_token_ids=sorted(self._ending.stop_token_ids),
             repetition_penalty=sampling.repetition_penalty,
             logprobs=not sampling.without_logprobs,
@@ -130,7 +139,8 @@ class Generation:
                 self.finish = finish
                 break
         else:
-            self.finish = delta.finish
+            cut = delta.finish is FinishReason.LENGTH and self.outgrown  # by this engine's context alone
+            self.finish = None if cut else delta.finish
         return pack_tokens(delta.ids[:kept], delta.logprobs[:kept], delta.versions[:kept])
 
     def generated(self, accepted: bytes) -> int:

@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from hashlib import blake2b
-from math import ceil
+from math import ceil, inf
 from typing import Final
 
 from msgspec.structs import replace
@@ -32,6 +32,8 @@ _SPARE_TOKENS: Final = 6
 _BURSTS: Final = 2
 #: no more than this.
 _MOST_AHEAD: Final = 64
+#: While no memory was freed and nobody came, those that wait are looked at so often: others draw near their ends.
+_LOOK_S: Final = 0.25
 #: A decision later, what came at once counts for so much.
 _FADING: Final = 0.9
 
@@ -70,6 +72,7 @@ class KvGate:
         self._waiting: dict[str, KvTicket] = {}
         self._running: dict[str, KvTicket] = {}
         self._deciding = False
+        self._looks_at = -inf  # when those that wait are looked at next
         self._version = 0
         self._burst = 1.0  # the most tokens of an attempt that came at once lately
         self.parked = 0  # times that an attempt gave up its memory
@@ -121,7 +124,7 @@ class KvGate:
             return
         key = ticket.context.key
         self._waiting[key] = ticket
-        self._decide_soon()
+        self._look_soon()
         try:
             await ticket.inside.wait()
             yield
@@ -131,7 +134,7 @@ class KvGate:
             ticket.inside.clear()
             ticket.parked = False
             ticket.context = replace(ticket.context, reserved=0)
-            self._decide_soon()
+            self._look_soon()
 
     def made(self, ticket: KvTicket, tokens: int, version: int) -> None:
         """The engine made so many tokens, the last of them under `version`."""
@@ -151,7 +154,7 @@ class KvGate:
             since = context.tokens - context.prompt - stored  # were made behind those that the forecast knew of
             rests = (_less(float(tokens), since) for tokens in (rest, longest))
             ticket.context = replace(context, **dict(zip(("rest", "longest_rest"), rests, strict=True)))
-            self._decide_soon()
+            self._look_soon()
 
     def _prefix(self, request: EngineRequest, prompt_ids: bytes) -> str:
         """Names what an engine has of a prompt for others, too: what older weights read is not used again, and a prompt
@@ -159,6 +162,11 @@ class KvGate:
         if not self._shares or request.prompt_logprobs is not None:
             return ""
         return f"{self._version}:{blake2b(prompt_ids, digest_size=16).hexdigest()}"
+
+    def _look_soon(self) -> None:
+        """Decide, also on those that wait."""
+        self._looks_at = -inf
+        self._decide_soon()
 
     def _decide_soon(self) -> None:
         """Once for all tokens of a step."""
@@ -172,10 +180,13 @@ class KvGate:
             return
         staying = [one.context for one in self._running.values() if not one.parked]
         parking = len(staying) < len(self._running)
-        waiting = [] if parking else [one.context for one in sorted(self._waiting.values(), key=_rank)]
+        now, waiting = time.monotonic(), list[KvContext]()
+        if not parking and now >= self._looks_at:
+            self._looks_at = now + _LOOK_S
+            waiting = [one.context for one in sorted(self._waiting.values(), key=_rank)]
         lead = min(_MOST_AHEAD, _SPARE_TOKENS + _BURSTS * ceil(self._burst))
         self._rules, self._burst = replace(self._rules, lead=lead), max(1.0, _FADING * self._burst)
-        decision = divide_memory(staying, waiting, self._rules, time.monotonic())
+        decision = divide_memory(staying, waiting, self._rules, now)
         for key, reserved in decision.grown:
             self._running[key].context = replace(self._running[key].context, reserved=reserved)
         for key in decision.parked:

@@ -48,6 +48,8 @@ class HandBack(NamedTuple):
 #: A coordinator of the former release takes it for a move.
 NO_MEMORY: Final = HandBack(EndCause.NO_MEMORY, "moved: its worker has no memory for its next chunk")
 
+SHORT_CONTEXT: Final = HandBack(EndCause.SHORT_CONTEXT, "moved: it needs a longer context than its worker's")
+
 
 class GenerationHolds:
     """Keeps the reasons to hold generation on purpose (an install, a slow store, a drain), and tells watchers."""
@@ -280,6 +282,9 @@ class LocalAttempts:
     async def _generate(self, held: LocalAttempt) -> None:
         ref = held.assignment.attempt
         try:
+            if held.generation.outgrown:
+                held.releasing = SHORT_CONTEXT
+                return
             ticket = self._ticket(held)
             while held.generation.finish is None and not held.releasing:
                 async with self.gate.room(ticket):
@@ -311,6 +316,8 @@ class LocalAttempts:
                     read = True
                 self._count(held, held.generation.accept(delta))
                 self.gate.made(ticket, len(delta.ids), delta.versions[-1] if delta.versions else 0)
+                if held.generation.outgrown:
+                    held.releasing = held.releasing or SHORT_CONTEXT
                 if held.generation.finish is not None or held.releasing or ticket.parked:
                     return
         held.releasing = held.releasing or HandBack(EndCause.FAILED, "the engine ended the request")

@@ -76,10 +76,17 @@ class Outbox:
     """The outputs of all held attempts, and when the next message is due."""
 
     def __init__(
-        self, *, flush_tokens: int, flush_interval_s: float, jitter: Callable[[], float] = lambda: 1.0
+        self,
+        *,
+        flush_tokens: int,
+        flush_interval_s: float,
+        step_tokens: int = 1,
+        jitter: Callable[[], float] = lambda: 1.0,
     ) -> None:
-        """The window of batch rollouts: tokens of a rollout or seconds, whichever is less. `jitter`: of its intervals,
-        see `BatchLane`."""
+        """The window of batch rollouts: tokens of a rollout or seconds, whichever is less. `step_tokens`: that an
+        engine makes of a rollout in one step, at most. `jitter`: of its intervals, see `BatchLane`.
+        """
+        self._step_tokens = step_tokens
         self._outputs: dict[str, RolloutOutput] = {}
         self._own = self._window = FlushWindow(flush_tokens, flush_interval_s)
         self._batch, self._interactive = BatchLane(jitter), InteractiveLane()
@@ -104,8 +111,10 @@ class Outbox:
         self._batch.interval_s = window.interval_s
         self._interactive.interval_s = min(max(INTERACTIVE_FLUSH_S, pace.interactive_s), window.interval_s)
         self._interactive.longest_s = window.interval_s
-        self._enough = -(-window.tokens // 2)
-        self._many = -(-3 * window.tokens // 4)  # the rest of the window is for tokens until the engine stops
+        # The rest of the window is for tokens until the engine stops: those of the step that made it too many, and of
+        # the next one.
+        self._many = min(-(-3 * window.tokens // 4), max(1, window.tokens + 1 - 2 * self._step_tokens))
+        self._enough = min(-(-window.tokens // 2), -(-2 * self._many // 3))
 
     def __len__(self) -> int:
         return len(self._outputs)

@@ -4,6 +4,8 @@ Scores are of one version and of one worker, or there are none: an attempt that 
 next one asks for all of them again.
 """
 
+from typing import Final
+
 import numpy as np
 
 from ebbtide.errors import Internal, InvalidRequest
@@ -18,6 +20,8 @@ from ebbtide.types.tokens import pack_tokens, unpack_ids
 
 class PromptScoring:
     """The scores of one attempt, in the place of a `Generation`. `finish` is set once they are there."""
+
+    outgrown: Final = False  # it begins only where the prompt and its one token fit
 
     def __init__(self, assignment: Assignment, info: EngineInfo, decode: Decode) -> None:
         """Raises `InvalidRequest` naming the field if this engine cannot take the assignment as it is."""

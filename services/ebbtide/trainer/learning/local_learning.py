@@ -67,11 +67,13 @@ class LocalLearning:
     def on_gpu(self) -> bool:
         return self._device.startswith("cuda")
 
-    def give_up_memory(self, needed: int) -> None:
+    def give_up_memory(self, needed: int) -> int:
         """Makes room on the GPU, until `restore_memory`, for an engine that needs so many bytes. No step trains
-        meanwhile."""
-        if self._memory is not None:
-            self._memory.give_up(needed)
+        meanwhile. Returns how many the engine lacks all the same."""
+        if self._memory is None:
+            return 0
+        self._memory.give_up(needed)
+        return self._memory.lacking(needed)
 
     def restore_memory(self) -> None:
         """Brings back what `give_up_memory` moved."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ebbtide.loans.gpu_memory import host_memory
-from ebbtide.scheduling.elastic.memory_handover import HandoverMemory, moves_to_host
+from ebbtide.scheduling.elastic.memory_handover import HandoverMemory, lacking, moves_to_host
 from ebbtide.telemetry import counter, get_logger, histogram
 
 log = get_logger(__name__)
@@ -118,6 +118,11 @@ class TrainerMemory:
         _moved.labels("out").inc(memory.movable)
         log.info("memory moved to the host", bytes=memory.movable, took_s=round(took, 4), free_before=free)
         return memory.movable
+
+    def lacking(self, needed: int) -> int:
+        """Bytes that an engine which needs so many still lacks on the device."""
+        free, total, _, _ = self._room.memory()
+        return lacking(free, total, needed)
 
     def restore(self) -> int:
         """Bring everything back. Returns the bytes moved."""

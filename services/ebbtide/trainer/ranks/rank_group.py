@@ -151,9 +151,9 @@ class RankZeroLearning(LocalLearning):
         with self._crew.order(rank_orders.UpdateOrder()):
             return super().update()
 
-    def give_up_memory(self, needed: int) -> None:
+    def give_up_memory(self, needed: int) -> int:
         with self._crew.order(rank_orders.GiveUpOrder(needed=needed)):
-            super().give_up_memory(needed)
+            return super().give_up_memory(needed)
 
     def restore_memory(self) -> None:
         with self._crew.order(rank_orders.RestoreOrder()):

@@ -49,6 +49,22 @@ def test_drafts_end_where_they_do_not_pay() -> None:
     assert worker.batch.report["drafted"] < worker.made / 4
 
 
+def test_drafts_end_where_the_search_for_them_takes_more_than_they_gain() -> None:
+    searched = list[VerifyingWorker]()
+
+    class SlowTree(PlainSuffixTree):
+        def speculate(self, *args: Any) -> Any:
+            searched[0].now += 0.05
+            return super().speculate(*args)
+
+    worker = VerifyingWorker(SlowTree, alike(4, 600), base_s=0.01, token_s=1e-4, now=100.0)
+    searched.append(worker)
+    worker.batch.learn([SiblingRun("g", 1, "early", 0, pack_ids(alike(1, 600)["r0"]))], [], worker.now)
+    worker.run()
+    assert not worker.batch.report["speculating"]
+    assert worker.batch.report["drafted"] < worker.made / 4
+
+
 def test_drafts_go_on_where_they_pay() -> None:
     worker = engine(alike(4))
     worker.batch.learn([SiblingRun("g", 1, "early", 0, pack_ids(alike(1)["r0"]))], [], worker.now)

@@ -171,3 +171,19 @@ def test_a_running_rollout_gets_its_next_chunk_before_it_needs_it() -> None:
 def test_no_more_run_than_the_engine_has_slots() -> None:
     decision = divide_memory([], [context(f"r{n}") for n in range(5)], ChunkRules(kv_tokens=65_536, slots=3), 0.0)
     assert len(decision.started) == 3
+
+
+def test_a_decision_looks_at_each_running_rollout_a_few_times_however_many_wait() -> None:
+    looks = 0
+
+    class Counting(ChunkRules, frozen=True, kw_only=True):
+        def likely_rest(self, context: KvContext) -> float:
+            nonlocal looks
+            looks += 1
+            return super().likely_rest(context)
+
+    rules = Counting(kv_tokens=256 * 1024)
+    running = [context(f"r{n}", tokens=1000, reserved=1016, rest=500.0 + n) for n in range(256)]
+    waiting = [context(f"w{n}", tokens=20_000, rest=1e5) for n in range(64)]
+    assert divide_memory(running, waiting, rules, 0.0).started == ()
+    assert looks < 10 * 256

@@ -83,6 +83,12 @@ def test_it_is_switched_on_again_once_it_pays() -> None:
     assert switch.step(1.2) is SpeculationMode.ON
 
 
+def test_it_is_switched_off_by_gains_that_forecasts_make_up() -> None:
+    switch, draw = SpeculationSwitch(), Random(1)
+    modes = [switch.step(1.0 + 0.015 * draw.random()) for _ in range(100)]
+    assert SpeculationMode.ON not in modes[20:]
+
+
 def test_a_single_step_without_a_gain_does_not_switch_it_off() -> None:
     switch = SpeculationSwitch()
     assert all(switch.step(gain) is SpeculationMode.ON for gain in [1.3, 1.0, 1.2, 1.0] * 50)

@@ -127,4 +127,5 @@ def test_memory_moves_only_if_an_engine_lacks_room_and_the_host_has_it(
     lent.step([recorded(network, sample(12, 6))], Random(1))
     memory = TrainerMemory(lent.movable, room)
     assert bool(memory.give_up(needed)) is moves
+    assert bool(memory.lacking(needed)) is (needed + 0.03 * 80 * GIB > room.free and needed > 0)
     assert bool(memory.restore()) is moves

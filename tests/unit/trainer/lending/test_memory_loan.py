@@ -7,10 +7,11 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from ebbtide.claimed_runs.run_failure import RankLost
+from ebbtide.claimed_runs.run_failure import RankLost, RunFailed
 from ebbtide.runtime import race
 from ebbtide.testing import wait_until
 from ebbtide.trainer.lending.memory_loan import MemoryLoan
+from ebbtide.types.work_left import OpenGroup, WorkLeft
 
 
 class Noted:
@@ -22,6 +23,8 @@ class Noted:
         self.moving.set()
         self.needed = 7
         self.failure: Exception | None = None
+        self.lacks = 0
+        self.left = WorkLeft(open=1, groups=(OpenGroup(prompt=5, running=(3,)),))
 
     def lend(self, spell_s: float = 0.0) -> None:
         self.deeds.append(f"lend {spell_s:g}")
@@ -35,12 +38,16 @@ class Noted:
     def engine_bytes(self) -> int:
         return self.needed
 
-    def give_up_memory(self, needed: int) -> None:
+    async def work_left(self) -> WorkLeft:
+        return self.left
+
+    def give_up_memory(self, needed: int) -> int:
         self.deeds.append(f"give up for {needed}")
         self.moving.wait(10)
         if self.failure is not None:
             raise self.failure
         self.deeds.append("given up")
+        return self.lacks
 
     def restore_memory(self) -> None:
         self.deeds.append("restore")
@@ -48,7 +55,7 @@ class Noted:
 
 @asynccontextmanager
 async def loan_of(noted: Noted) -> AsyncIterator[MemoryLoan]:
-    loan = MemoryLoan(noted, noted, look_s=0.01)
+    loan = MemoryLoan(noted, noted, noted.work_left, look_s=0.01)
     running = asyncio.create_task(loan.run())
     try:
         yield loan
@@ -125,8 +132,38 @@ async def test_an_engine_that_comes_during_the_loan_gets_room() -> None:
 async def test_a_move_that_fails_ends_the_training_at_once() -> None:
     noted = Noted()
     noted.failure = RankLost("rank 1 is gone")
-    loan = MemoryLoan(noted, noted)
+    loan = MemoryLoan(noted, noted, noted.work_left)
     loan.lend()
     with pytest.raises(RankLost, match="rank 1 is gone"):
         await asyncio.wait_for(race(loan.run(), asyncio.Event().wait()), 10)
     assert not any(deed.startswith("lend") for deed in noted.deeds)
+
+
+def quick_loan(noted: Noted) -> MemoryLoan:
+    noted.lacks = 3
+    return MemoryLoan(noted, noted, noted.work_left, look_s=0.01, work_look_s=0.01, patience_s=0.3)
+
+
+async def test_a_run_whose_only_engine_lacks_memory_ends_and_says_how_much() -> None:
+    loan = quick_loan(Noted())
+    loan.lend()
+    with pytest.raises(RunFailed, match="needs 7 bytes of it and lacks 3"):
+        await asyncio.wait_for(loan.run(), 10)
+
+
+async def test_a_run_that_others_generate_for_goes_on_without_the_engine() -> None:
+    noted = Noted()
+    loan = quick_loan(noted)
+    running, looks = asyncio.create_task(loan.run()), 0
+
+    async def made() -> WorkLeft:
+        nonlocal looks
+        looks += 1
+        return WorkLeft(open=1, groups=(OpenGroup(prompt=5, running=(looks,)),))
+
+    loan._work_left = made
+    loan.lend()
+    await wait_until(lambda: looks > 60)  # twice its patience
+    assert not running.done()
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)

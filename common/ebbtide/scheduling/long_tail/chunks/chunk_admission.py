@@ -12,7 +12,9 @@ their memory while others can give theirs up, and the one that came first of all
 latest when all that ran when its patience ended, and all that came before it, have ended.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import accumulate
 from math import inf
 from typing import Final
 
@@ -63,6 +65,7 @@ class _Division:
         self._parked: list[str] = []
         self._grown: dict[str, int] = {}
         self._started: list[tuple[str, int]] = []
+        self._ways_out: tuple[list[int], list[float]] | None = None  # of `_running`, for `_room_in`
 
     def decide(self, waiting: Sequence[KvContext]) -> ChunkDecision:
         self._make_room(0)  # the memory may be smaller than it was
@@ -125,6 +128,7 @@ class _Division:
             if not self._running or (self._ends(one) <= within and self._fits(one, reserved)):
                 self._book.reserve(one, reserved)
                 self._running[one.key] = one
+                self._ways_out = None
                 self._started.append((one.key, reserved))
             elif one.key in late:
                 return
@@ -137,13 +141,12 @@ class _Division:
 
     def _room_in(self, one: KvContext) -> float:
         """Tokens that each running rollout makes until this one fits beside the others, however they grow."""
-        lack = self._grown_blocks(one) - self._rules.blocks
-        lack += sum(map(self._grown_blocks, self._running.values()))
-        for other in sorted(self._running.values(), key=self._rules.likely_rest):
-            lack -= self._grown_blocks(other)
-            if lack <= 0:
-                return self._rules.likely_rest(other)
-        return inf
+        if self._ways_out is None:
+            ways = sorted((self._rules.likely_rest(one), self._grown_blocks(one)) for one in self._running.values())
+            self._ways_out = list(accumulate(blocks for _, blocks in ways)), [rest for rest, _ in ways]
+        freed, rests = self._ways_out  # by those that end first, in their order
+        at = bisect_left(freed, freed[-1] + self._grown_blocks(one) - self._rules.blocks)
+        return rests[at] if at < len(rests) else inf
 
     def _grown_blocks(self, one: KvContext) -> int:
         return -(-round(self._unshared(one) + self._rules.likely_rest(one)) // self._rules.block)

@@ -25,6 +25,8 @@ _TRIED: Final = 2
 _LOOK_EVERY: Final = 16
 #: Steps between those with twice the drafts that seem best: costs beyond the largest step so far are only guessed.
 _FURTHER_EVERY: Final = 64
+#: The time of a search is a mean over about so many of the newest ones.
+_SEARCHES: Final = 16
 #: A step that takes so many times the expected was held up by something else.
 _HELD_UP: Final = 5.0
 
@@ -46,6 +48,7 @@ class DraftPlanner:
         self._classes = [DraftAcceptance() for _ in range(len(_MATCH_CLASSES) + 1)]
         self._groups: dict[str, dict[int, DraftAcceptance]] = {}
         self._until_look = self._until_further = 0
+        self._search_s = 0.0  # of a step in which drafts are looked for
         self.mode = SpeculationMode.ON  # of the newest step
 
     def looks(self) -> bool:
@@ -73,7 +76,8 @@ class DraftPlanner:
         # Samples without an offer are part of the batch, and gain nothing.
         rest = [DraftSlot(()) for _ in range(samples - len(slots))]
         plan = best_drafts([*slots, *rest], self._cost.seconds, most=self._most)
-        gain = plan.worth * self._cost.seconds(samples) / (samples * plan.step_s)
+        step_s = plan.step_s + self._search_s
+        gain = plan.worth * self._cost.seconds(samples) / (samples * step_s) if samples and step_s else 1.0
         self.mode, self._until_look = self._switch.step(gain), _LOOK_EVERY
         if self.mode is SpeculationMode.TRY:
             self.mode = SpeculationMode.OFF
@@ -113,6 +117,10 @@ class DraftPlanner:
         if self._cost.known and seconds > _HELD_UP * self._cost.seconds(tokens):
             return
         self._cost.observe(tokens, seconds)
+
+    def searched(self, seconds: float) -> None:
+        """Note how long the search for drafts made a step longer, whatever came of it."""
+        self._search_s += (seconds - self._search_s) / _SEARCHES if self._search_s else seconds
 
     def forget(self, groups: Iterable[str]) -> None:
         """These groups are over."""

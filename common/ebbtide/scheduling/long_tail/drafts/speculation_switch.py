@@ -11,8 +11,9 @@ Invariant: the fields say whether the switch is on, and when it tries next. Lost
 from enum import Enum
 from typing import Final
 
-#: It is switched on again only for a gain that forecasts do not make up.
-_WORTH: Final = 1.03
+#: It is switched on again only for a gain that forecasts do not make up, and off below one that they do: the best of
+#: many noisy counts is hardly ever none.
+_WORTH, _WORTHLESS = 1.03, 1.02
 #: Off after so many steps in a row without a gain: a single batch says little.
 _PATIENCE: Final = 8
 #: Steps between tries: at first, and at most. Even tries that double a step cost below 2 % so.
@@ -36,7 +37,7 @@ class SpeculationSwitch:
         drafts are none.
         """
         if self._on:
-            self._in_vain = self._in_vain + 1 if gain <= 1.0 else 0
+            self._in_vain = self._in_vain + 1 if gain < _WORTHLESS else 0
             if self._in_vain < _PATIENCE:
                 return SpeculationMode.ON
             self._on, self._every, self._until_try = False, _FIRST_TRY, _FIRST_TRY

@@ -3,8 +3,8 @@
 A step verifies one token of each running sample, and all of their draft tokens. While it is bound by memory further
 tokens cost little; beyond a knee each costs its share of the arithmetic. No formula is assumed: steps are averaged in
 classes of like sizes, and averages that fall with size are joined by the pool-adjacent-violators rule (Ayer et al.,
-Annals of Mathematical Statistics 26, 1955), so that costs never fall. Drafting is part of a step's time, so it is part
-of the cost.
+Annals of Mathematical Statistics 26, 1955), so that costs never fall. The search for drafts is not part of it: only
+steps that have drafts pay for that, which the planner counts.
 
 Invariant: `_classes` has the faded sums of sizes and seconds. Lost with the process; some hundred steps teach it again.
 """

@@ -60,7 +60,8 @@ class DraftedBatch:
         self._longest = longest
         self._version = 0
         self._rows: dict[str, _Drafted | None] = {}
-        self._ended = 0.0  # when the newest drafts were handed out
+        self._began = 0.0  # when the newest step's tokens were there
+        self._searched_s = 0.0  # from then on, for the search for drafts
         self.report: DraftReport = DraftReport(
             drafts=0, drafted=0, accepted=0, speculating=True, tree_bytes=0, groups=0
         )
@@ -91,10 +92,12 @@ class DraftedBatch:
         drafts: list[list[int]] = [[] for _ in rows]
         chosen: dict[str, _Drafted | None] = {row.name: None for row in rows if row.made}
         if chosen and self._planner.looks():
+            before = clock()
             self._draft(rows, drafts, chosen, began)
+            self._searched_s = clock() - before
+            self._planner.searched(self._searched_s)
         self._rows = chosen
         self._tell()
-        self._ended = clock()
         return drafts
 
     def _judge(self, rows: Sequence[BatchRow], began: float) -> None:
@@ -111,8 +114,9 @@ class DraftedBatch:
             self.report["drafts"] += 1
             self.report["drafted"] += drafted.length
             self.report["accepted"] += accepted
-        if whole and self._ended:
-            self._planner.stepped(verified, began - self._ended)
+        if whole and self._began:
+            self._planner.stepped(verified, began - self._began - self._searched_s)
+        self._began, self._searched_s = began, 0.0
 
     def _feed(self, row: BatchRow, now: float) -> None:
         if row.source is None or not row.made:
