@@ -225,16 +225,18 @@ class Crowd:
 
     async def _take_over(self) -> None:
         """The leading coordinator is killed, again and again; each time the other one takes over."""
-        found = []
+        found, terms = [], set[bytes]()
+        watching = asyncio.create_task(self._town.note_terms(terms))
         for number in range(self._plan.kills):
             if number:
                 await self._town.mend()  # the killed one comes back as the standby
-                await wait_until(self._town.standby_ready, timeout=_PATIENCE_S, interval=0.2, what="a standby")
+            await wait_until(lambda: len(terms) > number, timeout=_PATIENCE_S, interval=0.05, what="its term")  # noqa: B023 - it is awaited here
             found.append(await self._kill(number))
             await asyncio.sleep(self._plan.watched_s)
+        watching.cancel()
         self.figures |= {name: round(max(one[name] for one in found), 2) for name in found[0]}
         self.figures["takeovers"] = [one["takeover_s"] for one in found]
-        self.figures["terms_per_kill"] = (self._town.terms() - 1) / len(found)
+        self.figures["terms_per_kill"] = (len(terms) - 1) / len(found)
         self.figures["lease_lapses_after_takeover"] = self._town.lapses()
         self._note(await self._town.everywhere("measure"))
 

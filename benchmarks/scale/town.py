@@ -22,15 +22,15 @@ from benchmarks.control_plane.house import ROOT, House, order
 from benchmarks.control_plane.measures import cpu_s
 from ebbtide.auth.role_tokens import mint
 from ebbtide.auth.roles import Role
+from ebbtide.store.store_keys import TERM
 
 D = TypeVar("D", bound=Driver)
 _TOKEN_S: Final = 86400.0
 _COORDINATORS: Final = ("coordinator", "standby")
 #: A third of the default: the load itself takes most of two cores.
 _FLUSHES_PER_S: Final = 350.0
-#: What a coordinator logs as it waits for the fleet's lease, and as it takes it.
-_WAITS: Final = '"event": "standing by"'
-_LEADS: Final = '"event": "leads"'
+#: How often the store is asked whose term it is: a lease lasts for two seconds.
+_LOOK_S: Final = 0.1
 #: What a coordinator warns of when the fleet's lease was over before it was renewed.
 _LAPSED: Final = "the lease could not be renewed in time"
 
@@ -143,14 +143,11 @@ class Town(House):
         self.coordinator = self._pids[self.leader]
         return struck
 
-    def standby_ready(self) -> bool:
-        """Whether the coordinator that does not lead waits for the lease."""
-        log = (self.redis.directory / f"{self._other}.log").read_text()
-        return log.rfind(_WAITS) > log.rfind(_LEADS)
-
-    def terms(self) -> int:
-        """How often a coordinator took the lease of the fleet."""
-        return sum((self.redis.directory / f"{name}.log").read_text().count(_LEADS) for name in _COORDINATORS)
+    async def note_terms(self, seen: set[bytes]) -> None:
+        """Note each coordinator's term that the store has, for ever."""
+        while True:
+            seen.add(await asyncio.to_thread(self.redis.command, "GET", TERM))
+            await asyncio.sleep(_LOOK_S)
 
     def warnings(self) -> Counter[str]:
         """How often coordinators warned of each thing, numbers and names left out."""
