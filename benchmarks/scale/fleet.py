@@ -116,7 +116,10 @@ class ScaleFleet(Fleet):
 
     def measure(self) -> dict[str, Any]:
         refills, self._refills = self._refills, []
-        return super().measure() | {"refills": refills, "lost_tokens": self._lost_tokens, "losses": {}}
+        beats = {"longest_beat_s": max((one.longest_s for one in self._workers.values()), default=0.0)}
+        for worker in self._workers.values():
+            worker.longest_s = 0.0
+        return super().measure() | beats | {"refills": refills, "lost_tokens": self._lost_tokens, "losses": {}}
 
 
 def _held(worker: Worker) -> dict[str, tuple[str, int]]:
