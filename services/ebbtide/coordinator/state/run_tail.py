@@ -26,8 +26,6 @@ from ebbtide.types.run import RunSpec
 log = telemetry.get_logger(__name__)
 #: Rollouts of a mirror that was read again that are taken in one call: some five milliseconds of a core.
 PAGE: Final = 512
-#: So many members of a group get their ranks one by one: in a long queue each moves half of it.
-_FEW: Final = 64
 
 
 class RunTail:
@@ -61,7 +59,7 @@ class RunTail:
                 first = (before := self.forecasts.group(attempt.rollout.group)) is None or not before.begun
                 group = self._run(attempt)
                 if first and self._ordered:
-                    self._rerank(group, queue)
+                    self._rerank([group], queue)
 
     def finished(self, attempt: RunningAttempt, *, context: int = 0) -> None:
         """Note that the store has a rollout's whole response. `context`: at which the run's responses end, if known."""
@@ -102,8 +100,7 @@ class RunTail:
             if heard:
                 self.judge.look(now)
             if self._ordered:
-                for group in renewed:
-                    self._rerank(group, queue)
+                self._rerank(renewed, queue)
                 for rollout_id, rank in self._ranks.overdue(now):
                     queue.rerank(rollout_id, rank)
         return False
@@ -163,14 +160,15 @@ class RunTail:
             yield
         queue.rerank_all(ranks)
 
-    def _rerank(self, group: KnownGroup, queue: RolloutQueue) -> None:
-        waiting = [one for name in group.waiting if (one := queue.get(name)) is not None]
-        ranks = {one.rollout_id: self._rank(one, group) for one in waiting}
-        if len(ranks) > _FEW:
-            queue.rerank_all(ranks)
-            return
-        for rollout_id, rank in ranks.items():
-            queue.rerank(rollout_id, rank)
+    def _rerank(self, groups: Iterable[KnownGroup], queue: RolloutQueue) -> None:
+        queue.rerank_all(
+            {
+                name: self._rank(one, group)
+                for group in groups
+                for name in group.waiting
+                if (one := queue.get(name)) is not None
+            }
+        )
 
     def _rank_of(self, one: QueuedRollout) -> Rank:
         group = self.forecasts.group(one.group)

@@ -56,7 +56,7 @@ class KnownGroup(Struct, eq=False, kw_only=True):
         """Whether its forecast is to be made anew: its samples have made much more than that knew of, for example."""
         if self.outdated or (self.forecast is None and self.begun and bool(self.running or self.waiting)):
             return True
-        made = max((one.made for one in self.running.values()), default=0)
+        made = _roughly(max((one.made for one in self.running.values()), default=0))
         knew = max((self.knew.get(name, 0) for name in self.running), default=0)
         return made > max(_GROWN * knew, knew + _LEAST_GROWN)
 

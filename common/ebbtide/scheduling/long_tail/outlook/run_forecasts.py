@@ -22,10 +22,10 @@ from ebbtide.scheduling.long_tail.length_learner import LengthLearner, LengthLes
 from ebbtide.scheduling.long_tail.outlook.forecast_coverage import ForecastCoverage
 from ebbtide.scheduling.long_tail.outlook.known_group import KnownGroup, OpenSample
 
-#: Least time between two renewals, and forecasts and outlooks that one of them makes: some four milliseconds of a core.
+#: Least time between two renewals, and forecasts and outlooks that one of them makes: some 3 milliseconds of a core.
 #: They are counted and not timed, so that the same is decided again in a replay.
 _RENEW_EVERY_S: Final = 0.05
-_AT_ONCE: Final = 32
+_AT_ONCE: Final = 24
 #: Groups that one renewal looks at for such as have made much more.
 _WATCHED_AT_ONCE: Final = 64
 #: Ended groups teach at the latest when there are so many: with a kilobyte each, 8 MB.
