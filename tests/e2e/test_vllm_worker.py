@@ -81,3 +81,29 @@ async def test_a_response_handed_over_at_sigterm_is_that_of_one_engine(
         assert cut["logprob"].tolist() == pytest.approx(whole["logprob"].tolist(), abs=1e-3)
         assert set(cut["version"].tolist()) == {1}
     await lease.release()
+
+
+async def test_a_response_that_fills_a_short_context_ends_as_on_an_engine_with_a_longer_one(
+    cluster: Cluster, make_checkpoint: Callable[..., Path]
+) -> None:
+    base = make_checkpoint(1)
+    flags: dict[str, dict[str, Any]] = {}
+    for name, context in (("w1", LENGTH // 2), ("w2", 0)):
+        config = cluster.directory / f"{name}.toml"
+        config.write_text(engine_config(context))
+        flags[name] = {"engine": "vllm", "model": base, "config": config, "slots": 4}
+    client = await cluster.boot(workers=0)
+    await asyncio.gather(*(cluster.worker(name, **settings) for name, settings in flags.items()))
+    await client.submit({"name": "e2e", "model": str(base), "environment": {"name": "none"}}, RUN)
+    lease = await client.acquire(RUN, holder="test")
+    await lease.publish(load_file(base / "model.safetensors"), step=0)
+    await lease.submit_rollouts([request("mixed", number) for number in range(8)])
+    await asyncio.wait_for(finishes(lease, 8), 120)
+    assert any(record.generated == LENGTH // 2 - len(PROMPTS[0]) for record in cluster.ledger("w1"))
+    await cluster.process["w1"].stop()
+    await lease.submit_rollouts([request("alone", number) for number in range(8)])
+    found = await asyncio.wait_for(finishes(lease, 16), 120)
+    for number in range(8):
+        mixed, alone = (found[f"{name}{number}"] for name in ("mixed", "alone"))
+        assert unpack_tokens(mixed.tokens)["id"].tolist() == unpack_tokens(alone.tokens)["id"].tolist()
+        assert len(unpack_tokens(mixed.tokens)) == LENGTH
