@@ -9,6 +9,7 @@ from grpc import StatusCode
 from ebbtide import errors
 from ebbtide.errors import EbbtideError, Internal, InvalidRequest, NoCapacity, Unavailable
 from ebbtide.rpc.status_table import CODES, from_rpc_error, to_status, translated
+from ebbtide.store.unexpected_data import WritesRefused
 
 TREE = [
     kind
@@ -22,6 +23,10 @@ def sent_over(error: Exception) -> EbbtideError:
     status = to_status(error)
     trailing = grpc.aio.Metadata(*status.metadata)
     return from_rpc_error(grpc.aio.AioRpcError(status.code, grpc.aio.Metadata(), trailing, status.details))
+
+
+def test_a_refused_write_arrives_by_the_name_that_the_former_release_knows() -> None:
+    assert type(sent_over(WritesRefused("full"))) is errors.StoreUnavailable
 
 
 @pytest.mark.parametrize("kind", TREE, ids=lambda kind: kind.__name__)

@@ -4,6 +4,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from msgspec.structs import replace
 
 from ebbtide.errors import InvalidRequest
 from ebbtide.gateway.runs.sdk_catalog import SdkCatalog
@@ -46,3 +47,15 @@ def test_a_config_that_states_no_context_needs_one_from_the_settings() -> None:
     with pytest.raises(InvalidRequest, match="set --max-model-len"):
         context_of(TextConfig(), 0)
     assert context_of(TextConfig(), 64) == 64
+
+
+@pytest.mark.parametrize(
+    ("setting", "run", "context"), [(0, 0, 512), (0, 64, 64), (64, 0, 64), (64, 96, 64), (96, 64, 64), (0, 4096, 512)]
+)
+async def test_a_gateways_context_is_the_shortest_of_model_setting_and_run(
+    setting: int, run: int, context: int, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 512}')
+    catalog = SdkCatalog(Mock(), Mock(), Mock(), holder="g", model_roots=[str(tmp_path)], max_model_len=setting)
+    found = scripted_run(model=str(tmp_path))
+    assert await catalog.context(replace(found, spec=replace(found.spec, max_model_len=run))) == context
