@@ -116,8 +116,9 @@ class ScaleFleet(Fleet):
 
     def measure(self) -> dict[str, Any]:
         refills, self._refills = self._refills, []
-        beats = {"longest_beat_s": max((one.longest_s for one in self._workers.values()), default=0.0)}
-        for worker in self._workers.values():
+        workers = [one for one in self._workers.values() if isinstance(one, LastingWorker)]
+        beats = {"longest_beat_s": max((one.longest_s for one in workers), default=0.0)}
+        for worker in workers:
             worker.longest_s = 0.0
         return super().measure() | beats | {"refills": refills, "lost_tokens": self._lost_tokens, "losses": {}}
 
