@@ -36,7 +36,7 @@ class Crowd:
         self.phases: dict[str, Any] = {}
         self._asked: set[str] = set()  # workers that were to be lost
         self._missing = self._refused = 0  # tokens: acknowledged and not stored; acknowledged, and then said to lack
-        self._told = self._beat_s = 0.0  # the longest time between two heartbeats of a worker, as it sent them
+        self._told = self._late_s = 0.0  # by which the loop of a workers' process was late
         self._own, self._own_since = time.process_time(), time.monotonic()
         self._cpu: tuple[float, tuple[float, float]] | None = None
 
@@ -58,7 +58,8 @@ class Crowd:
                     self.figures["takeovers_unasked"] += ended - (phase == self._take_over)
                 seen = self.phases[name] = await self._town.ask("read")
                 seen["workers_lost_unasked"] = len(self._lost - self._asked)
-                seen["longest_beat_s"], self._beat_s = round(self._beat_s, 2), 0.0
+                self._note(await self._town.everywhere("measure"))
+                seen["workers_longest_lag_s"], self._late_s = round(self._late_s, 2), 0.0
                 for driver in self._drivers:
                     driver.check()
                 self._tell(f"{name}: {time.monotonic() - began:.1f} s, longest {seen['longest'][:3]}")
@@ -139,7 +140,7 @@ class Crowd:
             self._cpu = (now, self._town.cpu())
             self._tell(
                 f"{running:,} rollouts run, {ended:,} have finished, {lost} workers were lost; cores of workers, "
-                f"drivers, coordinator and Redis: {', '.join(shares)}"
+                f"drivers, coordinator and Redis: {', '.join(shares)}; workers' loops were late by {self._late_s:.2f} s"
             )
         return int(running)
 
@@ -176,7 +177,7 @@ class Crowd:
         for failure in [text for one in seen for text in one["failures"]][:3]:
             self._tell(f"workers report: {failure}")
         self._refused = sum(int(one["lost_tokens"]) for one in seen)
-        self._beat_s = max(self._beat_s, *(one["longest_beat_s"] for one in seen))
+        self._late_s = max(self._late_s, *(one["longest_lag_s"] for one in seen))
 
     @property
     def _lost(self) -> set[str]:

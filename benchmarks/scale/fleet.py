@@ -12,19 +12,22 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, Final
 
 import uvloop
 
 from benchmarks.control_plane.fleet import Fleet, serve
 from benchmarks.control_plane.worker import Worker
 from benchmarks.scale.lasting_worker import LastingWorker
+from ebbtide.runtime import race
 from ebbtide.testing import wait_until
 
 #: An arrival or a return that takes longer has failed.
-_PATIENCE_S = 120.0
+_PATIENCE_S: Final = 120.0
+#: How often the loop's lateness is looked at.
+_LAG_S: Final = 0.05
 #: So long are workers awaited that have to come back.
-_RETURN_S = 40.0
+_RETURN_S: Final = 40.0
 
 
 class ScaleFleet(Fleet):
@@ -36,12 +39,20 @@ class ScaleFleet(Fleet):
         self._attached_at: dict[str, float] = {}  # worker -> when it attached first, or first since `recover`
         self._gone: dict[str, tuple[str, int]] = {}  # rollouts of workers that vanished -> run, tokens acknowledged
         self._lost_tokens = 0
+        self._lag_s = 0.0
         self._awaited, self._first_answer = False, 0.0
         super().__init__(address)
 
     @property
     def worker_rate(self) -> float:
         return self._rate / max(1, len(self._workers))
+
+    async def watch_lag(self) -> None:
+        """Note by how much this process' own loop is late: so late are its workers' heartbeats, too."""
+        while True:
+            due = time.monotonic() + _LAG_S
+            await asyncio.sleep(_LAG_S)
+            self._lag_s = max(self._lag_s, time.monotonic() - due)
 
     # -- what workers tell ---------------------------------------------------------------------------------------
 
@@ -100,7 +111,8 @@ class ScaleFleet(Fleet):
         return {"last": last, "missing": missing()}
 
     def vanish(self, share: float) -> dict[str, Any]:
-        lost = list(self._workers.values())[: round(share * len(self._workers))]
+        alive = [worker for worker in self._workers.values() if not worker.silent]
+        lost = alive[: round(share * len(alive))]
         at = time.monotonic()
         for worker in lost:
             self._losses[worker.name] = {}
@@ -116,11 +128,9 @@ class ScaleFleet(Fleet):
 
     def measure(self) -> dict[str, Any]:
         refills, self._refills = self._refills, []
-        workers = [one for one in self._workers.values() if isinstance(one, LastingWorker)]
-        beats = {"longest_beat_s": max((one.longest_s for one in workers), default=0.0)}
-        for worker in workers:
-            worker.longest_s = 0.0
-        return super().measure() | beats | {"refills": refills, "lost_tokens": self._lost_tokens, "losses": {}}
+        lag = {"longest_lag_s": self._lag_s}
+        self._lag_s = 0.0
+        return super().measure() | lag | {"refills": refills, "lost_tokens": self._lost_tokens, "losses": {}}
 
 
 def _held(worker: Worker) -> dict[str, tuple[str, int]]:
@@ -131,6 +141,7 @@ def _held(worker: Worker) -> dict[str, tuple[str, int]]:
 if __name__ == "__main__":
 
     async def main() -> None:
-        await serve(ScaleFleet(sys.argv[1], sys.argv[2]))
+        fleet = ScaleFleet(sys.argv[1], sys.argv[2])
+        await race(serve(fleet), fleet.watch_lag())
 
     uvloop.run(main())

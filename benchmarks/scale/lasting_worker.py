@@ -38,13 +38,11 @@ class MeteredWorker(Worker):
     """
 
     _up_s = _busy_s = _tokens = _metered = 0.0
-    longest_s = 0.0  # between two heartbeats, as they were sent
 
     def _heartbeat(self) -> fleet_pb2.Heartbeat:
         beat, now = super()._heartbeat(), time.monotonic()
         if self._metered:
             self._up_s += (past_s := now - self._metered)
-            self.longest_s = max(self.longest_s, past_s)
             self._busy_s += past_s if self.rollouts else 0.0
             self._tokens += past_s * _ENGINE_RATE * len(self.rollouts)
         self._metered = now

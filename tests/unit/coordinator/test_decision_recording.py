@@ -50,7 +50,7 @@ UNRECORDED: Final = {
         "note_resumed", "take_resumes", "group_place", "appending", "send_again", "stream_opened", "send",
         "stop_sending", "send_assignments", "pace_flushes", "tell_run_ended", "cancel", "ask_back", "skip_run", "sweep",
         "swept", "begin_incarnation", "learn_durability", "doubt",
-        "note_ended", "take_ended", "news", "clear", "patient_now",
+        "note_ended", "take_ended", "news", "clear",
     ),
 }  # fmt: skip
 #: A rollout that was placed once, in the first batch.

@@ -35,7 +35,7 @@ class LateFleet(ModelFleet):
                         self.registry.hear(session, HeartbeatReport())
             if self.now - self.judged >= self.registry.judge_every_s:
                 self.judged = self.now
-                list(self.registry.judge(self.state.patient_now()))
+                list(self.registry.judge(self.now))
 
 
 def test_no_worker_is_lost_because_its_heartbeats_wait_in_the_coordinator() -> None:

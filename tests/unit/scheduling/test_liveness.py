@@ -79,6 +79,40 @@ def test_the_default_finds_silence_within_three_seconds_and_no_one_who_is_late(s
     assert found - dies <= 3.0
 
 
+def test_where_heartbeats_come_late_each_has_more_time_for_a_while() -> None:
+    liveness = Liveness(2.5)
+    for name in ("a", "b"):
+        liveness.heard(name, 0.0)
+    assert judged(liveness, 2.25, step=0.25) == {}
+    liveness.heard("a", 2.4)  # 0.65 s later than is usual
+    assert judged(liveness, 3.75, step=0.25, start=2.5) == {}
+    assert judged(liveness, 4.0, step=0.25, start=4.0) == {"b": 4.0}
+    liveness.forget("b")
+    for now in range(4, 30):
+        liveness.heard("a", float(now))
+        liveness.silent(float(now))
+    assert judged(liveness, 33.0, step=0.25, start=29.25) == {"a": 31.75}  # that was long ago
+
+
+def test_many_that_fall_silent_at_once_have_more_time_and_are_found_all_the_same() -> None:
+    liveness = Liveness(2.5)
+    names = [f"w{number}" for number in range(100)]
+    for name in names:
+        liveness.heard(name, 0.0)
+    assert judged(liveness, 8.5, step=0.25) == {}
+    assert judged(liveness, 9.0, step=0.25, start=8.75).keys() == set(names)
+
+
+def test_a_judge_that_is_late_has_more_patience_up_to_a_bound() -> None:
+    for late_s, found_s in ((0.0, 2.75), (2.0, 4.75), (60.0, 8.75)):
+        liveness = Liveness(2.5)
+        liveness.heard("a", 0.0)
+        now = 0.0
+        while not liveness.silent(now, late_s):
+            now += 0.25
+        assert now == found_s
+
+
 @pytest.mark.parametrize("cause", EndCause)
 def test_only_failures_and_losses_may_be_the_rollouts(cause: EndCause) -> None:
     assert blames(cause) is (cause in {EndCause.FAILED, EndCause.WORKER_LOST, EndCause.WORKER_SUSPECTED})

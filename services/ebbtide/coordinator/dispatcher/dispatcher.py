@@ -62,7 +62,7 @@ class Dispatcher:
         while True:
             await asyncio.sleep(self._fleet.judge_every_s)
             now = self._state.clock()
-            for _ in self._fleet.judge(self._state.patient_now()):
+            for _ in self._fleet.judge(now):
                 await asyncio.sleep(0)
             if now - observed >= _OBSERVE_EVERY_S and not self._state.sheds(Work.VIEWS):
                 observed = now

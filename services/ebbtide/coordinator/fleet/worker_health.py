@@ -50,19 +50,18 @@ class WorkerHealth:
         self._progressed.pop(session.session_id, None)
         self._beats.pop(session.session_id, None)
 
-    def judge(self, sessions: Iterable[WorkerSession], now: float) -> list[SuspectWorker]:
-        """The workers to give up. Call it every `judge_every_s`."""
+    def judge(self, sessions: Iterable[WorkerSession], now: float, late_s: float = 0.0) -> list[SuspectWorker]:
+        """The workers to give up. Call it every `judge_every_s`. `late_s`: by which the event loop was late lately."""
         watched = {session.session_id: session for session in sessions}
         for session in watched.values():
             if self._progressed.get(session.session_id) != session.progressed:
                 self._progressed[session.session_id] = session.progressed
                 self._progress.arrived(session.session_id, session.progressed)
-        found = {
-            session_id: SuspectWorker(
-                session_id, f"no heartbeat for {self._timeout_s:g} s", self._liveness.since(session_id, now)
-            )
-            for session_id in self._liveness.silent(now)
-        }
+        found = dict[str, SuspectWorker]()
+        for session_id in self._liveness.silent(now, late_s):
+            quiet_s = self._liveness.since(session_id, now)
+            found[session_id] = SuspectWorker(session_id, f"no heartbeat for {quiet_s:.1f} s", quiet_s)
+        now -= late_s  # the other patiences
         for session_id in self._progress.stalled([self._doing(session, now) for session in watched.values()], now):
             quiet_s = self._progress.quiet_s(session_id, now)
             but = "it is held all that time" if watched[session_id].beat.held else "its heartbeats go on"

@@ -175,7 +175,8 @@ class WorkerRegistry:
         """Detach the workers that have been silent, or have made nothing, for too long. It yields after each, so that
         others have their turn in between; run it to its end.
         """
-        for suspect in self._health.judge(self._state.sessions.values(), now):
+        late_s = self._state.overload.late_s(now)
+        for suspect in self._health.judge(self._state.sessions.values(), now, late_s):
             if session := self._state.sessions.get(suspect.session_id):
                 self.detach(session, suspect.reason, suspect)
                 yield

@@ -78,11 +78,6 @@ class CoordinatorState:
         self.endings: Final = RunEndings()
         self.doubt_until = 0.0  # until then the store may lack what workers and leases send again
 
-    def patient_now(self) -> float:
-        """The time by which others' silence is judged: `clock`, less what the event loop itself was late by lately."""
-        now = self.clock()
-        return now - self.overload.late_s(now)
-
     def shed(self, level: int) -> None:
         """Have so many kinds of work give way: see `Work`."""
         self.shedding = level
