@@ -3,8 +3,13 @@
 from collections import Counter
 from typing import Any
 
+import pytest
+
+from ebbtide.errors import InvalidRequest
 from ebbtide.testing import wait_until
 from ebbtide.types.fleet import WorkerKind
+from ebbtide.types.run import Sampling
+from ebbtide.types.tokens import pack_ids
 from ebbtide.v1 import fleet_pb2, fleet_pb2_grpc, types_pb2
 from tests.integration.coordinator.test_moves import paced
 
@@ -77,3 +82,45 @@ async def test_a_worker_offers_what_its_memory_holds_and_the_rest_waits_for_othe
     await wait_until(lambda: len(small.assigned) + len(large.assigned) == 12, what="the other one takes the rest")
     assert len(large.assigned) > len(small.assigned)
     assert (await listed(cluster))["large"].offered_slots == 32
+
+
+async def test_a_longer_context_that_comes_late_is_that_of_later_rollouts_and_the_run_says_so(cluster: Any) -> None:
+    run, first = await cluster.run(), await cluster.worker("w1", slots=1)
+    await run.submit("a")
+    await first.has("a")
+    assert first.assigned["a"].max_model_len == 256
+    longer = engine()
+    longer.max_model_len = 512
+    second = await cluster.worker("w2", engine=longer)
+    (event,) = await run.events("warning", 1)
+    assert "end at 512 tokens" in event.message
+    assert "set the run's max_model_len" in event.message
+    await second.break_streams()
+    await first.add("a", 0, 1, types_pb2.FINISH_REASON_STOP)
+    await run.submit("b")
+    await first.has("b")
+    assert first.assigned["b"].max_model_len == 512, "who is attached decides no response's length"
+
+
+async def test_a_runs_own_context_is_that_of_each_of_its_rollouts(cluster: Any) -> None:
+    run, worker = await cluster.run(max_model_len=128), await cluster.worker("w1")
+    await run.submit("a")
+    await worker.has("a")
+    assert worker.assigned["a"].max_model_len == 128
+    with pytest.raises(InvalidRequest, match="in the run's context"):
+        await run.submit("b", prompt_ids=pack_ids([1] * 128))
+
+
+async def test_what_fills_the_contexts_of_a_runs_workers_gets_another_that_it_would_not_need_else(cluster: Any) -> None:
+    run, first = await cluster.run(), await cluster.worker("w1")
+    await run.submit("a", sampling=Sampling(max_tokens=1000))
+    await first.has("a")
+    await first.add("a", 0, 253)
+    (session,) = cluster.coordinator.state.sessions.values()
+    await wait_until(lambda: session.run_id == "r" and not cluster.coordinator.state.runs["r"].queue)
+    longer = engine()
+    longer.max_model_len = 512
+    second = await cluster.worker("w2", engine=longer)
+    await first.hand_back("a", cause=types_pb2.END_CAUSE_SHORT_CONTEXT)
+    await second.has("a")
+    assert len(second.assigned["a"].partial) == 253 * 12

@@ -41,8 +41,10 @@ class UnservedWork:
 
     def deeds(self, run: RunState, now: float, *, measure: bool) -> Iterator[Deed]:
         """The run's end if no worker can install its weights; else the dead letters of its queue. `measure`: also of
-        rollouts that are too long, or to be scored where nobody scores.
+        rollouts that are too long, or to be scored where nobody scores; and look for longer contexts.
         """
+        if measure:
+            self._note_context(run)
         if message := self._misfit(run, now):
             yield RunFailure(run, message)
         if not run.ended and (letters := _unservable(run)):
@@ -61,6 +63,21 @@ class UnservedWork:
             log.warning("no workers", run_id=run.run_id, rollouts=waiting)
             message = f"{text}; {waiting} rollouts go on when one comes"
             self._run_events.write(run, RunEvent(kind="warning", message=message, values={"rollouts": waiting}))
+
+    def _note_context(self, run: RunState) -> None:
+        """Have responses end in the longest context that was attached since, and warn that former ones ended before."""
+        if run.spec.max_model_len or not run.context:
+            return
+        ready = (one for one in self._state.serving(run.run_id) if one.version_of(run.run_id))
+        architectures = {session.hello.engine.architecture for session in ready}
+        longest, before = max(map(self._state.longest_context, architectures), default=0), run.context
+        if longest > before:
+            run.note_context(longest)
+            message = (
+                f"a worker with a longer context came: responses end at {longest} tokens of prompt and response from "
+                f"now on, and those of rollouts that run at {before}; set the run's max_model_len to have them alike"
+            )
+            self._run_events.write(run, RunEvent(kind="warning", key=f"context.{longest}", message=message))
 
     def forget_ended(self) -> None:
         """Drop what is remembered of runs that are over."""

@@ -112,9 +112,13 @@ class WorkerAllocator:
         slots = sum(one.slots for one in sessions) / len(sessions) if sessions else 1.0
         runs = [run for run in self._state.runs.values() if run.versions]
         wanted = {run.run_id: float(ceil((len(run.queue) + len(run.running)) / slots)) for run in runs}
+        cramped = {run.run_id for run in runs if self._cramped(run)}
+        for run_id in cramped:  # further workers than its own
+            wanted[run_id] += len(self._state.serving(run_id))
         believed = self._wants.believed(wanted, change_s=self._state.changes.typical(), now=now)
         served = {one.run_id for one in sessions}
-        starved = {run_id: self._starved.get(run_id, now) for run_id in believed if run_id not in served}
+        waits = (run_id for run_id in believed if run_id not in served or run_id in cramped)
+        starved = {run_id: self._starved.get(run_id, now) for run_id in waits}
         self._starved = starved
         rate = self._accounts.rate
         return [
@@ -128,6 +132,11 @@ class WorkerAllocator:
             for run in runs
             if run.run_id in believed
         ]
+
+    def _cramped(self, run: RunState) -> bool:
+        """Whether something waits that is too long for the contexts of the run's workers."""
+        contexts = [one.hello.engine.max_model_len for one in self._state.serving(run.run_id)]
+        return bool(contexts and run.queue.not_shorter(max(contexts)))
 
     def _allot(self, sessions: Sequence[WorkerSession], demands: Sequence[Demand], now: float) -> Counter[str]:
         """Assign these workers; returns how many each run has. Runs that may borrow none get no borrowed workers. While
