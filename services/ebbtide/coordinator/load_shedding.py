@@ -1,4 +1,4 @@
-"""Watches how late the event loop is, and tells what gives way meanwhile."""
+"""Watches how late the coordinator is, and tells what gives way meanwhile."""
 
 import asyncio
 from typing import Final
@@ -21,6 +21,7 @@ async def watch_lag(state: CoordinatorState) -> None:
         largest, ticks = max(largest, overload.lag_s), ticks + 1
         if ticks == _SHOWN:
             metrics.loop_lag.set(largest)
+            metrics.heartbeat_delay.set(overload.delay_s)
             largest, ticks = 0.0, 0
         if overload.level != told:
             state.shed(overload.level)
@@ -35,6 +36,7 @@ def _tell(overload: Overload, now: float, *, more: bool) -> None:
     # Starts alone give way now and then in a busy fleet: no reason for a line.
     if more and overload.level > Work.STARTS:
         what = ", ".join(work.name.lower() for work in overload.shed)
-        log.warning("shedding", what=what, lag_s=round(overload.lag_s, 3), since_s=round(now - overload.since, 1))
+        late = {"lag_s": round(overload.lag_s, 3), "delay_s": round(overload.delay_s, 2)}
+        log.warning("shedding", what=what, **late, since_s=round(now - overload.since, 1))
     elif not overload.level:
         log.info("shedding nothing", after_s=round(now - overload.since, 1))

@@ -50,7 +50,10 @@ reclaims = telemetry.counter(
 loop_lag = telemetry.gauge(
     "coordinator_loop_lag_seconds", "by which the event loop was late at most, within the last second"
 )
-shedding = telemetry.gauge("coordinator_shedding", "1 while this work waits, since the event loop is late", ("kind",))
+heartbeat_delay = telemetry.gauge(
+    "coordinator_heartbeat_delay_seconds", "by how much later than soonest heartbeats are taken in, in the median"
+)
+shedding = telemetry.gauge("coordinator_shedding", "1 while this work waits, since the coordinator is late", ("kind",))
 borrowed = telemetry.gauge("coordinator_borrowed_workers", "borrowed workers attached, by what they may do", ("state",))
 tokens_resumed = telemetry.counter(
     "coordinator_tokens_resumed_total", "stored tokens that attempts went on from: saved, not generated again"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ebbtide.scheduling.health.overload import TICK_S, WINDOW_S, Overload, Work
+from ebbtide.scheduling.health.overload import TICK_S, WINDOW_S, HeartbeatDelay, Overload, Work
 
 
 class Loop:
@@ -62,6 +62,30 @@ def test_a_time_for_which_the_process_stood_still_is_not_others_silence() -> Non
     assert loop.overload.late_s(loop.now) == pytest.approx(60.0 - TICK_S)
     loop.run(WINDOW_S + 1.0)
     assert loop.overload.late_s(loop.now) == 0.0
+
+
+def test_work_gives_way_while_heartbeats_are_taken_in_late_though_the_loop_is_on_time() -> None:
+    loop = Loop()
+    for _ in range(100):
+        loop.overload.delayed(0.6)
+    loop.overload.delayed(60.0)  # one worker says nothing of all
+    loop.run(1.0)
+    assert loop.overload.shed == [Work.STARTS, Work.MOVES]
+    assert loop.overload.behind_s == loop.overload.late_s(loop.now) == 0.6
+    loop.run(1.0)
+    assert loop.overload.behind_s == loop.overload.late_s(loop.now) == 0.0
+
+
+def test_a_heartbeats_delay_is_beyond_the_soonest_by_the_workers_clock_and_forgets_drift() -> None:
+    delay = HeartbeatDelay()
+    assert delay.of(0.0, 1_000.0) is None
+    assert delay.of(1.0, 1_001.2) == 0.0
+    assert delay.of(2.0, 1_002.0) == 0.0  # sooner than the first
+    assert delay.of(3.0, 1_005.0) == pytest.approx(2.0, abs=0.01)
+    assert delay.of(1.0, 1_006.0) is None  # it started again
+    assert delay.of(2.0, 1_007.0) == 0.0
+    for second in range(3, 7_200):  # its clock is slow by 100 ppm
+        assert (delay.of(second * (1 - 1e-4), 1_005.0 + second) or 0.0) < 0.01
 
 
 @pytest.mark.parametrize("late_s", [0.1, 0.5, 1.0])

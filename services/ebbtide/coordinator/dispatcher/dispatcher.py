@@ -139,4 +139,4 @@ class Dispatcher:
             began = clock()
             await asyncio.sleep(0)
             turn_s = (now := clock()) - began
-            deed.note_turn(max(turn_s, self._state.overload.lag_s), now)
+            deed.note_turn(max(turn_s, self._state.overload.behind_s), now)

@@ -10,6 +10,7 @@ from typing import Final, NamedTuple
 from ebbtide.coordinator.state.worker_reports import HeartbeatReport
 from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.scheduling.health.liveness import JUDGE_EVERY_S, Liveness
+from ebbtide.scheduling.health.overload import HeartbeatDelay
 from ebbtide.scheduling.health.token_progress import FLOOR_S, PAUSE_S, TokenProgress, WorkerActivity
 
 #: A worker that hands back nothing for so long, though asked several times, is stuck.
@@ -33,6 +34,7 @@ class WorkerHealth:
         # A worker heard only every few seconds is judged by several heartbeats.
         self._progress = TokenProgress(floor_s=max(FLOOR_S, 2 * heartbeat_s), pause_s=PAUSE_S * max(1.0, heartbeat_s))
         self._progressed: dict[str, float] = {}
+        self._delays: dict[str, HeartbeatDelay] = {}
         self._beats: dict[str, tuple[HeartbeatReport, float]] = {}  # the last one, and when its engine made a token
 
     def heard(self, session: WorkerSession, now: float) -> None:
@@ -43,11 +45,18 @@ class WorkerHealth:
         """Seconds since the last message."""
         return self._liveness.since(session.session_id, now)
 
+    def delay_s(self, session: WorkerSession, uptime_s: float, now: float) -> float | None:
+        """By how much a heartbeat that was sent at `uptime_s` was taken in late; None: it does not tell."""
+        if (delay := self._delays.get(session.session_id)) is None:
+            delay = self._delays[session.session_id] = HeartbeatDelay()
+        return delay.of(uptime_s, now)
+
     def gone(self, session: WorkerSession) -> None:
         """Forget a session that is over."""
         self._liveness.forget(session.session_id)
         self._progress.forget(session.session_id)
         self._progressed.pop(session.session_id, None)
+        self._delays.pop(session.session_id, None)
         self._beats.pop(session.session_id, None)
 
     def judge(self, sessions: Iterable[WorkerSession], now: float, late_s: float = 0.0) -> list[SuspectWorker]:

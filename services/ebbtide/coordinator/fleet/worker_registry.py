@@ -190,6 +190,8 @@ class WorkerRegistry:
         self._health.heard(session, now)
         match message:
             case HeartbeatReport():
+                if (delay_s := self._health.delay_s(session, message.uptime_s, now)) is not None:
+                    self._state.overload.delayed(delay_s)
                 if session.hear(message, now):
                     self._turned(session)
             case InstalledReport():
