@@ -20,6 +20,7 @@ from ebbtide.coordinator.api.request_checks import (
 from ebbtide.coordinator.api.request_retention import RequestRetention
 from ebbtide.coordinator.api.store_doubts import in_doubt
 from ebbtide.coordinator.coordinator_parts import CoordinatorParts
+from ebbtide.coordinator.list_pace import AT_ONCE
 from ebbtide.coordinator.fleet.worker_registry import SCORERS
 from ebbtide.coordinator.state.attempt_records import new_entry, place_of_group
 from ebbtide.coordinator.state.notifier import follow, follow_pages
@@ -68,6 +69,8 @@ class RolloutService:
         """
         run = await self._recovery.live(check_lease(lease, gateways=True).run_id)
         check_order(order)
+        if len(requests) > AT_ONCE:
+            await self._fleet.give_way()
         await check_rollouts(requests, self._fleet.engines(), run.spec, lease)
         await self._check_scored(run, requests)
         self._retention.note(run.run_id, lease)

@@ -48,7 +48,7 @@ log = telemetry.get_logger(__name__)
 _LOST_KEPT_S: Final = 60.0
 _LOST_KEPT: Final = 256
 _NAME_BYTES: Final = 256
-#: How long a view waits while the event loop is late.
+#: How long a view waits while the coordinator is late.
 _VIEW_WAITS_S: Final = 1.0
 #: Pause after a failed install.
 _INSTALL_PAUSE_S: Final = 2.0
@@ -305,8 +305,8 @@ class WorkerRegistry:
             return session
         raise NotFound("this session is over; attach again on the control stream")
 
-    async def view_turn(self) -> None:
-        """Wait a little if views give way to more urgent work."""
+    async def give_way(self) -> None:
+        """Wait a little if a view, or a large submit, gives way to more urgent work now."""
         if self._state.sheds(Work.VIEWS):
             await asyncio.sleep(_VIEW_WAITS_S)
 

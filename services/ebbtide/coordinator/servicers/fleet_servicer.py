@@ -106,7 +106,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServicer):
     async def ListWorkers(
         self, request: fleet_pb2.ListWorkersRequest, context: Context
     ) -> fleet_pb2.ListWorkersResponse:
-        await self._fleet.view_turn()
+        await self._fleet.give_way()
         page = ListPage(fleet_pb2.Worker, request.page_size)
         for worker in self._fleet.workers():
             if worker.worker_id > request.cursor and not page.add(worker.worker_id, worker):
