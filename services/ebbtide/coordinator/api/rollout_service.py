@@ -20,8 +20,8 @@ from ebbtide.coordinator.api.request_checks import (
 from ebbtide.coordinator.api.request_retention import RequestRetention
 from ebbtide.coordinator.api.store_doubts import in_doubt
 from ebbtide.coordinator.coordinator_parts import CoordinatorParts
-from ebbtide.coordinator.list_pace import AT_ONCE
 from ebbtide.coordinator.fleet.worker_registry import SCORERS
+from ebbtide.coordinator.list_pace import AT_ONCE
 from ebbtide.coordinator.state.attempt_records import new_entry, place_of_group
 from ebbtide.coordinator.state.notifier import follow, follow_pages
 from ebbtide.coordinator.state.run_state import RunState
