@@ -158,18 +158,25 @@ class _Allotment:
         """The source's worker with the cheapest change; of equals, one with little to hand over."""
         best: WorkerPost | None = None
         best_s = 0.0
+        far = dict[float, bool]()  # by cost, which most workers have alike
         for post in self._held[source]:
             cost_s = post.cost_s(self._wanted.get(to))
-            if (best is None or cost_s < best_s) and self._may_leave(post, source, to, cost_s):
+            if (pays := far.get(cost_s)) is None:
+                pays = far[cost_s] = self._far(source, to, cost_s)
+            if pays and (best is None or cost_s < best_s) and self._may_leave(post, source, to, cost_s):
                 best, best_s = post, cost_s
                 if cost_s <= 0.0:
                     break
         return best
 
+    def _far(self, source: str, to: str, cost_s: float) -> bool:
+        """Whether the runs are so far apart that a worker changes at such a cost."""
+        turn = turn_s(self._slice_s, cost_s)
+        return self._distance(to, turn) - self._distance(source, turn) > 1.0 + _MARGIN
+
     def _may_leave(self, post: WorkerPost, source: str, to: str, cost_s: float) -> bool:
         if to in post.unfit or not self._worth(post, to):
             return False
-        turn, enough = turn_s(self._slice_s, cost_s), 1.0 + _MARGIN
-        lacking = self._short[to] - self._short[source] > enough
+        lacking = self._short[to] - self._short[source] > 1.0 + _MARGIN
         stays_s = max(_LEAST_STAY * self._slice_s, (_WORTH if lacking else _TURNS) * cost_s)
-        return self._now - post.since >= stays_s and self._distance(to, turn) - self._distance(source, turn) > enough
+        return self._now - post.since >= stays_s

@@ -25,6 +25,8 @@ _GIVES_WAY_S: Final = (0.05, 0.1, 0.15, 0.25, 0.5)
 #: The same for the median delay of heartbeats, which is taken over so many ticks.
 _GIVES_WAY_DELAYED_S: Final = (0.3, 0.5, 0.75, 1.0, 2.0)
 _DELAY_TICKS: Final = 20
+#: So many heartbeats tell of the coordinator's delay: one or two may come from a machine that slept.
+_TELLERS: Final = 4
 #: Clocks of two machines drift apart by less than this.
 _DRIFT: Final = 1e-3
 #: Work that gave way is taken up again after so many seconds without such lateness, one after another.
@@ -82,7 +84,7 @@ class Overload:
         self._forget(now)
         self._ticks += 1
         if self._ticks % _DELAY_TICKS == 0:
-            self.delay_s, self._delays = median(self._delays) if self._delays else 0.0, []
+            self.delay_s, self._delays = median(self._delays) if len(self._delays) >= _TELLERS else 0.0, []
         level = max(_level(self.lag_s, _GIVES_WAY_S), _level(self.delay_s, _GIVES_WAY_DELAYED_S))
         if level and level >= self.level:
             self.since = self.since if self.level else now

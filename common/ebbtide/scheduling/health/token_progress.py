@@ -98,9 +98,10 @@ class TokenProgress:
             return self._ceiling_s  # no first token was seen yet
         return min(self._ceiling_s, max(self._floor_s, _FACTOR * usual) + one.read_s + one.flush_s)
 
-    def stalled(self, doings: Iterable[WorkerActivity], now: float) -> list[str]:
+    def stalled(self, doings: Iterable[WorkerActivity], now: float, late_s: float = 0.0) -> list[str]:
         """The sessions without a token for too long. Call at least four times a second, with all sessions: a gap of
-        half the floor counts as the judge's sleep.
+        half the floor counts as the judge's sleep. `late_s`: by which this process was late lately; each may take so
+        much longer.
         """
         asleep = 0.0 if self._judged is None else now - self._judged
         self._judged = now
@@ -120,12 +121,12 @@ class TokenProgress:
                 one.since = now  # the started ones have ended; the wait for the next first token begins
             one.busy, one.started, one.held = busy, doing.started, doing.held
             one.read_s, one.flush_s = doing.unread / _READ_TOKENS_PER_S, doing.flush_s
-            if busy and self._too_long(doing.session, one, now):
+            if busy and self._too_long(doing.session, one, now, late_s):
                 found.append(doing.session)
         return found
 
-    def _too_long(self, session: str, one: _Watched, now: float) -> bool:
-        waited, allowed = self.quiet_s(session, now), self.allowed_s(session)
+    def _too_long(self, session: str, one: _Watched, now: float, late_s: float) -> bool:
+        waited, allowed = self.quiet_s(session, now), self.allowed_s(session) + late_s
         if waited <= allowed:
             return False
         unmade = min(now, one.heard + self._pause_s) - one.made

@@ -131,9 +131,9 @@ class DispatchRound:
         if balance and not run.stale and not run.ended:  # what is still queued fits nowhere, or waits for others
             hosts = self._hosts.of(run, now)
             self._borrowed.release(run, hosts, now)
-            if not self._state.sheds(Work.MOVES):
+            if not fill.held and not self._state.sheds(Work.MOVES):  # free slots are for what is queued
                 self._moves.decide(run, hosts, now, kept_slots=fill.kept)
-            yield None
+        yield None
 
     def _learn_fleet(self, now: float) -> Iterator[Deed]:
         """Learn what tells workers apart beside their speeds."""
@@ -163,7 +163,8 @@ class DispatchRound:
         measure = self._pacing.measures(now)
         for run in self._state.at_work(now):
             self._installs.send(run, now)
-            yield from self._unserved.deeds(run, now, measure=measure)
+            if not run.stale:  # who reads it has its lock
+                yield from self._unserved.deeds(run, now, measure=measure)
             self._unserved.warn_if_lacking(run, now)
             yield None
         self._unserved.forget_ended()

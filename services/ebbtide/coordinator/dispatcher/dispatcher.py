@@ -91,7 +91,7 @@ class Dispatcher:
             await self._do(deed)
 
     async def _read_stale(self) -> None:
-        begun = list[asyncio.Task[None]]()
+        begun, reading = list[asyncio.Task[None]](), None
         for run in self._state.at_work(now := self._state.clock()):
             if not run.stale:
                 await self._read(run)  # which waits for nothing
@@ -99,10 +99,15 @@ class Dispatcher:
                 reading = self._readings[run] = asyncio.create_task(self._read(run), name=f"refresh {run.run_id}")
                 reading.add_done_callback(partial(self._was_read, run))
                 begun.append(reading)
-        if begun:
-            done, _ = await asyncio.wait(begun, timeout=_READ_S)
-            for reading in done:
-                reading.result()
+        try:
+            if begun:
+                await asyncio.wait(begun, timeout=_READ_S)
+            for reading in begun:
+                if reading.done():
+                    reading.result()
+        finally:
+            begun.clear()
+            reading = None  # its error refers to this frame: together they would be a cycle
 
     async def _read(self, run: RunState) -> None:
         async with self._attempts.while_it_lives(run):

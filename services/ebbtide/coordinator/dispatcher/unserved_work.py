@@ -70,7 +70,8 @@ class UnservedWork:
             return
         ready = (one for one in self._state.serving(run.run_id) if one.version_of(run.run_id))
         architectures = {session.hello.engine.architecture for session in ready}
-        longest, before = max(map(self._state.longest_context, architectures), default=0), run.context
+        contexts = (self._state.longest_context(run.run_id, one) for one in architectures)
+        longest, before = max(contexts, default=0), run.context
         if longest > before:
             run.note_context(longest)
             message = (
@@ -138,6 +139,8 @@ class UnservedWork:
 
     def _cramped(self, run: RunState) -> str:
         """Why rollouts of a run wait whose context no worker has."""
+        if not run.spec.max_model_len:
+            return ""
         longest = max((session.hello.engine.max_model_len for session in self._open_sessions()), default=0)
         if longest >= run.spec.max_model_len or not (long := run.queue.not_shorter(longest)):
             return ""

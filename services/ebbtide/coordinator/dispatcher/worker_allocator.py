@@ -86,6 +86,7 @@ class WorkerAllocator:
                 one
                 for one in session.attempts.values()
                 if one.run_id != session.run_id
+                and one.attempt_id not in session.freed
                 and (run := self._state.runs.get(one.run_id))
                 and not finishes_first(
                     rest_s=run.lengths.rest(one.stored, one.max_tokens - one.stored) / rate if rate else inf,

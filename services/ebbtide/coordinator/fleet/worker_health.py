@@ -70,16 +70,17 @@ class WorkerHealth:
         for session_id in self._liveness.silent(now, late_s):
             quiet_s = self._liveness.since(session_id, now)
             found[session_id] = SuspectWorker(session_id, f"no heartbeat for {quiet_s:.1f} s", quiet_s)
-        now -= late_s  # the other patiences
-        for session_id in self._progress.stalled([self._doing(session, now) for session in watched.values()], now):
+        for session_id in self._progress.stalled(
+            [self._doing(session, now) for session in watched.values()], now, late_s
+        ):
             quiet_s = self._progress.quiet_s(session_id, now)
             but = "it is held all that time" if watched[session_id].beat.held else "its heartbeats go on"
             reason = f"no token for {quiet_s:.1f} s, though it has work and {but}"
             found.setdefault(session_id, SuspectWorker(session_id, reason, quiet_s))
         for session_id, session in watched.items():
-            if (late_s := _late_s(session, now)) > _OBEYS_S:
-                reason = f"it has not handed back what it was asked for {late_s:.0f} s ago"
-                found.setdefault(session_id, SuspectWorker(session_id, reason, late_s))
+            if (kept_s := _kept_s(session, now)) > _OBEYS_S + late_s:
+                reason = f"it has not handed back what it was asked for {kept_s:.0f} s ago"
+                found.setdefault(session_id, SuspectWorker(session_id, reason, kept_s))
         return list(found.values())
 
     def _doing(self, session: WorkerSession, now: float) -> WorkerActivity:
@@ -113,7 +114,7 @@ def _unread(session: WorkerSession) -> int:
     return int(tokens / max(_LEAST_SHARE, said.share)) if session.borrowed and said else tokens
 
 
-def _late_s(session: WorkerSession, now: float) -> float:
+def _kept_s(session: WorkerSession, now: float) -> float:
     """For how long the worker has kept what was asked back; 0.0 while it waits for the store to take its tokens."""
     if not session.freed or session.storing:
         return 0.0

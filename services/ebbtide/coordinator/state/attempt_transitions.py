@@ -78,7 +78,7 @@ class AttemptTransitions:
         chosen = [(one.rollout_id, new_fence(), by_worker[one.worker_id]) for one in placements]
         if not run.context:  # `UnservedWork` notes longer ones that come later, and warns of them
             for architecture in {session.hello.engine.architecture for _, _, session in chosen}:
-                run.note_context(self._state.longest_context(architecture))
+                run.note_context(self._state.longest_context(run.run_id, architecture))
         rows = [(rollout_id, attempt_id, session.worker_id) for rollout_id, attempt_id, session in chosen]
         placed = await self._store.rollouts.place(run.run_id, rows)
         batches: dict[WorkerSession, list[fleet_pb2.Assignment]] = defaultdict(list)

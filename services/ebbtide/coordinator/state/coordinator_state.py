@@ -148,9 +148,11 @@ class CoordinatorState:
         """Whether a session that is to serve the run has a free slot."""
         return self._index.has_room(run_id)
 
-    def longest_context(self, architecture: str) -> int:
-        """Tokens of the longest context among attached engines of an architecture."""
-        engines = (session.hello.engine for session in self._sessions.values())
+    def longest_context(self, run_id: str, architecture: str) -> int:
+        """Tokens of the longest context among the engines of an architecture that are to serve the run and stay. Others
+        do not count: the run may never get them.
+        """
+        engines = (session.hello.engine for session in self.serving(run_id) if not session.draining)
         return max((one.max_model_len for one in engines if one.architecture == architecture), default=0)
 
     def detach(self, session: WorkerSession) -> None:

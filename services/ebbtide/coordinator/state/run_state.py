@@ -460,4 +460,4 @@ class RunState:
         """Let go of the attempts of a run that is over. They refer to it, and would keep it in memory."""
         for attempts in (self._running, self._orphans, self._unconfirmed, self._volatile_finishes):
             attempts.clear()
-        self.tail.forecasts.forget_open()
+        self.tail.clear()

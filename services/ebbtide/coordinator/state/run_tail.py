@@ -84,6 +84,11 @@ class RunTail:
             with self._harmless():
                 self._read_page()
 
+    def clear(self) -> None:
+        """Let go of what is open, and of what was still to be taken: it refers to the run."""
+        self._unread = iter(())
+        self.forecasts.forget_open()
+
     # What is decided by it.
 
     def renew(self, queue: RolloutQueue, now: float, *, heard: bool) -> bool:

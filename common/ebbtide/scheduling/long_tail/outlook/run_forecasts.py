@@ -249,7 +249,7 @@ class RunForecasts:
             taught, self._untaught = list(self._untaught.values()), {}
             if ended := [one.told() for one in taught if one.finished or one.stopped]:
                 self._lesson = self._lessons(partial(self.learner.lesson, ended))
-        elif not self.learner.known and self._ended >= self._next_lesson:
+        elif not self._idle and not self.learner.known and self._ended >= self._next_lesson:
             self._next_lesson = 2 * self._ended
             some = (one for _, one in zip(range(_LESSON_GROUPS), self._groups.values(), strict=False) if one.begun)
             self._lesson = self._lessons(partial(self.learner.open_lesson, [one.knows(one.made()) for one in some]))
