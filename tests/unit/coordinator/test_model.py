@@ -237,3 +237,13 @@ def test_runs_that_were_swept_are_swept_again_once_a_store_that_may_have_forgott
     state.swept("a")
     state.swept("b")
     assert not state.ended
+
+
+def test_only_engines_that_are_to_serve_a_run_and_stay_have_its_context() -> None:
+    fleet = ModelFleet(2)
+    assert fleet.state.longest_context("r", ENGINE.architecture) == ENGINE.max_model_len
+    assert fleet.state.longest_context("r", "another") == 0
+    first, second = fleet.state.sessions.values()
+    first.serve("another run", 0.0)
+    second.drain("asked to leave")
+    assert fleet.state.longest_context("r", ENGINE.architecture) == 0

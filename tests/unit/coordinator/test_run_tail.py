@@ -1,7 +1,9 @@
 """A run's forecasts never hold its coordinator up: not while a mirror is read again, not to learn, not by a fault."""
 
+import gc
 import itertools
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -241,3 +243,17 @@ def test_a_coordinator_whose_decisions_are_recorded_learns_where_it_decides(tmp_
     assert run.tail.forecasts.learner.known
     assert set(threads) == {threading.current_thread().name}
     parts.close()
+
+
+def test_a_run_that_ends_before_its_mirror_was_taken_is_freed_without_a_garbage_collection() -> None:
+    mirror = Mirror(200)
+    assert mirror.foresee()  # there are further pages
+    run = weakref.ref(mirror.run)
+    gc.disable()
+    try:
+        mirror.run.close()
+        mirror.run.clear()
+        del mirror
+        assert run() is None
+    finally:
+        gc.enable()
