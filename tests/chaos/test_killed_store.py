@@ -39,7 +39,7 @@ async def test_nothing_acknowledged_is_lost_when_the_store_is_killed_under_load(
     await cluster.process["w1"].stop()
     assert cluster.process["w1"].returncode == 0, "finishes that were in flight have left it"
     run = await load.settle()
-    assert run.counters["attempts"] == len(load.requests)
+    assert run.counters["attempts"] - run.counters.get("moved", 0) == len(load.requests)
     assert load.generated_twice() == 0
 
 

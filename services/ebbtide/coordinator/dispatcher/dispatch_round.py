@@ -133,7 +133,7 @@ class DispatchRound:
             self._borrowed.release(run, hosts, now)
             if not fill.held and not self._state.sheds(Work.MOVES):  # free slots are for what is queued
                 self._moves.decide(run, hosts, now, kept_slots=fill.kept)
-        yield None
+            yield None
 
     def _learn_fleet(self, now: float) -> Iterator[Deed]:
         """Learn what tells workers apart beside their speeds."""
