@@ -72,9 +72,9 @@ def place(
     workers is told from its neighbours. A held worker gets only what no other has room for.
 
     With `rest`, a rollout prefers hosts whose context has room for all of it, and the longest go to the fastest of the
-    hosts that were found for them. Then the places of risky
-    hosts go to the rollouts that risk least by a reclaim or a loss, among those placed and the next in the queue; a
-    displaced rollout takes the other's place, or waits a while if a steady host could take it.
+    hosts that were found for them. Then the places of risky hosts go to the rollouts that risk least by a reclaim or a
+    loss, among those placed and the next in the queue; a displaced rollout takes the other's place, or waits a while if
+    a steady host could take it.
     """
     router = TurnRouter(prefixes, hosts, rest=rest, now=now, costs=costs, terms=terms)
     rooms = _Rooms(hosts, pending_limit, borrowable, router, returning, siblings, costs, rest)
