@@ -16,6 +16,7 @@ _SHOWN: Final = round(1 / TICK_S)
 async def watch_lag(state: CoordinatorState) -> None:
     """Note each turn of the loop, for ever."""
     overload, told, largest, ticks = state.overload, 0, 0.0, 0
+    _show(overload)  # each kind has its gauge before any gives way
     while True:
         overload.ticked(now := state.clock())
         largest, ticks = max(largest, overload.lag_s), ticks + 1
@@ -25,14 +26,18 @@ async def watch_lag(state: CoordinatorState) -> None:
             largest, ticks = 0.0, 0
         if overload.level != told:
             state.shed(overload.level)
+            _show(overload)
             _tell(overload, now, more=overload.level > told)
             told = overload.level
         await asyncio.sleep(TICK_S)
 
 
-def _tell(overload: Overload, now: float, *, more: bool) -> None:
+def _show(overload: Overload) -> None:
     for work in Work:
         metrics.shedding.labels(work.name.lower()).set(work <= overload.level)
+
+
+def _tell(overload: Overload, now: float, *, more: bool) -> None:
     # Starts alone give way now and then in a busy fleet: no reason for a line.
     if more and overload.level > Work.STARTS:
         what = ", ".join(work.name.lower() for work in overload.shed)
