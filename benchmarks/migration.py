@@ -159,7 +159,13 @@ def run_level(level: str, inputs: Inputs, *, quick: bool, tell: Tell) -> dict[st
 
         setting = replay.Setting(cap_tokens=inputs.cap)
         report = replay.run_level(
-            inputs.traces, inputs.lengths, stretches=inputs.stretches, setting=setting, quick=quick, say=tell
+            inputs.traces,
+            inputs.lengths,
+            stretches=inputs.stretches,
+            setting=setting,
+            quick=quick,
+            ablation=not quick,
+            say=tell,
         )
         tell(replay.table([*report["cases"], *report["ablation"]]))
         return report | {"unknown": replay.unknown(report["figures"])}

@@ -70,7 +70,7 @@ def run_level(
     `start_s`, `span_s`: a window of each trace (0: all of it); `share` of its machines, drawn by the seed, or
     such a share that about so many `machines` are there at most. `seeds`: the cases are played once with each; by
     default with the setting's. `quick`: ninety minutes of each trace, a sixth of the machines, an eighth of the
-    rollouts, and the ablation of the first trace alone. Raises `ScenarioRefused` for files that cannot be read.
+    rollouts. Raises `ScenarioRefused` for files that cannot be read.
     """
     given = setting or Setting()
     if quick:
@@ -96,7 +96,7 @@ def run_level(
             alike = structs.replace(given, slots=number, seed=seed)
             case = structs.replace(whole, lengths=tables[source], stretch=stretch, setting=alike)
             cases.append(TitledCase(title, case, POLICIES))
-        if ablation and not (quick and path is not traces[0]):
+        if ablation:
             ablated += _ablated(path.stem, whole, slots)
     shown = replay([*cases, *ablated], say)
     report: dict[str, Any] = {

@@ -29,7 +29,7 @@ from benchmarks.conditions import commit, conditions
 from benchmarks.control_plane.house import ROOT
 from benchmarks.scale.busy import busy
 from benchmarks.scale.crowd import Crowd
-from benchmarks.scale.figures import chosen, missing, table
+from benchmarks.scale.figures import beyond, chosen, missing, table
 from benchmarks.scale.growth import grow
 from benchmarks.scale.http_messages import fuzz_http
 from benchmarks.scale.plan import QUICK, ScalePlan
@@ -86,14 +86,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rate", type=arguments.factor, default=ScalePlan().rate, help="tokens/s of the whole fleet")
     parser.add_argument("--against", type=Path, help="another checkout, measured in turns with this one")
     parser.add_argument(
+        "--workers",
+        type=arguments.count,
+        default=ScalePlan().workers,
+        help="an even number; so many times 100 rollouts wait",
+    )
+    parser.add_argument(
         "--kills", type=arguments.count, default=1, help="of the leading coordinator, one after another"
     )
     parser.add_argument("--beside", type=arguments.share, help="share of a core that another process takes meanwhile")
+    parser.add_argument(
+        "--within", type=arguments.factor, help="end with 1 if a figure is more than so many times what is promised"
+    )
     parser.add_argument("--logs", type=Path, help="a folder for the coordinators' logs")
     parser.add_argument("--out", type=arguments.output, default=OUT, help="file of figures")
     options = parser.parse_args(argv)
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    plan = replace(QUICK if options.quick else ScalePlan(), rate=options.rate, kills=options.kills)
+    plan = QUICK if options.quick else ScalePlan()
+    queued = plan.queued * options.workers // plan.workers
+    plan = replace(plan, rate=options.rate, kills=options.kills, workers=options.workers, queued=queued)
     began, under = time.monotonic(), conditions()
     with busy(options.beside or 0.0):
         found, baseline = run(plan, options.parts, options.against and options.against.absolute(), options.logs)
@@ -105,7 +116,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.out.write_text(json.dumps(told, indent=2) + "\n")
     _say(table(told))
     _say(f"All of it is in {options.out}")
-    return 1 if told["figures"].get("tokens_lost") else 0
+    if failed := beyond(told["figures"], options.within) if options.within else []:
+        _say(f"more than {options.within:g} times what is promised: {', '.join(failed)}")
+    return 1 if failed or told["figures"].get("tokens_lost") else 0
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ PROMISED: Final[dict[str, float | None]] = {
     "coordinator_bytes_per_finished": 12.0,
     "cpu_s_per_million_tokens": None,
     "ack_p99_ms": None,
+    "ack_tail_over_raw_redis": 20.0,
     "http_disagreements": 0.0,
     "tokens_lost": 0.0,
 }
@@ -35,6 +36,11 @@ def chosen(found: Mapping[str, Any]) -> dict[str, Any]:
 def missing(found: Mapping[str, Any]) -> dict[str, str]:
     """Why a promised figure is not there."""
     return dict.fromkeys(PROMISED.keys() - chosen(found).keys(), "its part did not run")
+
+
+def beyond(figures: Mapping[str, Any], factor: float) -> list[str]:
+    """The figures that are more than so many times what is promised."""
+    return [name for name, value in figures.items() if (most := PROMISED[name]) is not None and value > factor * most]
 
 
 def table(told: Mapping[str, Any]) -> str:

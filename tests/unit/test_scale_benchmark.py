@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.scale.figures import PROMISED, chosen, missing, table
+from benchmarks.scale.figures import PROMISED, beyond, chosen, missing, table
 from benchmarks.scale.growth import slope
 from benchmarks.scale.loop_probe import LoopProbe, bytes_in_use, probed_loop, summary
 from benchmarks.scale.plan import QUICK, ScalePlan
@@ -90,6 +90,13 @@ def test_a_figure_that_was_not_measured_is_left_out_with_the_reason() -> None:
         "230.0",
     ]
     assert any("http_disagreements" in line and "did not run" in line for line in lines)
+
+
+def test_only_a_figure_beyond_the_allowed_part_of_its_promise_fails() -> None:
+    figures = {"workers": 1000, "callback_max_ms": 180.0, "takeover_s": 10.1, "workers_lost_unasked": 0}
+    assert beyond(figures, 1.0) == ["callback_max_ms", "takeover_s"]
+    assert beyond(figures, 2.0) == []
+    assert beyond(figures | {"workers_lost_unasked": 1}, 2.0) == ["workers_lost_unasked"], "none is none"
 
 
 def test_a_quick_run_has_the_whole_fleet() -> None:
