@@ -23,7 +23,7 @@ from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.run_events import RunEvents
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.worker_session import WorkerSession
-from ebbtide.scheduling.dispatch.move_costs import finishes_first
+from ebbtide.scheduling.dispatch.move_costs import COSTS, finishes_first
 from ebbtide.scheduling.fair_share.allotment import WorkerPost, allot, turn_s
 from ebbtide.scheduling.fair_share.change_reasons import LeftRun, change_reason
 from ebbtide.scheduling.fair_share.share_accounts import REST, RunDue, ShareAccounts, WorkerDemand
@@ -176,7 +176,7 @@ class WorkerAllocator:
             self._run_events.write(run, RunEvent(kind="worker", message=text, labels=labels))
 
     def _post(self, session: WorkerSession, barred: set[str], now: float) -> WorkerPost:
-        change_s = self._state.changes.estimate(session.worker_id)
+        change_s = self._state.changes.estimate(session.worker_id) + self._reading_s(session)
         unfit = frozenset(run_id for run_id, until in session.unfit.items() if until > now)
         return WorkerPost(
             worker_id=session.session_id,
@@ -189,6 +189,11 @@ class WorkerAllocator:
             change_s=change_s,
             restart_s=change_s + session.beat.restart_s,
         )
+
+    def _reading_s(self, session: WorkerSession) -> float:
+        """For how long an engine reads what the worker would hand over."""
+        _, context = self._moves.speed(session)
+        return COSTS.read_s(round(len(session.attempts) * context), self._prefills.typical)
 
     def _tell(self, shares: Mapping[str, float], held: Mapping[str, int]) -> None:
         self._due = {}
