@@ -55,11 +55,10 @@ async def measure_tokens(plan: ScalePlan, checkout: Path | None, tell: Callable[
 
 async def _raw(load: Load, seconds: float) -> dict[str, Any]:
     words = (str(load.rate), str(seconds), str(load.workers * load.rollouts))
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "benchmarks.control_plane.raw", *words, cwd=ROOT, stdout=subprocess.PIPE
-    )
-    said, _ = await process.communicate()
-    found: dict[str, Any] = json.loads(said)
+    command = [sys.executable, "-m", "benchmarks.control_plane.raw", *words]
+    # In a thread, for `subprocess` does not fork: gRPC's threads do not bear it.
+    done = await asyncio.to_thread(subprocess.run, command, cwd=ROOT, stdout=subprocess.PIPE, check=True)
+    found: dict[str, Any] = json.loads(done.stdout)
     return found
 
 

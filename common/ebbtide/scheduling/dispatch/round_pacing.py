@@ -6,8 +6,8 @@ from typing import Final
 #: Pause after the first change, so that a burst is decided in one round. A round looks at all workers: with more than
 #: `_GATHER_FLEET` of them it is longer in proportion, up to `_GATHER_MOST_S`.
 _GATHER_S: Final = 0.01
-_GATHER_FLEET: Final = 200
-_GATHER_MOST_S: Final = 0.05
+_GATHER_FLEET: Final = 64
+_GATHER_MOST_S: Final = 0.1
 #: Longest pause between rounds, because some decisions depend on time alone.
 TICK_S: Final = 0.25
 #: Least time between two looks at workers' runs and versions: filling slots is more urgent.
