@@ -3,6 +3,8 @@
 import pytest
 
 from ebbtide.coordinator.state.attempt_records import new_entry
+from ebbtide.coordinator.state.worker_reports import InstalledReport, ReleasedReport
+from ebbtide.types.end_cause import EndCause
 from ebbtide.types.rollout import RolloutKind, RolloutRequest
 from ebbtide.types.run import EnvironmentSpec, RunSpec, Sampling
 from tests.unit.coordinator.virtual_fleet import VERSION, VirtualFleet
@@ -21,11 +23,7 @@ def test_a_worker_changes_runs_only_if_that_is_worth_reading_its_rollouts_elsewh
         attempt.begin(fleet.now)
     fleet.beat(*workers)
     fleet.round(0.3)
-    spec = RunSpec(name="s", model="m", environment=EnvironmentSpec(name="e"))
-    other = fleet.state.add_run("s", spec)
-    with other.rereading():
-        other.note_reconciled()
-    other.announce(VERSION)
+    add_run(fleet, "s")
     submit(fleet, "s", length)
     while workers[0].run_id == workers[1].run_id:
         fleet.round()
@@ -34,8 +32,39 @@ def test_a_worker_changes_runs_only_if_that_is_worth_reading_its_rollouts_elsewh
     assert fleet.now > least_s
 
 
-def submit(fleet: VirtualFleet, run_id: str, length: int) -> None:
-    for number in range(8):
+def test_a_run_takes_no_more_workers_while_its_own_wait_for_the_coordinator() -> None:
+    fleet = VirtualFleet(slice_s=5.0)
+    workers = [fleet.attach(f"w{number}") for number in range(4)]
+    add_run(fleet, "s")
+    submit(fleet, "r", 8, count=32)
+    submit(fleet, "s", 8, count=32)
+    fleet.unfilled.add("s")
+    served = []
+    for _ in range(600):
+        fleet.round()
+        for worker in workers:
+            if asked := tuple(one.ref for one in worker.attempts.values() if one.attempt_id in worker.freed):
+                fleet.registry.hear(worker, ReleasedReport(attempts=asked, cause=EndCause.MOVED))
+            if worker.run_id == "s" and not worker.version_of("s"):
+                fleet.registry.hear(worker, InstalledReport(version=VERSION, run_id="s"))
+        for attempt in list(fleet.run.running.values()):
+            attempt.begin(fleet.now)
+            fleet.run.accept_tokens([attempt], [attempt.stored + 1])
+        served.append(sum(worker.run_id == "s" for worker in workers))
+    assert max(served) == 2, "the tokens that it lacks are not for want of workers"
+    assert served[-1] == 2
+
+
+def add_run(fleet: VirtualFleet, run_id: str) -> None:
+    spec = RunSpec(name=run_id, model="m", environment=EnvironmentSpec(name="e"))
+    run = fleet.state.add_run(run_id, spec)
+    with run.rereading():
+        run.note_reconciled()
+    run.announce(VERSION)
+
+
+def submit(fleet: VirtualFleet, run_id: str, length: int, *, count: int = 8) -> None:
+    for number in range(count):
         request = RolloutRequest(
             rollout_id=f"{run_id}{number}",
             group_id="g",

@@ -39,6 +39,7 @@ class VirtualFleet:
         self.run.announce(VERSION)
         self.placed: list[tuple[float, str, str]] = []
         self.letters: list[str] = []
+        self.unfilled: set[str] = set()  # runs whose rollouts do not start
 
     def attach(self, name: str) -> WorkerSession:
         """A worker that installs at once what it is told."""
@@ -76,7 +77,8 @@ class VirtualFleet:
                     run.put_back(one, again)
         for deed in self.rounds.turns(self.now):
             if isinstance(deed, SlotFill):
-                self._fill(deed)
+                if deed.run.run_id not in self.unfilled:
+                    self._fill(deed)
             elif isinstance(deed, DeadLetters):
                 self.letters += [rollout_id for rollout_id, _ in deed.letters]
 

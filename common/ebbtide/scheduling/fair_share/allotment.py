@@ -30,7 +30,7 @@ _WORTH: Final = 2.0
 
 
 #: Workers that change by one decision: each is sought among all of a run's, and others change by the next decision.
-_AT_ONCE: Final = 128
+_AT_ONCE: Final = 32
 
 
 class WorkerPost(Struct, frozen=True, kw_only=True, gc=False):

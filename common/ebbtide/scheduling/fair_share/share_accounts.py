@@ -1,10 +1,10 @@
 """Accounts the tokens that each run was due against those that it got.
 
 Invariant: each `tick` divides the tokens made for runs with work by what each was due; a run that got less is owed the
-difference. So debts add up to zero, except where bounds cut them off. A run without queued rollouts could not have used
-more: it is owed almost nothing, and the others get what it left. Runs without work lose credit and debt within seconds:
-idle runs accrue no credit, and using spare capacity incurs no debt. Lost with the process: no run is owed anything
-then.
+difference. So debts add up to zero, except where bounds cut them off. A run that does not wait for workers could not
+have used more: it is owed almost nothing, and the others get what it left. Runs without work lose credit and debt
+within seconds: idle runs accrue no credit, and using spare capacity incurs no debt. Lost with the process: no run is
+owed anything then.
 """
 
 from collections.abc import Collection, Mapping
@@ -23,7 +23,7 @@ _FORGOTTEN_S: Final = 5.0
 _LATELY_S: Final = 30.0
 #: Largest credit or debt, in turns of the workers that the run is due.
 _TURNS: Final = 8.0
-#: Largest credit of a run without queued rollouts, in turns of one worker.
+#: Largest credit of a run that does not wait for workers, in turns of one worker.
 _SPARED: Final = 0.5
 #: Assumed time to install another run's weights, until one is measured.
 CHANGE_S: Final = 1.0
@@ -35,7 +35,7 @@ _PATIENCE_S: Final = (0.25, 30.0)
 
 class RunDue(Struct, frozen=True):
     share: float  # of the fleet
-    waits: bool  # it has queued rollouts
+    waits: bool  # it has queued rollouts, and its workers are filled
 
 
 class ShareAccounts:

@@ -33,6 +33,8 @@ from ebbtide.types.run import RunEvent, RunShare
 log = telemetry.get_logger(__name__)
 #: Largest share of the time spent on deciding: a large fleet is decided less often.
 _LOAD: Final = 0.05
+#: A run with so large a part of its slots free, and more than a worker's, does not wait for workers.
+_ROOM: Final = 0.125
 _LEAVES: Final = "its worker goes over to another run"
 
 
@@ -191,16 +193,23 @@ class WorkerAllocator:
         )
 
     def _reading_s(self, session: WorkerSession) -> float:
-        """For how long an engine reads what the worker would hand over."""
+        """For how long an engine reads what the worker would hand over: whole seconds, so that many cost the same."""
         _, context = self._moves.speed(session)
-        return COSTS.read_s(round(len(session.attempts) * context), self._prefills.typical)
+        return float(round(COSTS.read_s(round(len(session.attempts) * context), self._prefills.typical)))
+
+    def _has_room(self, run: RunState) -> bool:
+        """Whether the run could not use more workers: those that have its weights are not filled."""
+        serving = [one for one in self._state.serving(run.run_id) if one.version_of(run.run_id)]
+        slots = sum(one.slots for one in serving)
+        taken = sum(min(one.slots, len(one.attempts)) for one in serving)
+        return bool(serving) and slots - taken > max(_ROOM * slots, slots / len(serving))
 
     def _tell(self, shares: Mapping[str, float], held: Mapping[str, int]) -> None:
         self._due = {}
         for run in self._state.runs.values():
             share = shares.get(run.run_id, 0.0)
             if run.run_id in shares:
-                self._due[run.run_id] = RunDue(share, waits=bool(run.queue))
+                self._due[run.run_id] = RunDue(share, waits=bool(run.queue) and not self._has_room(run))
             workers = held.get(run.run_id, 0)
             run.note_share(RunShare(lately=self._accounts.lately(run.run_id), due=share, workers=workers))
 
