@@ -317,3 +317,22 @@ async def test_rollouts_go_back_in_line_once_the_grace_is_over(cluster_with: Any
         await wait_until(lambda: cluster.coordinator.state.runs["r"].queue, what="it is back in line")
         other = await cluster.worker("w2")
         await other.has("a")
+
+
+async def test_a_worker_is_awaited_beyond_the_grace_while_others_still_come_back(cluster_with: Any) -> None:
+    async with cluster_with(recover_grace_s=0.2) as cluster:
+        run, names = await cluster.run(), ("w1", "w2", "w3")
+        workers = [await cluster.worker(name, slots=1) for name in names]
+        await run.submit("a", "b", "c")
+        await wait_until(lambda: all(worker.assigned for worker in workers))
+        held = [[fleet_pb2.HeldAttempt(attempt=one.attempt) for one in worker.assigned.values()] for worker in workers]
+        await cluster.restart()
+        await cluster.worker(names[0], slots=1, held=held[0])
+        state = cluster.coordinator.state
+        grace_over = state.clock() + 0.4
+        await wait_until(lambda: state.clock() > grace_over, what="the end of the grace, beside some looks at orphans")
+        second = await cluster.worker(names[1], slots=1, held=held[1])
+        assert len(second.attached.adopted) == 1, "its rollout was not given to others meanwhile"
+        (lost,) = workers[2].assigned
+        await wait_until(lambda: lost in state.runs["r"].queue, what="the rollout of who does not come back")
+        assert await run.count("attempts") == 3

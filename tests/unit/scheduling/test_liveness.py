@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from ebbtide.scheduling.dispatch.attempt_endings import blames, dead_letter_message
-from ebbtide.scheduling.health.liveness import JUDGE_EVERY_S, Liveness
+from ebbtide.scheduling.health.liveness import JUDGE_EVERY_S, Liveness, Returning
 from ebbtide.types.end_cause import EndCause
 
 
@@ -122,3 +122,17 @@ def test_a_dead_letter_says_how_often_and_why() -> None:
     assert dead_letter_message(4, "x; ", limit=5) is None
     message = dead_letter_message(5, "attempt on w1 at token 0: engine error; ", limit=5)
     assert message == "5 attempts in a row ended without a new token: attempt on w1 at token 0: engine error"
+
+
+def test_workers_are_awaited_while_others_come_back_and_for_half_a_minute_at_most() -> None:
+    returning = Returning()
+    assert returning.more_s(0.0) == 0.0, "a coordinator that never took over"
+    returning.begin(100.0)
+    assert returning.more_s(100.0) == 0.0, "nobody came yet: the grace alone counts"
+    returning.came(104.0)
+    assert returning.more_s(105.9) > 0.0
+    assert returning.more_s(106.1) == 0.0, "two seconds without another"
+    for late in range(106, 140):
+        returning.came(float(late))
+    assert returning.more_s(129.0) > 0.0
+    assert returning.more_s(131.0) == 0.0

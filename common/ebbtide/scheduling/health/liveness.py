@@ -10,6 +10,7 @@ every worker attach.
 """
 
 from collections import deque
+from math import inf
 from typing import Final
 
 #: Two heartbeats of 1 s, and some delay. With a judgement every JUDGE_EVERY_S a silent worker is found within 3 s.
@@ -25,6 +26,10 @@ _REMEMBERED_S: Final = 10.0
 #: So many workers, and so large a part of the fleet, do not fall silent by chance at once.
 _FEW: Final = 8
 _PART: Final = 0.1
+#: After a takeover workers still come back while the last one that did is no longer ago than this; such waiting ends
+#: that long after it.
+_COMING_S: Final = 2.0
+_ALL_BACK_S: Final = 30.0
 
 
 class Liveness:
@@ -73,3 +78,25 @@ class Liveness:
         while self._late and now - self._late[0][0] > _REMEMBERED_S:
             self._late.popleft()
         return _TIMES * (self._late[0][1] - _LATE * self._timeout_s) if self._late else 0.0
+
+
+class Returning:
+    """Whether workers still come back to a coordinator that took over. They come one after another: a large fleet, or a
+    busy machine, takes longer than the grace of a few seconds, and what is given to others meanwhile is read again.
+    """
+
+    def __init__(self) -> None:
+        self._began = self._last = -inf
+
+    def begin(self, now: float) -> None:
+        """Note that workers can attach from now on."""
+        self._began = now
+
+    def came(self, now: float) -> None:
+        """Note that a worker attached with what it held."""
+        self._last = now
+
+    def more_s(self, now: float) -> float:
+        """By how much longer a worker that did not come back is awaited."""
+        coming = now - self._last <= _COMING_S and now - self._began <= _ALL_BACK_S
+        return _ALL_BACK_S if coming else 0.0

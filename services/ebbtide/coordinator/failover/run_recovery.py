@@ -47,7 +47,9 @@ class RunRecovery:
 
     def serving(self) -> None:
         """Begin the grace: from now on workers can attach."""
-        before, self._until = self._until, self._state.clock() + self._grace_s
+        now = self._state.clock()
+        self._state.returning.begin(now)
+        before, self._until = self._until, now + self._grace_s
         for run in self._state.runs.values():
             for attempt in run.orphans.values():
                 if attempt.orphaned is not None and attempt.orphaned.due == before:

@@ -93,6 +93,8 @@ class WorkerRegistry:
         now = self._state.clock()
         session = self._state.new_session(self._new_id(), hello, now)
         adopted, superseded = adopt(self._state, session, (held.attempt for held in hello.held))
+        if adopted:
+            self._state.returning.came(now)
         for other in [one for one in self._state.sessions.values() if one.worker_id == hello.worker_id]:
             self.detach(other, "it attached again", went_on=not other.attempts)
         self._lost.pop(hello.worker_id, None)

@@ -112,18 +112,18 @@ def sibling_group(run: RunState, request: RolloutRequest) -> str:
 
 
 def due_orphans(
-    run: RunState, now: float, late_s: float = 0.0
+    run: RunState, now: float, more_s: float = 0.0
 ) -> tuple[dict[OrphanedAttempt, list[RunningAttempt]], float]:
     """The attempts of a run that are to be queued again now, by why they ended, and when the next one is due (inf:
-    none). No worker can continue those from here on. `late_s`: by which the event loop was late; those whose workers
-    may still come back wait so much longer.
+    none). No worker can continue those from here on. `more_s`: those whose workers may still come back after a takeover
+    wait so much longer.
     """
     due: defaultdict[OrphanedAttempt, list[RunningAttempt]] = defaultdict(list)
     next_due = math.inf
     for attempt in run.orphans.values():
         if (orphaned := attempt.orphaned) is None:
             continue
-        when = orphaned.due + (late_s if orphaned.why.cause is EndCause.NOT_HELD else 0.0)
+        when = orphaned.due + (more_s if orphaned.why.cause is EndCause.NOT_HELD else 0.0)
         if when <= now:
             attempt.leave()
             due[orphaned].append(attempt)

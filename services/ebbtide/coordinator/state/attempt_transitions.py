@@ -118,7 +118,8 @@ class AttemptTransitions:
             if self.refused(run, now):
                 next_due = min(next_due, now + _REFUSED_S)
                 continue
-            due, later = due_orphans(run, now, self._state.overload.late_s(now))
+            more_s = max(self._state.overload.late_s(now), self._state.returning.more_s(now))
+            due, later = due_orphans(run, now, more_s)
             next_due = min(next_due, later)
             async with self.while_it_lives(run):
                 for orphaned, attempts in due.items():

@@ -22,6 +22,7 @@ from ebbtide.coordinator.state.worker_reports import AttachReport
 from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.rpc.run_endings import RunEndings
 from ebbtide.scheduling.fair_share.share_accounts import ChangeoverTimes
+from ebbtide.scheduling.health.liveness import Returning
 from ebbtide.scheduling.health.overload import Overload, Work
 from ebbtide.scheduling.long_tail.outlook.run_forecasts import LessonMaker, make_now
 from ebbtide.types.run import RunSpec
@@ -71,6 +72,7 @@ class CoordinatorState:
         self.skipped: Final[Mapping[str, FaultPause]] = self._skipped
         self.changes: Final = ChangeoverTimes()
         self.overload: Final = Overload()
+        self.returning: Final = Returning()
         self.shedding = 0  # so many kinds of work give way now
         self.incarnation = StoreIncarnation()  # of the store, at present
         self.wakeups: Final = wakeups or DispatchWakeups()
