@@ -7,6 +7,7 @@ from typing import Final
 from ebbtide import coordinator
 from ebbtide.types.fleet import WorkerState
 from ebbtide.types.weights import PolicyVersion
+from tests.unit.coordinator.model_fleet import rollout
 from tests.unit.coordinator.virtual_fleet import VirtualFleet, lived
 
 ROOT: Final = Path(coordinator.__file__).parent
@@ -38,6 +39,18 @@ def test_a_round_yields_the_dead_letters_of_rollouts_that_no_version_can_serve()
     fleet.submit(2, max_version=1)
     fleet.round()
     assert fleet.letters == ["x0", "x1"]
+
+
+def test_what_came_with_a_longer_context_is_given_with_it_though_the_queue_was_measured_before() -> None:
+    fleet = VirtualFleet()
+    fleet.attach("short", context=50)
+    fleet.run.note_context(50)
+    fleet.round()
+    fleet.attach("long", context=100)
+    fleet.run.admit(rollout("x", length=60))
+    fleet.round()
+    assert [worker for _, _, worker in fleet.placed] == ["long"]
+    assert fleet.run.context == 100
 
 
 def test_a_round_says_when_the_next_one_is_due() -> None:

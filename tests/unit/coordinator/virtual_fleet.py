@@ -4,6 +4,8 @@ import itertools
 from collections import Counter
 from typing import Any, Final
 
+from msgspec.structs import replace
+
 from ebbtide.coordinator.dispatcher.dispatch_round import DispatchRound
 from ebbtide.coordinator.dispatcher.round_deeds import DeadLetters, SlotFill
 from ebbtide.coordinator.fleet.worker_registry import WorkerRegistry
@@ -40,11 +42,14 @@ class VirtualFleet:
         self.placed: list[tuple[float, str, str]] = []
         self.letters: list[str] = []
 
-    def attach(self, name: str) -> WorkerSession:
+    def attach(self, name: str, *, context: int = ENGINE.max_model_len) -> WorkerSession:
         """A worker that installs at once what it is told."""
-        kind = WorkerKind.SPOT
         hello = AttachReport(
-            worker_id=name, kind=kind, protocol_version=PROTOCOL_VERSION, slots=self._slots, engine=ENGINE
+            worker_id=name,
+            kind=WorkerKind.SPOT,
+            protocol_version=PROTOCOL_VERSION,
+            slots=self._slots,
+            engine=replace(ENGINE, max_model_len=context),
         )
         session, _, _ = self.registry.attach(hello)
         self.round()

@@ -124,6 +124,7 @@ class DispatchRound:
             yield None  # a mirror that was read again is taken page by page: the lease is renewed meanwhile
         fill = self._new_fill(run, now)
         if fill.due(now):
+            self._unserved.note_context(run)  # a longer one may have come since, and with it what needs it
             yield fill
         self._kept[run.run_id] = fill.kept
         if fill.slowed:

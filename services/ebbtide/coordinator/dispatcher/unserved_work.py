@@ -44,7 +44,7 @@ class UnservedWork:
         rollouts that are too long, or to be scored where nobody scores; and look for longer contexts.
         """
         if measure:
-            self._note_context(run)
+            self.note_context(run)
         if message := self._misfit(run, now):
             yield RunFailure(run, message)
         if not run.ended and (letters := _unservable(run)):
@@ -64,7 +64,7 @@ class UnservedWork:
             message = f"{text}; {waiting} rollouts go on when one comes"
             self._run_events.write(run, RunEvent(kind="warning", message=message, values={"rollouts": waiting}))
 
-    def _note_context(self, run: RunState) -> None:
+    def note_context(self, run: RunState) -> None:
         """Have responses end in the longest context that was attached since, and warn that former ones ended before."""
         if run.spec.max_model_len or not run.context:
             return
