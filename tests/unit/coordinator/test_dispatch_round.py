@@ -53,6 +53,22 @@ def test_what_came_with_a_longer_context_is_given_with_it_though_the_queue_was_m
     assert fleet.run.context == 100
 
 
+def test_what_needs_the_context_of_a_worker_that_left_waits_for_its_return() -> None:
+    fleet = VirtualFleet()
+    fleet.attach("short", context=50)
+    long = fleet.attach("long", context=100)
+    fleet.run.note_context(100)
+    fleet.run.admit(rollout("x", length=60))
+    fleet.round()
+    fleet.registry.detach(long, "its machine was taken back")
+    for _ in range(120):
+        fleet.round(1.0)
+    assert fleet.letters == []
+    fleet.attach("long", context=100)
+    fleet.round()
+    assert [worker for _, _, worker in fleet.placed] == ["long", "long"]
+
+
 def test_a_round_says_when_the_next_one_is_due() -> None:
     fleet = VirtualFleet()
     fleet.round()

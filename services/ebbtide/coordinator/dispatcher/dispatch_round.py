@@ -166,6 +166,6 @@ class DispatchRound:
             self._installs.send(run, now)
             if not run.stale:  # who reads it has its lock
                 yield from self._unserved.deeds(run, now, measure=measure)
-            self._unserved.warn_if_lacking(run, now)
+            self._unserved.warn_if_lacking(run, now, measure=measure)
             yield None
         self._unserved.forget_ended()
