@@ -1,6 +1,7 @@
 """Rounds run in virtual time, without a store, an event loop or a clock, as a simulator runs them."""
 
 import ast
+from collections import Counter
 from pathlib import Path
 from typing import Final
 
@@ -67,6 +68,16 @@ def test_what_needs_the_context_of_a_worker_that_left_waits_for_its_return() -> 
     fleet.attach("long", context=100)
     fleet.round()
     assert [worker for _, _, worker in fleet.placed] == ["long", "long"]
+
+
+def test_a_worker_with_the_runs_context_has_room_for_whatever_the_run_makes() -> None:
+    fleet = VirtualFleet(context=50)
+    fleet.attach("short", context=50)
+    fleet.attach("long", context=10_000)
+    for number in range(4):
+        fleet.run.admit(rollout(f"x{number}", length=10))
+    fleet.round()
+    assert Counter(worker for _, _, worker in fleet.placed) == {"short": 2, "long": 2}
 
 
 def test_a_round_says_when_the_next_one_is_due() -> None:
