@@ -114,7 +114,7 @@ class DispatchRound:
             yield from self._moves.learn(now)
             yield from self._learn_fleet(now)
             self._borrowed.judge(now)
-            self._allocator.hand_over(now)
+            yield from self._allocator.hand_over(now)
             yield None  # in a large fleet each of these takes a while: others have their turn
         for run in self._in_turn(now):
             yield from self._serve(run, now, balance=balance)
