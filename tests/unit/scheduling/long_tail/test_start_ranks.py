@@ -123,6 +123,22 @@ def test_a_queue_goes_by_rank_within_priorities_and_keeps_up_with_new_ranks() ->
     assert [one.rollout_id for one in queue] == ["d", "b", "c"]
 
 
+def test_many_members_have_other_ranks_at_once_in_whatever_order_they_are_named() -> None:
+    queue, draw = RolloutQueue(), Random(1)
+    ranks = {f"x{place}": (1, 2, draw.randrange(50)) for place in range(400)}
+    places = {name: place for place, name in enumerate(ranks)}
+    for name, place in places.items():
+        queue.add(
+            QueuedRollout(rollout_id=name, episode_id=name, bounds=VersionBounds(0, 0), length=8, place=place),
+            ranks[name],
+        )
+    for _ in range(5):
+        changed = {name: (1, draw.randrange(3), draw.randrange(50)) for name in draw.sample(sorted(ranks), 200)}
+        queue.rerank_all(changed)
+        ranks |= changed
+        assert [one.rollout_id for one in queue] == sorted(ranks, key=lambda name: (ranks[name], places[name]))
+
+
 def test_what_started_or_is_over_is_not_remembered_as_waiting() -> None:
     ranks = Queued().ranks
     for name in ("a", "b"):
