@@ -144,6 +144,7 @@ async def test_what_fills_the_contexts_of_a_runs_workers_gets_another_that_it_wo
     await wait_until(lambda: session.run_id == "r" and not cluster.coordinator.state.runs["r"].queue)
     longer = engine()
     longer.max_model_len = 512
+    cluster.coordinator.state.changes.learn("w2", 1.0)  # so long a change is not worth a single rollout's rest
     second = await cluster.worker("w2", engine=longer)
     await first.hand_back("a", cause=types_pb2.END_CAUSE_SHORT_CONTEXT)
     await second.has("a")
