@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from ebbtide.coordinator.dispatcher import worker_allocator
 from ebbtide.coordinator.dispatcher.host_views import HostViews
 from ebbtide.coordinator.dispatcher.install_sender import InstallSender
 from ebbtide.coordinator.dispatcher.prefill_speeds import PrefillSpeeds
@@ -157,7 +158,8 @@ def test_others_have_their_turn_while_half_of_the_fleet_is_found_silent(monkeypa
     assert len(scene.state.sessions) == WORKERS // 2
 
 
-def test_others_have_their_turn_while_a_fleet_goes_over_to_another_run() -> None:
+def test_others_have_their_turn_while_a_fleet_goes_over_to_another_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_allocator, "_LOOKED_AT_ONCE", 8)
     scene = Scene(8)
     sessions, moves = list(scene.state.sessions.values()), Rebalancer(scene.state, on=True)
     allocator = WorkerAllocator(
@@ -170,12 +172,12 @@ def test_others_have_their_turn_while_a_fleet_goes_over_to_another_run() -> None
         session.serve("another run", 1.0)
     sessions[0].serve("r", 2.0)  # it stays
     steps = allocator.hand_over(2.0)
-    for asked in range(1, 5):
+    for asked in range(8, 25, 8):
         next(steps)
-        assert sum(len(one.freed) for one in sessions) == 4 * asked
+        assert sum(len(one.freed) for one in sessions) == asked
     scene.state.detach(sessions[-1])
     list(steps)
-    assert [len(one.freed) for one in sessions] == [0, 4, 4, 4, 4, 4, 4, 0]
+    assert [len(one.freed) for one in sessions] == [0] + [4] * 6 + [0]
 
 
 def test_heartbeats_are_learnt_from_in_steps_between_which_others_have_their_turn() -> None:
