@@ -1,10 +1,14 @@
 """What a run keeps of its past is bounded, and late submits are recognised all the same."""
 
+import time
 from typing import Any
 
 import pytest
 
+from ebbtide.coordinator.fleet import worker_registry
+from ebbtide.coordinator.list_pace import AT_ONCE
 from ebbtide.errors import InvalidRequest, NoCapacity
+from ebbtide.scheduling.health.overload import Work
 from ebbtide.store.lua_scripts import LuaScript, script
 from ebbtide.store.store_keys import run_key
 from ebbtide.testing import wait_until
@@ -42,6 +46,20 @@ async def end(run: Any, *rollout_ids: str) -> None:
 
 async def members(cluster: Any, command: str, name: str, member: str = "") -> int:
     return int(await cluster.coordinator.link.call(command, run_key("r", name, member)))
+
+
+async def test_large_submits_wait_while_the_coordinator_is_late_and_small_ones_do_not(
+    cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = await cluster.run()
+    cluster.coordinator.state.shed(Work.VIEWS)
+    monkeypatch.setattr(worker_registry, "_VIEW_WAITS_S", 3600.0)
+    assert await submit(run, "small") == [ACCEPTED]
+    monkeypatch.setattr(worker_registry, "_VIEW_WAITS_S", 0.3)
+    began = time.monotonic()
+    names = [f"x{number}" for number in range(AT_ONCE + 1)]
+    assert await submit(run, *names) == [ACCEPTED] * len(names)
+    assert time.monotonic() - began >= 0.3
 
 
 @pytest.mark.usefixtures("frugal")

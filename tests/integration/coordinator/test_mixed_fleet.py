@@ -102,6 +102,30 @@ async def test_a_longer_context_that_comes_late_is_that_of_later_rollouts_and_th
     assert first.assigned["b"].max_model_len == 512, "who is attached decides no response's length"
 
 
+async def test_a_worker_with_a_longer_context_that_left_is_waited_for_and_the_run_says_so(
+    cluster: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("ebbtide.coordinator.dispatcher.unserved_work._LONGER_GRACE_S", 0.1)
+    monkeypatch.setattr("ebbtide.scheduling.dispatch.round_pacing._MEASURE_EVERY_S", 0.1)
+    monkeypatch.setattr("ebbtide.coordinator.fleet.worker_registry._LOST_KEPT_S", 0.0)
+    longer = engine()
+    longer.max_model_len = 512
+    run, long = await cluster.run(), await cluster.worker("long", engine=longer)
+    await run.submit("a", prompt_ids=pack_ids([1] * 300))
+    await long.has("a")
+    short = await cluster.worker("short")
+    await long.break_streams()
+    (event,) = await run.events("warning", 1)
+    assert "1 rollouts fill the longest attached (256)" in event.message
+    assert "max_model_len to the run's (512)" in event.message
+    await wait_until(lambda: len(cluster.coordinator.fleet.workers()) == 1, what="the lost one is forgotten")
+    await run.submit("b", prompt_ids=pack_ids([1] * 300))  # such as the next turn of an episode
+    again = await cluster.worker("long", engine=longer)
+    await again.has("a", "b")
+    assert await run.count("dead_lettered") == 0
+    assert short.assigned == {}
+
+
 async def test_a_runs_own_context_is_that_of_each_of_its_rollouts(cluster: Any) -> None:
     run, worker = await cluster.run(max_model_len=128), await cluster.worker("w1")
     await run.submit("a")
@@ -120,6 +144,7 @@ async def test_what_fills_the_contexts_of_a_runs_workers_gets_another_that_it_wo
     await wait_until(lambda: session.run_id == "r" and not cluster.coordinator.state.runs["r"].queue)
     longer = engine()
     longer.max_model_len = 512
+    cluster.coordinator.state.changes.learn("w2", 1.0)  # so long a change is not worth a single rollout's rest
     second = await cluster.worker("w2", engine=longer)
     await first.hand_back("a", cause=types_pb2.END_CAUSE_SHORT_CONTEXT)
     await second.has("a")

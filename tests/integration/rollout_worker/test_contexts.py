@@ -63,6 +63,15 @@ async def test_a_worker_hands_back_what_fills_its_context_and_goes_on_with_what_
     assert house.coordinator.finished == {}
 
 
+async def test_a_worker_hands_back_what_is_longer_than_the_context_that_it_is_told(house: House) -> None:
+    await house.worker(scripted={"max_model_len": LONG})
+    house.coordinator.assign("r1", Sampling(max_tokens=1000), max_model_len=len(PROMPT) - 1)
+    await wait_until(lambda: "r1" in house.coordinator.released())
+    assert house.coordinator.causes() == {"r1": EndCause.SHORT_CONTEXT}
+    assert house.coordinator.ids("r1") == []
+    assert house.coordinator.finished == {}
+
+
 async def test_a_worker_ends_by_its_own_context_what_a_former_coordinator_gives_it(house: House) -> None:
     await house.worker(scripted={"max_model_len": SHORT})
     house.coordinator.assign("r1", Sampling(max_tokens=1000))

@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 
+from ebbtide.coordinator.dispatcher import worker_allocator
 from ebbtide.coordinator.dispatcher.host_views import HostViews
 from ebbtide.coordinator.dispatcher.install_sender import InstallSender
 from ebbtide.coordinator.dispatcher.prefill_speeds import PrefillSpeeds
 from ebbtide.coordinator.dispatcher.rebalancer import Rebalancer
+from ebbtide.coordinator.dispatcher.worker_allocator import WorkerAllocator
 from ebbtide.coordinator.fleet.engine_changes import EngineChanges
 from ebbtide.coordinator.fleet.worker_health import SuspectWorker
 from ebbtide.coordinator.fleet.worker_registry import WorkerRegistry
@@ -154,6 +156,28 @@ def test_others_have_their_turn_while_half_of_the_fleet_is_found_silent(monkeypa
     lost = [before - after for before, after in pairwise(attached)]
     assert set(lost) == {1}
     assert len(scene.state.sessions) == WORKERS // 2
+
+
+def test_others_have_their_turn_while_a_fleet_goes_over_to_another_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_allocator, "_LOOKED_AT_ONCE", 8)
+    scene = Scene(8)
+    sessions, moves = list(scene.state.sessions.values()), Rebalancer(scene.state, on=True)
+    allocator = WorkerAllocator(
+        scene.state, WorkerTrust(scene.state), moves, EngineChanges(scene.state), PrefillSpeeds(), SilentRunEvents(),
+        slice_s=1.0,
+    )  # fmt: skip
+    for session in sessions:
+        for number in range(4):
+            scene.begin(f"{session.worker_id}.{number}", session)
+        session.serve("another run", 1.0)
+    sessions[0].serve("r", 2.0)  # it stays
+    steps = allocator.hand_over(2.0)
+    for asked in range(8, 25, 8):
+        next(steps)
+        assert sum(len(one.freed) for one in sessions) == asked
+    scene.state.detach(sessions[-1])
+    list(steps)
+    assert [len(one.freed) for one in sessions] == [0] + [4] * 6 + [0]
 
 
 def test_heartbeats_are_learnt_from_in_steps_between_which_others_have_their_turn() -> None:

@@ -1,12 +1,14 @@
 """Rounds run in virtual time, without a store, an event loop or a clock, as a simulator runs them."""
 
 import ast
+from collections import Counter
 from pathlib import Path
 from typing import Final
 
 from ebbtide import coordinator
 from ebbtide.types.fleet import WorkerState
 from ebbtide.types.weights import PolicyVersion
+from tests.unit.coordinator.model_fleet import rollout
 from tests.unit.coordinator.virtual_fleet import VirtualFleet, lived
 
 ROOT: Final = Path(coordinator.__file__).parent
@@ -38,6 +40,44 @@ def test_a_round_yields_the_dead_letters_of_rollouts_that_no_version_can_serve()
     fleet.submit(2, max_version=1)
     fleet.round()
     assert fleet.letters == ["x0", "x1"]
+
+
+def test_what_came_with_a_longer_context_is_given_with_it_though_the_queue_was_measured_before() -> None:
+    fleet = VirtualFleet()
+    fleet.attach("short", context=50)
+    fleet.run.note_context(50)
+    fleet.round()
+    fleet.attach("long", context=100)
+    fleet.run.admit(rollout("x", length=60))
+    fleet.round()
+    assert [worker for _, _, worker in fleet.placed] == ["long"]
+    assert fleet.run.context == 100
+
+
+def test_what_needs_the_context_of_a_worker_that_left_waits_for_its_return() -> None:
+    fleet = VirtualFleet()
+    fleet.attach("short", context=50)
+    long = fleet.attach("long", context=100)
+    fleet.run.note_context(100)
+    fleet.run.admit(rollout("x", length=60))
+    fleet.round()
+    fleet.registry.detach(long, "its machine was taken back")
+    for _ in range(120):
+        fleet.round(1.0)
+    assert fleet.letters == []
+    fleet.attach("long", context=100)
+    fleet.round()
+    assert [worker for _, _, worker in fleet.placed] == ["long", "long"]
+
+
+def test_a_worker_with_the_runs_context_has_room_for_whatever_the_run_makes() -> None:
+    fleet = VirtualFleet(context=50)
+    fleet.attach("short", context=50)
+    fleet.attach("long", context=10_000)
+    for number in range(4):
+        fleet.run.admit(rollout(f"x{number}", length=10))
+    fleet.round()
+    assert Counter(worker for _, _, worker in fleet.placed) == {"short": 2, "long": 2}
 
 
 def test_a_round_says_when_the_next_one_is_due() -> None:

@@ -1,5 +1,6 @@
 """What the coordinator learns of workers that differ: kinds, memory, losses."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -119,12 +120,22 @@ def learnt(tokens_per_s: float) -> WorkerThroughput:
     return speed
 
 
+def fit(fleet: FleetSpeeds, sessions: Iterable[WorkerSession], seen: dict[str, WorkerThroughput], now: float) -> bool:
+    """Whether the speeds were fitted anew."""
+    steps = fleet.fit(sessions, seen, {}, now)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as over:
+            return bool(over.value)
+
+
 def test_a_new_worker_counts_as_fast_as_others_on_its_device(fleet: Fleet) -> None:
     for name, device in (("f1", "fast"), ("f2", "fast"), ("s1", "slow"), ("x1", "")):
         fleet.attach(name, device=device)
     speeds = {"f1": learnt(90), "f2": learnt(90), "s1": learnt(30), "x1": learnt(60)}
     fleet_speeds = FleetSpeeds()
-    assert fleet_speeds.fit(fleet.state.sessions.values(), speeds, {}, fleet.now)
+    assert fit(fleet_speeds, fleet.state.sessions.values(), speeds, fleet.now)
     rates = {}
     for device in ("fast", "slow", "new", ""):
         curve = fleet_speeds.curve(fleet.attach(f"new on {device}", device=device))
@@ -134,26 +145,41 @@ def test_a_new_worker_counts_as_fast_as_others_on_its_device(fleet: Fleet) -> No
 
 def test_a_kind_is_remembered_while_no_machine_of_it_is_there_but_not_without_end(fleet: Fleet) -> None:
     fleet_speeds, session = FleetSpeeds(), fleet.attach("f1", device="fast")
-    fleet_speeds.fit([session], {"f1": learnt(90)}, {}, fleet.now)
-    fleet_speeds.fit([], {}, {}, fleet.now + 100.0)
+    fit(fleet_speeds, [session], {"f1": learnt(90)}, fleet.now)
+    fit(fleet_speeds, [], {}, fleet.now + 100.0)
     curve = fleet_speeds.curve(session)
     assert curve is not None
     assert curve.rate(8) == pytest.approx(90, rel=0.01)
     for number in range(300):
         fleet.now += 10.0
         other = fleet.attach(f"o{number}", device=f"device {number}")
-        fleet_speeds.fit([other], {f"o{number}": learnt(9)}, {}, fleet.now + 100.0)
+        fit(fleet_speeds, [other], {f"o{number}": learnt(9)}, fleet.now + 100.0)
     assert len(fleet_speeds._kinds) == 256
     curve = fleet_speeds.curve(session)
     assert curve is None or curve.rate(8) == pytest.approx(9, rel=0.01)
 
 
+def test_others_have_their_turn_after_each_kind_and_the_former_curves_hold_until_all_are_fitted(fleet: Fleet) -> None:
+    sessions = [fleet.attach(f"w{number}", device=f"device {number}") for number in range(3)]
+    fleet_speeds = FleetSpeeds()
+    fit(fleet_speeds, sessions, {one.worker_id: learnt(90) for one in sessions}, fleet.now)
+
+    def rates() -> list[float]:
+        return [curve.rate(8) for one in sessions if (curve := fleet_speeds.curve(one)) is not None]
+
+    steps = fleet_speeds.fit(sessions, {one.worker_id: learnt(30) for one in sessions}, {}, fleet.now + 10.0)
+    held = [rates() for _ in steps]
+    assert len(held) == 3
+    assert all(one == pytest.approx([90] * 3, rel=0.01) for one in held)
+    assert rates() == pytest.approx([30] * 3, rel=0.01)
+
+
 def test_the_speeds_of_a_fleet_are_fitted_every_few_seconds_alone(fleet: Fleet) -> None:
     fleet_speeds, session = FleetSpeeds(), fleet.attach("f1")
     assert fleet_speeds.curve(session) is None
-    assert fleet_speeds.fit([session], {"f1": learnt(90)}, {}, fleet.now)
-    assert not fleet_speeds.fit([session], {"f1": learnt(30)}, {}, fleet.now + 1.0)
-    assert fleet_speeds.fit([session], {"f1": learnt(30)}, {}, fleet.now + 6.0)
+    assert fit(fleet_speeds, [session], {"f1": learnt(90)}, fleet.now)
+    assert not fit(fleet_speeds, [session], {"f1": learnt(30)}, fleet.now + 1.0)
+    assert fit(fleet_speeds, [session], {"f1": learnt(30)}, fleet.now + 6.0)
 
 
 def watched(fleet: Fleet, watch: LossWatch, seconds: float) -> None:

@@ -165,17 +165,28 @@ def test_a_mirror_that_is_read_again_while_it_is_taken_is_taken_anew() -> None:
     assert mirror.open == (set(), {"x4"})
 
 
-def test_a_round_lets_others_have_their_turn_after_each_page_and_fills_slots_once_all_is_ranked() -> None:
+def test_other_runs_are_served_after_each_page_and_a_run_is_once_all_of_it_is_ranked() -> None:
     fleet = VirtualFleet(tail=TailSpec(order="lengths"))
     fleet.attach("w1")
+    other = fleet.state.add_run("other", SPEC)
+    with other.rereading():
+        other.note_reconciled()
+    fleet.attach("w2").serve("other", fleet.now)
+    other.admit(queued(0))
     queue = fleet.run.new_queue()
     for place in range(3 * run_tail.PAGE):
         queue.add(queued(place))
     fleet.run.reread({1: VERSION}, queue, {})
-    deeds = list(fleet.rounds.turns(fleet.now + 0.01))  # nothing is arranged in it
-    filled = next(at for at, deed in enumerate(deeds) if isinstance(deed, SlotFill))
-    assert deeds[:filled] == [None] * filled
-    assert filled >= 5  # two more pages of names and three of ranks
+
+    def filled() -> list[str]:
+        """The runs whose slots the next round fills. Nothing is arranged in it."""
+        return [deed.run.run_id for deed in fleet.rounds.turns(fleet.now + 0.01) if isinstance(deed, SlotFill)]
+
+    for _ in range(5):  # two more pages of names and three of ranks
+        assert filled() == ["other"]
+        assert fleet.rounds.pause_s(fleet.now) == 0.0
+    assert filled() == ["r", "other"]
+    assert fleet.rounds.pause_s(fleet.now) > 0.0
     assert [one.place for one in fleet.run.queue][:4] == [0, 8, 16, 24]  # a probe of each group
 
 

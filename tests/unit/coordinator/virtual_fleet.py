@@ -4,6 +4,8 @@ import itertools
 from collections import Counter
 from typing import Any, Final
 
+from msgspec.structs import replace
+
 from ebbtide.coordinator.dispatcher.dispatch_round import DispatchRound
 from ebbtide.coordinator.dispatcher.round_deeds import DeadLetters, SlotFill
 from ebbtide.coordinator.fleet.worker_registry import WorkerRegistry
@@ -25,14 +27,21 @@ VERSION: Final = PolicyVersion(policy="policy", version=1, root=b"r" * 32)
 
 
 class VirtualFleet:
-    def __init__(self, *, slots: int = 4, tail: TailSpec | None = None, **settings: Any) -> None:
+    def __init__(self, *, slots: int = 4, tail: TailSpec | None = None, context: int = 0, **settings: Any) -> None:
+        """`context`: `max_model_len` of the run."""
         self.now, self._slots, ids = 0.0, slots, itertools.count()
         chosen, events = CoordinatorSettings(**settings), SilentRunEvents()
         self.parts = DecidingParts(chosen, clock=lambda: self.now)
         self.state = self.parts.state
         self.registry = WorkerRegistry(chosen, self.state, self.parts.trust, events, new_id=lambda: f"s{next(ids)}")
         self.rounds: DispatchRound = self.parts.new_rounds(lambda _: b"k" * 32, events)
-        spec = RunSpec(name="r", model="m", environment=EnvironmentSpec(name="e"), tail=tail or TailSpec())
+        spec = RunSpec(
+            name="r",
+            model="m",
+            environment=EnvironmentSpec(name="e"),
+            tail=tail or TailSpec(),
+            max_model_len=context,
+        )
         self.run = self.state.add_run("r", spec)
         with self.run.rereading():
             self.run.note_reconciled()
@@ -41,11 +50,14 @@ class VirtualFleet:
         self.letters: list[str] = []
         self.unfilled: set[str] = set()  # runs whose rollouts do not start
 
-    def attach(self, name: str) -> WorkerSession:
+    def attach(self, name: str, *, context: int = ENGINE.max_model_len) -> WorkerSession:
         """A worker that installs at once what it is told."""
-        kind = WorkerKind.SPOT
         hello = AttachReport(
-            worker_id=name, kind=kind, protocol_version=PROTOCOL_VERSION, slots=self._slots, engine=ENGINE
+            worker_id=name,
+            kind=WorkerKind.SPOT,
+            protocol_version=PROTOCOL_VERSION,
+            slots=self._slots,
+            engine=replace(ENGINE, max_model_len=context),
         )
         session, _, _ = self.registry.attach(hello)
         self.round()

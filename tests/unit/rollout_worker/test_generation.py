@@ -83,6 +83,17 @@ def test_a_response_that_fills_a_context_shorter_than_the_runs_has_not_ended(tol
     assert (generation.finish, generation.outgrown) == (None, True)
 
 
+@pytest.mark.parametrize("partial", [(), range(20, 30)])
+@pytest.mark.parametrize("context", [2, 3, 12])
+def test_what_is_longer_than_the_runs_context_was_known_to_be_needs_a_longer_one(
+    partial: Sequence[int], context: int
+) -> None:
+    generation = long(partial, context=context)
+    beyond = 3 + len(partial) >= context
+    assert (generation.finish, generation.outgrown) == (None, beyond)
+    assert beyond or generation.request().max_tokens == context - 3
+
+
 def test_a_response_that_ends_with_the_last_token_of_a_short_context_has_ended() -> None:
     generation = long(range(20, 80), context=70)
     generation.accept(delta([EOS], FinishReason.STOP))

@@ -251,17 +251,19 @@ def test_priority_comes_before_place_and_an_id_stands_once() -> None:
 def test_a_rollout_is_outsized_once_a_longer_context_had_time_to_come() -> None:
     line = [waiting(0, length=50), waiting(1, length=49), waiting(2, length=80)]
 
-    def found(contexts: list[int], *, manned: float = 0.0, now: float = 30.0) -> list[str]:
-        return [one.rollout_id for one in outsized(line, contexts, manned=manned, now=now, grace_s=30.0)]
+    def found(longest: int, *, manned: float = 0.0, now: float = 30.0) -> list[str]:
+        return [one.rollout_id for one in outsized(line, longest, manned=manned, now=now, grace_s=30.0)]
 
-    assert found([20, 50]) == ["r0", "r2"]  # one more token must fit
-    assert found([50, 100]) == []
-    assert found([50], now=29.9) == []
-    assert found([50], manned=1.0) == []
-    assert found([], now=1e9) == []
+    assert found(50) == ["r0", "r2"]  # one more token must fit
+    assert found(100) == []
+    assert found(50, now=29.9) == []
+    assert found(50, manned=1.0) == []
+    assert found(0, now=1e9) == []
     line = [msgspec.structs.replace(line[0], since=10.0)]
-    assert found([50]) == []
-    assert found([50], now=40.0) == ["r0"]
+    assert found(50) == []
+    assert found(50, now=40.0) == ["r0"]
+    line = [msgspec.structs.replace(one, made=1) for one in (waiting(0, length=50), waiting(1, length=51))]
+    assert found(50) == ["r0"], "a worker that left had room for the other one"
 
 
 def test_a_worker_that_is_held_takes_only_what_nobody_else_has_room_for() -> None:

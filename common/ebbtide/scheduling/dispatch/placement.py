@@ -141,15 +141,22 @@ class _Filling:
 
 
 def outsized(
-    queue: Iterable[QueuedRollout], contexts: Sequence[int], *, manned: float, now: float, grace_s: float
+    queue: Iterable[QueuedRollout], longest: int, *, manned: float, now: float, grace_s: float
 ) -> list[QueuedRollout]:
     """Rollouts too long for every attached worker, though one with a longer context had `grace_s` to attach. None
-    without a worker. `contexts`: tokens, by worker; `manned`: since when there is a worker.
+    without a worker. `longest`: tokens of the longest context; `manned`: since when there is a worker.
+
+    What has made tokens beyond `longest` is none of them: a worker with such a context was there, and may come back.
     """
-    longest = max(contexts, default=0)
     if not longest or now - manned < grace_s:
         return []
-    return [one for one in queue if one.length >= longest and now - one.since >= grace_s]
+    too_long = (one for one in queue if one.length >= longest and not outlived(one, longest))
+    return [one for one in too_long if now - one.since >= grace_s]
+
+
+def outlived(one: QueuedRollout, longest: int) -> bool:
+    """Whether a rollout has made tokens beyond the longest attached context."""
+    return one.made > 0 and one.length > longest
 
 
 _Rank: TypeAlias = tuple[float, int, float, int]

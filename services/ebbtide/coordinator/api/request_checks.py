@@ -6,6 +6,7 @@ from typing import Final
 import numpy as np
 
 from ebbtide.coordinator.list_pace import paced
+from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.errors import InvalidRequest
 from ebbtide.types.fleet import EngineInfo
 from ebbtide.types.ids import check_id
@@ -19,7 +20,7 @@ from ebbtide.types.rollout import (
     SubmitOrder,
     Trajectory,
 )
-from ebbtide.types.run import ROLES, LeaseRef, RunSpec, check_sampling, is_gateway
+from ebbtide.types.run import ROLES, LeaseRef, check_sampling, is_gateway
 from ebbtide.types.tokens import TOKEN_BYTES, token_count, unpack_ids
 
 #: Rollouts in one call: one store script takes them all, and blocks others meanwhile.
@@ -55,12 +56,15 @@ def check_reason(reason: str, *, field: str) -> str:
 
 
 async def check_rollouts(
-    requests: Sequence[RolloutRequest], engines: Sequence[EngineInfo], spec: RunSpec, lease: LeaseRef
+    requests: Sequence[RolloutRequest], engines: Sequence[EngineInfo], run: RunState, lease: LeaseRef
 ) -> None:
-    """Refuse rollouts that no attached engine could generate, no message could carry, or the lease is not for."""
+    """Refuse rollouts that no attached engine could generate, no message could carry, or the lease is not for. What a
+    worker's context held that left may come: it waits for another.
+    """
+    spec = run.spec
     check_batch(requests, field="rollouts")
     _check_kinds(requests, lease)
-    context = spec.max_model_len or max((engine.max_model_len for engine in engines), default=0)
+    context = spec.max_model_len or max(run.context, *(engine.max_model_len for engine in engines), 0)
     vocabulary = max((engine.vocab_size for engine in engines), default=0)
     total = index = 0
     async for page in paced(requests):

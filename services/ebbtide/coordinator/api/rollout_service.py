@@ -71,7 +71,7 @@ class RolloutService:
         check_order(order)
         if len(requests) > AT_ONCE:
             await self._fleet.give_way()
-        await check_rollouts(requests, self._fleet.engines(), run.spec, lease)
+        await check_rollouts(requests, self._fleet.engines(), run, lease)
         await self._check_scored(run, requests)
         self._retention.note(run.run_id, lease)
         return await self._writes.carry_out(run.changing(), lambda: self._submit(run, lease, requests, order, key))

@@ -12,7 +12,7 @@ model where a decision is a message to a worker, and yields what needs the store
                         deed.run.start(started(deed.run, queued, ..., now=now), session)
                     deed.note_turn(0.0, now)
 
-The next round begins `gather_s` after a change, or after `pause_s`.
+The next round begins `gather_s` after a change, or after `pause_s`; at once if that is 0.
 """
 
 import math
@@ -76,6 +76,7 @@ class DispatchRound:
         self._pacing, self._starts = RoundPacing(), StartPacing()
         self._interactive_slots = interactive_slots
         self._kept: dict[str, int] = {}
+        self._reading = False  # some run's mirror was read again, and is still being taken
         self._last_started = ""  # the run that got the last rollouts before starts were held
 
     @property
@@ -93,14 +94,15 @@ class DispatchRound:
         return self._prefills.typical
 
     def pause_s(self, now: float) -> float:
-        """Seconds until the next round if nothing changes."""
-        return self._pacing.pause_s(self._starts.held_s(now))
+        """Seconds until the next round if nothing changes; 0.0: it is to begin at once, and to gather no changes."""
+        return 0.0 if self._reading else self._pacing.pause_s(self._starts.held_s(now))
 
     def turns(self, now: float) -> Iterator[Deed]:
         """One round, begun now: allot workers, send versions, fill free slots, move rollouts. The caller does each deed
         before it goes on. A round that is not run to its end is left as it is; the next one makes up for it.
         """
         self._kept.clear()
+        self._reading = False
         if self._pacing.arranges(now):
             yield from self._arrange(now)
         if not self._state.sheds(Work.FORECASTS):
@@ -112,7 +114,7 @@ class DispatchRound:
             yield from self._moves.learn(now)
             yield from self._learn_fleet(now)
             self._borrowed.judge(now)
-            self._allocator.hand_over(now)
+            yield from self._allocator.hand_over(now)
             yield None  # in a large fleet each of these takes a while: others have their turn
         for run in self._in_turn(now):
             yield from self._serve(run, now, balance=balance)
@@ -120,10 +122,13 @@ class DispatchRound:
     def _serve(self, run: RunState, now: float, *, balance: bool) -> Iterator[Deed]:
         """A run's part of the round."""
         heard = self._forecasts.heard
-        while not (run.stale or run.ended or self._state.sheds(Work.FORECASTS)) and run.foresee(now, heard=heard):
-            yield None  # a mirror that was read again is taken page by page: the lease is renewed meanwhile
+        if not (run.stale or run.ended or self._state.sheds(Work.FORECASTS)) and run.foresee(now, heard=heard):
+            self._reading = True  # a page in each round: other runs are served meanwhile, and the lease is renewed
+            yield None
+            return
         fill = self._new_fill(run, now)
         if fill.due(now):
+            self._unserved.note_context(run)  # a longer one may have come since, and with it what needs it
             yield fill
         self._kept[run.run_id] = fill.kept
         if fill.slowed:
@@ -165,6 +170,6 @@ class DispatchRound:
             self._installs.send(run, now)
             if not run.stale:  # who reads it has its lock
                 yield from self._unserved.deeds(run, now, measure=measure)
-            self._unserved.warn_if_lacking(run, now)
+            self._unserved.warn_if_lacking(run, now, measure=measure)
             yield None
         self._unserved.forget_ended()

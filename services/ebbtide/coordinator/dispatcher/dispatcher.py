@@ -48,7 +48,8 @@ class Dispatcher:
     async def decide_for_ever(self) -> None:
         while True:
             pause_s = self._rounds.pause_s(self._state.clock())
-            await self._state.wakeups.wait_to_decide(pause_s, gather_s(len(self._state.sessions)))
+            gather = gather_s(len(self._state.sessions)) if pause_s else 0.0
+            await self._state.wakeups.wait_to_decide(pause_s, gather)
             try:
                 await self.decide()
             except StoreUnavailable as error:

@@ -7,7 +7,7 @@ Invariant: `_kinds` has the kinds that were seen, at most `_MOST` of them; `_cur
 since the last `fit`. Lost with the process, with the speeds.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from math import inf
 from typing import Final
 
@@ -42,8 +42,9 @@ class FleetSpeeds:
         speeds: Mapping[str, WorkerThroughput],
         contexts: Mapping[str, float],
         now: float,
-    ) -> bool:
-        """Fit anew every few seconds, or once a worker was seen for the first time; returns whether it did.
+    ) -> Generator[None, None, bool]:
+        """Fit anew every few seconds, or once a worker was seen for the first time; returns whether it did. It yields
+        after each kind, so that others have their turn in between: until the end the former curves hold.
 
         `speeds`: by worker; `contexts`: mean tokens of the rollouts, by session. A kind whose workers left is
         remembered: a market that takes machines back gives like ones again.
@@ -52,18 +53,22 @@ class FleetSpeeds:
             return False
         self._outdated = False
         self._fitted = now
-        self._curves.clear()
         kinds: dict[tuple[str, str], list[SeenEngine]] = {}
-        self._seen = {}
+        seen: dict[str, SeenEngine] = {}
         for session in sessions:
             context = contexts.get(session.session_id) if session.attempts else None
-            engine = SeenEngine(speeds.get(session.worker_id), context)
-            self._seen[session.session_id] = engine
+            engine = seen[session.session_id] = SeenEngine(speeds.get(session.worker_id), context)
             kinds.setdefault(self._kind(session), []).append(engine)
+        found = dict[tuple[str, str], KindCurve]()
         for kind, some in kinds.items():
-            if (found := KindCurve.learnt(some)) is not None:
-                self._kinds.pop(kind, None)  # those seen last are forgotten last
-                self._kinds[kind] = found
+            if (curve := KindCurve.learnt(some)) is not None:
+                found[kind] = curve
+                yield
+        self._seen = seen
+        self._curves.clear()
+        for kind, curve in found.items():
+            self._kinds.pop(kind, None)  # those seen last are forgotten last
+            self._kinds[kind] = curve
         while len(self._kinds) > _MOST:
             del self._kinds[next(iter(self._kinds))]
         self._any, self._asked_any = None, False

@@ -137,25 +137,27 @@ class Rebalancer:
         return True
 
     def learn(self, now: float) -> Iterator[None]:
-        """Learn from the heartbeats, some workers in each step, so that others have their turn in between."""
+        """Learn from the heartbeats, some workers or one kind of them in each step, so that others have their turn in
+        between.
+        """
         sessions = list(self._state.sessions.values())
         for at in range(0, len(sessions), _PART):
             self._observe_all(sessions[at : at + _PART], now)
             yield
         self._begin_round(now)
+        self.lesson += yield from self._fleet.fit(self._state.sessions.values(), self._speeds, self._contexts, now)
 
     def _observe_all(self, sessions: Sequence[WorkerSession], now: float) -> None:
         for session in sessions:
             self._observe(session, disturbed=self._blind or self._disturbed(session, now))
 
     def _begin_round(self, now: float) -> None:
-        """Drop what is over: workers that left, typical speeds, requests that were not followed."""
+        """Drop what is over: workers that left, requests that were not followed."""
         sessions = self._state.sessions
         for gone in self._beats.keys() - sessions.keys():
             del self._beats[gone]
             self._contexts.pop(gone, None)
         self._forget(now)
-        self.lesson += self._fleet.fit(sessions.values(), self._speeds, self._contexts, now)
         self._searches = {run_id: one for run_id, one in self._searches.items() if run_id in self._state.runs}
         for key, asked in list(self._asked.items()):
             self._expire(key, asked, now)

@@ -13,6 +13,7 @@ from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.scheduling.dispatch.host_view import HostView
 from ebbtide.scheduling.dispatch.kept_slots import kept_slots
 from ebbtide.scheduling.dispatch.placement import Placement, place
+from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout
 from ebbtide.scheduling.dispatch.start_pacing import StartPacing
 
 #: Rollouts placed by one store call: their prompts and partials come back in its reply.
@@ -74,7 +75,7 @@ class SlotFill:
             run.prefixes,
             pending_limit=self._rules.pending_limit,
             at_most=_PLACE_AT_ONCE,
-            rest=lambda one: run.lengths.rest(one.made, one.budget or None),
+            rest=self._rest,
             borrowable=borrowable(run),
             batch_slots=self._batch_slots(served),
             now=now,
@@ -83,6 +84,11 @@ class SlotFill:
             returning=run.returning,
             siblings=run.siblings,
         )
+
+    def _rest(self, one: QueuedRollout) -> float:
+        """Tokens that a rollout will probably still make: its budget or the run's context ends it."""
+        rest = self.run.lengths.rest(one.made, one.budget or None)
+        return min(rest, max(0, context - one.length)) if (context := self.run.context) else rest
 
     def _batch_slots(self, served: Sequence[tuple[WorkerSession, HostView]]) -> float:
         """Most placements of batch rollouts: the others' free slots are kept."""

@@ -5,7 +5,7 @@ again.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from ebbtide import telemetry
@@ -17,7 +17,7 @@ from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.run_events import RunEvents
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.worker_session import WorkerSession
-from ebbtide.scheduling.dispatch.placement import outsized
+from ebbtide.scheduling.dispatch.placement import outlived, outsized
 from ebbtide.scheduling.dispatch.rollout_queue import unscored
 from ebbtide.scheduling.dispatch.target_versions import fits_nowhere, unservable
 from ebbtide.types.run import RunEvent
@@ -44,7 +44,7 @@ class UnservedWork:
         rollouts that are too long, or to be scored where nobody scores; and look for longer contexts.
         """
         if measure:
-            self._note_context(run)
+            self.note_context(run)
         if message := self._misfit(run, now):
             yield RunFailure(run, message)
         if not run.ended and (letters := _unservable(run)):
@@ -52,11 +52,14 @@ class UnservedWork:
         if measure and not run.ended and (letters := [*self._outsized(run, now), *self._unscored(run, now)]):
             yield DeadLetters(run, letters)
 
-    def warn_if_lacking(self, run: RunState, now: float) -> None:
-        """Warn once each time a run has work that no worker may serve."""
-        text = (self._trust.lacking(now) or self._barred(run) or self._cramped(run)) if run.queue or run.running else ""
+    def warn_if_lacking(self, run: RunState, now: float, *, measure: bool) -> None:
+        """Warn once each time a run has work that no worker may serve. `measure`: also of too long rollouts."""
+        text = self._trust.lacking(now) or self._barred(run) if run.queue or run.running else ""
+        if measure:
+            text = text or self._cramped(run)
         if not text:
-            self._lacking.pop(run.run_id, None)
+            if measure:
+                self._lacking.pop(run.run_id, None)
         elif now - self._lacking.setdefault(run.run_id, now) >= _LACKING_S:
             self._lacking[run.run_id] = math.inf
             waiting = len(run.queue) + len(run.running)
@@ -64,7 +67,7 @@ class UnservedWork:
             message = f"{text}; {waiting} rollouts go on when one comes"
             self._run_events.write(run, RunEvent(kind="warning", message=message, values={"rollouts": waiting}))
 
-    def _note_context(self, run: RunState) -> None:
+    def note_context(self, run: RunState) -> None:
         """Have responses end in the longest context that was attached since, and warn that former ones ended before."""
         if run.spec.max_model_len or not run.context:
             return
@@ -106,16 +109,15 @@ class UnservedWork:
 
     def _outsized(self, run: RunState, now: float) -> list[tuple[str, str]]:
         sessions = self._open_sessions()
-        contexts = [session.hello.engine.max_model_len for session in sessions]
-        longest, manned = max(contexts, default=0), min((session.attached for session in sessions), default=0.0)
-        if run.spec.max_model_len > longest:  # its user says that such a worker comes: they wait
+        longest, manned = _longest(sessions), min((session.attached for session in sessions), default=0.0)
+        if run.context > longest:  # its user says that such a worker comes, or one was there: they wait
             return []
         long = run.queue.not_shorter(longest)
         why = (
             "{} tokens leave no room for more in the longest context attached ({}); attach a worker with a longer one, "
             "and set the run's max_model_len to have rollouts wait for it"
         )
-        found = outsized(long, contexts, manned=manned, now=now, grace_s=_LONGER_GRACE_S)
+        found = outsized(long, longest, manned=manned, now=now, grace_s=_LONGER_GRACE_S)
         return [(one.rollout_id, why.format(one.length, longest)) for one in found]
 
     def _unscored(self, run: RunState, now: float) -> list[tuple[str, str]]:
@@ -139,15 +141,22 @@ class UnservedWork:
 
     def _cramped(self, run: RunState) -> str:
         """Why rollouts of a run wait whose context no worker has."""
-        if not run.spec.max_model_len:
+        longest = _longest(self._open_sessions())
+        long = run.queue.not_shorter(longest)
+        if run.context <= longest:
+            long = [one for one in long if outlived(one, longest)]
+        if not long:
             return ""
-        longest = max((session.hello.engine.max_model_len for session in self._open_sessions()), default=0)
-        if longest >= run.spec.max_model_len or not (long := run.queue.not_shorter(longest)):
-            return ""
+        context = max(run.context, *(one.length + 1 for one in long))
         return (
             f"waits for a worker with a longer context: {len(long)} rollouts fill the longest attached ({longest}); "
-            f"raise a worker's max_model_len to the run's ({run.spec.max_model_len})"
+            f"raise a worker's max_model_len to the run's ({context})"
         )
+
+
+def _longest(sessions: Sequence[WorkerSession]) -> int:
+    """The longest context, in tokens; 0 without a worker."""
+    return max((session.hello.engine.max_model_len for session in sessions), default=0)
 
 
 def _unservable(run: RunState) -> list[tuple[str, str]]:

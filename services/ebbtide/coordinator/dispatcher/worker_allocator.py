@@ -7,7 +7,7 @@ tokens. Lost with the process: no run is owed anything then, and the cost of cha
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import ceil, inf
 from typing import Final
 
@@ -22,6 +22,7 @@ from ebbtide.coordinator.fleet.worker_trust import WorkerTrust
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.run_events import RunEvents
 from ebbtide.coordinator.state.run_state import RunState
+from ebbtide.coordinator.state.running_attempt import RunningAttempt
 from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.scheduling.dispatch.move_costs import COSTS, finishes_first
 from ebbtide.scheduling.fair_share.allotment import WorkerPost, allot, turn_s
@@ -35,6 +36,8 @@ log = telemetry.get_logger(__name__)
 _LOAD: Final = 0.05
 #: A run with so large a part of its slots free, and more than a worker's, does not wait for workers.
 _ROOM: Final = 0.125
+#: Rollouts of leaving workers in one step: some five milliseconds of a core.
+_LOOKED_AT_ONCE: Final = 1_024
 _LEAVES: Final = "its worker goes over to another run"
 
 
@@ -77,28 +80,39 @@ class WorkerAllocator:
         self._tell(entitled(demands, len(trusted)), held)
         self._next = now + (self._state.clock() - now) / _LOAD
 
-    def hand_over(self, now: float) -> None:
-        """Ask workers for rollouts of runs that they leave, unless these finish soon."""
-        for session in self._state.sessions.values():
-            remind(session, now)
-            if session.gone or all(run_id == session.run_id for run_id, _ in session.held):
+    def hand_over(self, now: float) -> Iterator[None]:
+        """Ask workers for rollouts of runs that they leave, unless these finish soon: some in each step, so that others
+        have their turn in between.
+        """
+        looked = 0
+        for session in list(self._state.sessions.values()):
+            leaves = any(run_id != session.run_id for run_id, _ in session.held)
+            if session.gone or not (leaves or session.freed):
                 continue
-            rate = self._moves.rate(session)
-            left = [
-                one
-                for one in session.attempts.values()
-                if one.run_id != session.run_id
-                and one.attempt_id not in session.freed
-                and (run := self._state.runs.get(one.run_id))
-                and not finishes_first(
-                    rest_s=run.lengths.rest(one.stored, one.max_tokens - one.stored) / rate if rate else inf,
-                    length=one.length,
-                    started=one.started,
-                    waited_s=now - session.since,
-                    prefill=self._prefills.typical,
-                )
-            ]
-            free(session, left, _LEAVES, now)
+            remind(session, now)
+            free(session, self._left(session, now) if leaves else (), _LEAVES, now)
+            looked += len(session.attempts)
+            if looked >= _LOOKED_AT_ONCE:
+                looked = 0
+                yield
+
+    def _left(self, session: WorkerSession, now: float) -> list[RunningAttempt]:
+        """Rollouts of runs that a worker leaves, and that it would not finish soon."""
+        rate = self._moves.rate(session)
+        return [
+            one
+            for one in session.attempts.values()
+            if one.run_id != session.run_id
+            and one.attempt_id not in session.freed
+            and (run := self._state.runs.get(one.run_id))
+            and not finishes_first(
+                rest_s=run.lengths.rest(one.stored, one.max_tokens - one.stored) / rate if rate else inf,
+                length=one.length,
+                started=one.started,
+                waited_s=now - session.since,
+                prefill=self._prefills.typical,
+            )
+        ]
 
     def _update_accounts(self, sessions: Sequence[WorkerSession], now: float) -> None:
         made = {run.run_id: tokens for run in self._state.runs.values() if (tokens := run.take_made())}

@@ -19,7 +19,6 @@ from ebbtide.coordinator.state.attempt_records import due_orphans, queued_again,
 from ebbtide.coordinator.state.client_writes import ClientWrites
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.ended_histories import EndedHistories
-from ebbtide.coordinator.state.fault_pause import FaultPause
 from ebbtide.coordinator.state.notifier import Notifier
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.running_attempt import RunningAttempt
@@ -42,8 +41,8 @@ log = telemetry.get_logger(__name__)
 T = TypeVar("T")
 #: Rollouts that one script ends or queues again: others wait for it, here and in the store.
 _AT_ONCE: Final = 128
-#: A run's decisions rest for so long once the store refused its writes: the first time, and at most.
-_REFUSED_S, _LONGEST_REFUSED_S = 0.2, 5.0
+#: An orphan whose run's writes the store refuses is looked at again after so long.
+_REFUSED_S: Final = 0.2
 
 
 class AttemptTransitions:
@@ -66,7 +65,6 @@ class AttemptTransitions:
         self._state, self._store, self._notifier, self._writes = state, store, notifier, writes
         self._no_progress_limit, self._keep_ended_s = no_progress_limit, keep_ended_s
         self._placed, self._dropped = placed, dropped
-        self._refusals: dict[str, FaultPause] = {}
         self._histories = EndedHistories(store, most_bytes=keep_ended_bytes, keep_s=keep_ended_s)
 
     async def start(
@@ -225,15 +223,13 @@ class AttemptTransitions:
             log.info("run is over", run_id=run.run_id, reason=str(error))
             await self.run_over(run.run_id)
         except WritesRefused as error:
-            refusals = self._refusals.setdefault(run.run_id, FaultPause(run.run_id, _REFUSED_S, _LONGEST_REFUSED_S))
-            refusals.begin(error, self._state.clock())
+            run.refusals.begin(error, self._state.clock())
         except UNEXPECTED as error:
             run.pause(error)
 
     def refused(self, run: RunState, now: float) -> bool:
         """Whether the store refused writes of the run lately, so that none is tried again yet."""
-        refusals = self._refusals.get(run.run_id)
-        return refusals is not None and refusals.lasts(now)
+        return run.refusals.lasts(now)
 
     async def run_over(self, run_id: str, status: RunStatus | None = None) -> None:
         """Drop a run that the store ended (or, without a `status`, may have lost). A repeat does nothing."""
@@ -246,7 +242,6 @@ class AttemptTransitions:
                 self._state.endings.tell(EndedRun(run_id, status))
 
     def _drop_run(self, run: RunState) -> None:
-        self._refusals.pop(run.run_id, None)
         self._state.drop_run(run)
         self._dropped(run)
         for topic in ("events", "finished", "trajectories"):

@@ -44,6 +44,8 @@ _FINISHES: Final = 1 << 16
 _GROUPS: Final = 1 << 16
 #: So many failed installs make an old version unavailable.
 _INSTALL_FAILURES: Final = 3
+#: Its decisions rest for so long once the store refused its writes: the first time, and at most.
+_REFUSED_S, _LONGEST_REFUSED_S = 0.2, 5.0
 
 
 class RunState:
@@ -106,6 +108,7 @@ class RunState:
         self._asked_at = -math.inf
         self._ended_lately: set[str] | None = None  # rollouts that end while the mirror is being read again
         self._pause = FaultPause(run_id)
+        self.refusals: Final = FaultPause(run_id, _REFUSED_S, _LONGEST_REFUSED_S)
 
     # What is asked of the store.
 

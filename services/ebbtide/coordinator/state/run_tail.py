@@ -106,8 +106,7 @@ class RunTail:
                 self.judge.look(now)
             if self._ordered:
                 self._rerank(renewed, queue)
-                for rollout_id, rank in self._ranks.overdue(now):
-                    queue.rerank(rollout_id, rank)
+                queue.rerank_all(self._ranks.overdue(now))
         return False
 
     def outlook(self, one: QueuedRollout) -> LengthOutlook | None:

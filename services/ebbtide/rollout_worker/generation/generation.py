@@ -94,18 +94,23 @@ class Generation:
         self._assignment, self._prompt = assignment, prompt
         context = assignment.max_model_len or info.max_model_len
         self._ending = ResponseEnding(assignment.sampling, info, room=context - len(prompt), decode=decode)
-        self._room = info.max_model_len - len(prompt)
-        self.finish = self._ending.at(self._ids) if self._ids else None
+        # What is longer than the run's context was given before the coordinator noted a longer one.
+        self.finish = self._ending.at(self._ids) if 0 < len(self._ids) <= self._ending.limit else None
+        self._room = min(self._ending.limit, info.max_model_len - len(prompt))
 
     @property
     def outgrown(self) -> bool:
-        """Whether the response fills this engine's context and has not ended: only a longer context takes more."""
+        """Whether the response fills this engine's context, or the run's as its coordinator knew it, and has not ended:
+        only a longer context takes more.
+        """
         return self.finish is None and len(self._ids) >= self._room
 
     def request(self) -> EngineRequest:
-        """A request for the rest of the response, as far as this engine's context goes."""
+        """A request for the rest of the response, as far as this engine's context goes. Not for one that is outgrown:
+        there is no room for more.
+        """
         sampling, made = self._assignment.sampling, len(self._ids)
-        most = min(self._ending.limit, self._room) - made
+        most = self._room - made
         return EngineRequest(
             request_id=self._assignment.attempt.attempt_id,
             cache_name=self._assignment.episode_id,

@@ -5,11 +5,13 @@ from concurrent.futures import Future
 from math import exp, sqrt
 from random import Random
 from statistics import fmean
+from typing import Any
 
 import pytest
 
 from ebbtide.scheduling.long_tail.length_forecast import LengthOutlook
 from ebbtide.scheduling.long_tail.length_learner import LengthLesson, UnfinishedGroup
+from ebbtide.scheduling.long_tail.outlook import run_forecasts
 from ebbtide.scheduling.long_tail.outlook.known_group import KnownGroup
 from ebbtide.scheduling.long_tail.outlook.run_forecasts import RunForecasts
 from tests.unit.scheduling.long_tail.drawn_lengths import CAP, drawn
@@ -86,6 +88,27 @@ def test_a_group_whose_samples_all_ended_is_forgotten_once_it_has_taught() -> No
     forecasts.renew(1.0)
     assert not list(forecasts.groups)
     assert forecasts.learner.known
+
+
+def test_groups_that_end_while_nothing_is_taught_are_kept_up_to_a_bound_from_all_that_ended(monkeypatch: Any) -> None:
+    monkeypatch.setattr(run_forecasts, "_MOST_UNTAUGHT", 64)
+    forecasts = RunForecasts(8)
+    for place in range(1_000, 1_064):
+        submit(forecasts, place, 1)
+    for place in range(128):  # no call of `renew`: forecasts give way
+        submit(forecasts, place, 1)
+        begin(forecasts, place, [0])
+        forecasts.finish(name_of(place, 0), place, 500, whole=True)
+    kept = [group.place for group in forecasts.groups if group.finished]
+    assert len(kept) == 64
+    assert min(kept) < 32
+    assert max(kept) > 96
+    forecasts.forget_open()
+    forecasts.settle_all()  # all of these have ended meanwhile
+    assert len(list(forecasts.groups)) == 64
+    forecasts.renew(1.0)
+    assert forecasts.learner.known
+    assert not list(forecasts.groups)
 
 
 def test_a_prompt_of_a_former_epoch_is_known_before_any_of_its_samples() -> None:

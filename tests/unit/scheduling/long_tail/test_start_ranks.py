@@ -75,8 +75,8 @@ def test_what_waited_too_long_goes_first() -> None:
     queued = Queued()
     queued.ranks.waits("old", 1, since=0.0)
     queued.ranks.waits("young", 1, since=90.0)
-    assert queued.ranks.overdue(99.0) == []
-    ((name, rank),) = queued.ranks.overdue(101.0)
+    assert queued.ranks.overdue(99.0) == {}
+    ((name, rank),) = queued.ranks.overdue(101.0).items()
     assert name == "old"
     assert all(
         rank < queued.ranks.rank(one, group, step=1, begun=False, since=90.0)
@@ -90,7 +90,7 @@ def test_what_waited_too_long_stays_first_when_its_groups_forecast_is_made_anew(
     group, name = queued.groups[0], next(iter(queued.groups[0].waiting))
     before = queued.ranks.rank(name, group, step=1, begun=False, since=0.0)
     queued.ranks.waits(name, 1, since=0.0)
-    ((_, rank),) = queued.ranks.overdue(101.0)
+    rank = queued.ranks.overdue(101.0)[name]
     assert queued.ranks.rank(name, group, step=1, begun=False, since=0.0) == rank < before
 
 
@@ -123,10 +123,49 @@ def test_a_queue_goes_by_rank_within_priorities_and_keeps_up_with_new_ranks() ->
     assert [one.rollout_id for one in queue] == ["d", "b", "c"]
 
 
+def test_many_members_have_other_ranks_at_once_in_whatever_order_they_are_named() -> None:
+    queue, draw = RolloutQueue(), Random(1)
+    ranks = {f"x{place}": (1, 2, draw.randrange(50)) for place in range(400)}
+    places = {name: place for place, name in enumerate(ranks)}
+    for name, place in places.items():
+        queue.add(
+            QueuedRollout(rollout_id=name, episode_id=name, bounds=VersionBounds(0, 0), length=8, place=place),
+            ranks[name],
+        )
+    for _ in range(5):
+        changed = {name: (1, draw.randrange(3), draw.randrange(50)) for name in draw.sample(sorted(ranks), 200)}
+        queue.rerank_all(changed)
+        ranks |= changed
+        assert [one.rollout_id for one in queue] == sorted(ranks, key=lambda name: (ranks[name], places[name]))
+
+
 def test_what_started_or_is_over_is_not_remembered_as_waiting() -> None:
     ranks = Queued().ranks
     for name in ("a", "b"):
         ranks.waits(name, 1, since=0.0)
     ranks.left("a")
-    assert [name for name, _ in ranks.overdue(101.0)] == ["b"]
-    assert ranks.overdue(102.0) == []
+    assert list(ranks.overdue(101.0)) == ["b"]
+    assert ranks.overdue(102.0) == {}
+    for number in range(100_000):
+        ranks.waits(f"c{number}", 1, since=102.0)
+        ranks.left(f"c{number}")
+    assert len(ranks._oldest) < 2_000
+
+
+def test_what_waited_longest_is_overdue_first_in_whatever_order_it_is_named() -> None:
+    ranks = Queued().ranks
+    for name, since in (("young", 90.0), ("old", 1.0), ("older", 0.0), ("queued again", 0.0)):
+        ranks.waits(name, 1, since=since)
+    ranks.waits("queued again", 1, since=95.0)
+    assert list(ranks.overdue(102.0)) == ["older", "old"]
+    assert list(ranks.overdue(192.0)) == ["young"]
+    assert list(ranks.overdue(196.0)) == ["queued again"]
+
+
+def test_what_becomes_overdue_together_is_named_little_by_little() -> None:
+    ranks = Queued().ranks
+    for number in range(2_000):
+        ranks.waits(f"c{number}", 1, since=0.0)
+    named = [len(ranks.overdue(101.0)) for _ in range(5)]
+    assert sum(named) == 2_000
+    assert max(named) <= 512

@@ -15,6 +15,7 @@ truth: nothing that is stored depends on them.
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from functools import partial
+from random import Random
 from typing import Final, NamedTuple, Protocol, TypeAlias
 
 from ebbtide.scheduling.long_tail.length_forecast import LengthForecast, LengthOutlook
@@ -28,7 +29,7 @@ _RENEW_EVERY_S: Final = 0.05
 _AT_ONCE: Final = 24
 #: Groups that one renewal looks at for such as have made much more.
 _WATCHED_AT_ONCE: Final = 64
-#: Ended groups teach at the latest when there are so many: with a kilobyte each, 8 MB.
+#: Ended groups teach at the latest when there are so many, and no more are kept: with a kilobyte each, 8 MB.
 _MOST_UNTAUGHT: Final = 8_192
 #: Until whole groups have taught, the open ones do, each time that so many more responses have ended: 8, 16, 32, ...
 _FIRST_LESSON: Final = 8
@@ -72,6 +73,7 @@ class RunForecasts:
         self._groups: dict[int, KnownGroup] = {}
         self._untaught: dict[int, KnownGroup] = {}  # of `_groups`: no sample is open
         self._batch = min(batch, _MOST_UNTAUGHT)
+        self._draw = Random(0)  # the same in a replay
         self._changed: dict[int, None] = {}  # groups whose forecast is to be made anew, in this order
         self._watched: Iterator[int] = iter(())
         self._renewed = -1.0
@@ -138,7 +140,8 @@ class RunForecasts:
 
     def settle_all(self) -> None:
         """Note that all open samples were named."""
-        for group in [one for one in self._groups.values() if not (one.waiting or one.running)]:
+        ended = (one for one in self._groups.values() if not (one.waiting or one.running))
+        for group in [one for one in ended if one.place not in self._untaught]:
             self._settle(group)
 
     # What is to be expected.
@@ -290,6 +293,10 @@ class RunForecasts:
             self._untaught[group.place] = group
             self._changed.pop(group.place, None)
             group.forecast, group.knew, group.outlooks = None, {}, {}  # thousands may wait until they teach
+            if len(self._untaught) > _MOST_UNTAUGHT:  # nothing is taught while forecasts give way
+                # At random: of a step the long ones end last.
+                place = self._draw.choice(list(self._untaught))
+                del self._untaught[place], self._groups[place]
 
     def _change(self, group: KnownGroup) -> None:
         group.outdated = True

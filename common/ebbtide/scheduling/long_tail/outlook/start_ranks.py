@@ -11,6 +11,7 @@ Lengths within a ninth of each other have one rank, and are taken as submitted. 
 in common, all are: the order of forecasts that tell nothing only delays samples whose siblings have begun.
 """
 
+from heapq import heapify, heappop, heappush
 from math import inf, log
 from typing import Final, TypeAlias
 
@@ -26,18 +27,23 @@ _BEGUN, _PROBE, _SIBLING = 0, 1, 2
 _CLASS: Final = log(1.12)
 #: Below this share of the variance in common, a group's samples tell little of each other.
 LEAST_ALIKE: Final = 0.3
+#: Overdue rollouts of one call: all that were submitted together become so together.
+_AT_ONCE: Final = 512
+#: Entries of rollouts that left, before they are dropped, beyond one for each that waits.
+_SPARE: Final = 1_024
 
 
 class StartRanks:
     """`oldest_s`: what waited longer goes first within its step.
 
-    Invariant: `_waits` has the rollouts that wait and are not overdue, in the order in which they began to. Lost with
-    the process: ages begin anew.
+    Invariant: `_waits` has the rollouts that wait and are not overdue, and `_oldest` an entry for each, besides at most
+    as many for others. Lost with the process: ages begin anew.
     """
 
     def __init__(self, forecasts: RunForecasts, *, oldest_s: float = OLDEST_S) -> None:
         self._forecasts, self._oldest_s = forecasts, oldest_s
         self._waits: dict[str, tuple[float, int]] = {}  # since when, and its step
+        self._oldest: list[tuple[float, str]] = []  # a heap
         self._overdue = -inf  # what waits since then, or longer, has waited too long
 
     @property
@@ -48,8 +54,11 @@ class StartRanks:
 
     def waits(self, rollout_id: str, step: int, since: float) -> None:
         """Note that a rollout began to wait."""
-        self._waits.pop(rollout_id, None)
         self._waits[rollout_id] = since, step
+        heappush(self._oldest, (since, rollout_id))
+        if len(self._oldest) > 2 * len(self._waits) + _SPARE:
+            self._oldest = [(since, name) for name, (since, _) in self._waits.items()]
+            heapify(self._oldest)
 
     def left(self, rollout_id: str) -> None:
         """Note that a rollout waits no more."""
@@ -58,16 +67,17 @@ class StartRanks:
     def forget_waits(self) -> None:
         """Forget what waits: the caller names it anew."""
         self._waits.clear()
+        self._oldest.clear()
 
-    def overdue(self, now: float) -> list[tuple[str, StartRank]]:
-        """Rollouts that have waited too long by now, with their rank."""
-        found, self._overdue = list[tuple[str, StartRank]](), now - self._oldest_s
-        for rollout_id, (since, step) in self._waits.items():
-            if since >= self._overdue:
-                break
-            found.append((rollout_id, (step, _BEGUN, 0)))
-        for rollout_id, _ in found:
-            del self._waits[rollout_id]
+    def overdue(self, now: float) -> dict[str, StartRank]:
+        """Rollouts that have waited too long by now, with their rank: some in each call."""
+        found, self._overdue = dict[str, StartRank](), now - self._oldest_s
+        while self._oldest and self._oldest[0][0] < self._overdue and len(found) < _AT_ONCE:
+            since, rollout_id = heappop(self._oldest)
+            began, step = self._waits.get(rollout_id, (inf, 0))
+            if began == since:
+                del self._waits[rollout_id]
+                found[rollout_id] = step, _BEGUN, 0
         return found
 
     def rank(self, rollout_id: str, group: KnownGroup, *, step: int, begun: bool, since: float) -> StartRank:
