@@ -99,6 +99,7 @@ class Worker:
         self._window = OWN_WINDOW
         self._due = self._when = time.monotonic() + random.uniform(0, OWN_WINDOW.interval_s)
         self._calls: tuple[Any, ...] = ()
+        self._stub: Any = None
         self._lag = 0.0  # what an acknowledgement usually takes
         self.silent = False
         self.ready = asyncio.Event()
@@ -118,8 +119,9 @@ class Worker:
             await self._channel.close()
 
     async def _session(self) -> None:
-        stub: Any = FleetStub(self._channel)
-        self._calls = control, append = stub.Control(), stub.Append()
+        if self._stub is None:
+            self._stub = FleetStub(self._channel)
+        self._calls = control, append = self._stub.Control(), self._stub.Append()
         try:
             await write_first(control, self._attach())
             attached = (await anext(aiter(control))).attached
