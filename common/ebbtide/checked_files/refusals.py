@@ -12,7 +12,7 @@ MOST_PROBLEMS: Final = 20
 
 
 class Problem(Struct, frozen=True, order=True):
-    """One thing that is wrong. Lines and columns count from 1; a column of 0 means the whole line."""
+    """One thing that is wrong. Lines and columns count from 1; 0 means the whole file, or the whole line."""
 
     file: str
     line: int
@@ -21,7 +21,7 @@ class Problem(Struct, frozen=True, order=True):
     text: str  # what is wrong, and the remedy
 
     def __str__(self) -> str:
-        place = f"{self.file}:{self.line}:{self.column}" if self.column else f"{self.file}:{self.line}"
+        place = ":".join([self.file, *(str(number) for number in (self.line, self.column) if number)])
         return f"{place}: {self.field}: {self.text}" if self.field else f"{place}: {self.text}"
 
 

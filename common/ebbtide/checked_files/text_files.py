@@ -60,4 +60,4 @@ def _refused(name: str, text: str, line: int = 1, column: int = 0) -> FileRefuse
 
 
 def _unreadable(name: str, text: str) -> UnreadableFile:
-    return UnreadableFile([Problem(name, 1, 0, "", text)])
+    return UnreadableFile([Problem(name, 0, 0, "", text)])

@@ -153,7 +153,7 @@ def test_commands_find_the_other_coordinator_when_the_one_that_leads_is_killed(u
 def test_submitting_checks_the_environment_and_the_model_first(up: Up, tmp_path: Path) -> None:
     done = up.run("submit", spec(tmp_path, environment="no_such"))
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("ebbtide: model: 'nowhere' is no directory")
+    assert ":3:9: model: 'nowhere' is no directory" in done.stderr
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 8}))
     done = up.run("submit", spec(tmp_path, model=str(tmp_path)))
     assert "model: " in done.stderr
