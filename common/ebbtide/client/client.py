@@ -102,6 +102,22 @@ class Client:
         for peer in self._peers:
             await peer.close()
 
+    @property
+    def coordinator(self) -> str:
+        """The address of the coordinator in use."""
+        return self._coordinator.target
+
+    @property
+    def relay(self) -> str:
+        """The address of the relay."""
+        return self._relay_address
+
+    async def reach(self, within_s: float, *, relay: bool = False) -> None:
+        """Connect to the coordinator, or to the relay. Raises `Unavailable` without an answer in `within_s` seconds, so
+        that a caller with much patience learns soon that nobody is there.
+        """
+        await (self._weights().peer if relay else self._coordinator).reach(within_s)
+
     # -- runs ----------------------------------------------------------------------------------------------------
 
     async def submit(self, spec: RunSpec | Mapping[str, Any] | str | Path, run_id: str | None = None) -> Run:

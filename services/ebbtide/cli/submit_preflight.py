@@ -9,6 +9,7 @@ from typing import Final
 
 import msgspec
 
+from ebbtide.cli.waiting import Waiting
 from ebbtide.errors import EbbtideError, InvalidRequest
 from ebbtide.types.model_path import no_directory
 from ebbtide.types.run import RunSpec, to_mapping
@@ -47,7 +48,8 @@ def check_deeply(spec: RunSpec, patience_s: float = 120.0) -> None:
         file.write_text(json.dumps(to_mapping(spec)))
         command = [sys.executable, "-m", "ebbtide.trainer.trainer_preflight", str(file)]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=patience_s)
+            with Waiting(f"the check of the model and of the environment {spec.environment.name!r}"):
+                done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=patience_s)
         except subprocess.TimeoutExpired:
             raise InvalidRequest(
                 f"{spec.environment.name!r} gave no first and last problem within {patience_s:g} s; ask for less, or "

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -107,10 +108,8 @@ def test_all_that_is_wrong_with_a_spec_is_told_at_once_and_what_to_do_about_a_mo
 
 def test_without_a_token_it_is_told_where_to_put_one() -> None:
     done = ebbtide("runs")
-    assert (done.returncode, done.stderr) == (
-        2,
-        "ebbtide: token: is required: set EBBTIDE_TOKEN or EBBTIDE_TOKEN_FILE\n",
-    )
+    where = "set EBBTIDE_TOKEN or EBBTIDE_TOKEN_FILE; of a cluster of `ebbtide up`: `source runs/up/env`"
+    assert (done.returncode, done.stderr) == (2, f"ebbtide: token: is required: {where}\n")
 
 
 def test_a_token_file_that_is_not_there_is_named() -> None:
@@ -136,9 +135,39 @@ def test_a_duration_that_is_none_is_refused_before_anybody_is_asked() -> None:
 
 def test_a_run_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    done = ebbtide("up", "--model", str(tmp_path), "--run-dir", str(tmp_path / "file"))
+    (tmp_path / "worker.toml").write_text('engine = "scripted"\n')
+    words = ["--model", str(tmp_path), "--worker-config", str(tmp_path / "worker.toml")]
+    done = ebbtide("up", *words, "--run-dir", str(tmp_path / "file"))
     assert done.returncode == 2
     assert done.stderr == f"ebbtide: {tmp_path}/file: cannot be written (File exists); name another\n"
+
+
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        ("/nope", "'/nope' is no directory; give the path of a local checkpoint"),
+        ("Qwen/Qwen3-8B", "hf download Qwen/Qwen3-8B --local-dir models/Qwen3-8B, then give models/Qwen3-8B"),
+        (".", " is no checkpoint directory: it has no config.json"),
+    ],
+)
+def test_a_model_that_no_worker_would_boot_from_is_refused_before_anything_boots(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, told: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = ebbtide("up", "--model", model, "--run-dir", str(tmp_path / "up"))
+    assert done.returncode == 2
+    assert done.stderr.startswith("ebbtide: --model: ")
+    assert done.stderr.endswith(f"{told}\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_worker_settings_with_a_slip_are_refused_before_anything_boots(tmp_path: Path) -> None:
+    (tmp_path / "worker.toml").write_text("slotz = 3\n")
+    done = ebbtide("up", "--model", ".", "--worker-config", str(tmp_path / "worker.toml"))
+    assert (done.returncode, done.stderr) == (
+        2,
+        f"ebbtide: {tmp_path}/worker.toml: slotz: unknown key; did you mean slots?\n",
+    )
 
 
 def test_the_demos_options_change_the_demos_spec(tmp_path: Path) -> None:
@@ -196,3 +225,32 @@ def test_what_cannot_be_profiled_is_refused_before_minutes_are_spent(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InvalidRequest, match=re.escape(said)):
         app(["profile", *words], standalone_mode=False)
+
+
+def test_it_tells_its_version() -> None:
+    done = ebbtide("--version")
+    assert (done.returncode, done.stdout) == (0, f"ebbtide {version('ebbtide')}\n")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [[], ["runs"], ["guard"], ["guard", "status"], ["profile", "engine"], ["certs", "show"]],
+    ids=str,
+)
+def test_h_is_help_everywhere(words: list[str]) -> None:
+    short, long = ebbtide(*words, "-h"), ebbtide(*words, "--help")
+    assert (short.returncode, short.stdout) == (0, long.stdout)
+    assert "usage:" in short.stdout.lower()
+
+
+def test_a_shell_can_complete_its_commands() -> None:
+    asked = {"_EBBTIDE_COMPLETE": "complete_bash", "COMP_WORDS": "ebbtide sub", "COMP_CWORD": "1"}
+    assert ebbtide(**asked).stdout == "submit\n"
+    chosen = ebbtide("--show-completion", "bash", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
+    assert "_EBBTIDE_COMPLETE=complete_bash" in chosen.stdout
+    assert "--install-completion" in ebbtide("--help").stdout
+
+
+def test_json_excludes_watching() -> None:
+    done = ebbtide("workers", "--watch", "--json", EBBTIDE_TOKEN="t")
+    assert (done.returncode, done.stderr) == (2, "ebbtide: --json: excludes --watch; call it again and again\n")
