@@ -78,6 +78,12 @@ def with_client(
         return asyncio.run(ask_it())
 
 
+async def durably(client: "Client", answer: Awaitable[T]) -> T:
+    """Returns an answer that comes once its writes are durable, which takes long on some stores."""
+    with Waiting(f"{coordinator_of(client)} to make it durable (half a minute if Redis has no append-only file)"):
+        return await answer
+
+
 def coordinator_of(client: "Client") -> str:
     """What is waited for."""
     return f"the coordinator at {client.coordinator}"

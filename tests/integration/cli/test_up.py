@@ -224,7 +224,8 @@ async def test_coordinators_that_are_killed_are_started_again_at_the_same_addres
 
 
 def test_a_second_cluster_in_the_same_directory_is_refused(up: Up) -> None:
-    done = up.run("up", "--model", str(up.folder), "--run-dir", str(up.folder / "up"))
+    config = str(up.folder / "worker.toml")
+    done = up.run("up", "--model", str(up.folder), "--run-dir", str(up.folder / "up"), "--worker-config", config)
     assert done.returncode == 2
     assert "another cluster runs in it" in done.stderr
 

@@ -104,4 +104,5 @@ async def test_a_coordinator_that_answers_late_is_waited_for_and_named(
     words = ["submit", str(tmp_path / "RUN.toml"), "--no-check", "--run-id", "run"]
     status, out, err = await ebbtide(*words, EBBTIDE_COORDINATOR=coordinator.address)
     assert (status, out) == (0, "run\n")
-    assert re.fullmatch(rf"ebbtide: waiting for the coordinator at {coordinator.address} since \S+, 2 s\n", err)
+    where = f"the coordinator at {coordinator.address}"
+    assert re.fullmatch(rf"ebbtide: waiting for {where} to make it durable .* since \S+, 2 s\n", err)

@@ -24,8 +24,10 @@ def test_a_long_wait_is_told_with_its_begin_and_again_now_and_then(capsys: pytes
 
 
 def test_of_waits_inside_each_other_the_inner_one_speaks(capsys: pytest.CaptureFixture[str]) -> None:
-    with Waiting("the outer", first_s=1.0), Waiting("the inner", first_s=1.0):
-        time.sleep(1.5)
+    with Waiting("the outer", first_s=1.0):
+        with Waiting("the inner", first_s=1.0):
+            time.sleep(1.5)
+        time.sleep(0.3)
     assert [line.split(" since ")[0] for line in capsys.readouterr().err.splitlines()] == [
         "ebbtide: waiting for the inner"
     ]

@@ -14,6 +14,7 @@ from ebbtide.cli.cluster_connection import (
     RunId,
     TokenFile,
     Watch,
+    durably,
     token_explained,
     token_of,
     watching,
@@ -41,7 +42,7 @@ def submit(
     from ebbtide.cli import submit_preflight
 
     checked = submit_preflight.check(spec, deep=check)
-    run = with_client(lambda client: client.submit(checked, run_id), coordinator, token_file)
+    run = with_client(lambda client: durably(client, client.submit(checked, run_id)), coordinator, token_file)
     typer.echo(run.run_id)
     if follow:
         watch(run.run_id, coordinator, token_file)
@@ -67,7 +68,7 @@ def runs(
 
 def cancel(run_id: RunId, coordinator: Coordinator = None, token_file: TokenFile = None) -> None:
     """End a run. Its unfinished rollouts are dropped."""
-    run = with_client(lambda client: client.cancel(run_id), coordinator, token_file)
+    run = with_client(lambda client: durably(client, client.cancel(run_id)), coordinator, token_file)
     typer.echo(f"{run.run_id} {run.status.name.lower()}")
 
 
