@@ -3,15 +3,20 @@
 import asyncio
 import os
 import re
+import signal
 import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.fakes.scripted_coordinator import TOKEN, ScriptedCoordinator
+from ebbtide.types.fleet import Worker, WorkerKind, WorkerState
+from ebbtide.v1 import fleet_pb2
+from ebbtide.wire.record_conversion import to_proto
+from tests.fakes.scripted_coordinator import TOKEN, Script, ScriptedCoordinator
 
 SPEC = """
 name = "mine"
@@ -37,14 +42,18 @@ def nobody() -> Iterator[str]:
         yield f"127.0.0.1:{listening.getsockname()[1]}"
 
 
-async def ebbtide(*words: str, token: str = TOKEN, **environment: str) -> tuple[int | None, str, str]:
-    """Exit status, output and errors of a command."""
+async def start(*words: str, token: str = TOKEN, **environment: str) -> asyncio.subprocess.Process:
     plain = {name: value for name, value in os.environ.items() if not name.startswith("EBBTIDE_")}
     with_token = {**plain, **environment, **({"EBBTIDE_TOKEN": token} if token else {})}
-    process = await asyncio.create_subprocess_exec(
+    return await asyncio.create_subprocess_exec(
         sys.executable, "-m", "ebbtide.cli", *words, env=with_token,
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
+
+
+async def ebbtide(*words: str, token: str = TOKEN, **environment: str) -> tuple[int | None, str, str]:
+    """Exit status, output and errors of a command."""
+    process = await start(*words, token=token, **environment)
     out, err = await process.communicate()
     return process.returncode, out.decode(), err.decode()
 
@@ -106,3 +115,36 @@ async def test_a_coordinator_that_answers_late_is_waited_for_and_named(
     assert (status, out) == (0, "run\n")
     where = f"the coordinator at {coordinator.address}"
     assert re.fullmatch(rf"ebbtide: waiting for {where} to make it durable .* since \S+, 2 s\n", err)
+
+
+class Listing(Script):
+    async def ListWorkers(self, request: Any, context: Any) -> Any:
+        worker = Worker(worker_id="w", kind=WorkerKind.SPOT, state=WorkerState.READY, slots=4)
+        return fleet_pb2.ListWorkersResponse(workers=[to_proto(worker, fleet_pb2.Worker)])
+
+
+async def test_a_watched_cluster_that_goes_away_is_waited_for_and_named(coordinator: ScriptedCoordinator) -> None:
+    await coordinator.stop()
+    coordinator.script = Listing()  # type: ignore[abstract]
+    await coordinator.start()
+    watching = await start("workers", "--watch", "--every", "0.1", EBBTIDE_COORDINATOR=coordinator.address)
+    assert watching.stdout is not None
+    assert watching.stderr is not None
+    assert b" w " in await watching.stdout.readline()
+    await coordinator.stop()
+    told = (await watching.stderr.readline()).decode()
+    assert told.startswith(f"ebbtide: waiting for the coordinator at {coordinator.address} since ")
+    await coordinator.start()
+    await watching.stdout.readuntil(b" w waits for work")
+    watching.send_signal(signal.SIGINT)
+    await watching.communicate()
+    assert watching.returncode == 0
+
+
+async def test_a_gateway_that_answers_late_is_named(nobody: str) -> None:
+    asking = await start("chat", "r", "hello", "--gateway", f"http://{nobody}")
+    assert asking.stderr is not None
+    told = (await asking.stderr.readline()).decode()
+    asking.kill()
+    await asking.communicate()
+    assert told.startswith(f"ebbtide: waiting for the gateway at http://{nobody} since ")
