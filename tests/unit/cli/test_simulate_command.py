@@ -130,7 +130,7 @@ def test_a_scenario_that_is_none_is_refused_by_file_line_and_column(
     refused("simulate", str(tmp_path / "x.toml"))
     assert "x.toml:2:" in capsys.readouterr().err
     refused("simulate", "--from", str(tmp_path / "none.json"))
-    assert "none.json:1: cannot be read" in capsys.readouterr().err
+    assert "none.json: cannot be read" in capsys.readouterr().err
     refused("simulate")
     assert "name a scenario file" in capsys.readouterr().err
 

@@ -29,12 +29,13 @@ def read(text: str, path: Path, *, written: bool) -> Scenario | FileRefused:
 
 
 def check_refusal(refused: FileRefused, scenario: str, tables: Mapping[str, str], folder: Path) -> None:
-    """Each problem has a file that is there, a line of it, and words."""
+    """Each problem has a file that is there, a line of it (0: all of it), and words."""
     assert 0 < len(refused.problems) <= MOST_PROBLEMS
     for problem in refused.problems:
         lines = re.split("\r\n|\r|\n", tables.get(Path(problem.file).name, scenario))
         assert Path(problem.file).parent == folder
-        assert 1 <= problem.line <= len(lines)
+        assert 0 <= problem.line <= len(lines)
+        assert problem.line or not problem.column
         assert problem.column <= 1 + max(map(len, lines))
         assert len(problem.text) > 10
         assert len(str(problem)) < 1000
