@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 #: A person waits for the answer, so an unreachable service is reported soon. Watchers wait longer for a known one.
+_REACH_S: Final = 4.0
 _PATIENCE_S: Final = 5.0
 WATCH_PATIENCE_S: Final = 60.0
 _SOURCE: Final = "`source runs/up/env`"
@@ -96,7 +97,7 @@ def relay_of(client: "Client") -> str:
 
 async def _reach(client: "Client", *, of_relay: bool) -> None:
     try:
-        await client.reach(_PATIENCE_S, relay=of_relay)
+        await client.reach(_REACH_S, relay=of_relay)
     except Unavailable as error:
         option = "--relay" if of_relay else "--coordinator"
         told = str(error) if str(error).endswith("?") else f"{error}."

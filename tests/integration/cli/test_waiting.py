@@ -58,6 +58,7 @@ async def ebbtide(*words: str, token: str = TOKEN, **environment: str) -> tuple[
     return process.returncode, out.decode(), err.decode()
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("words", "option"),
     [
