@@ -36,9 +36,9 @@ from benchmarks.conditions import conditions  # noqa: E402
 from benchmarks.replay.report import LEGEND  # noqa: E402
 from benchmarks.replay.setting import CAP_HELP, CAP_TOKENS  # noqa: E402
 from benchmarks.synthetic import CALM, CHURNY, write_lengths, write_trace  # noqa: E402
+from ebbtide.checked_files.refusals import FileRefused  # noqa: E402
 from ebbtide.simulator.scenario.inputs.quantile_table import read_quantiles  # noqa: E402
 from ebbtide.simulator.scenario.inputs.spot_trace import read_spot_trace  # noqa: E402
-from ebbtide.simulator.scenario.refusals import ScenarioRefused  # noqa: E402
 
 Tell = Callable[[str], None]
 TRACES: Final = ROOT.parent / "shared" / "traces"
@@ -128,7 +128,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         for path in paths:
             try:
                 read(path, str(path))
-            except ScenarioRefused as error:
+            except FileRefused as error:
                 parser.error(f"--{flag}: {path} cannot be read ({error})")
     return options
 

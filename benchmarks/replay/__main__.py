@@ -11,9 +11,9 @@ from benchmarks import arguments
 from benchmarks.replay.report import table
 from benchmarks.replay.run import UNEVEN, run_level, unknown
 from benchmarks.replay.setting import CAP_HELP, CAP_TOKENS, Setting
+from ebbtide.checked_files.refusals import FileRefused
 from ebbtide.simulator.scenario.inputs.quantile_table import read_quantiles
 from ebbtide.simulator.scenario.inputs.spot_trace import read_spot_trace
-from ebbtide.simulator.scenario.refusals import ScenarioRefused
 
 
 def main() -> int:
@@ -55,7 +55,7 @@ def main() -> int:
             read_spot_trace(path, str(path))
         for path in args.lengths:
             read_quantiles(path, str(path))
-    except ScenarioRefused as error:
+    except FileRefused as error:
         parser.error(str(error))
     report = run_level(
         args.trace,

@@ -70,7 +70,7 @@ def run_level(
     `start_s`, `span_s`: a window of each trace (0: all of it); `share` of its machines, drawn by the seed, or
     such a share that about so many `machines` are there at most. `seeds`: the cases are played once with each; by
     default with the setting's. `quick`: ninety minutes of each trace, a sixth of the machines, an eighth of the
-    rollouts. Raises `ScenarioRefused` for files that cannot be read.
+    rollouts. Raises `FileRefused` for files that cannot be read.
     """
     given = setting or Setting()
     if quick:

@@ -66,6 +66,7 @@ class Script(rollouts_pb2_grpc.RolloutsServicer, runs_pb2_grpc.RunsServicer, fle
 
     async def SubmitRun(self, request: Any, context: Any) -> Any:
         self._take("SubmitRun", request)
+        await asyncio.sleep(self.slow_s)
         return runs_pb2.Run(run_id=request.run_id, spec=request.spec, status=types_pb2.RUN_STATUS_PENDING)
 
     async def GetRun(self, request: Any, context: Any) -> Any:

@@ -19,7 +19,7 @@ _LONGEST: Final = 1e9
 
 
 def recorded_groups(path: Path) -> list[list[int]]:
-    """Lengths by group, of a table `group,sample,output_tokens`. Raises `ScenarioRefused` for a bad table, and
+    """Lengths by group, of a table `group,sample,output_tokens`. Raises `FileRefused` for a bad table, and
     `InvalidRequest` if it has too few groups.
     """
     groups: dict[str, list[int]] = {}

@@ -4,7 +4,6 @@ import asyncio
 import os
 import socket
 import time
-import tomllib
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,7 +14,7 @@ from ebbtide.client.gateway_lease import GatewayLease
 from ebbtide.client.held_lease import LEAVE_S
 from ebbtide.client.lease import Lease
 from ebbtide.client.service_peer import ServicePeer
-from ebbtide.errors import InvalidRequest, NoCapacity, NotFound, NotReady
+from ebbtide.errors import NoCapacity, NotFound, NotReady
 from ebbtide.rpc.backoff import pauses
 from ebbtide.rpc.channel import DURABLE_TIMEOUT_S, check_address
 from ebbtide.types.fleet import Worker
@@ -24,6 +23,7 @@ from ebbtide.types.key_usage import KeyUsage
 from ebbtide.types.parse import parse
 from ebbtide.types.rollout import TokenChunk
 from ebbtide.types.run import GATEWAY, AttemptSpan, Run, RunEvent, RunSpec, check_spec
+from ebbtide.types.spec_file import SpecFile
 from ebbtide.types.weights import Box, Manifest, VersionInfo, WeightsState
 from ebbtide.v1 import fleet_pb2, rollouts_pb2, runs_pb2, types_pb2
 from ebbtide.v1.fleet_pb2_grpc import FleetStub
@@ -101,6 +101,22 @@ class Client:
             await publisher.aclose(LEAVE_S)
         for peer in self._peers:
             await peer.close()
+
+    @property
+    def coordinator(self) -> str:
+        """The address of the coordinator in use."""
+        return self._coordinator.target
+
+    @property
+    def relay(self) -> str:
+        """The address of the relay."""
+        return self._relay_address
+
+    async def reach(self, within_s: float, *, relay: bool = False) -> None:
+        """Connect to the coordinator, or to the relay. Raises `Unavailable` without an answer in `within_s` seconds, so
+        that a caller with much patience learns soon that nobody is there.
+        """
+        await (self._weights().peer if relay else self._coordinator).reach(within_s)
 
     # -- runs ----------------------------------------------------------------------------------------------------
 
@@ -307,15 +323,16 @@ def _own_holder() -> str:
 
 
 def read_spec(spec: RunSpec | Mapping[str, Any] | str | Path) -> RunSpec:
-    """Read a run's spec from a mapping or a TOML file. Raises `InvalidRequest` naming the key, or the file."""
+    """Read a run's spec from a mapping or a TOML file. Raises `InvalidRequest` naming the key; of a file, all that is
+    wrong with it, by line and column.
+    """
     if isinstance(spec, RunSpec):
         return spec
     if isinstance(spec, Mapping):
         return parse(RunSpec, spec)
-    try:
-        return parse(RunSpec, tomllib.loads(Path(spec).read_text()))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise InvalidRequest(f"cannot be read ({error})", field=str(spec)) from None
+    file = SpecFile(Path(spec))
+    file.refuse_noted()
+    return file.spec
 
 
 def _security(token: str | None, tls_ca: str | None) -> ClientSecurity:

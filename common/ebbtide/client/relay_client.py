@@ -26,7 +26,7 @@ class RelayClient:
     """Calls one relay, for publishers and readers."""
 
     def __init__(self, peer: ServicePeer) -> None:
-        self._peer, self._stub = peer, WeightsStub(peer.channel)
+        self.peer, self._stub = peer, WeightsStub(peer.channel)
         host = socket.gethostname()
         self._holder = Holder(name=f"sdk-{host}-{os.getpid()}-{secrets.token_hex(4)}", host=host)
 
@@ -42,19 +42,19 @@ class RelayClient:
     ) -> Publisher:
         """As `Publisher`, for this relay."""
         return Publisher(
-            self._peer, run_id, policy, authority=authority, exchange=exchange, config=config, forget=forget
+            self.peer, run_id, policy, authority=authority, exchange=exchange, config=config, forget=forget
         )
 
     async def describe(self, run_id: str) -> WeightsState:
         """Return what the relay knows of a run's versions."""
         request = pb.DescribeVersionsRequest(run_id=run_id)
-        return from_proto(await self._peer.call(self._stub.DescribeVersions, request), WeightsState)
+        return from_proto(await self.peer.call(self._stub.DescribeVersions, request), WeightsState)
 
     async def versions(self, run_id: str, policy: str) -> AsyncGenerator[VersionInfo, None]:
         """Yield the versions that the relay holds, then each new one, once each."""
         seen: set[int] = set()
         request = pb.WatchVersionsRequest(run_id=run_id, policy=policy)
-        async for message in self._peer.follow(lambda: self._stub.WatchVersions(request)):
+        async for message in self.peer.follow(lambda: self._stub.WatchVersions(request)):
             if message.version.version not in seen:
                 seen.add(message.version.version)
                 yield from_proto(message, VersionInfo)
@@ -71,10 +71,10 @@ class RelayClient:
         """
         puller = Puller(
             self._stub,
-            self._peer.target,
+            self.peer.target,
             holder=lambda: self._holder,
-            patience_s=self._peer.patience_s,
-            open_source=opener(self._peer.security),
+            patience_s=self.peer.patience_s,
+            open_source=opener(self.peer.security),
         )
         try:
             manifest = await puller.manifest(run_id, policy, version, publisher=publisher)

@@ -52,6 +52,21 @@ class ServicePeer:
         """Turn gRPC's errors inside the block into Ebbtide's."""
         return self.channel.translated(self.service)
 
+    async def reach(self, within_s: float) -> None:
+        """Connect, and wait for any answer. Raises `Unavailable` without one in `within_s` seconds."""
+        end = time.monotonic() + within_s
+
+        async def once() -> None:
+            with self.translated():
+                await self.channel.ask_health(max(0.1, end - time.monotonic()))
+
+        try:
+            await retrying(once, patience_s=within_s, pause=self.channel.pause)
+        except Unavailable:
+            raise
+        except EbbtideError:
+            pass  # it answers; the calls that follow say what is wrong
+
     async def call(
         self,
         method: Unary[Request_contra, Response_co],

@@ -95,6 +95,11 @@ class LeaderChannel(Outer):
             now = "ceased to lead for a while" if one is self._leader else f"no longer leads; {self.target} does"
             raise Unavailable(f"{service} at {one.address} {now}") from None
 
+    async def ask_health(self, timeout_s: float) -> None:
+        """Return once the service has answered, whatever its health is. Raises gRPC's errors."""
+        check: Any = self.unary_unary(f"{_HEALTH}Check", StringValue.SerializeToString, Int32Value.FromString)
+        await check(StringValue(), timeout=timeout_s)
+
     async def pause(self, seconds: float) -> None:
         """Wait before a further try, for at most `seconds`: less if a coordinator begins to lead meanwhile."""
         if len(self._coordinators) == 1:

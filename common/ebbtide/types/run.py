@@ -1,6 +1,7 @@
 """Defines a run as submitted (`RunSpec`), checks it, and defines its present state (`Run`), events and timeline."""
 
 import math
+from collections.abc import Iterator
 from enum import IntEnum
 from typing import Annotated, Any, Final, Literal
 
@@ -292,101 +293,114 @@ def is_gateway(role: str) -> bool:
 
 
 def check_spec(spec: RunSpec) -> RunSpec:
-    """Check what field bounds cannot express. Raises `InvalidRequest` naming the field."""
-    for name in ("name", "policy"):
-        check_id(getattr(spec, name), field=name)
-    if len(spec.name) > 100:
-        raise InvalidRequest("at most 100 characters, so that ids fit", field="name")
-    check_sampling(spec.sampling, field="sampling")
-    if spec.sampling.without_logprobs:
-        raise InvalidRequest(
-            "a run's rollouts are trained on by their logprobs; leave it out", field="sampling.without_logprobs"
-        )
-    for name in ("trainer", "batch", "share", "tail"):
-        _check_finite(to_mapping(getattr(spec, name)), name)
-    _check_finite(spec.environment.params, "environment.params")
-    if spec.from_agents:
-        _check_agents(spec)
-    _check_verifiers(spec)
-    if spec.trainer.streaming:
-        _check_streaming(spec.trainer)
-    elif spec.trainer.releases:
-        text = "needs trainer.streaming: the end of other steps is not planned; set that, or leave this out"
-        raise InvalidRequest(text, field="trainer.releases")
-    _check_reward_limits(spec)
-    _check_rounds(spec)
-    if spec.share.ceiling is not None and spec.share.floor > spec.share.ceiling:
-        raise InvalidRequest(f"must be at most share.ceiling ({spec.share.ceiling:g})", field="share.floor")
-    if len(msgspec.json.encode(spec)) > MAX_SPEC_BYTES:
-        raise InvalidRequest(f"more than {MAX_SPEC_BYTES} bytes in all; put data into files", field=_longest(spec))
+    """Check what field bounds cannot express. Raises `InvalidRequest` naming the first wrong field."""
+    for problem in spec_problems(spec):
+        raise problem
     return spec
 
 
-def _check_rounds(spec: RunSpec) -> None:
+def spec_problems(spec: RunSpec) -> Iterator[InvalidRequest]:
+    """Yield all that field bounds cannot express, each problem with its field."""
+    for name in ("name", "policy"):
+        yield from _id_problems(getattr(spec, name), name)
+    if len(spec.name) > 100:
+        yield InvalidRequest("at most 100 characters, so that ids fit", field="name")
+    yield from _sampling_problems(spec.sampling, "sampling")
+    if spec.sampling.without_logprobs:
+        yield InvalidRequest(
+            "a run's rollouts are trained on by their logprobs; leave it out", field="sampling.without_logprobs"
+        )
+    for name in ("trainer", "batch", "share", "tail"):
+        yield from _infinite(to_mapping(getattr(spec, name)), name)
+    yield from _infinite(spec.environment.params, "environment.params")
+    if spec.from_agents:
+        yield from _agents_problems(spec)
+    yield from _verifiers_problems(spec)
+    if spec.trainer.streaming:
+        yield from _streaming_problems(spec.trainer)
+    elif spec.trainer.releases:
+        text = "needs trainer.streaming: the end of other steps is not planned; set that, or leave this out"
+        yield InvalidRequest(text, field="trainer.releases")
+    yield from _reward_limits_problems(spec)
+    yield from _rounds_problems(spec)
+    if spec.share.ceiling is not None and spec.share.floor > spec.share.ceiling:
+        yield InvalidRequest(f"must be at most share.ceiling ({spec.share.ceiling:g})", field="share.floor")
+    if len(msgspec.json.encode(spec)) > MAX_SPEC_BYTES:
+        yield InvalidRequest(f"more than {MAX_SPEC_BYTES} bytes in all; put data into files", field=_longest(spec))
+
+
+def _id_problems(value: str, field: str) -> Iterator[InvalidRequest]:
+    try:
+        check_id(value, field=field)
+    except InvalidRequest as problem:
+        yield problem
+
+
+def _rounds_problems(spec: RunSpec) -> Iterator[InvalidRequest]:
     """Refuse rounds where no driver decides on groups, or where none may be trained after its step."""
     if spec.tail.rounds == "off":
         return
     if spec.from_agents or spec.external:
-        raise InvalidRequest("only a run with a driver of its own has rounds; leave it out", field="tail.rounds")
+        yield InvalidRequest("only a run with a driver of its own has rounds; leave it out", field="tail.rounds")
     if spec.batch.max_staleness < 1:
         text = "must be at least 1 with tail.rounds: groups that go on are trained later; raise it, or leave that out"
-        raise InvalidRequest(text, field="batch.max_staleness")
+        yield InvalidRequest(text, field="batch.max_staleness")
 
 
-def _check_agents(spec: RunSpec) -> None:
+def _agents_problems(spec: RunSpec) -> Iterator[InvalidRequest]:
     """Refuse what needs problems of the run's own."""
     if spec.environment.params:
-        raise InvalidRequest("an environment of agents has none; leave them out", field="environment.params")
+        yield InvalidRequest("an environment of agents has none; leave them out", field="environment.params")
     if spec.evaluation.problems:
-        raise InvalidRequest("a run of agents has no problems to evaluate; leave it out", field="evaluation.problems")
+        yield InvalidRequest("a run of agents has no problems to evaluate; leave it out", field="evaluation.problems")
 
 
-def _check_verifiers(spec: RunSpec) -> None:
+def _verifiers_problems(spec: RunSpec) -> Iterator[InvalidRequest]:
     environment = spec.environment
     if (environment.verifiers or environment.verifier) and not spec.from_agents:
         text = (
             f'only sessions of agents have verifiers (environment.name = "{AGENTS}"); an environment gives its rewards'
         )
-        raise InvalidRequest(text, field="environment.verifiers")
+        yield InvalidRequest(text, field="environment.verifiers")
     if len(environment.verifiers) > MAX_VERIFIERS:
-        raise InvalidRequest(f"at most {MAX_VERIFIERS}", field="environment.verifiers")
+        yield InvalidRequest(f"at most {MAX_VERIFIERS}", field="environment.verifiers")
     for name, verifier in environment.verifiers.items():
-        check_id(name, field="environment.verifiers")
+        yield from _id_problems(name, "environment.verifiers")
         if not all(part.strip() for part in verifier.partition(":")):
             text = f"{verifier!r} is no verifier; give package.module:function"
-            raise InvalidRequest(text, field=f"environment.verifiers.{name}")
+            yield InvalidRequest(text, field=f"environment.verifiers.{name}")
     if environment.verifier and environment.verifier not in environment.verifiers:
         known = ", ".join(sorted(environment.verifiers)) or "none"
-        raise InvalidRequest(f"must be one of environment.verifiers ({known})", field="environment.verifier")
+        yield InvalidRequest(f"must be one of environment.verifiers ({known})", field="environment.verifier")
 
 
-def _check_streaming(trainer: TrainerSpec) -> None:
+def _streaming_problems(trainer: TrainerSpec) -> Iterator[InvalidRequest]:
     for name, (wanted, reason) in _STREAMED.items():
         if getattr(trainer, name) != wanted:
             text = f"must be {wanted:g} with trainer.streaming: {reason}; change it, or leave trainer.streaming out"
-            raise InvalidRequest(text, field=f"trainer.{name}")
+            yield InvalidRequest(text, field=f"trainer.{name}")
 
 
-def _check_reward_limits(spec: RunSpec) -> None:
+def _reward_limits_problems(spec: RunSpec) -> Iterator[InvalidRequest]:
     limit_s, most_s = spec.tail.reward_timeout_s, spec.batch.episode_timeout_s
     if limit_s is not None and limit_s > most_s:
         text = f"must be at most batch.episode_timeout_s ({most_s:g}); lower it, or raise that"
-        raise InvalidRequest(text, field="tail.reward_timeout_s")
+        yield InvalidRequest(text, field="tail.reward_timeout_s")
     if spec.from_agents and (limit_s is not None or spec.tail.adaptive_rewards):
         text = "verifiers of agents' sessions are limited by batch.episode_timeout_s; leave it out"
-        raise InvalidRequest(text, field="tail.adaptive_rewards" if limit_s is None else "tail.reward_timeout_s")
+        yield InvalidRequest(text, field="tail.adaptive_rewards" if limit_s is None else "tail.reward_timeout_s")
 
 
-def _check_finite(value: Any, field: str) -> None:
+def _infinite(value: Any, field: str) -> Iterator[InvalidRequest]:
     """Refuse infinities and NaN, which pass field bounds but do not exist in JSON."""
     if isinstance(value, float) and not math.isfinite(value):
-        raise InvalidRequest("must be finite", field=field)
+        yield InvalidRequest("must be finite", field=field)
     if isinstance(value, dict):
         for key, inner in value.items():
-            _check_finite(inner, f"{field}.{key}")
+            yield from _infinite(inner, f"{field}.{key}")
     elif isinstance(value, list):
         for index, inner in enumerate(value):
-            _check_finite(inner, f"{field}[{index}]")
+            yield from _infinite(inner, f"{field}[{index}]")
 
 
 def _longest(spec: RunSpec) -> str:
@@ -394,28 +408,34 @@ def _longest(spec: RunSpec) -> str:
 
 
 def check_sampling(sampling: Sampling, *, field: str) -> Sampling:
-    """Refuse non-finite values, and parameters under which a rollout cannot resume exactly.
+    """Refuse non-finite values, and parameters under which a rollout cannot resume exactly. Raises `InvalidRequest`
+    naming the first wrong field.
 
     A repetition penalty is allowed: it counts prompt and response alike, so stored tokens in the prompt weigh the same.
     Presence and frequency penalties count the response alone; a seeded generator and a grammar have hidden state.
     """
-    _check_finite(to_mapping(sampling), field)
+    for problem in _sampling_problems(sampling, field):
+        raise problem
+    return sampling
+
+
+def _sampling_problems(sampling: Sampling, field: str) -> Iterator[InvalidRequest]:
+    yield from _infinite(to_mapping(sampling), field)
     for name in ("presence_penalty", "frequency_penalty", "seed", "structured_output"):
         if (value := getattr(sampling, name)) is not None and (value or name == "seed"):
-            raise InvalidRequest(
+            yield InvalidRequest(
                 "not supported: a rollout resumed on another worker could not continue it exactly; leave it out",
                 field=f"{field}.{name}",
             )
     if sampling.min_tokens > sampling.max_tokens:
-        raise InvalidRequest(f"must be at most max_tokens ({sampling.max_tokens})", field=f"{field}.min_tokens")
+        yield InvalidRequest(f"must be at most max_tokens ({sampling.max_tokens})", field=f"{field}.min_tokens")
     if any(not 1 <= len(text) <= MAX_STOP_LENGTH for text in sampling.stop):
-        raise InvalidRequest(f"a stop string has 1 to {MAX_STOP_LENGTH} characters", field=f"{field}.stop")
+        yield InvalidRequest(f"a stop string has 1 to {MAX_STOP_LENGTH} characters", field=f"{field}.stop")
     for name in ("stop", "stop_token_ids"):
         if len(getattr(sampling, name)) > MAX_STOPS:
-            raise InvalidRequest(f"at most {MAX_STOPS}", field=f"{field}.{name}")
+            yield InvalidRequest(f"at most {MAX_STOPS}", field=f"{field}.{name}")
     if any(not 0 <= token < 1 << 32 for token in sampling.stop_token_ids):
-        raise InvalidRequest("token ids are unsigned 32-bit", field=f"{field}.stop_token_ids")
-    return sampling
+        yield InvalidRequest("token ids are unsigned 32-bit", field=f"{field}.stop_token_ids")
 
 
 def to_mapping(record: Struct) -> dict[str, Any]:

@@ -7,6 +7,8 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from ebbtide.errors import InvalidRequest
+from ebbtide.types.model_path import no_directory
+from ebbtide.types.spec_file import NO_LORA
 
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
@@ -25,11 +27,9 @@ def check_model_directory(directory: Path, *, field: str = "model") -> None:
 
 def _check(directory: Path, field: str) -> None:
     if not directory.is_dir():
-        raise InvalidRequest(f"{str(directory)!r} is no directory; give the path of a local checkpoint", field=field)
+        raise InvalidRequest(no_directory(str(directory)), field=field)
     if (directory / "adapter_config.json").exists():
-        raise InvalidRequest(
-            "LoRA adapters are not supported yet; merge the adapter into its base model and give that", field=field
-        )
+        raise InvalidRequest(NO_LORA, field=field)
     config = _read(directory / "config.json", field)
     if not any(directory.glob("*.safetensors")):
         pickled = any(path for pattern in _PICKLED for path in directory.glob(pattern))

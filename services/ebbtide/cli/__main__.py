@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from typing import Annotated
 
 import typer
 
@@ -16,16 +17,34 @@ from ebbtide.cli.commands import (
     simulate_commands,
     tokens_commands,
 )
-from ebbtide.errors import EbbtideError, InvalidRequest
+from ebbtide.errors import EbbtideError, InvalidRequest, Unauthenticated
 
 app = typer.Typer(
     name="ebbtide",
-    help="Run the rollouts of LLM post-training wherever a GPU is free. Nothing is generated twice.",
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        typer.echo(f"ebbtide {version('ebbtide')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Run the rollouts of LLM post-training wherever a GPU is free. Nothing is generated twice."""
+
+
 local_commands.register(app)
 profile_commands.register(app)
 run_commands.register(app)
@@ -38,12 +57,12 @@ service_commands.register(app)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Exits with status 0 (done), 1 (failed), 2 (faulty input) or 130 (interrupted). Prints errors in one line."""
+    """Exits with status 0 (done), 1 (failed), 2 (faulty input) or 130 (interrupted). Prints each error in a line."""
     try:
         app(args=None if argv is None else list(argv), prog_name="ebbtide")
     except EbbtideError as error:
         print(f"ebbtide: {error}", file=sys.stderr)  # noqa: T201 - this is a command
-        sys.exit(2 if isinstance(error, InvalidRequest) else 1)
+        sys.exit(2 if isinstance(error, InvalidRequest | Unauthenticated) else 1)
 
 
 if __name__ == "__main__":

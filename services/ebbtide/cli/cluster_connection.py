@@ -9,16 +9,19 @@ from typing import TYPE_CHECKING, Annotated, Final, TypeVar
 
 import typer
 
-from ebbtide.errors import InvalidRequest
+from ebbtide.cli.waiting import Waiting
+from ebbtide.errors import InvalidRequest, Unauthenticated, Unavailable
 
 if TYPE_CHECKING:
     from ebbtide.client import Client
 
 T = TypeVar("T")
 
-#: A person waits for the answer, so an unreachable coordinator is reported soon; watchers wait longer.
+#: A person waits for the answer, so an unreachable service is reported soon. Watchers wait longer for a known one.
+_REACH_S: Final = 4.0
 _PATIENCE_S: Final = 5.0
 WATCH_PATIENCE_S: Final = 60.0
+_SOURCE: Final = "`source runs/up/env`"
 
 Coordinator = Annotated[
     str | None,
@@ -48,19 +51,71 @@ def with_client(
     ask: "Callable[[Client], Awaitable[T]]",
     coordinator: str | None,
     token_file: Path | None,
-    patience_s: float = _PATIENCE_S,
+    *,
     relay: str | None = None,
+    of_relay: bool = False,
+    watches: bool = False,
 ) -> T:
-    """Returns what `ask` returns. Raises its errors, and `InvalidRequest` for an unreadable token file."""
+    """Returns what `ask` returns. Raises its errors, `InvalidRequest` for an unreadable token file, and `Unavailable`
+    soon if nobody is there.
+
+    `of_relay`: `ask` is for the relay, and not for the coordinator. `watches`: it tells what it waits for by itself,
+    and a service that was there may be away for a while.
+    """
     token = _read(token_file)
 
     async def ask_it() -> T:
         from ebbtide.client import Client
 
+        patience_s = WATCH_PATIENCE_S if watches else _PATIENCE_S
         async with Client(coordinator, relay, token=token, patience_s=patience_s) as client:
+            with Waiting(relay_of(client) if of_relay else coordinator_of(client)):
+                await _reach(client, of_relay=of_relay)
+                if not watches:
+                    return await ask(client)
             return await ask(client)
 
-    return asyncio.run(ask_it())
+    with token_explained():
+        return asyncio.run(ask_it())
+
+
+async def durably(client: "Client", answer: Awaitable[T]) -> T:
+    """Returns an answer that comes once its writes are durable, which takes long on some stores."""
+    with Waiting(f"{coordinator_of(client)} to make it durable (half a minute if Redis has no append-only file)"):
+        return await answer
+
+
+def coordinator_of(client: "Client") -> str:
+    """What is waited for."""
+    return f"the coordinator at {client.coordinator}"
+
+
+def relay_of(client: "Client") -> str:
+    """What is waited for."""
+    return f"the weight-relay at {client.relay}"
+
+
+async def _reach(client: "Client", *, of_relay: bool) -> None:
+    try:
+        await client.reach(_REACH_S, relay=of_relay)
+    except Unavailable as error:
+        option = "--relay" if of_relay else "--coordinator"
+        told = str(error) if str(error).endswith("?") else f"{error}."
+        remedy = f"start one with `ebbtide up`, or name another by {_SOURCE} or {option}"
+        raise Unavailable(f"{told} If there is no cluster, {remedy}") from None
+
+
+@contextmanager
+def token_explained() -> Iterator[None]:
+    """Adds where a local cluster's token is to the errors of a missing and of a wrong one."""
+    try:
+        yield
+    except Unauthenticated as error:
+        raise Unauthenticated(f"{error}; of a cluster of `ebbtide up`: {_SOURCE}") from None
+    except InvalidRequest as error:
+        if error.field != "token":
+            raise
+        raise InvalidRequest(f"{error}; of a cluster of `ebbtide up`: {_SOURCE}", field="token") from None
 
 
 @contextmanager

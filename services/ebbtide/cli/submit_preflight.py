@@ -9,25 +9,35 @@ from typing import Final
 
 import msgspec
 
-from ebbtide.client.client import read_spec
+from ebbtide.cli.waiting import Waiting
 from ebbtide.errors import EbbtideError, InvalidRequest
-from ebbtide.types.run import RunSpec, check_spec, to_mapping
+from ebbtide.types.model_path import no_directory
+from ebbtide.types.run import RunSpec, to_mapping
+from ebbtide.types.spec_file import SpecFile
 
 _REFUSED: Final = 2
 _NOT_INSTALLED: Final = 3
 
 
 def check(path: Path, *, deep: bool = True) -> RunSpec:
-    """Returns the spec in the TOML file at `path`. Raises `InvalidRequest` naming the field.
+    """Returns the spec in the TOML file at `path`. Raises `FileRefused` with line and column of all that is wrong.
 
     `deep` also has the trainer, in its own process, make the environment, read the model and compare lengths with its
     context. The model's path becomes absolute then: services may run in another directory.
     """
-    spec = check_spec(read_spec(path))
+    file = SpecFile(path)
+    if deep and file.model and not Path(file.model).is_dir():
+        told = f"{no_directory(file.model)}. Where only other machines have it: --no-check"
+        file.note(InvalidRequest(told, field="model"))
+    file.refuse_noted()
     if not deep:
-        return spec
-    check_deeply(spec)
-    return msgspec.structs.replace(spec, model=str(Path(spec.model).resolve()))
+        return file.spec
+    try:
+        check_deeply(file.spec)
+    except InvalidRequest as problem:
+        file.note(problem)
+        file.refuse_noted()
+    return msgspec.structs.replace(file.spec, model=str(Path(file.spec.model).resolve()))
 
 
 def check_deeply(spec: RunSpec, patience_s: float = 120.0) -> None:
@@ -38,7 +48,8 @@ def check_deeply(spec: RunSpec, patience_s: float = 120.0) -> None:
         file.write_text(json.dumps(to_mapping(spec)))
         command = [sys.executable, "-m", "ebbtide.trainer.trainer_preflight", str(file)]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=patience_s)
+            with Waiting(f"the check of the model and of the environment {spec.environment.name!r}"):
+                done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=patience_s)
         except subprocess.TimeoutExpired:
             raise InvalidRequest(
                 f"{spec.environment.name!r} gave no first and last problem within {patience_s:g} s; ask for less, or "

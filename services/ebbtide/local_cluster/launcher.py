@@ -42,6 +42,11 @@ class Launcher:
     def process(self, name: str) -> ProgramProcess:
         return self._processes[name]
 
+    @property
+    def booting(self) -> list[str]:
+        """Names of the programs that run and are not ready yet."""
+        return [name for name, process in self._processes.items() if process.running() and not process.address]
+
     async def start(self, program: Program) -> ProgramProcess:
         """Starts a program, waits until it is ready, and keeps it running from then on. Raises `LaunchFailed`."""
         process = self._processes[program.name] = ProgramProcess(program)

@@ -118,6 +118,10 @@ def spec(folder: Path, environment: str = "number_guessing", model: str = "nowhe
     return str(path)
 
 
+def test_while_it_boots_it_names_what_is_not_ready(up: Up) -> None:
+    assert re.search(r"ebbtide: waiting for [a-z0-9, -]+ to be ready since \S+, 2 s", up.said())
+
+
 def test_the_token_is_the_owners_alone(up: Up) -> None:
     mode = stat.S_IMODE((up.folder / "up" / "token").stat().st_mode)
     assert mode == 0o600
@@ -127,12 +131,22 @@ def test_workers_are_listed_with_what_they_do(up: Up) -> None:
     listed = up.run("workers").stdout
     assert re.search(r"worker-1 +spot +waits for work", listed)
     assert re.search(r"worker-2 +spot +waits for work", listed)
+    told = json.loads(up.run("workers", "--json").stdout)
+    assert [(one["worker_id"], one["kind"], one["state"]) for one in told] == [
+        ("worker-1", "spot", "ready"),
+        ("worker-2", "spot", "ready"),
+    ]
 
 
 def test_a_submitted_run_is_listed_and_can_be_cancelled(up: Up, tmp_path: Path) -> None:
     done = up.run("submit", spec(tmp_path), "--no-check", "--run-id", "mine-1")
     assert done.stdout == "mine-1\n", done.stderr
     assert "mine-1" in up.run("runs").stdout
+    (listed,) = json.loads(up.run("runs", "--json").stdout)
+    assert listed["run_id"] == "mine-1"
+    assert listed["spec"]["environment"]["name"] == "number_guessing"
+    assert json.loads(up.run("runs", "mine-1", "--json").stdout)["spec"] == listed["spec"]
+    assert json.loads(up.run("usage", "mine-1", "--json").stdout) == []
     cancelled = up.run("cancel", "mine-1")
     # Its trainer may have found first that there is no such model.
     assert cancelled.stdout in {"mine-1 cancelled\n", "mine-1 failed\n"}, cancelled.stderr
@@ -153,7 +167,7 @@ def test_commands_find_the_other_coordinator_when_the_one_that_leads_is_killed(u
 def test_submitting_checks_the_environment_and_the_model_first(up: Up, tmp_path: Path) -> None:
     done = up.run("submit", spec(tmp_path, environment="no_such"))
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("ebbtide: model: 'nowhere' is no directory")
+    assert ":3:9: model: 'nowhere' is no directory" in done.stderr
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 8}))
     done = up.run("submit", spec(tmp_path, model=str(tmp_path)))
     assert "model: " in done.stderr
@@ -210,7 +224,8 @@ async def test_coordinators_that_are_killed_are_started_again_at_the_same_addres
 
 
 def test_a_second_cluster_in_the_same_directory_is_refused(up: Up) -> None:
-    done = up.run("up", "--model", str(up.folder), "--run-dir", str(up.folder / "up"))
+    config = str(up.folder / "worker.toml")
+    done = up.run("up", "--model", str(up.folder), "--run-dir", str(up.folder / "up"), "--worker-config", config)
     assert done.returncode == 2
     assert "another cluster runs in it" in done.stderr
 

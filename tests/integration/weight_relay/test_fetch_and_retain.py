@@ -100,7 +100,7 @@ async def test_the_byte_budget_is_kept_and_never_costs_a_live_newest_version(pro
     await relay.publish("run", version(4), weights(4, mib=2))
     assert len(process.tiles()) == 4
     await relay.fetch("other", "policy", 1)
-    relay._peer.patience_s = 0.5
+    relay.peer.patience_s = 0.5
     with pytest.raises(NoCapacity, match="--budget-bytes"):
         await relay.publish("run", version(5), weights(5, mib=2))
     with pytest.raises(InvalidRequest, match=r"more than \d+ bytes"):

@@ -1,9 +1,11 @@
 """The `ebbtide` command as a person meets it: quick help, and errors in one line that name what is wrong."""
 
+import os
 import re
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -26,7 +28,8 @@ params = { dataset = "spell_backward" }
 
 def ebbtide(*words: str, **environment: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "ebbtide.cli", *words]
-    return subprocess.run(command, capture_output=True, text=True, check=False, env={"PATH": "", **environment})
+    plain = {"PATH": "", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}  # the tree under test
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=plain | environment)
 
 
 def test_help_names_every_command_and_is_quick() -> None:
@@ -62,13 +65,21 @@ def test_a_service_gets_its_flags_and_refuses_unknown_ones_by_name(name: str) ->
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ("steps = 3", "steps: unknown key"),
-        ("[trainer]\nsteps = 0", "trainer.steps: expected `int` >= 1"),
-        ("[sampling]\ntemperature = nan", "sampling.temperature: expected `float` >= 0.0"),
-        ("[trainer]\nmax_grad_norm = inf", "trainer.max_grad_norm: must be finite"),
-        ("[sampling]\ntop_p = 1.5", "sampling.top_p: expected `float` <= 1.0"),
-        ("[sampling]\nseed = 1", "sampling.seed: not supported"),
-        ("oops", "RUN.toml: cannot be read"),
+        ("steps = 3", "RUN.toml:4:1: steps: is unknown; known are name, model"),
+        (
+            "[trainer]\nlearning_rte = 1e-6",
+            "RUN.toml:10:1: trainer.learning_rte: is unknown; did you mean learning_rate?",
+        ),
+        ("[trainer]\nsteps = 0", "RUN.toml:10:9: trainer.steps: is 0; it must be a whole number from 1"),
+        ("[sampling]\ntemperature = nan", "RUN.toml:10:15: sampling.temperature: is nan; it must be a number from 0"),
+        ("[trainer]\nmax_grad_norm = inf", "RUN.toml:10:17: trainer.max_grad_norm: is inf; it must be a number above"),
+        ("[sampling]\ntop_p = 1.5", "RUN.toml:10:9: sampling.top_p: is 1.5; it must be a number above 0 and to 1"),
+        ("[sampling]\nseed = 1", "RUN.toml:10:8: sampling.seed: not supported"),
+        (
+            "[lora]\nrank = 8",
+            "RUN.toml:9:1: lora: LoRA adapters are not supported yet; merge the adapter into its base",
+        ),
+        ("oops", "RUN.toml:4:5: is no TOML: Expected '=' after a key"),
     ],
 )
 def test_a_bad_spec_is_refused_in_one_line_that_names_the_field(tmp_path: Path, change: str, said: str) -> None:
@@ -76,18 +87,29 @@ def test_a_bad_spec_is_refused_in_one_line_that_names_the_field(tmp_path: Path, 
     first_table = change if change.startswith("[") else ""
     text = f"{head}{'' if first_table else change}\n[environment]{tables}\n{first_table}"
     (tmp_path / "RUN.toml").write_text(text)
-    done = ebbtide("submit", str(tmp_path / "RUN.toml"))
+    done = ebbtide("submit", str(tmp_path / "RUN.toml"), "--no-check")
     assert done.returncode == 2
     assert said in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 
+def test_all_that_is_wrong_with_a_spec_is_told_at_once_and_what_to_do_about_a_model_of_the_hub(tmp_path: Path) -> None:
+    (tmp_path / "RUN.toml").write_text(
+        f"{SPEC.replace('nowhere', 'Qwen/Qwen3-8B')}[sampling]\nmin_tokens = 600\n[trainer]\nstep = 3\n"
+    )
+    done = ebbtide("submit", str(tmp_path / "RUN.toml"))
+    assert done.returncode == 2
+    first, second, third = done.stderr.replace(f"{tmp_path}/", "").splitlines()
+    assert first.startswith("ebbtide: RUN.toml:3:9: model: 'Qwen/Qwen3-8B' is no directory; ")
+    assert "hf download Qwen/Qwen3-8B --local-dir models/Qwen3-8B, then give models/Qwen3-8B" in first
+    assert second == "RUN.toml:8:14: sampling.min_tokens: must be at most max_tokens (512)"
+    assert third == "RUN.toml:10:1: trainer.step: is unknown; did you mean steps?"
+
+
 def test_without_a_token_it_is_told_where_to_put_one() -> None:
     done = ebbtide("runs")
-    assert (done.returncode, done.stderr) == (
-        2,
-        "ebbtide: token: is required: set EBBTIDE_TOKEN or EBBTIDE_TOKEN_FILE\n",
-    )
+    where = "set EBBTIDE_TOKEN or EBBTIDE_TOKEN_FILE; of a cluster of `ebbtide up`: `source runs/up/env`"
+    assert (done.returncode, done.stderr) == (2, f"ebbtide: token: is required: {where}\n")
 
 
 def test_a_token_file_that_is_not_there_is_named() -> None:
@@ -113,9 +135,39 @@ def test_a_duration_that_is_none_is_refused_before_anybody_is_asked() -> None:
 
 def test_a_run_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    done = ebbtide("up", "--model", str(tmp_path), "--run-dir", str(tmp_path / "file"))
+    (tmp_path / "worker.toml").write_text('engine = "scripted"\n')
+    words = ["--model", str(tmp_path), "--worker-config", str(tmp_path / "worker.toml")]
+    done = ebbtide("up", *words, "--run-dir", str(tmp_path / "file"))
     assert done.returncode == 2
     assert done.stderr == f"ebbtide: {tmp_path}/file: cannot be written (File exists); name another\n"
+
+
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        ("/nope", "'/nope' is no directory; give the path of a local checkpoint"),
+        ("Qwen/Qwen3-8B", "hf download Qwen/Qwen3-8B --local-dir models/Qwen3-8B, then give models/Qwen3-8B"),
+        (".", " is no checkpoint directory: it has no config.json"),
+    ],
+)
+def test_a_model_that_no_worker_would_boot_from_is_refused_before_anything_boots(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, told: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = ebbtide("up", "--model", model, "--run-dir", str(tmp_path / "up"))
+    assert done.returncode == 2
+    assert done.stderr.startswith("ebbtide: --model: ")
+    assert done.stderr.endswith(f"{told}\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_worker_settings_with_a_slip_are_refused_before_anything_boots(tmp_path: Path) -> None:
+    (tmp_path / "worker.toml").write_text("slotz = 3\n")
+    done = ebbtide("up", "--model", ".", "--worker-config", str(tmp_path / "worker.toml"))
+    assert (done.returncode, done.stderr) == (
+        2,
+        f"ebbtide: {tmp_path}/worker.toml: slotz: unknown key; did you mean slots?\n",
+    )
 
 
 def test_the_demos_options_change_the_demos_spec(tmp_path: Path) -> None:
@@ -173,3 +225,32 @@ def test_what_cannot_be_profiled_is_refused_before_minutes_are_spent(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InvalidRequest, match=re.escape(said)):
         app(["profile", *words], standalone_mode=False)
+
+
+def test_it_tells_its_version() -> None:
+    done = ebbtide("--version")
+    assert (done.returncode, done.stdout) == (0, f"ebbtide {version('ebbtide')}\n")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [[], ["runs"], ["guard"], ["guard", "status"], ["profile", "engine"], ["certs", "show"]],
+    ids=str,
+)
+def test_h_is_help_everywhere(words: list[str]) -> None:
+    short, long = ebbtide(*words, "-h"), ebbtide(*words, "--help")
+    assert (short.returncode, short.stdout) == (0, long.stdout)
+    assert "usage:" in short.stdout.lower()
+
+
+def test_a_shell_can_complete_its_commands() -> None:
+    asked = {"_EBBTIDE_COMPLETE": "complete_bash", "COMP_WORDS": "ebbtide sub", "COMP_CWORD": "1"}
+    assert ebbtide(**asked).stdout == "submit\n"
+    chosen = ebbtide("--show-completion", "bash", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
+    assert "_EBBTIDE_COMPLETE=complete_bash" in chosen.stdout
+    assert "--install-completion" in ebbtide("--help").stdout
+
+
+def test_json_excludes_watching() -> None:
+    done = ebbtide("workers", "--watch", "--json", EBBTIDE_TOKEN="t")
+    assert (done.returncode, done.stderr) == (2, "ebbtide: --json: excludes --watch; call it again and again\n")

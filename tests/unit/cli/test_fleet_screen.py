@@ -137,6 +137,8 @@ def test_the_fleet_in_a_line_counts_who_is_there() -> None:
 class Listing:
     """Stands for a client: lists one worker, and counts how often it was asked."""
 
+    coordinator = "127.0.0.1:1"
+
     def __init__(self) -> None:
         self.asked = 0
 

@@ -78,3 +78,12 @@ async def test_without_a_terminal_each_piece_of_news_is_one_line_once(capsys: py
     assert sum("worker-2 is killed" in line for line in lines[:4]) == 1
     assert any(line.endswith("step 1/100: reward 0.250, version 2; w1 81 tokens/s") for line in lines)
     assert list(screen.phases) == ["boot", "run"]
+
+
+async def test_a_run_without_news_is_not_silent_where_the_output_is_no_terminal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    screen = RunScreen("quiet-run")
+    async with screen.shown():
+        await asyncio.sleep(2.6)
+    assert capsys.readouterr().err.startswith("ebbtide: waiting for news of quiet-run since ")

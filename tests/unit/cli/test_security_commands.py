@@ -1,5 +1,7 @@
 """`ebbtide certs` and `ebbtide tokens` make what servers and clients take, overwrite nothing, and say what is wrong."""
 
+import datetime as dt
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -77,6 +79,9 @@ def test_a_clients_key_of_one_run_carries_its_limits_and_shows_them(ask: Ask) ->
     assert claims.limits == KeyLimits(**LIMITS)
     shown = ask("tokens", "show", "a.jwt")[1]
     assert "tokens per day 100,000" in shown
+    told = json.loads(ask("tokens", "show", "a.jwt", "--json")[1])
+    assert (told["role"], told["run_id"], told["name"], told["limits"]) == ("agent", "r-1", "team-a", LIMITS)
+    assert dt.datetime.fromisoformat(told["expires"]) > dt.datetime.now(dt.UTC)
     for scope in (("--role", "agent"), ("--role", "user", "--run", "r-1")):
         status, _, complaint = ask(*issue, *scope)
         assert status != 0
@@ -93,6 +98,9 @@ def test_those_that_end_soon_are_renewed_and_the_list_says_when_they_do(ask: Ask
     _, listed, _ = ask("certs", "show", "--dir", "ca")
     assert "89 days" in next(line for line in listed.splitlines() if line.split()[0] == "soon")
     assert "299 days" in next(line for line in listed.splitlines() if line.split()[0] == "later")
+    told = {one["name"]: one for one in json.loads(ask("certs", "show", "--dir", "ca", "--json")[1])}
+    assert (told["soon"]["roles"], told["soon"]["hosts"], told["soon"]["lifetime"]) == (["worker"], [], 90 * 86400)
+    assert dt.datetime.fromisoformat(told["soon"]["expires"]) < dt.datetime.fromisoformat(told["later"]["expires"])
 
 
 def test_one_that_cannot_be_read_holds_up_none_of_the_others(ask: Ask) -> None:

@@ -111,7 +111,7 @@ async def test_ctrl_c_ends_the_command_and_its_processes(tmp_path: Path) -> None
     pids = [int(path.read_text()) for path in sorted(tmp_path.glob("*.pid"))]  # noqa: ASYNC240 - a small folder
     process.send_signal(signal.SIGINT)
     _, err = await process.communicate()
-    assert (process.returncode, err) == (130, b"Interrupted; nothing was written.\n")
+    assert (process.returncode, err.splitlines()[-1]) == (130, b"Interrupted; nothing was written.")
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
@@ -130,7 +130,7 @@ def test_a_scenario_that_is_none_is_refused_by_file_line_and_column(
     refused("simulate", str(tmp_path / "x.toml"))
     assert "x.toml:2:" in capsys.readouterr().err
     refused("simulate", "--from", str(tmp_path / "none.json"))
-    assert "none.json:1: cannot be read" in capsys.readouterr().err
+    assert "none.json: cannot be read" in capsys.readouterr().err
     refused("simulate")
     assert "name a scenario file" in capsys.readouterr().err
 

@@ -2,6 +2,7 @@
 
 import io
 import re
+import time
 
 import pytest
 from msgspec.structs import replace
@@ -98,3 +99,12 @@ def test_progress_is_drawn_on_a_terminal_alone() -> None:
         drawn = console.file.getvalue()  # type: ignore[attr-defined]
         assert ("six spot machines" in drawn) == terminal
         assert ("25%" in drawn) == terminal
+
+
+def test_elsewhere_a_line_says_how_far_it_is_when_it_takes_long(capsys: pytest.CaptureFixture[str]) -> None:
+    with SimulationScreen(["six", "nine"], Console(file=io.StringIO())) as screen:
+        screen.show(0, {0: SimulationProgress(at_s=1800.0, until_s=3600.0, steps=3)}, of=2)
+        time.sleep(2.5)
+    told = capsys.readouterr().err
+    assert told.startswith("ebbtide: waiting for six, now 30:00 of 1:00:00, 3 steps, ")
+    assert "; nine since " in told

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from ebbtide.cli.views.tables import amount
-from ebbtide.cli.views.weights_screen import head, lines, pictures, to_json, watch_weights
+from ebbtide.cli.views.tables import amount, to_json
+from ebbtide.cli.views.weights_screen import head, lines, pictures, watch_weights
 from ebbtide.testing import wait_until
 from ebbtide.types.weights import (
     Holder,
@@ -115,6 +115,8 @@ def test_bytes_are_told_to_three_digits(size: float, said: str) -> None:
 
 class Relay:
     """Stands for a client; counts how often it was asked."""
+
+    relay = "127.0.0.1:1"
 
     def __init__(self) -> None:
         self.asked = 0

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from ebbtide.checked_files.refusals import FileRefused
 from ebbtide.simulator.engines.engine_profile import EngineProfile
 from ebbtide.simulator.engines.profile_files import read_profile
 from ebbtide.simulator.engines.trainer_profile import TrainerProfile
@@ -15,7 +16,6 @@ from ebbtide.simulator.recording.run_recorder import record_run
 from ebbtide.simulator.scenario.draws.machine_presence import presences
 from ebbtide.simulator.scenario.draws.workload import Workload
 from ebbtide.simulator.scenario.machine_pool import MachinePool
-from ebbtide.simulator.scenario.refusals import ScenarioRefused
 from ebbtide.simulator.scenario.scenario import Scenario
 from ebbtide.simulator.scenario.training_run import TrainingRun
 from tests.fakes.run_histories import BASE_S, ROLLOUT_S, history
@@ -109,7 +109,7 @@ def test_pulls_take_as_long_as_they_did_and_nothing_where_bytes_are_unknown(
 
 
 def test_a_record_without_a_measured_engine_asks_for_a_fleet(recorded: RecordedRun, tmp_path: Path) -> None:
-    with pytest.raises(ScenarioRefused, match=r"^run\.json:1: engine: .*; name a scenario whose fleet gets"):
+    with pytest.raises(FileRefused, match=r"^run\.json:1: engine: .*; name a scenario whose fleet gets"):
         recorded_fleet(replace(recorded, engine=None), tmp_path, "run.json")
 
 
@@ -121,7 +121,7 @@ def test_a_record_without_a_whole_step_asks_for_a_trainer_and_serves_another_fle
     recorded: RecordedRun, tmp_path: Path
 ) -> None:
     bare = replace(recorded, steps=[])
-    with pytest.raises(ScenarioRefused, match=r"^run\.json:1: steps: .*; name a scenario that has one"):
+    with pytest.raises(FileRefused, match=r"^run\.json:1: steps: .*; name a scenario that has one"):
         recorded_fleet(bare, tmp_path, "run.json")
     assert with_recorded_work(bare, other("x"), "o.toml").steps == 2
 
@@ -137,7 +137,7 @@ def test_a_recorded_fleet_is_given_up_after_ten_times_its_records_length(recorde
 def test_a_record_whose_workers_were_never_there_asks_for_a_fleet(
     recorded: RecordedRun, tmp_path: Path, present: list[tuple[float, float | None]]
 ) -> None:
-    with pytest.raises(ScenarioRefused, match=r"^run\.json:1: workers: .*; name a scenario whose fleet gets"):
+    with pytest.raises(FileRefused, match=r"^run\.json:1: workers: .*; name a scenario whose fleet gets"):
         recorded_fleet(with_presence(recorded, present), tmp_path, "run.json")
 
 
@@ -157,5 +157,5 @@ def test_a_worker_that_came_and_went_at_one_instant_was_not_there_then(recorded:
 
 
 def test_a_scenario_of_several_runs_cannot_take_a_recorded_one(recorded: RecordedRun) -> None:
-    with pytest.raises(ScenarioRefused, match=r"^o\.toml:1: run: has 2 runs; .* state one"):
+    with pytest.raises(FileRefused, match=r"^o\.toml:1: run: has 2 runs; .* state one"):
         with_recorded_work(recorded, other("x", "y"), "o.toml")

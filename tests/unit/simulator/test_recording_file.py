@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from ebbtide.checked_files.refusals import FileRefused
 from ebbtide.simulator.recording.recording_file import read_record, write_record
 from ebbtide.simulator.recording.run_recorder import record_run
-from ebbtide.simulator.scenario.refusals import ScenarioRefused
 from tests.fakes.run_histories import history
 
 
@@ -60,7 +60,7 @@ def test_a_file_that_was_tampered_with_is_refused_by_its_field_and_line(file: Pa
     file.write_text(
         "{\n" + ",\n".join(f"{json.dumps(name)}: {json.dumps(value)}" for name, value in found.items()) + "}"
     )
-    with pytest.raises(ScenarioRefused) as refusal:
+    with pytest.raises(FileRefused) as refusal:
         read_record(file)
     assert said in str(refusal.value)
     (problem,) = refusal.value.problems
@@ -73,7 +73,7 @@ def test_a_file_that_was_tampered_with_is_refused_by_its_field_and_line(file: Pa
 @pytest.mark.parametrize("data", [b"", b"{", b"[" * 100_000, b"\xff\xfe{}", b"null", b'{"format": 1e999}', b"\x00"])
 def test_what_is_no_record_at_all_is_refused_in_one_line(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "run.json").write_bytes(data)
-    with pytest.raises(ScenarioRefused) as refusal:
+    with pytest.raises(FileRefused) as refusal:
         read_record(tmp_path / "run.json")
     assert len(str(refusal.value).splitlines()) == 1
 
@@ -89,12 +89,12 @@ def test_hundreds_of_damaged_files_are_refused_or_are_records(file: Path) -> Non
         file.write_bytes(data)
         try:
             read_record(file)
-        except ScenarioRefused as refusal:
+        except FileRefused as refusal:
             refusals.append(str(refusal))
     assert len(refusals) > 200
     assert all(text.startswith(f"{file}:") for text in refusals)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ScenarioRefused, match=r"none\.json.*cannot be read"):
+    with pytest.raises(FileRefused, match=r"none\.json.*cannot be read"):
         read_record(tmp_path / "none.json")

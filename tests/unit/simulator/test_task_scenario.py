@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from ebbtide.checked_files.refusals import FileRefused
 from ebbtide.errors import InvalidRequest
 from ebbtide.simulator.engines.profile_files import write_profile
 from ebbtide.simulator.parallel.seed_messages import SeedTask
@@ -15,7 +16,6 @@ from ebbtide.simulator.recording.run_recorder import record_run
 from ebbtide.simulator.rivals.policies import POLICIES, policy_of
 from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.quantity_spec import LengthSpec
-from ebbtide.simulator.scenario.refusals import ScenarioRefused
 from ebbtide.simulator.scenario.scenario import PolicyChoice, Scenario
 from ebbtide.simulator.scenario.training_run import TrainingRun
 from ebbtide.simulator.world.simulation import Simulation
@@ -72,7 +72,7 @@ def test_a_file_with_a_recorded_run_has_the_files_fleet_and_the_runs_rollouts(fo
 def test_an_engine_that_is_too_small_is_refused_where_the_scenario_names_it(folder: Path) -> None:
     text = (folder / "engine.toml").read_text()
     (folder / "engine.toml").write_text(re.sub(r"(?m)^tokens = .*", "tokens = 16_000", text))
-    with pytest.raises(ScenarioRefused, match=r"two\.toml:5:10: fleet\[0\]\.engine: its kv\.tokens hold 16000 tokens"):
+    with pytest.raises(FileRefused, match=r"two\.toml:5:10: fleet\[0\]\.engine: its kv\.tokens hold 16000 tokens"):
         scenario_name(SeedTask(scenario=str(folder / "two.toml")))
 
 
@@ -91,8 +91,8 @@ def test_policies_that_refuse_a_second_run_are_known_as_such(name: str) -> None:
 
 def test_a_profile_that_is_none_is_refused_where_the_scenario_names_it(folder: Path) -> None:
     (folder / "engine.toml").write_text("name = 3\n")
-    with pytest.raises(ScenarioRefused, match=r"two\.toml:5:10: fleet\[0\]\.engine: .*name"):
+    with pytest.raises(FileRefused, match=r"two\.toml:5:10: fleet\[0\]\.engine: .*name"):
         scenario_name(SeedTask(scenario=str(folder / "two.toml")))
     (folder / "two.toml").write_text(SCENARIO.replace('"trainer.toml"', '"no-such-trainer"'))
-    with pytest.raises(ScenarioRefused, match=r"two\.toml:9:11: .*no trainer profile is called 'no-such-trainer'"):
+    with pytest.raises(FileRefused, match=r"two\.toml:9:11: .*no trainer profile is called 'no-such-trainer'"):
         scenario_name(SeedTask(scenario=str(folder / "two.toml")))

@@ -13,6 +13,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from msgspec import Struct
 
+from ebbtide.cli.waiting import Waiting
 from ebbtide.errors import EbbtideError, InvalidRequest, NotFound, PermissionDenied, Unauthenticated, Unavailable
 
 #: A person waits; a gateway on the way answers within milliseconds.
@@ -68,7 +69,10 @@ class GatewayConnection:
             if connection.sock is not None:
                 connection.sock.settimeout(_SILENT_S)
             try:
-                yield from _events(answer)
+                with Waiting(f"the rest of the answer of {self.url}") as waiting:
+                    for event in _events(answer):
+                        waiting.heard()
+                        yield event
             except (OSError, http.client.HTTPException) as error:
                 raise Unavailable(f"{self.url} went away in the middle of an answer ({_text(error)})") from None
 
@@ -80,7 +84,8 @@ class GatewayConnection:
         else:
             connection = http.client.HTTPConnection(host, port, timeout=_CONNECT_S)
         try:
-            connection.connect()
+            with Waiting(f"the gateway at {self.url}"):
+                connection.connect()
         except ssl.SSLCertVerificationError as error:
             text = f"{self.url} shows a certificate that is not trusted ({error.verify_message}); name its authority"
             raise InvalidRequest(text, field="--tls-ca") from None
@@ -96,8 +101,9 @@ class GatewayConnection:
         self, connection: http.client.HTTPConnection, method: str, path: str, body: bytes | None
     ) -> http.client.HTTPResponse:
         try:
-            connection.request(method, self._parts.path + path, body, self._headers)
-            answer = connection.getresponse()
+            with Waiting(f"the gateway at {self.url}"):
+                connection.request(method, self._parts.path + path, body, self._headers)
+                answer = connection.getresponse()
             if answer.status == 200:
                 return answer
             refused = answer.read(_LONGEST_LINE)

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from ebbtide.auth.roles import Role
+from ebbtide.cli.cluster_connection import AsJson
 from ebbtide.errors import InvalidRequest
 
 _PANEL = "Security"
@@ -70,16 +71,20 @@ def renew(
 
 
 @certs.command()
-def show(folder: Folder) -> None:
+def show(folder: Folder, as_json: AsJson = False) -> None:
     """List the certificates of a folder, and when they end."""
     from rich.table import Table
 
     from ebbtide.cli.credentials import certificates
-    from ebbtide.cli.views.tables import print_table
+    from ebbtide.cli.views.tables import print_table, to_json
 
     now = dt.datetime.now(dt.UTC)
     table = Table("name", "roles", "hosts", "ends", "in", box=None, header_style="bold")
     found, faults = certificates.read_all(folder)
+    if as_json:
+        typer.echo(to_json([one._asdict() | {"lifetime": one.lifetime.total_seconds()} for one in found]))
+        _tell(faults)
+        return
     for one in found:
         left = one.left(now)
         cells = (", ".join(one.roles) or "-", ", ".join(one.hosts) or "-", f"{one.expires:%Y-%m-%d %H:%M} UTC")

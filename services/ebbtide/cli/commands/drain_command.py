@@ -3,11 +3,13 @@
 import asyncio
 import sys
 import time
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Final
 
 from rich.console import Console
 
 from ebbtide.cli.views.tables import GONE, plain
+from ebbtide.cli.waiting import Waiting
 from ebbtide.errors import EbbtideError
 from ebbtide.types.fleet import Worker, WorkerState
 
@@ -28,7 +30,8 @@ async def drain_worker(client: "Client", worker_id: str, within_s: float, *, wai
         return
     began, most, now = time.monotonic(), count, before
     console = Console(file=sys.stderr)
-    with console.status("") as status:
+    told = "the drain"
+    with console.status("") as status, nullcontext() if console.is_terminal else Waiting(lambda: told):
         while (now := await _find(client, worker_id)) is not None and not _left(before, now):
             passed = time.monotonic() - began
             if passed > within_s + _GRACE_S:
@@ -37,7 +40,8 @@ async def drain_worker(client: "Client", worker_id: str, within_s: float, *, wai
                     "they go elsewhere when it ends"
                 )
             most = max(most, now.running)
-            status.update(f"{worker_id} drains: {_rollouts(now.running)} left, {max(0.0, within_s - passed):.0f} s")
+            told = f"{worker_id} to hand over {_rollouts(now.running)} within {max(0.0, within_s - passed):.0f} s"
+            status.update(told)
             await asyncio.sleep(_LOOK_S)
     if now is not None and now.state in GONE:
         _check_end(now)

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from ebbtide.cli.cluster_connection import WATCH_PATIENCE_S, Coordinator, Every, TokenFile, Watch, watching, with_client
+from ebbtide.cli.cluster_connection import AsJson, Coordinator, Every, TokenFile, Watch, watching, with_client
 
 _PANEL = "Workers"
 
@@ -15,7 +15,11 @@ def register(app: typer.Typer) -> None:
 
 
 def workers(
-    watch: Watch = False, every: Every = 1.0, coordinator: Coordinator = None, token_file: TokenFile = None
+    watch: Watch = False,
+    every: Every = 1.0,
+    as_json: AsJson = False,
+    coordinator: Coordinator = None,
+    token_file: TokenFile = None,
 ) -> None:
     """List the workers, and what each of them is doing.
 
@@ -23,13 +27,14 @@ def workers(
     throughput flattens. tok/s: of all its rollouts / of each one, as learnt.
     """
     from ebbtide.cli.views.fleet_screen import fleet_table, watch_fleet
-    from ebbtide.cli.views.tables import print_table
+    from ebbtide.cli.views.tables import print_table, to_json
 
     if not watch:
-        print_table(fleet_table(with_client(lambda client: client.workers(), coordinator, token_file)))
+        found = with_client(lambda client: client.workers(), coordinator, token_file)
+        typer.echo(to_json(found)) if as_json else print_table(fleet_table(found))
         return
-    with watching():
-        with_client(lambda client: watch_fleet(client, every), coordinator, token_file, WATCH_PATIENCE_S)
+    with watching(as_json=as_json):
+        with_client(lambda client: watch_fleet(client, every), coordinator, token_file, watches=True)
 
 
 def drain(

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from ebbtide.cli.cluster_connection import WATCH_PATIENCE_S, AsJson, Every, Watch, watching
+from ebbtide.cli.waiting import Waiting
 
 _PANEL = "Serving"
 
@@ -44,7 +45,7 @@ def status(
     """
     from ebbtide.cli.views import guard_screen as screen
     from ebbtide.cli.views.guard_client import guard_client
-    from ebbtide.cli.views.tables import print_wide
+    from ebbtide.cli.views.tables import print_wide, to_json
     from ebbtide.errors import InvalidRequest
     from ebbtide.grants import socket_path
 
@@ -54,10 +55,14 @@ def status(
 
     async def look() -> None:
         async with guard_client(where) as client:
-            state = await client.status()
-        typer.echo(screen.to_json(state)) if as_json else print_wide(screen.picture(state))
+            with Waiting(f"the serving-guard at {where}"):
+                state = await client.status()
+        typer.echo(to_json(state)) if as_json else print_wide(screen.picture(state))
 
     async def follow() -> None:
+        async with guard_client(where) as client:
+            with Waiting(f"the serving-guard at {where}"):
+                await client.status()  # nobody there is told at once
         async with guard_client(where, WATCH_PATIENCE_S) as client:
             await screen.watch_guard(client, every)
 

@@ -11,7 +11,8 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from ebbtide.auth.security import ClientSecurity
-from ebbtide.errors import EbbtideError, InvalidRequest
+from ebbtide.cli.waiting import Waiting
+from ebbtide.errors import EbbtideError, InvalidRequest, Unauthenticated
 from ebbtide.settings import load
 
 
@@ -25,10 +26,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Check whether a coordinator or weight-relay serves. Exit status: 0 it serves, 1 it does not, 2 bad settings."""
     settings = load(HealthSettings, prog="ebbtide health", argv=argv, description=main.__doc__ or "")
     try:
-        asyncio.run(_ask(settings))
+        with Waiting(f"the server at {settings.address}"):
+            asyncio.run(_ask(settings))
     except EbbtideError as error:
         print(f"ebbtide health: {error}", file=sys.stderr)  # noqa: T201 - this is a command
-        sys.exit(2 if isinstance(error, InvalidRequest) else 1)
+        sys.exit(2 if isinstance(error, InvalidRequest | Unauthenticated) else 1)
 
 
 async def _ask(settings: HealthSettings) -> None:

@@ -196,6 +196,8 @@ def up(
 
     if not workers and not generate:
         raise typer.BadParameter("nobody would generate: ask for a worker, or for --generate", param_hint="--workers")
+    if model == Path():  # below it stands for none
+        model = Path.cwd()
     shape = ClusterShape(
         model=model or Path(),
         workers=workers,

@@ -7,7 +7,6 @@ from typing import Annotated
 import typer
 
 from ebbtide.cli.cluster_connection import (
-    WATCH_PATIENCE_S,
     AsJson,
     Coordinator,
     Every,
@@ -15,10 +14,13 @@ from ebbtide.cli.cluster_connection import (
     RunId,
     TokenFile,
     Watch,
+    durably,
+    token_explained,
     token_of,
     watching,
     with_client,
 )
+from ebbtide.cli.waiting import Waiting
 
 
 def register(app: typer.Typer) -> None:
@@ -40,7 +42,7 @@ def submit(
     from ebbtide.cli import submit_preflight
 
     checked = submit_preflight.check(spec, deep=check)
-    run = with_client(lambda client: client.submit(checked, run_id), coordinator, token_file)
+    run = with_client(lambda client: durably(client, client.submit(checked, run_id)), coordinator, token_file)
     typer.echo(run.run_id)
     if follow:
         watch(run.run_id, coordinator, token_file)
@@ -48,23 +50,25 @@ def submit(
 
 def runs(
     run_id: Annotated[str | None, typer.Argument(metavar="[RUN]", help="Show this run in detail.")] = None,
+    as_json: AsJson = False,
     coordinator: Coordinator = None,
     token_file: TokenFile = None,
 ) -> None:
     """List the runs, or show what became of one run's rollouts and tokens."""
-    from ebbtide.cli.views.tables import print_table, run_table
+    from ebbtide.cli.views.run_detail import detail_table
+    from ebbtide.cli.views.tables import print_table, run_table, to_json
 
     if run_id is None:
-        print_table(run_table(with_client(lambda client: client.runs(), coordinator, token_file)))
+        found = with_client(lambda client: client.runs(), coordinator, token_file)
+        typer.echo(to_json(found)) if as_json else print_table(run_table(found))
         return
-    from ebbtide.cli.views.run_detail import detail_table
-
-    print_table(detail_table(with_client(lambda client: client.run(run_id), coordinator, token_file)))
+    run = with_client(lambda client: client.run(run_id), coordinator, token_file)
+    typer.echo(to_json(run)) if as_json else print_table(detail_table(run))
 
 
 def cancel(run_id: RunId, coordinator: Coordinator = None, token_file: TokenFile = None) -> None:
     """End a run. Its unfinished rollouts are dropped."""
-    run = with_client(lambda client: client.cancel(run_id), coordinator, token_file)
+    run = with_client(lambda client: durably(client, client.cancel(run_id)), coordinator, token_file)
     typer.echo(f"{run.run_id} {run.status.name.lower()}")
 
 
@@ -72,7 +76,7 @@ def watch(run_id: RunId, coordinator: Coordinator = None, token_file: TokenFile 
     """Watch a run live until it has ended. Ctrl-C ends only the watching."""
     from ebbtide.cli.views.run_screen import watch_run
 
-    status = with_client(lambda client: watch_run(client, run_id), coordinator, token_file, WATCH_PATIENCE_S)
+    status = with_client(lambda client: watch_run(client, run_id), coordinator, token_file, watches=True)
     raise typer.Exit(0 if status.name == "FINISHED" else 1)
 
 
@@ -99,9 +103,11 @@ def chat(
     from ebbtide.cli.chat.chat_history import ChatOptions
 
     if message is None and not sys.stdin.isatty():
-        message = sys.stdin.read().strip()
+        with Waiting("the message, to the end of standard input"):
+            message = sys.stdin.read().strip()
     options = ChatOptions(system=system, max_tokens=max_tokens, temperature=temperature, version=version)
-    run(GatewayTarget(url=gateway, key=token_of(token_file), authority=tls_ca), run_id, options, message)
+    with token_explained():
+        run(GatewayTarget(url=gateway, key=token_of(token_file), authority=tls_ca), run_id, options, message)
 
 
 def timeline(
@@ -131,20 +137,28 @@ def weights(
     smaller: dense bytes over the patch's. changed: share of elements. stood still: pause of generation for the install.
     """
     from ebbtide.cli.views import weights_screen as screen
-    from ebbtide.cli.views.tables import print_wide
+    from ebbtide.cli.views.tables import print_wide, to_json
 
     if not watch:
-        state = with_client(lambda client: client.describe_weights(run_id), None, token_file, relay=relay)
-        typer.echo(screen.to_json(state)) if as_json else print_wide(screen.pictures(state))
+        state = with_client(lambda one: one.describe_weights(run_id), None, token_file, relay=relay, of_relay=True)
+        typer.echo(to_json(state)) if as_json else print_wide(screen.pictures(state))
         return
     with watching(as_json=as_json):
         with_client(
-            lambda client: screen.watch_weights(client, run_id, every), None, token_file, WATCH_PATIENCE_S, relay
+            lambda client: screen.watch_weights(client, run_id, every),
+            None,
+            token_file,
+            relay=relay,
+            of_relay=True,
+            watches=True,
         )
 
 
-def usage(run_id: RunId, coordinator: Coordinator = None, token_file: TokenFile = None) -> None:
+def usage(
+    run_id: RunId, as_json: AsJson = False, coordinator: Coordinator = None, token_file: TokenFile = None
+) -> None:
     """Show what clients' keys with limits have used of a run, by their owners."""
-    from ebbtide.cli.views.tables import print_table, usage_table
+    from ebbtide.cli.views.tables import print_table, to_json, usage_table
 
-    print_table(usage_table(with_client(lambda client: client.key_usage(run_id), coordinator, token_file)))
+    found = with_client(lambda client: client.key_usage(run_id), coordinator, token_file)
+    typer.echo(to_json(found)) if as_json else print_table(usage_table(found))

@@ -1,9 +1,12 @@
 """Defines the commands that start programs; all arguments go to the program's own main function."""
 
+from contextlib import nullcontext
 from importlib import import_module
 from typing import Final
 
 import typer
+
+from ebbtide.cli.waiting import Waiting
 
 #: command -> module of its main function, help.
 SERVICES: Final = {
@@ -35,7 +38,9 @@ _PASS_ON: Final = {"allow_extra_args": True, "ignore_unknown_options": True, "he
 
 def register(app: typer.Typer) -> None:
     for name, (module, text) in (SERVICES | BESIDE).items():
-        app.command(name, help=text, context_settings=dict(_PASS_ON), rich_help_panel="Services")(_command(module))
+        waits_for = "" if name in SERVICES else "the weight-relay"  # services log what they do
+        command = _command(module, waits_for)
+        app.command(name, help=text, context_settings=dict(_PASS_ON), rich_help_panel="Services")(command)
     app.command(help=_HEALTH, context_settings=dict(_PASS_ON), rich_help_panel="Services")(health)
 
 
@@ -43,8 +48,9 @@ def health(context: typer.Context) -> None:
     import_module("ebbtide.cli.commands.health_command").main(context.args)
 
 
-def _command(module: str):  # type: ignore[no-untyped-def]
+def _command(module: str, waits_for: str):  # type: ignore[no-untyped-def]
     def command(context: typer.Context) -> None:
-        import_module(f"{module}.__main__").main(context.args)
+        with Waiting(waits_for) if waits_for else nullcontext():
+            import_module(f"{module}.__main__").main(context.args)
 
     return command

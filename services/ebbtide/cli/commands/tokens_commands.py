@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from ebbtide.auth.roles import Role
+from ebbtide.cli.cluster_connection import AsJson
 
 _PANEL = "Security"
 
@@ -72,14 +73,18 @@ def issue(
 
 
 @tokens_app.command()
-def show(file: Annotated[Path, typer.Argument(help="File that holds a token.")]) -> None:
+def show(file: Annotated[Path, typer.Argument(help="File that holds a token.")], as_json: AsJson = False) -> None:
     """Show a token's role, run, limits and end. Only servers can check its signature."""
     import msgspec
 
     from ebbtide.cli.credentials import signing_keys
+    from ebbtide.cli.views.tables import to_json
 
     claims = signing_keys.read_token(file)
     ends = dt.datetime.fromtimestamp(claims.expires, dt.UTC)
+    if as_json:
+        typer.echo(to_json(msgspec.structs.asdict(claims) | {"expires": ends}))
+        return
     ended = " (ENDED)" if ends < dt.datetime.now(dt.UTC) else ""
     rows = {"role": claims.role, "run": claims.run_id or "any", "name": claims.name or "-"}
     rows |= {name.replace("_", " "): f"{value:,}" for name, value in msgspec.to_builtins(claims.limits).items()}

@@ -3,6 +3,7 @@
 import asyncio
 import shlex
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import msgspec
@@ -10,14 +11,21 @@ from rich.console import Console
 
 from ebbtide.cli.interrupts import INTERRUPTED
 from ebbtide.cli.interrupts import run as run_interruptible
+from ebbtide.cli.waiting import Waiting
 from ebbtide.demo.demo import DemoOptions, demo_spec
+from ebbtide.errors import InvalidRequest
 from ebbtide.local_cluster.local_cluster import ClusterShape, LocalCluster, base_model, free_address, local_cluster
+from ebbtide.rollout_worker.engine.checkpoint_facts import check_directory
+from ebbtide.rollout_worker.settings import WorkerSettings
+from ebbtide.settings import read
 
 _ENVIRONMENT = "env"
 
 
 def run(shape: ClusterShape, directory: Path, cache: Path) -> int:
     """Returns exit status 0 after an interrupt, once all programs are gone."""
+    if shape.model != Path():
+        _check_model(shape)
     console = Console(highlight=False)
     addresses = {"coordinator": free_address(shape.coordinator), "relay": free_address(shape.relay)}
     further = {"standby": shape.standby, "gateway": shape.gateway}
@@ -37,13 +45,37 @@ def run(shape: ClusterShape, directory: Path, cache: Path) -> int:
     return status
 
 
+def _check_model(shape: ClusterShape) -> None:
+    """Raises `InvalidRequest` for what the workers would refuse: their settings, and the model."""
+    config = ["--config", str(shape.worker_config)] if shape.worker_config else []
+    argv = ["--model", str(shape.model), *config]
+    worker = read(WorkerSettings, prog="ebbtide rollout-worker", argv=argv, environ={})
+    if worker.engine == "scripted":
+        return
+    try:
+        check_directory(worker.model)
+    except InvalidRequest as error:
+        raise InvalidRequest(str(error).removeprefix("model: "), field="--model") from None
+
+
 async def _boot(cluster: LocalCluster, shape: ClusterShape, cache: Path, console: Console) -> None:
-    with console.status("booting") as status:
+    told = "the base model"
+
+    def tell(text: str) -> None:
+        nonlocal told
+        told = f"the base model, {text}"
+        status.update(told)
+
+    def waited_for() -> str:
+        return told or f"{', '.join(cluster.launcher.booting)} to be ready"
+
+    silent = nullcontext() if console.is_terminal else Waiting(waited_for)
+    with console.status("booting") as status, silent:
         if shape.model == Path():
-            spec = demo_spec(DemoOptions())
-            found = await base_model(cluster, spec, cache, lambda text: status.update(f"base model: {text}"))
+            found = await base_model(cluster, demo_spec(DemoOptions()), cache, tell)
             shape = msgspec.structs.replace(shape, model=found)
             status.update("booting")
+        told = ""
         await cluster.boot(shape)
     exports = {
         "EBBTIDE_COORDINATOR": shape.coordinators,

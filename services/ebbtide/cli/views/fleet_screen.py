@@ -3,13 +3,14 @@
 Invariant: the screen only reads what the coordinator lists, and stores nothing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from ebbtide.cli.cluster_connection import coordinator_of
 from ebbtide.cli.views.run_progress import standing
 from ebbtide.cli.views.tables import GONE, cell, data_table, plain
 from ebbtide.cli.views.watch_loop import watch
@@ -130,4 +131,8 @@ def fleet_picture(workers: Sequence[Worker]) -> Group:
 
 async def watch_fleet(client: "Client", every_s: float, console: Console | None = None) -> None:
     """Shows the fleet until cancelled. Raises `Unavailable` if the coordinator stays unreachable."""
-    await watch(client.workers, fleet_picture, lambda workers: map(worker_line, workers), every_s, console)
+
+    def shown(workers: Sequence[Worker]) -> Iterable[str]:
+        return map(worker_line, workers)
+
+    await watch(coordinator_of(client), client.workers, fleet_picture, shown, every_s, console)

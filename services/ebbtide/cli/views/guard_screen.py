@@ -3,11 +3,9 @@
 Invariant: the screen only reads what the guard reports, and stores nothing.
 """
 
-import json
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-import msgspec
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
@@ -74,17 +72,9 @@ def lines(status: GuardStatus) -> Iterator[str]:
         yield plain("; ".join((f"{one.worker_id} {one.state}", *(f"{name} {value}" for name, value in named))))
 
 
-def to_json(status: GuardStatus) -> str:
-    """The record as JSON; the places of weights are names."""
-    tree: Any = msgspec.to_builtins(status)
-    for one, borrower in zip(tree["borrowers"], status.borrowers, strict=True):
-        one["residency"] = borrower.residency.name.lower()
-    return json.dumps(tree, indent=2)
-
-
 async def watch_guard(guard: "GuardClient", every_s: float, console: Console | None = None) -> None:
     """Shows the guard's state until cancelled. Raises `Unavailable` if the guard stays unreachable."""
-    await watch(guard.status, picture, lines, every_s, console)
+    await watch("the serving-guard", guard.status, picture, lines, every_s, console)
 
 
 def _facts(status: GuardStatus) -> Iterator[tuple[str, str]]:

@@ -9,6 +9,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+from ebbtide.cli.cluster_connection import coordinator_of
+from ebbtide.cli.waiting import Waiting
 from ebbtide.types.fleet import Worker, WorkerState
 from ebbtide.types.run import Run, RunEvent, RunSpec
 
@@ -145,8 +147,9 @@ async def follow(client: "Client", progress: RunProgress) -> Run:
 
 async def _poll(client: "Client", progress: RunProgress) -> None:
     while True:
-        progress.run = await client.run(progress.run_id)
-        progress.sample(await client.workers())
+        with Waiting(coordinator_of(client)):
+            progress.run = await client.run(progress.run_id)
+            progress.sample(await client.workers())
         await asyncio.sleep(_POLL_S)
 
 

@@ -7,7 +7,7 @@ outputs get each piece of news once. Nothing is stored.
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
@@ -17,8 +17,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from ebbtide.cli.cluster_connection import coordinator_of
 from ebbtide.cli.views.run_progress import RunProgress, follow
 from ebbtide.cli.views.tables import GONE, clock, plain, worker_table
+from ebbtide.cli.waiting import Waiting
 from ebbtide.types.run import RunStatus
 
 if TYPE_CHECKING:
@@ -45,6 +47,7 @@ class RunScreen:
         self._present = self._detail = ""
         self._attached_at = 0.0
         self._printed = _Printed()
+        self._waiting = Waiting(lambda: self._present or f"news of {self.title}")
 
     def phase(self, name: str) -> None:
         """Ends the present phase and begins another (empty: none)."""
@@ -76,7 +79,7 @@ class RunScreen:
         live = Live(get_renderable=self._render, console=self._console, auto_refresh=False)
         terminal = self._console.is_terminal
         refresh = live.refresh if terminal else self._print_news
-        with live if terminal else nullcontext():
+        with live if terminal else self._waiting:
             drawing = asyncio.create_task(_repeat(refresh))
             try:
                 yield
@@ -86,6 +89,7 @@ class RunScreen:
                 refresh()
 
     def _line(self, text: str) -> None:
+        self._waiting.heard()
         print(f"{clock(time.monotonic() - self._began):>6}  {plain(text)}", flush=True)  # noqa: T201 - this is a command
 
     def _print_news(self) -> None:
@@ -181,7 +185,8 @@ def _step_line(progress: RunProgress, step: int) -> str:
 
 async def watch_run(client: "Client", run_id: str) -> RunStatus:
     """Shows a run until it has ended. Returns its final status. Raises `NotFound`."""
-    progress = RunProgress(run_id, run=await client.run(run_id))
+    with Waiting(coordinator_of(client)):
+        progress = RunProgress(run_id, run=await client.run(run_id))
     screen = RunScreen(run_id)
     screen.attach(progress)
     async with screen.shown():

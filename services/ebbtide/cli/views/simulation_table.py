@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Final, NamedTuple, Self
 
 from rich.console import Console
@@ -10,6 +11,7 @@ from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextC
 from rich.table import Table
 
 from ebbtide.cli.views.tables import amount, cell, clock, data_table, plain, print_wide
+from ebbtide.cli.waiting import Waiting
 from ebbtide.simulator.outcome import SimulationProgress
 from ebbtide.simulator.report.figures_file import ratios
 from ebbtide.simulator.report.scenario_figures import Figures, ScenarioFigures
@@ -145,7 +147,8 @@ def _ratio(first: Figures, other: Figures, name: str) -> str:
 
 
 class SimulationScreen:
-    """Shows a bar for each scenario on a terminal's stderr, with simulated time, steps and speed; nothing elsewhere.
+    """Shows a bar for each scenario on a terminal's stderr, with simulated time, steps and speed; elsewhere a line
+    now and then.
 
     Invariant: a bar is the mean of its seeds' shares. Nothing is stored.
     """
@@ -159,19 +162,28 @@ class SimulationScreen:
         )  # fmt: skip
         self._tasks = [self._bars.add_task(plain(name), total=1.0, told="") for name in names]
         self._began = time.monotonic()
+        self._told = dict.fromkeys(map(plain, names), "")
+        self._waiting = nullcontext() if console.is_terminal else Waiting(self._line)
 
     def __enter__(self) -> Self:
         self._bars.start()
+        self._waiting.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._waiting.__exit__(None, None, None)
         self._bars.stop()
 
     def show(self, scenario: int, seeds: Mapping[int, SimulationProgress], of: int) -> None:
         """Shows one scenario's progress: that of the seeds that have begun, of so many."""
         task: TaskID = self._tasks[scenario]
         share = sum(one.share for one in seeds.values()) / of
-        self._bars.update(task, completed=share, told=progress_text(seeds, time.monotonic() - self._began))
+        told = progress_text(seeds, time.monotonic() - self._began)
+        self._bars.update(task, completed=share, told=told)
+        self._told[list(self._told)[scenario]] = told
+
+    def _line(self) -> str:
+        return "; ".join(f"{name}, now {told}" if told else name for name, told in self._told.items())
 
 
 def progress_text(seeds: Mapping[int, SimulationProgress], seconds: float) -> str:

@@ -1,8 +1,14 @@
 """Builds the tables that commands print, and formats amounts, durations and foreign text for them."""
 
+import datetime as dt
+import json
+import math
 from collections.abc import Callable, Container, Iterable, Sequence
-from typing import Final, Literal
+from enum import IntEnum
+from typing import Any, Final, Literal
 
+import msgspec
+from msgspec import Struct
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -66,6 +72,27 @@ def print_table(table: Table) -> None:
         print_wide(table)
     else:
         print_wide("none", style="dim")
+
+
+def to_json(records: Any) -> str:
+    """Records as JSON: enums are their names, bytes hexadecimal, and numbers that JSON cannot express null."""
+    return json.dumps(_builtins(records), default=_text, indent=2)
+
+
+def _text(value: bytes | dt.datetime) -> str:
+    return value.hex() if isinstance(value, bytes) else value.isoformat()
+
+
+def _builtins(value: Any) -> Any:
+    if isinstance(value, Struct):
+        value = msgspec.structs.asdict(value)
+    if isinstance(value, dict):
+        return {name: _builtins(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_builtins(one) for one in value]
+    if isinstance(value, IntEnum):
+        return value.name.lower()
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def data_table(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from ebbtide.cli.views.timeline import Timeline, chrome_trace, make_timeline
+from ebbtide.cli.waiting import Waiting
 from ebbtide.errors import InvalidRequest
 from ebbtide.types.run import RunEvent
 
@@ -30,12 +31,14 @@ async def fetch_events(client: "Client", run_id: str) -> list[RunEvent]:
     events: list[RunEvent] = []
     stream = client.watch(run_id)
     try:
-        while True:
-            # The first event is the submission: before it, only the coordinator can be silent.
-            async with asyncio.timeout(_SILENCE_S if events and not run.status.ended else None):
-                events.append(await anext(stream))
-            if not run.status.ended and events[-1].age_s > run.age_s:
-                break
+        with Waiting(f"further events of {run_id}") as waiting:
+            while True:
+                # The first event is the submission: before it, only the coordinator can be silent.
+                async with asyncio.timeout(_SILENCE_S if events and not run.status.ended else None):
+                    events.append(await anext(stream))
+                waiting.heard()
+                if not run.status.ended and events[-1].age_s > run.age_s:
+                    break
     except (StopAsyncIteration, TimeoutError):
         pass
     finally:

@@ -1,14 +1,13 @@
 """Shows what a relay knows of a run's versions, to people and as JSON."""
 
-import json
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-import msgspec
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from ebbtide.cli.cluster_connection import relay_of
 from ebbtide.cli.views.tables import amount, cell, clock, data_table, plain
 from ebbtide.cli.views.watch_loop import watch
 from ebbtide.types.weights import HolderState, LinkState, PatchState, VersionState, WeightsState
@@ -65,15 +64,9 @@ def lines(state: WeightsState) -> Iterator[str]:
         yield plain(f"to site {site or '(unnamed)'}: {sent} sent, lately {lately}, limit {limit}")
 
 
-def to_json(state: WeightsState) -> str:
-    """The records as JSON; digests are hexadecimal."""
-    tree: Any = msgspec.to_builtins(state, builtin_types=(bytes,))
-    return json.dumps(tree, default=bytes.hex, indent=2)
-
-
 async def watch_weights(client: "Client", run_id: str, every_s: float, console: Console | None = None) -> None:
     """Shows the versions until cancelled. Raises `Unavailable` if the relay stays unreachable."""
-    await watch(lambda: client.describe_weights(run_id), pictures, lines, every_s, console)
+    await watch(relay_of(client), lambda: client.describe_weights(run_id), pictures, lines, every_s, console)
 
 
 def _version_rows(one: VersionState, state: WeightsState) -> list[tuple[str, ...]]:

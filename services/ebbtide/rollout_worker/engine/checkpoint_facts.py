@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from ebbtide.errors import InvalidRequest
 from ebbtide.rollout_worker.engine import Shapes
+from ebbtide.types.model_path import no_directory
 
 #: safetensors refuses larger headers too.
 _MAX_HEADER: Final = 100_000_000
@@ -19,6 +20,8 @@ def check_directory(path: str) -> Path:
     if not path:
         raise InvalidRequest("is required: give a Hugging Face checkpoint directory", field="model")
     root = Path(path)
+    if not root.is_dir():
+        raise InvalidRequest(no_directory(path), field="model")
     if not (root / "config.json").is_file():
         raise InvalidRequest(f"{path} is no checkpoint directory: it has no config.json", field="model")
     if not any(root.glob("*.safetensors")):

@@ -9,6 +9,7 @@ from typing import Final, Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
+from ebbtide.checked_files.refusals import FileRefused, Problem
 from ebbtide.simulator.engines.profile_files import write_profile
 from ebbtide.simulator.recording.recorded_profiles import engine_of, link_gbps, trainer_of
 from ebbtide.simulator.recording.recorded_run import RecordedRun, RecordedWorker
@@ -16,7 +17,6 @@ from ebbtide.simulator.recording.recorded_work import known_turns
 from ebbtide.simulator.scenario.inputs.input_tables import InputTables
 from ebbtide.simulator.scenario.inputs.spot_trace import SpotTrace, TraceEvent
 from ebbtide.simulator.scenario.machine_pool import MachinePool, SpotTraceSpec
-from ebbtide.simulator.scenario.refusals import Problem, ScenarioRefused
 from ebbtide.simulator.scenario.scenario import LONGEST_H, Scenario
 from ebbtide.simulator.scenario.training_run import TrainingRun
 
@@ -37,7 +37,7 @@ _MOST_APART: Final = 0.9
 def recorded_fleet(recorded: RecordedRun, folder: Path, name: str) -> Scenario:
     """The run on its own fleet, with profiles that are written into `folder`. `name` is that of the record's file.
 
-    Machines have no prices: the record has none. Raises `ScenarioRefused` if engine, trainer or machines are not known.
+    Machines have no prices: the record has none. Raises `FileRefused` if engine, trainer or machines are not known.
     """
     if recorded.engine is None:
         told = "no attempt was long enough to measure an engine; name a scenario whose fleet gets these rollouts"
@@ -67,7 +67,7 @@ def recorded_fleet(recorded: RecordedRun, folder: Path, name: str) -> Scenario:
 def with_recorded_work(recorded: RecordedRun, scenario: Scenario, name: str) -> Scenario:
     """Another fleet, with its trainer, and the recorded rollouts in place of those of its run.
 
-    Raises `ScenarioRefused` naming the scenario's file if it has several runs.
+    Raises `FileRefused` naming the scenario's file if it has several runs.
     """
     if len(scenario.run) != 1:
         raise _refused(
@@ -181,5 +181,5 @@ def _spells(recorded: RecordedRun, worker: RecordedWorker) -> list[tuple[float, 
     return [(from_s, until_s) for from_s, until_s in since if until_s is None or until_s > from_s]
 
 
-def _refused(file: str, field: str, text: str) -> ScenarioRefused:
-    return ScenarioRefused([Problem(file, 1, 0, field, text)])
+def _refused(file: str, field: str, text: str) -> FileRefused:
+    return FileRefused([Problem(file, 1, 0, field, text)])

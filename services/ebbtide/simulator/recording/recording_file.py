@@ -6,11 +6,11 @@ from typing import Any, Final
 
 import msgspec
 
+from ebbtide.checked_files.refusals import FileRefused, Problem
+from ebbtide.checked_files.text_files import read_text
 from ebbtide.errors import InvalidRequest
 from ebbtide.simulator.recording.recorded_run import MeasuredEngine, RecordedRun, RecordedSpec, RolloutColumns
 from ebbtide.simulator.scenario.bounds import MOST_STEP_ROLLOUTS
-from ebbtide.simulator.scenario.refusals import Problem, ScenarioRefused
-from ebbtide.simulator.scenario.text_files import read_text
 from ebbtide.types.parse import parse
 
 #: A million rollouts take about 60 MB.
@@ -26,7 +26,7 @@ def write_record(recorded: RecordedRun, path: Path) -> None:
 
 
 def read_record(path: Path) -> RecordedRun:
-    """Reads a record. Raises `ScenarioRefused` naming the file, the line and the field."""
+    """Reads a record. Raises `FileRefused` naming the file, the line and the field."""
     text = read_text(path, str(path), most_bytes=_MOST_BYTES)
     try:
         found = msgspec.json.decode(text)
@@ -47,11 +47,11 @@ def _text(value: Any) -> str:
     return msgspec.json.encode(value).decode()
 
 
-def _refused(path: Path, text: str, field: str, told: str) -> ScenarioRefused:
+def _refused(path: Path, text: str, field: str, told: str) -> FileRefused:
     """The refusal with the line on which a field's outermost part stands."""
     outermost = field.partition(".")[0].partition("[")[0]
     at = text.find(f'"{outermost}"') if outermost else 0
-    return ScenarioRefused([Problem(str(path), text.count("\n", 0, max(at, 0)) + 1, 0, field, told)])
+    return FileRefused([Problem(str(path), text.count("\n", 0, max(at, 0)) + 1, 0, field, told)])
 
 
 def _check(recorded: RecordedRun) -> None:

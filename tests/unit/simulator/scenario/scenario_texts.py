@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Final
 
+from ebbtide.checked_files.refusals import FileRefused, Problem
 from ebbtide.simulator.scenario.reading.known_names import KnownNames
 from ebbtide.simulator.scenario.reading.scenario_reader import parse_scenario
-from ebbtide.simulator.scenario.refusals import Problem, ScenarioRefused
 from ebbtide.simulator.scenario.scenario import Scenario
 
 _ANY: Final = KnownNames()
@@ -154,7 +154,7 @@ def problems(text: str, path: Path, known: KnownNames = _ANY) -> list[Problem]:
     """All that is wrong with a text; none if it is a scenario."""
     try:
         parse_scenario(text, path, known)
-    except ScenarioRefused as refused:
+    except FileRefused as refused:
         return list(refused.problems)
     return []
 

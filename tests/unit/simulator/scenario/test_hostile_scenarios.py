@@ -8,11 +8,11 @@ from time import process_time
 
 from msgspec.structs import replace
 
+from ebbtide.checked_files.refusals import MOST_PROBLEMS, FileRefused
 from ebbtide.simulator.scenario.draws.machine_events import machine_events
 from ebbtide.simulator.scenario.draws.served_recording import served_recording
 from ebbtide.simulator.scenario.draws.workload import Workload
 from ebbtide.simulator.scenario.reading.scenario_reader import parse_scenario, read_scenario
-from ebbtide.simulator.scenario.refusals import MOST_PROBLEMS, ScenarioRefused
 from ebbtide.simulator.scenario.scenario import Scenario
 from tests.unit.simulator.scenario.hostile_files import HANDWRITTEN, files
 from tests.unit.simulator.scenario.scenario_texts import FULL, TABLES, write_tables
@@ -21,20 +21,21 @@ from tests.unit.simulator.scenario.scenario_texts import FULL, TABLES, write_tab
 LONGEST_S = 0.05
 
 
-def read(text: str, path: Path, *, written: bool) -> Scenario | ScenarioRefused:
+def read(text: str, path: Path, *, written: bool) -> Scenario | FileRefused:
     try:
         return read_scenario(path) if written else parse_scenario(text, path)
-    except ScenarioRefused as refused:
+    except FileRefused as refused:
         return refused
 
 
-def check_refusal(refused: ScenarioRefused, scenario: str, tables: Mapping[str, str], folder: Path) -> None:
-    """Each problem has a file that is there, a line of it, and words."""
+def check_refusal(refused: FileRefused, scenario: str, tables: Mapping[str, str], folder: Path) -> None:
+    """Each problem has a file that is there, a line of it (0: all of it), and words."""
     assert 0 < len(refused.problems) <= MOST_PROBLEMS
     for problem in refused.problems:
         lines = re.split("\r\n|\r|\n", tables.get(Path(problem.file).name, scenario))
         assert Path(problem.file).parent == folder
-        assert 1 <= problem.line <= len(lines)
+        assert 0 <= problem.line <= len(lines)
+        assert problem.line or not problem.column
         assert problem.column <= 1 + max(map(len, lines))
         assert len(problem.text) > 10
         assert len(str(problem)) < 1000
@@ -61,7 +62,7 @@ def draw_all(scenario: Scenario) -> None:
         assert scenario.price(pool).cost(0.0, brief.until_s) >= 0
 
 
-def timed(text: str, path: Path, *, written: bool) -> tuple[Scenario | ScenarioRefused, float]:
+def timed(text: str, path: Path, *, written: bool) -> tuple[Scenario | FileRefused, float]:
     """What comes of reading it, and the CPU time; where it took long, the least of several times."""
     if written:
         path.write_text(text, newline="")
@@ -82,7 +83,7 @@ def test_hostile_scenarios_are_refused_by_file_and_line_or_are_truly_valid(tmp_p
         there = tables
         try:
             found, spent_s = timed(text, path, written=name in HANDWRITTEN)
-            if isinstance(found, ScenarioRefused):
+            if isinstance(found, FileRefused):
                 check_refusal(found, text, tables, tmp_path)
                 refused += 1
                 assert spent_s < LONGEST_S

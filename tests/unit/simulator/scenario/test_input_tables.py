@@ -7,6 +7,7 @@ from statistics import mean, median
 
 import pytest
 
+from ebbtide.checked_files.refusals import MOST_PROBLEMS, FileRefused
 from ebbtide.simulator.scenario.draws.served_recording import ServedArrival, ServedRecording, served_recording
 from ebbtide.simulator.scenario.inputs.pace_table import read_paces
 from ebbtide.simulator.scenario.inputs.price_table import fixed_price, read_prices
@@ -14,7 +15,6 @@ from ebbtide.simulator.scenario.inputs.quantile_table import read_quantiles
 from ebbtide.simulator.scenario.inputs.served_trace import ServedTrace, read_served_trace
 from ebbtide.simulator.scenario.inputs.spot_trace import read_spot_trace
 from ebbtide.simulator.scenario.machine_pool import ServingSpec
-from ebbtide.simulator.scenario.refusals import MOST_PROBLEMS, ScenarioRefused
 
 EXAMPLES = Path(__file__).parents[4] / "examples" / "scenarios"
 READERS = {
@@ -53,7 +53,7 @@ READERS = {
 )
 def test_a_bad_table_is_refused_by_line_column_and_remedy(tmp_path: Path, kind: str, text: str, told: str) -> None:
     (tmp_path / "table.csv").write_text(text)
-    with pytest.raises(ScenarioRefused) as refused:
+    with pytest.raises(FileRefused) as refused:
         READERS[kind](tmp_path / "table.csv", "table.csv")
     (problem,) = refused.value.problems
     assert str(problem).startswith(f"table.csv:{told}")
@@ -61,20 +61,20 @@ def test_a_bad_table_is_refused_by_line_column_and_remedy(tmp_path: Path, kind: 
 
 def test_all_bad_cells_are_told_at_once_up_to_a_bound(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("t_s,dollars_per_hour\nx,1\n2,-1\n")
-    with pytest.raises(ScenarioRefused) as refused:
+    with pytest.raises(FileRefused) as refused:
         read_prices(tmp_path / "t.csv", "t.csv")
     assert [(one.line, one.column, one.field) for one in refused.value.problems] == [
         (2, 1, "t_s"), (3, 3, "dollars_per_hour"),
     ]  # fmt: skip
     (tmp_path / "t.csv").write_text("t_s,dollars_per_hour\n" + "x,1\n" * 100)
-    with pytest.raises(ScenarioRefused) as refused:
+    with pytest.raises(FileRefused) as refused:
         read_prices(tmp_path / "t.csv", "t.csv")
     assert len(refused.value.problems) == MOST_PROBLEMS
 
 
 def test_comments_blank_lines_and_quotes_are_no_rows(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_bytes(b'# a\r\n"t_s", dollars_per_hour \r\n\r\n# b\r\n0, "2.5"\r\n')
-    with pytest.raises(ScenarioRefused, match=r"t\.csv:5:3: dollars_per_hour: is"):
+    with pytest.raises(FileRefused, match=r"t\.csv:5:3: dollars_per_hour: is"):
         read_prices(tmp_path / "t.csv", "t.csv")
     (tmp_path / "t.csv").write_bytes(b'# a\r\n"t_s", dollars_per_hour \r\n\r\n# b\r\n0,"2.5"\r\n')
     assert read_prices(tmp_path / "t.csv", "t.csv").dollars_per_hour == (2.5,)

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from msgspec import Struct
 
+from ebbtide.checked_files.refusals import MOST_PROBLEMS, FileRefused
 from ebbtide.simulator.scenario.quantity_spec import LengthSpec
 from ebbtide.simulator.scenario.reading.known_names import EngineLimits, KnownNames
 from ebbtide.simulator.scenario.reading.scenario_reader import parse_scenario, read_scenario
-from ebbtide.simulator.scenario.refusals import MOST_PROBLEMS, ScenarioRefused
 from ebbtide.simulator.scenario.scenario import is_path
 from tests.unit.simulator.scenario.scenario_texts import FULL, SHORT, problems, scenario, write_tables
 
@@ -73,9 +73,13 @@ WRONG = [
     ('"large"', '"large"\nlengths = { mean = 90000 }', "12:20: run[0].lengths.mean: must be between 0 and 16384"),
     ('"large"', '"large"\nprompts = 100_000\ngroup = 4096', "12:11: run[0].prompts: a step has 409600000 rollouts"),
     ("[[run]]", "[run]", "9:1: run: is a table; it must be an array of tables"),
-    ('"six machines"', '"six', "1:12: Illegal character '\\n'; texts of several lines"),
-    ("hours = 2.0", "hours = two", "2:9: Invalid value; texts stand in quotes"),
-    ("workers = 6", "workers = 6\nworkers = 7", "8:12: Cannot overwrite a value; the key stands there twice"),
+    ('"six machines"', '"six', "1:12: is no TOML: Illegal character '\\n'; texts of several lines"),
+    ("hours = 2.0", "hours = two", "2:9: is no TOML: Invalid value; texts stand in quotes"),
+    (
+        "workers = 6",
+        "workers = 6\nworkers = 7",
+        "8:12: is no TOML: Cannot overwrite a value; the key stands there twice",
+    ),
 ]
 FAULT = SHORT + "[[fault]]\nkind = 'kill'\nat_s = 1\n"
 
@@ -111,7 +115,7 @@ def test_all_problems_of_a_pass_are_told_at_once() -> None:
 
 def test_a_long_list_of_problems_ends() -> None:
     wrong = SHORT + "".join(f"key{index} = 1\n" for index in range(50))
-    with pytest.raises(ScenarioRefused, match="further problems are not listed") as refused:
+    with pytest.raises(FileRefused, match="further problems are not listed") as refused:
         parse_scenario(wrong, AT)
     assert len(refused.value.problems) == MOST_PROBLEMS
 
@@ -125,7 +129,7 @@ def test_names_of_profiles_and_policies_are_checked_against_those_that_there_are
         SHORT.replace('engine = "small"', 'engine = "./own.toml"')
         + '[policy]\nname = "ebbtide"\nparams = { etta = 1 }\n'
     )
-    with pytest.raises(ScenarioRefused) as refused:
+    with pytest.raises(FileRefused) as refused:
         parse_scenario(text, tmp_path / "s.toml", known)
     assert [problem.text for problem in refused.value.problems] == [
         f"there is no file {tmp_path / 'own.toml'}; check the path",
@@ -232,14 +236,14 @@ class TestFiles:
             (SHORT.encode("utf-16"), (1, 0), "UTF-16"),
             (SHORT.replace("six", "h\xe9").encode("latin-1"), (1, 10), "UTF-8"),
             (SHORT.replace("small", "sm\0all").encode(), (6, 13), "NUL"),
-            (b"#" * 50_000, (1, 0), "larger than"),
+            (b"#" * 50_000, (0, 0), "larger than"),
         ],
     )
     def test_odd_bytes_are_refused_by_their_place(
         self, tmp_path: Path, data: bytes, place: tuple[int, int], told: str
     ) -> None:
         (tmp_path / "s.toml").write_bytes(data)
-        with pytest.raises(ScenarioRefused) as refused:
+        with pytest.raises(FileRefused) as refused:
             read_scenario(tmp_path / "s.toml")
         (found,) = refused.value.problems
         assert (found.line, found.column, told in found.text) == (*place, True)

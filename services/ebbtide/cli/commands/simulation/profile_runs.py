@@ -3,13 +3,14 @@
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
 import typer
 from msgspec.structs import replace
 
+from ebbtide.cli.waiting import Waiting
 from ebbtide.errors import InvalidRequest
 from ebbtide.simulator.engines.engine_profile import EngineProfile
 from ebbtide.simulator.engines.fits.engine_fit import fit_engine
@@ -30,7 +31,8 @@ def profile_engine(model: Path, out: Path, *, minutes: float, device: str, optio
 
     _check_out(out)
     settings = read(WorkerSettings, prog="ebbtide rollout-worker", argv=["--model", str(model), *options])
-    measured = measure_vllm(settings, seconds=60 * minutes, tell=_tell)
+    with Waiting("the engine") as waiting:
+        measured = measure_vllm(settings, seconds=60 * minutes, tell=_telling(waiting))
     profile = fit_engine(
         measured,
         name=out.stem,
@@ -63,15 +65,16 @@ def profile_trainer(
     _check_out(out)
     spec = read_spec(spec_file)
     spec = replace(spec, model=str(model)) if model else spec
-    measured = measure_trainer(
-        spec,
-        device=on,
-        threads=threads,
-        prompt_tokens=prompt_tokens,
-        seconds=60 * minutes,
-        folder=out.resolve().parent,
-        tell=_tell,
-    )
+    with Waiting("the trainer") as waiting:
+        measured = measure_trainer(
+            spec,
+            device=on,
+            threads=threads,
+            prompt_tokens=prompt_tokens,
+            seconds=60 * minutes,
+            folder=out.resolve().parent,
+            tell=_telling(waiting),
+        )
     profile = fit_trainer(
         measured,
         name=out.stem,
@@ -112,6 +115,14 @@ def _processor() -> str:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith(_MODEL_NAME)]
     return names[0] if names else platform.machine()
+
+
+def _telling(waiting: Waiting) -> Callable[[str], None]:
+    def tell(text: str) -> None:
+        waiting.heard()
+        _tell(text)
+
+    return tell
 
 
 def _tell(text: str) -> None:

@@ -13,8 +13,8 @@ from math import inf, isfinite
 from pathlib import Path
 from typing import Final, NoReturn, TypeVar
 
-from ebbtide.simulator.scenario.refusals import MOST_PROBLEMS, Problem, ScenarioRefused
-from ebbtide.simulator.scenario.text_files import read_text
+from ebbtide.checked_files.refusals import MOST_PROBLEMS, FileRefused, Problem
+from ebbtide.checked_files.text_files import read_text
 
 T = TypeVar("T")
 #: A million requests are about 20 MB.
@@ -82,11 +82,11 @@ class CsvRows:
         """Note a problem, and raise all of them once there are enough. `cells`: the line's, where they are known."""
         self.problems.append(Problem(self.name, line, self._position(line, column, cells), column, text))
         if len(self.problems) >= MOST_PROBLEMS:
-            raise ScenarioRefused(self.problems)
+            raise FileRefused(self.problems)
 
     def refuse(self, line: int, column: str, text: str) -> NoReturn:
         problem = Problem(self.name, line, self._position(line, column), column, text)
-        raise ScenarioRefused([*self.problems, problem])
+        raise FileRefused([*self.problems, problem])
 
     def refuse_all(self, text: str) -> NoReturn:
         self.refuse(1, "", text)
@@ -168,11 +168,11 @@ def rising(rows: CsvRows, values: Sequence[float], column: str, *, strictly: boo
 
 @contextmanager
 def read_rows(path: Path, name: str) -> Iterator[CsvRows]:
-    """Read a table, and raise what was noted. Raises `ScenarioRefused` naming the file as `name`."""
+    """Read a table, and raise what was noted. Raises `FileRefused` naming the file as `name`."""
     rows = CsvRows(name, read_text(path, name, most_bytes=_MOST_BYTES))
     yield rows
     if rows.problems:
-        raise ScenarioRefused(rows.problems)
+        raise FileRefused(rows.problems)
 
 
 def _shown(text: str) -> str:

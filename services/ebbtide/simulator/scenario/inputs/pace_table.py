@@ -20,7 +20,7 @@ class PaceTable(Struct, frozen=True):
 
 
 def read_paces(path: Path, name: str) -> PaceTable:
-    """Read `t_s,pace`. Raises `ScenarioRefused` naming the file as `name`."""
+    """Read `t_s,pace`. Raises `FileRefused` naming the file as `name`."""
     with read_rows(path, name) as rows:
         rows.need("t_s", "pace")
         found = [(row.number("t_s", most=DAY_S), row.number("pace", most=_FASTEST)) for row in rows]

@@ -36,7 +36,7 @@ def fixed_price(dollars_per_hour: float) -> PriceTable:
 
 
 def read_prices(path: Path, name: str) -> PriceTable:
-    """Read `t_s,dollars_per_hour`. Raises `ScenarioRefused` naming the file as `name`."""
+    """Read `t_s,dollars_per_hour`. Raises `FileRefused` naming the file as `name`."""
     with read_rows(path, name) as rows:
         rows.need("t_s", "dollars_per_hour")
         found = [(row.number("t_s"), row.number("dollars_per_hour", most=_DEAREST)) for row in rows]

@@ -41,7 +41,7 @@ class QuantileTable(Struct, frozen=True):
 
 
 def read_quantiles(path: Path, name: str) -> QuantileTable:
-    """Read `quantile,VALUE` or `VALUE,cdf`. Raises `ScenarioRefused` naming the file as `name`.
+    """Read `quantile,VALUE` or `VALUE,cdf`. Raises `FileRefused` naming the file as `name`.
 
     A column VALUE is called output_tokens, tokens, seconds, turns or value. Of equal shares the largest value counts.
     The first line goes on to share 0, and the last one of quantiles to 1. A cdf that ends below 1 says nothing of the

@@ -23,7 +23,7 @@ class ServedTrace(Struct, frozen=True):
 
 
 def read_served_trace(path: Path, name: str) -> ServedTrace:
-    """Read `t_s,input_tokens,output_tokens`. Raises `ScenarioRefused` naming the file as `name`."""
+    """Read `t_s,input_tokens,output_tokens`. Raises `FileRefused` naming the file as `name`."""
     with read_rows(path, name) as rows:
         rows.need("t_s", "input_tokens", "output_tokens")
         found = [

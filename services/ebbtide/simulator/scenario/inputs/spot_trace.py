@@ -55,7 +55,7 @@ def _named(counts: tuple[tuple[float, int], ...], draw: Random) -> Iterator[Trac
 
 
 def read_spot_trace(path: Path, name: str) -> SpotTrace:
-    """Read events (`t_s,event,node`) or counts (`t_s,count`). Raises `ScenarioRefused` naming the file as `name`."""
+    """Read events (`t_s,event,node`) or counts (`t_s,count`). Raises `FileRefused` naming the file as `name`."""
     with read_rows(path, name) as rows:
         if "count" in rows.columns:
             rows.need("t_s", "count")

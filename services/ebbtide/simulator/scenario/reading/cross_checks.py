@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from ebbtide.checked_files.record_check import checked, suggestion
+from ebbtide.checked_files.toml_places import TomlPath
 from ebbtide.errors import InvalidRequest
 from ebbtide.simulator.scenario.bounds import MOST_STEP_ROLLOUTS
 from ebbtide.simulator.scenario.draws.served_recording import burst_pause_s
@@ -10,9 +12,7 @@ from ebbtide.simulator.scenario.fault_plan import PlannedFault
 from ebbtide.simulator.scenario.machine_pool import MachinePool, ServingSpec
 from ebbtide.simulator.scenario.reading.known_names import KnownNames, ProfileKind
 from ebbtide.simulator.scenario.reading.quantity_checks import Wrong, quantity_problems
-from ebbtide.simulator.scenario.reading.record_check import checked, suggestion
 from ebbtide.simulator.scenario.reading.scenario_source import ScenarioSource
-from ebbtide.simulator.scenario.reading.toml_places import TomlPath
 from ebbtide.simulator.scenario.scenario import ScenarioSpec, is_path
 from ebbtide.simulator.scenario.training_run import TrainingRun
 

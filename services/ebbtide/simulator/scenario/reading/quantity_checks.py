@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from typing import TypeAlias
 
+from ebbtide.checked_files.toml_places import TomlPath
 from ebbtide.simulator.scenario.quantity_spec import QuantitySpec
-from ebbtide.simulator.scenario.reading.toml_places import TomlPath
 
 #: Where something is wrong, and what.
 Wrong: TypeAlias = tuple[TomlPath, str]

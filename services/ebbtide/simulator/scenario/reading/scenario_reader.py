@@ -5,10 +5,10 @@ from typing import Final
 
 import msgspec
 
+from ebbtide.checked_files.record_check import checked
 from ebbtide.simulator.scenario.reading.cross_checks import check_names
 from ebbtide.simulator.scenario.reading.engine_checks import check_engines
 from ebbtide.simulator.scenario.reading.known_names import KnownNames
-from ebbtide.simulator.scenario.reading.record_check import checked
 from ebbtide.simulator.scenario.reading.scenario_source import ScenarioSource
 from ebbtide.simulator.scenario.reading.table_files import check_means, read_tables
 from ebbtide.simulator.scenario.scenario import Scenario, ScenarioSpec
@@ -17,12 +17,12 @@ _ANY: Final = KnownNames()
 
 
 def read_scenario(path: Path, known: KnownNames = _ANY) -> Scenario:
-    """Read a scenario file. Raises `ScenarioRefused` with file, line, column, field and remedy of each problem."""
+    """Read a scenario file. Raises `FileRefused` with file, line, column, field and remedy of each problem."""
     return _build(ScenarioSource(path), known)
 
 
 def parse_scenario(text: str, path: Path, known: KnownNames = _ANY) -> Scenario:
-    """Read a scenario from a text, as if it stood in the file `path`. Raises `ScenarioRefused`."""
+    """Read a scenario from a text, as if it stood in the file `path`. Raises `FileRefused`."""
     return _build(ScenarioSource(path, text=text), known)
 
 

@@ -5,6 +5,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Final, TypeVar
 
+from ebbtide.checked_files.refusals import FileRefused, UnreadableFile
+from ebbtide.checked_files.toml_places import TomlPath
 from ebbtide.simulator.scenario.draws.quantity_draws import curve, mean_of
 from ebbtide.simulator.scenario.draws.served_recording import served_span_s
 from ebbtide.simulator.scenario.inputs.input_tables import InputTables
@@ -16,8 +18,6 @@ from ebbtide.simulator.scenario.inputs.spot_trace import SpotTrace, read_spot_tr
 from ebbtide.simulator.scenario.machine_pool import ServingSpec, SpotTraceSpec
 from ebbtide.simulator.scenario.quantity_spec import QuantitySpec
 from ebbtide.simulator.scenario.reading.scenario_source import ScenarioSource
-from ebbtide.simulator.scenario.reading.toml_places import TomlPath
-from ebbtide.simulator.scenario.refusals import ScenarioRefused, UnreadableFile
 from ebbtide.simulator.scenario.scenario import ScenarioSpec
 from ebbtide.simulator.scenario.training_run import TrainingRun
 
@@ -77,7 +77,7 @@ def _add(
         tables[file] = read(source.folder / file, source.shown(file))
     except UnreadableFile as error:
         source.note(path, f"{file!r} {'; '.join(problem.text for problem in error.problems)}")
-    except ScenarioRefused as error:
+    except FileRefused as error:
         source.add(*error.problems)
 
 

@@ -1,6 +1,6 @@
 """Finds where keys and values stand in a TOML text that parses. `tomllib` does not tell.
 
-Texts that no scenario needs, and that make parsers slow or deep, are found by `excess` beforehand.
+Texts that nobody needs, and that make parsers slow or deep, are found by `excess` beforehand.
 """
 
 import re
@@ -22,11 +22,11 @@ _BARE: Final = re.compile(r"[A-Za-z0-9_-]+")
 #: The plain begin of a pair.
 _SIMPLE: Final = re.compile(r"([A-Za-z0-9_-]+)[ \t]*=[ \t]*")
 _SCALAR: Final = re.compile(r"\d{4}-\d\d-\d\d \d\d:[^\s,\]}#]*|[^\s,\]}#]+")
-#: Nesting of arrays and inline tables. Scenarios need three levels; parsers recurse.
+#: Nesting of arrays and inline tables. Scenarios and specs need three levels; parsers recurse.
 _DEEPEST: Final = 32
-#: Parts of a dotted key. Scenarios need three; `tomllib` takes time that grows with their square.
+#: Parts of a dotted key. Scenarios and specs need three; `tomllib` takes time that grows with their square.
 _MOST_PARTS: Final = 16
-#: Digits of a number. No bound of a scenario needs as many, and Python refuses to convert 4,300.
+#: Digits of a number. No bound needs as many, and Python refuses to convert 4,300.
 _MOST_DIGITS: Final = 400
 _TOKENS: Final = re.compile(
     rf"(?P<string>{_STRING})|#[^\n]*|(?P<open>[\[{{])|(?P<close>[\]}}])|(?P<dot>\.)|(?P<end>[=,\n])"
@@ -58,9 +58,9 @@ def excess(text: str) -> tuple[Place, str] | None:
         depth = max(0, depth + (kind == "open") - (kind == "close"))
         dots = 0 if kind == "end" else dots + (kind == "dot")
         if depth > _DEEPEST:
-            return place_at(text, token.start()), f"is nested more than {_DEEPEST} levels deep; no scenario needs that"
+            return place_at(text, token.start()), f"is nested more than {_DEEPEST} levels deep; write it flatter"
         if dots >= _MOST_PARTS:
-            return place_at(text, token.start()), f"a key has more than {_MOST_PARTS} parts; no scenario needs that"
+            return place_at(text, token.start()), f"a key has more than {_MOST_PARTS} parts; write it with tables"
         if kind == "digits":
             return place_at(text, token.start()), f"a number has more than {_MOST_DIGITS} digits; write a smaller one"
     return None

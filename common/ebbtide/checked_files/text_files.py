@@ -4,19 +4,20 @@ import os
 import stat
 from pathlib import Path
 
-from ebbtide.simulator.scenario.refusals import Problem, ScenarioRefused, UnreadableFile
+from ebbtide.checked_files.refusals import FileRefused, Problem, UnreadableFile
 
 
-def read_text(path: Path, name: str, *, most_bytes: int) -> str:
-    """Read a regular file in UTF-8. Raises `ScenarioRefused` naming the file as `name`.
+def read_text(path: Path, name: str, *, most_bytes: int, pipes: bool = False) -> str:
+    """Read a regular file in UTF-8, or with `pipes` a pipe to its end. Raises `FileRefused` naming the file as `name`.
 
     If there is no such file, or it is too large, that is an `UnreadableFile`.
     """
     try:
         # Pipes and devices could block, or never end: the file is opened without waiting and looked at first.
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | (0 if pipes else os.O_NONBLOCK))
         try:
-            regular = stat.S_ISREG(os.fstat(handle).st_mode)
+            mode = os.fstat(handle).st_mode
+            regular = stat.S_ISREG(mode) or (pipes and stat.S_ISFIFO(mode))
             data = _read(handle, most_bytes + 1) if regular else b""
         finally:
             os.close(handle)
@@ -24,9 +25,9 @@ def read_text(path: Path, name: str, *, most_bytes: int) -> str:
         told = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise _unreadable(name, f"cannot be read ({told}); check its path and permissions") from None
     if not regular:
-        raise _unreadable(name, "is no regular file; name a file with a table or a scenario")
+        raise _unreadable(name, "is no regular file; name a file of text")
     if len(data) > most_bytes:
-        raise _unreadable(name, f"is larger than {most_bytes} bytes; leave out what the simulation does not need")
+        raise _unreadable(name, f"is larger than {most_bytes} bytes; leave out what is not needed")
     return _decoded(data, name)
 
 
@@ -54,9 +55,9 @@ def _decoded(data: bytes, name: str) -> str:
     return text
 
 
-def _refused(name: str, text: str, line: int = 1, column: int = 0) -> ScenarioRefused:
-    return ScenarioRefused([Problem(name, line, column, "", text)])
+def _refused(name: str, text: str, line: int = 1, column: int = 0) -> FileRefused:
+    return FileRefused([Problem(name, line, column, "", text)])
 
 
 def _unreadable(name: str, text: str) -> UnreadableFile:
-    return UnreadableFile([Problem(name, 1, 0, "", text)])
+    return UnreadableFile([Problem(name, 0, 0, "", text)])

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin, 
 import msgspec
 from msgspec import NODEFAULT, Meta, Struct
 
-from ebbtide.simulator.scenario.reading.toml_places import TomlPath
+from ebbtide.checked_files.toml_places import TomlPath
 
 #: Notes a problem at a path; the last argument tells whether the key is wrong, not the value.
 Note = Callable[[TomlPath, str, bool], None]

@@ -1,4 +1,4 @@
-"""Defines how scenarios and their inputs are refused: by file, line, column, field and remedy."""
+"""Defines how files are refused: by file, line, column, field and remedy."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -7,12 +7,12 @@ from msgspec import Struct
 
 from ebbtide.errors import InvalidRequest
 
-#: Of one scenario at once. Reading ends there.
+#: Told at once. Reading ends there.
 MOST_PROBLEMS: Final = 20
 
 
 class Problem(Struct, frozen=True, order=True):
-    """One thing that is wrong. Lines and columns count from 1; a column of 0 means the whole line."""
+    """One thing that is wrong. Lines and columns count from 1; 0 means the whole file, or the whole line."""
 
     file: str
     line: int
@@ -21,12 +21,12 @@ class Problem(Struct, frozen=True, order=True):
     text: str  # what is wrong, and the remedy
 
     def __str__(self) -> str:
-        place = f"{self.file}:{self.line}:{self.column}" if self.column else f"{self.file}:{self.line}"
+        place = ":".join([self.file, *(str(number) for number in (self.line, self.column) if number)])
         return f"{place}: {self.field}: {self.text}" if self.field else f"{place}: {self.text}"
 
 
-class ScenarioRefused(InvalidRequest):
-    """A scenario, or a file that it names, is wrong. The text has a line for each problem."""
+class FileRefused(InvalidRequest):
+    """A file is wrong, or one that it names. The text has a line for each problem."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         self.problems = tuple(sorted(set(problems)))
@@ -36,5 +36,5 @@ class ScenarioRefused(InvalidRequest):
         super().__init__("\n".join(lines))
 
 
-class UnreadableFile(ScenarioRefused):
+class UnreadableFile(FileRefused):
     """A file is not there, is none, or has no text. What names it is wrong, more than what is in it."""

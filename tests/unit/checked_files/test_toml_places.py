@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ebbtide.simulator.scenario.reading.toml_places import TomlPath, excess, offsets
+from ebbtide.checked_files.toml_places import TomlPath, excess, offsets
 
 ODD = {
     "plain": "a = 1\nb = 'x'\n",
