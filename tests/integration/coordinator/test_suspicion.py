@@ -336,3 +336,18 @@ async def test_a_worker_is_awaited_beyond_the_grace_while_others_still_come_back
         (lost,) = workers[2].assigned
         await wait_until(lambda: lost in state.runs["r"].queue, what="the rollout of who does not come back")
         assert await run.count("attempts") == 3
+
+
+async def test_nobody_is_silent_for_too_long_while_others_still_come_back(cluster_with: Any) -> None:
+    async with cluster_with(heartbeat_timeout_s=0.3) as cluster:
+        run, first = await cluster.run(), await cluster.worker("w1")
+        await run.submit("a")
+        await first.has("a")
+        held = [fleet_pb2.HeldAttempt(attempt=first.assigned["a"].attempt)]
+        await cluster.restart()
+        again = await cluster.worker("w1", held=held)
+        state = cluster.coordinator.state
+        came = state.clock()
+        await wait_until(lambda: not state.sessions, what="its silence noticed")
+        assert state.clock() - came > 2.0, "not while others might come as late"
+        assert again.attached.adopted

@@ -97,6 +97,6 @@ class Returning:
         self._last = now
 
     def more_s(self, now: float) -> float:
-        """By how much longer a worker that did not come back is awaited."""
+        """By how much longer a worker that did not come back is awaited; 0.0: no more come."""
         coming = now - self._last <= _COMING_S and now - self._began <= _ALL_BACK_S
         return _ALL_BACK_S if coming else 0.0

@@ -175,10 +175,11 @@ class WorkerRegistry:
 
     def judge(self, now: float) -> Iterator[None]:
         """Detach the workers that have been silent, or have made nothing, for too long. It yields after each, so that
-        others have their turn in between; run it to its end.
+        others have their turn in between; run it to its end. While workers come back after a takeover none is judged:
+        a large fleet is late for everything then. The judgement's own pause does not count as their silence.
         """
-        late_s = self._state.overload.late_s(now)
-        for suspect in self._health.judge(self._state.sessions.values(), now, late_s):
+        late_s, returning = self._state.overload.late_s(now), self._state.returning.more_s(now) > 0.0
+        for suspect in () if returning else self._health.judge(self._state.sessions.values(), now, late_s):
             if session := self._state.sessions.get(suspect.session_id):
                 self.detach(session, suspect.reason, suspect)
                 yield
