@@ -1,8 +1,7 @@
 """Decides whether rollouts may start while the coordinator is behind with what workers send.
 
 Rollouts that start make workers send more. So after a slow turn of the event loop none starts for some such turns. At
-least one batch starts in each `_LONGEST_S`: that costs a twentieth of a core, and a machine with other work is always
-late.
+least one batch starts in each `_LONGEST_S`.
 """
 
 import math
@@ -11,7 +10,7 @@ from typing import Final
 #: A turn of the event loop that takes longer shows that the coordinator is behind.
 _BEHIND_S: Final = 0.05
 _TURNS: Final = 3.0
-_LONGEST_S: Final = 0.25
+_LONGEST_S: Final = 1.0
 
 
 class StartPacing:
