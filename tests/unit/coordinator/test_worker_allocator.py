@@ -1,9 +1,12 @@
 """Which run a worker serves, in virtual time."""
 
+from collections import Counter
+
 import pytest
 
 from ebbtide.coordinator.state.attempt_records import new_entry
 from ebbtide.coordinator.state.worker_reports import InstalledReport, ReleasedReport
+from ebbtide.scheduling.health.overload import Work
 from ebbtide.types.end_cause import EndCause
 from ebbtide.types.rollout import RolloutKind, RolloutRequest
 from ebbtide.types.run import EnvironmentSpec, RunSpec, Sampling
@@ -39,6 +42,7 @@ def test_a_run_takes_no_more_workers_while_its_own_wait_for_the_coordinator() ->
     submit(fleet, "r", 8, count=32)
     submit(fleet, "s", 8, count=32)
     fleet.unfilled.add("s")
+    fleet.state.shed(Work.STARTS)
     served = []
     for _ in range(600):
         fleet.round()
@@ -53,6 +57,32 @@ def test_a_run_takes_no_more_workers_while_its_own_wait_for_the_coordinator() ->
         served.append(sum(worker.run_id == "s" for worker in workers))
     assert max(served) == 2, "the tokens that it lacks are not for want of workers"
     assert served[-1] == 2
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_two_runs_take_turns_at_an_odd_worker_however_long_its_rollouts_take_to_read(workers: int) -> None:
+    fleet = VirtualFleet(slice_s=2.0)
+    sessions = [fleet.attach(f"w{number}") for number in range(workers)]
+    add_run(fleet, "s")
+    for run_id in ("r", "s"):
+        submit(fleet, run_id, 9_000, count=32)
+    fleet.round()
+    served = Counter[str]()
+    for _ in range(4_000):
+        fleet.round(0.25)
+        for session in sessions:
+            if asked := tuple(one.ref for one in session.attempts.values() if one.attempt_id in session.freed):
+                fleet.registry.hear(session, ReleasedReport(attempts=asked, cause=EndCause.MOVED))
+            if not session.version_of(session.run_id):
+                fleet.registry.hear(session, InstalledReport(version=VERSION, run_id=session.run_id))
+            for attempt in list(session.pending.values()):
+                attempt.begin(fleet.now)
+            for attempt in session.attempts.values():
+                attempt.run.accept_tokens([attempt], [attempt.stored + 1])
+            session.tokens_came(fleet.now)
+            served[session.run_id] += 1
+        fleet.beat(*sessions)
+    assert min(served["r"], served["s"]) > 0.4 * sum(served.values())
 
 
 def add_run(fleet: VirtualFleet, run_id: str) -> None:

@@ -35,7 +35,7 @@ _PATIENCE_S: Final = (0.25, 30.0)
 
 class RunDue(Struct, frozen=True):
     share: float  # of the fleet
-    waits: bool  # it has queued rollouts, and its workers are filled
+    waits: bool  # it has queued rollouts, and is not held back from starting them
 
 
 class ShareAccounts:

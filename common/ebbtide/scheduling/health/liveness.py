@@ -40,6 +40,8 @@ class Liveness:
         self._late: deque[tuple[float, float]] = deque()  # (when, gap): falling gaps, none older than remembered
 
     def heard(self, session: str, now: float) -> None:
+        if self._judged is None:
+            self._judged = now
         awake = (
             now if self._judged is None else min(now, self._judged + JUDGE_EVERY_S)
         )  # the judge may sleep since then

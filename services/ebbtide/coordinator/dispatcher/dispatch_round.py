@@ -17,6 +17,7 @@ The next round begins `gather_s` after a change, or after `pause_s`; at once if 
 
 import math
 from collections.abc import Callable, Iterator
+from typing import Final
 
 from ebbtide.coordinator.dispatcher.borrowed_hosts import BorrowedHosts
 from ebbtide.coordinator.dispatcher.dispatch_rules import RULES, DispatchRules
@@ -40,6 +41,9 @@ from ebbtide.scheduling.dispatch.round_pacing import RoundPacing
 from ebbtide.scheduling.dispatch.start_pacing import StartPacing
 from ebbtide.scheduling.dispatch.throughput import WorkerThroughput
 from ebbtide.scheduling.health.overload import Work
+
+#: Of a mirror that was read again, so many pages are taken in a round.
+_PAGES: Final = 16
 
 
 class DispatchRound:
@@ -122,10 +126,13 @@ class DispatchRound:
     def _serve(self, run: RunState, now: float, *, balance: bool) -> Iterator[Deed]:
         """A run's part of the round."""
         heard = self._forecasts.heard
-        if not (run.stale or run.ended or self._state.sheds(Work.FORECASTS)) and run.foresee(now, heard=heard):
-            self._reading = True  # a page in each round: other runs are served meanwhile, and the lease is renewed
+        pages = 0
+        while not (run.stale or run.ended or self._state.sheds(Work.FORECASTS)) and run.foresee(now, heard=heard):
             yield None
-            return
+            pages += 1
+            if pages == _PAGES:  # other runs are served meanwhile, and the lease is renewed
+                self._reading = True
+                return
         fill = self._new_fill(run, now)
         if fill.due(now):
             self._unserved.note_context(run)  # a longer one may have come since, and with it what needs it

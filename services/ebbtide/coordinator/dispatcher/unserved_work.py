@@ -37,7 +37,8 @@ class UnservedWork:
     ) -> None:
         self._state, self._trust, self._changes, self._run_events = state, trust, changes, run_events
         self._scorerless = math.inf  # since when there are workers, and none that scores prompts; inf: not now
-        self._lacking: dict[str, float] = {}  # run -> since when it has work and no worker; inf after its warning
+        #: Run and what it lacks -> since when; inf after its warning.
+        self._lacking: dict[tuple[str, str], float] = {}
 
     def deeds(self, run: RunState, now: float, *, measure: bool) -> Iterator[Deed]:
         """The run's end if no worker can install its weights; else the dead letters of its queue. `measure`: also of
@@ -54,14 +55,17 @@ class UnservedWork:
 
     def warn_if_lacking(self, run: RunState, now: float, *, measure: bool) -> None:
         """Warn once each time a run has work that no worker may serve. `measure`: also of too long rollouts."""
-        text = self._trust.lacking(now) or self._barred(run) if run.queue or run.running else ""
+        no_worker = self._trust.lacking(now) or self._barred(run) if run.queue or run.running else ""
+        self._warn(run, "workers", no_worker, now)
         if measure:
-            text = text or self._cramped(run)
+            self._warn(run, "context", self._cramped(run), now)
+
+    def _warn(self, run: RunState, what: str, text: str, now: float) -> None:
+        """Warn of what a run lacks once it has done so for a while; empty `text`: it does not."""
         if not text:
-            if measure:
-                self._lacking.pop(run.run_id, None)
-        elif now - self._lacking.setdefault(run.run_id, now) >= _LACKING_S:
-            self._lacking[run.run_id] = math.inf
+            self._lacking.pop((run.run_id, what), None)
+        elif now - self._lacking.setdefault((run.run_id, what), now) >= _LACKING_S:
+            self._lacking[run.run_id, what] = math.inf
             waiting = len(run.queue) + len(run.running)
             log.warning("no workers", run_id=run.run_id, rollouts=waiting)
             message = f"{text}; {waiting} rollouts go on when one comes"
@@ -85,7 +89,7 @@ class UnservedWork:
 
     def forget_ended(self) -> None:
         """Drop what is remembered of runs that are over."""
-        self._lacking = {run_id: since for run_id, since in self._lacking.items() if run_id in self._state.runs}
+        self._lacking = {key: since for key, since in self._lacking.items() if key[0] in self._state.runs}
 
     def _open_sessions(self) -> list[WorkerSession]:
         """Workers that stay. Quarantined ones are among them: they pull weights, but get no rollouts."""

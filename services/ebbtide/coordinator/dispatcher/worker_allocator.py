@@ -29,13 +29,17 @@ from ebbtide.scheduling.fair_share.allotment import WorkerPost, allot, turn_s
 from ebbtide.scheduling.fair_share.change_reasons import LeftRun, change_reason
 from ebbtide.scheduling.fair_share.share_accounts import REST, RunDue, ShareAccounts, WorkerDemand
 from ebbtide.scheduling.fair_share.shares import Demand, entitled
+from ebbtide.scheduling.health.overload import Work
 from ebbtide.types.run import RunEvent, RunShare
 
 log = telemetry.get_logger(__name__)
 #: Largest share of the time spent on deciding: a large fleet is decided less often.
 _LOAD: Final = 0.05
-#: A run with so large a part of its slots free, and more than a worker's, does not wait for workers.
-_ROOM: Final = 0.125
+#: While starts give way, a run with so large a part of its slots free, and more than a worker's, does not wait for
+#: workers.
+_FREE: Final = 0.125
+#: Reading counts for so long at most: a run without a worker waits for some turns of it, not for ever.
+_LONGEST_READ_S: Final = 20.0
 #: Rollouts of leaving workers in one step: some five milliseconds of a core.
 _LOOKED_AT_ONCE: Final = 1_024
 _LEAVES: Final = "its worker goes over to another run"
@@ -120,7 +124,8 @@ class WorkerAllocator:
         # A rollout may begin and end between two calls.
         worked = (one for one in sessions if one.attempts or one.progressed >= self._accounted)
         working, self._accounted = sum(one.run_id != REST for one in worked), now
-        turn = turn_s(self._slice_s, self._state.changes.typical())
+        # As long as turns of the workers that are costliest to change: debts must suffice for those, too.
+        turn = turn_s(self._slice_s, max(map(self._change_s, sessions), default=self._state.changes.typical()))
         self._accounts.tick(made, self._due, workers=working + resting, resting=resting, turn_s=turn, now=now)
         self._state.changes.keep({one.worker_id for one in self._state.sessions.values()})
 
@@ -192,7 +197,7 @@ class WorkerAllocator:
             self._run_events.write(run, RunEvent(kind="worker", message=text, labels=labels))
 
     def _post(self, session: WorkerSession, barred: set[str], now: float) -> WorkerPost:
-        change_s = self._state.changes.estimate(session.worker_id) + self._reading_s(session)
+        change_s = self._change_s(session)
         unfit = frozenset(run_id for run_id, until in session.unfit.items() if until > now)
         return WorkerPost(
             worker_id=session.session_id,
@@ -206,24 +211,29 @@ class WorkerAllocator:
             restart_s=change_s + session.beat.restart_s,
         )
 
-    def _reading_s(self, session: WorkerSession) -> float:
-        """For how long an engine reads what the worker would hand over: whole seconds, so that many cost the same."""
+    def _change_s(self, session: WorkerSession) -> float:
+        """Seconds without service if the worker changes its run: also in which an engine reads what it hands over.
+        Whole seconds of that, so that many workers cost the same.
+        """
         _, context = self._moves.speed(session)
-        return float(round(COSTS.read_s(round(len(session.attempts) * context), self._prefills.typical)))
+        read_s = COSTS.read_s(round(len(session.attempts) * context), self._prefills.typical)
+        return self._state.changes.estimate(session.worker_id) + min(_LONGEST_READ_S, float(round(read_s)))
 
-    def _has_room(self, run: RunState) -> bool:
-        """Whether the run could not use more workers: those that have its weights are not filled."""
+    def _held_back(self, run: RunState) -> bool:
+        """Whether more workers would not help the run: starts give way, and its own workers have many free slots."""
+        if not self._state.sheds(Work.STARTS):
+            return False
         serving = [one for one in self._state.serving(run.run_id) if one.version_of(run.run_id)]
         slots = sum(one.slots for one in serving)
         taken = sum(min(one.slots, len(one.attempts)) for one in serving)
-        return bool(serving) and slots - taken > max(_ROOM * slots, slots / len(serving))
+        return bool(serving) and slots - taken > max(_FREE * slots, slots / len(serving))
 
     def _tell(self, shares: Mapping[str, float], held: Mapping[str, int]) -> None:
         self._due = {}
         for run in self._state.runs.values():
             share = shares.get(run.run_id, 0.0)
             if run.run_id in shares:
-                self._due[run.run_id] = RunDue(share, waits=bool(run.queue) and not self._has_room(run))
+                self._due[run.run_id] = RunDue(share, waits=bool(run.queue) and not self._held_back(run))
             workers = held.get(run.run_id, 0)
             run.note_share(RunShare(lately=self._accounts.lately(run.run_id), due=share, workers=workers))
 
