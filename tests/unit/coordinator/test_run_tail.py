@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+from ebbtide.coordinator.dispatcher import dispatch_round
 from ebbtide.coordinator.dispatcher.round_deeds import SlotFill
 from ebbtide.coordinator.recording.recorded_parts import DecidingParts
 from ebbtide.coordinator.settings import CoordinatorSettings
@@ -165,7 +166,10 @@ def test_a_mirror_that_is_read_again_while_it_is_taken_is_taken_anew() -> None:
     assert mirror.open == (set(), {"x4"})
 
 
-def test_other_runs_are_served_after_each_page_and_a_run_is_once_all_of_it_is_ranked() -> None:
+def test_other_runs_are_served_after_some_pages_and_a_run_is_once_all_of_it_is_ranked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dispatch_round, "_PAGES", 1)
     fleet = VirtualFleet(tail=TailSpec(order="lengths"))
     fleet.attach("w1")
     other = fleet.state.add_run("other", SPEC)

@@ -15,7 +15,6 @@ truth: nothing that is stored depends on them.
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from functools import partial
-from random import Random
 from typing import Final, NamedTuple, Protocol, TypeAlias
 
 from ebbtide.scheduling.long_tail.length_forecast import LengthForecast, LengthOutlook
@@ -31,6 +30,8 @@ _AT_ONCE: Final = 24
 _WATCHED_AT_ONCE: Final = 64
 #: Ended groups teach at the latest when there are so many, and no more are kept: with a kilobyte each, 8 MB.
 _MOST_UNTAUGHT: Final = 8_192
+#: The golden ratio: its multiples fill the unit interval evenly.
+_STEP: Final = 0.6180339887
 #: Until whole groups have taught, the open ones do, each time that so many more responses have ended: 8, 16, 32, ...
 _FIRST_LESSON: Final = 8
 #: Open groups of which the first lessons are taken.
@@ -73,7 +74,7 @@ class RunForecasts:
         self._groups: dict[int, KnownGroup] = {}
         self._untaught: dict[int, KnownGroup] = {}  # of `_groups`: no sample is open
         self._batch = min(batch, _MOST_UNTAUGHT)
-        self._draw = Random(0)  # the same in a replay
+        self._left_out = 0  # ended groups that never teach
         self._changed: dict[int, None] = {}  # groups whose forecast is to be made anew, in this order
         self._watched: Iterator[int] = iter(())
         self._renewed = -1.0
@@ -294,8 +295,10 @@ class RunForecasts:
             self._changed.pop(group.place, None)
             group.forecast, group.knew, group.outlooks = None, {}, {}  # thousands may wait until they teach
             if len(self._untaught) > _MOST_UNTAUGHT:  # nothing is taught while forecasts give way
-                # At random: of a step the long ones end last.
-                place = self._draw.choice(list(self._untaught))
+                # One of any age, in even steps: of a step the long ones end last.
+                self._left_out += 1
+                ages = list(self._untaught)
+                place = ages[int(self._left_out * _STEP % 1.0 * len(ages))]
                 del self._untaught[place], self._groups[place]
 
     def _change(self, group: KnownGroup) -> None:
