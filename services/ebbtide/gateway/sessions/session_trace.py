@@ -1,8 +1,9 @@
 """Makes of a session's turns what can be trained on: sequences of tokens with a loss mask. Pure.
 
-Each path that no later prompt repeats as a whole is a branch. Branches share tokens, as forks, retries and compacted
-histories begin alike; a sampled token has mask 1 in exactly one of them, the first that has it. Text of answers that a
-prompt has newly encoded has mask 0, and is counted: its sampled tokens have mask 1 where they were sampled.
+Each path with tokens that no later one repeats as a whole is a branch. Branches share tokens, as forks, retries and
+compacted histories begin alike; a sampled token has mask 1 in exactly one of them, the first that has it. Text of
+answers that a prompt has newly encoded has mask 0, and is counted: its sampled tokens have mask 1 where they were
+sampled.
 """
 
 from collections.abc import Iterator, Mapping
@@ -134,8 +135,7 @@ def _turn(book: SessionBook, turn: BookedTurn) -> TurnTrace:
 def _branches(book: SessionBook, after: int, last: int, until: int) -> Iterator[BranchTrace]:
     """The branches of the turns up to `until` that end in a turn after `after`, and up to `last`."""
     tree = book.tree
-    parents = [tree.parent(number) for number in book.turns if number <= until]
-    repeated = {parent.key for parent in parents if parent == _whole(book, parent.key)}
+    repeated = _repeated(book, until)
     counted: dict[PathKey, int] = {}
     for key in tree.paths():
         if key.turn > last:
@@ -147,6 +147,24 @@ def _branches(book: SessionBook, after: int, last: int, until: int) -> Iterator[
             yield _branch(book, key, spans, counted)
         for one, (start, end) in spans.items():
             counted[one] = max(counted.get(one, 0), end - start)
+
+
+def _repeated(book: SessionBook, until: int) -> set[PathKey]:
+    """The paths that a path with tokens of a later turn repeats as a whole.
+
+    A turn that got no token repeats nothing by itself: it is no branch, so what it follows must stay one.
+    """
+    tree = book.tree
+    reached: dict[PathKey, int] = {}  # how many ids of each path belong to later paths with tokens
+    for number in sorted((one for one in book.turns if one <= until), reverse=True):
+        parent = tree.parent(number)
+        if parent.key is None:
+            continue
+        paths = list(tree.completions(number))
+        sampled = any(len(tree.sampled(key)) for key in paths)
+        used = parent.length if sampled else max(reached.get(key, 0) for key in paths)
+        reached[parent.key] = max(reached.get(parent.key, 0), min(used, parent.length))
+    return {key for key, length in reached.items() if length == tree.length(key)}
 
 
 def _branch(
@@ -187,7 +205,3 @@ def _mask(length: int, spans: Mapping[Any, tuple[int, int]]) -> MaskArray:
     for start, end in spans.values():
         mask[start:end] = 1
     return mask
-
-
-def _whole(book: SessionBook, key: PathKey | None) -> TokenPrefix | None:
-    return None if key is None else TokenPrefix(key, book.tree.length(key))

@@ -10,6 +10,7 @@ import pytest
 from msgspec.structs import replace
 from starlette.applications import Starlette
 
+from ebbtide.errors import NoCapacity
 from ebbtide.gateway.dialects import trace_shapes
 from ebbtide.gateway.episodes.session_limits import SessionLimits
 from ebbtide.gateway.episodes.session_shelf import SessionShelf
@@ -322,6 +323,20 @@ async def test_a_reward_stops_what_is_under_way_and_counts_it_as_far_as_it_came(
     assert (await asking).status_code == 503
     (made,) = source.trajectories
     assert len(made.tokens) == source.chunk * TOKEN.itemsize
+
+
+async def test_a_reward_counts_what_was_said_before_a_last_turn_that_was_refused(
+    agent: Agent, source: ScriptedSource
+) -> None:
+    takes_sessions(source)
+    agent.headers["x-group-id"] = "problem 7"
+    chat = [user("Hi"), await agent.ask([user("Hi")]), user("more")]
+    source.refusal = NoCapacity("the run's queue is full", retry_after_s=1.0)
+    assert (await agent.post(chat)).status_code == 429
+    assert len((await agent.trace(at=1))["branches"]) == 1
+    assert (await agent.end(reward=1.0)).json()["state"] == "completed"
+    (made,) = source.trajectories
+    assert (made.reward, made.loss_mask.count(1)) == (1.0, len(unpack_tokens(made.tokens)))
 
 
 async def test_a_submit_that_waits_holds_no_other_request_of_its_session_back(
