@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from ebbtide.types.run import Sampling
 from tests.e2e import exact_samples
 from tests.e2e.facts import facts_of
 
@@ -108,7 +109,7 @@ class Samples:
             gaps.append(np.abs(said - np.log(sample.probable[np.arange(len(said)), sample.ids])).max())
         return float(max(gaps))
 
-    def trainers_gap(self, **settings: Any) -> float:
+    def trainers_gap(self, **sampling: Any) -> float:
         """What the trainer reports as the mean gap to the workers' logprobs, over responses with `MIN_TOKENS`."""
         from ebbtide.trainer.learning.learner import Learner, LearnerSettings
         from ebbtide.trainer.learning.training_batches import TrainingSample
@@ -119,7 +120,7 @@ class Samples:
             ids = np.array([*self._facts["prompt"], *response["ids"]])
             said, versions = np.array(response["logprobs"], np.float32), np.zeros(count, np.int64)
             samples.append(TrainingSample(ids, np.ones(count, np.bool_), said, versions, 1.0))
-        learner = Learner(load(self._checkpoint), LearnerSettings(**settings), version=0)
+        learner = Learner(load(self._checkpoint), LearnerSettings(sampling=Sampling(**sampling)), version=0)
         gap = learner.step(samples, Random(0)).logprob_gap
         assert gap is not None
         return gap
@@ -164,7 +165,7 @@ def test_a_shift_of_one_percent_would_be_seen(samples: Samples) -> None:
 
 
 def test_the_trainer_bars_end_tokens_where_engines_did(samples: Samples) -> None:
-    assert samples.trainers_gap(min_tokens=exact_samples.MIN_TOKENS, end_ids=(exact_samples.END,)) <= 1e-4
+    assert samples.trainers_gap(min_tokens=exact_samples.MIN_TOKENS, stop_token_ids=(exact_samples.END,)) <= 1e-4
     assert samples.trainers_gap() > 0.01, "the end token is a likely one"
 
 

@@ -10,7 +10,9 @@ import msgspec
 
 from ebbtide.gateway.dialects.token_shapes import logprobs_of, version_spans
 from ebbtide.gateway.episodes.session_player import names_of
+from ebbtide.gateway.episodes.turn_settings import unpack_settings
 from ebbtide.gateway.sessions.session_trace import BranchTrace, CompletionTrace, SessionTrace, TurnTrace
+from ebbtide.types.run import Sampling
 from ebbtide.types.session import Session
 
 _encoder: Final = msgspec.json.Encoder()
@@ -48,8 +50,11 @@ def trace_body(trace: SessionTrace) -> dict[str, Any]:
 
 
 def turn_body(turn: TurnTrace) -> dict[str, Any]:
-    """One turn. `prompt_mask` is 1 where the prompt repeats a token as it was sampled."""
+    """One turn. `prompt_mask` is 1 where the prompt repeats a token as it was sampled. `sampling` is that of its
+    completions; null where a former release did not store it.
+    """
     record = turn.turn.record
+    settings = unpack_settings(record.settings)
     return {
         "number": turn.turn.number,
         "parent": turn.parent and {"turn": turn.parent.turn, "completion": turn.parent.completion},
@@ -58,6 +63,7 @@ def turn_body(turn: TurnTrace) -> dict[str, Any]:
         "prompt_mask": turn.sampled.tolist(),
         "unmatched_tokens": record.unmatched,
         "unknown_answers": record.unknown,
+        "sampling": None if settings.temperature is None else _sampling(settings.sampling(Sampling())),
         "completions": [_completion(one) for one in turn.completions],
     }
 
@@ -81,6 +87,12 @@ def completions_body(trace: SessionTrace) -> dict[str, Any]:
 
 def _encoded(body: dict[str, Any]) -> msgspec.Raw:
     return msgspec.Raw(_encoder.encode(body))
+
+
+def _sampling(sampling: Sampling) -> dict[str, Any]:
+    """What of it decides the distribution of tokens."""
+    names = ("temperature", "top_p", "top_k", "repetition_penalty", "min_tokens", "stop_token_ids", "ignore_eos")
+    return {name: getattr(sampling, name) for name in names}
 
 
 def _completion(one: CompletionTrace) -> dict[str, Any]:

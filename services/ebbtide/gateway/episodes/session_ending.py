@@ -13,7 +13,7 @@ from ebbtide.errors import AlreadyExists, InvalidRequest
 from ebbtide.gateway.episodes.live_session import LiveSession, in_thread
 from ebbtide.gateway.episodes.session_player import SessionPlayer, names_of
 from ebbtide.gateway.sessions.session_trace import BranchTrace, SessionTrace, session_trace
-from ebbtide.types.rollout import Trajectory
+from ebbtide.types.rollout import SampledResponse, Trajectory
 from ebbtide.types.run import Run
 from ebbtide.types.session import Session, SessionEnd, SessionState
 from ebbtide.types.tokens import pack_ids
@@ -113,9 +113,18 @@ def trajectories_of(
             prompt_ids=pack_ids(branch.prompt_ids),
             tokens=branch.tokens.tobytes(),
             loss_mask=branch.loss_mask.tobytes(),
+            responses=_responses(live, branch, run),
         )
         for number, branch in enumerate(trace.branches)
     ]
+
+
+def _responses(live: LiveSession, branch: BranchTrace, run: Run) -> tuple[SampledResponse, ...]:
+    """How each response of a branch was sampled: requests of a session may differ in that."""
+    return tuple(
+        SampledResponse(start=start, end=end, sampling=live.settings_of(key.turn).sampling(run.spec.sampling))
+        for key, (start, end) in branch.responses.items()
+    )
 
 
 async def _stop(live: LiveSession) -> None:

@@ -19,6 +19,7 @@ from ebbtide.gateway.generation.session_episode import session_episode, session_
 from ebbtide.gateway.generation.text_request import ChatPrompt, IdsPrompt, TextRequest
 from ebbtide.types.ids import new_fence
 from ebbtide.types.key_usage import MeteredKey
+from ebbtide.types.run import check_learnable
 from ebbtide.types.session import Session, SessionState, SessionTurn
 
 #: A turn waits so long for completions of the session that its client left, or that another gateway answers.
@@ -56,10 +57,13 @@ class SessionPlayer:
         """Store the turn of a session's request. Opens the session if it is new. `key`: the client's, if it has limits.
 
         Its caller submits it outside of the session's lock: a submit may wait, and the session's other requests do not.
-        A repeat of a request's id plays the stored turn. Raises what `RequestPlayer.prepare` raises, `AlreadyExists` if
-        the session has ended, `NoCapacity` for too many sessions, and `RateLimited` or `BudgetSpent`.
+        A repeat of a request's id plays the stored turn. Raises what `RequestPlayer.prepare` raises, `InvalidRequest`
+        naming a field of sampling on which the run's learner could not train, `AlreadyExists` if the session has ended,
+        `NoCapacity` for too many sessions, and `RateLimited` or `BudgetSpent`.
         """
         _check_prompts(request)
+        if self.source.run.spec.from_agents and self.source.run.spec.built_in:
+            check_learnable(request.sampling)
         await self._player.check(request, self._owner)
         asked = replace(request, request_id=request.request_id or new_fence())
         async with self.opened(request.session_id, request.group_id) as live:

@@ -57,6 +57,8 @@ class BranchTrace(Struct, frozen=True, kw_only=True):
     """One per token: 1 if it was sampled, whatever branch counts it."""
     rollouts: int
     """Completions of which no earlier branch has a token."""
+    responses: dict[PathKey, tuple[int, int]]
+    """Where in `tokens` those of each completion are: from the first completion to the last."""
 
     def packed(self) -> dict[str, bytes]:
         """The fields `prompt_ids`, `tokens` and `loss_mask` of a trajectory."""
@@ -188,6 +190,7 @@ def _branch(
         loss_mask=loss[first:],
         sampled=_mask(whole.length, spans)[first:],
         rollouts=rollouts,
+        responses={key: (start - first, end - first) for key, (start, end) in reversed(spans.items())},
     )
 
 
