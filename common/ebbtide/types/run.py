@@ -69,6 +69,7 @@ class Sampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     seed: int | None = None
     structured_output: str = ""
     without_logprobs: bool = False
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
 
 
 class EnvironmentSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -50,11 +50,8 @@ def trace_body(trace: SessionTrace) -> dict[str, Any]:
 
 
 def turn_body(turn: TurnTrace) -> dict[str, Any]:
-    """One turn. `prompt_mask` is 1 where the prompt repeats a token as it was sampled. `sampling` is that of its
-    completions; null where a former release did not store it.
-    """
+    """One turn. `prompt_mask` is 1 where the prompt repeats a token as it was sampled."""
     record = turn.turn.record
-    settings = unpack_settings(record.settings)
     return {
         "number": turn.turn.number,
         "parent": turn.parent and {"turn": turn.parent.turn, "completion": turn.parent.completion},
@@ -63,7 +60,7 @@ def turn_body(turn: TurnTrace) -> dict[str, Any]:
         "prompt_mask": turn.sampled.tolist(),
         "unmatched_tokens": record.unmatched,
         "unknown_answers": record.unknown,
-        "sampling": None if settings.temperature is None else _sampling(settings.sampling(Sampling())),
+        "sampling": _sampling(unpack_settings(record.settings).sampling),
         "completions": [_completion(one) for one in turn.completions],
     }
 
@@ -91,7 +88,8 @@ def _encoded(body: dict[str, Any]) -> msgspec.Raw:
 
 def _sampling(sampling: Sampling) -> dict[str, Any]:
     """What of it decides the distribution of tokens."""
-    names = ("temperature", "top_p", "top_k", "repetition_penalty", "min_tokens", "stop_token_ids", "ignore_eos")
+    ends = ("min_tokens", "stop_token_ids", "ignore_eos")
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", *ends)
     return {name: getattr(sampling, name) for name in names}
 
 

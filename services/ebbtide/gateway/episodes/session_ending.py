@@ -113,16 +113,16 @@ def trajectories_of(
             prompt_ids=pack_ids(branch.prompt_ids),
             tokens=branch.tokens.tobytes(),
             loss_mask=branch.loss_mask.tobytes(),
-            responses=_responses(live, branch, run),
+            responses=_responses(live, branch),
         )
         for number, branch in enumerate(trace.branches)
     ]
 
 
-def _responses(live: LiveSession, branch: BranchTrace, run: Run) -> tuple[SampledResponse, ...]:
+def _responses(live: LiveSession, branch: BranchTrace) -> tuple[SampledResponse, ...]:
     """How each response of a branch was sampled: requests of a session may differ in that."""
     return tuple(
-        SampledResponse(start=start, end=end, sampling=live.settings_of(key.turn).sampling(run.spec.sampling))
+        SampledResponse(start=start, end=end, sampling=live.settings_of(key.turn).sampling)
         for key, (start, end) in branch.responses.items()
     )
 

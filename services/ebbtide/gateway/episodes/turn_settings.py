@@ -3,7 +3,6 @@
 from typing import Any, Final, Literal
 
 import msgspec
-from msgspec.structs import replace
 
 from ebbtide.errors import Internal
 from ebbtide.gateway.generation.request_digest import request_digest
@@ -28,10 +27,10 @@ class TurnSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     min_tokens: int = 0
-    temperature: float | None = None
-    """None: a former gateway stored the turn, and what else it was sampled with is not known."""
+    temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
     repetition_penalty: float = 1.0
     template_options: dict[str, Any] = {}
     tools: list[dict[str, Any]] | None = None
@@ -41,26 +40,25 @@ class TurnSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     def packed(self) -> bytes:
         return _encoder.encode(self)
 
-    def sampling(self, otherwise: Sampling) -> Sampling:
-        """How its completions are sampled, but for their length. `otherwise`: what is taken where that is not known."""
-        known = otherwise
-        if self.temperature is not None:
-            known = Sampling(
-                temperature=self.temperature,
-                top_p=self.top_p,
-                top_k=self.top_k,
-                repetition_penalty=self.repetition_penalty,
-            )
-        ends = {"stop_token_ids": self.stop_token_ids, "ignore_eos": self.ignore_eos, "min_tokens": self.min_tokens}
-        return replace(known, **ends)
+    @property
+    def sampling(self) -> Sampling:
+        """How its completions are sampled, but for their length."""
+        return Sampling(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            stop_token_ids=self.stop_token_ids,
+            ignore_eos=self.ignore_eos,
+            min_tokens=self.min_tokens,
+        )
 
     def asked(self, tools: list[dict[str, Any]] | None) -> TextRequest:
         """A request whose completions become text as those of the stored one did. It has no prompt's content."""
         return TextRequest(
             prompts=[_empty_prompt(self, tools)],
-            sampling=Sampling(
-                stop_token_ids=self.stop_token_ids, ignore_eos=self.ignore_eos, min_tokens=self.min_tokens
-            ),
+            sampling=self.sampling,
             n=self.n,
             stop=self.stop,
             keep_stop=self.keep_stop,
@@ -89,6 +87,7 @@ def turn_settings(request: TextRequest) -> TurnSettings:
         temperature=request.sampling.temperature,
         top_p=request.sampling.top_p,
         top_k=request.sampling.top_k,
+        min_p=request.sampling.min_p,
         repetition_penalty=request.sampling.repetition_penalty,
         template_options=chat.template_options if chat else {},
         tools=chat.tools if chat and request.parse_tools else None,

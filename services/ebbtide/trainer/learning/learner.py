@@ -198,6 +198,7 @@ class Learner:
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
+            min_p=sampling.min_p,
             barred=torch.tensor(barred, dtype=torch.int64, device=logits.device),
             early=positions < sampling.min_tokens,
         )

@@ -113,7 +113,7 @@ def collate(samples: Sequence[TrainingSample], *, pad_id: int = 0) -> TrainingBa
 def _distribution(sampling: Sampling) -> Sampling:
     """What of it changes logprobs, so that responses that differ in the rest are computed together."""
     held = ("min_tokens", "stop_token_ids", "ignore_eos") if sampling.min_tokens else ()
-    return Sampling(**{name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k", *held)})
+    return Sampling(**{name: getattr(sampling, name) for name in ("temperature", "top_p", "top_k", "min_p", *held)})
 
 
 def micro_batches(samples: Sequence[TrainingSample], max_tokens: int) -> Iterator[TrainingBatch]:

@@ -39,6 +39,7 @@ SECRET: Final = "the-shared-secret"
 HEADERS: Final = {"authorization": f"Bearer {SECRET}", "x-session-id": "episode", "x-group-id": "problem"}
 TURNS: Final = 20
 TOKENS: Final = 12
+SAMPLED: Final = ("temperature", "top_p", "top_k", "min_p", "min_tokens")
 
 
 def body(turn: int) -> dict[str, Any]:
@@ -47,6 +48,7 @@ def body(turn: int) -> dict[str, Any]:
         "temperature": 0.6 + 0.05 * turn,
         "top_p": 1.0 - 0.02 * turn,
         "top_k": 0 if turn % 5 == 0 else 80 - 3 * turn,
+        "min_p": 0.004 * turn,
         "min_tokens": turn % 4 * 2,
         "max_tokens": TOKENS,
     }
@@ -56,6 +58,8 @@ def log_distribution(logits: np.ndarray, sampling: Sampling, barred: list[int]) 
     """vLLM's rule in double precision: logits (v,) to logprobs (v,)."""
     scaled = logits.astype(np.float64) / (sampling.temperature or 1e-3)
     scaled[barred] = -np.inf
+    likely = np.exp(scaled - scaled.max())
+    scaled[likely < sampling.min_p] = -np.inf
     if 0 < sampling.top_k < len(scaled):
         scaled[scaled < np.sort(scaled)[-sampling.top_k]] = -np.inf
     order = np.argsort(scaled, kind="stable")
@@ -141,9 +145,7 @@ async def test_a_session_of_turns_with_samplings_of_their_own_trains_to_ratios_o
     await play(http)
     trace = (await http.get("/v1/sessions/episode")).json()
     for number, turn in enumerate(trace["turns"]):
-        assert {name: body(number)[name] for name in ("temperature", "top_p", "top_k", "min_tokens")}.items() <= (
-            turn["sampling"].items()
-        )
+        assert {name: body(number)[name] for name in SAMPLED}.items() <= (turn["sampling"].items())
     assert (await http.post("/v1/sessions/episode/reward", json={"reward": 1.0})).status_code == 200
     (made,) = source.trajectories
     first = as_the_trainer_gets(made)
