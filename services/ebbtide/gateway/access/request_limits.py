@@ -39,6 +39,10 @@ class RequestLimits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     tools: Annotated[int, Meta(ge=1, description="tools of one chat")] = 256
     requests_per_key: Annotated[int, Meta(ge=1, description="requests under way at once under one key")] = 1024
     requests: Annotated[int, Meta(ge=1, description="requests under way at once in this gateway")] = 4096
+    completions_per_key: Annotated[
+        int, Meta(ge=128, description="completions of all requests under way under one key; each is a stream")
+    ] = 4096
+    completions: Annotated[int, Meta(ge=128, description="completions of requests under way in this gateway")] = 16384
     request_s: Annotated[float, Meta(gt=0, description="seconds that one request may take in all")] = 21600.0
     keep_alive_s: Annotated[
         float, Meta(gt=0, description="seconds without a token after which a stream shows that it lives")
@@ -51,6 +55,12 @@ class RequestSlot:
     def __init__(self, slots: "RequestSlots", owner: str) -> None:
         self._slots, self._owner = slots, owner
         self.body_bytes = 0
+        self.completions = 0
+
+    def add_completions(self, count: int) -> None:
+        """Count the request's completions. Raises `NoCapacity` if those of the key, or of all, are too many."""
+        self._slots.add_completions(self._owner, count)
+        self.completions += count
 
     def add_body(self, count: int) -> None:
         """Count bytes that have arrived. Raises `NoCapacity` if the bodies of the key, or of all, have too many."""
@@ -70,8 +80,21 @@ class RequestSlots:
         self._limits = limits
         self._by_owner: Counter[str] = Counter()
         self._body_bytes_of: Counter[str] = Counter()
+        self._completions_of: Counter[str] = Counter()
         self.under_way = 0
         self.body_bytes = 0
+        self.completions = 0
+
+    def add_completions(self, owner: str, count: int) -> None:
+        """Raises `NoCapacity`, and counts nothing then."""
+        limits = self._limits
+        if self._completions_of[owner] + count > limits.completions_per_key:
+            most = limits.completions_per_key
+            raise NoCapacity(f"{owner} has {most} completions under way, the most that one key may have; wait for some")
+        if self.completions + count > limits.completions:
+            raise NoCapacity(f"this gateway has {self.completions} completions under way, and takes no more; try again")
+        self._completions_of[owner] += count
+        self.completions += count
 
     def add_body(self, owner: str, count: int) -> None:
         """Raises `NoCapacity`, and counts nothing then."""
@@ -106,7 +129,9 @@ class RequestSlots:
             yield slot
         finally:
             slot.release_body()
+            self.completions -= slot.completions
+            self._completions_of[key.owner] -= slot.completions
             self.under_way -= 1
             self._by_owner[key.owner] -= 1
             if not self._by_owner[key.owner]:
-                del self._by_owner[key.owner], self._body_bytes_of[key.owner]
+                del self._by_owner[key.owner], self._body_bytes_of[key.owner], self._completions_of[key.owner]

@@ -31,6 +31,7 @@ from ebbtide.gateway.routes.gateway_doors import GatewayDoors
 from ebbtide.gateway.routes.http_reply import HttpReply
 from ebbtide.gateway.runs.run_directory import ServedRun
 from ebbtide.types.ids import new_fence
+from ebbtide.types.session import MAX_COMPLETIONS
 
 #: A client's rollouts are cancelled within so long after it left, or not at all: they cost tokens, and nothing else.
 _CANCEL_S: Final = 10.0
@@ -53,6 +54,7 @@ class TextRoute:
             with self._doors.slots.taken(key) as slot, UNDER_WAY.track_inprogress():
                 body = await read_body(headers, receive, self._doors.limits, slot)
                 asked = self._dialect.read(body)
+                slot.add_completions(min(len(asked.request.prompts) * asked.request.n, MAX_COMPLETIONS))
                 asked = AskedText(with_ids(asked.request, headers, scope.get("path_params", {})), asked.answer)
                 reply.request_id = asked.request.request_id or reply.request_id
                 exchange = _TextExchange(self._doors, reply, asked, slot)

@@ -127,6 +127,26 @@ async def test_a_key_has_a_bounded_number_of_requests(doors: GatewayDoors, sourc
     assert sorted(call.status for call in calls) == [200, 200, 429]
 
 
+async def test_a_key_has_a_bounded_number_of_completions(doors: GatewayDoors, source: ScriptedSource) -> None:
+    limits = RequestLimits(completions_per_key=200)
+    slots = RequestSlots(limits)
+    app = make_app(msgspec.structs.replace(doors, limits=limits, slots=slots))
+    source.gate.clear()
+    first = AsgiCall(app, URL, {"prompt": "x", "n": 100}, HEADERS)
+    await wait_until(lambda: len(source.submitted) == 100)
+    refused = AsgiCall(app, URL, {"prompt": ["x", "y"], "n": 64}, HEADERS)
+    await refused.task
+    assert refused.status == 429
+    assert b"200 completions under way" in refused.body
+    source.gate.set()
+    await first.task
+    assert first.status == 200
+    assert slots.completions == 0
+    again = AsgiCall(app, URL, {"prompt": ["x", "y"], "n": 64}, HEADERS)
+    await again.task
+    assert again.status == 200
+
+
 async def test_the_bodies_of_all_requests_have_bounded_bytes(doors: GatewayDoors, source: ScriptedSource) -> None:
     limits = RequestLimits(body_bytes=1024, bodies_bytes=1500)
     slots = RequestSlots(limits)
