@@ -30,7 +30,7 @@ class GatewayDoors(Struct, frozen=True, kw_only=True):
 
     def sessions_of(self, source: SessionSource, player: RequestPlayer, key: ClientKey) -> SessionPlayer:
         """The sessions of a key on one run."""
-        return SessionPlayer(self.shelf, source, player, self.session_limits, key.owner)
+        return SessionPlayer(self.shelf, source, player, self.session_limits, key.sessions_of)
 
     def check_open(self) -> None:
         """Raise `Unavailable` once the gateway shuts down."""

@@ -50,7 +50,7 @@ class EndBody(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class SessionRoutes:
-    """The work of these routes. A session that is another key's is not there."""
+    """The work of these routes, for keys that do more than play. A session of another name's keys is not there."""
 
     def __init__(self, doors: GatewayDoors) -> None:
         self._doors = doors
@@ -68,12 +68,12 @@ class SessionRoutes:
         """GET /v1/sessions: the key's own, newest first, from the place `after` on."""
         sessions = await self._sessions(call)
         after = _number(call, "after", 0, "a number of sessions to leave out")
-        found = (await sessions.source.sessions(call.key.owner))[::-1]
+        found = (await sessions.source.sessions(call.key.sessions_of))[::-1]
         page, slots = found[after : after + _PAGE], asyncio.Semaphore(_AT_ONCE)
 
         async def head(session_id: str, turns: int) -> dict[str, Any]:
             async with slots:
-                return session_head((await sessions.source.read_turns(session_id, call.key.owner, turns)).session)
+                return session_head((await sessions.source.read_turns(session_id, call.key.sessions_of, turns)).session)
 
         heads = await asyncio.gather(*(head(one.session_id, one.turns) for one in page))
         return {"object": "list", "data": heads, "total": len(found), "has_more": after + _PAGE < len(found)}
@@ -135,6 +135,7 @@ class SessionRoutes:
             return session_head(session), await in_thread(lambda: shape(trace_page(live.book, after, most, until)))
 
     async def _sessions(self, call: JsonCall) -> SessionPlayer:
+        call.key.check_ends()
         served = await self._doors.directory.find(call.key, call.query.get("model", ""))
         return self._doors.sessions_of(served.source, served.player, call.key)
 

@@ -55,10 +55,11 @@ class TextRoute:
                 body = await read_body(headers, receive, self._doors.limits, slot)
                 asked = self._dialect.read(body)
                 slot.add_completions(min(len(asked.request.prompts) * asked.request.n, MAX_COMPLETIONS))
-                asked = AskedText(with_ids(asked.request, headers, scope.get("path_params", {})), asked.answer)
+                request = key.admitted(with_ids(asked.request, headers, scope.get("path_params", {})))
+                asked = AskedText(request, asked.answer)
                 reply.request_id = asked.request.request_id or reply.request_id
                 exchange = _TextExchange(self._doors, reply, asked, slot)
-                del body, asked  # the exchange lets go of them before the answer has ended
+                del body, asked, request  # the exchange lets go of them before the answer has ended
                 outcome = await exchange.run(key)
         except Exception as error:  # noqa: BLE001 - the client is told, and unexpected errors are logged
             told, outcome = as_told(error, reply.request_id)

@@ -184,7 +184,7 @@ async def test_a_long_answer_keeps_no_body(doors: GatewayDoors, source: Scripted
 
 def test_bodies_of_one_key_leave_room_for_those_of_others() -> None:
     slots = RequestSlots(RequestLimits(body_bytes=1024, bodies_bytes=4000, bodies_bytes_per_key=2000))
-    alice, bob = ClientKey(owner="alice"), ClientKey(owner="bob")
+    alice, bob = ClientKey(owner="alice", sessions_of="alice"), ClientKey(owner="bob", sessions_of="bob")
     with slots.taken(alice) as first, slots.taken(alice) as second, slots.taken(bob) as other:
         first.add_body(1000)
         second.add_body(1000)

@@ -14,7 +14,7 @@ from ebbtide.types.run import RunStatus
 from tests.fakes.clocks import SetClock
 from tests.fakes.scripted_rollouts import ScriptedCatalog, ScriptedSource, scripted_run, served_model
 
-ANY = ClientKey(owner="team")
+ANY = ClientKey(owner="team", sessions_of="team")
 
 
 @pytest.fixture
@@ -50,11 +50,11 @@ async def test_a_run_is_found_by_its_id_or_its_only_name(directory: RunDirectory
 
 
 async def test_a_key_of_one_run_decides_alone(directory: RunDirectory) -> None:
-    key = ClientKey(owner="team", run_id="b-1")
+    key = ClientKey(owner="team", sessions_of="team", run_id="b-1")
     assert await found(directory, "gpt-of-somebody", key) == "b-1"
     assert [run.run_id for run in await directory.visible(key)] == ["b-1"]
     with pytest.raises(NotFound, match="the key's run z-1 is not there"):
-        await directory.find(ClientKey(owner="team", run_id="z-1"), "a")
+        await directory.find(ClientKey(owner="team", sessions_of="team", run_id="z-1"), "a")
 
 
 async def test_ended_runs_are_not_served(directory: RunDirectory, catalog: ScriptedCatalog, clock: SetClock) -> None:
