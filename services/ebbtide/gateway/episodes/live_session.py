@@ -187,7 +187,7 @@ class LiveSession:
         tools = self._settings[settings.tools_of].tools if settings.tools_of else settings.tools
         async with self._at_once:
             prompt = self.book.prompt_ids(number)
-            return await read_completion(self.player, settings.asked(tools), rollout_id, prompt)
+            return await read_completion(self.player, settings.asked(tools), rollout_id, prompt, self.owner)
 
     def _shared_tools(self, settings: TurnSettings) -> TurnSettings:
         """Tools are long, and most turns of an agent have the same: they are stored once."""
