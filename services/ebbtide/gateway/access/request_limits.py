@@ -31,6 +31,7 @@ class RequestLimits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     header_bytes: Annotated[int, Meta(ge=1024, description="bytes of a request's line and headers")] = 64 << 10
     header_s: Annotated[float, Meta(gt=0, description="seconds within which line and headers must arrive")] = 15.0
     json_depth: Annotated[int, Meta(ge=4, le=500, description="objects and lists inside each other in a body")] = 64
+    json_containers: Annotated[int, Meta(ge=1 << 16, description="objects and lists in a body")] = 100_000
     prompt_tokens: Annotated[int, Meta(ge=0, description="tokens of one prompt; 0: what the model's context holds")] = 0
     prompts_waiting: Annotated[
         int, Meta(ge=1, description="prompts that wait until they are encoded; of further ones some are refused")

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import threading
 from typing import Any
 
 import httpx
@@ -14,6 +15,7 @@ from ebbtide.errors import NoCapacity
 from ebbtide.gateway.access.client_key import ClientKey
 from ebbtide.gateway.access.request_limits import RequestLimits, RequestSlots
 from ebbtide.gateway.http_app import make_app
+from ebbtide.gateway.routes import body_reader
 from ebbtide.gateway.routes.gateway_doors import GatewayDoors
 from ebbtide.testing import wait_until
 from tests.fakes.asgi_call import AsgiCall
@@ -112,6 +114,36 @@ async def test_a_body_that_never_ends_has_its_time(doors: GatewayDoors) -> None:
     await call.task
     assert call.status == 400
     assert b"did not arrive within 0.02 s" in call.body
+
+
+async def test_a_body_has_a_bounded_number_of_lists_however_many_brackets_its_texts_have(
+    doors: GatewayDoors, source: ScriptedSource
+) -> None:
+    app = make_app(msgspec.structs.replace(doors, limits=RequestLimits()))
+    body = {"prompt": "x", "chat_template_kwargs": {"a": [list[Any]()] * 100_001}}
+    call = AsgiCall(app, "/v1/chat/completions", body, HEADERS)
+    await call.task
+    assert call.status == 400
+    assert b"more than 100000 objects and lists" in call.body
+    text = AsgiCall(app, URL, {"prompt": "x", "user": '[{"\\' * 50_001}, HEADERS)
+    await text.task
+    assert text.status == 200
+
+
+async def test_a_large_body_is_decoded_away_from_the_event_loop(
+    doors: GatewayDoors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads, check = list[threading.Thread](), body_reader._check_depth
+
+    def noting(*arguments: Any) -> None:
+        threads.append(threading.current_thread())
+        check(*arguments)
+
+    monkeypatch.setattr(body_reader, "_check_depth", noting)
+    app = make_app(msgspec.structs.replace(doors, limits=RequestLimits()))
+    for size in (10, 100_000):
+        await AsgiCall(app, URL, {"prompt": "x", "user": "x" * size}, HEADERS).task
+    assert [thread is threading.main_thread() for thread in threads] == [True, False]
 
 
 async def test_a_key_has_a_bounded_number_of_requests(doors: GatewayDoors, source: ScriptedSource) -> None:
