@@ -94,4 +94,6 @@ async def _refresh(directory: RunDirectory) -> None:
             await directory.refresh()
         except EbbtideError as error:
             log.warning("the runs could not be read, trying again", reason=str(error))
+        except Exception:
+            log.exception("the runs could not be refreshed")
         await asyncio.sleep(_REFRESH_S)

@@ -288,7 +288,7 @@ async def test_a_request_that_waits_keeps_its_run_open(
     assert not source.released
     clock.now += 2
     await directory.refresh()
-    assert source.released
+    await wait_until(lambda: source.released)
 
 
 async def test_a_pause_holds_back_a_request_that_is_being_encoded(
