@@ -60,6 +60,7 @@ class ScriptedSource(ScriptedSessions):
         self.answers: list[str] = []
         self.submitted: dict[str, RolloutRequest] = {}
         self.cancelled: list[str] = []
+        self.reasons: dict[str, str] = {}  # of what was cancelled
         self.released = False
         self.is_lost = False
         self.refusal: EbbtideError | None = None
@@ -105,7 +106,8 @@ class ScriptedSource(ScriptedSessions):
             if place:
                 await self.gate.wait()
                 if rollout_id in self.cancelled:
-                    yield TokenChunk(offset=chunk.offset, tokens=b"", reason=FinishReason.CANCELLED)
+                    why = self.reasons.get(rollout_id, "")
+                    yield TokenChunk(offset=chunk.offset, tokens=b"", reason=FinishReason.CANCELLED, message=why)
                     return
                 if self.break_off is not None:
                     yield TokenChunk(offset=chunk.offset, tokens=b"", reason=self.break_off, message="evidence")
@@ -113,8 +115,9 @@ class ScriptedSource(ScriptedSessions):
             yield chunk
             self.first.set()
 
-    async def cancel(self, rollout_ids: Sequence[str]) -> None:
+    async def cancel(self, rollout_ids: Sequence[str], reason: str = "") -> None:
         self.cancelled += rollout_ids
+        self.reasons |= dict.fromkeys(rollout_ids, reason)
 
     async def end_session(self, how: SessionEnd) -> Session:
         session = await super().end_session(how)

@@ -66,6 +66,7 @@ async def serve(shutdown: Shutdown, settings: GatewaySettings) -> None:
             pauses=pauses,
             session_limits=settings.sessions,
             shelf=shelf,
+            request_id_header=settings.door.request_id_header,
             is_leaving=shutdown.requested.is_set,
         )
         server = HttpServer(make_app(doors), settings)

@@ -99,6 +99,7 @@ def _completion(one: CompletionTrace) -> dict[str, Any]:
         "token_ids": one.tokens["id"].tolist(),
         "logprobs": logprobs_of(one.tokens),
         "weight_versions": version_spans(one.tokens),
+        "delivered": one.delivered,
     }
 
 

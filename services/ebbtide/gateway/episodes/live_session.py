@@ -158,7 +158,7 @@ class LiveSession:
             return
         self._complete.add(rollout_id)
         self.bytes += len(completion.tokens) * _BYTES_PER_TOKEN
-        self.book.set_tokens(rollout_id, completion.tokens)
+        self.book.set_tokens(rollout_id, completion.tokens, delivered=not completion.undelivered)
         if completion.truncated:
             self.truncated.add(rollout_id)
         if self._settings[self._turn_of[rollout_id]].prompt == "chat":

@@ -30,6 +30,8 @@ from ebbtide.types.tokens import TokenArray, unpack_tokens
 _AHEAD: Final = 16
 #: A rollout is cancelled within so long after its stop string, or goes on to its end.
 _STOP_S: Final = 10.0
+#: Why a rollout was cancelled whose answer nobody gets.
+UNDELIVERED: Final = "undelivered"
 
 
 class ChoicePlayer(Protocol):
@@ -106,11 +108,11 @@ class PlayedRequest:
                 yield delta
 
     async def cancel(self) -> None:
-        """End the rollouts that still run, also those that are being submitted."""
+        """End the rollouts that still run, also those that are being submitted: nobody gets their answer."""
         if self._submission is None:
             return
         await asyncio.wait({self._submission})
-        await self._source.cancel([rollout.rollout_id for rollout in self._unfinished()])
+        await self._source.cancel([rollout.rollout_id for rollout in self._unfinished()], UNDELIVERED)
 
     async def _queue(self, key: MeteredKey | None) -> None:
         try:

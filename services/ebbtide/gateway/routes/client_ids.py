@@ -20,9 +20,11 @@ def checked_id(value: str, *, field: str) -> str:
     return value
 
 
-def with_ids(request: TextRequest, headers: Headers, path: Mapping[str, str]) -> TextRequest:
+def with_ids(
+    request: TextRequest, headers: Headers, path: Mapping[str, str], request_id_header: str = REQUEST_ID
+) -> TextRequest:
     """The request with the ids of its headers and its path, which count before those of its body."""
-    request_id = headers.get(REQUEST_ID, "") or request.request_id
+    request_id = headers.get(request_id_header, "") or request.request_id
     session_id = path.get("session_id", "") or headers.get(SESSION_ID, "") or request.session_id
     return msgspec.structs.replace(
         request,

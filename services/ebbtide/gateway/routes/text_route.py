@@ -55,7 +55,7 @@ class TextRoute:
                 body = await read_body(headers, receive, self._doors.limits, slot)
                 asked = self._dialect.read(body)
                 slot.add_completions(min(len(asked.request.prompts) * asked.request.n, MAX_COMPLETIONS))
-                request = key.admitted(with_ids(asked.request, headers, scope.get("path_params", {})))
+                request = key.admitted(self._with_ids(asked.request, headers, scope))
                 asked = AskedText(request, asked.answer)
                 reply.request_id = asked.request.request_id or reply.request_id
                 exchange = _TextExchange(self._doors, reply, asked, slot)
@@ -68,6 +68,9 @@ class TextRoute:
                 await reply.error(told, self._shape)
         finally:
             REQUESTS.labels(self._name, outcome).inc()
+
+    def _with_ids(self, request: TextRequest, headers: Headers, scope: Scope) -> TextRequest:
+        return with_ids(request, headers, scope.get("path_params", {}), self._doors.request_id_header)
 
 
 class _TextExchange:

@@ -49,6 +49,8 @@ class SessionBook:
         self._text = text
         self.tree = TokenTree()
         self.turns: dict[int, BookedTurn] = {}
+        #: Completions whose answers nobody got.
+        self.undelivered: set[PathKey] = set()
         self._requests: dict[str, BookedTurn] = {}
         self._rollouts: dict[str, PathKey] = {}
         self._tokens: dict[PathKey, TokenArray] = {}
@@ -93,9 +95,13 @@ class SessionBook:
         self._rollouts |= {one: PathKey(number, index) for index, one in enumerate(turn.rollout_ids)}
         return turn
 
-    def set_tokens(self, rollout_id: str, tokens: TokenArray) -> None:
-        """Takes the tokens that a rollout has so far: those that count, up to the one that completed a stop string."""
+    def set_tokens(self, rollout_id: str, tokens: TokenArray, *, delivered: bool = True) -> None:
+        """Takes the tokens that a rollout has so far: those that count, up to the one that completed a stop string.
+        `delivered`: whether somebody got the answer, or may still get it.
+        """
         key = self._rollouts[rollout_id]
+        if not delivered:
+            self.undelivered.add(key)
         if len(tokens) > len(self.tokens(key)):
             self._tokens[key] = tokens
             self.tree.set_sampled(key, tokens["id"])

@@ -3,7 +3,7 @@
 Each path with tokens that no later one repeats as a whole is a branch. Branches share tokens, as forks, retries and
 compacted histories begin alike; a sampled token has mask 1 in exactly one of them, the first that has it. Text of
 answers that a prompt has newly encoded has mask 0, and is counted: its sampled tokens have mask 1 where they were
-sampled.
+sampled. Answers that nobody got belong to no branch.
 """
 
 from collections.abc import Iterator, Mapping
@@ -27,6 +27,7 @@ class CompletionTrace(Struct, frozen=True, kw_only=True):
 
     rollout_id: str
     tokens: TokenArray
+    delivered: bool
 
 
 class TurnTrace(Struct, frozen=True, kw_only=True):
@@ -130,8 +131,12 @@ def _turn(book: SessionBook, turn: BookedTurn) -> TurnTrace:
         parent=next(iter(spans), None),
         prompt_ids=prompt,
         sampled=_mask(len(prompt), spans),
-        completions=tuple(CompletionTrace(rollout_id=one, tokens=book.tokens(key)) for one, key in completions),
+        completions=tuple(_completion(book, one, key) for one, key in completions),
     )
+
+
+def _completion(book: SessionBook, rollout_id: str, key: PathKey) -> CompletionTrace:
+    return CompletionTrace(rollout_id=rollout_id, tokens=book.tokens(key), delivered=key not in book.undelivered)
 
 
 def _branches(book: SessionBook, after: int, last: int, until: int) -> Iterator[BranchTrace]:
@@ -142,7 +147,7 @@ def _branches(book: SessionBook, after: int, last: int, until: int) -> Iterator[
     for key in tree.paths():
         if key.turn > last:
             return
-        if key in repeated or not len(tree.sampled(key)):
+        if key in repeated or not _counts(book, key):
             continue
         spans = _spans(book, TokenPrefix(key, tree.length(key)))
         if key.turn > after:
@@ -152,9 +157,9 @@ def _branches(book: SessionBook, after: int, last: int, until: int) -> Iterator[
 
 
 def _repeated(book: SessionBook, until: int) -> set[PathKey]:
-    """The paths that a path with tokens of a later turn repeats as a whole.
+    """The paths that a later branch repeats as a whole.
 
-    A turn that got no token repeats nothing by itself: it is no branch, so what it follows must stay one.
+    A turn that got no token, or whose answer nobody got, is no branch: so what it follows must stay one.
     """
     tree = book.tree
     reached: dict[PathKey, int] = {}  # how many ids of each path belong to later paths with tokens
@@ -163,10 +168,15 @@ def _repeated(book: SessionBook, until: int) -> set[PathKey]:
         if parent.key is None:
             continue
         paths = list(tree.completions(number))
-        sampled = any(len(tree.sampled(key)) for key in paths)
+        sampled = any(_counts(book, key) for key in paths)
         used = parent.length if sampled else max(reached.get(key, 0) for key in paths)
         reached[parent.key] = max(reached.get(parent.key, 0), min(used, parent.length))
     return {key for key, length in reached.items() if length == tree.length(key)}
+
+
+def _counts(book: SessionBook, key: PathKey) -> bool:
+    """Whether a path ends in tokens that somebody got. If later prompts repeat some, these belong to their branches."""
+    return len(book.tree.sampled(key)) > 0 and key not in book.undelivered
 
 
 def _branch(

@@ -35,6 +35,29 @@ async def test_a_client_that_cannot_come_back_ends_its_rollouts(
     assert doors.slots.under_way == 0
 
 
+async def test_a_session_alone_is_no_way_back(app: Starlette, source: ScriptedSource) -> None:
+    source.gate.clear()
+    call = AsgiCall(app, URL, BODY, HEADERS | {"X-Session-ID": "s"})
+    await source.first.wait()
+    call.leave()
+    await call.task
+    assert source.cancelled == list(source.submitted)
+
+
+async def test_behind_a_proxy_that_numbers_requests_another_header_is_the_way_back(
+    doors: GatewayDoors, source: ScriptedSource
+) -> None:
+    app = make_app(msgspec.structs.replace(doors, request_id_header="X-Client-Request-ID"))
+    source.gate.clear()
+    for headers, cancelled in (({}, 1), ({"X-Client-Request-ID": "mine"}, 1)):
+        source.first.clear()
+        call = AsgiCall(app, URL, BODY, HEADERS | {"X-Request-ID": "the proxy's"} | headers)
+        await source.first.wait()
+        call.leave()
+        await call.task
+        assert len(source.cancelled) == cancelled
+
+
 async def test_a_client_that_leaves_during_its_submit_ends_its_rollouts(
     app: Starlette, source: ScriptedSource, doors: GatewayDoors
 ) -> None:
@@ -52,7 +75,7 @@ async def test_a_client_that_leaves_during_its_submit_ends_its_rollouts(
     assert doors.slots.under_way == 0
 
 
-@pytest.mark.parametrize("ids", [{"X-Request-ID": "r"}, {"X-Session-ID": "s"}])
+@pytest.mark.parametrize("ids", [{"X-Request-ID": "r"}, {"X-Request-ID": "r", "X-Session-ID": "s"}])
 async def test_a_client_that_can_come_back_keeps_its_rollouts(
     app: Starlette, source: ScriptedSource, ids: dict[str, str]
 ) -> None:

@@ -443,16 +443,54 @@ async def test_books_beyond_the_bound_are_read_again(doors: GatewayDoors, source
     assert len(small.shelf) <= 1
 
 
-async def test_what_a_client_left_goes_on_and_is_read_by_the_next_turn(agent: Agent, source: ScriptedSource) -> None:
+async def left(agent: Agent, source: ScriptedSource, messages: list[Message], **more: Any) -> None:
+    """A client that leaves once the first tokens of its answer are there."""
     source.gate.clear()
-    asking = asyncio.create_task(agent.post([user("Hi")]))
+    source.first.clear()
+    asking = asyncio.create_task(agent.post(messages, **more))
     await source.first.wait()
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
     source.gate.set()
+
+
+async def test_what_a_client_left_under_an_id_goes_on_and_is_read_by_the_next_turn(
+    agent: Agent, source: ScriptedSource
+) -> None:
+    await left(agent, source, [user("Hi")], request="turn-1")
     await agent.ask([user("Hi")])
     trace = await agent.trace()
     assert_as_sampled(trace, source)
     assert trace["turn_count"] == 2
     assert not source.cancelled
     assert next(iter(source.stored.values()))[0].state is SessionState.OPEN
+
+
+async def test_what_a_client_left_without_an_id_ends_and_is_not_trained_on(
+    agent: Agent, source: ScriptedSource
+) -> None:
+    takes_sessions(source)
+    agent.headers["x-group-id"] = "problem 7"
+    chat = [user("Hi"), await agent.ask([user("Hi")]), user("more")]
+    await left(agent, source, chat)
+    (abandoned,) = source.cancelled
+    await agent.ask(chat, at=1)  # as the client's library tries again
+    for at in (0, 1):
+        trace = await agent.trace(at)
+        assert [[one["delivered"] for one in turn["completions"]] for turn in trace["turns"]] == [
+            [True], [False], [True],
+        ]  # fmt: skip
+        assert trace["turns"][1]["completions"][0]["id"] == abandoned
+        assert len(trace["turns"][1]["completions"][0]["token_ids"]) == source.chunk
+        assert [branch["turns"] for branch in trace["branches"]] == [[1, 3]]
+    assert (await agent.end(reward=1.0)).json()["state"] == "completed"
+    (made,) = source.trajectories
+    assert (made.rollouts, made.metrics["turns"]) == (2, 3.0)
+
+
+async def test_a_last_turn_that_nobody_got_takes_nothing_from_the_branch_that_it_follows(
+    agent: Agent, source: ScriptedSource
+) -> None:
+    chat = [user("Hi"), await agent.ask([user("Hi")]), user("more")]
+    await left(agent, source, chat)
+    assert [branch["turns"] for branch in (await agent.trace(at=1))["branches"]] == [[1]]
