@@ -31,7 +31,7 @@ def make_app(doors: GatewayDoors) -> Starlette:
         *_run_routes(doors),
         *_session_routes(doors),
         *text,
-        Mount("/sessions/{session_id}", routes=[*text, *_model_routes(doors)]),
+        Mount("/sessions/{session_id}", routes=[*text, *_model_routes(doors), _count_route(doors)]),
     ]
     app = Starlette(routes=routes, exception_handlers={HTTPException: _unknown_route})
     app.router.redirect_slashes = False  # a redirection would lead where the client's Host header says
@@ -65,6 +65,11 @@ def _model_routes(doors: GatewayDoors) -> Sequence[BaseRoute]:
     ]
 
 
+def _count_route(doors: GatewayDoors) -> BaseRoute:
+    counts = JsonRoute(doors, RunRoutes(doors).count_tokens, "/v1/messages", reads_body=True, shape=anthropic_error)
+    return Route("/v1/messages/count_tokens", counts, methods=["POST"])
+
+
 def _session_routes(doors: GatewayDoors) -> Sequence[BaseRoute]:
     sessions, one = SessionRoutes(doors), "/v1/sessions/{session_id}"
     return [
@@ -87,11 +92,7 @@ def _run_routes(doors: GatewayDoors) -> Sequence[BaseRoute]:
         *_model_routes(doors),
         Route("/v1/usage", JsonRoute(doors, runs.usage, "/v1/usage"), methods=["GET"]),
         Route("/tokenize", JsonRoute(doors, runs.tokenize, "/tokenize", reads_body=True), methods=["POST"]),
-        Route(
-            "/v1/messages/count_tokens",
-            JsonRoute(doors, runs.count_tokens, "/v1/messages", reads_body=True, shape=anthropic_error),
-            methods=["POST"],
-        ),
+        _count_route(doors),
         *(Route(path, JsonRoute(doors, work, path), methods=["GET"]) for path, work in asked.items()),
         *(Route(path, JsonRoute(doors, work, path), methods=["POST"]) for path, work in ordered.items()),
     ]
