@@ -14,7 +14,7 @@ from ebbtide.gateway.episodes.live_session import in_thread
 from ebbtide.gateway.episodes.session_ending import end_dropped, end_for_verdict, end_with_reward
 from ebbtide.gateway.episodes.session_player import SessionPlayer
 from ebbtide.gateway.generation.text_request import MAX_CLIENT_ID
-from ebbtide.gateway.routes.client_ids import checked_id
+from ebbtide.gateway.routes.client_ids import checked_id, checked_session
 from ebbtide.gateway.routes.gateway_doors import GatewayDoors
 from ebbtide.gateway.routes.json_route import JsonCall
 from ebbtide.gateway.sessions.session_trace import SessionTrace, trace_page
@@ -58,7 +58,7 @@ class SessionRoutes:
     async def open(self, call: JsonCall) -> dict[str, Any]:
         """POST /v1/sessions: opens a session, or answers as it is."""
         asked = parse(OpenBody, call.body)
-        name = checked_id(asked.session_id or new_fence(), field="session_id")
+        name = checked_session(asked.session_id or new_fence(), field="session_id")
         sessions = await self._sessions(call)
         async with sessions.opened(name, checked_id(asked.group_id, field="group_id")) as live:
             assert live.session is not None  # noqa: S101 - it is open
@@ -148,4 +148,4 @@ def _number(call: JsonCall, field: str, default: int, what: str) -> int:
 
 
 def _name(call: JsonCall) -> str:
-    return checked_id(call.path["session_id"], field="session_id")
+    return checked_session(call.path["session_id"], field="session_id")

@@ -276,6 +276,19 @@ async def test_a_session_in_the_path_is_the_same_as_one_in_the_header(agent: Age
     assert (await agent.trace())["turn_count"] == 2
 
 
+async def test_a_sessions_id_has_no_slash_and_no_escaped_one_parts_a_path(agent: Agent, source: ScriptedSource) -> None:
+    takes_sessions(source)
+    agent.headers["x-group-id"] = "problem 7"
+    await agent.ask([user("Hi")])
+    client = agent.clients[0]
+    rewarded = await client.post("/v1/sessions/episode-1%2Freward", json={"reward": 1.0})
+    assert (rewarded.status_code, source.trajectories) == (404, [])
+    assert (await client.post("/v1/sessions", json={"session_id": "a/b"})).json()["error"]["param"] == "session_id"
+    agent.headers["x-session-id"] = "a/b"
+    assert (await agent.post([user("Hi")])).status_code == 400
+    assert len(source.stored) == 1
+
+
 async def test_a_reward_makes_each_branch_a_trajectory_of_the_sessions_group(
     agent: Agent, source: ScriptedSource
 ) -> None:
