@@ -97,7 +97,7 @@ def _run_routes(doors: GatewayDoors) -> Sequence[BaseRoute]:
         Route("/tokenize", JsonRoute(doors, runs.tokenize, "/tokenize", reads_body=True), methods=["POST"]),
         _count_route(doors),
         *(Route(path, JsonRoute(doors, work, path), methods=["GET"]) for path, work in asked.items()),
-        *(Route(path, JsonRoute(doors, work, path), methods=["POST"]) for path, work in ordered.items()),
+        *(Route(path, JsonRoute(doors, work, path, waits=True), methods=["POST"]) for path, work in ordered.items()),
     ]
 
 

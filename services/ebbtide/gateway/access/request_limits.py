@@ -45,6 +45,7 @@ class RequestLimits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     ] = 4096
     completions: Annotated[int, Meta(ge=128, description="completions of requests under way in this gateway")] = 16384
     request_s: Annotated[float, Meta(gt=0, description="seconds that one request may take in all")] = 21600.0
+    call_s: Annotated[float, Meta(gt=0, description="seconds that a call may take that generates nothing")] = 120.0
     keep_alive_s: Annotated[
         float, Meta(gt=0, description="seconds without a token after which a stream shows that it lives")
     ] = 15.0

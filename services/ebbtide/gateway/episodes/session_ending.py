@@ -4,6 +4,7 @@ Each branch of a session is one trajectory, and all have the session's reward. A
 of them, so it is trained once; the trainer compares sessions with each other, not branches.
 """
 
+import asyncio
 from collections.abc import Sequence
 from typing import Final
 
@@ -20,6 +21,8 @@ from ebbtide.types.tokens import pack_ids
 
 #: Why a session with a reward is dropped, if no token was sampled in it.
 NO_TOKENS: Final = "no_tokens"
+#: Between cancels of completions that have not ended.
+_AGAIN_S: Final = 1.0
 
 
 async def end_with_reward(sessions: SessionPlayer, name: str, reward: float) -> Session:
@@ -128,10 +131,19 @@ def _responses(live: LiveSession, branch: BranchTrace) -> tuple[SampledResponse,
 
 
 async def _stop(live: LiveSession) -> None:
-    """End completions under way, and read what they came to."""
-    if missing := live.missing():
-        await live.source.cancel(missing)
-        await live.read(missing)
+    """End completions under way, and read what they came to. A cancel that comes before a submit ends nothing, so it is
+    repeated.
+    """
+    if not (missing := live.missing()):
+        return
+    reading = asyncio.create_task(live.read(missing))
+    try:
+        while not reading.done():
+            await live.source.cancel(missing)
+            await asyncio.wait({reading}, timeout=_AGAIN_S)
+        reading.result()
+    finally:
+        reading.cancel()
 
 
 def _truncated(live: LiveSession, branch: BranchTrace) -> bool:

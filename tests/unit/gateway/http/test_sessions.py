@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
@@ -12,6 +13,7 @@ from starlette.applications import Starlette
 
 from ebbtide.errors import NoCapacity
 from ebbtide.gateway.dialects import trace_shapes
+from ebbtide.gateway.episodes import live_session, session_ending, session_player
 from ebbtide.gateway.episodes.session_limits import SessionLimits
 from ebbtide.gateway.episodes.session_shelf import SessionShelf
 from ebbtide.gateway.http_app import make_app
@@ -456,15 +458,18 @@ async def test_books_beyond_the_bound_are_read_again(doors: GatewayDoors, source
     assert len(small.shelf) <= 1
 
 
-async def left(agent: Agent, source: ScriptedSource, messages: list[Message], **more: Any) -> None:
-    """A client that leaves once the first tokens of its answer are there."""
+async def left(
+    agent: Agent, source: ScriptedSource, messages: list[Message], *, goes_on: bool = True, **more: Any
+) -> None:
+    """A client that leaves once the first tokens of its answer are there. `goes_on`: the answer ends then."""
     source.gate.clear()
     source.first.clear()
     asking = asyncio.create_task(agent.post(messages, **more))
     await source.first.wait()
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
-    source.gate.set()
+    if goes_on:
+        source.gate.set()
 
 
 async def test_what_a_client_left_under_an_id_goes_on_and_is_read_by_the_next_turn(
@@ -507,3 +512,42 @@ async def test_a_last_turn_that_nobody_got_takes_nothing_from_the_branch_that_it
     chat = [user("Hi"), await agent.ask([user("Hi")]), user("more")]
     await left(agent, source, chat)
     assert [branch["turns"] for branch in (await agent.trace(at=1))["branches"]] == [[1]]
+
+
+async def test_a_cancel_that_came_before_a_submit_is_repeated_until_the_session_can_end(
+    agent: Agent, source: ScriptedSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    takes_sessions(source)
+    agent.headers["x-group-id"] = "problem 7"
+    monkeypatch.setattr(session_ending, "_AGAIN_S", 0.02)
+    cancel, came = source.cancel, list[int]()
+
+    async def late(rollout_ids: Sequence[str], reason: str = "") -> None:
+        came.append(len(rollout_ids))
+        if len(came) > 1:
+            await cancel(rollout_ids, reason)
+            source.gate.set()  # what is cancelled says so
+
+    monkeypatch.setattr(source, "cancel", late)
+    source.gate.clear()
+    asking = asyncio.create_task(agent.post([user("Hi")]))
+    await source.first.wait()
+    async with asyncio.timeout(30):
+        assert (await agent.end(reward=1.0)).json()["state"] == "completed"
+    assert len(came) >= 2
+    await asyncio.gather(asking, return_exceptions=True)
+
+
+async def test_completions_that_run_on_hold_no_finished_one_back(
+    agent: Agent, source: ScriptedSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_player, "_PATIENCE_S", 3.0)
+    monkeypatch.setattr(live_session, "_HELD_S", 0.1)
+    source.answer = "Hello world, and much more than a chunk"
+    await left(agent, source, [user("Hi")], request="long", n=40, goes_on=False)
+    source.answers = ["ok"]
+    assert len(await agent.ask([user("short")]))
+    trace = await agent.trace(at=1)
+    assert [len(one["token_ids"]) > 0 for one in trace["turns"][1]["completions"]] == [True]
+    assert not any(one["token_ids"] for one in trace["turns"][0]["completions"])
+    source.gate.set()

@@ -287,3 +287,13 @@ def test_many_threads_share_one_model(sandbox: TemplateSandbox) -> None:
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_a_template_is_known_however_many_others_were_rendered_since() -> None:
+    own = TemplateSandbox(processes=1)
+    try:
+        for _ in range(2):
+            for number in range(70):  # more than a process keeps
+                assert own.render(f"{number}: {{{{ x }}}}", {"x": "text"}) == f"{number}: text"
+    finally:
+        own.close()
