@@ -6,11 +6,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from ebbtide.client import GatewayLease
 from ebbtide.coordinator import metrics
 from ebbtide.errors import AlreadyExists, InvalidRequest, LeaseSuperseded, NoCapacity, NotFound, NotReady
 from ebbtide.testing import wait_until
 from ebbtide.types.rollout import SampledResponse, SubmitOutcome, Trajectory
-from ebbtide.types.run import Sampling
+from ebbtide.types.run import LeaseRef, Sampling
 from ebbtide.types.session import MAX_TURN_RECORD, SessionEnd, SessionState, SessionTurn
 from ebbtide.v1 import sessions_pb2, sessions_pb2_grpc, types_pb2
 from ebbtide.wire.record_conversion import from_proto
@@ -28,6 +29,10 @@ def turn(request_id: str, *rollout_ids: str, record: bytes = b"") -> SessionTurn
 
 def drop(session_id: str, reason: str, **more: Any) -> SessionEnd:
     return SessionEnd(session_id=session_id, owner=OWNER, drop_reason=reason, **more)
+
+
+def lease_ref(lease: GatewayLease) -> LeaseRef:
+    return LeaseRef(lease.run_id, lease.role, lease._fence.fence, lease.number)
 
 
 def completed(session_id: str, *rollouts: int) -> SessionEnd:
@@ -201,6 +206,28 @@ async def test_a_trajectory_says_how_each_of_its_responses_was_sampled(cluster: 
         await lease.end_session(SessionEnd(session_id="s", owner=OWNER, trajectories=(made,)))
     (found,) = await run.trajectories(1)
     assert from_proto(found, Trajectory).responses == responses
+
+
+async def test_a_list_looks_at_no_session_of_another_owner(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = await cluster.run()
+    monkeypatch.setattr("ebbtide.store.topics.session_topic._LOOKED_AT", 2)
+    async with gateway(cluster) as lease:
+        for number in range(6):
+            await lease.open_session(f"other-{number}", "another")
+        for number in range(3):
+            await lease.open_session(f"mine-{number}", OWNER)
+        found, _ = await cluster.coordinator.store.sessions.page(lease_ref(lease), OWNER, 0.0)
+        assert [session.session_id for _, session in found] == ["mine-0", "mine-1"]
+        assert [one.session_id for one in await lease.sessions(OWNER)] == ["mine-0", "mine-1", "mine-2"]
+        assert len(await lease.sessions("another")) == 6
+        for number in range(3):
+            await lease.end_session(drop(f"mine-{number}", "x"))
+    await pass_time(cluster, 601)
+    await pass_time(cluster, 601)
+    async with gateway(cluster, "g2") as lease:
+        assert await lease.sessions(OWNER) == []
+    assert await cluster.coordinator.link.call("KEYS", f"*owned:{OWNER}") == []
+    assert await run.get()
 
 
 async def test_branches_that_fill_several_messages_become_trajectories_together(cluster: Any) -> None:
