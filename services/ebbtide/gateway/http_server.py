@@ -1,6 +1,7 @@
 """Serves the application over HTTP/1.1 by uvicorn.
 
-Invariant: `stop` closes the listening socket first, then lets requests under way finish within its time.
+Invariant: `stop` closes the listening socket first, then lets requests under way finish within its time. It returns
+once those that it cancelled have ended, too.
 """
 
 import asyncio
@@ -20,6 +21,8 @@ from ebbtide.gateway.settings import DoorSettings, GatewaySettings
 
 #: A kept connection without a request is closed after so long; clients' pools keep them for about a minute.
 _KEPT_S: Final = 75
+#: Requests that are cancelled at the end get so long to cancel their rollouts.
+_ENDING_S: Final = 10.0
 
 
 class _Server(uvicorn.Server):
@@ -82,6 +85,8 @@ class HttpServer:
         if self._server is not None and self._serving is not None:
             self._server.should_exit = True
             await asyncio.gather(self._serving, return_exceptions=True)
+            if cancelled := list(self._server.server_state.tasks):  # uvicorn waits for none of those that it cancels
+                await asyncio.wait(cancelled, timeout=_ENDING_S)
 
 
 def _context(door: DoorSettings) -> ssl.SSLContext:

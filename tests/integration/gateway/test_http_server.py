@@ -111,6 +111,27 @@ async def test_requests_under_way_are_finished_and_new_ones_are_not_taken() -> N
         await stopping
 
 
+async def test_it_waits_for_requests_that_it_cancels() -> None:
+    began, ended = asyncio.Event(), list[str]()
+
+    async def stubborn(_scope: Any, _receive: Any, _send: Send) -> None:
+        began.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            for _ in range(20):
+                await asyncio.to_thread(lambda: None)
+            ended.append("its rollouts are cancelled")
+
+    async with serving(stubborn, drain_s=0.0) as server:
+        _, writer = await connected(server)
+        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        await began.wait()
+        await server.stop()
+        assert ended
+        writer.close()
+
+
 def issued(folder: Path) -> DoorSettings:
     certificates.init(folder, 2)
     certificates.issue(folder, "gateway", [Role.GATEWAY], ["127.0.0.1"], 1)
