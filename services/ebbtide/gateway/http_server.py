@@ -18,9 +18,12 @@ from ebbtide.auth.reloaded_files import ReloadedFiles
 from ebbtide.errors import InvalidRequest
 from ebbtide.gateway.bounded_protocol import bounded_protocol
 from ebbtide.gateway.settings import DoorSettings, GatewaySettings
+from ebbtide.runtime import allow_files
 
 #: A kept connection without a request is closed after so long; clients' pools keep them for about a minute.
 _KEPT_S: Final = 75
+#: Files beside connections of clients: those of services, templates and models.
+_OTHER_FILES: Final = 1024
 #: Requests that are cancelled at the end get so long to cancel their rollouts.
 _ENDING_S: Final = 10.0
 
@@ -49,8 +52,8 @@ class HttpServer:
             server_header=False,
             timeout_keep_alive=_KEPT_S,
             timeout_graceful_shutdown=max(1, round(settings.drain_s)),
-            # Connections beyond the requests that may be under way: those that are kept.
-            limit_concurrency=2 * settings.limits.requests + 64,
+            # The protocol bounds connections: these are some more, until those that it closed are gone.
+            limit_concurrency=2 * settings.limits.connections,
         )
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -62,6 +65,7 @@ class HttpServer:
         host, port = listening.getsockname()[:2]
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._config.load()
+        allow_files(self._settings.limits.connections + _OTHER_FILES)
         if self._settings.door.tls_cert:
             door = self._settings.door
             fresh = ReloadedFiles((door.tls_cert, door.tls_key), lambda: _context(door))

@@ -50,6 +50,11 @@ class RequestLimits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         float, Meta(gt=0, description="seconds without a token after which a stream shows that it lives")
     ] = 15.0
 
+    @property
+    def connections(self) -> int:
+        """Connections at once: of requests under way, and those that are kept."""
+        return 2 * self.requests + 64
+
 
 class RequestSlot:
     """The place of one request under way."""
