@@ -144,7 +144,7 @@ class HostProcess:
             raise IsolationRefused(started.refused)
         if started.open_network:
             log.warning(
-                "environment code has this host's network: root may make no namespaces here, so it only becomes another "
+                "environment code has this host's network: root may make no namespaces here, so it is only another "
                 "user; run the driver where namespaces are allowed, or close the network around it"
             )
         return made

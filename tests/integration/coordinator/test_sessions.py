@@ -123,7 +123,7 @@ async def test_a_gateway_goes_on_where_another_died_between_a_turn_and_its_submi
     await cluster.restart()
     worker = await cluster.worker("w1")
     async with gateway(cluster, "g2") as lease:
-        (found,) = [one async for one in lease.turns("s", OWNER)]
+        (found,) = (await lease.read_turns("s", OWNER)).turns
         assert found.record == b"its prompt"
         wanted = [asked(rollout_id) for rollout_id in found.rollout_ids]
         assert await lease.submit_rollouts(wanted) == [ACCEPTED, ACCEPTED]
