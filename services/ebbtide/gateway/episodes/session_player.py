@@ -75,7 +75,7 @@ class SessionPlayer:
     @asynccontextmanager
     async def opened(self, name: str, group: str = "") -> AsyncIterator[LiveSession]:
         """A session under its lock, with all turns. It is opened if it is new; raises `AlreadyExists` if it ended."""
-        with self._shelf.used(self.source, self._player, self._id(name), self._owner) as live:
+        with self._shelf.used(self.source, self._player, self.stored_id(name), self._owner) as live:
             async with live.lock:
                 try:
                     session = await live.catch_up(_PATIENCE_S)
@@ -91,7 +91,7 @@ class SessionPlayer:
     @asynccontextmanager
     async def found(self, name: str) -> AsyncIterator[tuple[LiveSession, Session]]:
         """A session under its lock, as far as it is known. Raises `NotFound` for one that is not this key's."""
-        with self._shelf.used(self.source, self._player, self._id(name), self._owner) as live:
+        with self._shelf.used(self.source, self._player, self.stored_id(name), self._owner) as live:
             async with live.lock:
                 try:
                     session = await live.catch_up(_PATIENCE_S)
@@ -99,7 +99,8 @@ class SessionPlayer:
                     raise NotFound(f"no session {name[:100]!r} of this key is here") from None
                 yield live, session
 
-    def _id(self, name: str) -> str:
+    def stored_id(self, name: str) -> str:
+        """The coordinator's id of a session."""
         return session_episode(self.source.run.run_id, self._owner, name)
 
     async def _open(self, live: LiveSession, name: str, group: str) -> Session:

@@ -410,6 +410,16 @@ async def test_a_key_sees_its_sessions_by_the_names_that_it_gave(agent: Agent) -
     assert [one["turn"] for one in completions] == [1]
 
 
+async def test_a_list_goes_on_behind_a_session_though_others_are_opened(agent: Agent) -> None:
+    client = agent.clients[0]
+    for name in ("first", "second", "third"):
+        assert (await client.post("/v1/sessions", json={"session_id": name})).status_code == 200
+    await client.post("/v1/sessions", json={"session_id": "fourth"})
+    for behind, wanted in (("third", ["second", "first"]), ("first", []), ("unknown", [])):
+        page = (await client.get("/v1/sessions", params={"behind": behind})).json()
+        assert ([one["id"] for one in page["data"]], page["has_more"]) == (wanted, False)
+
+
 async def test_sessions_stay_within_their_limits(
     agent: Agent, source: ScriptedSource, session_limits: SessionLimits
 ) -> None:
