@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import queue
+import resource
 import signal
 import socket
 import sys
@@ -290,3 +291,13 @@ def fsync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def allow_files(wanted: int) -> None:
+    """Let this process open so many files, as far as the system does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if most < wanted:
+        log.warning("this process may open fewer files than its clients may need", allowed=most, needed=wanted)

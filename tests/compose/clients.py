@@ -99,7 +99,7 @@ class GatewayClients:
 
     async def _end(self, run_id: str, session: str, sampled: list[list[int]], reward: float) -> None:
         """With a reward, after the trace has been compared with what the client got."""
-        head = {"authorization": f"Bearer {self._key(run_id)}"}
+        head = {"authorization": f"Bearer {self._key(run_id, Role.USER)}"}
         where = f"{self.url}/v1/sessions/{session}"
         async with httpx.AsyncClient(headers=head, timeout=_ANSWER_S) as client:
             trace = (await client.get(where)).raise_for_status().json()
@@ -112,8 +112,8 @@ class GatewayClients:
         url = f"{self.url}{prefix}/v1"
         return openai.AsyncOpenAI(base_url=url, api_key=self._key(run_id), max_retries=0, timeout=_ANSWER_S)
 
-    def _key(self, run_id: str) -> str:
-        return signing_keys.issue(self._folder, Role.AGENT, run_id=run_id, ttl_s=_KEY_S, name="team")
+    def _key(self, run_id: str, role: Role = Role.AGENT) -> str:
+        return signing_keys.issue(self._folder, role, run_id=run_id, ttl_s=_KEY_S, name="team")
 
 
 async def train_on_sessions(client: Client, clients: GatewayClients, between: Callable[[], Awaitable[None]]) -> Run:

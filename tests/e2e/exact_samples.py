@@ -29,6 +29,12 @@ PROMPT: Final = [3, 1, 4, 1, 5]
 MIN_TOKENS: Final = 24
 END: Final = 2
 _HELD: Final = 64
+#: As requests of one session may be sampled. Engines that draft tokens take no `min_p`.
+WAYS: Final = [
+    {"temperature": 0.5 + 0.1 * number, "top_k": number % 3 * 3, "top_p": 1.0 - 0.04 * number, **min_p}
+    for number in range(10)
+    for min_p in ({}, {"min_p": 0.02 * (number + 1)})
+]
 _AT_ONCE: Final = 64
 #: Tokens of an attempt before it is cut, on average; of its last ones, up to so many were not stored.
 _MEAN: Final = 6
@@ -40,7 +46,7 @@ _DRAFT: Final = 4
 class Sampler:
     def __init__(self, engine: VllmEngine, info: EngineInfo, length: int, **sampling: Any) -> None:
         self._engine, self._info = engine, info
-        self._sampling = Sampling(temperature=1.0, max_tokens=length, ignore_eos=True, **sampling)
+        self._sampling = Sampling(**{"max_tokens": length, "ignore_eos": True, **sampling})
         self._room = asyncio.Semaphore(_AT_ONCE)
         self._random = Random(0)
 
@@ -111,7 +117,10 @@ async def main(checkpoint: str, speculation: str, responses: int, length: int) -
         cut = await asyncio.gather(*(sampler.cut(f"c{number}") for number in range(responses)))
         sampler = Sampler(engine, info, length, min_tokens=MIN_TOKENS, stop_token_ids=(END,))
         held = await asyncio.gather(*(sampler.cut(f"h{number}") for number in range(_HELD)))
+        ways = [one for one in WAYS if not (engine.speculates and "min_p" in one)]
+        varied = [await Sampler(engine, info, length, **way).cut(f"v{number}") for number, way in enumerate(ways)]
         facts = {"prompt": PROMPT, "whole": whole, "cut": cut, "held": held, "drafts": await _drafts(engine)}
+        facts["varied"] = [{**made, "sampling": way} for made, way in zip(varied, ways, strict=True)]
         print(json.dumps(facts))  # noqa: T201 - the test reads it
     finally:
         await engine.stop()

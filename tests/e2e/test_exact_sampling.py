@@ -15,6 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from ebbtide.types.rollout import SampledResponse
+from ebbtide.types.run import Sampling
 from tests.e2e import exact_samples
 from tests.e2e.facts import facts_of
 
@@ -108,18 +110,27 @@ class Samples:
             gaps.append(np.abs(said - np.log(sample.probable[np.arange(len(said)), sample.ids])).max())
         return float(max(gaps))
 
-    def trainers_gap(self, **settings: Any) -> float:
+    def trainers_gap(self, **sampling: Any) -> float:
         """What the trainer reports as the mean gap to the workers' logprobs, over responses with `MIN_TOKENS`."""
+        return self._gap("held", Sampling(**sampling))
+
+    def varied_gap(self) -> float:
+        """The same over responses that were sampled in ways of their own."""
+        return self._gap("varied", Sampling())
+
+    def _gap(self, kind: str, sampling: Sampling) -> float:
         from ebbtide.trainer.learning.learner import Learner, LearnerSettings
         from ebbtide.trainer.learning.training_batches import TrainingSample
 
         samples = []
-        for response in self._facts["held"]:
+        for response in self._facts[kind]:
             count = len(response["ids"])
             ids = np.array([*self._facts["prompt"], *response["ids"]])
             said, versions = np.array(response["logprobs"], np.float32), np.zeros(count, np.int64)
-            samples.append(TrainingSample(ids, np.ones(count, np.bool_), said, versions, 1.0))
-        learner = Learner(load(self._checkpoint), LearnerSettings(**settings), version=0)
+            own = Sampling(**response["sampling"]) if "sampling" in response else None
+            responses = (SampledResponse(start=0, end=count, sampling=own),) if own else ()
+            samples.append(TrainingSample(ids, np.ones(count, np.bool_), said, versions, 1.0, responses))
+        learner = Learner(load(self._checkpoint), LearnerSettings(sampling=sampling), version=0)
         gap = learner.step(samples, Random(0)).logprob_gap
         assert gap is not None
         return gap
@@ -164,8 +175,12 @@ def test_a_shift_of_one_percent_would_be_seen(samples: Samples) -> None:
 
 
 def test_the_trainer_bars_end_tokens_where_engines_did(samples: Samples) -> None:
-    assert samples.trainers_gap(min_tokens=exact_samples.MIN_TOKENS, end_ids=(exact_samples.END,)) <= 1e-4
+    assert samples.trainers_gap(min_tokens=exact_samples.MIN_TOKENS, stop_token_ids=(exact_samples.END,)) <= 1e-4
     assert samples.trainers_gap() > 0.01, "the end token is a likely one"
+
+
+def test_the_trainer_finds_the_logprobs_of_each_response_as_it_was_sampled(samples: Samples) -> None:
+    assert samples.varied_gap() <= 1e-5
 
 
 def test_engines_say_the_networks_logprobs_of_what_they_sampled(samples: Samples) -> None:

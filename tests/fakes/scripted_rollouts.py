@@ -1,6 +1,7 @@
 """A run whose rollouts are written by the test: what a gateway serves clients from, without a coordinator."""
 
 import asyncio
+import threading
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any
 
@@ -59,6 +60,7 @@ class ScriptedSource(ScriptedSessions):
         self.answers: list[str] = []
         self.submitted: dict[str, RolloutRequest] = {}
         self.cancelled: list[str] = []
+        self.reasons: dict[str, str] = {}  # of what was cancelled
         self.released = False
         self.is_lost = False
         self.refusal: EbbtideError | None = None
@@ -104,7 +106,8 @@ class ScriptedSource(ScriptedSessions):
             if place:
                 await self.gate.wait()
                 if rollout_id in self.cancelled:
-                    yield TokenChunk(offset=chunk.offset, tokens=b"", reason=FinishReason.CANCELLED)
+                    why = self.reasons.get(rollout_id, "")
+                    yield TokenChunk(offset=chunk.offset, tokens=b"", reason=FinishReason.CANCELLED, message=why)
                     return
                 if self.break_off is not None:
                     yield TokenChunk(offset=chunk.offset, tokens=b"", reason=self.break_off, message="evidence")
@@ -112,8 +115,9 @@ class ScriptedSource(ScriptedSessions):
             yield chunk
             self.first.set()
 
-    async def cancel(self, rollout_ids: Sequence[str]) -> None:
+    async def cancel(self, rollout_ids: Sequence[str], reason: str = "") -> None:
         self.cancelled += rollout_ids
+        self.reasons |= dict.fromkeys(rollout_ids, reason)
 
     async def end_session(self, how: SessionEnd) -> Session:
         session = await super().end_session(how)
@@ -198,24 +202,34 @@ class ScriptedCatalog:
 class MarkedOutputs:
     """Finds `<think>...</think>` and `<tool_call>{"name": ..., "arguments": ...}</tool_call>`."""
 
+    def __init__(self) -> None:
+        self.made: list[str] = []  # the seeds of all parsers
+        self.threads: set[threading.Thread] = set()  # that made parsers, or had them parse whole texts
+
     def parser(self, *, tools: Any, tool_choice: str, call_seed: str, **_: Any) -> OutputParser:
-        return _MarkedOutput(call_seed, calls=bool(tools) and tool_choice == "auto")
+        self.made.append(call_seed)
+        self.threads.add(threading.current_thread())
+        return _MarkedOutput(call_seed, self.threads, calls=bool(tools) and tool_choice == "auto")
 
 
 class _MarkedOutput:
     skip_special = False
 
-    def __init__(self, seed: str, *, calls: bool) -> None:
-        self._seed, self._calls, self._text, self._count = seed, calls, "", 0
+    def __init__(self, seed: str, threads: set[threading.Thread], *, calls: bool) -> None:
+        self._seed, self._threads, self._calls, self._text = seed, threads, calls, ""
 
     def push(self, text: str, ids: Sequence[int]) -> OutputDelta:
         self._text += text
         return OutputDelta()
 
     def end(self) -> OutputDelta:
-        return self.whole(self._text, ())
+        return self._parsed(self._text)
 
     def whole(self, text: str, ids: Sequence[int]) -> OutputDelta:
+        self._threads.add(threading.current_thread())
+        return self._parsed(text)
+
+    def _parsed(self, text: str) -> OutputDelta:
         reasoning, _, rest = text.partition("</think>") if "</think>" in text else ("", "", text)
         content, *marked = rest.split("<tool_call>") if self._calls else [rest]
         found = [msgspec.json.decode(one.partition("</tool_call>")[0]) for one in marked]

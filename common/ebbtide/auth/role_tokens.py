@@ -49,6 +49,7 @@ class Claims(Struct, frozen=True, kw_only=True):
     run_id: str = ""  # the only run that it is for; empty: every run
     name: str = ""  # for people
     limits: KeyLimits = KeyLimits()  # of a gateway's client on that run
+    session_id: str = ""  # the only session of gateways that it may play; empty: any
 
 
 def mint(
@@ -59,6 +60,7 @@ def mint(
     run_id: str = "",
     name: str = "",
     limits: KeyLimits = _UNLIMITED,
+    session_id: str = "",
 ) -> str:
     """A token that is valid for `ttl_s` seconds from now. Raises `InvalidRequest` for a bad run id or name."""
     import jwt
@@ -69,6 +71,7 @@ def mint(
     claims |= {"run": check_id(run_id, field="run")} if run_id else {}
     claims |= {"sub": check_id(name, field="name")} if name else {}
     claims |= {"limits": msgspec.to_builtins(limits)} if limits != _UNLIMITED else {}
+    claims |= {"session": session_id} if session_id else {}
     return jwt.encode(claims, key, _ALGORITHM, headers={"kid": key_id(key.public_key()), "typ": _TYPE})
 
 
@@ -123,12 +126,16 @@ def _claims(found: Mapping[str, Any]) -> Claims:
     # A token for one run whose run is empty must not become valid for every run.
     if "run" in found and (not run_id or not isinstance(run_id, str)):
         raise ValueError("no run")
+    session_id = found.get("session", "")
+    if "session" in found and (not session_id or not isinstance(session_id, str)):
+        raise ValueError("no session")
     return Claims(
         role=Role(found["role"]),
         expires=float(expires),
         run_id=run_id or "",
         name=str(found.get("sub", "")),
         limits=_limits(found.get("limits", {})),
+        session_id=session_id,
     )
 
 

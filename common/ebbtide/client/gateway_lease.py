@@ -93,16 +93,6 @@ class GatewayLease(RolloutLease):
         request = sessions_pb2.ReadTurnsRequest(lease=self._fence, session_id=session_id, owner=owner, after=after)
         return from_proto(await self._call(self._sessions.ReadTurns, request), TurnPage)
 
-    async def turns(self, session_id: str, owner: str, after: int = 0) -> AsyncGenerator[SessionTurn, None]:
-        """Yield a session's present turns after a number. Raises `NotFound`."""
-        more = True
-        while more:
-            page = await self.read_turns(session_id, owner, after)
-            for turn in page.turns:
-                yield turn
-                after = turn.number
-            more = page.more
-
     async def end_session(self, how: SessionEnd) -> Session:
         """End a session as trajectories of the run or dropped, or return how it ended. Its rollouts are deleted.
 

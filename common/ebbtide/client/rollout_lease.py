@@ -7,7 +7,7 @@ from ebbtide.client.held_lease import HeldLease
 from ebbtide.client.service_peer import ServicePeer
 from ebbtide.errors import NoCapacity, RateLimited
 from ebbtide.types.key_usage import MeteredKey
-from ebbtide.types.rollout import RolloutRequest, SubmitOrder, SubmitOutcome, Trajectory
+from ebbtide.types.rollout import RolloutRequest, SampledResponse, SubmitOrder, SubmitOutcome, Trajectory
 from ebbtide.v1 import rollouts_pb2, runs_pb2
 from ebbtide.v1.rollouts_pb2_grpc import RolloutsStub
 from ebbtide.wire.record_conversion import to_proto
@@ -101,4 +101,8 @@ def in_batches(items: Iterable[T], size: Callable[[T], int] = lambda _: 0) -> It
 
 def trajectory_size(end: Trajectory) -> int:
     """Bytes that a trajectory takes in a message, about."""
-    return 256 + len(end.prompt_ids) + len(end.tokens) + len(end.loss_mask)
+    return 256 + len(end.prompt_ids) + len(end.tokens) + len(end.loss_mask) + sum(map(_response_size, end.responses))
+
+
+def _response_size(one: SampledResponse) -> int:
+    return 64 + 5 * len(one.sampling.stop_token_ids)

@@ -3,13 +3,16 @@
 The token is added where a call begins, not by gRPC's interceptors: those pass each message of a stream through a
 queue. A gRPC channel keeps its first certificates. After they change, new calls begin on a new channel; calls under way
 stay on the former one, which closes after its last call.
+
+A server takes a bounded number of calls of one connection. What is beyond it waits inside gRPC, unary calls too, while
+their deadlines run. So a connection gets no more than `STREAMS` streams, and further ones get connections of their own.
 """
 
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, Self
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import grpc
 
@@ -22,6 +25,8 @@ from ebbtide.rpc.channel_options import KEEPALIVE_S, client_options
 DEFAULT_TIMEOUT_S: Final = 30.0
 #: Deadline of calls that are answered once their writes are durable: for a store that syncs late this takes 30 s.
 DURABLE_TIMEOUT_S: Final = 50.0
+#: Streams of one connection: a quarter of the calls that a server takes by default.
+STREAMS: Final = 256
 
 
 def open_channel(target: str, security: ClientSecurity, *, keepalive_s: float = KEEPALIVE_S) -> "Channel":
@@ -94,25 +99,35 @@ async def _status(call: Any) -> grpc.aio.AioRpcError:
     )
 
 
+class _Connection:
+    """One gRPC channel, and what is under way on it."""
+
+    def __init__(self, inner: grpc.aio.Channel) -> None:
+        self.inner = inner
+        self.calls: WeakSet[Any] = WeakSet()  # all, if its credentials may change
+        self.streams = 0
+
+
 class _Call:
     """One method of a channel. Adds the channel's metadata, and a default deadline."""
 
-    def __init__(self, channel: "Channel", make: Callable[[grpc.aio.Channel], Any], timeout: float | None) -> None:
-        self._channel, self._make, self._timeout = channel, make, timeout
-        self._inner: grpc.aio.Channel | None = None
-        self._call: Any = None  # gRPC's, of `_inner`
+    def __init__(
+        self, channel: "Channel", make: Callable[[grpc.aio.Channel], Any], timeout: float | None, *, streams: bool
+    ) -> None:
+        self._channel, self._make, self._timeout, self._streams = channel, make, timeout, streams
+        self._made: WeakKeyDictionary[_Connection, Any] = WeakKeyDictionary()  # gRPC's method on each
 
     def __call__(self, *request: Any, timeout: float | None = None, metadata: Any = None, **options: Any) -> Any:
-        inner = self._channel.current()
-        if inner is not self._inner:
-            self._inner, self._call = inner, self._make(inner)
-        call = self._call(
+        connection = self._channel.current(streams=self._streams)
+        if (method := self._made.get(connection)) is None:
+            method = self._made[connection] = self._make(connection.inner)
+        call = method(
             *request,
             timeout=self._timeout if timeout is None else timeout,
             metadata=(*self._channel.metadata(), *(metadata or ())),
             **options,
         )
-        self._channel.began(call)
+        self._channel.began(connection, call, streams=self._streams)
         return call
 
 
@@ -156,8 +171,9 @@ class Outer(grpc.aio.Channel):
 class Channel(Outer):
     """A series of gRPC channels. Every call carries `metadata()` and, if unary, a deadline.
 
-    Invariant: new calls begin on `_inner`, which has the present `_credentials`. `_former` has the earlier channels
-    that still serve calls; each closes after its last call.
+    Invariant: new calls begin on `_connections`, which have the present `_credentials`: unary calls on the first. A
+    further one closes after its last stream. `_former` has the earlier ones that still serve calls; each closes after
+    its last call.
     """
 
     def __init__(
@@ -168,9 +184,8 @@ class Channel(Outer):
     ) -> None:
         self._connect, self._fresh, self.metadata = connect, credentials, metadata
         self._credentials = credentials.get()
-        self._inner = connect(self._credentials)
-        self._calls: WeakSet[Any] = WeakSet()
-        self._former: list[tuple[grpc.aio.Channel, WeakSet[Any]]] = []
+        self._connections = [_Connection(connect(self._credentials))]
+        self._former: list[_Connection] = []
         self._closing: set[asyncio.Task[None]] = set()
 
     @property
@@ -178,39 +193,62 @@ class Channel(Outer):
         """The number of connections with former certificates that still serve calls."""
         return len(self._former)
 
-    def current(self) -> grpc.aio.Channel:
-        """The gRPC channel for a new call."""
+    @property
+    def connections(self) -> int:
+        """The number of those on which new calls may begin."""
+        return len(self._connections)
+
+    def current(self, *, streams: bool) -> _Connection:
+        """The connection for a new call, or for a stream."""
         credentials = self._fresh.get()
         if credentials is not self._credentials:
-            self._former.append((self._inner, self._calls))
-            self._credentials, self._inner, self._calls = credentials, self._connect(credentials), WeakSet()
+            self._former += self._connections
+            self._credentials, self._connections = credentials, [_Connection(self._connect(credentials))]
             self._prune()
-        return self._inner
+        if not streams:
+            return self._connections[0]
+        roomy = next((one for one in self._connections if one.streams < STREAMS), None)
+        if roomy is None:
+            roomy = _Connection(self._connect(self._credentials))
+            self._connections.append(roomy)
+        return roomy
 
-    def began(self, call: Any) -> None:
-        """Note a call that began on `_inner`."""
+    def began(self, connection: _Connection, call: Any, *, streams: bool) -> None:
+        """Note a call that began on a connection."""
+        if streams:
+            connection.streams += 1
+            call.add_done_callback(lambda _: self._streamed(connection))
         if self._credentials is not None:
-            self._calls.add(call)
+            connection.calls.add(call)
             call.add_done_callback(self._prune)
 
+    def _streamed(self, connection: _Connection) -> None:
+        connection.streams -= 1
+        if not connection.streams and connection in self._connections[1:]:
+            self._connections.remove(connection)
+            self._close(connection)
+
     def _prune(self, _done: Any = None) -> None:
-        over = [pair for pair in self._former if all(call.done() for call in pair[1])]
-        for pair in over:
-            self._former.remove(pair)
-            task = asyncio.ensure_future(pair[0].close())
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
+        for one in [one for one in self._former if all(call.done() for call in one.calls)]:
+            self._former.remove(one)
+            self._close(one)
+
+    def _close(self, connection: _Connection) -> None:
+        task = asyncio.ensure_future(connection.inner.close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
 
     def _present(self) -> grpc.aio.Channel:
-        return self._inner
+        return self._connections[0].inner
 
     def _call(self, kind: str, method: str, args: tuple[Any, ...], options: Any) -> Any:
-        timeout = DEFAULT_TIMEOUT_S if kind == "unary_unary" else None
-        return _Call(self, lambda inner: getattr(inner, kind)(method, *args, **options), timeout)
+        unary = kind == "unary_unary"
+        timeout = DEFAULT_TIMEOUT_S if unary else None
+        return _Call(self, lambda inner: getattr(inner, kind)(method, *args, **options), timeout, streams=not unary)
 
     async def close(self, grace: float | None = None) -> None:
         last = self._credentials
         self._fresh = ReloadedFiles((), lambda: last)  # no new channel from now on
-        for inner in (self._inner, *(inner for inner, _ in self._former)):
-            await inner.close(grace)
+        for one in (*self._connections, *self._former):
+            await one.inner.close(grace)
         await asyncio.gather(*self._closing)

@@ -10,6 +10,8 @@ MAX_MESSAGE_BYTES: Final = 4 << 20
 #: within 15 s.
 KEEPALIVE_S: Final = 10.0
 KEEPALIVE_TIMEOUT_S: Final = 5.0
+#: Calls that a server has not begun yet, of all connections.
+MAX_PENDING: Final = 1 << 16
 
 
 def client_options(keepalive_s: float = KEEPALIVE_S) -> Options:
@@ -35,6 +37,9 @@ def server_options(keepalive_s: float = KEEPALIVE_S, *, max_streams: int = 1024,
         # Without this, a server answers clients' pings with too_many_pings.
         ("grpc.http2.min_ping_interval_without_data_ms", round(keepalive_s * 500)),
         ("grpc.max_concurrent_streams", max_streams),
+        # Of calls that arrive faster than the server begins them, gRPC cancels some beyond 1,000.
+        ("grpc.server.max_pending_requests", MAX_PENDING),
+        ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING),
         ("grpc.so_reuseport", 0),  # else two servers could silently share one port
     ]
 

@@ -85,6 +85,8 @@ RUN_KEYS: Final[dict[str, str]] = {
     "REQUESTS": "requests",
     # zset: session -> its number in the order of opening, until it is forgotten. Owner: open_session, expire.
     "SESSIONS": "sessions",
+    # zset per owner: the same of its sessions alone. Owner: open_session, expire.
+    "OWNED": "owned:",
     # zset: open session -> when it was last used (ms since submission). Owner: open_session, add_turn, lib.
     "IDLE": "idle",
     # zset: ended session -> when it ended (ms since submission). Owner: lib, expire.

@@ -102,6 +102,14 @@ class TokenChunk(Struct, frozen=True, kw_only=True):
     message: str = ""  # the evidence of a dead letter, or why a request was cancelled
 
 
+class SampledResponse(Struct, frozen=True, kw_only=True):
+    """The first tokens of one response, [start, end) of a trajectory's, and how they were sampled."""
+
+    start: int
+    end: int
+    sampling: Sampling
+
+
 class Trajectory(Struct, frozen=True, kw_only=True):
     """A finished episode."""
 
@@ -119,6 +127,7 @@ class Trajectory(Struct, frozen=True, kw_only=True):
     metrics: dict[str, float] = {}
     session_id: str = ""  # of a branch of a session; empty: of an episode that a driver played
     branches: int = 0  # trajectories of that session in all
+    responses: tuple[SampledResponse, ...] = ()  # in order; empty: all were sampled as the run's spec says
 
 
 class Episode(Struct, frozen=True, kw_only=True):

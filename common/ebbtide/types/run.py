@@ -20,6 +20,10 @@ Natural = Annotated[int, Meta(ge=0)]
 
 #: The `trainer.name` of a run whose trainer and driver come from outside the cluster.
 EXTERNAL: Final = "external"
+#: The `trainer.name` of the built-in trainer.
+GRPO: Final = "grpo"
+#: vLLM samples at no lower temperature than this, but for 0.
+_LEAST_TEMPERATURE: Final = 0.01
 #: The `environment.name` of a run whose episodes are sessions that agents play through gateways.
 AGENTS: Final = "agents"
 #: Verifiers of one run. The driver loads each in a process.
@@ -66,6 +70,7 @@ class Sampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     seed: int | None = None
     structured_output: str = ""
     without_logprobs: bool = False
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
 
 
 class EnvironmentSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -88,7 +93,7 @@ class BatchSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class TrainerSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    name: str = "grpo"
+    name: str = GRPO
     steps: Positive = 100
     learning_rate: Annotated[float, Meta(gt=0, le=1)] = 1e-6
     warmup_steps: Natural = 0
@@ -164,6 +169,11 @@ class RunSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     def external(self) -> bool:
         """Whether trainer and driver come from outside: then only claims by run id get its leases."""
         return self.trainer.name == EXTERNAL
+
+    @property
+    def built_in(self) -> bool:
+        """Whether the built-in learner trains it."""
+        return self.trainer.name == GRPO
 
     @property
     def from_agents(self) -> bool:
@@ -436,6 +446,19 @@ def _sampling_problems(sampling: Sampling, field: str) -> Iterator[InvalidReques
             yield InvalidRequest(f"at most {MAX_STOPS}", field=f"{field}.{name}")
     if any(not 0 <= token < 1 << 32 for token in sampling.stop_token_ids):
         yield InvalidRequest("token ids are unsigned 32-bit", field=f"{field}.stop_token_ids")
+
+
+def check_learnable(sampling: Sampling, *, field: str = "") -> None:
+    """Refuse sampling whose logprobs the built-in learner cannot compute again. `field`: what the parameters are in."""
+    place = f"{field}." if field else ""
+    if sampling.temperature == 0:
+        raise InvalidRequest("must be above 0: greedy responses cannot be trained on", field=f"{place}temperature")
+    if sampling.temperature < _LEAST_TEMPERATURE:
+        text = f"must be at least {_LEAST_TEMPERATURE:g}, the lowest that engines sample at"
+        raise InvalidRequest(text, field=f"{place}temperature")
+    if sampling.repetition_penalty != 1:
+        text = "must be 1: the trainer does not apply penalties"
+        raise InvalidRequest(text, field=f"{place}repetition_penalty")
 
 
 def to_mapping(record: Struct) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import Final, Self
 
 import msgspec
 
+from ebbtide import telemetry
 from ebbtide.driver.environment_threads import TookTooLong
 from ebbtide.driver.isolation.host_messages import (
     LENGTH,
@@ -29,6 +30,7 @@ from ebbtide.driver.isolation.host_messages import (
 )
 from ebbtide.driver.settings import DriverSettings
 
+log = telemetry.get_logger(__name__)
 _KEEPER: Final = "ebbtide.driver.isolation.keeper"
 #: Python's start and the mounts take a tenth of a second; on a busy machine more.
 _STARTING_S: Final = 60.0
@@ -140,6 +142,11 @@ class HostProcess:
         if started.refused:
             await made.end()
             raise IsolationRefused(started.refused)
+        if started.open_network:
+            log.warning(
+                "environment code has this host's network: root may make no namespaces here, so it is only another "
+                "user; run the driver where namespaces are allowed, or close the network around it"
+            )
         return made
 
     async def call(self, request: Request, *, timeout_s: float) -> HostReply:

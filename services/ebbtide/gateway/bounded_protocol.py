@@ -1,4 +1,5 @@
-"""Bounds what a connection may send before its request is read, and behind it. uvicorn takes both without end.
+"""Bounds what a connection may send before its request is read, and behind it, which uvicorn takes without end; and how
+many connections there are: beyond them the one that is idle for longest is closed.
 
 Invariant: at most one timer runs: for a head while no answer is under way, or for the rest of a body whose request was
 answered before it had arrived. Trailers are never headers of a request. All of it is lost with the connection.
@@ -18,6 +19,7 @@ class BoundedProtocol(HttpToolsProtocol):
     """Ends connections that send too much, or too slowly, outside of a body that is being read."""
 
     limits: ClassVar[RequestLimits]
+    idle: "ClassVar[dict[BoundedProtocol, None]]"  # connections of the server without a request, the longest idle first
     _reads_head = True  # no: a body is arriving
     _head_bytes = 0
     _framing_bytes = 0  # behind the last part of a body: chunk extensions and trailers
@@ -27,9 +29,13 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._time(self.limits.header_s)
+        self.idle[self] = None
+        if len(self.connections) > self.limits.connections:
+            next(iter(self.idle)).transport.close()  # at least this one is idle
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_timer()
+        self.idle.pop(self, None)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -51,6 +57,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._end_timer()
+        self.idle.pop(self, None)
         self._reads_head, self._framing_bytes, self._discarded_bytes = False, 0, 0
         super().on_headers_complete()
 
@@ -68,6 +75,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_response_complete()
         if self.transport.is_closing() or not self._is_answered:
             return
+        self.idle[self] = None
         if not self._reads_head:
             # To close at once could reset the connection before the client has read its answer.
             self._time(self.limits.body_s)
@@ -107,4 +115,4 @@ class BoundedProtocol(HttpToolsProtocol):
 
 def bounded_protocol(limits: RequestLimits) -> type[BoundedProtocol]:
     """The protocol with these limits: uvicorn takes a class."""
-    return type("LimitedProtocol", (BoundedProtocol,), {"limits": limits})
+    return type("LimitedProtocol", (BoundedProtocol,), {"limits": limits, "idle": {}})

@@ -7,7 +7,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from ebbtide.errors import NotFound
 from ebbtide.gateway.dialects.agents.messages import MessagesDialect
 from ebbtide.gateway.dialects.agents.responses import ResponsesDialect
 from ebbtide.gateway.dialects.dialect import Dialect
@@ -31,9 +33,10 @@ def make_app(doors: GatewayDoors) -> Starlette:
         *_run_routes(doors),
         *_session_routes(doors),
         *text,
-        Mount("/sessions/{session_id}", routes=[*text, *_model_routes(doors)]),
+        Mount("/sessions/{session_id}", routes=[*text, *_model_routes(doors), _count_route(doors)]),
     ]
     app = Starlette(routes=routes, exception_handlers={HTTPException: _unknown_route})
+    app.add_middleware(_WithoutEscapedSlashes)
     app.router.redirect_slashes = False  # a redirection would lead where the client's Host header says
     return app
 
@@ -65,6 +68,11 @@ def _model_routes(doors: GatewayDoors) -> Sequence[BaseRoute]:
     ]
 
 
+def _count_route(doors: GatewayDoors) -> BaseRoute:
+    counts = JsonRoute(doors, RunRoutes(doors).count_tokens, "/v1/messages", reads_body=True, shape=anthropic_error)
+    return Route("/v1/messages/count_tokens", counts, methods=["POST"])
+
+
 def _session_routes(doors: GatewayDoors) -> Sequence[BaseRoute]:
     sessions, one = SessionRoutes(doors), "/v1/sessions/{session_id}"
     return [
@@ -87,13 +95,9 @@ def _run_routes(doors: GatewayDoors) -> Sequence[BaseRoute]:
         *_model_routes(doors),
         Route("/v1/usage", JsonRoute(doors, runs.usage, "/v1/usage"), methods=["GET"]),
         Route("/tokenize", JsonRoute(doors, runs.tokenize, "/tokenize", reads_body=True), methods=["POST"]),
-        Route(
-            "/v1/messages/count_tokens",
-            JsonRoute(doors, runs.count_tokens, "/v1/messages", reads_body=True, shape=anthropic_error),
-            methods=["POST"],
-        ),
+        _count_route(doors),
         *(Route(path, JsonRoute(doors, work, path), methods=["GET"]) for path, work in asked.items()),
-        *(Route(path, JsonRoute(doors, work, path), methods=["POST"]) for path, work in ordered.items()),
+        *(Route(path, JsonRoute(doors, work, path, waits=True), methods=["POST"]) for path, work in ordered.items()),
     ]
 
 
@@ -107,9 +111,23 @@ def _health(doors: GatewayDoors):  # type: ignore[no-untyped-def]
     return health
 
 
-async def _unknown_route(request: Request, error: Exception) -> Response:
-    from ebbtide.errors import NotFound
+class _WithoutEscapedSlashes:
+    """Answers 404 to paths with an escaped slash, which arrive here as if it parted them: a session `a%2Freward` as the
+    reward of session `a`.
+    """
 
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and b"%2f" in scope.get("raw_path", b"").lower():
+            told = NotFound("no id has a slash, so no path has an escaped one")
+            await JSONResponse(openai_error(404, told, ""), status_code=404)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+
+async def _unknown_route(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
     told = NotFound(f"{request.method} {request.url.path[:200]} is not served here; docs/gateway.md lists the routes")
     return JSONResponse(openai_error(status, told, ""), status_code=status)

@@ -1,13 +1,14 @@
 """Serves the application over HTTP/1.1 by uvicorn.
 
-Invariant: `stop` closes the listening socket first, then lets requests under way finish within its time.
+Invariant: `stop` closes the listening socket first, then lets requests under way finish within its time. It returns
+once those that it cancelled have ended, too.
 """
 
 import asyncio
 import contextlib
 import socket
 import ssl
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Final
 
 import uvicorn
@@ -16,12 +17,15 @@ from starlette.types import ASGIApp
 from ebbtide.auth.reloaded_files import ReloadedFiles
 from ebbtide.errors import InvalidRequest
 from ebbtide.gateway.bounded_protocol import bounded_protocol
-from ebbtide.gateway.settings import GatewaySettings
+from ebbtide.gateway.settings import DoorSettings, GatewaySettings
+from ebbtide.runtime import allow_files
 
 #: A kept connection without a request is closed after so long; clients' pools keep them for about a minute.
 _KEPT_S: Final = 75
-#: How often the certificate's files are looked at.
-_CERTIFICATE_S: Final = 10.0
+#: Files beside connections of clients: those of services, templates and models.
+_OTHER_FILES: Final = 1024
+#: Requests that are cancelled at the end get so long to cancel their rollouts.
+_ENDING_S: Final = 10.0
 
 
 class _Server(uvicorn.Server):
@@ -48,12 +52,11 @@ class HttpServer:
             server_header=False,
             timeout_keep_alive=_KEPT_S,
             timeout_graceful_shutdown=max(1, round(settings.drain_s)),
-            # Connections beyond the requests that may be under way: those that are kept.
-            limit_concurrency=2 * settings.limits.requests + 64,
+            # The protocol bounds connections: these are some more, until those that it closed are gone.
+            limit_concurrency=2 * settings.limits.connections,
         )
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
-        self._renewing: asyncio.Task[None] | None = None
         self.address = ""
 
     async def start(self) -> None:
@@ -62,10 +65,13 @@ class HttpServer:
         host, port = listening.getsockname()[:2]
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._config.load()
+        allow_files(self._settings.limits.connections + _OTHER_FILES)
         if self._settings.door.tls_cert:
-            fresh = ReloadedFiles((self._settings.door.tls_cert, self._settings.door.tls_key), self._renew)
-            self._config.ssl = self._context()
-            self._renewing = asyncio.create_task(_repeat(fresh.get))
+            door = self._settings.door
+            fresh = ReloadedFiles((door.tls_cert, door.tls_key), lambda: _context(door))
+            self._config.ssl = _context(door)
+            # A context in use would keep half of a pair that does not match.
+            self._config.ssl.sni_callback = lambda connection, *_: setattr(connection, "context", fresh.get())
         self._server = _Server(self._config)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listening]))
         while not self._server.started:
@@ -80,36 +86,25 @@ class HttpServer:
             await asyncio.shield(self._serving)
 
     async def stop(self) -> None:
-        if self._renewing is not None:
-            self._renewing.cancel()
         if self._server is not None and self._serving is not None:
             self._server.should_exit = True
             await asyncio.gather(self._serving, return_exceptions=True)
+            if cancelled := list(self._server.server_state.tasks):  # uvicorn waits for none of those that it cancels
+                await asyncio.wait(cancelled, timeout=_ENDING_S)
 
-    def _context(self) -> ssl.SSLContext:
-        door = self._settings.door
+
+def _context(door: DoorSettings) -> ssl.SSLContext:
+    """Raises `InvalidRequest` naming the file that is wrong, or does not match the other one."""
+    try:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.load_cert_chain(door.tls_cert, door.tls_key)
         if door.client_ca:
             context.load_verify_locations(door.client_ca)
             context.verify_mode = ssl.CERT_REQUIRED
-        return context
-
-    def _renew(self) -> None:
-        """Connections made from now on see the present certificate."""
-        if self._config.ssl is None:
-            return
-        try:
-            self._config.ssl.load_cert_chain(self._settings.door.tls_cert, self._settings.door.tls_key)
-        except (ssl.SSLError, OSError) as error:
-            raise InvalidRequest(str(error), field="door.tls_cert") from None
-
-
-async def _repeat(work: Callable[[], object]) -> None:
-    while True:
-        await asyncio.sleep(_CERTIFICATE_S)
-        work()
+    except (ssl.SSLError, OSError) as error:
+        raise InvalidRequest(str(error), field="door.tls_cert") from None
+    return context
 
 
 def _bound(listen: str) -> socket.socket:

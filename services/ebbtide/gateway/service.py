@@ -66,6 +66,7 @@ async def serve(shutdown: Shutdown, settings: GatewaySettings) -> None:
             pauses=pauses,
             session_limits=settings.sessions,
             shelf=shelf,
+            request_id_header=settings.door.request_id_header,
             is_leaving=shutdown.requested.is_set,
         )
         server = HttpServer(make_app(doors), settings)
@@ -94,4 +95,6 @@ async def _refresh(directory: RunDirectory) -> None:
             await directory.refresh()
         except EbbtideError as error:
             log.warning("the runs could not be read, trying again", reason=str(error))
+        except Exception:
+            log.exception("the runs could not be refreshed")
         await asyncio.sleep(_REFRESH_S)

@@ -26,6 +26,13 @@ class DoorSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         str, Meta(description="PEM file of authorities; with it clients must show certificates, too")
     ] = ""
     allow_insecure: Annotated[bool, Meta(description="listen on addresses other than loopback without TLS")] = False
+    request_id_header: Annotated[
+        str,
+        Meta(
+            min_length=1,
+            description="header of the id under which a client comes back; another behind proxies that add their own",
+        ),
+    ] = "X-Request-ID"
     token_keys: Annotated[
         str,
         Meta(

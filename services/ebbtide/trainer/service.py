@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from ebbtide.claimed_runs.run_permissions import check_listed, check_permitted
 from ebbtide.client import Client, Lease
 from ebbtide.errors import InvalidRequest, PermissionDenied
-from ebbtide.trainer.settings import GRPO, TrainerSettings
-from ebbtide.types.run import RunSpec
+from ebbtide.trainer.settings import TrainerSettings
+from ebbtide.types.run import GRPO, RunSpec
 
 if TYPE_CHECKING:
     from ebbtide.trainer.lending.shared_loan import LendingRanks
@@ -28,7 +28,7 @@ async def train(
     if lease.run.spec.external:
         raise PermissionDenied(f"run {lease.run_id} brings its own trainer; give another run_id, or none")
     await asyncio.to_thread(check_trainable, lease.run.spec, settings)
-    if name != GRPO:
+    if not lease.run.spec.built_in:
         await load_trainer(name)(client, lease, lease.run)
         await lease.lost.wait()  # the trainer is done; the run ends when its driver is
         return

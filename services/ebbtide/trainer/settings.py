@@ -1,16 +1,14 @@
 """Defines the settings of the trainer."""
 
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
 from ebbtide.claimed_runs.settings import WorkSettings
 from ebbtide.errors import InvalidRequest
 from ebbtide.grants import check_folder
-
-#: The `trainer.name` of the built-in trainer.
-GRPO: Final = "grpo"
+from ebbtide.types.run import GRPO
 
 
 class TrainerSettings(WorkSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):

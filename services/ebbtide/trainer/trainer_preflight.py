@@ -19,7 +19,7 @@ from ebbtide.environments import Message
 from ebbtide.errors import InvalidRequest
 from ebbtide.settings import read
 from ebbtide.trainer.service import check_trainable, load_trainer
-from ebbtide.trainer.settings import GRPO, TrainerSettings
+from ebbtide.trainer.settings import TrainerSettings
 from ebbtide.types.run import RunSpec
 
 
@@ -32,7 +32,7 @@ def check(spec: RunSpec, settings: TrainerSettings) -> None:
     if spec.external:
         return
     check_trainable(spec, settings)
-    if spec.trainer.name != GRPO:
+    if not spec.built_in:
         load_trainer(spec.trainer.name)
     if spec.from_agents:
         for verifier in spec.environment.verifiers.values():

@@ -59,6 +59,20 @@ async def test_only_a_worker_that_scores_gets_a_prompt_to_score(cluster: Any) ->
         assert (found, last.reason) == (scores(), FinishReason.LENGTH)
 
 
+async def test_only_a_worker_that_samples_with_min_p_gets_a_request_with_it(cluster: Any) -> None:
+    await cluster.run()
+    plain = await cluster.worker("plain", slots=64)
+    cut = {"sampling": Sampling(min_p=0.25)}
+    async with gateway(cluster) as lease:
+        with pytest.raises(NotReady, match="no attached worker samples with min_p"):
+            await lease.submit_rollouts([asked("a", **cut)])
+        able = await cluster.worker("able", capabilities=["resume", "min_p"])
+        await lease.submit_rollouts([asked("a", **cut), asked("b", **cut)])
+        await able.has("a", "b")
+        assert able.assigned["a"].sampling.min_p == 0.25
+        assert not plain.assigned
+
+
 async def test_a_lost_workers_prompt_is_scored_anew_by_another(cluster: Any) -> None:
     await cluster.run()
     first = await cluster.worker("w1", **SCORES)

@@ -6,12 +6,15 @@ from typing import Any
 import msgspec
 import pytest
 
+from ebbtide.client import GatewayLease
 from ebbtide.coordinator import metrics
 from ebbtide.errors import AlreadyExists, InvalidRequest, LeaseSuperseded, NoCapacity, NotFound, NotReady
 from ebbtide.testing import wait_until
-from ebbtide.types.rollout import SubmitOutcome
+from ebbtide.types.rollout import SampledResponse, SubmitOutcome, Trajectory
+from ebbtide.types.run import LeaseRef, Sampling
 from ebbtide.types.session import MAX_TURN_RECORD, SessionEnd, SessionState, SessionTurn
 from ebbtide.v1 import sessions_pb2, sessions_pb2_grpc, types_pb2
+from ebbtide.wire.record_conversion import from_proto
 from tests.fakes.scripted_worker import tokens
 from tests.integration.coordinator.gateways import OWNER, answer, asked, branch, gateway, keys, pass_time
 
@@ -28,10 +31,21 @@ def drop(session_id: str, reason: str, **more: Any) -> SessionEnd:
     return SessionEnd(session_id=session_id, owner=OWNER, drop_reason=reason, **more)
 
 
+def lease_ref(lease: GatewayLease) -> LeaseRef:
+    return LeaseRef(lease.run_id, lease.role, lease._fence.fence, lease.number)
+
+
 def completed(session_id: str, *rollouts: int) -> SessionEnd:
     """As a branch for each number of rollouts."""
     branches = [branch(f"{session_id}.{number}", counted) for number, counted in enumerate(rollouts)]
     return SessionEnd(session_id=session_id, owner=OWNER, trajectories=tuple(branches))
+
+
+def answered(session_id: str, *places: tuple[int, int]) -> SessionEnd:
+    """As one branch of two tokens, with responses at these places."""
+    responses = tuple(SampledResponse(start=start, end=end, sampling=Sampling()) for start, end in places)
+    made = msgspec.structs.replace(branch(session_id, 1), responses=responses)
+    return SessionEnd(session_id=session_id, owner=OWNER, trajectories=(made,))
 
 
 async def test_a_session_and_a_turn_are_made_once_whoever_asks_again(cluster: Any) -> None:
@@ -109,7 +123,7 @@ async def test_a_gateway_goes_on_where_another_died_between_a_turn_and_its_submi
     await cluster.restart()
     worker = await cluster.worker("w1")
     async with gateway(cluster, "g2") as lease:
-        (found,) = [one async for one in lease.turns("s", OWNER)]
+        (found,) = (await lease.read_turns("s", OWNER)).turns
         assert found.record == b"its prompt"
         wanted = [asked(rollout_id) for rollout_id in found.rollout_ids]
         assert await lease.submit_rollouts(wanted) == [ACCEPTED, ACCEPTED]
@@ -180,6 +194,40 @@ async def test_a_session_that_becomes_trajectories_enters_the_accounts_of_traini
     counters = (await run.finish()).counters
     names = ("submitted", "trained", "dropped", "requests_submitted", "sessions_completed", "trajectories")
     assert [counters[name] for name in names] == [3, 2, 1, 3, 1, 0]
+
+
+async def test_a_trajectory_says_how_each_of_its_responses_was_sampled(cluster: Any) -> None:
+    run, ways = await cluster.run(), (Sampling(temperature=0.5, top_k=7), Sampling(top_p=0.9, stop_token_ids=(5,)))
+    responses = tuple(SampledResponse(start=at, end=at + 1, sampling=one) for at, one in enumerate(ways))
+    async with gateway(cluster) as lease:
+        await lease.open_session("s", OWNER)
+        await lease.add_turn("s", OWNER, turn("t1", "a"))
+        made = msgspec.structs.replace(branch("s", 1), responses=responses)
+        await lease.end_session(SessionEnd(session_id="s", owner=OWNER, trajectories=(made,)))
+    (found,) = await run.trajectories(1)
+    assert from_proto(found, Trajectory).responses == responses
+
+
+async def test_a_list_looks_at_no_session_of_another_owner(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = await cluster.run()
+    monkeypatch.setattr("ebbtide.store.topics.session_topic._LOOKED_AT", 2)
+    async with gateway(cluster) as lease:
+        for number in range(6):
+            await lease.open_session(f"other-{number}", "another")
+        for number in range(3):
+            await lease.open_session(f"mine-{number}", OWNER)
+        found, _ = await cluster.coordinator.store.sessions.page(lease_ref(lease), OWNER, 0.0)
+        assert [session.session_id for _, session in found] == ["mine-0", "mine-1"]
+        assert [one.session_id for one in await lease.sessions(OWNER)] == ["mine-0", "mine-1", "mine-2"]
+        assert len(await lease.sessions("another")) == 6
+        for number in range(3):
+            await lease.end_session(drop(f"mine-{number}", "x"))
+    await pass_time(cluster, 601)
+    await pass_time(cluster, 601)
+    async with gateway(cluster, "g2") as lease:
+        assert await lease.sessions(OWNER) == []
+    assert await cluster.coordinator.link.call("KEYS", f"*owned:{OWNER}") == []
+    assert await run.get()
 
 
 async def test_branches_that_fill_several_messages_become_trajectories_together(cluster: Any) -> None:
@@ -355,6 +403,8 @@ async def test_turns_are_read_in_pages_of_some_megabytes(cluster: Any) -> None:
         (SessionEnd(session_id="s", owner=OWNER, drop_reason="x", trajectories=(branch("s", 1),)), "drop_reason"),
         (SessionEnd(session_id="s", owner=OWNER, trajectories=(branch("other", 1),)), r"trajectories\[0\].episode_id"),
         (completed("s", 1, 0), r"trajectories\[1\].rollouts"),
+        (answered("s", (0, 1), (0, 2)), r"trajectories\[0\].responses\[1\]"),
+        (answered("s", (1, 3)), r"trajectories\[0\].responses\[0\]"),
         (drop("s", "no such id!"), "drop_reason"),
         (drop("s", "x", record=bytes(70_000)), "record"),
     ],

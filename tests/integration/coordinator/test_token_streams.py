@@ -14,6 +14,7 @@ from ebbtide.types.rollout import FinishReason, RolloutKind, TokenChunk
 from ebbtide.types.tokens import token_count, unpack_tokens
 from ebbtide.v1 import fleet_pb2, types_pb2
 from tests.integration.coordinator.conftest import TOKEN
+from tests.integration.coordinator.gateways import answer, asked, gateway
 
 STOP = types_pb2.FINISH_REASON_STOP
 
@@ -54,6 +55,20 @@ def chunks() -> Callable[[str], float]:
 
     before = {kind: count(kind) for kind in ("pushed", "read")}
     return lambda kind: count(kind) - before[kind]
+
+
+async def test_a_gateway_that_follows_more_rollouts_than_a_connection_takes_calls_still_calls(cluster: Any) -> None:
+    await cluster.run()
+    names = [f"a{number}" for number in range(1100)]
+    async with gateway(cluster) as lease:
+        await lease.submit_rollouts([asked(name) for name in names])
+        following = [asyncio.create_task(answer(lease, name)) for name in names]
+        name = "ebbtide_coordinator_token_readers"
+        await wait_until(lambda: REGISTRY.get_sample_value(name) == len(names), what="all are followed")
+        async with asyncio.timeout(20):
+            await lease.cancel_rollouts(names)
+            answers = await asyncio.gather(*following)
+        assert {last.reason for _, last in answers} == {FinishReason.CANCELLED}
 
 
 async def test_a_reader_that_is_there_gets_tokens_from_the_append_and_a_late_one_the_first_from_the_store(

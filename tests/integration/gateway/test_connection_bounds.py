@@ -122,3 +122,29 @@ async def test_what_is_sent_ahead_does_not_cut_the_present_answer() -> None:
         writer.write(b"GET / HT")
         goes_on.set()
         assert (await reader.read()).endswith(b"\r\n\r\nok")  # and the next head has its time from here on
+
+
+async def test_whoever_holds_all_connections_idle_makes_room_for_a_request() -> None:
+    began, goes_on = asyncio.Event(), asyncio.Event()
+
+    async def slow(scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"] == "/slow":
+            began.set()
+            await goes_on.wait()
+        await answer(scope, receive, send)
+
+    limits = RequestLimits(requests=1)
+    async with serving(slow, limits=limits) as server:
+        async with sending(server, b"GET /slow HTTP/1.1\r\nhost: x\r\n\r\n") as (under_way, _):
+            await began.wait()
+            held = [await connected(server) for _ in range(limits.connections + 20)]
+            for number in range(3):
+                async with sending(server, b"GET /%d HTTP/1.1\r\nhost: x\r\n\r\n" % number) as (reader, _):
+                    assert (await reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200")
+            first = held[0][0]
+            with suppress(ConnectionError):
+                assert await first.read() == b"", "the one that was idle for longest went"
+            goes_on.set()
+            assert (await under_way.readuntil(b"ok")).startswith(b"HTTP/1.1 200")
+        for _, writer in held:
+            writer.close()

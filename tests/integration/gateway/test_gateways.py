@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import openai
 import pytest
 
@@ -17,6 +18,7 @@ from ebbtide.types.key_usage import KeyLimits
 from tests.chaos.cluster import TOKEN
 from tests.fakes.model_texts import byte_level_tokenizer
 from tests.integration.gateway.conftest import GatewayStand
+from tests.integration.gateway.test_gateway_sessions import trajectories
 
 PROMPT = [5, 6, 7, 8]
 
@@ -139,3 +141,45 @@ async def test_a_keys_budget_holds_exactly_over_two_gateways_of_which_one_dies(
     assert refused.value.code == "insufficient_quota"
     (usage,) = await stand.client.key_usage(stand.run_id)
     assert (usage.owner, usage.requests, usage.tokens, usage.tokens_reserved) == ("name.agent.a", 10, 200, 0)
+
+
+async def test_a_run_is_a_model_once_its_submit_has_returned(stand: GatewayStand) -> None:
+    client = await stand.gateway("g1")
+    spec = (await stand.client.run(stand.run_id)).spec
+    for number in range(4):
+        run = await stand.client.submit(msgspec.structs.replace(spec, name=f"new-{number}"), f"new-{number}")
+        models = [model.id async for model in await client.models.list()]
+        assert {stand.run_id, run.run_id} <= set(models)
+
+
+async def test_an_agents_session_is_rewarded_by_its_owner_alone_and_trained_as_it_was_sampled(
+    stand: GatewayStand, tmp_path: Path
+) -> None:
+    signing_keys.make(tmp_path / "keys")
+    await stand.gateway("g1", door_token_keys=str(tmp_path / "keys" / "tokens.pub"))
+
+    def key(role: Role, **more: Any) -> str:
+        issued: dict[str, Any] = {"run_id": stand.run_id, "ttl_s": 600, "name": "team", **more}
+        return signing_keys.issue(tmp_path / "keys", role, **issued)
+
+    url = f"http://{stand.cluster.process['g1'].address}"
+    owner = {"authorization": f"Bearer {key(Role.USER)}"}
+    agents_key = key(Role.AGENT, session_id="episode 1")
+    ways: list[dict[str, Any]] = [{"temperature": 0.5}, {"top_p": 0.75}, {"extra_body": {"top_k": 7, "min_p": 0.125}}]
+    async with (
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=agents_key, max_retries=0) as agent,
+        httpx.AsyncClient(base_url=url, timeout=60) as http,
+    ):
+        for way in ways:
+            await agent.chat.completions.create(
+                model="spell", messages=[{"role": "user", "content": "Hey"}], max_tokens=4, **way
+            )
+        path = "/v1/sessions/episode%201/reward"
+        hacked = await http.post(path, json={"reward": 1.0}, headers={"authorization": f"Bearer {agents_key}"})
+        other = await http.get("/v1/sessions/episode%202", headers={"authorization": f"Bearer {agents_key}"})
+        assert (hacked.status_code, other.status_code) == (403, 403)
+        assert (await http.post(path, json={"reward": 1.0}, headers=owner)).json()["state"] == "completed"
+    found = [response.sampling for one in await trajectories(stand, len(ways)) for response in one.responses]
+    assert [(one.temperature, one.top_p, one.top_k, one.min_p) for one in found] == [
+        (0.5, 1.0, 0, 0.0), (1.0, 0.75, 0, 0.0), (1.0, 1.0, 7, 0.125),
+    ]  # fmt: skip

@@ -1,6 +1,7 @@
 """The HTTP server on real sockets: heads without end, TLS, and its end."""
 
 import asyncio
+import shutil
 import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -110,6 +111,27 @@ async def test_requests_under_way_are_finished_and_new_ones_are_not_taken() -> N
         await stopping
 
 
+async def test_it_waits_for_requests_that_it_cancels() -> None:
+    began, ended = asyncio.Event(), list[str]()
+
+    async def stubborn(_scope: Any, _receive: Any, _send: Send) -> None:
+        began.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            for _ in range(20):
+                await asyncio.to_thread(lambda: None)
+            ended.append("its rollouts are cancelled")
+
+    async with serving(stubborn, drain_s=0.0) as server:
+        _, writer = await connected(server)
+        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        await began.wait()
+        await server.stop()
+        assert ended
+        writer.close()
+
+
 def issued(folder: Path) -> DoorSettings:
     certificates.init(folder, 2)
     certificates.issue(folder, "gateway", [Role.GATEWAY], ["127.0.0.1"], 1)
@@ -123,8 +145,7 @@ async def serial(server: HttpServer) -> int:
     return x509.load_pem_x509_certificate(found.encode()).serial_number
 
 
-async def test_it_speaks_tls_with_the_present_certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ebbtide.gateway.http_server._CERTIFICATE_S", 0.02)
+async def test_it_speaks_tls_with_the_present_certificate(tmp_path: Path) -> None:
     async with serving(door=issued(tmp_path)) as server:
         context = ssl.create_default_context(cafile=str(tmp_path / "ca.pem"))
         async with httpx.AsyncClient(verify=context) as client:
@@ -134,11 +155,27 @@ async def test_it_speaks_tls_with_the_present_certificate(tmp_path: Path, monkey
                 await client.get(f"http://{server.address}/")
         former = await serial(server)
         certificates.renew(tmp_path, "gateway", 1)
+        assert await serial(server) != former
 
-        async def is_renewed() -> bool:
-            return await serial(server) != former
 
-        await wait_until(is_renewed)
+@pytest.mark.parametrize("half", ["gateway.pem", "gateway.key"])
+async def test_while_half_of_a_pair_is_replaced_clients_see_the_former_one(tmp_path: Path, half: str) -> None:
+    door = issued(tmp_path)
+    async with serving(door=door) as server:
+        former = await serial(server)
+        beside = tmp_path / "beside"
+        shutil.copytree(tmp_path, beside)
+        certificates.renew(beside, "gateway", 1)
+        halves = ["gateway.pem", "gateway.key"]
+        (beside / half).rename(tmp_path / half)
+        for _ in range(3):
+            assert await serial(server) == former
+        halves.remove(half)
+        (beside / halves[0]).rename(tmp_path / halves[0])
+        assert await serial(server) != former
+        context = ssl.create_default_context(cafile=str(tmp_path / "ca.pem"))
+        async with httpx.AsyncClient(verify=context) as client:
+            assert (await client.get(f"https://{server.address}/")).text == "ok"
 
 
 async def test_with_an_authority_clients_show_certificates(tmp_path: Path) -> None:

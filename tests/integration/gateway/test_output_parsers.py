@@ -52,6 +52,23 @@ def parser(parsers: OutputParsers, seed: str = "q-1-0", **changes: Any) -> Outpu
     return parsers.parser(**{**asked, **changes}, call_seed=seed)
 
 
+def test_the_vocabulary_is_read_once_for_all_parsers(model: ModelText, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads, kind = list[int](), type(model.tokenizer)
+    read = kind.get_vocab
+
+    def counted(tokenizer: Any) -> Any:
+        reads.append(1)
+        return read(tokenizer)
+
+    monkeypatch.setattr(kind, "get_vocab", counted)
+    made = load_output_parsers(model, ParserNames(tool="qwen3_xml", reasoning="qwen3"))
+    before = len(reads)
+    for number in range(5):
+        parser(made, f"q-{number}").whole(RESPONSES[1], [1, 2])
+        parser(made, f"q-{number}").push(RESPONSES[1], [1, 2])
+    assert len(reads) == before
+
+
 def streamed(model: ModelText, made: OutputParser, text: str, draw: random.Random) -> OutputDelta:
     """Joins what the parser returns for pieces of one to five tokens."""
     ids, at, deltas = model.encode(text, special=False), 0, list[OutputDelta]()

@@ -65,7 +65,7 @@ async def test_a_broken_control_stream_costs_nothing(house: House, expected: Exp
     assert [held.attempt.rollout_id for held in house.coordinator.attaches[1].held] == ["r1"]
     assert house.coordinator.attaches[1].installed[0].version == 1
     assert list(house.coordinator.attaches[1].capabilities) == [
-        *("resume", "flush_interval", "forecasts", "engine:scripted")
+        *("resume", "flush_interval", "forecasts", "engine:scripted", "min_p")
     ]
     assert [record.generated for record in read_ledger(house.counter_file)] == [300]
 

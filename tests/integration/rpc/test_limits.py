@@ -8,7 +8,7 @@ import pytest
 
 from ebbtide.auth.security import ServerSettings
 from ebbtide.errors import InvalidRequest, Unavailable
-from ebbtide.rpc.channel import DEFAULT_TIMEOUT_S
+from ebbtide.rpc.channel import DEFAULT_TIMEOUT_S, STREAMS
 from ebbtide.rpc.channel_options import MAX_MESSAGE_BYTES
 from ebbtide.rpc.status_table import translated
 from ebbtide.testing import wait_until
@@ -43,6 +43,21 @@ async def test_a_client_refuses_to_send_a_larger_message(cluster: Any) -> None:
     with pytest.raises(InvalidRequest, match="too large"), translated("coordinator"):
         await channel.unary_unary(GET_RUN)(get_run(MAX_MESSAGE_BYTES + 1))
     assert cluster.probe.calls == []
+
+
+async def test_however_many_streams_are_open_unary_calls_get_through(cluster: Any) -> None:
+    channel = await cluster.connect((await cluster.serve()).address)
+    release, free = asyncio.Event(), cluster.probe.act
+    cluster.probe.act = release.wait
+    streams = [asyncio.create_task(cluster.call(channel, "unary_stream")) for _ in range(1100)]
+    await wait_until(lambda: len(cluster.probe.calls) == len(streams), what="all streams are served")
+    cluster.probe.act = free
+    assert await cluster.call(channel, "unary_unary", timeout=10)
+    assert channel.connections == -(-len(streams) // STREAMS)
+    release.set()
+    assert {len(events) for events in await asyncio.gather(*streams)} == {2}
+    await wait_until(lambda: channel.connections == 1, what="connections without streams are closed")
+    assert await cluster.call(channel, "unary_unary", timeout=10)
 
 
 async def test_pings_at_the_agreed_rate_keep_an_idle_stream(cluster: Any) -> None:

@@ -2,7 +2,9 @@
 
 import asyncio
 import os
+import shutil
 import socket
+import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -177,6 +179,28 @@ async def test_what_code_leaves_behind_ends_with_its_process(trusted: Environmen
     assert psutil.pid_exists(orphan)
     await trusted.close()
     assert not psutil.pid_exists(orphan)
+
+
+@pytest.mark.parametrize(("network", "warned"), [(False, True), (True, False)])
+async def test_where_the_network_stays_open_the_driver_says_so(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    network: bool,
+    warned: bool,
+) -> None:
+    """As in a container, whose root may make no namespaces."""
+    made = settings(tmp_path, network=network)
+    if not host_plan(made).user or shutil.which("setpriv") is None:
+        pytest.skip("only root may become another user, and gives up rights by setpriv")
+    begin = subprocess.Popen
+
+    def without_rights(command: list[str], **options: Any) -> Any:
+        return begin(["setpriv", "--bounding-set", "-sys_admin", *command], **options)
+
+    monkeypatch.setattr("ebbtide.driver.host_process.subprocess.Popen", without_rights)
+    await (await HostProcess.start(made, host_plan(made))).end()
+    assert ("environment code has this host's network" in capfd.readouterr().out) == warned
 
 
 async def test_where_the_host_allows_no_isolation_the_error_names_the_setting(tmp_path: Path) -> None:

@@ -31,6 +31,15 @@ def test_nothing_is_scored_where_nobody_can_and_others_go_on() -> None:
     assert may_take(scored(1), scorer("b"))
 
 
+def test_only_a_worker_that_samples_with_min_p_gets_a_rollout_with_it() -> None:
+    able = msgspec.structs.replace(host("b", 2), min_p=True)
+    cut = [msgspec.structs.replace(waiting(number), min_p=True) for number in (1, 3)]
+    found = dict(place([cut[0], waiting(2), cut[1]], [host("a", slots=8), able], {}))
+    assert (found["r1"], found["r3"]) == ("b", "b")
+    assert place([*cut, waiting(4)], [host("a", slots=8)], {}) == [Placement("r4", "a")]
+    assert not may_take(cut[0], host("a"))
+
+
 def test_a_prompt_that_is_too_long_for_the_scorers_waits() -> None:
     long = msgspec.structs.replace(scored(1), length=80)
     assert place([long, scored(2)], [host("a"), scorer("b", context=50)], {}) == [Placement("r2", "b")]

@@ -31,6 +31,7 @@ class HostView(Struct, frozen=True, kw_only=True, gc=False):
     spell_s: float = inf  # for how long it will lend itself now, or stay, on average
     found_s: float = 0.0  # until its rollouts are queued again if it is lost then
     scores: bool = False  # its engine scores prompts
+    min_p: bool = False  # its engine samples with `min_p`
 
     @property
     def risky(self) -> bool:
@@ -55,4 +56,5 @@ def may_take(one: QueuedRollout, host: HostView) -> bool:
 
 def fits(one: QueuedRollout, host: HostView) -> bool:
     """Whether the worker's engine can do what the rollout asks for."""
-    return one.length < host.max_model_len and (host.scores or not one.scores)
+    able = (host.scores or not one.scores) and (host.min_p or not one.min_p)
+    return able and one.length < host.max_model_len

@@ -63,7 +63,7 @@ def place(
     to a host, which count as load; `siblings`: the hosts that run samples of a rollout's group.
 
     A worker may take a rollout if its version and target are within the rollout's bounds, one more token fits into its
-    context, and its engine scores prompts where the rollout asks for that. A rollout that fits nowhere, or waits for
+    context, and its engine can do what the rollout asks for. A rollout that fits nowhere, or waits for
     the worker with its prefix, blocks no other. A worker with as many pending rollouts as `pending_limit` allows gets
     no more; the rest stays queued for the next free worker.
 
@@ -303,7 +303,7 @@ class _Rooms:
         """The room for a rollout, if any, and whether it needs this very one, for its prefix cache, its context or a
         move.
         """
-        plain = not one.avoid and not one.no_progress and not one.scores
+        plain = not (one.avoid or one.no_progress or one.scores or one.min_p)
         if plain and one.length >= within.too_long:
             return None
         fit = within.open

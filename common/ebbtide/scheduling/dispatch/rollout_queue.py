@@ -53,6 +53,7 @@ class QueuedRollout(Struct, frozen=True, kw_only=True, gc=False):  # in no cycle
     step: int = 0  # that it was submitted for, if known
     turn: int = 0  # of its episode
     prompt: str = ""  # of the first of its group: a digest of the prompt's tokens
+    min_p: bool = False  # it is sampled with `min_p`, which not all engines do
     score_records: int = 0  # of its prompt, which is read whole then: no prefix cache helps; 0: it is not scored
 
     @property

@@ -21,6 +21,7 @@ for _, id in ipairs(older(IDLE, ARGV[3], MOST_SESSIONS)) do
 end
 for _, id in ipairs(older(OVER, ARGV[2], ARGV[4])) do
   count('bytes', -tonumber(redis.call('HGET', SESSION .. id, 'held')))
+  redis.call('ZREM', OWNED .. (redis.call('HGET', SESSION .. id, 'owner') or ''), id)
   redis.call('UNLINK', SESSION .. id)
   redis.call('ZREM', SESSIONS, id)
   redis.call('ZREM', OVER, id)

@@ -7,7 +7,9 @@ if row then return row[2] == ARGV[5] and row or refuse('SESSION') end
 if redis.call('ZSCORE', GONE, 's:' .. id) then return refuse('OVER') end
 local bytes = #ARGV[7] + SESSION_BYTES
 local full = beyond_quota(bytes, ARGV[8], ARGV[2]); if full then return full end
-redis.call('ZADD', SESSIONS, redis.call('HINCRBY', RUN, 'sessions', 1), id)
+local number = redis.call('HINCRBY', RUN, 'sessions', 1)
+redis.call('ZADD', SESSIONS, number, id)
+redis.call('ZADD', OWNED .. ARGV[5], number, id)
 redis.call('ZADD', IDLE, age(), id)
 redis.call('HSET', SESSION .. id, 'owner', ARGV[5], 'group', ARGV[6], 'record', ARGV[7], 'state', 'open', 'reason', '', 'turns', 0,
   'opened', age(), 'held', bytes)

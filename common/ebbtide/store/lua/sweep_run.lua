@@ -18,6 +18,7 @@ for _, id in ipairs(redis.call('ZRANGE', REQUESTS, 0, ARGV[2] - 1)) do
   gone = gone + 1
 end
 for _, id in ipairs(redis.call('ZRANGE', SESSIONS, 0, ARGV[2] - 1)) do
+  redis.call('ZREM', OWNED .. (redis.call('HGET', SESSION .. id, 'owner') or ''), id)
   redis.call('UNLINK', SESSION .. id, TURNS .. id, TURN_IDS .. id, KEPT .. id, BRANCHES .. id)
   redis.call('ZREM', SESSIONS, id)
   gone = gone + 1

@@ -44,6 +44,9 @@ def issue(
     run: Annotated[str, typer.Option(metavar="RUN", help="Bind it to this run (roles user, trainer).")] = "",
     ttl: Annotated[str, typer.Option(metavar="DURATION", help="How long the token is valid: 30m, 12h or 90d.")] = "12h",
     name: Annotated[str, typer.Option(help="Name of the bearer, for people.")] = "",
+    session: Annotated[
+        str, typer.Option(metavar="SESSION", help="Bind it to this session of gateways (role agent).")
+    ] = "",
     out: Annotated[
         Path | None, typer.Option(help="File to replace with the token; running clients read it again. None: print it.")
     ] = None,
@@ -65,7 +68,8 @@ def issue(
         tokens_per_day=tokens_per_day,
         requests_at_once=requests_at_once,
     )
-    made = signing_keys.issue(folder, role, run_id=run, ttl_s=seconds(ttl, field="--ttl"), name=name, limits=limits)
+    ttl_s = seconds(ttl, field="--ttl")
+    made = signing_keys.issue(folder, role, run_id=run, ttl_s=ttl_s, name=name, limits=limits, session_id=session)
     if out is None:
         typer.echo(made)
     else:
@@ -87,6 +91,7 @@ def show(file: Annotated[Path, typer.Argument(help="File that holds a token.")],
         return
     ended = " (ENDED)" if ends < dt.datetime.now(dt.UTC) else ""
     rows = {"role": claims.role, "run": claims.run_id or "any", "name": claims.name or "-"}
+    rows |= {"session": claims.session_id} if claims.session_id else {}
     rows |= {name.replace("_", " "): f"{value:,}" for name, value in msgspec.to_builtins(claims.limits).items()}
     for label, value in (rows | {"ends": f"{ends:%Y-%m-%d %H:%M} UTC{ended}"}).items():
         typer.echo(f"{label:<5} {value}")

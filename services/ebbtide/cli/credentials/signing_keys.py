@@ -45,10 +45,22 @@ def retire(folder: Path) -> Path:
     return _write(folder, _signing(folder), [])
 
 
-def issue(folder: Path, role: Role, *, run_id: str, ttl_s: float, name: str, limits: KeyLimits = _UNLIMITED) -> str:
-    """Returns a token. Raises `InvalidRequest` for a role that cannot be bound to a run, too long a time, and limits of
-    anything but a client's key of one run.
+def issue(
+    folder: Path,
+    role: Role,
+    *,
+    run_id: str,
+    ttl_s: float,
+    name: str,
+    limits: KeyLimits = _UNLIMITED,
+    session_id: str = "",
+) -> str:
+    """Returns a token. Raises `InvalidRequest` for a role that cannot be bound to a run, too long a time, and limits or
+    a session of anything but an agent's key: of one run, and of a name whose other keys end the session.
     """
+    if session_id and (role is not Role.AGENT or not name):
+        text = "is for keys of role agent with a name, under which others end the session (--role agent --name NAME)"
+        raise InvalidRequest(text, field="--session")
     if limits != _UNLIMITED and (role is not Role.AGENT or not run_id):
         text = "limits are for keys of role agent that are bound to a run (--role agent --run RUN)"
         raise InvalidRequest(
@@ -60,7 +72,7 @@ def issue(folder: Path, role: Role, *, run_id: str, ttl_s: float, name: str, lim
         raise InvalidRequest(f"a {role} works on all runs; {only} take a run", field="--run")
     if ttl_s > _LONGEST_S:
         raise InvalidRequest("is more than ten years; a token must be replaced now and then", field="--ttl")
-    return mint(_signing(folder), role, ttl_s=ttl_s, run_id=run_id, name=name, limits=limits)
+    return mint(_signing(folder), role, ttl_s=ttl_s, run_id=run_id, name=name, limits=limits, session_id=session_id)
 
 
 def put_token(file: Path, token: str) -> None:

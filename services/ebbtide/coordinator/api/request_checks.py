@@ -150,6 +150,12 @@ def check_trajectory(trajectory: Trajectory, field: str) -> None:
         raise InvalidRequest("must have one byte per token of tokens", field=f"{field}.loss_mask")
     if len(trajectory.prompt_ids) % 4:
         raise InvalidRequest("is no run of little-endian u32 token ids", field=f"{field}.prompt_ids")
+    end = 0
+    for index, one in enumerate(trajectory.responses):
+        if not end <= one.start < one.end <= len(trajectory.loss_mask):
+            text = "must be a part of tokens, behind the one before it"
+            raise InvalidRequest(text, field=f"{field}.responses[{index}]")
+        end = one.end
 
 
 def check_number(cursor: str, default: float) -> float:

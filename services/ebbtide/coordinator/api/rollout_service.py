@@ -43,7 +43,7 @@ from ebbtide.types.rollout import (
     Trajectory,
     TrajectoryOutcome,
 )
-from ebbtide.types.run import LeaseRef
+from ebbtide.types.run import LeaseRef, is_gateway
 
 
 class RolloutService:
@@ -65,26 +65,35 @@ class RolloutService:
     ) -> list[SubmitOutcome]:
         """Queue rollouts, all or none. `key`: of the client whose account is charged, if it has limits. Raises
         `InvalidRequest`, `AlreadyExists`, `NoCapacity`, beyond the limits `RateLimited` or `BudgetSpent`, and while no
-        attached worker scores the prompts that are to be scored `NotReady`.
+        attached worker can do what a gateway's requests ask for `NotReady`.
         """
         run = await self._recovery.live(check_lease(lease, gateways=True).run_id)
         check_order(order)
         if len(requests) > AT_ONCE:
             await self._fleet.give_way()
         await check_rollouts(requests, self._fleet.engines(), run, lease)
-        await self._check_scored(run, requests)
+        if is_gateway(lease.role):
+            await self._check_able(run, requests)
         self._retention.note(run.run_id, lease)
         return await self._writes.carry_out(run.changing(), lambda: self._submit(run, lease, requests, order, key))
 
-    async def _check_scored(self, run: RunState, requests: Sequence[RolloutRequest]) -> None:
-        """Refuse to have prompts scored while no worker can. Repeats are taken: they may be scored already."""
+    async def _check_able(self, run: RunState, requests: Sequence[RolloutRequest]) -> None:
+        """Refuse what no worker can do now. Repeats are taken: they may have their tokens already."""
         scored = next((one for one in requests if one.prompt_logprobs is not None), None)
-        if scored is None or not self._fleet.cannot_score():
-            return
+        if scored is not None and self._fleet.cannot_score():
+            await self._refuse_new(run, scored, f"no attached worker scores prompts; {SCORERS}, or try again")
+        cut = next((one for one in requests if one.sampling.min_p), None)
+        if cut is not None and self._fleet.cannot_sample_min_p():
+            text = (
+                "no attached worker samples with min_p, as those that draft tokens cannot; leave it out, or try again"
+            )
+            await self._refuse_new(run, cut, text)
+
+    async def _refuse_new(self, run: RunState, request: RolloutRequest, text: str) -> None:
         try:
-            await self._store.trajectories.tokens(run.run_id, scored.rollout_id, 0)
+            await self._store.trajectories.tokens(run.run_id, request.rollout_id, 0)
         except NotFound:
-            raise NotReady(f"no attached worker scores prompts; {SCORERS}, or try again") from None
+            raise NotReady(text) from None
 
     async def _submit(
         self,

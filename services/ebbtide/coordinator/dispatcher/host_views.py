@@ -70,6 +70,7 @@ class HostViews:
                 target=run.newest,
                 max_model_len=session.hello.engine.max_model_len,
                 scores=session.scores_prompts,
+                min_p=session.samples_min_p,
             )
             for session in unready
             if not _ready(run, session)
@@ -111,6 +112,7 @@ class HostViews:
             spell_s=said.spell_s if said else self._spell_s(session),
             found_s=0.0 if said else FOUND_S,
             scores=session.scores_prompts,
+            min_p=session.samples_min_p,
         )
 
 

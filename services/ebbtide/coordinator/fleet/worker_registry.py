@@ -333,6 +333,11 @@ class WorkerRegistry:
             return False
         return self._state.clock() - self._scorer_left > _LOST_KEPT_S
 
+    def cannot_sample_min_p(self) -> bool:
+        """Whether workers are attached that stay, and none of them samples with `min_p`."""
+        staying = [session for session in self._state.sessions.values() if not session.draining]
+        return bool(staying) and not any(session.samples_min_p for session in staying)
+
     def _listed(self, session: WorkerSession, state: WorkerState, now: float) -> Worker:
         beat, quarantined_s = session.beat, self.trust.quarantined_s(session, now)
         if quarantined_s and state not in {WorkerState.DRAINING, WorkerState.LOST, WorkerState.SUSPECTED}:

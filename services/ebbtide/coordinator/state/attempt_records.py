@@ -44,6 +44,7 @@ def new_entry(
         step=step,
         turn=request.turn,
         prompt=_digest(request) if place == group else "",
+        min_p=request.sampling.min_p > 0,
         score_records=0 if alternatives is None else record_count(length, alternatives),
     )
 

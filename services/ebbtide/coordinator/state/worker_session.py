@@ -113,6 +113,11 @@ class WorkerSession:
         """Whether its engine scores prompts. Workers of former releases say nothing of it, and score none."""
         return "score" in self.hello.capabilities
 
+    @property
+    def samples_min_p(self) -> bool:
+        """Whether its engine samples with `min_p`: not where it drafts, nor in former releases."""
+        return "min_p" in self.hello.capabilities
+
     # Its attempts: called by `RunningAttempt`.
 
     def hold(self, attempt: RunningAttempt) -> None:

@@ -33,6 +33,7 @@ class HostStarted(Struct, frozen=True, kw_only=True):
     """The first frame of a process."""
 
     refused: str = ""  # why the host does not allow the isolation; empty: it is in place
+    open_network: bool = False  # it has this host's network, though its plan has none: this host allows no namespaces
 
 
 class LoadSource(Struct, frozen=True, tag="load"):

@@ -86,7 +86,7 @@ def _run_host(plan: HostPlan, connection: socket.socket, user: _User | None, *, 
         _refuse(connection, error)
     sys.path[:0] = plan.paths  # from here on, so that nothing of it runs before
     try:
-        connection.sendall(frame(HostStarted()))
+        connection.sendall(frame(HostStarted(open_network=plan.isolated and not namespaces and not plan.network)))
         serve(connection)
     except BrokenPipeError:  # the driver has let go
         pass

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ebbtide.auth.reloaded_files import ReloadedFiles
 from ebbtide.auth.role_tokens import Claims, Keys, is_signed
@@ -16,6 +17,7 @@ from ebbtide.auth.roles import Role
 from ebbtide.auth.security import TokenCheck
 from ebbtide.auth.verified_tokens import VerifiedTokens
 from ebbtide.errors import PermissionDenied, Unauthenticated
+from ebbtide.gateway.generation.text_request import TextRequest
 from ebbtide.types.ids import MAX_ID
 from ebbtide.types.key_usage import KeyLimits, MeteredKey
 
@@ -27,15 +29,38 @@ _LONGEST: Final = 4096
 
 
 class ClientKey(Struct, frozen=True, kw_only=True):
-    """Who asks. Requests and sessions belong to `owner`."""
+    """Who asks. Requests belong to `owner`, sessions to `sessions_of`."""
 
     owner: str  # an id: names, roles and the shared secret have spaces of their own
+    sessions_of: str  # an id: all keys of a name have the same sessions, so that one key ends what another one plays
+    only_plays: bool = False  # it may neither read nor end sessions, nor ask before others
+    session_id: str = ""  # the client's name of the only session that it may play; empty: any
     run_id: str = ""  # the only run that it is for; empty: every run
     operates: bool = False  # may pause runs
     metered: MeteredKey | None = None  # None: it has no limits
 
     def admits(self, run_id: str) -> bool:
         return self.run_id in ("", run_id)
+
+    def admitted(self, request: TextRequest) -> TextRequest:
+        """The request as the key may ask it. Raises `PermissionDenied` for another session, or to go before others."""
+        if self.only_plays and request.priority < 0:
+            raise PermissionDenied("priority: a key of role agent goes before no other; give 0 or more")
+        if not self.session_id:
+            return request
+        if request.session_id not in ("", self.session_id):
+            raise PermissionDenied(f"X-Session-ID: the key is for session {self.session_id[:100]!r} alone")
+        if request.group_id:
+            raise PermissionDenied("X-Group-ID: the key is for one session, which its owner opens in its group")
+        return replace(request, session_id=self.session_id)
+
+    def check_ends(self) -> None:
+        """Raise `PermissionDenied` for a key that may not read or end sessions: an agent would reward itself."""
+        if self.only_plays:
+            raise PermissionDenied(
+                "a key of role agent plays sessions, and neither opens, reads nor ends them; take a key of role user, "
+                "trainer or operator, and of the same name"
+            )
 
 
 class KeyRing:
@@ -50,7 +75,7 @@ class KeyRing:
         token = _token(headers)
         secret = self._shared.get() if self._shared else None
         if secret is not None and secret(f"Bearer {token}"):
-            return ClientKey(owner=_SHARED, operates=True)
+            return ClientKey(owner=_SHARED, sessions_of=_SHARED, operates=True)
         if self._keys is None or not is_signed(token):
             raise Unauthenticated("the key is missing or wrong; send a token as Authorization: Bearer, or as x-api-key")
         claims = self._verified.claims(token, self._keys.get())
@@ -62,6 +87,9 @@ class KeyRing:
         owner = _owner(claims, token)
         return ClientKey(
             owner=owner,
+            sessions_of=_sessions_of(claims, owner),
+            only_plays=claims.role is Role.AGENT,
+            session_id=claims.session_id,
             run_id=claims.run_id,
             operates=claims.role is Role.OPERATOR,
             metered=MeteredKey(owner=owner, limits=claims.limits) if claims.limits != KeyLimits() else None,
@@ -75,6 +103,14 @@ def _owner(claims: Claims, token: str) -> str:
         return f"token.{claims.role}.{_digest(token.rpartition('.')[0])}"
     owner = f"name.{claims.role}.{claims.name}"
     return owner if len(owner) <= MAX_ID else f"long-name.{claims.role}.{_digest(claims.name)}"
+
+
+def _sessions_of(claims: Claims, owner: str) -> str:
+    """Whom the sessions of a token belong to: all tokens of its name, or it alone if it has no name."""
+    if not claims.name:
+        return owner
+    named = f"named.{claims.name}"
+    return named if len(named) <= MAX_ID else f"long-named.{_digest(claims.name)}"
 
 
 def _digest(text: str) -> str:

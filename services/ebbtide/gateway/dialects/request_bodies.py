@@ -31,6 +31,7 @@ class SamplingBody(Struct, kw_only=True):
     temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Meta(ge=-1, lt=1 << 31)] = 0
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
     repetition_penalty: Annotated[float, Meta(gt=0, le=100)] = 1.0
     min_tokens: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
     stop: str | list[str] = msgspec.field(default_factory=list)
@@ -51,6 +52,7 @@ class SamplingBody(Struct, kw_only=True):
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=max(0, self.top_k),
+            min_p=self.min_p,
             min_tokens=self.min_tokens,
             stop_token_ids=tuple(self.stop_token_ids),
             ignore_eos=self.ignore_eos,

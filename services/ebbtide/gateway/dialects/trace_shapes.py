@@ -10,7 +10,9 @@ import msgspec
 
 from ebbtide.gateway.dialects.token_shapes import logprobs_of, version_spans
 from ebbtide.gateway.episodes.session_player import names_of
+from ebbtide.gateway.episodes.turn_settings import unpack_settings
 from ebbtide.gateway.sessions.session_trace import BranchTrace, CompletionTrace, SessionTrace, TurnTrace
+from ebbtide.types.run import Sampling
 from ebbtide.types.session import Session
 
 _encoder: Final = msgspec.json.Encoder()
@@ -58,6 +60,7 @@ def turn_body(turn: TurnTrace) -> dict[str, Any]:
         "prompt_mask": turn.sampled.tolist(),
         "unmatched_tokens": record.unmatched,
         "unknown_answers": record.unknown,
+        "sampling": _sampling(unpack_settings(record.settings).sampling),
         "completions": [_completion(one) for one in turn.completions],
     }
 
@@ -83,12 +86,20 @@ def _encoded(body: dict[str, Any]) -> msgspec.Raw:
     return msgspec.Raw(_encoder.encode(body))
 
 
+def _sampling(sampling: Sampling) -> dict[str, Any]:
+    """What of it decides the distribution of tokens."""
+    ends = ("min_tokens", "stop_token_ids", "ignore_eos")
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", *ends)
+    return {name: getattr(sampling, name) for name in names}
+
+
 def _completion(one: CompletionTrace) -> dict[str, Any]:
     return {
         "id": one.rollout_id,
         "token_ids": one.tokens["id"].tolist(),
         "logprobs": logprobs_of(one.tokens),
         "weight_versions": version_spans(one.tokens),
+        "delivered": one.delivered,
     }
 
 

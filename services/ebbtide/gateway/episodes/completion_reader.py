@@ -8,6 +8,8 @@ from msgspec.structs import replace
 
 from ebbtide.errors import NotFound
 from ebbtide.gateway.generation.choice_delta import ChoiceResult
+from ebbtide.gateway.generation.choice_text import ChoiceText
+from ebbtide.gateway.generation.played_request import UNDELIVERED
 from ebbtide.gateway.generation.request_player import RequestPlayer
 from ebbtide.gateway.generation.text_request import TextRequest
 from ebbtide.types.rollout import FinishReason
@@ -21,6 +23,7 @@ class ReadCompletion(Struct, frozen=True, kw_only=True):
     tokens: TokenArray  # those that count: up to the one that completed a stop string
     answers: tuple[dict[str, Any], ...] = ()  # as its client got it; none if it was cut short
     truncated: bool = False  # ended by its length
+    undelivered: bool = False  # it was ended because nobody would get its answer
     absent: bool = False  # not submitted by now: its gateway is about to, or died
 
 
@@ -36,24 +39,30 @@ def completion_of(rollout_id: str, result: ChoiceResult, *further: ChoiceResult)
 
 
 async def read_completion(
-    player: RequestPlayer, request: TextRequest, rollout_id: str, prompt_ids: list[int]
+    player: RequestPlayer, request: TextRequest, rollout_id: str, prompt_ids: list[int], owner: str
 ) -> ReadCompletion:
-    """Follow a rollout to its end."""
+    """Follow a rollout to its end. `owner`: for whom its text is parsed."""
     # A stream's parser may split a response otherwise than the parser of whole ones.
     kinds = [replace(request, stream=stream) for stream in sorted({False, request.stream})]
-    choices = [player.choice(kind, 0, rollout_id, prompt_ids) for kind in kinds]
-    results = [ChoiceResult(0) for _ in choices]
+
+    def work() -> list[ChoiceText]:
+        return [player.choice(kind, 0, rollout_id, prompt_ids) for kind in kinds]
+
+    choices = await player.threads.run(owner, work, refusable=False)
+    results, undelivered = [ChoiceResult(0) for _ in choices], False
     try:
         async with aclosing(player.source.tokens(rollout_id)) as chunks:
             async for chunk in chunks:
                 ends = chunk.reason in (FinishReason.STOP, FinishReason.LENGTH)
                 for choice, result in zip(choices, results, strict=True):
-                    result.add(choice.push(unpack_tokens(chunk.tokens), chunk.reason if ends else None))
+                    reason = chunk.reason if ends else None
+                    result.add(await player.pushed(choice, unpack_tokens(chunk.tokens), reason, owner))
                 if choices[0].finished or chunk.reason is not None:
+                    undelivered = chunk.reason is FinishReason.CANCELLED and chunk.message == UNDELIVERED
                     break
     except NotFound:
         return ReadCompletion(rollout_id=rollout_id, tokens=results[0].tokens, absent=True)
-    return completion_of(rollout_id, *results)
+    return replace(completion_of(rollout_id, *results), undelivered=undelivered)
 
 
 def _message(result: ChoiceResult) -> dict[str, Any]:

@@ -7,8 +7,8 @@ others are read from the coordinator. What is lost with the process: nothing; an
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Final, TypeVar
 
 from msgspec.structs import replace
@@ -27,6 +27,8 @@ from ebbtide.types.tokens import TOKEN_BYTES
 T = TypeVar("T")
 #: Completions that are read at once for a session that is new here.
 _AT_ONCE: Final = 32
+#: A reader gives its place to another after so long.
+_HELD_S: Final = 1.0
 #: Bytes of a turn beside its ids: record, digests and objects. Of a token: its record, and its id in the tree.
 _TURN_BYTES: Final = 4096
 _BYTES_PER_TOKEN: Final = TOKEN_BYTES + 4
@@ -158,7 +160,7 @@ class LiveSession:
             return
         self._complete.add(rollout_id)
         self.bytes += len(completion.tokens) * _BYTES_PER_TOKEN
-        self.book.set_tokens(rollout_id, completion.tokens)
+        self.book.set_tokens(rollout_id, completion.tokens, delivered=not completion.undelivered)
         if completion.truncated:
             self.truncated.add(rollout_id)
         if self._settings[self._turn_of[rollout_id]].prompt == "chat":
@@ -185,9 +187,30 @@ class LiveSession:
         number = self._turn_of[rollout_id]
         settings = self._settings[number]
         tools = self._settings[settings.tools_of].tools if settings.tools_of else settings.tools
-        async with self._at_once:
+        async with self._place():
             prompt = self.book.prompt_ids(number)
-            return await read_completion(self.player, settings.asked(tools), rollout_id, prompt)
+            return await read_completion(self.player, settings.asked(tools), rollout_id, prompt, self.owner)
+
+    @asynccontextmanager
+    async def _place(self) -> AsyncIterator[None]:
+        """One of the places of readers. One that still reads after a while has come to what is being made, and holds up
+        no other any more.
+        """
+        await self._at_once.acquire()
+        given_back = False
+
+        def give_back() -> None:
+            nonlocal given_back
+            if not given_back:
+                given_back = True
+                self._at_once.release()
+
+        timer = asyncio.get_running_loop().call_later(_HELD_S, give_back)
+        try:
+            yield
+        finally:
+            timer.cancel()
+            give_back()
 
     def _shared_tools(self, settings: TurnSettings) -> TurnSettings:
         """Tools are long, and most turns of an agent have the same: they are stored once."""

@@ -26,7 +26,7 @@ class PlayedTurn(PlayedRequest):
         choices: Sequence[ChoiceText],
         prompt: list[int],
     ) -> None:
-        super().__init__(live.source, request, rollouts, choices, [prompt])
+        super().__init__(live.player, request, rollouts, choices, [prompt], live.owner)
         self._live = live
 
     async def submit(self, key: MeteredKey | None = None) -> None:

@@ -4,6 +4,7 @@ Each branch of a session is one trajectory, and all have the session's reward. A
 of them, so it is trained once; the trainer compares sessions with each other, not branches.
 """
 
+import asyncio
 from collections.abc import Sequence
 from typing import Final
 
@@ -13,13 +14,15 @@ from ebbtide.errors import AlreadyExists, InvalidRequest
 from ebbtide.gateway.episodes.live_session import LiveSession, in_thread
 from ebbtide.gateway.episodes.session_player import SessionPlayer, names_of
 from ebbtide.gateway.sessions.session_trace import BranchTrace, SessionTrace, session_trace
-from ebbtide.types.rollout import Trajectory
+from ebbtide.types.rollout import SampledResponse, Trajectory
 from ebbtide.types.run import Run
 from ebbtide.types.session import Session, SessionEnd, SessionState
 from ebbtide.types.tokens import pack_ids
 
 #: Why a session with a reward is dropped, if no token was sampled in it.
 NO_TOKENS: Final = "no_tokens"
+#: Between cancels of completions that have not ended.
+_AGAIN_S: Final = 1.0
 
 
 async def end_with_reward(sessions: SessionPlayer, name: str, reward: float) -> Session:
@@ -113,16 +116,34 @@ def trajectories_of(
             prompt_ids=pack_ids(branch.prompt_ids),
             tokens=branch.tokens.tobytes(),
             loss_mask=branch.loss_mask.tobytes(),
+            responses=_responses(live, branch),
         )
         for number, branch in enumerate(trace.branches)
     ]
 
 
+def _responses(live: LiveSession, branch: BranchTrace) -> tuple[SampledResponse, ...]:
+    """How each response of a branch was sampled: requests of a session may differ in that."""
+    return tuple(
+        SampledResponse(start=start, end=end, sampling=live.settings_of(key.turn).sampling)
+        for key, (start, end) in branch.responses.items()
+    )
+
+
 async def _stop(live: LiveSession) -> None:
-    """End completions under way, and read what they came to."""
-    if missing := live.missing():
-        await live.source.cancel(missing)
-        await live.read(missing)
+    """End completions under way, and read what they came to. A cancel that comes before a submit ends nothing, so it is
+    repeated.
+    """
+    if not (missing := live.missing()):
+        return
+    reading = asyncio.create_task(live.read(missing))
+    try:
+        while not reading.done():
+            await live.source.cancel(missing)
+            await asyncio.wait({reading}, timeout=_AGAIN_S)
+        reading.result()
+    finally:
+        reading.cancel()
 
 
 def _truncated(live: LiveSession, branch: BranchTrace) -> bool:

@@ -13,12 +13,15 @@ from ebbtide.gateway.episodes.played_turn import PlayedTurn, session_ended
 from ebbtide.gateway.episodes.session_limits import SessionLimits
 from ebbtide.gateway.episodes.session_shelf import SessionShelf
 from ebbtide.gateway.episodes.session_source import SessionSource
+from ebbtide.gateway.generation.choice_text import ChoiceText
 from ebbtide.gateway.generation.request_digest import request_digest
 from ebbtide.gateway.generation.request_player import RequestPlayer
 from ebbtide.gateway.generation.session_episode import session_episode, session_group
 from ebbtide.gateway.generation.text_request import ChatPrompt, IdsPrompt, TextRequest
 from ebbtide.types.ids import new_fence
 from ebbtide.types.key_usage import MeteredKey
+from ebbtide.types.rollout import RolloutRequest
+from ebbtide.types.run import check_learnable
 from ebbtide.types.session import Session, SessionState, SessionTurn
 
 #: A turn waits so long for completions of the session that its client left, or that another gateway answers.
@@ -56,21 +59,23 @@ class SessionPlayer:
         """Store the turn of a session's request. Opens the session if it is new. `key`: the client's, if it has limits.
 
         Its caller submits it outside of the session's lock: a submit may wait, and the session's other requests do not.
-        A repeat of a request's id plays the stored turn. Raises what `RequestPlayer.prepare` raises, `AlreadyExists` if
-        the session has ended, `NoCapacity` for too many sessions, and `RateLimited` or `BudgetSpent`.
+        A repeat of a request's id plays the stored turn. Raises what `RequestPlayer.prepare` raises, `InvalidRequest`
+        naming a field of sampling on which the run's learner could not train, `AlreadyExists` if the session has ended,
+        `NoCapacity` for too many sessions, and `RateLimited` or `BudgetSpent`.
         """
         _check_prompts(request)
+        if self.source.run.spec.from_agents and self.source.run.spec.built_in:
+            check_learnable(request.sampling)
         await self._player.check(request, self._owner)
         asked = replace(request, request_id=request.request_id or new_fence())
         async with self.opened(request.session_id, request.group_id) as live:
-            prompt = await self._turn(live, asked, key)
-            rollouts, choices = self._player.completions(asked, self._owner, [prompt])
-            return PlayedTurn(live, asked.without_prompts(), rollouts, choices, prompt)
+            made, prompt = await self._turn(live, asked, key)
+            return PlayedTurn(live, asked.without_prompts(), *made, prompt)
 
     @asynccontextmanager
     async def opened(self, name: str, group: str = "") -> AsyncIterator[LiveSession]:
         """A session under its lock, with all turns. It is opened if it is new; raises `AlreadyExists` if it ended."""
-        with self._shelf.used(self.source, self._player, self._id(name), self._owner) as live:
+        with self._shelf.used(self.source, self._player, self.stored_id(name), self._owner) as live:
             async with live.lock:
                 try:
                     session = await live.catch_up(_PATIENCE_S)
@@ -86,7 +91,7 @@ class SessionPlayer:
     @asynccontextmanager
     async def found(self, name: str) -> AsyncIterator[tuple[LiveSession, Session]]:
         """A session under its lock, as far as it is known. Raises `NotFound` for one that is not this key's."""
-        with self._shelf.used(self.source, self._player, self._id(name), self._owner) as live:
+        with self._shelf.used(self.source, self._player, self.stored_id(name), self._owner) as live:
             async with live.lock:
                 try:
                     session = await live.catch_up(_PATIENCE_S)
@@ -94,7 +99,8 @@ class SessionPlayer:
                     raise NotFound(f"no session {name[:100]!r} of this key is here") from None
                 yield live, session
 
-    def _id(self, name: str) -> str:
+    def stored_id(self, name: str) -> str:
+        """The coordinator's id of a session."""
         return session_episode(self.source.run.run_id, self._owner, name)
 
     async def _open(self, live: LiveSession, name: str, group: str) -> Session:
@@ -111,19 +117,27 @@ class SessionPlayer:
         except NotReady:
             raise session_ended(name) from None
 
-    async def _turn(self, live: LiveSession, request: TextRequest, key: MeteredKey | None) -> list[int]:
-        """The prompt of a request's turn, which is added unless it is here."""
-        name = self._player.request_name(request, self._owner)
+    async def _turn(
+        self, live: LiveSession, request: TextRequest, key: MeteredKey | None
+    ) -> tuple[tuple[list[RolloutRequest], list[ChoiceText]], list[int]]:
+        """The completions and the prompt of a request's turn, which is added unless it is here."""
+        name, made = self._player.request_name(request, self._owner), None
         if live.book.turn_of(name) is None:
-            await self._add(live, name, request, key)
+            made, planned = await self._add(live, name, request, key)
         turn = live.book.turn_of(name)
         if turn is None:
             raise Internal("the coordinator stored a turn, and did not tell of it")
         if live.settings_of(turn.number).request != request_digest(request):
             raise AlreadyExists("X-Request-ID: another request of the session has this id; choose another one")
-        return live.book.prompt_ids(turn.number)
+        prompt = live.book.prompt_ids(turn.number)
+        if made is None or prompt != planned:  # a repeat, of which another gateway planned the prompt
+            made = await self._player.completions(request, self._owner, [prompt])
+        return made, prompt
 
-    async def _add(self, live: LiveSession, name: str, request: TextRequest, key: MeteredKey | None) -> None:
+    async def _add(
+        self, live: LiveSession, name: str, request: TextRequest, key: MeteredKey | None
+    ) -> tuple[tuple[list[RolloutRequest], list[ChoiceText]], list[int]]:
+        """Add a turn. Returns its completions, and the prompt that was planned for it."""
         self._check_room(live)
         prompt = request.prompts[0]
         field = "messages" if isinstance(prompt, ChatPrompt) else "prompt"
@@ -133,7 +147,8 @@ class SessionPlayer:
         self._player.check_ids(planned.prompt_ids, field)
         # What is refused is refused before the turn is stored. Only of a key's turns that come at once, a submit may
         # find no room that was there: then a repeat of the request is submitted once there is.
-        rollouts, _ = self._player.completions(request, self._owner, [planned.prompt_ids])
+        made = await self._player.completions(request, self._owner, [planned.prompt_ids])
+        rollouts = made[0]
         ids = tuple(rollout.rollout_id for rollout in rollouts)
         turn = SessionTurn(request_id=name, rollout_ids=ids, record=planned.record.packed())
         try:
@@ -141,6 +156,7 @@ class SessionPlayer:
         except (NotReady, NotFound):
             await self._tell_ended(live, request.session_id)
             raise
+        return made, planned.prompt_ids
 
     async def _tell_ended(self, live: LiveSession, name: str) -> None:
         """Raise `AlreadyExists` if a turn was refused because the session has ended."""

@@ -27,6 +27,11 @@ class TurnSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
     template_options: dict[str, Any] = {}
     tools: list[dict[str, Any]] | None = None
     tools_of: int = 0
@@ -35,13 +40,25 @@ class TurnSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     def packed(self) -> bytes:
         return _encoder.encode(self)
 
+    @property
+    def sampling(self) -> Sampling:
+        """How its completions are sampled, but for their length."""
+        return Sampling(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            stop_token_ids=self.stop_token_ids,
+            ignore_eos=self.ignore_eos,
+            min_tokens=self.min_tokens,
+        )
+
     def asked(self, tools: list[dict[str, Any]] | None) -> TextRequest:
         """A request whose completions become text as those of the stored one did. It has no prompt's content."""
         return TextRequest(
             prompts=[_empty_prompt(self, tools)],
-            sampling=Sampling(
-                stop_token_ids=self.stop_token_ids, ignore_eos=self.ignore_eos, min_tokens=self.min_tokens
-            ),
+            sampling=self.sampling,
             n=self.n,
             stop=self.stop,
             keep_stop=self.keep_stop,
@@ -67,6 +84,11 @@ def turn_settings(request: TextRequest) -> TurnSettings:
         stop_token_ids=request.sampling.stop_token_ids,
         ignore_eos=request.sampling.ignore_eos,
         min_tokens=request.sampling.min_tokens,
+        temperature=request.sampling.temperature,
+        top_p=request.sampling.top_p,
+        top_k=request.sampling.top_k,
+        min_p=request.sampling.min_p,
+        repetition_penalty=request.sampling.repetition_penalty,
         template_options=chat.template_options if chat else {},
         tools=chat.tools if chat and request.parse_tools else None,
     )

@@ -3,11 +3,13 @@
 from typing import Final
 
 from ebbtide.gateway.fields.field_table import RouteFields, ignored, neutral, refused, supported
-from ebbtide.gateway.fields.sampling_fields import EBBTIDE, LABELS, NO_RESUME, NOT_RECORDED, SAMPLING, TEXT_ONLY, VLLM
+from ebbtide.gateway.fields.sampling_fields import EBBTIDE, LABELS, NOT_RECORDED, SAMPLING, TEXT_ONLY, VLLM
 
 _MODEL: Final = supported("a run's id or name; a key of one run decides alone, and the answer names the run")
 _NOT_KEPT: Final = "answers are not kept for later calls; send the whole conversation"
 _CHOICE: Final = supported("auto or none; others are refused, as grammars cannot resume")
+#: What Claude Code asks for, and what is done anyway.
+_KEEPS_THOUGHTS: Final = {"type": "clear_thinking_20251015", "keep": "all"}
 
 RESPONSES_FIELDS: Final = RouteFields(
     route="/v1/responses",
@@ -22,7 +24,7 @@ RESPONSES_FIELDS: Final = RouteFields(
         ),
         "tools": supported("functions; the gateway needs a tool parser for them"),
         "tool_choice": _CHOICE,
-        "parallel_tool_calls": neutral(True, why="nothing limits the calls that a model writes"),
+        "parallel_tool_calls": ignored("nothing limits the calls that a model writes"),
         "reasoning": supported("effort is handed to the chat template; summary: none is written"),
         "text": supported("an object whose format is of type text"),
         "include": supported("message.output_text.logprobs; reasoning.encrypted_content, though reasoning is in clear"),
@@ -65,7 +67,7 @@ MESSAGES_FIELDS: Final = RouteFields(
         "top_k": SAMPLING["top_k"],
         "tools": supported("functions of the client; the gateway needs a tool parser for them"),
         "tool_choice": _CHOICE,
-        "thinking": supported("disabled or adaptive, for the chat template; a budget cannot be held"),
+        "thinking": supported("for the chat template; a budget below max_tokens cannot be held"),
         "output_config": supported("effort, for the chat template"),
         "metadata": ignored("a label"),
         "user_profile_id": ignored("a label"),
@@ -77,7 +79,9 @@ MESSAGES_FIELDS: Final = RouteFields(
         "inference_geo": refused("where workers are is not chosen by request"),
         "container": refused("no code runs here"),
         "mcp_servers": neutral([], why="the gateway calls no tools"),
-        "context_management": refused("a conversation is taken whole, or refused"),
+        "context_management": neutral(
+            {"edits": []}, {"edits": [_KEEPS_THOUGHTS]}, why="a conversation is taken whole, or refused"
+        ),
         "chat_template_kwargs": supported("handed to the chat template"),
         "watermarking": SAMPLING["watermarking"],
         "mm_payload": VLLM["mm_payload"],
@@ -99,7 +103,7 @@ AGENT_TOOL_FIELDS: Final = RouteFields(
         "description": supported(),
         "parameters": supported("on /v1/responses: a JSON schema, handed to the chat template"),
         "input_schema": supported("on /v1/messages: a JSON schema, handed to the chat template"),
-        "strict": neutral(False, why=NO_RESUME),
+        "strict": ignored("calls are as the model writes them, and may break their schema"),
         "defer_loading": neutral(False, why="all tools are in the prompt"),
         "cache_control": ignored("prefix caches need no marks"),
         "eager_input_streaming": ignored("calls are streamed as they come"),

@@ -59,7 +59,7 @@ CHAT_FIELDS: Final = RouteFields(
         "top_logprobs": neutral(0, why=NOT_RECORDED),
         "tools": supported("functions; the gateway needs a tool parser for them"),
         "tool_choice": supported("auto or none; required and a named tool are refused, as grammars cannot resume"),
-        "parallel_tool_calls": neutral(True, why="nothing limits the calls that a model writes"),
+        "parallel_tool_calls": ignored("nothing limits the calls that a model writes"),
         "response_format": _FORMAT,
         "reasoning_effort": supported("handed to the chat template, with enable_thinking, as vLLM does"),
         "chat_template_kwargs": supported("handed to the chat template"),
@@ -113,7 +113,7 @@ TOOL_FUNCTION_FIELDS: Final = RouteFields(
         "name": supported(),
         "description": supported(),
         "parameters": supported("a JSON schema, handed to the chat template"),
-        "strict": neutral(False, why=NO_RESUME),
+        "strict": ignored("calls are as the model writes them, and may break their schema"),
         "defer_loading": neutral(False, why="all tools are in the prompt"),
     },
 )

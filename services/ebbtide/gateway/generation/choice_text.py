@@ -51,6 +51,10 @@ class ChoiceText:
         self.finished = False
         self.stopped_early = False  # at a stop string, so that the rollout may still run
 
+    def may_parse_whole(self, reason: FinishReason | None) -> bool:
+        """Whether a chunk with this reason may end the completion, so that `push` parses all of its text."""
+        return self._unparsed is not None and (reason is not None or self._stops is not None)
+
     def push(self, tokens: TokenArray, reason: FinishReason | None) -> ChoiceDelta:
         """The delta of a chunk, which may be empty. `reason`: STOP or LENGTH with the last chunk."""
         ids: list[int] = tokens["id"].tolist()

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import Final
+from typing import Final, Protocol
 
 import msgspec
 
@@ -24,12 +24,25 @@ from ebbtide.gateway.generation.text_request import TextRequest
 from ebbtide.types.key_usage import MeteredKey
 from ebbtide.types.prompt_scores import unpack_scores
 from ebbtide.types.rollout import FinishReason, RolloutRequest, TokenChunk
-from ebbtide.types.tokens import unpack_tokens
+from ebbtide.types.tokens import TokenArray, unpack_tokens
 
 #: Deltas of one request that wait for its client.
 _AHEAD: Final = 16
 #: A rollout is cancelled within so long after its stop string, or goes on to its end.
 _STOP_S: Final = 10.0
+#: Why a rollout was cancelled whose answer nobody gets.
+UNDELIVERED: Final = "undelivered"
+
+
+class ChoicePlayer(Protocol):
+    """What makes text of a run's tokens."""
+
+    @property
+    def source(self) -> RolloutSource: ...
+
+    async def pushed(
+        self, choice: ChoiceText, tokens: TokenArray, reason: FinishReason | None, owner: str
+    ) -> ChoiceDelta: ...
 
 
 class PlayedRequest:
@@ -39,12 +52,16 @@ class PlayedRequest:
 
     def __init__(
         self,
-        source: RolloutSource,
+        player: ChoicePlayer,
         request: TextRequest,
         rollouts: Sequence[RolloutRequest],
         choices: Sequence[ChoiceText],
         prompts: Sequence[list[int]],
+        owner: str,
     ) -> None:
+        """`owner`: for whom its texts are parsed."""
+        source = player.source
+        self._player, self._owner = player, owner
         self._source, self._request, self._rollouts, self._choices = source, request, rollouts, choices
         self.prompts = prompts  # token ids; each has an equal number of completions, in order
         self.run_id = source.run.run_id
@@ -91,11 +108,11 @@ class PlayedRequest:
                 yield delta
 
     async def cancel(self) -> None:
-        """End the rollouts that still run, also those that are being submitted."""
+        """End the rollouts that still run, also those that are being submitted: nobody gets their answer."""
         if self._submission is None:
             return
         await asyncio.wait({self._submission})
-        await self._source.cancel([rollout.rollout_id for rollout in self._unfinished()])
+        await self._source.cancel([rollout.rollout_id for rollout in self._unfinished()], UNDELIVERED)
 
     async def _queue(self, key: MeteredKey | None) -> None:
         try:
@@ -147,7 +164,8 @@ class PlayedRequest:
         async with aclosing(self._source.tokens(rollout_id)) as chunks:
             async for chunk in chunks:
                 ends = chunk.reason in (FinishReason.STOP, FinishReason.LENGTH)
-                delta = choice.push(unpack_tokens(chunk.tokens), chunk.reason if ends else None)
+                reason = chunk.reason if ends else None
+                delta = await self._player.pushed(choice, unpack_tokens(chunk.tokens), reason, self._owner)
                 if choice.stopped_early and chunk.reason is None:
                     self._stop(rollout_id)
                 if len(delta.tokens) or delta.finish is not None:

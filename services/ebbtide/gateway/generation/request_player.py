@@ -10,6 +10,7 @@ from contextlib import aclosing
 from typing import Final
 
 from ebbtide.errors import InvalidRequest, NotFound
+from ebbtide.gateway.generation.choice_delta import ChoiceDelta
 from ebbtide.gateway.generation.choice_text import ChoiceText
 from ebbtide.gateway.generation.played_request import PlayedRequest
 from ebbtide.gateway.generation.prompt_encoding import check_length, check_prompt, encode_prompt, sampling_of
@@ -25,12 +26,12 @@ from ebbtide.gateway.generation.version_wishes import is_satisfied, unsatisfied,
 from ebbtide.gateway.text.output_parsers import OutputParser
 from ebbtide.gateway.text.stop_strings import StopStrings
 from ebbtide.types.ids import new_fence, rollout_id_of_request
-from ebbtide.types.rollout import RolloutKind, RolloutRequest
+from ebbtide.types.rollout import FinishReason, RolloutKind, RolloutRequest
 from ebbtide.types.run import Sampling
 from ebbtide.types.session import MAX_COMPLETIONS
-from ebbtide.types.tokens import pack_ids
+from ebbtide.types.tokens import TokenArray, pack_ids
 
-#: Prompts of at most so many characters are encoded at once: a thread would take longer.
+#: Prompts of at most so many characters, or tokens for all completions, are worked on at once: a thread takes longer.
 _SHORT: Final = 2000
 #: A rollout of which the coordinator tells nothing for so long is there, and has no token yet.
 _KNOWN_S: Final = 5.0
@@ -61,8 +62,8 @@ class RequestPlayer:
         await self.check(request, owner)
         fields = [prompt_field(request, number) for number in range(len(request.prompts))]
         prompts = [await self.encoded(*one, owner) for one in zip(request.prompts, fields, strict=True)]
-        rollouts, choices = self.completions(request, owner, prompts)
-        return PlayedRequest(self.source, request.without_prompts(), rollouts, choices, prompts)
+        rollouts, choices = await self.completions(request, owner, prompts)
+        return PlayedRequest(self, request.without_prompts(), rollouts, choices, prompts, owner)
 
     async def check(self, request: TextRequest, owner: str) -> None:
         """Raise for a request that cannot be played, whatever its prompts are."""
@@ -71,18 +72,33 @@ class RequestPlayer:
         self._check_tools(request)
         await self._check_versions(request, owner)
 
-    def completions(
+    async def completions(
         self, request: TextRequest, owner: str, prompts: Sequence[list[int]]
     ) -> tuple[list[RolloutRequest], list[ChoiceText]]:
         """The rollouts of a request, and what makes text of each. Raises `InvalidRequest` naming the field."""
-        check_score_count(request, prompts)
-        samplings = [sampling_of(request, self.model, len(ids)) for ids in prompts]
-        rollouts = self._rollouts(request, owner, prompts, samplings)
-        choices = [
-            self.choice(request, number, rollout.rollout_id, prompts[number // request.n])
-            for number, rollout in enumerate(rollouts)
-        ]
-        return rollouts, choices
+
+        def work() -> tuple[list[RolloutRequest], list[ChoiceText]]:
+            check_score_count(request, prompts)
+            samplings = [sampling_of(request, self.model, len(ids)) for ids in prompts]
+            rollouts = self._rollouts(request, owner, prompts, samplings)
+            choices = [
+                self.choice(request, number, rollout.rollout_id, prompts[number // request.n])
+                for number, rollout in enumerate(rollouts)
+            ]
+            return rollouts, choices
+
+        parses = any(isinstance(prompt, ChatPrompt) for prompt in request.prompts)
+        if not parses and request.n * sum(map(len, prompts)) <= _SHORT:
+            return work()
+        return await self.threads.run(owner, work)
+
+    async def pushed(
+        self, choice: ChoiceText, tokens: TokenArray, reason: FinishReason | None, owner: str
+    ) -> ChoiceDelta:
+        """The delta of a completion's next tokens. Where a whole text may be parsed, by code of others, in a thread."""
+        if not choice.may_parse_whole(reason):
+            return choice.push(tokens, reason)
+        return await self.threads.run(owner, lambda: choice.push(tokens, reason), refusable=False)
 
     def request_name(self, request: TextRequest, owner: str) -> str:
         """The coordinator's id of a request that has one of its client: the same wherever it is repeated."""
@@ -142,13 +158,13 @@ class RequestPlayer:
         group = _group_of(*names)
         episode = session_episode(run_id, owner, request.session_id) if request.session_id else group
         lowest, highest = version_bounds(request.versions)
-        digest = content_digest(request)
+        digest, packed = content_digest(request), [pack_ids(ids) for ids in prompts]
         return [
             RolloutRequest(
                 rollout_id=rollout_id_of_request(*names, number),
                 group_id=group,
                 episode_id=episode,
-                prompt_ids=pack_ids(prompts[number // request.n]),
+                prompt_ids=packed[number // request.n],
                 sampling=samplings[number // request.n],
                 kind=RolloutKind.REQUEST,
                 min_version=lowest,

@@ -31,5 +31,5 @@ class RolloutSource(Protocol):
     def tokens(self, rollout_id: str) -> AsyncGenerator[TokenChunk, None]:
         """All tokens of a rollout from its first one, as they come. The last chunk has a reason."""
 
-    async def cancel(self, rollout_ids: Sequence[str]) -> None:
-        """End rollouts. Their tokens stay."""
+    async def cancel(self, rollout_ids: Sequence[str], reason: str = "") -> None:
+        """End rollouts. Their tokens stay, and `reason` becomes the message of their last chunk."""

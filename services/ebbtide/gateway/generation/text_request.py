@@ -68,8 +68,8 @@ class TextRequest(Struct, frozen=True, kw_only=True):
 
     @property
     def returns(self) -> bool:
-        """Whether the client can come back for what was generated after it left."""
-        return bool(self.request_id or self.session_id)
+        """Whether the client can come back for what was generated after it left. A session alone names no request."""
+        return bool(self.request_id)
 
     def without_prompts(self) -> "TextRequest":
         """The request with empty prompts of the same kinds: their encoded ids are all that is needed of them later."""

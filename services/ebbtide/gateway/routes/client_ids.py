@@ -20,14 +20,23 @@ def checked_id(value: str, *, field: str) -> str:
     return value
 
 
-def with_ids(request: TextRequest, headers: Headers, path: Mapping[str, str]) -> TextRequest:
+def checked_session(value: str, *, field: str) -> str:
+    """`checked_id`, for an id that also stands in paths: servers do not tell an escaped slash from one that parts."""
+    if "/" in value:
+        raise InvalidRequest("must have no slash, as it stands in paths", field=field)
+    return checked_id(value, field=field)
+
+
+def with_ids(
+    request: TextRequest, headers: Headers, path: Mapping[str, str], request_id_header: str = REQUEST_ID
+) -> TextRequest:
     """The request with the ids of its headers and its path, which count before those of its body."""
-    request_id = headers.get(REQUEST_ID, "") or request.request_id
+    request_id = headers.get(request_id_header, "") or request.request_id
     session_id = path.get("session_id", "") or headers.get(SESSION_ID, "") or request.session_id
     return msgspec.structs.replace(
         request,
         request_id=checked_id(request_id, field="X-Request-ID"),
-        session_id=checked_id(session_id, field="X-Session-ID"),
+        session_id=checked_session(session_id, field="X-Session-ID"),
         group_id=checked_id(_group(headers, session_id), field="X-Group-ID"),
     )
 

@@ -12,6 +12,7 @@ from ebbtide.gateway.episodes.session_player import SessionPlayer
 from ebbtide.gateway.episodes.session_shelf import SessionShelf
 from ebbtide.gateway.episodes.session_source import SessionSource
 from ebbtide.gateway.generation.request_player import RequestPlayer
+from ebbtide.gateway.routes.client_ids import REQUEST_ID
 from ebbtide.gateway.runs.run_directory import RunDirectory
 from ebbtide.gateway.runs.run_pauses import RunPauses
 
@@ -26,11 +27,12 @@ class GatewayDoors(Struct, frozen=True, kw_only=True):
     pauses: RunPauses
     session_limits: SessionLimits
     shelf: SessionShelf
+    request_id_header: str = REQUEST_ID  # by which clients come back
     is_leaving: Callable[[], bool]  # whether the gateway takes no more requests
 
     def sessions_of(self, source: SessionSource, player: RequestPlayer, key: ClientKey) -> SessionPlayer:
         """The sessions of a key on one run."""
-        return SessionPlayer(self.shelf, source, player, self.session_limits, key.owner)
+        return SessionPlayer(self.shelf, source, player, self.session_limits, key.sessions_of)
 
     def check_open(self) -> None:
         """Raise `Unavailable` once the gateway shuts down."""

@@ -45,7 +45,7 @@ class HttpReply:
 
     async def begin_events(self) -> None:
         await self._start(200, _EVENTS)
-        self._streams = True
+        self._streams, self._sent_at = True, time.monotonic()
 
     async def events(self, data: bytes) -> None:
         """Send whole events. Waits while the client reads slowly."""
@@ -63,14 +63,15 @@ class HttpReply:
         The answer comes to be while this runs.
         """
         while True:
+            quiet_s = time.monotonic() - self._sent_at if self._streams else 0.0
             try:
-                async with asyncio.timeout(keep_alive_s):
+                async with asyncio.timeout(max(0.0, keep_alive_s - quiet_s)):
                     while (await self._receive())["type"] != "http.disconnect":
                         pass
                     return
             except TimeoutError:
-                answer = answer_of()
-                if answer is not None and self._streams and time.monotonic() - self._sent_at >= keep_alive_s:
+                answer, quiet_s = answer_of(), time.monotonic() - self._sent_at
+                if answer is not None and self._streams and quiet_s >= keep_alive_s:
                     await self.events(answer.idle())
 
     async def _start(self, status: int, headers: tuple[tuple[bytes, bytes], ...]) -> None:

@@ -14,7 +14,7 @@ from ebbtide.gateway.episodes.live_session import in_thread
 from ebbtide.gateway.episodes.session_ending import end_dropped, end_for_verdict, end_with_reward
 from ebbtide.gateway.episodes.session_player import SessionPlayer
 from ebbtide.gateway.generation.text_request import MAX_CLIENT_ID
-from ebbtide.gateway.routes.client_ids import checked_id
+from ebbtide.gateway.routes.client_ids import checked_id, checked_session
 from ebbtide.gateway.routes.gateway_doors import GatewayDoors
 from ebbtide.gateway.routes.json_route import JsonCall
 from ebbtide.gateway.sessions.session_trace import SessionTrace, trace_page
@@ -50,7 +50,7 @@ class EndBody(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class SessionRoutes:
-    """The work of these routes. A session that is another key's is not there."""
+    """The work of these routes, for keys that do more than play. A session of another name's keys is not there."""
 
     def __init__(self, doors: GatewayDoors) -> None:
         self._doors = doors
@@ -58,22 +58,27 @@ class SessionRoutes:
     async def open(self, call: JsonCall) -> dict[str, Any]:
         """POST /v1/sessions: opens a session, or answers as it is."""
         asked = parse(OpenBody, call.body)
-        name = checked_id(asked.session_id or new_fence(), field="session_id")
+        name = checked_session(asked.session_id or new_fence(), field="session_id")
         sessions = await self._sessions(call)
         async with sessions.opened(name, checked_id(asked.group_id, field="group_id")) as live:
             assert live.session is not None  # noqa: S101 - it is open
             return session_head(live.session)
 
     async def listed(self, call: JsonCall) -> dict[str, Any]:
-        """GET /v1/sessions: the key's own, newest first, from the place `after` on."""
+        """GET /v1/sessions: those of the key's name, newest first, from the place `after` on; or those behind session
+        `behind`, which stay the same when further ones are opened.
+        """
         sessions = await self._sessions(call)
         after = _number(call, "after", 0, "a number of sessions to leave out")
-        found = (await sessions.source.sessions(call.key.owner))[::-1]
+        found = (await sessions.source.sessions(call.key.sessions_of))[::-1]
+        if behind := call.query.get("behind", ""):
+            last = sessions.stored_id(checked_session(behind, field="behind"))
+            after = next((place for place, one in enumerate(found, 1) if one.session_id == last), len(found))
         page, slots = found[after : after + _PAGE], asyncio.Semaphore(_AT_ONCE)
 
         async def head(session_id: str, turns: int) -> dict[str, Any]:
             async with slots:
-                return session_head((await sessions.source.read_turns(session_id, call.key.owner, turns)).session)
+                return session_head((await sessions.source.read_turns(session_id, call.key.sessions_of, turns)).session)
 
         heads = await asyncio.gather(*(head(one.session_id, one.turns) for one in page))
         return {"object": "list", "data": heads, "total": len(found), "has_more": after + _PAGE < len(found)}
@@ -135,6 +140,7 @@ class SessionRoutes:
             return session_head(session), await in_thread(lambda: shape(trace_page(live.book, after, most, until)))
 
     async def _sessions(self, call: JsonCall) -> SessionPlayer:
+        call.key.check_ends()
         served = await self._doors.directory.find(call.key, call.query.get("model", ""))
         return self._doors.sessions_of(served.source, served.player, call.key)
 
@@ -147,4 +153,4 @@ def _number(call: JsonCall, field: str, default: int, what: str) -> int:
 
 
 def _name(call: JsonCall) -> str:
-    return checked_id(call.path["session_id"], field="session_id")
+    return checked_session(call.path["session_id"], field="session_id")

@@ -31,6 +31,7 @@ from ebbtide.gateway.routes.gateway_doors import GatewayDoors
 from ebbtide.gateway.routes.http_reply import HttpReply
 from ebbtide.gateway.runs.run_directory import ServedRun
 from ebbtide.types.ids import new_fence
+from ebbtide.types.session import MAX_COMPLETIONS
 
 #: A client's rollouts are cancelled within so long after it left, or not at all: they cost tokens, and nothing else.
 _CANCEL_S: Final = 10.0
@@ -53,10 +54,12 @@ class TextRoute:
             with self._doors.slots.taken(key) as slot, UNDER_WAY.track_inprogress():
                 body = await read_body(headers, receive, self._doors.limits, slot)
                 asked = self._dialect.read(body)
-                asked = AskedText(with_ids(asked.request, headers, scope.get("path_params", {})), asked.answer)
+                slot.add_completions(min(len(asked.request.prompts) * asked.request.n, MAX_COMPLETIONS))
+                request = key.admitted(self._with_ids(asked.request, headers, scope))
+                asked = AskedText(request, asked.answer)
                 reply.request_id = asked.request.request_id or reply.request_id
                 exchange = _TextExchange(self._doors, reply, asked, slot)
-                del body, asked  # the exchange lets go of them before the answer has ended
+                del body, asked, request  # the exchange lets go of them before the answer has ended
                 outcome = await exchange.run(key)
         except Exception as error:  # noqa: BLE001 - the client is told, and unexpected errors are logged
             told, outcome = as_told(error, reply.request_id)
@@ -65,6 +68,9 @@ class TextRoute:
                 await reply.error(told, self._shape)
         finally:
             REQUESTS.labels(self._name, outcome).inc()
+
+    def _with_ids(self, request: TextRequest, headers: Headers, scope: Scope) -> TextRequest:
+        return with_ids(request, headers, scope.get("path_params", {}), self._doors.request_id_header)
 
 
 class _TextExchange:

@@ -22,9 +22,7 @@ from ebbtide.telemetry import get_logger
 from ebbtide.types.run import Run
 
 log = get_logger(__name__)
-#: How old a listing of the runs may be.
-_FRESH_S: Final = 2.0
-#: Between two reads for names that are not in the list: clients that ask for such names do not load the coordinator.
+#: Between two reads for clients, of the list or for names that are not in it: they do not load the coordinator.
 _UNKNOWN_S: Final = 0.5
 
 
@@ -98,9 +96,10 @@ class RunDirectory:
         self._threads, self._max_prompt_tokens = threads or PromptThreads(), max_prompt_tokens
         self._runs: list[Run] = []
         self._read_at: float | None = None  # when the read that they are from began
-        self._reading: asyncio.Task[None] | None = None  # for unknown names: those who wait share it, and its failure
+        self._reading: asyncio.Task[None] | None = None  # for clients: those who wait share it, and its failure
         self._served: dict[str, ServedRun] = {}
         self._opening: dict[str, asyncio.Task[ServedRun]] = {}
+        self._releasing: set[asyncio.Task[None]] = set()
 
     @property
     def is_ready(self) -> bool:
@@ -112,16 +111,15 @@ class RunDirectory:
         began, runs = self._clock(), await self._catalog.runs()
         if self._read_at is None or began >= self._read_at:  # else a read that began later has ended before
             self._runs, self._read_at = runs, began
-        await self._release_idle()
+        self._release_idle()
 
     async def context(self, run: Run) -> int:
         """Most tokens of prompt and response of a run's model; 0 if its folder is not here."""
         return await self._catalog.context(run)
 
     async def visible(self, key: ClientKey) -> list[Run]:
-        """The live runs that a key is for, oldest first."""
-        if self._read_at is None or self._clock() - self._read_at > _FRESH_S:
-            await self.refresh()
+        """The live runs that a key is for, oldest first: those that were submitted before it asks are among them."""
+        await self._read_since(self._clock())
         return [run for run in self._live() if key.admits(run.run_id)]
 
     async def find(self, key: ClientKey, model: str) -> ServedRun:
@@ -141,7 +139,8 @@ class RunDirectory:
         for task in begun:
             task.cancel()
         await asyncio.gather(*begun, return_exceptions=True)
-        await asyncio.gather(*(served.source.release() for served in self._served.values()), return_exceptions=True)
+        releases = [served.source.release() for served in self._served.values()]
+        await asyncio.gather(*releases, *self._releasing, return_exceptions=True)
         self._served.clear()
 
     def _live(self) -> list[Run]:
@@ -202,15 +201,22 @@ class RunDirectory:
         log.info("serves a run", run_id=run.run_id)
         return served
 
-    async def _release_idle(self) -> None:
+    def _release_idle(self) -> None:
+        """Begin to release leases that are not needed: it may take seconds, in which nobody who asks waits."""
         live = {run.run_id for run in self._live()}
         for run_id, served in list(self._served.items()):
             if served.source.is_lost or run_id not in live or served.idle_s > self._idle_s:
                 del self._served[run_id]
-                try:
-                    await served.source.release()
-                except EbbtideError as error:
-                    log.info("a lease was not released; it expires", run_id=run_id, reason=str(error))
+                task = asyncio.create_task(_release(served))
+                self._releasing.add(task)
+                task.add_done_callback(self._releasing.discard)
+
+
+async def _release(served: ServedRun) -> None:
+    try:
+        await served.source.release()
+    except EbbtideError as error:
+        log.info("a lease was not released; it expires", run_id=served.run.run_id, reason=str(error))
 
 
 def _unknown(key: ClientKey, model: str) -> str:

@@ -68,8 +68,8 @@ class LeaseSource:
     def tokens(self, rollout_id: str) -> AsyncGenerator[TokenChunk, None]:
         return self._lease.tokens(rollout_id)
 
-    async def cancel(self, rollout_ids: Sequence[str]) -> None:
-        await self._lease.cancel_rollouts(rollout_ids)
+    async def cancel(self, rollout_ids: Sequence[str], reason: str = "") -> None:
+        await self._lease.cancel_rollouts(rollout_ids, reason)
 
     async def key_usage(self, owner: str) -> KeyUsage:
         return await self._lease.key_usage(owner)

@@ -20,7 +20,7 @@ from ebbtide.gateway.sessions.token_tree import PathKey, TokenPrefix, TokenTree
 from ebbtide.gateway.sessions.turn_matching import EarlierAnswer, continued_ids
 from ebbtide.gateway.sessions.turn_record import PromptOrigin, TurnRecord, unpack_turn
 from ebbtide.gateway.text.model_text import ModelText
-from ebbtide.gateway.text.template_messages import reasoning_of, without_reasoning
+from ebbtide.gateway.text.template_messages import without_reasoning
 from ebbtide.types.tokens import TOKEN, TokenArray, pack_ids, unpack_ids
 
 _NO_TOKENS: Final[TokenArray] = np.empty(0, dtype=TOKEN)
@@ -49,6 +49,8 @@ class SessionBook:
         self._text = text
         self.tree = TokenTree()
         self.turns: dict[int, BookedTurn] = {}
+        #: Completions whose answers nobody got.
+        self.undelivered: set[PathKey] = set()
         self._requests: dict[str, BookedTurn] = {}
         self._rollouts: dict[str, PathKey] = {}
         self._tokens: dict[PathKey, TokenArray] = {}
@@ -56,7 +58,6 @@ class SessionBook:
         self._answers: dict[bytes, PathKey] = {}
         self._sayings: dict[bytes, PathKey] = {}
         self._said_by: dict[PathKey, set[bytes]] = {}
-        self._reasonings: dict[PathKey | None, str] = {}
 
     @property
     def last(self) -> int:
@@ -93,9 +94,13 @@ class SessionBook:
         self._rollouts |= {one: PathKey(number, index) for index, one in enumerate(turn.rollout_ids)}
         return turn
 
-    def set_tokens(self, rollout_id: str, tokens: TokenArray) -> None:
-        """Takes the tokens that a rollout has so far: those that count, up to the one that completed a stop string."""
+    def set_tokens(self, rollout_id: str, tokens: TokenArray, *, delivered: bool = True) -> None:
+        """Takes the tokens that a rollout has so far: those that count, up to the one that completed a stop string.
+        `delivered`: whether somebody got the answer, or may still get it.
+        """
         key = self._rollouts[rollout_id]
+        if not delivered:
+            self.undelivered.add(key)
         if len(tokens) > len(self.tokens(key)):
             self._tokens[key] = tokens
             self.tree.set_sampled(key, tokens["id"])
@@ -108,8 +113,6 @@ class SessionBook:
         """
         key = self._rollouts[rollout_id]
         record = self.turns[key.turn].record
-        if reasoning := reasoning_of(message):
-            self._reasonings[key] = str(reasoning)
         try:
             sayings = dict.fromkeys(message_digests([message, without_reasoning(message)]))
         except InvalidRequest:  # a model can nest arguments too deeply: no prompt could repeat them
@@ -135,18 +138,15 @@ class SessionBook:
         *,
         tools: list[dict[str, Any]] | None,
         template_options: dict[str, Any],
-        keep_reasoning: bool = False,
         settings: bytes = b"",
     ) -> PlannedTurn:
         """Plans the turn of a chat request. Blocks some milliseconds. Raises what `ModelText.render` raises.
 
-        `keep_reasoning`: answers that come back without their reasoning get it again before they are rendered, as most
-        clients of a chat have no place for it. `settings` go into the record, which does not open them.
+        `settings` go into the record, which does not open them.
         """
         digests = message_digests(messages)
         histories = history_digests(digests)
-        shown = self._with_reasoning(messages, histories) if keep_reasoning else messages
-        whole = self._text.render(shown, tools=tools, template_options=template_options)
+        whole = self._text.render(messages, tools=tools, template_options=template_options)
         ids, origin = self._continued(histories, whole), PromptOrigin.CONTINUED
         if ids is None:
             ids, origin = self._after_text(whole, raw=False)
@@ -182,15 +182,6 @@ class SessionBook:
             text_bytes=record.text_bytes,
         )
         return continued_ids(answer, whole, self._text)
-
-    def _with_reasoning(self, messages: list[dict[str, Any]], histories: Sequence[bytes]) -> list[dict[str, Any]]:
-        keys = [self._answers.get(one) for one in histories]
-        return [
-            {**message, "reasoning": self._reasonings[key]}
-            if key in self._reasonings and not reasoning_of(message)
-            else message
-            for message, key in zip(messages, keys, strict=True)
-        ]
 
     def _after_text(self, text: str, *, raw: bool, special: bool = False) -> tuple[list[int], PromptOrigin]:
         records = {number: turn.record for number, turn in self.turns.items() if turn.record.raw == raw}

@@ -1,8 +1,9 @@
 """Makes of a session's turns what can be trained on: sequences of tokens with a loss mask. Pure.
 
-Each path that no later prompt repeats as a whole is a branch. Branches share tokens, as forks, retries and compacted
-histories begin alike; a sampled token has mask 1 in exactly one of them, the first that has it. Text of answers that a
-prompt has newly encoded has mask 0, and is counted: its sampled tokens have mask 1 where they were sampled.
+Each path with tokens that no later one repeats as a whole is a branch. Branches share tokens, as forks, retries and
+compacted histories begin alike; a sampled token has mask 1 in exactly one of them, the first that has it. Text of
+answers that a prompt has newly encoded has mask 0, and is counted: its sampled tokens have mask 1 where they were
+sampled. Answers that nobody got belong to no branch.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,6 +27,7 @@ class CompletionTrace(Struct, frozen=True, kw_only=True):
 
     rollout_id: str
     tokens: TokenArray
+    delivered: bool
 
 
 class TurnTrace(Struct, frozen=True, kw_only=True):
@@ -56,6 +58,8 @@ class BranchTrace(Struct, frozen=True, kw_only=True):
     """One per token: 1 if it was sampled, whatever branch counts it."""
     rollouts: int
     """Completions of which no earlier branch has a token."""
+    responses: dict[PathKey, tuple[int, int]]
+    """Where in `tokens` those of each completion are: from the first completion to the last."""
 
     def packed(self) -> dict[str, bytes]:
         """The fields `prompt_ids`, `tokens` and `loss_mask` of a trajectory."""
@@ -127,26 +131,52 @@ def _turn(book: SessionBook, turn: BookedTurn) -> TurnTrace:
         parent=next(iter(spans), None),
         prompt_ids=prompt,
         sampled=_mask(len(prompt), spans),
-        completions=tuple(CompletionTrace(rollout_id=one, tokens=book.tokens(key)) for one, key in completions),
+        completions=tuple(_completion(book, one, key) for one, key in completions),
     )
+
+
+def _completion(book: SessionBook, rollout_id: str, key: PathKey) -> CompletionTrace:
+    return CompletionTrace(rollout_id=rollout_id, tokens=book.tokens(key), delivered=key not in book.undelivered)
 
 
 def _branches(book: SessionBook, after: int, last: int, until: int) -> Iterator[BranchTrace]:
     """The branches of the turns up to `until` that end in a turn after `after`, and up to `last`."""
     tree = book.tree
-    parents = [tree.parent(number) for number in book.turns if number <= until]
-    repeated = {parent.key for parent in parents if parent == _whole(book, parent.key)}
+    repeated = _repeated(book, until)
     counted: dict[PathKey, int] = {}
     for key in tree.paths():
         if key.turn > last:
             return
-        if key in repeated or not len(tree.sampled(key)):
+        if key in repeated or not _counts(book, key):
             continue
         spans = _spans(book, TokenPrefix(key, tree.length(key)))
         if key.turn > after:
             yield _branch(book, key, spans, counted)
         for one, (start, end) in spans.items():
             counted[one] = max(counted.get(one, 0), end - start)
+
+
+def _repeated(book: SessionBook, until: int) -> set[PathKey]:
+    """The paths that a later branch repeats as a whole.
+
+    A turn that got no token, or whose answer nobody got, is no branch: so what it follows must stay one.
+    """
+    tree = book.tree
+    reached: dict[PathKey, int] = {}  # how many ids of each path belong to later paths with tokens
+    for number in sorted((one for one in book.turns if one <= until), reverse=True):
+        parent = tree.parent(number)
+        if parent.key is None:
+            continue
+        paths = list(tree.completions(number))
+        sampled = any(_counts(book, key) for key in paths)
+        used = parent.length if sampled else max(reached.get(key, 0) for key in paths)
+        reached[parent.key] = max(reached.get(parent.key, 0), min(used, parent.length))
+    return {key for key, length in reached.items() if length == tree.length(key)}
+
+
+def _counts(book: SessionBook, key: PathKey) -> bool:
+    """Whether a path ends in tokens that somebody got. If later prompts repeat some, these belong to their branches."""
+    return len(book.tree.sampled(key)) > 0 and key not in book.undelivered
 
 
 def _branch(
@@ -170,6 +200,7 @@ def _branch(
         loss_mask=loss[first:],
         sampled=_mask(whole.length, spans)[first:],
         rollouts=rollouts,
+        responses={key: (start - first, end - first) for key, (start, end) in reversed(spans.items())},
     )
 
 
@@ -187,7 +218,3 @@ def _mask(length: int, spans: Mapping[Any, tuple[int, int]]) -> MaskArray:
     for start, end in spans.values():
         mask[start:end] = 1
     return mask
-
-
-def _whole(book: SessionBook, key: PathKey | None) -> TokenPrefix | None:
-    return None if key is None else TokenPrefix(key, book.tree.length(key))

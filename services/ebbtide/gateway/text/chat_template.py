@@ -3,22 +3,12 @@
 from collections.abc import Mapping
 from typing import Any, Final
 
-import msgspec
-
 from ebbtide.errors import InvalidRequest
 from ebbtide.gateway.text.template_messages import template_messages
 from ebbtide.gateway.text.template_sandbox import TemplateSandbox
 
 #: Variables of every template, which options of a request cannot replace.
 _RESERVED: Final = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
-
-
-class RenderedPrompt(msgspec.Struct, frozen=True):
-    """A prompt as the model reads it."""
-
-    ids: list[int]
-    text: str
-    """What the ids stand for, as the template rendered it."""
 
 
 class ChatTemplate:

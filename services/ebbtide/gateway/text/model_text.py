@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 from ebbtide.errors import InvalidRequest
-from ebbtide.gateway.text.chat_template import ChatTemplate, RenderedPrompt
+from ebbtide.gateway.text.chat_template import ChatTemplate
 from ebbtide.gateway.text.detokenizer import Detokenizer
 from ebbtide.gateway.text.piece_decoders import PieceDecoders
 from ebbtide.gateway.text.template_sandbox import TemplateSandbox
@@ -66,13 +66,6 @@ class ModelText:
         `TemplateSandbox.render`.
         """
         return self._template.render(messages, tools=tools, options=template_options, generate=generate)
-
-    def prompt(
-        self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None, template_options: dict[str, Any]
-    ) -> RenderedPrompt:
-        """Renders and encodes. Templates write special tokens themselves. Raises what `render` raises."""
-        text = self.render(messages, tools=tools, template_options=template_options)
-        return RenderedPrompt(self.encode(text, special=False), text)
 
     def encode(self, text: str, *, special: bool) -> list[int]:
         """Returns the ids of `text`; with `special`, between the tokens that begin and end a text of this model.

@@ -14,7 +14,7 @@ _Message = TypeVar("_Message")
 
 
 class TemplateJob(msgspec.Struct):
-    """One rendering. `template` is empty if the process compiled the template of that `key` before.
+    """One rendering. `template` is empty if the process should have the template of that `key`.
 
     `variables` is a JSON object: it holds integers of any size, which models do write.
     """
@@ -25,11 +25,14 @@ class TemplateJob(msgspec.Struct):
 
 
 class TemplateText(msgspec.Struct):
-    """What came of it: `text`, or `error`, of which `broken` says that the template is to blame, not its variables."""
+    """What came of it: `text`, or `error`, of which `broken` says that the template is to blame, not its variables.
+    `unknown`: the process lacks the template.
+    """
 
     text: str = ""
     error: str = ""
     broken: bool = False
+    unknown: bool = False
 
 
 def send(connection: socket.socket, message: msgspec.Struct) -> None:

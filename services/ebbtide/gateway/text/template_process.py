@@ -77,7 +77,7 @@ def main() -> NoReturn:
         except (EOFError, OSError):
             sys.exit(0)
         signal.setitimer(signal.ITIMER_PROF, limits.cpu_s)  # nobody handles SIGPROF: the kernel ends the process
-        made = renderer.render(job)
+        made = renderer.render(job) if renderer.knows(job) else TemplateText(unknown=True)
         signal.setitimer(signal.ITIMER_PROF, 0)
         send(connection, made)
 
@@ -89,6 +89,9 @@ class _Renderer:
         self._limits = limits
         self._environment = template_environment()
         self._compiled: dict[str, Template] = {}
+
+    def knows(self, job: TemplateJob) -> bool:
+        return bool(job.template) or job.key in self._compiled
 
     def render(self, job: TemplateJob) -> TemplateText:
         try:

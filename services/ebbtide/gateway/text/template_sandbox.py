@@ -88,6 +88,9 @@ class _TemplateProcess:
         try:
             send(connection, TemplateJob(key, "" if key in self._known else template, variables))
             made = receive(connection, TemplateText)
+            if made.unknown:  # it keeps a bounded number
+                send(connection, TemplateJob(key, template, variables))
+                made = receive(connection, TemplateText)
         except ValueError:
             return TemplateText(error="they are too large")
         except (OSError, EOFError):

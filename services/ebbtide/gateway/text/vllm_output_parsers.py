@@ -5,6 +5,7 @@ from typing import Any, Final
 
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.parser.parser_manager import ParserManager
+from vllm.tokenizers.hf import get_cached_tokenizer
 
 from ebbtide import telemetry
 from ebbtide.errors import InvalidRequest
@@ -18,6 +19,7 @@ class VllmOutputParsers:
 
     def __init__(self, tokenizer: Any, names: ParserNames) -> None:
         """Raises `InvalidRequest` naming `tool_parser` or `reasoning_parser`."""
+        tokenizer = get_cached_tokenizer(tokenizer)  # each parser asks for the whole vocabulary
         self._tokenizer, self._tools = tokenizer, bool(names.tool)
         for field, name, only in (
             ("tool_parser", names.tool, {"tool_parser_name": names.tool}),
@@ -55,7 +57,7 @@ class VllmOutputParser:
 
     def __init__(self, parser: Any, request: Any, *, prompt_ids: Sequence[int], call_seed: str, tools: bool) -> None:
         self._parser, self._request, self._tools = parser, request, tools
-        self._prompt_ids = [int(one) for one in prompt_ids]
+        self._prompt_ids = prompt_ids if isinstance(prompt_ids, list) else [int(one) for one in prompt_ids]
         self._parser.set_prompt_token_ids(self._prompt_ids)
         self._seed, self._calls, self._failed = call_seed, set[int](), False
         self.skip_special = bool(request.skip_special_tokens)

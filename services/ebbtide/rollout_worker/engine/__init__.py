@@ -55,6 +55,7 @@ class EngineRequest(Struct, frozen=True, kw_only=True):
     max_tokens: int
     min_tokens: int
     stop_token_ids: Sequence[int]
+    min_p: float = 0.0
     repetition_penalty: float = 1.0
     logprobs: bool = True
     priority: int = 0

@@ -118,6 +118,7 @@ class Generation:
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
+            min_p=sampling.min_p,
             max_tokens=most,
             min_tokens=max(0, min(sampling.min_tokens - made, most)),
             stop_token_ids=sorted(self._ending.stop_token_ids),

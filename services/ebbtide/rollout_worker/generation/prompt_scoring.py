@@ -47,6 +47,7 @@ class PromptScoring:
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
+            min_p=sampling.min_p,
             max_tokens=1,
             min_tokens=sampling.min_tokens,
             stop_token_ids=sorted(self._ending.stop_token_ids),

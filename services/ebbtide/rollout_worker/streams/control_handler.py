@@ -138,7 +138,7 @@ class ControlHandler:
 
     def _capabilities(self) -> list[str]:
         known = ["resume", "flush_interval", "forecasts", f"engine:{self.settings.engine}"]
-        known += [SIBLINGS] if self.siblings is not None else []
+        known += ["min_p"] if self.siblings is None else [SIBLINGS]  # vLLM samples drafted tokens without it
         return [*known, "score"] if self.attempts.scores_prompts else known
 
     def heartbeat(self) -> fleet_pb2.WorkerMessage:

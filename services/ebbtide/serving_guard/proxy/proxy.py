@@ -11,10 +11,9 @@ streamed answer of 8 events takes about 0.15 ms of a core (`benchmarks/proxy.py`
 
 import asyncio
 import contextlib
-import resource
 from typing import Final
 
-from ebbtide import telemetry
+from ebbtide.runtime import allow_files
 from ebbtide.serving_guard.proxy import listening_sockets
 from ebbtide.serving_guard.proxy.client_connection import ClientConnection
 from ebbtide.serving_guard.proxy.client_table import ClientTable
@@ -22,8 +21,6 @@ from ebbtide.serving_guard.proxy.engine_connections import EnginePool
 from ebbtide.serving_guard.proxy.proxy_limits import ProxySettings
 from ebbtide.serving_guard.proxy.request_timing import RequestListener
 from ebbtide.serving_guard.traffic.traffic_events import TrafficListener
-
-log = telemetry.get_logger(__name__)
 
 #: Checks of time limits within the shortest of them; there is at least one a second.
 _CHECKS: Final = 4
@@ -48,7 +45,7 @@ class Proxy:
 
     async def start(self) -> None:
         """Accept connections, after raising this process's limit of open files to what clients may need."""
-        _allow_files(2 * self._settings.max_connections + _SPARE_FILES)
+        allow_files(2 * self._settings.max_connections + _SPARE_FILES)
         loop = asyncio.get_running_loop()
         taken = listening_sockets.sockets(self._listen)
         self.address = listening_sockets.address(taken[0])
@@ -84,12 +81,3 @@ class Proxy:
         while True:
             await asyncio.sleep(min(1.0, shortest / _CHECKS))
             self.clients.check()
-
-
-def _allow_files(wanted: int) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    if most < wanted:
-        log.warning("this process may open fewer files than its clients may need", allowed=most, needed=wanted)

@@ -30,6 +30,7 @@ def samples_of(trajectories: Sequence[Trajectory], spec: TrainerSpec, *, seed: i
             logprobs=tokens["logprob"].astype(np.float32),
             versions=tokens["version"].astype(np.int64),
             advantage=advantage,
+            responses=trajectory.responses,
         )
         if sample.sampled and (advantage or spec.kl_coefficient):
             samples.append(sample)

@@ -41,16 +41,22 @@ def permute_within_groups(rewards: Tensor, groups: Tensor, generators: Sequence[
     return permuted
 
 
-def truncated_support(logits: Tensor, tokens: Tensor, *, top_p: float = 1.0, top_k: int = 0) -> Tensor:
+def truncated_support(
+    logits: Tensor, tokens: Tensor, *, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0
+) -> Tensor:
     """Returns which entries of `logits` (n, v), already divided by the temperature, could be sampled; (n, v) bool.
 
-    vLLM's rule: of the k largest (ties with the k-th stay) the fewest whose renormalised probabilities reach `top_p`,
-    at least one. It is applied to the trainer's own logits, which differ from the worker's by rounding (or by an
-    update), so an entry at the edge may fall on the other side; `tokens` (n,), which were in fact sampled, always
-    stay.
+    vLLM's rule: of those at least `min_p` times as probable as the likeliest, and of these the k largest (ties with
+    the k-th stay), the fewest whose renormalised probabilities reach `top_p`, at least one. It is applied to the
+    trainer's own logits, which differ from the worker's by rounding (or by an update), so an entry at the edge may fall
+    on the other side; `tokens` (n,), which were in fact sampled, always stay.
     """
     keep = torch.ones_like(logits, dtype=torch.bool)
     logits = logits.detach()
+    if min_p > 0:
+        probable = logits.softmax(-1)
+        keep &= probable >= min_p * probable.amax(-1, keepdim=True)
+        logits = logits.masked_fill(~keep, -torch.inf)
     if 0 < top_k < logits.shape[1]:
         keep &= logits >= logits.topk(top_k).values[:, -1:]
     if top_p < 1.0:
@@ -68,6 +74,7 @@ def token_logprobs(
     temperature: float = 1.0,
     top_p: float = 1.0,
     top_k: int = 0,
+    min_p: float = 0.0,
     barred: Tensor | None = None,
     early: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -84,8 +91,9 @@ def token_logprobs(
     if barred is not None and early is not None:
         rows = (early & ~torch.isin(tokens, barred)).nonzero()
         scaled[rows, barred] = -torch.inf  # (rows, 1) and (e,): all barred ids of these rows
-    if top_p < 1.0 or top_k > 0:
-        scaled = scaled.masked_fill(~truncated_support(scaled, tokens, top_p=top_p, top_k=top_k), -torch.inf)
+    if top_p < 1.0 or top_k > 0 or min_p > 0:
+        support = truncated_support(scaled, tokens, top_p=top_p, top_k=top_k, min_p=min_p)
+        scaled = scaled.masked_fill(~support, -torch.inf)
     logprobs = scaled.log_softmax(-1)
     with torch.no_grad():
         entropy = torch.special.entr(logprobs.exp()).sum(-1)

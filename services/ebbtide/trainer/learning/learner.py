@@ -25,6 +25,7 @@ from ebbtide.trainer.learning.sample_deal import micro_parts, minibatches, share
 from ebbtide.trainer.learning.step_stats import StepStats, StepSums
 from ebbtide.trainer.learning.training_batches import TrainingBatch, TrainingSample, collate
 from ebbtide.trainer.ranks.network_sharding import local, whole
+from ebbtide.types.run import Sampling
 
 
 class LearnerRanks(Protocol):
@@ -46,7 +47,7 @@ class OneRank:
 
 @dataclass(frozen=True, kw_only=True)
 class LearnerSettings:
-    """Settings of loss (see `policy_loss`), optimiser, and the workers' sampling."""
+    """Settings of loss (see `policy_loss`) and optimiser, and the run's sampling."""
 
     learning_rate: float = 1e-6
     warmup_steps: int = 0
@@ -60,11 +61,8 @@ class LearnerSettings:
     minibatches: int = 1
     epochs: int = 1
     micro_batch_tokens: int = 16384
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_tokens: int = 0
-    end_ids: tuple[int, ...] = ()  # that workers do not sample within the first `min_tokens` tokens of a response
+    sampling: Sampling = field(default_factory=Sampling)  # of samples without `responses`
+    eos_ids: tuple[int, ...] = ()  # of the model; with the stop tokens they are not sampled within `min_tokens`
 
 
 @dataclass
@@ -176,16 +174,33 @@ class Learner:
 
     def logprobs(self, network: Network, batch: TrainingBatch) -> tuple[Tensor, Tensor]:
         """Returns logprob and entropy at each of the batch's sampled tokens under `network`; both (n,)."""
-        settings, logits = self.settings, batch.logits(network)
-        ends = [token for token in settings.end_ids if token < logits.shape[1]]
+        logits = batch.logits(network)
+        if len(batch.samplings) == 1:
+            return self._token_logprobs(logits, batch.targets, batch.positions, batch.samplings[0])
+        found = torch.zeros(len(logits), dtype=torch.float32, device=logits.device)
+        entropy = torch.zeros_like(found)
+        for number, sampling in enumerate(batch.samplings):
+            rows = (batch.sampled_by == number).nonzero()[:, 0]
+            part = self._token_logprobs(logits[rows], batch.targets[rows], batch.positions[rows], sampling)
+            found, entropy = found.index_copy(0, rows, part[0]), entropy.index_copy(0, rows, part[1])
+        return found, entropy
+
+    def _token_logprobs(
+        self, logits: Tensor, tokens: Tensor, positions: Tensor, sampling: Sampling | None
+    ) -> tuple[Tensor, Tensor]:
+        """Logprobs and entropies of tokens (n,) that were sampled in one way; None: in that of the settings."""
+        sampling = sampling or self.settings.sampling
+        ends = (*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.settings.eos_ids))
+        barred = [token for token in ends if token < logits.shape[1]]
         return token_logprobs(
             logits,
-            batch.targets,
-            temperature=settings.temperature,
-            top_p=settings.top_p,
-            top_k=settings.top_k,
-            barred=torch.tensor(ends, dtype=torch.int64, device=logits.device),
-            early=batch.positions < settings.min_tokens,
+            tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            barred=torch.tensor(barred, dtype=torch.int64, device=logits.device),
+            early=positions < sampling.min_tokens,
         )
 
     def _stale(self, samples: Sequence[TrainingSample]) -> int:

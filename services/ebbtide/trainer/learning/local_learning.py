@@ -30,7 +30,7 @@ from ebbtide.trainer.ranks.rank_world import RankWorld
 from ebbtide.trainer.ranks.sharded_loading import load_sharded
 from ebbtide.trainer.training_checkpoint import CheckpointError, TrainingState
 from ebbtide.types.rollout import Trajectory
-from ebbtide.types.run import RunSpec
+from ebbtide.types.run import RunSpec, check_learnable
 from ebbtide.weights import end_tokens
 
 
@@ -48,7 +48,7 @@ class LocalLearning:
         `keep_published`: keep the published weights on the GPU, if it has room after a step. `world`: the ranks that
         share the network.
         """
-        _check(spec)
+        check_learnable(spec.sampling, field="sampling")
         self._spec = spec
         self._device = device
         self._world = world
@@ -216,15 +216,6 @@ def device_name(device: str) -> str:
 def _settings(spec: RunSpec, ends: Sequence[int]) -> LearnerSettings:
     """The learner's settings; `ends`: the end-of-sequence tokens of the model."""
     given = {name: getattr(spec.trainer, name) for name in spec.trainer.__struct_fields__}
-    given |= {name: getattr(spec.sampling, name) for name in ("temperature", "top_p", "top_k", "min_tokens")}
-    given["end_ids"] = (*spec.sampling.stop_token_ids, *(() if spec.sampling.ignore_eos else ends))
+    given |= {"sampling": spec.sampling, "eos_ids": tuple(ends)}
     known = {field.name for field in fields(LearnerSettings)}
     return LearnerSettings(**{name: value for name, value in given.items() if name in known})
-
-
-def _check(spec: RunSpec) -> None:
-    """Refuses sampling whose logprobs the learner cannot compute."""
-    if spec.sampling.temperature == 0:
-        raise InvalidRequest("must be above 0: greedy responses cannot be trained on", field="sampling.temperature")
-    if spec.sampling.repetition_penalty != 1:
-        raise InvalidRequest("must be 1: the trainer does not apply penalties", field="sampling.repetition_penalty")

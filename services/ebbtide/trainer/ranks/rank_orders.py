@@ -9,6 +9,7 @@ from msgspec import Struct
 
 from ebbtide.errors import InvalidRequest
 from ebbtide.trainer.learning.training_batches import TrainingSample
+from ebbtide.types.rollout import SampledResponse
 from ebbtide.types.run import RunSpec
 
 
@@ -22,6 +23,7 @@ class PackedSamples(Struct, frozen=True, kw_only=True):
     logprobs: bytes  # float32
     versions: bytes  # int64
     advantages: bytes  # float64
+    responses: tuple[tuple[SampledResponse, ...], ...]  # of each sample
 
 
 class BeginOrder(Struct, frozen=True, kw_only=True, tag="Begin"):
@@ -121,6 +123,7 @@ def pack_samples(samples: Sequence[TrainingSample]) -> PackedSamples:
         logprobs=joined([sample.logprobs for sample in samples], "<f4"),
         versions=joined([sample.versions for sample in samples], "<i8"),
         advantages=np.array([sample.advantage for sample in samples], "<f8").tobytes(),
+        responses=tuple(sample.responses for sample in samples),
     )
 
 
@@ -129,7 +132,7 @@ def unpack_samples(packed: PackedSamples) -> list[TrainingSample]:
     tails, count = sum(packed.tails), len(packed.lengths)
     sizes = (8 * sum(packed.lengths), tails, 4 * tails, 8 * tails, 8 * count)
     arrays = (packed.ids, packed.mask, packed.logprobs, packed.versions, packed.advantages)
-    if len(packed.tails) != count or tuple(map(len, arrays)) != sizes:
+    if not len(packed.tails) == len(packed.responses) == count or tuple(map(len, arrays)) != sizes:
         raise InvalidRequest("have arrays whose lengths do not match", field="samples")
     ids = np.split(np.frombuffer(packed.ids, "<i8"), np.cumsum(packed.lengths)[:-1])
     ends = np.cumsum(packed.tails)[:-1]
@@ -137,5 +140,5 @@ def unpack_samples(packed: PackedSamples) -> list[TrainingSample]:
     logprobs = np.split(np.frombuffer(packed.logprobs, "<f4"), ends)
     versions = np.split(np.frombuffer(packed.versions, "<i8"), ends)
     advantages = np.frombuffer(packed.advantages, "<f8").tolist()
-    parts = zip(ids, masks, logprobs, versions, advantages, strict=True) if count else ()
+    parts = zip(ids, masks, logprobs, versions, advantages, packed.responses, strict=True) if count else ()
     return [TrainingSample(*part) for part in parts]

@@ -73,7 +73,8 @@ async def serve(ready: Path) -> None:
     server = HttpServer(make_app(doors), settings)
     await server.start()
     beside = ready.with_suffix(".part")
-    keys = [mint(signer, Role.AGENT, ttl_s=_KEY_S, name=f"user-{number}") for number in range(3)]
+    roles = (Role.AGENT, Role.AGENT, Role.USER)  # the last one ends sessions, too
+    keys = [mint(signer, role, ttl_s=_KEY_S, name=f"user-{number}") for number, role in enumerate(roles)]
     beside.write_text(json.dumps({"address": server.address, "keys": keys}))
     beside.rename(ready)
     await server.ended()

@@ -25,7 +25,7 @@ AT_ONCE: Final = 12
 #: some of what is freed.
 MEMORY_BOUND: Final = LIMITS.bodies_bytes + 100 * LIMITS.body_bytes
 #: What any request may be answered. 500 is not among them.
-ANSWERS: Final = {0, 100, 200, 400, 401, 404, 405, 413, 429, 431}
+ANSWERS: Final = {0, 100, 200, 400, 401, 403, 404, 405, 413, 429, 431}
 _STATUS: Final = re.compile(rb"HTTP/1\.1 (\d{3})")
 _MEMORY: Final = re.compile(r"^(VmHWM|VmRSS):\s+(\d+) kB$", re.MULTILINE)
 

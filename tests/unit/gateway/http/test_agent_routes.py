@@ -11,7 +11,14 @@ import openai
 import pytest
 from starlette.applications import Starlette
 
-from tests.fakes.scripted_rollouts import ScriptedSource
+from ebbtide.auth.reloaded_files import ReloadedFiles
+from ebbtide.auth.security import TokenCheck
+from ebbtide.gateway.access.client_key import KeyRing
+from ebbtide.gateway.access.request_limits import RequestLimits
+from ebbtide.gateway.http_app import make_app
+from ebbtide.gateway.text.template_sandbox import TemplateSandbox
+from tests.fakes.scripted_doors import scripted_doors
+from tests.fakes.scripted_rollouts import ScriptedCatalog, ScriptedSource, scripted_run, served_model
 from tests.unit.gateway.http.conftest import SECRET
 from tests.unit.gateway.http.test_chat import CALL, prompt_text
 
@@ -65,6 +72,86 @@ async def test_a_response_in_events_ends_as_the_whole_one(http: httpx.AsyncClien
     assert (call["name"], call["arguments"]) == ("search", '{"days":3}')
     for one, other in zip(last["output"], whole["output"], strict=True):
         assert one.get("content") == other.get("content")
+
+
+@pytest.mark.parametrize("answer", ["Hello 漢字 🎉", "half \ufffd"])
+async def test_a_streams_logprobs_are_those_of_all_tokens(
+    http: httpx.AsyncClient, source: ScriptedSource, answer: str
+) -> None:
+    source.answer, source.chunk = answer, 1  # so most chunks hold a part of a character
+    body = {"input": "x", "include": ["message.output_text.logprobs"], "request_id": "one", "stop": ["zz"]}
+    whole = (await http.post("/v1/responses", json=body)).json()
+    streamed = named_events(await http.post("/v1/responses", json=body | {"stream": True, "request_id": "two"}))
+    last, deltas = streamed[-1]["response"], [one for one in streamed if one["type"] == "response.output_text.delta"]
+    expected = whole["output"][0]["content"][0]["logprobs"]
+    assert len(expected) == whole["usage"]["output_tokens"] == last["usage"]["output_tokens"]
+    assert last["output"][0]["content"][0]["logprobs"] == expected
+    assert [one for delta in deltas for one in delta["logprobs"]] == expected
+
+
+CODEX = {
+    "model": "spell",
+    "instructions": "You are a coding agent.",
+    "input": [
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "<permissions>"}]},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Fix it."}]},
+    ],
+    "tools": [
+        {"type": "function", "name": "shell", "description": "Runs.", "strict": False, "parameters": {"type": "object"}}
+    ],
+    "tool_choice": "auto",
+    "parallel_tool_calls": False,
+    "reasoning": None,
+    "store": False,
+    "stream": True,
+    "include": [],
+    "prompt_cache_key": "0199a1b2-0000-7000-8000-000000000000",
+}
+CLAUDE_CODE = {
+    "model": "spell",
+    "max_tokens": 32_000,
+    "stream": True,
+    "temperature": 1,
+    "system": [{"type": "text", "text": "You are Claude Code.", "cache_control": {"type": "ephemeral"}}],
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "Fix it.", "cache_control": {"type": "ephemeral"}}]}
+    ],
+    "tools": [{"name": "Bash", "description": "Runs.", "input_schema": {"type": "object", "properties": {}}}],
+    "metadata": {"user_id": "user_0"},
+    "thinking": {"type": "enabled", "budget_tokens": 31_999},
+    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+}
+AGENTS_SDK = {
+    "model": "spell",
+    "input": [{"role": "user", "content": "Fix it."}],
+    "instructions": "Be kind.",
+    "include": [],
+    "tools": [TOOL | {"strict": True, "description": "Searches."}],
+    "stream": False,
+}
+
+
+@pytest.mark.parametrize("prefix", ["", "/sessions/episode"])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/v1/responses", CODEX), ("/v1/messages", CLAUDE_CODE), ("/v1/responses", AGENTS_SDK)],
+    ids=["codex", "claude code", "agents sdk"],
+)
+async def test_default_bodies_of_agents_are_taken(
+    sandbox: TemplateSandbox, path: str, body: dict[str, Any], prefix: str
+) -> None:
+    """As their clients write them, without what a user may add."""
+    source = ScriptedSource(scripted_run(), served_model(sandbox, tools=True, context=40_000))
+    keys = KeyRing(ReloadedFiles((), lambda: TokenCheck(f"Bearer {SECRET}")), None)
+    transport = httpx.ASGITransport(make_app(scripted_doors(ScriptedCatalog([source]), keys, RequestLimits())))
+    headers = {"authorization": f"Bearer {SECRET}"}
+    async with httpx.AsyncClient(transport=transport, base_url="http://gateway", headers=headers) as client:
+        answer = await client.post(f"{prefix}{path}", json=body)
+        assert (answer.status_code, "Hello world" in answer.text) == (200, True), answer.text
+        if path == "/v1/messages":
+            counted = {name: body[name] for name in ("model", "system", "messages", "tools", "thinking")}
+            answer = await client.post(f"{prefix}/v1/messages/count_tokens", json=counted)
+            assert (answer.status_code, answer.json()["input_tokens"] > 10) == (200, True), answer.text
 
 
 async def test_a_response_that_is_cut_says_so(http: httpx.AsyncClient) -> None:
@@ -148,7 +235,10 @@ async def test_a_stop_sequence_is_named(http: httpx.AsyncClient) -> None:
 async def test_thinking_reaches_the_template_and_a_budget_is_refused(http: httpx.AsyncClient) -> None:
     body = {"max_tokens": 50, "messages": [{"role": "user", "content": "x"}]}
     assert (await http.post("/v1/messages", json=body | {"thinking": {"type": "adaptive"}})).status_code == 200
-    budget = {"thinking": {"type": "enabled", "budget_tokens": 2048}}
+    for enough in (49, 2048):  # of `max_tokens`: it bounds nothing
+        free = {"thinking": {"type": "enabled", "budget_tokens": enough}}
+        assert (await http.post("/v1/messages", json=body | free)).status_code == 200
+    budget = {"thinking": {"type": "enabled", "budget_tokens": 20}}
     refused = await http.post("/v1/messages", json=body | budget)
     assert refused.status_code == 400
     assert refused.json()["type"] == "error"
@@ -173,7 +263,6 @@ async def test_tokens_of_messages_are_counted(http: httpx.AsyncClient) -> None:
         ("/v1/responses", {"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ("/v1/responses", {"input": [{"role": "user", "content": "x", "mood": "x"}]}, "input[0].mood"),
         ("/v1/responses", {"input": "x", "tools": [{"type": "web_search"}]}, "tools[0].type"),
-        ("/v1/responses", {"input": "x", "tools": [TOOL | {"strict": True}]}, "tools[0].strict"),
         ("/v1/responses", {"input": "x", "text": {"format": {"type": "json_object"}}}, "text.format.type"),
         ("/v1/responses", {"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
         (

@@ -13,7 +13,10 @@ from ebbtide.errors import Internal, NoCapacity, Unavailable
 from ebbtide.gateway.access.request_limits import RequestLimits
 from ebbtide.gateway.http_app import make_app
 from ebbtide.gateway.routes.gateway_doors import GatewayDoors
+from ebbtide.gateway.routes.http_reply import HttpReply
+from ebbtide.testing import wait_until
 from ebbtide.types.rollout import FinishReason
+from ebbtide.types.run import TrainerSpec
 from tests.fakes.asgi_call import AsgiCall
 from tests.fakes.scripted_rollouts import ScriptedSource
 from tests.unit.gateway.http.conftest import HEADERS
@@ -35,6 +38,29 @@ async def test_a_client_that_cannot_come_back_ends_its_rollouts(
     assert doors.slots.under_way == 0
 
 
+async def test_a_session_alone_is_no_way_back(app: Starlette, source: ScriptedSource) -> None:
+    source.gate.clear()
+    call = AsgiCall(app, URL, BODY, HEADERS | {"X-Session-ID": "s"})
+    await source.first.wait()
+    call.leave()
+    await call.task
+    assert source.cancelled == list(source.submitted)
+
+
+async def test_behind_a_proxy_that_numbers_requests_another_header_is_the_way_back(
+    doors: GatewayDoors, source: ScriptedSource
+) -> None:
+    app = make_app(msgspec.structs.replace(doors, request_id_header="X-Client-Request-ID"))
+    source.gate.clear()
+    for headers, cancelled in (({}, 1), ({"X-Client-Request-ID": "mine"}, 1)):
+        source.first.clear()
+        call = AsgiCall(app, URL, BODY, HEADERS | {"X-Request-ID": "the proxy's"} | headers)
+        await source.first.wait()
+        call.leave()
+        await call.task
+        assert len(source.cancelled) == cancelled
+
+
 async def test_a_client_that_leaves_during_its_submit_ends_its_rollouts(
     app: Starlette, source: ScriptedSource, doors: GatewayDoors
 ) -> None:
@@ -52,7 +78,7 @@ async def test_a_client_that_leaves_during_its_submit_ends_its_rollouts(
     assert doors.slots.under_way == 0
 
 
-@pytest.mark.parametrize("ids", [{"X-Request-ID": "r"}, {"X-Session-ID": "s"}])
+@pytest.mark.parametrize("ids", [{"X-Request-ID": "r"}, {"X-Request-ID": "r", "X-Session-ID": "s"}])
 async def test_a_client_that_can_come_back_keeps_its_rollouts(
     app: Starlette, source: ScriptedSource, ids: dict[str, str]
 ) -> None:
@@ -104,6 +130,57 @@ async def test_a_stream_that_waits_shows_that_it_lives(
     await call.task
     assert call.body.index(sign) < call.body.rindex(b"data: ")
     assert call.sent[-1]["more_body"] is False
+
+
+async def test_the_time_until_a_sign_of_life_begins_with_the_last_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = list[float]()
+
+    def timeout(seconds: float) -> asyncio.Timeout:
+        waits.append(seconds)
+        return asyncio.Timeout(None)
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.disconnect"}
+
+    async def send(_message: Any) -> None: ...
+
+    reply = HttpReply(receive, send, "r")
+    await reply.departure(lambda: None, 15.0)
+    await reply.begin_events()
+    reply._sent_at -= 10.0
+    monkeypatch.setattr("ebbtide.gateway.routes.http_reply.asyncio.timeout", timeout)
+    await reply.departure(lambda: None, 15.0)
+    assert waits == [pytest.approx(5.0, abs=2.0)]
+
+
+async def test_a_call_that_takes_too_long_or_whose_client_leaves_holds_nothing(
+    doors: GatewayDoors, source: ScriptedSource
+) -> None:
+    app = make_app(msgspec.structs.replace(doors, limits=RequestLimits(call_s=0.05)))
+    patient = make_app(doors)
+    source.gate.clear()
+    asking = AsgiCall(app, URL, BODY, HEADERS | {"X-Session-ID": "s", "X-Request-ID": "r"})
+    await source.first.wait()
+    asking.leave()
+    await asking.task
+    late = AsgiCall(app, "/v1/sessions/s/end", {"verifier": "x"}, HEADERS)
+    await late.task
+    assert late.status == 400, "the run has no verifiers"
+    source.run = msgspec.structs.replace(
+        source.run, spec=msgspec.structs.replace(source.run.spec, trainer=TrainerSpec(name="external"))
+    )
+    stuck = AsgiCall(app, "/v1/sessions/s/reward", {"reward": 1.0}, HEADERS)
+    await stuck.task
+    assert (stuck.status, b"more than 0.05 s" in stuck.body) == (503, True)
+    left = AsgiCall(patient, "/v1/sessions/s/reward", {"reward": 1.0}, HEADERS)
+    await wait_until(lambda: source.cancelled)
+    left.leave()
+    await left.task
+    assert doors.slots.under_way == 0
+    source.gate.set()
+    ended = AsgiCall(patient, "/v1/sessions/s/reward", {"reward": 1.0}, HEADERS)
+    await ended.task
+    assert ended.status == 200
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from ebbtide.gateway.runs.run_pauses import RunPauses
 from ebbtide.testing import wait_until
 from ebbtide.types.ids import check_id
 from ebbtide.types.key_usage import KeyLimits, MeteredKey
+from ebbtide.types.run import EnvironmentSpec
 from tests.fakes.asgi_call import AsgiCall
 from tests.fakes.clocks import SetClock
 from tests.fakes.scripted_rollouts import ScriptedCatalog, ScriptedSource
@@ -163,6 +164,68 @@ def test_names_roles_and_the_shared_secret_never_meet() -> None:
     assert all(check_id(one, field="owner") for one in owners)
 
 
+AGENT = {"name": "team-a", "run_id": "spell-1"}
+CHEATS = [
+    ("GET", "/v1/sessions", None),
+    ("POST", "/v1/sessions", {"session_id": "mine"}),
+    ("GET", "/v1/sessions/mine", None),
+    ("GET", "/v1/sessions/mine/completions", None),
+    ("POST", "/v1/sessions/mine/reward", {"reward": 1.0}),
+    ("POST", "/v1/sessions/mine/end", {"verifier": "exact", "data": {"answer": "x"}}),
+    ("POST", "/v1/sessions/mine/end", {"drop_reason": "bad"}),
+]
+
+
+@pytest.mark.parametrize(("method", "path", "body"), CHEATS)
+async def test_an_agent_cannot_reward_or_read_itself_or_a_neighbour(
+    signed_app: Starlette, source: ScriptedSource, method: str, path: str, body: Any
+) -> None:
+    source.run = msgspec.structs.replace(
+        source.run, spec=msgspec.structs.replace(source.run.spec, environment=EnvironmentSpec(name="agents"))
+    )
+    transport = httpx.ASGITransport(signed_app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+        harness = {"authorization": f"Bearer {token(Role.USER, **AGENT)}"}
+        agent = {"authorization": f"Bearer {token(Role.AGENT, **AGENT)}"}
+        opened = await client.post("/v1/sessions", json={"session_id": "mine", "group_id": "g"}, headers=harness)
+        assert opened.status_code == 200
+        assert (await client.post("/sessions/mine/v1/completions", json=BODY, headers=agent)).status_code == 200
+        for session in ("mine", "neighbour"):
+            hacked = await client.request(method, path.replace("mine", session), json=body, headers=agent)
+            assert (hacked.status_code, hacked.json()["error"]["type"]) == (403, "permission_error")
+        assert not source.trajectories
+        trace = (await client.get("/v1/sessions/mine", headers=harness)).json()
+        assert [len(turn["completions"]) for turn in trace["turns"]] == [1], "its owner's other key has what it played"
+        ended = await client.post("/v1/sessions/mine/reward", json={"reward": 0.5}, headers=harness)
+        assert (ended.status_code, ended.json()["reward"]) == (200, 0.5)
+
+
+async def test_a_key_of_one_session_plays_no_other_and_moves_it_into_no_group(
+    signed_app: Starlette, source: ScriptedSource
+) -> None:
+    bound = {"authorization": f"Bearer {token(Role.AGENT, session_id='mine', **AGENT)}"}
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(signed_app), base_url="http://gateway") as client:
+        for headers in ({"x-session-id": "other"}, {"x-group-id": "easy", "x-session-id": "mine"}):
+            refused = await client.post("/v1/completions", json=BODY, headers=bound | headers)
+            assert refused.status_code == 403
+        assert (await client.post("/sessions/other/v1/completions", json=BODY, headers=bound)).status_code == 403
+        assert not source.stored
+        assert (await client.post("/v1/completions", json=BODY, headers=bound)).status_code == 200, "its session alone"
+        assert (await client.post("/v1/completions", json=BODY, headers=bound | {"x-session-id": "mine"})).is_success
+        harness = {"authorization": f"Bearer {token(Role.OPERATOR, name='team-a')}"}
+        page = (await client.get("/v1/sessions", headers=harness)).json()
+        assert [(one["id"], one["turn_count"]) for one in page["data"]] == [("mine", 2)]
+
+
+@pytest.mark.parametrize(("role", "status"), [(Role.AGENT, 403), (Role.USER, 200)])
+async def test_an_agents_key_goes_before_no_other(signed_app: Starlette, role: Role, status: int) -> None:
+    key = {"authorization": f"Bearer {token(role)}"}
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(signed_app), base_url="http://gateway") as client:
+        for priority, wanted in ((-1, status), (0, 200), (5, 200)):
+            asked = await client.post("/v1/completions", json=BODY | {"priority": priority}, headers=key)
+            assert asked.status_code == wanted
+
+
 async def test_models_tell_their_context_and_version(http: httpx.AsyncClient) -> None:
     (card,) = (await http.get("/v1/models")).json()["data"]
     assert (card["id"], card["max_model_len"], card["weight_version"]) == ("spell-1", 512, 3)
@@ -225,7 +288,7 @@ async def test_a_request_that_waits_keeps_its_run_open(
     assert not source.released
     clock.now += 2
     await directory.refresh()
-    assert source.released
+    await wait_until(lambda: source.released)
 
 
 async def test_a_pause_holds_back_a_request_that_is_being_encoded(

@@ -13,6 +13,7 @@ import pytest
 from ebbtide.errors import Unavailable
 from ebbtide.gateway.generation.prompt_threads import PromptThreads
 from ebbtide.gateway.routes.gateway_doors import GatewayDoors
+from tests.fakes.scripted_rollouts import MarkedOutputs, ScriptedSource
 from tests.unit.gateway.http.conftest import HEADERS
 
 CHAT: Final = {"messages": [{"role": "user", "content": "x"}]}
@@ -50,6 +51,21 @@ async def test_slow_prompts_leave_the_shared_threads_free() -> None:
     goes_on.set()
     assert all(await asyncio.gather(*asked))
     threads.close()
+
+
+@pytest.mark.parametrize("session", [False, True])
+@pytest.mark.parametrize("stop", [[], ["zzz"]])
+async def test_parsers_are_made_once_and_parse_whole_texts_away_from_the_event_loop(
+    http: httpx.AsyncClient, source: ScriptedSource, session: bool, stop: list[str]
+) -> None:
+    parsers = source.model._parsers
+    assert isinstance(parsers, MarkedOutputs)
+    headers = {"x-session-id": "episode"} if session else {}
+    sent = {**CHAT, "max_tokens": 9, "n": 3, "stop": stop}
+    assert (await http.post("/v1/chat/completions", json=sent, headers=headers)).status_code == 200
+    assert len(parsers.made) == len(set(parsers.made)) == 3
+    assert parsers.threads
+    assert threading.main_thread() not in parsers.threads
 
 
 async def test_those_that_leave_while_they_wait_take_no_turn() -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import threading
 from typing import Any
 
 import httpx
@@ -14,6 +15,7 @@ from ebbtide.errors import NoCapacity
 from ebbtide.gateway.access.client_key import ClientKey
 from ebbtide.gateway.access.request_limits import RequestLimits, RequestSlots
 from ebbtide.gateway.http_app import make_app
+from ebbtide.gateway.routes import body_reader
 from ebbtide.gateway.routes.gateway_doors import GatewayDoors
 from ebbtide.testing import wait_until
 from tests.fakes.asgi_call import AsgiCall
@@ -80,7 +82,6 @@ async def test_a_faulty_body_is_refused_by_name(
         ({"messages": [{"role": "user", "content": "x", "mood": "x"}]}, "messages[0].mood"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}] * 5}, "tools: has 5 entries"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools[0].function.strict"),
         ({"tools": [{"type": "retrieval"}]}, "tools[0]"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": "auto"}, "tool_choice"),
@@ -114,6 +115,36 @@ async def test_a_body_that_never_ends_has_its_time(doors: GatewayDoors) -> None:
     assert b"did not arrive within 0.02 s" in call.body
 
 
+async def test_a_body_has_a_bounded_number_of_lists_however_many_brackets_its_texts_have(
+    doors: GatewayDoors, source: ScriptedSource
+) -> None:
+    app = make_app(msgspec.structs.replace(doors, limits=RequestLimits()))
+    body = {"prompt": "x", "chat_template_kwargs": {"a": [list[Any]()] * 100_001}}
+    call = AsgiCall(app, "/v1/chat/completions", body, HEADERS)
+    await call.task
+    assert call.status == 400
+    assert b"more than 100000 objects and lists" in call.body
+    text = AsgiCall(app, URL, {"prompt": "x", "user": '[{"\\' * 50_001}, HEADERS)
+    await text.task
+    assert text.status == 200
+
+
+async def test_a_large_body_is_decoded_away_from_the_event_loop(
+    doors: GatewayDoors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads, check = list[threading.Thread](), body_reader._check_depth
+
+    def noting(*arguments: Any) -> None:
+        threads.append(threading.current_thread())
+        check(*arguments)
+
+    monkeypatch.setattr(body_reader, "_check_depth", noting)
+    app = make_app(msgspec.structs.replace(doors, limits=RequestLimits()))
+    for size in (10, 100_000):
+        await AsgiCall(app, URL, {"prompt": "x", "user": "x" * size}, HEADERS).task
+    assert [thread is threading.main_thread() for thread in threads] == [True, False]
+
+
 async def test_a_key_has_a_bounded_number_of_requests(doors: GatewayDoors, source: ScriptedSource) -> None:
     limits = RequestLimits(requests_per_key=2)
     app = make_app(msgspec.structs.replace(doors, limits=limits, slots=RequestSlots(limits)))
@@ -125,6 +156,26 @@ async def test_a_key_has_a_bounded_number_of_requests(doors: GatewayDoors, sourc
     source.gate.set()
     await asyncio.gather(*(call.task for call in calls))
     assert sorted(call.status for call in calls) == [200, 200, 429]
+
+
+async def test_a_key_has_a_bounded_number_of_completions(doors: GatewayDoors, source: ScriptedSource) -> None:
+    limits = RequestLimits(completions_per_key=200)
+    slots = RequestSlots(limits)
+    app = make_app(msgspec.structs.replace(doors, limits=limits, slots=slots))
+    source.gate.clear()
+    first = AsgiCall(app, URL, {"prompt": "x", "n": 100}, HEADERS)
+    await wait_until(lambda: len(source.submitted) == 100)
+    refused = AsgiCall(app, URL, {"prompt": ["x", "y"], "n": 64}, HEADERS)
+    await refused.task
+    assert refused.status == 429
+    assert b"200 completions under way" in refused.body
+    source.gate.set()
+    await first.task
+    assert first.status == 200
+    assert slots.completions == 0
+    again = AsgiCall(app, URL, {"prompt": ["x", "y"], "n": 64}, HEADERS)
+    await again.task
+    assert again.status == 200
 
 
 async def test_the_bodies_of_all_requests_have_bounded_bytes(doors: GatewayDoors, source: ScriptedSource) -> None:
@@ -164,7 +215,7 @@ async def test_a_long_answer_keeps_no_body(doors: GatewayDoors, source: Scripted
 
 def test_bodies_of_one_key_leave_room_for_those_of_others() -> None:
     slots = RequestSlots(RequestLimits(body_bytes=1024, bodies_bytes=4000, bodies_bytes_per_key=2000))
-    alice, bob = ClientKey(owner="alice"), ClientKey(owner="bob")
+    alice, bob = ClientKey(owner="alice", sessions_of="alice"), ClientKey(owner="bob", sessions_of="bob")
     with slots.taken(alice) as first, slots.taken(alice) as second, slots.taken(bob) as other:
         first.add_body(1000)
         second.add_body(1000)

@@ -14,7 +14,7 @@ from ebbtide.types.run import RunStatus
 from tests.fakes.clocks import SetClock
 from tests.fakes.scripted_rollouts import ScriptedCatalog, ScriptedSource, scripted_run, served_model
 
-ANY = ClientKey(owner="team")
+ANY = ClientKey(owner="team", sessions_of="team")
 
 
 @pytest.fixture
@@ -50,11 +50,11 @@ async def test_a_run_is_found_by_its_id_or_its_only_name(directory: RunDirectory
 
 
 async def test_a_key_of_one_run_decides_alone(directory: RunDirectory) -> None:
-    key = ClientKey(owner="team", run_id="b-1")
+    key = ClientKey(owner="team", sessions_of="team", run_id="b-1")
     assert await found(directory, "gpt-of-somebody", key) == "b-1"
     assert [run.run_id for run in await directory.visible(key)] == ["b-1"]
     with pytest.raises(NotFound, match="the key's run z-1 is not there"):
-        await directory.find(ClientKey(owner="team", run_id="z-1"), "a")
+        await directory.find(ClientKey(owner="team", sessions_of="team", run_id="z-1"), "a")
 
 
 async def test_ended_runs_are_not_served(directory: RunDirectory, catalog: ScriptedCatalog, clock: SetClock) -> None:
@@ -63,7 +63,7 @@ async def test_ended_runs_are_not_served(directory: RunDirectory, catalog: Scrip
     source.run = msgspec.structs.replace(source.run, status=RunStatus.FINISHED)
     clock.now += 5
     await directory.refresh()
-    assert source.released
+    await wait_until(lambda: source.released)
     assert await found(directory, "b") == "b-2"
     assert [run.run_id for run in await directory.visible(ANY)] == ["a-1", "b-2"]
 
@@ -75,6 +75,41 @@ async def test_a_run_submitted_just_now_is_looked_up(
     catalog.sources["c-1"] = ScriptedSource(scripted_run("c-1", name="c"), served_model(sandbox))
     clock.now += 0.499  # the list is young, and older than the run
     assert await found(directory, "c") == "c-1"
+
+
+async def test_a_run_submitted_just_now_is_listed(
+    directory: RunDirectory, catalog: ScriptedCatalog, clock: SetClock, sandbox: TemplateSandbox
+) -> None:
+    await directory.refresh()
+    catalog.sources["c-1"] = ScriptedSource(scripted_run("c-1", name="c"), served_model(sandbox))
+    clock.now += 0.499
+    lists = await asyncio.gather(*(directory.visible(ANY) for _ in range(5)))
+    assert all("c-1" in [run.run_id for run in runs] for runs in lists)
+    assert catalog.reads == 2, "those who ask at once share a read"
+
+
+async def test_refreshes_at_once_release_each_lease_once_and_wait_for_none(
+    directory: RunDirectory, catalog: ScriptedCatalog, clock: SetClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on, released = asyncio.Event(), list[str]()
+
+    async def release(source: ScriptedSource) -> None:
+        released.append(source.run.run_id)
+        await goes_on.wait()
+
+    monkeypatch.setattr(ScriptedSource, "release", release)
+    for name in ("a-1", "b-1", "b-2"):
+        await directory.find(ANY, name)
+    clock.now += 61
+    async with asyncio.timeout(20):
+        await asyncio.gather(*(directory.refresh() for _ in range(3)))
+        assert await found(directory, "a") == "a-1", "opened again meanwhile"
+        await directory.refresh()
+        await wait_until(lambda: len(released) == 3)
+        assert await found(directory, "a") == "a-1"
+    assert (sorted(released), catalog.opened.count("a-1")) == (["a-1", "b-1", "b-2"], 2)
+    goes_on.set()
+    await directory.close()
 
 
 async def test_those_who_ask_for_unknown_runs_at_once_share_a_read_and_wait_for_it(
@@ -142,7 +177,7 @@ async def test_an_idle_run_is_released_and_opened_again(
     await directory.find(ANY, "a")
     clock.now += 61
     await directory.refresh()
-    assert catalog.sources["a-1"].released
+    await wait_until(lambda: catalog.sources["a-1"].released)
     await directory.find(ANY, "a")
     assert catalog.opened == ["a-1", "a-1"]
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
@@ -10,7 +11,9 @@ import pytest
 from msgspec.structs import replace
 from starlette.applications import Starlette
 
+from ebbtide.errors import NoCapacity
 from ebbtide.gateway.dialects import trace_shapes
+from ebbtide.gateway.episodes import live_session, session_ending, session_player
 from ebbtide.gateway.episodes.session_limits import SessionLimits
 from ebbtide.gateway.episodes.session_shelf import SessionShelf
 from ebbtide.gateway.http_app import make_app
@@ -275,6 +278,19 @@ async def test_a_session_in_the_path_is_the_same_as_one_in_the_header(agent: Age
     assert (await agent.trace())["turn_count"] == 2
 
 
+async def test_a_sessions_id_has_no_slash_and_no_escaped_one_parts_a_path(agent: Agent, source: ScriptedSource) -> None:
+    takes_sessions(source)
+    agent.headers["x-group-id"] = "problem 7"
+    await agent.ask([user("Hi")])
+    client = agent.clients[0]
+    rewarded = await client.post("/v1/sessions/episode-1%2Freward", json={"reward": 1.0})
+    assert (rewarded.status_code, source.trajectories) == (404, [])
+    assert (await client.post("/v1/sessions", json={"session_id": "a/b"})).json()["error"]["param"] == "session_id"
+    agent.headers["x-session-id"] = "a/b"
+    assert (await agent.post([user("Hi")])).status_code == 400
+    assert len(source.stored) == 1
+
+
 async def test_a_reward_makes_each_branch_a_trajectory_of_the_sessions_group(
     agent: Agent, source: ScriptedSource
 ) -> None:
@@ -322,6 +338,20 @@ async def test_a_reward_stops_what_is_under_way_and_counts_it_as_far_as_it_came(
     assert (await asking).status_code == 503
     (made,) = source.trajectories
     assert len(made.tokens) == source.chunk * TOKEN.itemsize
+
+
+async def test_a_reward_counts_what_was_said_before_a_last_turn_that_was_refused(
+    agent: Agent, source: ScriptedSource
+) -> None:
+    takes_sessions(source)
+    agent.headers["x-group-id"] = "problem 7"
+    chat = [user("Hi"), await agent.ask([user("Hi")]), user("more")]
+    source.refusal = NoCapacity("the run's queue is full", retry_after_s=1.0)
+    assert (await agent.post(chat)).status_code == 429
+    assert len((await agent.trace(at=1))["branches"]) == 1
+    assert (await agent.end(reward=1.0)).json()["state"] == "completed"
+    (made,) = source.trajectories
+    assert (made.reward, made.loss_mask.count(1)) == (1.0, len(unpack_tokens(made.tokens)))
 
 
 async def test_a_submit_that_waits_holds_no_other_request_of_its_session_back(
@@ -380,6 +410,16 @@ async def test_a_key_sees_its_sessions_by_the_names_that_it_gave(agent: Agent) -
     assert [one["turn"] for one in completions] == [1]
 
 
+async def test_a_list_goes_on_behind_a_session_though_others_are_opened(agent: Agent) -> None:
+    client = agent.clients[0]
+    for name in ("first", "second", "third"):
+        assert (await client.post("/v1/sessions", json={"session_id": name})).status_code == 200
+    await client.post("/v1/sessions", json={"session_id": "fourth"})
+    for behind, wanted in (("third", ["second", "first"]), ("first", []), ("unknown", [])):
+        page = (await client.get("/v1/sessions", params={"behind": behind})).json()
+        assert ([one["id"] for one in page["data"]], page["has_more"]) == (wanted, False)
+
+
 async def test_sessions_stay_within_their_limits(
     agent: Agent, source: ScriptedSource, session_limits: SessionLimits
 ) -> None:
@@ -428,16 +468,96 @@ async def test_books_beyond_the_bound_are_read_again(doors: GatewayDoors, source
     assert len(small.shelf) <= 1
 
 
-async def test_what_a_client_left_goes_on_and_is_read_by_the_next_turn(agent: Agent, source: ScriptedSource) -> None:
+async def left(
+    agent: Agent, source: ScriptedSource, messages: list[Message], *, goes_on: bool = True, **more: Any
+) -> None:
+    """A client that leaves once the first tokens of its answer are there. `goes_on`: the answer ends then."""
     source.gate.clear()
-    asking = asyncio.create_task(agent.post([user("Hi")]))
+    source.first.clear()
+    asking = asyncio.create_task(agent.post(messages, **more))
     await source.first.wait()
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
-    source.gate.set()
+    if goes_on:
+        source.gate.set()
+
+
+async def test_what_a_client_left_under_an_id_goes_on_and_is_read_by_the_next_turn(
+    agent: Agent, source: ScriptedSource
+) -> None:
+    await left(agent, source, [user("Hi")], request="turn-1")
     await agent.ask([user("Hi")])
     trace = await agent.trace()
     assert_as_sampled(trace, source)
     assert trace["turn_count"] == 2
     assert not source.cancelled
     assert next(iter(source.stored.values()))[0].state is SessionState.OPEN
+
+
+async def test_what_a_client_left_without_an_id_ends_and_is_not_trained_on(
+    agent: Agent, source: ScriptedSource
+) -> None:
+    takes_sessions(source)
+    agent.headers["x-group-id"] = "problem 7"
+    chat = [user("Hi"), await agent.ask([user("Hi")]), user("more")]
+    await left(agent, source, chat)
+    (abandoned,) = source.cancelled
+    await agent.ask(chat, at=1)  # as the client's library tries again
+    for at in (0, 1):
+        trace = await agent.trace(at)
+        assert [[one["delivered"] for one in turn["completions"]] for turn in trace["turns"]] == [
+            [True], [False], [True],
+        ]  # fmt: skip
+        assert trace["turns"][1]["completions"][0]["id"] == abandoned
+        assert len(trace["turns"][1]["completions"][0]["token_ids"]) == source.chunk
+        assert [branch["turns"] for branch in trace["branches"]] == [[1, 3]]
+    assert (await agent.end(reward=1.0)).json()["state"] == "completed"
+    (made,) = source.trajectories
+    assert (made.rollouts, made.metrics["turns"]) == (2, 3.0)
+
+
+async def test_a_last_turn_that_nobody_got_takes_nothing_from_the_branch_that_it_follows(
+    agent: Agent, source: ScriptedSource
+) -> None:
+    chat = [user("Hi"), await agent.ask([user("Hi")]), user("more")]
+    await left(agent, source, chat)
+    assert [branch["turns"] for branch in (await agent.trace(at=1))["branches"]] == [[1]]
+
+
+async def test_a_cancel_that_came_before_a_submit_is_repeated_until_the_session_can_end(
+    agent: Agent, source: ScriptedSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    takes_sessions(source)
+    agent.headers["x-group-id"] = "problem 7"
+    monkeypatch.setattr(session_ending, "_AGAIN_S", 0.02)
+    cancel, came = source.cancel, list[int]()
+
+    async def late(rollout_ids: Sequence[str], reason: str = "") -> None:
+        came.append(len(rollout_ids))
+        if len(came) > 1:
+            await cancel(rollout_ids, reason)
+            source.gate.set()  # what is cancelled says so
+
+    monkeypatch.setattr(source, "cancel", late)
+    source.gate.clear()
+    asking = asyncio.create_task(agent.post([user("Hi")]))
+    await source.first.wait()
+    async with asyncio.timeout(30):
+        assert (await agent.end(reward=1.0)).json()["state"] == "completed"
+    assert len(came) >= 2
+    await asyncio.gather(asking, return_exceptions=True)
+
+
+async def test_completions_that_run_on_hold_no_finished_one_back(
+    agent: Agent, source: ScriptedSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_player, "_PATIENCE_S", 3.0)
+    monkeypatch.setattr(live_session, "_HELD_S", 0.1)
+    source.answer = "Hello world, and much more than a chunk"
+    await left(agent, source, [user("Hi")], request="long", n=40, goes_on=False)
+    source.answers = ["ok"]
+    assert len(await agent.ask([user("short")]))
+    trace = await agent.trace(at=1)
+    assert [len(one["token_ids"]) > 0 for one in trace["turns"][1]["completions"]] == [True]
+    assert not any(one["token_ids"] for one in trace["turns"][0]["completions"])
+    source.gate.set()

@@ -48,6 +48,9 @@ class Agent:
             self.chat[answered[-1]] = {**last, "content": last["content"][:3]}
         responses = [self._response() for _ in range(self.draw.choice([1, 1, 1, 2]))]
         tools = TOOLS if self.template is WRITES_CALLS else None
+        if self.draw.random() < 0.1:  # given up before a token came
+            self.session.ask(self.chat, "", ended=False, tools=tools)
+            return
         answers = self.session.ask(self.chat, *responses, ended=self.draw.random() < 0.8, tools=tools)
         if move != "retry":
             back = dict(self.draw.choice(answers))

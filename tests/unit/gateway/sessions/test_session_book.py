@@ -159,6 +159,19 @@ def test_a_completion_without_tokens_is_no_branch(sandbox: TemplateSandbox) -> N
     assert len(assert_exact(session).branches) == 1
 
 
+def test_a_last_turn_without_tokens_takes_nothing_from_the_branch_that_it_follows(sandbox: TemplateSandbox) -> None:
+    session, chat = played(sandbox), [user()]
+    for _ in range(2):
+        chat += [*session.ask(chat, "ok"), user()]
+    whole = [branch.packed() for branch in session.trace().branches]
+    for _ in range(2):  # the second repeats what the first has added
+        session.ask(chat, "", ended=False)
+        chat += [{"role": "assistant", "content": ""}, user("well?")]
+        assert [branch.packed() for branch in assert_exact(session).branches] == whole
+    session.ask(chat, "yes")
+    assert len(assert_exact(session).branches) == 1
+
+
 def test_answers_that_say_the_same_are_counted_where_they_stand(sandbox: TemplateSandbox) -> None:
     session, chat = played(sandbox), [user()]
     for _ in range(3):

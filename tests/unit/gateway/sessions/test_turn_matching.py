@@ -5,7 +5,6 @@ import json
 import pytest
 
 from ebbtide.gateway.sessions.turn_record import PromptOrigin
-from ebbtide.gateway.text.template_messages import without_reasoning
 from ebbtide.gateway.text.template_sandbox import TemplateSandbox
 from ebbtide.types.tokens import unpack_ids
 from tests.fakes.played_sessions import (
@@ -121,18 +120,6 @@ def test_reasoning_that_the_template_keeps_in_a_loop_of_tools_is_continued(sandb
     session.ask([user(), answer, {"role": "tool", "content": "42"}], "<think>so</think>42")
     assert session.plans[1].record.origin is PromptOrigin.CONTINUED
     assert len(assert_exact(session).branches) == 1
-
-
-def test_reasoning_that_a_client_dropped_is_kept_if_the_gateway_is_told_to(sandbox: TemplateSandbox) -> None:
-    session = played(sandbox, STRIPS_REASONING)
-    (answer,) = session.ask([user()], "<think>the fox</think>the dog")
-    chat = [user(), without_reasoning(answer), {"role": "tool", "content": "42"}]
-    plan = session.book.plan_chat(chat, tools=None, template_options=session.options, keep_reasoning=True)
-    assert plan.record.origin is PromptOrigin.CONTINUED
-    session.submit(plan, "ok")
-    chat = [*chat, {"role": "assistant", "content": "ok"}, {"role": "tool", "content": "43"}]
-    plan = session.book.plan_chat(chat, tools=None, template_options=session.options, keep_reasoning=True)
-    assert (plan.record.origin, plan.record.unmatched, plan.record.unknown) == (PromptOrigin.CONTINUED, 0, 0)
 
 
 def test_a_client_that_drops_the_reasoning_gets_the_prompt_that_it_asked_for(sandbox: TemplateSandbox) -> None:

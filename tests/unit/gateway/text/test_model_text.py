@@ -37,12 +37,13 @@ def rendered(
 def test_a_model_folder_brings_tokenizer_template_and_end_tokens(tmp_path: Path, sandbox: TemplateSandbox) -> None:
     folder = served_model(tmp_path, ServedNetwork(hidden=64, layers=1, heads=2, kv_heads=1, head=32, feed_forward=64))
     text = ModelText.load(folder, sandbox)
-    prompt = text.prompt(USER, tools=None, template_options={})
+    prompt = text.render(USER, tools=None, template_options={})
+    ids = text.encode(prompt, special=False)
     theirs = text.tokenizer.apply_chat_template(USER, tokenize=False, add_generation_prompt=True)
-    assert prompt.text == theirs
-    assert prompt.ids == text.tokenizer.encode(theirs, add_special_tokens=False)
+    assert prompt == theirs
+    assert ids == text.tokenizer.encode(theirs, add_special_tokens=False)
     assert text.eos_ids == (text.tokenizer.eos_token_id,)
-    assert max(prompt.ids) < text.vocabulary
+    assert max(ids) < text.vocabulary
 
 
 def test_a_folder_with_a_broken_tokenizer_is_refused_by_name(tmp_path: Path, sandbox: TemplateSandbox) -> None:
@@ -277,8 +278,8 @@ def test_many_threads_share_one_model(sandbox: TemplateSandbox) -> None:
     def ask(number: int) -> None:
         for turn in range(20):
             words = f"the dog {number} {turn}"
-            prompt = text.prompt([{"role": "user", "content": words}], tools=None, template_options={})
-            if prompt.text != words or text.decode(prompt.ids, skip_special=False) != words:
+            prompt = text.render([{"role": "user", "content": words}], tools=None, template_options={})
+            if prompt != words or text.decode(text.encode(prompt, special=False), skip_special=False) != words:
                 wrong.append(words)
 
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
@@ -287,3 +288,13 @@ def test_many_threads_share_one_model(sandbox: TemplateSandbox) -> None:
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_a_template_is_known_however_many_others_were_rendered_since() -> None:
+    own = TemplateSandbox(processes=1)
+    try:
+        for _ in range(2):
+            for number in range(70):  # more than a process keeps
+                assert own.render(f"{number}: {{{{ x }}}}", {"x": "text"}) == f"{number}: text"
+    finally:
+        own.close()

@@ -21,7 +21,7 @@ from ebbtide.types.parse import parse
 class _ToolChoice(Struct, forbid_unknown_fields=True):
     type: Literal["auto", "any", "tool", "none"]
     name: str = ""
-    disable_parallel_tool_use: bool = False
+    disable_parallel_tool_use: bool = False  # as `parallel_tool_calls` on the other routes: nothing limits the calls
 
 
 class _Thinking(Struct, forbid_unknown_fields=True):
@@ -86,16 +86,18 @@ class MessagesDialect:
         return ChatPrompt(
             messages=block_messages(asked.messages, asked.system),
             tools=read_agent_tools(asked.tools, (None, "custom")) or None,
-            template_options=_thinking_options(asked.thinking) | options,
+            template_options=_thinking_options(asked) | options,
         )
 
 
-def _thinking_options(thinking: _Thinking | None) -> dict[str, Any]:
+def _thinking_options(asked: MessagesBody) -> dict[str, Any]:
+    thinking = asked.thinking
     if thinking is None:
         return {}
-    if thinking.budget_tokens is not None:
+    if thinking.budget_tokens is not None and thinking.budget_tokens < asked.max_tokens - 1:
         raise InvalidRequest(
-            "not supported: the workers do not count thoughts; use the type adaptive", field="thinking.budget_tokens"
+            "not supported: the workers do not count thoughts; use the type adaptive, or a budget of max_tokens - 1",
+            field="thinking.budget_tokens",
         )
     return {"enable_thinking": thinking.type != "disabled"}
 
@@ -109,7 +111,4 @@ def _calls_tools(asked: MessagesBody) -> bool:
             "not supported: only a grammar can make a model call a tool, and grammars cannot resume; use auto or none"
         )
         raise InvalidRequest(text, field="tool_choice.type")
-    if choice.disable_parallel_tool_use:
-        text = "not supported: nothing limits the calls that a model writes; leave it out"
-        raise InvalidRequest(text, field="tool_choice.disable_parallel_tool_use")
     return choice.type == "auto" and bool(asked.tools)

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from ebbtide.errors import EbbtideError
 from ebbtide.gateway.dialects.agents.response_items import Event, ResponseItems
 from ebbtide.gateway.dialects.dialect import AnswerContext
@@ -11,7 +13,7 @@ from ebbtide.gateway.dialects.event_lines import KEEP_ALIVE, named_event
 from ebbtide.gateway.dialects.token_shapes import TokenTally, chat_logprobs
 from ebbtide.gateway.generation.choice_delta import ChoiceDelta, ChoiceFinish, ChoiceResult
 from ebbtide.gateway.text.output_parsers import ToolCallDelta
-from ebbtide.types.tokens import TokenArray
+from ebbtide.types.tokens import TOKEN, TokenArray
 
 
 class ResponseAnswer:
@@ -25,6 +27,7 @@ class ResponseAnswer:
         self._tally = TokenTally(context.played.prompts)
         self._finish: ChoiceFinish | None = None
         self._sequence = 0
+        self._unnamed: list[TokenArray] = []  # tokens of a stream that came without text
 
     def begin(self) -> bytes:
         begun = self._response("in_progress")
@@ -36,14 +39,18 @@ class ResponseAnswer:
         events: list[Event] = []
         if delta.reasoning and self._reasoning:
             events += self._items.reasoning(delta.reasoning)
+        self._unnamed.append(delta.tokens)
         if delta.text:
-            events += self._items.text(delta.text, self._named(delta.tokens))
+            events += self._items.text(delta.text, self._named_since())
         for part in delta.tool_calls:
             events += self._items.call(part)
         return self._lines(events)
 
     def end(self) -> bytes:
-        events = self._items.close()
+        events: list[Event] = []
+        if self._logprobs and self._items.writes_text and (rest := self._named_since()):
+            events += self._items.text("", rest)
+        events += self._items.close()
         status = self._status()
         return self._lines([*events, {"type": f"response.{status}", "response": self._response(status)}])
 
@@ -76,6 +83,11 @@ class ResponseAnswer:
             return []
         found: list[Any] = chat_logprobs(tokens, self._context.token_text)["content"]
         return found
+
+    def _named_since(self) -> list[Any]:
+        """Logprobs of the tokens since the last text: of half a character, say, or of what a stop string may begin."""
+        tokens, self._unnamed = np.concatenate(self._unnamed) if self._unnamed else np.empty(0, TOKEN), []
+        return self._named(tokens)
 
     def _status(self) -> str:
         return "incomplete" if self._finish and self._finish.reason == "length" else "completed"

@@ -18,6 +18,11 @@ class ResponseItems:
         self._parts: list[str] = []
         self._logprobs: list[Any] = []
 
+    @property
+    def writes_text(self) -> bool:
+        """Whether the open item is a message."""
+        return self._open is not None and self._open["type"] == "message"
+
     def reasoning(self, text: str) -> list[Event]:
         events = self._enter("reasoning", "rs")
         self._parts.append(text)

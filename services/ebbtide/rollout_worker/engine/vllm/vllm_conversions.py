@@ -28,6 +28,7 @@ def sampling_params(request: EngineRequest) -> Any:
         temperature=request.temperature,
         top_p=request.top_p,
         top_k=request.top_k,
+        min_p=request.min_p,
         repetition_penalty=request.repetition_penalty,
         max_tokens=request.max_tokens,
         min_tokens=request.min_tokens,
