@@ -235,3 +235,14 @@ def test_a_signing_key_is_not_overwritten_and_only_work_on_one_run_is_bound_to_o
         signing_keys.issue(tmp_path, Role.WORKER, run_id="run-a", ttl_s=60, name="")
     token = signing_keys.issue(tmp_path, Role.TRAINER, run_id="run-a", ttl_s=60, name="t1")
     assert verify(token, public_keys((tmp_path / "tokens.pub").read_bytes(), field="keys")).run_id == "run-a"
+
+
+def test_a_session_binds_an_agents_key_of_a_name_alone(tmp_path: Path) -> None:
+    signing_keys.make(tmp_path)
+    for role, name in ((Role.USER, "team"), (Role.AGENT, "")):
+        with pytest.raises(InvalidRequest) as refused:
+            signing_keys.issue(tmp_path, role, run_id="", ttl_s=60, name=name, session_id="episode 1")
+        assert refused.value.field == "--session"
+    token = signing_keys.issue(tmp_path, Role.AGENT, run_id="", ttl_s=60, name="team", session_id="episode 1")
+    keys = public_keys((tmp_path / "tokens.pub").read_bytes(), field="token_keys")
+    assert verify(token, keys).session_id == "episode 1"
