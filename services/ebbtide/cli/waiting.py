@@ -15,7 +15,7 @@ class Waiting:
     """A context manager. While its block waits for `what`, a thread says so after two seconds and then every ten.
 
     Of nested ones only the innermost speaks. Once it has spoken, the wait of the next one begins anew. A block that is
-    not silent calls `heard` whenever it has shown something.
+    not silent calls `heard` whenever it has shown something; that counts as spoken.
 
     Invariant: it only writes to stderr. `_inside` has the blocks that are entered, outermost first.
     """
@@ -25,14 +25,18 @@ class Waiting:
     def __init__(self, what: str | Callable[[], str], *, first_s: float = _FIRST_S, every_s: float = _EVERY_S) -> None:
         self._what, self._first_s, self._every_s = what, first_s, every_s
         self._over, self._spoke = threading.Event(), False
-        self.heard()
+        self._begin()
 
     def heard(self) -> None:
         """The wait begins anew."""
+        self._begin()
+        self._spoke = True
+
+    def _begin(self) -> None:
         self._since, self._began, self._next_s = time.localtime(), time.monotonic(), self._first_s
 
     def __enter__(self) -> Self:
-        self.heard()
+        self._begin()
         self._inside.append(self)
         self._over = threading.Event()
         threading.Thread(target=self._speak, args=(self._over,), name="waiting", daemon=True).start()

@@ -44,8 +44,9 @@ class Launcher:
 
     @property
     def booting(self) -> list[str]:
-        """Names of the programs that run and are not ready yet."""
-        return [name for name, process in self._processes.items() if process.running() and not process.address]
+        """Names of the programs that run and are not ready yet. Any thread may ask: it reaps none that has ended."""
+        processes = list(self._processes.items())
+        return [name for name, process in processes if process.returncode is None and not process.address]
 
     async def start(self, program: Program) -> ProgramProcess:
         """Starts a program, waits until it is ready, and keeps it running from then on. Raises `LaunchFailed`."""

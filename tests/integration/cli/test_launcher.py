@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -123,6 +124,27 @@ async def test_a_program_may_be_retired_while_it_boots(tmp_path: Path) -> None:
         await asyncio.wait({booting})
         await made.retire("worker", 0.0)
         assert not made.process("worker").running()
+
+
+def booting_after_kill(made: Launcher, pid: int) -> list[str]:
+    """What another thread is told to boot once a process is dead, while the loop stands still."""
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    with ThreadPoolExecutor(1) as other:
+        return other.submit(lambda: made.booting).result()
+
+
+async def test_who_asks_from_another_thread_what_boots_reaps_nothing(tmp_path: Path) -> None:
+    async with launcher(print) as made:
+        booting = asyncio.create_task(made.start(program(tmp_path, "worker", mode="slow")))
+        await asyncio.sleep(0)
+        process = made.process("worker")
+        assert await asyncio.to_thread(lambda: made.booting) == ["worker"]
+        assert booting_after_kill(made, process.pid) == ["worker"]
+        assert process.returncode is None
+        with pytest.raises(LaunchFailed, match="worker ended with signal SIGKILL before it was ready"):
+            await booting
+        assert made.booting == []
 
 
 async def test_a_program_with_cores_runs_on_no_other(tmp_path: Path) -> None:

@@ -1,12 +1,15 @@
 """`ebbtide drain` as a person meets it: it says how far it is, and what became of it."""
 
+import io
 from collections.abc import Iterator
 
 import msgspec
 import pytest
+from rich.console import Console
 
 from ebbtide.cli.commands import drain_command
 from ebbtide.cli.commands.drain_command import drain_worker
+from ebbtide.cli.waiting import Waiting
 from ebbtide.errors import EbbtideError, NotFound
 from ebbtide.types.fleet import Worker, WorkerKind, WorkerState
 
@@ -67,6 +70,18 @@ async def test_a_worker_that_is_listed_no_more_has_left(capsys: pytest.CaptureFi
 
 async def test_another_process_under_its_name_is_not_waited_for() -> None:
     await run(Fleet(WORKER, at(WorkerState.READY, 3, uptime_s=1.0)))
+
+
+async def test_on_a_terminal_a_coordinator_that_answers_is_not_said_to_be_waited_for(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drain_command, "_LOOK_S", 0.05)
+    screen = io.StringIO()
+    monkeypatch.setattr(drain_command, "Console", lambda file: Console(file=screen, force_terminal=True, width=120))
+    with Waiting("the coordinator", first_s=0.3):
+        await run(Fleet(WORKER, *[at(WorkerState.DRAINING, 5)] * 10, at(WorkerState.LOST, 0)))
+    assert "w1 to hand over 5 rollouts within 30 s" in screen.getvalue()
+    assert "waiting for" not in capsys.readouterr().err + screen.getvalue()
 
 
 async def test_without_waiting_it_says_what_is_to_come(capsys: pytest.CaptureFixture[str]) -> None:

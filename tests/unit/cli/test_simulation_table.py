@@ -101,6 +101,15 @@ def test_progress_is_drawn_on_a_terminal_alone() -> None:
         assert ("25%" in drawn) == terminal
 
 
+@pytest.mark.parametrize("terminal", [True, False])
+def test_scenarios_of_one_name_each_have_their_progress(terminal: bool) -> None:
+    with SimulationScreen(["six", "six"], Console(file=io.StringIO(), force_terminal=terminal)) as screen:
+        for scenario, steps in enumerate([3, 4]):
+            screen.show(scenario, {0: SimulationProgress(at_s=1800.0, until_s=3600.0, steps=steps)}, of=1)
+        told = screen._line().split("; ")
+    assert [line.split(" steps")[0] for line in told] == [f"six, now 30:00 of 1:00:00, {steps}" for steps in (3, 4)]
+
+
 def test_elsewhere_a_line_says_how_far_it_is_when_it_takes_long(capsys: pytest.CaptureFixture[str]) -> None:
     with SimulationScreen(["six", "nine"], Console(file=io.StringIO())) as screen:
         screen.show(0, {0: SimulationProgress(at_s=1800.0, until_s=3600.0, steps=3)}, of=2)

@@ -3,7 +3,6 @@
 import asyncio
 import sys
 import time
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Final
 
 from rich.console import Console
@@ -31,7 +30,7 @@ async def drain_worker(client: "Client", worker_id: str, within_s: float, *, wai
     began, most, now = time.monotonic(), count, before
     console = Console(file=sys.stderr)
     told = "the drain"
-    with console.status("") as status, nullcontext() if console.is_terminal else Waiting(lambda: told):
+    with console.status("") as status, Waiting(lambda: told) as waiting:
         while (now := await _find(client, worker_id)) is not None and not _left(before, now):
             passed = time.monotonic() - began
             if passed > within_s + _GRACE_S:
@@ -42,6 +41,8 @@ async def drain_worker(client: "Client", worker_id: str, within_s: float, *, wai
             most = max(most, now.running)
             told = f"{worker_id} to hand over {_rollouts(now.running)} within {max(0.0, within_s - passed):.0f} s"
             status.update(told)
+            if console.is_terminal:
+                waiting.heard()
             await asyncio.sleep(_LOOK_S)
     if now is not None and now.state in GONE:
         _check_end(now)

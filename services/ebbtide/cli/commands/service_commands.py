@@ -1,6 +1,6 @@
 """Defines the commands that start programs; all arguments go to the program's own main function."""
 
-from contextlib import nullcontext
+from functools import partial
 from importlib import import_module
 from typing import Final
 
@@ -50,7 +50,7 @@ def health(context: typer.Context) -> None:
 
 def _command(module: str, waits_for: str):  # type: ignore[no-untyped-def]
     def command(context: typer.Context) -> None:
-        with Waiting(waits_for) if waits_for else nullcontext():
-            import_module(f"{module}.__main__").main(context.args)
+        waiting = [partial(Waiting, waits_for)] if waits_for else []
+        import_module(f"{module}.__main__").main(context.args, *waiting)
 
     return command

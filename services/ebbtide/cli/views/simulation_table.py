@@ -162,7 +162,7 @@ class SimulationScreen:
         )  # fmt: skip
         self._tasks = [self._bars.add_task(plain(name), total=1.0, told="") for name in names]
         self._began = time.monotonic()
-        self._told = dict.fromkeys(map(plain, names), "")
+        self._told = [[plain(name), ""] for name in names]  # two may have one name
         self._waiting = nullcontext() if console.is_terminal else Waiting(self._line)
 
     def __enter__(self) -> Self:
@@ -180,10 +180,10 @@ class SimulationScreen:
         share = sum(one.share for one in seeds.values()) / of
         told = progress_text(seeds, time.monotonic() - self._began)
         self._bars.update(task, completed=share, told=told)
-        self._told[list(self._told)[scenario]] = told
+        self._told[scenario][1] = told
 
     def _line(self) -> str:
-        return "; ".join(f"{name}, now {told}" if told else name for name, told in self._told.items())
+        return "; ".join(f"{name}, now {told}" if told else name for name, told in self._told)
 
 
 def progress_text(seeds: Mapping[int, SimulationProgress], seconds: float) -> str:

@@ -2,7 +2,8 @@
 
 import asyncio
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from ebbtide.weight_relay.upstream.relay_upstream import Upstream
 
 
+#: Makes what is entered while the relay is waited for.
+Waits = Callable[[], AbstractContextManager[object]]
 #: Blobs asked for in one call.
 _MOST: Final = 1024
 
@@ -34,17 +37,17 @@ class ExportSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     security: ClientSecurity = ClientSecurity()
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv: Sequence[str] | None = None, waiting: Waits = nullcontext) -> None:
     """Add a version to a folder that any web server or object store can serve to workers and relays."""
     settings = load(ExportSettings, prog="ebbtide weights-export", argv=argv, description=main.__doc__ or "")
     try:
-        asyncio.run(export(settings))
+        asyncio.run(export(settings, waiting))
     except EbbtideError as error:
         print(f"ebbtide weights-export: {error}", file=sys.stderr)  # noqa: T201 - for people
         raise SystemExit(1) from None
 
 
-async def export(settings: ExportSettings) -> None:
+async def export(settings: ExportSettings, waiting: Waits = nullcontext) -> None:
     """Copy the version that `settings` name. Raises `VersionUnavailable` if the relay does not have it."""
     from ebbtide.types.weights import Holder
     from ebbtide.weight_relay.upstream.relay_upstream import RelayUpstream
@@ -52,8 +55,9 @@ async def export(settings: ExportSettings) -> None:
 
     relay = RelayUpstream(settings.relay, settings.security, Holder(name="weights-export"), ManifestLimits())
     try:
-        version = await _look_up(relay, settings)
-        await _copy(relay, version, Path(settings.folder))
+        with waiting():
+            version = await _look_up(relay, settings)
+        await _copy(relay, version, Path(settings.folder), waiting)
     finally:
         await relay.close()
 
@@ -77,15 +81,16 @@ async def _look_up(relay: "Upstream", settings: ExportSettings) -> "StaticVersio
     return StaticVersion(manifest=manifest, patches=patches, dense=settings.dense)
 
 
-async def _copy(relay: "Upstream", version: "StaticVersion", folder: Path) -> None:
+async def _copy(relay: "Upstream", version: "StaticVersion", folder: Path, waiting: Waits) -> None:
     from ebbtide.weight_relay.export.static_copy import StaticCopyWriter
 
     writer = await asyncio.to_thread(StaticCopyWriter, version, folder)
     pool, digests = relay.pool(), writer.missing
     try:
         for start in range(0, len(digests), _MOST):
-            async for digest, data in pool.pick().source.tiles(digests[start : start + _MOST]):
-                await asyncio.to_thread(writer.add, digest, data)
+            tiles = pool.pick().source.tiles(digests[start : start + _MOST])
+            while (tile := await _next(tiles, waiting)) is not None:
+                await asyncio.to_thread(writer.add, *tile)
         await asyncio.to_thread(writer.finish)
     except VersionUnavailable as error:
         text = f"{error}; only anchors have all dense tiles (`ebbtide weights {version.manifest.run_id}` shows them)"
@@ -95,6 +100,11 @@ async def _copy(relay: "Upstream", version: "StaticVersion", folder: Path) -> No
         await pool.close()
     number = version.manifest.version.version
     print(f"version {number}: {len(digests)} blobs, {writer.written} bytes in {folder}")  # noqa: T201 - for people
+
+
+async def _next(tiles: AsyncIterator[tuple[bytes, bytes]], waiting: Waits) -> tuple[bytes, bytes] | None:
+    with waiting():
+        return await anext(tiles, None)
 
 
 if __name__ == "__main__":
