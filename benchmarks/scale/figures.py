@@ -39,8 +39,9 @@ def missing(found: Mapping[str, Any]) -> dict[str, str]:
 
 
 def beyond(figures: Mapping[str, Any], factor: float) -> list[str]:
-    """The figures that are more than so many times what is promised."""
-    return [name for name, value in figures.items() if (most := PROMISED[name]) is not None and value > factor * most]
+    """The figures that are more than so many times what is promised; of what is not to happen at all, so many times."""
+    promised = {name: most for name, most in PROMISED.items() if most is not None}
+    return [name for name, value in figures.items() if name in promised and value > factor * (promised[name] or 1.0)]
 
 
 def table(told: Mapping[str, Any]) -> str:
