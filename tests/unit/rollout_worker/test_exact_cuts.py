@@ -183,6 +183,16 @@ def test_what_could_not_be_continued_exactly_is_refused_by_name(field: str, valu
 
 
 def test_a_field_of_sampling_that_nobody_thought_of_cannot_slip_through() -> None:
-    exact = {"temperature", "top_p", "top_k", "max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos"}
+    exact = {
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "max_tokens",
+        "min_tokens",
+        "stop",
+        "stop_token_ids",
+        "ignore_eos",
+    }
     exact |= {"repetition_penalty", "without_logprobs"}
     assert set(Sampling.__struct_fields__) == exact | {field for field, _ in REFUSED}

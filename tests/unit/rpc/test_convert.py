@@ -200,7 +200,7 @@ def test_every_record_has_its_message() -> None:
         kind
         for module in modules
         for _, kind in inspect.getmembers(module, inspect.isclass)
-        if issubclass(kind, Struct) and kind is not Struct
+        if issubclass(kind, Struct) and kind.__module__.startswith("ebbtide.types.")
     }
     assert records == set(PAIRS) | IN_PARTS | LOCAL
 

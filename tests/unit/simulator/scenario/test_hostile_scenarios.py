@@ -18,7 +18,7 @@ from tests.unit.simulator.scenario.hostile_files import HANDWRITTEN, files
 from tests.unit.simulator.scenario.scenario_texts import FULL, TABLES, write_tables
 
 #: CPU time of one refusal.
-LONGEST_S = 0.05
+LONGEST_S = 0.15
 
 
 def read(text: str, path: Path, *, written: bool) -> Scenario | FileRefused:
