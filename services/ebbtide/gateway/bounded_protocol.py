@@ -31,7 +31,9 @@ class BoundedProtocol(HttpToolsProtocol):
         self._time(self.limits.header_s)
         self.idle[self] = None
         if len(self.connections) > self.limits.connections:
-            next(iter(self.idle)).transport.close()  # at least this one is idle
+            oldest = next(iter(self.idle))  # at least this one is idle
+            del self.idle[oldest]
+            oldest.transport.abort()  # a peer that reads nothing would keep a closing one open
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_timer()

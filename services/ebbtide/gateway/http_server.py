@@ -65,7 +65,7 @@ class HttpServer:
         host, port = listening.getsockname()[:2]
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._config.load()
-        allow_files(self._settings.limits.connections + _OTHER_FILES)
+        allow_files(2 * self._settings.limits.connections + _OTHER_FILES)
         if self._settings.door.tls_cert:
             door = self._settings.door
             fresh = ReloadedFiles((door.tls_cert, door.tls_key), lambda: _context(door))

@@ -188,7 +188,8 @@ def _pieces(trajectories: list[Trajectory]) -> list[list[Trajectory]]:
     """At least one piece. Each but a single trajectory has at most half of a message."""
     pieces, size = [list[Trajectory]()], 0
     for one in sorted(trajectories, key=lambda one: one.episode_id):
-        bytes_of = len(one.prompt_ids) + len(one.tokens) + len(one.loss_mask)
+        stops = sum(64 + 5 * len(response.sampling.stop_token_ids) for response in one.responses)
+        bytes_of = len(one.prompt_ids) + len(one.tokens) + len(one.loss_mask) + stops
         if pieces[-1] and size + bytes_of > TURN_PAGE_BYTES:
             pieces.append([])
             size = 0

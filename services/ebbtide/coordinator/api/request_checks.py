@@ -155,7 +155,11 @@ def check_trajectory(trajectory: Trajectory, field: str) -> None:
         if not end <= one.start < one.end <= len(trajectory.loss_mask):
             text = "must be a part of tokens, behind the one before it"
             raise InvalidRequest(text, field=f"{field}.responses[{index}]")
+        if any(trajectory.loss_mask[end : one.start]):
+            raise InvalidRequest("has sampled tokens before it that are in none", field=f"{field}.responses[{index}]")
         end = one.end
+    if trajectory.responses and any(trajectory.loss_mask[end:]):
+        raise InvalidRequest("lacks the last sampled tokens", field=f"{field}.responses")
 
 
 def check_number(cursor: str, default: float) -> float:

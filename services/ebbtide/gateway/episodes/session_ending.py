@@ -15,7 +15,7 @@ from ebbtide.gateway.episodes.live_session import LiveSession, in_thread
 from ebbtide.gateway.episodes.session_player import SessionPlayer, names_of
 from ebbtide.gateway.sessions.session_trace import BranchTrace, SessionTrace, session_trace
 from ebbtide.types.rollout import SampledResponse, Trajectory
-from ebbtide.types.run import Run
+from ebbtide.types.run import Run, Sampling
 from ebbtide.types.session import Session, SessionEnd, SessionState
 from ebbtide.types.tokens import pack_ids
 
@@ -125,9 +125,14 @@ def trajectories_of(
 def _responses(live: LiveSession, branch: BranchTrace) -> tuple[SampledResponse, ...]:
     """How each response of a branch was sampled: requests of a session may differ in that."""
     return tuple(
-        SampledResponse(start=start, end=end, sampling=live.settings_of(key.turn).sampling)
+        SampledResponse(start=start, end=end, sampling=_kept(live.settings_of(key.turn).sampling))
         for key, (start, end) in branch.responses.items()
     )
+
+
+def _kept(sampling: Sampling) -> Sampling:
+    """What probabilities depend on: stop tokens only where none may be sampled before `min_tokens`."""
+    return sampling if sampling.min_tokens else replace(sampling, stop_token_ids=())
 
 
 async def _stop(live: LiveSession) -> None:

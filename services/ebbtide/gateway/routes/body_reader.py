@@ -16,7 +16,8 @@ _decoder: Final = msgspec.json.Decoder()
 _CONTAINERS: Final = frozenset({dict, list})
 #: Bytes of a body that is decoded in a thread.
 _LARGE: Final = 64 << 10
-_STRING: Final = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
+#: Also one that does not end, so that no byte is looked at twice.
+_STRING: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 
 
 async def read_body(headers: Headers, receive: Receive, limits: RequestLimits, slot: RequestSlot) -> dict[str, Any]:

@@ -129,6 +129,12 @@ async def test_a_body_has_a_bounded_number_of_lists_however_many_brackets_its_te
     assert text.status == 200
 
 
+def test_a_text_without_an_end_is_looked_at_once() -> None:
+    body = b"[" * 100_001 + b'"' + b'\\"' * 1_000_000
+    assert body_reader._has_more(body, 100_000)  # noqa: SLF001 - looked at again from each quote, this takes hours
+    assert not body_reader._has_more(b'"' + body, 100_000)  # noqa: SLF001 - one text
+
+
 async def test_a_large_body_is_decoded_away_from_the_event_loop(
     doors: GatewayDoors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
