@@ -64,14 +64,16 @@ class SessionRoutes:
 
     async def listed(self, call: JsonCall) -> dict[str, Any]:
         """GET /v1/sessions: those of the key's name, newest first, from the place `after` on; or those behind session
-        `behind`, which stay the same when further ones are opened.
+        `behind`, which stay the same when further ones are opened. Raises `NotFound` once that one is forgotten.
         """
         sessions = await self._sessions(call)
         after = _number(call, "after", 0, "a number of sessions to leave out")
         found = (await sessions.source.sessions(call.key.sessions_of))[::-1]
         if behind := call.query.get("behind", ""):
             last = sessions.stored_id(check_session_name(behind, field="behind"))
-            after = next((place for place, one in enumerate(found, 1) if one.session_id == last), len(found))
+            places = (place for place, one in enumerate(found, 1) if one.session_id == last)
+            if not (after := next(places, 0)):
+                raise NotFound(f"behind: no session {behind[:100]!r} of this key is here; list from the start")
         page, slots = found[after : after + _PAGE], asyncio.Semaphore(_AT_ONCE)
 
         async def head(session_id: str, turns: int) -> dict[str, Any]:
