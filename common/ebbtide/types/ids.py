@@ -8,6 +8,8 @@ from ebbtide.errors import InvalidRequest
 
 #: Characters of an id.
 MAX_ID = 128
+#: Characters of the id that a gateway's client gives a request, a session or a group. It is hashed before it travels.
+MAX_CLIENT_ID = 256
 _ID = re.compile(rf"[A-Za-z0-9._-]{{1,{MAX_ID}}}")
 
 
@@ -16,6 +18,20 @@ def check_id(value: str, *, field: str) -> str:
     if not _ID.fullmatch(value) or value.strip(".") == "":
         raise InvalidRequest("must be 1 to 128 of A-Z a-z 0-9 . _ - and not only dots", field=field)
     return value
+
+
+def check_client_id(value: str, *, field: str) -> str:
+    """Return `value` if a header could carry it back; otherwise raise `InvalidRequest` naming `field`."""
+    if len(value) > MAX_CLIENT_ID or not value.isascii() or not value.isprintable():
+        raise InvalidRequest(f"must be at most {MAX_CLIENT_ID} printable ASCII characters", field=field)
+    return value
+
+
+def check_session_name(value: str, *, field: str) -> str:
+    """`check_client_id`, for one that also stands in paths: servers tell no escaped slash from one that parts."""
+    if "/" in value:
+        raise InvalidRequest("must have no slash, as it stands in paths", field=field)
+    return check_client_id(value, field=field)
 
 
 def new_fence() -> str:

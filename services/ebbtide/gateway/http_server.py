@@ -17,6 +17,7 @@ from starlette.types import ASGIApp
 from ebbtide.auth.reloaded_files import ReloadedFiles
 from ebbtide.errors import InvalidRequest
 from ebbtide.gateway.bounded_protocol import bounded_protocol
+from ebbtide.gateway.routes.text_route import CANCEL_S
 from ebbtide.gateway.settings import DoorSettings, GatewaySettings
 from ebbtide.runtime import allow_files
 
@@ -24,8 +25,8 @@ from ebbtide.runtime import allow_files
 _KEPT_S: Final = 75
 #: Files beside connections of clients: those of services, templates and models.
 _OTHER_FILES: Final = 1024
-#: Requests that are cancelled at the end get so long to cancel their rollouts.
-_ENDING_S: Final = 10.0
+#: Requests that are cancelled at the end get so long: to follow their submit, then to cancel their rollouts.
+_ENDING_S: Final = 2 * CANCEL_S
 
 
 class _Server(uvicorn.Server):
@@ -68,7 +69,7 @@ class HttpServer:
         allow_files(2 * self._settings.limits.connections + _OTHER_FILES)
         if self._settings.door.tls_cert:
             door = self._settings.door
-            fresh = ReloadedFiles((door.tls_cert, door.tls_key), lambda: _context(door))
+            fresh = ReloadedFiles((door.tls_cert, door.tls_key, door.client_ca), lambda: _context(door))
             self._config.ssl = _context(door)
             # A context in use would keep half of a pair that does not match.
             self._config.ssl.sni_callback = lambda connection, *_: setattr(connection, "context", fresh.get())

@@ -188,3 +188,9 @@ async def test_with_an_authority_clients_show_certificates(tmp_path: Path) -> No
         context.load_cert_chain(door.tls_cert, door.tls_key)
         async with httpx.AsyncClient(verify=context) as client:
             assert (await client.get(f"https://{server.address}/")).text == "ok"
+        other = tmp_path / "other"
+        certificates.init(other, 2)
+        (other / "ca.pem").rename(tmp_path / "ca.pem")
+        with pytest.raises(httpx.TransportError):
+            async with httpx.AsyncClient(verify=context) as client:
+                await client.get(f"https://{server.address}/")

@@ -243,6 +243,10 @@ def test_a_session_binds_an_agents_key_of_a_name_alone(tmp_path: Path) -> None:
         with pytest.raises(InvalidRequest) as refused:
             signing_keys.issue(tmp_path, role, run_id="", ttl_s=60, name=name, session_id="episode 1")
         assert refused.value.field == "--session"
+    for session in ("a/b", "s" * 257, "é", "a\nb"):
+        with pytest.raises(InvalidRequest) as refused:
+            signing_keys.issue(tmp_path, Role.AGENT, run_id="", ttl_s=60, name="team", session_id=session)
+        assert refused.value.field == "--session"
     token = signing_keys.issue(tmp_path, Role.AGENT, run_id="", ttl_s=60, name="team", session_id="episode 1")
     keys = public_keys((tmp_path / "tokens.pub").read_bytes(), field="token_keys")
     assert verify(token, keys).session_id == "episode 1"

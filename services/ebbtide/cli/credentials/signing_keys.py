@@ -15,6 +15,7 @@ from ebbtide.auth.role_tokens import Claims, is_signed, mint, public_keys, signi
 from ebbtide.auth.roles import OF_ONE_RUN, Role
 from ebbtide.cli.credentials.certificates import make_folder, read_file, write_file
 from ebbtide.errors import AlreadyExists, InvalidRequest
+from ebbtide.types.ids import check_session_name
 from ebbtide.types.key_usage import KeyLimits
 
 _PRIVATE: Final = "tokens.key"
@@ -56,11 +57,13 @@ def issue(
     session_id: str = "",
 ) -> str:
     """Returns a token. Raises `InvalidRequest` for a role that cannot be bound to a run, too long a time, and limits or
-    a session of anything but an agent's key: of one run, and of a name whose other keys end the session.
+    a session of anything but an agent's key: of one run, and of a name whose other keys end the session. A
+    session's name must be one that gateways take.
     """
     if session_id and (role is not Role.AGENT or not name):
         text = "is for keys of role agent with a name, under which others end the session (--role agent --name NAME)"
         raise InvalidRequest(text, field="--session")
+    check_session_name(session_id, field="--session")
     if limits != _UNLIMITED and (role is not Role.AGENT or not run_id):
         text = "limits are for keys of role agent that are bound to a run (--role agent --run RUN)"
         raise InvalidRequest(

@@ -18,7 +18,7 @@ from ebbtide.auth.security import TokenCheck
 from ebbtide.auth.verified_tokens import VerifiedTokens
 from ebbtide.errors import PermissionDenied, Unauthenticated
 from ebbtide.gateway.generation.text_request import TextRequest
-from ebbtide.types.ids import MAX_ID
+from ebbtide.types.ids import MAX_ID, check_session_name
 from ebbtide.types.key_usage import KeyLimits, MeteredKey
 
 #: Roles whose tokens may ask for text.
@@ -43,7 +43,9 @@ class ClientKey(Struct, frozen=True, kw_only=True):
         return self.run_id in ("", run_id)
 
     def admitted(self, request: TextRequest) -> TextRequest:
-        """The request as the key may ask it. Raises `PermissionDenied` for another session, or to go before others."""
+        """The request as the key may ask it. Raises `PermissionDenied` for another session, or to go before others, and
+        `InvalidRequest` under a key whose session could stand in no path.
+        """
         if self.only_plays and request.priority < 0:
             raise PermissionDenied("priority: a key of role agent goes before no other; give 0 or more")
         if not self.session_id:
@@ -52,14 +54,14 @@ class ClientKey(Struct, frozen=True, kw_only=True):
             raise PermissionDenied(f"X-Session-ID: the key is for session {self.session_id[:100]!r} alone")
         if request.group_id:
             raise PermissionDenied("X-Group-ID: the key is for one session, which its owner opens in its group")
-        return replace(request, session_id=self.session_id)
+        return replace(request, session_id=check_session_name(self.session_id, field="X-Session-ID"))
 
     def check_ends(self) -> None:
         """Raise `PermissionDenied` for a key that may not read or end sessions: an agent would reward itself."""
         if self.only_plays:
             raise PermissionDenied(
-                "a key of role agent plays sessions, and neither opens, reads nor ends them; take a key of role user, "
-                "trainer or operator, and of the same name"
+                "a key of role agent plays sessions, which opens new ones, and neither lists, reads nor ends them; take "
+                "a key of role user, trainer or operator, and of the same name"
             )
 
 

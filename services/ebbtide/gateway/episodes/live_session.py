@@ -34,10 +34,19 @@ _TURN_BYTES: Final = 4096
 _BYTES_PER_TOKEN: Final = TOKEN_BYTES + 4
 
 
+class LongReaders:
+    """Room for readers, of all sessions together, that gave their places to others and go on."""
+
+    def __init__(self, room: int = 1024) -> None:
+        self.room = room
+
+
 class LiveSession:
     """One session. `session` is as it was read last; None: not read yet."""
 
-    def __init__(self, session_id: str, owner: str, source: SessionSource, player: RequestPlayer) -> None:
+    def __init__(
+        self, session_id: str, owner: str, source: SessionSource, player: RequestPlayer, long_readers: LongReaders
+    ) -> None:
         self.session_id, self.owner = session_id, owner
         self.source, self.player = source, player
         self.lock = asyncio.Lock()
@@ -53,7 +62,7 @@ class LiveSession:
         self._answering: Counter[str] = Counter()
         self._readers: dict[str, asyncio.Task[ReadCompletion]] = {}
         self._slow: set[str] = set()  # rollouts that were waited for already
-        self._at_once = asyncio.Semaphore(_AT_ONCE)
+        self._at_once, self._long_readers = asyncio.Semaphore(_AT_ONCE), long_readers
 
     # -- what answers under way here tell ------------------------------------------------------------------------
 
@@ -194,23 +203,29 @@ class LiveSession:
     @asynccontextmanager
     async def _place(self) -> AsyncIterator[None]:
         """One of the places of readers. One that still reads after a while has come to what is being made, and holds up
-        no other any more.
+        no other any more, as far as there is room for long readers.
         """
         await self._at_once.acquire()
-        given_back = False
+        loop, is_long = asyncio.get_running_loop(), False
 
         def give_back() -> None:
-            nonlocal given_back
-            if not given_back:
-                given_back = True
+            nonlocal timer, is_long
+            if self._long_readers.room > 0:
+                self._long_readers.room -= 1
+                is_long = True
                 self._at_once.release()
+            else:
+                timer = loop.call_later(_HELD_S, give_back)
 
-        timer = asyncio.get_running_loop().call_later(_HELD_S, give_back)
+        timer = loop.call_later(_HELD_S, give_back)
         try:
             yield
         finally:
             timer.cancel()
-            give_back()
+            if is_long:
+                self._long_readers.room += 1
+            else:
+                self._at_once.release()
 
     def _shared_tools(self, settings: TurnSettings) -> TurnSettings:
         """Tools are long, and most turns of an agent have the same: they are stored once."""

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from ebbtide.errors import NoCapacity
-from ebbtide.gateway.episodes.live_session import LiveSession
+from ebbtide.gateway.episodes.live_session import LiveSession, LongReaders
 from ebbtide.gateway.episodes.session_source import SessionSource
 from ebbtide.gateway.generation.request_player import RequestPlayer
 from ebbtide.types.session import SessionState
@@ -23,7 +23,7 @@ class SessionShelf:
     """The sessions of all runs that this gateway serves."""
 
     def __init__(self, kept_bytes: int) -> None:
-        self._kept_bytes = kept_bytes
+        self._kept_bytes, self._long_readers = kept_bytes, LongReaders()
         self._live: OrderedDict[tuple[str, str], LiveSession] = OrderedDict()
         #: Opened through this gateway since the owner's sessions were counted.
         self._counted: dict[tuple[str, str], int] = {}
@@ -37,7 +37,7 @@ class SessionShelf:
         key = (source.run.run_id, session_id)
         live = self._live.get(key)
         if live is None:
-            live = self._live[key] = LiveSession(session_id, owner, source, player)
+            live = self._live[key] = LiveSession(session_id, owner, source, player, self._long_readers)
         live.source, live.player = source, player  # the run's lease may be another one by now
         self._live.move_to_end(key)
         live.users += 1

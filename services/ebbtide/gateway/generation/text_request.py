@@ -1,14 +1,11 @@
 """Defines a request for text in the gateway's own terms, whatever route it came by."""
 
-from typing import Any, Final
+from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from ebbtide.types.run import Sampling
-
-#: Characters of a request's or a session's id. Both are hashed before they travel.
-MAX_CLIENT_ID: Final = 256
 
 
 class IdsPrompt(Struct, frozen=True):

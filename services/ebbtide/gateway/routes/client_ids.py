@@ -6,25 +6,12 @@ import msgspec
 from starlette.datastructures import Headers
 
 from ebbtide.errors import InvalidRequest
-from ebbtide.gateway.generation.text_request import MAX_CLIENT_ID, TextRequest
+from ebbtide.gateway.generation.text_request import TextRequest
+from ebbtide.types.ids import check_client_id, check_session_name
 
 REQUEST_ID = "x-request-id"
 SESSION_ID = "x-session-id"
 GROUP_ID = "x-group-id"
-
-
-def checked_id(value: str, *, field: str) -> str:
-    """Raises `InvalidRequest` naming `field` for an id that no header could carry back."""
-    if len(value) > MAX_CLIENT_ID or not value.isascii() or not value.isprintable():
-        raise InvalidRequest(f"must be at most {MAX_CLIENT_ID} printable ASCII characters", field=field)
-    return value
-
-
-def checked_session(value: str, *, field: str) -> str:
-    """`checked_id`, for an id that also stands in paths: servers do not tell an escaped slash from one that parts."""
-    if "/" in value:
-        raise InvalidRequest("must have no slash, as it stands in paths", field=field)
-    return checked_id(value, field=field)
 
 
 def with_ids(
@@ -35,9 +22,9 @@ def with_ids(
     session_id = path.get("session_id", "") or headers.get(SESSION_ID, "") or request.session_id
     return msgspec.structs.replace(
         request,
-        request_id=checked_id(request_id, field="X-Request-ID"),
-        session_id=checked_session(session_id, field="X-Session-ID"),
-        group_id=checked_id(_group(headers, session_id), field="X-Group-ID"),
+        request_id=check_client_id(request_id, field="X-Request-ID"),
+        session_id=check_session_name(session_id, field="X-Session-ID"),
+        group_id=check_client_id(_group(headers, session_id), field="X-Group-ID"),
     )
 
 

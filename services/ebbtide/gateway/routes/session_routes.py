@@ -13,12 +13,10 @@ from ebbtide.gateway.dialects.trace_shapes import completions_body, session_head
 from ebbtide.gateway.episodes.live_session import in_thread
 from ebbtide.gateway.episodes.session_ending import end_dropped, end_for_verdict, end_with_reward
 from ebbtide.gateway.episodes.session_player import SessionPlayer
-from ebbtide.gateway.generation.text_request import MAX_CLIENT_ID
-from ebbtide.gateway.routes.client_ids import checked_id, checked_session
 from ebbtide.gateway.routes.gateway_doors import GatewayDoors
 from ebbtide.gateway.routes.json_route import JsonCall
 from ebbtide.gateway.sessions.session_trace import SessionTrace, trace_page
-from ebbtide.types.ids import check_id, new_fence
+from ebbtide.types.ids import MAX_CLIENT_ID, check_client_id, check_id, check_session_name, new_fence
 from ebbtide.types.parse import parse
 from ebbtide.types.session import MAX_SESSION_RECORD, SessionState
 
@@ -58,22 +56,24 @@ class SessionRoutes:
     async def open(self, call: JsonCall) -> dict[str, Any]:
         """POST /v1/sessions: opens a session, or answers as it is."""
         asked = parse(OpenBody, call.body)
-        name = checked_session(asked.session_id or new_fence(), field="session_id")
+        name = check_session_name(asked.session_id or new_fence(), field="session_id")
         sessions = await self._sessions(call)
-        async with sessions.opened(name, checked_id(asked.group_id, field="group_id")) as live:
+        async with sessions.opened(name, check_client_id(asked.group_id, field="group_id")) as live:
             assert live.session is not None  # noqa: S101 - it is open
             return session_head(live.session)
 
     async def listed(self, call: JsonCall) -> dict[str, Any]:
         """GET /v1/sessions: those of the key's name, newest first, from the place `after` on; or those behind session
-        `behind`, which stay the same when further ones are opened.
+        `behind`, which stay the same when further ones are opened. Raises `NotFound` once that one is forgotten.
         """
         sessions = await self._sessions(call)
         after = _number(call, "after", 0, "a number of sessions to leave out")
         found = (await sessions.source.sessions(call.key.sessions_of))[::-1]
         if behind := call.query.get("behind", ""):
-            last = sessions.stored_id(checked_session(behind, field="behind"))
-            after = next((place for place, one in enumerate(found, 1) if one.session_id == last), len(found))
+            last = sessions.stored_id(check_session_name(behind, field="behind"))
+            places = (place for place, one in enumerate(found, 1) if one.session_id == last)
+            if not (after := next(places, 0)):
+                raise NotFound(f"behind: no session {behind[:100]!r} of this key is here; list from the start")
         page, slots = found[after : after + _PAGE], asyncio.Semaphore(_AT_ONCE)
 
         async def head(session_id: str, turns: int) -> dict[str, Any]:
@@ -153,4 +153,4 @@ def _number(call: JsonCall, field: str, default: int, what: str) -> int:
 
 
 def _name(call: JsonCall) -> str:
-    return checked_session(call.path["session_id"], field="session_id")
+    return check_session_name(call.path["session_id"], field="session_id")

@@ -34,7 +34,7 @@ from ebbtide.types.ids import new_fence
 from ebbtide.types.session import MAX_COMPLETIONS
 
 #: A client's rollouts are cancelled within so long after it left, or not at all: they cost tokens, and nothing else.
-_CANCEL_S: Final = 10.0
+CANCEL_S: Final = 10.0
 
 
 class TextRoute:
@@ -109,7 +109,7 @@ class _TextExchange:
         if self._request.returns or self._played is None:
             return
         with contextlib.suppress(EbbtideError, TimeoutError):
-            async with asyncio.timeout(_CANCEL_S):
+            async with asyncio.timeout(CANCEL_S):
                 await self._played.cancel()
 
     async def _bounded(self, key: ClientKey, request_s: float) -> None:

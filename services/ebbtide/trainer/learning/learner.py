@@ -177,13 +177,14 @@ class Learner:
         logits = batch.logits(network)
         if len(batch.samplings) == 1:
             return self._token_logprobs(logits, batch.targets, batch.positions, batch.samplings[0])
-        found = torch.zeros(len(logits), dtype=torch.float32, device=logits.device)
-        entropy = torch.zeros_like(found)
-        for number, sampling in enumerate(batch.samplings):
-            rows = (batch.sampled_by == number).nonzero()[:, 0]
-            part = self._token_logprobs(logits[rows], batch.targets[rows], batch.positions[rows], sampling)
-            found, entropy = found.index_copy(0, rows, part[0]), entropy.index_copy(0, rows, part[1])
-        return found, entropy
+        # Rows are sorted once and split: an index for each sampling would have a gradient as large as all logits.
+        order = batch.sampled_by.argsort(stable=True)
+        counts = batch.sampled_by.bincount(minlength=len(batch.samplings)).tolist()
+        values = (logits[order], batch.targets[order], batch.positions[order])
+        split = zip(*(value.split(counts) for value in values), batch.samplings, strict=True)
+        found, entropy = zip(*(self._token_logprobs(*part) for part in split), strict=True)
+        back = order.argsort()
+        return torch.cat(found)[back], torch.cat(entropy)[back]
 
     def _token_logprobs(
         self, logits: Tensor, tokens: Tensor, positions: Tensor, sampling: Sampling | None

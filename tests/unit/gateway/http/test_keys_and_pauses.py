@@ -217,6 +217,17 @@ async def test_a_key_of_one_session_plays_no_other_and_moves_it_into_no_group(
         assert [(one["id"], one["turn_count"]) for one in page["data"]] == [("mine", 2)]
 
 
+async def test_a_key_of_a_session_that_could_stand_in_no_path_plays_none(
+    signed_app: Starlette, source: ScriptedSource
+) -> None:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(signed_app), base_url="http://gateway") as client:
+        for session in ("a/b", "s" * 257, "é"):
+            key = {"authorization": f"Bearer {token(Role.AGENT, session_id=session, **AGENT)}"}
+            refused = await client.post("/v1/completions", json=BODY, headers=key)
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "X-Session-ID")
+    assert not source.stored
+
+
 @pytest.mark.parametrize(("role", "status"), [(Role.AGENT, 403), (Role.USER, 200)])
 async def test_an_agents_key_goes_before_no_other(signed_app: Starlette, role: Role, status: int) -> None:
     key = {"authorization": f"Bearer {token(role)}"}

@@ -415,9 +415,11 @@ async def test_a_list_goes_on_behind_a_session_though_others_are_opened(agent: A
     for name in ("first", "second", "third"):
         assert (await client.post("/v1/sessions", json={"session_id": name})).status_code == 200
     await client.post("/v1/sessions", json={"session_id": "fourth"})
-    for behind, wanted in (("third", ["second", "first"]), ("first", []), ("unknown", [])):
+    for behind, wanted in (("third", ["second", "first"]), ("first", [])):
         page = (await client.get("/v1/sessions", params={"behind": behind})).json()
         assert ([one["id"] for one in page["data"]], page["has_more"]) == (wanted, False)
+    forgotten = await client.get("/v1/sessions", params={"behind": "unknown"})
+    assert (forgotten.status_code, "behind" in forgotten.text) == (404, True), "an empty last page would end the list"
 
 
 async def test_sessions_stay_within_their_limits(
