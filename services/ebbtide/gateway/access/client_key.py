@@ -60,8 +60,8 @@ class ClientKey(Struct, frozen=True, kw_only=True):
         """Raise `PermissionDenied` for a key that may not read or end sessions: an agent would reward itself."""
         if self.only_plays:
             raise PermissionDenied(
-                "a key of role agent plays sessions, which opens new ones, and neither lists, reads nor ends them; take "
-                "a key of role user, trainer or operator, and of the same name"
+                "a key of role agent plays sessions, which opens new ones, and neither lists, reads nor ends them; "
+                "take a key of role user, trainer or operator, and of the same name"
             )
 
 
