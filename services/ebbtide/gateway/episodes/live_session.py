@@ -208,6 +208,8 @@ class LiveSession:
         await self._at_once.acquire()
         loop, is_long = asyncio.get_running_loop(), False
 
+        timer: asyncio.TimerHandle
+
         def give_back() -> None:
             nonlocal timer, is_long
             if self._long_readers.room > 0:

@@ -181,7 +181,7 @@ class Learner:
         order = batch.sampled_by.argsort(stable=True)
         counts = batch.sampled_by.bincount(minlength=len(batch.samplings)).tolist()
         values = (logits[order], batch.targets[order], batch.positions[order])
-        split = zip(*(value.split(counts) for value in values), batch.samplings, strict=True)
+        split = zip(*(value.split_with_sizes(counts) for value in values), batch.samplings, strict=True)
         found, entropy = zip(*(self._token_logprobs(*part) for part in split), strict=True)
         back = order.argsort()
         return torch.cat(found)[back], torch.cat(entropy)[back]
