@@ -32,9 +32,6 @@ _HEALTH: Final = "/grpc.health.v1.Health/"
 _SERVING, _UNKNOWN = 1, 3
 #: Timeout of the question whether a coordinator still leads, when another one says that it leads.
 _ASK_S: Final = 1.0
-#: A channel tries to connect by itself, which is cheaper than a call each time. After so long another call begins, with
-#: certificates that may have changed.
-_CONNECT_S: Final = 10.0
 #: Waiting callers come to a new leader spread over this time.
 _SPREAD_S: Final = 0.2
 #: Callers that failed within this time after a switch try the new leader without their full pause.
@@ -145,10 +142,8 @@ class LeaderChannel(Outer):
         )
         waits = pauses(0.1, 1.0)
         while True:
-            call, first = watch(StringValue(value=_SERVICE), wait_for_ready=True), True
+            call, first = watch(StringValue(value=_SERVICE)), True
             try:
-                async with asyncio.timeout(_CONNECT_S):
-                    await call.wait_for_connection()
                 async for answer in call:
                     waits = pauses(0.1, 1.0)
                     served = coordinator.serving
@@ -158,8 +153,6 @@ class LeaderChannel(Outer):
                     first = False
             except grpc.aio.AioRpcError as error:
                 log.debug("coordinator at %s: %s", coordinator.address, error.details())
-            except TimeoutError:
-                log.debug("coordinator at %s: not reached within %g s", coordinator.address, _CONNECT_S)
             finally:
                 call.cancel()
             self._serves(coordinator, serving=False)
