@@ -96,7 +96,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--beside", type=arguments.share, help="share of a core that another process takes meanwhile")
     parser.add_argument(
-        "--within", type=arguments.factor, help="end with 1 if a figure is more than so many times what is promised"
+        "--within",
+        type=arguments.factor,
+        help="end with 1 if a figure is more than so many times what is promised, or so many where none is",
     )
     parser.add_argument("--logs", type=Path, help="a folder for the coordinators' logs")
     parser.add_argument("--out", type=arguments.output, default=OUT, help="file of figures")

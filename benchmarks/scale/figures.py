@@ -18,7 +18,7 @@ PROMISED: Final[dict[str, float | None]] = {
     "coordinator_bytes_per_finished": 12.0,
     "cpu_s_per_million_tokens": None,
     "ack_p99_ms": None,
-    "ack_tail_over_raw_redis": 20.0,
+    "ack_tail_over_raw_redis": None,  # from 15 to 178 in runs of one tree: no bound tells two trees apart
     "http_disagreements": 0.0,
     "tokens_lost": 0.0,
 }
@@ -39,7 +39,7 @@ def missing(found: Mapping[str, Any]) -> dict[str, str]:
 
 
 def beyond(figures: Mapping[str, Any], factor: float) -> list[str]:
-    """The figures that are more than so many times what is promised; of what is not to happen at all, so many times."""
+    """The figures above `factor` times what is promised. Where 0 is promised, up to `factor` is allowed."""
     promised = {name: most for name, most in PROMISED.items() if most is not None}
     return [name for name, value in figures.items() if name in promised and value > factor * (promised[name] or 1.0)]
 

@@ -4,12 +4,10 @@ from collections import Counter
 
 import pytest
 
-from ebbtide.coordinator.state.attempt_records import new_entry
 from ebbtide.coordinator.state.worker_reports import InstalledReport, ReleasedReport
 from ebbtide.scheduling.health.overload import Work
 from ebbtide.types.end_cause import EndCause
-from ebbtide.types.rollout import RolloutKind, RolloutRequest
-from ebbtide.types.run import EnvironmentSpec, RunSpec, Sampling
+from ebbtide.types.run import EnvironmentSpec, RunSpec
 from tests.unit.coordinator.virtual_fleet import VERSION, VirtualFleet
 
 
@@ -19,7 +17,7 @@ def test_a_worker_changes_runs_only_if_that_is_worth_reading_its_rollouts_elsewh
 ) -> None:
     fleet = VirtualFleet()
     workers = [fleet.attach("w1"), fleet.attach("w2")]
-    submit(fleet, "r", length)
+    fleet.submit(8, run_id="r", length=length)
     fleet.round()
     assert all(len(worker.attempts) == 4 for worker in workers)
     for attempt in list(fleet.run.running.values()):
@@ -27,7 +25,7 @@ def test_a_worker_changes_runs_only_if_that_is_worth_reading_its_rollouts_elsewh
     fleet.beat(*workers)
     fleet.round(0.3)
     add_run(fleet, "s")
-    submit(fleet, "s", length)
+    fleet.submit(8, run_id="s", length=length)
     while workers[0].run_id == workers[1].run_id:
         fleet.round()
         assert fleet.now < most_s
@@ -39,8 +37,8 @@ def test_a_run_takes_no_more_workers_while_its_own_wait_for_the_coordinator() ->
     fleet = VirtualFleet(slice_s=5.0)
     workers = [fleet.attach(f"w{number}") for number in range(4)]
     add_run(fleet, "s")
-    submit(fleet, "r", 8, count=32)
-    submit(fleet, "s", 8, count=32)
+    fleet.submit(32, run_id="r", length=8)
+    fleet.submit(32, run_id="s", length=8)
     fleet.unfilled.add("s")
     fleet.state.shed(Work.STARTS)
     served = []
@@ -65,7 +63,7 @@ def test_two_runs_take_turns_at_an_odd_worker_however_long_its_rollouts_take_to_
     sessions = [fleet.attach(f"w{number}") for number in range(workers)]
     add_run(fleet, "s")
     for run_id in ("r", "s"):
-        submit(fleet, run_id, 9_000, count=32)
+        fleet.submit(32, run_id=run_id, length=9_000)
     fleet.round()
     served = Counter[str]()
     for _ in range(4_000):
@@ -91,16 +89,3 @@ def add_run(fleet: VirtualFleet, run_id: str) -> None:
     with run.rereading():
         run.note_reconciled()
     run.announce(VERSION)
-
-
-def submit(fleet: VirtualFleet, run_id: str, length: int, *, count: int = 8) -> None:
-    for number in range(count):
-        request = RolloutRequest(
-            rollout_id=f"{run_id}{number}",
-            group_id="g",
-            episode_id=f"{run_id}{number}",
-            prompt_ids=b"",
-            sampling=Sampling(max_tokens=64),
-            kind=RolloutKind.TRAIN,
-        )
-        fleet.state.runs[run_id].admit(new_entry(request, place=number, group=0, length=length, now=fleet.now))

@@ -65,8 +65,10 @@ class VirtualFleet:
         self.registry.hear(session, InstalledReport(version=VERSION, run_id="r"))
         return session
 
-    def submit(self, count: int, *, first: int = 0, max_version: int = 0, group: int = 0) -> None:
-        """`group`: the place of their group."""
+    def submit(
+        self, count: int, *, first: int = 0, max_version: int = 0, group: int = 0, run_id: str = "r", length: int = 8
+    ) -> None:
+        """`group`: the place of their group; `length`: tokens of each prompt."""
         for number in range(first, first + count):
             request = RolloutRequest(
                 rollout_id=f"x{number}",
@@ -77,7 +79,8 @@ class VirtualFleet:
                 kind=RolloutKind.TRAIN,
                 max_version=max_version,
             )
-            self.run.admit(new_entry(request, place=number, group=group, length=8, now=self.now))
+            entry = new_entry(request, place=number, group=group, length=length, now=self.now)
+            self.state.runs[run_id].admit(entry)
 
     def round(self, passing_s: float = 0.1) -> None:
         self.now += passing_s
