@@ -5,6 +5,7 @@ import asyncio
 import msgspec
 import pytest
 
+from ebbtide.cli.views import run_screen
 from ebbtide.cli.views.run_progress import RunProgress, doing
 from ebbtide.cli.views.run_screen import RunScreen, sparkline
 from ebbtide.cli.views.tables import clock, run_table, worker_table
@@ -81,9 +82,10 @@ async def test_without_a_terminal_each_piece_of_news_is_one_line_once(capsys: py
 
 
 async def test_a_run_without_news_is_not_silent_where_the_output_is_no_terminal(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(run_screen, "_QUIET_S", 0.1)
     screen = RunScreen("quiet-run")
     async with screen.shown():
-        await asyncio.sleep(2.6)
+        await asyncio.sleep(0.6)
     assert capsys.readouterr().err.startswith("ebbtide: waiting for news of quiet-run since ")

@@ -32,6 +32,8 @@ _DETAIL_S: Final = 5.0
 _BLOCKS: Final = "▁▂▃▄▅▆▇█"
 _WIDTH: Final = 40
 _NEWS: Final = 6
+#: Steps have a line each: a run that works is not said to be waited for between two of them.
+_QUIET_S: Final = 10.0
 
 
 class RunScreen:
@@ -47,7 +49,7 @@ class RunScreen:
         self._present = self._detail = ""
         self._attached_at = 0.0
         self._printed = _Printed()
-        self._waiting = Waiting(lambda: self._present or f"news of {self.title}")
+        self._waiting = Waiting(lambda: self._present or f"news of {self.title}", first_s=_QUIET_S)
 
     def phase(self, name: str) -> None:
         """Ends the present phase and begins another (empty: none)."""
