@@ -96,6 +96,21 @@ async def test_a_run_that_ends_leaves_no_cycle(cluster: Any) -> None:
     assert cycles() == {}
 
 
+async def test_of_episodes_that_are_over_nothing_is_remembered_whichever_way_they_ended(cluster: Any) -> None:
+    run, worker = await cluster.run(), await cluster.worker("w", slots=16)
+    worker.beats()
+    await run.send(*(run.request(f"a{n}", group_id=f"g{n // 4}", episode_id=f"e{n}") for n in range(16)))
+    await finish(worker, *(f"a{n}" for n in range(15)))
+    await run.finished(15)
+    mirror = cluster.coordinator.state.runs[run.run_id]
+    assert (len(mirror.prefixes), mirror.group_place("g0", 99), mirror.group_place("g3", 99)) == (16, 1, 13)
+    await run.acknowledge(*(f"a{n}" for n in range(8)))
+    for n in range(8, 15):
+        await run.complete(f"e{n}", f"a{n}")
+    assert list(mirror.prefixes) == ["e15"]
+    assert [mirror.group_place(f"g{n}", 99) for n in range(4)] == [99, 99, 99, 13]  # one of the last group still runs
+
+
 async def submitted(run: Any, prefix: str, count: int) -> list[str]:
     names = [f"{prefix}{number}" for number in range(count)]
     await run.submit(*names)
