@@ -162,7 +162,7 @@ class RolloutService:
                 return await self._store.trajectories.tokens(run_id, rollout_id, offset)
 
     async def acknowledge(self, lease: LeaseRef, rollout_ids: Sequence[str], drop_reason: str) -> None:
-        """End finished rollouts as trained, or dropped with a reason, and delete them. Their episodes are over."""
+        """End finished rollouts as trained, or dropped with a reason, and delete them."""
         check_lease(lease)
         self._check_ids(rollout_ids)
         drop_reason = check_reason(drop_reason, field="drop_reason")
@@ -171,7 +171,7 @@ class RolloutService:
             episodes = await acknowledge(lease, rollout_ids, drop_reason, vouched=self._state.doubtful)
         if (run := self._state.runs.get(lease.run_id)) is not None:
             for episode_id in episodes:
-                self._state.episode_over(run, episode_id)
+                run.acknowledged(episode_id)
 
     async def cancel(self, lease: LeaseRef, rollout_ids: Sequence[str], reason: str) -> None:
         """Drop rollouts in any state; workers stop generating them. Requests finish with the tokens they have."""

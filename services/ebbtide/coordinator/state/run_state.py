@@ -41,6 +41,8 @@ from ebbtide.types.weights import PolicyVersion
 
 #: Finishes per run that are remembered; the worker of an older one asks for it by itself.
 _FINISHES: Final = 1 << 16
+#: Episodes per run that may go on although their newest rollout was acknowledged: the newest ones are remembered.
+_ACKNOWLEDGED: Final = 1 << 12
 #: So many failed installs make an old version unavailable.
 _INSTALL_FAILURES: Final = 3
 #: Its decisions rest for so long once the store refused its writes: the first time, and at most.
@@ -92,6 +94,7 @@ class RunState:
         #: Lengths of training's responses that ended and whose episodes go on or are not complete, by group place.
         self.responses: Final[Mapping[int, Mapping[str, int]]] = self._responses.by_group
         self._places = GroupPlaces()
+        self._acknowledged: dict[str, None] = {}  # episodes, the newest at the end
         self._failed_installs: dict[int, int] = {}
         self.lengths: Final = ResponseLengths()
         self._longest_context = 0  # tokens, of the engines that may serve it, so far
@@ -229,6 +232,7 @@ class RunState:
         self._running[attempt.rollout.rollout_id] = attempt
         self.tail.started(attempt, self.queue)
         episode_id, version = attempt.rollout.episode_id, session.version_of(self.run_id)
+        self._acknowledged.pop(episode_id, None)
         tokens = attempt.rollout.length
         attempt.note_cached(self._prefixes.began(episode_id, session.session_id, version=version, tokens=tokens))
         if session.gone:
@@ -372,8 +376,18 @@ class RunState:
         """The place of the group's first rollout: `place`, if this is the first."""
         return self._places.of(group_id, place)
 
+    def acknowledged(self, episode_id: str) -> None:
+        """Note that a finished rollout of the episode was acknowledged. Callers that acknowledge never say that an
+        episode is over, so of too many the oldest one counts as over.
+        """
+        self._acknowledged.pop(episode_id, None)
+        self._acknowledged[episode_id] = None
+        if len(self._acknowledged) > _ACKNOWLEDGED:
+            self.forget_episode(next(iter(self._acknowledged)))
+
     def forget_episode(self, episode_id: str) -> None:
         """Note that the episode has no further turn."""
+        self._acknowledged.pop(episode_id, None)
         self._prefixes.forget(episode_id)
         self._returns.forget(episode_id)
         group = self._responses.forget(episode_id)
