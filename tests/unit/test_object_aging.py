@@ -1,4 +1,4 @@
-"""The coordinator's old objects cost its collections nothing."""
+"""A service's old objects cost its collections nothing."""
 
 import asyncio
 import gc
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ebbtide.coordinator.object_aging import age_objects, set_aside
+from ebbtide.object_aging import age_objects, set_aside
 from ebbtide.testing import wait_until
 
 
@@ -33,7 +33,7 @@ def test_a_young_cycle_is_freed_and_an_old_object_is_set_aside() -> None:
     assert not any(one is kept for one in gc.get_objects()), "no collection looks at it"
 
 
-async def test_survivors_are_set_aside_while_the_coordinator_runs() -> None:
+async def test_survivors_are_set_aside_while_the_service_runs() -> None:
     aging = asyncio.create_task(age_objects())
     try:
         await asyncio.sleep(0)
