@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     names = list(_PARTS)
-    parser.add_argument("--quick", action="store_true", help="fewer blocks, shorter conversations: in 12 minutes")
+    parser.add_argument("--quick", action="store_true", help="fewer blocks, shorter conversations: in 20 minutes")
     parser.add_argument("--parts", nargs="+", choices=names, default=names)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=arguments.output, default=str(OUT))

@@ -16,9 +16,9 @@ _EVERY_S: Final = 0.25
 #: New objects after which the youngest are collected, and such collections after which those of the second generation
 #: are: a pause of some milliseconds. The oldest are left to this module.
 _YOUNG: Final = (700, 5, 1 << 30)
-#: Survivors of so many of these are walked once more before they are set aside: some 30,000 objects. Those of a burst,
+#: Survivors of so many of these are walked once more before they are set aside: some 15,000 objects. Those of a burst,
 #: as when a thousand completions begin at once, are set aside as they are.
-_WALKED_AGAIN: Final = 8
+_WALKED_AGAIN: Final = 4
 
 
 async def age_objects() -> None:

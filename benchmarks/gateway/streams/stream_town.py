@@ -111,7 +111,7 @@ async def _gateway(cluster: Cluster, key: Ed25519PrivateKey, plan: StreamPlan) -
         door_token_keys=keys,
         tool_parser=TOOL_PARSER,
         reasoning_parser=REASONING_PARSER,
-        limits_requests=plan.many + 256,
+        limits_requests=max(plan.many, plan.few + plan.one_key) + 256,
     )
     return probe
 
