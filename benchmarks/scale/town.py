@@ -20,6 +20,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from benchmarks.control_plane.driver import Driver
 from benchmarks.control_plane.house import ROOT, House, code_of, order
 from benchmarks.control_plane.measures import cpu_s
+from benchmarks.scale.loop_probe import ask
 from ebbtide.auth.role_tokens import mint
 from ebbtide.auth.roles import Role
 from ebbtide.store.store_keys import TERM
@@ -115,13 +116,7 @@ class Town(House):
         return await self._ask(self.leader, what)
 
     async def _ask(self, name: str, what: str) -> dict[str, Any]:
-        reader, writer = await asyncio.open_unix_connection(self._socket(name), limit=1 << 24)
-        try:
-            writer.write(f"{what}\n".encode())
-            found: dict[str, Any] = json.loads(await reader.readline())
-            return found
-        finally:
-            writer.close()
+        return await ask(self._socket(name), what)
 
     def cpu(self) -> tuple[float, float]:
         """CPU seconds of the leading coordinator and of Redis; what was seen last if that coordinator has ended."""
