@@ -1,6 +1,7 @@
 """/v1/responses and /v1/messages: what agents' clients send, and what they read."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -17,6 +18,7 @@ from ebbtide.gateway.access.client_key import KeyRing
 from ebbtide.gateway.access.request_limits import RequestLimits
 from ebbtide.gateway.http_app import make_app
 from ebbtide.gateway.text.template_sandbox import TemplateSandbox
+from ebbtide.types.rollout import FinishReason
 from tests.fakes.scripted_doors import scripted_doors
 from tests.fakes.scripted_rollouts import ScriptedCatalog, ScriptedSource, scripted_run, served_model
 from tests.unit.gateway.http.conftest import SECRET
@@ -89,58 +91,17 @@ async def test_a_streams_logprobs_are_those_of_all_tokens(
     assert [one for delta in deltas for one in delta["logprobs"]] == expected
 
 
-CODEX = {
-    "model": "spell",
-    "instructions": "You are a coding agent.",
-    "input": [
-        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "<permissions>"}]},
-        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Fix it."}]},
-    ],
-    "tools": [
-        {"type": "function", "name": "shell", "description": "Runs.", "strict": False, "parameters": {"type": "object"}}
-    ],
-    "tool_choice": "auto",
-    "parallel_tool_calls": False,
-    "reasoning": None,
-    "store": False,
-    "stream": True,
-    "include": [],
-    "prompt_cache_key": "0199a1b2-0000-7000-8000-000000000000",
-}
-CLAUDE_CODE = {
-    "model": "spell",
-    "max_tokens": 32_000,
-    "stream": True,
-    "temperature": 1,
-    "system": [{"type": "text", "text": "You are Claude Code.", "cache_control": {"type": "ephemeral"}}],
-    "messages": [
-        {"role": "user", "content": [{"type": "text", "text": "Fix it.", "cache_control": {"type": "ephemeral"}}]}
-    ],
-    "tools": [{"name": "Bash", "description": "Runs.", "input_schema": {"type": "object", "properties": {}}}],
-    "metadata": {"user_id": "user_0"},
-    "thinking": {"type": "enabled", "budget_tokens": 31_999},
-    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
-}
-AGENTS_SDK = {
-    "model": "spell",
-    "input": [{"role": "user", "content": "Fix it."}],
-    "instructions": "Be kind.",
-    "include": [],
-    "tools": [TOOL | {"strict": True, "description": "Searches."}],
-    "stream": False,
+#: Bodies that agents send by default, without what a user may add. Each file says whence it is.
+BODIES = {
+    path.stem: msgspec.json.decode(path.read_bytes())
+    for path in sorted((Path(__file__).parent / "agent_bodies").iterdir())
 }
 
 
 @pytest.mark.parametrize("prefix", ["", "/sessions/episode"])
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [("/v1/responses", CODEX), ("/v1/messages", CLAUDE_CODE), ("/v1/responses", AGENTS_SDK)],
-    ids=["codex", "claude code", "agents sdk"],
-)
-async def test_default_bodies_of_agents_are_taken(
-    sandbox: TemplateSandbox, path: str, body: dict[str, Any], prefix: str
-) -> None:
-    """As their clients write them, without what a user may add."""
+@pytest.mark.parametrize("name", BODIES)
+async def test_default_bodies_of_agents_are_taken(sandbox: TemplateSandbox, name: str, prefix: str) -> None:
+    path, body = BODIES[name]["path"], BODIES[name]["body"]
     source = ScriptedSource(scripted_run(), served_model(sandbox, tools=True, context=40_000))
     keys = KeyRing(ReloadedFiles((), lambda: TokenCheck(f"Bearer {SECRET}")), None)
     transport = httpx.ASGITransport(make_app(scripted_doors(ScriptedCatalog([source]), keys, RequestLimits())))
@@ -152,6 +113,33 @@ async def test_default_bodies_of_agents_are_taken(
             counted = {name: body[name] for name in ("model", "system", "messages", "tools", "thinking")}
             answer = await client.post(f"{prefix}/v1/messages/count_tokens", json=counted)
             assert (answer.status_code, answer.json()["input_tokens"] > 10) == (200, True), answer.text
+
+
+async def test_calls_of_a_namespaces_functions_name_it(http: httpx.AsyncClient, source: ScriptedSource) -> None:
+    source.answer = CALL
+    unreachable = {"type": "web_search", "external_web_access": False}
+    tools = [{"type": "namespace", "name": "web", "description": "Of the web.", "tools": [TOOL]}, unreachable]
+    whole = (await http.post("/v1/responses", json={"input": "weather?", "tools": tools, "request_id": "one"})).json()
+    streamed = named_events(
+        await http.post(
+            "/v1/responses", json={"input": "weather?", "tools": tools, "request_id": "two", "stream": True}
+        )
+    )
+    assert "tools: 1" in prompt_text(source)
+    for output in (whole["output"], streamed[-1]["response"]["output"]):
+        (call,) = [item for item in output if item["type"] == "function_call"]
+        assert (call["namespace"], call["name"]) == ("web", "search")
+    history = [{"role": "user", "content": "weather?"}, *whole["output"]]
+    history.append({"type": "function_call_output", "call_id": call["call_id"], "output": "sunny"})
+    assert (await http.post("/v1/responses", json={"input": history, "tools": tools})).status_code == 200
+
+
+async def test_a_name_of_two_namespaces_is_refused(http: httpx.AsyncClient) -> None:
+    tools = [{"type": "namespace", "name": name, "description": "", "tools": [TOOL]} for name in ("one", "two")]
+    answer = await http.post("/v1/responses", json={"input": "x", "tools": [TOOL, tools[0]]})
+    assert (answer.status_code, "'search'" in answer.json()["error"]["message"]) == (400, True)
+    answer = await http.post("/v1/responses", json={"input": "x", "tools": tools})
+    assert (answer.status_code, "'search'" in answer.json()["error"]["message"]) == (400, True)
 
 
 async def test_a_response_that_is_cut_says_so(http: httpx.AsyncClient) -> None:
@@ -243,6 +231,30 @@ async def test_thinking_reaches_the_template_and_a_budget_is_refused(http: httpx
     assert refused.status_code == 400
     assert refused.json()["type"] == "error"
     assert "thinking.budget_tokens" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_messages_may_have_more_tokens_than_the_context_leaves(
+    http: httpx.AsyncClient, source: ScriptedSource, stream: bool
+) -> None:
+    """Clients have to name a bound, and know no context: litellm asks for 128,000 tokens."""
+    body = {"max_tokens": 128_000, "messages": [{"role": "user", "content": "x"}], "stream": stream}
+    answer = await http.post("/v1/messages", json=body)
+    assert answer.status_code == 200, answer.text
+    assert "end_turn" in answer.text
+    (rollout,) = source.submitted.values()
+    assert rollout.sampling.max_tokens == source.model.context - len(memoryview(rollout.prompt_ids).cast("I"))
+
+
+@pytest.mark.parametrize(("max_tokens", "reason"), [(3, "max_tokens"), (128_000, "model_context_window_exceeded")])
+async def test_an_answer_that_the_context_cut_says_so(
+    http: httpx.AsyncClient, source: ScriptedSource, max_tokens: int, reason: str
+) -> None:
+    source.chunk, source.break_off = 3, FinishReason.LENGTH
+    answer = await http.post(
+        "/v1/messages", json={"max_tokens": max_tokens, "messages": [{"role": "user", "content": "x"}]}
+    )
+    assert answer.json()["stop_reason"] == reason
 
 
 async def test_tokens_of_messages_are_counted(http: httpx.AsyncClient) -> None:

@@ -71,13 +71,14 @@ class MessagesDialect:
             prompts=[self.prompt(asked)],
             sampling=sampled.sampling(),
             max_tokens=asked.max_tokens,
+            fits_context=True,
             stop=sampled.stops("stop_sequences"),
             parse_tools=_calls_tools(asked),
             stream=asked.stream,
             priority=asked.priority,
             versions=asked.weight_version.wish(),
         )
-        return AskedText(request, MessageAnswer)
+        return AskedText(request, lambda context: MessageAnswer(context, max_tokens=asked.max_tokens))
 
     def prompt(self, asked: MessagesBody) -> ChatPrompt:
         check_count(asked.messages, self._max_messages, field="messages")
