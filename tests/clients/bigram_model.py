@@ -42,7 +42,7 @@ def save_bigram_model(folder: Path, *, context: int = 32_768) -> Path:
     from transformers import Qwen3Config, Qwen3ForCausalLM
     from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
-    tokenizer = _tokenizer()
+    tokenizer = bigram_tokenizer()
     logits = _logits(tokenizer)
     shifted = logits - logits.max(axis=1, keepdims=True)
     config = Qwen3Config(
@@ -76,7 +76,8 @@ def save_bigram_model(folder: Path, *, context: int = 32_768) -> Path:
     return folder
 
 
-def _tokenizer() -> Tokenizer:
+def bigram_tokenizer() -> Tokenizer:
+    """Byte-level BPE, with the parts of a call as tokens."""
     tokenizer = Tokenizer.from_str(byte_level_tokenizer().backend_tokenizer.to_str())
     tokenizer.add_special_tokens([CALL])
     tokenizer.add_tokens([AddedToken(one, normalized=False) for one in (*_BEFORE_NAME, *NAMES, *_BEHIND_NAME)])
