@@ -60,7 +60,9 @@ MESSAGES_FIELDS: Final = RouteFields(
         "model": _MODEL,
         "messages": supported("blocks of type text, thinking, tool_use and tool_result"),
         "system": supported("a string, or blocks of type text"),
-        "max_tokens": supported("required; at most what the context leaves, and the answer says if that was less"),
+        "max_tokens": supported(
+            "required; what the context leaves counts if it is less, and an answer cut by it ends by max_tokens"
+        ),
         "stream": supported("server-sent events"),
         "stop_sequences": supported("the gateway finds them in the text and cancels the rest"),
         "temperature": SAMPLING["temperature"],

@@ -17,9 +17,8 @@ from ebbtide.gateway.text.output_parsers import ToolCallDelta
 class MessageAnswer:
     """The answer to one request. It has one completion, and one block of it is open at a time."""
 
-    def __init__(self, context: AnswerContext, *, max_tokens: int) -> None:
-        """`max_tokens`: as the request had it; the context may have left fewer."""
-        self._context, self._max_tokens = context, max_tokens
+    def __init__(self, context: AnswerContext) -> None:
+        self._context = context
         self._tally = TokenTally(context.played.prompts)
         self._finish: ChoiceFinish | None = None
         self._index = -1  # of the last block
@@ -112,8 +111,7 @@ class MessageAnswer:
 
     def _reason(self) -> str:
         if self._finish is not None and self._finish.reason == "length":
-            short = self._tally.completion_tokens < self._max_tokens
-            return "model_context_window_exceeded" if short else "max_tokens"
+            return "max_tokens"  # by the context, too: clients take the reason that is for it alone for none
         if self._stop_sequence() is not None:
             return "stop_sequence"
         return "tool_use" if self._called else "end_turn"

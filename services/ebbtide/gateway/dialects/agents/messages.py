@@ -78,7 +78,7 @@ class MessagesDialect:
             priority=asked.priority,
             versions=asked.weight_version.wish(),
         )
-        return AskedText(request, lambda context: MessageAnswer(context, max_tokens=asked.max_tokens))
+        return AskedText(request, MessageAnswer)
 
     def prompt(self, asked: MessagesBody) -> ChatPrompt:
         check_count(asked.messages, self._max_messages, field="messages")
