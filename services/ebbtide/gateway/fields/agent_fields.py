@@ -103,7 +103,7 @@ AGENT_TOOL_FIELDS: Final = RouteFields(
     rules={
         "type": supported(
             "function on /v1/responses; custom, or nothing, on /v1/messages; a web_search with nothing but "
-            "external_web_access: false is left out, as it reaches nothing"
+            "external_web_access: false is left out: it searches a provider's cache, which is not here"
         ),
         "name": supported(),
         "description": supported(),
@@ -122,9 +122,12 @@ NAMESPACE_FIELDS: Final = RouteFields(
     route="a namespace of tools",
     rules={
         "type": supported("namespace, on /v1/responses"),
-        "name": supported("an answer's calls of its functions have it"),
+        "name": supported("1 to 128 characters; an answer's calls of its functions have it"),
         "description": ignored("chat templates take functions alone"),
-        "tools": supported("functions; models call them by their own names"),
+        "tools": supported(
+            "functions; models call them by their own names, so one whose name another function of the request has is "
+            "refused"
+        ),
     },
 )
 #: The fields of an item of a response's input. Which of them an item needs follows from its type.

@@ -16,6 +16,7 @@ from ebbtide.auth.reloaded_files import ReloadedFiles
 from ebbtide.auth.security import TokenCheck
 from ebbtide.gateway.access.client_key import KeyRing
 from ebbtide.gateway.access.request_limits import RequestLimits
+from ebbtide.gateway.dialects.agents import agent_tools
 from ebbtide.gateway.http_app import make_app
 from ebbtide.gateway.text.template_sandbox import TemplateSandbox
 from ebbtide.types.rollout import FinishReason
@@ -117,8 +118,8 @@ async def test_default_bodies_of_agents_are_taken(sandbox: TemplateSandbox, name
 
 async def test_calls_of_a_namespaces_functions_name_it(http: httpx.AsyncClient, source: ScriptedSource) -> None:
     source.answer = CALL
-    unreachable = {"type": "web_search", "external_web_access": False}
-    tools = [{"type": "namespace", "name": "web", "description": "Of the web.", "tools": [TOOL]}, unreachable]
+    cached = {"type": "web_search", "external_web_access": False}
+    tools = [{"type": "namespace", "name": "web", "description": "Of the web.", "tools": [TOOL]}, cached]
     whole = (await http.post("/v1/responses", json={"input": "weather?", "tools": tools, "request_id": "one"})).json()
     streamed = named_events(
         await http.post(
@@ -140,6 +141,35 @@ async def test_a_name_of_two_namespaces_is_refused(http: httpx.AsyncClient) -> N
     assert (answer.status_code, "'search'" in answer.json()["error"]["message"]) == (400, True)
     answer = await http.post("/v1/responses", json={"input": "x", "tools": tools})
     assert (answer.status_code, "'search'" in answer.json()["error"]["message"]) == (400, True)
+
+
+async def test_functions_of_namespaces_are_counted_before_any_is_read(
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = list[Any]()
+    monkeypatch.setattr(agent_tools, "tool_function", lambda function, field: read.append(field))
+    empty = list[dict[str, Any]]([{}] * 200)
+    spaces = [{"type": "namespace", "name": name, "tools": empty} for name in ("one", "two")]
+    answer = await http.post("/v1/responses", json={"input": "x", "tools": [TOOL, *spaces]})
+    assert (answer.status_code, "401 functions" in answer.json()["error"]["message"]) == (400, True)
+    assert not read
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"name": ""}, "tools[0].name"),
+        ({"name": "x" * 129}, "tools[0].name"),
+        ({"name": 3}, "tools[0].name"),
+        ({"tools": "search"}, "tools[0].tools"),
+        ({"tools": [TOOL, {"type": "custom"}]}, "tools[0].tools[1].type"),
+    ],
+)
+async def test_what_is_no_namespace_is_named(http: httpx.AsyncClient, change: dict[str, Any], field: str) -> None:
+    space = {"type": "namespace", "name": "x" * 128, "tools": [TOOL]}
+    assert (await http.post("/v1/responses", json={"input": "x", "tools": [space]})).status_code == 200
+    answer = await http.post("/v1/responses", json={"input": "x", "tools": [space | change]})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
 
 
 async def test_a_response_that_is_cut_says_so(http: httpx.AsyncClient) -> None:
@@ -276,6 +306,7 @@ async def test_tokens_of_messages_are_counted(http: httpx.AsyncClient) -> None:
         ("/v1/responses", {"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ("/v1/responses", {"input": [{"role": "user", "content": "x", "mood": "x"}]}, "input[0].mood"),
         ("/v1/responses", {"input": "x", "tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ("/v1/responses", {"input": "x", "tools": [{"type": "web_search", "external_web_access": 0}]}, "tools[0].type"),
         ("/v1/responses", {"input": "x", "text": {"format": {"type": "json_object"}}}, "text.format.type"),
         ("/v1/responses", {"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
         (

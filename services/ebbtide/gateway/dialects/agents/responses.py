@@ -66,7 +66,7 @@ class ResponsesDialect:
         if asked.text.format is not None and asked.text.format.type != "text":
             raise InvalidRequest("not supported: grammars cannot resume; only text is", field="text.format.type")
         check_count(asked.tools, self._max_tools, field="tools")
-        tools, namespaces = read_response_tools(asked.tools)
+        tools, namespaces = read_response_tools(asked.tools, most=self._max_tools)
         request = TextRequest(
             model=asked.model,
             prompts=[self._prompt(asked, tools)],
@@ -103,7 +103,6 @@ class ResponsesDialect:
     def _prompt(self, asked: ResponsesBody, tools: list[dict[str, Any]]) -> ChatPrompt:
         if not isinstance(asked.input, str):
             check_count(asked.input, self._max_items, field="input")
-        check_count(tools, self._max_tools, field="tools")
         return ChatPrompt(
             messages=response_messages(asked.input, asked.instructions),
             tools=tools or None,
