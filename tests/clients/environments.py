@@ -6,6 +6,7 @@ Environments lie in `.cache/clients`, and are made anew when their pins change.
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tomllib
@@ -59,11 +60,21 @@ def made_environment(plan: ClientPlan) -> Path:
     wanted = hashlib.sha256("\n".join(plan.pins).encode()).hexdigest()
     if stamp.exists() and stamp.read_text() == wanted:
         return python
-    _run([sys.executable, "-m", "venv", "--clear", str(folder)], _outside(), _INSTALL_S)
+    _CACHE.mkdir(parents=True, exist_ok=True)
+    venv = [sys.executable, "-m", "venv", "--clear", str(folder)]
     pip = [str(python), "-m", "pip", "--disable-pip-version-check", "--no-input", "install", "-q", *plan.pins]
-    _run(pip, _outside(), _INSTALL_S)
+    for command in (venv, pip):
+        try:
+            _run(command, _outside() | _proxies(), _INSTALL_S, install_log(plan))
+        except Failed:
+            raise Failed("its packages could not be installed") from None
     stamp.write_text(wanted)
     return python
+
+
+def install_log(plan: ClientPlan) -> Path:
+    """What the last command wrote that made its environment."""
+    return _CACHE / f"{plan.name}.log"
 
 
 def played(plan: ClientPlan, python: Path, stand: Stand, folder: Path) -> list[dict[str, Any]]:
@@ -76,7 +87,7 @@ def played(plan: ClientPlan, python: Path, stand: Stand, folder: Path) -> list[d
     environment |= _outside() | _QUIET | {"PYTHONPATH": str(_HERE / "scripts")}
     failure: Failed | None = None
     try:
-        _run([str(python), str(_HERE / "scripts" / plan.script)], environment, _RUN_S, folder, folder / "log.txt")
+        _run([str(python), str(_HERE / "scripts" / plan.script)], environment, _RUN_S, folder / "log.txt", folder)
     except Failed as error:
         failure = error
     lines = [json.loads(line) for line in told.read_text().splitlines()] if told.exists() else []
@@ -84,23 +95,31 @@ def played(plan: ClientPlan, python: Path, stand: Stand, folder: Path) -> list[d
 
 
 def _outside() -> dict[str, str]:
-    """What a shell of a user has that knows nothing of this one."""
-    return {name: value for name, value in os.environ.items() if not name.startswith(_LEFT_OUT)}
+    """What a shell of a user has that knows nothing of this one, nor of a proxy: the gateway is on the loopback."""
+    own = _proxies()
+    return {name: value for name, value in os.environ.items() if not name.startswith(_LEFT_OUT) and name not in own}
 
 
-def _run(
-    command: list[str], environment: dict[str, str], limit_s: float, cwd: Path | None = None, log: Path | None = None
-) -> None:
-    """Raises `Failed` with the last line that says why."""
-    try:
-        done = subprocess.run(
-            command, env=environment, cwd=cwd, timeout=limit_s, capture_output=True, text=True, check=False
+def _proxies() -> dict[str, str]:
+    """What only an installation needs."""
+    return {name: value for name, value in os.environ.items() if name.lower().endswith("_proxy")}
+
+
+def _run(command: list[str], environment: dict[str, str], limit_s: float, log: Path, cwd: Path | None = None) -> None:
+    """Raises `Failed` with the last line that says why. `log` has what this run wrote, whether it ended or not."""
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            command, env=environment, cwd=cwd, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
         )
-    except subprocess.TimeoutExpired:
-        raise Failed(f"did not end within {limit_s:.0f} s") from None
-    if log is not None:
-        log.write_text(done.stdout + done.stderr)
-    if done.returncode:
-        lines = [line.strip() for line in (done.stdout + "\n" + done.stderr).splitlines() if line.strip()]
+        try:
+            status = process.wait(limit_s)
+        except BaseException as error:
+            os.killpg(process.pid, signal.SIGKILL)  # with what it has started
+            process.wait()
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise Failed(f"did not end within {limit_s:.0f} s") from None
+            raise
+    if status:
+        lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
         errors = [line for line in lines if "rror" in line or "refused" in line]
-        raise Failed((errors or lines or [f"exit status {done.returncode}"])[-1][:300])
+        raise Failed((errors or lines or [f"exit status {status}"])[-1][:300])

@@ -14,7 +14,9 @@ import msgspec
 from tests.clients.stand import Stand
 
 #: Headers that the client's library sets for the connection.
-_HOP: Final = ("host", "connection", "content-length", "transfer-encoding", "accept-encoding", "authorization")
+_HOP: Final = ("host", "connection", "content-length", "transfer-encoding", "accept-encoding")
+#: Headers that are passed on, and not kept.
+_KEYS: Final = ("authorization", "x-api-key")
 
 
 @contextmanager
@@ -25,9 +27,9 @@ def recording(stand: Stand, into: Path) -> Iterator[Stand]:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["content-length"]))
-            kept = {name: value for name, value in self.headers.items() if name.lower() not in _HOP}
+            kept = {name: value for name, value in self.headers.items() if name.lower() not in _HOP + _KEYS}
             seen.append({"path": self.path, "headers": kept, "body": json.loads(body)})
-            headers = kept | {"authorization": self.headers.get("authorization", "")}
+            headers = kept | {name: self.headers[name] for name in _KEYS if name in self.headers}
             answer = httpx.post(f"{stand.url}{self.path}", content=body, headers=headers, timeout=120)
             self.send_response(answer.status_code)
             self.send_header("content-type", answer.headers["content-type"])
