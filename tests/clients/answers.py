@@ -29,9 +29,14 @@ class TraceReader:
                 yield f"no turn has {_shown(answer)}; they have {'; '.join(map(_shown, made))}"
             else:
                 made.remove(found)
-        prompts = [self._text(turn["prompt_token_ids"], special=True) for turn in turns]
-        if (lacking := sum(told["asked"] not in prompt for prompt in prompts)) != told["own"]:
-            yield f"{lacking} prompts lack {told['asked']!r}"
+        if answers and not any(answer["text"] for answer in answers):
+            yield "all texts are empty"
+        prompts, asked = [self._text(turn["prompt_token_ids"], special=True) for turn in turns], told["asked"]
+        lacking = sum(not any(one in prompt for one in asked) for prompt in prompts)
+        if asked and lacking != told["own"]:
+            yield f"{lacking} prompts lack {' or '.join(map(repr, asked))}"
+        if unasked := [one for one in asked if not any(one in prompt for prompt in prompts)]:
+            yield f"no prompt has {' or '.join(map(repr, unasked))}"
         if trace["unmatched_tokens"] or trace["unknown_answers"]:
             yield f"{trace['unmatched_tokens']} tokens of the history were not matched"
 

@@ -1,8 +1,8 @@
 """A network of which every probability is known: the next token depends on the last one alone.
 
 It is a Qwen3 that engines load as any other. Its embeddings are one-hot and its layer adds nothing, so its head is a
-table of logits. Where the chat template offers tools, the table writes a call of `look`; else words of several tokens,
-and now and then a character of which each token is one byte.
+table of logits. Where the chat template offers tools, the table writes a call of `look`; else a character of which each
+token is one byte, then words of several tokens, and now and then that character again. No such answer is empty.
 """
 
 from itertools import pairwise
@@ -30,6 +30,8 @@ TEMPLATE: Final = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
     "{{ '<|call|>' if tools and messages[-1].role != 'tool' }}{% endif %}"
 )
+#: The ends of prompts that an answer follows: of a chat, and of the question that completions are asked.
+_OPENINGS: Final = ("<|im_start|>assistant\n", "?")
 #: As wide as the head is long: each token has a dimension of its own.
 _WIDTH: Final = 512
 _EPSILON: Final = 1e-6
@@ -43,7 +45,7 @@ def save_bigram_model(folder: Path, *, context: int = 32_768) -> Path:
     from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
     tokenizer = bigram_tokenizer()
-    logits = _logits(tokenizer)
+    logits = bigram_logits(tokenizer)
     shifted = logits - logits.max(axis=1, keepdims=True)
     config = Qwen3Config(
         vocab_size=_WIDTH,
@@ -84,17 +86,19 @@ def bigram_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def _logits(tokenizer: Tokenizer) -> "np.ndarray[Any, np.dtype[np.float32]]":
+def bigram_logits(tokenizer: Tokenizer) -> "np.ndarray[Any, np.dtype[np.float32]]":
     """A row for each token: what follows it."""
     random = np.random.default_rng(7)
     ids = tokenizer.get_vocab(with_added_tokens=True)
     end, words, character = ids[END], _words(ids), _bytes_of(ids, _BYTEWISE)
     table = np.full((_WIDTH, _WIDTH), _NEVER, np.float32)
     table[:, words] = np.clip(random.normal(size=(_WIDTH, len(words))), -2, 2)
-    table[:, end], table[:, character[0]] = 3.0, 2.5
+    table[words, end], table[:, character[0]] = 3.0, 2.5
     # The likeliest token behind each, so that greedy texts end: the next word, and behind every sixth the end.
     for number, word in enumerate(words):
         table[word, end if number % 6 == 5 else words[(number + 1) % len(words)]] = 4.0
+    for opening in _OPENINGS:
+        _chain(table, [tokenizer.encode(opening).ids[-1], character[0]])
     _chain(table, character)
     _chain(table, [ids[one] for one in (CALL, *_BEFORE_NAME)])
     table[ids[_BEFORE_NAME[-1]]] = _NEVER

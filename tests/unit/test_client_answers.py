@@ -1,13 +1,15 @@
 """`make test-clients` finds what a client shows otherwise than it was sampled."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.clients.answers import TraceReader
-from tests.clients.bigram_model import bigram_tokenizer
+from tests.clients.bigram_model import bigram_logits, bigram_tokenizer
 from tests.clients.page import ClientRow, write_table
+from tests.fakes.model_texts import END
 
 PROMPT = "<|im_start|>user\nWhere is the dog?<|im_end|>\n<|im_start|>assistant\n"
 CALLED = 'I look.<tool_call>{"name": "look", "arguments": {"at": "toma"}}</tool_call><|im_end|>'
@@ -20,7 +22,9 @@ def reader(tmp_path: Path) -> TraceReader:
     return TraceReader(tmp_path)
 
 
-def found(reader: TraceReader, *answers: dict[str, Any], asked: str = "Where is the dog?", **trace: int) -> list[str]:
+def found(
+    reader: TraceReader, *answers: dict[str, Any], asked: Sequence[str] = ("Where is the dog?",), **trace: int
+) -> list[str]:
     """What differs between these answers and one turn with a call."""
     tokenizer = bigram_tokenizer()
     turn = {
@@ -43,9 +47,26 @@ def test_a_wrong_text_call_or_count_is_named(reader: TraceReader, change: dict[s
     assert "no turn has" in difference
 
 
+def test_a_scenario_of_empty_texts_is_wrong(reader: TraceReader) -> None:
+    assert "all texts are empty" in found(reader, TOLD | {"text": ""})
+
+
+def test_an_answer_opens_with_the_character_of_bytes_and_never_with_the_end() -> None:
+    tokenizer = bigram_tokenizer()
+    logits, end = bigram_logits(tokenizer), tokenizer.token_to_id(END)
+    for prompt in (PROMPT, "Where is the dog?"):
+        assert tokenizer.decode([int(logits[tokenizer.encode(prompt).ids[-1]].argmax())]) == "\ufffd"
+    party = tokenizer.encode("🎉").ids
+    assert all(logits[one, end] < -20 for one in (tokenizer.encode(PROMPT).ids[-1], *party))
+    assert logits[tokenizer.encode(" dog").ids[-1], end] > 0
+    called = tokenizer.encode("</tool_call>").ids[-1]
+    assert logits[called].argmax() == end
+
+
 def test_lost_answers_prompts_and_history_are_named(reader: TraceReader) -> None:
     assert found(reader) == ["0 answers of 1 turns"]
-    assert "lack 'Who?'" in found(reader, TOLD, asked="Who?")[0]
+    assert "lack 'Who?'" in found(reader, TOLD, asked=["Who?"])[0]
+    assert found(reader, TOLD, asked=["Where is the dog?", "Who?"]) == ["no prompt has 'Who?'"]
     assert "not matched" in found(reader, TOLD, unmatched_tokens=3)[0]
 
 

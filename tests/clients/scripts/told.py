@@ -37,9 +37,12 @@ def answer(text: str | None, calls=(), tokens_in: int | None = None, tokens_out:
     return {"text": text or "", "calls": made, "in": tokens_in, "out": tokens_out}
 
 
-def tell(what: str, answers: list, *, asked: str = ASKED, own: int = 0) -> None:
-    """These were all answers of the scenario, but for `own` that the client asked for by itself, and shows nobody."""
-    _write({"what": what, "session": session(what), "asked": asked, "answers": answers, "own": own})
+def tell(what: str, answers: list, *, asked=(ASKED,), own: int = 0) -> None:
+    """These were all answers of the scenario, but for `own` that the client asked for by itself, and shows nobody.
+
+    `asked`: each prompt has one of these texts, and each of them is in a prompt. Without texts, no prompt is compared.
+    """
+    _write({"what": what, "session": session(what), "asked": list(asked), "answers": answers, "own": own})
 
 
 def tell_checked(what: str, answers: int) -> None:

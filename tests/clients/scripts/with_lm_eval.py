@@ -59,8 +59,8 @@ for sample in found:
 tell_checked("loglikelihoods", len(found) * len(CHOICES))
 
 what = "completions until a stop"
-tell(what, texts(samples("local-completions", f"{base(what)}/completions", WRITING, **LOCAL)), asked="the")
+tell(what, texts(samples("local-completions", f"{base(what)}/completions", WRITING, **LOCAL)), asked=QUESTIONS)
 
 what = "chats until a stop"
 found = samples("local-chat-completions", f"{base(what)}/chat/completions", WRITING, tokenizer_backend=None)
-tell(what, texts(found), asked="the")
+tell(what, texts(found), asked=QUESTIONS)

@@ -37,7 +37,7 @@ def bench(what, backend, endpoint):
     if found["completed"] != PROMPTS:
         raise RuntimeError(f"error: {found['completed']} of {PROMPTS} completed: {found['errors']}")
     pairs = zip(found["generated_texts"], found["output_lens"], strict=True)
-    tell(what, [answer(text, (), None, tokens) for text, tokens in pairs], asked="")
+    tell(what, [answer(text, (), None, tokens) for text, tokens in pairs], asked=())
 
 
 tell_version("vllm")
