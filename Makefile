@@ -52,8 +52,12 @@ compose-token: ## What docker-compose.yml needs, in runs/compose: token, store-p
 	@cd runs/compose; [ -s tokens.key ] || (umask 077; openssl genpkey -algorithm ed25519 -out tokens.key); \
 	  [ -s tokens.pub ] || { openssl pkey -in tokens.key -pubout -out tokens.pub && chmod 644 tokens.pub; }
 
-nightly: env ## The long tests: the whole fault matrix on real processes, and thousands of simulated seeds
+nightly: env ## The long tests: the whole fault matrix on real processes, thousands of simulated seeds, installed clients
 	@$(BIN)/python -m pytest -m nightly $(ARGS)
+	@$(BIN)/python -m tests.clients
+
+test-clients: env ## Clients of others, installed, at a real gateway; needs packages; options: ARGS="--write", ARGS="litellm openai"
+	@$(BIN)/python -m tests.clients $(ARGS)
 
 test-hosts: env ## The whole system on hosts of its own (network namespaces, mTLS), with cables pulled; needs root
 	@$(BIN)/python -m pytest -m hosts tests/hosts $(ARGS)

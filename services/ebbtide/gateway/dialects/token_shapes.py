@@ -42,9 +42,13 @@ def _chat_logprob(name: str, logprob: float) -> dict[str, Any]:
 
 
 def generate_logprobs(tokens: TokenArray) -> dict[str, Any]:
-    """As /inference/v1/generate has them."""
+    """As /inference/v1/generate has them: `token_id` is vLLM's, and `token` is what the client of verifiers reads."""
     pairs = zip(tokens["id"].tolist(), logprobs_of(tokens), strict=True)
-    return {"content": [{"token_id": token, "logprob": logprob, "top_logprobs": []} for token, logprob in pairs]}
+    return {"content": [_generate_logprob(token, logprob) for token, logprob in pairs]}
+
+
+def _generate_logprob(token: int, logprob: float) -> dict[str, Any]:
+    return {"token_id": token, "token": f"token_id:{token}", "logprob": logprob, "top_logprobs": []}
 
 
 def version_spans(tokens: TokenArray) -> list[dict[str, Any]]:

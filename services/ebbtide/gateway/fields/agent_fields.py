@@ -22,13 +22,14 @@ RESPONSES_FIELDS: Final = RouteFields(
         "stream_options": neutral(
             {"include_obfuscation": False}, {"include_obfuscation": True}, why="nothing is padded"
         ),
-        "tools": supported("functions; the gateway needs a tool parser for them"),
+        "tools": supported("functions, and namespaces of them; the gateway needs a tool parser for them"),
         "tool_choice": _CHOICE,
         "parallel_tool_calls": ignored("nothing limits the calls that a model writes"),
         "reasoning": supported("effort is handed to the chat template; summary: none is written"),
         "text": supported("an object whose format is of type text"),
         "include": supported("message.output_text.logprobs; reasoning.encrypted_content, though reasoning is in clear"),
         "store": ignored("answers are not kept; the answer says so"),
+        "client_metadata": ignored("a label"),
         "max_tool_calls": ignored("it bounds tools that a server runs, and there are none"),
         "previous_response_id": refused(_NOT_KEPT),
         "previous_input_messages": refused(_NOT_KEPT),
@@ -59,7 +60,9 @@ MESSAGES_FIELDS: Final = RouteFields(
         "model": _MODEL,
         "messages": supported("blocks of type text, thinking, tool_use and tool_result"),
         "system": supported("a string, or blocks of type text"),
-        "max_tokens": supported("required"),
+        "max_tokens": supported(
+            "required; what the context leaves counts if it is less, and an answer cut by it ends by max_tokens"
+        ),
         "stream": supported("server-sent events"),
         "stop_sequences": supported("the gateway finds them in the text and cancels the rest"),
         "temperature": SAMPLING["temperature"],
@@ -98,7 +101,10 @@ MESSAGES_FIELDS: Final = RouteFields(
 AGENT_TOOL_FIELDS: Final = RouteFields(
     route="a tool",
     rules={
-        "type": supported("function on /v1/responses; custom, or nothing, on /v1/messages"),
+        "type": supported(
+            "function on /v1/responses; custom, or nothing, on /v1/messages; a web_search with nothing but "
+            "external_web_access: false is left out: it searches a provider's cache, which is not here"
+        ),
         "name": supported(),
         "description": supported(),
         "parameters": supported("on /v1/responses: a JSON schema, handed to the chat template"),
@@ -109,6 +115,19 @@ AGENT_TOOL_FIELDS: Final = RouteFields(
         "eager_input_streaming": ignored("calls are streamed as they come"),
         "input_examples": refused("put them into the description"),
         "allowed_callers": neutral(["direct"], why="no code runs here"),
+    },
+)
+#: The fields of a namespace on /v1/responses.
+NAMESPACE_FIELDS: Final = RouteFields(
+    route="a namespace of tools",
+    rules={
+        "type": supported("namespace, on /v1/responses"),
+        "name": supported("1 to 128 characters; an answer's calls of its functions have it"),
+        "description": ignored("chat templates take functions alone"),
+        "tools": supported(
+            "functions; models call them by their own names, so one whose name another function of the request has is "
+            "refused"
+        ),
     },
 )
 #: The fields of an item of a response's input. Which of them an item needs follows from its type.
@@ -127,7 +146,7 @@ ITEM_FIELDS: Final = RouteFields(
         "phase": ignored("a label"),
         "summary": ignored("of reasoning; its content counts"),
         "encrypted_content": refused("nothing is encrypted here; send the content of reasoning"),
-        "namespace": refused("functions have plain names"),
+        "namespace": ignored("of a call: models call functions by their own names"),
         "caller": refused("no code runs here"),
     },
 )

@@ -10,6 +10,7 @@ from ebbtide.gateway.fields.agent_fields import (
     BLOCK_FIELDS,
     ITEM_FIELDS,
     MESSAGES_FIELDS,
+    NAMESPACE_FIELDS,
     RESPONSES_FIELDS,
 )
 from ebbtide.gateway.fields.field_table import ANY, FieldRule, RouteFields
@@ -47,6 +48,7 @@ TABLES: Final[Sequence[RouteFields]] = (
     MESSAGES_FIELDS,
     BLOCK_FIELDS,
     AGENT_TOOL_FIELDS,
+    NAMESPACE_FIELDS,
 )
 _ORDER: Final = {"supported": 0, "neutral": 1, "refused": 2}
 

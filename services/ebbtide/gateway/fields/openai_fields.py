@@ -105,6 +105,7 @@ MESSAGE_FIELDS: Final = RouteFields(
         "function_call": refused("it is an older form of tool_calls"),
         "annotations": neutral([], why="the models write none"),
         "provider_specific_fields": ignored("a client's own"),
+        "parsed": ignored("a client's own: what the openai client read of the content"),
     },
 )
 TOOL_FUNCTION_FIELDS: Final = RouteFields(

@@ -48,7 +48,7 @@ VLLM: Final[dict[str, FieldRule]] = {
     "session_id": supported("as the header X-Session-ID, which counts if both are given"),
     "return_token_ids": supported("answers prompt_token_ids and token_ids"),
     "return_tokens_as_token_ids": supported("tokens of logprobs are called token_id:N"),
-    "routed_experts_prompt_start": neutral(0, why=_NOT_RECORDED),
+    "routed_experts_prompt_start": ignored("routed experts are not answered, from wherever on"),
     "return_token_offsets": neutral(False, why="prompts are not rendered without being generated from"),
     "mm_payload": neutral("tensors", "none", why=_TEXT_ONLY),
     "return_mm_kwargs": ignored("requests are text only"),

@@ -31,7 +31,7 @@ _TOKEN_SAMPLING: Final = {
     "prompt_logprob_token_ids": refused("prompts are scored by ranks, and not by ids"),
     "prompt_logprob_start": neutral(0, why="a prompt is scored whole"),
     "trace_decode_token_ids": refused(NOT_RECORDED),
-    "routed_experts_prompt_start": neutral(0, why=NOT_RECORDED),
+    "routed_experts_prompt_start": ignored("routed experts are not answered, from wherever on"),
 }
 TOKEN_SAMPLING_FIELDS: Final = RouteFields(route="sampling_params", rules=_TOKEN_SAMPLING)
 GENERATE_FIELDS: Final = RouteFields(

@@ -57,13 +57,16 @@ def sampling_of(request: TextRequest, model: TextModel, prompt_tokens: int) -> S
     not show, and an engine makes tokens faster without.
     """
     room = model.context - prompt_tokens
-    if request.max_tokens is not None and request.max_tokens > room:
+    wanted = request.max_tokens
+    if request.fits_context and wanted is not None:
+        wanted = min(wanted, room, MAX_NEW_TOKENS)
+    if wanted is not None and wanted > room:
         raise InvalidRequest(
-            f"{request.max_tokens} and a prompt of {prompt_tokens} tokens exceed the model's context of "
+            f"{wanted} and a prompt of {prompt_tokens} tokens exceed the model's context of "
             f"{model.context}; ask for at most {room}",
             field="max_tokens",
         )
-    limit = min(room, MAX_NEW_TOKENS) if request.max_tokens is None else request.max_tokens
+    limit = min(room, MAX_NEW_TOKENS) if wanted is None else wanted
     unread = not (request.logprobs or request.session_id or request.prompt_logprobs is not None)
     sampling = msgspec.structs.replace(request.sampling, max_tokens=limit, without_logprobs=unread)
     try:

@@ -48,6 +48,7 @@ class TextRequest(Struct, frozen=True, kw_only=True):
     sampling: Sampling
     model: str = ""
     max_tokens: int | None = None  # None: what the context leaves
+    fits_context: bool = False  # where the context leaves less than `max_tokens`, that counts
     n: int = 1  # completions of each prompt
     prompt_logprobs: int | None = None  # alternatives of each score; None: prompts are not scored
     score_from: int = 0  # a place in each prompt, from which on its scores are shown

@@ -1,6 +1,7 @@
 """/v1/responses and /v1/messages: what agents' clients send, and what they read."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -15,8 +16,10 @@ from ebbtide.auth.reloaded_files import ReloadedFiles
 from ebbtide.auth.security import TokenCheck
 from ebbtide.gateway.access.client_key import KeyRing
 from ebbtide.gateway.access.request_limits import RequestLimits
+from ebbtide.gateway.dialects.agents import agent_tools
 from ebbtide.gateway.http_app import make_app
 from ebbtide.gateway.text.template_sandbox import TemplateSandbox
+from ebbtide.types.rollout import FinishReason
 from tests.fakes.scripted_doors import scripted_doors
 from tests.fakes.scripted_rollouts import ScriptedCatalog, ScriptedSource, scripted_run, served_model
 from tests.unit.gateway.http.conftest import SECRET
@@ -89,58 +92,17 @@ async def test_a_streams_logprobs_are_those_of_all_tokens(
     assert [one for delta in deltas for one in delta["logprobs"]] == expected
 
 
-CODEX = {
-    "model": "spell",
-    "instructions": "You are a coding agent.",
-    "input": [
-        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "<permissions>"}]},
-        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Fix it."}]},
-    ],
-    "tools": [
-        {"type": "function", "name": "shell", "description": "Runs.", "strict": False, "parameters": {"type": "object"}}
-    ],
-    "tool_choice": "auto",
-    "parallel_tool_calls": False,
-    "reasoning": None,
-    "store": False,
-    "stream": True,
-    "include": [],
-    "prompt_cache_key": "0199a1b2-0000-7000-8000-000000000000",
-}
-CLAUDE_CODE = {
-    "model": "spell",
-    "max_tokens": 32_000,
-    "stream": True,
-    "temperature": 1,
-    "system": [{"type": "text", "text": "You are Claude Code.", "cache_control": {"type": "ephemeral"}}],
-    "messages": [
-        {"role": "user", "content": [{"type": "text", "text": "Fix it.", "cache_control": {"type": "ephemeral"}}]}
-    ],
-    "tools": [{"name": "Bash", "description": "Runs.", "input_schema": {"type": "object", "properties": {}}}],
-    "metadata": {"user_id": "user_0"},
-    "thinking": {"type": "enabled", "budget_tokens": 31_999},
-    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
-}
-AGENTS_SDK = {
-    "model": "spell",
-    "input": [{"role": "user", "content": "Fix it."}],
-    "instructions": "Be kind.",
-    "include": [],
-    "tools": [TOOL | {"strict": True, "description": "Searches."}],
-    "stream": False,
+#: Bodies that agents send by default, without what a user may add. Each file says whence it is.
+BODIES = {
+    path.stem: msgspec.json.decode(path.read_bytes())
+    for path in sorted((Path(__file__).parent / "agent_bodies").iterdir())
 }
 
 
 @pytest.mark.parametrize("prefix", ["", "/sessions/episode"])
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [("/v1/responses", CODEX), ("/v1/messages", CLAUDE_CODE), ("/v1/responses", AGENTS_SDK)],
-    ids=["codex", "claude code", "agents sdk"],
-)
-async def test_default_bodies_of_agents_are_taken(
-    sandbox: TemplateSandbox, path: str, body: dict[str, Any], prefix: str
-) -> None:
-    """As their clients write them, without what a user may add."""
+@pytest.mark.parametrize("name", BODIES)
+async def test_default_bodies_of_agents_are_taken(sandbox: TemplateSandbox, name: str, prefix: str) -> None:
+    path, body = BODIES[name]["path"], BODIES[name]["body"]
     source = ScriptedSource(scripted_run(), served_model(sandbox, tools=True, context=40_000))
     keys = KeyRing(ReloadedFiles((), lambda: TokenCheck(f"Bearer {SECRET}")), None)
     transport = httpx.ASGITransport(make_app(scripted_doors(ScriptedCatalog([source]), keys, RequestLimits())))
@@ -152,6 +114,62 @@ async def test_default_bodies_of_agents_are_taken(
             counted = {name: body[name] for name in ("model", "system", "messages", "tools", "thinking")}
             answer = await client.post(f"{prefix}/v1/messages/count_tokens", json=counted)
             assert (answer.status_code, answer.json()["input_tokens"] > 10) == (200, True), answer.text
+
+
+async def test_calls_of_a_namespaces_functions_name_it(http: httpx.AsyncClient, source: ScriptedSource) -> None:
+    source.answer = CALL
+    cached = {"type": "web_search", "external_web_access": False}
+    tools = [{"type": "namespace", "name": "web", "description": "Of the web.", "tools": [TOOL]}, cached]
+    whole = (await http.post("/v1/responses", json={"input": "weather?", "tools": tools, "request_id": "one"})).json()
+    streamed = named_events(
+        await http.post(
+            "/v1/responses", json={"input": "weather?", "tools": tools, "request_id": "two", "stream": True}
+        )
+    )
+    assert "tools: 1" in prompt_text(source)
+    for output in (whole["output"], streamed[-1]["response"]["output"]):
+        (call,) = [item for item in output if item["type"] == "function_call"]
+        assert (call["namespace"], call["name"]) == ("web", "search")
+    history = [{"role": "user", "content": "weather?"}, *whole["output"]]
+    history.append({"type": "function_call_output", "call_id": call["call_id"], "output": "sunny"})
+    assert (await http.post("/v1/responses", json={"input": history, "tools": tools})).status_code == 200
+
+
+async def test_a_name_of_two_namespaces_is_refused(http: httpx.AsyncClient) -> None:
+    tools = [{"type": "namespace", "name": name, "description": "", "tools": [TOOL]} for name in ("one", "two")]
+    answer = await http.post("/v1/responses", json={"input": "x", "tools": [TOOL, tools[0]]})
+    assert (answer.status_code, "'search'" in answer.json()["error"]["message"]) == (400, True)
+    answer = await http.post("/v1/responses", json={"input": "x", "tools": tools})
+    assert (answer.status_code, "'search'" in answer.json()["error"]["message"]) == (400, True)
+
+
+async def test_functions_of_namespaces_are_counted_before_any_is_read(
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = list[Any]()
+    monkeypatch.setattr(agent_tools, "tool_function", lambda function, field: read.append(field))
+    empty = list[dict[str, Any]]([{}] * 200)
+    spaces = [{"type": "namespace", "name": name, "tools": empty} for name in ("one", "two")]
+    answer = await http.post("/v1/responses", json={"input": "x", "tools": [TOOL, *spaces]})
+    assert (answer.status_code, "401 functions" in answer.json()["error"]["message"]) == (400, True)
+    assert not read
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"name": ""}, "tools[0].name"),
+        ({"name": "x" * 129}, "tools[0].name"),
+        ({"name": 3}, "tools[0].name"),
+        ({"tools": "search"}, "tools[0].tools"),
+        ({"tools": [TOOL, {"type": "custom"}]}, "tools[0].tools[1].type"),
+    ],
+)
+async def test_what_is_no_namespace_is_named(http: httpx.AsyncClient, change: dict[str, Any], field: str) -> None:
+    space = {"type": "namespace", "name": "x" * 128, "tools": [TOOL]}
+    assert (await http.post("/v1/responses", json={"input": "x", "tools": [space]})).status_code == 200
+    answer = await http.post("/v1/responses", json={"input": "x", "tools": [space | change]})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
 
 
 async def test_a_response_that_is_cut_says_so(http: httpx.AsyncClient) -> None:
@@ -245,6 +263,31 @@ async def test_thinking_reaches_the_template_and_a_budget_is_refused(http: httpx
     assert "thinking.budget_tokens" in refused.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_messages_may_have_more_tokens_than_the_context_leaves(
+    http: httpx.AsyncClient, source: ScriptedSource, stream: bool
+) -> None:
+    """Clients have to name a bound, and know no context: litellm asks for 128,000 tokens."""
+    body = {"max_tokens": 128_000, "messages": [{"role": "user", "content": "x"}], "stream": stream}
+    answer = await http.post("/v1/messages", json=body)
+    assert answer.status_code == 200, answer.text
+    assert "end_turn" in answer.text
+    (rollout,) = source.submitted.values()
+    assert rollout.sampling.max_tokens == source.model.context - len(memoryview(rollout.prompt_ids).cast("I"))
+
+
+@pytest.mark.parametrize("max_tokens", [3, 128_000])
+async def test_an_answer_that_is_cut_ends_by_max_tokens_even_where_the_context_cut_it(
+    http: httpx.AsyncClient, source: ScriptedSource, max_tokens: int
+) -> None:
+    """Clients know no other reason: verifiers scores an answer that ends by one of the context's own as whole."""
+    source.chunk, source.break_off = 3, FinishReason.LENGTH
+    body = {"max_tokens": max_tokens, "messages": [{"role": "user", "content": "x"}]}
+    assert (await http.post("/v1/messages", json=body)).json()["stop_reason"] == "max_tokens"
+    streamed = named_events(await http.post("/v1/messages", json=body | {"stream": True}))
+    assert streamed[-2]["delta"]["stop_reason"] == "max_tokens"
+
+
 async def test_tokens_of_messages_are_counted(http: httpx.AsyncClient) -> None:
     body = {"messages": [{"role": "user", "content": "x"}]}
     counted = (await http.post("/v1/messages/count_tokens", json=body)).json()["input_tokens"]
@@ -263,6 +306,7 @@ async def test_tokens_of_messages_are_counted(http: httpx.AsyncClient) -> None:
         ("/v1/responses", {"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ("/v1/responses", {"input": [{"role": "user", "content": "x", "mood": "x"}]}, "input[0].mood"),
         ("/v1/responses", {"input": "x", "tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ("/v1/responses", {"input": "x", "tools": [{"type": "web_search", "external_web_access": 0}]}, "tools[0].type"),
         ("/v1/responses", {"input": "x", "text": {"format": {"type": "json_object"}}}, "text.format.type"),
         ("/v1/responses", {"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
         (

@@ -54,6 +54,20 @@ async def test_reasoning_and_calls_are_told_from_content(http: httpx.AsyncClient
     assert "tools: 1" in prompt_text(source)
 
 
+async def test_what_the_openai_clients_helper_gave_comes_back(app: Starlette, source: ScriptedSource) -> None:
+    source.answers = [CALL, "Sunny."]
+    asked: Any = {"model": "spell", "tools": [SEARCH]}
+    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app)) as over:
+        client = openai.AsyncOpenAI(base_url="http://gateway/v1", api_key=SECRET, http_client=over, max_retries=0)
+        messages: list[Any] = [{"role": "user", "content": "weather?"}]
+        async with client.chat.completions.stream(messages=messages, **asked) as stream:
+            answer = (await stream.get_final_completion()).choices[0].message
+        assert answer.tool_calls
+        messages += [answer, {"role": "tool", "tool_call_id": answer.tool_calls[0].id, "content": "sunny"}]
+        made = await client.chat.completions.create(messages=messages, **asked)
+    assert made.choices[0].message.content == "Sunny."
+
+
 async def test_a_stream_tells_calls_as_they_come(http: httpx.AsyncClient, source: ScriptedSource) -> None:
     source.answer = f"<think>Which days?</think>{CALL}"
     body = {"messages": HELLO, "tools": [SEARCH], "stream": True, "stream_options": {"include_usage": True}}

@@ -25,6 +25,7 @@ async def test_ids_go_in_and_come_out_with_logprobs_and_versions(
     http: httpx.AsyncClient, source: ScriptedSource
 ) -> None:
     sampling = {"max_tokens": 60, "logprobs": 1, "skip_special_tokens": False, "stop_token_ids": [], "n": 1}
+    sampling |= {"routed_experts_prompt_start": 5}  # verifiers' client asks so behind a first turn
     body = {"model": "spell-1", "token_ids": [1, 2, 3], "sampling_params": sampling, "return_token_ids": True}
     answer = (await http.post(URL, json=body)).json()
     made, _ = source.ids(next(iter(source.submitted)))
@@ -32,6 +33,7 @@ async def test_ids_go_in_and_come_out_with_logprobs_and_versions(
     assert answer["prompt_token_ids"] == [1, 2, 3]
     assert choice["token_ids"] == made
     assert [one["token_id"] for one in choice["logprobs"]["content"]] == made
+    assert [one["token"] for one in choice["logprobs"]["content"]] == [f"token_id:{one}" for one in made]
     assert choice["weight_versions"] == [{"version": "3", "start": 0, "end": len(made)}]
     assert "text" not in choice
     assert answer["request_id"]

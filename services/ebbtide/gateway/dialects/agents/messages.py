@@ -71,6 +71,7 @@ class MessagesDialect:
             prompts=[self.prompt(asked)],
             sampling=sampled.sampling(),
             max_tokens=asked.max_tokens,
+            fits_context=True,
             stop=sampled.stops("stop_sequences"),
             parse_tools=_calls_tools(asked),
             stream=asked.stream,

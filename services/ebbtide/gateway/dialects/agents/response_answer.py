@@ -1,6 +1,6 @@
 """Writes the answers of /v1/responses."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,11 +19,19 @@ from ebbtide.types.tokens import TOKEN, TokenArray
 class ResponseAnswer:
     """The answer to one request. It has one completion."""
 
-    def __init__(self, context: AnswerContext, *, echoed: dict[str, Any], logprobs: bool, reasoning: bool) -> None:
-        """`echoed`: fields of the request that the answer repeats."""
+    def __init__(
+        self,
+        context: AnswerContext,
+        *,
+        echoed: dict[str, Any],
+        namespaces: Mapping[str, str],
+        logprobs: bool,
+        reasoning: bool,
+    ) -> None:
+        """`echoed`: fields of the request that the answer repeats; `namespaces`: of functions, by their names."""
         self._context, self._echoed = context, echoed
         self._logprobs, self._reasoning = logprobs, reasoning
-        self._items = ResponseItems(context.request_id)
+        self._items = ResponseItems(context.request_id, namespaces)
         self._tally = TokenTally(context.played.prompts)
         self._finish: ChoiceFinish | None = None
         self._sequence = 0

@@ -1,5 +1,6 @@
 """Builds the output items of one response, and the events that tell of them."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from ebbtide.gateway.text.output_parsers import ToolCallDelta
@@ -10,8 +11,9 @@ Event = dict[str, Any]
 class ResponseItems:
     """One item is open at a time: reasoning, a message, or a function call. `output` has those that are closed."""
 
-    def __init__(self, request_id: str) -> None:
-        self._request_id = request_id
+    def __init__(self, request_id: str, namespaces: Mapping[str, str]) -> None:
+        """`namespaces`: of functions, by their names."""
+        self._request_id, self._namespaces = request_id, namespaces
         self.output: list[dict[str, Any]] = []
         self._open: dict[str, Any] | None = None
         self._call = -1  # the index of the open function call
@@ -78,6 +80,8 @@ class ResponseItems:
         self._call = part.index
         call_id = part.call_id or self._id("call")
         item = {"id": self._id("fc"), "type": "function_call", "call_id": call_id, "name": part.name, "arguments": ""}
+        if part.name in self._namespaces:
+            item["namespace"] = self._namespaces[part.name]
         return [*events, self._begin(item)]
 
     def _begin(self, item: dict[str, Any]) -> Event:

@@ -7,7 +7,7 @@ import msgspec
 from msgspec import Struct
 
 from ebbtide.errors import InvalidRequest
-from ebbtide.gateway.dialects.agents.agent_tools import read_agent_tools
+from ebbtide.gateway.dialects.agents.agent_tools import read_response_tools
 from ebbtide.gateway.dialects.agents.response_answer import ResponseAnswer
 from ebbtide.gateway.dialects.agents.response_input import response_messages
 from ebbtide.gateway.dialects.dialect import AskedText
@@ -65,15 +65,17 @@ class ResponsesDialect:
         asked = parse(ResponsesBody, RESPONSES_FIELDS.checked(body))
         if asked.text.format is not None and asked.text.format.type != "text":
             raise InvalidRequest("not supported: grammars cannot resume; only text is", field="text.format.type")
+        check_count(asked.tools, self._max_tools, field="tools")
+        tools, namespaces = read_response_tools(asked.tools, most=self._max_tools)
         request = TextRequest(
             model=asked.model,
-            prompts=[self._prompt(asked)],
+            prompts=[self._prompt(asked, tools)],
             sampling=asked.sampling(),
             max_tokens=asked.max_output_tokens,
             stop=asked.stops(),
             keep_stop=asked.include_stop_str_in_output,
             skip_special=asked.skip_special_tokens,
-            parse_tools=calls_tools(asked.tool_choice, asked.tools),
+            parse_tools=calls_tools(asked.tool_choice, asked.tools) and bool(tools),
             logprobs=_LOGPROBS in asked.include,
             stream=asked.stream,
             priority=asked.priority,
@@ -94,16 +96,15 @@ class ResponsesDialect:
         return AskedText(
             request,
             lambda context: ResponseAnswer(
-                context, echoed=echoed, logprobs=logprobs, reasoning=asked.include_reasoning
+                context, echoed=echoed, namespaces=namespaces, logprobs=logprobs, reasoning=asked.include_reasoning
             ),
         )
 
-    def _prompt(self, asked: ResponsesBody) -> ChatPrompt:
+    def _prompt(self, asked: ResponsesBody, tools: list[dict[str, Any]]) -> ChatPrompt:
         if not isinstance(asked.input, str):
             check_count(asked.input, self._max_items, field="input")
-        check_count(asked.tools, self._max_tools, field="tools")
         return ChatPrompt(
             messages=response_messages(asked.input, asked.instructions),
-            tools=read_agent_tools(asked.tools, ("function",)) or None,
+            tools=tools or None,
             template_options=template_options(asked.chat_template_kwargs, asked.reasoning.effort),
         )

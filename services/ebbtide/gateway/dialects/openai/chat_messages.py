@@ -16,6 +16,7 @@ _ROLES: Final = {"system": "system", "developer": "system", "user": "user", "ass
 class _Function(Struct, forbid_unknown_fields=True):
     name: Annotated[str, Meta(min_length=1)]
     arguments: str = "{}"
+    parsed_arguments: Any = None  # what the openai client read of them
 
 
 class _ToolCall(Struct, forbid_unknown_fields=True):
