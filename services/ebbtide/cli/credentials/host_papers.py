@@ -1,0 +1,80 @@
+"""Lays out what the programs of hosts show and trust: a folder for each host, and nothing of others in it.
+
+Invariant: what was made before stays, but for the copies in the hosts' folders, which are made anew. `ca.key` and
+`tokens.key` are copied nowhere.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from ebbtide.auth.roles import Role
+from ebbtide.cli.credentials import certificates, signing_keys
+from ebbtide.cli.credentials.certificates import make_folder, read_file, write_file
+from ebbtide.errors import InvalidRequest
+from ebbtide.types.ids import check_id
+
+#: What the example settings of programs call their files.
+FILES: Final = {
+    Role.COORDINATOR: "coordinator",
+    Role.RELAY: "weight-relay",
+    Role.TRAINER: "trainer",
+    Role.GATEWAY: "gateway",
+    Role.WORKER: "rollout-worker",
+    Role.OPERATOR: "admin",
+}
+#: They are called by their hosts' names. Another's certificate with such a name could pass for theirs.
+SERVERS: Final = {Role.COORDINATOR, Role.RELAY, Role.GATEWAY}
+_DAYS: Final = 90
+_DAY_S: Final = 86400.0
+_PERSON_S: Final = _DAY_S / 2
+
+
+def parse_hosts(words: Sequence[str]) -> dict[str, tuple[Role, ...]]:
+    """Reads HOST=ROLE[,ROLE...] for each host. Raises `InvalidRequest`."""
+    found: dict[str, tuple[Role, ...]] = {}
+    for word in words:
+        host, equals, roles = word.partition("=")
+        known = {str(role): role for role in FILES}
+        if not equals or not set(roles.split(",")) <= set(known):
+            raise InvalidRequest(
+                f"{word!r} is not HOST=ROLE[,ROLE...] with roles {', '.join(known)}", field="HOST=ROLE"
+            )
+        found[check_id(host, field="HOST=ROLE")] = tuple(known[role] for role in roles.split(","))
+    return found
+
+
+def lay_out(folder: Path, hosts: Mapping[str, Sequence[Role]]) -> list[Path]:
+    """Makes what is missing in `folder`: authority, signing key, a certificate and a token for each program. Returns
+    the folders of the hosts, which go to their /etc/ebbtide/tls. Raises `InvalidRequest`.
+    """
+    if not (folder / f"{certificates.CA}.key").exists():
+        certificates.init(folder, days=40 * _DAYS)
+    if not (folder / "tokens.key").exists():
+        signing_keys.make(folder)
+    return [_lay_out(folder, host, roles) for host, roles in hosts.items()]
+
+
+def _lay_out(folder: Path, host: str, roles: Sequence[Role]) -> Path:
+    to = folder / "hosts" / host
+    make_folder(to)
+    _copy(folder / f"{certificates.CA}.pem", to / f"{certificates.CA}.pem", mode=0o644)
+    for role in roles:
+        name, file = f"{host}-{role}", FILES[role]
+        if not (folder / f"{name}.pem").exists():
+            certificates.issue(folder, name, [role], [host] if role in SERVERS else [], days=_DAYS)
+        _copy(folder / f"{name}.pem", to / f"{file}.pem", mode=0o644)
+        _copy(folder / f"{name}.key", to / f"{file}.key", mode=0o600)
+        if role in SERVERS:
+            _copy(folder / "tokens.pub", to / "tokens.pub", mode=0o644)
+        if role is not Role.COORDINATOR:  # it calls nobody
+            token = folder / f"{name}.token"
+            if not token.exists():
+                ttl_s = _PERSON_S if role is Role.OPERATOR else _DAYS * _DAY_S
+                signing_keys.put_token(token, signing_keys.issue(folder, role, run_id="", ttl_s=ttl_s, name=""))
+            _copy(token, to / f"{file}.token", mode=0o600)
+    return to
+
+
+def _copy(source: Path, target: Path, *, mode: int) -> None:
+    write_file(target, read_file(source), mode=mode)
