@@ -14,7 +14,7 @@ import random
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import uvloop
 
@@ -132,7 +132,13 @@ class Fleet:
         return {"open": self.open, "pace": self.pace_at, "measure": self.measure, "lose": self.lose}
 
 
-async def serve(fleet: Fleet) -> None:
+class Orderly(Protocol):
+    """What follows orders."""
+
+    def orders(self) -> dict[str, Callable[..., Any]]: ...
+
+
+async def serve(fleet: Orderly) -> None:
     """Follow the orders on stdin until it ends."""
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)

@@ -17,6 +17,13 @@ from ebbtide.testing import EmbeddedRedis, wait_until
 ROOT: Final = Path(__file__).parents[2]
 
 
+def code_of(checkout: Path) -> dict[str, str]:
+    """The environment of a program that runs the product's code of a checkout, and these benchmarks. Its generated
+    code must be there: `make env` makes it.
+    """
+    return {"PYTHONPATH": os.pathsep.join(map(str, (checkout / "common", checkout / "services", ROOT)))}
+
+
 class House(Staged):
     """All processes die with this one. `environment`: what the coordinator's differs in."""
 
@@ -66,7 +73,7 @@ class House(Staged):
     async def _process(
         self, module: str, *args: str, environment: Mapping[str, str] = MappingProxyType({}), **options: Any
     ) -> asyncio.subprocess.Process:
-        environment = {**os.environ, "EBBTIDE_TOKEN": self.token, "PYTHONPATH": str(ROOT), **environment}
+        environment = {**os.environ, "EBBTIDE_TOKEN": self.token, **code_of(ROOT), **environment}
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", module, *args, env=environment, cwd=ROOT, **options
         )

@@ -280,11 +280,15 @@ class Worker:
         request.numbers.extend([one.number for one in taken])
         request.offsets.extend([one.sent for one in taken])
         request.counts.extend(counts)
-        request.tokens = b"".join(response(one.sent, end) for one, end in zip(taken, ends, strict=True))
+        request.tokens = b"".join(self._response(one.sent, end) for one, end in zip(taken, ends, strict=True))
         for one, end in zip(taken, ends, strict=True):
             one.sent, one.stopped = end, one.releasing
         self._flights.append(Flight(since, sum(counts), taken, ends))
         self._out.put_nowait(request)
+
+    def _response(self, first: int, end: int) -> bytes:
+        """A rollout's tokens from place `first` to before `end`, packed."""
+        return response(first, end)
 
     async def _read_append(self, call: Any) -> None:
         async for answer in call:

@@ -1,6 +1,7 @@
-"""Measures the gateway: what clients see of kills, its cost beside vLLM's own server, and the gain of routing turns.
+"""Measures the gateway: what clients see of kills, its cost beside vLLM's own server, what thousands of open streams do
+to other calls, and the gain of routing turns.
 
-    python -m benchmarks.gateway [--quick] [--parts kills vllm turns engines] [--seed N] [--out PATH]
+    python -m benchmarks.gateway [--quick] [--parts kills vllm streams turns engines] [--seed N] [--out PATH]
 
 Prints a table and writes a JSON file with `figures`. A figure that was not measured is null, and `missing` says why.
 """
@@ -22,6 +23,8 @@ from benchmarks.conditions import conditions
 from benchmarks.gateway.gateway_figures import PROMISED_BOUNDS, figure_rows, promised_figures
 from benchmarks.gateway.gateway_plan import QUICK_PLAN, GatewayPlan
 from benchmarks.gateway.kills_part import measure_kills
+from benchmarks.gateway.streams.stream_plan import QUICK_STREAMS, StreamPlan
+from benchmarks.gateway.streams.streams_part import measure_streams
 from benchmarks.gateway.vllm_part import measure_beside_vllm
 from benchmarks.turn_routing.engines.engine_trials import measure_engines
 
@@ -30,6 +33,14 @@ OUT: Final = _ROOT / "benchmarks" / "results" / "gateway.json"
 _PARTS: Final = {
     "kills": ("client_errors_under_kills", "trace_mismatches"),
     "vllm": ("ttft_overhead_p50_ms", "ttft_overhead_p99_ms", "tpot_over_vllm", "gateway_cpu_over_vllm"),
+    "streams": (
+        "streams_callback_max_ms",
+        "streams_unary_p99_over_few",
+        "one_key_callback_max_ms",
+        "one_key_unary_p99_over_few",
+        "greedy_key_other_p50_over_alone",
+        "greedy_key_other_p99_over_alone",
+    ),
     "turns": ("prefix_hits_over_sticky", "throughput_over_least_loaded", "throughput_over_rose_rule"),
     "engines": (),  # turn routing on two real engines: nothing is promised of it
 }
@@ -42,6 +53,7 @@ def measure(parts: Sequence[str], seed: int, *, quick: bool) -> tuple[dict[str, 
     work: dict[str, Callable[[], dict[str, Any]]] = {
         "kills": lambda: asyncio.run(measure_kills(plan, seed, _notify)),
         "vllm": lambda: asyncio.run(measure_beside_vllm(plan, seed, _notify)),
+        "streams": lambda: asyncio.run(measure_streams(QUICK_STREAMS if quick else StreamPlan(), _notify)),
         "turns": lambda: _simulated_turns(quick=quick),
         "engines": lambda: {"turn_routing_on_engines": asyncio.run(measure_engines(seed, _notify, quick=quick))},
     }
@@ -81,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     names = list(_PARTS)
-    parser.add_argument("--quick", action="store_true", help="fewer blocks, shorter conversations: in 12 minutes")
+    parser.add_argument("--quick", action="store_true", help="fewer blocks, shorter conversations: in 20 minutes")
     parser.add_argument("--parts", nargs="+", choices=names, default=names)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=arguments.output, default=str(OUT))

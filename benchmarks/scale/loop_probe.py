@@ -7,6 +7,7 @@ takes about a microsecond longer.
 import asyncio
 import ctypes
 import gc
+import json
 import math
 import os
 import re
@@ -14,6 +15,7 @@ import tempfile
 import time
 from array import array
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -80,6 +82,18 @@ class LoopProbe:
 
         return measured
 
+    def watched(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, which a transport calls by itself, counted as a callback."""
+
+        def measured(*args: Any) -> Any:
+            began = time.thread_time()
+            try:
+                return function(*args)
+            finally:
+                self.ran(time.thread_time() - began, function, None)
+
+        return measured
+
     def watch_collector(self) -> None:
         """Measure the garbage collector's pauses; a callback's time has them, too."""
         began = [0.0]
@@ -112,6 +126,44 @@ class LoopProbe:
             ],
             "spent_s": dict(self._spent),
         }
+
+
+def answering_loop(probe: LoopProbe) -> Callable[[], Any]:
+    """Makes a loop that is measured, and answers questions on the unix socket that EBBTIDE_PROBE names, one JSON line
+    each: "read" (what was seen, which begins anew then) and "memory" (bytes in use).
+    """
+    tasks: list[asyncio.Task[None]] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while question := await reader.readline():
+            found: dict[str, Any] = {"bytes": bytes_in_use()} if question == b"memory\n" else probe.read()
+            writer.write(json.dumps(found).encode() + b"\n")
+            await writer.drain()
+            probe.reset()
+            probe.mute()
+        writer.close()
+
+    async def listen() -> None:
+        server = await asyncio.start_unix_server(answer, os.environ["EBBTIDE_PROBE"])
+        await server.serve_forever()
+
+    def made() -> Any:
+        loop = probed_loop(probe)
+        loop.call_soon(lambda: tasks.append(loop.create_task(listen())))
+        return loop
+
+    return made
+
+
+async def ask(socket: Path, what: str) -> dict[str, Any]:
+    """Ask a process whose loop `answering_loop` made: "read" or "memory"."""
+    reader, writer = await asyncio.open_unix_connection(socket, limit=1 << 24)
+    try:
+        writer.write(f"{what}\n".encode())
+        found: dict[str, Any] = json.loads(await reader.readline())
+        return found
+    finally:
+        writer.close()
 
 
 def summary(seconds: "array[float]") -> dict[str, Any]:

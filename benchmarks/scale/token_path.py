@@ -13,10 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.control_plane.house import ROOT, House
+from benchmarks.control_plane.house import ROOT, House, code_of
 from benchmarks.control_plane.level import ControlPlaneLevel, Load
 from benchmarks.scale.plan import ScalePlan
-from benchmarks.scale.town import code_of
 
 _ROLLOUTS: Final = 64
 #: Rollouts end, begin and are placed while windows are measured: the first ones end after some seconds only.
@@ -26,7 +25,7 @@ _SETTLE_S: Final = 8.0
 async def measure_tokens(plan: ScalePlan, checkout: Path | None, tell: Callable[[str], None]) -> dict[str, Any]:
     """CPU seconds of coordinator and Redis per million tokens, and the p99 of acknowledgements: medians of windows."""
     load = Load(workers=plan.token_workers, rollouts=_ROLLOUTS, rate=plan.token_rate)
-    level = ControlPlaneLevel(load, tell, House(code_of(checkout)))
+    level = ControlPlaneLevel(load, tell, House(code_of(checkout or ROOT)))
     windows, raws = [], []
     async with level.filled() as driver:
         await asyncio.sleep(_SETTLE_S)

@@ -18,8 +18,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from benchmarks.control_plane.driver import Driver
-from benchmarks.control_plane.house import ROOT, House, order
+from benchmarks.control_plane.house import ROOT, House, code_of, order
 from benchmarks.control_plane.measures import cpu_s
+from benchmarks.scale.loop_probe import ask
 from ebbtide.auth.role_tokens import mint
 from ebbtide.auth.roles import Role
 from ebbtide.store.store_keys import TERM
@@ -29,19 +30,11 @@ _TOKEN_S: Final = 86400.0
 _COORDINATORS: Final = ("coordinator", "standby")
 #: A third of the default: the load itself takes most of two cores.
 _FLUSHES_PER_S: Final = 350.0
+_WORKERS_NICE: Final = -10
 #: How often the store is asked whose term it is: a lease lasts for two seconds.
 _LOOK_S: Final = 0.1
 #: What a coordinator warns of when the fleet's lease was over before it was renewed.
 _LAPSED: Final = "the lease could not be renewed in time"
-
-
-def code_of(checkout: Path | None) -> dict[str, str]:
-    """The environment of a program that runs the product's code of another checkout. Its generated code must be there:
-    `make env` makes it.
-    """
-    if checkout is None:
-        return {}
-    return {"PYTHONPATH": os.pathsep.join(map(str, (checkout / "common", checkout / "services", ROOT)))}
 
 
 class Town(House):
@@ -68,7 +61,10 @@ class Town(House):
             await self._begin(name, standby=name != self.leader)
         self.address = ",".join(self._addresses.values())
         for number in range(self._count):
-            self.fleets.append(await self._fleet_of("benchmarks.scale.fleet", f"p{number}"))
+            self.fleets.append(process := await self._fleet_of("benchmarks.scale.fleet", f"p{number}"))
+            # It stands for hundreds of machines with cores of their own, so it comes before the coordinator.
+            with suppress(PermissionError):
+                os.setpriority(os.PRIO_PROCESS, process.pid, _WORKERS_NICE)
 
     async def _begin(self, name: str, *, standby: bool) -> None:
         self._addresses[name], self._pids[name] = await self._coordinator(
@@ -78,7 +74,7 @@ class Town(House):
             module="benchmarks.scale.probed_coordinator",
             listen=self._addresses[name],
             EBBTIDE_PROBE=str(self._socket(name)),
-            **code_of(self._checkout),
+            **code_of(self._checkout or ROOT),
         )
         self.coordinator = self._pids[self.leader]
 
@@ -120,13 +116,7 @@ class Town(House):
         return await self._ask(self.leader, what)
 
     async def _ask(self, name: str, what: str) -> dict[str, Any]:
-        reader, writer = await asyncio.open_unix_connection(self._socket(name), limit=1 << 24)
-        try:
-            writer.write(f"{what}\n".encode())
-            found: dict[str, Any] = json.loads(await reader.readline())
-            return found
-        finally:
-            writer.close()
+        return await ask(self._socket(name), what)
 
     def cpu(self) -> tuple[float, float]:
         """CPU seconds of the leading coordinator and of Redis; what was seen last if that coordinator has ended."""

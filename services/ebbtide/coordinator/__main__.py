@@ -34,9 +34,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 async def serve(settings: "CoordinatorSettings", shutdown: Shutdown, rules: "DispatchRules | None" = None) -> None:
     """`rules`: other ones than Ebbtide's, for comparisons."""
     from ebbtide.coordinator.dispatcher.dispatch_rules import RULES
-    from ebbtide.coordinator.object_aging import age_objects
     from ebbtide.coordinator.service import Coordinator
     from ebbtide.errors import StandingBy
+    from ebbtide.object_aging import age_objects
     from ebbtide.rpc.server import Server
     from ebbtide.telemetry import rpc_observer
 

@@ -24,6 +24,7 @@ from ebbtide.gateway.runs.sdk_catalog import SdkCatalog
 from ebbtide.gateway.settings import GatewaySettings
 from ebbtide.gateway.text.output_parsers import ParserNames
 from ebbtide.gateway.text.template_sandbox import TemplateSandbox
+from ebbtide.object_aging import age_objects
 from ebbtide.runtime import Shutdown
 from ebbtide.telemetry import get_logger
 from ebbtide.types.ids import new_fence
@@ -38,6 +39,7 @@ _MORE_THREADS: Final = 2
 async def serve(shutdown: Shutdown, settings: GatewaySettings) -> None:
     """Serve clients until `shutdown` is requested, then let requests under way finish."""
     settings.checked()
+    shutdown.spawn(age_objects(), "garbage")
     client = Client(settings.coordinator, security=settings.security, patience_s=settings.patience_s)
     sandbox = TemplateSandbox(processes=settings.template_processes)
     threads = PromptThreads(settings.template_processes + _MORE_THREADS, most_waiting=settings.limits.prompts_waiting)

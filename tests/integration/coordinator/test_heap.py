@@ -96,6 +96,24 @@ async def test_a_run_that_ends_leaves_no_cycle(cluster: Any) -> None:
     assert cycles() == {}
 
 
+async def test_of_episodes_that_are_over_nothing_is_remembered_and_of_acknowledged_ones_the_newest(
+    cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ebbtide.coordinator.state.run_state._ACKNOWLEDGED", 4)
+    run, worker = await cluster.run(), await cluster.worker("w", slots=16)
+    worker.beats()
+    await run.send(*(run.request(f"a{n}", group_id=f"g{n // 4}", episode_id=f"e{n}") for n in range(16)))
+    await finish(worker, *(f"a{n}" for n in range(15)))
+    await run.finished(15)
+    mirror = cluster.coordinator.state.runs[run.run_id]
+    assert (len(mirror.prefixes), mirror.group_place("g0", 99), mirror.group_place("g3", 99)) == (16, 1, 13)
+    await run.acknowledge(*(f"a{n}" for n in range(8)))
+    for n in range(8, 15):
+        await run.complete(f"e{n}", f"a{n}")
+    assert set(mirror.prefixes) == {"e4", "e5", "e6", "e7", "e15"}  # which may have another turn, and which runs
+    assert [mirror.group_place(f"g{n}", 90 + n) for n in range(4)] == [90, 5, 92, 13]
+
+
 async def submitted(run: Any, prefix: str, count: int) -> list[str]:
     names = [f"{prefix}{number}" for number in range(count)]
     await run.submit(*names)

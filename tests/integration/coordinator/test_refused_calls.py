@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from ebbtide.coordinator.object_aging import set_aside
 from ebbtide.errors import EbbtideError, InvalidRequest, NoCapacity, StoreUnavailable
+from ebbtide.object_aging import set_aside
 from ebbtide.testing import EmbeddedRedis, wait_until
 
 

@@ -6,7 +6,7 @@ of too many, the newest. Lost with the process: until the open groups are comple
 
 from typing import Final
 
-#: Episodes that are remembered. Trainers that never complete their episodes leave them here.
+#: Episodes that are remembered. Trainers that neither complete nor acknowledge them leave them here.
 _EPISODES: Final = 1 << 17
 
 
@@ -24,12 +24,12 @@ class EndedResponses:
         if len(self._groups) > self._memory:
             self.forget(next(iter(self._groups)))
 
-    def forget(self, episode_id: str) -> None:
-        """Note that the episode is over, or goes on."""
+    def forget(self, episode_id: str) -> int | None:
+        """Note that the episode is over, or goes on. Returns its group, if it was known."""
         group = self._groups.pop(episode_id, None)
-        if group is None:
-            return
-        members = self.by_group[group]
-        del members[episode_id]
-        if not members:
-            del self.by_group[group]
+        if group is not None:
+            members = self.by_group[group]
+            del members[episode_id]
+            if not members:
+                del self.by_group[group]
+        return group

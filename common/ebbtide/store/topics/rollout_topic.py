@@ -134,15 +134,17 @@ class RolloutTopic(Topic):
 
     async def acknowledge(
         self, lease: LeaseRef, rollout_ids: Sequence[str], drop_reason: str, *, vouched: bool = False
-    ) -> None:
-        """End finished rollouts and delete them: all, or none. Raises `InvalidRequest` for unknown or unfinished ones.
+    ) -> list[str]:
+        """End finished rollouts and delete them: all, or none. Returns their episodes, but for those that were over.
+        Raises `InvalidRequest` for unknown or unfinished ones.
 
         `vouched` allows unfinished ones: see `TrajectoryTopic.complete`.
         """
         try:
-            await self._leased("acknowledge", lease, drop_reason, int(vouched), *rollout_ids)
+            episodes = await self._leased("acknowledge", lease, drop_reason, int(vouched), *rollout_ids)
         except StoreRefused as refused:
             raise open_or_unknown(refused, rollout_ids, field="rollout_ids") from None
+        return [episode.decode() for episode in episodes]
 
     async def open_rollouts(self, run_id: str) -> AsyncGenerator[OpenRollout, None]:
         """All queued and running rollouts, oldest first. The store reads a page while the one before it is used, so

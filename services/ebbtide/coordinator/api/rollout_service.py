@@ -167,7 +167,11 @@ class RolloutService:
         self._check_ids(rollout_ids)
         drop_reason = check_reason(drop_reason, field="drop_reason")
         with self._in_doubt(InvalidRequest):
-            await self._store.rollouts.acknowledge(lease, rollout_ids, drop_reason, vouched=self._state.doubtful)
+            acknowledge = self._store.rollouts.acknowledge
+            episodes = await acknowledge(lease, rollout_ids, drop_reason, vouched=self._state.doubtful)
+        if (run := self._state.runs.get(lease.run_id)) is not None:
+            for episode_id in episodes:
+                run.acknowledged(episode_id)
 
     async def cancel(self, lease: LeaseRef, rollout_ids: Sequence[str], reason: str) -> None:
         """Drop rollouts in any state; workers stop generating them. Requests finish with the tokens they have."""

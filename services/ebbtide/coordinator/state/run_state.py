@@ -25,6 +25,7 @@ from ebbtide.coordinator.state.running_attempt import (
 )
 from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.errors import LeaseSuperseded, StoreUnavailable
+from ebbtide.scheduling.dispatch.group_places import GroupPlaces
 from ebbtide.scheduling.dispatch.move_ledger import MoveLedger
 from ebbtide.scheduling.dispatch.response_lengths import ResponseLengths
 from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout, RolloutQueue
@@ -40,8 +41,8 @@ from ebbtide.types.weights import PolicyVersion
 
 #: Finishes per run that are remembered; the worker of an older one asks for it by itself.
 _FINISHES: Final = 1 << 16
-#: Groups per run whose place is remembered; groups idle for longer get a new place.
-_GROUPS: Final = 1 << 16
+#: Episodes per run that may go on although their newest rollout was acknowledged: the newest ones are remembered.
+_ACKNOWLEDGED: Final = 1 << 12
 #: So many failed installs make an old version unavailable.
 _INSTALL_FAILURES: Final = 3
 #: Its decisions rest for so long once the store refused its writes: the first time, and at most.
@@ -92,7 +93,8 @@ class RunState:
         self._responses = EndedResponses()
         #: Lengths of training's responses that ended and whose episodes go on or are not complete, by group place.
         self.responses: Final[Mapping[int, Mapping[str, int]]] = self._responses.by_group
-        self._groups: dict[str, int] = {}  # group -> queue place of its first rollout
+        self._places = GroupPlaces()
+        self._acknowledged: dict[str, None] = {}  # episodes, the newest at the end
         self._failed_installs: dict[int, int] = {}
         self.lengths: Final = ResponseLengths()
         self._longest_context = 0  # tokens, of the engines that may serve it, so far
@@ -230,6 +232,7 @@ class RunState:
         self._running[attempt.rollout.rollout_id] = attempt
         self.tail.started(attempt, self.queue)
         episode_id, version = attempt.rollout.episode_id, session.version_of(self.run_id)
+        self._acknowledged.pop(episode_id, None)
         tokens = attempt.rollout.length
         attempt.note_cached(self._prefixes.began(episode_id, session.session_id, version=version, tokens=tokens))
         if session.gone:
@@ -371,16 +374,25 @@ class RunState:
 
     def group_place(self, group_id: str, place: int) -> int:
         """The place of the group's first rollout: `place`, if this is the first."""
-        found = self._groups[group_id] = self._groups.pop(group_id, place)
-        if len(self._groups) > _GROUPS:
-            del self._groups[next(iter(self._groups))]
-        return found
+        return self._places.of(group_id, place)
+
+    def acknowledged(self, episode_id: str) -> None:
+        """Note that a finished rollout of the episode was acknowledged. Callers that acknowledge never say that an
+        episode is over, so of too many the oldest one counts as over.
+        """
+        self._acknowledged.pop(episode_id, None)
+        self._acknowledged[episode_id] = None
+        if len(self._acknowledged) > _ACKNOWLEDGED:
+            self.forget_episode(next(iter(self._acknowledged)))
 
     def forget_episode(self, episode_id: str) -> None:
         """Note that the episode has no further turn."""
+        self._acknowledged.pop(episode_id, None)
         self._prefixes.forget(episode_id)
         self._returns.forget(episode_id)
-        self._responses.forget(episode_id)
+        group = self._responses.forget(episode_id)
+        if group is not None and group not in self.responses and not self.tail.has_open(group):
+            self._places.forget(group)
 
     # What a store that came back may have forgotten.
 

@@ -38,6 +38,7 @@ class RunTail:
         self._ranks = StartRanks(self.forecasts)
         self.judge: Final = StepJudge(self.forecasts)
         self._unread: Iterator[None] = iter(())
+        self._named = True  # all that is open, since the mirror was last read again
         self._failed = False
 
     # What the run's state hears.
@@ -79,6 +80,7 @@ class RunTail:
         """Take the open rollouts from a mirror that was read again: a page now, and one in each call of `renew`."""
         if not self._failed:
             self.forecasts.forget_open()
+            self._named = False
             self._ranks.forget_waits()
             self._unread = self._reading(queue, list(running))
             with self._harmless():
@@ -116,6 +118,13 @@ class RunTail:
             if self._takes(one) and (group := self.forecasts.group(one.group)) is not None:
                 found = self.forecasts.outlook(group, one.rollout_id)
         return found
+
+    def has_open(self, group: int) -> bool:
+        """Whether a rollout of the group is queued or runs; True where that is not known."""
+        if self._failed or not self._named:
+            return True
+        known = self.forecasts.group(group)
+        return known is not None and bool(known.waiting or known.running)
 
     @contextmanager
     def _harmless(self) -> Iterator[None]:
@@ -155,6 +164,7 @@ class RunTail:
             self._wait(one)
             yield
         self.forecasts.settle_all()
+        self._named = True
         ranks = dict[str, Rank]()
         for one in queue.training() if self._ordered else ():
             ranks[one.rollout_id] = self._rank_of(one)

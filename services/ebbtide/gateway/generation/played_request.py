@@ -141,6 +141,8 @@ class PlayedRequest:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            while not queue.empty():  # an error in it refers to the frame that refers to the queue
+                queue.get_nowait()
 
     async def _enqueue(self, number: int, queue: "asyncio.Queue[ChoiceDelta | EbbtideError | None]") -> None:
         try:

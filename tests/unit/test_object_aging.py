@@ -1,4 +1,4 @@
-"""The coordinator's old objects cost its collections nothing."""
+"""A service's old objects cost its collections nothing."""
 
 import asyncio
 import gc
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ebbtide.coordinator.object_aging import age_objects, set_aside
+from ebbtide.object_aging import age_objects, set_aside
 from ebbtide.testing import wait_until
 
 
@@ -33,7 +33,25 @@ def test_a_young_cycle_is_freed_and_an_old_object_is_set_aside() -> None:
     assert not any(one is kept for one in gc.get_objects()), "no collection looks at it"
 
 
-async def test_survivors_are_set_aside_while_the_coordinator_runs() -> None:
+def test_the_survivors_of_a_burst_are_not_walked_again() -> None:
+    gc.set_threshold(700, 5, 1 << 30)
+    set_aside()
+    kept, walked = [Node() for _ in range(100_000)], list[int]()
+
+    def told(phase: str, info: dict[str, int]) -> None:
+        if phase == "stop":
+            walked.append(info["generation"])
+
+    gc.callbacks.append(told)
+    try:
+        set_aside()
+    finally:
+        gc.callbacks.remove(told)
+    assert walked == [1], "walking all of them takes 50 ms"
+    assert gc.get_freeze_count() > len(kept)
+
+
+async def test_survivors_are_set_aside_while_the_service_runs() -> None:
     aging = asyncio.create_task(age_objects())
     try:
         await asyncio.sleep(0)
