@@ -263,21 +263,35 @@ def test_a_gateway_alone_takes_tokens_that_agents_may_have() -> None:
 
 
 @pytest.fixture
-def prepared(tmp_path: Path) -> Path:
-    """A root in which `ebbtide-setup` has run twice, with a model there already."""
-    script = (ROOT / "deploy/docker/ebbtide-setup").read_text()
-    script = script.replace("/secrets/", f"{tmp_path}/secrets/")
+def root(tmp_path: Path) -> Path:
+    """In which `ebbtide-setup` has not run."""
     for folder in SECRETS.values():
         (tmp_path / folder[1:]).mkdir(parents=True)
-    environment = os.environ | {"EBBTIDE_MODEL": str(tmp_path), "EBBTIDE_SERVED_MODEL": str(tmp_path)}
-    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+    return tmp_path
+
+
+def set_up(root: Path, **environment: str) -> "subprocess.CompletedProcess[str]":
+    """Run `ebbtide-setup` below a root, which stands for models that are there."""
+    script = (ROOT / "deploy/docker/ebbtide-setup").read_text()
+    for folder in ("/secrets/", "/models"):
+        script = script.replace(folder, f"{root}{folder}")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    models = {"EBBTIDE_MODEL": str(root), "EBBTIDE_SERVED_MODEL": str(root)}
+    environment = os.environ | {"PATH": path} | models | environment
+    return subprocess.run(["sh", "-c", script], env=environment, check=False, capture_output=True, text=True)
+
+
+@pytest.fixture
+def prepared(root: Path) -> Path:
+    """A root in which `ebbtide-setup` has run twice, with a model there already."""
 
     def made() -> dict[Path, bytes]:
-        subprocess.run(["sh", "-c", script], env=environment, check=True, capture_output=True)
-        return {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+        done = set_up(root)
+        assert done.returncode == 0, done.stderr
+        return {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
 
     assert made() == made(), "what is there stays"
-    return tmp_path
+    return root
 
 
 def test_setup_makes_secrets_that_only_its_user_reads(prepared: Path) -> None:
@@ -294,6 +308,35 @@ def test_agents_keys_of_setup_are_those_that_the_gateway_takes(prepared: Path) -
     keys = public_keys((prepared / "secrets/public/tokens.pub").read_bytes(), field="keys")
     claims = verify(issue(prepared / "secrets/keys", Role.AGENT, run_id="r", ttl_s=60, name="team"), keys)
     assert (claims.role, claims.run_id) == (Role.AGENT, "r")
+
+
+@pytest.mark.parametrize("half", ["keys/tokens.pub", "keys/tokens.key", "store/password", "cluster/token.new"])
+def test_setup_goes_on_where_it_was_killed(root: Path, half: str) -> None:
+    """Between the two files of a pair, or within a file."""
+    if half == "keys/tokens.key":
+        assert set_up(root).returncode == 0
+        (root / "secrets/public/tokens.pub").unlink()
+    else:
+        (root / "secrets" / half).write_text("" if half == "store/password" else "half")
+    done = set_up(root)
+    assert done.returncode == 0, done.stderr
+    keys = public_keys((root / "secrets/public/tokens.pub").read_bytes(), field="keys")
+    assert verify(issue(root / "secrets/keys", Role.AGENT, run_id="r", ttl_s=60, name="team"), keys)
+    assert all(len((root / "secrets" / name).read_text()) == 64 for name in ("store/password", "cluster/token"))
+
+
+def test_setup_names_the_model_that_lacks_and_ends_as_no_start_again_would_mend_it(root: Path) -> None:
+    assert SERVICES["setup"]["restart"] == "no"
+    typo = set_up(root, EBBTIDE_MODEL=f"{root}/models/bass-model")
+    assert typo.returncode == 1
+    assert "EBBTIDE_MODEL names" in typo.stderr
+    assert not (root / "models").exists(), "nothing is made under a name that somebody chose"
+    other = set_up(root, EBBTIDE_SERVED_MODEL=f"{root}/models/mine")
+    assert (other.returncode, "EBBTIDE_SERVED_MODEL names" in other.stderr) == (1, True)
+    unwritable = set_up(root, EBBTIDE_MODEL=f"{root}/models/base-model")
+    assert unwritable.returncode == 1
+    assert "may not write there" in unwritable.stderr
+    assert not (root / "secrets/cluster/token").exists(), "nothing else starts"
 
 
 def test_setup_makes_the_token_last_which_all_others_wait_for() -> None:
@@ -356,9 +399,14 @@ def test_two_images_are_built_each_by_one_service_the_gpus_by_its_profile() -> N
 
 def test_what_an_image_starts_is_in_the_context_of_its_build() -> None:
     for line in re.findall(r"^COPY (?!--from)(.+)$", DOCKERFILE, re.MULTILINE):
-        *sources, _ = line.split()
+        *sources, target = [word for word in line.split() if not word.startswith("--")]
         assert all((ROOT / source).exists() for source in sources)
-    assert "!deploy/docker/ebbtide-*" in (ROOT / ".dockerignore").read_text()
+        if target.startswith("/usr/local/"):  # what user 10001 reads, whatever the cloner's umask
+            assert line.startswith("--chmod=0755 " if target.endswith("/bin/") else "--chmod=0644 ")
+    ignored = (ROOT / ".dockerignore").read_text()
+    assert {"!deploy/docker/ebbtide-*", "!examples/compose.toml"} <= set(ignored.splitlines())
+    assert "COPY --chmod=0644 examples/compose.toml /usr/local/share/ebbtide-compose.toml" in DOCKERFILE
+    assert "--spec /usr/local/share/ebbtide-compose.toml" in (ROOT / "deploy/docker/ebbtide-setup").read_text()
     assert all(os.access(path, os.X_OK) for path in (ROOT / "deploy/docker").glob("ebbtide-*"))
 
 

@@ -11,7 +11,8 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from ebbtide.demo.coserving.steady_users import SteadyUsers, UsersAccount
+from ebbtide.demo.coserving.steady_users import MOST_OPEN, SteadyUsers, UsersAccount
+from ebbtide.errors import InvalidRequest
 from ebbtide.simulator.serving.request_traffic import TrafficBursts
 from ebbtide.testing import wait_until
 
@@ -24,11 +25,17 @@ class Server:
     def __init__(self) -> None:
         self.asked: list[str] = []
         self.away = False
+        self.answers = asyncio.Event()  # set: begins answers
+        self.answers.set()
+        self.status = 200
         self.url = ""
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         text = await request.text()
         self.asked.append(text)
+        await self.answers.wait()
+        if self.status != 200:
+            return web.Response(status=self.status)
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await response.prepare(request)
         for _ in range(json.loads(text)["max_tokens"]):
@@ -68,6 +75,29 @@ async def test_a_request_that_was_cut_is_sent_again_until_it_is_served(server: S
     assert (account.sent, account.ended) == (asked, asked)
     assert 0 < account.ttft_p50_ms <= account.ttft_p99_ms
     assert account.tpot_p99_ms > 0
+
+
+async def test_users_do_not_pile_up_before_a_server_that_does_not_answer(server: Server) -> None:
+    server.answers.clear()
+    users, stop = SteadyUsers(server.url, "m", bursts=BURSTS), asyncio.Event()
+    running = asyncio.create_task(users.run(stop))
+    await wait_until(lambda: len(server.asked) >= MOST_OPEN, what="as many as may be open")
+    await asyncio.sleep(10 * BURSTS.apart_s)
+    assert (users.account().sent, users.account().ended) == (MOST_OPEN, 0)
+    server.answers.set()
+    await wait_until(lambda: users.account().sent > MOST_OPEN, what="more, where others have ended")
+    stop.set()
+    await running
+
+
+async def test_a_request_that_is_refused_ends_the_program_and_one_that_comes_too_early_does_not(server: Server) -> None:
+    server.status = 429
+    users = SteadyUsers(server.url, "m", bursts=BURSTS)
+    running = asyncio.create_task(users.run(asyncio.Event()))
+    await wait_until(lambda: users.account().again > 2, what="some are sent again")
+    server.status = 400
+    with pytest.raises(InvalidRequest, match="400"):
+        await running
 
 
 async def test_the_program_says_what_users_got_and_ends_when_it_is_asked_to(server: Server, tmp_path: Path) -> None:

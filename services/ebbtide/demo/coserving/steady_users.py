@@ -3,14 +3,17 @@
     python -m ebbtide.demo.coserving.steady_users --url URL --model NAME [--seed N] [--every-s 15] [--out USERS.json]
 
 Open loop, in bursts, as `coserving_client` sends a plan. A request whose answer does not come whole is sent again until
-one does, as clients do whose server is started again. The account is printed as a line of JSON, and `--out` always has
-the newest one. After SIGTERM nothing more is sent, open requests end, and the last account is printed.
+one does, as clients do whose server is started again; one that the server refuses (4xx) ends the program. While 64
+requests are open no more are sent, so users do not pile up before a server that is away. The account is printed as a
+line of JSON, and `--out` always has the newest one. After SIGTERM nothing more is sent, open
+requests end, and the last account is printed.
 """
 
 import argparse
 import asyncio
 import contextlib
 import signal
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -23,8 +26,9 @@ import aiohttp
 import msgspec
 from msgspec import Struct
 
-from ebbtide.demo.coserving.coserving_client import answer, body, open_session
+from ebbtide.demo.coserving.coserving_client import body, open_session, send
 from ebbtide.demo.coserving.coserving_records import ServedAnswer, percentile, tpots, ttfts
+from ebbtide.errors import InvalidRequest
 from ebbtide.rpc.backoff import pauses
 from ebbtide.runtime import write_atomically
 from ebbtide.simulator.serving.request_traffic import TrafficBursts, TrafficRequest, made_up
@@ -33,6 +37,10 @@ from ebbtide.simulator.serving.request_traffic import TrafficBursts, TrafficRequ
 _LAP_S: Final = 60.0
 #: Latencies are those of so many newest answers.
 _REMEMBERED: Final = 500
+#: Requests that may be open; those that come then find the house full, and leave unsent.
+MOST_OPEN: Final = 64
+#: Refusals that pass: the server was slow, or has too much to do.
+_PASSING: Final = {408, 429}
 
 
 class UsersAccount(Struct, frozen=True, kw_only=True):
@@ -68,17 +76,24 @@ class SteadyUsers:
         )
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Returns when `stop` is set and all that was sent has ended."""
+        """Returns when `stop` is set and all that was sent has ended. Raises `InvalidRequest` for a refused request."""
+        try:
+            async with open_session() as users, asyncio.TaskGroup() as open_requests:
+                await self._send(users, open_requests, stop)
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+
+    async def _send(self, users: aiohttp.ClientSession, open_requests: asyncio.TaskGroup, stop: asyncio.Event) -> None:
         began, random = time.monotonic(), Random(self._seed)
-        async with open_session() as users, asyncio.TaskGroup() as open_requests:
-            for request in self._without_end():
-                due = began + request.at
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(stop.wait(), max(0.0, due - time.monotonic()))
-                if stop.is_set():
-                    return
-                content = body(self._model, request, random)
-                open_requests.create_task(self._serve(users, request, content, due))
+        for request in self._without_end():
+            due = began + request.at
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), max(0.0, due - time.monotonic()))
+            if stop.is_set():
+                return
+            if self._sent - self._ended < MOST_OPEN:
+                self._sent += 1
+                open_requests.create_task(self._serve(users, request, body(self._model, request, random), due))
 
     def _without_end(self) -> Iterator[TrafficRequest]:
         for lap in count():
@@ -86,15 +101,25 @@ class SteadyUsers:
                 yield TrafficRequest(lap * _LAP_S + request.at, request.prompt, request.output)
 
     async def _serve(self, users: aiohttp.ClientSession, request: TrafficRequest, content: bytes, due: float) -> None:
-        self._sent += 1
         for pause in pauses(0.1, 2.0):
-            found = await answer(users, self._url, request, content, due)
-            if not found.failed:
+            sent = time.monotonic()
+            try:
+                first, last = await send(users, self._url, content)
                 break
+            except (aiohttp.ClientError, EOFError, TimeoutError, OSError) as error:
+                if isinstance(error, aiohttp.ClientResponseError) and _is_final(error.status):
+                    text = f"{self._url} refused a request: {error.status} {error.message}"
+                    raise InvalidRequest(text, field="--url") from None
             self._again += 1
             await asyncio.sleep(pause)
         self._ended += 1
+        found = ServedAnswer(due=due, sent=sent, first=first, last=last, prompt=request.prompt, output=request.output)
         self._newest.append(found)
+
+
+def _is_final(status: int) -> bool:
+    """Whether the same request would be refused again."""
+    return 400 <= status < 500 and status not in _PASSING
 
 
 async def play(users: SteadyUsers, every_s: float, tell: Callable[[UsersAccount], None]) -> None:
@@ -124,7 +149,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         if given.out is not None:
             write_atomically(given.out, line)
 
-    asyncio.run(play(SteadyUsers(given.url, given.model, seed=given.seed), given.every_s, tell))
+    try:
+        asyncio.run(play(SteadyUsers(given.url, given.model, seed=given.seed), given.every_s, tell))
+    except InvalidRequest as error:
+        sys.exit(f"steady_users: {error}")
 
 
 if __name__ == "__main__":
