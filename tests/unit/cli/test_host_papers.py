@@ -1,5 +1,7 @@
 """Each host gets what its programs show and trust, and nothing of others."""
 
+import datetime as dt
+import time
 from pathlib import Path
 
 import pytest
@@ -8,10 +10,11 @@ from typer.testing import CliRunner
 from ebbtide.auth.role_tokens import public_keys, verify
 from ebbtide.auth.roles import Role
 from ebbtide.cli.__main__ import app
-from ebbtide.cli.credentials import certificates
+from ebbtide.cli.credentials import certificates, signing_keys
 from ebbtide.cli.credentials.host_papers import FILES, SERVERS, lay_out, parse_hosts
-from ebbtide.errors import InvalidRequest
+from ebbtide.errors import AlreadyExists, InvalidRequest
 
+ENDS = ("pem", "key", "token")
 HOSTS = {
     "control": [Role.COORDINATOR],
     "relay": [Role.RELAY],
@@ -73,6 +76,62 @@ def test_what_was_renewed_is_laid_out_again(keys: Path) -> None:
         assert laid.read_bytes() == (keys / f"one-worker.{end}").read_bytes()
 
 
+@pytest.mark.parametrize(("role", "lifetime_s"), [(Role.OPERATOR, 12 * 3600), (Role.WORKER, 90 * 86400)])
+def test_a_token_near_its_end_is_issued_again(keys: Path, role: Role, lifetime_s: float) -> None:
+    host = {Role.OPERATOR: "admin", Role.WORKER: "one"}[role]
+    token, laid = keys / f"{host}-{role}.token", keys / "hosts" / host / f"{FILES[role]}.token"
+    assert signing_keys.read_token(token).expires == pytest.approx(time.time() + lifetime_s, abs=60)
+    short = signing_keys.issue(keys, role, run_id="", ttl_s=lifetime_s / 3 - 1, name="")
+    signing_keys.put_token(token, short)
+    lay_out(keys, HOSTS)
+    assert signing_keys.read_token(token).expires == pytest.approx(time.time() + lifetime_s, abs=60)
+    assert laid.read_bytes() == token.read_bytes()
+
+
+def test_a_certificate_near_its_end_is_renewed_with_its_roles_and_hosts(
+    keys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = certificates.read(keys, "relay-relay")
+    monkeypatch.setattr(certificates.IssuedCertificate, "left", lambda one, _: one.lifetime / 3 - dt.timedelta(hours=1))
+    lay_out(keys, {"relay": [Role.RELAY]})
+    after = certificates.read(keys, "relay-relay")
+    assert after.expires >= before.expires
+    assert after._replace(expires=before.expires) == before
+    assert (keys / "hosts/relay/weight-relay.pem").read_bytes() == (keys / "relay-relay.pem").read_bytes()
+
+
+def test_a_role_that_a_host_no_longer_has_leaves_nothing_in_its_folder(keys: Path) -> None:
+    (laid,) = lay_out(keys, {"two": [Role.WORKER]})
+    assert {path.name for path in laid.iterdir()} == {"ca.pem", *(f"rollout-worker.{end}" for end in ENDS)}
+
+
+@pytest.mark.parametrize("lost", ["one-worker.pem", "one-worker.key"])
+def test_half_a_programs_pair_is_made_anew(keys: Path, lost: str) -> None:
+    (keys / lost).unlink()
+    lay_out(keys, HOSTS)
+    assert certificates.read(keys, "one-worker").roles == (Role.WORKER,)
+
+
+@pytest.mark.parametrize("half", ["ca.key", "tokens.pub"])
+def test_half_an_authority_that_nobody_depends_on_is_made_anew(tmp_path: Path, half: str) -> None:
+    """What is left when the first run is killed between two files."""
+    lay_out(tmp_path / "whole", {})
+    (tmp_path / "keys").mkdir()
+    (tmp_path / "keys" / half).write_bytes((tmp_path / "whole" / half).read_bytes())
+    lay_out(tmp_path / "keys", HOSTS)
+    public_keys((tmp_path / "keys/tokens.pub").read_bytes(), field="keys")
+    assert not certificates.read_all(tmp_path / "keys")[1]
+
+
+@pytest.mark.parametrize("lost", ["ca.pem", "tokens.key"])
+def test_half_an_authority_that_others_depend_on_is_not_replaced(keys: Path, lost: str) -> None:
+    (keys / lost).unlink()
+    before = contents(keys)
+    with pytest.raises(AlreadyExists):
+        lay_out(keys, HOSTS)
+    assert contents(keys) == before
+
+
 def test_only_who_installs_reads_keys_and_tokens(keys: Path) -> None:
     assert not [path for end in ("key", "token") for path in keys.rglob(f"*.{end}") if path.stat().st_mode & 0o077]
 
@@ -85,6 +144,8 @@ def test_the_command_prints_what_goes_to_the_hosts(tmp_path: Path) -> None:
 
 def test_hosts_are_named_with_their_roles() -> None:
     assert parse_hosts(["a=worker,trainer", "b=relay"]) == {"a": (Role.WORKER, Role.TRAINER), "b": (Role.RELAY,)}
+    with pytest.raises(InvalidRequest, match="twice"):
+        parse_hosts(["a=worker", "a=trainer"])
     for word in ("a", "a=", "a=guard", "a=worker,", "a b=worker"):
         with pytest.raises(InvalidRequest, match="HOST=ROLE"):
             parse_hosts([word])

@@ -58,8 +58,9 @@ def hosts(
 ) -> None:
     """Make certificates and tokens for all programs of a cluster, and a folder for each host.
 
-    What is there already stays: name further hosts later, or run it again after a renewal. DIR/hosts/HOST goes to the
-    host's /etc/ebbtide/tls. Remove a token's file, and it is issued again.
+    What is there already stays: name further hosts later. Certificates and tokens are valid for 90 days, an operator's
+    token for 12 hours. Run it again, and what has less than a third of its time left is made anew. DIR/hosts/HOST goes
+    to the host's /etc/ebbtide/tls. Remove a token's file, and it is issued again.
     """
     from ebbtide.cli.credentials import host_papers
 
