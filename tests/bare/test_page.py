@@ -52,6 +52,9 @@ def check(containers: Containers) -> None:
             keys = "ActiveState,NRestarts,User,NoNewPrivileges"
             shown = containers.run(host, f"systemctl show --property={keys} {unit}").stdout.split()
             assert sorted(shown) == ["ActiveState=active", "NRestarts=0", "NoNewPrivileges=yes", "User=ebbtide"], unit
+    screen = containers.run("serving", "/opt/ebbtide/bin/ebbtide guard status --json --grant-dir /run/ebbtide-grants")
+    borrowers = json.loads(screen.stdout)["borrowers"]
+    assert sum(one["tokens_harvested"] for one in borrowers) > 0, borrowers
     ended = containers.run("worker", "systemctl show --property=Result,ActiveState ebbtide-rollout-worker@0").stdout
     assert sorted(ended.split()) == ["ActiveState=inactive", "Result=success"]
     checkpoints = "/var/lib/ebbtide/runs/first/checkpoints"

@@ -16,17 +16,17 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
 from ebbtide.client import Client
-from ebbtide.errors import EbbtideError
 from ebbtide.free_ports import free_port
 from ebbtide.testing.wait import wait_until
 from tests.compose import coserving, images, scene
-from tests.compose.clients import CLIENT_ERRORS, GatewayClients, healthy, train_on_sessions
+from tests.compose.clients import GatewayClients, healthy, train_on_sessions
 from tests.compose.podman import Failed, Podman, missing, say
 from tests.compose.wheel import WheelUser
 
@@ -102,7 +102,7 @@ class ComposeTest:
         with step("health and rights of the containers"):
             scene.check_containers(podman, scene.PLAIN)
         with step("a run, and kills of worker, coordinator and relay"):
-            tell(scene.check_books(await scene.run_and_break(podman, client, clients, tell)))
+            tell(scene.check_books(await scene.run_and_break(podman, client, clients, tell), ended=1))
         with step("a run of agents, whose gateway is killed"):
             await train_on_sessions(client, clients, lambda: scene.crash(podman, "gateway"))
 
@@ -111,7 +111,7 @@ class ComposeTest:
             self.user.install()
         with step("a run from the wheel, down in the middle of it and up again"):
             run = await scene.go_on_after_down(self.podman, client, self.user, tell)
-            tell(scene.check_books(run, resumed=False))
+            tell(scene.check_books(run, ended=2, resumed=False))
             scene.cancel_from_wheel(self.user, run.run_id, tell)
 
     async def _coserving(self, client: Client) -> None:
@@ -123,7 +123,7 @@ class ComposeTest:
             await wait_until(self._guarding, _BOOT_S, interval=0.5, what="the guard says that its engine answers")
             podman.up("traffic", profiles=coserving.PROFILE)
         with step("a run on borrowed time, whose guard is killed under traffic"):
-            tell(scene.check_books(await coserving.borrow(podman, client, tell), resumed=False))
+            tell(scene.check_books(await coserving.borrow(podman, client, tell), ended=1, resumed=False))
 
     def end(self) -> None:
         with step("down"):
@@ -186,12 +186,14 @@ def _guarded(options: argparse.Namespace) -> int:
             built = time.monotonic()
             asyncio.run(test.play(options.parts))
             test.end()
-        except (Failed, TimeoutError, EbbtideError, *CLIENT_ERRORS) as error:
-            tails(test.podman)
-            say(f"FAILED {time.monotonic() - built:.0f} s after the image was built: {error}")
-            return 1
         except KeyboardInterrupt:
             return 130
+        except Exception as error:  # noqa: BLE001 - whatever it is, the containers' last words are shown before they go
+            with suppress(Failed):
+                tails(test.podman)
+            say("".join(traceback.format_exception(error)))
+            say(f"FAILED {time.monotonic() - built:.0f} s after the image was built: {error}")
+            return 1
         finally:
             clear(test.podman, keep=options.keep)
     say(f"All is well, and all is gone. It took {time.monotonic() - built:.0f} s after the image was built.")

@@ -21,8 +21,6 @@ from ebbtide.testing.wait import wait_until
 from ebbtide.types.run import Run, RunStatus
 from tests.compose.podman import Failed
 
-#: What clients raise when the gateway does not answer as it should.
-CLIENT_ERRORS: Final = (openai.OpenAIError, httpx.HTTPError)
 SPEC: Final = Path("examples/compose.toml")
 #: Sessions of one problem: a whole group, and so a step of training.
 _SAMPLES: Final = 2

@@ -75,7 +75,7 @@ async def run_and_break(podman: Podman, client: Client, clients: GatewayClients,
         async with asyncio.timeout(_RUN_S):
             await _break(podman, client, progress, following, clients, tell)
             ended = await following
-            _learnt(await watched, tell)
+            _learnt(await watched, progress.rewards, tell)
             return ended
     except TimeoutError as error:
         raise Failed(f"{error or f'the run did not end within {_RUN_S:g} s'}: {progress.run}") from None
@@ -101,14 +101,16 @@ async def _appears(client: Client, run_id: str, watched: "asyncio.Task[str]") ->
     return found[-1]
 
 
-def _learnt(printed: str, tell: Tell) -> None:
-    """What the watching command showed of the run to its end."""
+def _learnt(printed: str, rewards: Sequence[float], tell: Tell) -> None:
+    """What the watching command showed of the run to its end. Raises `Failed` if no reward rose."""
     steps = [line.strip() for line in printed.splitlines() if "reward" in line]
     if not steps:
         raise Failed(f"the command showed no step of the run:\n{printed[-2000:]}")
     tell(f"`cli submit --watch` showed {len(steps)} lines of steps; the first and the last:")
     tell(f"  {steps[0]}")
     tell(f"  {steps[-1]}")
+    if not rewards[0] < rewards[-1]:
+        raise Failed(f"the run learnt nothing; its rewards: {rewards}")
 
 
 async def _break(
@@ -188,7 +190,10 @@ async def crash(podman: Podman, service: str) -> None:
 
 
 async def go_on_after_down(podman: Podman, client: Client, user: WheelUser, tell: Tell) -> Run:
-    """Submit a run from the wheel, take the cluster down in the middle of it and up again, and wait for its end."""
+    """Submit a run from the wheel, take the cluster down in the middle of it and up again, and wait for its end.
+
+    Raises `Failed`.
+    """
     spec = SPEC.read_text().replace("steps = 8", "steps = 4").replace('name = "compose"', 'name = "outside"')
     program = user.watch(spec)
     assert program.stdout is not None
@@ -199,17 +204,21 @@ async def go_on_after_down(podman: Podman, client: Client, user: WheelUser, tell
             if kind == "step":
                 break
         else:
-            raise Failed(f"{user} ended before the first step of {run_id}")
+            raise Failed(f"the program ended before the first step of {run_id}: {user.complained()}")
         podman.compose("down", timeout_s=300)
+        if program.poll() is not None:
+            raise Failed(f"the program ended before all was down, with status {program.poll()}: {user.complained()}")
         tell(f"took all down, one step of {run_id} done")
         podman.up()
+        if (run := await client.run(run_id)).status.ended:
+            raise Failed(f"the run had ended before all was down: {run}")
         said = await asyncio.to_thread(program.communicate, timeout=_RUN_S)
     finally:
         program.kill()
         program.wait()
-    last = said[0].splitlines()[-1]
+    last = (said[0].splitlines() or [""])[-1]
     if last.split() != [run_id, RunStatus.FINISHED.name]:
-        raise Failed(f"the watching program said in the end: {said[0][-2000:]}")
+        raise Failed(f"the watching program said in the end: {said[0][-2000:]}{user.complained()}")
     tell(f"up again; the program outside, which had gone on waiting, said: {last}")
     return await client.run(run_id)
 
@@ -223,8 +232,10 @@ def cancel_from_wheel(user: WheelUser, other: str, tell: Tell) -> None:
     tell(f"the wheel's command: {said[1].strip()}")
 
 
-def check_books(run: Run, *, resumed: bool = True) -> str:
-    """What the run's counters say, in one line. Raises `Failed` if they do not add up."""
+def check_books(run: Run, *, ended: int, resumed: bool = True) -> str:
+    """What the run's counters say, in one line. Raises `Failed` if they do not add up. `ended`: how many workers'
+    processes ended during the run; each may lose a flush window of all its rollouts.
+    """
     counts, dropped = run.counters, sum(run.dropped.values())
     if run.status is not RunStatus.FINISHED:
         raise Failed(f"the run ended as {run.status.name}: {run.message}")
@@ -233,8 +244,8 @@ def check_books(run: Run, *, resumed: bool = True) -> str:
     if run.newest is None or run.newest.step != run.spec.trainer.steps:
         raise Failed(f"the newest version is {run.newest}, of {run.spec.trainer.steps} steps")
     lost = counts.get("tokens_lost_at_most", 0)
-    if lost > 2 * SLOTS * FLUSH_TOKENS:
-        raise Failed(f"{lost} tokens were lost; a worker with {SLOTS} rollouts may lose {FLUSH_TOKENS} of each")
+    if lost > ended * SLOTS * FLUSH_TOKENS:
+        raise Failed(f"{lost} tokens were lost; {ended} workers with {SLOTS} rollouts may lose {FLUSH_TOKENS} of each")
     if resumed and not (counts.get("resumed_midway", 0) and counts.get("tokens_resumed", 0)):
         raise Failed("nothing was resumed midway: the kill hit nothing")
     return (

@@ -25,6 +25,7 @@ class WheelUser:
     def __init__(self, folder: Path, checkout: Path) -> None:
         self._folder, self._checkout, self._bin = folder, checkout, folder / "venv" / "bin"
         self._environment = {name: os.environ[name] for name in _KEPT if name in os.environ}
+        self._complaints = folder / "stderr"
         folder.mkdir()
 
     def install(self) -> None:
@@ -49,16 +50,21 @@ class WheelUser:
         return _run([str(self._bin / "ebbtide"), *words], self._environment, self._folder, _COMMAND_S)
 
     def watch(self, spec: str) -> "subprocess.Popen[str]":
-        """Start the example, which submits a run and follows it. Its output goes to a pipe."""
+        """Start the example, which submits a run and follows it. Its output goes to a pipe; see `complained`."""
         (self._folder / "run.toml").write_text(spec)
-        return subprocess.Popen(
-            [str(self._bin / "python"), EXAMPLE, "run.toml"],
-            env=self._environment,
-            cwd=self._folder,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        with self._complaints.open("w") as complaints:
+            return subprocess.Popen(
+                [str(self._bin / "python"), EXAMPLE, "run.toml"],
+                env=self._environment,
+                cwd=self._folder,
+                stdout=subprocess.PIPE,
+                stderr=complaints,
+                text=True,
+            )
+
+    def complained(self) -> str:
+        """The end of what the example wrote to its stderr, which libraries may warn on."""
+        return self._complaints.read_text()[-2000:]
 
 
 def _run(command: list[str], environment: dict[str, str], folder: Path, timeout_s: float) -> str:
