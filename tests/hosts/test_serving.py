@@ -1,6 +1,5 @@
-"""A serving host whose cable is pulled in the middle of a run: users are served, and grants end with the guard."""
+"""A serving host in the middle of a run: grants end with its guard, and users are served when its cable is pulled."""
 
-import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,8 +17,10 @@ from ebbtide.types.grants import GRANT_S
 from tests.hosts.cluster import GUARD_PORT, SCRIPTED, Cluster
 from tests.hosts.run import ShortRun
 
-#: Steps of the test's own engine; the borrowed one makes as many tokens as its budget lets it.
+#: Requests that are served before something is believed.
 _SERVED: Final = 20
+#: Steps of the borrowed engine that show that it runs, and attempts of users for which it has to stand still.
+_STEPS, _ATTEMPTS = 10, 5
 pytestmark = [pytest.mark.hosts, pytest.mark.timeout(420)]
 
 
@@ -54,37 +55,48 @@ def users_of(cluster: Cluster) -> Iterator[Users]:
             process.kill()
 
 
-async def running(cluster: Cluster) -> int:
-    """Rollouts of the borrowed worker, as the guard's screen has them."""
-    words = ("-m", "ebbtide.cli", "guard", "status", "--json", "--grant-dir", str(cluster.grants))
-    shown = await cluster.ask("serving", *words, identity="serving")
-    assert shown.returncode == 0, shown.stderr
-    return sum(one["running"] for one in json.loads(shown.stdout)["borrowers"])
+def page_of(cluster: Cluster) -> Page:
+    """Opened anew, as a new guard may make another."""
+    return Page(page_path(cluster.grants, "serving"))
 
 
-async def test_a_serving_host_that_is_cut_off_serves_its_users_and_lends_to_nobody_without_its_guard(
+async def lends(cluster: Cluster) -> None:
+    """Wait until the guard has a budget for the borrowed engine, and the engine makes steps in it."""
+    page = page_of(cluster)
+    await wait_until(lambda: page.offered().tokens, timeout=90, what="a budget")
+    began = page.steps().steps
+    await wait_until(lambda: page.steps().steps >= began + _STEPS, timeout=90, what="steps of the borrowed engine")
+
+
+async def test_a_serving_host_lends_nothing_without_its_guard_and_serves_its_users_while_it_is_cut_off(
     cluster: Cluster, run: ShortRun
 ) -> None:
     await cluster.boot(**SCRIPTED)
     await cluster.serve_users(**SCRIPTED)
     with users_of(cluster) as users:
         await users.served(1)
-        run.submit(steps=30)
+        run.submit(steps=40)
         await wait_until(lambda: cluster.ledger("serving"), timeout=120, interval=0.1, what="tokens on borrowed time")
+        await lends(cluster)
+
+        page = page_of(cluster)
+        cluster.process["guard"].kill()
+        await wait_until(lambda: not page.offered().tokens, timeout=GRANT_S + 1, what="the budget ends by itself")
+        await wait_until(lambda: not page.steps().stepping, what="the step under way ends")
+        stood, again = page.steps().steps, users.account.again
+        await wait_until(lambda: users.account.again >= again + _ATTEMPTS, what="users find no guard, again and again")
+        assert page.steps().steps == stood
+        await cluster.guard()
+        await users.served(_SERVED)
+        await lends(cluster)
+
         cluster.network.cut("serving")
         await wait_until(
             lambda: cluster.logged("serving", "detached"), timeout=60, interval=0.1, what="the borrower is alone"
         )
+        again = users.account.again
         await users.served(_SERVED)
-        assert users.account.again == 0, "none of them has noticed"
-
-        page = Page(page_path(cluster.grants, "serving"))
-        cluster.process["guard"].kill()
-        await wait_until(lambda: not page.budget().tokens, timeout=GRANT_S + 1, what="the grant ends by itself")
-        stood = page.steps().steps
-        await cluster.guard()
-        await users.served(_SERVED)
-        assert page.steps().steps >= stood
+        assert users.account.again == again, "none of them has noticed"
         cluster.network.mend("serving")
         await run.ended()
         assert run.interruptions() > 0
