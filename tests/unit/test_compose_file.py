@@ -372,6 +372,17 @@ def test_up_alone_is_a_whole_cluster_and_profiles_add_to_it() -> None:
         assert {name for name, service in SERVICES.items() if profile in service.get("profiles", [])} == wanted
 
 
+def test_the_page_takes_down_what_any_profile_has_started_and_lists_every_variable() -> None:
+    page = (ROOT / "docs/compose.md").read_text()
+    commands = [line.partition("#")[0] for line in page.splitlines() if line.startswith("docker compose --profile")]
+    downs = [line for line in commands if " down" in line]
+    assert [set(re.findall(r"--profile (\w+)", line)) for line in downs] == [set(ADDED), set(ADDED)]
+    assert [line.split("down")[1].strip() for line in downs] == ["", "--volumes"]
+    rows = "\n".join(line for line in page.splitlines() if line.startswith("| `"))
+    listed = set(re.findall(r"`([A-Z_]+)`", rows))
+    assert set(re.findall(r"\$\{([A-Z_]+):-", (ROOT / "docker-compose.yml").read_text())) <= listed
+
+
 def test_gpus_are_reserved_by_the_gpu_profile_alone_each_by_its_id() -> None:
     assert {name for name, service in SERVICES.items() if "deploy" in service} == ADDED["gpu"]
     reserved = [SERVICES[name]["deploy"]["resources"]["reservations"]["devices"] for name in sorted(ADDED["gpu"])]
