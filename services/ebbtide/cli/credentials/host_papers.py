@@ -62,7 +62,10 @@ def lay_out(folder: Path, hosts: Mapping[str, Sequence[Role]]) -> list[Path]:
             authority.unlink(missing_ok=True)
         certificates.init(folder, days=40 * _DAYS)
     if not signing.exists():
-        if not list(folder.glob("*.token")):
+        issued = {path.name for end in ("pem", "token") for path in folder.glob(f"*.{end}")} - {
+            f"{certificates.CA}.pem"
+        }
+        if not issued:
             (folder / "tokens.pub").unlink(missing_ok=True)
         signing_keys.make(folder)
     return [_lay_out(folder, host, roles) for host, roles in hosts.items()]
