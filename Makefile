@@ -43,14 +43,8 @@ check: lint types ## Style, types, import contracts and unit tests: before every
 test: env ## All tests; options: ARGS="services -x": one of the phases unit, services and alone, and options of pytest
 	@$(BIN)/python -m tests $(ARGS)
 
-test-compose: env ## docker-compose.yml really run, by podman, as root; options: ARGS="--keep --steps 6"
+test-compose: env ## docker-compose.yml really run, by podman, as root, from a fresh clone; options: ARGS="--keep"
 	@$(BIN)/python -m tests.compose $(ARGS)
-
-compose-token: ## What docker-compose.yml needs, in runs/compose: token, store-password, and the key of agents' tokens (once)
-	@install -d -m 700 runs/compose; for name in token store-password; do [ -s runs/compose/$$name ] || \
-	  { od -An -tx1 -N32 /dev/urandom | tr -d ' \n' > runs/compose/$$name && chmod 644 runs/compose/$$name; }; done
-	@cd runs/compose; [ -s tokens.key ] || (umask 077; openssl genpkey -algorithm ed25519 -out tokens.key); \
-	  [ -s tokens.pub ] || { openssl pkey -in tokens.key -pubout -out tokens.pub && chmod 644 tokens.pub; }
 
 nightly: env ## The long tests: the whole fault matrix on real processes, thousands of simulated seeds, installed clients
 	@$(BIN)/python -m pytest -m nightly $(ARGS)

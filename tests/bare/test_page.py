@@ -18,6 +18,7 @@ UNITS = {
     "relay": ["ebbtide-weight-relay"],
     "gateway": ["ebbtide-gateway"],
     "trainer": ["ebbtide-trainer", "ebbtide-driver"],
+    "serving": ["ebbtide-serving-guard", "ebbtide-rollout-worker@0"],
 }
 
 
@@ -26,7 +27,7 @@ def test_the_page_brings_up_a_system_that_trains(tmp_path: Path) -> None:
         pytest.skip("fresh machines are containers: they need root, podman and debootstrap")
     page = blocks(PAGE.read_text())
     hosts = sorted({host for block in page for host in block.hosts} - {ADMIN})
-    assert hosts == ["control", "gateway", "relay", "trainer", "worker"]
+    assert hosts == ["control", "gateway", "relay", "serving", "trainer", "worker"]
     with Containers(tmp_path, hosts) as containers:
         admin = Admin(tmp_path, containers)
         for block in page:
@@ -51,6 +52,9 @@ def check(containers: Containers) -> None:
             keys = "ActiveState,NRestarts,User,NoNewPrivileges"
             shown = containers.run(host, f"systemctl show --property={keys} {unit}").stdout.split()
             assert sorted(shown) == ["ActiveState=active", "NRestarts=0", "NoNewPrivileges=yes", "User=ebbtide"], unit
+    screen = containers.run("serving", "/opt/ebbtide/bin/ebbtide guard status --json --grant-dir /run/ebbtide-grants")
+    borrowers = json.loads(screen.stdout)["borrowers"]
+    assert sum(one["tokens_harvested"] for one in borrowers) > 0, borrowers
     ended = containers.run("worker", "systemctl show --property=Result,ActiveState ebbtide-rollout-worker@0").stdout
     assert sorted(ended.split()) == ["ActiveState=inactive", "Result=success"]
     checkpoints = "/var/lib/ebbtide/runs/first/checkpoints"

@@ -1,36 +1,43 @@
-"""`make test-compose`: docker-compose.yml, really run, by podman.
+"""`make test-compose`: docker-compose.yml, really run, by podman, from a fresh clone without preparation.
 
-Builds the images, brings the CPU profile up, trains a short run that is submitted from outside, kills the worker's
-container and the coordinator's process meanwhile, lets agents play another run's episodes while the gateway's process
-is killed, checks what is promised of containers, images and the runs' books, and takes everything down. Each step is
-printed with its seconds; when one fails, so are the logs' last lines.
+Builds the image, brings the plain file up and trains the example, submitted by the command line's container, while a
+worker's container and the processes of coordinator and relay are killed. Agents play another run's episodes while the
+gateway's process is killed. A third run is submitted by a program that has Ebbtide from a wheel alone, and goes on
+behind `down` and `up`. Then the profile coserving: a worker borrows from a served model under traffic, and the guard is
+killed. Each step is printed with its seconds; when one fails, so are the logs' last lines. In the end all is removed.
 """
 
 import argparse
 import asyncio
 import os
-import secrets
+import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-from ebbtide.cli.credentials import signing_keys
 from ebbtide.client import Client
-from ebbtide.errors import EbbtideError
 from ebbtide.free_ports import free_port
-from tests.compose import images, scene
-from tests.compose.clients import CLIENT_ERRORS, GatewayClients, train_on_sessions
+from ebbtide.testing.wait import wait_until
+from tests.compose import coserving, images, scene
+from tests.compose.clients import GatewayClients, healthy, train_on_sessions
 from tests.compose.podman import Failed, Podman, missing, say
+from tests.compose.wheel import WheelUser
 
 _ROOT: Final = Path(".cache/compose")
 _LOG: Final = Path("runs/compose-test.log")
-_IMAGES: Final = "localhost/ebbtide-test"
+_IMAGE: Final = "localhost/ebbtide-test"
 _TAIL: Final = "25"
+_PORTS: Final = ("COORDINATOR", "RELAY", "GATEWAY", "GUARD")
+PARTS: Final = ("plain", "wheel", "coserving")
+_SETUP_S: Final = 900.0
+_BOOT_S: Final = 600.0
 
 
 @contextmanager
@@ -41,89 +48,125 @@ def step(name: str) -> Iterator[None]:
     say(f"{name}: {time.monotonic() - began:.0f} s")
 
 
-def settings(folder: Path, coordinator: int, relay: int, gateway: int) -> dict[str, str]:
-    """What docker-compose.yml is filled in with. The folder is this user's alone; its secrets, containers' too."""
-    token, password = folder / "token", folder / "store-password"
-    for secret in (token, password):
-        secret.write_text(secrets.token_urlsafe(32))
-        secret.chmod(0o644)
-    return {
-        "EBBTIDE_IMAGES": _IMAGES,
-        "EBBTIDE_TOKEN_SOURCE": str(token),
-        "EBBTIDE_STORE_PASSWORD_SOURCE": str(password),
-        "EBBTIDE_TOKEN_KEYS_SOURCE": str(signing_keys.make(folder)),
-        "EBBTIDE_PUBLISH_COORDINATOR": str(coordinator),
-        "EBBTIDE_PUBLISH_RELAY": str(relay),
-        "EBBTIDE_PUBLISH_GATEWAY": str(gateway),
-    }
+def tell(text: str) -> None:
+    say(f"  {text}")
 
 
-def build(podman: Podman, folder: Path, base: str) -> None:
-    if not base:
-        with step("base image"):
-            base = images.base_image(podman)
-    podman.fill(BASE_IMAGE=base, TORCH=os.environ.get("TORCH", "torch==2.13.0"))
-    for service in images.SERVICES:
-        with step(f"image of the {service}"):
-            images.build(podman, service, folder)
-    with step("images bear nothing of this host"):
-        for name in ("redis", "control", "gateway", "trainer", "worker-cpu"):
-            images.check_clean(podman, f"{_IMAGES}-{name}", base, folder)
+class ComposeTest:
+    """`folder` is this user's alone. In it is a clone of this checkout, as of its last commit."""
 
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.ports = folder, {name: free_port() for name in _PORTS}
+        self._clone = folder / "clone"
+        settings = {f"EBBTIDE_PUBLISH_{name}": str(port) for name, port in self.ports.items()}
+        settings["EBBTIDE_IMAGE"] = _IMAGE
+        name = f"ebbtide-test-{os.getpid()}"
+        self.podman = Podman(_ROOT.absolute(), name, self._clone, settings, _LOG.absolute())
+        self.user = WheelUser(folder / "user", self._clone)
 
-async def play(podman: Podman, folder: Path, ports: list[int], steps: int) -> None:
-    with step("up"):
-        podman.compose("up", "--detach", "--no-build", timeout_s=300)
-    with step("the base model is made"):
-        if (status := podman("wait", podman.container("base-model"), timeout_s=900).strip()) != "0":
-            raise Failed(f"base-model ended with status {status}")
-    coordinator, relay, gateway = (f"127.0.0.1:{port}" for port in ports)
-    token = (folder / "token").read_text()
-    async with Client(coordinator, relay, token=token, patience_s=120) as client:
-        with step("the worker attached"):
-            await scene.workers_attached(client, 1)
+    def clone(self) -> None:
+        with step("a fresh clone"):
+            command = ["git", "clone", "--quiet", "--no-hardlinks", str(Path.cwd()), str(self._clone)]
+            subprocess.run(command, check=True, capture_output=True)
+
+    def build(self, base: str) -> None:
+        podman = self.podman
+        if not base:
+            with step("base image"):
+                base = images.base_image(podman)
+        podman.fill(BASE_IMAGE=base, TORCH=os.environ.get("TORCH", "torch==2.13.0"))
+        with step("image"):
+            images.build(podman, self.folder)
+        with step("the image bears nothing of this host"):
+            tell(images.check_clean(podman, _IMAGE, base, self.folder))
+
+    async def play(self, parts: Sequence[str]) -> None:
+        podman = self.podman
+        with step("up, with secrets and a base model from nothing"):
+            podman.up()
+            if (status := podman("wait", podman.container("setup"), timeout_s=_SETUP_S).strip()) != "0":
+                raise Failed(f"setup ended with status {status}")
+            self._fetch_secrets()
+        addresses = [f"127.0.0.1:{self.ports[name]}" for name in ("COORDINATOR", "RELAY")]
+        token = (self.folder / "token").read_text()
+        self.user.know(EBBTIDE_COORDINATOR=addresses[0], EBBTIDE_RELAY=addresses[1], EBBTIDE_TOKEN=token)
+        async with Client(*addresses, token=token, patience_s=300) as client:
+            with step("two workers attached"):
+                await scene.workers_attached(client, 2)
+            for name, part in (("plain", self._plain), ("wheel", self._wheel), ("coserving", self._coserving)):
+                if name in parts:
+                    await part(client)
+
+    async def _plain(self, client: Client) -> None:
+        podman, clients = self.podman, GatewayClients(f"http://127.0.0.1:{self.ports['GATEWAY']}", self.folder)
         with step("health and rights of the containers"):
-            scene.check_containers(podman)
-        clients = GatewayClients(f"http://{gateway}", folder)
-        with step("the run"):
-            run = await scene.run_and_break(podman, client, clients, steps, lambda text: say(f"  {text}"))
-        say(f"  {scene.check_books(run)}")
+            scene.check_containers(podman, scene.PLAIN)
+        with step("a run, and kills of worker, coordinator and relay"):
+            tell(scene.check_books(await scene.run_and_break(podman, client, clients, tell), ended=1))
         with step("a run of agents, whose gateway is killed"):
             await train_on_sessions(client, clients, lambda: scene.crash(podman, "gateway"))
 
+    async def _wheel(self, client: Client) -> None:
+        with step("a wheel, in a fresh environment"):
+            self.user.install()
+        with step("a run from the wheel, down in the middle of it and up again"):
+            run = await scene.go_on_after_down(self.podman, client, self.user, tell)
+            tell(scene.check_books(run, ended=2, resumed=False))
+            scene.cancel_from_wheel(self.user, run.run_id, tell)
 
-def end(podman: Podman) -> None:
-    """A worker that is asked to end hands over and ends with status 0, within its grace."""
-    with step("down"):
-        podman.compose("stop", "worker", timeout_s=120)
-        status = podman.inspect(podman.container("worker"))["State"]["ExitCode"]
-        podman.compose("down", "--volumes", timeout_s=300)
-    if status:
-        raise Failed(f"the worker ended with status {status} when it was asked to")
-    if left := podman.left():
-        raise Failed(f"left behind: {left}")
+    async def _coserving(self, client: Client) -> None:
+        podman = self.podman
+        with step("workers that are asked to end do, within their grace"):
+            self._stop("worker-1", "worker-2")
+        with step("up with the profile coserving"):
+            podman.up(*coserving.LENDING, profiles=coserving.PROFILE)
+            await wait_until(self._guarding, _BOOT_S, interval=0.5, what="the guard says that its engine answers")
+            podman.up("traffic", profiles=coserving.PROFILE)
+        with step("a run on borrowed time, whose guard is killed under traffic"):
+            tell(scene.check_books(await coserving.borrow(podman, client, tell), ended=1, resumed=False))
+
+    def end(self) -> None:
+        with step("down"):
+            self.podman.compose("down", "--volumes", profiles=(*coserving.PROFILE, "cli"), timeout_s=300)
+        if left := self.podman.left():
+            raise Failed(f"left behind: {left}")
+
+    def _fetch_secrets(self) -> None:
+        """What users of the gateway and of the coordinator are given."""
+        for name, kept in (("token", "token"), ("token-keys", "tokens.key"), ("token-keys", "tokens.pub")):
+            volume = f"{self.podman.project}_{name}"
+            where = self.podman("volume", "inspect", "--format", "{{.Mountpoint}}", volume).strip()
+            shutil.copy(Path(where) / kept, self.folder / kept)
+
+    def _stop(self, *workers: str) -> None:
+        self.podman.compose("stop", *workers, timeout_s=120)
+        for worker in workers:
+            if status := self.podman.inspect(self.podman.container(worker))["State"]["ExitCode"]:
+                raise Failed(f"{worker} ended with status {status} when it was asked to")
+
+    async def _guarding(self) -> bool:
+        return await healthy(f"http://127.0.0.1:{self.ports['GUARD']}/ebbtide")
 
 
 def tails(podman: Podman) -> None:
     for name in podman("ps", "--all", "--format", "{{.Names}}", check=False).split():
         say(f"--- {name}")
-        say(podman("logs", "--tail", _TAIL, name, check=False))
+        say(podman.logs(name, "--tail", _TAIL))
 
 
 def clear(podman: Podman, *, keep: bool) -> None:
-    with suppress(Failed):
-        podman.compose("down", "--volumes", "--timeout", "2", timeout_s=300, check=False)
-    with suppress(Failed):
-        podman("rm", "--all", "--force", "--time", "1", check=False)
+    with suppress(Failed, OSError):
+        podman("rm", "--all", "--force", "--time", "1", timeout_s=300, check=False)
+        podman("volume", "prune", "--force", check=False)
         podman("network", "prune", "--force", check=False)
     podman.close(keep=keep)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="make test-compose ARGS=...", description=__doc__)
-    parser.add_argument("--keep", action="store_true", help="keep the images for the next time, in .cache/compose")
+    parser.add_argument("--keep", action="store_true", help="keep the image for the next time, in .cache/compose")
     parser.add_argument("--base", default="", help="base image, instead of a pulled or bootstrapped one")
-    parser.add_argument("--steps", type=int, default=10, help="optimiser steps of the run")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="run these alone")
     options = parser.parse_args()
     if lacking := list(missing()):
         say("What is missing:\n" + "\n".join(f"  {line}" for line in lacking))
@@ -135,27 +178,26 @@ def main() -> int:
 def _guarded(options: argparse.Namespace) -> int:
     _LOG.parent.mkdir(exist_ok=True)
     _LOG.write_text("")
-    began, ports = time.monotonic(), [free_port(), free_port(), free_port()]
     with tempfile.TemporaryDirectory(prefix="ebbtide-compose-") as name:
-        folder = Path(name)
-        podman = Podman(_ROOT.absolute(), f"ebbtide-test-{os.getpid()}", settings(folder, *ports), _LOG.absolute())
+        test, built = ComposeTest(Path(name)), time.monotonic()
         try:
-            work: list[Callable[[], None]] = [
-                lambda: build(podman, folder, options.base),
-                lambda: asyncio.run(play(podman, folder, ports, options.steps)),
-                lambda: end(podman),
-            ]
-            for part in work:
-                part()
-        except (Failed, TimeoutError, EbbtideError, *CLIENT_ERRORS) as error:
-            tails(podman)
-            say(f"FAILED after {time.monotonic() - began:.0f} s: {error}")
-            return 1
+            test.clone()
+            test.build(options.base)
+            built = time.monotonic()
+            asyncio.run(test.play(options.parts))
+            test.end()
         except KeyboardInterrupt:
             return 130
+        except Exception as error:  # noqa: BLE001 - whatever it is, the containers' last words are shown before they go
+            with suppress(Failed):
+                tails(test.podman)
+            say("".join(traceback.format_exception(error)))
+            say(f"FAILED {time.monotonic() - built:.0f} s after the image was built: {error}")
+            return 1
         finally:
-            clear(podman, keep=options.keep)
-    say(f"All is well, and all is gone, in {time.monotonic() - began:.0f} s. What podman said: {_LOG}")
+            clear(test.podman, keep=options.keep)
+    say(f"All is well, and all is gone. It took {time.monotonic() - built:.0f} s after the image was built.")
+    say(f"What podman said: {_LOG}")
     return 0
 
 

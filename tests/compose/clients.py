@@ -21,8 +21,6 @@ from ebbtide.testing.wait import wait_until
 from ebbtide.types.run import Run, RunStatus
 from tests.compose.podman import Failed
 
-#: What clients raise when the gateway does not answer as it should.
-CLIENT_ERRORS: Final = (openai.OpenAIError, httpx.HTTPError)
 SPEC: Final = Path("examples/compose.toml")
 #: Sessions of one problem: a whole group, and so a step of training.
 _SAMPLES: Final = 2
@@ -70,15 +68,7 @@ class GatewayClients:
 
     async def answers(self) -> None:
         """Raises `TimeoutError` if the gateway does not say in time that it is ready."""
-
-        async def ready() -> bool:
-            try:
-                return (await client.get(f"{self.url}/health")).status_code == 200
-            except httpx.TransportError:
-                return False
-
-        async with httpx.AsyncClient() as client:
-            await wait_until(ready, _BOOT_S, interval=_LOOK_S, what="the gateway is ready")
+        await wait_until(lambda: healthy(self.url), _BOOT_S, interval=_LOOK_S, what="the gateway is ready")
 
     async def play(self, run_id: str, number: int, between: Callable[[], Awaitable[None]] | None = None) -> None:
         """Play a session of two turns, and reward it with its number. `between` the turns something may happen.
@@ -114,6 +104,15 @@ class GatewayClients:
 
     def _key(self, run_id: str, role: Role = Role.AGENT) -> str:
         return signing_keys.issue(self._folder, role, run_id=run_id, ttl_s=_KEY_S, name="team")
+
+
+async def healthy(url: str) -> bool:
+    """Whether a service below this URL says that it is."""
+    async with httpx.AsyncClient() as client:
+        try:
+            return (await client.get(f"{url}/health")).status_code == 200
+        except httpx.TransportError:
+            return False
 
 
 async def train_on_sessions(client: Client, clients: GatewayClients, between: Callable[[], Awaitable[None]]) -> Run:

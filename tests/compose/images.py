@@ -1,7 +1,7 @@
-"""The images of docker-compose.yml, built where there may be no registry, and where pip may need this host's settings.
+"""The image of docker-compose.yml, built where there may be no registry, and where pip may need this host's settings.
 
 What the host lends to a build (its pip settings, its certificates, folders of wheels) is mounted for the build alone.
-`check_clean` holds the images to that.
+`check_clean` holds the image to that.
 """
 
 import re
@@ -16,10 +16,9 @@ from tests.compose.podman import Failed, Podman
 
 PYTHON: Final = "python:3.11-slim-bookworm"
 _OWN_BASE: Final = "localhost/ebbtide-test-base"
-#: One service for each image.
-SERVICES: Final = ("redis", "coordinator", "gateway", "driver", "worker")
 _PIP: Final = Path("/etc/pip.conf")
 _SETTING: Final = re.compile(r"^(?:global|install|:env:)\.([a-z-]+)='(.*)'$", re.MULTILINE)
+_MIB: Final = 1 << 20
 
 
 def base_image(podman: Podman) -> str:
@@ -49,10 +48,10 @@ def _bootstrap(podman: Podman) -> None:
         podman("import", str(archive), _OWN_BASE, timeout_s=300)
 
 
-def build(podman: Podman, service: str, folder: Path) -> None:
-    """Build a service's image. What was built before from the same files is kept."""
+def build(podman: Podman, folder: Path) -> None:
+    """Build the image. What was built before from the same files is kept."""
     mounts = " ".join(f"--volume {source}:{target}:ro" for source, target in host_mounts(folder))
-    podman.compose(f"--podman-build-args=--network host {mounts}", "build", service, timeout_s=3600)
+    podman.compose(f"--podman-build-args=--network host {mounts}", "build", "setup", timeout_s=3600)
 
 
 def host_mounts(folder: Path) -> Iterator[tuple[Path, Path]]:
@@ -71,8 +70,8 @@ def host_mounts(folder: Path) -> Iterator[tuple[Path, Path]]:
         yield lent, lent
 
 
-def check_clean(podman: Podman, image: str, base: str, folder: Path) -> None:
-    """Raises `Failed` if an image bears anything that the host lent to its build, or a token."""
+def check_clean(podman: Podman, image: str, base: str, folder: Path) -> str:
+    """Raises `Failed` if an image bears anything that the host lent to its build, or a secret. Returns its size."""
     look = "echo {0}; if [ -d {0} ]; then ls -A {0}; elif [ -e {0} ]; then cat {0}; fi | sha256sum\n"
     script = "".join(look.format(target) for _, target in host_mounts(folder))
     found, bare = (podman("run", "--rm", "--entrypoint", "sh", name, "-c", script) for name in (image, base))
@@ -82,6 +81,11 @@ def check_clean(podman: Podman, image: str, base: str, folder: Path) -> None:
     for word in ("EBBTIDE_TOKEN", "PIP_", "SSL_CERT", "_proxy"):
         if word in told and word not in before:
             raise Failed(f"{image} bears {word} in its settings or its history")
+    if secrets := podman("run", "--rm", "--entrypoint", "find", image, "/secrets", "-type", "f").strip():
+        raise Failed(f"{image} bears secrets: {secrets}")
+    sizes = (int(podman("image", "inspect", "--format", "{{.Size}}", name)) for name in (image, base))
+    whole, of_base = (size // _MIB for size in sizes)
+    return f"{whole:,} MiB, {of_base:,} of them the base"
 
 
 def _told(podman: Podman, image: str) -> str:

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -56,10 +56,11 @@ def compose_command() -> str | None:
 
 
 class Podman:
-    """`environment`: what docker-compose.yml is filled in with. All output of commands goes to the file `log` too."""
+    """`environment`: what docker-compose.yml of the folder `checkout` is filled in with. All output of commands goes to
+    the file `log` too."""
 
-    def __init__(self, root: Path, project: str, environment: Mapping[str, str], log: Path) -> None:
-        self.root, self.project, self._log = root, project, log
+    def __init__(self, root: Path, project: str, checkout: Path, environment: Mapping[str, str], log: Path) -> None:
+        self.root, self.project, self.checkout, self._log = root, project, checkout, log
         self._short = Path(tempfile.mkdtemp(prefix="ebb-", dir="/run"))
         (root / _KEPT).mkdir(parents=True, exist_ok=True)
         for name, text in (("containers.conf", _CONFIGURATION), ("storage.conf", _STORAGE)):
@@ -75,15 +76,27 @@ class Podman:
         """Fill docker-compose.yml in with more."""
         self._environment |= environment
 
-    def __call__(self, *arguments: str, timeout_s: float = 120.0, check: bool = True) -> str:
-        """What `podman ARGUMENTS` prints. Raises `Failed`."""
-        return self._run(["podman", *arguments], timeout_s, check=check)
+    def __call__(self, *arguments: str, timeout_s: float = 120.0, check: bool = True, both: bool = False) -> str:
+        """What `podman ARGUMENTS` prints, with `both` to its outputs. Raises `Failed`."""
+        return self._run(["podman", *arguments], timeout_s, check=check, both=both)
 
-    def compose(self, *arguments: str, timeout_s: float = 120.0, check: bool = True) -> str:
-        """What podman-compose prints, for the CPU profile. Raises `Failed`."""
+    def compose(
+        self, *arguments: str, profiles: Sequence[str] = (), timeout_s: float = 120.0, check: bool = True
+    ) -> str:
+        """What podman-compose prints, for the plain file and these profiles. Raises `Failed`."""
         found = compose_command() or "podman-compose"
-        head = [found, "--in-pod", "false", "--no-ansi", "--project-name", self.project, "--profile", "cpu"]
+        chosen = [word for name in profiles for word in ("--profile", name)]
+        head = [found, "--in-pod", "false", "--no-ansi", "--project-name", self.project, *chosen]
         return self._run([*head, *arguments], timeout_s, check=check)
+
+    def up(self, *services: str, profiles: Sequence[str] = ()) -> None:
+        """Start all, or these, at once: podman before 4.6 knows no order by health, and starts nothing again of whose
+        dependencies one has ended, as setup has. So all wait by themselves for what they need."""
+        self.compose("up", "--detach", "--no-build", "--no-deps", *services, profiles=profiles, timeout_s=300)
+
+    def logs(self, container: str, *options: str) -> str:
+        """What a container wrote, to both of its outputs."""
+        return self("logs", *options, container, check=False, both=True)
 
     def inspect(self, container: str) -> dict[str, Any]:
         found: list[dict[str, Any]] = json.loads(self("container", "inspect", container))
@@ -116,13 +129,19 @@ class Podman:
         if not keep:
             shutil.rmtree(self.root)
 
-    def _run(self, command: list[str], timeout_s: float, *, check: bool) -> str:
+    def _run(self, command: list[str], timeout_s: float, *, check: bool, both: bool = False) -> str:
         with self._log.open("a") as log:
             log.write(f"$ {' '.join(command)}\n")
             log.flush()
             try:
                 done = subprocess.run(
-                    command, env=self._environment, stdout=subprocess.PIPE, stderr=log, timeout=timeout_s, check=False
+                    command,
+                    cwd=self.checkout,
+                    env=self._environment,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT if both else log,
+                    timeout=timeout_s,
+                    check=False,
                 )
             except subprocess.TimeoutExpired:
                 raise Failed(f"{' '.join(command)} took more than {timeout_s:g} s; see {self._log}") from None

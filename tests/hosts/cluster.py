@@ -5,6 +5,7 @@
     trainer    the trainer and the episode driver
     a, b       a rollout-worker each, the one of b behind a long line that loses packets
     gateway    a gateway, which a test starts if it has clients for it
+    serving    an engine that serves users, its guard and a worker that borrows, which a test starts too
     user       who submits runs, by the SDK
 
 Invariant: every process is in `process`, or is Redis, or one that `ask` waits for; `close` ends them by their ids.
@@ -27,10 +28,10 @@ from tests.hosts.network import Network
 ROOT: Final = Path(__file__).parents[2]
 #: The flush window of all workers.
 FLUSH_TOKENS: Final = 8
-COORDINATOR_PORT, RELAY_PORT, GATEWAY_PORT = 7600, 7610, 7640
+COORDINATOR_PORT, RELAY_PORT, GATEWAY_PORT, GUARD_PORT, _ENGINE_PORT = 7600, 7610, 7640, 8100, 8000
 #: A worker that is silent for so long is lost. Long enough for a busy machine, and less than a cut.
 HEARTBEAT_TIMEOUT_S: Final = 6.0
-HOSTS: Final = ("control", "relay", "trainer", "a", "b", "gateway", "user")
+HOSTS: Final = ("control", "relay", "trainer", "a", "b", "gateway", "serving", "user")
 #: From one coast to the other, on a line that is none of the best.
 LATENCY_S, LOSS = 0.02, 0.005
 #: Of the relay's host.
@@ -98,7 +99,7 @@ class Cluster:
         await self.start("relay", "relay", "ebbtide.weight_relay", server_listen=self.relay, data_dir=data)
 
     async def trainer(self) -> None:
-        settings = {"holder": "trainer", "threads": 1, "device": "cpu", "keep_checkpoints": 99}
+        settings: dict[str, Any] = {"holder": "trainer", "threads": 1, "device": "cpu", "keep_checkpoints": 99}
         await self.start("trainer", "trainer", "ebbtide.trainer", **settings)
 
     async def driver(self) -> None:
@@ -106,21 +107,38 @@ class Cluster:
 
     async def serve_clients(self) -> None:
         """Start the gateway. Its clients see the certificate that it has for the coordinator."""
-        files = {f"door_tls_{name}": self.identities.folder / f"gateway.{end}" for name, end in _PAIR.items()}
+        folder = self.identities.folder
+        files: dict[str, Any] = {f"door_tls_{name}": folder / f"gateway.{end}" for name, end in _PAIR.items()}
         await self.start("gateway", "gateway", "ebbtide.gateway", listen=self.gateway, **files)
+
+    async def serve_users(self, **worker: Any) -> None:
+        """Start an engine that serves users, its guard, and a worker that borrows."""
+        await self.start("engine", "serving", "tests.hosts.engine", identity="", port=_ENGINE_PORT)
+        await self.guard()
+        await self.worker("serving", kind="borrowed", grant_dir=self.grants, **worker)
+
+    async def guard(self) -> None:
+        """It has no identity: it calls nobody, and only its host's users and workers call it."""
+        listen, upstream = f"127.0.0.1:{GUARD_PORT}", f"http://127.0.0.1:{_ENGINE_PORT}"
+        settings: dict[str, Any] = {"listen": listen, "upstream": upstream, "grant_dir": self.grants}
+        await self.start("guard", "serving", "ebbtide.serving_guard", identity="", **settings)
+
+    @property
+    def grants(self) -> Path:
+        return self.directory / "grants"
 
     async def worker(self, host: str, **settings: Any) -> None:
         # Without a mirror in shared memory, which hosts do not share.
         flags = {"worker_id": host, "counter_file": self.directory / f"{host}.ledger", "mirror_dir": ""}
         await self.start(host, host, "ebbtide.rollout_worker", **{**flags, **_WORKER, **settings})
 
-    async def start(self, name: str, host: str, module: str, **settings: Any) -> None:
-        """Start a program on a host and wait until it is ready."""
+    async def start(self, name: str, host: str, module: str, *, identity: str | None = None, **settings: Any) -> None:
+        """Start a program on a host and wait until it is ready. `identity`: other than its name; empty: none."""
         ready = self.directory / f"{name}.json"
         program = Program(
             name=name,
             command=self.network.on(host, sys.executable, "-m", module, *_flags({"ready_file": ready, **settings})),
-            environment=self.environment(name),
+            environment=self.environment(name if identity is None else identity),
             log=self.directory / f"{name}.log",
             ready_file=ready,
             boot_s=180.0,
@@ -130,7 +148,9 @@ class Cluster:
         await process.wait_ready()
 
     def environment(self, name: str) -> dict[str, str]:
-        """What a program is told by its environment: where the others are, and who it is."""
+        """What a program is told by its environment: where the others are, and who it is. One of no name: nothing."""
+        if not name:
+            return {**_INHERITED, "PYTHONPATH": str(ROOT)}
         paths = {"PYTHONPATH": str(ROOT), "EBBTIDE_COORDINATOR": self.coordinator, "EBBTIDE_RELAY": self.relay}
         paths["EBBTIDE_OUTPUT_ROOTS"] = str(self.directory)
         return {**_INHERITED, "OMP_WAIT_POLICY": "PASSIVE", **paths, **self.identities.environment(name)}
@@ -150,9 +170,10 @@ class Cluster:
             timeout=60,
         )
 
-    def ledger(self, hosts: str = "ab") -> list[AttemptRecord]:
-        """What the workers of these hosts generated, as they counted it themselves."""
-        return [record for host in hosts for record in read_ledger(self.directory / f"{host}.ledger")]
+    def ledger(self, *hosts: str) -> list[AttemptRecord]:
+        """What the workers of these hosts, or of all, generated, as they counted it themselves."""
+        there = [self.directory / f"{host}.ledger" for host in hosts or ("a", "b", "serving")]
+        return [record for path in there if path.exists() for record in read_ledger(path)]
 
     def logged(self, name: str, *words: str) -> list[dict[str, Any]]:
         """The entries whose event contains one of `words` in the log of `name`."""

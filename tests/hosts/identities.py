@@ -15,6 +15,7 @@ _ROLES: Final = {
     "driver": (Role.TRAINER, ""),
     "a": (Role.WORKER, ""),
     "b": (Role.WORKER, ""),
+    "serving": (Role.WORKER, ""),
     "gateway": (Role.GATEWAY, "gateway"),
     "user": (Role.USER, ""),
 }

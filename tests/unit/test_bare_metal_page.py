@@ -2,10 +2,11 @@
 
 import re
 
+from ebbtide.cli.credentials.host_papers import parse_hosts
 from tests.bare.admin import ROOT
 from tests.bare.page import ADMIN, PAGE, blocks
 
-HOSTS = {"control", "relay", "trainer", "gateway", "worker"}
+HOSTS = {"control", "relay", "trainer", "gateway", "worker", "serving"}
 
 
 def test_the_page_has_commands_for_every_host_and_for_who_installs() -> None:
@@ -22,7 +23,17 @@ def test_every_file_of_the_checkout_that_the_page_copies_is_there() -> None:
     assert all((ROOT / name).exists() for name in re.findall(r"\b(?:deploy|requirements)/[\w./-]+", text))
 
 
-def test_every_unit_is_installed_by_the_page_but_that_of_serving_hosts() -> None:
-    units = {path.name for path in (ROOT / "deploy" / "systemd").glob("*.service")}
-    missing = {name for name in units if f"/{name}" not in PAGE.read_text()}
-    assert missing == {"ebbtide-serving-guard.service"}
+def test_every_unit_is_installed_by_the_page() -> None:
+    units = {path.name for path in (ROOT / "deploy" / "systemd").glob("ebbtide-*.*") if path.is_file()}
+    assert not {name for name in units if f"/{name}" not in PAGE.read_text()}
+
+
+def test_the_page_has_at_most_a_thousand_words_beside_its_commands() -> None:
+    assert len(re.sub(r"```.*?```", "", PAGE.read_text(), flags=re.DOTALL).split()) <= 1000
+
+
+def test_every_host_of_the_page_gets_papers_and_keys() -> None:
+    text = PAGE.read_text()
+    (line,) = re.findall(r"^ebbtide certs hosts --dir \$KEYS (.+)$", text, re.MULTILINE)
+    assert set(parse_hosts(line.split())) == {*HOSTS, ADMIN}
+    assert f'HOSTS="{" ".join(parse_hosts(line.split())).removesuffix(f" {ADMIN}")}"' in text

@@ -1,8 +1,9 @@
-"""What docker-compose.yml promises: nothing off the loopback, no rights to spare, and settings that exist."""
+"""What docker-compose.yml promises: a whole cluster, nothing off the loopback, no rights to spare, real settings."""
 
+import os
 import re
-import shutil
 import subprocess
+import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import yaml
 
 from ebbtide.auth.role_tokens import public_keys, verify
 from ebbtide.auth.roles import Role
+from ebbtide.cli.__main__ import app
 from ebbtide.cli.commands.service_commands import SERVICES as COMMANDS
 from ebbtide.cli.credentials.signing_keys import issue
 from ebbtide.client.client import read_spec
@@ -21,6 +23,7 @@ from ebbtide.device_arbiter.settings import ArbiterSettings
 from ebbtide.driver.settings import DriverSettings
 from ebbtide.gateway.settings import GatewaySettings
 from ebbtide.rollout_worker.settings import WorkerSettings
+from ebbtide.serving_guard.settings import GuardSettings
 from ebbtide.settings import read
 from ebbtide.trainer.settings import TrainerSettings
 from ebbtide.types.fleet import WorkerKind
@@ -38,11 +41,33 @@ KINDS: dict[str, type[msgspec.Struct]] = {
     "ebbtide.weight_relay": RelaySettings,
     "ebbtide.gateway": GatewaySettings,
     "ebbtide.device_arbiter": ArbiterSettings,
+    "ebbtide.serving_guard": GuardSettings,
 }
 #: They find each other's processes, so they share process ids. The host's are there however often one is started again.
 LENDING = {"device-arbiter", "trainer-generate", "worker-generate"}
-#: How long Redis and a one-shot job may take is not ours to say.
-NOT_OURS = {"redis", "base-model"}
+COSERVING = {"serving-guard", "worker-borrowed"}
+#: They know their own host only, and ask for no token.
+LENDERS = {"device-arbiter", "serving-guard"}
+#: Services of nobody's settings: other people's programs, and commands.
+NOT_OURS = {"redis", "serving-engine", "setup", "cli", "traffic"}
+#: They end by themselves.
+COMMANDS_ALONE = {"setup", "cli"}
+#: What `docker compose up` starts, and what each profile adds.
+PLAIN = {"setup", "redis", "coordinator", "weight-relay", "gateway", "driver", "trainer", "worker-1", "worker-2"}
+ADDED = {
+    "cli": {"cli"},
+    "coserving": {"serving-engine", "traffic", *COSERVING},
+    "generate": LENDING,
+    "gpu": {"trainer-gpu", "worker-gpu"},
+}
+WORKERS = sorted(name for name in {*PLAIN, *set().union(*ADDED.values())} if name.startswith("worker-"))
+SECRETS = {
+    "token": "/secrets/cluster",
+    "store-password": "/secrets/store",
+    "token-keys": "/secrets/keys",
+    "public-keys": "/secrets/public",
+}
+DOCKERFILE = (ROOT / "deploy/docker/Dockerfile").read_text()
 
 
 def compose() -> dict[str, Any]:
@@ -60,6 +85,17 @@ OURS = sorted(set(SERVICES) - NOT_OURS)
 def seconds(text: str) -> float:
     """Of a duration such as 35s or 5m."""
     return float(text[:-1]) * {"s": 1, "m": 60}[text[-1]]
+
+
+def mounts(name: str) -> dict[str, tuple[str, bool]]:
+    """volume or path -> where a service has it, and whether it may write there."""
+    found = [volume.split(":") for volume in SERVICES[name].get("volumes", [])]
+    return {source: (target, mode != ["ro"]) for source, target, *mode in found}
+
+
+def needs(name: str) -> dict[str, str]:
+    """service -> what has to be true of it before this one is started."""
+    return {other: one["condition"] for other, one in SERVICES[name].get("depends_on", {}).items()}
 
 
 def module(name: str) -> str:
@@ -82,8 +118,8 @@ def test_a_port_is_published_on_the_loopback_alone(name: str) -> None:
 
 def test_the_store_is_reached_from_inside_alone_with_a_password_that_the_coordinator_has() -> None:
     assert "ports" not in SERVICES["redis"]
-    assert SERVICES["redis"]["secrets"] == ["store-password"]
-    assert loaded("coordinator").store_password_file == "/run/secrets/store-password"
+    assert "/secrets/store/password" in " ".join(SERVICES["redis"]["command"])
+    assert loaded("coordinator").store_password_file == "/secrets/store/password"
 
 
 @pytest.mark.parametrize("name", SERVICES)
@@ -94,10 +130,10 @@ def test_no_container_has_rights_to_spare(name: str) -> None:
     assert service["cap_drop"] == ["ALL"]
     assert service["security_opt"] == ["no-new-privileges:true"]
     assert not {"privileged", "cap_add", "network_mode", "ipc"} & set(service)
-    assert service.get("pid") == ("host" if name in LENDING else None)
+    assert service.get("pid") == ("host" if name in LENDING | COSERVING else None)
 
 
-@pytest.mark.parametrize("name", sorted(set(SERVICES) - {"base-model"}))
+@pytest.mark.parametrize("name", sorted(set(SERVICES) - COMMANDS_ALONE))
 def test_every_service_that_stays_has_a_health_check_and_is_started_again(name: str) -> None:
     check = SERVICES[name]["healthcheck"]
     assert check["test"][0] in {"CMD", "CMD-SHELL"}
@@ -117,44 +153,69 @@ def test_every_variable_is_a_setting_of_the_service(name: str) -> None:
     assert settings.log_level == "info"
 
 
-@pytest.mark.parametrize("name", sorted(set(OURS) - {"device-arbiter"}))
+@pytest.mark.parametrize("name", sorted(set(OURS) - LENDERS))
 def test_a_service_finds_the_token_and_the_others_by_their_names(name: str) -> None:
     settings = loaded(name)
     security = next(getattr(settings, field) for field in ("server", "client", "security") if hasattr(settings, field))
     assert security.token == ""
-    assert security.token_file == "/run/secrets/token"
-    further = {"coordinator": ["store-password"], "gateway": ["token-keys"]}
-    assert SERVICES[name]["secrets"] == ["token", *further.get(name, [])]
+    assert security.token_file == "/secrets/cluster/token"
+    assert mounts(name)["token"] == ("/secrets/cluster", False)
     for field in {"coordinator", "relay"} & set(settings.__struct_fields__):
         host, _, port = getattr(settings, field).rpartition(":")
         assert SERVICES[host]["ports"][0].endswith(f":{port}")
 
 
-def test_there_is_no_secret_in_the_file() -> None:
-    files = {"token": "token", "store-password": "store-password", "token-keys": "tokens.pub"}
-    assert FILE["secrets"] == {name: {"file": f"./runs/compose/{file}"} for name, file in files.items()}
+def test_secrets_are_made_by_setup_read_by_those_who_need_them_and_in_no_file() -> None:
+    readers = {secret: {name for name in SERVICES if secret in mounts(name)} for secret in SECRETS}
+    assert readers["store-password"] == {"setup", "redis", "coordinator"}
+    assert readers["token-keys"] == {"setup", "cli"}
+    assert readers["public-keys"] == {"setup", "gateway"}
+    assert not readers["token"] & {"redis", "serving-engine", "traffic", *LENDERS}
+    for secret, folder in SECRETS.items():
+        assert all(mounts(name)[secret] == (folder, name == "setup") for name in readers[secret])
+    assert "secrets" not in FILE
     assert "EBBTIDE_TOKEN:" not in (ROOT / "docker-compose.yml").read_text()
 
 
-@pytest.mark.parametrize("name", SERVICES)
-def test_nothing_relies_on_the_order_of_starts(name: str) -> None:
-    assert "depends_on" not in SERVICES[name]
+def test_what_begins_needs_nothing_but_what_is_ready() -> None:
+    for name, service in SERVICES.items():
+        for other, condition in needs(name).items():
+            wanted = "service_completed_successfully" if other == "setup" else "service_healthy"
+            assert condition == wanted, f"{name} behind {other}"
+            started_with = set(SERVICES[other].get("profiles", []))
+            assert started_with <= set(service.get("profiles", [])), f"the profile of {name} does not start {other}"
+    assert all(behind(name) for name in set(SERVICES) - {"setup"})
 
 
-def test_trainer_worker_and_arbiter_of_one_device_meet_in_one_folder_and_no_other_service_does() -> None:
-    folders = {loaded(name).grant_dir for name in LENDING}
+def behind(name: str, *seen: str) -> bool:
+    """Whether a service is started after setup. Fails for a circle."""
+    assert name not in seen, f"a circle: {seen}"
+    before = [behind(other, *seen, name) for other in needs(name)]  # all, for circles
+    return name == "setup" or any(before)
+
+
+@pytest.mark.parametrize(("volume", "group"), [("grants", LENDING), ("serving-grants", COSERVING)])
+def test_lender_and_borrower_of_one_device_meet_in_one_folder(volume: str, group: set[str]) -> None:
+    folders = {loaded(name).grant_dir for name in group}
     assert len(folders) == 1
-    mounted = {
-        name for name, service in SERVICES.items() if "grants:/var/lib/ebbtide/grants" in service.get("volumes", [])
-    }
-    assert mounted == LENDING
-    assert folders.pop().startswith("/var/lib/ebbtide/grants/"), "a folder below it can have the mode that it needs"
+    assert {name for name in SERVICES if volume in mounts(name)} - {"cli"} == group
+    assert folders.pop().startswith(f"/var/lib/ebbtide/{volume}/"), "a folder below it can have the mode that it needs"
+
+
+def test_who_lends_what() -> None:
     assert loaded("trainer-generate").generate
-    assert loaded("worker-generate").kind is WorkerKind.BORROWED
-    assert "secrets" not in SERVICES["device-arbiter"], "it asks for no token and needs none"
+    borrowers = {name for name in WORKERS if loaded(name).kind is WorkerKind.BORROWED}
+    assert borrowers == {"worker-borrowed", "worker-generate"}
+    assert loaded("serving-guard").upstream == "http://serving-engine:8000"
+    assert SERVICES["traffic"]["command"][3:5] == ["--url", "http://serving-guard:8100"], "not past the guard"
 
 
-@pytest.mark.parametrize("name", ["worker", "worker-generate", "worker-gpu"])
+def test_the_guards_screen_is_one_command() -> None:
+    assert SERVICES["cli"]["environment"]["EBBTIDE_GRANT_DIR"] == loaded("serving-guard").grant_dir
+    assert mounts("cli")["serving-grants"] == ("/var/lib/ebbtide/serving-grants", False)
+
+
+@pytest.mark.parametrize("name", WORKERS)
 def test_a_worker_has_time_to_hand_over_and_to_end_its_engine(name: str) -> None:
     assert seconds(SERVICES[name]["stop_grace_period"]) >= loaded(name).drain_timeout_s + 10
 
@@ -164,7 +225,7 @@ def test_a_service_that_stops_is_given_time(name: str) -> None:
     assert seconds(SERVICES[name]["stop_grace_period"]) >= 30
 
 
-@pytest.mark.parametrize("name", ["worker", "worker-gpu", "trainer", "trainer-gpu", "driver", *sorted(LENDING)])
+@pytest.mark.parametrize("name", [*WORKERS, "trainer", "trainer-gpu", "trainer-generate", "driver", "device-arbiter"])
 def test_what_a_health_check_looks_at_is_what_the_service_was_told_to_write(name: str) -> None:
     settings, (*_, script) = loaded(name), SERVICES[name]["healthcheck"]["test"]
     assert f"os.stat('{settings.ready_file}')" in script
@@ -185,29 +246,117 @@ def test_a_gateways_health_is_asked_where_it_listens_and_its_requests_may_finish
     assert seconds(service["stop_grace_period"]) >= settings.drain_s + 10
 
 
+def test_a_guards_health_is_asked_where_it_listens_and_its_requests_may_finish() -> None:
+    settings, service = loaded("serving-guard"), SERVICES["serving-guard"]
+    assert settings.listen == "0.0.0.0:8100"
+    assert "http://127.0.0.1:8100/ebbtide/health" in service["healthcheck"]["test"][-1]
+    assert seconds(service["stop_grace_period"]) >= settings.proxy.drain_s + 10
+
+
 def test_a_gateway_reads_models_where_the_trainer_may_take_them_from_and_writes_none() -> None:
     assert loaded("gateway").model_roots == loaded("trainer").model_roots
-    assert all(volume.endswith(":ro") for volume in SERVICES["gateway"]["volumes"])
+    assert not any(writes for _, writes in mounts("gateway").values())
 
 
 def test_a_gateway_alone_takes_tokens_that_agents_may_have() -> None:
-    assert loaded("gateway").door.token_keys == "/run/secrets/token-keys"
-    assert [name for name, service in SERVICES.items() if "token-keys" in service.get("secrets", [])] == ["gateway"]
+    assert loaded("gateway").door.token_keys == "/secrets/public/tokens.pub"
 
 
-@pytest.mark.skipif(not shutil.which("make") or not shutil.which("openssl"), reason="needs make and openssl")
-def test_what_make_prepares_for_the_containers_is_made_once_and_signs_tokens_of_agents(tmp_path: Path) -> None:
-    command = ["make", "--silent", "--directory", str(tmp_path), "--file", str(ROOT / "Makefile"), "compose-token"]
-    subprocess.run(command, check=True, capture_output=True)
-    made = tmp_path / "runs" / "compose"
-    files = {path.name: path.read_bytes() for path in made.iterdir()}
-    assert set(files) == {"token", "store-password", "tokens.key", "tokens.pub"}
-    assert [oct(path.stat().st_mode & 0o777) for path in (made, made / "tokens.key")] == ["0o700", "0o600"]
-    keys = public_keys((made / "tokens.pub").read_bytes(), field="keys")
-    claims = verify(issue(made, Role.AGENT, run_id="r", ttl_s=60, name="team"), keys)
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """In which `ebbtide-setup` has not run."""
+    for folder in SECRETS.values():
+        (tmp_path / folder[1:]).mkdir(parents=True)
+    return tmp_path
+
+
+def set_up(root: Path, **environment: str) -> "subprocess.CompletedProcess[str]":
+    """Run `ebbtide-setup` below a root, which stands for models that are there."""
+    script = (ROOT / "deploy/docker/ebbtide-setup").read_text()
+    for folder in ("/secrets/", "/models"):
+        script = script.replace(folder, f"{root}{folder}")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    models = {"EBBTIDE_MODEL": str(root), "EBBTIDE_SERVED_MODEL": str(root)}
+    environment = os.environ | {"PATH": path} | models | environment
+    return subprocess.run(["sh", "-c", script], env=environment, check=False, capture_output=True, text=True)
+
+
+@pytest.fixture
+def prepared(root: Path) -> Path:
+    """A root in which `ebbtide-setup` has run twice, with a model there already."""
+
+    def made() -> dict[Path, bytes]:
+        done = set_up(root)
+        assert done.returncode == 0, done.stderr
+        return {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+    assert made() == made(), "what is there stays"
+    return root
+
+
+def test_setup_makes_secrets_that_only_its_user_reads(prepared: Path) -> None:
+    files = {path for path in (prepared / "secrets").rglob("*") if path.is_file()}
+    names = {"cluster/token", "store/password", "keys/tokens.key", "keys/tokens.pub", "public/tokens.pub"}
+    assert {str(path.relative_to(prepared / "secrets")) for path in files} == names
+    secret = [path for path in files if path.name != "tokens.pub"]
+    assert all(path.stat().st_mode & 0o077 == 0 for path in secret)
+    assert all(len(path.read_text()) == 64 for path in secret if path.name != "tokens.key")
+    assert len({path.read_bytes() for path in secret}) == 3
+
+
+def test_agents_keys_of_setup_are_those_that_the_gateway_takes(prepared: Path) -> None:
+    keys = public_keys((prepared / "secrets/public/tokens.pub").read_bytes(), field="keys")
+    claims = verify(issue(prepared / "secrets/keys", Role.AGENT, run_id="r", ttl_s=60, name="team"), keys)
     assert (claims.role, claims.run_id) == (Role.AGENT, "r")
-    subprocess.run(command, check=True, capture_output=True)
-    assert {path.name: path.read_bytes() for path in made.iterdir()} == files
+
+
+@pytest.mark.parametrize("half", ["keys/tokens.pub", "keys/tokens.key", "store/password", "cluster/token.new"])
+def test_setup_goes_on_where_it_was_killed(root: Path, half: str) -> None:
+    """Between the two files of a pair, or within a file."""
+    if half == "keys/tokens.key":
+        assert set_up(root).returncode == 0
+        (root / "secrets/public/tokens.pub").unlink()
+    else:
+        (root / "secrets" / half).write_text("" if half == "store/password" else "half")
+    done = set_up(root)
+    assert done.returncode == 0, done.stderr
+    keys = public_keys((root / "secrets/public/tokens.pub").read_bytes(), field="keys")
+    assert verify(issue(root / "secrets/keys", Role.AGENT, run_id="r", ttl_s=60, name="team"), keys)
+    assert all(len((root / "secrets" / name).read_text()) == 64 for name in ("store/password", "cluster/token"))
+
+
+def test_setup_names_the_model_that_lacks_and_ends_as_no_start_again_would_mend_it(root: Path) -> None:
+    assert SERVICES["setup"]["restart"] == "no"
+    typo = set_up(root, EBBTIDE_MODEL=f"{root}/models/bass-model")
+    assert typo.returncode == 1
+    assert "EBBTIDE_MODEL names" in typo.stderr
+    assert not (root / "models").exists(), "nothing is made under a name that somebody chose"
+    other = set_up(root, EBBTIDE_SERVED_MODEL=f"{root}/models/mine")
+    assert (other.returncode, "EBBTIDE_SERVED_MODEL names" in other.stderr) == (1, True)
+    unwritable = set_up(root, EBBTIDE_MODEL=f"{root}/models/base-model")
+    assert unwritable.returncode == 1
+    assert "may not write there" in unwritable.stderr
+    assert not (root / "secrets/cluster/token").exists(), "nothing else starts"
+
+
+def test_setup_makes_the_token_last_which_all_others_wait_for() -> None:
+    lines = [line for line in (ROOT / "deploy/docker/ebbtide-setup").read_text().splitlines() if line]
+    assert lines[-2:] == ["secret /secrets/cluster/token", 'echo "setup is done"']
+
+
+def test_a_container_waits_for_its_file_and_becomes_its_program(tmp_path: Path) -> None:
+    (file := tmp_path / "token").write_text("x")
+    environment = {"PATH": os.environ["PATH"], "EBBTIDE_TOKEN_FILE": str(tmp_path / "none"), "START_AFTER": str(file)}
+    script = str(ROOT / "deploy/docker/ebbtide-start")
+    done = subprocess.run([script, "sh", "-c", "exit 7"], env=environment, capture_output=True, check=False, timeout=20)
+    assert done.returncode == 7
+    del environment["START_AFTER"]
+    with subprocess.Popen([script, "true"], env=environment, stdout=subprocess.PIPE) as waiting:
+        assert waiting.stdout is not None
+        assert b"which the container setup makes" in waiting.stdout.readline()
+        assert waiting.poll() is None
+        waiting.terminate()
+        assert waiting.wait(timeout=20) == 0
 
 
 def test_the_store_writes_before_it_answers() -> None:
@@ -217,44 +366,72 @@ def test_the_store_writes_before_it_answers() -> None:
     assert "--maxmemory-policy noeviction" in command
 
 
-@pytest.mark.parametrize(
-    ("profile", "wanted"),
-    [("cpu", {"worker", "trainer"}), ("generate", LENDING), ("gpu", {"worker-gpu", "trainer-gpu"})],
-)
-def test_a_profile_is_a_whole_cluster(profile: str, wanted: set[str]) -> None:
-    services = {name for name, service in SERVICES.items() if profile in service.get("profiles", [profile])}
-    assert services == wanted | {"redis", "coordinator", "weight-relay", "gateway", "driver", "base-model"}
+def test_up_alone_is_a_whole_cluster_and_profiles_add_to_it() -> None:
+    assert {name for name, service in SERVICES.items() if "profiles" not in service} == PLAIN
+    for profile, wanted in ADDED.items():
+        assert {name for name, service in SERVICES.items() if profile in service.get("profiles", [])} == wanted
 
 
-def test_gpus_are_reserved_by_the_gpu_profile_alone() -> None:
-    assert {name for name, service in SERVICES.items() if "deploy" in service} == {"worker-gpu", "trainer-gpu"}
-    assert {name for name, service in SERVICES.items() if service.get("shm_size")} == {
-        "worker",
-        "worker-generate",
-        "worker-gpu",
-    }
+def test_the_page_takes_down_what_any_profile_has_started_and_lists_every_variable() -> None:
+    page = (ROOT / "docs/compose.md").read_text()
+    commands = [line.partition("#")[0] for line in page.splitlines() if line.startswith("docker compose --profile")]
+    downs = [line for line in commands if " down" in line]
+    assert [set(re.findall(r"--profile (\w+)", line)) for line in downs] == [set(ADDED), set(ADDED)]
+    assert [line.split("down")[1].strip() for line in downs] == ["", "--volumes"]
+    rows = "\n".join(line for line in page.splitlines() if line.startswith("| `"))
+    listed = set(re.findall(r"`([A-Z_]+)`", rows))
+    assert set(re.findall(r"\$\{([A-Z_]+):-", (ROOT / "docker-compose.yml").read_text())) <= listed
 
 
-def test_every_volume_is_named_and_every_image_is_a_target_of_the_dockerfile() -> None:
-    named = {str(volume).split(":")[0] for service in SERVICES.values() for volume in service.get("volumes", [])}
-    assert {volume for volume in named if not volume.startswith(".")} == set(FILE["volumes"])
-    targets = set(re.findall(r"^FROM \S+ AS (\S+)$", (ROOT / "deploy/docker/Dockerfile").read_text(), re.MULTILINE))
-    assert {service["build"]["target"] for service in SERVICES.values() if "build" in service} <= targets
+def test_gpus_are_reserved_by_the_gpu_profile_alone_each_by_its_id() -> None:
+    assert {name for name, service in SERVICES.items() if "deploy" in service} == ADDED["gpu"]
+    reserved = [SERVICES[name]["deploy"]["resources"]["reservations"]["devices"] for name in sorted(ADDED["gpu"])]
+    assert [device["device_ids"] for (device,) in reserved] == [["0"], ["1"]]
+    assert {name for name, service in SERVICES.items() if service.get("shm_size")} == {*WORKERS, "serving-engine"}
 
 
-@pytest.mark.parametrize("profile", ["cpu", "generate", "gpu"])
-def test_every_image_of_a_profile_is_built_by_one_of_its_services(profile: str) -> None:
-    services = [service for service in SERVICES.values() if profile in service.get("profiles", [profile])]
-    built = [service["image"] for service in services if "build" in service]
-    assert sorted(built) == sorted({service["image"] for service in services})
+def test_every_volume_is_named_and_made_for_the_containers_user() -> None:
+    named = {source: target for name in SERVICES for source, (target, _) in mounts(name).items() if source[0] != "."}
+    assert set(named) == set(FILE["volumes"])
+    made = "WORKDIR /var/lib/ebbtide\\nRUN mkdir -p (.+?)&& chown -R 10001:10001 /var/lib/ebbtide /models /secrets$"
+    by_image = re.findall(made, DOCKERFILE, re.MULTILINE | re.DOTALL)
+    assert len(by_image) == 2, "whichever image is started first, its folders give a volume its owner"
+    for words in by_image:
+        folders = {str(Path("/var/lib/ebbtide") / folder) for folder in words.replace("\\", "").split()}
+        assert set(named.values()) <= folders
+
+
+def test_an_image_is_built_by_whichever_of_its_services_is_started() -> None:
+    built = {name: service["build"]["target"] for name, service in SERVICES.items() if "build" in service}
+    assert built == {"setup": "cluster", "trainer-gpu": "gpu", "worker-gpu": "gpu"}
+    assert set(built.values()) <= set(re.findall(r"^FROM \S+ AS (\S+)$", DOCKERFILE, re.MULTILINE))
+    images = {name: service["image"] for name, service in SERVICES.items()}
+    assert {name for name, image in images.items() if image == "ebbtide-gpu"} == ADDED["gpu"]
+    assert set(images.values()) == {"ebbtide", "ebbtide-gpu"}
+
+
+def test_what_an_image_starts_is_in_the_context_of_its_build() -> None:
+    for line in re.findall(r"^COPY (?!--from)(.+)$", DOCKERFILE, re.MULTILINE):
+        *sources, target = [word for word in line.split() if not word.startswith("--")]
+        assert all((ROOT / source).exists() for source in sources)
+        if target.startswith("/usr/local/"):  # what user 10001 reads, whatever the cloner's umask
+            assert line.startswith("--chmod=0755 " if target.endswith("/bin/") else "--chmod=0644 ")
+    ignored = (ROOT / ".dockerignore").read_text()
+    assert {"!deploy/docker/ebbtide-*", "!examples/compose.toml"} <= set(ignored.splitlines())
+    assert "COPY --chmod=0644 examples/compose.toml /usr/local/share/ebbtide-compose.toml" in DOCKERFILE
+    assert "--spec /usr/local/share/ebbtide-compose.toml" in (ROOT / "deploy/docker/ebbtide-setup").read_text()
+    assert all(os.access(path, os.X_OK) for path in (ROOT / "deploy/docker").glob("ebbtide-*"))
 
 
 def test_every_module_that_is_started_is_there() -> None:
     for name in OURS:
         assert import_module(f"{module(name)}.__main__")
+    assert import_module(module("traffic"))
+    assert app.info.name == SERVICES["cli"]["entrypoint"][0]
 
 
 def test_the_example_begins_with_the_model_that_is_made() -> None:
     spec = check_spec(read_spec(ROOT / "examples/compose.toml"))
-    assert spec.model == SERVICES["worker"]["environment"]["EBBTIDE_ROLLOUT_WORKER_MODEL"]
-    assert spec.model == SERVICES["base-model"]["environment"]["EBBTIDE_MODEL"]
+    assert {loaded(name).model for name in WORKERS} == {spec.model}
+    assert spec.model == SERVICES["setup"]["environment"]["EBBTIDE_MODEL"]
+    assert SERVICES["serving-engine"]["command"][2] == SERVICES["setup"]["environment"]["EBBTIDE_SERVED_MODEL"]

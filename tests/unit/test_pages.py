@@ -4,7 +4,17 @@ import re
 from pathlib import Path
 from typing import Final
 
+import msgspec
 import pytest
+
+from ebbtide.coordinator.settings import CoordinatorSettings
+from ebbtide.driver.settings import DriverSettings
+from ebbtide.gateway.settings import GatewaySettings
+from ebbtide.rollout_worker.settings import WorkerSettings
+from ebbtide.serving_guard.settings import GuardSettings
+from ebbtide.settings import read
+from ebbtide.trainer.settings import TrainerSettings
+from ebbtide.weight_relay.settings import RelaySettings
 
 ROOT: Final = Path(__file__).parents[2]
 PAGES: Final = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -13,6 +23,15 @@ _LINK: Final = re.compile(r"\]\(([^)\s]+)\)")
 _FILE: Final = re.compile(r"[\w/]+\.(?:py|lua|proto)\b")
 _MODULE: Final = re.compile(r"[a-z]+(?:_[a-z]+)+")
 _HEADING: Final = re.compile(r"^#+ (.+)$", re.MULTILINE)
+SERVICES: Final[dict[str, type[msgspec.Struct]]] = {
+    "coordinator": CoordinatorSettings,
+    "weight-relay": RelaySettings,
+    "gateway": GatewaySettings,
+    "trainer": TrainerSettings,
+    "driver": DriverSettings,
+    "rollout-worker": WorkerSettings,
+    "serving-guard": GuardSettings,
+}
 
 
 def anchors(page: Path) -> set[str]:
@@ -38,6 +57,18 @@ def test_every_file_that_a_page_about_the_code_names_is_there(page: str) -> None
     there = {path.as_posix() for top in tops for path in (ROOT / top).rglob("*.*")}
     for name in _FILE.findall((ROOT / page).read_text()):
         assert any(path.endswith(f"/{name}") for path in there), f"{page} names {name}, and there is no such file"
+
+
+@pytest.mark.parametrize("kind", SERVICES)
+def test_the_table_of_services_names_settings_that_they_have(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = re.findall(rf"^\| `{kind}` \|.*$", (ROOT / "docs/operations.md").read_text(), re.MULTILINE)
+    assert len(rows) == 1
+    with pytest.raises(SystemExit):
+        read(SERVICES[kind], prog=kind, argv=["--help"], environ={})
+    known = set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
+    named = set(re.findall(r"`(--[a-z-]+)`", rows[0]))
+    assert named
+    assert not named - known
 
 
 def test_every_module_on_the_map_is_there() -> None:

@@ -1,6 +1,5 @@
 """The units of `deploy/systemd`: they name real settings, run as nobody special, and wait for a drain to end."""
 
-import re
 import shlex
 import shutil
 import subprocess
@@ -13,6 +12,7 @@ from typing import Any, Final
 import pytest
 
 from ebbtide import settings
+from ebbtide.cli.credentials.host_papers import FILES
 from ebbtide.rollout_worker.settings import WorkerSettings
 
 UNITS: Final = Path(__file__).parents[2] / "deploy" / "systemd"
@@ -138,13 +138,13 @@ def test_an_example_names_settings_that_exist_and_are_valid(example: Path) -> No
         settings.read(kind(reader), prog=f"ebbtide {reader}", argv=[], environ=of_unit(reader) | given)
 
 
-def test_every_program_that_is_told_of_a_coordinator_is_given_a_token_that_the_page_issues() -> None:
-    page = (UNITS.parents[1] / "docs" / "bare-metal.md").read_text()
+def test_every_program_that_is_told_of_a_coordinator_is_given_papers_by_the_names_that_hosts_get() -> None:
     for name in PROGRAMS.keys() - LENDERS:
         if "EBBTIDE_COORDINATOR" in variables(name):
-            token = Path(assignments((UNITS / f"{name}.env.example").read_text())["EBBTIDE_TOKEN_FILE"])
-            assert f"--out $KEYS/{token.name}" in page
-            assert re.search(rf"scp \$KEYS/{token.stem}\.{{pem,key,token}}", page)
+            given = assignments((UNITS / f"{name}.env.example").read_text())
+            papers = [Path(given[f"EBBTIDE_{kind}"]) for kind in ("TOKEN_FILE", "TLS_CERT", "TLS_KEY")]
+            assert [path.suffix for path in papers] == [".token", ".pem", ".key"]
+            assert {path.stem for path in papers} <= set(FILES.values())
 
 
 @each_service

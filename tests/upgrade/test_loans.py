@@ -1,4 +1,5 @@
-"""A trainer's device changes hands between programs of this commit and of the one before, in both directions."""
+"""Devices change hands between programs of this commit and of the one before, in both directions: a trainer's by an
+arbiter, and a served engine's by a guard."""
 
 import os
 from collections.abc import Iterator
@@ -10,6 +11,8 @@ import pytest
 from ebbtide.testing import wait_until
 from tests.integration.device_arbiter.arbiters import ArbiterProcess, arbiter_process, owner_process
 from tests.integration.serving_guard.borrower import Borrowing
+from tests.integration.serving_guard.engine import ServingEngine, ask
+from tests.integration.serving_guard.guards import guard_process
 from tests.upgrade.previous import Previous
 
 PROGRAMS = ("arbiter", "trainer", "worker")
@@ -58,6 +61,23 @@ async def test_a_device_is_lent_and_taken_back_whichever_of_the_three_is_older(
     with owner_process(grant_dir, lease=2, environment=environment["trainer"]):
         assert await has_state(arbiter, "held")
         assert (await arbiter.status()).lease == 2
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("older_worker", [False, True])
+async def test_a_served_engines_guard_is_upgraded_and_rolled_back_beside_a_worker(
+    previous: Previous, grant_dir: Path, older_worker: bool
+) -> None:
+    new = dict(os.environ)
+    old = {**new, **previous.environment}
+    async with ServingEngine() as engine:
+        with Borrowing(grant_dir, environment=old if older_worker else new) as worker:
+            for environment in (old, new, old):
+                with guard_process(grant_dir, engine.url, environment) as guard:
+                    await guard.ready()
+                    await steps_on(worker)
+                    assert b"[DONE]" in await ask(guard.url)
+                await wait_until(lambda: not worker.page.budget().tokens, 20, what="the grant ends with its guard")
 
 
 async def has_state(arbiter: ArbiterProcess, state: str) -> bool:

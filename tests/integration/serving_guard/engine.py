@@ -16,7 +16,7 @@ class ServingEngine:
         self.go = asyncio.Event()  # no answer begins while it is not set
         self.go.set()
         self.metrics: str | None = metrics_text(0, 0)
-        self.asked = 0
+        self.asked = self._port = 0
         self._server: asyncio.Server | None = None
 
     @property
@@ -24,8 +24,13 @@ class ServingEngine:
         assert self._server is not None
         return f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
+    def at(self, port: int) -> Self:
+        """Listen on this port instead of any free one."""
+        self._port = port
+        return self
+
     async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self._port)
         return self
 
     async def __aexit__(

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ebbtide.grants import socket_path
@@ -21,7 +21,9 @@ from ebbtide.wire.record_conversion import from_proto
 class GuardProcess:
     """A guard's process. `url` is for users' requests, once `ready`."""
 
-    def __init__(self, folder: Path, upstream: str, **settings: object) -> None:
+    def __init__(
+        self, folder: Path, upstream: str, environment: Mapping[str, str] | None = None, **settings: object
+    ) -> None:
         self.folder = folder
         self._ready = folder.parent / f"{folder.name}-guard.json"
         self._ready.unlink(missing_ok=True)
@@ -34,7 +36,7 @@ class GuardProcess:
             **settings,
         }
         flags = [text for name, value in given.items() for text in (f"--{name.replace('_', '-')}", str(value))]
-        self.process = subprocess.Popen([sys.executable, "-m", "ebbtide.serving_guard", *flags])
+        self.process = subprocess.Popen([sys.executable, "-m", "ebbtide.serving_guard", *flags], env=environment)
         self.url = ""
 
     async def ready(self) -> None:
@@ -54,8 +56,10 @@ class GuardProcess:
 
 
 @contextlib.contextmanager
-def guard_process(folder: Path, upstream: str, **settings: object) -> Iterator[GuardProcess]:
-    guard = GuardProcess(folder, upstream, **settings)
+def guard_process(
+    folder: Path, upstream: str, environment: Mapping[str, str] | None = None, **settings: object
+) -> Iterator[GuardProcess]:
+    guard = GuardProcess(folder, upstream, environment, **settings)
     try:
         yield guard
     finally:

@@ -22,22 +22,22 @@ PASSWORD = "pass/word@with:signs%"
 def socket(tmp_path: Path) -> Iterator[Path]:
     """Of the compose file's Redis, with the container's paths in `tmp_path`, and no port."""
     (script,) = SERVICE["command"]
-    for path in ("/tmp/redis.conf", "/var/lib/ebbtide/redis", "/run/secrets/store-password"):  # noqa: S108 - replaced
+    for path in ("/tmp/redis.conf", "/var/lib/ebbtide/redis", "/secrets/store/password"):  # noqa: S108 - replaced
         assert path in script
         script = script.replace(path, str(tmp_path / Path(path).name))
     (tmp_path / "redis").mkdir()
-    (tmp_path / "store-password").write_text(PASSWORD + "\n")
+    (tmp_path / "password").write_text(PASSWORD + "\n")
     socket = tmp_path / "redis.sock"
     script = script.replace("$$", "$").rstrip() + f" --port 0 --unixsocket {socket}"
-    environment = {**os.environ, "PATH": f"{redis_binary().parent}:{os.environ['PATH']}"}
-    with subprocess.Popen([*SERVICE["entrypoint"], script], env=environment, stdout=subprocess.DEVNULL) as server:
+    script = script.replace("/usr/bin/redis-server", str(redis_binary()))
+    with subprocess.Popen([*SERVICE["entrypoint"], script], stdout=subprocess.DEVNULL) as server:
         yield socket
         server.terminate()
 
 
 async def test_it_is_reached_with_the_password_of_the_file_alone(socket: Path, tmp_path: Path) -> None:
     url = f"unix://{socket}"
-    settings = CoordinatorSettings(store_url=url, store_password_file=str(tmp_path / "store-password"))
+    settings = CoordinatorSettings(store_url=url, store_password_file=str(tmp_path / "password"))
     link = StoreConnection(dialled_url(settings), patience_s=10.0)
     await link.open()
     assert PASSWORD not in link.where

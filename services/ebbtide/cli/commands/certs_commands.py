@@ -50,6 +50,25 @@ def issue(
 
 
 @certs.command()
+def hosts(
+    folder: Folder,
+    host: Annotated[
+        list[str], typer.Argument(metavar="HOST=ROLE[,ROLE...]...", help="Hosts, and the roles of their programs.")
+    ],
+) -> None:
+    """Make certificates and tokens for all programs of a cluster, and a folder for each host.
+
+    What is there already stays: name further hosts later. Certificates and tokens are valid for 90 days, an operator's
+    token for 12 hours. Run it again, and what has less than a third of its time left is made anew. DIR/hosts/HOST goes
+    to the host's /etc/ebbtide/tls. Remove a token's file, and it is issued again.
+    """
+    from ebbtide.cli.credentials import host_papers
+
+    for path in host_papers.lay_out(folder, host_papers.parse_hosts(host)):
+        typer.echo(path)
+
+
+@certs.command()
 def renew(
     folder: Folder,
     name: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="Names. None: see --within.")] = None,

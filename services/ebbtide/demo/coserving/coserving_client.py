@@ -78,7 +78,7 @@ async def replay(
     random, stop = Random(seed), stop or asyncio.Event()
     bodies = [body(model, request, random) for request in plan.requests]
     starts = plan.starts or time.monotonic() + _MOMENT_S
-    async with _session() as session:
+    async with open_session() as session:
 
         async def one(request: TrafficRequest, content: bytes) -> ServedAnswer | None:
             due = starts + request.at
@@ -105,7 +105,7 @@ async def answer(
 
 
 @asynccontextmanager
-async def _session() -> AsyncIterator[aiohttp.ClientSession]:
+async def open_session() -> AsyncIterator[aiohttp.ClientSession]:
     connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=_PATIENCE_S)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
         yield session
