@@ -30,7 +30,6 @@ _TOKEN_S: Final = 86400.0
 _COORDINATORS: Final = ("coordinator", "standby")
 #: A third of the default: the load itself takes most of two cores.
 _FLUSHES_PER_S: Final = 350.0
-_WORKERS_NICE: Final = -10
 #: How often the store is asked whose term it is: a lease lasts for two seconds.
 _LOOK_S: Final = 0.1
 #: What a coordinator warns of when the fleet's lease was over before it was renewed.
@@ -61,10 +60,7 @@ class Town(House):
             await self._begin(name, standby=name != self.leader)
         self.address = ",".join(self._addresses.values())
         for number in range(self._count):
-            self.fleets.append(process := await self._fleet_of("benchmarks.scale.fleet", f"p{number}"))
-            # It stands for hundreds of machines with cores of their own, so it comes before the coordinator.
-            with suppress(PermissionError):
-                os.setpriority(os.PRIO_PROCESS, process.pid, _WORKERS_NICE)
+            self.fleets.append(await self._fleet_of("benchmarks.scale.fleet", f"p{number}"))
 
     async def _begin(self, name: str, *, standby: bool) -> None:
         self._addresses[name], self._pids[name] = await self._coordinator(
