@@ -1,7 +1,6 @@
 """What is over in a coordinator is freed without a full garbage collection, which there never is while it runs."""
 
 import asyncio
-import gc
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +9,7 @@ import pytest
 
 from ebbtide.testing import wait_until
 from ebbtide.v1 import runs_pb2, types_pb2
+from tests.fakes import cycles as fakes
 
 STOP = types_pb2.FINISH_REASON_STOP
 #: The product's code that runs in a coordinator.
@@ -18,31 +18,13 @@ OURS = ("ebbtide.coordinator", "ebbtide.scheduling", "ebbtide.store", "ebbtide.t
 
 @pytest.fixture(autouse=True)
 def no_collector() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    yield
-    gc.set_debug(0)
-    gc.garbage.clear()
-    gc.enable()
-    gc.collect()
+    with fakes.no_collector():
+        yield
 
 
 def cycles() -> Counter[str]:
-    """What of the coordinator nothing refers to, except itself: by type, or by the function of a frame."""
-    gc.set_debug(gc.DEBUG_SAVEALL)
-    gc.collect()
-    gc.set_debug(0)
-    found = Counter[str]()
-    for one in gc.garbage:
-        name = f"{type(one).__module__}.{type(one).__qualname__}"
-        code = getattr(one, "cr_code", None) or getattr(one, "f_code", None) or getattr(one, "ag_code", None)
-        if code is not None and "services/ebbtide/coordinator" in code.co_filename:
-            found[f"frame of {code.co_qualname}"] += 1
-        elif name.startswith(OURS):
-            found[name] += 1
-    gc.garbage.clear()
-    gc.collect()
-    return found
+    """What of the coordinator nothing refers to, except itself."""
+    return fakes.cycles(OURS, "services/ebbtide/coordinator")
 
 
 async def finish(worker: Any, *rollout_ids: str) -> None:

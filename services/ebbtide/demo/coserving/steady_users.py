@@ -48,6 +48,7 @@ class UsersAccount(Struct, frozen=True, kw_only=True):
 
     sent: int = 0
     ended: int = 0  # with a whole answer
+    skipped: int = 0  # requests that were due while as many as may be were open, and were not sent
     again: int = 0  # times that a request was sent again, because no whole answer came
     ttft_p50_ms: float = 0.0
     ttft_p99_ms: float = 0.0
@@ -60,7 +61,7 @@ class SteadyUsers:
 
     def __init__(self, url: str, model: str, *, seed: int = 0, bursts: TrafficBursts | None = None) -> None:
         self._url, self._model, self._seed, self._bursts = url, model, seed, bursts or TrafficBursts()
-        self._sent = self._ended = self._again = 0
+        self._sent = self._ended = self._skipped = self._again = 0
         self._newest: deque[ServedAnswer] = deque(maxlen=_REMEMBERED)
 
     def account(self) -> UsersAccount:
@@ -68,6 +69,7 @@ class SteadyUsers:
         return UsersAccount(
             sent=self._sent,
             ended=self._ended,
+            skipped=self._skipped,
             again=self._again,
             ttft_p50_ms=1e3 * percentile(ttft, 0.5),
             ttft_p99_ms=1e3 * percentile(ttft),
@@ -94,6 +96,8 @@ class SteadyUsers:
             if self._sent - self._ended < MOST_OPEN:
                 self._sent += 1
                 open_requests.create_task(self._serve(users, request, body(self._model, request, random), due))
+            else:
+                self._skipped += 1
 
     def _without_end(self) -> Iterator[TrafficRequest]:
         for lap in count():

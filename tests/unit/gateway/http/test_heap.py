@@ -16,6 +16,7 @@ from ebbtide.gateway.settings import GatewaySettings
 from ebbtide.runtime import Shutdown
 from ebbtide.testing import wait_until
 from ebbtide.types.rollout import FinishReason
+from tests.fakes import cycles as fakes
 from tests.fakes.asgi_call import AsgiCall
 from tests.fakes.scripted_rollouts import ScriptedSource
 from tests.unit.gateway.http.conftest import HEADERS
@@ -38,30 +39,13 @@ def collector() -> Iterator[None]:
 
 @pytest.fixture
 def no_collector() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    yield
-    gc.set_debug(0)
-    gc.garbage.clear()
-    gc.enable()
-    gc.collect()
+    with fakes.no_collector():
+        yield
 
 
 def cycles() -> Counter[str]:
-    """What of the gateway nothing refers to, except itself: by type, or by the function of a frame."""
-    gc.set_debug(gc.DEBUG_SAVEALL)
-    gc.collect()
-    gc.set_debug(0)
-    found = Counter[str]()
-    for one in gc.garbage:
-        code = getattr(one, "cr_code", None) or getattr(one, "f_code", None) or getattr(one, "ag_code", None)
-        if code is not None and "services/ebbtide/gateway" in code.co_filename:
-            found[f"frame of {code.co_qualname}"] += 1
-        elif type(one).__module__.startswith("ebbtide."):
-            found[f"{type(one).__module__}.{type(one).__qualname__}"] += 1
-    gc.garbage.clear()
-    gc.collect()
-    return found
+    """What of the gateway nothing refers to, except itself."""
+    return fakes.cycles(("ebbtide.",), "services/ebbtide/gateway")
 
 
 async def finish(app: Starlette, _: ScriptedSource, **more: Any) -> None:

@@ -111,7 +111,7 @@ class MessageAnswer:
 
     def _reason(self) -> str:
         if self._finish is not None and self._finish.reason == "length":
-            return "max_tokens"  # by the context, too: clients take the reason that is for it alone for none
+            return "max_tokens"  # also where the context cut it: clients do not know the reason for that alone
         if self._stop_sequence() is not None:
             return "stop_sequence"
         return "tool_use" if self._called else "end_turn"
