@@ -281,6 +281,26 @@ def test_a_sample_that_outgrew_its_forecast_has_its_turn_while_others_end_all_th
     assert forecasts.unstarted(group).expected > 1.5 * before
 
 
+def test_a_sample_that_outgrew_its_forecast_has_its_turn_where_one_group_takes_all_of_a_renewal() -> None:
+    forecasts, now = taught()
+    large = range(9_000, 9_020)
+    for place in large:
+        submit(forecasts, place, 64)
+        for number, sample in enumerate(begin(forecasts, place, range(64))):
+            sample.made = round(20 * 1.1**number)  # each needs an outlook of its own
+    group = submit(forecasts, 9_500, 64)
+    grown = begin(forecasts, 9_500, range(64))[0]
+    assert group is not None
+    before = forecasts.unstarted(group).expected
+    grown.made = 9_000
+    for number in range(8):
+        for place in large:
+            forecasts.finish(name_of(place, number), place, 600, whole=True)
+        for _ in range(30):  # fewer than all of these take
+            forecasts.renew(now := now + 0.05)
+    assert forecasts.unstarted(group).expected > 1.5 * before
+
+
 def test_while_a_lesson_is_made_elsewhere_forecasts_go_on_and_follow_it_once_it_is_there() -> None:
     asked = list[tuple[Callable[[], LengthLesson], Future[LengthLesson]]]()
 

@@ -79,6 +79,7 @@ class RunForecasts:
         self._watched: Iterator[int] = iter(())
         self._renewed = -1.0
         self._room = 0  # what a renewal may still make; below 0 after one group that took more
+        self._grown_first = False  # in the next renewal
         self._idle = False  # nobody reads forecasts now: none is made
         self._ended, self._next_lesson = 0, _FIRST_LESSON
         self._alike: dict[tuple[float, ...], _Foreseen] = {}  # of untouched groups, by kind
@@ -196,9 +197,13 @@ class RunForecasts:
 
     def _due(self) -> Iterator[KnownGroup]:
         """Groups whose forecasts are to be made anew: those of which something was heard and those that have made much
-        have turns, so that in a large run the former do not keep the latter waiting.
+        have turns, and so do renewals, of which one large group may take all. So in a large run the former do not keep
+        the latter waiting.
         """
         sources = [self._heard(), self._grown()]
+        if self._grown_first:
+            sources.reverse()
+        self._grown_first = not self._grown_first
         while sources:
             for source in list(sources):
                 if (group := next(source, None)) is None:
