@@ -43,21 +43,23 @@ KINDS: dict[str, type[msgspec.Struct]] = {
     "ebbtide.device_arbiter": ArbiterSettings,
     "ebbtide.serving_guard": GuardSettings,
 }
-#: They find each other's processes, so they share process ids. The host's are there however often one is started again.
+#: They find each other's processes, so they share process ids.
 LENDING = {"device-arbiter", "trainer-generate", "worker-generate"}
 COSERVING = {"serving-guard", "worker-borrowed"}
 #: They know their own host only, and ask for no token.
 LENDERS = {"device-arbiter", "serving-guard"}
+#: service whose process ids are shared -> by whom
+PIDS = {"serving-pids": COSERVING, "device-pids": LENDING}
 #: Services of nobody's settings: other people's programs, and commands.
-NOT_OURS = {"redis", "serving-engine", "setup", "cli", "traffic"}
+NOT_OURS = {"redis", "serving-engine", "setup", "cli", "traffic", *PIDS}
 #: They end by themselves.
 COMMANDS_ALONE = {"setup", "cli"}
 #: What `docker compose up` starts, and what each profile adds.
 PLAIN = {"setup", "redis", "coordinator", "weight-relay", "gateway", "driver", "trainer", "worker-1", "worker-2"}
 ADDED = {
     "cli": {"cli"},
-    "coserving": {"serving-engine", "traffic", *COSERVING},
-    "generate": LENDING,
+    "coserving": {"serving-engine", "serving-pids", "traffic", *COSERVING},
+    "generate": {"device-pids", *LENDING},
     "gpu": {"trainer-gpu", "worker-gpu"},
 }
 WORKERS = sorted(name for name in {*PLAIN, *set().union(*ADDED.values())} if name.startswith("worker-"))
@@ -130,7 +132,17 @@ def test_no_container_has_rights_to_spare(name: str) -> None:
     assert service["cap_drop"] == ["ALL"]
     assert service["security_opt"] == ["no-new-privileges:true"]
     assert not {"privileged", "cap_add", "network_mode", "ipc"} & set(service)
-    assert service.get("pid") == ("host" if name in LENDING | COSERVING else None)
+
+
+def test_process_ids_are_shared_by_who_lends_and_who_borrows_alone_and_in_no_container_that_has_more() -> None:
+    shared = {name: service["pid"] for name, service in SERVICES.items() if "pid" in service}
+    wanted = {name: f"container:{SERVICES[holder]['container_name']}" for holder in PIDS for name in PIDS[holder]}
+    assert shared == wanted
+    for holder in PIDS:
+        assert not {"volumes", "environment", "ports"} & set(SERVICES[holder]), "nothing to see there"
+    for name in shared:
+        (holder,) = set(needs(name)) & set(PIDS)
+        assert name in PIDS[holder]
 
 
 @pytest.mark.parametrize("name", sorted(set(SERVICES) - COMMANDS_ALONE))
