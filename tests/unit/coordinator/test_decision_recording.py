@@ -44,7 +44,7 @@ UNRECORDED: Final = {
     ),
     "it is part of recorded calls, or made of them": (
         "changing", "mark_stale", "rereading", "note_worker", "hold", "begun", "let_go", "forget", "close",
-        "replace_incarnation", "note_cached", "episode_over", "acknowledged",
+        "replace_incarnation", "new_attempt", "note_cached", "episode_over", "acknowledged",
     ),
     "no decision depends on it": (
         "note_resumed", "take_resumes", "group_place", "appending", "send_again", "stream_opened", "send",

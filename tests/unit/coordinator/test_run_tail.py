@@ -48,7 +48,7 @@ def queued(place: int, *, made: int = 0) -> QueuedRollout:
 
 
 def attempt(run: RunState, place: int, made: int) -> RunningAttempt:
-    one = run.attempt_class(run=run, attempt_id=f"a{place}", rollout=queued(place), start=0, max_tokens=CAP)
+    one = run.new_attempt(f"a{place}", queued(place), start=0, max_tokens=CAP)
     one.stored = made
     return one
 

@@ -103,10 +103,9 @@ class AttemptMade(ModelCall, frozen=True):
 
     def apply(self, model: ReplayModel) -> None:
         run = model.run(self.run)
-        attempt = run.attempt_class(
-            run=run,
-            attempt_id=self.attempt_id,
-            rollout=self.rollout,
+        attempt = run.new_attempt(
+            self.attempt_id,
+            self.rollout,
             start=self.start,
             max_tokens=self.max_tokens,
             number=self.number,
