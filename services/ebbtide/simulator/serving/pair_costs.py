@@ -18,6 +18,8 @@ Count = Annotated[int, Meta(ge=0, le=1 << 40)]
 Speed = Annotated[float, Meta(gt=0, le=1)]
 CoreShare = Annotated[float, Meta(ge=0, le=0.95)]
 
+#: The costs that come with the simulator; they are of no measured engine.
+_DEFAULT: Final = "default"
 #: No profile is longer.
 _MOST_BYTES: Final = 1 << 20
 
@@ -121,6 +123,11 @@ class PairCosts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise InvalidRequest("must be at least stray.least; raise it", field="stray.most")
         if (stray.most or stray.drift) and not (stray.spell_s and stray.burst_s):
             raise InvalidRequest("must be above 0 seconds", field="stray.spell_s, burst_s")
+
+
+def named_costs(reference: str, folder: Path) -> PairCosts:
+    """The costs that a scenario in the folder names: `default`, or a file. Raises `InvalidRequest`."""
+    return PairCosts() if reference == _DEFAULT else read_pair_costs(folder / reference)
 
 
 def read_pair_costs(path: Path) -> PairCosts:

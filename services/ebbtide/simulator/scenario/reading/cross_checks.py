@@ -56,15 +56,10 @@ def _check_unique(kind: str, names: list[str], source: ScenarioSource) -> None:
 def _check_profile(
     path: TomlPath, reference: str, kind: ProfileKind, source: ScenarioSource, known: KnownNames
 ) -> None:
-    names = known.profiles(kind)
-    if is_path(reference):
-        file = source.folder / reference
-        if not file.is_file():
-            source.note(path, f"there is no file {source.shown(reference)}; check the path")
-        elif known.file_problem is not None and (told := known.file_problem(kind, file)):
-            source.note(path, told)
-    elif names is not None and reference not in names:
-        source.note(path, f"no {kind} profile is called {reference!r}{suggestion(reference, sorted(names))}")
+    if is_path(reference) and not (source.folder / reference).is_file():
+        source.note(path, f"there is no file {source.shown(reference)}; check the path")
+    elif known.profile_problem is not None and (told := known.profile_problem(kind, reference, source.folder)):
+        source.note(path, told)
 
 
 def _check_policy(spec: ScenarioSpec, source: ScenarioSource, known: KnownNames) -> None:
