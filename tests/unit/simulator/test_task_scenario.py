@@ -13,11 +13,11 @@ from ebbtide.simulator.parallel.task_scenario import known_names, scenario_name,
 from ebbtide.simulator.recording.recorded_profiles import engine_of, trainer_of
 from ebbtide.simulator.recording.recording_file import write_record
 from ebbtide.simulator.recording.run_recorder import record_run
-from ebbtide.simulator.rivals.policies import POLICIES, policy_of
 from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.quantity_spec import LengthSpec
 from ebbtide.simulator.scenario.scenario import PolicyChoice, Scenario
 from ebbtide.simulator.scenario.training_run import TrainingRun
+from ebbtide.simulator.simulate import POLICIES, policy_of
 from ebbtide.simulator.world.simulation import Simulation
 from tests.fakes.run_histories import history
 from tests.fakes.simulated_profiles import PlainProfiles

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Final
 
 from ebbtide.errors import InvalidRequest
 from ebbtide.simulator.engines.engine_profile import EngineProfile
@@ -15,19 +14,11 @@ from ebbtide.simulator.parallel.seed_messages import SeedTask
 from ebbtide.simulator.parallel.seed_program import Say
 from ebbtide.simulator.recording.recorded_scenario import recorded_fleet, with_recorded_work
 from ebbtide.simulator.recording.recording_file import read_record
-from ebbtide.simulator.rivals.policies import POLICIES
 from ebbtide.simulator.scenario.reading.known_names import EngineLimits, KnownNames, ProfileKind
 from ebbtide.simulator.scenario.reading.scenario_reader import read_scenario
 from ebbtide.simulator.scenario.scenario import Scenario
 from ebbtide.simulator.serving.pair_costs import named_costs
-
-#: Rivals that have a dispatch of their own. It refuses a second run when the simulation meets it.
-_SINGLE_RUN: Final = frozenset(
-    {
-        *("clairvoyant", "least_loaded", "long_tail", "rlboost", "rollpacker", "rose_turns", "seer", "sticky"),
-        *("verl", "verl_drafts", "verl_hybrid"),
-    }
-)
+from ebbtide.simulator.simulate import POLICIES, SINGLE_RUN, simulate
 
 
 def scenario_name(task: SeedTask) -> str:
@@ -38,8 +29,6 @@ def scenario_name(task: SeedTask) -> str:
 
 def simulate_task(task: SeedTask, say: Say) -> Outcome:
     """Simulates the task's scenario. Raises `InvalidRequest` for faulty input."""
-    from ebbtide.simulator.simulate import simulate
-
     with task_scenario(task) as scenario:
         return simulate(scenario, seed=task.seed, say=say)
 
@@ -48,7 +37,7 @@ def known_names() -> KnownNames:
     """The policies that come with the simulator, and how profiles are checked."""
     return KnownNames(
         policies=POLICIES,
-        single_run=_SINGLE_RUN,
+        single_run=SINGLE_RUN,
         engine_limits=_engine_limits,
         profile_problem=_profile_problem,
     )

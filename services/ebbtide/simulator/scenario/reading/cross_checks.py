@@ -67,12 +67,17 @@ def _check_policy(spec: ScenarioSpec, source: ScenarioSource, known: KnownNames)
         return
     name = spec.policy.name
     if name not in known.policies:
-        source.note(("policy", "name"), f"there is no policy {name!r}{suggestion(name, list(known.policies))}")
+        source.note(("policy", "name"), unknown_policy(name, known.policies))
         return
     if name in known.single_run and len(spec.run) > 1:
         told = f"{name!r} knows one run, and there are {len(spec.run)}; choose ebbtide, or leave the others out"
         source.note(("policy", "name"), told)
     checked(known.policies[name], spec.policy.params, ("policy", "params"), source.note)
+
+
+def unknown_policy(name: str, policies: Iterable[str]) -> str:
+    told = f"there is no policy {name!r}{suggestion(name, list(policies))}"
+    return f"{told}; rivals as published are in the repository's benchmarks/rivals"
 
 
 def _pool_problems(spec: ScenarioSpec, pool: MachinePool) -> Iterator[Wrong]:

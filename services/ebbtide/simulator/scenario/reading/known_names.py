@@ -1,6 +1,6 @@
 """Says which profiles and policies there are, so that others are refused."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -20,7 +20,7 @@ class EngineLimits(Struct, frozen=True, kw_only=True):
 class KnownNames(Struct, frozen=True, kw_only=True):
     """What there is to name. None: any name passes, for callers who check it later."""
 
-    policies: dict[str, type[Struct]] | None = None  # and the parameters of each
+    policies: Mapping[str, type[Struct]] | None = None  # and the parameters of each
     single_run: frozenset[str] = frozenset()  # policies that know one run
     #: Of the profile that a scenario in the folder names. None: limits are not checked.
     engine_limits: Callable[[str, Path], EngineLimits] | None = None

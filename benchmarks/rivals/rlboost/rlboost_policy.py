@@ -4,10 +4,10 @@ from typing import Annotated, cast
 
 from msgspec import Meta, Struct
 
-from ebbtide.simulator.rivals.rlboost.climbing_window import ClimbingWindow
-from ebbtide.simulator.rivals.rlboost.group_sweeps import GroupSweeps
-from ebbtide.simulator.rivals.rlboost.pending_balance import PendingBalance
-from ebbtide.simulator.rivals.rlboost.seeding_window import SeedingWindow
+from benchmarks.rivals.rlboost.climbing_window import ClimbingWindow
+from benchmarks.rivals.rlboost.group_sweeps import GroupSweeps
+from benchmarks.rivals.rlboost.pending_balance import PendingBalance
+from benchmarks.rivals.rlboost.seeding_window import SeedingWindow
 from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.training_run import TrainingRun
 from ebbtide.simulator.world.training.step_rounds import Rounds, WholeGroups

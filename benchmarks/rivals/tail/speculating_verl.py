@@ -4,18 +4,18 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
+from benchmarks.rivals.tail.divided_policy import PACED_ROUNDS, Pause
+from benchmarks.rivals.tail.draft_rules import printed_drafts
+from benchmarks.rivals.tail.speculation_pace import SpeculationPace
+from benchmarks.rivals.tail.step_members import StepMembers
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.worker_session import WorkerSession
-from ebbtide.simulator.rivals.tail.divided_policy import PACED_ROUNDS, Pause
-from ebbtide.simulator.rivals.tail.draft_rules import printed_drafts
-from ebbtide.simulator.rivals.tail.speculation_pace import SpeculationPace
-from ebbtide.simulator.rivals.tail.step_members import StepMembers
-from ebbtide.simulator.rivals.verl_policy import GroupTurns
 from ebbtide.simulator.scenario.bounds import Factor
 from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.training_run import TrainingRun
 from ebbtide.simulator.world.training.step_rounds import Rounds, WholeGroups
 from ebbtide.simulator.world.training.trainer_loan import FixedWindow, LoanWindow
+from ebbtide.simulator.world.verl_policy import GroupTurns
 from ebbtide.simulator.world.virtual_coordinator import Decider, VirtualCoordinator
 
 

@@ -11,8 +11,8 @@ the draw comes after the rule.
 
 from typing import Final
 
+from benchmarks.rivals.rlboost.pending_balance import PendingBalance
 from ebbtide.simulator.outcome import StepOutcome
-from ebbtide.simulator.rivals.rlboost.pending_balance import PendingBalance
 from ebbtide.simulator.world.training.trainer_loan import LoanWindow
 
 _LEAST_S: Final = 5.0

@@ -8,10 +8,10 @@ advance faster.
 from collections.abc import Sequence
 from typing import Final
 
+from benchmarks.rivals.tail.draft_rules import DraftRule, Survival
+from benchmarks.rivals.tail.sibling_drafts import sibling_survival
+from benchmarks.rivals.tail.step_members import EngineView, StepMember, StepMembers
 from ebbtide.simulator.engines.engine_profile import StepCosts
-from ebbtide.simulator.rivals.tail.draft_rules import DraftRule, Survival
-from ebbtide.simulator.rivals.tail.sibling_drafts import sibling_survival
-from ebbtide.simulator.rivals.tail.step_members import EngineView, StepMember, StepMembers
 from ebbtide.simulator.world.virtual_coordinator import VirtualCoordinator
 
 #: To look a sample's draft up: a suffix tree in C++ takes 1 to 2.2 us at a depth of 24.

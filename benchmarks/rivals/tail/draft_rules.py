@@ -1,11 +1,11 @@
-"""Rules for lengths of drafts: Ebbtide's greedy, and Seer's split as printed."""
+"""Rules for lengths of drafts: the greedy one, and Seer's split as printed."""
 
 from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import Protocol
 
+from benchmarks.rivals.seer_draft_rule import DraftClasses, printed_budget, printed_split
 from ebbtide.scheduling.long_tail.drafts.draft_lengths import DraftSlot, best_drafts
-from ebbtide.simulator.rivals.seer_draft_rule import DraftClasses, printed_budget, printed_split
 
 #: Seconds of a step by the tokens that it verifies.
 StepSeconds = Callable[[int], float]

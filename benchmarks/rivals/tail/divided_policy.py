@@ -4,8 +4,8 @@ from typing import Annotated, Final, TypeAlias
 
 from msgspec import Meta, Struct
 
-from ebbtide.simulator.rivals.tail.draft_rules import DraftRule
-from ebbtide.simulator.rivals.tail.speculation_pace import SpeculationPace
+from benchmarks.rivals.tail.draft_rules import DraftRule
+from benchmarks.rivals.tail.speculation_pace import SpeculationPace
 from ebbtide.simulator.scenario.bounds import Factor
 from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.training_run import TrainingRun

@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 
+from benchmarks.rivals.tail.speculation_pace import SpeculationPace
+from benchmarks.rivals.tail.step_members import EngineView, StepMember, StepMembers
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.scheduling.dispatch.placement import Placement
-from ebbtide.simulator.rivals.rival_decider import RivalDecider
-from ebbtide.simulator.rivals.tail.speculation_pace import SpeculationPace
-from ebbtide.simulator.rivals.tail.step_members import EngineView, StepMember, StepMembers
 from ebbtide.simulator.world.kv_pool import KvPool
+from ebbtide.simulator.world.rival_decider import RivalDecider
 from ebbtide.simulator.world.virtual_coordinator import VirtualCoordinator
 
 #: Rounds come at least so often, as multiples of the shortest pause between two.

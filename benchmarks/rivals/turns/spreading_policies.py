@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
+from benchmarks.rivals.turns.turn_decider import TurnDecider, TurnRule, has_room, least_loaded
 from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout
-from ebbtide.simulator.rivals.turns.turn_decider import TurnDecider, TurnRule, has_room, least_loaded
 from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.training_run import TrainingRun
 from ebbtide.simulator.world.training.step_rounds import Rounds, WholeGroups

@@ -7,6 +7,7 @@ from typing import Final
 from msgspec import Struct
 from msgspec.structs import replace
 
+from benchmarks.rivals.ablated_policy import FREE_MOVES
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.running_attempt import RunningAttempt
 from ebbtide.coordinator.state.worker_session import WorkerSession
@@ -16,10 +17,9 @@ from ebbtide.scheduling.dispatch.response_lengths import ResponseLengths
 from ebbtide.scheduling.dispatch.rollout_moves import EngineLoad, RunningRollout, rebalance
 from ebbtide.scheduling.dispatch.throughput import WorkerThroughput
 from ebbtide.simulator.engines.engine_profile import StepCosts
-from ebbtide.simulator.rivals.ablated_policy import FREE_MOVES
-from ebbtide.simulator.rivals.rival_decider import RivalDecider, ask_back
 from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.training_run import TrainingRun
+from ebbtide.simulator.world.rival_decider import RivalDecider, ask_back
 from ebbtide.simulator.world.training.step_rounds import Rounds, WholeGroups
 from ebbtide.simulator.world.training.trainer_loan import FixedWindow, LoanWindow
 from ebbtide.simulator.world.virtual_coordinator import Decider, VirtualCoordinator

@@ -13,8 +13,8 @@ public code begins with windows that were tuned by hand.
 from math import ceil
 from typing import Final
 
+from benchmarks.rivals.rlboost.pending_balance import PendingBalance
 from ebbtide.simulator.outcome import StepOutcome
-from ebbtide.simulator.rivals.rlboost.pending_balance import PendingBalance
 from ebbtide.simulator.world.training.trainer_loan import LoanWindow
 
 #: As the public code has it: a window has at least so many seconds.

@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from typing import Final, Literal
 
+from benchmarks.rivals.seer_start_rule import BufferedRequest, SeerStartRule
+from benchmarks.rivals.tail.chunk_places import ChunkPlace, chunk_place
+from benchmarks.rivals.tail.divided_decider import DividedDecider
+from benchmarks.rivals.tail.divided_policy import DividedPolicy
+from benchmarks.rivals.tail.draft_rules import printed_drafts
+from benchmarks.rivals.tail.speculation_pace import SpeculationPace
+from benchmarks.rivals.tail.step_members import EngineView, StepMember
 from ebbtide.coordinator.state.run_state import RunState
-from ebbtide.simulator.rivals.seer_start_rule import BufferedRequest, SeerStartRule
-from ebbtide.simulator.rivals.tail.chunk_places import ChunkPlace, chunk_place
-from ebbtide.simulator.rivals.tail.divided_decider import DividedDecider
-from ebbtide.simulator.rivals.tail.divided_policy import DividedPolicy
-from ebbtide.simulator.rivals.tail.draft_rules import printed_drafts
-from ebbtide.simulator.rivals.tail.speculation_pace import SpeculationPace
-from ebbtide.simulator.rivals.tail.step_members import EngineView, StepMember
 from ebbtide.simulator.scenario.bounds import Tokens
 from ebbtide.simulator.world.kv_pool import KvPool
 from ebbtide.simulator.world.virtual_coordinator import Decider, VirtualCoordinator

@@ -9,11 +9,11 @@ ones again, too, which is left out here: to the rival's advantage.
 from collections.abc import Sequence
 from itertools import groupby
 
+from benchmarks.rivals.rlboost.pending_balance import PendingBalance
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.scheduling.dispatch.placement import Placement
-from ebbtide.simulator.rivals.rival_decider import POLL_S, fits
-from ebbtide.simulator.rivals.rlboost.pending_balance import PendingBalance
+from ebbtide.simulator.world.rival_decider import POLL_S, fits
 from ebbtide.simulator.world.virtual_coordinator import VirtualCoordinator
 
 
