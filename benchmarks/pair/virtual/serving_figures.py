@@ -1,13 +1,11 @@
 """Computes what a played pair came to: latencies of served requests, attainment of the SLO, and harvest."""
 
-from collections.abc import Sequence
 from typing import Final
 
-import numpy as np
 from msgspec import Struct
 
 from ebbtide.simulator.serving.pair_costs import PairCosts
-from ebbtide.simulator.serving.served_engine import ServedCall
+from ebbtide.simulator.serving.serving_alone import latency_percentile, served_tpot, served_ttft
 from ebbtide.simulator.serving.serving_pair import ServingPair
 
 _PERCENTILES: Final = (50.0, 95.0, 99.0)
@@ -26,21 +24,6 @@ class ServingFigures(Struct, frozen=True, kw_only=True):
     share_of_ideal: float  # of the tokens that the time without a request inside could make
     reread: int  # tokens whose keys and values rollouts gave up
     reclaim_p99_ms: float
-
-
-def latency_percentile(values: Sequence[float], at: float) -> float:
-    """The percentile (0 to 100) between two values in proportion; 0.0 without values."""
-    return float(np.percentile(values, at)) if len(values) else 0.0
-
-
-def served_ttft(calls: Sequence[ServedCall]) -> list[float]:
-    """Seconds to the first token."""
-    return [one.ttft_s for one in calls]
-
-
-def served_tpot(calls: Sequence[ServedCall]) -> list[float]:
-    """Mean seconds of each later token, of requests that have any."""
-    return [one.tpot_s for one in calls if one.made > 1]
 
 
 def serving_figures(

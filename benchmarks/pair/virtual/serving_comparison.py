@@ -3,21 +3,13 @@
 from collections.abc import Sequence
 from typing import Final
 
-from msgspec.structs import replace
-
+from benchmarks.pair.virtual.compared_policies import serving_policy
+from benchmarks.pair.virtual.serving_figures import ServingFigures, serving_figures
 from ebbtide.scheduling.coserving.budget_decider import LatencyTargets
 from ebbtide.simulator.serving.pair_costs import PairCosts
-from ebbtide.simulator.serving.policies.serving_policies import serving_policy
 from ebbtide.simulator.serving.request_traffic import TrafficRequest, faster
 from ebbtide.simulator.serving.rollout_batch import RolloutShape
-from ebbtide.simulator.serving.served_engine import ServedCall
-from ebbtide.simulator.serving.serving_figures import (
-    ServingFigures,
-    latency_percentile,
-    served_tpot,
-    served_ttft,
-    serving_figures,
-)
+from ebbtide.simulator.serving.serving_alone import played_alone, resolved_targets
 from ebbtide.simulator.serving.serving_pair import ServingPair
 
 #: Serving alone again, with other noise: the difference to the first time is what says nothing.
@@ -25,20 +17,6 @@ AGAIN: Final = "alone again"
 _AGAIN_SEED: Final = 1000
 #: The pace is looked for between a thousandth and a thousand times the recorded one; 2^14 steps are finer than 0.1 %.
 _SLOWEST, _FASTEST, _HALVINGS = 1e-3, 1e3, 14
-
-
-def played_alone(requests: Sequence[TrafficRequest], costs: PairCosts, *, seed: int = 0) -> ServingPair:
-    """Serving without rollouts."""
-    pair = serving_policy("alone", costs).play(requests, costs, LatencyTargets(), seed=seed)
-    pair.run()
-    return pair
-
-
-def resolved_targets(slo: LatencyTargets, alone: Sequence[ServedCall]) -> LatencyTargets:
-    """The targets in seconds; factors are on the percentile of serving alone."""
-    ttft = latency_percentile(served_ttft(alone), slo.percentile)
-    tpot = latency_percentile(served_tpot(alone), slo.percentile)
-    return replace(slo, ttft_s=slo.ttft_s or slo.ttft_factor * ttft, tpot_s=slo.tpot_s or slo.tpot_factor * tpot)
 
 
 def compared(
@@ -50,7 +28,7 @@ def compared(
     seed: int,
     shape: RolloutShape | None = None,
 ) -> list[ServingFigures]:
-    """The figures of serving alone, alone again, and of each named policy; see `serving_policies` for names."""
+    """The figures of serving alone, alone again, and of each named policy; see `compared_policies` for names."""
     alone = played_alone(requests, costs, seed=seed)
     targets = resolved_targets(slo, alone.done)
     idle_s = alone.now - alone.busy_s
