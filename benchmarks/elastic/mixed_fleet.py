@@ -30,9 +30,9 @@ from benchmarks.elastic.mixed_setting import (
     scenario,
 )
 from benchmarks.log_level import errors_only
+from benchmarks.rivals.ablated_policy import AblatedPolicy
+from benchmarks.rivals.clairvoyant_policy import ToldSpeed
 from ebbtide.coordinator.dispatcher.dispatch_rules import DispatchRules
-from ebbtide.simulator.rivals.ablated_policy import AblatedPolicy
-from ebbtide.simulator.rivals.clairvoyant_policy import ToldSpeed
 from ebbtide.simulator.scenario.draws.machine_events import pool_of
 from ebbtide.simulator.scenario.draws.workload import Workload
 from ebbtide.simulator.world.ebbtide_policy import EbbtidePolicy, RuledPolicy

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from benchmarks.rivals.turns.spreading_policies import LeastLoadedTurns, StickyTurns
 from ebbtide.coordinator.__main__ import serve
 from ebbtide.coordinator.dispatcher.dispatch_rules import DispatchRules
 from ebbtide.coordinator.settings import CoordinatorSettings
@@ -16,7 +17,6 @@ from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.runtime import run as run_service
 from ebbtide.scheduling.dispatch.placement import Placement
 from ebbtide.settings import load
-from ebbtide.simulator.rivals.turns.spreading_policies import LeastLoadedTurns, StickyTurns
 
 RULE_FILE: Final = "EBBTIDE_BENCHMARK_RULE_FILE"
 #: The coordinator's own rule.

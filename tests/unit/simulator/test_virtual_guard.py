@@ -20,8 +20,8 @@ from ebbtide.serving_guard.loans.memory_budget import MemoryBudget
 from ebbtide.serving_guard.metrics import LOANS
 from ebbtide.serving_guard.traffic.request_books import RequestBooks
 from ebbtide.simulator.serving import served_host, virtual_guard
+from ebbtide.simulator.serving.constant_policy import ConstantBudget
 from ebbtide.simulator.serving.pair_costs import PairCosts
-from ebbtide.simulator.serving.policies.constant_policy import ConstantBudget
 from ebbtide.simulator.serving.virtual_guard import VirtualGuard
 from ebbtide.types.grants import GRANTS_VERSION, Hello
 
