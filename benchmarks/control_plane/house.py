@@ -61,7 +61,7 @@ class House(Staged):
         )
         await wait_until(lambda: ready.exists() or process.returncode is not None, timeout=30, what=name)
         if process.returncode is not None:
-            raise RuntimeError(said.read_text()[-2000:])
+            raise RuntimeError(f"{name} ended with {process.returncode} as it started: {said.read_text()[-2000:]}")
         return json.loads(ready.read_text())["address"], process.pid
 
     async def _fleet_of(self, module: str, *args: str) -> asyncio.subprocess.Process:

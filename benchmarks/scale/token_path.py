@@ -55,7 +55,6 @@ async def measure_tokens(plan: ScalePlan, checkout: Path | None, tell: Callable[
 async def _raw(load: Load, seconds: float) -> dict[str, Any]:
     words = (str(load.rate), str(seconds), str(load.workers * load.rollouts))
     command = [sys.executable, "-m", "benchmarks.control_plane.raw", *words]
-    # `check`: what fails says so. A process that the loop itself began has ended once without a word or a figure.
     done = await asyncio.to_thread(subprocess.run, command, cwd=ROOT, stdout=subprocess.PIPE, check=True)
     found: dict[str, Any] = json.loads(done.stdout)
     return found

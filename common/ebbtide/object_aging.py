@@ -9,31 +9,43 @@ nothing refers to it, as all objects are. Cycles would stay for ever: what is ov
 
 import asyncio
 import gc
+import time
 from typing import Final
 
-#: How often survivors are set aside: a busy service makes some ten thousand objects meanwhile.
+#: How often objects that are not set aside are counted. Python counts what is made less what is freed: where each new
+#: object takes an old one's place, as the state of thousands of streams does, it collects the young too late.
+_LOOK_S: Final = 0.05
+#: More of them are set aside at once, and fewer after so many seconds.
+_MANY: Final = 4_000
 _EVERY_S: Final = 0.25
 #: New objects after which the youngest are collected, and such collections after which those of the second generation
 #: are: a pause of some milliseconds. The oldest are left to this module.
 _YOUNG: Final = (700, 5, 1 << 30)
-#: Survivors of so many of these are walked once more before they are set aside: some 15,000 objects. Those of a burst,
-#: as when a thousand completions begin at once, are set aside as they are.
-_WALKED_AGAIN: Final = 4
+#: In a burst, as where a thousand completions begin at once, Python itself collects the second generation at least so
+#: often between two looks. Then all that survived is set aside uncounted and unwalked, as are more objects than these.
+_BURST: Final = 2
+_WALKED: Final = 15_000
 
 
 async def age_objects() -> None:
     """Collect young garbage and set its survivors aside, for ever."""
     gc.set_threshold(*_YOUNG)
     set_aside()
+    last = time.monotonic()
     while True:
-        await asyncio.sleep(_EVERY_S)
-        if gc.get_count()[2]:
+        await asyncio.sleep(_LOOK_S)
+        if _many() or (gc.get_count()[2] and time.monotonic() - last > _EVERY_S):
             set_aside()
+            last = time.monotonic()
 
 
 def set_aside() -> None:
-    """Free cycles among the objects that are not set aside yet, or among the youngest after a burst; set the others
-    aside.
-    """
-    gc.collect(2 if gc.get_count()[2] <= _WALKED_AGAIN else 1)
+    """Free cycles among the objects that are not set aside yet, unless they are too many, and set all others aside."""
+    if not _many(_WALKED):
+        gc.collect()
     gc.freeze()
+
+
+def _many(bound: int = _MANY) -> bool:
+    """Whether more objects than that are not set aside."""
+    return gc.get_count()[2] >= _BURST or len(gc.get_objects()) > bound

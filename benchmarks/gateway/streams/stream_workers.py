@@ -18,7 +18,7 @@ import uvloop
 from benchmarks.control_plane.fleet import Fleet, serve
 from benchmarks.control_plane.worker import Rollout, Worker
 from benchmarks.gateway.streams.stream_plan import ENTRIES, EVENT_S, EVENT_TOKENS, SCRIPT, SHORT
-from ebbtide.types.tokens import TOKEN_BYTES, pack_tokens
+from ebbtide.types.tokens import TOKEN_BYTES, pack_tokens, token_count
 from ebbtide.v1 import fleet_pb2
 
 #: A rollout's first tokens, and the whole of a short one, are sent so long after it was assigned.
@@ -43,7 +43,9 @@ class StreamWorker(Worker):
         return EVENT_TOKENS / EVENT_S
 
     def _begin(self, assignment: fleet_pb2.Assignment, now: float) -> None:
-        one = Rollout(assignment.attempt, assignment.sampling.max_tokens, 0, 0, 0.0, now)
+        start = token_count(assignment.partial)
+        one = Rollout(assignment.attempt, assignment.sampling.max_tokens, start, start, float(start), now)
+        one.stored = start
         self.rollouts[one.attempt.attempt_id] = one
         self._fleet.running += 1
         self._hurry(one, now + _FIRST_S)
