@@ -34,18 +34,21 @@ async def age_objects() -> None:
     last = time.monotonic()
     while True:
         await asyncio.sleep(_LOOK_S)
-        if _many() or (gc.get_count()[2] and time.monotonic() - last > _EVERY_S):
-            set_aside()
+        found = _young()
+        if found > _MANY or (gc.get_count()[2] and time.monotonic() - last > _EVERY_S):
+            set_aside(found)
             last = time.monotonic()
 
 
-def set_aside() -> None:
-    """Free cycles among the objects that are not set aside yet, unless they are too many, and set all others aside."""
-    if not _many(_WALKED):
+def set_aside(young: int | None = None) -> None:
+    """Free cycles among the objects that are not set aside yet, unless these are too many, and set all others aside.
+    `young`: how many there are, if that is known.
+    """
+    if (_young() if young is None else young) <= _WALKED:
         gc.collect()
     gc.freeze()
 
 
-def _many(bound: int = _MANY) -> bool:
-    """Whether more objects than that are not set aside."""
-    return gc.get_count()[2] >= _BURST or len(gc.get_objects()) > bound
+def _young() -> int:
+    """Objects that are not set aside; in a burst more than are walked, without counting them."""
+    return _WALKED + 1 if gc.get_count()[2] >= _BURST else len(gc.get_objects())
