@@ -24,7 +24,7 @@ from ebbtide.coordinator.fleet.worker_registry import WorkerRegistry
 from ebbtide.coordinator.load_shedding import watch_lag
 from ebbtide.coordinator.metrics import measure_for_ever
 from ebbtide.coordinator.publisher_keys import PublisherKeys
-from ebbtide.coordinator.recording.recorded_parts import DecidingParts
+from ebbtide.coordinator.recording import DecidingParts
 from ebbtide.coordinator.servicers import fleet_servicer as fleet_wire
 from ebbtide.coordinator.servicers import rollouts_servicer as rollouts_wire
 from ebbtide.coordinator.servicers import runs_servicer as runs_wire

@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 
 from ebbtide.coordinator.dispatcher import dispatch_round
 from ebbtide.coordinator.dispatcher.round_deeds import SlotFill
-from ebbtide.coordinator.recording.recorded_parts import DecidingParts
+from ebbtide.coordinator.recording import DecidingParts
 from ebbtide.coordinator.settings import CoordinatorSettings
 from ebbtide.coordinator.state import run_tail
 from ebbtide.coordinator.state.dispatch_wakeups import DispatchWakeups

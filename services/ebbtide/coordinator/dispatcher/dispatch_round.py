@@ -17,7 +17,7 @@ The next round begins `gather_s` after a change, or after `pause_s`; at once if 
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Final
+from typing import ClassVar, Final
 
 from ebbtide.coordinator.dispatcher.borrowed_hosts import BorrowedHosts
 from ebbtide.coordinator.dispatcher.dispatch_rules import RULES, DispatchRules
@@ -50,6 +50,9 @@ class DispatchRound:
     """`public_key`: of a run's publisher, for its installs; `slice_s`, `balance`, `interactive_slots`: `slice_s`,
     `rebalance` and `interactive_slots` of the coordinator's settings.
     """
+
+    #: What gives a run's rollouts to its workers.
+    fill_class: ClassVar[type[SlotFill]] = SlotFill
 
     def __init__(
         self,
@@ -133,7 +136,9 @@ class DispatchRound:
             if pages == _PAGES:  # other runs are served meanwhile, and the lease is renewed
                 self._reading = True
                 return
-        fill = self._new_fill(run, now)
+        fill = self.fill_class(
+            run, self._state, self._hosts, self._starts, now, self._rules, interactive_slots=self._interactive_slots
+        )
         if fill.due(now):
             self._unserved.note_context(run)  # a longer one may have come since, and with it what needs it
             yield fill
@@ -156,11 +161,6 @@ class DispatchRound:
 
     def _spell_s(self, session: WorkerSession) -> float:
         return self._losses.spell_s(session) if self._rules.losses else math.inf
-
-    def _new_fill(self, run: RunState, now: float) -> SlotFill:
-        return SlotFill(
-            run, self._state, self._hosts, self._starts, now, self._rules, interactive_slots=self._interactive_slots
-        )
 
     def _in_turn(self, now: float) -> list[RunState]:
         """The runs, from the one after that which got the last rollouts before starts were held."""
