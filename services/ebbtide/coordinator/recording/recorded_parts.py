@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 
 from ebbtide.coordinator.dispatcher.dispatch_round import DispatchRound
-from ebbtide.coordinator.dispatcher.dispatch_rules import RULES, DispatchRules
 from ebbtide.coordinator.fleet.worker_trust import WorkerTrust
 from ebbtide.coordinator.recording.decision_journal import DecisionJournal
 from ebbtide.coordinator.recording.recorded_round import RecordedRounds
@@ -39,13 +38,10 @@ class DecidingParts:
         self.state = RecordedState(self._journal) if self._journal else CoordinatorState(clock, lessons=lessons)
         self.trust = RecordedTrust(self.state, self._journal) if self._journal else WorkerTrust(self.state)
 
-    def new_rounds(
-        self, public_key: Callable[[str], bytes], run_events: RunEvents, rules: DispatchRules = RULES
-    ) -> DispatchRound:
-        """`public_key`: see `DispatchRound`. `rules`: of rounds that are not recorded; recorded ones have no others."""
+    def new_rounds(self, public_key: Callable[[str], bytes], run_events: RunEvents) -> DispatchRound:
+        """`public_key`: see `DispatchRound`."""
         settings = self._settings
-        plain = partial(DispatchRound, rules=rules)
-        made = plain if self._journal is None else partial(RecordedRounds, recorder=self._journal)
+        made = DispatchRound if self._journal is None else partial(RecordedRounds, recorder=self._journal)
         return made(
             self.state,
             self.trust,
