@@ -1,17 +1,26 @@
 """Leaves out parts of Ebbtide's dispatch, so that comparisons show what each of them is worth."""
 
+from collections.abc import Iterator
 from math import inf
 from typing import Final
 
 from msgspec.structs import replace
 
-from ebbtide.coordinator.dispatcher.dispatch_rules import DispatchRules
+from benchmarks.rivals.changed_rounds import (
+    NO_WAITING_MOVES,
+    ChangedDecider,
+    Replaced,
+    learning,
+    moving,
+    placing,
+    reading,
+)
 from ebbtide.scheduling.dispatch.host_view import HostView
 from ebbtide.scheduling.dispatch.move_costs import COSTS
 from ebbtide.scheduling.dispatch.placement import pending_limit
 from ebbtide.scheduling.dispatch.throughput import WorkerThroughput
 from ebbtide.scheduling.dispatch.turns.prefill_speed import PrefillSpeed
-from ebbtide.simulator.world.ebbtide_policy import EbbtideDecider, EbbtidePolicy
+from ebbtide.simulator.world.ebbtide_policy import EbbtidePolicy
 from ebbtide.simulator.world.virtual_coordinator import Decider, VirtualCoordinator
 
 #: Moves that cost nothing and must gain nothing.
@@ -39,6 +48,13 @@ class UnlearntSpeed(WorkerThroughput):
         return 0
 
 
+class ContextBlind(WorkerThroughput):
+    """Contexts do not count."""
+
+    def _learn_slope(self, slowdown: float, further: float, seconds: float) -> None:
+        pass
+
+
 class UnlearntPrefill(PrefillSpeed):
     """Knows nothing but what is assumed: as if all engines read alike."""
 
@@ -64,21 +80,20 @@ class AblatedPolicy(EbbtidePolicy, frozen=True, kw_only=True, forbid_unknown_fie
     weighs_costs: bool = True  # a move must gain more than it costs
 
     def decider(self, coordinator: VirtualCoordinator) -> Decider:
-        return EbbtideDecider(coordinator, balance=self.balances, keeps=self.keeps, rules=self.rules())
+        return ChangedDecider(coordinator, tuple(self._parts()), balance=self.balances, keeps=self.keeps)
 
-    def rules(self) -> DispatchRules:
-        """The rules' parameters under which the missing parts do nothing."""
+    def _parts(self) -> Iterator[Replaced]:
+        """Those under which the missing parts do nothing."""
         costs = COSTS if self.weighs_costs else FREE_MOVES
-        return DispatchRules(
-            pending_limit=pending_limit if self.delays else _slots,
-            costs=costs if self.beyond_plateau else replace(costs, advantage=inf),
-            unstarted=self.unstarted,
-            new_speed=self._new_speed,
-            new_prefill=PrefillSpeed if self.learns_prefill else UnlearntPrefill,
-        )
-
-    def _new_speed(self, _: str) -> WorkerThroughput:
-        return WorkerThroughput(weigh_context=self.weighs_contexts) if self.learns else UnlearntSpeed()
+        costs = costs if self.beyond_plateau else replace(costs, advantage=inf)
+        yield from moving(costs)
+        yield placing(costs=costs, pending_limit=pending_limit if self.delays else _slots)
+        if not self.unstarted:
+            yield NO_WAITING_MOVES
+        if not (self.learns and self.weighs_contexts):
+            yield learning(ContextBlind if self.learns else UnlearntSpeed)
+        if not self.learns_prefill:
+            yield reading(UnlearntPrefill)
 
 
 def _slots(host: HostView) -> int:

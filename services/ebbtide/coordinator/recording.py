@@ -25,7 +25,6 @@ import msgspec
 
 from ebbtide.coordinator.decision_log import FORMAT, CallRecord, DecisionLog, LogHead
 from ebbtide.coordinator.dispatcher.dispatch_round import DispatchRound
-from ebbtide.coordinator.dispatcher.dispatch_rules import RULES, DispatchRules
 from ebbtide.coordinator.dispatcher.round_deeds import Deed, SlotFill
 from ebbtide.coordinator.fleet.worker_trust import WorkerTrust
 from ebbtide.coordinator.settings import CoordinatorSettings
@@ -373,10 +372,8 @@ class DecidingParts:
             self.state = CoordinatorState(clock, lessons=make_in_thread if clock is None else make_now)
             self.trust = WorkerTrust(self.state)
 
-    def new_rounds(
-        self, public_key: Callable[[str], bytes], run_events: RunEvents, rules: DispatchRules = RULES
-    ) -> DispatchRound:
-        """`public_key`: see `DispatchRound`. `rules`: of rounds that are not recorded; recorded ones have no others."""
+    def new_rounds(self, public_key: Callable[[str], bytes], run_events: RunEvents) -> DispatchRound:
+        """`public_key`: see `DispatchRound`."""
         settings = self._settings
         made = DispatchRound if self._log is None else RecordedRounds
         return made(
@@ -387,7 +384,6 @@ class DecidingParts:
             slice_s=settings.slice_s,
             balance=settings.rebalance,
             interactive_slots=settings.interactive_slots,
-            rules=rules if self._log is None else RULES,
         )
 
     def close(self) -> None:
