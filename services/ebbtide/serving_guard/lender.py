@@ -1,12 +1,12 @@
 """Lends a device, whoever owns it: what all modes of the guard share.
 
 A mode brings a keeper, which writes into the pages what engines may do, and an issuer, which says in grants what memory
-they may use. Here are the socket where workers connect, and the enforcer.
+they may use. The socket where workers connect and the enforcer are here, and the order in which all ends.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from ebbtide.auth.security import ServerSettings
 from ebbtide.grants import socket_path
@@ -16,6 +16,7 @@ from ebbtide.loans.grant_issuer import GrantIssuer
 from ebbtide.loans.grant_stream import GrantStream
 from ebbtide.loans.servicer import GRANTS, GrantServicer
 from ebbtide.rpc.server import Server, Service
+from ebbtide.runtime import Shutdown
 from ebbtide.serving_guard.settings import GuardSettings
 from ebbtide.telemetry import rpc_observer
 from ebbtide.types.grants import GuardStatus
@@ -26,17 +27,14 @@ _GRACE_S: Final = 0.5
 
 
 class Keeper(Protocol):
-    """Keeps in the pages what engines may do now."""
+    """Keeps in the pages what engines may do. `granting`: whether that is anything now. `step_s`: the longest that a
+    rollout step takes, as far as known."""
 
     @property
-    def granting(self) -> bool:
-        """Whether engines may compute."""
-        ...
+    def granting(self) -> bool: ...
 
     @property
-    def step_s(self) -> float:
-        """The longest that a rollout step takes, as far as known."""
-        ...
+    def step_s(self) -> float: ...
 
     def review(self) -> None:
         """Decide now."""
@@ -48,7 +46,7 @@ class Keeper(Protocol):
 
 
 class Lender:
-    """`status`: what `WatchGuard` tells. `more`: services besides Grants on the same socket. It is started once."""
+    """A mode is a lender with its own parts. It is started once."""
 
     def __init__(
         self,
@@ -59,8 +57,9 @@ class Lender:
         status: Callable[[], GuardStatus],
         more: Iterable[Service] = (),
     ) -> None:
-        self._borrowers, self._keeper = borrowers, keeper
-        self.enforcer = Enforcer(
+        """`status`: what `WatchGuard` tells. `more`: services besides Grants on the same socket."""
+        self._settings, self._borrowers, self._keeper = settings, borrowers, keeper
+        self._enforcer = Enforcer(
             borrowers,
             yield_s=settings.yield_ms / 1000,
             kill_s=settings.kill_s,
@@ -70,22 +69,31 @@ class Lender:
         )
         grants = GrantServicer(GrantStream(borrowers, issuer), status)
         self.services: list[Service] = [(add_GrantsServicer_to_server, grants, GRANTS), *more]
-        self.address = f"unix:{socket_path(Path(settings.grant_dir)).absolute()}"
+        socket = socket_path(Path(settings.grant_dir)).absolute()
+        self._server = Server(ServerSettings.at(f"unix:{socket}"), self.services, observe=rpc_observer(), private=True)
 
-    async def start(self) -> None:
-        """Take over the device and let workers connect. The caller runs keeper and enforcer."""
+    @property
+    def address(self) -> str:
+        """Where those connect whom the mode serves first."""
+        return self._server.address
+
+    async def start(self, shutdown: Shutdown) -> None:
         self._keeper.review()
-        self._server = Server(ServerSettings.at(self.address), self.services, observe=rpc_observer(), private=True)
         await self._server.start()
+        for name, work in self._work().items():
+            shutdown.spawn(work, name)
         await self._server.set_serving(True)
-
-    def close(self) -> None:
-        """Lend nothing any more; workers stay connected, and see it."""
-        self._borrowers.close()
-        self._keeper.close()
 
     async def stop(self) -> None:
         """End grants first: the owner has its device to itself while no guard runs."""
-        self.close()
-        self.enforcer.close()
+        self._stop_lending()
+        self._enforcer.close()
         await self._server.stop(_GRACE_S)
+
+    def _work(self) -> dict[str, Coroutine[Any, Any, None]]:
+        """What runs all the time, by name."""
+        return {"enforcer": self._enforcer.run()}
+
+    def _stop_lending(self) -> None:
+        self._borrowers.close()
+        self._keeper.close()

@@ -17,7 +17,6 @@ from ebbtide.runtime import Shutdown
 from ebbtide.scheduling.coserving.governor import Governor
 from ebbtide.serving_guard.guard_status import StatusReporter
 from ebbtide.serving_guard.lender import Lender
-from ebbtide.serving_guard.loan_metrics import LOAN_METERS
 from ebbtide.serving_guard.loans.budget_keeper import BudgetKeeper
 from ebbtide.serving_guard.loans.governor_panel import GovernorPanel, Makes
 from ebbtide.serving_guard.loans.memory_budget import MemoryBudget
@@ -41,9 +40,11 @@ class Front(Protocol):
     async def stop(self) -> None: ...
 
 
-class ServerMode:
+class ServerMode(Lender):
     """Connects the parts. `decides(targets, limits)` and `memory(limit_mib=, serving_kv_mib=, bytes_per_token=)` make
     the objects that decide about budgets and about memory."""
+
+    _keeper: BudgetKeeper
 
     def __init__(
         self,
@@ -51,47 +52,47 @@ class ServerMode:
         decides: Makes = Governor,
         memory: Callable[..., MemoryBudget] = MemoryBudget,
     ) -> None:
-        folder, targets = Path(settings.grant_dir), settings.targets()
-        self._settings = settings
+        targets = settings.targets()
         self._memory = memory(
             limit_mib=settings.memory_limit_mib,
             serving_kv_mib=settings.serving_kv_mib,
             bytes_per_token=settings.serving_kv_bytes_per_token,
         )
         self._books = RequestBooks(time.monotonic(), targets)
-        self._borrowers = BorrowerTable(folder, self._memory, LOAN_METERS)
+        borrowers = BorrowerTable(Path(settings.grant_dir), self._memory)
         panel = GovernorPanel(decides, targets, settings.limits())
-        self._keeper = keeper = BudgetKeeper(panel, self._borrowers, self._books, model=settings.model)
-        self._issuer = GrantIssuer(self._borrowers, memory=self._memory_of, forecast=lambda: keeper.learnt().forecast)
+        keeper = BudgetKeeper(panel, borrowers, self._books, model=settings.model)
+        self._issuer = GrantIssuer(borrowers, memory=self._memory_of, forecast=lambda: keeper.learnt().forecast)
         self._status = StatusReporter(
             settings.mode,
             settings.model,
             keeper=keeper,
-            borrowers=self._borrowers,
+            borrowers=borrowers,
             issuer=self._issuer,
             books=self._books,
             memory=self._memory,
             clock=time.monotonic,
         )
-        self.lender = Lender(settings, self._borrowers, keeper, self._issuer, self._status.now)
+        super().__init__(settings, borrowers, keeper, self._issuer, self._status.now)
         self._front: Front = self._proxy() if settings.mode == "proxy" else self._observer()
 
     @property
     def address(self) -> str:
         """Where users' requests go; in mode observe, where workers connect."""
-        return self._front.address or self.lender.address
+        return self._front.address or super().address
 
     async def start(self, shutdown: Shutdown) -> None:
         await self._front.start()
-        await self.lender.start()
-        tasks = {"enforcer": self.lender.enforcer.run(), "memory": self._tick(), "gauges": self._gauges()}
-        for name, work in tasks.items():
-            shutdown.spawn(self._contained(work, name), name)
+        await super().start(shutdown)
 
     async def stop(self) -> None:
         """End grants first; then give requests under way their time."""
-        await self.lender.stop()
+        await super().stop()
         await self._front.stop()
+
+    def _work(self) -> dict[str, Coroutine[Any, Any, None]]:
+        work = super()._work() | {"memory": self._tick(), "gauges": self._gauges()}
+        return {name: self._contained(one, name) for name, one in work.items()}
 
     def _memory_of(self, loan: Loan) -> AllowedMemory:
         idle_s = self._keeper.idle_s(loan.wake_s)
@@ -102,7 +103,7 @@ class ServerMode:
         try:
             await work
         except Exception:
-            self.lender.close()
+            self._stop_lending()
             if self._settings.mode == "observe":
                 raise
             log.exception("lends nothing any more, until it is started again; users' requests go on", task=name)

@@ -2,29 +2,14 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 from ebbtide.grants import locked_folder
 from ebbtide.runtime import Shutdown
+from ebbtide.serving_guard.lender import Lender
 from ebbtide.serving_guard.settings import GuardSettings
 
 
-class Mode(Protocol):
-    """Lends one kind of owner's device. It is started once."""
-
-    @property
-    def address(self) -> str:
-        """Where those connect whom this mode serves first."""
-        ...
-
-    async def start(self, shutdown: Shutdown) -> None: ...
-
-    async def stop(self) -> None:
-        """End grants first, so that the owner has its device to itself."""
-        ...
-
-
-def mode_of(settings: GuardSettings) -> Mode:
+def mode_of(settings: GuardSettings) -> Lender:
     """The mode of the owner that the settings name. Each is imported alone, with its own metrics."""
     if settings.owner == "trainer":
         from ebbtide.serving_guard.trainer_mode import TrainerMode
@@ -35,12 +20,14 @@ def mode_of(settings: GuardSettings) -> Mode:
     return ServerMode(settings)
 
 
-async def serve(shutdown: Shutdown, settings: GuardSettings, makes: Callable[[GuardSettings], Mode] = mode_of) -> None:
-    """Lend one device until `shutdown` is requested."""
+async def serve(
+    shutdown: Shutdown, settings: GuardSettings, makes: Callable[[GuardSettings], Lender] = mode_of
+) -> None:
+    """Lend one device until `shutdown` is requested. `makes`: the mode."""
     settings.checked()
     with locked_folder(Path(settings.grant_dir)):
-        mode = makes(settings)
-        await mode.start(shutdown)
-        shutdown.ready(mode.address)
+        lender = makes(settings)
+        await lender.start(shutdown)
+        shutdown.ready(lender.address)
         await shutdown.requested.wait()
-        await mode.stop()
+        await lender.stop()

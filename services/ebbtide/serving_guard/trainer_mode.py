@@ -1,15 +1,14 @@
 """The mode of a trainer's device: the trainer computes its steps there, and between them the device is lent."""
 
 import time
+from collections.abc import Coroutine
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from ebbtide.loans.borrower_table import BorrowerTable
 from ebbtide.loans.grant_issuer import GrantIssuer
-from ebbtide.runtime import Shutdown
 from ebbtide.scheduling.elastic.device_ownership import DeviceOwnership
 from ebbtide.serving_guard.lender import Lender
-from ebbtide.serving_guard.loan_metrics import LOAN_METERS
 from ebbtide.serving_guard.settings import GuardSettings
 from ebbtide.serving_guard.trainer.borrower_memory import PhasedMemory
 from ebbtide.serving_guard.trainer.device_report import DeviceReporter
@@ -24,8 +23,10 @@ from ebbtide.v1.loans_pb2_grpc import add_LoansServicer_to_server
 REJOIN_S: Final = 1.0
 
 
-class TrainerMode:
-    """Connects the parts."""
+class TrainerMode(Lender):
+    """Connects the parts. Trainer and workers connect at its address."""
+
+    _keeper: LoanKeeper
 
     def __init__(self, settings: GuardSettings) -> None:
         folder, own = Path(settings.grant_dir), settings.trainer
@@ -38,24 +39,14 @@ class TrainerMode:
             remembered=record.read(),
         )
         memory = PhasedMemory(own.residency, lambda: self._keeper.granting)
-        borrowers = BorrowerTable(folder, memory, LOAN_METERS)
+        borrowers = BorrowerTable(folder, memory)
         returns = ReturnWatch(folder, borrowers, own.residency)
-        self._keeper = keeper = LoanKeeper(ownership, borrowers, returns, memory_s=own.memory_s)
+        keeper = LoanKeeper(ownership, borrowers, returns, memory_s=own.memory_s)
         issuer = GrantIssuer(borrowers, memory=memory.allowed, forecast=keeper.forecast)
         report = DeviceReporter(ownership, keeper, borrowers, issuer)
         owners = OwnerStream(ownership, keeper, engine_bytes=memory.engine_bytes, record=record.write)
         loans = (add_LoansServicer_to_server, LoanServicer(owners, report), LOANS)
-        self.lender = Lender(settings, borrowers, keeper, issuer, report.as_guard, [loans])
+        super().__init__(settings, borrowers, keeper, issuer, report.as_guard, [loans])
 
-    @property
-    def address(self) -> str:
-        """Where trainer and workers connect."""
-        return self.lender.address
-
-    async def start(self, shutdown: Shutdown) -> None:
-        await self.lender.start()
-        shutdown.spawn(self.lender.enforcer.run(), "enforcer")
-        shutdown.spawn(self._keeper.run(), "loans")
-
-    async def stop(self) -> None:
-        await self.lender.stop()
+    def _work(self) -> dict[str, Coroutine[Any, Any, None]]:
+        return super()._work() | {"loans": self._keeper.run()}

@@ -84,8 +84,8 @@ class Services:
         self._services = [
             *await coordinator.open(),
             (add_WeightsServicer_to_server, relay.servicer, WEIGHTS),
-            *ServerMode(GuardSettings(grant_dir=str(self._folder / "grants"))).lender.services,
-            TrainerMode(GuardSettings(owner="trainer", grant_dir=str(self._folder / "loans"))).lender.services[1],
+            *ServerMode(GuardSettings(grant_dir=str(self._folder / "grants"))).services,
+            TrainerMode(GuardSettings(owner="trainer", grant_dir=str(self._folder / "loans"))).services[1],
         ]
         self._peer = [(add_to_server, PeerServicer(peer), WEIGHTS)]
 

@@ -6,7 +6,6 @@ import pytest
 
 from ebbtide.grants import Page
 from ebbtide.loans.loan import Loan, LoanAccount
-from ebbtide.serving_guard.loan_metrics import LOAN_METERS
 from ebbtide.serving_guard.trainer.borrower_memory import PhasedMemory
 from ebbtide.types.grants import BorrowerReport, Hello, Residency
 
@@ -32,7 +31,7 @@ class Guard:
         self.memory = PhasedMemory(held, lambda: self.lent, device=lambda _: self.gpu, clock=lambda: 0.0)
         hello = Hello(protocol_version=1, worker_id="w", kv_bytes=100 * MIB, weights_bytes=50 * MIB, device=device)
         self.memory.joined("w", hello)
-        self.loan = Loan(hello, (), page, LoanAccount(), LOAN_METERS, 0.0)
+        self.loan = Loan(hello, (), page, LoanAccount(), 0.0)
 
     def wish(self, at: Residency) -> tuple[Residency, int]:
         self.memory.reported(0.0, "w", BorrowerReport(residency=at))

@@ -18,7 +18,6 @@ from ebbtide.scheduling.coserving.budget_decider import (
     LearntCosts,
     StepLimits,
 )
-from ebbtide.serving_guard.loan_metrics import LOAN_METERS
 from ebbtide.serving_guard.loans.budget_keeper import BudgetKeeper
 from ebbtide.serving_guard.loans.governor_panel import GovernorPanel
 from ebbtide.serving_guard.loans.memory_budget import MemoryBudget
@@ -79,7 +78,7 @@ class Scene:
     def __init__(self, folder: Path, **targets: LatencyTargets) -> None:
         self.made: list[FakePolicy] = []
         self.folder = folder
-        self.borrowers = BorrowerTable(folder, MemoryBudget(), LOAN_METERS)
+        self.borrowers = BorrowerTable(folder, MemoryBudget())
         panel = GovernorPanel(self.make, {"": LatencyTargets(), **targets}, StepLimits())
         self.keeper = BudgetKeeper(panel, self.borrowers, RequestBooks(time.monotonic()))
 

@@ -13,7 +13,6 @@ from ebbtide.loans.borrower_table import BorrowerTable
 from ebbtide.rollout_worker import guard_link
 from ebbtide.scheduling.coserving.budget_decider import LatencyTargets, StepLimits
 from ebbtide.serving_guard import server_mode
-from ebbtide.serving_guard.loan_metrics import LOAN_METERS
 from ebbtide.serving_guard.loans import budget_keeper
 from ebbtide.serving_guard.loans.budget_keeper import BudgetKeeper
 from ebbtide.serving_guard.loans.governor_panel import GovernorPanel
@@ -67,7 +66,7 @@ async def live(tmp_path: Path) -> list[tuple[Any, ...]]:
         made.append(Recorded(targets, limits))
         return made[-1]
 
-    borrowers = BorrowerTable(tmp_path, MemoryBudget(), LOAN_METERS)
+    borrowers = BorrowerTable(tmp_path, MemoryBudget())
     panel = GovernorPanel(make, {"": TARGETS}, LIMITS)
     keeper = BudgetKeeper(panel, borrowers, RequestBooks(time.monotonic()))
     page = Page(page_path(tmp_path, "w"), create=True)

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from ebbtide import telemetry
 from ebbtide.loans import borrower_processes
+from ebbtide.loans import metrics as loan_metrics
 from ebbtide.loans.borrower_table import BorrowerTable
 from ebbtide.scheduling.elastic.device_ownership import DeviceOwnership
 from ebbtide.scheduling.elastic.loan_forecast import LoanForecast
@@ -176,7 +177,7 @@ class LoanKeeper:
         for one in tenants:
             if now - self._holding[one.worker_id] > self._memory_s:
                 sent = borrower_processes.send(one.processes, signal.SIGKILL)
-                self._borrowers.meters.enforced.labels("killed").inc()
+                loan_metrics.ENFORCED.labels("killed").inc()
                 why = "its step does not end" if one.stepping else "it does not give up memory"
                 log.warning("worker killed", worker_id=one.worker_id, reason=why, processes=sent)
                 self._holding[one.worker_id] = inf  # one kill is enough; it is gone at the next look
