@@ -7,9 +7,9 @@ from typing import Any, Final, TypeAlias
 
 import grpc
 
-from ebbtide.device_arbiter.device_report import DeviceReporter
-from ebbtide.device_arbiter.owner_stream import OwnerStream
 from ebbtide.loans.servicer import ticks
+from ebbtide.serving_guard.trainer.device_report import DeviceReporter
+from ebbtide.serving_guard.trainer.owner_stream import OwnerStream
 from ebbtide.v1 import loans_pb2
 from ebbtide.v1.loans_pb2_grpc import LoansServicer
 from ebbtide.wire.record_conversion import to_proto

@@ -11,10 +11,10 @@ from contextlib import suppress
 from typing import Final
 
 from ebbtide import telemetry
-from ebbtide.device_arbiter import metrics
-from ebbtide.device_arbiter.loan_keeper import LoanKeeper
 from ebbtide.errors import InvalidRequest, NotReady, Superseded
 from ebbtide.scheduling.elastic.device_ownership import DeviceClaim, DeviceOwnership, OwnerLease
+from ebbtide.serving_guard.trainer import metrics
+from ebbtide.serving_guard.trainer.loan_keeper import LoanKeeper
 from ebbtide.types.ids import check_id
 from ebbtide.types.loans import LOANS_VERSION, LoanState, OwnerWish
 from ebbtide.v1 import loans_pb2 as pb
@@ -27,7 +27,7 @@ _WISH_S: Final = 5.0
 #: How often the state is looked at: while the owner waits for its device, and otherwise.
 _AWAITED_S: Final = 0.002
 _LOOK_S: Final = 0.1
-#: How often a state is repeated, as a sign of life: a trainer whose arbiter hangs looks into the pages itself.
+#: How often a state is repeated, as a sign of life: a trainer whose guard hangs looks into the pages itself.
 _REPEAT_S: Final = 0.5
 
 
@@ -75,13 +75,13 @@ class OwnerStream:
 
     def _claim(self, wish: OwnerWish) -> _Owner:
         if wish.protocol_version != LOANS_VERSION:
-            raise NotReady(f"this arbiter speaks version {LOANS_VERSION} of the loans, not {wish.protocol_version}")
+            raise NotReady(f"this guard speaks version {LOANS_VERSION} of the loans, not {wish.protocol_version}")
         check_id(wish.run_id, field="run_id")
         lease = OwnerLease(wish.run_id, wish.lease, wish.owner)
         try:
             claim = self._ownership.claim(self._clock(), lease, lends=wish.lend)
         except (Superseded, NotReady) as error:
-            metrics.REFUSED.labels("superseded" if isinstance(error, Superseded) else "owned").inc()
+            metrics.OWNERS_REFUSED.labels("superseded" if isinstance(error, Superseded) else "owned").inc()
             raise
         self._record(self._ownership.newest())
         log.info("the device has an owner", run_id=wish.run_id, lease=wish.lease)

@@ -3,17 +3,17 @@
 import time
 from collections.abc import Callable
 
-from ebbtide.device_arbiter.loan_keeper import LoanKeeper
 from ebbtide.loans.borrower_status import borrower_status
 from ebbtide.loans.borrower_table import BorrowerTable
 from ebbtide.loans.grant_issuer import GrantIssuer
 from ebbtide.scheduling.elastic.device_ownership import DeviceOwnership
+from ebbtide.serving_guard.trainer.loan_keeper import LoanKeeper
 from ebbtide.types.grants import Borrower, GuardStatus
 from ebbtide.types.loans import DeviceStatus
 
 
 class DeviceReporter:
-    """Reads the other parts of the arbiter; has no state of its own but when it began."""
+    """Reads the other parts; has no state of its own but when it began."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class DeviceReporter:
         """The same for those who watch guards: a device whose trainer computes serves nobody."""
         now = self._clock()
         return GuardStatus(
-            mode="arbiter",
+            mode="trainer",
             state=self._keeper.state,
             borrowers=self._tenants(now),
             forecast=self._keeper.forecast(),

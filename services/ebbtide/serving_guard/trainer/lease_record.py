@@ -1,9 +1,9 @@
-"""Remembers the newest lease of each run across lives of the arbiter, in the folder of grants.
+"""Remembers the newest lease of each run across lives of the guard, in the folder of grants.
 
-Without it, an arbiter that has just begun would take an older trainer's wish if that one connected first, and lend a
+Without it, a guard that has just begun would take an older trainer's wish if that one connected first, and lend a
 device in whose newer trainer a step is under way.
 
-Invariant: the file holds the leases of this boot of the host that the arbiter has met, whole: it is replaced, never
+Invariant: the file holds the leases of this boot of the host that the guard has met, whole: it is replaced, never
 changed. It is written before a new lease is answered. Lost with it: only the refusal of older leases.
 """
 
@@ -36,7 +36,7 @@ class LeaseRecord:
         self._written: tuple[OwnerLease, ...] = ()
 
     def read(self) -> tuple[OwnerLease, ...]:
-        """The leases of the arbiter's earlier lives; none if the file is absent or damaged."""
+        """The leases of the guard's earlier lives; none if the file is absent or damaged."""
         try:
             found = msgspec.json.decode(self._path.read_bytes(), type=_Record)
         except FileNotFoundError:

@@ -14,13 +14,13 @@ from ebbtide.testing import wait_until
 from ebbtide.trainer import device_loan
 from ebbtide.trainer.device_loan import DeviceLoan
 from ebbtide.types.grants import Residency
-from tests.integration.device_arbiter.arbiters import ArbiterProcess, arbiter_process, owner_process
 from tests.integration.serving_guard.borrower import Borrowing
+from tests.integration.serving_guard.trainer_guards import TrainerGuardProcess, owner_process, trainer_guard_process
 
 
 @pytest.fixture
-async def arbiter(grant_dir: Path) -> AsyncIterator[ArbiterProcess]:
-    with arbiter_process(grant_dir, silent_s=2.5) as made:
+async def guard(grant_dir: Path) -> AsyncIterator[TrainerGuardProcess]:
+    with trainer_guard_process(grant_dir, trainer_silent_s=2.5) as made:
         await made.ready()
         yield made
 
@@ -44,7 +44,7 @@ async def steps_on(worker: Borrowing) -> None:
 
 
 async def test_engines_step_while_the_device_is_lent_and_not_once_it_is_back(
-    arbiter: ArbiterProcess, grant_dir: Path
+    guard: TrainerGuardProcess, grant_dir: Path
 ) -> None:
     async with owning(grant_dir) as loan:
         with Borrowing(grant_dir) as worker:
@@ -55,7 +55,7 @@ async def test_engines_step_while_the_device_is_lent_and_not_once_it_is_back(
                 steps = worker.page.steps()
                 assert not steps.stepping
                 assert not worker.page.offered().tokens
-                state = await arbiter.status()
+                state = await guard.status()
                 assert (state.state, state.run_id, state.lease) == ("held", "r", 1)
                 assert state.borrowers[0].residency is Residency.HOST
                 assert worker.page.steps().steps == steps.steps
@@ -65,21 +65,21 @@ async def test_engines_step_while_the_device_is_lent_and_not_once_it_is_back(
 
 
 async def test_the_device_of_a_killed_trainer_is_lent_until_its_next_life_takes_it_back(
-    arbiter: ArbiterProcess, grant_dir: Path
+    guard: TrainerGuardProcess, grant_dir: Path
 ) -> None:
     with Borrowing(grant_dir) as worker:
         with owner_process(grant_dir) as owner:
             stood = worker.page.steps().steps
             owner.kill()
             await wait_until(lambda: worker.page.steps().steps > stood + 3, 10)
-            assert (await arbiter.status()).state == "abandoned"
+            assert (await guard.status()).state == "abandoned"
         with owner_process(grant_dir, lease=2):
             assert not worker.page.offered().tokens
-            assert (await arbiter.status()).lease == 2
+            assert (await guard.status()).lease == 2
 
 
 async def test_the_device_of_a_frozen_trainer_is_lent_until_it_speaks_again(
-    arbiter: ArbiterProcess, grant_dir: Path
+    guard: TrainerGuardProcess, grant_dir: Path
 ) -> None:
     with Borrowing(grant_dir) as worker, owner_process(grant_dir) as owner:
         owner.send_signal(signal.SIGSTOP)
@@ -88,8 +88,8 @@ async def test_the_device_of_a_frozen_trainer_is_lent_until_it_speaks_again(
         await wait_until(lambda: not worker.stepping_lately and not worker.page.offered().tokens, 10)
 
 
-async def test_no_engine_steps_while_the_arbiter_of_a_held_device_is_killed_and_started_again(
-    arbiter: ArbiterProcess, grant_dir: Path
+async def test_no_engine_steps_while_the_guard_of_a_held_device_is_killed_and_started_again(
+    guard: TrainerGuardProcess, grant_dir: Path
 ) -> None:
     async with owning(grant_dir) as loan:
         with Borrowing(grant_dir) as worker:
@@ -97,17 +97,17 @@ async def test_no_engine_steps_while_the_arbiter_of_a_held_device_is_killed_and_
             await steps_on(worker)
             await loan.take_back()
             stood = worker.page.steps().steps
-            arbiter.end()
-            await arbiter.start_again()
-            again = await wait_until(lambda: held(arbiter))
+            guard.end()
+            await guard.start_again()
+            again = await wait_until(lambda: held(guard))
             assert again.memory_back
             assert worker.page.steps().steps == stood
             loan.lend()
             await steps_on(worker)
 
 
-async def test_without_an_arbiter_a_step_begins_when_no_engine_computes_or_may(
-    arbiter: ArbiterProcess, grant_dir: Path, monkeypatch: pytest.MonkeyPatch
+async def test_without_a_guard_a_step_begins_when_no_engine_computes_or_may(
+    guard: TrainerGuardProcess, grant_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device_loan, "_ALONE_S", 0.3)
     async with owning(grant_dir) as loan:
@@ -116,7 +116,7 @@ async def test_without_an_arbiter_a_step_begins_when_no_engine_computes_or_may(
             await steps_on(worker)
             (grant_dir / "stick").touch()
             await wait_until(lambda: worker.page.steps().stepping)
-            arbiter.end()
+            guard.end()
             await wait_until(lambda: not worker.page.offered().tokens)
             taking = asyncio.create_task(loan.take_back())
             await asyncio.wait([taking], timeout=1.0)
@@ -127,7 +127,7 @@ async def test_without_an_arbiter_a_step_begins_when_no_engine_computes_or_may(
             assert not worker.page.steps().stepping
 
 
-async def test_an_older_lease_is_refused_and_steps_down(arbiter: ArbiterProcess, grant_dir: Path) -> None:
+async def test_an_older_lease_is_refused_and_steps_down(guard: TrainerGuardProcess, grant_dir: Path) -> None:
     older = DeviceLoan(grant_dir, run_id="r", lease=1)
     running = asyncio.create_task(older.run())
     await older.take_back()
@@ -140,7 +140,7 @@ async def test_an_older_lease_is_refused_and_steps_down(arbiter: ArbiterProcess,
 
 
 async def test_the_trainer_of_another_run_gets_the_device_when_its_owner_is_gone(
-    arbiter: ArbiterProcess, grant_dir: Path
+    guard: TrainerGuardProcess, grant_dir: Path
 ) -> None:
     async with owning(grant_dir) as first:
         await first.take_back()
@@ -156,15 +156,15 @@ async def test_the_trainer_of_another_run_gets_the_device_when_its_owner_is_gone
 async def test_an_engine_that_does_not_end_its_step_is_stopped_and_gone_before_the_memory_counts_as_back(
     grant_dir: Path,
 ) -> None:
-    with arbiter_process(grant_dir, kill_s=1.0) as arbiter:
-        await arbiter.ready()
+    with trainer_guard_process(grant_dir, kill_s=1.0) as guard:
+        await guard.ready()
         async with owning(grant_dir) as loan:
             with Borrowing(grant_dir, manner="stuck") as worker:
                 loan.lend()
                 await steps_on(worker)
                 (grant_dir / "stick").touch()
                 taking = asyncio.create_task(loan.take_back())
-                state = await wait_until(lambda: computed(arbiter), 10)
+                state = await wait_until(lambda: computed(guard), 10)
                 assert worker.state() == "T"
                 assert not state.memory_back
                 assert state.waits_for == "the memory of w1"
@@ -173,8 +173,8 @@ async def test_an_engine_that_does_not_end_its_step_is_stopped_and_gone_before_t
 
 
 async def test_an_engine_that_keeps_its_memory_is_killed(grant_dir: Path) -> None:
-    with arbiter_process(grant_dir, memory_s=0.5) as arbiter:
-        await arbiter.ready()
+    with trainer_guard_process(grant_dir, trainer_memory_s=0.5) as guard:
+        await guard.ready()
         async with owning(grant_dir) as loan:
             with Borrowing(grant_dir, manner="hoarding") as worker:
                 loan.lend()
@@ -185,7 +185,7 @@ async def test_an_engine_that_keeps_its_memory_is_killed(grant_dir: Path) -> Non
                 assert worker.state() in "ZX"
 
 
-async def test_a_worker_that_is_killed_gives_everything_back(arbiter: ArbiterProcess, grant_dir: Path) -> None:
+async def test_a_worker_that_is_killed_gives_everything_back(guard: TrainerGuardProcess, grant_dir: Path) -> None:
     async with owning(grant_dir) as loan:
         with Borrowing(grant_dir, manner="hoarding") as worker:
             loan.lend()
@@ -193,16 +193,16 @@ async def test_a_worker_that_is_killed_gives_everything_back(arbiter: ArbiterPro
         await asyncio.wait_for(loan.take_back(), 10)
 
 
-async def test_only_one_arbiter_serves_a_folder(arbiter: ArbiterProcess, grant_dir: Path) -> None:
-    with arbiter_process(grant_dir) as second:
+async def test_only_one_guard_serves_a_folder(guard: TrainerGuardProcess, grant_dir: Path) -> None:
+    with trainer_guard_process(grant_dir) as second:
         assert await asyncio.to_thread(second.process.wait, 20) == 1
 
 
-async def held(arbiter: ArbiterProcess):  # type: ignore[no-untyped-def]
-    state = await arbiter.status()
+async def held(guard: TrainerGuardProcess):  # type: ignore[no-untyped-def]
+    state = await guard.status()
     return state if state.state == "held" and state.borrowers and state.memory_back else None
 
 
-async def computed(arbiter: ArbiterProcess):  # type: ignore[no-untyped-def]
-    state = await arbiter.status()
+async def computed(guard: TrainerGuardProcess):  # type: ignore[no-untyped-def]
+    state = await guard.status()
     return state if state.compute_back else None

@@ -1,4 +1,4 @@
-"""Runs a device-arbiter and the owner of its device as processes, and reads the device's status."""
+"""Runs the guard of a trainer's device and the owner of that device as processes, and reads the device's status."""
 
 import contextlib
 import json
@@ -66,10 +66,22 @@ asyncio.run(rank(int(sys.argv[1]), sys.argv[2], int(sys.argv[3])))
 """
 
 
-class ArbiterProcess:
-    def __init__(self, folder: Path, environment: Mapping[str, str] | None = None, **settings: object) -> None:
-        self.folder, self._settings, self._environment = folder, settings, environment
-        self._ready = folder.parent / "arbiter.json"
+#: The guard in the mode of a trainer's device.
+PROGRAM = ("ebbtide.serving_guard", "--owner", "trainer")
+
+
+class TrainerGuardProcess:
+    """`program`: another one that lends a trainer's device."""
+
+    def __init__(
+        self,
+        folder: Path,
+        environment: Mapping[str, str] | None = None,
+        program: Sequence[str] = PROGRAM,
+        **settings: object,
+    ) -> None:
+        self.folder, self._settings, self._environment, self._program = folder, settings, environment, program
+        self._ready = folder.parent / "trainer-guard.json"
         self.process = self._started()
 
     def _started(self) -> subprocess.Popen[bytes]:
@@ -81,7 +93,7 @@ class ArbiterProcess:
             **self._settings,
         }
         flags = [text for name, value in given.items() for text in (f"--{name.replace('_', '-')}", str(value))]
-        return subprocess.Popen([sys.executable, "-m", "ebbtide.device_arbiter", *flags], env=self._environment)
+        return subprocess.Popen([sys.executable, "-m", *self._program, *flags], env=self._environment)
 
     async def ready(self) -> None:
         await wait_until(lambda: self._ready.exists() or self.process.poll() is not None, 20)
@@ -104,14 +116,18 @@ class ArbiterProcess:
 
 
 @contextlib.contextmanager
-def arbiter_process(
-    folder: Path, *, environment: Mapping[str, str] | None = None, **settings: object
-) -> Iterator[ArbiterProcess]:
-    arbiter = ArbiterProcess(folder, environment, **settings)
+def trainer_guard_process(
+    folder: Path,
+    *,
+    environment: Mapping[str, str] | None = None,
+    program: Sequence[str] = PROGRAM,
+    **settings: object,
+) -> Iterator[TrainerGuardProcess]:
+    guard = TrainerGuardProcess(folder, environment, program, **settings)
     try:
-        yield arbiter
+        yield guard
     finally:
-        arbiter.end()
+        guard.end()
 
 
 @contextlib.contextmanager

@@ -15,12 +15,13 @@ from typing import Final
 from msgspec.structs import replace
 
 from ebbtide import telemetry
-from ebbtide.device_arbiter import metrics
-from ebbtide.device_arbiter.return_watch import DeviceReturn, DeviceTenant, ReturnWatch
 from ebbtide.loans import borrower_processes
+from ebbtide.loans import metrics as loan_metrics
 from ebbtide.loans.borrower_table import BorrowerTable
 from ebbtide.scheduling.elastic.device_ownership import DeviceOwnership
 from ebbtide.scheduling.elastic.loan_forecast import LoanForecast
+from ebbtide.serving_guard.trainer import metrics
+from ebbtide.serving_guard.trainer.return_watch import DeviceReturn, DeviceTenant, ReturnWatch
 from ebbtide.types.grants import Budget, Forecast
 
 log = telemetry.get_logger(__name__)
@@ -71,7 +72,7 @@ class LoanKeeper:
         borrowers.subscribe(self.review)
 
     @property
-    def lent(self) -> bool:
+    def granting(self) -> bool:
         """Whether engines may compute."""
         return self._lent
 
@@ -150,12 +151,12 @@ class LoanKeeper:
         back = self._returns.look()
         if back.compute and not self._timed_compute:
             self._timed_compute, self._compute_s = True, now - self._taken_at
-            metrics.COMPUTE_SECONDS.observe(self._compute_s)
+            metrics.COMPUTE_BACK_SECONDS.observe(self._compute_s)
             loans = self._borrowers.all()
             self._later_steps = max((one.page.steps().steps - one.steps_when_taken for one in loans), default=0)
         if back.memory and not self._timed_memory:
             self._timed_memory = True
-            metrics.MEMORY_SECONDS.observe(now - self._taken_at)
+            metrics.MEMORY_BACK_SECONDS.observe(now - self._taken_at)
             self._tell_back(now)
         self._press([] if back.memory else [one for one in self._returns.tenants() if one.holding or one.stepping], now)
         return back
@@ -176,7 +177,7 @@ class LoanKeeper:
         for one in tenants:
             if now - self._holding[one.worker_id] > self._memory_s:
                 sent = borrower_processes.send(one.processes, signal.SIGKILL)
-                metrics.ENFORCED.labels("killed").inc()
+                loan_metrics.ENFORCED.labels("killed").inc()
                 why = "its step does not end" if one.stepping else "it does not give up memory"
                 log.warning("worker killed", worker_id=one.worker_id, reason=why, processes=sent)
                 self._holding[one.worker_id] = inf  # one kill is enough; it is gone at the next look
@@ -193,5 +194,5 @@ class LoanKeeper:
         spent, self._looked_at = max(0.0, now - self._looked_at), now
         kind = "lent" if self._lent else "held"
         self.seconds[kind] += spent
-        metrics.SECONDS.labels(kind).inc(spent)
-        metrics.HELD.set(self._ownership.state(now) == "held")
+        metrics.DEVICE_SECONDS.labels(kind).inc(spent)
+        metrics.DEVICE_HELD.set(self._ownership.state(now) == "held")

@@ -15,8 +15,8 @@ from ebbtide.trainer.lending.lending_places import own_place
 from ebbtide.trainer.lending.loan_follower import LoanFollower
 from ebbtide.trainer.lending.shared_loan import LendingRanks, SharedLoan
 from tests.fakes.rank_notes import SharedNotes
-from tests.integration.device_arbiter.arbiters import ArbiterProcess, arbiter_process, rank_processes
 from tests.integration.serving_guard.borrower import Borrowing
+from tests.integration.serving_guard.trainer_guards import TrainerGuardProcess, rank_processes, trainer_guard_process
 
 #: The rank that leads the second host.
 OTHER = 2
@@ -62,19 +62,22 @@ def folders(grant_dir: Path) -> Iterator[tuple[Path, Path]]:
 
 
 class Hosts:
-    def __init__(self, arbiters: list[ArbiterProcess]) -> None:
-        self.arbiters = arbiters
+    def __init__(self, guards: list[TrainerGuardProcess]) -> None:
+        self.guards = guards
 
     async def states(self) -> list[str]:
-        return [(await one.status()).state for one in self.arbiters]
+        return [(await one.status()).state for one in self.guards]
 
 
 @pytest.fixture
 async def hosts(folders: tuple[Path, Path]) -> AsyncIterator[Hosts]:
     async with AsyncExitStack() as stack:
-        made = [stack.enter_context(arbiter_process(folder, silent_s=2.5, memory_s=1.0)) for folder in folders]
-        for arbiter in made:
-            await arbiter.ready()
+        made = [
+            stack.enter_context(trainer_guard_process(folder, trainer_silent_s=2.5, trainer_memory_s=1.0))
+            for folder in folders
+        ]
+        for guard in made:
+            await guard.ready()
         yield Hosts(made)
 
 
@@ -108,10 +111,10 @@ async def test_a_step_waits_for_the_memory_of_the_slowest_host_after_all_compute
             ranks.loan.lend()
             await steps_on(one, slow)
             taking = asyncio.create_task(ranks.loan.take_back())
-            await wait_until(lambda: waits_for_memory(hosts.arbiters[1]), 10)
+            await wait_until(lambda: waits_for_memory(hosts.guards[1]), 10)
             assert not taking.done()
             await asyncio.wait_for(taking, 20)
-            assert slow.state() in "ZX", "its arbiter ended it"
+            assert slow.state() in "ZX", "its guard ended it"
 
 
 def wishes_of(ranks: Ranks) -> list[str]:
@@ -119,20 +122,20 @@ def wishes_of(ranks: Ranks) -> list[str]:
     return sorted(name for name in ranks.board.notes if "/wish/" in name)
 
 
-async def waits_for_memory(arbiter: ArbiterProcess) -> bool:
-    found = await arbiter.status()
+async def waits_for_memory(guard: TrainerGuardProcess) -> bool:
+    found = await guard.status()
     return found.compute_back and not found.memory_back
 
 
-async def test_an_older_trainer_is_refused_by_every_arbiter_also_by_one_that_was_started_again(
+async def test_an_older_trainer_is_refused_by_every_guard_also_by_one_that_was_started_again(
     hosts: Hosts, folders: tuple[Path, Path]
 ) -> None:
     older, newer = Ranks(folders, lease=1), Ranks(folders, lease=2)
     async with newer:
         await asyncio.wait_for(newer.loan.take_back(), 20)
-    hosts.arbiters[1].end()
-    await hosts.arbiters[1].start_again()
-    # Only the second host's arbiter meets the older trainer's wish here: it knows it from its former life.
+    hosts.guards[1].end()
+    await hosts.guards[1].start_again()
+    # Only the second host's guard meets the older trainer's wish here: it knows it from its former life.
     follower = asyncio.create_task(LoanFollower(folders[1], older.board, OTHER).run())
     older.loan.lend()
     posting = asyncio.create_task(older.loan._post())
@@ -141,17 +144,17 @@ async def test_an_older_trainer_is_refused_by_every_arbiter_also_by_one_that_was
         await asyncio.wait_for(watching, 20)
     for task in (posting, follower):
         task.cancel()
-    assert (await hosts.arbiters[1].status()).lease != 1
+    assert (await hosts.guards[1].status()).lease != 1
 
 
-async def test_the_device_of_a_host_without_an_arbiter_and_without_engines_is_back_soon(
+async def test_the_device_of_a_host_without_a_guard_and_without_engines_is_back_soon(
     hosts: Hosts, folders: tuple[Path, Path]
 ) -> None:
     async with Ranks(folders) as ranks:
         with Borrowing(folders[0]) as one:
             ranks.loan.lend()
             await steps_on(one)
-            hosts.arbiters[1].end()
+            hosts.guards[1].end()
             await asyncio.wait_for(ranks.loan.take_back(), 5)
             assert not one.page.steps().stepping
             assert not one.page.offered().tokens
@@ -166,7 +169,7 @@ async def test_an_engine_that_nobody_stops_ends_the_wait_with_its_hosts_name_and
             await steps_on(one, stuck)
             (folders[1] / "stick").touch()
             await wait_until(lambda: stuck.page.steps().stepping)
-            hosts.arbiters[1].end()
+            hosts.guards[1].end()
             name = own_place(str(folders[1])).host
             with pytest.raises(Unavailable, match=rf"host {name} \(rank 2\) does not give its device back"):
                 await asyncio.wait_for(ranks.loan.take_back(), 30)
@@ -175,23 +178,23 @@ async def test_an_engine_that_nobody_stops_ends_the_wait_with_its_hosts_name_and
             (folders[1] / "stick").unlink()
 
 
-async def test_a_host_whose_arbiter_hangs_gives_its_device_back_once_no_engine_computes(
+async def test_a_host_whose_guard_hangs_gives_its_device_back_once_no_engine_computes(
     hosts: Hosts, folders: tuple[Path, Path]
 ) -> None:
     async with Ranks(folders) as ranks:
         with Borrowing(folders[0]) as one, Borrowing(folders[1]) as other:
             ranks.loan.lend()
             await steps_on(one, other)
-            hosts.arbiters[1].process.send_signal(signal.SIGSTOP)
+            hosts.guards[1].process.send_signal(signal.SIGSTOP)
             await asyncio.wait_for(ranks.loan.take_back(), 20)
             stood = other.page.steps().steps
-            hosts.arbiters[1].process.send_signal(signal.SIGCONT)
-            await wait_until(lambda: is_held(hosts.arbiters[1]), 10)
-            assert other.page.steps().steps == stood, "the arbiter read the newest wish before it lent anything"
+            hosts.guards[1].process.send_signal(signal.SIGCONT)
+            await wait_until(lambda: is_held(hosts.guards[1]), 10)
+            assert other.page.steps().steps == stood, "the guard read the newest wish before it lent anything"
 
 
-async def is_held(arbiter: ArbiterProcess) -> bool:
-    return (await arbiter.status()).state == "held"
+async def is_held(guard: TrainerGuardProcess) -> bool:
+    return (await guard.status()).state == "held"
 
 
 @pytest.mark.parametrize("how", ["gone", "frozen"])
@@ -222,7 +225,7 @@ async def test_a_rank_0_that_was_frozen_has_the_devices_of_other_hosts_again_wit
             ranks.board.answers.clear()
             await steps_on(other)
             ranks.board.answers.set()
-            await wait_until(lambda: is_held(hosts.arbiters[1]), 20)
+            await wait_until(lambda: is_held(hosts.guards[1]), 20)
             assert wishes_of(ranks) == wishes
 
 
@@ -237,7 +240,7 @@ async def test_the_next_run_of_the_same_ranks_owns_all_devices_under_its_own_lea
         ranks.claim(7)
         ranks.owning = asyncio.create_task(ranks.loan.run())
         await asyncio.wait_for(ranks.loan.take_back(), 20)
-        assert [(await one.status()).lease for one in hosts.arbiters] == [7, 7]
+        assert [(await one.status()).lease for one in hosts.guards] == [7, 7]
 
 
 @pytest.mark.parametrize("killed", [0, 1])

@@ -1,7 +1,7 @@
 """Watches whether engines gave the device back: first that none computes, then that they gave up memory.
 
 What counts is what engines do, not what they say: their steps are read from the pages in the folder, also from those of
-workers without a stream, which may be starting, or may have lost an arbiter. An engine whose process is gone has given
+workers without a stream, which may be starting, or may have lost a guard. An engine whose process is gone has given
 everything back. One that was killed has no page any more for a while before that.
 
 Invariant: `_grants` has the newest grant of each loan at the take-back. A worker's report counts as an answer if it

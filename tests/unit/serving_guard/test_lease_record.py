@@ -1,12 +1,12 @@
-"""An arbiter's next life knows the newest lease of each run."""
+"""A guard's next life knows the newest lease of each run."""
 
 from pathlib import Path
 
 import pytest
 
-from ebbtide.device_arbiter.lease_record import LeaseRecord
 from ebbtide.errors import Superseded
 from ebbtide.scheduling.elastic.device_ownership import DeviceOwnership, OwnerLease
+from ebbtide.serving_guard.trainer.lease_record import LeaseRecord
 
 OLD, NEW = OwnerLease("r", 1, "a"), OwnerLease("r", 2, "b")
 
@@ -15,7 +15,7 @@ def ownership(remembered: tuple[OwnerLease, ...] = ()) -> DeviceOwnership:
     return DeviceOwnership(0.0, settle_s=5.0, silent_s=15.0, rejoin_s=1.0, remembered=remembered)
 
 
-def test_an_older_trainer_is_refused_though_it_comes_first_to_a_new_arbiter(tmp_path: Path) -> None:
+def test_an_older_trainer_is_refused_though_it_comes_first_to_a_new_guard(tmp_path: Path) -> None:
     first = ownership()
     first.claim(1.0, NEW, lends=False)
     LeaseRecord(tmp_path).write(first.newest())

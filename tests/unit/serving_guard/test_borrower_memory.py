@@ -4,10 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from ebbtide.device_arbiter.borrower_memory import PhasedMemory
-from ebbtide.device_arbiter.metrics import LOANS
 from ebbtide.grants import Page
 from ebbtide.loans.loan import Loan, LoanAccount
+from ebbtide.serving_guard.trainer.borrower_memory import PhasedMemory
 from ebbtide.types.grants import BorrowerReport, Hello, Residency
 
 MIB = 1 << 20
@@ -24,7 +23,7 @@ class Gpu:
         return self.free, 1000 * MIB
 
 
-class Arbiter:
+class Guard:
     """A device and the one engine on it."""
 
     def __init__(self, page: Page, held: Residency = Residency.AWAY, device: str = "GPU-1") -> None:
@@ -32,7 +31,7 @@ class Arbiter:
         self.memory = PhasedMemory(held, lambda: self.lent, device=lambda _: self.gpu, clock=lambda: 0.0)
         hello = Hello(protocol_version=1, worker_id="w", kv_bytes=100 * MIB, weights_bytes=50 * MIB, device=device)
         self.memory.joined("w", hello)
-        self.loan = Loan(hello, (), page, LoanAccount(), LOANS, 0.0)
+        self.loan = Loan(hello, (), page, LoanAccount(), 0.0)
 
     def wish(self, at: Residency) -> tuple[Residency, int]:
         self.memory.reported(0.0, "w", BorrowerReport(residency=at))
@@ -46,40 +45,40 @@ def page(tmp_path: Path) -> Page:
 
 
 def test_an_engine_gives_up_what_the_settings_say_while_the_trainer_has_the_device(page: Page) -> None:
-    arbiter = Arbiter(page)
-    arbiter.lent = False
-    assert arbiter.wish(Residency.AWAKE) == (Residency.AWAY, 0)
+    guard = Guard(page)
+    guard.lent = False
+    assert guard.wish(Residency.AWAKE) == (Residency.AWAY, 0)
 
 
 def test_an_engine_waits_until_the_trainer_has_made_room(page: Page) -> None:
-    arbiter = Arbiter(page)
-    arbiter.gpu.free = 160 * MIB
-    assert arbiter.wish(Residency.AWAY) == (Residency.AWAY, 0), "its pool and a reserve of 20 MiB"
-    arbiter.gpu.free = 171 * MIB
-    assert arbiter.wish(Residency.AWAY) == (Residency.AWAKE, 100)
+    guard = Guard(page)
+    guard.gpu.free = 160 * MIB
+    assert guard.wish(Residency.AWAY) == (Residency.AWAY, 0), "its pool and a reserve of 20 MiB"
+    guard.gpu.free = 171 * MIB
+    assert guard.wish(Residency.AWAY) == (Residency.AWAKE, 100)
 
 
 def test_an_engine_that_has_its_memory_keeps_it_however_little_is_free(page: Page) -> None:
-    assert Arbiter(page).wish(Residency.AWAKE) == (Residency.AWAKE, 100)
+    assert Guard(page).wish(Residency.AWAKE) == (Residency.AWAKE, 100)
 
 
 def test_a_device_that_cannot_be_read_has_no_room(page: Page) -> None:
-    arbiter = Arbiter(page)
-    arbiter.gpu.lost = True
-    assert arbiter.wish(Residency.HOST) == (Residency.HOST, 0)
+    guard = Guard(page)
+    guard.gpu.lost = True
+    assert guard.wish(Residency.HOST) == (Residency.HOST, 0)
 
 
 def test_the_trainer_is_told_what_an_engine_needs(page: Page) -> None:
-    arbiter = Arbiter(page)
-    assert arbiter.memory.engine_bytes() == 150 * MIB
-    arbiter.memory.left("w")
-    assert arbiter.memory.engine_bytes() == 0
+    guard = Guard(page)
+    assert guard.memory.engine_bytes() == 150 * MIB
+    guard.memory.left("w")
+    assert guard.memory.engine_bytes() == 0
 
 
 @pytest.mark.parametrize(("held", "device"), [(Residency.AWAKE, "GPU-1"), (Residency.AWAY, "")])
 def test_engines_that_give_nothing_up_or_have_no_gpu_ask_the_trainer_for_nothing(
     page: Page, held: Residency, device: str
 ) -> None:
-    arbiter = Arbiter(page, held, device)
-    assert arbiter.memory.engine_bytes() == 0
-    assert arbiter.wish(Residency.AWAKE) == (Residency.AWAKE, 100)
+    guard = Guard(page, held, device)
+    assert guard.memory.engine_bytes() == 0
+    assert guard.wish(Residency.AWAKE) == (Residency.AWAKE, 100)
