@@ -3,6 +3,9 @@
 import argparse
 import math
 from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).parents[1]
 
 
 def count(text: str) -> int:
@@ -51,6 +54,12 @@ def output(text: str) -> Path:
             f"{text} cannot be written ({error}); name a file in a folder of yours"
         ) from None
     return path
+
+
+def result(name: str, *, quick: bool = False) -> Path:
+    """Where a benchmark writes unless a file is named. What a quick run finds is not worth stating, so it stays below
+    `runs/`, away from the committed results."""
+    return output(str(ROOT / ("runs/benchmarks" if quick else "benchmarks/results") / f"{name}.json"))
 
 
 def _float(text: str) -> float:

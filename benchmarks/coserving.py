@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from benchmarks.pair.level import Measuring
     from benchmarks.pair.traffic import Speeds
 
-RESULTS: Final = ROOT / "benchmarks" / "results"
 KEPT: Final = ROOT / "runs" / "bench-coserving"
 TRACES: Final = ROOT.parent / "shared" / "traces"
 KNOWN: Final = ("serving_azure2023_code_first1700s.csv", "serving_azure2023_conv.csv")
@@ -127,8 +126,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     for path in options.trace:
         if not path.is_file():
             parser.error(f"--trace: {path} is not there; name a CSV with the columns t_s,input_tokens,output_tokens")
-    name = f"coserving{'-soak' if options.soak else '-noise' if options.noise else ''}.json"
-    options.out = options.out or arguments.output(str(RESULTS / name))
+    name = f"coserving{'-soak' if options.soak else '-noise' if options.noise else ''}"
+    options.out = options.out or arguments.result(name, quick=options.quick)
     return options
 
 

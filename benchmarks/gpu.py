@@ -26,6 +26,7 @@ import torch
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT)]  # run as a script, from anywhere
 
+from benchmarks.arguments import result  # noqa: E402 - after the path
 from benchmarks.first_token import FirstTokenPlan, measure_first_tokens  # noqa: E402 - after the path
 from benchmarks.patches.synthetic import rate_for, step  # noqa: E402
 from benchmarks.real_kills.checkpoint import make_checkpoint  # noqa: E402
@@ -204,13 +205,11 @@ def main() -> int:
     first = first_tokens()  # before this process takes memory of the device
     pair = made_pair("cuda", ELEMENTS)
     speeds, pauses = patch_speeds("cuda", *pair), publishing("cuda", *pair)
-    results = ROOT / "benchmarks" / "results"
-    results.mkdir(exist_ok=True)
     device = torch.cuda.get_device_name()
     moves = memory_moves("cuda", MOVED)
     told = {"device": device, "checks": checks, "patches": speeds, "publishing": pauses, "first_token": first}
     told |= {"sleeps": slept, "memory_moves_gb_per_s": moves}
-    (results / "gpu.json").write_text(json.dumps(told, indent=2))
+    result("gpu").write_text(json.dumps(told, indent=2))
     print(f"on {device}, {ELEMENTS * 2 / 1e6:.0f} MB of bf16, {DENSITY:.0%} of it changed")
     for check in checks:
         print(f"{check['outcome']:8} {check['seconds']:8.1f} s  {check['name']}")

@@ -45,7 +45,6 @@ TRACES: Final = ROOT.parent / "shared" / "traces"
 SPOT: Final = ("spot_aws_g4dn_24.csv", "spot_gcp_a100x1_64.csv")
 LENGTHS: Final = "response_length_deepseek_r1_quantiles.csv"
 STRETCHES: Final = (1.0, 4.0)
-OUT: Final = ROOT / "benchmarks" / "results" / "migration.json"
 #: All three levels are to take four minutes on two cores: of steady load, of workers lost each way, and of real kills.
 _QUICK_S: Final = 10.0
 _QUICK_LOSSES: Final = 3
@@ -119,8 +118,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--cap", type=arguments.count, default=CAP_TOKENS, help=CAP_HELP)
     parser.add_argument("--levels", default="", help="some of abc; default: all")
     parser.add_argument("--quick", action="store_true", help="the same on less data: 4 minutes on two cores")
-    parser.add_argument("--out", type=arguments.output, default=str(OUT))
+    parser.add_argument("--out", type=arguments.output)
     options = parser.parse_args(argv)
+    options.out = options.out or arguments.result("migration", quick=options.quick)
     options.levels = options.levels or ("a" if options.trace or options.lengths else "abc")
     if unknown := set(options.levels) - set(LEVELS):
         parser.error(f"--levels: {', '.join(sorted(unknown))} is none of {', '.join(LEVELS)}")

@@ -4,7 +4,7 @@ Three processes: an engine that answers each chat with events at once (one write
 client with the engine on the others. Direct and proxied requests take turns, so that whatever else the machine
 does meets both. Requests per second of the proxy's own processor time (`per_core_s`) holds on a shared machine too.
 
-    python benchmarks/proxy.py [--quick] [--output benchmarks/results/proxy.json]
+    python benchmarks/proxy.py [--quick] [--output PATH]
 """
 
 import argparse
@@ -211,12 +211,13 @@ def _told(figures: dict[str, Any]) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="in 15 seconds")
-    parser.add_argument("--output", type=arguments.output, default=Path(__file__).parent / "results" / "proxy.json")
+    parser.add_argument("--output", type=arguments.output)
     parser.add_argument("--role", choices=("stub", "proxy"), help=argparse.SUPPRESS)
     parser.add_argument("--upstream", help=argparse.SUPPRESS)
     parser.add_argument("--cores", help=argparse.SUPPRESS)
     parser.add_argument("--step-s", type=float, default=0.0, help=argparse.SUPPRESS)
     given = parser.parse_args(argv)
+    given.output = given.output or arguments.result("proxy", quick=given.quick)
     if given.role:
         os.sched_setaffinity(0, {int(core) for core in given.cores.split(",")})
         uvloop.run(_serve_stub(given.step_s) if given.role == "stub" else _serve_proxy(given.upstream))

@@ -36,7 +36,6 @@ from benchmarks.control_plane.house import House  # noqa: E402
 from benchmarks.control_plane.worker import Worker  # noqa: E402
 from ebbtide.types.run import ShareSpec  # noqa: E402
 
-OUT: Final = ROOT / "benchmarks" / "results" / "sharing.json"
 WORKERS: Final = 3
 SLOTS: Final = 8
 #: Tokens/s of a worker, whatever it serves; with all slots busy a rollout makes an eighth of it.
@@ -207,8 +206,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="What shares of a fleet several runs get.")
     parser.add_argument("--quick", action="store_true", help=f"{_QUICK_S:g} s a scene")
     parser.add_argument("--seconds", type=arguments.factor, default=60.0, help="of each scene")
-    parser.add_argument("--out", type=arguments.output, default=str(OUT), help="the JSON file")
+    parser.add_argument("--out", type=arguments.output, help="the JSON file")
     options = parser.parse_args()
+    options.out = options.out or arguments.result("sharing", quick=options.quick)
     figures = uvloop.run(measure(_QUICK_S if options.quick else options.seconds))
     setup = {
         "workers": WORKERS, "slots": SLOTS, "tokens_per_s_of_a_worker": RATE, "install_s": INSTALL_S,

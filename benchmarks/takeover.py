@@ -23,7 +23,7 @@ from msgspec.structs import asdict
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.arguments import count, output
+from benchmarks.arguments import count, output, result
 from benchmarks.conditions import conditions
 from ebbtide.store.store_keys import TERM, run_key
 from ebbtide.testing import wait_until
@@ -190,9 +190,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks/takeover.py", description=__doc__)
     parser.add_argument("--times", type=count, default=20, help="kills, and as many freezes (default: 20)")
     parser.add_argument("--quick", action="store_true", help="3 of each, in a minute")
-    parser.add_argument("--out", type=output, default=Path("benchmarks/results/takeover.json"), help="file of figures")
+    parser.add_argument("--out", type=output, help="file of figures")
     options = parser.parse_args(argv)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out = options.out or result("takeover", quick=options.quick)
     began, under = time.monotonic(), conditions()
     with tempfile.TemporaryDirectory(prefix="ebbtide-takeover-") as scratch:
         told = asyncio.run(measure(Path(scratch), 3 if options.quick else options.times))

@@ -43,7 +43,6 @@ from ebbtide.testing import wait_until  # noqa: E402
 from ebbtide.v1 import runs_pb2, types_pb2  # noqa: E402
 from ebbtide.v1.runs_pb2_grpc import RunsStub  # noqa: E402
 
-OUT: Final = ROOT / "benchmarks" / "results" / "tenants.json"
 #: What is promised: the other user's figures over its figures alone.
 PROMISED: Final = {"p50": 1.2, "p99": 2.0}
 _DAY_S: Final = 86_400.0
@@ -202,8 +201,9 @@ def main() -> int:
     parser.add_argument("--rounds", type=arguments.count, default=4)
     parser.add_argument("--seconds", type=arguments.factor, default=10.0, help="of each measurement")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--out", type=arguments.output, default=str(OUT), help="the JSON file")
+    parser.add_argument("--out", type=arguments.output, help="the JSON file")
     options = parser.parse_args()
+    options.out = options.out or arguments.result("tenants", quick=options.quick)
     rounds, seconds = (1, 5.0) if options.quick else (options.rounds, options.seconds)
     found = uvloop.run(measure(options.kinds, rounds, seconds))
     print(table(found))

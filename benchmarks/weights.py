@@ -35,7 +35,6 @@ from benchmarks.conditions import conditions  # noqa: E402
 from ebbtide.errors import InvalidRequest  # noqa: E402
 
 MUTANTS: Final = 10_000
-RESULTS: Final = ROOT / "benchmarks" / "results"
 #: Part -> its module. `run_level(quick=, tell=)` of the first two gives an object with `figures`.
 PARTS: Final = {"codec": "benchmarks.patches", "links": "benchmarks.distribution", "mutants": "benchmarks.mutants"}
 #: Figure -> the part that measures it, and what is promised of it.
@@ -69,7 +68,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--to", dest="new", type=Path, help="the version after it")
     parser.add_argument("--quick", action="store_true", help="the same on less data: 4 minutes on two cores")
     parser.add_argument("--threads", type=arguments.count, default=1, help="to train networks with")
-    parser.add_argument("--out", type=arguments.output, help=f"default: weights.json in {RESULTS}, if all parts run")
+    parser.add_argument(
+        "--out", type=arguments.output, help="default: benchmarks/results/weights.json, if all parts run on all data"
+    )
     options = parser.parse_args(argv)
     if (options.base is None) != (options.new is None):
         parser.error("--from and --to name a pair: give both")
@@ -77,7 +78,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--from and --to are for the codec alone")
     options.parts = options.parts or (("codec",) if options.base else tuple(present()))
     try:
-        options.out = options.out or arguments.output(str(RESULTS / _name(options)))
+        options.out = options.out or arguments.result(_name(options), quick=options.quick)
     except argparse.ArgumentTypeError as error:
         parser.error(f"--out: {error}")
     return options
@@ -86,8 +87,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def _name(options: argparse.Namespace) -> str:
     """Figures of some parts, or of somebody's pair, are not to take the place of those of the whole."""
     if options.base:
-        return "weights-given.json"
-    return "weights.json" if set(options.parts) == set(PARTS) else f"weights-{'-'.join(options.parts)}.json"
+        return "weights-given"
+    return "weights" if set(options.parts) == set(PARTS) else f"weights-{'-'.join(options.parts)}"
 
 
 def _parts(text: str) -> tuple[str, ...]:

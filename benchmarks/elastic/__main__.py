@@ -23,15 +23,15 @@ from typing import Any, Final
 
 import msgspec
 
-from benchmarks.arguments import count, output
+from benchmarks.arguments import count, output, result
 from benchmarks.conditions import conditions
 from benchmarks.elastic.elastic_part import FIGURES, PARTS, PartFindings, PartTerms, part
 from benchmarks.elastic.elastic_policies import COMPARED
 from benchmarks.elastic.elastic_setting import MODELS
 
 _ROOT: Final = Path(__file__).parents[2]
-_RESULTS: Final = _ROOT / "benchmarks" / "results"
 _KEPT: Final = _ROOT / "runs" / "bench-elastic"
+_COSERVING: Final = _ROOT / "benchmarks" / "results" / "coserving.json"
 
 
 def terms(argv: Sequence[str] | None) -> tuple[PartTerms, argparse.Namespace]:
@@ -48,12 +48,13 @@ def terms(argv: Sequence[str] | None) -> tuple[PartTerms, argparse.Namespace]:
     parser.add_argument("--policies", nargs="+", choices=list(COMPARED), default=[])
     parser.add_argument("--steps", type=count, help="steps of each case")
     parser.add_argument("--switches", type=count, help="switches of live devices")
-    parser.add_argument("--coserving", type=Path, default=_RESULTS / "coserving.json", help="of make bench-coserving")
+    parser.add_argument("--coserving", type=Path, default=_COSERVING, help="of make bench-coserving")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=count, default=min(2, len(os.sched_getaffinity(0))), help="processes at a time")
     parser.add_argument("--anew", action="store_true", help="make simulations again that are kept")
-    parser.add_argument("--out", type=output, default=_RESULTS / "elastic.json")
+    parser.add_argument("--out", type=output)
     options = parser.parse_args(argv)
+    options.out = options.out or result("elastic", quick=options.quick)
     asked: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in vars(options).items()
@@ -69,7 +70,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     begin_s, under = time.monotonic(), conditions()
     report = run_parts(asked, options.parts)
     report |= {"took_s": round(time.monotonic() - begin_s, 1), "conditions": under | {"quick": asked.quick}}
-    options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
     for name, value in report["figures"].items():
         print(f"{name:<38} {'null' if value is None else f'{value:.4g}':<8} {report['skipped'].get(name, '')}")

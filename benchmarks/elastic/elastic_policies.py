@@ -7,12 +7,12 @@ from benchmarks.elastic.compared.both_ways_policy import BothWaysPolicy
 from benchmarks.elastic.compared.scaling_law import settled_engines
 from benchmarks.elastic.elastic_setting import MODELS, ElasticCase, Fleet
 from benchmarks.elastic.window_oracle import OraclePolicy
-from ebbtide.simulator.rivals.rlboost.rlboost_policy import RLBoostPolicy
-from ebbtide.simulator.rivals.turns.rose_turns_policy import RoseTurnsPolicy
-from ebbtide.simulator.rivals.verl_hybrid_policy import VerlHybridPolicy
-from ebbtide.simulator.rivals.verl_policy import VerlPolicy
+from benchmarks.rivals.rlboost.rlboost_policy import RLBoostPolicy
+from benchmarks.rivals.turns.rose_turns_policy import RoseTurnsPolicy
+from benchmarks.rivals.verl_hybrid_policy import VerlHybridPolicy
 from ebbtide.simulator.world.elastic_policy import ElasticPolicy
 from ebbtide.simulator.world.policy import Policy
+from ebbtide.simulator.world.verl_policy import VerlPolicy
 
 #: The public code's T_init, about half of it and twice it, for windows that stay.
 FIXED_S: Final = (60.0, 150.0, 300.0)

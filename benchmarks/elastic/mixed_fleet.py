@@ -30,12 +30,12 @@ from benchmarks.elastic.mixed_setting import (
     scenario,
 )
 from benchmarks.log_level import errors_only
-from ebbtide.coordinator.dispatcher.dispatch_rules import DispatchRules
-from ebbtide.simulator.rivals.ablated_policy import AblatedPolicy
-from ebbtide.simulator.rivals.clairvoyant_policy import ToldSpeed
+from benchmarks.rivals.ablated_policy import AblatedPolicy
+from benchmarks.rivals.changed_rounds import NO_KINDS, NO_LOSSES, NO_MEMORY, ChangedPolicy, told
+from benchmarks.rivals.clairvoyant_policy import ToldSpeed
 from ebbtide.simulator.scenario.draws.machine_events import pool_of
 from ebbtide.simulator.scenario.draws.workload import Workload
-from ebbtide.simulator.world.ebbtide_policy import EbbtidePolicy, RuledPolicy
+from ebbtide.simulator.world.ebbtide_policy import EbbtidePolicy
 from ebbtide.simulator.world.policy import Policy
 
 OURS: Final = "ebbtide"
@@ -46,15 +46,15 @@ _SEEDS: Final = (0, 1, 2)
 
 def _told(case: MixedCase) -> Policy:
     costs = {pool: profile.costs for pool, profile in engines(case).items()}
-    return RuledPolicy(given=DispatchRules(new_speed=lambda name: ToldSpeed(costs[pool_of(name)], 1.0), kinds=False))
+    return ChangedPolicy(parts=(told(lambda name: ToldSpeed(costs[pool_of(name)], 1.0)), NO_KINDS))
 
 
 POLICIES: Final[Mapping[str, Callable[[MixedCase], Policy]]] = {
     OURS: lambda _: EbbtidePolicy(),
     ORACLE: _told,
-    "without kinds": lambda _: RuledPolicy(given=DispatchRules(kinds=False)),
-    "without memory": lambda _: RuledPolicy(given=DispatchRules(memory=False)),
-    "without losses": lambda _: RuledPolicy(given=DispatchRules(losses=False)),
+    "without kinds": lambda _: ChangedPolicy(parts=(NO_KINDS,)),
+    "without memory": lambda _: ChangedPolicy(parts=(NO_MEMORY,)),
+    "without losses": lambda _: ChangedPolicy(parts=(NO_LOSSES,)),
     "speeds not learnt": lambda _: AblatedPolicy(learns=False),
 }
 

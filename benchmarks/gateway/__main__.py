@@ -29,7 +29,6 @@ from benchmarks.gateway.vllm_part import measure_beside_vllm
 from benchmarks.turn_routing.engines.engine_trials import measure_engines
 
 _ROOT: Final = Path(__file__).parents[2]
-OUT: Final = _ROOT / "benchmarks" / "results" / "gateway.json"
 _PARTS: Final = {
     "kills": ("client_errors_under_kills", "trace_mismatches"),
     "vllm": ("ttft_overhead_p50_ms", "ttft_overhead_p99_ms", "tpot_over_vllm", "gateway_cpu_over_vllm"),
@@ -96,8 +95,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="fewer blocks, shorter conversations: in 20 minutes")
     parser.add_argument("--parts", nargs="+", choices=names, default=names)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=arguments.output, default=str(OUT))
+    parser.add_argument("--out", type=arguments.output)
     options = parser.parse_args(argv)
+    options.out = options.out or arguments.result("gateway", quick=options.quick)
     under = conditions() | {"quick": options.quick, "seed": options.seed}
     found, missing = measure(options.parts, options.seed, quick=options.quick)
     figures = promised_figures({name: value for part in found.values() for name, value in part.items()})

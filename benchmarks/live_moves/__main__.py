@@ -15,13 +15,11 @@ import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from benchmarks import arguments
 from benchmarks.conditions import conditions
 from benchmarks.live_moves.move_trials import PAIRS, QUICK_PAIRS, SCENARIOS, measure_moves
-
-OUT: Final = Path(__file__).parents[1] / "results" / "live_moves.json"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,8 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--pairs", type=arguments.count, help="of each scenario")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--directory", type=Path, help="where logs stay; must be empty")
-    parser.add_argument("--out", type=arguments.output, default=str(OUT))
+    parser.add_argument("--out", type=arguments.output)
     options = parser.parse_args(argv)
+    options.out = options.out or arguments.result("live_moves", quick=options.quick)
     pairs = options.pairs or (QUICK_PAIRS if options.quick else PAIRS)
     under = conditions() | {"quick": options.quick, "seed": options.seed, "pairs": pairs}
     scenarios = [options.scenario] if options.scenario else SCENARIOS

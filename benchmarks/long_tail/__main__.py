@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.arguments import count, output
+from benchmarks.arguments import count, output, result
 from benchmarks.conditions import conditions
 from benchmarks.long_tail.admission.admission_part import admission_part
 from benchmarks.long_tail.drafts.accept_part import accept_part
@@ -57,7 +57,6 @@ PARTS: Final = (
     "freed",
     "decisions",
 )
-OUT: Final = Path(__file__).parents[1] / "results" / "tail.json"
 
 
 def measured(
@@ -109,8 +108,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--traces", type=Path, default=TRACES, help="folder of recorded marginals")
     parser.add_argument("--lengths", type=Path, help="recorded lengths: group,sample,output_tokens")
     parser.add_argument("--jobs", type=count, default=min(2, len(os.sched_getaffinity(0))), help="processes at a time")
-    parser.add_argument("--out", type=output, default=str(OUT))
+    parser.add_argument("--out", type=output)
     options = parser.parse_args(argv)
+    options.out = options.out or result("tail", quick=options.quick)
     names = [one.name for one in known_marginals(options.traces)]
     if unknown := [one for one in options.marginals or () if one not in names]:
         parser.error(f"--marginals: {unknown[0]!r} is not known; name some of {', '.join(names)}")

@@ -25,10 +25,10 @@ from benchmarks.pair.results.figures import TPOT_FACTOR, TTFT_FACTOR, Alone, Blo
 from benchmarks.pair.stack import MODEL, WORKER, Pair, installed, settle
 from benchmarks.pair.stray import stray_process
 from benchmarks.pair.traffic import Speeds
+from benchmarks.pair.virtual.pair_costs_fit import StepSample
 from ebbtide.demo.coserving.coserving_client import TrafficPlan, body, send
 from ebbtide.demo.coserving.coserving_records import BudgetMoment, ServedAnswer
 from ebbtide.grants import Page, page_path
-from ebbtide.simulator.serving.pair_costs_fit import StepSample
 from ebbtide.simulator.serving.request_traffic import TrafficRequest
 from ebbtide.types.grants import GuardStatus
 

@@ -15,6 +15,8 @@ from msgspec.structs import replace
 from benchmarks import arguments
 from benchmarks.pair.results.figures import TPOT_FACTOR, TTFT_FACTOR
 from benchmarks.pair.stray import STRAY
+from benchmarks.pair.virtual.serving_comparison import compared, speed_for_load
+from benchmarks.pair.virtual.serving_figures import ServingFigures
 from ebbtide.scheduling.coserving.budget_decider import LatencyTargets
 from ebbtide.simulator.serving.pair_costs import PairCosts, read_pair_costs
 from ebbtide.simulator.serving.request_traffic import (
@@ -25,8 +27,7 @@ from ebbtide.simulator.serving.request_traffic import (
     made_up,
     read_trace,
 )
-from ebbtide.simulator.serving.serving_comparison import compared, played_alone, resolved_targets, speed_for_load
-from ebbtide.simulator.serving.serving_figures import ServingFigures
+from ebbtide.simulator.serving.serving_alone import played_alone, resolved_targets
 
 #: As reported, its test held to the whole SLO and to a quarter of it.
 _ROSES: Final = ("rose:600,1,0.2,1", "rose:600,1,0.2,0.25")

@@ -38,7 +38,7 @@ def main() -> int:
         "--machines", type=arguments.count, default=0, help="keep such a share that about so many are there at most"
     )
     parser.add_argument(
-        "--uneven", action="store_true", help="workers differ by up to 30 % in speed, and long contexts cost time"
+        "--uneven", action="store_true", help="workers differ by up to 30 %% in speed, and long contexts cost time"
     )
     parser.add_argument(
         "--gap-s", type=arguments.seconds, default=0.0, help="time between steps, the same for all policies"

@@ -7,9 +7,9 @@ from msgspec import Struct
 
 from benchmarks.replay.fair_oracle import FairOraclePolicy
 from benchmarks.replay.migrate_only import MigrateOnlyPolicy
-from ebbtide.simulator.rivals.ablated_policy import AblatedPolicy
-from ebbtide.simulator.rivals.clairvoyant_policy import ClairvoyantPolicy
-from ebbtide.simulator.rivals.rlboost.rlboost_policy import RLBoostPolicy
+from benchmarks.rivals.ablated_policy import AblatedPolicy
+from benchmarks.rivals.clairvoyant_policy import ClairvoyantPolicy
+from benchmarks.rivals.rlboost.rlboost_policy import RLBoostPolicy
 from ebbtide.simulator.world.ebbtide_policy import EbbtidePolicy
 from ebbtide.simulator.world.policy import Policy
 

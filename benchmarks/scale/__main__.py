@@ -26,7 +26,6 @@ from msgspec.structs import replace
 
 from benchmarks import arguments
 from benchmarks.conditions import commit, conditions
-from benchmarks.control_plane.house import ROOT
 from benchmarks.scale.busy import busy
 from benchmarks.scale.crowd import Crowd
 from benchmarks.scale.figures import beyond, chosen, missing, table
@@ -37,7 +36,6 @@ from benchmarks.scale.token_path import measure_tokens
 from benchmarks.scale.town import Town
 from benchmarks.scale.virtual import in_virtual_time
 
-OUT: Final = ROOT / "benchmarks" / "results" / "scale.json"
 PARTS: Final = ("tokens", "crowd", "growth", "virtual", "http")
 #: They measure no coordinator of another checkout.
 _OWN: Final = {"virtual", "http"}
@@ -101,9 +99,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="end with 1 if a figure is more than so many times what is promised, or so many where none is",
     )
     parser.add_argument("--logs", type=Path, help="a folder for the coordinators' logs")
-    parser.add_argument("--out", type=arguments.output, default=OUT, help="file of figures")
+    parser.add_argument("--out", type=arguments.output, help="file of figures")
     options = parser.parse_args(argv)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out = options.out or arguments.result("scale", quick=options.quick)
     plan = QUICK if options.quick else ScalePlan()
     queued = plan.queued * options.workers // plan.workers
     plan = replace(plan, rate=options.rate, kills=options.kills, workers=options.workers, queued=queued)

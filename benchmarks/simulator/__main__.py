@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -28,11 +28,8 @@ from benchmarks import arguments
 from benchmarks.conditions import conditions
 from benchmarks.log_level import errors_only
 from benchmarks.simulator.parts import FIGURES, PARTS, PartOptions, PartResult
-from benchmarks.simulator.real_settings import OUT as REAL_OUT
 from ebbtide.cli.interrupts import INTERRUPTED
 from ebbtide.cli.interrupts import run as run_interruptible
-
-OUT: Final = REAL_OUT.with_name("simulator.json")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -43,8 +40,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--measured", type=Path, help="judge this session in place of measuring a new one")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=arguments.output, default=str(OUT))
+    parser.add_argument("--out", type=arguments.output)
     options = parser.parse_args(argv)
+    options.out = options.out or arguments.result("simulator", quick=options.quick)
     if options.measured is not None and not options.measured.is_file():
         parser.error(f"--measured: {options.measured} is not there; benchmarks.simulator.real_settings writes one")
     return options

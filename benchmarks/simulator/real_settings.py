@@ -37,7 +37,6 @@ from ebbtide.client import Client
 from ebbtide.runtime import write_atomically
 
 ROOT: Final = Path(__file__).parents[2]
-OUT: Final = ROOT / "benchmarks" / "results" / "simulator_real.json"
 CACHE: Final = ROOT / "runs" / "bench-simulator"
 #: Runs whose steps the trainer's profile, installs and delays are fitted to: many short samples, few long ones, and
 #: some between, so that costs per token and per pair of tokens can be told apart. Judged settings have other sizes.
@@ -196,9 +195,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=arguments.count, help="of each setting, for a try")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--directory", type=Path, help="where logs stay; must be empty")
-    parser.add_argument("--out", type=arguments.output, default=str(OUT))
+    parser.add_argument("--out", type=arguments.output)
     parser.add_argument("--resume", action="store_true", help="measure what the file of --out does not have yet")
     options = parser.parse_args(argv)
+    options.out = options.out or arguments.result("simulator_real", quick=options.quick)
     try:
         settings = chosen(options.quick, options.settings, options.steps)
     except ValueError as error:

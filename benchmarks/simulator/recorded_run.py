@@ -1,4 +1,7 @@
-"""A live run whose coordinator records its decisions: two workers are killed, one drains, and another comes."""
+"""A live run whose coordinator records its decisions: two workers are killed, one drains, and another comes.
+
+`python -m benchmarks.simulator.recorded_run FILE` keeps the recording, for replays after changes of what decides.
+"""
 
 import asyncio
 import os
@@ -152,3 +155,7 @@ async def _drain(house: House, worker: str) -> None:
     process = await asyncio.create_subprocess_exec(*command, env=environment, cwd=ROOT)
     if await process.wait():
         raise RuntimeError(f"draining {worker} failed")
+
+
+if __name__ == "__main__":
+    asyncio.run(_run(Path(sys.argv[1]).resolve()))

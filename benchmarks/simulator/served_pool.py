@@ -5,6 +5,7 @@ from typing import Final
 
 import msgspec
 
+from benchmarks.pair.virtual.pair_costs_fit import MeasuredRequest, fit_served, pair_costs_text
 from benchmarks.simulator.bound_fleet import SLOTS
 from benchmarks.simulator.measured import Measured
 from benchmarks.simulator.served_users import UsersRecord
@@ -13,8 +14,7 @@ from ebbtide.serving_guard.traffic.slo import Slo
 from ebbtide.simulator.engines.engine_profile import EngineProfile
 from ebbtide.simulator.scenario.inputs.served_trace import ServedTrace
 from ebbtide.simulator.scenario.machine_pool import ServingSpec
-from ebbtide.simulator.serving.pair_costs import PairCosts, pair_costs_text
-from ebbtide.simulator.serving.pair_costs_fit import MeasuredRequest, fit_served
+from ebbtide.simulator.serving.pair_costs import PairCosts
 
 #: The scenario's names of the users' requests and of the costs.
 REQUESTS: Final = "users.csv"

@@ -22,7 +22,7 @@ from typing import Any, Final
 import uvloop
 from msgspec import Struct
 
-from benchmarks.arguments import count, factor, output
+from benchmarks.arguments import count, factor, output, result
 from benchmarks.conditions import conditions
 from benchmarks.control_plane.measures import cpu_s, spread
 from benchmarks.token_latency.stamped_worker import age_s
@@ -34,8 +34,6 @@ from ebbtide.types.tokens import pack_ids, unpack_tokens
 from tests.chaos.cluster import Cluster
 from tests.chaos.load import RUN, SPEC, publish
 
-ROOT: Final = Path(__file__).parents[2]
-OUT: Final = ROOT / "benchmarks" / "results" / "token_latency.json"
 _WORKER: Final = "benchmarks.token_latency.stamped_worker"
 #: The windows that workers have by default.
 _WINDOW: Final = {"flush_tokens": 32, "flush_interval_ms": 250}
@@ -166,9 +164,9 @@ def main() -> None:
     parser.add_argument("--workers", type=count, default=4)
     parser.add_argument("--step-ms", type=factor, default=30.0, help="time between two tokens of a rollout")
     parser.add_argument("--seconds", type=factor, default=20.0)
-    parser.add_argument("--out", type=output, default=OUT, help="file for the figures")
+    parser.add_argument("--out", type=output, help="file for the figures")
     given = vars(parser.parse_args())
-    out, plan = given.pop("out"), LatencyPlan(**given)
+    out, plan = given.pop("out") or result("token_latency"), LatencyPlan(**given)
     if plan.batch < plan.interactive:
         parser.error("--batch must be at least --interactive: as many of them are read")
     with tempfile.TemporaryDirectory(prefix="ebbtide-latency-") as directory:

@@ -13,7 +13,6 @@ import argparse
 import json
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -34,7 +33,6 @@ from benchmarks.turn_routing.routed_trials import (
     tuned,
 )
 
-OUT: Final = Path(__file__).parents[1] / "results" / "turn_routing.json"
 _SEEDS: Final = 5
 _QUICK_SEEDS: Final = 5
 
@@ -90,8 +88,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--quick", action="store_true", help=f"{_QUICK_SEEDS} seeds, no sweep, one seed with losses")
     parser.add_argument("--seeds", type=arguments.count, default=0, help=f"default: {_SEEDS}")
-    parser.add_argument("--out", type=arguments.output, default=str(OUT))
+    parser.add_argument("--out", type=arguments.output)
     options = parser.parse_args(argv)
+    options.out = options.out or arguments.result("turn_routing", quick=options.quick)
     under = conditions() | {"quick": options.quick}
     seeds = range(options.seeds or (_QUICK_SEEDS if options.quick else _SEEDS))
     prefill, decode = speeds()

@@ -10,9 +10,10 @@ import structlog
 from msgspec import Struct
 from msgspec.structs import replace
 
+from benchmarks.rivals.policies import COMPARED
 from benchmarks.turn_routing.routed_fleet import SEQUENCES, RoutedFleet, TrialFigures, TrialSetting
-from ebbtide.simulator.rivals.policies import policy_of
 from ebbtide.simulator.scenario.scenario import PolicyChoice
+from ebbtide.simulator.simulate import policy_of
 
 Tell = Callable[[str], None]
 #: More turns than a worker ever has in these trials: the engine's own queue holds what it cannot run yet.
@@ -80,7 +81,7 @@ def play(policy: TunedPolicy, setting: TrialSetting, seeds: Sequence[int], tell:
     began = time.monotonic()
     for seed in seeds:
         choice = PolicyChoice(name=policy.name, params=policy.params)
-        fleet = RoutedFleet(replace(setting, slots=policy.slots), seed, policy_of(choice).decider)
+        fleet = RoutedFleet(replace(setting, slots=policy.slots), seed, policy_of(choice, COMPARED).decider)
         found.append(fleet.run())
     played = Played(policy=policy, figures=found)
     hits, turn_s = fmean(one.hits for one in found), fmean(one.turn_s for one in found)

@@ -16,9 +16,11 @@ from tests.compose.podman import Failed, Podman
 
 PROFILE: Final = ("coserving",)
 #: Users come when the guard says that the engine answers.
-LENDING: Final = ("serving-engine", "serving-guard", "worker-borrowed")
+LENDING: Final = ("serving-engine", "serving-pids", "serving-guard", "worker-borrowed")
 SERVICES: Final = (*LENDING, "traffic")
-WITH_PIDS: Final = ("serving-guard", "worker-borrowed")
+SHARING: Final = ("serving-guard", "worker-borrowed")
+#: What either may open of the secrets of those whose processes it sees: of the worker, what any worker has.
+_OPEN: Final = {"/secrets/cluster/token"}
 _STEPS: Final = 3
 _LOOK_S: Final = 1.0
 _BOOT_S: Final = 600.0
@@ -33,7 +35,9 @@ async def borrow(podman: Podman, client: Client, tell: scene.Tell) -> Run:
     await _borrower_attached(client)
     run = await client.submit(scene.shorter(_STEPS, "borrowed"), "borrowed")
     await _harvested(podman, tell)
-    scene.check_containers(podman, SERVICES, with_pids=WITH_PIDS)
+    scene.check_containers(podman, SERVICES, sharing=SHARING, pids="serving-pids")
+    for service in SHARING:
+        _check_sight(podman, service)
     await scene.crash(podman, "serving-guard")
     tell("killed the guard's process; its restart policy brought it back")
     await _harvested(podman, tell)
@@ -43,6 +47,14 @@ async def borrow(podman: Podman, client: Client, tell: scene.Tell) -> Run:
     _judged(_status(podman), tell)
     _served(podman, tell)
     return await client.run(run.run_id)
+
+
+def _check_sight(podman: Podman, service: str) -> None:
+    """Raises `Failed` if a container may open secrets by the processes that it sees which none of the two needs."""
+    look = "ls -d /proc/[0-9]*/root/secrets/*/* | sed 's,.*/root,,' | sort -u"
+    found = set(podman("exec", podman.container(service), "sh", "-c", look).split())
+    if found != _OPEN:
+        raise Failed(f"{service} may open {sorted(found)}, and should {sorted(_OPEN)}")
 
 
 async def _borrower_attached(client: Client) -> None:

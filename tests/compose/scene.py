@@ -36,8 +36,10 @@ async def workers_attached(client: Client, wanted: int) -> None:
     await wait_until(ready, _BOOT_S, interval=_LOOK_S, what=f"{wanted} workers attached")
 
 
-def check_containers(podman: Podman, services: Sequence[str], *, with_pids: Sequence[str] = ()) -> None:
-    """Raises `Failed` for a container that is unhealthy, or has more rights than the compose file says."""
+def check_containers(podman: Podman, services: Sequence[str], *, sharing: Sequence[str] = (), pids: str = "") -> None:
+    """Raises `Failed` for a container that is unhealthy, or has more rights than the compose file says. Those of the
+    services `sharing` have the process ids of the service `pids`."""
+    holder = f"container:{podman.inspect(podman.container(pids))['Id']}" if pids else ""
     for service in services:
         name = podman.container(service)
         podman("healthcheck", "run", name)
@@ -47,7 +49,7 @@ def check_containers(podman: Podman, services: Sequence[str], *, with_pids: Sequ
             raise Failed(f"{service} runs as {found['Config']['User'] or 'root'}, or may write to its image")
         if found["EffectiveCaps"]:
             raise Failed(f"{service} has capabilities: {found['EffectiveCaps']}")
-        if (rights["PidMode"] == "host") != (service in with_pids):
+        if rights["PidMode"] != (holder if service in sharing else "private"):
             raise Failed(f"{service} has the process ids of {rights['PidMode']}")
         for port, bindings in (rights["PortBindings"] or {}).items():
             if any(binding["HostIp"] != "127.0.0.1" for binding in bindings or []):  # None: exposed, and not published

@@ -105,11 +105,11 @@ async def test_a_run_trains_with_no_other_worker_and_no_token_is_made_twice(tmp_
         assert borrower.stops == 0
 
 
-async def test_a_run_goes_on_after_trainer_and_arbiter_and_worker_were_killed(tmp_path: Path, model: Path) -> None:
+async def test_a_run_goes_on_after_trainer_and_guard_and_worker_were_killed(tmp_path: Path, model: Path) -> None:
     async with generating(tmp_path / "cluster", model) as (cluster, client):
         run_id = (await client.submit(spec_of(model, tmp_path / "output", steps=4), "r")).run_id
         page = Page(page_path(cluster.grants, cluster.workers[0]))
-        for name in ("trainer", "arbiter", cluster.workers[0]):
+        for name in ("trainer", "trainer-guard", cluster.workers[0]):
             stepped = page.steps().steps
             await wait_until(lambda: page.steps().steps > stepped, 120, what="steps")  # noqa: B023
             cluster.launcher.crash(name)

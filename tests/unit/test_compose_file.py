@@ -19,7 +19,6 @@ from ebbtide.cli.commands.service_commands import SERVICES as COMMANDS
 from ebbtide.cli.credentials.signing_keys import issue
 from ebbtide.client.client import read_spec
 from ebbtide.coordinator.settings import CoordinatorSettings
-from ebbtide.device_arbiter.settings import ArbiterSettings
 from ebbtide.driver.settings import DriverSettings
 from ebbtide.gateway.settings import GatewaySettings
 from ebbtide.rollout_worker.settings import WorkerSettings
@@ -40,24 +39,25 @@ KINDS: dict[str, type[msgspec.Struct]] = {
     "ebbtide.driver": DriverSettings,
     "ebbtide.weight_relay": RelaySettings,
     "ebbtide.gateway": GatewaySettings,
-    "ebbtide.device_arbiter": ArbiterSettings,
     "ebbtide.serving_guard": GuardSettings,
 }
-#: They find each other's processes, so they share process ids. The host's are there however often one is started again.
-LENDING = {"device-arbiter", "trainer-generate", "worker-generate"}
+#: They find each other's processes, so they share process ids.
+LENDING = {"trainer-guard", "trainer-generate", "worker-generate"}
 COSERVING = {"serving-guard", "worker-borrowed"}
 #: They know their own host only, and ask for no token.
-LENDERS = {"device-arbiter", "serving-guard"}
+LENDERS = {"trainer-guard", "serving-guard"}
+#: service whose process ids are shared -> by whom
+PIDS = {"serving-pids": COSERVING, "device-pids": LENDING}
 #: Services of nobody's settings: other people's programs, and commands.
-NOT_OURS = {"redis", "serving-engine", "setup", "cli", "traffic"}
+NOT_OURS = {"redis", "serving-engine", "setup", "cli", "traffic", *PIDS}
 #: They end by themselves.
 COMMANDS_ALONE = {"setup", "cli"}
 #: What `docker compose up` starts, and what each profile adds.
 PLAIN = {"setup", "redis", "coordinator", "weight-relay", "gateway", "driver", "trainer", "worker-1", "worker-2"}
 ADDED = {
     "cli": {"cli"},
-    "coserving": {"serving-engine", "traffic", *COSERVING},
-    "generate": LENDING,
+    "coserving": {"serving-engine", "serving-pids", "traffic", *COSERVING},
+    "generate": {"device-pids", *LENDING},
     "gpu": {"trainer-gpu", "worker-gpu"},
 }
 WORKERS = sorted(name for name in {*PLAIN, *set().union(*ADDED.values())} if name.startswith("worker-"))
@@ -130,7 +130,17 @@ def test_no_container_has_rights_to_spare(name: str) -> None:
     assert service["cap_drop"] == ["ALL"]
     assert service["security_opt"] == ["no-new-privileges:true"]
     assert not {"privileged", "cap_add", "network_mode", "ipc"} & set(service)
-    assert service.get("pid") == ("host" if name in LENDING | COSERVING else None)
+
+
+def test_process_ids_are_shared_by_who_lends_and_who_borrows_alone_and_in_no_container_that_has_more() -> None:
+    shared = {name: service["pid"] for name, service in SERVICES.items() if "pid" in service}
+    wanted = {name: f"container:{SERVICES[holder]['container_name']}" for holder in PIDS for name in PIDS[holder]}
+    assert shared == wanted
+    for holder in PIDS:
+        assert not {"volumes", "environment", "ports"} & set(SERVICES[holder]), "nothing to see there"
+    for name in shared:
+        (holder,) = set(needs(name)) & set(PIDS)
+        assert name in PIDS[holder]
 
 
 @pytest.mark.parametrize("name", sorted(set(SERVICES) - COMMANDS_ALONE))
@@ -203,6 +213,9 @@ def test_lender_and_borrower_of_one_device_meet_in_one_folder(volume: str, group
 
 
 def test_who_lends_what() -> None:
+    assert {name: loaded(name).owner for name in LENDERS} == {"serving-guard": "server", "trainer-guard": "trainer"}
+    for name in LENDERS:
+        loaded(name).checked()
     assert loaded("trainer-generate").generate
     borrowers = {name for name in WORKERS if loaded(name).kind is WorkerKind.BORROWED}
     assert borrowers == {"worker-borrowed", "worker-generate"}
@@ -225,7 +238,7 @@ def test_a_service_that_stops_is_given_time(name: str) -> None:
     assert seconds(SERVICES[name]["stop_grace_period"]) >= 30
 
 
-@pytest.mark.parametrize("name", [*WORKERS, "trainer", "trainer-gpu", "trainer-generate", "driver", "device-arbiter"])
+@pytest.mark.parametrize("name", [*WORKERS, "trainer", "trainer-gpu", "trainer-generate", "driver", "trainer-guard"])
 def test_what_a_health_check_looks_at_is_what_the_service_was_told_to_write(name: str) -> None:
     settings, (*_, script) = loaded(name), SERVICES[name]["healthcheck"]["test"]
     assert f"os.stat('{settings.ready_file}')" in script

@@ -1,5 +1,6 @@
 """Links between the pages lead to a file and a heading that are there, and pages about the code name its files."""
 
+import json
 import re
 from pathlib import Path
 from typing import Final
@@ -17,7 +18,8 @@ from ebbtide.trainer.settings import TrainerSettings
 from ebbtide.weight_relay.settings import RelaySettings
 
 ROOT: Final = Path(__file__).parents[2]
-PAGES: Final = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+RESULTS: Final = ROOT / "benchmarks" / "RESULTS.md"
+PAGES: Final = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", RESULTS, *sorted((ROOT / "docs").rglob("*.md"))]
 _CODE: Final = re.compile(r"```.*?```", re.DOTALL)
 _LINK: Final = re.compile(r"\]\(([^)\s]+)\)")
 _FILE: Final = re.compile(r"[\w/]+\.(?:py|lua|proto)\b")
@@ -61,14 +63,42 @@ def test_every_file_that_a_page_about_the_code_names_is_there(page: str) -> None
 
 @pytest.mark.parametrize("kind", SERVICES)
 def test_the_table_of_services_names_settings_that_they_have(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = re.findall(rf"^\| `{kind}` \|.*$", (ROOT / "docs/operations.md").read_text(), re.MULTILINE)
-    assert len(rows) == 1
+    rows = re.findall(rf"^\| `{kind}(?: --[^`]+)?` \|.*$", (ROOT / "docs/operations.md").read_text(), re.MULTILINE)
+    assert len(rows) == (2 if kind == "serving-guard" else 1), "a guard has a row for each owner"
     with pytest.raises(SystemExit):
         read(SERVICES[kind], prog=kind, argv=["--help"], environ={})
     known = set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
-    named = set(re.findall(r"`(--[a-z-]+)`", rows[0]))
+    named = {flag for row in rows for flag in re.findall(r"`(--[a-z-]+)`", row)}
     assert named
     assert not named - known
+
+
+def unproved(page: Path) -> list[str]:
+    """Of the results that a page names those that are missing, of a quick run, or of code that nobody can look up."""
+    named = re.findall(r"`(results/[\w-]+\.json)`", page.read_text())
+    return [name for name in named if not _of_whole_run(page.parent / name)]
+
+
+def _of_whole_run(path: Path) -> bool:
+    conditions = json.loads(path.read_text())["conditions"] if path.exists() else {"quick": True}
+    return not conditions.get("quick") and not conditions["uncommitted_changes"]
+
+
+def test_every_result_that_the_page_of_results_names_is_of_a_whole_run_of_committed_code() -> None:
+    assert not unproved(RESULTS)
+
+
+def test_a_result_that_is_missing_or_quick_or_of_changed_code_proves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "results").mkdir()
+    for name, conditions in {
+        "whole": {"quick": False, "uncommitted_changes": False},
+        "quick": {"quick": True, "uncommitted_changes": False},
+        "changed": {"uncommitted_changes": True},
+    }.items():
+        (tmp_path / "results" / f"{name}.json").write_text(json.dumps({"conditions": conditions}))
+    page = tmp_path / "RESULTS.md"
+    page.write_text(" ".join(f"`results/{name}.json`" for name in ("whole", "quick", "changed", "missing")))
+    assert unproved(page) == ["results/quick.json", "results/changed.json", "results/missing.json"]
 
 
 def test_every_module_on_the_map_is_there() -> None:

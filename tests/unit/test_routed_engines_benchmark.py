@@ -1,5 +1,6 @@
 """The benchmark of turn routing on real engines places by the rule it names, and computes what it says."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -7,10 +8,14 @@ import pytest
 from benchmarks.turn_routing.engines.engine_fleet import PromptTokens
 from benchmarks.turn_routing.engines.engine_sessions import BlockFigures
 from benchmarks.turn_routing.engines.engine_trials import engine_figures
-from benchmarks.turn_routing.engines.ruled_coordinator import OURS, RULES, NamedRule
+from benchmarks.turn_routing.engines.ruled_coordinator import OURS, RULES, NamedRule, Rule, placing_by
 from benchmarks.turn_routing.session_work import SessionWork
+from ebbtide.coordinator.state.run_state import RunState
+from ebbtide.coordinator.state.worker_session import WorkerSession
+from ebbtide.scheduling.dispatch.placement import Placement
 from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout
 from ebbtide.scheduling.steps.step_pacing import VersionBounds
+from tests.unit.coordinator.virtual_fleet import VirtualFleet
 from tests.unit.simulator.rivals.test_rival_placement import Coordinator
 
 
@@ -60,6 +65,23 @@ def test_the_file_names_the_rule_that_places(tmp_path: Path, rule: str, placed: 
     assert place("a", "b") == placed or placed is None or rule == "least_loaded"
     file.write_text("least_loaded")
     assert place("d") is not None
+
+
+def test_a_coordinator_places_by_the_rule_or_by_its_own_where_that_has_no_answer() -> None:
+    def on_the_last(run: RunState, engines: Sequence[WorkerSession], _: float) -> list[Placement]:
+        return [Placement(one.rollout_id, engines[-1].session_id) for one in run.queue]
+
+    def placed(rule: Rule) -> list[str]:
+        fleet = VirtualFleet()
+        fleet.attach("w0")
+        fleet.attach("w1")
+        fleet.submit(3)
+        with placing_by(rule):
+            fleet.round()
+        return sorted(worker for _, _, worker in fleet.placed)
+
+    assert placed(on_the_last) == ["w1"] * 3
+    assert set(placed(lambda *_: None)) == {"w0", "w1"}
 
 
 def test_scaled_sessions_have_the_lengths_of_the_simulated_ones_by_a_factor() -> None:

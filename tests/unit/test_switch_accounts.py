@@ -53,7 +53,7 @@ class Found:
         self.watch = DeviceWatch(folder, "w")
 
     def run(self) -> SwitchedRun:
-        ledger, log = self._folder / "w.ledger", self._folder / "arbiter.log"
+        ledger, log = self._folder / "w.ledger", self._folder / "guard.log"
         with Ledger(ledger) as book:
             for name, (start, generated) in self.made.items():
                 entry = book.open(AttemptRef(RUN, "s0.g0.0", name), start)
@@ -70,7 +70,7 @@ class Found:
             kills=self.kills,
             watch=self.watch,
             ledgers={"w": ledger},
-            arbiter_log=log,
+            guard_log=log,
             took_s=1.0,
         )
 
@@ -124,8 +124,8 @@ def test_a_mixed_step_and_a_device_with_two_users_or_none_are_found(found: Found
     assert len(list(findings(found.run()).failures())) == 3
 
 
-def test_a_device_waits_for_the_successor_of_a_killed_arbiter(found: Found) -> None:
-    found.kills = [ProgramKill("arbiter", _AT)]
+def test_a_device_waits_for_the_successor_of_a_killed_guard(found: Found) -> None:
+    found.kills = [ProgramKill("trainer-guard", _AT)]
     found.watch.unowned = [(_AT + 0.1, _AT + 5.0)]
     seen = findings(found.run())
     assert seen.unowned_s == 0.0
@@ -143,7 +143,7 @@ def test_switches_beside_a_kill_are_not_timed(found: Found) -> None:
 def test_a_switch_before_which_the_engine_made_no_step_is_none(found: Found) -> None:
     found.log.append(back(_AT + 20.0, step_s=0.0))
     assert findings(found.run()).switches == 10
-    assert len(read_switches(found.run().arbiter_log)) == 11
+    assert len(read_switches(found.run().guard_log)) == 11
 
 
 def test_a_run_whose_rollouts_are_not_all_accounted_for_is_refused(found: Found) -> None:

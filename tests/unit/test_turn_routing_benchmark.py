@@ -2,16 +2,17 @@
 
 from msgspec.structs import replace
 
+from benchmarks.rivals.policies import COMPARED
 from benchmarks.turn_routing.routed_fleet import SEQUENCES, WORKERS, RoutedFleet, TrialFigures, TrialSetting, speeds
 from benchmarks.turn_routing.session_work import SessionWork
-from ebbtide.simulator.rivals.policies import policy_of
 from ebbtide.simulator.scenario.scenario import PolicyChoice
+from ebbtide.simulator.simulate import policy_of
 
 BASE = TrialSetting(sessions=300, warm_s=40.0, counted_s=60.0, slots=40)
 
 
 def played(name: str, setting: TrialSetting = BASE) -> TrialFigures:
-    return RoutedFleet(setting, 0, policy_of(PolicyChoice(name=name)).decider).run()
+    return RoutedFleet(setting, 0, policy_of(PolicyChoice(name=name), COMPARED).decider).run()
 
 
 def test_the_work_is_as_stated() -> None:

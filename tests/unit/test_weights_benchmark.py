@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from benchmarks import weights
+from benchmarks import arguments, weights
 from benchmarks.distribution import report as links
 from benchmarks.patches import level
 from benchmarks.patches.formats import bound, entropy, sizes
@@ -72,14 +72,22 @@ def test_a_pair_of_files_gives_the_figures_on_sizes_and_says_why_others_are_miss
 def test_figures_of_some_parts_do_not_take_the_place_of_the_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weights, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(arguments, "ROOT", tmp_path)
     for words, name in (
         (["--from", "a", "--to", "b"], "weights-given.json"),
         (["--parts", "codec,mutants"], "weights-codec-mutants.json"),
-        (["--quick"], "weights.json"),
-        (["--parts", "codec", "--out", str(tmp_path / "mine.json")], "mine.json"),
+        ([], "weights.json"),
     ):
-        assert weights.parse(words).out.name == name
+        assert weights.parse(words).out == tmp_path / "benchmarks" / "results" / name
+
+
+def test_a_quick_run_writes_below_runs_and_a_named_file_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arguments, "ROOT", tmp_path)
+    mine = tmp_path / "mine.json"
+    assert weights.parse(["--quick"]).out == tmp_path / "runs" / "benchmarks" / "weights.json"
+    assert weights.parse(["--quick", "--out", str(mine)]).out == mine
 
 
 def test_what_a_part_did_less_of_stands_in_the_conditions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

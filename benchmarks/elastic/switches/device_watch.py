@@ -51,7 +51,7 @@ class DeviceWatch:
     async def _status(self) -> DeviceStatus | None:
         with suppress(EbbtideError):
             async with open_socket(socket_path(self._folder)) as channel:
-                with translated("device-arbiter", self._worker_id):
+                with translated("serving-guard", self._worker_id):
                     async for message in LoansStub(channel).WatchDevice(WatchDeviceRequest(), timeout=2.0):
                         return from_proto(message, DeviceStatus)
         return None

@@ -23,12 +23,12 @@ MOST_STEPS: Final = 2
 #: A switch so near to a kill, before or behind it, says nothing of undisturbed ones. A worker boots for so long.
 _BEFORE_S: Final = 2.0
 _BEHIND_S: Final = 45.0
-#: From the kill of an arbiter until its successor has started and has waited for the device's owner.
-_ARBITER_S: Final = 45.0
+#: From the kill of a guard until its successor has started and has waited for the device's owner.
+_GUARD_S: Final = 45.0
 
 
 class Switch(Struct, frozen=True):
-    """The return of the device, from the arbiter's log. Times are seconds, `at` by the wall clock."""
+    """The return of the device, from the guard's log. Times are seconds, `at` by the wall clock."""
 
     at: float
     compute_s: float  # until no engine computed
@@ -64,7 +64,7 @@ class SwitchFindings(Struct, kw_only=True):
     mixed_steps: int  # trained with a token of another version than the step's
     looks: int
     looks_with_both: int  # the trainer had the device, and an engine made steps
-    unowned_s: float  # the longest time for which nobody could use the device, without a kill of its arbiter
+    unowned_s: float  # the longest time for which nobody could use the device, without a kill of its guard
     unowned_behind_kills_s: float
     took_s: float
 
@@ -84,16 +84,16 @@ class SwitchFindings(Struct, kw_only=True):
         if self.looks_with_both:
             yield f"{self.looks_with_both} times an engine computed while the trainer had the device"
         if self.unowned_s > 1.0:
-            yield f"for {self.unowned_s:.1f} s nobody could use the device, without a kill of its arbiter"
+            yield f"for {self.unowned_s:.1f} s nobody could use the device, without a kill of its guard"
 
 
 def findings(found: SwitchedRun) -> SwitchFindings:
     """Raises `RuntimeError` if the run did not end well."""
     _check_books(found)
-    switches = [one for one in read_switches(found.arbiter_log) if one.step_s > 0.0]
+    switches = [one for one in read_switches(found.guard_log) if one.step_s > 0.0]
     calm = [one for one in switches if not any(_near(one.at, kill) for kill in found.kills)]
     rollouts, tokens = _Rollouts(found.spans), _Tokens(found)
-    outages = [(end - begin, _behind_arbiter(begin, found.kills)) for begin, end in found.watch.unowned]
+    outages = [(end - begin, _behind_guard(begin, found.kills)) for begin, end in found.watch.unowned]
     return SwitchFindings(
         steps=found.run.spec.trainer.steps,
         switches=len(switches),
@@ -134,7 +134,7 @@ def findings(found: SwitchedRun) -> SwitchFindings:
 
 
 def read_switches(log: Path) -> list[Switch]:
-    """The returns of the device that an arbiter, or several in turn, wrote into their log."""
+    """The returns of the device that a guard, or several in turn, wrote into their log."""
     entries = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{") and line.endswith("}")]
     return [
         Switch(
@@ -202,8 +202,8 @@ def _near(at: float, kill: ProgramKill) -> bool:
     return kill.at - _BEFORE_S < at < kill.at + _BEHIND_S
 
 
-def _behind_arbiter(at: float, kills: Sequence[ProgramKill]) -> bool:
-    return any(kill.program == "arbiter" and kill.at - 1.0 < at < kill.at + _ARBITER_S for kill in kills)
+def _behind_guard(at: float, kills: Sequence[ProgramKill]) -> bool:
+    return any(kill.program == "trainer-guard" and kill.at - 1.0 < at < kill.at + _GUARD_S for kill in kills)
 
 
 def _quantile(values: Sequence[float], share: int) -> float | None:

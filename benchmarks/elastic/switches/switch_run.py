@@ -39,7 +39,7 @@ _ENVIRONMENT: Final = "tests.integration.trainer.environments_for_tests:make_sou
 #: A step takes some 5 s on two cores. One with a kill waits for the next life of what was killed.
 _LONGEST_STEP_S: Final = 60.0
 #: What is killed, in turn. The worker is that of the trainer's device.
-KILLED: Final = ("arbiter", "trainer", "worker", "coordinator")
+KILLED: Final = ("trainer-guard", "trainer", "worker", "coordinator")
 
 
 class SwitchPlan(Struct, frozen=True, kw_only=True):
@@ -70,7 +70,7 @@ class SwitchedRun(Struct, kw_only=True):
     kills: list[ProgramKill]
     watch: DeviceWatch
     ledgers: dict[str, Path]
-    arbiter_log: Path
+    guard_log: Path
     took_s: float
 
 
@@ -98,7 +98,7 @@ async def switched_run(directory: Path, plan: SwitchPlan, *, seed: int, tell: Ca
             kills=killed,
             watch=watch,
             ledgers=cluster.ledgers,
-            arbiter_log=cluster.log("arbiter"),
+            guard_log=cluster.log("trainer-guard"),
             took_s=time.monotonic() - began,
         )
 

@@ -3,8 +3,8 @@
 from random import Random
 from typing import Final, NamedTuple
 
+from benchmarks.rivals.seer_draft_rule import ClassDrafts, DraftClasses, printed_split
 from ebbtide.scheduling.long_tail.drafts.draft_lengths import DraftSlot, drafts_within, expected_worth
-from ebbtide.simulator.rivals.seer_draft_rule import ClassDrafts, DraftClasses, printed_split
 
 #: The longest draft that Seer prints.
 LONGEST: Final = 8

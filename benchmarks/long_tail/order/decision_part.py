@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from ebbtide.coordinator.dispatcher.round_deeds import Deed, SlotFill
 from ebbtide.coordinator.fleet.worker_registry import WorkerRegistry
-from ebbtide.coordinator.recording.recorded_parts import DecidingParts
+from ebbtide.coordinator.recording import DecidingParts
 from ebbtide.coordinator.settings import CoordinatorSettings
 from ebbtide.coordinator.state.attempt_records import started
 from ebbtide.coordinator.state.run_events import SilentRunEvents

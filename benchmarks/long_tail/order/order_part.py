@@ -20,7 +20,6 @@ from benchmarks.long_tail.lengths.lengths_part import LengthSetting, length_sett
 from benchmarks.long_tail.order.live_order import LiveOrder
 from benchmarks.long_tail.order.slot_rules import (
     InOrder,
-    PredictedLengths,
     PublishedSeer,
     RuleMaker,
     SlotSample,
@@ -47,8 +46,8 @@ class OrderResult(Struct, frozen=True, kw_only=True):
 def order_part(
     tell: Callable[[str], None], *, quick: bool, jobs: int, only: Sequence[str] = (), folder: Path | None = None
 ) -> dict[str, Any]:
-    """Step times of all rules over those with true lengths. `ebbtide` gives up a slot after each chunk, `live_queue`
-    keeps it until the response's end, as live workers do.
+    """Step times of all rules over those with true lengths. `live_queue` is the coordinator's: a sample keeps its slot
+    until the response's end, as on live workers.
     """
     settings = length_settings(only, (_SIZE,), LOADS, folder)
     with ProcessPoolExecutor(jobs) as pool:
@@ -85,7 +84,6 @@ def _rules(learner: LengthLearner, cap: int) -> dict[str, RuleMaker]:
     return {
         "in_order": lambda _: InOrder(),
         "seer": lambda _: PublishedSeer(cap),
-        "ebbtide": lambda samples: PredictedLengths(learner, samples, cap),
         "live_queue": lambda samples: LiveOrder(learner, samples, cap),
     }
 

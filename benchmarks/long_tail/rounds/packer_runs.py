@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 import msgspec
 from msgspec import Struct
 
+from benchmarks.rivals.rollpacker_policy import RollPackerPolicy
 from benchmarks.simulator.published.paper_hardware import published_engine
 from benchmarks.simulator.published.paper_setting import PaperProfiles, PaperTimes, co_located, simulated
 from benchmarks.simulator.published.rollpacker_points import RollPackerPaper
@@ -21,12 +22,11 @@ from ebbtide.simulator.engines.engine_profile import EngineProfile
 from ebbtide.simulator.engines.known_hardware import H800, QWEN25_7B, QWEN25_14B, QWEN25_32B
 from ebbtide.simulator.engines.roofline import ModelShape
 from ebbtide.simulator.outcome import Outcome, StepOutcome
-from ebbtide.simulator.rivals.rollpacker_policy import RollPackerPolicy
-from ebbtide.simulator.rivals.verl_policy import VerlPolicy
 from ebbtide.simulator.scenario.quantity_spec import MATH_RESPONSES, LengthSpec, QuantitySpec
 from ebbtide.simulator.scenario.training_run import TrainingRun
 from ebbtide.simulator.world.ebbtide_policy import EbbtidePolicy
 from ebbtide.simulator.world.policy import Policy
+from ebbtide.simulator.world.verl_policy import VerlPolicy
 
 PROMPTS, GROUP = 128, 8
 #: As in the points that this reuses.

@@ -1,7 +1,8 @@
-"""Simulates one rollout phase of one of Seer's settings under one policy.
+"""Simulates two steps of one of Seer's settings under one policy, and tells what the second one's rollout came to.
 
 Engines and lengths are those that `benchmarks/simulator/published` fitted to Seer's figures of veRL. All policies get
-the same engines, the same lengths and, but for veRL, the same pool of keys and values.
+the same engines and the same lengths. Seer alone has a pool of keys and values, and drafts tokens. Ebbtide is the
+simulator's policy: the coordinator's own rounds, which have learnt from the first step what groups tell of lengths.
 """
 
 from collections.abc import Sequence
@@ -12,6 +13,9 @@ from msgspec.structs import replace
 
 from benchmarks.log_level import errors_only
 from benchmarks.long_tail.seer.published_ratios import Variant
+from benchmarks.rivals.clairvoyant_policy import ClairvoyantPolicy
+from benchmarks.rivals.tail.seer_policy import SeerPolicy
+from benchmarks.rivals.tail.speculating_verl import SpeculatingVerlPolicy
 from benchmarks.simulator.published.paper_setting import PaperProfiles, PaperTimes, co_located, simulated
 from benchmarks.simulator.published.seer_points import (
     SETTINGS,
@@ -21,25 +25,22 @@ from benchmarks.simulator.published.seer_points import (
     seer_run,
     unstated_of,
 )
-from ebbtide.simulator.rivals.tail.long_tail_policy import LongTailPolicy
-from ebbtide.simulator.rivals.tail.seer_policy import SeerPolicy
-from ebbtide.simulator.rivals.tail.speculating_verl import SpeculatingVerlPolicy
-from ebbtide.simulator.rivals.verl_policy import VerlPolicy
-from ebbtide.simulator.scenario.draws.workload import Workload
 from ebbtide.simulator.scenario.inputs.input_tables import InputTables
 from ebbtide.simulator.scenario.inputs.known_turns import KnownTurn, KnownTurns
-from ebbtide.simulator.scenario.scenario import Scenario
-from ebbtide.simulator.scenario.training_run import TrainingRun
+from ebbtide.simulator.world.ebbtide_policy import EbbtidePolicy
 from ebbtide.simulator.world.policy import Policy
+from ebbtide.simulator.world.verl_policy import VerlPolicy
 
 #: What draft tokens cost, as a multiple of the roofline: one value for all models, chosen by the three published
 #: figures of speculation alone.
 VERIFICATION: Final = 2.5
-#: Groups of the step before that forecasts learn from, and how far its seed is from the step's.
-_FORMER_GROUPS, _FORMER_SEED = 512, 100_000
-OURS: Final = Variant("ebbtide", "learnt", speculates=True)
-ORACLE: Final = Variant("ebbtide", "true_lengths", speculates=True)
-UNTOLD: Final = Variant("ebbtide", "none", speculates=True)
+#: The first teaches lengths.
+_STEPS: Final = 2
+#: Policies that look at engines' speeds hear of them so often.
+_HEARTBEAT_S: Final = 5.0
+OURS: Final = Variant("ebbtide", "lengths")
+UNTOLD: Final = Variant("ebbtide", "submitted")
+ORACLE: Final = Variant("clairvoyant", "true_lengths")
 
 
 class SeerWork(Struct, frozen=True, kw_only=True):
@@ -52,7 +53,7 @@ class SeerWork(Struct, frozen=True, kw_only=True):
     correlation: float | None = None  # of lengths in a group; None: as fitted
     slots: float = 1.0  # sequences that an engine runs at once, as a multiple of what was fitted
     seed: int = 0
-    lengths: tuple[tuple[int, ...], ...] = ()  # recorded ones, by group, in place of drawn ones
+    lengths: tuple[tuple[int, ...], ...] = ()  # recorded ones, by group, in place of drawn ones; half for each step
 
 
 class PlayedPhase(Struct, frozen=True, kw_only=True):
@@ -61,7 +62,7 @@ class PlayedPhase(Struct, frozen=True, kw_only=True):
     total_s: float
     tail_s: float  # the last tenth of the responses alone
     tokens: int
-    preemptions: int
+    preemptions: int  # of both steps, as what follows
     read_again: int
     generated: int
 
@@ -77,12 +78,16 @@ def played(work: SeerWork) -> PlayedPhase:
     group = work.group or setting.group
     prompts = setting.prompts * setting.group // group // work.scale
     engine = seer_engine(setting, unstated)
-    run = replace(seer_run(setting, unstated), prompts=prompts, group=group)
+    run = replace(seer_run(setting, unstated), steps=_STEPS, prompts=prompts, group=group)
+    if work.variant.policy == "ebbtide":
+        run = replace(run, order=work.variant.order)
     fleet = [co_located(engine, setting.instances // work.scale, run.name)]
     tables = InputTables(known={run.name: _known(work, unstated)}) if work.lengths else InputTables()
-    policy, profiles = policy_of(work, run), PaperProfiles([engine], PaperTimes())
-    outcome = simulated(fleet, run, policy, profiles, seed=work.seed, tables=tables)
-    step = outcome.steps[0]
+    profiles = PaperProfiles([engine], PaperTimes())
+    outcome = simulated(
+        fleet, run, policy_of(work.variant), profiles, seed=work.seed, heartbeat_s=_HEARTBEAT_S, tables=tables
+    )
+    step = outcome.steps[-1]
     return PlayedPhase(
         total_s=step.generated_s - step.opened_s,
         tail_s=step.tail_s,
@@ -93,18 +98,18 @@ def played(work: SeerWork) -> PlayedPhase:
     )
 
 
-def policy_of(work: SeerWork, run: TrainingRun) -> Policy:
+def policy_of(variant: Variant) -> Policy:
     """The policy that a variant names."""
-    policy, order, speculates = work.variant
-    drafts = {"speculates": speculates, "verification": VERIFICATION}
+    policy, order, speculates = variant
     match policy:
         case "verl":
             return SpeculatingVerlPolicy(verification=VERIFICATION) if speculates else VerlPolicy()
         case "seer":
-            return SeerPolicy(order=order, **drafts)  # type: ignore[arg-type]
+            return SeerPolicy(order=order, speculates=speculates, verification=VERIFICATION)  # type: ignore[arg-type]
         case "ebbtide":
-            former = _former(run, work) if order == "learnt" else ()
-            return LongTailPolicy(knowledge=order, former=former, **drafts)  # type: ignore[arg-type]
+            return EbbtidePolicy()
+        case "clairvoyant":
+            return ClairvoyantPolicy()
     raise ValueError(f"there is no {policy!r}")
 
 
@@ -114,19 +119,9 @@ def _unstated(work: SeerWork) -> VerlUnstated:
     return known if work.correlation is None else known._replace(correlation=work.correlation)
 
 
-def _former(run: TrainingRun, work: SeerWork) -> tuple[tuple[int, ...], ...]:
-    """Lengths of a step before: drawn anew, or of recorded ones those that this step does not have."""
-    if work.lengths:
-        return ()
-    drawn = Workload(Scenario(name=run.name, fleet=(), run=(run,)), work.seed + _FORMER_SEED)
-    return tuple(
-        tuple(drawn.turns(run.name, 0, prompt, sample)[0].response for sample in range(run.group))
-        for prompt in range(min(run.prompts, _FORMER_GROUPS))
-    )
-
-
 def _known(work: SeerWork, unstated: VerlUnstated) -> KnownTurns:
     def turns(length: int) -> Sequence[KnownTurn]:
         return (KnownTurn(round(unstated.prompt), length, 0.0),)
 
-    return KnownTurns(steps=(tuple(tuple(tuple(turns(one)) for one in group) for group in work.lengths),))
+    groups = [tuple(tuple(turns(one)) for one in group) for group in work.lengths]
+    return KnownTurns(steps=tuple(tuple(groups[step::_STEPS]) for step in range(_STEPS)))

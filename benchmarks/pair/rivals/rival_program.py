@@ -1,6 +1,7 @@
 """A rival as a program: our guard's process with somebody else's decisions in it."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from ebbtide.runtime import Shutdown, run
 from ebbtide.scheduling.coserving.budget_decider import BudgetDecider, LatencyTargets, StepLimits
@@ -19,8 +20,9 @@ def run_rival(
     settings = load(GuardSettings, prog="ebbtide serving-guard", argv=argv, description=description)
 
     async def work(shutdown: Shutdown) -> None:
+        from ebbtide.serving_guard.server_mode import ServerMode
         from ebbtide.serving_guard.service import serve
 
-        await serve(shutdown, settings, decides=decides, memory=memory)
+        await serve(shutdown, settings, partial(ServerMode, decides=decides, memory=memory))
 
     run(work, "serving-guard", settings)

@@ -1,4 +1,4 @@
-"""Runs ROSE's co-serving policy as it is reported: `ebbtide.simulator.serving.policies.rose_policy` says what it is.
+"""Runs ROSE's co-serving policy as it is reported: `benchmarks.pair.rivals.rose_policy` says what it is.
 
 What the reports do not state is named by `EBBTIDE_ROSE`, as `STEP_S,WATERMARK,HEADROOM,HELD`.
 """
@@ -8,7 +8,7 @@ from functools import partial
 from typing import Final
 
 from benchmarks.pair.rivals.rival_program import run_rival
-from ebbtide.simulator.serving.policies.rose_policy import RoseAdmission, RoseMemory, RoseSetting, RoseTables
+from benchmarks.pair.rivals.rose_policy import RoseAdmission, RoseMemory, RoseSetting, RoseTables
 
 #: That_prf (of a prompt, and of each of its tokens) and That_dec (of one request, and of each further one) of the
 #: served model, as probed before the benchmark: seconds.

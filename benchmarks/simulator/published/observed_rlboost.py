@@ -2,8 +2,8 @@
 
 from typing import cast
 
-from ebbtide.simulator.rivals.rlboost.rlboost_policy import RLBoostPolicy
-from ebbtide.simulator.rivals.rlboost.seeding_window import SeedingWindow
+from benchmarks.rivals.rlboost.rlboost_policy import RLBoostPolicy
+from benchmarks.rivals.rlboost.seeding_window import SeedingWindow
 from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.training_run import TrainingRun
 from ebbtide.simulator.world.training.step_rounds import Rounds

@@ -13,19 +13,19 @@ from typing import Final, NamedTuple
 import msgspec
 from msgspec import Struct
 
+from benchmarks.rivals.rlboost.rlboost_policy import RLBoostPolicy
 from benchmarks.simulator.published.observed_rlboost import ObservedRLBoost
 from benchmarks.simulator.published.paper_setting import FLUSH_S, PaperProfiles, PaperTimes, co_located, simulated
 from ebbtide.simulator.engines.engine_profile import EngineProfile
 from ebbtide.simulator.engines.known_hardware import H100, QWEN3_8B, QWEN3_14B
 from ebbtide.simulator.engines.roofline import FITTED, ModelShape, roofline_engine
 from ebbtide.simulator.outcome import Outcome
-from ebbtide.simulator.rivals.rlboost.rlboost_policy import RLBoostPolicy
-from ebbtide.simulator.rivals.verl_policy import VerlPolicy
 from ebbtide.simulator.scenario.draws.quantity_draws import curve
 from ebbtide.simulator.scenario.fault_plan import PlannedFault
 from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.quantity_spec import LengthSpec, QuantitySpec
 from ebbtide.simulator.scenario.training_run import TrainingRun
+from ebbtide.simulator.world.verl_policy import VerlPolicy
 
 CAP: Final = 14_336
 _RUN: Final = "grpo"

@@ -12,15 +12,11 @@ import asyncio
 import json
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
-from typing import Final
 
 from benchmarks import arguments
 from benchmarks.conditions import conditions
 from benchmarks.turn_routing.engines.engine_trials import QUICK_ROUNDS, ROUNDS, measure_engines
 from benchmarks.turn_routing.engines.ruled_coordinator import OURS, RULES
-
-OUT: Final = Path(__file__).parents[2] / "results" / "turn_routing_engines.json"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,8 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--quick", action="store_true", help=f"rounds: {QUICK_ROUNDS}, not {ROUNDS}")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=arguments.output, default=str(OUT))
+    parser.add_argument("--out", type=arguments.output)
     options = parser.parse_args(argv)
+    options.out = options.out or arguments.result("turn_routing_engines", quick=options.quick)
     under = conditions() | {"quick": options.quick, "seed": options.seed}
     found = asyncio.run(measure_engines(options.seed, partial(print, flush=True), quick=options.quick))
     options.out.write_text(json.dumps(found | {"conditions": under}, indent=2, allow_nan=False) + "\n")

@@ -4,24 +4,25 @@ All else is the coordinator's own: versions, streams, moves, the store. `RULE_FI
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
+from unittest.mock import patch
 
-from ebbtide.coordinator.__main__ import serve
-from ebbtide.coordinator.dispatcher.dispatch_rules import DispatchRules
-from ebbtide.coordinator.settings import CoordinatorSettings
+from benchmarks.rivals.turns.spreading_policies import LeastLoadedTurns, StickyTurns
+from ebbtide.coordinator.__main__ import main as coordinator_main
+from ebbtide.coordinator.dispatcher.round_deeds import SlotFill
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.worker_session import WorkerSession
-from ebbtide.runtime import run as run_service
 from ebbtide.scheduling.dispatch.placement import Placement
-from ebbtide.settings import load
-from ebbtide.simulator.rivals.turns.spreading_policies import LeastLoadedTurns, StickyTurns
 
 RULE_FILE: Final = "EBBTIDE_BENCHMARK_RULE_FILE"
 #: The coordinator's own rule.
 OURS: Final = "ebbtide"
 RULES: Final = (OURS, "least_loaded", "sticky")
+#: Places queued rollouts of a run on engines, now; None: the coordinator's own rule does.
+Rule: TypeAlias = Callable[[RunState, Sequence[WorkerSession], float], list[Placement] | None]
 
 
 class NamedRule:
@@ -36,11 +37,24 @@ class NamedRule:
         return None if rival is None else rival.place(run, engines, now)
 
 
+@contextmanager
+def placing_by(rule: Rule) -> Iterator[None]:
+    """Coordinators of this process place by the rule, but for rounds in which it has no answer."""
+    ours = SlotFill.place
+
+    def ruled(self: SlotFill, now: float) -> list[Placement]:
+        engines = [session for session, host in self._hosts.of(self.run, now) if not host.shut]
+        placed = rule(self.run, engines, now)
+        return ours(self, now) if placed is None else placed
+
+    with patch.object(SlotFill, "place", ruled):
+        yield
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Serve as a coordinator does, under the rule that the file names."""
-    rules = DispatchRules(rival=NamedRule(Path(os.environ[RULE_FILE])))
-    settings = load(CoordinatorSettings, prog="ruled coordinator", argv=argv, description=main.__doc__ or "")
-    run_service(lambda shutdown: serve(settings, shutdown, rules), "coordinator", settings)
+    with placing_by(NamedRule(Path(os.environ[RULE_FILE]))):
+        coordinator_main(argv)
 
 
 if __name__ == "__main__":

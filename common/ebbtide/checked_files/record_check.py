@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from math import isfinite
 from types import NoneType, UnionType
-from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Final, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import NODEFAULT, Meta, Struct
@@ -16,6 +16,14 @@ from ebbtide.checked_files.toml_places import TomlPath
 Note = Callable[[TomlPath, str, bool], None]
 #: Longer names are no slips of the keyboard.
 _LONGEST_NAME: Final = 64
+
+
+class OrTable(NamedTuple):
+    """Annotates a text that a file may also state as a table: the text of that record."""
+
+    record: type[Struct]
+
+
 _KINDS: Final = {int: "a whole number", float: "a number", str: "a text in quotes", bool: "true or false"}
 
 
@@ -46,6 +54,8 @@ def _value(hint: Any, value: Any, path: TomlPath, note: Note) -> Any:
     bare, _ = _bare(hint)
     if isinstance(bare, type) and issubclass(bare, Struct):
         return _record(bare, value, path, note)
+    if isinstance(value, dict) and (table := _table_of(hint)) is not None:
+        return _text_of(table, value, path, note)
     if get_origin(bare) is tuple and isinstance(value, list):
         inner = get_args(bare)[0]
         _check_size(hint, len(value), path, note)
@@ -81,6 +91,18 @@ def _record(kind: type[Struct], value: Any, path: TomlPath, note: Note) -> Any:
     instead = [_KINDS[one] for one in short if one is not float]
     note(path, f"is {shown(value)}; it must be {' or '.join(['a table', *instead])}", False)
     return value
+
+
+def _table_of(hint: Any) -> type[Struct] | None:
+    return next((arg.record for arg in get_args(hint) if isinstance(arg, OrTable)), None)
+
+
+def _text_of(kind: type[Struct], table: Mapping[str, Any], path: TomlPath, note: Note) -> Any:
+    found = checked(kind, table, path, note)
+    try:
+        return str(msgspec.convert(found, kind))
+    except msgspec.ValidationError:  # which was noted
+        return table
 
 
 def _bare(hint: Any) -> tuple[Any, list[Meta]]:
@@ -120,7 +142,8 @@ def wanted(hint: Any) -> str:
         return " or ".join(_KINDS.get(one, "a value") for one in get_args(bare))
     if any(meta.pattern for meta in metas):
         return "1 to 64 of A-Z a-z 0-9 _ - in quotes, with a letter or digit first"
-    return _KINDS.get(bare, "a value") + "".join(_range(meta) for meta in metas)
+    or_table = "" if _table_of(hint) is None else ", or a table"
+    return _KINDS.get(bare, "a value") + "".join(_range(meta) for meta in metas) + or_table
 
 
 def _range(meta: Meta) -> str:

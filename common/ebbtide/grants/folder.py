@@ -42,12 +42,12 @@ def check_folder(folder: Path, *, field: str = "grant_dir") -> None:
 
 @contextmanager
 def locked_folder(folder: Path) -> Iterator[None]:
-    """Allow one guard or arbiter in a folder. Raises `InvalidRequest` naming `grant_dir` if another one runs there."""
+    """Allow one guard in a folder. Raises `InvalidRequest` naming `grant_dir` if another one runs there."""
     check_folder(folder, field="grant_dir")
     with (folder / "guard.lock").open("a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            text = f"another guard or device-arbiter runs in {folder}; name another folder"
+            text = f"another guard runs in {folder}; name another folder"
             raise InvalidRequest(text, field="grant_dir") from None
         yield

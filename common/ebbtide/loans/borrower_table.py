@@ -14,9 +14,8 @@ from typing import Final, Protocol
 from ebbtide import telemetry
 from ebbtide.errors import NotReady
 from ebbtide.grants import Page, page_path
-from ebbtide.loans import borrower_processes
+from ebbtide.loans import borrower_processes, metrics
 from ebbtide.loans.loan import Loan, LoanAccount
-from ebbtide.loans.loan_meters import LoanMeters
 from ebbtide.types.grants import GRANTS_VERSION, BorrowerReport, Budget, Hello
 from ebbtide.types.ids import check_id
 
@@ -43,16 +42,8 @@ class BorrowerMemory(Protocol):
 class BorrowerTable:
     """Adds and ends loans, and tells `memory` and the subscribers of each change."""
 
-    def __init__(
-        self,
-        folder: Path,
-        memory: BorrowerMemory,
-        meters: LoanMeters,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, folder: Path, memory: BorrowerMemory, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._folder, self._memory, self._clock = folder, memory, clock
-        self.meters = meters
         self._loans: dict[str, Loan] = {}
         self._accounts: dict[str, LoanAccount] = {}
         self._subscribers: list[Callable[[], None]] = []
@@ -84,12 +75,12 @@ class BorrowerTable:
         page = Page(path)
         found = borrower_processes.checked(hello.pids, path)
         self._memory.joined(hello.worker_id, hello)
-        loan = Loan(hello, found, page, self._account(hello.worker_id, found), self.meters, self._clock())
+        loan = Loan(hello, found, page, self._account(hello.worker_id, found), self._clock())
         self._loans[hello.worker_id] = loan
         self.parting = [one for one in self.parting if one.worker_id != hello.worker_id]
         if old is not None:
             self.leave(old, "it connected again", watched=False)
-        self.meters.borrowers.set(len(self._loans))
+        metrics.BORROWERS.set(len(self._loans))
         log.info("borrows", worker_id=hello.worker_id, pids=hello.pids, step_tokens=hello.step_tokens)
         self.changed()
         return loan
@@ -104,7 +95,7 @@ class BorrowerTable:
             self._memory.left(loan.worker_id)
         if watched:
             self.parting.append(loan)
-        self.meters.borrowers.set(len(self._loans))
+        metrics.BORROWERS.set(len(self._loans))
         log.info("borrows no more", worker_id=loan.worker_id, reason=reason)
         self.news.set()
         self.changed()

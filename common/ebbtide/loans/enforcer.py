@@ -17,7 +17,7 @@ from typing import Final
 from msgspec import Struct
 
 from ebbtide import telemetry
-from ebbtide.loans import borrower_processes
+from ebbtide.loans import borrower_processes, metrics
 from ebbtide.loans.borrower_processes import BorrowerProcess
 from ebbtide.loans.borrower_table import BorrowerTable
 from ebbtide.loans.loan import Loan
@@ -159,6 +159,6 @@ class Enforcer:
         self._borrowers.forget(loan)
 
     def _note(self, what: str, loan: Loan, why: str, sent: int) -> None:
-        self._borrowers.meters.enforced.labels(what).inc()
+        metrics.ENFORCED.labels(what).inc()
         write = log.info if what == "continued" else log.warning
         write(f"worker {what}", worker_id=loan.worker_id, reason=why, processes=sent, stops=loan.account.stops)

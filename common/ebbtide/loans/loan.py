@@ -12,8 +12,8 @@ from typing import Final
 from msgspec import Struct, field
 
 from ebbtide.grants import Page, Stepping
+from ebbtide.loans import metrics
 from ebbtide.loans.borrower_processes import BorrowerProcess, stopped
-from ebbtide.loans.loan_meters import LoanMeters
 from ebbtide.types.grants import BorrowerReport, Budget, Hello, Residency
 
 #: A worker reports every 0.1 s. A worker that is silent for this long is frozen, and no budget is kept for it.
@@ -54,16 +54,9 @@ class Loan:
     """One borrower, from its Hello until it is gone. `now` is in seconds of the monotonic clock."""
 
     def __init__(
-        self,
-        hello: Hello,
-        processes: tuple[BorrowerProcess, ...],
-        page: Page,
-        account: LoanAccount,
-        meters: LoanMeters,
-        now: float,
+        self, hello: Hello, processes: tuple[BorrowerProcess, ...], page: Page, account: LoanAccount, now: float
     ) -> None:
         self.hello, self.processes, self.page, self.account = hello, processes, page, account
-        self._meters = meters
         self.report: BorrowerReport | None = None
         self.reported = asyncio.Event()
         self.issued = 0  # sequence of the newest grant
@@ -153,7 +146,7 @@ class Loan:
             self._seen = steps
             busy = max(0.0, steps.busy_s - seen.busy_s)
             self.account.gpu_s += busy
-            self._meters.gpu_seconds.inc(busy)
+            metrics.GPU_SECONDS.inc(busy)
             tokens = (steps.scheduled - seen.scheduled) // count
             yield from [(steps.ended, tokens, busy / count)] * (min(count, _STEPS) if tokens > 0 else 0)
 
@@ -164,7 +157,7 @@ class Loan:
         again = max(0, report.recomputed_tokens - old.recomputed_tokens)
         self.account.tokens += made
         self.account.recomputed += again
-        self._meters.harvested.inc(made)
+        metrics.HARVESTED.inc(made)
         self.report, self.heard_at = report, now
         self.reported.set()
         since, tokens = self._rate_from
@@ -207,4 +200,4 @@ class Loan:
 
     def _record_reclaim(self, seconds: float) -> None:
         self.account.latencies.append(seconds)
-        self._meters.reclaim_seconds.observe(seconds)
+        metrics.RECLAIM_SECONDS.observe(seconds)

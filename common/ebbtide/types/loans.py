@@ -1,4 +1,4 @@
-"""Defines the messages between a device-arbiter and the trainer that owns its device, and the arbiter's status."""
+"""Defines the messages between a guard and the trainer that owns its device, and the guard's status."""
 
 from typing import Annotated, Final
 
@@ -6,7 +6,7 @@ from msgspec import Meta, Struct
 
 from ebbtide.types.grants import Borrower, Forecast
 
-#: Increased when the meaning of messages changes; arbiter and trainer of different versions refuse each other.
+#: Increased when the meaning of messages changes; guard and trainer of different versions refuse each other.
 LOANS_VERSION: Final = 1
 
 
@@ -35,7 +35,7 @@ class LoanState(Struct, frozen=True, kw_only=True):
 
 
 class DeviceStatus(Struct, frozen=True, kw_only=True):
-    """The arbiter's status. The fields are those of loans.proto."""
+    """The guard's status. The fields are those of loans.proto."""
 
     state: str = ""
     run_id: str = ""

@@ -9,7 +9,6 @@ from ebbtide.runtime import Shutdown, race, run
 from ebbtide.settings import load
 
 if TYPE_CHECKING:  # nothing that imports gRPC may be imported before `main` has set its experiments
-    from ebbtide.coordinator.dispatcher.dispatch_rules import DispatchRules
     from ebbtide.coordinator.service import Coordinator
     from ebbtide.coordinator.settings import CoordinatorSettings
     from ebbtide.rpc.server import Server
@@ -31,9 +30,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     run(lambda shutdown: serve(settings, shutdown), "coordinator", settings)
 
 
-async def serve(settings: "CoordinatorSettings", shutdown: Shutdown, rules: "DispatchRules | None" = None) -> None:
-    """`rules`: other ones than Ebbtide's, for comparisons."""
-    from ebbtide.coordinator.dispatcher.dispatch_rules import RULES
+async def serve(settings: "CoordinatorSettings", shutdown: Shutdown) -> None:
     from ebbtide.coordinator.service import Coordinator
     from ebbtide.errors import StandingBy
     from ebbtide.object_aging import age_objects
@@ -41,7 +38,7 @@ async def serve(settings: "CoordinatorSettings", shutdown: Shutdown, rules: "Dis
     from ebbtide.telemetry import rpc_observer
 
     shutdown.spawn(age_objects(), "garbage")
-    coordinator = Coordinator(settings, rules=rules or RULES)
+    coordinator = Coordinator(settings)
     try:
         server = Server(
             settings.server,

@@ -14,7 +14,6 @@ from ebbtide.coordinator.appends.append_streams import AppendStreams
 from ebbtide.coordinator.appends.sibling_feeds import SiblingFeeds
 from ebbtide.coordinator.appends.token_readers import TokenReaders
 from ebbtide.coordinator.coordinator_parts import CoordinatorParts
-from ebbtide.coordinator.dispatcher.dispatch_rules import RULES, DispatchRules
 from ebbtide.coordinator.dispatcher.dispatcher import Dispatcher
 from ebbtide.coordinator.failover.election import Election
 from ebbtide.coordinator.failover.run_recovery import RunRecovery
@@ -24,7 +23,7 @@ from ebbtide.coordinator.fleet.worker_registry import WorkerRegistry
 from ebbtide.coordinator.load_shedding import watch_lag
 from ebbtide.coordinator.metrics import measure_for_ever
 from ebbtide.coordinator.publisher_keys import PublisherKeys
-from ebbtide.coordinator.recording.recorded_parts import DecidingParts
+from ebbtide.coordinator.recording import DecidingParts
 from ebbtide.coordinator.servicers import fleet_servicer as fleet_wire
 from ebbtide.coordinator.servicers import rollouts_servicer as rollouts_wire
 from ebbtide.coordinator.servicers import runs_servicer as runs_wire
@@ -65,10 +64,8 @@ async def _nobody(_serving: bool) -> None:
 class Coordinator:
     """`open`, serve `services`, run `loops`, `leave`, `settle`, `close`. A restart is another coordinator."""
 
-    def __init__(
-        self, settings: CoordinatorSettings, link: StoreConnection | None = None, rules: DispatchRules = RULES
-    ) -> None:
-        """`link`: the connection to the store; None: that of the settings. `rules`: others are for comparisons."""
+    def __init__(self, settings: CoordinatorSettings, link: StoreConnection | None = None) -> None:
+        """`link`: the connection to the store; None: that of the settings."""
         self._settings = settings
         self.link = link or StoreConnection(
             dialled_url(settings), patience_s=settings.store_patience_s, replicas=settings.store_replicas
@@ -101,7 +98,7 @@ class Coordinator:
         self._recovery = RunRecovery(
             self.state, self.store, incarnations, self._attempts.run_over, grace_s=settings.recover_grace_s
         )
-        self.rounds = self._parts.new_rounds(self._publishers.public, self._run_events, rules)
+        self.rounds = self._parts.new_rounds(self._publishers.public, self._run_events)
         self.dispatcher = Dispatcher(self.state, self.fleet, self._attempts, self._recovery, self.rounds)
         self.leading = Election(self.store)
         self.services = self._services()

@@ -33,8 +33,6 @@ from ebbtide.types.run import RunSpec, to_mapping
 #: Stages in the order in which they end: a gateway's answers first, then workers hand over, services end after their
 #: clients.
 _GATEWAY, _WORKERS, _RUN, _COORDINATOR, _RELAY, _REDIS, _GUARD, _SERVING = range(8)
-#: It outlives the trainer, as everywhere.
-_ARBITER: Final = _GUARD
 #: Answers under way get so long when the cluster ends: its user waits.
 _GATEWAY_DRAIN_S: Final = 2.0
 #: A unix socket's path must fit into 108 bytes.
@@ -114,8 +112,8 @@ class LocalCluster:
         workers = [self.next_worker(borrowed=shape.borrowed) for _ in range(shape.workers)]
         workers += [self.next_worker(borrowed=True, cores=shape.device_cores)] if shape.generate else []
         gateways = [self._gateway()] if shape.gateway else []
-        arbiters = [self._arbiter()] if shape.generate else []
-        await self.launcher.start_all([self._relay(), *arbiters, self._trainer(), self._driver(), *gateways, *workers])
+        guards = [self._trainer_guard()] if shape.generate else []
+        await self.launcher.start_all([self._relay(), *guards, self._trainer(), self._driver(), *gateways, *workers])
 
     async def serve(self, model: Path, served_name: str) -> str:
         """Starts a serving engine, and waits until it answers. Returns its URL. Raises `LaunchFailed`."""
@@ -191,8 +189,10 @@ class LocalCluster:
         flags = {"threads": threads, "ranks": ranks, **lending, **self._permissions("trainer")}
         return replace(self._service("trainer", "ebbtide.trainer", _RUN, **flags), cores=cores)
 
-    def _arbiter(self) -> Program:
-        return self._service("arbiter", "ebbtide.device_arbiter", _ARBITER, grant_dir=self.grants)
+    def _trainer_guard(self) -> Program:
+        """It outlives the trainer, as everywhere."""
+        flags = {"owner": "trainer", "grant_dir": self.grants}
+        return self._service("trainer-guard", "ebbtide.serving_guard", _GUARD, **flags)
 
     def _driver(self) -> Program:
         own = {"environments_trust": True} if self.shape.environments else {}

@@ -1,1 +1,1 @@
-"""The serving-guard keeps one serving engine's SLO, and lends the rest of its GPU to the worker beside it."""
+"""Lends a device to the worker beside it: a serving engine's within its SLO, or a trainer's between its steps."""

@@ -10,7 +10,7 @@ from ebbtide.settings import load
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Keep a serving engine's SLO, and lend what that leaves to the workers beside it."""
+    """Lend a device to the workers beside it: a serving engine's within its SLO, or a trainer's between its steps."""
     settings = load(GuardSettings, prog="ebbtide serving-guard", argv=argv, description=main.__doc__ or "")
     try:
         settings.checked()

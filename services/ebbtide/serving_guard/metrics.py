@@ -1,7 +1,6 @@
-"""Declares the serving-guard's metrics."""
+"""Declares the serving-guard's metrics of users' traffic."""
 
 from ebbtide import telemetry
-from ebbtide.loans.loan_meters import RECLAIMS, LoanMeters
 
 _TTFT = (0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 30.0)
 _TPOT = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
@@ -18,20 +17,6 @@ ATTAINED = telemetry.counter(
 LOAD = telemetry.gauge("guard_load", "share of the last minute with a served request inside")
 BUDGET_TOKENS = telemetry.gauge("guard_budget_tokens", "tokens that the next rollout step may take")
 DECISIONS = telemetry.counter("guard_states_total", "changes of the decision's state", ("state",))
-BORROWERS = telemetry.gauge("guard_borrowers", "workers that borrow")
-HARVESTED = telemetry.counter("guard_harvested_tokens_total", "tokens that rollouts made here")
-GPU_SECONDS = telemetry.counter("guard_harvested_seconds_total", "seconds in which rollout steps ran")
-RECLAIM_SECONDS = telemetry.histogram(
-    "guard_reclaim_seconds", "a request's arrival to the end of the rollout step under way", buckets=RECLAIMS
-)
-ENFORCED = telemetry.counter("guard_enforced_total", "workers stopped, continued or killed", ("kind",))
-LOANS = LoanMeters(
-    borrowers=BORROWERS,
-    harvested=HARVESTED,
-    gpu_seconds=GPU_SECONDS,
-    reclaim_seconds=RECLAIM_SECONDS,
-    enforced=ENFORCED,
-)
 HELD_SECONDS = telemetry.histogram("guard_held_seconds", "requests held back for the end of a rollout step")
 OBSERVE_FAILURES = telemetry.counter("guard_observe_failures_total", "failed reads of the engine's metrics")
 REFUSED = telemetry.counter("guard_refused_total", "requests and connections that the proxy refused", ("status",))

@@ -1,10 +1,10 @@
 """Declares and checks the settings of the serving-guard."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 from urllib.parse import urlsplit
 
-from msgspec import Meta
+from msgspec import Meta, Struct, structs
 
 from ebbtide.errors import InvalidRequest
 from ebbtide.runtime import ProcessSettings
@@ -23,17 +23,59 @@ from ebbtide.serving_guard.traffic.slo import (
     TtftMs,
     read_slos,
 )
+from ebbtide.types.grants import Residency
+
+#: What `give_up` wishes of engines.
+_PLACES: Final = {"nothing": Residency.AWAKE, "cache": Residency.HOST, "weights": Residency.AWAY}
+#: The guard's own settings that count whoever owns the device.
+_SHARED: Final = {"owner", "grant_dir", "yield_ms", "kill_s", "max_stops"}
+
+
+class TrainerDeviceSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of a guard whose device is a trainer's."""
+
+    give_up: Annotated[
+        Literal["nothing", "cache", "weights"],
+        Meta(
+            description="what engines give up while the trainer has the device: keys and values (on a GPU all of its "
+            "memory, with the weights in the host's), or the weights too, which come back from the host's mirror; "
+            "nothing where both fit beside each other"
+        ),
+    ] = "cache"
+    memory_s: Annotated[
+        float, Meta(gt=0, description="how long a worker may take to give up memory before it is killed")
+    ] = 60.0
+    settle_s: Annotated[
+        float, Meta(ge=0, description="how long a new guard waits for the device's owner before it lends")
+    ] = 5.0
+    silent_s: Annotated[float, Meta(gt=0, description="silence of the owner after which its device is lent")] = 15.0
+
+    @property
+    def residency(self) -> Residency:
+        """Where engines' weights are to be while the trainer has the device."""
+        return _PLACES[self.give_up]
 
 
 class GuardSettings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of one serving-guard."""
 
+    owner: Annotated[
+        Literal["server", "trainer"],
+        Meta(
+            description="whose device is lent: a serving engine's, as far as its users leave it idle, or a trainer's "
+            "between its steps"
+        ),
+    ] = "server"
     listen: Annotated[str, Meta(description="address of the proxy: host:port (port 0: any free one)")] = (
         "127.0.0.1:8100"
     )
     upstream: Annotated[str, Meta(description="URL of the serving engine")] = "http://127.0.0.1:8000"
     grant_dir: Annotated[
-        str, Meta(description="folder shared with the workers beside it, this user's own: the socket and the pages")
+        str,
+        Meta(
+            description="folder shared with the workers beside it, and with a trainer, this user's own: the socket and "
+            "the pages"
+        ),
     ]
     mode: Annotated[
         Literal["proxy", "observe"],
@@ -87,6 +129,7 @@ class GuardSettings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_f
         str, Meta(description="mode observe: the engine's metrics; empty: /metrics of the upstream")
     ] = ""
     proxy: ProxySettings = ProxySettings()
+    trainer: TrainerDeviceSettings = TrainerDeviceSettings()
 
     def slo(self) -> Slo:
         """The SLO of models that the file does not name."""
@@ -103,6 +146,7 @@ class GuardSettings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_f
 
     def checked(self) -> None:
         """Raise `InvalidRequest` naming the first invalid field, before anything is started."""
+        self._checked_owner()
         self.targets()
         for name in ("upstream", "metrics_url"):
             url = urlsplit(getattr(self, name))
@@ -117,6 +161,15 @@ class GuardSettings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_f
             )
         if self.hold_ms / 1000 > self.proxy.max_hold_s:
             raise InvalidRequest(f"is more than proxy.max_hold_s ({self.proxy.max_hold_s:g} s)", field="hold_ms")
+
+    def _checked_owner(self) -> None:
+        """What another owner's mode reads has no effect, and was meant to have one."""
+        shared = _SHARED.union(ProcessSettings.__struct_fields__)
+        for field in structs.fields(self):
+            reader = "trainer" if field.name == "trainer" else "server"
+            given = getattr(self, field.name)
+            if field.name not in shared and reader != self.owner and given != field.default:
+                raise InvalidRequest(f"is read with owner = {reader} only; leave it out", field=field.name)
 
     def _checked_observe(self) -> None:
         if self.slo_file:

@@ -9,30 +9,33 @@ import json
 import logging
 import sys
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+import msgspec
 import structlog
 from msgspec import Struct
 from msgspec.structs import asdict
 
-from ebbtide.coordinator.dispatcher.round_deeds import Deed, SlotFill
-from ebbtide.coordinator.fleet.worker_trust import WorkerTrust
-from ebbtide.coordinator.recording.call_recorder import CallRecorder
-from ebbtide.coordinator.recording.decisions import Decision
-from ebbtide.coordinator.recording.journal_format import read_journal
-from ebbtide.coordinator.recording.recorded_round import RecordedRounds
-from ebbtide.coordinator.recording.recorded_state import RecordedState
-from ebbtide.coordinator.recording.recorded_workers import RecordedTrust
-from ebbtide.coordinator.state.coordinator_state import CoordinatorState
+from ebbtide.coordinator.decision_log import CallRecord, LogHead, read_log
+from ebbtide.coordinator.dispatcher.round_deeds import SlotFill
+from ebbtide.coordinator.recording import (
+    CALLS,
+    AttemptInFile,
+    RecordedRounds,
+    RecordedState,
+    RecordedTrust,
+    Recorder,
+    name_of,
+)
 from ebbtide.coordinator.state.run_events import SilentRunEvents
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.running_attempt import RunningAttempt
 from ebbtide.coordinator.state.worker_session import WorkerSession
-from ebbtide.errors import EbbtideError, InvalidRequest
-from ebbtide.scheduling.dispatch.placement import Placement
+from ebbtide.errors import EbbtideError, Internal, InvalidRequest
+from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout, RolloutQueue
 
 #: What a record that contradicts the model makes the model raise.
 _CONTRADICTIONS: Final = (
@@ -44,6 +47,9 @@ _CONTRADICTIONS: Final = (
     TypeError,
     ValueError,
 )
+_WORDS: Final = {"RunState": "run", "WorkerSession": "session", "RunningAttempt": "attempt"}
+#: Calls that begin a round, take a step of it, and place a batch.
+BEGIN, STEP, PLACE = "RecordedRounds.begin", "RecordedRounds.step", "SlotFill.place"
 
 
 class DecisionDifference(Struct, frozen=True):
@@ -73,137 +79,114 @@ class ReplayReport(Struct):
         return self.first_difference is None
 
 
-class _ReplayClock(CallRecorder):
-    """Gives the readings that were recorded."""
-
-    def __init__(self) -> None:
-        super().__init__(self._next)
-        self.readings: Iterator[float] = iter(())
-        self.at = 0.0
-
-    def _next(self) -> float:
-        return next(self.readings, self.at)
-
-
 class ReplayedCoordinator:
-    """A model without store, streams and workers, which follows a record. See `ReplayModel`."""
+    """A model without store, streams and workers, which follows one record."""
 
     def __init__(self) -> None:
-        self._clock = _ReplayClock()
-        self.state: CoordinatorState = RecordedState(self._clock)
-        self.trust: WorkerTrust = RecordedTrust(self.state, self._clock)
         self.report = ReplayReport()
-        self._runs: dict[str, RunState] = {}
-        self._sessions: dict[str, WorkerSession] = {}
-        self._attempts: list[RunningAttempt] = []
-        self._rounds: RecordedRounds | None = None
-        self._turns: Iterator[Deed] = iter(())
-        self._deed: Deed = None
-        self._record, self._began = 0, 0.0
+        #: What records name, by the name of its class and its own; runs beyond their end, too.
+        self._named: dict[tuple[str, str | int], Any] = {}
+        self._fill: SlotFill | None = None  # the deed under way
+        self._at, self._readings = 0.0, iter(tuple[float, ...]())
+        self._decided: list[Any] = []  # by the replayed call
 
     def play(self, path: Path) -> ReplayReport:
         """Play a whole file. Raises `InvalidRequest` with the file and the number of a record that contradicts those
         before it.
         """
-        for number, record in read_journal(path):
-            self._record = self.report.records = number
-            self._began = self._began or record.at
-            self._clock.at, self._clock.readings = record.at, iter(record.readings)
+        began: float | None = None
+        for number, record in read_log(path, self._begin):
+            began = record.at if began is None else began
+            self.report.records = number
             try:
-                record.call.apply(self)
+                self._repeat(record)
+            except msgspec.MsgspecError as error:
+                what = f"record {number} ({record.method}) has other arguments than this release records"
+                raise InvalidRequest(f"{path}: {what} ({error}); replay it with a release that wrote it") from None
             except _CONTRADICTIONS as error:
-                what = type(record.call).__name__
-                raise InvalidRequest(
-                    f"{path}: record {number} ({what}) contradicts those before it: {error!r}; record again"
-                ) from error
+                what = f"record {number} ({record.method}) contradicts those before it"
+                raise InvalidRequest(f"{path}: {what}: {error!r}; record again") from error
+            self._compare(record, record.at - began)
         return self.report
 
-    # What the records name.
-
-    def run(self, run_id: str) -> RunState:
-        if (run := self._runs.get(run_id)) is None:
-            raise InvalidRequest(f"no run {run_id} was recorded")
-        return run
-
-    def session(self, session_id: str) -> WorkerSession:
-        if (session := self._sessions.get(session_id)) is None:
-            raise InvalidRequest(f"no session {session_id} was recorded")
-        return session
-
-    def attempt(self, serial: int) -> RunningAttempt:
-        if not 1 <= serial <= len(self._attempts):
-            raise InvalidRequest(f"no attempt {serial} was recorded")
-        return self._attempts[serial - 1]
-
-    def keep_run(self, run: RunState) -> None:
-        self._runs[run.run_id] = run
-
-    def keep_session(self, session: WorkerSession) -> None:
-        self._sessions[session.session_id] = session
-
-    def keep_attempt(self, attempt: RunningAttempt) -> None:
-        self._attempts.append(attempt)
-
-    # Its rounds.
-
-    def make_rounds(self, *, slice_s: float, balance: bool, interactive_slots: int) -> None:
-        self._rounds = RecordedRounds(
-            self.state,
-            self.trust,
+    def _begin(self, head: LogHead) -> None:
+        recorder = Recorder(self._note, lambda: next(self._readings, self._at))
+        state = RecordedState(recorder)
+        trust = RecordedTrust(state)
+        rounds = RecordedRounds(
+            state,
+            trust,
             _no_key,
             SilentRunEvents(),
-            recorder=self._clock,
-            slice_s=slice_s,
-            balance=balance,
-            interactive_slots=interactive_slots,
+            slice_s=head.slice_s,
+            balance=head.rebalance,
+            interactive_slots=head.interactive_slots,
         )
+        self._named = {("CoordinatorState", ""): state, ("WorkerTrust", ""): trust, ("RecordedRounds", ""): rounds}
 
-    def begin_round(self, now: float) -> None:
-        if self._rounds is None:
-            raise InvalidRequest("the dispatcher was not recorded")
-        self.report.rounds += 1
-        self._turns, self._deed = self._rounds.turns(now), None
+    def _note(self, record: CallRecord) -> None:
+        self._decided = msgspec.msgpack.decode(msgspec.msgpack.encode(record.decided))  # as a file has it
 
-    def take_turn(self, decided: list[Decision]) -> None:
-        self._clock.decided = []  # if the round is over already, it decides nothing
-        self._deed = next(self._turns, None)
-        mine, report = self._clock.decided, self.report
-        report.decisions += len(decided)
-        report.decisions_added += max(0, len(mine) - len(decided))
-        report.decisions_equal += self._equal(decided, mine, "decision")
+    def _repeat(self, record: CallRecord) -> None:
+        """Do a recorded call again."""
+        if (call := CALLS.get(record.method)) is None:
+            raise InvalidRequest("no such method is recorded")
+        given = msgspec.convert(record.given, call.given, dec_hook=self._argument)
+        self._at, self._readings, self._decided = record.at, iter(record.readings), []
+        if call.owner != "SlotFill":
+            owner = self._called(call.owner, record.owner)
+        elif (owner := self._fill) is None or owner.run.run_id != record.owner:
+            return  # the replay came to another deed: it places nothing of this run now
+        result = getattr(owner, call.method.__name__)(**asdict(given))
+        if call.name == STEP:
+            self._fill = next((deed for deed in result if isinstance(deed, SlotFill)), None)
+        for kind in (RunState, WorkerSession, RunningAttempt):
+            if isinstance(result, kind):
+                self._named[kind.__name__, name_of(result)] = result
 
-    def place(self, run_id: str, now: float, placed: list[Placement]) -> None:
-        fill = self._fill()
-        mine = fill.place(now) if fill is not None and fill.run.run_id == run_id else []
-        report = self.report
-        report.placements += len(placed)
-        report.placements_added += max(0, len(mine) - len(placed))
-        report.placements_equal += self._equal(placed, mine, f"placement of run {run_id}")
+    def _called(self, kind: str, name: str | int) -> Any:
+        if (one := self._named.get((kind, name))) is None:
+            raise InvalidRequest(f"no {_WORDS.get(kind, kind)} {name} was recorded")
+        return one
 
-    def fill_over(self, now: float) -> None:
-        if (fill := self._fill()) is not None:
-            fill.due(now)
+    def _argument(self, kind: type, said: Any) -> Any:
+        """What a record means by what it says of an argument."""
+        if kind is Exception:
+            return Internal(said)
+        if kind is RolloutQueue:
+            queue = RolloutQueue()
+            for rollout in msgspec.convert(said, list[QueuedRollout]):
+                queue.add(rollout)
+            return queue
+        return self._called("RunningAttempt" if kind is AttemptInFile else kind.__name__, said)
 
-    def note_turn(self, turn_s: float, now: float) -> None:
-        if (fill := self._fill()) is not None:
-            fill.note_turn(turn_s, now)
-
-    def _fill(self) -> SlotFill | None:
-        return self._deed if isinstance(self._deed, SlotFill) else None
-
-    def _equal(self, recorded: Sequence[Hashable], mine: Sequence[Hashable], what: str) -> int:
-        """How many of the recorded decisions of one step were taken again. Notes the first difference."""
-        if self.report.first_difference is None and list(recorded) != list(mine):
+    def _compare(self, record: CallRecord, at_s: float) -> None:
+        """Count the decisions that were taken again, and note the first that differs."""
+        report, recorded, mine = self.report, record.decided, self._decided
+        report.rounds += record.method == BEGIN
+        if not recorded and not mine:
+            return
+        equal = (Counter(map(msgspec.msgpack.encode, recorded)) & Counter(map(msgspec.msgpack.encode, mine))).total()
+        added = max(0, len(mine) - len(recorded))
+        if record.method == PLACE:
+            report.placements += len(recorded)
+            report.placements_equal += equal
+            report.placements_added += added
+        else:
+            report.decisions += len(recorded)
+            report.decisions_equal += equal
+            report.decisions_added += added
+        if report.first_difference is None and recorded != mine:
             pairs = enumerate(zip_longest(recorded, mine, fillvalue="none"), 1)
             number, (one, other) = next((at, pair) for at, pair in pairs if pair[0] != pair[1])
-            self.report.first_difference = DecisionDifference(
-                record=self._record,
-                at_s=self._clock.at - self._began,
+            what = f"placement of run {record.owner}" if record.method == PLACE else "decision"
+            report.first_difference = DecisionDifference(
+                record=report.records,
+                at_s=at_s,
                 what=f"{what}, number {number} of {len(recorded)}",
                 recorded=str(one),
                 replayed=str(other),
             )
-        return (Counter(recorded) & Counter(mine)).total()
 
 
 def _no_key(_run_id: str) -> bytes:

@@ -1,9 +1,9 @@
-"""Lends the trainer's device between its steps, and takes it back before the next, through the arbiter of the host.
+"""Lends the trainer's device between its steps, and takes it back before the next, through the guard of the host.
 
-The owner states its wish and repeats it as a sign of life; the arbiter answers what became of it. A step begins once no
-engine computes and all have given up memory. While there is no arbiter, or it hangs, permissions to compute expire by
+The owner states its wish and repeats it as a sign of life; the guard answers what became of it. A step begins once no
+engine computes and all have given up memory. While there is no guard, or it hangs, permissions to compute expire by
 themselves, and the trainer looks into the pages: it begins soon if no engine is there, and after a while if none
-computes or may. A new arbiter lends nothing until the trainer had the time to state its wish again.
+computes or may. A new guard lends nothing until the trainer had the time to state its wish again.
 
 Invariant: the wish is stated again on each new stream, with the same lease. It dies with the process, and the device is
 lent until a trainer takes it back.
@@ -33,13 +33,13 @@ from ebbtide.wire.record_conversion import from_proto, to_proto
 
 log = telemetry.get_logger(__name__)
 
-#: Interval of signs of life. The arbiter believes in an owner for several of them.
+#: Interval of signs of life. The guard believes in an owner for several of them.
 _LIFE_S: Final = 1.0
-#: Without an arbiter for so long, the pages tell whether a step may begin. A supervised one is back before.
+#: Without a guard for so long, the pages tell whether a step may begin. A supervised one is back before.
 _ALONE_S: Final = 10.0
-#: Without an arbiter and any engine for so long, a step begins: one that is started beside the trainer had time.
+#: Without a guard and any engine for so long, a step begins: one that is started beside the trainer had time.
 _EMPTY_S: Final = 1.0
-#: An arbiter that repeats its state hangs if nothing came for so many of its intervals, and at least so long.
+#: A guard that repeats its state hangs if nothing came for so many of its intervals, and at least so long.
 _MISSED: Final = 6
 _HANGS_S: Final = 3.0
 _LOOK_S: Final = 0.05
@@ -67,7 +67,7 @@ class TrainingDevice(Protocol):
         ...
 
     def engines(self) -> frozenset[str]:
-        """The workers whose engines run on it: those with pages beside an arbiter's socket."""
+        """The workers whose engines run on it: those with pages beside a guard's socket."""
         ...
 
     def engine_bytes(self) -> int:
@@ -97,7 +97,7 @@ class DeviceProgress(Struct, frozen=True, kw_only=True):
     compute_back: bool = False
     memory_back: bool = False
     waits_for: str = ""
-    apart_s: float = 0.0  # for which no arbiter has served this trainer
+    apart_s: float = 0.0  # for which no guard has served this trainer
     engine_bytes: int = 0  # of the device that an engine needs to come back; 0: none, or unknown
 
     @property
@@ -110,17 +110,17 @@ class DeviceLoan:
     """The device of a trainer that lends it. `run` has to run meanwhile."""
 
     def __init__(self, folder: Path, *, run_id: str, lease: int, owner: str = "") -> None:
-        """`folder`: of the arbiter's socket and the engines' pages. `lease`: number of the run's trainer lease.
+        """`folder`: of the guard's socket and the engines' pages. `lease`: number of the run's trainer lease.
         `owner`: the fence of the process that holds it; empty: this one."""
         self._folder, self._target = folder, socket_path(folder)
         self.wish = OwnerWish(protocol_version=LOANS_VERSION, run_id=run_id, owner=owner or new_fence(), lease=lease)
-        self.answered = asyncio.Event()  # set at each message of the arbiter
+        self.answered = asyncio.Event()  # set at each message of the guard
         self._stated = asyncio.Event()  # set when a wish is to be stated at once
         self._state = LoanState(sequence=-1)
         self._heard_at = time.monotonic()
         self._alone_since: float | None = None
         self._apart_since: float | None = self._heard_at
-        self._reason = "no arbiter has answered yet"
+        self._reason = "no guard has answered yet"
 
     def lend(self, spell_s: float = 0.0) -> None:
         self.want(self.next_wish(lend=True, spell_s=spell_s))
@@ -170,21 +170,21 @@ class DeviceLoan:
             return DeviceProgress(
                 compute_back=stands,
                 memory_back=stands,
-                waits_for=f"a device-arbiter ({self._reason or 'it hangs'})",
+                waits_for=f"the guard of the device ({self._reason or 'it hangs'})",
                 apart_s=self._apart_s(),
                 engine_bytes=needed,
             )
         return DeviceProgress(
-            waits_for=self._reason or "an answer of the device-arbiter", apart_s=self._apart_s(), engine_bytes=needed
+            waits_for=self._reason or "an answer of the device's guard", apart_s=self._apart_s(), engine_bytes=needed
         )
 
     async def run(self) -> None:
-        """Keep a stream to the arbiter, forever. Raises `LeaseSuperseded` if a newer lease owns the device."""
+        """Keep a stream to the guard, forever. Raises `LeaseSuperseded` if a newer lease owns the device."""
         waits = pauses(0.05, _LONGEST_PAUSE_S)
         while True:
             began = time.monotonic()
             try:
-                with translated("device-arbiter", str(self._target)):
+                with translated("serving-guard", str(self._target)):
                     await self._own()
             except Superseded as error:
                 raise LeaseSuperseded(str(error)) from None
@@ -214,21 +214,21 @@ class DeviceLoan:
     async def _receive(self, call: Any) -> None:
         async for message in call:
             if self._apart_since is not None:
-                log.info("the device has an arbiter", target=str(self._target))
+                log.info("the device has a guard", target=str(self._target))
             self._alone_since = self._apart_since = None
             self._reason, self._heard_at = "", time.monotonic()
             self._state = from_proto(message, LoanState)
             self.answered.set()
-        raise Unavailable("the arbiter ended the stream")
+        raise Unavailable("the guard ended the stream")
 
     def _apart(self, reason: str, *, alone: bool) -> None:
-        """Log each reason once: an arbiter may well be away for long. `alone`: there is none. One that refuses knows
+        """Log each reason once: a guard may well be away for long. `alone`: there is none. One that refuses knows
         another owner of the device."""
         now = time.monotonic()
         self._alone_since = (self._alone_since or now) if alone else None
         self._apart_since = self._apart_since or now
         if reason != self._reason:
-            log.warning("without an arbiter", reason=reason)
+            log.warning("without a guard", reason=reason)
             self._reason = reason
 
     def _apart_s(self) -> float:

@@ -27,9 +27,7 @@ class TrainerSettings(WorkSettings, frozen=True, kw_only=True, forbid_unknown_fi
     generate: Annotated[
         bool, Meta(description="lend the device to workers beside the trainer while it waits for rollouts")
     ] = False
-    grant_dir: Annotated[str, Meta(description="with generate: folder shared with the device-arbiter of this host")] = (
-        ""
-    )
+    grant_dir: Annotated[str, Meta(description="with generate: folder shared with the serving-guard of this host")] = ""
     window_s: Annotated[
         float,
         Meta(
@@ -50,6 +48,6 @@ class TrainerSettings(WorkSettings, frozen=True, kw_only=True, forbid_unknown_fi
                 raise InvalidRequest("is for trainers that generate: set generate, or leave it out", field="window_s")
             return
         if not self.grant_dir:
-            text = "is needed to generate: name the folder that the device-arbiter of this host was given"
+            text = "is needed to generate: name the folder that the serving-guard of this host was given"
             raise InvalidRequest(text, field="grant_dir")
         check_folder(Path(self.grant_dir))

@@ -1,12 +1,13 @@
 """Rollouts that the coordinator takes from one worker to give them to another."""
 
+from functools import partial
 from typing import Any
 
 import pytest
 
 from ebbtide.coordinator.dispatcher import rebalancer
-from ebbtide.coordinator.dispatcher.dispatch_rules import DispatchRules
 from ebbtide.scheduling.dispatch.move_costs import MoveCosts
+from ebbtide.scheduling.dispatch.rollout_moves import rebalance
 from ebbtide.testing import wait_until
 from ebbtide.types.end_cause import EndCause
 from ebbtide.v1 import fleet_pb2, types_pb2
@@ -67,7 +68,7 @@ async def test_a_running_rollout_goes_where_it_ends_sooner_and_keeps_its_tokens(
     cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     costs = MoveCosts(least_stay_s=0.2, prefill_tokens_per_s=1e6, handover_s=0.01)
-    monkeypatch.setattr(cluster.coordinator.dispatcher._rounds._moves, "_rules", DispatchRules(costs=costs))
+    monkeypatch.setattr(rebalancer, "rebalance", partial(rebalance, costs=costs))
     run, full = await crowded(cluster, running=8)
     fast = await cluster.worker("w2")
     sessions = cluster.coordinator.state.sessions

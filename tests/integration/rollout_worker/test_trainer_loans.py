@@ -10,7 +10,7 @@ from ebbtide.grants import Page, page_path
 from ebbtide.testing import wait_until
 from ebbtide.trainer.device_loan import DeviceLoan
 from ebbtide.types.run import Sampling
-from tests.integration.device_arbiter.arbiters import arbiter_process
+from tests.integration.serving_guard.trainer_guards import trainer_guard_process
 
 House = Any  # the fixture's class lives in conftest.py
 LONG = Sampling(temperature=1.0, max_tokens=4000)
@@ -21,8 +21,8 @@ async def test_planned_cuts_cost_no_token_and_at_most_two_steps(
     house: House, grant_dir: Path, expected: Callable[[int], list[int]]
 ) -> None:
     # The bounds of the enforcer are tested elsewhere: here a busy machine is no reason to stop the engine.
-    with arbiter_process(grant_dir, yield_ms=20_000) as arbiter:
-        await arbiter.ready()
+    with trainer_guard_process(grant_dir, yield_ms=20_000) as guard:
+        await guard.ready()
         loan = DeviceLoan(grant_dir, run_id="run", lease=1)
         owning = asyncio.create_task(loan.run())
         try:

@@ -26,7 +26,6 @@ from ebbtide.rollout_worker.guard_link import GuardLink
 from ebbtide.rpc.channel import open_socket
 from ebbtide.rpc.server import Server
 from ebbtide.serving_guard.loans.memory_budget import MemoryBudget
-from ebbtide.serving_guard.metrics import LOANS
 from ebbtide.testing import wait_until
 from ebbtide.types.grants import Forecast, Residency
 from ebbtide.v1.grants_pb2_grpc import GrantsStub, add_GrantsServicer_to_server
@@ -62,7 +61,7 @@ class Host:
         self.folder = folder
         self._ahead_s = self._idle_s = 0.0
         self.memory = MemoryBudget(limit_mib=1, bytes_per_token=1024)
-        self.borrowers = BorrowerTable(folder, self.memory, LOANS, clock=self.now)
+        self.borrowers = BorrowerTable(folder, self.memory, clock=self.now)
         self.issuer = GrantIssuer(
             self.borrowers,
             memory=lambda loan: self.memory.allowed(self.now(), loan.worker_id, idle_s=self._idle_s),

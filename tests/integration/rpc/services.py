@@ -3,7 +3,6 @@
 import asyncio
 import inspect
 import threading
-import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -14,26 +13,13 @@ import grpc
 from ebbtide.auth.security import ServerSettings
 from ebbtide.coordinator.service import Coordinator
 from ebbtide.coordinator.settings import CoordinatorSettings
-from ebbtide.device_arbiter.service import DeviceArbiter
-from ebbtide.device_arbiter.settings import ArbiterSettings
-from ebbtide.loans.borrower_table import BorrowerTable
-from ebbtide.loans.grant_issuer import GrantIssuer
-from ebbtide.loans.grant_stream import GrantStream
-from ebbtide.loans.servicer import GRANTS
-from ebbtide.loans.servicer import GrantServicer as GrantsServicer
 from ebbtide.rollout_worker.installs.peer_blobs import PeerBlobs
 from ebbtide.rollout_worker.installs.peer_servicer import PeerServicer, add_to_server
 from ebbtide.rpc.server import Server, Service
-from ebbtide.scheduling.coserving.governor import Governor
-from ebbtide.serving_guard.guard_status import StatusReporter
-from ebbtide.serving_guard.loans.budget_keeper import BudgetKeeper
-from ebbtide.serving_guard.loans.governor_panel import GovernorPanel
-from ebbtide.serving_guard.loans.memory_budget import MemoryBudget
-from ebbtide.serving_guard.metrics import LOANS
+from ebbtide.serving_guard.server_mode import ServerMode
 from ebbtide.serving_guard.settings import GuardSettings
-from ebbtide.serving_guard.traffic.request_books import RequestBooks
+from ebbtide.serving_guard.trainer_mode import TrainerMode
 from ebbtide.transfer import BlobCache
-from ebbtide.v1.grants_pb2_grpc import add_GrantsServicer_to_server
 from ebbtide.v1.weights_pb2_grpc import add_WeightsServicer_to_server
 from ebbtide.weight_relay.service import WeightRelay
 from ebbtide.weight_relay.servicer import SERVICE as WEIGHTS
@@ -98,37 +84,10 @@ class Services:
         self._services = [
             *await coordinator.open(),
             (add_WeightsServicer_to_server, relay.servicer, WEIGHTS),
-            (add_GrantsServicer_to_server, self._grants(), GRANTS),
-            DeviceArbiter(ArbiterSettings(grant_dir=str(self._folder / "loans"))).services[1],
+            *ServerMode(GuardSettings(grant_dir=str(self._folder / "grants"))).services,
+            TrainerMode(GuardSettings(owner="trainer", grant_dir=str(self._folder / "loans"))).services[1],
         ]
         self._peer = [(add_to_server, PeerServicer(peer), WEIGHTS)]
-
-    def _grants(self) -> GrantsServicer:
-        settings = GuardSettings(grant_dir=str(self._folder / "grants"))
-        memory = MemoryBudget(limit_mib=0, serving_kv_mib=0, bytes_per_token=0)
-        books, borrowers = (
-            RequestBooks(time.monotonic(), settings.targets()),
-            BorrowerTable(Path(settings.grant_dir), memory, LOANS),
-        )
-        keeper = BudgetKeeper(
-            GovernorPanel(Governor, settings.targets(), settings.limits()), borrowers, books, model=""
-        )
-        issuer = GrantIssuer(
-            borrowers,
-            memory=lambda loan: memory.allowed(time.monotonic(), loan.worker_id, idle_s=keeper.idle_s(loan.wake_s)),
-            forecast=lambda: keeper.learnt().forecast,
-        )
-        status = StatusReporter(
-            "proxy",
-            "",
-            keeper=keeper,
-            borrowers=borrowers,
-            issuer=issuer,
-            books=books,
-            memory=memory,
-            clock=time.monotonic,
-        )
-        return GrantsServicer(GrantStream(borrowers, issuer), status.now)
 
     def serve(self, settings: ServerSettings, *, peer: bool = False) -> str:
         """The address of a server of all services; with `peer`, of the one that a worker serves."""

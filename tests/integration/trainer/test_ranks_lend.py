@@ -14,8 +14,8 @@ import pytest
 from ebbtide.client import Client
 from ebbtide.testing import EmbeddedRedis, wait_until
 from ebbtide.types.run import RunSpec
-from tests.integration.device_arbiter.arbiters import ArbiterProcess, arbiter_process
 from tests.integration.serving_guard.borrower import Borrowing
+from tests.integration.serving_guard.trainer_guards import TrainerGuardProcess, trainer_guard_process
 from tests.integration.trainer.conftest import Cluster
 from tests.integration.trainer.test_runs import check_books, ended, trained
 
@@ -48,10 +48,10 @@ def cluster(
 
 
 class Hosts:
-    """The arbiters of both hosts, and an engine on each."""
+    """The guards of both hosts, and an engine on each."""
 
-    def __init__(self, arbiters: list[ArbiterProcess], workers: list[Borrowing]) -> None:
-        self.arbiters, self.workers = arbiters, workers
+    def __init__(self, guards: list[TrainerGuardProcess], workers: list[Borrowing]) -> None:
+        self.guards, self.workers = guards, workers
 
     async def step(self) -> None:
         """Wait until the engines of both hosts step."""
@@ -63,10 +63,10 @@ class Hosts:
 @pytest.fixture
 async def hosts(folders: list[Path]) -> AsyncIterator[Hosts]:
     async with AsyncExitStack() as stack:
-        arbiters = [stack.enter_context(arbiter_process(folder)) for folder in folders]
-        for arbiter in arbiters:
-            await arbiter.ready()
-        yield Hosts(arbiters, [stack.enter_context(Borrowing(folder)) for folder in folders])
+        guards = [stack.enter_context(trainer_guard_process(folder)) for folder in folders]
+        for guard in guards:
+            await guard.ready()
+        yield Hosts(guards, [stack.enter_context(Borrowing(folder)) for folder in folders])
 
 
 @pytest.mark.timeout(300)
@@ -75,8 +75,8 @@ async def test_every_step_takes_both_devices_back_and_lends_them_again(
 ) -> None:
     run, events = await ended(client, (await client.submit(make_spec())).run_id)
     check_books(run, events)
-    for arbiter in hosts.arbiters:
-        status = await arbiter.status()
+    for guard in hosts.guards:
+        status = await guard.status()
         assert status.take_backs >= run.spec.trainer.steps
         assert status.lent_s > 0 < status.held_s
         assert status.run_id == run.run_id
@@ -97,14 +97,14 @@ async def test_both_devices_are_lent_after_a_rank_was_killed_until_the_next_trai
     assert await asyncio.to_thread(process.wait, 60) != 0
     await hosts.step()
     await wait_until(lambda: all_abandoned(hosts), 10)
-    leases = [(await one.status()).lease for one in hosts.arbiters]
+    leases = [(await one.status()).lease for one in hosts.guards]
     await asyncio.to_thread(cluster.programs["trainer"].start)
     run, events = await ended(client, name)
     check_books(run, events)
-    for arbiter, lease in zip(hosts.arbiters, leases, strict=True):
-        assert (await arbiter.status()).lease > lease
+    for guard, lease in zip(hosts.guards, leases, strict=True):
+        assert (await guard.status()).lease > lease
 
 
 async def all_abandoned(hosts: Hosts) -> bool:
     """A device that was lent stays so for a second after its owner's end."""
-    return [(await one.status()).state for one in hosts.arbiters] == ["abandoned", "abandoned"]
+    return [(await one.status()).state for one in hosts.guards] == ["abandoned", "abandoned"]

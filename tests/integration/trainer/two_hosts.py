@@ -1,6 +1,6 @@
 """Starts a trainer's two ranks, each as on a host of its own, and ends them together.
 
-`two_hosts.py FOLDER FOLDER ebbtide.trainer FLAGS...`; the folders are those of the hosts' device-arbiters.
+`two_hosts.py FOLDER FOLDER ebbtide.trainer FLAGS...`; the folders are those of the hosts' guards.
 """
 
 import os

@@ -13,9 +13,7 @@ from msgspec.structs import replace
 from ebbtide.cli.__main__ import main
 from ebbtide.cli.commands.simulation.simulate_command import SimulateOptions, run
 from ebbtide.errors import EbbtideError, InvalidRequest
-from ebbtide.simulator.engines.engine_profile import EngineProfile
-from ebbtide.simulator.engines.profile_files import profile_names
-from ebbtide.simulator.engines.trainer_profile import TrainerProfile
+from ebbtide.simulator.engines.known_hardware import GPUS, MODELS
 from ebbtide.simulator.parallel.seed_messages import SeedTask
 from ebbtide.testing import wait_until
 
@@ -135,16 +133,16 @@ def test_a_scenario_that_is_none_is_refused_by_file_line_and_column(
     assert "name a scenario file" in capsys.readouterr().err
 
 
-def test_the_list_names_every_profile_with_its_source_and_every_example_with_its_question(
+def test_the_list_names_every_model_with_its_gpus_and_every_example_with_its_question(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit) as ended:
         main(("simulate", "--list"))
     assert ended.value.code == 0
     lines = capsys.readouterr().out.splitlines()
-    first_words = [line.split(" ", 1)[0] for line in lines]
-    for kind in (EngineProfile, TrainerProfile):
-        assert set(profile_names(kind)) <= set(first_words)
+    assert {model.name for model in MODELS} <= {line.split(" ", 1)[0] for line in lines}
+    assert {gpu.name for gpu in GPUS} <= set(lines[0].split())
+    assert next(line.split() for line in lines if line.startswith("Qwen3-32B")) == ["Qwen3-32B", "66", "1", "1"]
     asked = {Path(line.split(" ", 1)[0]).name: line for line in lines if ".toml " in line}
     assert {"first.toml", "spot.toml", "coserving.toml", "shared.toml"} <= set(asked)
     assert asked["first.toml"].rstrip().endswith("what do they cost?")

@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 
 from ebbtide.coordinator.dispatcher import dispatch_round
 from ebbtide.coordinator.dispatcher.round_deeds import SlotFill
-from ebbtide.coordinator.recording.recorded_parts import DecidingParts
+from ebbtide.coordinator.recording import DecidingParts
 from ebbtide.coordinator.settings import CoordinatorSettings
 from ebbtide.coordinator.state import run_tail
 from ebbtide.coordinator.state.dispatch_wakeups import DispatchWakeups
@@ -48,7 +48,7 @@ def queued(place: int, *, made: int = 0) -> QueuedRollout:
 
 
 def attempt(run: RunState, place: int, made: int) -> RunningAttempt:
-    one = run.attempt_class(run=run, attempt_id=f"a{place}", rollout=queued(place), start=0, max_tokens=CAP)
+    one = run.new_attempt(f"a{place}", queued(place), start=0, max_tokens=CAP)
     one.stored = made
     return one
 

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from ebbtide.coordinator.dispatcher.dispatch_round import DispatchRound
 from ebbtide.coordinator.dispatcher.round_deeds import DeadLetters, SlotFill
 from ebbtide.coordinator.fleet.worker_registry import WorkerRegistry
-from ebbtide.coordinator.recording.recorded_parts import DecidingParts
+from ebbtide.coordinator.recording import DecidingParts
 from ebbtide.coordinator.settings import CoordinatorSettings
 from ebbtide.coordinator.state.attempt_records import due_orphans, new_entry, queued_again, started
 from ebbtide.coordinator.state.run_events import SilentRunEvents

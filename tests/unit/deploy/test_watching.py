@@ -135,7 +135,7 @@ def test_prometheus_reads_the_alerts_and_scrapes_each_program() -> None:
         for value in _alternatives(selector["job"])
     }
     assert asked <= jobs
-    assert len(jobs) == len(configuration["scrape_configs"]) == 7
+    assert len(jobs) == len(configuration["scrape_configs"]) == 6
 
 
 def _alternatives(pattern: str) -> list[str]:

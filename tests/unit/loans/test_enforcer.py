@@ -19,7 +19,6 @@ from ebbtide.loans.borrower_table import BorrowerTable
 from ebbtide.loans.enforcer import Enforcer
 from ebbtide.loans.loan import Loan
 from ebbtide.serving_guard.loans.memory_budget import MemoryBudget
-from ebbtide.serving_guard.metrics import LOANS
 from ebbtide.types.grants import GRANTS_VERSION, Budget, Hello
 
 #: A process that has mapped the page.
@@ -40,7 +39,7 @@ class Scene:
         self.granting = True
         self.sent: list[signal.Signals] = []
         self.starved = 0.0  # part of the time in which the engine waits for a core
-        self.borrowers = BorrowerTable(folder, MemoryBudget(), LOANS, clock=lambda: self.now)
+        self.borrowers = BorrowerTable(folder, MemoryBudget(), clock=lambda: self.now)
         hello = Hello(protocol_version=GRANTS_VERSION, worker_id="w", pids=(pid,), slots=4, step_tokens=32)
         self.loan: Loan = self.borrowers.join(hello)
         self.enforcer = Enforcer(

@@ -8,7 +8,6 @@ import pytest
 
 from ebbtide.grants import Page
 from ebbtide.loans.loan import Loan, LoanAccount
-from ebbtide.serving_guard.metrics import LOANS
 from ebbtide.types.grants import GRANTS_VERSION, Budget, Hello
 
 
@@ -23,7 +22,7 @@ def page(tmp_path: Path) -> Iterator[Page]:
 
 def lent(page: Page) -> Loan:
     hello = Hello(protocol_version=GRANTS_VERSION, worker_id="w", slots=8, step_tokens=64)
-    return Loan(hello, (), page, LoanAccount(), LOANS, time.monotonic())
+    return Loan(hello, (), page, LoanAccount(), time.monotonic())
 
 
 def test_a_budget_that_is_about_to_end_is_written_again_though_its_end_hardly_moves(page: Page) -> None:

@@ -183,7 +183,6 @@ def test_work_that_waits_in_an_engine_goes_to_one_that_has_nothing_waiting() -> 
     made = moves(fleet)
     assert [(move.source, move.target) for move in made] == [("a", "b")] * 2
     assert [move.attempt_id for move in made] == ["q4", "q3"]
-    assert moves(fleet, unstarted=False) == []
     empty = engine("b", [], slots=64)
     assert [move.attempt_id for move in moves([fleet[0], empty])] == ["q4", "q3"]  # and q2 would be third in both
 

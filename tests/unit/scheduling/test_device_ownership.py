@@ -18,7 +18,7 @@ def lease(number: int, run: str = "r", owner: str = "a") -> OwnerLease:
     return OwnerLease(run, number, owner)
 
 
-def test_a_new_arbiter_lends_only_once_an_owner_had_the_time_to_come_back() -> None:
+def test_a_new_guard_lends_only_once_an_owner_had_the_time_to_come_back() -> None:
     made = ownership()
     assert made.state(SETTLE_S - 0.01) == "settling"
     assert not made.lends(SETTLE_S - 0.01)

@@ -41,13 +41,6 @@ def test_longer_contexts_slow_a_worker_down_and_bring_its_plateau_forward(seed: 
     assert speed.rate(60, 1_000) > 1.15 * speed.rate(60, 8_000)
 
 
-def test_contexts_weigh_nothing_where_that_is_switched_off() -> None:
-    speed = WorkerThroughput(weigh_context=False)
-    for context in (1_000, 9_000) * 20:
-        speed.observe(40, context, 40 * (20 if context == 1_000 else 10), 1.0)
-    assert speed.rate(40, 1_000) == speed.rate(40, 9_000) > 0.0
-
-
 def test_nothing_is_promised_that_was_not_seen() -> None:
     speed = WorkerThroughput()
     assert speed.rate(4, 100) == 0.0

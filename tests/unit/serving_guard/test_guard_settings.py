@@ -28,12 +28,20 @@ def settings(*flags: str) -> GuardSettings:
         (("--mode", "observe", "--slo-file", "/dev/null"), "slo_file", "flags"),
         (("--mode", "observe", "--tpot-ms", "20"), "ttft_ms", "milliseconds"),
         (("--mode", "observe", "--ttft-ms", "200", "--tpot-factor", "2"), "tpot_ms", "milliseconds"),
+        (("--trainer-give-up", "weights"), "trainer", "owner = trainer only"),
+        (("--owner", "trainer", "--ttft-ms", "200"), "ttft_ms", "owner = server only"),
+        (("--owner", "trainer", "--proxy-drain-s", "5"), "proxy", "owner = server only"),
     ],
 )
 def test_what_cannot_work_is_refused_by_name(flags: tuple[str, ...], field: str, remedy: str) -> None:
     with pytest.raises(InvalidRequest, match=remedy) as refused:
         settings(*flags).checked()
     assert refused.value.field == field
+
+
+def test_what_each_owner_reads_is_not_refused() -> None:
+    settings("--owner", "trainer", "--trainer-give-up", "nothing", "--kill-s", "3", "--metrics-port", "0").checked()
+    settings("--ttft-ms", "200", "--kill-s", "3", "--metrics-port", "0").checked()
 
 
 def test_an_engine_that_is_only_observed_may_be_behind_https() -> None:

@@ -21,7 +21,6 @@ from ebbtide.scheduling.coserving.budget_decider import (
 from ebbtide.serving_guard.loans.budget_keeper import BudgetKeeper
 from ebbtide.serving_guard.loans.governor_panel import GovernorPanel
 from ebbtide.serving_guard.loans.memory_budget import MemoryBudget
-from ebbtide.serving_guard.metrics import LOANS
 from ebbtide.serving_guard.traffic.request_books import RequestBooks
 from ebbtide.testing import wait_until
 from ebbtide.types.grants import GRANTS_VERSION, BorrowerReport, Budget, Hello
@@ -79,7 +78,7 @@ class Scene:
     def __init__(self, folder: Path, **targets: LatencyTargets) -> None:
         self.made: list[FakePolicy] = []
         self.folder = folder
-        self.borrowers = BorrowerTable(folder, MemoryBudget(), LOANS)
+        self.borrowers = BorrowerTable(folder, MemoryBudget())
         panel = GovernorPanel(self.make, {"": LatencyTargets(), **targets}, StepLimits())
         self.keeper = BudgetKeeper(panel, self.borrowers, RequestBooks(time.monotonic()))
 

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.rivals.rlboost.rlboost_policy import RLBoostPolicy
 from ebbtide.coordinator.api import work_left_reader
 from ebbtide.simulator.engines.engine_profile import EngineDelays
 from ebbtide.simulator.outcome import Outcome
-from ebbtide.simulator.rivals.rlboost.rlboost_policy import RLBoostPolicy
 from ebbtide.simulator.scenario.fault_plan import PlannedFault
 from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.quantity_spec import LengthSpec

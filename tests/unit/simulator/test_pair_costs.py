@@ -5,24 +5,18 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from ebbtide.errors import InvalidRequest
-from ebbtide.simulator.serving.pair_costs import (
-    CostResidual,
-    PairCosts,
-    PairMemory,
-    StrayProcess,
-    pair_costs_text,
-    read_pair_costs,
-)
-from ebbtide.simulator.serving.pair_costs_fit import (
+from benchmarks.pair.virtual.pair_costs_fit import (
     MeasuredRequest,
     StepSample,
     fit_rollout_steps,
     fit_served,
+    pair_costs_text,
     residuals,
 )
+from ebbtide.errors import InvalidRequest
+from ebbtide.simulator.serving.pair_costs import CostResidual, PairCosts, PairMemory, StrayProcess, read_pair_costs
 from ebbtide.simulator.serving.request_traffic import TrafficBursts, made_up
-from ebbtide.simulator.serving.serving_comparison import played_alone
+from ebbtide.simulator.serving.serving_alone import played_alone
 
 TRUE = PairCosts(prefill_s=0.02, prefill_token_s=0.0004, decode_s=0.02, decode_each_s=0.003, noise=0.05, hiccup=500)
 #: What a fit begins with.

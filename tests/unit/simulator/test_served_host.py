@@ -11,9 +11,9 @@ from ebbtide.scheduling.coserving.budget_decider import LatencyTargets
 from ebbtide.scheduling.dispatch.reclaim_risk import SHORT_S
 from ebbtide.simulator.serving.grant_tape import SPELL_S, GrantSpell
 from ebbtide.simulator.serving.pair_costs import PairCosts
-from ebbtide.simulator.serving.policies.serving_policies import serving_policy
 from ebbtide.simulator.serving.request_traffic import TrafficBursts, TrafficRequest, made_up
 from ebbtide.simulator.serving.served_host import GrantTapes, ServedHost, ServedTraffic, borrowed_state
+from ebbtide.simulator.serving.serving_policies import OURS
 from ebbtide.types.grants import Forecast
 
 COSTS = PairCosts()
@@ -66,7 +66,7 @@ def test_the_same_seed_gives_the_same_spells_and_hosts_differ(tapes: GrantTapes)
 
 
 def test_a_schedule_harvests_what_the_pair_itself_does(tapes: GrantTapes) -> None:
-    pair = serving_policy("ours", COSTS).play(TRAFFIC.requests, COSTS, SLO, seed=0)
+    pair = OURS.play(TRAFFIC.requests, COSTS, SLO, seed=0)
     pair.run(60.0)
     pair.rest(60.0)
     spells = ServedHost(TRAFFIC, COSTS, SLO, 3, tapes=tapes).spells(0.0, 600.0)

@@ -3,13 +3,13 @@
 import pytest
 from msgspec.structs import replace
 
+from benchmarks.pair.virtual.compared_policies import serving_policy
+from benchmarks.pair.virtual.serving_comparison import compared, speed_for_load
 from ebbtide.scheduling.coserving.budget_decider import LatencyTargets
 from ebbtide.simulator.serving.pair_costs import PairCosts, PairMemory, StrayProcess
-from ebbtide.simulator.serving.policies.serving_policies import serving_policy
 from ebbtide.simulator.serving.request_traffic import TrafficBursts, TrafficRequest, faster, made_up
 from ebbtide.simulator.serving.rollout_batch import RolloutShape
-from ebbtide.simulator.serving.serving_comparison import compared, played_alone, resolved_targets, speed_for_load
-from ebbtide.simulator.serving.serving_figures import latency_percentile, served_ttft
+from ebbtide.simulator.serving.serving_alone import latency_percentile, played_alone, resolved_targets, served_ttft
 from ebbtide.simulator.serving.serving_pair import ServingPair
 
 BESIDE = PairCosts(serving_beside=0.6, rollouts_beside=0.6)

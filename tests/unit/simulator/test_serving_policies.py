@@ -2,12 +2,12 @@
 
 import pytest
 
+from benchmarks.pair.rivals.rose_policy import RoseAdmission, RoseMemory, RoseSetting, RoseTables
+from benchmarks.pair.virtual.compared_policies import serving_policy
 from ebbtide.errors import InvalidRequest
 from ebbtide.scheduling.coserving.budget_decider import LatencyTargets, StepLimits
 from ebbtide.scheduling.coserving.kv_budget import CUT, NORMAL
 from ebbtide.simulator.serving.pair_costs import PairCosts
-from ebbtide.simulator.serving.policies.rose_policy import RoseAdmission, RoseMemory, RoseSetting, RoseTables
-from ebbtide.simulator.serving.policies.serving_policies import serving_policy
 from ebbtide.types.grants import GRANTS_VERSION, Hello
 
 COSTS = PairCosts()

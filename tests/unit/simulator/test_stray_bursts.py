@@ -5,11 +5,11 @@ from random import Random
 import pytest
 from msgspec.structs import replace
 
+from benchmarks.pair.virtual.compared_policies import serving_policy
 from ebbtide.scheduling.coserving.budget_decider import LatencyTargets
 from ebbtide.simulator.serving.pair_costs import PairCosts, StrayProcess
-from ebbtide.simulator.serving.policies.serving_policies import serving_policy
 from ebbtide.simulator.serving.request_traffic import TrafficBursts, TrafficRequest, made_up
-from ebbtide.simulator.serving.serving_comparison import played_alone
+from ebbtide.simulator.serving.serving_alone import played_alone
 from ebbtide.simulator.serving.step_noise import StrayBursts
 
 EXACT = PairCosts(noise=0.0, hiccup=0)

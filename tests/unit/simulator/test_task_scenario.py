@@ -13,11 +13,11 @@ from ebbtide.simulator.parallel.task_scenario import known_names, scenario_name,
 from ebbtide.simulator.recording.recorded_profiles import engine_of, trainer_of
 from ebbtide.simulator.recording.recording_file import write_record
 from ebbtide.simulator.recording.run_recorder import record_run
-from ebbtide.simulator.rivals.policies import POLICIES, policy_of
 from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.quantity_spec import LengthSpec
 from ebbtide.simulator.scenario.scenario import PolicyChoice, Scenario
 from ebbtide.simulator.scenario.training_run import TrainingRun
+from ebbtide.simulator.simulate import POLICIES, policy_of
 from ebbtide.simulator.world.simulation import Simulation
 from tests.fakes.run_histories import history
 from tests.fakes.simulated_profiles import PlainProfiles
@@ -94,5 +94,5 @@ def test_a_profile_that_is_none_is_refused_where_the_scenario_names_it(folder: P
     with pytest.raises(FileRefused, match=r"two\.toml:5:10: fleet\[0\]\.engine: .*name"):
         scenario_name(SeedTask(scenario=str(folder / "two.toml")))
     (folder / "two.toml").write_text(SCENARIO.replace('"trainer.toml"', '"no-such-trainer"'))
-    with pytest.raises(FileRefused, match=r"two\.toml:9:11: .*no trainer profile is called 'no-such-trainer'"):
+    with pytest.raises(FileRefused, match=r"two\.toml:9:11: .*run\[0\]\.trainer: names no profile; write GPU, x, "):
         scenario_name(SeedTask(scenario=str(folder / "two.toml")))

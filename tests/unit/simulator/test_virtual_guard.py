@@ -12,16 +12,15 @@ from ebbtide.grants import Page, page_path
 from ebbtide.loans.borrower_table import BorrowerTable
 from ebbtide.rollout_worker import guard_link
 from ebbtide.scheduling.coserving.budget_decider import LatencyTargets, StepLimits
-from ebbtide.serving_guard import service
+from ebbtide.serving_guard import server_mode
 from ebbtide.serving_guard.loans import budget_keeper
 from ebbtide.serving_guard.loans.budget_keeper import BudgetKeeper
 from ebbtide.serving_guard.loans.governor_panel import GovernorPanel
 from ebbtide.serving_guard.loans.memory_budget import MemoryBudget
-from ebbtide.serving_guard.metrics import LOANS
 from ebbtide.serving_guard.traffic.request_books import RequestBooks
 from ebbtide.simulator.serving import served_host, virtual_guard
+from ebbtide.simulator.serving.constant_policy import ConstantBudget
 from ebbtide.simulator.serving.pair_costs import PairCosts
-from ebbtide.simulator.serving.policies.constant_policy import ConstantBudget
 from ebbtide.simulator.serving.virtual_guard import VirtualGuard
 from ebbtide.types.grants import GRANTS_VERSION, Hello
 
@@ -67,7 +66,7 @@ async def live(tmp_path: Path) -> list[tuple[Any, ...]]:
         made.append(Recorded(targets, limits))
         return made[-1]
 
-    borrowers = BorrowerTable(tmp_path, MemoryBudget(), LOANS)
+    borrowers = BorrowerTable(tmp_path, MemoryBudget())
     panel = GovernorPanel(make, {"": TARGETS}, LIMITS)
     keeper = BudgetKeeper(panel, borrowers, RequestBooks(time.monotonic()))
     page = Page(page_path(tmp_path, "w"), create=True)
@@ -116,7 +115,7 @@ async def test_a_policy_hears_the_same_calls_in_the_same_order_as_live(live: lis
 def test_the_virtual_guard_keeps_the_live_ones_pace() -> None:
     for name in ("_LOOK_S", "_WATCH_S", "_HELD_S", "_LEAST_S", "_MOST_S"):
         assert getattr(virtual_guard, name) == getattr(budget_keeper, name), name
-    assert virtual_guard._TICK_S == service._TICK_S
+    assert virtual_guard._TICK_S == server_mode._TICK_S
     assert virtual_guard._TICK_S * virtual_guard._TICKS_OF_REPORT == guard_link._REPORT_S
     assert served_host._HELD_S == guard_link._HELD_S
 

@@ -7,9 +7,9 @@ from typing import Any, Self
 import pytest
 from msgspec.structs import replace
 
-from ebbtide.device_arbiter import service as arbiter
 from ebbtide.errors import InvalidRequest, LeaseSuperseded
 from ebbtide.rpc.backoff import pauses
+from ebbtide.serving_guard.trainer_mode import REJOIN_S
 from ebbtide.testing import wait_until
 from ebbtide.trainer import device_loan, training
 from ebbtide.trainer.learning.local_learning import LocalLearning
@@ -125,6 +125,6 @@ def test_settings_that_cannot_lend_name_what_is_missing(tmp_path: Path) -> None:
 
 
 def test_an_owner_whose_stream_broke_is_back_before_its_device_counts_as_free() -> None:
-    """However often it broke lately: the arbiter would lend the device in the middle of a step."""
+    """However often it broke lately: the guard would lend the device in the middle of a step."""
     waits = pauses(0.05, device_loan._LONGEST_PAUSE_S)
-    assert max(next(waits) for _ in range(100)) < arbiter._REJOIN_S / 2
+    assert max(next(waits) for _ in range(100)) < REJOIN_S / 2

@@ -129,19 +129,18 @@ def rebalance(
     *,
     now: float,
     costs: MoveCosts = COSTS,
-    unstarted: bool = True,
     running: int | None = None,
     search: MoveSearch | None = None,
     lesson: int = 0,
 ) -> list[RolloutMove]:
-    """The moves to make now. Call only when no queued rollout could take the free slots. Without `unstarted`, rollouts
-    that wait in an engine stay (for comparisons). `running`: how many running ones may move; None: as many as pay.
-    `search`: the caller's, kept from round to round; it is updated. `lesson`: grows when more is known of speeds.
+    """The moves to make now. Call only when no queued rollout could take the free slots. `running`: how many running
+    ones may move; None: as many as pay. `search`: the caller's, kept from round to round; it is updated. `lesson`:
+    grows when more is known of speeds.
     """
     if len(engines) < 2:
         return []
     sides, search = [_Side(engine) for engine in engines], search or MoveSearch()
-    moves = _moved_waiting(sides, now, costs, search.waiting) if unstarted else []
+    moves = _moved_waiting(sides, now, costs, search.waiting)
     known = (len(engines), lesson)
     if moves or (now < search.looks_at and search.known == known):
         return moves

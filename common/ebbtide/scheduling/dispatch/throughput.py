@@ -51,10 +51,9 @@ class ThroughputPoint(NamedTuple):
 
 
 class WorkerThroughput:
-    """One worker's speed. Without `weigh_context`, contexts do not count (for comparisons)."""
+    """One worker's speed."""
 
-    def __init__(self, *, weigh_context: bool = True) -> None:
-        self._weigh = weigh_context
+    def __init__(self) -> None:
         self._bins: list[_Bin] = []
         self._keys: list[int] = []
         self._covariance = self._variance = 0.0  # of relative slowdown and context
@@ -147,7 +146,7 @@ class WorkerThroughput:
         return one.seconds_per_token * max(0.25, 1.0 + self._slope * (context - one.context))
 
     def _learn_slope(self, slowdown: float, further: float, seconds: float) -> None:
-        if self._weigh and abs(further) >= _CONTEXT_TOKENS:
+        if abs(further) >= _CONTEXT_TOKENS:
             fade = 1.0 - min(0.5, seconds / (10 * _MEMORY_S))
             self._covariance = fade * self._covariance + seconds * further * slowdown
             self._variance = fade * self._variance + seconds * further * further

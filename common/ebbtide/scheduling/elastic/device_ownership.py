@@ -1,7 +1,7 @@
 """Decides who may compute on a trainer's device: the trainer that owns it, or the engines that it lends it to.
 
 The device is never without a user. While its owner lives, the owner's newest wish counts. It is lent when the owner is
-gone: after a while without a sign of life, or soon after the owner's stream broke. An arbiter that has just begun knows
+gone: after a while without a sign of life, or soon after the owner's stream broke. A guard that has just begun knows
 no owner, and one may be in the middle of a step. So the device is settling then, and lent to nobody, for as long as an
 owner takes to come back.
 
@@ -41,7 +41,7 @@ class DeviceClaim:
 
 
 class DeviceOwnership:
-    """`now` is in seconds of any one clock. `settle_s`: an owner takes so long to come back to a new arbiter;
+    """`now` is in seconds of any one clock. `settle_s`: an owner takes so long to come back to a new guard;
     `silent_s`: it is gone after such a silence; `rejoin_s`: it may reconnect for so long after its stream broke.
     """
 
@@ -54,7 +54,7 @@ class DeviceOwnership:
         rejoin_s: float,
         remembered: Iterable[OwnerLease] = (),
     ) -> None:
-        """`remembered`: the `newest` leases of the arbiter's former life."""
+        """`remembered`: the `newest` leases of the guard's former life."""
         self._silent_s, self._rejoin_s = silent_s, rejoin_s
         self._settled_at = now + settle_s
         self._gone_at = self._settled_at  # the owner is gone from then on

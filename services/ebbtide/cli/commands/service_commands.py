@@ -17,11 +17,7 @@ SERVICES: Final = {
     "rollout-worker": ("ebbtide.rollout_worker", "Run a rollout-worker. Its vLLM engine generates rollouts."),
     "serving-guard": (
         "ebbtide.serving_guard",
-        "Run a serving-guard. It lends a serving engine's idle time.",
-    ),
-    "device-arbiter": (
-        "ebbtide.device_arbiter",
-        "Run a device-arbiter. It lends a trainer's device between its steps.",
+        "Run a serving-guard. It lends a serving engine's idle time, or a trainer's device between steps.",
     ),
     "weight-relay": ("ebbtide.weight_relay", "Run a weight-relay. It stores and serves policy versions."),
     "gateway": ("ebbtide.gateway", "Run a gateway. It serves runs' policies over HTTP."),

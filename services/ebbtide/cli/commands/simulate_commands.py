@@ -33,17 +33,17 @@ def simulate(
     jobs: Annotated[int | None, typer.Option(min=1, help="Simulations at a time.", show_default="one per core")] = None,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write all figures as JSON.")] = None,
     png: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw fleet, machines and steps in time.")] = None,
-    show: Annotated[bool, typer.Option("--list", help="List the profiles and examples that come with it.")] = False,
+    show: Annotated[bool, typer.Option("--list", help="List the models, GPUs and examples that come with it.")] = False,
 ) -> None:
     """Simulate runs on a fleet: speed, step times, idle time, tokens made twice, and cost.
 
     The decisions are those of a live cluster; engines, links, prices and failures are models.
     """
     if show:
-        from ebbtide.cli.views.simulation_inputs import example_table, profile_table
+        from ebbtide.cli.views.simulation_inputs import example_table, model_table
         from ebbtide.cli.views.tables import print_table
 
-        print_table(profile_table())
+        print_table(model_table())
         print_table(example_table())
         return
     from ebbtide.cli.commands.simulation.simulate_command import SimulateOptions, run

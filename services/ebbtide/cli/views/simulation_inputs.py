@@ -1,32 +1,28 @@
-"""Lists what comes with the simulator: profiles of engines and trainers, and example scenarios."""
+"""Lists what comes with the simulator: models and GPUs that profiles are derived from, and example scenarios."""
 
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 from rich.table import Table
-from rich.text import Text
 
 from ebbtide.cli.views.tables import cell, data_table
-from ebbtide.simulator.engines.engine_profile import EngineProfile
-from ebbtide.simulator.engines.profile_files import profile_names, read_profile
-from ebbtide.simulator.engines.trainer_profile import TrainerProfile
+from ebbtide.simulator.engines.known_hardware import GPUS, MODELS
+from ebbtide.simulator.engines.roofline import DeviceSheet, ModelShape, kv_room
 from ebbtide.simulator.scenario.example_files import example_files
 
 
-def profile_table() -> Table:
-    """Tabulates the profiles: what scenarios call them, and where their numbers come from."""
-    table = data_table(("profile", "of", "device", "GPUs", "source"), left={"profile", "of", "device", "source"})
-    for engine in (read_profile(EngineProfile, name) for name in profile_names(EngineProfile)):
-        table.add_row(*_cells("engine", engine))
-    for trainer in (read_profile(TrainerProfile, name) for name in profile_names(TrainerProfile)):
-        table.add_row(*_cells("trainer", trainer))
+def model_table() -> Table:
+    """Tabulates the models, and the fewest GPUs of a host on which an engine has room for them."""
+    table = data_table(("model", "GB", *(f"fewest {gpu.name}" for gpu in GPUS)), left={"model"})
+    for model in MODELS:
+        fewest = (_fewest_gpus(model, gpu) for gpu in GPUS)
+        table.add_row(*map(cell, (model.name, f"{model.bytes / 1e9:.0f}", *fewest)))
     return table
 
 
-def _cells(called: str, profile: EngineProfile | TrainerProfile) -> Iterator[Text]:
-    told = (profile.name, f"{called} of {profile.model}", profile.device, str(profile.gpus), profile.source)
-    return map(cell, told)
+def _fewest_gpus(model: ModelShape, gpu: DeviceSheet) -> str:
+    return next((str(gpus) for gpus in (1, 2, 4, 8) if kv_room(model, gpu, gpus) > 0), "-")
 
 
 def example_table() -> Table:

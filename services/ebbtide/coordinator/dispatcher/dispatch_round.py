@@ -15,12 +15,10 @@ model where a decision is a message to a worker, and yields what needs the store
 The next round begins `gather_s` after a change, or after `pause_s`; at once if that is 0.
 """
 
-import math
 from collections.abc import Callable, Iterator
-from typing import Final
+from typing import ClassVar, Final
 
 from ebbtide.coordinator.dispatcher.borrowed_hosts import BorrowedHosts
-from ebbtide.coordinator.dispatcher.dispatch_rules import RULES, DispatchRules
 from ebbtide.coordinator.dispatcher.forecast_sender import ForecastSender
 from ebbtide.coordinator.dispatcher.host_views import HostViews
 from ebbtide.coordinator.dispatcher.install_sender import InstallSender
@@ -51,6 +49,9 @@ class DispatchRound:
     `rebalance` and `interactive_slots` of the coordinator's settings.
     """
 
+    #: What gives a run's rollouts to its workers.
+    fill_class: ClassVar[type[SlotFill]] = SlotFill
+
     def __init__(
         self,
         state: CoordinatorState,
@@ -61,19 +62,17 @@ class DispatchRound:
         slice_s: float,
         balance: bool = True,
         interactive_slots: int = 0,
-        rules: DispatchRules = RULES,
     ) -> None:
         self._state = state
-        self._rules = rules
-        self._moves = Rebalancer(state, on=balance, rules=rules)
-        self._prefills = PrefillSpeeds(rules)
+        self._moves = Rebalancer(state, on=balance)
+        self._prefills = PrefillSpeeds()
         self._borrowed = BorrowedHosts(state, self._moves, self._prefills, run_events)
         changes = EngineChanges(state)
         self._allocator = WorkerAllocator(
             state, trust, self._moves, changes, self._prefills, run_events, slice_s=slice_s
         )
         self._losses, self._memory = LossWatch(), MemoryOffers(state)
-        self._hosts = HostViews(state, trust, self._moves, self._prefills, self._spell_s)
+        self._hosts = HostViews(state, trust, self._moves, self._prefills, self._losses.spell_s)
         self._installs = InstallSender(state, changes, public_key)
         self._forecasts = ForecastSender(state)
         self._unserved = UnservedWork(state, trust, changes, run_events)
@@ -116,7 +115,8 @@ class DispatchRound:
             yield None
             self._prefills.learn(self._state.sessions.values())
             yield from self._moves.learn(now)
-            yield from self._learn_fleet(now)
+            self._losses.look(self._state.sessions.values(), now)
+            yield from self._memory.update(now)
             self._borrowed.judge(now)
             yield from self._allocator.hand_over(now)
             yield None  # in a large fleet each of these takes a while: others have their turn
@@ -133,7 +133,9 @@ class DispatchRound:
             if pages == _PAGES:  # other runs are served meanwhile, and the lease is renewed
                 self._reading = True
                 return
-        fill = self._new_fill(run, now)
+        fill = self.fill_class(
+            run, self._state, self._hosts, self._starts, now, interactive_slots=self._interactive_slots
+        )
         if fill.due(now):
             self._unserved.note_context(run)  # a longer one may have come since, and with it what needs it
             yield fill
@@ -146,21 +148,6 @@ class DispatchRound:
             if not fill.held and not self._state.sheds(Work.MOVES):  # free slots are for what is queued
                 self._moves.decide(run, hosts, now, kept_slots=fill.kept)
             yield None
-
-    def _learn_fleet(self, now: float) -> Iterator[Deed]:
-        """Learn what tells workers apart beside their speeds."""
-        if self._rules.losses:
-            self._losses.look(self._state.sessions.values(), now)
-        if self._rules.memory:
-            yield from self._memory.update(now)
-
-    def _spell_s(self, session: WorkerSession) -> float:
-        return self._losses.spell_s(session) if self._rules.losses else math.inf
-
-    def _new_fill(self, run: RunState, now: float) -> SlotFill:
-        return SlotFill(
-            run, self._state, self._hosts, self._starts, now, self._rules, interactive_slots=self._interactive_slots
-        )
 
     def _in_turn(self, now: float) -> list[RunState]:
         """The runs, from the one after that which got the last rollouts before starts were held."""

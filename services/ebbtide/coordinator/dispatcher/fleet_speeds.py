@@ -22,9 +22,7 @@ _MOST: Final = 256
 
 
 class FleetSpeeds:
-    def __init__(self, *, kinds: bool = True) -> None:
-        """Without `kinds` a worker is of its own kind (for comparisons)."""
-        self._by_kind = kinds
+    def __init__(self) -> None:
         self._kinds: dict[tuple[str, str], KindCurve] = {}
         self._any: KindCurve | None = None  # of all workers, once `_asked_any`
         self._asked_any = False
@@ -91,6 +89,4 @@ class FleetSpeeds:
 
     def _kind(self, session: WorkerSession) -> tuple[str, str]:
         engine = session.hello.engine
-        if not self._by_kind:
-            return session.worker_id, ""
         return engine.device, engine.architecture if engine.device else ""

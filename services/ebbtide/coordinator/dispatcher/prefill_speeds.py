@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from statistics import median
 from typing import Final
 
-from ebbtide.coordinator.dispatcher.dispatch_rules import RULES, DispatchRules
 from ebbtide.coordinator.state.worker_reports import HeartbeatReport
 from ebbtide.coordinator.state.worker_session import WorkerSession
+from ebbtide.scheduling.dispatch.move_costs import COSTS
 from ebbtide.scheduling.dispatch.turns.prefill_speed import PrefillSpeed
 
 #: Workers, evenly picked, that stand for a larger fleet where a typical speed is asked for.
@@ -18,8 +18,7 @@ _SAMPLE: Final = 64
 
 
 class PrefillSpeeds:
-    def __init__(self, rules: DispatchRules = RULES) -> None:
-        self._assumed, self._new_speed = rules.costs.prefill_tokens_per_s, rules.new_prefill
+    def __init__(self) -> None:
         self._speeds: dict[str, PrefillSpeed] = {}
         self._beats: dict[str, HeartbeatReport] = {}
         self.typical = 0.0  # tokens/s of a typical worker; 0.0: no worker's are known
@@ -43,7 +42,8 @@ class PrefillSpeeds:
         beat = session.beat
         last = self._beats.get(session.session_id, beat)
         if beat.prompt_reads > last.prompt_reads:
-            speed = self._speeds.setdefault(session.session_id, self._new_speed(self.typical or self._assumed))
+            assumed = self.typical or COSTS.prefill_tokens_per_s
+            speed = self._speeds.setdefault(session.session_id, PrefillSpeed(assumed))
             tokens, seconds = beat.prompt_tokens - last.prompt_tokens, beat.prompt_s - last.prompt_s
             speed.observe(beat.prompt_reads - last.prompt_reads, tokens, seconds)
             session.learn_prefill(speed.tokens_per_s)

@@ -14,7 +14,6 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ebbtide import telemetry
-from ebbtide.coordinator.dispatcher.dispatch_rules import RULES, DispatchRules
 from ebbtide.coordinator.dispatcher.fleet_speeds import FleetSpeeds
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.run_state import RunState
@@ -95,13 +94,13 @@ class _Beat(Struct):
 
 
 class Rebalancer:
-    def __init__(self, state: CoordinatorState, *, on: bool, rules: DispatchRules = RULES) -> None:
-        self._state, self._on, self._rules = state, on, rules
+    def __init__(self, state: CoordinatorState, *, on: bool) -> None:
+        self._state, self._on = state, on
         self._speeds: dict[str, WorkerThroughput] = {}  # by worker id
         self._seen: dict[str, float] = {}  # when those were attached last
         self._beats: dict[str, _Beat] = {}  # by session
         self._contexts: dict[str, float] = {}
-        self._fleet = FleetSpeeds(kinds=rules.kinds)
+        self._fleet = FleetSpeeds()
         self._asked: dict[tuple[str, str], _Asked] = {}  # by run and rollout
         self._searches: dict[str, MoveSearch] = {}  # by run
         self._next = float("-inf")
@@ -121,7 +120,7 @@ class Rebalancer:
 
     def _speed_of(self, session: WorkerSession) -> WorkerThroughput:
         if (speed := self._speeds.get(session.worker_id)) is None:
-            speed = self._speeds[session.worker_id] = self._rules.new_speed(session.worker_id)
+            speed = self._speeds[session.worker_id] = WorkerThroughput()
         return speed
 
     def speed(self, session: WorkerSession) -> tuple[WorkerThroughput | None, float]:
@@ -276,13 +275,10 @@ class Rebalancer:
         ]
         sessions = {host.worker_id: session for session, host in hosts if not session.gone}
         search = self._searches.setdefault(run.run_id, MoveSearch())
-        costs, unstarted = self._rules.costs, self._rules.unstarted
         moves = rebalance(
             engines,
             run.lengths,
             now=now,
-            costs=costs,
-            unstarted=unstarted,
             running=0 if _queue_fills(run, hosts, kept_slots) else run.moves.allows(now, running=len(run.running)),
             search=search,
             lesson=self.lesson,

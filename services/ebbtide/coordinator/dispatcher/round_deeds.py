@@ -4,7 +4,6 @@ import math
 from collections.abc import Sequence
 from typing import Final, NamedTuple, TypeAlias
 
-from ebbtide.coordinator.dispatcher.dispatch_rules import RULES, DispatchRules
 from ebbtide.coordinator.dispatcher.host_views import HostViews
 from ebbtide.coordinator.dispatcher.rebalancer import borrowable
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
@@ -34,14 +33,13 @@ class SlotFill:
         hosts: HostViews,
         starts: StartPacing,
         now: float,
-        rules: DispatchRules = RULES,
         *,
         interactive_slots: int = 0,
     ) -> None:
         """`interactive_slots`: see the settings."""
         self.run: Final = run
         self._state, self._hosts, self._starts = state, hosts, starts
-        self._now, self._rules = now, rules
+        self._now = now
         self._interactive_slots = interactive_slots
         self.kept = 0  # slots that the last batch left free for interactive rollouts
         self.slowed = False  # the last batch made the caller hold starts
@@ -65,22 +63,15 @@ class SlotFill:
         hosts = [host for _, host in served]
         if all(host.running >= host.slots for host in hosts):
             return []
-        if self._rules.rival is not None:
-            rivals = self._rules.rival(run, [session for session, host in served if not host.shut], now)
-            if rivals is not None:
-                return rivals
         return place(
             run.queue,
             hosts + self._hosts.coming(run, now),
             run.prefixes,
-            pending_limit=self._rules.pending_limit,
             at_most=_PLACE_AT_ONCE,
             rest=self._rest,
             borrowable=borrowable(run),
             batch_slots=self._batch_slots(served),
             now=now,
-            costs=self._rules.costs,
-            terms=self._rules.turns,
             returning=run.returning,
             siblings=run.siblings,
         )

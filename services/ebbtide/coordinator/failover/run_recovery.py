@@ -202,10 +202,9 @@ class RunRecovery:
         due, reason = self._until, "its worker did not come back to the restarted coordinator"
         if not run.reconciled.is_set() and due < (later := now + self._grace_s):
             due, reason = later, "the store forgot how it continued, and its worker does not report it"
-        return run.attempt_class(
-            run=run,
-            attempt_id=row.attempt_id,
-            rollout=stored_entry(row, group=group, now=now),
+        return run.new_attempt(
+            row.attempt_id,
+            stored_entry(row, group=group, now=now),
             start=row.stored,
             max_tokens=row.request.sampling.max_tokens,
             given=now,  # not known; an earlier time would make its worker seem stalled

@@ -37,14 +37,8 @@ def keep_unconfirmed(state: CoordinatorState, run: RunState, ref: AttemptRef, se
     if unconfirmed is None and state.doubtful and ref.rollout_id not in run.running:
         nothing = VersionBounds(0, 0)
         queued = QueuedRollout(rollout_id=ref.rollout_id, episode_id="", bounds=nothing, length=0, place=0)
-        attempt = run.attempt_class(
-            run=run,
-            attempt_id=ref.attempt_id,
-            rollout=queued,
-            start=0,
-            max_tokens=1 << 32,
-            given=state.clock(),  # not known; an earlier time would make the worker seem stalled
-        )
+        now = state.clock()  # it was given earlier, which would make the worker seem stalled
+        attempt = run.new_attempt(ref.attempt_id, queued, start=0, max_tokens=1 << 32, given=now)
         run.unconfirm(attempt, state.doubt_until, newer=False)
         run.mark_stale()
         unconfirmed = run.unconfirmed[ref.rollout_id]

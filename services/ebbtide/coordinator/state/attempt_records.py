@@ -92,15 +92,8 @@ def started(
     the response so far; `number`: of the rollout's attempts, from 1 on; `max_tokens`: of the whole response;
     `group_id`: see `sibling_group`.
     """
-    return run.attempt_class(
-        run=run,
-        attempt_id=attempt_id,
-        rollout=queued,
-        start=stored,
-        max_tokens=max_tokens,
-        number=number,
-        given=now,
-        group_id=group_id,
+    return run.new_attempt(
+        attempt_id, queued, start=stored, max_tokens=max_tokens, number=number, given=now, group_id=group_id
     )
 
 

@@ -227,6 +227,31 @@ class RunState:
         """Take a rollout that is being placed out of the queue; None if it is not queued."""
         return self.queue.take(rollout_id)
 
+    def new_attempt(
+        self,
+        attempt_id: str,
+        rollout: QueuedRollout,
+        *,
+        start: int,
+        max_tokens: int,
+        number: int = 0,
+        given: float = 0.0,
+        orphaned: OrphanedAttempt | None = None,
+        group_id: str = "",
+    ) -> RunningAttempt:
+        """An attempt at one of its rollouts, which does not run yet. See the fields of `RunningAttempt`."""
+        return self.attempt_class(
+            run=self,
+            attempt_id=attempt_id,
+            rollout=rollout,
+            start=start,
+            max_tokens=max_tokens,
+            number=number,
+            given=given,
+            orphaned=orphaned,
+            group_id=group_id,
+        )
+
     def start(self, attempt: RunningAttempt, session: WorkerSession) -> bool:
         """Give a rollout that the store placed to its worker. False if that has left: the rollout is an orphan."""
         self._running[attempt.rollout.rollout_id] = attempt

@@ -71,6 +71,16 @@ class BudgetKeeper(TrafficListener):
     def decision(self) -> BudgetDecision:
         return self._decision
 
+    @property
+    def granting(self) -> bool:
+        """Whether there is a budget."""
+        return self._decision.budget.tokens > 0
+
+    @property
+    def step_s(self) -> float:
+        """The longest that a rollout step takes, as far as known."""
+        return self.learnt().step_s
+
     def close(self) -> None:
         """Take everything back, for good."""
         self._closed, self._decision = True, _CLOSED

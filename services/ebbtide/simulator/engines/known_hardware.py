@@ -62,6 +62,9 @@ KIMI_K2: Final = ModelShape(
     kv_bytes=61 * _LATENT,
     weight_bytes=1.0,
 )
-#: Both exchanges of a layer over 32 GPUs on 4 hosts: DeepEP's README (low-latency kernels, H800, 128 tokens a GPU) has
-#: 155 us to send tokens to their experts and 273 us to bring results back.
-DEEP_EP_32_S: Final = 155e-6 + 273e-6
+#: By whose names profiles are derived.
+GPUS: Final = (H100, H800)
+MODELS: Final = (
+    *(QWEN3_8B, QWEN3_14B, QWEN3_32B, QWEN3_30B_A3B),
+    *(QWEN25_7B, QWEN25_14B, QWEN25_32B, QWEN2_VL_72B, MOONLIGHT, KIMI_K2),
+)

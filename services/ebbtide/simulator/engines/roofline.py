@@ -60,7 +60,7 @@ class Efficiencies(NamedTuple):
 
 
 FITTED: Final = Efficiencies()
-#: vLLM's defaults on GPUs with as much memory, of each replica.
+#: vLLM's defaults on GPUs with as much memory.
 _BATCHED_TOKENS: Final = 8192
 _SEQUENCES: Final = 1024
 #: Operations per weight and token: two forward, four backward, and two to recompute activations.
@@ -70,35 +70,23 @@ _PAIR_OPERATIONS: Final = 4.0
 
 
 def roofline_engine(
-    model: ModelShape,
-    device: DeviceSheet,
-    gpus: int,
-    *,
-    replicas: int = 1,
-    exchange_s: float | None = None,
-    efficiency: Efficiencies = FITTED,
+    model: ModelShape, device: DeviceSheet, gpus: int, *, efficiency: Efficiencies = FITTED
 ) -> EngineProfile:
-    """An engine on `gpus` devices that share all weights.
-
-    `replicas`: of all weights but the experts, where sequences and not heads are dealt to devices (data parallel
-    attention); `exchange_s`: of both exchanges in one layer, if they do not stay in a host.
-    """
+    """An engine on `gpus` devices of one host that share all weights."""
     # A data sheet's rate for 8-bit operands is twice that for bf16.
     bandwidth, operations = device.bandwidth * gpus, device.flops * gpus * 2 / model.weight_bytes
-    exchanges_s = (exchange_s if exchange_s is not None else 2 * efficiency.exchange_s * (gpus > 1)) * model.layers
+    exchanges_s = 2 * efficiency.exchange_s * (gpus > 1) * model.layers
     token = 2 * model.active / operations
-    resident = model.weight_bytes * (model.weights * replicas + model.experts)
-    room = efficiency.memory * device.memory_bytes * gpus - resident
     weights_gb, pcie = model.bytes / 1e9, device.pcie * efficiency.pcie * gpus
     return EngineProfile(
-        name=engine_name(model, device, gpus),
+        name=profile_name(model.name, device.name, gpus),
         model=model.name,
         device=device.name,
         gpus=gpus,
         source="derived from data sheets and the model's configuration",
         costs=StepCosts(
             base_s=efficiency.base_s + exchanges_s,
-            weights_s=model.weight_bytes * model.weights * replicas / bandwidth / efficiency.weights,
+            weights_s=model.weight_bytes * model.weights / bandwidth / efficiency.weights,
             experts_s=model.weight_bytes * model.experts / bandwidth / efficiency.weights,
             expert_share=model.expert_share,
             token_s=token / efficiency.prefill,
@@ -106,9 +94,9 @@ def roofline_engine(
             context_s=model.kv_bytes / bandwidth / efficiency.contexts,
             pair_s=_PAIR_OPERATIONS * model.layers * model.heads * model.head_dim / operations / efficiency.prefill,
         ),
-        kv=KvCapacity(tokens=int(room / model.kv_bytes)),
-        batched_tokens=_BATCHED_TOKENS * replicas,
-        sequences=_SEQUENCES * replicas,
+        kv=KvCapacity(tokens=int(kv_room(model, device, gpus, efficiency) / model.kv_bytes)),
+        batched_tokens=_BATCHED_TOKENS,
+        sequences=_SEQUENCES,
         weights_gb=weights_gb,
         delays=EngineDelays(install_s_per_gb=1e9 / pcie, wake_s=weights_gb * 1e9 / pcie),
     )
@@ -121,7 +109,7 @@ def roofline_trainer(
     operations = device.flops * efficiency.train
     pairs = _PAIR_OPERATIONS * model.layers * model.heads * model.head_dim
     return TrainerProfile(
-        name=engine_name(model, device, gpus),
+        name=profile_name(model.name, device.name, gpus),
         model=model.name,
         device=device.name,
         gpus=gpus,
@@ -134,13 +122,18 @@ def roofline_trainer(
         ),
         ranks=gpus,
         weights_gb=model.bytes / 1e9,
-        patch_share=0.05,
+        patch_share=0.05,  # 2 to 5 % of bf16 weights change in a step (verl#7060, vime#392)
         delays=TrainerDelays(snapshot_s=model.bytes / gpus / device.pcie / efficiency.pcie),
     )
 
 
-def engine_name(model: ModelShape, device: DeviceSheet, gpus: int) -> str:
-    return f"{device.name.lower()}x{gpus}-{model.name.lower()}"
+def kv_room(model: ModelShape, device: DeviceSheet, gpus: int, efficiency: Efficiencies = FITTED) -> float:
+    """Bytes that the weights leave to keys and values; below 0: the weights do not fit."""
+    return efficiency.memory * device.memory_bytes * gpus - model.bytes
+
+
+def profile_name(model: str, device: str, gpus: int) -> str:
+    return f"{device}x{gpus}-{model}".lower()
 
 
 def _update_bytes(model: ModelShape) -> float:

@@ -4,31 +4,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Final
 
 from ebbtide.errors import InvalidRequest
 from ebbtide.simulator.engines.engine_profile import EngineProfile
-from ebbtide.simulator.engines.profile_files import profile_names, read_profile
+from ebbtide.simulator.engines.profile_files import read_profile
 from ebbtide.simulator.engines.trainer_profile import TrainerProfile
 from ebbtide.simulator.outcome import Outcome
 from ebbtide.simulator.parallel.seed_messages import SeedTask
 from ebbtide.simulator.parallel.seed_program import Say
 from ebbtide.simulator.recording.recorded_scenario import recorded_fleet, with_recorded_work
 from ebbtide.simulator.recording.recording_file import read_record
-from ebbtide.simulator.rivals.policies import POLICIES
 from ebbtide.simulator.scenario.reading.known_names import EngineLimits, KnownNames, ProfileKind
 from ebbtide.simulator.scenario.reading.scenario_reader import read_scenario
 from ebbtide.simulator.scenario.scenario import Scenario
-from ebbtide.simulator.serving.pair_costs import read_pair_costs
-from ebbtide.simulator.world.fleet.borrowed_machines import DEFAULT_COSTS
-
-#: Rivals that have a dispatch of their own. It refuses a second run when the simulation meets it.
-_SINGLE_RUN: Final = frozenset(
-    {
-        *("clairvoyant", "least_loaded", "long_tail", "rlboost", "rollpacker", "rose_turns", "seer", "sticky"),
-        *("verl", "verl_drafts", "verl_hybrid"),
-    }
-)
+from ebbtide.simulator.serving.pair_costs import named_costs
+from ebbtide.simulator.simulate import POLICIES, SINGLE_RUN, simulate
 
 
 def scenario_name(task: SeedTask) -> str:
@@ -39,22 +29,17 @@ def scenario_name(task: SeedTask) -> str:
 
 def simulate_task(task: SeedTask, say: Say) -> Outcome:
     """Simulates the task's scenario. Raises `InvalidRequest` for faulty input."""
-    from ebbtide.simulator.simulate import simulate
-
     with task_scenario(task) as scenario:
         return simulate(scenario, seed=task.seed, say=say)
 
 
 def known_names() -> KnownNames:
-    """The profiles that come with the simulator, and how files of others are checked."""
+    """The policies that come with the simulator, and how profiles are checked."""
     return KnownNames(
-        engines=frozenset(profile_names(EngineProfile)),
-        trainers=frozenset(profile_names(TrainerProfile)),
-        costs=frozenset({DEFAULT_COSTS}),
         policies=POLICIES,
-        single_run=_SINGLE_RUN,
+        single_run=SINGLE_RUN,
         engine_limits=_engine_limits,
-        file_problem=_file_problem,
+        profile_problem=_profile_problem,
     )
 
 
@@ -68,17 +53,17 @@ def _engine_limits(reference: str, folder: Path) -> EngineLimits:
     )
 
 
-def _file_problem(kind: ProfileKind, path: Path) -> str:
-    """What is wrong with a profile's file; nothing if it is a good one."""
+def _profile_problem(kind: ProfileKind, reference: str, folder: Path) -> str:
+    """What is wrong with a profile that a scenario in the folder names; nothing if it is a good one."""
     try:
         if kind == "engine":
-            read_profile(EngineProfile, str(path))
+            read_profile(EngineProfile, reference, beside=folder)
         elif kind == "trainer":
-            read_profile(TrainerProfile, str(path))
+            read_profile(TrainerProfile, reference, beside=folder)
         else:
-            read_pair_costs(path)
+            named_costs(reference, folder)
     except InvalidRequest as error:
-        return str(error).removeprefix(f"{path}: ")
+        return str(error).removeprefix(f"{error.field}: ")
     return ""
 
 

@@ -7,6 +7,7 @@ from msgspec import Meta, Struct
 from ebbtide.serving_guard.traffic.slo import Slo
 from ebbtide.simulator.scenario.bounds import (
     Dollars,
+    EngineReference,
     Factor,
     Gbps,
     LongerThanZero,
@@ -66,7 +67,7 @@ class MachinePool(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     name: Name
     kind: Literal["reserved", "spot", "borrowed", "trainer"] = "reserved"
-    engine: Reference
+    engine: EngineReference
     workers: Annotated[int, Meta(ge=1, le=20_000)] | None = None  # so many, or those of `trace`
     trace: SpotTraceSpec | None = None
     from_s: Seconds = 0.0  # the pool's first moment in the scenario

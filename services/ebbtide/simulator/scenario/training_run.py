@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from ebbtide.simulator.scenario.bounds import Dollars, Gbps, Name, Reference, Seconds, Tokens
+from ebbtide.simulator.scenario.bounds import Dollars, Gbps, Name, Seconds, Tokens, TrainerReference
 from ebbtide.simulator.scenario.quantity_spec import MATH_RESPONSES, LengthSpec, QuantitySpec
 from ebbtide.types.run import ShareSpec
 
@@ -45,7 +45,7 @@ class TrainingRun(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     environment: SimulatedEnvironment = SimulatedEnvironment()
     rewards: SimulatedRewards = SimulatedRewards()
 
-    trainer: Reference
+    trainer: TrainerReference
     trainer_price_per_hour: Dollars = 0.0
     publish_gbps: Gbps = 200.0  # the link on which its versions leave
     checkpoint_every: Annotated[int, Meta(ge=0, le=1_000_000)] = 10  # steps; 0: never

@@ -1,6 +1,6 @@
 """Defines what the work of a served engine and of a borrowed rollout engine costs on the device that they share.
 
-The defaults are of no measured engine. `pair_costs_fit` fits costs to a real pair, and a profile file keeps them.
+The defaults are of no measured engine. Costs that were fitted to a real pair (`benchmarks/pair/virtual`) are a file.
 """
 
 import math
@@ -18,6 +18,8 @@ Count = Annotated[int, Meta(ge=0, le=1 << 40)]
 Speed = Annotated[float, Meta(gt=0, le=1)]
 CoreShare = Annotated[float, Meta(ge=0, le=0.95)]
 
+#: The costs that come with the simulator; they are of no measured engine.
+_DEFAULT: Final = "default"
 #: No profile is longer.
 _MOST_BYTES: Final = 1 << 20
 
@@ -123,6 +125,11 @@ class PairCosts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             raise InvalidRequest("must be above 0 seconds", field="stray.spell_s, burst_s")
 
 
+def named_costs(reference: str, folder: Path) -> PairCosts:
+    """The costs that a scenario in the folder names: `default`, or a file. Raises `InvalidRequest`."""
+    return PairCosts() if reference == _DEFAULT else read_pair_costs(folder / reference)
+
+
 def read_pair_costs(path: Path) -> PairCosts:
     """Read a profile (TOML). Raises `InvalidRequest` that names the file, the field and what is wrong."""
     try:
@@ -136,21 +143,3 @@ def read_pair_costs(path: Path) -> PairCosts:
         return found.checked()
     except InvalidRequest as error:
         raise InvalidRequest(str(error), field=str(path)) from None
-
-
-def pair_costs_text(costs: PairCosts) -> str:
-    """The profile as TOML; `read_pair_costs` reads the same costs back."""
-    fields = msgspec.to_builtins(costs)
-    tables = {name: fields.pop(name) for name in ("stray", "memory")}
-    residuals = fields.pop("residuals")
-    lines = [f"{name} = {_toml(value)}" for name, value in fields.items()]
-    for table, values in tables.items():
-        lines += ["", f"[{table}]", *(f"{name} = {_toml(value)}" for name, value in values.items())]
-    for one in residuals:
-        lines += ["", "[[residuals]]", *(f"{name} = {_toml(value)}" for name, value in one.items())]
-    return "\n".join(lines) + "\n"
-
-
-def _toml(value: str | float) -> str:
-    # A JSON string is a TOML basic string; a number in Python's shortest form reads back as the same number.
-    return msgspec.json.encode(value).decode() if isinstance(value, str) else repr(value)

@@ -24,10 +24,10 @@ from ebbtide.scheduling.coserving.budget_decider import LatencyTargets
 from ebbtide.scheduling.coserving.traffic_rhythm import TrafficRhythm
 from ebbtide.simulator.serving.grant_tape import GrantSpell, SpellRecorder
 from ebbtide.simulator.serving.pair_costs import PairCosts
-from ebbtide.simulator.serving.policies.serving_policies import ServingPolicy, serving_policy
 from ebbtide.simulator.serving.request_traffic import TrafficRequest
-from ebbtide.simulator.serving.serving_comparison import played_alone, resolved_targets
+from ebbtide.simulator.serving.serving_alone import played_alone, resolved_targets
 from ebbtide.simulator.serving.serving_pair import BEAT_S
+from ebbtide.simulator.serving.serving_policies import OURS, UNGUARDED
 from ebbtide.types.fleet import BorrowedState
 from ebbtide.types.grants import Forecast
 
@@ -104,11 +104,10 @@ class GrantTapes:
         costs: PairCosts,
         slo: LatencyTargets,
         *,
-        policy: ServingPolicy | None = None,
         seed: int = 0,
     ) -> None:
         self.traffic, self._costs, self._slo = traffic.checked(), costs.checked(), slo
-        self._policy, self._seed = policy or serving_policy("ours", costs), seed
+        self._seed = seed
         self._tapes: OrderedDict[tuple[int, int], list[GrantSpell]] = OrderedDict()
         self._targets: tuple[float, float] | None = None
         self._rate = 0.0
@@ -144,7 +143,7 @@ class GrantTapes:
     def tokens_per_s(self) -> float:
         """The rollouts' speed without served requests, in the same pair."""
         if not self._rate:
-            pair = serving_policy("unguarded", self._costs).play([], self._costs, LatencyTargets(), seed=self._seed)
+            pair = UNGUARDED.play([], self._costs, LatencyTargets(), seed=self._seed)
             pair.rest(_ALONE_S)
             self._rate = max(1, pair.harvested) / _ALONE_S
         return self._rate
@@ -158,7 +157,7 @@ class GrantTapes:
         self.played += 1
         later = [TrafficRequest(one.at + seconds, one.prompt, one.output) for one in requests]
         ttft_s, tpot_s = self.targets
-        pair = self._policy.play([*requests, *later], self._costs, self._slo, seed=self._seed * 1_000_003 + window)
+        pair = OURS.play([*requests, *later], self._costs, self._slo, seed=self._seed * 1_000_003 + window)
         recorder = SpellRecorder(
             seconds,
             2 * seconds,

@@ -5,7 +5,6 @@ from typing import Annotated, Final, Literal
 from msgspec import Meta, Struct
 
 from ebbtide.coordinator.dispatcher.dispatch_round import DispatchRound
-from ebbtide.coordinator.dispatcher.dispatch_rules import RULES, DispatchRules
 from ebbtide.coordinator.dispatcher.round_deeds import DeadLetters, RunFailure, SlotFill
 from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.errors import InvalidRequest
@@ -24,18 +23,9 @@ _ENDLESS: Final = 1 << 40
 
 
 class EbbtideDecider(Decider):
-    """`balance`: rollouts move between workers; `keeps`: what a lost worker had stored goes on elsewhere. These and the
-    rules' parameters are Ebbtide's; comparisons change them.
-    """
+    """`balance`: rollouts move between workers; `keeps`: what a lost worker had stored goes on elsewhere."""
 
-    def __init__(
-        self,
-        coordinator: VirtualCoordinator,
-        *,
-        balance: bool = True,
-        keeps: bool = True,
-        rules: DispatchRules = RULES,
-    ) -> None:
+    def __init__(self, coordinator: VirtualCoordinator, *, balance: bool = True, keeps: bool = True) -> None:
         self.coordinator, self.keeps = coordinator, keeps
         settings = coordinator.settings
         self._rounds = DispatchRound(
@@ -46,7 +36,6 @@ class EbbtideDecider(Decider):
             slice_s=settings.slice_s,
             balance=balance and settings.rebalance,
             interactive_slots=settings.interactive_slots,
-            rules=rules,
         )
 
     def round(self, now: float) -> float:
@@ -87,11 +76,7 @@ class EbbtidePolicy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return None
 
     def decider(self, coordinator: VirtualCoordinator) -> Decider:
-        return EbbtideDecider(coordinator, rules=self.rules())
-
-    def rules(self) -> DispatchRules:
-        """The parameters of its rules."""
-        return RULES
+        return EbbtideDecider(coordinator)
 
     def rounds(self, run: TrainingRun) -> Rounds:
         if self.rounds_of_steps == "off":
@@ -104,12 +89,3 @@ class EbbtidePolicy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     def window(self, decider: Decider, lent: MachinePool) -> LoanWindow:  # noqa: ARG002 - it is fixed
         return FixedWindow(lent.window_s)
-
-
-class RuledPolicy(EbbtidePolicy, frozen=True, kw_only=True):
-    """Ebbtide with other parameters of its rules. Comparisons make it; no scenario names it."""
-
-    given: DispatchRules
-
-    def rules(self) -> DispatchRules:
-        return self.given

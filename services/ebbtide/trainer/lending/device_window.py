@@ -68,7 +68,7 @@ class DeviceWindow:
         self._window, self._ledger = StepWindow(), WindowLedger()
         self._left: WorkLeft | None = None
         self._lent = False
-        self._told_s = 0.0  # how long it will stay lent, as the arbiter was told last
+        self._told_s = 0.0  # how long it will stay lent, as the guard was told last
         self._lent_at: float | None = None  # until an engine of the device is seen to generate
         self._on, self._off, self._held = FadingQuantiles(), FadingQuantiles(), FadingQuantiles()
         self._held_at = self._relieved_at = self._opened_at = time.monotonic()

@@ -1,6 +1,6 @@
-"""Finds out which of a trainer's ranks speak for a device-arbiter: one for each folder of grants.
+"""Finds out which of a trainer's ranks speak for a guard: one for each folder of grants.
 
-Ranks on one host share its arbiter. Each rank tells all others the folder that it was given, and the lowest rank of
+Ranks on one host share its guard. Each rank tells all others the folder that it was given, and the lowest rank of
 each folder leads there. All ranks lend, or none: a step that waits for one rank's device waits for all.
 """
 
@@ -36,7 +36,7 @@ def own_place(folder: str) -> LendingPlace:
 
 
 def leaders(places: Mapping[int, LendingPlace]) -> dict[int, LendingPlace]:
-    """The ranks that speak for an arbiter, each with its place; empty if no rank lends. Raises `InvalidRequest` if only
+    """The ranks that speak for a guard, each with its place; empty if no rank lends. Raises `InvalidRequest` if only
     some do."""
     lending = {rank for rank, place in places.items() if place.folder}
     if not lending:
@@ -46,7 +46,7 @@ def leaders(places: Mapping[int, LendingPlace]) -> dict[int, LendingPlace]:
             f"is set for rank {min(lending)}, but not for rank {apart[0]} on {places[apart[0]].host}; set generate and "
         )
         raise InvalidRequest(
-            text + "grant_dir for the ranks of every host, and run a device-arbiter on each", field="generate"
+            text + "grant_dir for the ranks of every host, and run a serving-guard on each", field="generate"
         )
     found: dict[str, int] = {}
     for rank in sorted(places):

@@ -1,6 +1,6 @@
-"""Lends and takes back the devices of one host as rank 0 wishes, through that host's device-arbiter.
+"""Lends and takes back the devices of one host as rank 0 wishes, through that host's guard.
 
-Invariant: every stream to the arbiter carries the lease of rank 0's run, so an arbiter that has met a newer lease
+Invariant: every stream to the guard carries the lease of rank 0's run, so a guard that has met a newer lease
 refuses an older trainer's wish, whichever rank brings it. The stream is kept only while rank 0's store answers: a host
 whose rank 0 is gone, or frozen, lends its devices like that of a dead trainer. Nothing outlives the process.
 """
@@ -29,7 +29,7 @@ log = get_logger(__name__)
 
 #: A wait for the next wish ends after this time, and begins again: an answer of the store is rank 0's sign of life.
 _WAIT_S: Final = 1.0
-#: Without one for so long, rank 0 counts as gone. An arbiter's patience with a silent owner is about the same.
+#: Without one for so long, rank 0 counts as gone. A guard's patience with a silent owner is about the same.
 _SILENT_S: Final = 10.0
 #: How often the answer is renewed: while rank 0 waits for it, and otherwise.
 _AWAITED_S: Final = 0.005
@@ -40,7 +40,7 @@ class LoanFollower:
     """One of several hosts of a trainer. Its rank, which is not 0, leads there."""
 
     def __init__(self, folder: Path, board: RankNotes, rank: int, *, silent_s: float = _SILENT_S) -> None:
-        """`folder`: of the arbiter's socket and the engines' pages."""
+        """`folder`: of the guard's socket and the engines' pages."""
         self._folder, self._board, self._rank, self._silent_s = folder, board, rank, silent_s
         self._loan: DeviceLoan | None = None
         self._owning: asyncio.Task[None] | None = None
@@ -95,7 +95,7 @@ class LoanFollower:
             self._superseded = str(error)
 
     async def _leave(self) -> None:
-        """End the stream to the arbiter, which then lends the devices."""
+        """End the stream to the guard, which then lends the devices."""
         owning, self._loan, self._owning = self._owning, None, None
         if owning is not None:
             owning.cancel()

@@ -25,7 +25,7 @@ class LeaderAnswer(Struct, frozen=True, kw_only=True):
     sequence: int = -1
     progress: DeviceProgress = DeviceProgress()
     engines: tuple[str, ...] = ()  # the workers whose engines run on the host's devices
-    superseded: str = ""  # why an arbiter refused this trainer for good
+    superseded: str = ""  # why a guard refused this trainer for good
 
 
 def wish_name(number: int) -> str:

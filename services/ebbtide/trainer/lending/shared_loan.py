@@ -1,14 +1,14 @@
-"""Lends the devices of all ranks by one decision, and takes all of them back, through the arbiters of several hosts.
+"""Lends the devices of all ranks by one decision, and takes all of them back, through the guards of several hosts.
 
-Rank 0 states its wish to the arbiter of its own host, and leaves a note for the ranks that lead the others. Each
+Rank 0 states its wish to the guard of its own host, and leaves a note for the ranks that lead the others. Each
 carries the wish on under the lease of rank 0's run, and answers twice: when no engine computes there, and when all have
 given up memory. A step begins once every host has given both answers.
 
-Partial failure ends in one of three ways. A host whose arbiter is away gives its device back as soon as its pages show
+Partial failure ends in one of three ways. A host whose guard is away gives its device back as soon as its pages show
 that no engine computes. A host that does not, because a stuck engine has nobody who stops it, or because another run
 owns its device, ends the wait after a while: the trainer gives all devices up and takes its run up again, and the error
 names the host. A rank that is gone, or frozen, ends all ranks, as in any step. Whoever ends gives its devices up, and
-each arbiter lends its own.
+each guard lends its own.
 
 Invariant: notes of wishes are numbered without gaps. Those that every host has followed are removed. The wish dies with
 the process: followers then end their streams.
@@ -44,7 +44,7 @@ log = get_logger(__name__)
 #: How often answers are read: while a step waits for them, and otherwise.
 _AWAITED_S: Final = 0.005
 _LOOK_S: Final = 0.5
-#: A host that gave nothing back for so long, without an arbiter that works on it, ends the wait. An arbiter that works
+#: A host that gave nothing back for so long, without a guard that works on it, ends the wait. A guard that works
 #: kills engines that keep its device (`memory_s`), and a supervised one is back long before.
 _HOPELESS_S: Final = 90.0
 #: While a step waits, the reason is logged so often.
@@ -196,7 +196,7 @@ class SharedLoan:
             if not one.back and (silent or one.apart_s >= self._hopeless_s):
                 raise Unavailable(
                     f"host {self._ranks.hosts[rank]} (rank {rank}) does not give its device back: it waits for "
-                    f"{one.waits_for}; see that its device-arbiter runs, and that no other run trains on that host"
+                    f"{one.waits_for}; see that its serving-guard runs, and that no other run trains on that host"
                 )
 
     def _reasons(self, found: Mapping[int, DeviceProgress]) -> dict[str, str]:

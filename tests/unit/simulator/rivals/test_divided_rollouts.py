@@ -5,18 +5,17 @@ from functools import partial
 import pytest
 from msgspec.structs import replace
 
+from benchmarks.rivals.tail.chunk_places import ChunkPlace, chunk_place
+from benchmarks.rivals.tail.seer_policy import SeerPolicy
 from ebbtide.simulator.engines.engine_profile import EngineProfile, KvCapacity, StepCosts
 from ebbtide.simulator.outcome import Outcome
-from ebbtide.simulator.rivals.tail.chunk_places import ChunkPlace, chunk_place
-from ebbtide.simulator.rivals.tail.long_tail_policy import LongTailPolicy
-from ebbtide.simulator.rivals.tail.seer_policy import SeerPolicy
-from ebbtide.simulator.rivals.verl_policy import VerlPolicy
 from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.quantity_spec import LengthSpec, QuantitySpec
 from ebbtide.simulator.scenario.scenario import Scenario
 from ebbtide.simulator.scenario.training_run import TrainingRun
 from ebbtide.simulator.world.policy import Policy
 from ebbtide.simulator.world.simulation import Simulation
+from ebbtide.simulator.world.verl_policy import VerlPolicy
 from tests.fakes.simulated_profiles import ENGINE, PlainProfiles
 
 CROWDED: EngineProfile = replace(
@@ -48,7 +47,7 @@ def seconds(outcome: Outcome) -> float:
 
 @pytest.mark.parametrize(
     "policy",
-    [SEER(), SEER(order="queue"), SEER(speculates=False), LongTailPolicy(), LongTailPolicy(knowledge="none")],
+    [SEER(), SEER(order="queue"), SEER(speculates=False)],
     ids=repr,
 )
 def test_no_token_is_made_twice_and_no_engine_lacks_memory(policy: Policy) -> None:
@@ -60,10 +59,8 @@ def test_no_token_is_made_twice_and_no_engine_lacks_memory(policy: Policy) -> No
 
 
 def test_a_pool_saves_reading_what_goes_on_elsewhere() -> None:
-    with_pool, without = (simulated(LongTailPolicy(speculates=False, pool_tokens_per_s=speed)) for speed in (1e6, 0.0))
-    assert with_pool.tokens.reread < 0.02 * with_pool.tokens.generated
-    seer = simulated(SEER(pool_tokens_per_s=0.0, speculates=False))
-    assert seer.tokens.reread > 10 * simulated(SEER(speculates=False)).tokens.reread
+    with_pool, without = (simulated(SEER(speculates=False, pool_tokens_per_s=speed)) for speed in (1e6, 0.0))
+    assert without.tokens.reread > 10 * with_pool.tokens.reread
     assert without.tokens.generated == with_pool.tokens.generated
 
 
@@ -74,26 +71,16 @@ def test_context_shortens_the_tail_and_true_lengths_nearly_end_it() -> None:
     assert told < context < queue
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_forecasts_come_near_true_lengths_and_beat_chunks_of_one_size(seed: int) -> None:
-    learnt = seconds(simulated(LongTailPolicy(speculates=False), seed=seed))
-    told = seconds(simulated(LongTailPolicy(knowledge="true_lengths", speculates=False), seed=seed))
-    assert told <= 1.02 * learnt
-    assert learnt <= 1.08 * told
-    assert learnt < seconds(simulated(SEER(speculates=False), seed=seed))
-
-
 def test_a_step_after_another_begins_as_soon_as_it_is_there() -> None:
     scenario = Scenario(name="test", hours=10.0, fleet=(LOCAL,), run=(replace(RUN, steps=2, prompts=8),))
-    outcome = Simulation(scenario, 0, LongTailPolicy(), PlainProfiles(CROWDED)).run(lambda _: None)
+    outcome = Simulation(scenario, 0, SEER(), PlainProfiles(CROWDED)).run(lambda _: None)
     first, second = outcome.steps
     assert second.generated_s - second.opened_s < 2 * (first.generated_s - first.opened_s)
 
 
 def test_drafts_make_a_step_shorter_and_dear_verification_less_so() -> None:
     without, dear, cheap = (
-        seconds(simulated(policy))
-        for policy in (LongTailPolicy(speculates=False), LongTailPolicy(verification=20.0), LongTailPolicy())
+        seconds(simulated(policy)) for policy in (SEER(speculates=False), SEER(verification=20.0), SEER())
     )
     assert cheap < dear < 1.01 * without
 

@@ -3,15 +3,17 @@
 from collections import Counter
 
 import pytest
+from msgspec.structs import replace
 
+from benchmarks.rivals.policies import COMPARED
 from ebbtide.errors import InvalidRequest
 from ebbtide.simulator.outcome import Outcome
-from ebbtide.simulator.rivals.policies import POLICIES, policy_of
 from ebbtide.simulator.scenario.fault_plan import PlannedFault
 from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.quantity_spec import LengthSpec
 from ebbtide.simulator.scenario.scenario import PolicyChoice, Scenario
 from ebbtide.simulator.scenario.training_run import TrainingRun
+from ebbtide.simulator.simulate import POLICIES, policy_of
 from ebbtide.simulator.world.simulation import Simulation
 from tests.fakes.simulated_profiles import PlainProfiles, PlainTimes
 
@@ -32,12 +34,12 @@ KILL = PlannedFault(kind="kill", pool="spot", step=1, at_s=4.0)
 def simulated(
     name: str, *fleet: MachinePool, faults: tuple[PlannedFault, ...] = (), **params: bool | int | float | str
 ) -> Outcome:
-    policy = policy_of(PolicyChoice(name=name, params=params))
+    policy = policy_of(PolicyChoice(name=name, params=params), COMPARED)
     scenario = Scenario(name="test", hours=1.0, fleet=fleet, run=(RUN,), fault=faults)
     return Simulation(scenario, 0, policy, PlainProfiles(times=PlainTimes(token=1e-3))).run(lambda _: None)
 
 
-@pytest.mark.parametrize("name", sorted(POLICIES))
+@pytest.mark.parametrize("name", sorted(COMPARED))
 def test_every_policy_trains_all_steps_without_parameters(name: str) -> None:
     fleet = (LOCAL,) if name in {"verl", "rollpacker"} else (SPOT,)
     outcome = simulated(name, *fleet)
@@ -46,12 +48,21 @@ def test_every_policy_trains_all_steps_without_parameters(name: str) -> None:
 
 
 def test_unknown_policies_and_parameters_are_refused_by_name() -> None:
-    with pytest.raises(InvalidRequest, match=r"known are .*ebbtide"):
-        policy_of(PolicyChoice(name="other"))
+    with pytest.raises(InvalidRequest, match=r"no policy 'rlboost'; known are ebbtide, .*the repository's benchmarks"):
+        policy_of(PolicyChoice(name="rlboost"))
     with pytest.raises(InvalidRequest, match="pending"):
-        policy_of(PolicyChoice(name="rlboost", params={"pending": 3}))
+        policy_of(PolicyChoice(name="rlboost", params={"pending": 3}), COMPARED)
     with pytest.raises(InvalidRequest, match="windows"):
-        policy_of(PolicyChoice(name="rlboost", params={"windows": "346,212"}))
+        policy_of(PolicyChoice(name="rlboost", params={"windows": "346,212"}), COMPARED)
+
+
+@pytest.mark.parametrize("name", sorted(COMPARED.keys() - POLICIES.keys() - {"ablated"}))
+def test_rivals_know_one_run(name: str) -> None:
+    runs = (RUN, replace(RUN, name="code"))
+    scenario = Scenario(name="two runs", fleet=(SPOT,), run=runs)
+    simulation = Simulation(scenario, 0, policy_of(PolicyChoice(name=name), COMPARED), PlainProfiles())
+    with pytest.raises(InvalidRequest, match="knows one run"):
+        simulation.run(lambda _: None)
 
 
 def test_verl_generates_on_the_trainers_devices_and_moves_nothing() -> None:

@@ -4,9 +4,9 @@ from typing import cast
 
 import pytest
 
+from benchmarks.rivals.rlboost.pending_balance import PendingBalance
+from benchmarks.rivals.rlboost.seeding_window import SeedingWindow
 from ebbtide.simulator.outcome import StepOutcome
-from ebbtide.simulator.rivals.rlboost.pending_balance import PendingBalance
-from ebbtide.simulator.rivals.rlboost.seeding_window import SeedingWindow
 
 
 class Instances:

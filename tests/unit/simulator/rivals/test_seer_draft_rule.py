@@ -2,7 +2,7 @@
 
 import pytest
 
-from ebbtide.simulator.rivals.seer_draft_rule import DraftClasses, printed_budget, printed_split
+from benchmarks.rivals.seer_draft_rule import DraftClasses, printed_budget, printed_split
 
 SURVIVAL = (0.52, 0.40, 0.30, 0.14, 0.11, 0.07, 0.05, 0.04)
 

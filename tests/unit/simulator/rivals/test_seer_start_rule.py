@@ -1,6 +1,6 @@
 """Seer's picks are the published ones: probes by what they made, then the group that is taken to be the longest."""
 
-from ebbtide.simulator.rivals.seer_start_rule import BufferedRequest, SeerStartRule
+from benchmarks.rivals.seer_start_rule import BufferedRequest, SeerStartRule
 
 
 def test_the_probe_that_made_the_fewest_tokens_is_picked_first() -> None:

@@ -2,10 +2,10 @@
 
 import pytest
 
+from benchmarks.rivals.tail.draft_rules import greedy_drafts, printed_drafts
+from benchmarks.rivals.tail.sibling_drafts import PRINTED, sibling_survival
+from benchmarks.rivals.tail.speculation_pace import speculation_gain
 from ebbtide.simulator.engines.engine_profile import StepCosts
-from ebbtide.simulator.rivals.tail.draft_rules import greedy_drafts, printed_drafts
-from ebbtide.simulator.rivals.tail.sibling_drafts import PRINTED, sibling_survival
-from ebbtide.simulator.rivals.tail.speculation_pace import speculation_gain
 
 MEMORY_BOUND = StepCosts(base_s=0.02, token_s=1e-6)
 COMPUTE_BOUND = StepCosts(base_s=1e-6, token_s=1e-3)

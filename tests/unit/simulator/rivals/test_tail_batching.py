@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from ebbtide.simulator.rivals.rollpacker_policy import TailBatching
+from benchmarks.rivals.rollpacker_policy import TailBatching
 from ebbtide.simulator.world.training.step_rounds import Sample, StepRound
 
 

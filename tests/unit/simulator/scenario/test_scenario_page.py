@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 from msgspec import Struct
 
-from ebbtide.simulator.rivals.policies import POLICIES
 from ebbtide.simulator.scenario.fault_plan import PlannedFault
 from ebbtide.simulator.scenario.machine_pool import MachinePool, ServingSpec, SpotTraceSpec
 from ebbtide.simulator.scenario.quantity_spec import LengthSpec
 from ebbtide.simulator.scenario.scenario import PolicyChoice, ScenarioSpec
 from ebbtide.simulator.scenario.training_run import SimulatedEnvironment, TrainingRun
+from ebbtide.simulator.simulate import POLICIES
 from tests.unit.simulator.scenario.scenario_texts import SHORT, problems
 
 PAGE = Path(__file__).parents[4] / "docs" / "scenarios.md"

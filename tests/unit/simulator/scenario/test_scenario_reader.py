@@ -124,7 +124,11 @@ def test_names_of_profiles_and_policies_are_checked_against_those_that_there_are
     class Params(Struct, kw_only=True):
         eta: float = 1.25
 
-    known = KnownNames(engines=frozenset({"small"}), trainers=frozenset({"largest"}), policies={"ebbtide": Params})
+    def problem(kind: str, name: str, folder: Path) -> str:
+        assert folder == tmp_path
+        return f"is a bad {kind} profile" if name in {"large", "./bad.toml"} else ""
+
+    known = KnownNames(profile_problem=problem, policies={"ebbtide": Params})
     text = (
         SHORT.replace('engine = "small"', 'engine = "./own.toml"')
         + '[policy]\nname = "ebbtide"\nparams = { etta = 1 }\n'
@@ -133,16 +137,46 @@ def test_names_of_profiles_and_policies_are_checked_against_those_that_there_are
         parse_scenario(text, tmp_path / "s.toml", known)
     assert [problem.text for problem in refused.value.problems] == [
         f"there is no file {tmp_path / 'own.toml'}; check the path",
-        "no trainer profile is called 'large'; did you mean largest?",
+        "is a bad trainer profile",
         "is unknown; did you mean eta?",
     ]
-    (tmp_path / "own.toml").touch()
-    broken = KnownNames(file_problem=lambda kind, path: f"is a bad {kind} profile" if path.stem == "own" else "")
-    assert [str(one) for one in problems(text, tmp_path / "s.toml", broken)] == [
+    for name in ("own", "bad"):
+        (tmp_path / f"{name}.toml").touch()
+    good = text.replace("etta", "eta").replace('"large"', '"largest"')
+    assert [str(one) for one in problems(good.replace("own", "bad"), tmp_path / "s.toml", known)] == [
         f"{tmp_path / 's.toml'}:6:10: fleet[0].engine: is a bad engine profile"
     ]
-    made = parse_scenario(text.replace("etta", "eta").replace('"large"', '"largest"'), tmp_path / "s.toml", known)
+    made = parse_scenario(good, tmp_path / "s.toml", known)
     assert (is_path(made.fleet[0].engine), is_path(made.run[0].trainer)) == (True, False)
+
+
+def test_a_model_and_its_gpus_may_stand_in_place_of_a_profiles_name() -> None:
+    text = SHORT.replace('"small"', '{ model = "Qwen3-14B", gpu = "H100", tp = 2 }')
+    text = text.replace('"large"', '{ model = "Qwen3-14B", gpu = "H100", gpus = 8 }')
+    made = scenario(text)
+    assert (made.fleet[0].engine, made.run[0].trainer) == ("h100x2-qwen3-14b", "h100x8-qwen3-14b")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        (
+            '"small"',
+            "{ model = 'Qwen3-14B', gpu = 'H100', tp = 9 }",
+            "fleet[0].engine.tp: is 9; it must be a whole",
+        ),
+        ('"small"', "{ model = 'Qwen3-14B', gpus = 2 }", "6:33: fleet[0].engine.gpus: is unknown; did you mean gpu?"),
+        ('"large"', "{ model = 'Qwen3-14B', gpu = 'H100' }", "11:11: run[0].trainer.gpus: is missing; add it"),
+        (
+            '"small"',
+            "2",
+            "6:10: fleet[0].engine: is 2; it must be a text in quotes with 1 to 1024 characters, or",
+        ),
+    ],
+)
+def test_a_model_on_gpus_is_checked_key_by_key(old: str, new: str, told: str) -> None:
+    found = [str(problem) for problem in problems(SHORT.replace(old, new), AT)]
+    assert any(told in one for one in found), found
 
 
 class TestWhatNoSimulationCouldEnd:

@@ -1,4 +1,4 @@
-"""One rank speaks for each device-arbiter, and all ranks lend or none."""
+"""One rank speaks for each guard, and all ranks lend or none."""
 
 import asyncio
 from pathlib import Path

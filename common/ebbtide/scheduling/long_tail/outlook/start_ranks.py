@@ -1,11 +1,10 @@
 """Ranks a run's queued rollouts, so that no long one starts late: one sample of each group first, then the longest.
 
-It is the order of `start_order` for a live queue, where starting means to run until the end. Steps go one after
-another, since a trainer waits for the earliest. Within a step those that have begun go on first. Then each group has a
-probe started, and then the samples go first that may become longest: by the high quantile of what they have still to
-come, not by the mean. A group whose probe still runs may be very long, and a long sample that starts late costs more
-than a short one that starts early. Seer (arXiv 2511.14617, section 2.2 of its scheduling) is bold in the same way: it
-takes the cap as the length of such a group.
+Starting means to run until the end. Steps go one after another, since a trainer waits for the earliest. Within a step
+those that have begun go on first. Then each group has a probe started, and then the samples go first that may become
+longest: by the high quantile of what they have still to come, not by the mean. A group whose probe still runs may be
+very long, and a long sample that starts late costs more than a short one that starts early. Seer (arXiv 2511.14617,
+section 2.2 of its scheduling) is bold in the same way: it takes the cap as the length of such a group.
 
 Lengths within a ninth of each other have one rank, and are taken as submitted. Where the samples of a group have little
 in common, all are: the order of forecasts that tell nothing only delays samples whose siblings have begun.
@@ -17,8 +16,10 @@ from typing import Final, TypeAlias
 
 from ebbtide.scheduling.long_tail.outlook.known_group import KnownGroup
 from ebbtide.scheduling.long_tail.outlook.run_forecasts import RunForecasts
-from ebbtide.scheduling.long_tail.start_order import OLDEST_S
 
+#: A rollout waits at most so long while others of its step start before it: about as long as the longest responses
+#: take at 40 tokens a second.
+OLDEST_S: Final = 2_400.0
 #: Step, tier, and minus the class of lengths; the lowest is next. Rollouts of equal rank go as they were submitted.
 StartRank: TypeAlias = tuple[int, int, int]
 #: What begun ones, probes and the others are ranked by within a step.

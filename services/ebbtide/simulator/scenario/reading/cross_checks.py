@@ -56,15 +56,10 @@ def _check_unique(kind: str, names: list[str], source: ScenarioSource) -> None:
 def _check_profile(
     path: TomlPath, reference: str, kind: ProfileKind, source: ScenarioSource, known: KnownNames
 ) -> None:
-    names = known.profiles(kind)
-    if is_path(reference):
-        file = source.folder / reference
-        if not file.is_file():
-            source.note(path, f"there is no file {source.shown(reference)}; check the path")
-        elif known.file_problem is not None and (told := known.file_problem(kind, file)):
-            source.note(path, told)
-    elif names is not None and reference not in names:
-        source.note(path, f"no {kind} profile is called {reference!r}{suggestion(reference, sorted(names))}")
+    if is_path(reference) and not (source.folder / reference).is_file():
+        source.note(path, f"there is no file {source.shown(reference)}; check the path")
+    elif known.profile_problem is not None and (told := known.profile_problem(kind, reference, source.folder)):
+        source.note(path, told)
 
 
 def _check_policy(spec: ScenarioSpec, source: ScenarioSource, known: KnownNames) -> None:
@@ -72,12 +67,17 @@ def _check_policy(spec: ScenarioSpec, source: ScenarioSource, known: KnownNames)
         return
     name = spec.policy.name
     if name not in known.policies:
-        source.note(("policy", "name"), f"there is no policy {name!r}{suggestion(name, list(known.policies))}")
+        source.note(("policy", "name"), unknown_policy(name, known.policies))
         return
     if name in known.single_run and len(spec.run) > 1:
         told = f"{name!r} knows one run, and there are {len(spec.run)}; choose ebbtide, or leave the others out"
         source.note(("policy", "name"), told)
     checked(known.policies[name], spec.policy.params, ("policy", "params"), source.note)
+
+
+def unknown_policy(name: str, policies: Iterable[str]) -> str:
+    told = f"there is no policy {name!r}{suggestion(name, list(policies))}"
+    return f"{told}; rivals as published are in the repository's benchmarks/rivals"
 
 
 def _pool_problems(spec: ScenarioSpec, pool: MachinePool) -> Iterator[Wrong]:

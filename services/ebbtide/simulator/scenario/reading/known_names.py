@@ -1,6 +1,6 @@
 """Says which profiles and policies there are, so that others are refused."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -18,17 +18,11 @@ class EngineLimits(Struct, frozen=True, kw_only=True):
 
 
 class KnownNames(Struct, frozen=True, kw_only=True):
-    """Names that come with the simulator. None: any name passes, for callers who check it later."""
+    """What there is to name. None: any name passes, for callers who check it later."""
 
-    engines: frozenset[str] | None = None
-    trainers: frozenset[str] | None = None
-    costs: frozenset[str] | None = None
-    policies: dict[str, type[Struct]] | None = None  # and the parameters of each
+    policies: Mapping[str, type[Struct]] | None = None  # and the parameters of each
     single_run: frozenset[str] = frozenset()  # policies that know one run
     #: Of the profile that a scenario in the folder names. None: limits are not checked.
     engine_limits: Callable[[str, Path], EngineLimits] | None = None
-    #: What is wrong with a profile's file; nothing if it is a good one.
-    file_problem: Callable[[ProfileKind, Path], str] | None = None
-
-    def profiles(self, kind: ProfileKind) -> frozenset[str] | None:
-        return {"engine": self.engines, "trainer": self.trainers, "costs": self.costs}[kind]
+    #: What is wrong with the profile that a scenario in the folder names; nothing if it is a good one.
+    profile_problem: Callable[[ProfileKind, str, Path], str] | None = None

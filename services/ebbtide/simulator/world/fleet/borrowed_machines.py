@@ -4,23 +4,19 @@ from collections.abc import Iterator, Mapping
 from math import inf
 from pathlib import Path
 from random import Random
-from typing import Final
 
 from ebbtide.simulator.scenario.draws.served_recording import served_recording
 from ebbtide.simulator.scenario.inputs.pace_table import PaceTable
 from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.scenario import Scenario
 from ebbtide.simulator.serving.grant_tape import GrantSpell
-from ebbtide.simulator.serving.pair_costs import PairCosts, read_pair_costs
+from ebbtide.simulator.serving.pair_costs import named_costs
 from ebbtide.simulator.serving.request_traffic import TrafficRequest
 from ebbtide.simulator.serving.served_host import GrantTapes, ServedHost, ServedTraffic, borrowed_state
 from ebbtide.simulator.world.books import SimulationBooks
 from ebbtide.simulator.world.fleet.simulated_worker import SimulatedWorker
 from ebbtide.simulator.world.virtual_time import VirtualTime
 from ebbtide.types.fleet import BorrowedState
-
-#: The costs that come with the simulator; they are of no measured engine.
-DEFAULT_COSTS: Final = "default"
 
 
 class BorrowedMachines:
@@ -41,9 +37,7 @@ class BorrowedMachines:
             shift_s=0.0 if serving.alike else inf,
             window_s=min(120.0, found.seconds),
         )
-        self._costs = (
-            PairCosts() if serving.costs == DEFAULT_COSTS else read_pair_costs(Path(scenario.folder) / serving.costs)
-        )
+        self._costs = named_costs(serving.costs, Path(scenario.folder))
         self._slo = serving.slo.targets()
         self._tapes = GrantTapes(self._traffic, self._costs, self._slo, seed=seed)
 

@@ -1,6 +1,6 @@
 """Says which rollouts a training step begins with, and when it has enough.
 
-Ebbtide's own rule is `WholeGroups`. Rivals' rounds stand in `simulator/rivals`.
+Ebbtide's own rule is `WholeGroups`. Rivals have others.
 """
 
 from collections.abc import Sequence

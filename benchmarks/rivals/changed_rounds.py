@@ -1,0 +1,114 @@
+"""Has Ebbtide's own rounds decide with some of their parts replaced.
+
+The coordinator has no switches for comparisons. While a round decides, names that its code looks up stand for something
+else; between rounds they are themselves, so other simulations of this process meet nothing of it.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from math import inf
+from typing import Any, Final, NamedTuple
+
+from ebbtide.coordinator.dispatcher import prefill_speeds, rebalancer, round_deeds
+from ebbtide.coordinator.dispatcher.fleet_speeds import FleetSpeeds
+from ebbtide.coordinator.dispatcher.memory_offers import MemoryOffers
+from ebbtide.coordinator.dispatcher.rebalancer import Rebalancer
+from ebbtide.coordinator.state.worker_session import WorkerSession
+from ebbtide.scheduling.dispatch import rollout_moves
+from ebbtide.scheduling.dispatch.mixed_fleet.loss_rates import LossRates
+from ebbtide.scheduling.dispatch.move_costs import MoveCosts
+from ebbtide.scheduling.dispatch.placement import place
+from ebbtide.scheduling.dispatch.rollout_moves import rebalance
+from ebbtide.scheduling.dispatch.throughput import WorkerThroughput
+from ebbtide.scheduling.dispatch.turns.prefill_speed import PrefillSpeed
+from ebbtide.simulator.world.ebbtide_policy import EbbtideDecider, EbbtidePolicy
+from ebbtide.simulator.world.virtual_coordinator import Decider, VirtualCoordinator
+
+
+class Replaced(NamedTuple):
+    """A name of a module or class, and what it stands for."""
+
+    owner: Any
+    name: str
+    value: Any
+
+
+@contextmanager
+def replaced(parts: Sequence[Replaced]) -> Iterator[None]:
+    before = [getattr(one.owner, one.name) for one in parts]
+    for one in parts:
+        setattr(one.owner, one.name, one.value)
+    try:
+        yield
+    finally:
+        for one, value in zip(reversed(parts), reversed(before), strict=True):
+            setattr(one.owner, one.name, value)
+
+
+#: Workers that are alike teach nothing of each other.
+NO_KINDS: Final = Replaced(FleetSpeeds, "_kind", lambda _, session: (session.worker_id, ""))
+#: Workers have as many slots as they are set to, whatever their memory holds.
+NO_MEMORY: Final = Replaced(MemoryOffers, "update", lambda *_: iter(()))
+#: Workers count as if none were ever lost.
+NO_LOSSES: Final = Replaced(LossRates, "spell_s", lambda *_: inf)
+#: Rollouts that have not started stay in their engine (rule i).
+NO_WAITING_MOVES: Final = Replaced(rollout_moves, "_moved_waiting", lambda *_: [])
+
+
+def placing(**terms: Any) -> Replaced:
+    """`place` with terms of its own."""
+    return Replaced(round_deeds, "place", partial(place, **terms))
+
+
+def moving(costs: MoveCosts) -> tuple[Replaced, ...]:
+    """What moves cost, and what reading prompts is assumed to take."""
+    return Replaced(rebalancer, "rebalance", partial(rebalance, costs=costs)), Replaced(prefill_speeds, "COSTS", costs)
+
+
+def learning(speed: Callable[[], WorkerThroughput]) -> Replaced:
+    """What learns a worker's speed."""
+    return Replaced(rebalancer, "WorkerThroughput", speed)
+
+
+def reading(speed: Callable[[float], PrefillSpeed]) -> Replaced:
+    """What learns how fast a worker reads prompts; handed the tokens/s that are assumed."""
+    return Replaced(prefill_speeds, "PrefillSpeed", speed)
+
+
+def told(speed: Callable[[str], WorkerThroughput]) -> Replaced:
+    """What is known of a worker's speed, by its name."""
+
+    def speed_of(self: Rebalancer, session: WorkerSession) -> WorkerThroughput:
+        known = self._speeds
+        if session.worker_id not in known:
+            known[session.worker_id] = speed(session.worker_id)
+        return known[session.worker_id]
+
+    return Replaced(Rebalancer, "_speed_of", speed_of)
+
+
+class ChangedDecider(EbbtideDecider):
+    def __init__(
+        self,
+        coordinator: VirtualCoordinator,
+        parts: Sequence[Replaced],
+        *,
+        balance: bool = True,
+        keeps: bool = True,
+    ) -> None:
+        super().__init__(coordinator, balance=balance, keeps=keeps)
+        self._parts = parts
+
+    def round(self, now: float) -> float:
+        with replaced(self._parts):
+            return super().round(now)
+
+
+class ChangedPolicy(EbbtidePolicy, frozen=True, kw_only=True):
+    """Ebbtide with these parts replaced."""
+
+    parts: tuple[Replaced, ...]
+
+    def decider(self, coordinator: VirtualCoordinator) -> Decider:
+        return ChangedDecider(coordinator, self.parts)

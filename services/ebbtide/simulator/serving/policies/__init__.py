@@ -1,1 +1,0 @@
-"""Decides what a borrower may do beside served requests: the guard's own policy, and others to compare."""
