@@ -187,7 +187,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m protos.breaking", description="Compare with the last release.")
     parser.add_argument("--release", action="store_true", help="write the contract of pyproject.toml's version")
     release = parser.parse_args(argv).release
-    now, last = compiled(), newest_release()
+    now = compiled()
+    if release and not any(RELEASED.glob("*.binpb")):
+        return _keep(now)
+    last = newest_release()
     found = breaks(FileDescriptorSet.FromString(last.read_bytes()), now)
     for line in found:
         print(line, file=sys.stderr)
@@ -195,15 +198,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{len(found)} breaks with {last.stem}: peers of that release would not understand", file=sys.stderr)
         return 1
     if release:
-        version = tomllib.loads((PROTOS.parent / "pyproject.toml").read_text())["project"]["version"]
-        path = RELEASED / f"{version}.binpb"
-        if path.exists():
-            print(f"{version} was released already: give pyproject.toml its next version first", file=sys.stderr)
-            return 1
-        path.write_bytes(now.SerializeToString(deterministic=True))
-        print(f"wrote {path}")
-    else:
-        print(f"compatible with {last.stem}")
+        return _keep(now)
+    print(f"compatible with {last.stem}")
+    return 0
+
+
+def _keep(now: FileDescriptorSet) -> int:
+    version = tomllib.loads((PROTOS.parent / "pyproject.toml").read_text())["project"]["version"]
+    path = RELEASED / f"{version}.binpb"
+    if path.exists():
+        print(f"{version} was released already: give pyproject.toml its next version first", file=sys.stderr)
+        return 1
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(now.SerializeToString(deterministic=True))
+    print(f"wrote {path}")
     return 0
 
 

@@ -319,5 +319,5 @@ class Worker:
     def _release(self, one: Rollout) -> None:
         if one.attempt.attempt_id in self.rollouts:
             self._forget(one.attempt.attempt_id)
-            released = fleet_pb2.Released(attempts=[one.attempt], reason="moved")
+            released = fleet_pb2.Released(attempts=[one.attempt], reason="moved", cause=types_pb2.END_CAUSE_MOVED)
             self._say.put_nowait(fleet_pb2.WorkerMessage(released=released))

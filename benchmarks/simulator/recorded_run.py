@@ -18,7 +18,7 @@ from benchmarks.control_plane.worker import Rollout, Watcher
 from benchmarks.scale.lasting_worker import MeteredWorker
 from ebbtide.simulator.decision_replay import ReplayedCoordinator, ReplayReport
 from ebbtide.testing import wait_until
-from ebbtide.v1 import fleet_pb2
+from ebbtide.v1 import fleet_pb2, types_pb2
 
 #: Rollouts that are placed, at least.
 PLACED: Final = 2_000
@@ -72,7 +72,7 @@ class DrainingWorker(MeteredWorker):
 
     def _release(self, one: Rollout) -> None:
         self._forget(one.attempt.attempt_id)
-        released = fleet_pb2.Released(attempts=[one.attempt], reason="drain")
+        released = fleet_pb2.Released(attempts=[one.attempt], reason="drain", cause=types_pb2.END_CAUSE_WORKER_LEAVES)
         self._say.put_nowait(fleet_pb2.WorkerMessage(released=released))
 
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from ebbtide.types.end_cause import EndCause
 from ebbtide.types.fleet import Worker, WorkerKind, WorkerState
 from ebbtide.types.run import AttemptSpan, BatchSpec, EnvironmentSpec, Run, RunEvent, RunSpec, RunStatus, TrainerSpec
 
@@ -22,8 +23,9 @@ def span(rollout: str, worker: str, begin_s: float, end_s: float, last: int, **m
     group, _, _ = rollout.rpartition(".")
     fields: dict[str, Any] = {
         "cursor": "", "rollout_id": rollout, "attempt_id": f"{rollout} {worker}", "worker_id": worker, "first": 0,
-        "last": last, "begin_s": begin_s, "end_s": end_s, "end": "finished", "first_version": 1, "last_version": 1,
-        "group_id": group, "episode_id": rollout, "prompt_tokens": 100, "step": int(rollout[1]),
+        "last": last, "begin_s": begin_s, "end_s": end_s, "end": "finished", "cause": EndCause.FINISHED,
+        "first_version": 1, "last_version": 1, "group_id": group, "episode_id": rollout,
+        "prompt_tokens": 100, "step": int(rollout[1]),
     }  # fmt: skip
     return AttemptSpan(**(fields | more))
 

@@ -157,7 +157,7 @@ class ScriptedFleet(fleet_pb2_grpc.FleetServicer):
         return versions
 
     def released(self) -> dict[str, str]:
-        """What was handed back, with the words by which a coordinator of the former release knows why."""
+        """What was handed back, and why in words."""
         return {ref.rollout_id: one.reason for one in self.heard.get("released", []) for ref in one.attempts}
 
     def causes(self) -> dict[str, EndCause]:

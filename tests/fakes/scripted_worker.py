@@ -10,6 +10,7 @@ from ebbtide.rpc.channel import write
 from ebbtide.rpc.status_table import translated
 from ebbtide.testing import wait_until
 from ebbtide.types.append_delta import AppendAck, AppendDelta
+from ebbtide.types.end_cause import EndCause
 from ebbtide.types.fleet import PROTOCOL_VERSION, AttemptRef
 from ebbtide.types.rollout import FinishReason
 from ebbtide.types.tokens import pack_tokens
@@ -122,8 +123,7 @@ class ScriptedWorker:
     async def beat(self, **beat: Any) -> None:
         await self.say(heartbeat=fleet_pb2.Heartbeat(**({"state": types_pb2.WORKER_STATE_READY} | beat)))
 
-    async def hand_back(self, *rollout_ids: str, cause: int = 0, reason: str = "") -> None:
-        """Without a `cause`, as a worker of the former release does."""
+    async def hand_back(self, *rollout_ids: str, cause: int = EndCause.UNSAID, reason: str = "") -> None:
         refs = [self.assigned.pop(rollout_id).attempt for rollout_id in rollout_ids]
         released = fleet_pb2.Released(attempts=refs, reason=reason, cause=types_pb2.EndCause.ValueType(cause))
         await self.say(released=released)

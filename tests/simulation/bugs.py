@@ -115,7 +115,7 @@ def _adopts_anything(adopt: Any) -> Any:
 
 BUGS: Final[dict[str, Bug]] = {
     "an append whose attempt is not compared": lua(
-        ("if (have[place + 1] == attempts[place] or fenced_by_02(place)) and", "if have[place + 1] and")
+        ("if have[place + 1] == attempts[place] and", "if have[place + 1] and")
     ),
     "an append that overlaps what is stored": lua(
         ("if stored + new ~= ends[place] or", "if stored + new < ends[place] or"),

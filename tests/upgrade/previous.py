@@ -72,16 +72,6 @@ def find_previous(folder: Path) -> Previous:
     return Previous(revision, folder / f"at-{revision[:12]}")
 
 
-def find_before(path: str, folder: Path) -> Previous:
-    """The revision before the first one that has a file. Skips where the history does not go back so far."""
-    try:
-        added = _git("log", "--diff-filter=A", "--format=%H", "--", path).split()
-        revision = _git("rev-parse", "--verify", "--quiet", f"{added[-1]}~1^{{commit}}")
-    except (OSError, IndexError, subprocess.CalledProcessError):
-        pytest.skip(f"no commit before {path} is at hand; a clone with its history has one")
-    return Previous(revision, folder / f"at-{revision[:12]}")
-
-
 def _git(*words: str) -> str:
     done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True)
     return done.stdout.strip()

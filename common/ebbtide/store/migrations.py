@@ -1,7 +1,7 @@
 """Numbers the layouts of the store's data (schemas), and migrates an older one to the present one.
 
-Schema 1 is the layout of 0.1.0, which wrote no stamp: a store with a term and no stamp has it. Additions (a key, a
-field with a default) need no number. A change of the meaning or place of stored data takes the next number, and a step.
+Schema 1 is the first layout, that of a store without a stamp, too: it is empty, or forgot. Additions (a key, a field
+with a default) need no number. A change of the meaning or place of stored data takes the next number, and a step.
 
 Invariant: the stamp is never ahead of the data. A step changes the data first; then its stamp becomes durable before
 the next step or any other write. If a coordinator dies here, the next one repeats the step: every step must be safe to
@@ -27,7 +27,7 @@ _STAMP: Final = LuaScript(
 _UNSTAMPED: Final = 0
 #: More digits than any schema number has.
 _DIGITS: Final = 9
-#: Fields that 0.1.0 wrote for each run, and every later coordinator reads.
+#: Fields that each run has.
 _RECORD: Final = ("spec", "status", "created", "seq")
 
 
@@ -41,19 +41,19 @@ class MigrationStep(NamedTuple):
 
 
 async def _whole_records(link: StoreConnection) -> None:
-    """Raise `StoreUnavailable` if a store without a stamp holds other runs than those of 0.1.0."""
+    """Raise `StoreUnavailable` if a store without a stamp holds runs that Ebbtide did not write."""
     for run_id in await _runs(link):
         found = await link.call("HMGET", run_key(run_id, "RUN"), *_RECORD)
         lacking = [name for name, value in zip(_RECORD, found, strict=True) if value is None]
         if 0 < len(lacking) < len(_RECORD):  # a run without any of them has expired
             raise StoreUnavailable(
-                f"the store at {link.where} has no schema, and Ebbtide 0.1.0 did not write run {run_id} there: its "
-                f"record lacks {', '.join(lacking)}; end its runs with what wrote it, or name an empty store"
+                f"the store at {link.where} has no schema, and Ebbtide did not write run {run_id} there: its record "
+                f"lacks {', '.join(lacking)}; end its runs with what wrote it, or name an empty store"
             )
 
 
 #: One step for each schema, from 1 on.
-STEPS: Final[Sequence[MigrationStep]] = (MigrationStep(1, "stamp what 0.1.0 wrote", check=_whole_records),)
+STEPS: Final[Sequence[MigrationStep]] = (MigrationStep(1, "stamp a store without a schema", check=_whole_records),)
 
 
 class Schema:

@@ -36,7 +36,7 @@ RUN_KEYS: Final[dict[str, str]] = {
     # hash: spec, status, message, created and ended (ms, the store's clock), seq (next place in the queue), version
     # (last one reserved), events (last number used), newest, newest_record, sessions (last number given), kept (entries
     # of spans and of ids that are over), first_step (lower steps are over), facts and chatter (bytes of events),
-    # submitter (a name; 0.2.0 wrote none). Owner: submit_run, submit, lease_claim, announce_version, lib, end_run.
+    # submitter (a name). Owner: submit_run, submit, lease_claim, announce_version, lib, end_run.
     # Expires some days after the run's end.
     "RUN": "run",
     # hash: counter or `dropped:REASON` -> integer. The script of a transition changes its counters. Expires with RUN.
@@ -49,14 +49,14 @@ RUN_KEYS: Final[dict[str, str]] = {
     # set: `kind:key` of events, to drop repeats. A key leaves with its event. Deleted at the run's end.
     "EVENT_KEYS": "eventkeys",
     # stream: r(ollout), a(ttempt), w(orker), f(irst) and l(ast) token, b(egin) and e(nd) in ms since submission, why,
-    # v(ersions of its first and last token, u32 each), c(ause, a number of `EndCause`; 0.1.0 wrote none): an entry per
+    # v(ersions of its first and last token, u32 each), c(ause, a number of `EndCause`): an entry per
     # attempt that has ended. Capped. Owner: lib. Expires with RUN, or goes when ended runs take too much.
     "SPANS": "spans",
     # stream like SPANS, of requests: so many of them do not push out what the run's steps did.
     "REQUEST_SPANS": "requestspans",
     # hash: term, `lease:ROLE` -> fence (of a gateway, the role is `gateway/HOLDER`), `settled:ROLE` -> "FENCE NUMBER"
-    # (submits under that lease with a lower number are settled), `claims:ROLE` -> claims so far (0.2.0 wrote none), and
-    # `r:ROLLOUT` -> attempt for each running rollout (0.2.0 wrote "ATTEMPT:stored"): what every write compares. Owner:
+    # (submits under that lease with a lower number are settled), `claims:ROLE` -> claims so far, and
+    # `r:ROLLOUT` -> attempt for each running rollout: what every write compares. Owner:
     # claim_term, lease_*, submit, place, append, requeue. Deleted at the run's end, which bars all further writes.
     "FENCE": "fence",
     # string per role, with an expiry: the role's holder; gone unless the lease is renewed in time.
@@ -127,7 +127,7 @@ RUN_KEYS: Final[dict[str, str]] = {
     # from `first_step` on. Deleted at the run's end.
     "DONE": "done",
     # list: "STEP SECONDS MEMBER" of DONE, oldest first: its step, if it has one, and when it was over, since the run's
-    # submission. 0.2.0 wrote none, so what it marked stays. Deleted at the run's end.
+    # submission. Deleted at the run's end.
     "DONE_ORDER": "doneorder",
     # stream: n (its training rollouts), data (msgpack of the Trajectory), at (ms). Deleted when committed.
     "TRAJECTORIES": "trajectories",

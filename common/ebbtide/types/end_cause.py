@@ -34,31 +34,3 @@ HAND_BACKS: Final = frozenset(
         EndCause.SHORT_CONTEXT,
     }
 )
-#: First words (lower case) of the texts that programs without `EndCause` send and store. Texts of hand-backs stay
-#: unchanged: a coordinator of the former release decides by them.
-_FORMER: Final = (
-    ("finished", EndCause.FINISHED),
-    ("cancelled", EndCause.CANCELLED),
-    ("run ended", EndCause.RUN_ENDED),
-    ("moved", EndCause.MOVED),
-    ("version", EndCause.WRONG_VERSION),
-    ("drain", EndCause.WORKER_LEAVES),
-    ("preempt", EndCause.WORKER_LEAVES),
-    ("reclaim", EndCause.WORKER_LEAVES),
-    ("shutdown", EndCause.WORKER_LEAVES),
-    ("worker lost", EndCause.WORKER_LOST),
-    ("its worker left", EndCause.NOT_HELD),
-    ("its worker did not come back", EndCause.NOT_HELD),
-    ("its end was forgotten", EndCause.NOT_HELD),
-    ("the store forgot", EndCause.NOT_HELD),
-    ("the store did not know", EndCause.NOT_HELD),
-    ("handed back", EndCause.UNSAID),
-)
-
-
-def cause_of(text: str) -> EndCause:
-    """The cause that a text of the former release stands for: `Released.reason`, or the end of a stored span."""
-    found = text.lower()
-    if not found:
-        return EndCause.UNSAID
-    return next((cause for start, cause in _FORMER if found.startswith(start)), EndCause.FAILED)

@@ -10,7 +10,7 @@ from msgspec import Meta, Struct
 from msgspec.structs import force_setattr
 
 from ebbtide.errors import InvalidRequest
-from ebbtide.types.end_cause import EndCause, cause_of
+from ebbtide.types.end_cause import EndCause
 from ebbtide.types.ids import check_id
 from ebbtide.types.tail_spec import TailSpec
 from ebbtide.types.weights import PolicyVersion
@@ -261,8 +261,8 @@ class AttemptSpan(Struct, frozen=True, kw_only=True):
     end: str  # in words, for people
     first_version: int = 0
     last_version: int = 0
-    cause: int | None = None  # an `EndCause`; derived from `end` if unknown: a former release stores `end` alone
-    # Of its rollout, as submitted. A former release stores none of these.
+    cause: int = EndCause.UNSAID  # an `EndCause`; one of a later release counts as UNSAID
+    # Of its rollout, as submitted.
     group_id: str = ""
     episode_id: str = ""
     turn: int = 0
@@ -272,7 +272,7 @@ class AttemptSpan(Struct, frozen=True, kw_only=True):
     request: bool = False  # of a gateway's client
 
     def __post_init__(self) -> None:
-        force_setattr(self, "cause", EndCause(self.cause) if self.cause in set(EndCause) else cause_of(self.end))
+        force_setattr(self, "cause", EndCause(self.cause) if self.cause in set(EndCause) else EndCause.UNSAID)
 
     @property
     def finished(self) -> bool:

@@ -1,7 +1,6 @@
 """A publisher goes on from what the relay still lacks. It sends manifest and patch again only where it must."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from itertools import repeat
 from typing import Any
 
@@ -20,11 +19,10 @@ from tests.integration.client.reader import Reader
 
 
 class Calls:
-    """The publishers' calls of a relay. `former`: it does as a relay of the former release."""
+    """The publishers' calls of a relay."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.begun = self.puts = 0
-        self.former = False
         begin, put = RelayServicer.BeginPublish, RelayServicer.PutTiles
 
         async def begins(relay: RelayServicer, request: Any, context: Any) -> pb.BeginPublishResponse:
@@ -33,26 +31,15 @@ class Calls:
 
         async def puts(relay: RelayServicer, request: Any, context: Any) -> pb.PutTilesResponse:
             self.puts += 1
-            return await put(relay, self._without_version(request) if self.former else request, context)
+            return await put(relay, request, context)
 
         patch.setattr(RelayServicer, "BeginPublish", begins)
         patch.setattr(RelayServicer, "PutTiles", puts)
-
-    async def _without_version(self, tiles: AsyncIterator[pb.Tile]) -> AsyncIterator[pb.Tile]:
-        async for tile in tiles:
-            tile.ClearField("version")
-            yield tile
 
 
 @pytest.fixture(autouse=True)  # before the relay starts
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     return Calls(monkeypatch)
-
-
-@pytest.fixture(params=[False, True], ids=["this-release", "former-release"])
-def former(request: pytest.FixtureRequest, calls: Calls) -> bool:
-    calls.former = request.param
-    return calls.former
 
 
 async def publish_two(both: Client, reader: Reader) -> None:
@@ -64,15 +51,13 @@ async def publish_two(both: Client, reader: Reader) -> None:
         assert same(await reader.read(version.version), weights)
 
 
-async def test_a_version_is_begun_once_except_at_a_relay_of_the_former_release(
-    both: Client, reader: Reader, calls: Calls, former: bool
-) -> None:
+async def test_a_version_is_begun_once(both: Client, reader: Reader, calls: Calls) -> None:
     await publish_two(both, reader)
-    assert (calls.begun, calls.puts) == (4 if former else 2, 2)
+    assert (calls.begun, calls.puts) == (2, 2)
 
 
-async def test_a_version_with_a_damaged_blob_is_begun_once_except_at_a_relay_of_the_former_release(
-    both: Client, reader: Reader, calls: Calls, monkeypatch: pytest.MonkeyPatch, former: bool
+async def test_a_version_with_a_damaged_blob_is_begun_once(
+    both: Client, reader: Reader, calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blob, spoilt = version_staging._blob, list[bytes]()
 
@@ -88,7 +73,7 @@ async def test_a_version_with_a_damaged_blob_is_begun_once_except_at_a_relay_of_
         version = await lease.publish(model(), step=0)
     assert same(await reader.read(version.version), model())
     assert spoilt
-    assert (calls.begun, calls.puts) == (3 if former else 1, 3)
+    assert (calls.begun, calls.puts) == (1, 3)
 
 
 async def test_a_blob_that_is_always_damaged_is_named(both: Client, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,8 +84,8 @@ async def test_a_blob_that_is_always_damaged_is_named(both: Client, monkeypatch:
             await lease.publish(model(), step=0)
 
 
-async def test_a_version_of_which_the_relay_lost_a_blob_is_begun_once_except_at_a_relay_of_the_former_release(
-    both: Client, reader: Reader, calls: Calls, monkeypatch: pytest.MonkeyPatch, former: bool
+async def test_a_version_of_which_the_relay_lost_a_blob_is_begun_once(
+    both: Client, reader: Reader, calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stored, lost = VersionLibrary.stored, list[bytes]()
 
@@ -113,7 +98,7 @@ async def test_a_version_of_which_the_relay_lost_a_blob_is_begun_once_except_at_
     async with both.claim("run") as lease:
         version = await lease.publish(model(), step=0)
     assert same(await reader.read(version.version), model())
-    assert (calls.begun, calls.puts) == (3 if former else 1, 2)
+    assert (calls.begun, calls.puts) == (1, 2)
 
 
 async def test_a_version_of_more_blobs_than_one_answer_names_is_begun_once(

@@ -11,6 +11,7 @@ from ebbtide.errors import InvalidRequest
 from ebbtide.rpc.channel import write
 from ebbtide.rpc.status_table import translated
 from ebbtide.testing import wait_until
+from ebbtide.types.end_cause import EndCause
 from ebbtide.types.fleet import PROTOCOL_VERSION, AppendStatus
 from ebbtide.types.run import EnvironmentSpec, RunEvent, RunSpec, Sampling
 from ebbtide.v1 import fleet_pb2, rollouts_pb2, runs_pb2, types_pb2
@@ -129,7 +130,7 @@ async def test_a_worker_may_leave_with_a_long_reason_which_is_cut(cluster: Any) 
     await worker.say(draining=fleet_pb2.Draining(deadline_s=9.0, reason=f"reclaim {long}"))
     version = types_pb2.PolicyVersion(policy="policy", version=1)
     await worker.say(install_failed=fleet_pb2.InstallFailed(version=version, run_id="r", message=long))
-    await worker.hand_back("a", reason=f"shutdown {long}")
+    await worker.hand_back("a", cause=EndCause.WORKER_LEAVES, reason=f"shutdown {long}")
     (warning,) = await run.events("warning", 1)
     (told,) = [one for one in await run.events("worker", 2) if one.labels["state"] == "draining"]
     (listed,) = (await cluster.call(stub.ListWorkers, fleet_pb2.ListWorkersRequest())).workers

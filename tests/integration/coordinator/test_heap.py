@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from ebbtide.testing import wait_until
+from ebbtide.types.end_cause import EndCause
 from ebbtide.v1 import runs_pb2, types_pb2
 from tests.fakes import cycles as fakes
 
@@ -57,7 +58,7 @@ async def test_rollouts_that_change_workers_and_workers_that_come_and_go_leave_n
         for name in names:
             await second.has(name)
             await second.add(name, 2 * turn + 2, 2)
-        await second.hand_back(names[0], reason="test")
+        await second.hand_back(names[0], cause=EndCause.FAILED)
         await second.has(names[0])
         first = second
     await wait_until(lambda: len(cluster.coordinator.state.sessions) == 1, what="the others are gone")

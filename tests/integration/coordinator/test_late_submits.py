@@ -90,7 +90,7 @@ async def test_submits_come_in_any_order_while_they_are_not_settled(cluster: Any
     assert await members(cluster, "ZCARD", "SUBMITS", "trainer") == 1
 
 
-async def test_events_that_the_former_release_did_not_count_make_room_for_new_ones(cluster: Any) -> None:
+async def test_events_that_were_not_counted_make_room_for_new_ones(cluster: Any) -> None:
     run = await cluster.run()
     link = cluster.coordinator.link
     last = int(await link.call("HINCRBY", run_key("r", "RUN"), "events", 3000))

@@ -168,7 +168,7 @@ async def test_a_failure_in_the_midst_of_a_move_is_held_against_the_rollout(clus
     run, full = await crowded(cluster, running=4, waiting=2)
     await cluster.worker("w2")
     await wait_until(lambda: full.asked == ["q1"], what="it is asked")
-    await full.hand_back("q1", reason="stopped: the engine died")
+    await full.hand_back("q1", cause=EndCause.FAILED, reason="the engine died")
     running = cluster.coordinator.state.runs["r"].running
     await wait_until(lambda: "q1" in running and running["q1"].number == 2, what="somebody has it")
     assert running["q1"].rollout.no_progress == 1

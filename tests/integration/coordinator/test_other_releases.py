@@ -7,7 +7,6 @@ import pytest
 from ebbtide.errors import NotReady
 from ebbtide.store.store_keys import run_key
 from ebbtide.v1 import runs_pb2
-from ebbtide.v1.fleet_pb2 import AppendAck
 
 
 async def test_an_ended_run_that_cannot_be_read_is_passed_over_and_not_forgotten(cluster: Any) -> None:
@@ -25,18 +24,3 @@ async def test_an_ended_run_that_cannot_be_read_is_passed_over_and_not_forgotten
     await cluster.coordinator.link.call("HSET", run_key("a", "RUN"), "spec", spec)
     listed = await cluster.call(cluster.runs.ListRuns, runs_pb2.ListRunsRequest())
     assert [one.run_id for one in listed.runs] == ["a", "b"]
-
-
-async def test_an_attempt_that_0_2_placed_goes_on_where_its_tokens_end(cluster: Any) -> None:
-    run = await cluster.run()
-    worker = await cluster.worker("w1")
-    await run.submit("a")
-    await worker.has("a")
-    await worker.add("a", 0, 8)
-    attempt, fences = worker.assigned["a"].attempt.attempt_id, run_key(run.run_id, "FENCE")
-    await cluster.coordinator.link.call("HSET", fences, "r:a", f"{attempt}:8")
-    assert (await worker.add("a", 6, 4)).status == AppendAck.STATUS_GAP
-    assert (await worker.add("a", 8, 4)).stored == 12
-    assert await cluster.coordinator.link.call("HGET", fences, "r:a") == attempt.encode()
-    await cluster.coordinator.link.call("HSET", fences, "r:a", "another:12")
-    assert (await worker.add("a", 12, 4)).status == AppendAck.STATUS_SUPERSEDED

@@ -309,7 +309,7 @@ async def test_a_worker_that_has_another_version_than_thought_is_told_to_install
     await worker.has("a")
     refused = worker.assigned.pop("a").attempt
     await worker.say(
-        released=fleet_pb2.Released(attempts=[refused], reason="version: none of this policy is installed")
+        released=fleet_pb2.Released(attempts=[refused], reason="none is", cause=types_pb2.END_CAUSE_WRONG_VERSION)
     )
     await worker.has("a")
     assert worker.installed == [1, 1]

@@ -8,6 +8,7 @@ from ebbtide.coordinator.dispatcher import unserved_work
 from ebbtide.errors import NotFound
 from ebbtide.scheduling.health import flapping
 from ebbtide.testing import wait_until
+from ebbtide.types.end_cause import EndCause
 from ebbtide.types.fleet import WorkerState
 from ebbtide.types.tokens import pack_ids
 from ebbtide.v1 import fleet_pb2, types_pb2
@@ -51,7 +52,7 @@ async def test_a_silent_worker_is_fenced_and_its_rollouts_avoid_it(cluster_with:
         run, again, second = await silenced(cluster)
         assert isinstance(again.ended, NotFound) or again.ended is None
         for _ in range(3):
-            await second.hand_back("a", reason="version 1 is not installed")
+            await second.hand_back("a", cause=EndCause.WRONG_VERSION)
             await second.has("a")
         assert again.assigned == {}
         await second.break_streams()  # nobody else is left
@@ -79,7 +80,7 @@ async def test_a_silent_worker_is_found_while_the_store_keeps_all_else_waiting(c
 async def test_a_rollout_avoids_a_worker_beyond_a_restart_of_the_coordinator(cluster_with: Any) -> None:
     async with cluster_with(**SILENT) as cluster:
         run, _, second = await silenced(cluster)
-        await second.hand_back("a", reason="shutdown")
+        await second.hand_back("a", cause=EndCause.WORKER_LEAVES)
         await cluster.restart()
         second = await cluster.worker("w2")  # the first would have it while nobody else is there
         second.beats()
@@ -88,7 +89,7 @@ async def test_a_rollout_avoids_a_worker_beyond_a_restart_of_the_coordinator(clu
         first.beats()
         await wait_until(lambda: first.installed, what="it has the weights")
         for _ in range(3):
-            await second.hand_back("a", reason="version 1 is not installed")
+            await second.hand_back("a", cause=EndCause.WRONG_VERSION)
             await second.has("a")
         assert first.assigned == {}
         assert await run.count("finished") == 0

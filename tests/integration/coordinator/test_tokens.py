@@ -6,6 +6,7 @@ import pytest
 
 from ebbtide.errors import InvalidRequest, NotFound
 from ebbtide.testing import wait_until
+from ebbtide.types.end_cause import EndCause
 from ebbtide.types.tokens import pack_ids, unpack_tokens
 from ebbtide.v1 import fleet_pb2, rollouts_pb2, types_pb2
 from ebbtide.v1.fleet_pb2 import AppendAck
@@ -154,7 +155,7 @@ async def test_released_attempts_go_on_elsewhere_and_do_not_count_against_their_
         await run.submit("a")
         await first.has("a")
         await first.say(draining=fleet_pb2.Draining(deadline_s=5))
-        await first.say(released=fleet_pb2.Released(attempts=[first.assigned["a"].attempt], reason="draining"))
+        await first.hand_back("a", cause=EndCause.WORKER_LEAVES)
         second = await cluster.worker("w2")
         await second.has("a")
         assert (await run.events("worker", 2))[1].labels["state"] == "draining"

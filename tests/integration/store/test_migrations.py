@@ -33,7 +33,7 @@ async def started(url: str) -> Coordinator:
 
 
 async def plant(link: StoreConnection, *run_ids: str) -> None:
-    """Live runs as 0.1.0 left them: no stamp."""
+    """Live runs, and no stamp."""
     await link.call("SET", TERM, "former")
     for place, run_id in enumerate(run_ids, start=1):
         spec = '{"name":"n","model":"m","environment":{"name":"e","params":{}}}'
@@ -57,7 +57,7 @@ async def test_an_empty_store_is_stamped_by_the_first_coordinator(link: StoreCon
     await coordinator.close()
 
 
-async def test_a_store_of_0_1_0_is_stamped_and_its_runs_go_on(link: StoreConnection, redis_url: str) -> None:
+async def test_a_store_without_a_stamp_gets_it_and_its_runs_go_on(link: StoreConnection, redis_url: str) -> None:
     await plant(link, "a", "b")
     coordinator = await started(redis_url)
     assert list(coordinator.state.runs) == ["a", "b"]

@@ -13,6 +13,7 @@ from ebbtide.claimed_runs.device_turns import HELD, LENT, device_event
 from ebbtide.cli.views.timeline import Timeline, chains, chrome_trace, make_timeline, pack
 from ebbtide.cli.views.timeline_files import fetch, write
 from ebbtide.errors import InvalidRequest
+from ebbtide.types.end_cause import EndCause
 from ebbtide.types.run import AttemptSpan, EnvironmentSpec, Run, RunEvent, RunSpec, RunStatus
 
 SPEC = RunSpec(name="demo", model="m", environment=EnvironmentSpec(name="e"))
@@ -21,8 +22,8 @@ SPEC = RunSpec(name="demo", model="m", environment=EnvironmentSpec(name="e"))
 def span(rollout: str, worker: str, begin: float, until: float, **more: Any) -> AttemptSpan:
     fields: dict[str, Any] = {
         "cursor": "", "rollout_id": rollout, "attempt_id": f"{rollout}.{worker}.{begin}", "worker_id": worker,
-        "first": 0, "last": 10, "begin_s": begin, "end_s": until, "end": "finished", "first_version": 1,
-        "last_version": 1,
+        "first": 0, "last": 10, "begin_s": begin, "end_s": until, "end": "finished", "cause": EndCause.FINISHED,
+        "first_version": 1, "last_version": 1,
     }  # fmt: skip
     return AttemptSpan(**(fields | more))
 
@@ -37,7 +38,7 @@ def version(number: int, at: float) -> RunEvent:
 
 
 SPANS = [
-    span("a", "w1", 1.0, 4.0, last=20, end="worker lost: its stream broke"),
+    span("a", "w1", 1.0, 4.0, last=20, end="worker lost: its stream broke", cause=EndCause.WORKER_LOST),
     span("a", "w2", 4.5, 9.0, first=16, last=40, last_version=2),
     span("b", "w1", 1.0, 3.0),
     span("c", "w1", 3.0, 4.0),

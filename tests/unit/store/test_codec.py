@@ -1,4 +1,4 @@
-"""What lies in the store outlives releases: bytes that are compared stay the same while nothing new is used."""
+"""What lies in the store outlives upgrades: bytes that are compared stay the same while nothing new is used."""
 
 import hashlib
 from typing import Any
@@ -8,16 +8,14 @@ import msgspec
 import pytest
 
 from ebbtide.store import record_codec
-from ebbtide.store.record_codec import RELEASED, body_digest, json_record, pack, unpack
+from ebbtide.store.record_codec import ALWAYS, body_digest, json_record, pack, unpack
 from ebbtide.types.rollout import RolloutRequest
 from ebbtide.types.run import EnvironmentSpec, RunSpec, Sampling
 from ebbtide.types.weights import PolicyVersion
 
 REQUEST = RolloutRequest(rollout_id="a", group_id="g", episode_id="e", prompt_ids=b"\1\0\0\0", sampling=Sampling())
 SPEC = RunSpec(name="n", model="m", environment=EnvironmentSpec(name="e", params={"z": [1, {"y": 2, "b": 3}], "a": 1}))
-REMEDY = (
-    "what 0.1.0 wrote has other bytes now: append new fields at the end, with defaults, and leave codec.RELEASED alone"
-)
+REMEDY = "what is in stores has other bytes now: append new fields at the end, with defaults, and leave `ALWAYS` alone"
 
 
 class Weights(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,19 +40,17 @@ class LaterSpec(RunSpec, frozen=True, kw_only=True):
 @pytest.fixture(autouse=True)
 def later() -> Any:
     """Records as they may be some releases on."""
-    grown = {LaterSpec: RELEASED[RunSpec], LaterRequest: RELEASED[RolloutRequest], LaterSampling: RELEASED[Sampling]}
-    with patch.dict(record_codec.RELEASED, grown):
+    grown = {LaterSpec: ALWAYS[RunSpec], LaterRequest: ALWAYS[RolloutRequest], LaterSampling: ALWAYS[Sampling]}
+    with patch.dict(record_codec.ALWAYS, grown):
         yield
-    record_codec._later.cache_clear()
-    record_codec._grown.cache_clear()
-    record_codec._former.cache_clear()
+    record_codec._shape.cache_clear()
 
 
 def as_later(record: msgspec.Struct, kind: Any, **more: Any) -> Any:
     return kind(**{name: getattr(record, name) for name in record.__struct_fields__} | more)
 
 
-def test_what_0_1_0_wrote_has_the_same_bytes_now() -> None:
+def test_what_stores_hold_has_the_same_bytes_now() -> None:
     assert body_digest(REQUEST).hex() == "17e90c185b755f56ca4fa1abfe948011", REMEDY
     plain = RunSpec(name="n", model="m", environment=EnvironmentSpec(name="e"))
     for data, digest in (
@@ -75,7 +71,7 @@ def test_what_is_asked_again_after_an_upgrade_is_the_same() -> None:
     assert body_digest(grown) == body_digest(REQUEST)
 
 
-def test_a_release_before_reads_what_does_not_use_anything_newer() -> None:
+def test_older_code_reads_what_does_not_use_anything_newer() -> None:
     """Specs refuse keys that they do not know."""
     assert msgspec.json.decode(json_record(as_later(SPEC, LaterSpec)), type=RunSpec) == SPEC
     used = as_later(SPEC, LaterSpec, weights=Weights(share=2.0))
@@ -97,3 +93,11 @@ def test_order_of_parameters_does_not_make_another_spec() -> None:
     for kind in (RunSpec, LaterSpec):
         one, other = as_later(SPEC, kind), as_later(SPEC, kind, environment=turned)
         assert json_record(one) == json_record(other)
+
+
+def test_the_number_of_fields_that_are_left_out_changes_no_byte() -> None:
+    """Beyond 15 fields msgpack has another head."""
+    names = [f"later_{number}" for number in range(40)]
+    grown = msgspec.defstruct("Grown", [(name, int, 0) for name in names], bases=(PolicyVersion,), kw_only=True)
+    with patch.dict(record_codec.ALWAYS, {grown: ALWAYS[PolicyVersion]}):
+        assert pack(grown(policy="p", version=1)) == pack(PolicyVersion(policy="p", version=1))

@@ -7,7 +7,6 @@ from typing import TypeVar
 import grpc
 
 from ebbtide.client.service_peer import ServicePeer
-from ebbtide.errors import InvalidRequest
 from ebbtide.rpc.channel import write, write_first
 from ebbtide.types.weights import Manifest, Patch, PolicyVersion
 from ebbtide.v1 import types_pb2
@@ -56,11 +55,8 @@ class VersionStaging:
 
     async def missing(self, version: PolicyVersion) -> bytes | None:
         """Return the blobs that a staged version still lacks, as `put` does."""
-        try:
-            with self.peer.translated():
-                return _missing(await _send(self._stub.PutTiles(), _each([self._first(version)])))
-        except InvalidRequest:  # a relay of the former release refuses messages without a blob
-            return None
+        with self.peer.translated():
+            return _missing(await _send(self._stub.PutTiles(), _each([self._first(version)])))
 
     def _first(self, version: PolicyVersion) -> pb.Tile:
         return pb.Tile(run_id=self._run_id, version=to_proto(version, types_pb2.PolicyVersion))

@@ -13,15 +13,6 @@ local call, sub, tokens = redis.call, string.sub, ARGV[3]
 local sure = columns[6]  -- else it asks for each rollout's length first: a repeat writes nothing
 local over, others = {}, {}  -- over: rollouts that this call finishes
 
--- 0.2 kept "ATTEMPT:tokens" in the fence. It takes a fence without tokens for one of another attempt, so it never appends at the wrong
--- place when it comes back.
-local function fenced_by_02(place)
-  local fence, former = have[place + 1], attempts[place] .. ':'
-  if not fence or sub(fence, 1, #former) ~= former then return false end
-  call('HSET', FENCE, fields[place + 1], attempts[place])
-  return true
-end
-
 -- Status, stored and finished of a delta whose attempt does not run.
 local function ended(place)
   local id = ids[place]
@@ -48,7 +39,7 @@ local appended, made, at = 0, 0, 1  -- records, and the tokens that they are
 for place = 1, #ids do
   local id, behind = ids[place], at + counts[place] * 12
   local status, stored, finished
-  if (have[place + 1] == attempts[place] or fenced_by_02(place)) and not over[id] then
+  if have[place + 1] == attempts[place] and not over[id] then
     local new
     stored, new = append(place, at, behind - 1)
     if new then appended, made = appended + counts[place], made + counts[place]

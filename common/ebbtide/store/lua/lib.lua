@@ -5,8 +5,7 @@ local FACTS = {
   status = true, version = true, step = true, group_dropped = true, evaluation = true, checkpoint = true, attached = true,
   round_opened = true, round_taken = true,
 }
--- What a run keeps of its past grows with its quota, between bounds: spans, and as many ids that are over. The former release set no
--- number: then it is the most.
+-- What a run keeps of its past grows with its quota, between bounds: spans, and as many ids that are over.
 local LEAST_KEPT, MOST_KEPT, QUOTA_OF_ONE = 256, 16384, 16384
 -- But ids are kept for so many seconds at least: repeats of calls whose answer was lost come within them.
 local REMEMBERED_S = 10
@@ -112,7 +111,7 @@ local limit, first_step
 local function history_limit()
   if not limit then
     local r = redis.call('HMGET', RUN, 'kept', 'first_step')
-    limit, first_step = tonumber(r[1] or MOST_KEPT), tonumber(r[2] or 0)
+    limit, first_step = tonumber(r[1] or LEAST_KEPT), tonumber(r[2] or 0)
   end
   return limit
 end
@@ -145,7 +144,7 @@ local function trim_chatter(bytes)
   for _ = 1, DROPPED_AT_ONCE do
     if redis.call('XLEN', CHATTER) <= history_limit() / KEPT_PER_CHATTER and bytes <= history_limit() * CHATTER_BYTES then return end
     local oldest = redis.call('XRANGE', CHATTER, '-', '+', 'COUNT', 1)[1]
-    if not oldest then return redis.call('HSET', RUN, 'chatter', 0) end  -- the former release trimmed, and did not count
+    if not oldest then return redis.call('HSET', RUN, 'chatter', 0) end  -- the count was off
     local f = oldest[2]
     redis.call('XDEL', CHATTER, oldest[1])
     redis.call('SREM', EVENT_KEYS, f[2] .. ':' .. f[4])

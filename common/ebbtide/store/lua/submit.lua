@@ -50,8 +50,7 @@ for at = FIRST, #ARGV, COLUMNS do
   local id, digest, asked = ARGV[at], string.sub(ARGV[at + 1], 1, BODY_DIGEST), string.sub(ARGV[at + 1], BODY_DIGEST + 1)
   local have = redis.call('HMGET', ROLLOUT .. id, 'digest', 'state', 'asked')
   local known = have[1] or seen[id]
-  -- A gateway of the former release gives no digest of its client's request.
-  local differs = have[3] and asked ~= '' and have[3] ~= asked
+  local differs = (have[3] or '') ~= asked
   if known and (known ~= digest or differs) then return refuse('TAKEN', tostring((at - FIRST) / COLUMNS)) end
   if known then out[#out + 1] = {2, have[2] or 'queued'}
   elseif past or is_over(id, ARGV[at + 2]) then out[#out + 1] = {3, ''}
@@ -63,8 +62,6 @@ for at = FIRST, #ARGV, COLUMNS do
   end
 end
 if #fresh > 0 then
-  redis.call('HSETNX', RUN, 'kept', history_limit_of(ARGV[4]))  -- the run may be of the former release, which kept more
-  redis.call('XTRIM', SPANS, 'MAXLEN', '~', history_limit_of(ARGV[4]))
   if beyond_quota(bytes, ARGV[4], ARGV[2]) then  -- perhaps by ids of steps that are over, which nothing but a submit says
     raise_first_step(tonumber(ARGV[9]))
     drop_marks(MARKS_AT_ONCE)

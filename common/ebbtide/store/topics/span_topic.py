@@ -6,7 +6,6 @@ from typing import Final
 from ebbtide.store.record_codec import pairs
 from ebbtide.store.store_keys import run_key
 from ebbtide.store.topics.topic import Topic
-from ebbtide.types.end_cause import EndCause
 from ebbtide.types.run import AttemptSpan
 
 #: Spans per page, which bounds the memory of one read.
@@ -23,15 +22,10 @@ class SpanTopic(Topic):
         return [_span(entry.decode(), fields) for entry, fields in entries]
 
 
-def _cause(stored: bytes | None) -> EndCause | None:
-    """None for causes that a former release did not store or only a later one knows; `end` names them in words."""
-    return EndCause(int(stored)) if stored and int(stored) in set(EndCause) else None
-
-
 def _span(cursor: str, fields: list[bytes]) -> AttemptSpan:
     have = dict(pairs(fields))
     first_version, last_version = struct.unpack("<II", have[b"v"]) if have[b"v"] else (0, 0)
-    group, episode, turn = have[b"o"].decode().split(" ") if have.get(b"o") else ("", "", "0")
+    group, episode, turn = have[b"o"].decode().split(" ") if have[b"o"] else ("", "", "0")
     return AttemptSpan(
         cursor=cursor,
         rollout_id=have[b"r"].decode(),
@@ -42,7 +36,7 @@ def _span(cursor: str, fields: list[bytes]) -> AttemptSpan:
         begin_s=int(have[b"b"]) / 1000,
         end_s=int(have[b"e"]) / 1000,
         end=have[b"why"].decode(),
-        cause=_cause(have.get(b"c")),
+        cause=int(have[b"c"]),
         first_version=first_version,
         last_version=last_version,
         group_id=group,

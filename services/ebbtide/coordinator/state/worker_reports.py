@@ -7,7 +7,7 @@ from typing import Annotated, Final, TypeAlias
 from msgspec import Meta, Struct
 from msgspec.structs import force_setattr
 
-from ebbtide.types.end_cause import HAND_BACKS, EndCause, cause_of
+from ebbtide.types.end_cause import HAND_BACKS, EndCause
 from ebbtide.types.fleet import AttemptRef, BorrowedState, DraftingState, EngineInfo, WorkerKind, WorkerState
 from ebbtide.types.text_bounds import shortened
 from ebbtide.types.weights import PolicyVersion
@@ -93,15 +93,14 @@ class EngineChangedReport(Struct, frozen=True, kw_only=True):
 
 
 class ReleasedReport(Struct, frozen=True, kw_only=True):
-    """Attempts handed back. An unknown cause counts as FAILED, unless the text implies another."""
+    """Attempts handed back. A cause that is unknown, or not for a worker to say, counts as FAILED."""
 
     attempts: tuple[AttemptRef, ...] = ()
     reason: str = ""  # for people
-    cause: int = 0  # an `EndCause`; a worker of the former release omits it
+    cause: int = 0  # an `EndCause`
 
     def __post_init__(self) -> None:
-        said = next((one for one in (self.cause, cause_of(self.reason)) if one in HAND_BACKS), EndCause.FAILED)
-        force_setattr(self, "cause", EndCause(said))
+        force_setattr(self, "cause", EndCause(self.cause) if self.cause in HAND_BACKS else EndCause.FAILED)
         force_setattr(self, "reason", shortened(self.reason))
 
 

@@ -110,12 +110,12 @@ class WorkerSession:
 
     @property
     def scores_prompts(self) -> bool:
-        """Whether its engine scores prompts. Workers of former releases say nothing of it, and score none."""
+        """Whether its engine scores prompts. Workers that cannot say nothing of it."""
         return "score" in self.hello.capabilities
 
     @property
     def samples_min_p(self) -> bool:
-        """Whether its engine samples with `min_p`: not where it drafts, nor in former releases."""
+        """Whether its engine samples with `min_p`: not where it drafts."""
         return "min_p" in self.hello.capabilities
 
     # Its attempts: called by `RunningAttempt`.
@@ -378,7 +378,7 @@ class WorkerSession:
                 batch, size, ended = [], 0, []
 
     def pace_flushes(self, pace: FlushPace, *, tell: bool = True) -> None:
-        """Have the worker flush no more often than that. Former releases flush as they are set."""
+        """Have the worker flush no more often than that, if it can be told."""
         if "flush_interval" not in self.hello.capabilities:
             return
         self._flush_pace = pace
@@ -404,8 +404,7 @@ class WorkerSession:
 
     def ask_back(self, attempts: Iterable[AttemptRef], reason: str = "") -> None:
         """Have the worker hand attempts back, so that another worker can continue them."""
-        text = f"moved: {reason}" if reason else "moved"  # a worker of the former release returns only the text
-        release = fleet_pb2.Release(attempts=_messages(attempts), reason=text)
+        release = fleet_pb2.Release(attempts=_messages(attempts), reason=reason)
         self.send(fleet_pb2.CoordinatorMessage(release=release))
 
     def free(self, attempts: Sequence[AttemptRef], reason: str, now: float) -> None:

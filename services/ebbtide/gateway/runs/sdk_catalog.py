@@ -12,7 +12,7 @@ from typing import Final
 
 from ebbtide.client import Client
 from ebbtide.client.gateway_lease import GatewayLease
-from ebbtide.errors import InvalidRequest, LeaseSuperseded, NoCapacity, NotFound, RateLimited, Unavailable
+from ebbtide.errors import InvalidRequest, LeaseSuperseded, NoCapacity, NotFound, RateLimited
 from ebbtide.gateway.runs.served_model import ServedModel, context_of, load_served_model, read_model_config
 from ebbtide.gateway.text.output_parsers import ParserNames
 from ebbtide.gateway.text.template_sandbox import TemplateSandbox
@@ -25,8 +25,6 @@ from ebbtide.types.session import Session, SessionEnd, SessionTurn, TurnPage
 _ROOM_S: Final = 10.0
 #: Model folders to keep loaded, 10 to 100 MB each.
 _MOST_MODELS: Final = 64
-#: Coordinators of earlier releases refuse the role.
-_OLDER_COORDINATOR: Final = "the coordinator knows no gateways; upgrade it, and gateways after it"
 
 
 class LeaseSource:
@@ -132,10 +130,6 @@ class SdkCatalog:
             lease = await self._client.acquire_gateway(run.run_id, holder=self._holder)
         except LeaseSuperseded:
             raise NotFound(f"model: run {run.run_id} has ended") from None
-        except InvalidRequest as error:
-            if error.field != "role":
-                raise
-            raise Unavailable(_OLDER_COORDINATOR) from None
         return LeaseSource(self._client, lease)
 
     async def context(self, run: Run) -> int:

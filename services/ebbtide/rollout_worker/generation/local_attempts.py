@@ -41,14 +41,11 @@ class HandBack(NamedTuple):
     """Why an attempt goes back to the coordinator."""
 
     cause: EndCause
-    #: For people; a coordinator of the former release derives the cause from its first word: see `end_cause`.
-    text: str
+    text: str  # for people
 
 
-#: A coordinator of the former release takes it for a move.
-NO_MEMORY: Final = HandBack(EndCause.NO_MEMORY, "moved: its worker has no memory for its next chunk")
-
-SHORT_CONTEXT: Final = HandBack(EndCause.SHORT_CONTEXT, "moved: it needs a longer context than its worker's")
+NO_MEMORY: Final = HandBack(EndCause.NO_MEMORY, "its worker has no memory for its next chunk")
+SHORT_CONTEXT: Final = HandBack(EndCause.SHORT_CONTEXT, "it needs a longer context than its worker's")
 
 
 class GenerationHolds:

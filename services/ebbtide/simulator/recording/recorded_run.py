@@ -39,7 +39,7 @@ class RolloutColumns(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     group: Annotated[list[_Number], Meta(max_length=MOST_ROLLOUTS)]
     episode: Annotated[list[_Number], Meta(max_length=MOST_ROLLOUTS)]
     turn: Annotated[list[_Number], Meta(max_length=MOST_ROLLOUTS)]
-    prompt: Annotated[list[_Tokens], Meta(max_length=MOST_ROLLOUTS)]  # 0: a coordinator of 0.2.0 did not keep it
+    prompt: Annotated[list[_Tokens], Meta(max_length=MOST_ROLLOUTS)]
     length: Annotated[list[_Tokens], Meta(max_length=MOST_ROLLOUTS)]  # of the whole response
     attempts: Annotated[list[_Number], Meta(max_length=MOST_ROLLOUTS)]
     begin_s: Annotated[list[Second], Meta(max_length=MOST_ROLLOUTS)]  # of its first attempt that is known

@@ -1,1 +1,0 @@
-"""Keeps the former place of the episode driver."""
