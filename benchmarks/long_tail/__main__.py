@@ -3,15 +3,14 @@
     python -m benchmarks.long_tail [--quick] [--parts NAME ...] [--marginals NAME ...] [--lengths PATH] [--out PATH]
 
 Parts with real programs: `admission` (preemptions of an engine with little memory, with admission by memory and
-without), `feed` (what a coordinator spends on passing siblings' tokens on), `rewards` (responses scored beside the
-rollout or behind it; simulated, too), `decisions` (the processor's time of a round with forecasts, for a thousand
-workers). Simulated: `seer` (policies in Seer's settings), `rounds` (what rules of rounds save), `freed` (workers that
-two runs share). Computed: `draft` (lengths of drafts beside Seer's printed rule), `accept` (tokens of a step, by
-siblings on one worker and across two), `lengths` (how often forecast intervals cover the truth), `order` (step times
-under orders of starting, in a model of slots), `bias` (what rules of rounds do to trained lengths and gradients, in a
-toy model). Recorded lengths are looked for beside the checkout, in `shared/traces`; without them
-only the fitted ones are drawn from. Writes a JSON file with `figures`; those that were not measured are null, and
-`missing` says why. Ends with 1 if a part failed; what the others found is written nevertheless.
+without), `rewards` (responses scored beside the rollout or behind it; simulated, too), `decisions` (the processor's
+time of a round with forecasts, for a thousand workers). Simulated: `seer` (policies in Seer's settings), `rounds`
+(what rules of rounds save), `freed` (workers that two runs share). Computed: `lengths` (how often forecast intervals
+cover the truth), `order` (step times under orders of starting, in a model of slots), `bias` (what rules of rounds do
+to trained lengths and gradients, in a toy model). Recorded lengths are looked for beside the checkout, in
+`shared/traces`; without them only the fitted ones are drawn from. Writes a JSON file with `figures`; those that were
+not measured are null, and `missing` says why. Ends with 1 if a part failed; what the others found is written
+nevertheless.
 """
 
 import argparse
@@ -27,9 +26,6 @@ from typing import Any, Final
 from benchmarks.arguments import count, output, result
 from benchmarks.conditions import conditions
 from benchmarks.long_tail.admission.admission_part import admission_part
-from benchmarks.long_tail.drafts.accept_part import accept_part
-from benchmarks.long_tail.drafts.draft_part import draft_part
-from benchmarks.long_tail.feed.feed_part import feed_part
 from benchmarks.long_tail.freed_part import freed_part
 from benchmarks.long_tail.lengths.length_marginals import TRACES, known_marginals
 from benchmarks.long_tail.lengths.lengths_part import lengths_part
@@ -45,13 +41,10 @@ from ebbtide.errors import InvalidRequest
 
 PARTS: Final = (
     "admission",
-    "draft",
-    "accept",
     "lengths",
     "order",
     "rewards",
     "seer",
-    "feed",
     "bias",
     "rounds",
     "freed",
@@ -67,15 +60,12 @@ def measured(
     path = options.lengths
     parts: dict[str, Callable[[], dict[str, Any]]] = {
         "admission": lambda: admission_part(tell, quick=options.quick),
-        "draft": lambda: draft_part(tell),
-        "accept": lambda: accept_part(tell, quick=options.quick, jobs=options.jobs),
         "lengths": lambda: lengths_part(
             tell, recorded=recorded_coverage(path.stem, recorded_groups(path)) if path is not None else [], **drawn
         ),
         "order": lambda: order_part(tell, **drawn),
         "rewards": lambda: rewards_part(tell, quick=options.quick),
         "seer": lambda: seer_part(tell, quick=options.quick, jobs=options.jobs, recorded=_recorded(path)),
-        "feed": lambda: feed_part(tell, quick=options.quick),
         "bias": lambda: bias_part(tell, quick=options.quick),
         "rounds": lambda: rounds_part(tell, quick=options.quick, jobs=options.jobs),
         "freed": lambda: freed_part(tell, quick=options.quick),

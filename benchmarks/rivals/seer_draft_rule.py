@@ -1,10 +1,11 @@
-"""Splits a budget of draft tokens over two classes, as Seer prints it (arXiv 2511.14617 v3, Algorithm MBA).
+"""Decides lengths of drafts as Seer prints it: splits a budget over two classes (arXiv 2511.14617 v3, Algorithm MBA).
 
 Probes, which run ahead of their groups, are one class, and all other samples the other one. All samples of a class get
 drafts of the same length.
 """
 
 from collections.abc import Callable, Sequence
+from statistics import fmean
 from typing import NamedTuple
 
 from msgspec import Struct
@@ -26,6 +27,19 @@ class ClassDrafts(NamedTuple):
 
     probes: int
     others: int
+
+
+def printed_drafts(
+    survivals: Sequence[Sequence[float]], probes: Sequence[bool], seconds: Callable[[int], float]
+) -> Sequence[int]:
+    """The draft tokens of each running sample: one mean acceptance for the budget, one mean survival for the split.
+    `probes`: which of them run ahead of their groups; `seconds`: a step's time by the tokens that it verifies.
+    """
+    samples, ahead = len(survivals), sum(probes)
+    mean = [fmean(each) for each in zip(*survivals, strict=True)]
+    budget = printed_budget(samples, mean[0], lambda length: seconds(samples * (1 + length)), len(mean))
+    split = printed_split(DraftClasses(probes=ahead, others=samples - ahead, survival=mean), budget)
+    return [split.probes if probe else split.others for probe in probes]
 
 
 def printed_split(classes: DraftClasses, budget: int) -> ClassDrafts:

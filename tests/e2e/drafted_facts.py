@@ -10,10 +10,9 @@ import sys
 from pathlib import Path
 from typing import Any, Final
 
-from ebbtide.rollout_worker.engine import DraftSource, EngineRequest, SiblingRun
+from ebbtide.rollout_worker.engine import DraftSource, EngineRequest
 from ebbtide.rollout_worker.engine.vllm.vllm_engine import VllmEngine
 from ebbtide.rollout_worker.settings import VllmSettings
-from ebbtide.types.tokens import pack_ids
 
 SETTINGS: Final = VllmSettings(dtype="float32", max_model_len=512, enforce_eager=True, threads=1, kv_cache_mib=128)
 PROMPTS: Final = [[20 + i, 21, 22, 23 + i] for i in range(4)]
@@ -30,7 +29,9 @@ class GroupAsker:
         self._engine = engine
         self._asked = 0
 
-    async def ask(self, prompt: int, member: str, partial: list[int] | None = None, **changes: Any) -> Facts:
+    async def ask(
+        self, prompt: int, member: str, partial: list[int] | None = None, *, group: str = "", **changes: Any
+    ) -> Facts:
         self._asked += 1
         made = partial or []
         wanted: Facts = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_tokens": 0, "stop_token_ids": ()}
@@ -38,7 +39,7 @@ class GroupAsker:
             request_id=f"r{self._asked}",
             token_ids=PROMPTS[prompt] + made,
             max_tokens=LENGTH - len(made),
-            drafts=DraftSource(group=f"g{prompt}", rollout_id=member, made=len(made)),
+            drafts=DraftSource(group=group or f"g{prompt}", rollout_id=member, made=len(made)),
             **(wanted | changes),
         )
         out: Facts = {"ids": [], "logprobs": [], "versions": []}
@@ -69,27 +70,15 @@ async def gather(engine: VllmEngine, other: Path) -> Facts:
     if speculation := engine.speculation:
         await speculation.refresh()
         facts["own"] = dict(speculation.report)
+        # A group of which nothing was made here is drafted from what a rollout that was moved here brings along.
         told = facts["installed"][1][0]["ids"]
-        # A group that nobody made anything of here is drafted from what others made of it.
-        engine.learn_siblings([SiblingRun("elsewhere", 1, "far", 0, pack_ids(told))])
+        await asker.ask(1, "moved", told[:-1], group="moved")
+        facts["late"] = await asker.ask(1, "late", group="moved")
         await speculation.refresh()
-        request = EngineRequest(
-            request_id="elsewhere",
-            token_ids=PROMPTS[1],
-            drafts=DraftSource(group="elsewhere", rollout_id="here", made=0),
-            max_tokens=LENGTH,
-            temperature=0.0,
-            top_p=1.0,
-            top_k=0,
-            min_tokens=0,
-            stop_token_ids=(),
-        )
-        facts["elsewhere"] = [token async for delta in engine.generate(request) for token in delta.ids]
+        facts["moved"] = dict(speculation.report)
+        await engine.install(2, other / "model.safetensors")
         await speculation.refresh()
-        facts["siblings"] = dict(speculation.report)
-        engine.learn_siblings([], ["elsewhere", *(f"g{prompt}" for prompt in range(len(PROMPTS)))])
-        await speculation.refresh()
-        facts["ended"] = dict(speculation.report)
+        facts["replaced"] = dict(speculation.report)
     return facts
 
 

@@ -18,7 +18,6 @@ import msgspec
 from ebbtide.rollout_worker.engine.vllm.vllm_engine import VllmEngine
 from ebbtide.rollout_worker.generation.generation import Assignment, Generation
 from ebbtide.rollout_worker.settings import VllmSettings
-from ebbtide.scheduling.long_tail.drafts.draft_planner import DraftPlanner
 from ebbtide.types.fleet import AttemptRef, EngineInfo
 from ebbtide.types.run import Sampling
 from ebbtide.types.tokens import pack_ids, unpack_tokens
@@ -39,8 +38,6 @@ _AT_ONCE: Final = 64
 #: Tokens of an attempt before it is cut, on average; of its last ones, up to so many were not stored.
 _MEAN: Final = 6
 _UNSTORED: Final = 2
-#: Tokens of a draft.
-_DRAFT: Final = 4
 
 
 class Sampler:
@@ -99,16 +96,7 @@ def _facts(tokens: bytes, cuts: list[int]) -> dict[str, Any]:
     return {"ids": found["id"].tolist(), "logprobs": found["logprob"].tolist(), "cuts": cuts}
 
 
-def draft_always() -> None:
-    """Have engines that are forked from this process draft in each step: with so few tokens to choose from, drafts
-    would seldom pay, and few of them would be judged."""
-    planner: Any = DraftPlanner
-    planner.looks = lambda _: True
-    planner.lengths = lambda _, offers, __: [min(offer.length, _DRAFT) for offer in offers]
-
-
 async def main(checkpoint: str, speculation: str, responses: int, length: int) -> None:
-    draft_always()
     engine = VllmEngine(checkpoint, _AT_ONCE, msgspec.structs.replace(SETTINGS, speculation=speculation))
     try:
         info = await engine.start()

@@ -44,12 +44,12 @@ def test_most_tokens_of_alike_members_are_drafted_and_accepted(engines: tuple[Fa
     assert own["accepted"] > own["drafted"] / 3
 
 
-def test_tokens_of_other_workers_are_drafted_from(engines: tuple[Facts, Facts]) -> None:
-    own, siblings = engines[1]["own"], engines[1]["siblings"]
-    assert engines[1]["elsewhere"] == engines[0]["installed"][1][0]["ids"]
-    assert siblings["accepted"] > own["accepted"] + 30
+def test_what_a_moved_rollout_brings_along_is_drafted_from(engines: tuple[Facts, Facts]) -> None:
+    own, moved = engines[1]["own"], engines[1]["moved"]
+    assert engines[1]["late"]["ids"] == engines[0]["installed"][1][0]["ids"]
+    assert moved["accepted"] > own["accepted"] + 30
 
 
-def test_trees_are_given_back_when_their_groups_end(engines: tuple[Facts, Facts]) -> None:
-    assert engines[1]["siblings"]["tree_bytes"] > 0
-    assert engines[1]["ended"]["tree_bytes"] == engines[1]["ended"]["groups"] == 0
+def test_trees_are_given_back_when_other_weights_are_installed(engines: tuple[Facts, Facts]) -> None:
+    assert engines[1]["moved"]["tree_bytes"] > 0
+    assert engines[1]["replaced"]["tree_bytes"] == engines[1]["replaced"]["groups"] == 0

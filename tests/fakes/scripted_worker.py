@@ -5,7 +5,6 @@ from typing import Any
 
 import grpc
 
-from ebbtide.rollout_worker.streams.sibling_client import SiblingClient
 from ebbtide.rpc.channel import write
 from ebbtide.rpc.status_table import translated
 from ebbtide.testing import wait_until
@@ -50,7 +49,6 @@ class ScriptedWorker:
         self._reader: asyncio.Task[None] | None = None
         self._append: Any = None
         self._saying = asyncio.Lock()  # a stream takes one write at a time
-        self.siblings: SiblingClient | None = None  # what takes its siblings' tokens, if it wants them
         self.engine = fleet_pb2.EngineInfo(model="m", vocab_size=1000, max_model_len=256)
 
     async def attach(self, **more: Any) -> "ScriptedWorker":
@@ -72,9 +70,7 @@ class ScriptedWorker:
         """A new append stream."""
         self._append = self._fleet.Append()
         self._sender = AppendSender()
-        first = self.message()
-        first.siblings.extend(self.siblings.open() if self.siblings else ())
-        assert not (await self.exchange(first)).others
+        assert not (await self.exchange(self.message())).others
 
     async def _read(self) -> None:
         try:
@@ -152,8 +148,6 @@ class ScriptedWorker:
             assert response is not grpc.aio.EOF, await self._append.code()
         assert response.sequence == request.sequence
         self.durable = response.durable
-        if self.siblings is not None and response.HasField("siblings"):
-            self.siblings.take(response.siblings)
         answer: fleet_pb2.AppendResponse = response
         return answer
 

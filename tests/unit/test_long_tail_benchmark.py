@@ -20,7 +20,6 @@ from benchmarks.long_tail.admission.admitted_work import (
     packed_works,
     unpacked_works,
 )
-from benchmarks.long_tail.drafts.draft_part import draft_part
 from benchmarks.long_tail.lengths.length_marginals import known_marginals
 from benchmarks.long_tail.lengths.lengths_part import LengthSetting, coverage
 from benchmarks.long_tail.lengths.played_lengths import held_back
@@ -69,11 +68,11 @@ def test_intervals_cover_what_they_promise_in_a_setting() -> None:
 
 def test_figures_without_a_part_are_null_with_a_reason() -> None:
     figures = promised_figures({"interval_coverage": 0.8})
-    reasons = missing(figures, {"draft": "ValueError: no budget"})
+    reasons = missing(figures, {"bias": "ValueError: no budget"})
     assert figures["interval_coverage"] == 0.8
-    assert reasons["draft_objective_over_printed_rule"] == "part draft failed: ValueError: no budget"
+    assert reasons["bias_cured_over_uncured"] == "part bias failed: ValueError: no budget"
     assert set(reasons) == {name for name, value in figures.items() if value is None}
-    assert len(figure_rows(figures, reasons)) == 10
+    assert len(figure_rows(figures, reasons)) == 8
 
 
 def test_a_part_that_fails_leaves_what_the_others_found_and_the_benchmark_ends_with_1(
@@ -83,21 +82,14 @@ def test_a_part_that_fails_leaves_what_the_others_found_and_the_benchmark_ends_w
         raise RuntimeError("no slots")
 
     monkeypatch.setattr(benchmark, "order_part", breaks)
-    monkeypatch.setattr(benchmark, "draft_part", lambda _: {"figures": {"draft_objective_over_printed_rule": 1.1}})
+    monkeypatch.setattr(benchmark, "bias_part", lambda *_, **__: {"figures": {"bias_cured_over_uncured": 0.1}})
     out = tmp_path / "tail.json"
-    status = benchmark.main(["--parts", "order", "draft", "--traces", str(NOWHERE), "--out", str(out)])
+    status = benchmark.main(["--parts", "order", "bias", "--traces", str(NOWHERE), "--out", str(out)])
     told = json.loads(out.read_text())
     assert status == 1
     assert told["failed"] == {"order": "RuntimeError: no slots"}
-    assert told["figures"]["draft_objective_over_printed_rule"] == 1.1
+    assert told["figures"]["bias_cured_over_uncured"] == 0.1
     assert told["missing"]["interval_coverage"] == "part lengths was not run"
-
-
-@pytest.mark.nightly
-def test_the_draft_rule_is_never_below_the_printed_one_in_ten_thousand_cases() -> None:
-    found = draft_part(lambda _: None)
-    assert found["drawn"]["below"] == 0
-    assert found["figures"]["draft_objective_over_printed_rule"] >= 1.09
 
 
 def test_recorded_lengths_are_read_by_group(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from typing import Annotated, Final, TypeAlias
 
 from msgspec import Meta, Struct
 
-from benchmarks.rivals.tail.draft_rules import DraftRule
 from benchmarks.rivals.tail.speculation_pace import SpeculationPace
 from ebbtide.simulator.scenario.bounds import Factor
 from ebbtide.simulator.scenario.machine_pool import MachinePool
@@ -36,12 +35,12 @@ class DividedPolicy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def pool(self) -> KvPool | None:
         return KvPool(tokens_per_s=self.pool_tokens_per_s) if self.pool_tokens_per_s else None
 
-    def pace(self, coordinator: VirtualCoordinator, drafts: DraftRule) -> SpeculationPace | None:
-        """What drafts by this rule do to engines' speeds; None without speculation."""
+    def pace(self, coordinator: VirtualCoordinator) -> SpeculationPace | None:
+        """What drafts do to engines' speeds; None without speculation."""
         if not self.speculates:
             return None
         every_s = PACED_ROUNDS * self.round_s
-        return SpeculationPace(coordinator, drafts, verification=self.verification, every_s=every_s)
+        return SpeculationPace(coordinator, verification=self.verification, every_s=every_s)
 
     def rounds(self, run: TrainingRun) -> Rounds:
         return WholeGroups(run.prompts, run.group)

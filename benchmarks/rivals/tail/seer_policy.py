@@ -7,7 +7,6 @@ from benchmarks.rivals.seer_start_rule import BufferedRequest, SeerStartRule
 from benchmarks.rivals.tail.chunk_places import ChunkPlace, chunk_place
 from benchmarks.rivals.tail.divided_decider import DividedDecider
 from benchmarks.rivals.tail.divided_policy import DividedPolicy
-from benchmarks.rivals.tail.draft_rules import printed_drafts
 from benchmarks.rivals.tail.speculation_pace import SpeculationPace
 from benchmarks.rivals.tail.step_members import EngineView, StepMember
 from ebbtide.coordinator.state.run_state import RunState
@@ -117,5 +116,5 @@ class SeerPolicy(DividedPolicy, frozen=True, kw_only=True, forbid_unknown_fields
             order=self.order,
             round_s=self.round_s,
             pool=self.pool(),
-            pace=self.pace(coordinator, printed_drafts),
+            pace=self.pace(coordinator),
         )

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from benchmarks.rivals.tail.divided_policy import PACED_ROUNDS, Pause
-from benchmarks.rivals.tail.draft_rules import printed_drafts
 from benchmarks.rivals.tail.speculation_pace import SpeculationPace
 from benchmarks.rivals.tail.step_members import StepMembers
 from ebbtide.coordinator.state.run_state import RunState
@@ -42,7 +41,7 @@ class SpeculatingVerlPolicy(Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     def decider(self, coordinator: VirtualCoordinator) -> Decider:
         every_s = PACED_ROUNDS * self.round_s
-        pace = SpeculationPace(coordinator, printed_drafts, verification=self.verification, every_s=every_s)
+        pace = SpeculationPace(coordinator, verification=self.verification, every_s=every_s)
         return SpeculatingTurns(coordinator, pace, every_s)
 
     def rounds(self, run: TrainingRun) -> Rounds:

@@ -8,7 +8,7 @@ advance faster.
 from collections.abc import Sequence
 from typing import Final
 
-from benchmarks.rivals.tail.draft_rules import DraftRule, Survival
+from benchmarks.rivals.seer_draft_rule import printed_drafts
 from benchmarks.rivals.tail.sibling_drafts import sibling_survival
 from benchmarks.rivals.tail.step_members import EngineView, StepMember, StepMembers
 from ebbtide.simulator.engines.engine_profile import StepCosts
@@ -23,10 +23,8 @@ _CHANGE: Final = 0.01
 class SpeculationPace:
     """`verification`: cost of draft tokens, as a multiple of the profile's; `every_s`: paces are set anew so often."""
 
-    def __init__(
-        self, coordinator: VirtualCoordinator, rule: DraftRule, *, verification: float, every_s: float
-    ) -> None:
-        self._coordinator, self._rule = coordinator, rule
+    def __init__(self, coordinator: VirtualCoordinator, *, verification: float, every_s: float) -> None:
+        self._coordinator = coordinator
         self._verification, self._every_s = verification, every_s
         self._next = 0.0
         self._paces: dict[str, float] = {}
@@ -58,15 +56,14 @@ class SpeculationPace:
         probes = [one.probe for one in running]
         costs = self._coordinator.worker(view.session.session_id).terms.profile.costs
         context = sum(one.context for one in running)
-        return speculation_gain(costs, survivals, probes, context, self._rule, self._verification)
+        return speculation_gain(costs, survivals, probes, context, self._verification)
 
 
 def speculation_gain(
     costs: StepCosts,
-    survivals: Sequence[Survival],
+    survivals: Sequence[Sequence[float]],
     probes: Sequence[bool],
     context: int,
-    rule: DraftRule,
     verification: float = 1.0,
 ) -> float:
     """Tokens in a second over those without drafts. `context`: of all samples, tokens; `verification`: cost of draft
@@ -82,7 +79,7 @@ def speculation_gain(
         with_drafts_s = costs.step_s(batch=batch, context=context, prefill=drafts, pairs=pairs)
         return plain_s + verification * (with_drafts_s - plain_s) + looked_up_s
 
-    lengths = rule(survivals, probes, seconds)
+    lengths = printed_drafts(survivals, probes, seconds)
     made = sum(1.0 + sum(one[:length]) for one, length in zip(survivals, lengths, strict=True))
     return made / batch * plain_s / seconds(batch + sum(lengths))
 

@@ -103,7 +103,6 @@ class DraftingState(Struct, frozen=True, kw_only=True, gc=False):
     drafts: Annotated[int, Meta(ge=0)] = 0
     drafted: Annotated[int, Meta(ge=0)] = 0  # tokens
     accepted: Annotated[int, Meta(ge=0)] = 0  # of these
-    on: bool = False  # whether it drafts now: it stops while drafts do not pay
     tree_bytes: Annotated[int, Meta(ge=0)] = 0  # of the groups' tokens that it drafts from
 
 

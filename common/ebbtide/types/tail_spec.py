@@ -9,8 +9,7 @@ class TailSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     #: Who starts first. "lengths": one sample of each group, then the longest ones by forecast. With `max_staleness` 0
     #: a step ends sooner so. "submitted": groups start one after another, as they were submitted.
     order: Literal["lengths", "submitted"] = "submitted"
-    #: "grouped": workers draft from the tokens of a rollout's group. The coordinator passes on to each those that other
-    #: workers make.
+    #: "grouped": workers whose `vllm.speculation` allows it draft from the tokens that they have of a rollout's group.
     speculation: Literal["grouped", "off"] = "off"
     #: Most seconds of the scoring of one response; None: those of `batch.episode_timeout_s`.
     reward_timeout_s: Annotated[float, Meta(gt=0)] | None = None

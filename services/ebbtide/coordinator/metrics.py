@@ -90,11 +90,6 @@ token_readers = telemetry.gauge("coordinator_token_readers", "open streams of a 
 token_chunks = telemetry.counter(
     "coordinator_token_chunks_total", "messages to readers of tokens, by where the tokens came from", ("kind",)
 )
-sibling_tokens = telemetry.counter(
-    "coordinator_sibling_tokens_total",
-    "tokens for workers that make other rollouts of their group: passed on, and of these read from the store",
-    ("kind",),
-)
 placement_seconds = telemetry.histogram("coordinator_placement_seconds", "rollout queued to given to a worker")
 interactive_placement_seconds = telemetry.histogram(
     "coordinator_interactive_placement_seconds", "interactive rollout queued to given to a worker"

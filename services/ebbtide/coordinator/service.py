@@ -11,7 +11,6 @@ from ebbtide.coordinator.api.run_service import RunService
 from ebbtide.coordinator.api.session_service import SessionService
 from ebbtide.coordinator.api.work_left_reader import WorkLeftReader
 from ebbtide.coordinator.appends.append_streams import AppendStreams
-from ebbtide.coordinator.appends.sibling_feeds import SiblingFeeds
 from ebbtide.coordinator.appends.token_readers import TokenReaders
 from ebbtide.coordinator.coordinator_parts import CoordinatorParts
 from ebbtide.coordinator.dispatcher.dispatcher import Dispatcher
@@ -76,7 +75,6 @@ class Coordinator:
         self.state = self._parts.state
         self.writes = ClientWrites()
         self._notifier = Notifier()
-        self._siblings = SiblingFeeds(self.store)
         self._attempts = AttemptTransitions(
             self.state,
             self.store,
@@ -85,8 +83,6 @@ class Coordinator:
             no_progress_limit=settings.barren_attempts,
             keep_ended_s=settings.keep_ended_s,
             keep_ended_bytes=settings.keep_ended_bytes,
-            placed=self._siblings.placed,
-            dropped=self._siblings.drop_run,
         )
         self._run_events = RunEventWriter(self.state, self.store, self._notifier)
         self.fleet = WorkerRegistry(settings, self.state, self._parts.trust, self._run_events)
@@ -121,7 +117,7 @@ class Coordinator:
         self.retention = RequestRetention(parts)
         runs, rollouts = RunService(parts), RolloutService(parts, self.retention)
         sessions = SessionService(parts, self.retention)
-        appending = AppendStreams(self.state, self.store, self.fleet, self._notifier, parts.readers, self._siblings)
+        appending = AppendStreams(self.state, self.store, self.fleet, self._notifier, parts.readers)
         work = WorkLeftReader(self.state, self.rounds.speed, lambda: self.rounds.prefill)
         on_wire = runs_wire.RunsServicer(runs, work, lease_ttl_s=settings.lease_ttl_s)
         fleet = fleet_wire.FleetServicer(self.fleet, appending, self._flushes, heartbeat_s=settings.heartbeat_s)

@@ -20,12 +20,10 @@ from ebbtide.rollout_worker.device_lease import DeviceLease
 from ebbtide.rollout_worker.engine import Engine
 from ebbtide.rollout_worker.engine.changing_engine import ChangingEngine
 from ebbtide.rollout_worker.engine.vllm.borrowed_engine import BorrowedEngine
-from ebbtide.rollout_worker.engine.vllm.drafts.speculation import LONGEST
 from ebbtide.rollout_worker.engine.weight_sleep import WeightSleep
 from ebbtide.rollout_worker.generation.flush_lanes import JITTER
 from ebbtide.rollout_worker.generation.local_attempts import LocalAttempts
 from ebbtide.rollout_worker.generation.outbox import Outbox
-from ebbtide.rollout_worker.generation.sibling_tokens import SiblingTokens
 from ebbtide.rollout_worker.guard_link import GuardLink
 from ebbtide.rollout_worker.installs.install_reports import InstallReports
 from ebbtide.rollout_worker.installs.installer import Installer
@@ -34,7 +32,6 @@ from ebbtide.rollout_worker.installs.weight_store import WeightStore
 from ebbtide.rollout_worker.settings import WorkerSettings
 from ebbtide.rollout_worker.streams.control_handler import ControlHandler, ControlOutbox, throttle
 from ebbtide.rollout_worker.streams.control_session import ControlSession
-from ebbtide.rollout_worker.streams.sibling_client import SiblingClient
 from ebbtide.rpc.channel import check_address, open_channel, open_socket
 from ebbtide.rpc.leader_channel import LeaderChannel, addresses
 from ebbtide.runtime import Shutdown
@@ -156,8 +153,7 @@ async def _assemble(
     link = None
     if borrowed and lease:
         link = await _borrow(stack, shutdown, settings, worker_id, borrowed, lease, attempts, sleeping)
-    siblings = SiblingClient(SiblingTokens(engine, attempts)) if engine.speculates else None
-    return ControlHandler(settings, worker_id, outbox, attempts, installer, outgoing, link, siblings), store
+    return ControlHandler(settings, worker_id, outbox, attempts, installer, outgoing, link), store
 
 
 async def _borrow(
@@ -196,10 +192,11 @@ async def _on_signal(shutdown: Shutdown, worker: ControlHandler) -> None:
 
 
 def _outbox(settings: WorkerSettings) -> Outbox:
+    drafts = settings.engine == "vllm" and settings.vllm.speculation != "off"
     return Outbox(
         flush_tokens=settings.flush_tokens,
         flush_interval_s=settings.flush_interval_ms / 1000,
-        step_tokens=1 + LONGEST if settings.engine == "vllm" and settings.vllm.speculation != "off" else 1,
+        step_tokens=1 + settings.vllm.speculation_tokens if drafts else 1,
         jitter=lambda: random.uniform(*JITTER),
     )
 

@@ -32,6 +32,7 @@ class VllmSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     speculation: Annotated[
         Literal["off", "grouped"], Meta(description="grouped: draft tokens from rollouts' groups, where runs allow it")
     ] = "off"
+    speculation_tokens: Annotated[int, Meta(ge=1, le=32, description="tokens of a draft, at most")] = 4
     speculation_mib: Annotated[int, Meta(ge=1, description="memory for groups' tokens to draft from, MiB")] = 512
     engine_args: Annotated[str, Meta(description="further engine arguments of vLLM, a JSON object")] = ""
 

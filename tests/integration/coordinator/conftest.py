@@ -13,7 +13,6 @@ from ebbtide.auth.security import ClientSecurity, ServerSettings
 from ebbtide.coordinator.service import Coordinator
 from ebbtide.coordinator.settings import CoordinatorSettings
 from ebbtide.errors import NotReady
-from ebbtide.rollout_worker.streams.sibling_client import SiblingClient
 from ebbtide.rpc.channel import open_channel
 from ebbtide.rpc.server import Server
 from ebbtide.rpc.status_table import translated
@@ -81,18 +80,8 @@ class Cluster:
         await self.stop()
         await self.start()
 
-    async def worker(
-        self,
-        worker_id: str,
-        *,
-        slots: int = 8,
-        installs: bool = True,
-        siblings: SiblingClient | None = None,
-        **attach: Any,
-    ) -> ScriptedWorker:
-        """`siblings`: what takes its siblings' tokens; None: it wants none."""
+    async def worker(self, worker_id: str, *, slots: int = 8, installs: bool = True, **attach: Any) -> ScriptedWorker:
         worker = ScriptedWorker(self.new_channel(), worker_id, slots=slots, installs=installs)
-        worker.siblings = siblings
         self._workers.append(worker)
         return await worker.attach(**attach)
 

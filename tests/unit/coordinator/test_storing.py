@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from ebbtide.coordinator.appends.append_batcher import AppendBatcher
-from ebbtide.coordinator.appends.sibling_feeds import SiblingFeeds
 from ebbtide.coordinator.appends.stream_attempts import FoundAttempts
 from ebbtide.coordinator.appends.token_readers import TokenReaders
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
@@ -62,7 +61,7 @@ class House:
         notifier = Notifier()
         self.readers = TokenReaders(notifier)
         store: Any = self.store  # an imitation
-        self.storing = AppendBatcher(self.state, store, notifier, self.readers, SiblingFeeds(store))
+        self.storing = AppendBatcher(self.state, store, notifier, self.readers)
 
     def keep(self, *rollouts: str, run: str = "run") -> "asyncio.Task[dict[int, AppendAck]]":
         deltas = columns(*rollouts, run=run)

@@ -1,1 +1,1 @@
-"""Decides what shortens a step's tail: forecasts of lengths, the order of starts, and lengths of drafts."""
+"""Decides what shortens a step's tail: forecasts of lengths and the order of starts."""

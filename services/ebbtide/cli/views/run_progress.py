@@ -169,8 +169,6 @@ def _drafting(worker: Worker) -> str:
     drafting = worker.drafting
     if drafting is None or not drafting.drafts:
         return ""
-    if not drafting.on:
-        return "; drafts do not pay"
     return f"; a draft brings {drafting.accepted / drafting.drafts:.1f} tokens"
 
 

@@ -13,7 +13,6 @@ from contextlib import ExitStack
 from typing import Final
 
 from ebbtide.coordinator import metrics
-from ebbtide.coordinator.appends.sibling_feeds import SiblingFeeds
 from ebbtide.coordinator.appends.stream_attempts import FoundAttempts
 from ebbtide.coordinator.appends.token_readers import TokenReaders
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
@@ -52,16 +51,8 @@ class _Message:
 
 
 class AppendBatcher:
-    def __init__(
-        self,
-        state: CoordinatorState,
-        store: Store,
-        notifier: Notifier,
-        readers: TokenReaders,
-        siblings: SiblingFeeds,
-    ) -> None:
+    def __init__(self, state: CoordinatorState, store: Store, notifier: Notifier, readers: TokenReaders) -> None:
         self._state, self._store, self._notifier, self._readers = state, store, notifier, readers
-        self._siblings = siblings
         self._queues: dict[str, list[_Message]] = {}  # by run; a run is here while it has a task
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -182,7 +173,6 @@ class AppendBatcher:
             elif ack.status is AppendStatus.SUPERSEDED:
                 _disown(run, deltas.rollouts[i], deltas.attempts[i])
         self._readers.push(deltas, others)
-        self._siblings.stored(run, deltas, attempts, others)
         if not ended:
             return
         over = ((deltas.rollouts[i], deltas.attempts[i]) for i in ended)

@@ -15,7 +15,6 @@ from typing import Final, Self
 
 from ebbtide.coordinator import metrics
 from ebbtide.coordinator.appends.append_batcher import AppendBatcher
-from ebbtide.coordinator.appends.sibling_feeds import FeedStream, SiblingFeeds
 from ebbtide.coordinator.appends.stream_attempts import StreamAttempts
 from ebbtide.coordinator.appends.token_readers import TokenReaders
 from ebbtide.coordinator.fleet.worker_registry import WorkerRegistry
@@ -42,11 +41,9 @@ class AppendStreams:
         fleet: WorkerRegistry,
         notifier: Notifier,
         readers: TokenReaders,
-        siblings: SiblingFeeds,
     ) -> None:
         self._state, self._fleet, self._link = state, fleet, store.link
-        self._siblings = siblings
-        self._storing = AppendBatcher(state, store, notifier, readers, siblings)
+        self._storing = AppendBatcher(state, store, notifier, readers)
 
     def stream(self, requests: AsyncIterator[fleet_pb2.AppendRequest]) -> Responses:
         """Answer a worker's messages in their order."""
@@ -56,7 +53,6 @@ class AppendStreams:
 
     async def _answers(self, requests: AsyncIterator[fleet_pb2.AppendRequest]) -> Responses:
         receiver, attempts, name = AppendReceiver(), StreamAttempts(), ""
-        feed: FeedStream | None = None
         with ExitStack() as stack, Cut() as cut:
             messages = aiter(requests)
             while (request := await cut.next(messages)) is not None:
@@ -65,14 +61,11 @@ class AppendStreams:
                     name = session.session_id
                     stack.enter_context(session.appending())
                     cut.by(session)
-                    feed = stack.enter_context(self._siblings.reading(session, request.siblings))
                 session.message_came()
                 try:
                     answer = await self._append(session, receiver, attempts, request)
                 finally:
                     session.message_answered()
-                if feed is not None:
-                    self._siblings.tell(feed, answer)
                 yield answer
 
     async def _append(

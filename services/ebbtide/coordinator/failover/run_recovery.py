@@ -12,7 +12,7 @@ from typing import Final
 
 from ebbtide import telemetry
 from ebbtide.coordinator.failover.store_incarnations import StoreIncarnations
-from ebbtide.coordinator.state.attempt_records import place_of_group, sibling_group, stored_entry
+from ebbtide.coordinator.state.attempt_records import draft_group, place_of_group, stored_entry
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.running_attempt import OrphanedAttempt, RunningAttempt
@@ -209,5 +209,5 @@ class RunRecovery:
             max_tokens=row.request.sampling.max_tokens,
             given=now,  # not known; an earlier time would make its worker seem stalled
             orphaned=OrphanedAttempt(due, EndReason(EndCause.NOT_HELD, reason)),
-            group_id=sibling_group(run, row.request),
+            group_id=draft_group(run, row.request),
         )

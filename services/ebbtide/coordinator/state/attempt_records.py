@@ -90,14 +90,14 @@ def started(
 ) -> RunningAttempt:
     """The attempt at a queued rollout that the store gave to a worker; `RunState.start` takes it. `stored`: tokens of
     the response so far; `number`: of the rollout's attempts, from 1 on; `max_tokens`: of the whole response;
-    `group_id`: see `sibling_group`.
+    `group_id`: see `draft_group`.
     """
     return run.new_attempt(
         attempt_id, queued, start=stored, max_tokens=max_tokens, number=number, given=now, group_id=group_id
     )
 
 
-def sibling_group(run: RunState, request: RolloutRequest) -> str:
+def draft_group(run: RunState, request: RolloutRequest) -> str:
     """The group whose tokens serve drafts of the rollout; empty for a run without speculation, and for requests: what
     one client asked is nobody else's.
     """

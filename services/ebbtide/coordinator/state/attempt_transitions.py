@@ -6,7 +6,7 @@ in the store what had been done, and the next one reads it.
 
 import math
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from itertools import chain
 from typing import Final, TypeVar
@@ -15,7 +15,7 @@ import msgspec
 
 from ebbtide import telemetry
 from ebbtide.coordinator import metrics
-from ebbtide.coordinator.state.attempt_records import due_orphans, queued_again, sibling_group, started
+from ebbtide.coordinator.state.attempt_records import draft_group, due_orphans, queued_again, started
 from ebbtide.coordinator.state.client_writes import ClientWrites
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.ended_histories import EndedHistories
@@ -58,13 +58,9 @@ class AttemptTransitions:
         no_progress_limit: int,
         keep_ended_s: float,
         keep_ended_bytes: int,
-        placed: Callable[[RunningAttempt], None] = lambda _: None,
-        dropped: Callable[[RunState], None] = lambda _: None,
     ) -> None:
-        """`placed` is called with each attempt that a worker was given, `dropped` with each run that is over."""
         self._state, self._store, self._notifier, self._writes = state, store, notifier, writes
         self._no_progress_limit, self._keep_ended_s = no_progress_limit, keep_ended_s
-        self._placed, self._dropped = placed, dropped
         self._histories = EndedHistories(store, most_bytes=keep_ended_bytes, keep_s=keep_ended_s)
 
     async def start(
@@ -96,11 +92,10 @@ class AttemptTransitions:
                 number=given.attempts,
                 max_tokens=given.request.sampling.max_tokens,
                 now=now,
-                group_id=sibling_group(run, given.request),
+                group_id=draft_group(run, given.request),
             )
             _record(attempt, given, session, now)
             if run.start(attempt, session):
-                self._placed(attempt)
                 batches[session].append(_assignment(attempt, given, run))
         for session, assignments in batches.items():
             session.send_assignments(assignments)
@@ -243,7 +238,6 @@ class AttemptTransitions:
 
     def _drop_run(self, run: RunState) -> None:
         self._state.drop_run(run)
-        self._dropped(run)
         for topic in ("events", "finished", "trajectories"):
             self._notifier.notify(topic, run.run_id)
         self._notifier.notify_all("tokens", run.run_id, chain(run.running, (one.rollout_id for one in run.queue)))

@@ -62,7 +62,7 @@ class RunningAttempt(Struct, kw_only=True, eq=False):
     target: str = ""  # the worker that the coordinator moves it to
     session: "WorkerSession | None" = None
     orphaned: OrphanedAttempt | None = None
-    group_id: str = ""  # where its siblings' tokens serve drafts; else empty
+    group_id: str = ""  # whose tokens serve drafts of it; else empty
     told: AttemptForecast = AttemptForecast()  # by its worker
     most: int = 0  # records that the store takes of it: of scores there are more than `max_tokens`; set from `rollout`
 

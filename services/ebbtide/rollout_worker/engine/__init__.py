@@ -27,16 +27,6 @@ class DraftSource(Struct, frozen=True, kw_only=True):
     made: int  # how many of the request's tokens are the rollout's response so far: the last ones
 
 
-class SiblingRun(NamedTuple):
-    """Consecutive tokens of one response, made elsewhere under one version. `ids`: packed u32."""
-
-    group: str
-    version: int
-    rollout_id: str
-    offset: int  # the response's token that `ids` begin with
-    ids: bytes
-
-
 class EngineRequest(Struct, frozen=True, kw_only=True):
     """One generation: `token_ids` are prompt and partial; bounds count tokens still to come.
 
@@ -120,13 +110,6 @@ class Engine(Protocol):
     @property
     def drafting(self) -> DraftingState | None:
         """What drafts came to, as last reported; None without a report."""
-        ...
-
-    def learn_siblings(self, runs: Sequence[SiblingRun], ended: Sequence[str] = ()) -> None:
-        """Have requests of these groups drafted from these tokens, too, and give back what is kept of `ended` groups.
-
-        Returns at once. Ignored by an engine that does not speculate. What is lost costs drafts alone.
-        """
         ...
 
     def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:

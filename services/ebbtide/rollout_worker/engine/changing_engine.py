@@ -17,7 +17,7 @@ from typing import Final
 
 from ebbtide import telemetry
 from ebbtide.errors import InvalidRequest
-from ebbtide.rollout_worker.engine import Engine, EngineFailed, EngineRequest, Shapes, SiblingRun, TokenDelta
+from ebbtide.rollout_worker.engine import Engine, EngineFailed, EngineRequest, Shapes, TokenDelta
 from ebbtide.rollout_worker.engine.vllm.weights.tensor_boxes import Boxes
 from ebbtide.types.fleet import DraftingState, EngineInfo
 from ebbtide.types.text_bounds import shortened
@@ -128,10 +128,6 @@ class ChangingEngine:
     @property
     def drafting(self) -> DraftingState | None:
         return self._inner.drafting
-
-    def learn_siblings(self, runs: Sequence[SiblingRun], ended: Sequence[str] = ()) -> None:
-        if not self._between:
-            self._inner.learn_siblings(runs, ended)
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
         async with aclosing(self._inner.generate(request)) as stream:

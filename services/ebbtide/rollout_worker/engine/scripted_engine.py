@@ -19,7 +19,7 @@ from typing import Final
 from ebbtide import telemetry
 from ebbtide.errors import InvalidRequest
 from ebbtide.grants import Page
-from ebbtide.rollout_worker.engine import EngineFailed, EngineRequest, Shapes, SiblingRun, TokenDelta, checkpoint_facts
+from ebbtide.rollout_worker.engine import EngineFailed, EngineRequest, Shapes, TokenDelta, checkpoint_facts
 from ebbtide.rollout_worker.engine.scripted_memory import ScriptedMemory
 from ebbtide.rollout_worker.engine.vllm.weights.tensor_boxes import Boxes
 from ebbtide.rollout_worker.settings import ScriptedSettings
@@ -174,9 +174,6 @@ class ScriptedEngine:
     @property
     def drafting(self) -> DraftingState | None:
         return None
-
-    def learn_siblings(self, runs: Sequence[SiblingRun], ended: Sequence[str] = ()) -> None:
-        """Ignored: it follows its script."""
 
     async def start(self, *, aside: bool = False) -> EngineInfo:  # noqa: ARG002 - waits for nothing but timers
         if self._settings.model:

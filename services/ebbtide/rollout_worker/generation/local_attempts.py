@@ -135,15 +135,14 @@ class LocalAttempts:
         return self._engine.preemptions
 
     @property
+    def drafts(self) -> bool:
+        """Whether its engine drafts tokens."""
+        return self._engine.speculates
+
+    @property
     def drafting(self) -> DraftingState | None:
         """What its engine's drafts came to; None where it makes none."""
         return self._engine.drafting
-
-    @property
-    def drafted_groups(self) -> frozenset[str]:
-        """Groups of the attempts here whose tokens may be drafted."""
-        groups = (held.assignment.group_id for held in self._held.values() if held.task is not None)
-        return frozenset(group for group in groups if group)
 
     @property
     def running(self) -> int:

@@ -9,7 +9,7 @@ the rollouts go on elsewhere from what is.
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from typing import Any, Final, NamedTuple
 
@@ -18,7 +18,6 @@ from ebbtide.errors import Unavailable
 from ebbtide.rollout_worker import metrics
 from ebbtide.rollout_worker.generation.local_attempts import LocalAttempts
 from ebbtide.rollout_worker.generation.outbox import Outbox, OutboxMessage
-from ebbtide.rollout_worker.streams.sibling_client import SiblingClient
 from ebbtide.rpc.backoff import pauses
 from ebbtide.rpc.channel import write, write_first
 from ebbtide.runtime import race
@@ -53,8 +52,8 @@ class AppendStream:
         self._answered = asyncio.Event()
         self.lag = 0.0  # mean seconds to an acknowledgement
 
-    async def open(self, session: str, siblings: Sequence[fleet_pb2.HeldSiblings] = ()) -> None:
-        await write_first(self.call, fleet_pb2.AppendRequest(session=session, siblings=siblings))
+    async def open(self, session: str) -> None:
+        await write_first(self.call, fleet_pb2.AppendRequest(session=session))
 
     async def room(self) -> None:
         """Wait until one more message may be sent."""
@@ -85,19 +84,9 @@ class AppendStream:
 class AppendClient:
     """Sends the outbox's messages, in one session after the other."""
 
-    def __init__(
-        self,
-        stub: FleetStub,
-        translated: Translated,
-        outbox: Outbox,
-        attempts: LocalAttempts,
-        siblings: SiblingClient | None = None,
-    ) -> None:
-        """`translated` turns gRPC's errors inside a block into the coordinator's. `siblings`: gets what other workers
-        make of its groups; None: it drafts nothing.
-        """
+    def __init__(self, stub: FleetStub, translated: Translated, outbox: Outbox, attempts: LocalAttempts) -> None:
+        """`translated` turns gRPC's errors inside a block into the coordinator's."""
         self._stub, self._translated, self._outbox, self._attempts = stub, translated, outbox, attempts
-        self._siblings = siblings
 
     async def run(self, session: str) -> None:
         """Keep a stream open until the session is over. Raises `NotFound` then."""
@@ -116,7 +105,7 @@ class AppendClient:
     async def _stream(self, session: str) -> None:
         stream = AppendStream(self._stub.Append())
         try:
-            await stream.open(session, self._siblings.open() if self._siblings else ())
+            await stream.open(session)
             self._outbox.rewind(time.monotonic())
             await race(self._read(stream), self._write(stream))
         finally:
@@ -137,8 +126,6 @@ class AppendClient:
             if found:
                 self._attempts.settle(found, durable=response.durable)
                 self._attempts.due.set()  # tokens that the store lacks are due
-            if self._siblings is not None and response.HasField("siblings"):
-                self._siblings.take(response.siblings)
         raise Unavailable("the coordinator ended the append stream")
 
     async def _until_due(self) -> None:

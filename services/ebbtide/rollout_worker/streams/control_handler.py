@@ -24,8 +24,6 @@ from ebbtide.rollout_worker.generation.outbox import Outbox
 from ebbtide.rollout_worker.guard_link import GuardLink
 from ebbtide.rollout_worker.installs.installer import Installer
 from ebbtide.rollout_worker.settings import WorkerSettings
-from ebbtide.rollout_worker.streams.sibling_client import CAPABILITY as SIBLINGS
-from ebbtide.rollout_worker.streams.sibling_client import SiblingClient
 from ebbtide.types.end_cause import EndCause
 from ebbtide.types.fleet import PROTOCOL_VERSION, AttemptRef, FlushPace, WorkerState
 from ebbtide.v1 import fleet_pb2, types_pb2
@@ -79,12 +77,11 @@ class ControlHandler:
         installer: Installer,
         outgoing: ControlOutbox,
         borrowing: GuardLink | None,
-        siblings: SiblingClient | None = None,
     ) -> None:
-        """`borrowing`: the guard of a borrowed worker's host. `siblings`: of an engine that drafts from its groups."""
+        """`borrowing`: the guard of a borrowed worker's host."""
         self.settings, self.worker_id = settings, worker_id
         self.outbox, self.attempts, self.installer, self.outgoing = outbox, attempts, installer, outgoing
-        self._borrowing, self.siblings = borrowing, siblings
+        self._borrowing = borrowing
         self.leaving = asyncio.Event()  # set when the worker must hand over
         self.reason = ""  # why it leaves
         self.drained = False
@@ -138,7 +135,7 @@ class ControlHandler:
 
     def _capabilities(self) -> list[str]:
         known = ["resume", "flush_interval", "forecasts", f"engine:{self.settings.engine}"]
-        known += ["min_p"] if self.siblings is None else [SIBLINGS]  # vLLM samples drafted tokens without it
+        known += [] if self.attempts.drafts else ["min_p"]  # vLLM samples drafted tokens without it
         return [*known, "score"] if self.attempts.scores_prompts else known
 
     def heartbeat(self) -> fleet_pb2.WorkerMessage:

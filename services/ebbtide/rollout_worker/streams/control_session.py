@@ -54,7 +54,7 @@ class ControlSession:
         """`attached` is called after each attach."""
         self._worker, self._heads = worker, heads
         self._stub = FleetStub(heads)
-        self._appender = AppendClient(self._stub, heads.translated, worker.outbox, worker.attempts, worker.siblings)
+        self._appender = AppendClient(self._stub, heads.translated, worker.outbox, worker.attempts)
         self._attached = attached
         self.connected = False
 

@@ -1,91 +1,74 @@
-"""A batch of requests is drafted from its groups, step after step; drafts that do not pay end."""
+"""A batch of requests is drafted from what their group made here, step after step."""
 
 from collections.abc import Sequence
 from random import Random
 from typing import Any
 
-from benchmarks.long_tail.drafts.verifying_worker import VerifyingWorker
-from ebbtide.rollout_worker.engine import SiblingRun
-from ebbtide.types.tokens import pack_ids
-from tests.fakes.plain_suffix_tree import PlainSuffixTree
+from tests.fakes.verifying_worker import VerifyingWorker
 
 
-def engine(responses: dict[str, list[int]], *, base_s: float = 0.01, token_s: float = 1e-4) -> VerifyingWorker:
-    return VerifyingWorker(PlainSuffixTree, responses, base_s=base_s, token_s=token_s, now=100.0)
+def text(length: int = 200, seed: int = 1) -> list[int]:
+    draw = Random(seed)
+    return [draw.randrange(4, 1_000_000) for _ in range(length)]
 
 
-def alike(members: int, length: int = 200) -> dict[str, list[int]]:
-    draw = Random(1)
-    text = [draw.randrange(4, 1_000_000) for _ in range(length)]
-    return {f"r{number}": text for number in range(members)}
-
-
-def apart(members: int, length: int = 400) -> dict[str, list[int]]:
-    """Few different tokens, in no order: short stretches are found, and what follows is a guess."""
-    return {f"r{n}": [Random(f"{n} {at}").randrange(4, 12) for at in range(length)] for n in range(members)}
+def after_one(response: Sequence[int]) -> VerifyingWorker:
+    """A worker that has made the response once, before another member of the group comes."""
+    worker = VerifyingWorker({"early": response})
+    worker.run()
+    assert worker.steps == len(response), "nothing repeats in it"
+    worker.join("late", response)
+    return worker
 
 
 def test_a_member_that_follows_another_one_takes_fewer_steps() -> None:
-    worker = engine({"late": alike(1)["r0"]})
-    worker.batch.learn([SiblingRun("g", 1, "early", 0, pack_ids(alike(1)["r0"]))], [], worker.now)
+    worker = after_one(text())
     worker.run()
-    assert worker.made == 200
-    assert worker.steps < 60
-    assert worker.batch.report["accepted"] > 130
+    assert worker.made == 400
+    assert worker.steps - 200 < 60
+    report = worker.batch.report
+    assert report["accepted"] == report["drafted"] > 130
+    assert report["drafted"] <= 4 * report["drafts"]
 
 
-def test_tokens_of_another_version_are_not_drafted_from() -> None:
-    worker = engine({"late": alike(1)["r0"]})
-    worker.batch.install(2)
-    worker.batch.learn([SiblingRun("g", 1, "early", 0, pack_ids(alike(1)["r0"]))], [], worker.now)
+def test_a_moved_rollout_brings_what_it_had_for_the_others_of_its_group() -> None:
+    worker = VerifyingWorker({"moved": text()}, moved=150)
+    worker.step()
+    worker.join("late", text())
+    worker.run()
+    assert worker.steps < 100
+
+
+def test_a_draft_that_was_refused_is_counted_as_such() -> None:
+    worker = after_one(text())
+    worker.responses["late"] = [one if place % 8 else 3 for place, one in enumerate(text())]
+    worker.run()
+    report = worker.batch.report
+    assert worker.made == 400
+    assert 50 < report["accepted"] < report["drafted"]
+
+
+def test_after_an_install_nothing_that_others_made_before_is_drafted() -> None:
+    worker = after_one(text())
+    worker.batch.install()
+    assert (worker.batch.report["tree_bytes"], worker.batch.report["groups"]) == (0, 0)
     worker.run()
     assert worker.batch.report["accepted"] == 0
 
 
-def test_drafts_end_where_they_do_not_pay() -> None:
-    worker = engine(apart(8), base_s=1e-5, token_s=1e-3)
-    worker.run()
-    assert not worker.batch.report["speculating"]
-    assert worker.batch.report["drafted"] < worker.made / 4
-
-
-def test_drafts_end_where_the_search_for_them_takes_more_than_they_gain() -> None:
-    searched = list[VerifyingWorker]()
-
-    class SlowTree(PlainSuffixTree):
-        def speculate(self, *args: Any) -> Any:
-            searched[0].now += 0.05
-            return super().speculate(*args)
-
-    worker = VerifyingWorker(SlowTree, alike(4, 600), base_s=0.01, token_s=1e-4, now=100.0)
-    searched.append(worker)
-    worker.batch.learn([SiblingRun("g", 1, "early", 0, pack_ids(alike(1, 600)["r0"]))], [], worker.now)
-    worker.run()
-    assert not worker.batch.report["speculating"]
-    assert worker.batch.report["drafted"] < worker.made / 4
-
-
-def test_drafts_go_on_where_they_pay() -> None:
-    worker = engine(alike(4))
-    worker.batch.learn([SiblingRun("g", 1, "early", 0, pack_ids(alike(1)["r0"]))], [], worker.now)
-    worker.run()
-    assert worker.batch.report["speculating"]
-    assert worker.steps < 70
+def test_all_drafts_of_a_step_together_fit_into_what_the_engine_takes() -> None:
+    worker = VerifyingWorker({f"r{number}": [5, 6, 7, 8] * 20 for number in range(6)}, most=13)
+    drafted = []
+    for _ in range(10):
+        worker.step()
+        drafted.append(worker.drafted)
+    assert max(drafted) == 12
 
 
 def test_requests_without_a_group_or_room_or_with_barred_ends_are_not_drafted() -> None:
     changes: Sequence[dict[str, Any]] = [{"source": None}, {"room": 0}, {"fixed": True}]
     for change in changes:
-        worker = engine(alike(2))
-        worker.batch.learn([SiblingRun("g", 1, "early", 0, pack_ids(alike(1)["r0"]))], [], worker.now)
+        worker = after_one(text())
         for _ in range(20):
             worker.step(**change)
             assert worker.drafted == 0
-
-
-def test_an_ended_group_leaves_nothing() -> None:
-    worker = engine(alike(2))
-    worker.run()
-    assert worker.batch.report["tree_bytes"] > 0
-    worker.batch.learn([], ["g"], worker.now)
-    assert (worker.batch.report["tree_bytes"], worker.batch.report["groups"]) == (0, 0)

@@ -27,7 +27,6 @@ from ebbtide.rollout_worker.engine import (
     EngineFailed,
     EngineRequest,
     Shapes,
-    SiblingRun,
     TokenDelta,
     checkpoint_facts,
 )
@@ -213,10 +212,6 @@ class VllmEngine:
             self._telling.add(task)
             task.add_done_callback(self._told)
 
-    def learn_siblings(self, runs: Sequence[SiblingRun], ended: Sequence[str] = ()) -> None:
-        if self._speculation:
-            self._speculation.learn(runs, ended)
-
     def _told(self, task: asyncio.Future[None]) -> None:
         """A message that is lost costs room in the cache; `check` finds out if its engine died."""
         self._telling.discard(task)
@@ -247,7 +242,7 @@ class VllmEngine:
                 await self._pauses.wake(WEIGHTS)
             await self._updates.apply(version, how)
             if self._speculation:
-                await self._speculation.install(version)
+                await self._speculation.install()
             if sleeping:
                 await self._pauses.wake(CACHE)
             await self.resume("install")
@@ -354,7 +349,7 @@ class VllmEngine:
                 settings.threads, settings.tensor_parallel_size, settings.kv_cache_mib
             )
         if self.speculates:
-            arguments |= speculation_arguments(borrowed=self._borrowed is not None)
+            arguments |= speculation_arguments(self._settings.speculation_tokens, borrowed=self._borrowed is not None)
         arguments |= _extra(settings.engine_args)
         if self._borrowed is None:
             return arguments

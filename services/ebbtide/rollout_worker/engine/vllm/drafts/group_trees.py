@@ -1,4 +1,4 @@
-"""Keeps a suffix tree for each group and policy version: what its members made, for drafts of the others.
+"""Keeps a suffix tree for each group: what its members made here, for drafts of the others.
 
 The trees are those of ArcticInference (suffix decoding, arXiv 2411.04975, section 3): every stretch of at most `DEPTH`
 tokens is found from its begin, with how often each continuation came. A response is one sequence of its tree. Where
@@ -6,19 +6,19 @@ tokens are missing, it goes on as another sequence, so that no stretch spans the
 
 Invariant: `_trees` has the tree used longest ago first. Their tokens weigh at most `most_bytes` in all, by what a token
 is known to take; beyond that whole trees go, the one used longest ago first, and at last the one in use. A tree goes
-after `IDLE_S` without use, and when another version replaced its own. Lost with the engine's process: new tokens fill
+after `IDLE_S` without use, and all go when another version generates. Lost with the engine's process: new tokens fill
 trees again.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, Final, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Protocol
 
 #: Longest stretch that is found. Deeper trees find no more drafts, and cost more for each token.
 DEPTH: Final = 24
 #: Memory of a token in a tree of that depth: 270 to 310 bytes were measured.
 TOKEN_BYTES: Final = 310
-#: A group without requests and news for so long has ended, or is generated elsewhere.
+#: A group without requests for so long has ended, or is generated elsewhere.
 IDLE_S: Final = 60.0
 #: A draft has at most twice the tokens of its match, and one: short matches tell little.
 _FACTOR, _OFFSET = 2.0, 1.0
@@ -43,16 +43,10 @@ class SuffixTree(Protocol):
     ) -> Any: ...
 
 
-class FoundDraft(NamedTuple):
-    """Tokens that followed the last `match` tokens of a context."""
-
-    ids: list[int]
-    match: int
-
-
 class _GroupTree:
-    def __init__(self, tree: SuffixTree, now: float) -> None:
-        self.tree, self.used = tree, now
+    def __init__(self, tree: SuffixTree) -> None:
+        self.tree = tree
+        self.used = 0.0
         self.tokens = 0
         self.sequences = 0
         self.responses: dict[str, tuple[int, int]] = {}  # its newest sequence, and the end of what is known
@@ -62,7 +56,7 @@ class GroupTrees:
     def __init__(self, make: Callable[[int], SuffixTree], most_bytes: int) -> None:
         """`make`: a tree of a depth."""
         self._make, self._most = make, most_bytes // TOKEN_BYTES
-        self._trees: OrderedDict[tuple[str, int], _GroupTree] = OrderedDict()
+        self._trees: OrderedDict[str, _GroupTree] = OrderedDict()
         self._tokens = 0
 
     @property
@@ -73,14 +67,12 @@ class GroupTrees:
     def __len__(self) -> int:
         return len(self._trees)
 
-    def known(self, group: str, version: int, response: str) -> int:
-        """Where the tokens end that are known of a response; 0 without any."""
-        held = self._trees.get((group, version))
-        return held.responses.get(response, (0, 0))[1] if held else 0
+    def __contains__(self, group: str) -> bool:
+        return group in self._trees
 
-    def add(self, group: str, version: int, response: str, offset: int, ids: Sequence[int], now: float) -> None:
+    def add(self, group: str, response: str, offset: int, ids: Sequence[int], now: float) -> None:
         """Add tokens of a response, from its token `offset` on. Known ones are ignored."""
-        held = self._use(group, version, now)
+        held = self._use(group, now)
         sequence, end = held.responses.get(response, (-1, 0))
         if offset + len(ids) <= end and sequence >= 0:
             return
@@ -95,48 +87,33 @@ class GroupTrees:
         while self._tokens > self._most:  # a tree that weighs more by itself begins anew, too
             self._drop(next(iter(self._trees)))
 
-    def find(self, group: str, version: int, context: Sequence[int], longest: int, now: float) -> FoundDraft | None:
-        """The most probable continuation of a context, of whose tokens the last `DEPTH` count; None without one."""
-        if (group, version) not in self._trees:
-            return None
-        tree = self._use(group, version, now).tree
-        found = tree.speculate(context[-DEPTH:], longest, _FACTOR, _OFFSET, _LEAST, False)
-        return FoundDraft(list(found.token_ids), found.match_len) if found.token_ids else None
+    def find(self, group: str, context: Sequence[int], longest: int, now: float) -> list[int]:
+        """The most probable continuation of a context, of whose tokens the last `DEPTH` count; empty without one."""
+        if group not in self._trees:
+            return []
+        found = self._use(group, now).tree.speculate(context[-DEPTH:], longest, _FACTOR, _OFFSET, _LEAST, False)
+        return list(found.token_ids)
 
-    def expire(self, now: float) -> list[str]:
-        """Give back trees that are out of use. Returns their groups."""
-        gone = list[str]()
+    def expire(self, now: float) -> None:
+        """Give back trees that are out of use."""
         while self._trees:
-            key, held = next(iter(self._trees.items()))
+            group, held = next(iter(self._trees.items()))
             if now - held.used <= IDLE_S:
-                break
-            gone.append(key[0])
-            self._drop(key)
-        return gone
+                return
+            self._drop(group)
 
-    def forget(self, groups: Collection[str]) -> None:
-        """These groups have ended: give back their trees."""
-        for key in [key for key in self._trees if key[0] in groups]:
-            self._drop(key)
+    def clear(self) -> None:
+        """Give back all trees."""
+        self._trees.clear()
+        self._tokens = 0
 
-    def replace(self, version: int) -> list[str]:
-        """Another version generates now: give back the trees of all others. Returns their groups.
-
-        Version 0 stands for all: nothing is drafted from any tree that there is.
-        """
-        gone = [key for key in self._trees if key[1] != version or not version]
-        for key in gone:
-            self._drop(key)
-        return [group for group, _ in gone]
-
-    def _use(self, group: str, version: int, now: float) -> _GroupTree:
-        key = group, version
-        held = self._trees.get(key)
+    def _use(self, group: str, now: float) -> _GroupTree:
+        held = self._trees.get(group)
         if held is None:
-            held = self._trees[key] = _GroupTree(self._make(DEPTH), now)
+            held = self._trees[group] = _GroupTree(self._make(DEPTH))
         held.used = now
-        self._trees.move_to_end(key)
+        self._trees.move_to_end(group)
         return held
 
-    def _drop(self, key: tuple[str, int]) -> None:
-        self._tokens -= self._trees.pop(key).tokens
+    def _drop(self, group: str) -> None:
+        self._tokens -= self._trees.pop(group).tokens

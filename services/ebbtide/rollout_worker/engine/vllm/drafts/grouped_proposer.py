@@ -6,13 +6,12 @@ which knows. Until then nothing is drafted.
 
 import os
 import time
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from msgspec import convert
 
-from ebbtide.rollout_worker.engine import DraftSource, SiblingRun
+from ebbtide.rollout_worker.engine import DraftSource
 from ebbtide.rollout_worker.engine.vllm import cpu_build
 from ebbtide.rollout_worker.engine.vllm.drafts import cpu_verification
 from ebbtide.rollout_worker.engine.vllm.drafts.drafted_batch import BatchRow, DraftedBatch, DraftReport
@@ -44,24 +43,22 @@ class GroupedProposer:
     def bind(self, runner: Any) -> None:
         self._runner = runner
 
-    def learn(self, runner: Any, runs: Sequence[Any], ended: Sequence[str]) -> DraftReport:  # noqa: ARG002
-        """Add siblings' tokens, and forget ended groups. Returns what drafts came to."""
-        self._batch.learn([SiblingRun(*run) for run in runs], ended, time.monotonic())
+    def told(self, runner: Any) -> DraftReport:  # noqa: ARG002 - every call names it
+        """What drafts came to."""
         return self._batch.report
 
-    def install(self, runner: Any, version: int) -> None:  # noqa: ARG002 - every call names it
-        self._batch.install(version)
+    def install(self, runner: Any) -> None:  # noqa: ARG002 - every call names it
+        self._batch.install()
 
     def propose(self, sampled: list[list[int]], lengths: Any, tokens: Any, **_: Any) -> list[list[int]]:
         """Drafts for each request of the batch. `sampled`: its new tokens; `lengths` (N) and `tokens` (N, T): all."""
-        began = time.monotonic()
         if self._runner is None:
             return [[] for _ in sampled]
         names = self._runner.input_batch.req_ids
         for gone in self._sources.keys() - set(names):
             del self._sources[gone]
         rows = [self._row(names[at], at, new, int(lengths[at]), tokens) for at, new in enumerate(sampled)]
-        return self._batch.step(rows, began, time.monotonic)
+        return self._batch.step(rows, time.monotonic())
 
     def _row(self, name: str, at: int, new: list[int], length: int, tokens: Any) -> BatchRow:
         request = self._runner.requests[name]

@@ -1,40 +1,34 @@
-"""Talks to the proposer of drafts in an engine's processes: brings siblings' tokens there, and reports what drafts
-came to.
+"""Talks to the proposer of drafts in an engine's processes: tells it of new weights, and reports what drafts came to.
 
-Invariant: `_runs` and `_ended` wait for the message that is on its way; with the next one they leave. What is lost with
-an engine or a message costs drafts alone: later tokens of a response are learnt all the same.
+Invariant: `report` is the newest that the proposer told. A lost one costs nothing: the next one has the same sums.
 """
 
 import asyncio
-from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any, Final
 
 from ebbtide import telemetry
 from ebbtide.errors import InvalidRequest
 from ebbtide.rollout_worker import metrics
-from ebbtide.rollout_worker.engine import SiblingRun
 from ebbtide.types.fleet import DraftingState
 
 log = telemetry.get_logger(__name__)
 
-#: Longest draft, as in Seer (arXiv 2511.14617): of longer ones little is accepted.
-LONGEST: Final = 8
 #: Variable with the MiB that trees may take in each engine process.
 TREES_MIB: Final = "EBBTIDE_DRAFT_TREES_MIB"
 _PROPOSER: Final = "ebbtide.rollout_worker.engine.vllm.drafts.grouped_proposer.GroupedProposer"
-#: Without news, the proposer is asked so often what drafts came to.
+#: The proposer is asked so often what drafts came to.
 _ASK_S: Final = 5.0
 
 
-def speculation_arguments(*, borrowed: bool) -> dict[str, Any]:
-    """vLLM's arguments for drafts from groups. Raises `InvalidRequest` where there can be none."""
+def speculation_arguments(tokens: int, *, borrowed: bool) -> dict[str, Any]:
+    """vLLM's arguments for drafts of so many tokens from groups. Raises `InvalidRequest` where there can be none."""
     if borrowed:
         raise InvalidRequest("must be off on a borrowed worker: grants count no drafts", field="vllm.speculation")
     if find_spec("arctic_inference") is None:
         raise InvalidRequest("needs arctic-inference: install ebbtide[drafts], or set off", field="vllm.speculation")
     return {
-        "speculative_config": {"method": "custom_class", "model": _PROPOSER, "num_speculative_tokens": LONGEST},
+        "speculative_config": {"method": "custom_class", "model": _PROPOSER, "num_speculative_tokens": tokens},
         "async_scheduling": False,  # vLLM has none with proposers of others
     }
 
@@ -44,9 +38,6 @@ class Speculation:
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
-        self._runs: list[SiblingRun] = []
-        self._ended: list[str] = []
-        self._news = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._told: dict[str, int] = {}
         self.report: dict[str, Any] = {}
@@ -55,10 +46,7 @@ class Speculation:
     def state(self) -> DraftingState | None:
         """The newest report, for the coordinator."""
         told = self.report
-        if not told:
-            return None
-        counts = {name: told[name] for name in ("drafts", "drafted", "accepted", "tree_bytes")}
-        return DraftingState(**counts, on=told["speculating"])
+        return DraftingState(**{name: told[name] for name in DraftingState.__struct_fields__}) if told else None
 
     async def start(self) -> None:
         """Let drafting begin."""
@@ -70,48 +58,34 @@ class Speculation:
             self._task.cancel()
             await asyncio.wait({self._task})
 
-    def learn(self, runs: Sequence[SiblingRun], ended: Sequence[str]) -> None:
-        self._runs += runs
-        self._ended += ended
-        self._news.set()
-
-    async def install(self, version: int) -> None:
-        """The engine generates under `version` now."""
-        await self._ask("install", version=version)
+    async def install(self) -> None:
+        """The engine generates under another version now."""
+        await self._ask("install")
 
     async def refresh(self) -> None:
-        """Hand over what waits, and ask what drafts came to."""
-        self._news.clear()
-        runs, self._runs = self._runs, []
-        ended, self._ended = self._ended, []
-        for report in await self._ask("learn", runs=[tuple(run) for run in runs], ended=ended):
+        """Ask what drafts came to."""
+        for report in await self._ask("told"):
             if report is not None:  # of ranks, those with the last layers draft, all alike
                 self._tell(report)
                 return
 
     async def _run(self) -> None:
         while True:
-            try:
-                async with asyncio.timeout(_ASK_S):
-                    await self._news.wait()
-            except TimeoutError:
-                pass
+            await asyncio.sleep(_ASK_S)
             try:
                 await self.refresh()
             except Exception as error:  # noqa: BLE001 - `check` finds out if the engine died
-                log.warning("the engine's drafts know nothing of siblings", reason=str(error))
-                await asyncio.sleep(_ASK_S)
+                log.warning("the engine does not say what drafts came to", reason=str(error))
 
     def _tell(self, report: dict[str, Any]) -> None:
         self.report = report
         for name, counter in _COUNTERS.items():
             counter.inc(report[name] - self._told.get(name, 0))
             self._told[name] = report[name]
-        metrics.SPECULATING.set(report["speculating"])
         metrics.DRAFT_TREE_BYTES.set(report["tree_bytes"])
 
-    async def _ask(self, step: str, **arguments: Any) -> list[Any]:
-        found: list[Any] = await self._llm.collective_rpc("ebbtide_drafts", args=(step,), kwargs=arguments)
+    async def _ask(self, step: str) -> list[Any]:
+        found: list[Any] = await self._llm.collective_rpc("ebbtide_drafts", args=(step,))
         return found
 
 

@@ -50,11 +50,11 @@ class WorkerExtension:
     def ebbtide(self, step: str, **arguments: Any) -> Any:
         return getattr(self.weight_transfer_engine, step)(**arguments)  # type: ignore[attr-defined]
 
-    def ebbtide_drafts(self, step: str, **arguments: Any) -> Any:
+    def ebbtide_drafts(self, step: str) -> Any:
         """A step of the proposer of drafts. It looks up this process's requests, so it is told who runs them."""
         runner = self.model_runner  # type: ignore[attr-defined]
         drafter = getattr(runner, "drafter", None)
-        return getattr(drafter, step)(runner=runner, **arguments) if drafter is not None else None
+        return getattr(drafter, step)(runner=runner) if drafter is not None else None
 
 
 class TileTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]

@@ -1,1 +1,0 @@
-"""Drafts: their lengths beside a published rule, and how many tokens of a step they make."""

@@ -1,1 +1,0 @@
-"""What passing siblings' tokens on costs a coordinator."""

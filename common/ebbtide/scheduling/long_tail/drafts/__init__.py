@@ -1,1 +1,0 @@
-"""Decides how long drafts of speculative decoding are, and whether an engine makes any."""
