@@ -6,7 +6,6 @@ from ebbtide.gateway.episodes.session_limits import SessionLimits
 from ebbtide.gateway.episodes.session_shelf import SessionShelf
 from ebbtide.gateway.routes.gateway_doors import GatewayDoors
 from ebbtide.gateway.runs.run_directory import RunDirectory
-from ebbtide.gateway.runs.run_pauses import RunPauses
 from tests.fakes.scripted_rollouts import ScriptedCatalog
 
 _SESSIONS = SessionLimits()
@@ -21,7 +20,6 @@ def scripted_doors(
         limits=limits,
         slots=RequestSlots(limits),
         directory=RunDirectory(catalog, max_prompt_tokens=limits.prompt_tokens),
-        pauses=RunPauses(),
         session_limits=sessions,
         shelf=SessionShelf(sessions.shelf_bytes),
         is_leaving=lambda: False,

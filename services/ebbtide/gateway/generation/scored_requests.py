@@ -29,12 +29,9 @@ def check_scored(request: TextRequest) -> None:
 
 
 def check_score_count(request: TextRequest, prompts: Sequence[Sequence[int]]) -> None:
-    """Raise `InvalidRequest` naming the field for more scores than one answer may have, or than a prompt has."""
-    if request.prompt_logprobs is None:
-        return
-    check_records(sum(map(len, prompts)), request.prompt_logprobs, field="prompt_logprobs")
-    if request.score_from >= (shortest := min(map(len, prompts))):
-        raise InvalidRequest(f"must be below {shortest}, the tokens of the prompt", field="logprob_start_len")
+    """Raise `InvalidRequest` naming the field for more scores than one answer may have."""
+    if request.prompt_logprobs is not None:
+        check_records(sum(map(len, prompts)), request.prompt_logprobs, field="prompt_logprobs")
 
 
 async def whole_response(source: RolloutSource, rollout_id: str) -> TokenChunk:

@@ -14,7 +14,6 @@ from ebbtide.gateway.episodes.session_source import SessionSource
 from ebbtide.gateway.generation.request_player import RequestPlayer
 from ebbtide.gateway.routes.client_ids import REQUEST_ID
 from ebbtide.gateway.runs.run_directory import RunDirectory
-from ebbtide.gateway.runs.run_pauses import RunPauses
 
 
 class GatewayDoors(Struct, frozen=True, kw_only=True):
@@ -24,7 +23,6 @@ class GatewayDoors(Struct, frozen=True, kw_only=True):
     limits: RequestLimits
     slots: RequestSlots
     directory: RunDirectory
-    pauses: RunPauses
     session_limits: SessionLimits
     shelf: SessionShelf
     request_id_header: str = REQUEST_ID  # by which clients come back

@@ -123,17 +123,14 @@ class _TextExchange:
     async def _serve(self, key: ClientKey) -> None:
         served = await self._doors.directory.find(key, self._request.model)
         with served.in_use():
-            await self._doors.pauses.passed(served.run.run_id)
             played = self._played = await self._prepared(served, key)
             answer = self._answering(played, served)
-            await self._doors.pauses.passed(served.run.run_id)  # one that began meanwhile
             try:
-                with served.counted(played):  # nothing comes between the pauses and this
-                    await played.submit(key.metered)
-                    if self._request.prompt_logprobs is None:
-                        await self._send(played, answer)
-                    else:
-                        await self._send_scores(played, answer, served.player.threads, key)
+                await played.submit(key.metered)
+                if self._request.prompt_logprobs is None:
+                    await self._send(played, answer)
+                else:
+                    await self._send_scores(played, answer, served.player.threads, key)
             except EbbtideError as error:
                 await self._fail(error)
 

@@ -14,7 +14,6 @@ from typing import Final
 
 from ebbtide.errors import EbbtideError, InvalidRequest, NotFound
 from ebbtide.gateway.access.client_key import ClientKey
-from ebbtide.gateway.generation.played_request import PlayedRequest
 from ebbtide.gateway.generation.prompt_threads import PromptThreads
 from ebbtide.gateway.generation.request_player import RequestPlayer
 from ebbtide.gateway.runs.run_catalog import HeldSource, RunCatalog
@@ -31,8 +30,6 @@ class ServedRun:
 
     def __init__(self, source: HeldSource, player: RequestPlayer, clock: Callable[[], float]) -> None:
         self.source, self.player, self._clock = source, player, clock
-        self.playing: set[PlayedRequest] = set()  # submitted, or about to be
-        self._empty = asyncio.Event()
         self._users = 0
         self._used_at = clock()
 
@@ -51,30 +48,13 @@ class ServedRun:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Keep the run open inside the block. A request may wait in it, and is not under way yet."""
+        """Keep the run open inside the block."""
         self._users += 1
         try:
             yield
         finally:
             self._users -= 1
             self.touch()
-
-    @contextmanager
-    def counted(self, played: PlayedRequest) -> Iterator[None]:
-        """Count a request as under way inside the block, which submits and follows it."""
-        self.playing.add(played)
-        self._empty.clear()
-        try:
-            yield
-        finally:
-            self.playing.discard(played)
-            if not self.playing:
-                self._empty.set()
-
-    async def emptied(self) -> None:
-        """Return when no request is under way."""
-        if self.playing:
-            await self._empty.wait()
 
 
 class RunDirectory:
