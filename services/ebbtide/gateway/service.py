@@ -18,8 +18,8 @@ from ebbtide.gateway.generation.prompt_threads import PromptThreads
 from ebbtide.gateway.http_app import make_app
 from ebbtide.gateway.http_server import HttpServer
 from ebbtide.gateway.routes.gateway_doors import GatewayDoors
+from ebbtide.gateway.runs.run_catalog import RunCatalog
 from ebbtide.gateway.runs.run_directory import RunDirectory
-from ebbtide.gateway.runs.sdk_catalog import SdkCatalog
 from ebbtide.gateway.settings import GatewaySettings
 from ebbtide.gateway.text.output_parsers import ParserNames
 from ebbtide.gateway.text.template_sandbox import TemplateSandbox
@@ -43,7 +43,7 @@ async def serve(shutdown: Shutdown, settings: GatewaySettings) -> None:
     sandbox = TemplateSandbox(processes=settings.template_processes)
     threads = PromptThreads(settings.template_processes + _MORE_THREADS, most_waiting=settings.limits.prompts_waiting)
     async with client:
-        catalog = SdkCatalog(
+        catalog = RunCatalog(
             client,
             sandbox,
             ParserNames(settings.tool_parser, settings.reasoning_parser),

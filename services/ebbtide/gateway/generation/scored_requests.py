@@ -6,8 +6,8 @@ Scores come whole: one version made all of one prompt's, however many workers tr
 from collections.abc import Sequence
 from contextlib import aclosing
 
+from ebbtide.client.gateway_lease import GatewayLease
 from ebbtide.errors import InvalidRequest, Unavailable
-from ebbtide.gateway.generation.rollout_source import RolloutSource
 from ebbtide.gateway.generation.text_request import TextRequest
 from ebbtide.types.prompt_scores import check_records
 from ebbtide.types.rollout import TokenChunk
@@ -34,10 +34,10 @@ def check_score_count(request: TextRequest, prompts: Sequence[Sequence[int]]) ->
         check_records(sum(map(len, prompts)), request.prompt_logprobs, field="prompt_logprobs")
 
 
-async def whole_response(source: RolloutSource, rollout_id: str) -> TokenChunk:
+async def whole_response(lease: GatewayLease, rollout_id: str) -> TokenChunk:
     """All that is stored of a rollout, once it has ended. Raises `Unavailable` if its end cannot be told."""
     parts = []
-    async with aclosing(source.tokens(rollout_id)) as chunks:
+    async with aclosing(lease.tokens(rollout_id)) as chunks:
         async for chunk in chunks:
             parts.append(chunk.tokens)
             if chunk.reason is not None:

@@ -79,7 +79,7 @@ class RunRoutes:
     async def world_size(self, call: JsonCall) -> dict[str, Any]:
         """GET /get_world_size: the workers that are to serve the run."""
         served = await self._run(call)
-        share = (await served.source.refreshed()).share
+        share = (await served.lease.refreshed()).share
         return {"world_size": share.workers if share else 0}
 
     async def usage(self, call: JsonCall) -> dict[str, Any]:
@@ -88,7 +88,7 @@ class RunRoutes:
         if key is None:
             return {"object": "usage", "limits": None}
         served = await self._run(call)
-        used = msgspec.to_builtins(await served.source.key_usage(key.owner))
+        used = msgspec.to_builtins(await served.lease.key_usage(key.owner))
         return {"object": "usage", "run_id": served.run.run_id, "limits": msgspec.to_builtins(key.limits), **used}
 
     async def _run(self, call: JsonCall) -> ServedRun:

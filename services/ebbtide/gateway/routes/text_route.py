@@ -136,7 +136,7 @@ class _TextExchange:
 
     async def _prepared(self, served: ServedRun, key: ClientKey) -> PlayedRequest:
         if self._request.session_id:
-            return await self._doors.sessions_of(served.source, served.player, key).prepare(self._request, key.metered)
+            return await self._doors.sessions_of(served.lease, served.player, key).prepare(self._request, key.metered)
         return await served.player.prepare(self._request, owner=key.owner)
 
     def _answering(self, played: PlayedRequest, served: ServedRun) -> Answer:
@@ -147,7 +147,7 @@ class _TextExchange:
             created=int(time.time()),
             played=played,
             token_text=served.player.model.token_text,
-            decode=partial(served.player.model.text.decode, skip_special=False),
+            decode=partial(served.player.model.decode, skip_special=False),
         )
         answer = self._answer = self._asked.answer(context)
         self._asked, self._request = None, self._request.without_prompts()

@@ -18,7 +18,7 @@ from ebbtide.gateway.http_app import make_app
 from ebbtide.gateway.routes.gateway_doors import GatewayDoors
 from ebbtide.gateway.text.template_sandbox import TemplateSandbox
 from tests.fakes.scripted_doors import scripted_doors
-from tests.fakes.scripted_rollouts import ScriptedCatalog, ScriptedSource, scripted_run, served_model
+from tests.fakes.scripted_rollouts import ScriptedCatalog, ScriptedSource, scripted_model, scripted_run
 
 SECRET = "the-shared-secret"
 HEADERS = {"authorization": f"Bearer {SECRET}"}
@@ -26,7 +26,7 @@ HEADERS = {"authorization": f"Bearer {SECRET}"}
 
 @pytest.fixture
 def source(sandbox: TemplateSandbox) -> ScriptedSource:
-    return ScriptedSource(scripted_run(), served_model(sandbox, tools=True))
+    return ScriptedSource(scripted_run(), scripted_model(sandbox, tools=True))
 
 
 @pytest.fixture

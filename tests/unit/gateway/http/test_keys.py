@@ -19,13 +19,13 @@ from ebbtide.errors import BudgetSpent, RateLimited
 from ebbtide.gateway.access.client_key import KeyRing
 from ebbtide.gateway.http_app import make_app
 from ebbtide.gateway.routes.gateway_doors import GatewayDoors
-from ebbtide.gateway.runs.run_directory import RunDirectory
 from ebbtide.testing import wait_until
 from ebbtide.types.ids import check_id
 from ebbtide.types.key_usage import KeyLimits, MeteredKey
 from ebbtide.types.run import EnvironmentSpec
 from tests.fakes.asgi_call import AsgiCall
 from tests.fakes.clocks import SetClock
+from tests.fakes.scripted_doors import scripted_directory
 from tests.fakes.scripted_rollouts import ScriptedCatalog, ScriptedSource
 from tests.unit.gateway.http.conftest import HEADERS
 
@@ -262,7 +262,7 @@ async def test_a_request_that_waits_keeps_its_run_open(
     doors: GatewayDoors, catalog: ScriptedCatalog, source: ScriptedSource, encoding: asyncio.Event
 ) -> None:
     clock = SetClock(100.0)
-    directory = RunDirectory(catalog, idle_s=60, clock=clock)
+    directory = scripted_directory(catalog, idle_s=60, clock=clock)
     doors = msgspec.structs.replace(doors, directory=directory)
     encoding.clear()
     call = AsgiCall(make_app(doors), "/v1/completions", BODY, HEADERS)
