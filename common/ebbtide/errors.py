@@ -33,10 +33,6 @@ class Superseded(EbbtideError):
     """The fence is an old one."""
 
 
-class AttemptSuperseded(Superseded):
-    """Drop the attempt."""
-
-
 class LeaseSuperseded(Superseded):
     """Step down."""
 
@@ -47,10 +43,6 @@ class NotReady(EbbtideError):
 
 class VersionUnavailable(NotReady):
     """The policy version is not there yet, or no longer."""
-
-
-class TooStale(NotReady):
-    """No weights are new enough."""
 
 
 class NoCapacity(EbbtideError):

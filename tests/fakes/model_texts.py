@@ -9,7 +9,8 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
-from ebbtide.gateway.text.model_text import ModelText
+from ebbtide.gateway.text.output_parsers import OutputParsers
+from ebbtide.gateway.text.served_model import ServedModel
 from ebbtide.gateway.text.template_sandbox import TemplateSandbox
 from ebbtide.trainer.base_model.character_tokenizer import character_tokenizer
 
@@ -75,12 +76,28 @@ def _without_added(text: str) -> str:
     return json.dumps(described)
 
 
-def model_text(tokenizer: Any, sandbox: TemplateSandbox, *, template: str | None = None) -> ModelText:
-    """The texts of a model with this tokenizer, and with `template` instead of its own."""
+def served_model(
+    tokenizer: Any,
+    sandbox: TemplateSandbox,
+    *,
+    template: str | None = None,
+    context: int = 512,
+    rows: int = 0,
+    parsers: OutputParsers | None = None,
+) -> ServedModel:
+    """A model with this tokenizer, and with `template` instead of its own. `parsers`: they find calls."""
     if template is not None:
         tokenizer = _copied(tokenizer)
         tokenizer.chat_template = template
-    return ModelText(tokenizer, eos_ids=[tokenizer.eos_token_id], sandbox=sandbox)
+    return ServedModel(
+        tokenizer,
+        eos_ids=[tokenizer.eos_token_id],
+        sandbox=sandbox,
+        context=context,
+        rows=rows,
+        parsers=parsers,
+        parses_tools=parsers is not None,
+    )
 
 
 def _copied(tokenizer: Any) -> Any:

@@ -11,10 +11,10 @@ from msgspec import Struct
 
 from ebbtide.gateway.sessions.session_book import PlannedTurn, SessionBook
 from ebbtide.gateway.sessions.session_trace import SessionTrace, session_trace
-from ebbtide.gateway.text.model_text import ModelText
+from ebbtide.gateway.text.served_model import ServedModel
 from ebbtide.gateway.text.template_sandbox import TemplateSandbox
 from ebbtide.types.tokens import TOKEN, TokenArray
-from tests.fakes.model_texts import START, model_text, tokenizers
+from tests.fakes.model_texts import START, served_model, tokenizers
 
 Message = dict[str, Any]
 
@@ -72,7 +72,7 @@ class Sampled(Struct, frozen=True):
 class PlayedSession:
     """Plays turns against a book, as a gateway does for its client."""
 
-    def __init__(self, text: ModelText, *, marker: str, seed: int = 0) -> None:
+    def __init__(self, text: ServedModel, *, marker: str, seed: int = 0) -> None:
         self.text, self.book, self.draw = text, SessionBook(text), random.Random(seed)
         self.options = {"s": marker}
         self._numbers = count(1)
@@ -212,7 +212,7 @@ CALL = '<tool_call>{"arguments":{"q":"a b","n":[1,2],"x":{"z":1.0,"a":null}},"na
 def played(
     sandbox: TemplateSandbox, template: str = CHATML, *, kind: str = "byte-level", seed: int = 0
 ) -> PlayedSession:
-    text = model_text(tokenizers()[kind], sandbox, template=template)
+    text = served_model(tokenizers()[kind], sandbox, template=template)
     return PlayedSession(text, marker="<|user|>" if kind == "characters" else START, seed=seed)
 
 

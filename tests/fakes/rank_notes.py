@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from ebbtide.errors import Unavailable
+from ebbtide.trainer.ranks.rank_board import RankBoard
 
 
-class SharedNotes:
-    """Implements `RankNotes`."""
+class SharedNotes(RankBoard):
+    """A board without torch's store."""
 
     def __init__(self) -> None:
         self.notes: dict[str, bytes] = {}

@@ -13,9 +13,9 @@ from ebbtide.types.run import Sampling
 from ebbtide.types.tokens import TOKEN_BYTES, pack_ids, unpack_tokens
 from ebbtide.types.weights import PolicyVersion
 from ebbtide.v1 import fleet_pb2, fleet_pb2_grpc, types_pb2
-from ebbtide.wire.append_columns import AppendReceiver, answer
+from ebbtide.wire.append_columns import AppendReceiver
 from ebbtide.wire.record_conversion import to_proto
-from tests.fakes.append_deltas import deltas
+from tests.fakes.append_deltas import answer, deltas
 from tests.fakes.scripted_relay import POLICY, RUN
 
 PROMPT = (40, 41, 42)

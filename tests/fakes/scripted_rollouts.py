@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from ebbtide.errors import AlreadyExists, EbbtideError, NotFound
-from ebbtide.gateway.runs.served_model import ServedModel
-from ebbtide.gateway.text.output_parsers import OutputDelta, OutputParser, PlainOutputs, ToolCallDelta, call_id
+from ebbtide.gateway.text.output_parsers import OutputDelta, OutputParser, ToolCallDelta, call_id
+from ebbtide.gateway.text.served_model import ServedModel
 from ebbtide.gateway.text.template_sandbox import TemplateSandbox
 from ebbtide.rollout_worker.engine.scripted_engine import script_scores
 from ebbtide.rollout_worker.settings import ScriptedSettings
@@ -20,7 +20,7 @@ from ebbtide.types.run import EnvironmentSpec, Run, RunShare, RunSpec, RunStatus
 from ebbtide.types.session import Session, SessionEnd
 from ebbtide.types.tokens import TOKEN_BYTES, pack_tokens, unpack_ids
 from ebbtide.types.weights import PolicyVersion
-from tests.fakes.model_texts import CHATML, byte_level_tokenizer, model_text
+from tests.fakes.model_texts import CHATML, byte_level_tokenizer, served_model
 from tests.fakes.scripted_sessions import ScriptedSessions
 
 #: Tokens of one chunk.
@@ -37,12 +37,11 @@ KEEPS_HISTORY = (
 )
 
 
-def served_model(
+def scripted_model(
     sandbox: TemplateSandbox, *, tools: bool = False, context: int = 512, template: str = CHATML
 ) -> ServedModel:
-    text = model_text(byte_level_tokenizer(), sandbox, template=template)
-    parsers = MarkedOutputs() if tools else PlainOutputs()
-    return ServedModel(text, parsers, parses_tools=tools, context=context, rows=0)
+    parsers = MarkedOutputs() if tools else None
+    return served_model(byte_level_tokenizer(), sandbox, template=template, context=context, parsers=parsers)
 
 
 def scripted_run(run_id: str = "spell-1", *, name: str = "spell", version: int = 3, model: str = "/models/m") -> Run:
@@ -62,7 +61,7 @@ class ScriptedSource(ScriptedSessions):
         self.cancelled: list[str] = []
         self.reasons: dict[str, str] = {}  # of what was cancelled
         self.released = False
-        self.is_lost = False
+        self.lost = asyncio.Event()
         self.refusal: EbbtideError | None = None
         self.metered: list[MeteredKey] = []  # of submits and turns with one
         self.used: dict[str, int] = {}  # tokens by owner
@@ -85,7 +84,10 @@ class ScriptedSource(ScriptedSessions):
     async def key_usage(self, owner: str) -> KeyUsage:
         return KeyUsage(owner=owner, tokens=self.used.get(owner, 0))
 
-    async def submit(self, rollouts: Sequence[RolloutRequest], key: MeteredKey | None = None) -> None:
+    async def submit_rollouts(
+        self, rollouts: Sequence[RolloutRequest], *, wait: bool, key: MeteredKey | None = None
+    ) -> None:
+        assert not wait, "a client is told when to come back"
         if key is not None:
             self.metered.append(key)
         if self.refusal is not None:
@@ -115,7 +117,7 @@ class ScriptedSource(ScriptedSessions):
             yield chunk
             self.first.set()
 
-    async def cancel(self, rollout_ids: Sequence[str], reason: str = "") -> None:
+    async def cancel_rollouts(self, rollout_ids: Sequence[str], reason: str = "") -> None:
         self.cancelled += rollout_ids
         self.reasons |= dict.fromkeys(rollout_ids, reason)
 
@@ -189,13 +191,14 @@ class ScriptedCatalog:
         await asyncio.sleep(0)
         self.opened.append(run.run_id)
         source = self.sources[run.run_id]
-        source.is_lost = source.released = False
+        source.lost.clear()
+        source.released = False
         return source
 
     async def context(self, run: Run) -> int:
         return self.sources[run.run_id].model.context
 
-    async def text_model(self, run: Run) -> ServedModel:
+    async def model(self, run: Run) -> ServedModel:
         return self.sources[run.run_id].model
 
 

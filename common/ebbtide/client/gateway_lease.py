@@ -12,8 +12,10 @@ from ebbtide.client.rollout_lease import RolloutLease, in_batches, trajectory_si
 from ebbtide.client.service_peer import ServicePeer
 from ebbtide.types.key_usage import KeyUsage, MeteredKey
 from ebbtide.types.rollout import TokenChunk
+from ebbtide.types.run import Run
 from ebbtide.types.session import Session, SessionEnd, SessionState, SessionTurn, TurnPage
 from ebbtide.v1 import rollouts_pb2, runs_pb2, sessions_pb2
+from ebbtide.v1.runs_pb2_grpc import RunsStub
 from ebbtide.v1.sessions_pb2_grpc import SessionsStub
 from ebbtide.wire.record_conversion import from_proto, to_proto
 
@@ -46,6 +48,12 @@ class GatewayLease(RolloutLease):
             yield chunk
             if chunk.reason is not None:
                 return
+
+    async def refreshed(self) -> Run:
+        """Return the run's present state, which `run` tells until the next renewal. Raises `NotFound`."""
+        request = runs_pb2.GetRunRequest(run_id=self.run_id)
+        self.run = from_proto(await self._peer.call(RunsStub(self._peer.channel).GetRun, request), Run)
+        return self.run
 
     async def key_usage(self, owner: str) -> KeyUsage:
         """Return what the keys of an owner have used of the run; nothing if they have no limits."""

@@ -127,23 +127,6 @@ def finishes(request: fleet_pb2.AppendRequest) -> dict[int, FinishReason]:
     return {index: FinishReason(reason) for index, reason in ends.items()}
 
 
-def answer(
-    sequence: int, deltas: Sequence[AppendDelta], acks: Sequence[AppendAck], *, durable: bool
-) -> fleet_pb2.AppendResponse:
-    """The answer to a message of `deltas`; `acks` in their order."""
-    others = [
-        fleet_pb2.AppendAck(
-            index=index,
-            status=fleet_pb2.AppendAck.Status.ValueType(ack.status),
-            stored=ack.stored,
-            finished=ack.finished,
-        )
-        for index, (delta, ack) in enumerate(zip(deltas, acks, strict=True))
-        if ack != _as_sent(delta, ack.message)
-    ]
-    return fleet_pb2.AppendResponse(sequence=sequence, others=others, durable=durable)
-
-
 def acks(deltas: Sequence[AppendDelta], response: fleet_pb2.AppendResponse) -> list[AppendAck]:
     """Acknowledgements of all deltas of the message that `response` answers."""
     found = [_as_sent(delta, response.sequence) for delta in deltas]

@@ -89,15 +89,13 @@ def _session_routes(doors: GatewayDoors) -> Sequence[BaseRoute]:
 
 def _run_routes(doors: GatewayDoors) -> Sequence[BaseRoute]:
     runs = RunRoutes(doors)
-    asked = {"/server_info": runs.server_info, "/get_world_size": runs.world_size, "/is_paused": runs.is_paused}
-    ordered = {"/pause": runs.pause, "/resume": runs.resume}
+    asked = {"/server_info": runs.server_info, "/get_world_size": runs.world_size}
     return [
         *_model_routes(doors),
         Route("/v1/usage", JsonRoute(doors, runs.usage, "/v1/usage"), methods=["GET"]),
         Route("/tokenize", JsonRoute(doors, runs.tokenize, "/tokenize", reads_body=True), methods=["POST"]),
         _count_route(doors),
         *(Route(path, JsonRoute(doors, work, path), methods=["GET"]) for path, work in asked.items()),
-        *(Route(path, JsonRoute(doors, work, path, waits=True), methods=["POST"]) for path, work in ordered.items()),
     ]
 
 

@@ -18,9 +18,8 @@ from ebbtide.gateway.generation.prompt_threads import PromptThreads
 from ebbtide.gateway.http_app import make_app
 from ebbtide.gateway.http_server import HttpServer
 from ebbtide.gateway.routes.gateway_doors import GatewayDoors
+from ebbtide.gateway.runs.run_catalog import RunCatalog
 from ebbtide.gateway.runs.run_directory import RunDirectory
-from ebbtide.gateway.runs.run_pauses import RunPauses
-from ebbtide.gateway.runs.sdk_catalog import SdkCatalog
 from ebbtide.gateway.settings import GatewaySettings
 from ebbtide.gateway.text.output_parsers import ParserNames
 from ebbtide.gateway.text.template_sandbox import TemplateSandbox
@@ -44,7 +43,7 @@ async def serve(shutdown: Shutdown, settings: GatewaySettings) -> None:
     sandbox = TemplateSandbox(processes=settings.template_processes)
     threads = PromptThreads(settings.template_processes + _MORE_THREADS, most_waiting=settings.limits.prompts_waiting)
     async with client:
-        catalog = SdkCatalog(
+        catalog = RunCatalog(
             client,
             sandbox,
             ParserNames(settings.tool_parser, settings.reasoning_parser),
@@ -59,13 +58,12 @@ async def serve(shutdown: Shutdown, settings: GatewaySettings) -> None:
             max_prompt_tokens=settings.limits.prompt_tokens,
             idle_s=settings.idle_s,
         )
-        pauses, shelf = RunPauses(), SessionShelf(settings.sessions.shelf_bytes)
+        shelf = SessionShelf(settings.sessions.shelf_bytes)
         doors = GatewayDoors(
             keys=settings.key_ring(),
             limits=settings.limits,
             slots=RequestSlots(settings.limits),
             directory=directory,
-            pauses=pauses,
             session_limits=settings.sessions,
             shelf=shelf,
             request_id_header=settings.door.request_id_header,
@@ -77,7 +75,6 @@ async def serve(shutdown: Shutdown, settings: GatewaySettings) -> None:
         shutdown.spawn(server.ended(), "http")
         shutdown.ready(server.address)
         await shutdown.requested.wait()
-        pauses.close()
         await server.stop()
         shelf.close()
         await directory.close()

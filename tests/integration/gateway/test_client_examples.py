@@ -18,7 +18,7 @@ from ebbtide.gateway.http_server import HttpServer
 from ebbtide.gateway.settings import GatewaySettings
 from ebbtide.gateway.text.template_sandbox import TemplateSandbox
 from tests.fakes.scripted_doors import scripted_doors
-from tests.fakes.scripted_rollouts import ScriptedCatalog, ScriptedSource, scripted_run, served_model
+from tests.fakes.scripted_rollouts import ScriptedCatalog, ScriptedSource, scripted_model, scripted_run
 
 PAGE: Final = Path(__file__).parents[3] / "docs" / "gateway.md"
 ANSWER: Final = "The dog sleeps on in Zürich."
@@ -34,7 +34,7 @@ def examples(heading: str) -> list[str]:
 @pytest.fixture
 async def source() -> AsyncIterator[ScriptedSource]:
     sandbox = TemplateSandbox(processes=1)
-    made = ScriptedSource(scripted_run("my-run-1", name="my-run"), served_model(sandbox))
+    made = ScriptedSource(scripted_run("my-run-1", name="my-run"), scripted_model(sandbox))
     made.answer = ANSWER
     yield made
     sandbox.close()

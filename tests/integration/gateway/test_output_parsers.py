@@ -9,7 +9,6 @@ import pytest
 from ebbtide.demo.agents.number_agent import TOOLS as TOOLS_OF_AGENT
 from ebbtide.demo.agents.number_problem import written_call
 from ebbtide.errors import InvalidRequest
-from ebbtide.gateway.text.model_text import ModelText
 from ebbtide.gateway.text.output_parsers import (
     OutputDelta,
     OutputParser,
@@ -18,9 +17,10 @@ from ebbtide.gateway.text.output_parsers import (
     ToolCallDelta,
     load_output_parsers,
 )
+from ebbtide.gateway.text.served_model import ServedModel
 from ebbtide.gateway.text.template_sandbox import TemplateSandbox
 from ebbtide.trainer.base_model.character_tokenizer import character_tokenizer
-from tests.fakes.model_texts import byte_level_tokenizer, model_text
+from tests.fakes.model_texts import byte_level_tokenizer, served_model
 
 # vLLM's and torch's own imports warn.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -38,13 +38,13 @@ RESPONSES = [
 
 
 @pytest.fixture(scope="module")
-def model() -> ModelText:
-    return model_text(byte_level_tokenizer(), TemplateSandbox(processes=1))
+def model() -> ServedModel:
+    return served_model(byte_level_tokenizer(), TemplateSandbox(processes=1))
 
 
 @pytest.fixture(scope="module")
-def parsers(model: ModelText) -> OutputParsers:
-    return load_output_parsers(model, ParserNames(tool="hermes", reasoning="deepseek_r1"))
+def parsers(model: ServedModel) -> OutputParsers:
+    return load_output_parsers(model.tokenizer, ParserNames(tool="hermes", reasoning="deepseek_r1"))
 
 
 def parser(parsers: OutputParsers, seed: str = "q-1-0", **changes: Any) -> OutputParser:
@@ -52,7 +52,7 @@ def parser(parsers: OutputParsers, seed: str = "q-1-0", **changes: Any) -> Outpu
     return parsers.parser(**{**asked, **changes}, call_seed=seed)
 
 
-def test_the_vocabulary_is_read_once_for_all_parsers(model: ModelText, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_vocabulary_is_read_once_for_all_parsers(model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     reads, kind = list[int](), type(model.tokenizer)
     read = kind.get_vocab
 
@@ -61,7 +61,7 @@ def test_the_vocabulary_is_read_once_for_all_parsers(model: ModelText, monkeypat
         return read(tokenizer)
 
     monkeypatch.setattr(kind, "get_vocab", counted)
-    made = load_output_parsers(model, ParserNames(tool="qwen3_xml", reasoning="qwen3"))
+    made = load_output_parsers(model.tokenizer, ParserNames(tool="qwen3_xml", reasoning="qwen3"))
     before = len(reads)
     for number in range(5):
         parser(made, f"q-{number}").whole(RESPONSES[1], [1, 2])
@@ -69,7 +69,7 @@ def test_the_vocabulary_is_read_once_for_all_parsers(model: ModelText, monkeypat
     assert len(reads) == before
 
 
-def streamed(model: ModelText, made: OutputParser, text: str, draw: random.Random) -> OutputDelta:
+def streamed(model: ServedModel, made: OutputParser, text: str, draw: random.Random) -> OutputDelta:
     """Joins what the parser returns for pieces of one to five tokens."""
     ids, at, deltas = model.encode(text, special=False), 0, list[OutputDelta]()
     detokenizer = model.detokenizer([], skip_special=made.skip_special)
@@ -105,7 +105,7 @@ def meaning(delta: OutputDelta) -> tuple[str, str, list[tuple[Any, ...]]]:
 
 
 @pytest.mark.parametrize("text", RESPONSES[:4])
-def test_a_response_means_the_same_whole_and_streamed(text: str, model: ModelText, parsers: OutputParsers) -> None:
+def test_a_response_means_the_same_whole_and_streamed(text: str, model: ServedModel, parsers: OutputParsers) -> None:
     draw = random.Random(1)
     ids = model.encode(text, special=False)
     whole = meaning(parser(parsers).whole(text, ids))
@@ -116,12 +116,12 @@ def test_a_response_means_the_same_whole_and_streamed(text: str, model: ModelTex
 
 
 @pytest.mark.parametrize("text", RESPONSES)
-def test_streaming_fails_on_nothing(text: str, model: ModelText, parsers: OutputParsers) -> None:
+def test_streaming_fails_on_nothing(text: str, model: ServedModel, parsers: OutputParsers) -> None:
     made = streamed(model, parser(parsers), text, random.Random(2))
     assert made.reasoning or made.content or made.tool_calls
 
 
-def test_calls_have_ids_that_another_gateway_gives_them_too(model: ModelText, parsers: OutputParsers) -> None:
+def test_calls_have_ids_that_another_gateway_gives_them_too(model: ServedModel, parsers: OutputParsers) -> None:
     text = RESPONSES[3]
     calls = [parser(parsers, seed).whole(text, []).tool_calls for seed in ("a", "a", "b")]
     ids = [[call.call_id for call in one] for one in calls]
@@ -129,14 +129,14 @@ def test_calls_have_ids_that_another_gateway_gives_them_too(model: ModelText, pa
     assert len({*ids[0], *ids[2]}) == 4
 
 
-def test_without_calls_wanted_their_text_is_content(model: ModelText, parsers: OutputParsers) -> None:
+def test_without_calls_wanted_their_text_is_content(model: ServedModel, parsers: OutputParsers) -> None:
     for changes in ({"tool_choice": "none"}, {"tools": None}):
         made = streamed(model, parser(parsers, **changes), RESPONSES[2], random.Random(3))
         assert not made.tool_calls
         assert CALL in made.content
 
 
-def test_a_parser_that_fails_loses_no_text(model: ModelText, parsers: OutputParsers) -> None:
+def test_a_parser_that_fails_loses_no_text(model: ServedModel, parsers: OutputParsers) -> None:
     made = parser(parsers)
     first = made.push("a</think>b", model.encode("a</think>b", special=False))
     made._request = None  # type: ignore[attr-defined]  # whatever breaks in it
@@ -154,22 +154,22 @@ def test_a_parser_that_fails_loses_no_text(model: ModelText, parsers: OutputPars
         (ParserNames(reasoning="mistral"), "reasoning_parser"),  # its marks are not in this tokenizer
     ],
 )
-def test_parsers_that_do_not_fit_are_refused_by_name(names: ParserNames, field: str, model: ModelText) -> None:
+def test_parsers_that_do_not_fit_are_refused_by_name(names: ParserNames, field: str, model: ServedModel) -> None:
     with pytest.raises(InvalidRequest) as refused:
-        load_output_parsers(model, names)
+        load_output_parsers(model.tokenizer, names)
     assert refused.value.field == field
 
 
-def test_a_reasoning_parser_alone_leaves_calls_in_the_content(model: ModelText) -> None:
-    made = parser(load_output_parsers(model, ParserNames(reasoning="deepseek_r1"))).whole(RESPONSES[2], [])
+def test_a_reasoning_parser_alone_leaves_calls_in_the_content(model: ServedModel) -> None:
+    made = parser(load_output_parsers(model.tokenizer, ParserNames(reasoning="deepseek_r1"))).whole(RESPONSES[2], [])
     assert (made.reasoning, made.tool_calls) == ("hm", ())
     assert CALL in made.content
 
 
 def test_a_call_that_the_demo_s_model_writes_comes_back_from_its_template_as_it_was_written() -> None:
     sandbox = TemplateSandbox(processes=1)
-    written, model = written_call("biko"), model_text(character_tokenizer(), sandbox)
-    parsers = load_output_parsers(model, ParserNames(tool="pythonic"))
+    written, model = written_call("biko"), served_model(character_tokenizer(), sandbox)
+    parsers = load_output_parsers(model.tokenizer, ParserNames(tool="pythonic"))
     made = parser(parsers, tools=TOOLS_OF_AGENT).whole(written, model.encode(written, special=False))
     (call,) = made.tool_calls
     assert (made.content, call.name, json.loads(call.arguments)) == ("", "look", {"at": "biko"})

@@ -133,11 +133,11 @@ async def test_a_method_that_the_peer_lacks_is_named_as_a_difference_of_versions
 
 async def test_writing_to_a_stream_that_ended_raises_its_status(cluster: Any) -> None:
     channel = await cluster.connect((await cluster.serve()).address)
-    cluster.probe.act = failing(errors.AttemptSuperseded("drop the attempt"))
+    cluster.probe.act = failing(errors.LeaseSuperseded("step down"))
     stream: Any = channel.stream_stream("/ebbtide.v1.Fleet/Append")()
     await write(stream, b"")
     await wait_until(stream.done)
-    with pytest.raises(errors.AttemptSuperseded, match="drop the attempt"), translated("coordinator"):
+    with pytest.raises(errors.LeaseSuperseded, match="step down"), translated("coordinator"):
         await write(stream, b"")
 
 

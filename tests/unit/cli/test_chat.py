@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -42,7 +42,7 @@ class Script:
 
 
 def chat(script: Script, **options: Any) -> ChatHistory:
-    return ChatHistory(script, "spell-1", ChatOptions(**options))
+    return ChatHistory(cast("GatewayConnection", script), "spell-1", ChatOptions(**options))
 
 
 @pytest.fixture

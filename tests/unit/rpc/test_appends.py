@@ -10,8 +10,8 @@ from ebbtide.types.fleet import AppendStatus, AttemptRef
 from ebbtide.types.rollout import FinishReason
 from ebbtide.types.tokens import TOKEN_BYTES
 from ebbtide.v1 import fleet_pb2
-from ebbtide.wire.append_columns import MAX_DELTAS, AppendReceiver, AppendSender, acks, answer
-from tests.fakes.append_deltas import deltas
+from ebbtide.wire.append_columns import MAX_DELTAS, AppendReceiver, AppendSender, acks
+from tests.fakes.append_deltas import answer, deltas
 
 STORED, GAP, SUPERSEDED = AppendStatus.STORED, AppendStatus.GAP, AppendStatus.SUPERSEDED
 

@@ -41,8 +41,8 @@ def test_every_exception_arrives_as_what_it_was(kind: type[EbbtideError]) -> Non
     ("kind", "code"),
     [
         (errors.InvalidRequest, StatusCode.INVALID_ARGUMENT),
-        (errors.AttemptSuperseded, StatusCode.ABORTED),
-        (errors.TooStale, StatusCode.FAILED_PRECONDITION),
+        (errors.LeaseSuperseded, StatusCode.ABORTED),
+        (errors.VersionUnavailable, StatusCode.FAILED_PRECONDITION),
         (errors.NoCapacity, StatusCode.RESOURCE_EXHAUSTED),
         (errors.StoreUnavailable, StatusCode.UNAVAILABLE),
         (errors.ChunkCorrupt, StatusCode.DATA_LOSS),

@@ -4,13 +4,14 @@ import asyncio
 import contextlib
 import math
 import random
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import pytest
 
 from ebbtide.errors import StoreUnavailable
 from ebbtide.store.link.durability import _FSYNC_S, DurabilityHorizon, StoreLook
 from ebbtide.store.link.durability_watch import DurabilityWatch
+from ebbtide.store.link.store_connection import StoreConnection
 from ebbtide.testing import wait_until
 
 
@@ -201,7 +202,7 @@ class Redis74:
 async def test_a_server_that_knows_waitaof_is_asked_what_it_has_synced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(_FSYNC_S, "everysec", 0.2)
     store = Redis74()
-    watch = DurabilityWatch(store)
+    watch = DurabilityWatch(cast("StoreConnection", store))
     running = asyncio.create_task(watch.run())
     watch.began()
     try:

@@ -9,13 +9,16 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Final, Protocol, Self
+from typing import TYPE_CHECKING, Final
 
 from ebbtide.errors import EbbtideError, Internal, StoreUnavailable
 from ebbtide.store.link.dialer import info
 from ebbtide.store.link.durability import DurabilityHorizon, StoreLook, seen
 from ebbtide.store.record_codec import text_pairs
 from ebbtide.store.store_keys import SYNCED
+
+if TYPE_CHECKING:
+    from ebbtide.store.link.store_connection import StoreConnection
 
 #: Between looks while writes wait to be durable, and while each is durable at once.
 _LOOK_S: Final = 0.25
@@ -30,30 +33,10 @@ _WRITE: Final = "redis.call('DEL', KEYS[1]) redis.call('SET', KEYS[1], ARGV[1])"
 _UNKNOWN_S: Final = 1e9
 
 
-class WatchedLink(Protocol):
-    """What a `StoreConnection` offers to its watch."""
-
-    incarnation: str
-    replicas: int
-    sentinel: bool
-    patience_s: float
-
-    @property
-    def away_s(self) -> float: ...
-
-    async def call(self, *command: Any, patience_s: float | None = None, incarnation: str = "") -> Any: ...
-
-    def another(self) -> "Self": ...
-
-    async def open(self) -> None: ...
-
-    async def close(self) -> None: ...
-
-
 class DurabilityWatch:
     """Call `run` while the link is open, and `began` whenever it came up."""
 
-    def __init__(self, link: WatchedLink) -> None:
+    def __init__(self, link: "StoreConnection") -> None:
         self._link = link
         self._of = ""  # the incarnation that the horizon is of
         self.horizon = self._fresh()

@@ -5,19 +5,13 @@ leaves what was shown. It is lost with the process.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from msgspec import Struct
 
+from ebbtide.cli.chat.gateway_connection import GatewayConnection
+
 _PATH: Final = "/v1/chat/completions"
-
-
-class EventSource(Protocol):
-    """A gateway."""
-
-    def events(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """The data of a stream's events."""
-        ...
 
 
 class ChatOptions(Struct, frozen=True, kw_only=True):
@@ -47,7 +41,7 @@ class AnswerPart(Struct, frozen=True):
 class ChatHistory:
     """A conversation with one run."""
 
-    def __init__(self, gateway: EventSource, run_id: str, options: ChatOptions) -> None:
+    def __init__(self, gateway: GatewayConnection, run_id: str, options: ChatOptions) -> None:
         self._gateway, self._run_id, self._options = gateway, run_id, options
         self.messages: list[dict[str, str]] = []
         if options.system:

@@ -36,7 +36,6 @@ class ClientKey(Struct, frozen=True, kw_only=True):
     only_plays: bool = False  # it may neither read nor end sessions, nor ask before others
     session_id: str = ""  # the client's name of the only session that it may play; empty: any
     run_id: str = ""  # the only run that it is for; empty: every run
-    operates: bool = False  # may pause runs
     metered: MeteredKey | None = None  # None: it has no limits
 
     def admits(self, run_id: str) -> bool:
@@ -77,7 +76,7 @@ class KeyRing:
         token = _token(headers)
         secret = self._shared.get() if self._shared else None
         if secret is not None and secret(f"Bearer {token}"):
-            return ClientKey(owner=_SHARED, sessions_of=_SHARED, operates=True)
+            return ClientKey(owner=_SHARED, sessions_of=_SHARED)
         if self._keys is None or not is_signed(token):
             raise Unauthenticated("the key is missing or wrong; send a token as Authorization: Bearer, or as x-api-key")
         claims = self._verified.claims(token, self._keys.get())
@@ -93,7 +92,6 @@ class KeyRing:
             only_plays=claims.role is Role.AGENT,
             session_id=claims.session_id,
             run_id=claims.run_id,
-            operates=claims.role is Role.OPERATOR,
             metered=MeteredKey(owner=owner, limits=claims.limits) if claims.limits != KeyLimits() else None,
         )
 

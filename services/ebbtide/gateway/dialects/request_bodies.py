@@ -11,7 +11,6 @@ from ebbtide.gateway.fields.openai_fields import STREAM_OPTION_FIELDS
 from ebbtide.gateway.fields.sampling_fields import NO_RESUME
 from ebbtide.gateway.generation.text_request import VersionWish
 from ebbtide.types.parse import parse
-from ebbtide.types.rollout import MAX_ALTERNATIVES
 from ebbtide.types.run import MAX_STOP_LENGTH, MAX_STOPS, Sampling
 
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 32)]
@@ -21,8 +20,6 @@ Completions = Annotated[int, Meta(ge=1, le=1 << 16)]
 Priority = Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)]
 #: Whether logprobs are answered, where a number asks for them.
 LogprobCount = Annotated[int, Meta(ge=0, le=1)]
-#: Alternatives to each token of a scored prompt.
-Alternatives = Annotated[int, Meta(ge=0, le=MAX_ALTERNATIVES)]
 
 
 class SamplingBody(Struct, kw_only=True):

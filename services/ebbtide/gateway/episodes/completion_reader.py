@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from ebbtide.errors import NotFound
 from ebbtide.gateway.generation.choice_delta import ChoiceResult
 from ebbtide.gateway.generation.choice_text import ChoiceText
-from ebbtide.gateway.generation.played_request import UNDELIVERED
+from ebbtide.gateway.generation.played_request import UNDELIVERED, pushed
 from ebbtide.gateway.generation.request_player import RequestPlayer
 from ebbtide.gateway.generation.text_request import TextRequest
 from ebbtide.types.rollout import FinishReason
@@ -51,12 +51,12 @@ async def read_completion(
     choices = await player.threads.run(owner, work, refusable=False)
     results, undelivered = [ChoiceResult(0) for _ in choices], False
     try:
-        async with aclosing(player.source.tokens(rollout_id)) as chunks:
+        async with aclosing(player.lease.tokens(rollout_id)) as chunks:
             async for chunk in chunks:
                 ends = chunk.reason in (FinishReason.STOP, FinishReason.LENGTH)
                 for choice, result in zip(choices, results, strict=True):
                     reason = chunk.reason if ends else None
-                    result.add(await player.pushed(choice, unpack_tokens(chunk.tokens), reason, owner))
+                    result.add(await pushed(choice, unpack_tokens(chunk.tokens), reason, player.threads, owner))
                 if choices[0].finished or chunk.reason is not None:
                     undelivered = chunk.reason is FinishReason.CANCELLED and chunk.message == UNDELIVERED
                     break

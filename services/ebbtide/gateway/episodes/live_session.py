@@ -13,9 +13,9 @@ from typing import Any, Final, TypeVar
 
 from msgspec.structs import replace
 
+from ebbtide.client.gateway_lease import GatewayLease
 from ebbtide.errors import EbbtideError, Unavailable
 from ebbtide.gateway.episodes.completion_reader import ReadCompletion, read_completion
-from ebbtide.gateway.episodes.session_source import SessionSource
 from ebbtide.gateway.episodes.turn_settings import TurnSettings, turn_settings, unpack_settings
 from ebbtide.gateway.generation.request_player import RequestPlayer
 from ebbtide.gateway.generation.text_request import ChatPrompt, IdsPrompt, RawPrompt, TextRequest
@@ -45,13 +45,13 @@ class LiveSession:
     """One session. `session` is as it was read last; None: not read yet."""
 
     def __init__(
-        self, session_id: str, owner: str, source: SessionSource, player: RequestPlayer, long_readers: LongReaders
+        self, session_id: str, owner: str, lease: GatewayLease, player: RequestPlayer, long_readers: LongReaders
     ) -> None:
         self.session_id, self.owner = session_id, owner
-        self.source, self.player = source, player
+        self.lease, self.player = lease, player
         self.lock = asyncio.Lock()
         self.session: Session | None = None
-        self.book = SessionBook(player.model.text)
+        self.book = SessionBook(player.model)
         self.truncated: set[str] = set()  # rollouts that ended by their length
         self.bytes = 0  # about what the book takes
         self.users = 0
@@ -119,7 +119,7 @@ class LiveSession:
         """Add a turn at the coordinator, and book it as it is stored there. `key`: the client's, if it has limits;
         `tokens`: that the turn may come to.
         """
-        stored = await self.source.add_turn(self.session_id, self.owner, turn, key=key, tokens=tokens)
+        stored = await self.lease.add_turn(self.session_id, self.owner, turn, key=key, tokens=tokens)
         if stored.number == self.book.last + 1:
             await self._add(stored)
         else:  # another gateway added some at the same time
@@ -143,7 +143,7 @@ class LiveSession:
 
     async def _read_turns(self) -> Session:
         while True:
-            page = await self.source.read_turns(self.session_id, self.owner, self.book.last)
+            page = await self.lease.read_turns(self.session_id, self.owner, self.book.last)
             self.session = page.session
             if page.session.state is not SessionState.OPEN:  # its rollouts are deleted
                 return page.session

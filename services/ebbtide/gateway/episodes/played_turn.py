@@ -26,7 +26,8 @@ class PlayedTurn(PlayedRequest):
         choices: Sequence[ChoiceText],
         prompt: list[int],
     ) -> None:
-        super().__init__(live.player, request, rollouts, choices, [prompt], live.owner)
+        player = live.player
+        super().__init__(player.lease, player.threads, request, rollouts, choices, [prompt], live.owner)
         self._live = live
 
     async def submit(self, key: MeteredKey | None = None) -> None:

@@ -31,7 +31,7 @@ async def end_with_reward(sessions: SessionPlayer, name: str, reward: float) -> 
     A repeat is answered as the session ended. Raises `NotFound`, `AlreadyExists` if it ended otherwise, and
     `InvalidRequest` if the run takes no sessions, or if there is nothing to compare this one with.
     """
-    run = sessions.source.run
+    run = sessions.lease.run
     async with sessions.found(name) as (live, session):
         names = names_of(session)
         if session.state is not SessionState.OPEN:
@@ -40,7 +40,7 @@ async def end_with_reward(sessions: SessionPlayer, name: str, reward: float) -> 
             raise AlreadyExists(f"session {name[:100]!r} has ended {_how(session, names.reward)}")
         how = await _completed(live, session, run, reward)
         record = replace(names, reward=reward).packed()
-        live.session = ended = await live.source.end_session(replace(how, record=record))
+        live.session = ended = await live.lease.end_session(replace(how, record=record))
         return ended
 
 
@@ -51,7 +51,7 @@ async def end_for_verdict(sessions: SessionPlayer, name: str, verifier: str, dat
     A repeat is answered as the session stands. Raises `NotFound`, `AlreadyExists` if it ended otherwise, and
     `InvalidRequest` if the run has no such verifier, or takes no sessions.
     """
-    run = sessions.source.run
+    run = sessions.lease.run
     verifier = _known_verifier(run, verifier)
     async with sessions.found(name) as (live, session):
         if session.state is not SessionState.OPEN:
@@ -61,7 +61,7 @@ async def end_for_verdict(sessions: SessionPlayer, name: str, verifier: str, dat
         how = await _completed(live, session, run, 0.0)
         if how.trajectories:
             how = replace(how, verifier=verifier, data=data)
-        live.session = ended = await live.source.end_session(how)
+        live.session = ended = await live.lease.end_session(how)
         return ended
 
 
@@ -87,7 +87,7 @@ async def end_dropped(sessions: SessionPlayer, name: str, reason: str) -> Sessio
         if session.state is SessionState.DROPPED:
             return session
         how = SessionEnd(session_id=live.session_id, owner=live.owner, drop_reason=reason)
-        live.session = ended = await live.source.end_session(how)
+        live.session = ended = await live.lease.end_session(how)
         return ended
 
 
@@ -144,7 +144,7 @@ async def _stop(live: LiveSession) -> None:
     reading = asyncio.create_task(live.read(missing))
     try:
         while not reading.done():
-            await live.source.cancel(missing)
+            await live.lease.cancel_rollouts(missing)
             await asyncio.wait({reading}, timeout=_AGAIN_S)
         reading.result()
     finally:

@@ -7,12 +7,12 @@ from typing import Final
 import msgspec
 from msgspec.structs import replace
 
+from ebbtide.client.gateway_lease import GatewayLease
 from ebbtide.errors import AlreadyExists, Internal, InvalidRequest, NotFound, NotReady
 from ebbtide.gateway.episodes.live_session import LiveSession
 from ebbtide.gateway.episodes.played_turn import PlayedTurn, session_ended
 from ebbtide.gateway.episodes.session_limits import SessionLimits
 from ebbtide.gateway.episodes.session_shelf import SessionShelf
-from ebbtide.gateway.episodes.session_source import SessionSource
 from ebbtide.gateway.generation.choice_text import ChoiceText
 from ebbtide.gateway.generation.request_digest import request_digest
 from ebbtide.gateway.generation.request_player import RequestPlayer
@@ -51,9 +51,9 @@ class SessionPlayer:
     """Plays the sessions of one key on one run."""
 
     def __init__(
-        self, shelf: SessionShelf, source: SessionSource, player: RequestPlayer, limits: SessionLimits, owner: str
+        self, shelf: SessionShelf, lease: GatewayLease, player: RequestPlayer, limits: SessionLimits, owner: str
     ) -> None:
-        self.source, self._shelf, self._player, self._limits, self._owner = source, shelf, player, limits, owner
+        self.lease, self._shelf, self._player, self._limits, self._owner = lease, shelf, player, limits, owner
 
     async def prepare(self, request: TextRequest, key: MeteredKey | None = None) -> PlayedTurn:
         """Store the turn of a session's request. Opens the session if it is new. `key`: the client's, if it has limits.
@@ -64,7 +64,7 @@ class SessionPlayer:
         `NoCapacity` for too many sessions, and `RateLimited` or `BudgetSpent`.
         """
         _check_prompts(request)
-        if self.source.run.spec.from_agents and self.source.run.spec.built_in:
+        if self.lease.run.spec.from_agents and self.lease.run.spec.built_in:
             check_learnable(request.sampling)
         await self._player.check(request, self._owner)
         asked = replace(request, request_id=request.request_id or new_fence())
@@ -75,7 +75,7 @@ class SessionPlayer:
     @asynccontextmanager
     async def opened(self, name: str, group: str = "") -> AsyncIterator[LiveSession]:
         """A session under its lock, with all turns. It is opened if it is new; raises `AlreadyExists` if it ended."""
-        with self._shelf.used(self.source, self._player, self.stored_id(name), self._owner) as live:
+        with self._shelf.used(self.lease, self._player, self.stored_id(name), self._owner) as live:
             async with live.lock:
                 try:
                     session = await live.catch_up(_PATIENCE_S)
@@ -91,7 +91,7 @@ class SessionPlayer:
     @asynccontextmanager
     async def found(self, name: str) -> AsyncIterator[tuple[LiveSession, Session]]:
         """A session under its lock, as far as it is known. Raises `NotFound` for one that is not this key's."""
-        with self._shelf.used(self.source, self._player, self.stored_id(name), self._owner) as live:
+        with self._shelf.used(self.lease, self._player, self.stored_id(name), self._owner) as live:
             async with live.lock:
                 try:
                     session = await live.catch_up(_PATIENCE_S)
@@ -101,19 +101,17 @@ class SessionPlayer:
 
     def stored_id(self, name: str) -> str:
         """The coordinator's id of a session."""
-        return session_episode(self.source.run.run_id, self._owner, name)
+        return session_episode(self.lease.run.run_id, self._owner, name)
 
     async def _open(self, live: LiveSession, name: str, group: str) -> Session:
         if live.book.last:  # it was here: its end was forgotten meanwhile
             live.session = None
             raise session_ended(name)
-        await self._shelf.count(self.source, self._owner, self._limits.per_key)
+        await self._shelf.count(self.lease, self._owner, self._limits.per_key)
         names = SessionNames(session=name, group=group)
-        group_id = session_group(self.source.run.run_id, self._owner, group) if group else ""
+        group_id = session_group(self.lease.run.run_id, self._owner, group) if group else ""
         try:
-            return await self.source.open_session(
-                live.session_id, self._owner, group_id=group_id, record=names.packed()
-            )
+            return await self.lease.open_session(live.session_id, self._owner, group_id=group_id, record=names.packed())
         except NotReady:
             raise session_ended(name) from None
 
@@ -161,7 +159,7 @@ class SessionPlayer:
     async def _tell_ended(self, live: LiveSession, name: str) -> None:
         """Raise `AlreadyExists` if a turn was refused because the session has ended."""
         try:
-            page = await live.source.read_turns(live.session_id, self._owner, live.book.last)
+            page = await live.lease.read_turns(live.session_id, self._owner, live.book.last)
         except NotFound:
             live.session = None
             raise session_ended(name) from None

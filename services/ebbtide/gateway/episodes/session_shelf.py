@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
+from ebbtide.client.gateway_lease import GatewayLease
 from ebbtide.errors import NoCapacity
 from ebbtide.gateway.episodes.live_session import LiveSession, LongReaders
-from ebbtide.gateway.episodes.session_source import SessionSource
 from ebbtide.gateway.generation.request_player import RequestPlayer
 from ebbtide.types.session import SessionState
 
@@ -32,13 +32,13 @@ class SessionShelf:
         return len(self._live)
 
     @contextmanager
-    def used(self, source: SessionSource, player: RequestPlayer, session_id: str, owner: str) -> Iterator[LiveSession]:
+    def used(self, lease: GatewayLease, player: RequestPlayer, session_id: str, owner: str) -> Iterator[LiveSession]:
         """A session that stays while the block runs. It may be new here."""
-        key = (source.run.run_id, session_id)
+        key = (lease.run.run_id, session_id)
         live = self._live.get(key)
         if live is None:
-            live = self._live[key] = LiveSession(session_id, owner, source, player, self._long_readers)
-        live.source, live.player = source, player  # the run's lease may be another one by now
+            live = self._live[key] = LiveSession(session_id, owner, lease, player, self._long_readers)
+        live.lease, live.player = lease, player  # the run's lease may be another one by now
         self._live.move_to_end(key)
         live.users += 1
         try:
@@ -49,11 +49,11 @@ class SessionShelf:
                 self._forget(key, live)
             self._shrink()
 
-    async def count(self, source: SessionSource, owner: str, most: int) -> None:
+    async def count(self, lease: GatewayLease, owner: str, most: int) -> None:
         """Count a session that is about to be opened. Raises `NoCapacity` if the owner has `most` open ones."""
-        key = (source.run.run_id, owner)
+        key = (lease.run.run_id, owner)
         if key not in self._counted or self._counted[key] >= most:
-            sessions = await source.sessions(owner)
+            sessions = await lease.sessions(owner)
             self._counted[key] = sum(one.state is SessionState.OPEN for one in sessions)
         if self._counted[key] >= most:
             raise NoCapacity(f"{owner} has {most} open sessions, the most that one key may have; end some")

@@ -9,7 +9,6 @@ from ebbtide.gateway.fields.sampling_fields import (
     NO_RESUME,
     NOT_RECORDED,
     SAMPLING,
-    SCORED,
     STREAM_OPTIONS,
     TEXT_ONLY,
     VLLM,
@@ -39,10 +38,12 @@ COMPLETION_FIELDS: Final = RouteFields(
         "prompt_embeds": refused(TEXT_ONLY),
         "response_format": _FORMAT,
         **SAMPLING,
+        "prompt_logprobs": supported(
+            "0 to 20 alternatives to each token of the prompt; with max_tokens 1, and no stream"
+        ),
         **VLLM,
         **LABELS,
         **EBBTIDE,
-        **SCORED,
     },
 )
 CHAT_FIELDS: Final = RouteFields(
@@ -86,7 +87,6 @@ CHAT_FIELDS: Final = RouteFields(
         **VLLM,
         **LABELS,
         **EBBTIDE,
-        **SCORED,
     },
 )
 STREAM_OPTION_FIELDS: Final = RouteFields(route="stream_options", rules=STREAM_OPTIONS)

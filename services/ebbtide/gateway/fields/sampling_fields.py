@@ -8,6 +8,8 @@ _NO_RESUME: Final = "a completion that goes on at another worker could not conti
 _NOT_RECORDED: Final = "a stored token holds its id, logprob and version, and nothing else"
 _NO_ENGINE: Final = "the workers do not sample so"
 _TEXT_ONLY: Final = "requests are text only"
+#: Why no other route scores prompts.
+SCORED_ELSEWHERE: Final = "prompts are scored by /v1/completions, which takes text and token ids"
 _ENGINE_INSIDE: Final = "it is for an engine's own transfers of keys and values"
 
 #: Sampling as the OpenAI routes and vLLM's sampling parameters name it.
@@ -32,7 +34,7 @@ SAMPLING: Final[dict[str, FieldRule]] = {
     "length_penalty": neutral(1, why="it is for beam search"),
     "watermarking": neutral(False, why=_NO_ENGINE),
     "spaces_between_special_tokens": neutral(True, why="the text follows the model's tokenizer"),
-    "prompt_logprobs": refused("prompts are scored by /v1/completions, /v1/chat/completions and the token routes"),
+    "prompt_logprobs": refused(SCORED_ELSEWHERE),
     "logprob_token_ids": refused(_NOT_RECORDED),
     "structured_outputs": refused(_NO_RESUME),
     "repetition_detection": refused(_NO_ENGINE),
@@ -76,10 +78,6 @@ STREAM_OPTIONS: Final[dict[str, FieldRule]] = {
     "include_usage": supported("a last chunk with the usage"),
     "continuous_usage_stats": supported("the usage so far in each chunk"),
     "include_obfuscation": neutral(False, True, why="chunks are not padded"),
-}
-#: On the routes that score prompts.
-SCORED: Final[dict[str, FieldRule]] = {
-    "prompt_logprobs": supported("0 to 20 alternatives to each token of the prompt; with max_tokens 1, and no stream"),
 }
 NOT_RECORDED: Final = _NOT_RECORDED
 NO_RESUME: Final = _NO_RESUME

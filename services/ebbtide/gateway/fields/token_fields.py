@@ -8,7 +8,7 @@ from ebbtide.gateway.fields.sampling_fields import (
     NO_RESUME,
     NOT_RECORDED,
     SAMPLING,
-    SCORED,
+    SCORED_ELSEWHERE,
     TEXT_ONLY,
     VLLM,
 )
@@ -16,7 +16,6 @@ from ebbtide.gateway.fields.sampling_fields import (
 _MODEL: Final = supported("a run's id or name; a key of one run decides alone")
 _TOKEN_SAMPLING: Final = {
     **SAMPLING,
-    **SCORED,
     "n": supported("default 1"),
     "max_tokens": supported("default: what the context leaves"),
     "logprobs": supported("0 or 1: the sampled token's, under the distribution that it was sampled from"),
@@ -28,8 +27,8 @@ _TOKEN_SAMPLING: Final = {
     "output_text_buffer_length": ignored("a form inside vLLM"),
     "skip_reading_prefix_cache": ignored("a prefix cache changes no token"),
     "extra_args": neutral({}, why="the workers have no such extensions"),
-    "prompt_logprob_token_ids": refused("prompts are scored by ranks, and not by ids"),
-    "prompt_logprob_start": neutral(0, why="a prompt is scored whole"),
+    "prompt_logprob_token_ids": refused(SCORED_ELSEWHERE),
+    "prompt_logprob_start": neutral(0, why=SCORED_ELSEWHERE),
     "trace_decode_token_ids": refused(NOT_RECORDED),
     "routed_experts_prompt_start": ignored("routed experts are not answered, from wherever on"),
 }
@@ -62,8 +61,8 @@ SGLANG_FIELDS: Final = RouteFields(
         "sampling_params": supported("an object: see its own table"),
         "stream": supported("server-sent events with the text so far"),
         "return_logprob": supported("answers meta_info.output_token_logprobs, of sampled tokens"),
-        "logprob_start_len": supported("with return_logprob: scores the prompt, and shows it from there on; -1: off"),
-        "top_logprobs_num": supported("0 to 20 alternatives where the prompt is scored; else 0, as none are stored"),
+        "logprob_start_len": neutral(-1, why=SCORED_ELSEWHERE),
+        "top_logprobs_num": neutral(0, why=NOT_RECORDED),
         "token_ids_logprob": refused(NOT_RECORDED),
         "return_text_in_logprobs": supported("default false"),
         "return_routed_experts": neutral(False, why=NOT_RECORDED),
@@ -86,7 +85,7 @@ SGLANG_FIELDS: Final = RouteFields(
 SGLANG_SAMPLING_FIELDS: Final = RouteFields(
     route="/generate: sampling_params",
     rules={
-        "max_new_tokens": supported("default 128; 0 or 1 where the prompt is scored"),
+        "max_new_tokens": supported("default 128"),
         "min_new_tokens": supported("default 0"),
         **{name: SAMPLING[name] for name in ("temperature", "top_p", "top_k", "stop", "stop_token_ids", "ignore_eos")},
         **{name: SAMPLING[name] for name in ("repetition_penalty", "skip_special_tokens", "min_p", "logit_bias")},

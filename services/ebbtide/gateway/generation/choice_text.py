@@ -5,23 +5,13 @@ token is dropped: it is neither shown nor counted.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from ebbtide.gateway.generation.choice_delta import ChoiceDelta, ChoiceFinish
-from ebbtide.gateway.generation.text_model import TokenDecoder
+from ebbtide.gateway.text.detokenizer import Detokenizer
 from ebbtide.gateway.text.output_parsers import OutputDelta, OutputParser
+from ebbtide.gateway.text.stop_strings import StopStrings
 from ebbtide.types.rollout import FinishReason
 from ebbtide.types.tokens import TokenArray
-
-
-class StopSearch(Protocol):
-    """Finds stop strings in text that comes in pieces."""
-
-    def push(self, text: str) -> tuple[str, str | None]:
-        """The text that may be shown, and the stop string that was met."""
-
-    def end(self) -> str:
-        """Text that was held back because a stop string might have begun in it."""
 
 
 class ChoiceText:
@@ -30,9 +20,9 @@ class ChoiceText:
     def __init__(
         self,
         index: int,
-        decoder: TokenDecoder,
+        decoder: Detokenizer,
         *,
-        stops: StopSearch | None = None,
+        stops: StopStrings | None = None,
         parser: OutputParser | None = None,
         whole: bool = False,
         stop_ids: Sequence[int] = (),

@@ -8,17 +8,19 @@ leaves meanwhile: a cancel that overtook it would end nothing.
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import Final, Protocol
+from typing import Final
 
 import msgspec
 
-from ebbtide.errors import AlreadyExists, EbbtideError, Internal, Unavailable
+from ebbtide.client.gateway_lease import GatewayLease
+from ebbtide.errors import AlreadyExists, EbbtideError, Internal, NoCapacity, RateLimited, Unavailable
 from ebbtide.gateway.generation.choice_delta import ChoiceDelta
 from ebbtide.gateway.generation.choice_text import ChoiceText
+from ebbtide.gateway.generation.prompt_threads import PromptThreads
 from ebbtide.gateway.generation.request_fields import named_as_asked
-from ebbtide.gateway.generation.rollout_source import RolloutSource
 from ebbtide.gateway.generation.scored_requests import whole_response
 from ebbtide.gateway.generation.text_request import TextRequest
 from ebbtide.types.key_usage import MeteredKey
@@ -28,21 +30,12 @@ from ebbtide.types.tokens import TokenArray, unpack_tokens
 
 #: Deltas of one request that wait for its client.
 _AHEAD: Final = 16
+#: A request waits so long for room at the coordinator.
+_ROOM_S: Final = 10.0
 #: A rollout is cancelled within so long after its stop string, or goes on to its end.
 _STOP_S: Final = 10.0
 #: Why a rollout was cancelled whose answer nobody gets.
 UNDELIVERED: Final = "undelivered"
-
-
-class ChoicePlayer(Protocol):
-    """What makes text of a run's tokens."""
-
-    @property
-    def source(self) -> RolloutSource: ...
-
-    async def pushed(
-        self, choice: ChoiceText, tokens: TokenArray, reason: FinishReason | None, owner: str
-    ) -> ChoiceDelta: ...
 
 
 class PlayedRequest:
@@ -52,19 +45,19 @@ class PlayedRequest:
 
     def __init__(
         self,
-        player: ChoicePlayer,
+        lease: GatewayLease,
+        threads: PromptThreads,
         request: TextRequest,
         rollouts: Sequence[RolloutRequest],
         choices: Sequence[ChoiceText],
         prompts: Sequence[list[int]],
         owner: str,
     ) -> None:
-        """`owner`: for whom its texts are parsed."""
-        source = player.source
-        self._player, self._owner = player, owner
-        self._source, self._request, self._rollouts, self._choices = source, request, rollouts, choices
+        """`threads`: in which whole texts are parsed, for `owner`."""
+        self._threads, self._owner = threads, owner
+        self._lease, self._request, self._rollouts, self._choices = lease, request, rollouts, choices
         self.prompts = prompts  # token ids; each has an equal number of completions, in order
-        self.run_id = source.run.run_id
+        self.run_id = lease.run.run_id
         self._submission: asyncio.Task[None] | None = None
         self._stops: set[asyncio.Task[None]] = set()
 
@@ -112,14 +105,27 @@ class PlayedRequest:
         if self._submission is None:
             return
         await asyncio.wait({self._submission})
-        await self._source.cancel([rollout.rollout_id for rollout in self._unfinished()], UNDELIVERED)
+        await self._lease.cancel_rollouts([rollout.rollout_id for rollout in self._unfinished()], UNDELIVERED)
 
     async def _queue(self, key: MeteredKey | None) -> None:
         try:
             with named_as_asked(self._request):
-                await self._source.submit(self._rollouts, key)
+                await self._find_room(key)
         except AlreadyExists:
             raise AlreadyExists("X-Request-ID: another request has this id; choose another one") from None
+
+    async def _find_room(self, key: MeteredKey | None) -> None:
+        """Submit, and wait a while for room in the run's queue or quota. Then the client is told, and may wait."""
+        ends = time.monotonic() + _ROOM_S
+        while True:
+            try:
+                await self._lease.submit_rollouts(self._rollouts, wait=False, key=key)
+            except NoCapacity as error:
+                if isinstance(error, RateLimited) or time.monotonic() + error.retry_after_s > ends:
+                    raise
+                await asyncio.sleep(error.retry_after_s)
+            else:
+                return
 
     def _unfinished(self) -> list[RolloutRequest]:
         return [one for one, choice in zip(self._rollouts, self._choices, strict=True) if not choice.finished]
@@ -163,11 +169,11 @@ class PlayedRequest:
         if self._request.prompt_logprobs is not None:
             yield await self._scored(number, self._request.prompt_logprobs)
             return
-        async with aclosing(self._source.tokens(rollout_id)) as chunks:
+        async with aclosing(self._lease.tokens(rollout_id)) as chunks:
             async for chunk in chunks:
                 ends = chunk.reason in (FinishReason.STOP, FinishReason.LENGTH)
                 reason = chunk.reason if ends else None
-                delta = await self._player.pushed(choice, unpack_tokens(chunk.tokens), reason, self._owner)
+                delta = await pushed(choice, unpack_tokens(chunk.tokens), reason, self._threads, self._owner)
                 if choice.stopped_early and chunk.reason is None:
                     self._stop(rollout_id)
                 if len(delta.tokens) or delta.finish is not None:
@@ -180,7 +186,7 @@ class PlayedRequest:
 
     async def _scored(self, number: int, alternatives: int) -> ChoiceDelta:
         """The only delta of a completion whose prompt is scored."""
-        whole = await whole_response(self._source, self._rollouts[number].rollout_id)
+        whole = await whole_response(self._lease, self._rollouts[number].rollout_id)
         if whole.reason not in (FinishReason.STOP, FinishReason.LENGTH):
             raise _ended_badly(whole)
         scores = unpack_scores(whole.tokens, len(self.prompt_of(number)), alternatives)
@@ -196,7 +202,16 @@ class PlayedRequest:
         """If this fails, the rollout's tokens cost time and nothing else."""
         with contextlib.suppress(EbbtideError, TimeoutError):
             async with asyncio.timeout(_STOP_S):
-                await self._source.cancel([rollout_id])
+                await self._lease.cancel_rollouts([rollout_id])
+
+
+async def pushed(
+    choice: ChoiceText, tokens: TokenArray, reason: FinishReason | None, threads: PromptThreads, owner: str
+) -> ChoiceDelta:
+    """The delta of a completion's next tokens. Where a whole text may be parsed, by code of others, in a thread."""
+    if not choice.may_parse_whole(reason):
+        return choice.push(tokens, reason)
+    return await threads.run(owner, lambda: choice.push(tokens, reason), refusable=False)
 
 
 def _ended_badly(chunk: TokenChunk) -> EbbtideError:

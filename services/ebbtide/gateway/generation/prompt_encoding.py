@@ -6,15 +6,15 @@ from typing import Final
 import msgspec
 
 from ebbtide.errors import InvalidRequest
-from ebbtide.gateway.generation.text_model import TextModel
 from ebbtide.gateway.generation.text_request import ChatPrompt, IdsPrompt, Prompt, RawPrompt, TextRequest
+from ebbtide.gateway.text.served_model import ServedModel
 from ebbtide.types.run import Sampling, check_sampling
 
 #: Most tokens of one completion that workers are asked for, as `Sampling.max_tokens` states it.
 MAX_NEW_TOKENS: Final = 1 << 20
 
 
-def encode_prompt(prompt: Prompt, model: TextModel) -> list[int]:
+def encode_prompt(prompt: Prompt, model: ServedModel) -> list[int]:
     """The prompt's token ids. Takes milliseconds for a long text. Raises `InvalidRequest` naming the field."""
     match prompt:
         case IdsPrompt(ids):
@@ -37,7 +37,7 @@ def check_length(ids: Sequence[int], *, max_prompt_tokens: int, field: str) -> N
         raise InvalidRequest(f"has {len(ids)} tokens, more than this gateway's {max_prompt_tokens}", field=field)
 
 
-def check_prompt(ids: Sequence[int], model: TextModel, *, max_prompt_tokens: int, field: str) -> None:
+def check_prompt(ids: Sequence[int], model: ServedModel, *, max_prompt_tokens: int, field: str) -> None:
     """Raise `InvalidRequest` for a prompt that no worker could continue. `max_prompt_tokens` 0: no bound."""
     if not ids:
         raise InvalidRequest("holds no token; there must be something to continue", field=field)
@@ -50,7 +50,7 @@ def check_prompt(ids: Sequence[int], model: TextModel, *, max_prompt_tokens: int
         raise InvalidRequest(f"token ids are 0 to {model.vocabulary - 1} in this model's vocabulary", field=field)
 
 
-def sampling_of(request: TextRequest, model: TextModel, prompt_tokens: int) -> Sampling:
+def sampling_of(request: TextRequest, model: ServedModel, prompt_tokens: int) -> Sampling:
     """The sampling of one prompt's completions. Raises `InvalidRequest` naming the field.
 
     Stop strings stay here: the gateway finds them itself. Nobody reads logprobs outside a session that the answer does

@@ -13,12 +13,8 @@ _DIGEST_BYTES: Final = 16
 
 
 def request_digest(request: TextRequest) -> bytes:
-    """A digest of all that decides what a request gets. Its own ids are left out.
-
-    So is `fits_context`, which decides only whether it is taken: gateways of former builds do not know it, and a
-    request that is repeated while gateways are replaced has to keep its digest.
-    """
-    asked = replace(request, request_id="", session_id="", group_id="", fits_context=msgspec.UNSET)
+    """A digest of all that decides what a request gets. Its own ids are left out."""
+    asked = replace(request, request_id="", session_id="", group_id="")
     return blake2b(_encoder.encode(asked), digest_size=_DIGEST_BYTES).digest()
 
 

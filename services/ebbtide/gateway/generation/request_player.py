@@ -9,27 +9,26 @@ from collections.abc import Sequence
 from contextlib import aclosing
 from typing import Final
 
+from ebbtide.client.gateway_lease import GatewayLease
 from ebbtide.errors import InvalidRequest, NotFound
-from ebbtide.gateway.generation.choice_delta import ChoiceDelta
 from ebbtide.gateway.generation.choice_text import ChoiceText
 from ebbtide.gateway.generation.played_request import PlayedRequest
 from ebbtide.gateway.generation.prompt_encoding import check_length, check_prompt, encode_prompt, sampling_of
 from ebbtide.gateway.generation.prompt_threads import PromptThreads
 from ebbtide.gateway.generation.request_digest import content_digest
 from ebbtide.gateway.generation.request_fields import prompt_field
-from ebbtide.gateway.generation.rollout_source import RolloutSource
 from ebbtide.gateway.generation.scored_requests import check_score_count, check_scored
 from ebbtide.gateway.generation.session_episode import session_episode
-from ebbtide.gateway.generation.text_model import TextModel
 from ebbtide.gateway.generation.text_request import ChatPrompt, Prompt, RawPrompt, TextRequest
 from ebbtide.gateway.generation.version_wishes import is_satisfied, unsatisfied, version_bounds
 from ebbtide.gateway.text.output_parsers import OutputParser
+from ebbtide.gateway.text.served_model import ServedModel
 from ebbtide.gateway.text.stop_strings import StopStrings
 from ebbtide.types.ids import new_fence, rollout_id_of_request
-from ebbtide.types.rollout import FinishReason, RolloutKind, RolloutRequest
+from ebbtide.types.rollout import RolloutKind, RolloutRequest
 from ebbtide.types.run import Sampling
 from ebbtide.types.session import MAX_COMPLETIONS
-from ebbtide.types.tokens import TokenArray, pack_ids
+from ebbtide.types.tokens import pack_ids
 
 #: Prompts of at most so many characters, or tokens for all completions, are worked on at once: a thread takes longer.
 _SHORT: Final = 2000
@@ -42,14 +41,14 @@ class RequestPlayer:
 
     def __init__(
         self,
-        source: RolloutSource,
-        model: TextModel,
+        lease: GatewayLease,
+        model: ServedModel,
         *,
         threads: PromptThreads | None = None,
         max_prompt_tokens: int = 0,
     ) -> None:
         """`threads`: those that all runs share. `max_prompt_tokens` 0: what the model's context holds."""
-        self.source, self.model = source, model
+        self.lease, self.model = lease, model
         self.threads = threads or PromptThreads()
         self._max_prompt_tokens = max_prompt_tokens
 
@@ -63,7 +62,7 @@ class RequestPlayer:
         fields = [prompt_field(request, number) for number in range(len(request.prompts))]
         prompts = [await self.encoded(*one, owner) for one in zip(request.prompts, fields, strict=True)]
         rollouts, choices = await self.completions(request, owner, prompts)
-        return PlayedRequest(self, request.without_prompts(), rollouts, choices, prompts, owner)
+        return PlayedRequest(self.lease, self.threads, request.without_prompts(), rollouts, choices, prompts, owner)
 
     async def check(self, request: TextRequest, owner: str) -> None:
         """Raise for a request that cannot be played, whatever its prompts are."""
@@ -92,17 +91,9 @@ class RequestPlayer:
             return work()
         return await self.threads.run(owner, work)
 
-    async def pushed(
-        self, choice: ChoiceText, tokens: TokenArray, reason: FinishReason | None, owner: str
-    ) -> ChoiceDelta:
-        """The delta of a completion's next tokens. Where a whole text may be parsed, by code of others, in a thread."""
-        if not choice.may_parse_whole(reason):
-            return choice.push(tokens, reason)
-        return await self.threads.run(owner, lambda: choice.push(tokens, reason), refusable=False)
-
     def request_name(self, request: TextRequest, owner: str) -> str:
         """The coordinator's id of a request that has one of its client: the same wherever it is repeated."""
-        return _group_of(self.source.run.run_id, owner, request.session_id, request.request_id)
+        return _group_of(self.lease.run.run_id, owner, request.session_id, request.request_id)
 
     def check_ids(self, ids: Sequence[int], field: str) -> None:
         """Raise `InvalidRequest` naming the field for a prompt that the model cannot continue."""
@@ -129,9 +120,9 @@ class RequestPlayer:
 
         A repeat is not refused: its tokens are stored, or its versions were there when it was submitted.
         """
-        if is_satisfied(request.versions, self.source.run):
+        if is_satisfied(request.versions, self.lease.run):
             return
-        run = await self.source.refreshed()
+        run = await self.lease.refreshed()
         if not is_satisfied(request.versions, run) and not await self._is_repeat(request, owner):
             raise unsatisfied(request.versions, run)
 
@@ -139,10 +130,10 @@ class RequestPlayer:
         """Whether the coordinator has the request's rollouts. It tells at once of those that it lacks."""
         if not request.request_id:
             return False
-        run_id = self.source.run.run_id
+        run_id = self.lease.run.run_id
         first = rollout_id_of_request(run_id, owner, request.session_id, request.request_id, 0)
         try:
-            async with asyncio.timeout(_KNOWN_S), aclosing(self.source.tokens(first)) as chunks:
+            async with asyncio.timeout(_KNOWN_S), aclosing(self.lease.tokens(first)) as chunks:
                 await anext(chunks, None)
         except NotFound:
             return False
@@ -153,7 +144,7 @@ class RequestPlayer:
     def _rollouts(
         self, request: TextRequest, owner: str, prompts: Sequence[list[int]], samplings: Sequence[Sampling]
     ) -> list[RolloutRequest]:
-        run_id, asked = self.source.run.run_id, request.request_id or new_fence()
+        run_id, asked = self.lease.run.run_id, request.request_id or new_fence()
         names = (run_id, owner, request.session_id, asked)
         group = _group_of(*names)
         episode = session_episode(run_id, owner, request.session_id) if request.session_id else group
@@ -201,7 +192,7 @@ class RequestPlayer:
         prompt = request.prompts[index // request.n]
         if not isinstance(prompt, ChatPrompt):
             return None
-        return self.model.parser(
+        return self.model.parsers.parser(
             tools=prompt.tools,
             tool_choice="auto" if request.parse_tools else "none",
             template_options=prompt.template_options,

@@ -6,8 +6,8 @@ Scores come whole: one version made all of one prompt's, however many workers tr
 from collections.abc import Sequence
 from contextlib import aclosing
 
+from ebbtide.client.gateway_lease import GatewayLease
 from ebbtide.errors import InvalidRequest, Unavailable
-from ebbtide.gateway.generation.rollout_source import RolloutSource
 from ebbtide.gateway.generation.text_request import TextRequest
 from ebbtide.types.prompt_scores import check_records
 from ebbtide.types.rollout import TokenChunk
@@ -29,18 +29,15 @@ def check_scored(request: TextRequest) -> None:
 
 
 def check_score_count(request: TextRequest, prompts: Sequence[Sequence[int]]) -> None:
-    """Raise `InvalidRequest` naming the field for more scores than one answer may have, or than a prompt has."""
-    if request.prompt_logprobs is None:
-        return
-    check_records(sum(map(len, prompts)), request.prompt_logprobs, field="prompt_logprobs")
-    if request.score_from >= (shortest := min(map(len, prompts))):
-        raise InvalidRequest(f"must be below {shortest}, the tokens of the prompt", field="logprob_start_len")
+    """Raise `InvalidRequest` naming the field for more scores than one answer may have."""
+    if request.prompt_logprobs is not None:
+        check_records(sum(map(len, prompts)), request.prompt_logprobs, field="prompt_logprobs")
 
 
-async def whole_response(source: RolloutSource, rollout_id: str) -> TokenChunk:
+async def whole_response(lease: GatewayLease, rollout_id: str) -> TokenChunk:
     """All that is stored of a rollout, once it has ended. Raises `Unavailable` if its end cannot be told."""
     parts = []
-    async with aclosing(source.tokens(rollout_id)) as chunks:
+    async with aclosing(lease.tokens(rollout_id)) as chunks:
         async for chunk in chunks:
             parts.append(chunk.tokens)
             if chunk.reason is not None:

@@ -39,11 +39,10 @@ class JsonRoute:
         *,
         reads_body: bool = False,
         shape: ErrorShape = openai_error,
-        waits: bool = False,
     ) -> None:
-        """`name`: of the route, for metrics. `waits`: it may take as long as requests that generate."""
+        """`name`: of the route, for metrics."""
         self._doors, self._work, self._name = doors, work, name
-        self._reads_body, self._shape, self._waits = reads_body, shape, waits
+        self._reads_body, self._shape = reads_body, shape
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers, reply = Headers(scope=scope), HttpReply(receive, send, new_fence())
@@ -65,7 +64,7 @@ class JsonRoute:
     async def _answer(self, call: JsonCall, reply: HttpReply) -> Any:
         """Raises `Unavailable` if it takes too long, or if the client leaves meanwhile."""
         limits = self._doors.limits
-        limit_s = limits.request_s if self._waits else min(limits.request_s, limits.call_s)
+        limit_s = min(limits.request_s, limits.call_s)
         work = asyncio.ensure_future(self._work(call))
         gone = asyncio.create_task(reply.departure(lambda: None, limits.keep_alive_s))
         try:

@@ -1,11 +1,10 @@
-"""Answers what clients ask of runs: which there are, how a text is encoded, and for operators, to pause them."""
+"""Answers what clients ask of runs: which there are, and how a text is encoded."""
 
-import asyncio
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 
-from ebbtide.errors import InvalidRequest, PermissionDenied
+from ebbtide.errors import InvalidRequest
 from ebbtide.gateway.dialects.agents.messages import MessagesDialect
 from ebbtide.gateway.dialects.openai.chat_messages import read_messages, read_tools
 from ebbtide.gateway.dialects.tokens.tokenizing import TokenizeBody
@@ -17,9 +16,6 @@ from ebbtide.gateway.routes.json_route import JsonCall
 from ebbtide.gateway.runs.run_directory import ServedRun
 from ebbtide.types.parse import parse
 from ebbtide.types.run import Run
-
-#: How a pause treats requests under way, as vLLM names it.
-_MODES: Final = ("keep", "wait", "abort")
 
 
 class RunRoutes:
@@ -75,23 +71,15 @@ class RunRoutes:
         return {"input_tokens": len(ids)}
 
     async def server_info(self, call: JsonCall) -> dict[str, Any]:
-        """GET /server_info: what the run serves, in Stitch's words; TRL looks for `lora_config`."""
+        """GET /server_info: what the run serves. TRL looks for `lora_config`."""
         run = (await self._run(call)).run
         version = run.newest.version if run.newest else 0
-        return {
-            "run_id": run.run_id,
-            "model": run.spec.model,
-            "ready": bool(version),
-            "applied": version,
-            "sync_state": "IDLE",
-            "paused": self._doors.pauses.is_paused(run.run_id),
-            "lora_config": None,
-        }
+        return {"run_id": run.run_id, "model": run.spec.model, "weight_version": version, "lora_config": None}
 
     async def world_size(self, call: JsonCall) -> dict[str, Any]:
         """GET /get_world_size: the workers that are to serve the run."""
         served = await self._run(call)
-        share = (await served.source.refreshed()).share
+        share = (await served.lease.refreshed()).share
         return {"world_size": share.workers if share else 0}
 
     async def usage(self, call: JsonCall) -> dict[str, Any]:
@@ -100,35 +88,8 @@ class RunRoutes:
         if key is None:
             return {"object": "usage", "limits": None}
         served = await self._run(call)
-        used = msgspec.to_builtins(await served.source.key_usage(key.owner))
+        used = msgspec.to_builtins(await served.lease.key_usage(key.owner))
         return {"object": "usage", "run_id": served.run.run_id, "limits": msgspec.to_builtins(key.limits), **used}
-
-    async def pause(self, call: JsonCall) -> dict[str, Any]:
-        """POST /pause: new requests wait. Those under way go on (keep), are waited for, or are ended (abort)."""
-        mode = call.query.get("mode", "keep")
-        if mode not in _MODES:
-            raise InvalidRequest(f"must be one of {', '.join(_MODES)}", field="mode")
-        served = await self._operated(call)
-        self._doors.pauses.pause(served.run.run_id)
-        if mode == "abort":
-            await asyncio.gather(*(played.cancel() for played in list(served.playing)))
-        if mode == "wait":
-            await served.emptied()
-        return {"status": "paused", "run_id": served.run.run_id, "under_way": len(served.playing)}
-
-    async def resume(self, call: JsonCall) -> dict[str, Any]:
-        served = await self._operated(call)
-        self._doors.pauses.resume(served.run.run_id)
-        return {"status": "resumed", "run_id": served.run.run_id}
-
-    async def is_paused(self, call: JsonCall) -> dict[str, Any]:
-        served = await self._run(call)
-        return {"is_paused": self._doors.pauses.is_paused(served.run.run_id)}
-
-    async def _operated(self, call: JsonCall) -> ServedRun:
-        if not call.key.operates:
-            raise PermissionDenied("the key may ask for text only; pausing a run takes a key of role operator")
-        return await self._run(call)
 
     async def _run(self, call: JsonCall) -> ServedRun:
         return await self._doors.directory.find(call.key, call.query.get("model", ""))

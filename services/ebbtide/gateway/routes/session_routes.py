@@ -68,7 +68,7 @@ class SessionRoutes:
         """
         sessions = await self._sessions(call)
         after = _number(call, "after", 0, "a number of sessions to leave out")
-        found = (await sessions.source.sessions(call.key.sessions_of))[::-1]
+        found = (await sessions.lease.sessions(call.key.sessions_of))[::-1]
         if behind := call.query.get("behind", ""):
             last = sessions.stored_id(check_session_name(behind, field="behind"))
             places = (place for place, one in enumerate(found, 1) if one.session_id == last)
@@ -78,7 +78,7 @@ class SessionRoutes:
 
         async def head(session_id: str, turns: int) -> dict[str, Any]:
             async with slots:
-                return session_head((await sessions.source.read_turns(session_id, call.key.sessions_of, turns)).session)
+                return session_head((await sessions.lease.read_turns(session_id, call.key.sessions_of, turns)).session)
 
         heads = await asyncio.gather(*(head(one.session_id, one.turns) for one in page))
         return {"object": "list", "data": heads, "total": len(found), "has_more": after + _PAGE < len(found)}
@@ -142,7 +142,7 @@ class SessionRoutes:
     async def _sessions(self, call: JsonCall) -> SessionPlayer:
         call.key.check_ends()
         served = await self._doors.directory.find(call.key, call.query.get("model", ""))
-        return self._doors.sessions_of(served.source, served.player, call.key)
+        return self._doors.sessions_of(served.lease, served.player, call.key)
 
 
 def _number(call: JsonCall, field: str, default: int, what: str) -> int:

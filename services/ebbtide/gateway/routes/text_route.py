@@ -123,23 +123,20 @@ class _TextExchange:
     async def _serve(self, key: ClientKey) -> None:
         served = await self._doors.directory.find(key, self._request.model)
         with served.in_use():
-            await self._doors.pauses.passed(served.run.run_id)
             played = self._played = await self._prepared(served, key)
             answer = self._answering(played, served)
-            await self._doors.pauses.passed(served.run.run_id)  # one that began meanwhile
             try:
-                with served.counted(played):  # nothing comes between the pauses and this
-                    await played.submit(key.metered)
-                    if self._request.prompt_logprobs is None:
-                        await self._send(played, answer)
-                    else:
-                        await self._send_scores(played, answer, served.player.threads, key)
+                await played.submit(key.metered)
+                if self._request.prompt_logprobs is None:
+                    await self._send(played, answer)
+                else:
+                    await self._send_scores(played, answer, served.player.threads, key)
             except EbbtideError as error:
                 await self._fail(error)
 
     async def _prepared(self, served: ServedRun, key: ClientKey) -> PlayedRequest:
         if self._request.session_id:
-            return await self._doors.sessions_of(served.source, served.player, key).prepare(self._request, key.metered)
+            return await self._doors.sessions_of(served.lease, served.player, key).prepare(self._request, key.metered)
         return await served.player.prepare(self._request, owner=key.owner)
 
     def _answering(self, played: PlayedRequest, served: ServedRun) -> Answer:
@@ -150,7 +147,7 @@ class _TextExchange:
             created=int(time.time()),
             played=played,
             token_text=served.player.model.token_text,
-            decode=partial(served.player.model.text.decode, skip_special=False),
+            decode=partial(served.player.model.decode, skip_special=False),
         )
         answer = self._answer = self._asked.answer(context)
         self._asked, self._request = None, self._request.without_prompts()

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
+from ebbtide.client.gateway_lease import GatewayLease
 from ebbtide.errors import EbbtideError, InvalidRequest, NotFound
 from ebbtide.gateway.access.client_key import ClientKey
-from ebbtide.gateway.generation.played_request import PlayedRequest
 from ebbtide.gateway.generation.prompt_threads import PromptThreads
 from ebbtide.gateway.generation.request_player import RequestPlayer
-from ebbtide.gateway.runs.run_catalog import HeldSource, RunCatalog
+from ebbtide.gateway.runs.run_catalog import RunCatalog
 from ebbtide.telemetry import get_logger
 from ebbtide.types.run import Run
 
@@ -29,16 +29,14 @@ _UNKNOWN_S: Final = 0.5
 class ServedRun:
     """An open run."""
 
-    def __init__(self, source: HeldSource, player: RequestPlayer, clock: Callable[[], float]) -> None:
-        self.source, self.player, self._clock = source, player, clock
-        self.playing: set[PlayedRequest] = set()  # submitted, or about to be
-        self._empty = asyncio.Event()
+    def __init__(self, lease: GatewayLease, player: RequestPlayer, clock: Callable[[], float]) -> None:
+        self.lease, self.player, self._clock = lease, player, clock
         self._users = 0
         self._used_at = clock()
 
     @property
     def run(self) -> Run:
-        return self.source.run
+        return self.lease.run
 
     @property
     def idle_s(self) -> float:
@@ -51,30 +49,13 @@ class ServedRun:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Keep the run open inside the block. A request may wait in it, and is not under way yet."""
+        """Keep the run open inside the block."""
         self._users += 1
         try:
             yield
         finally:
             self._users -= 1
             self.touch()
-
-    @contextmanager
-    def counted(self, played: PlayedRequest) -> Iterator[None]:
-        """Count a request as under way inside the block, which submits and follows it."""
-        self.playing.add(played)
-        self._empty.clear()
-        try:
-            yield
-        finally:
-            self.playing.discard(played)
-            if not self.playing:
-                self._empty.set()
-
-    async def emptied(self) -> None:
-        """Return when no request is under way."""
-        if self.playing:
-            await self._empty.wait()
 
 
 class RunDirectory:
@@ -139,7 +120,7 @@ class RunDirectory:
         for task in begun:
             task.cancel()
         await asyncio.gather(*begun, return_exceptions=True)
-        releases = [served.source.release() for served in self._served.values()]
+        releases = [served.lease.release() for served in self._served.values()]
         await asyncio.gather(*releases, *self._releasing, return_exceptions=True)
         self._served.clear()
 
@@ -180,7 +161,7 @@ class RunDirectory:
 
     async def _open(self, run: Run) -> ServedRun:
         served = self._served.get(run.run_id)
-        if served is None or served.source.is_lost:
+        if served is None or served.lease.lost.is_set():
             if (task := self._opening.get(run.run_id)) is None:
                 task = self._opening[run.run_id] = asyncio.create_task(self._make(run))
                 task.add_done_callback(lambda done: self._opened(run.run_id, done))
@@ -194,10 +175,10 @@ class RunDirectory:
             task.exception()  # those who wait raise it; perhaps all of them have left
 
     async def _make(self, run: Run) -> ServedRun:
-        model = await self._catalog.text_model(run)
-        source = await self._catalog.open(run)
-        player = RequestPlayer(source, model, threads=self._threads, max_prompt_tokens=self._max_prompt_tokens)
-        served = self._served[run.run_id] = ServedRun(source, player, self._clock)
+        model = await self._catalog.model(run)
+        lease = await self._catalog.open(run)
+        player = RequestPlayer(lease, model, threads=self._threads, max_prompt_tokens=self._max_prompt_tokens)
+        served = self._served[run.run_id] = ServedRun(lease, player, self._clock)
         log.info("serves a run", run_id=run.run_id)
         return served
 
@@ -205,7 +186,7 @@ class RunDirectory:
         """Begin to release leases that are not needed: it may take seconds, in which nobody who asks waits."""
         live = {run.run_id for run in self._live()}
         for run_id, served in list(self._served.items()):
-            if served.source.is_lost or run_id not in live or served.idle_s > self._idle_s:
+            if served.lease.lost.is_set() or run_id not in live or served.idle_s > self._idle_s:
                 del self._served[run_id]
                 task = asyncio.create_task(_release(served))
                 self._releasing.add(task)
@@ -214,7 +195,7 @@ class RunDirectory:
 
 async def _release(served: ServedRun) -> None:
     try:
-        await served.source.release()
+        await served.lease.release()
     except EbbtideError as error:
         log.info("a lease was not released; it expires", run_id=served.run.run_id, reason=str(error))
 

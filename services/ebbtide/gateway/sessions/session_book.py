@@ -19,7 +19,7 @@ from ebbtide.gateway.sessions.text_matches import TextMatches
 from ebbtide.gateway.sessions.token_tree import PathKey, TokenPrefix, TokenTree
 from ebbtide.gateway.sessions.turn_matching import EarlierAnswer, continued_ids
 from ebbtide.gateway.sessions.turn_record import PromptOrigin, TurnRecord, unpack_turn
-from ebbtide.gateway.text.model_text import ModelText
+from ebbtide.gateway.text.served_model import ServedModel
 from ebbtide.gateway.text.template_messages import without_reasoning
 from ebbtide.types.tokens import TOKEN, TokenArray, pack_ids, unpack_ids
 
@@ -45,8 +45,8 @@ class PlannedTurn(Struct, frozen=True, kw_only=True):
 class SessionBook:
     """One session. Not to be shared between threads; planning a chat waits for the template's process."""
 
-    def __init__(self, text: ModelText) -> None:
-        self._text = text
+    def __init__(self, model: ServedModel) -> None:
+        self._model = model
         self.tree = TokenTree()
         self.turns: dict[int, BookedTurn] = {}
         #: Completions whose answers nobody got.
@@ -140,13 +140,13 @@ class SessionBook:
         template_options: dict[str, Any],
         settings: bytes = b"",
     ) -> PlannedTurn:
-        """Plans the turn of a chat request. Blocks some milliseconds. Raises what `ModelText.render` raises.
+        """Plans the turn of a chat request. Blocks some milliseconds. Raises what `ServedModel.render` raises.
 
         `settings` go into the record, which does not open them.
         """
         digests = message_digests(messages)
         histories = history_digests(digests)
-        whole = self._text.render(messages, tools=tools, template_options=template_options)
+        whole = self._model.render(messages, tools=tools, template_options=template_options)
         ids, origin = self._continued(histories, whole), PromptOrigin.CONTINUED
         if ids is None:
             ids, origin = self._after_text(whole, raw=False)
@@ -181,18 +181,18 @@ class SessionBook:
             text=record.text,
             text_bytes=record.text_bytes,
         )
-        return continued_ids(answer, whole, self._text)
+        return continued_ids(answer, whole, self._model)
 
     def _after_text(self, text: str, *, raw: bool, special: bool = False) -> tuple[list[int], PromptOrigin]:
         records = {number: turn.record for number, turn in self.turns.items() if turn.record.raw == raw}
         try:
-            prefix, rest = TextMatches(self.tree, records, self._text).longest(text, raw=raw)
+            prefix, rest = TextMatches(self.tree, records, self._model).longest(text, raw=raw)
         except UnicodeEncodeError:
             raise InvalidRequest("is no valid text in Unicode", field="prompt") from None
         if prefix.key is None:
-            return self._text.encode(text, special=special), PromptOrigin.TOKENS
+            return self._model.encode(text, special=special), PromptOrigin.TOKENS
         ids = self.tree.prefix(prefix).tolist()
-        return [*ids, *self._text.encode_following(rest, ids[-1])], PromptOrigin.TEXT
+        return [*ids, *self._model.encode_following(rest, ids[-1])], PromptOrigin.TEXT
 
     def _repeated(
         self, ids: list[int], messages: list[dict[str, Any]], digests: Sequence[bytes]

@@ -4,15 +4,16 @@ from collections.abc import Iterator, Mapping
 
 from ebbtide.gateway.sessions.message_digests import prefix_digests
 from ebbtide.gateway.sessions.token_tree import PathKey, TokenPrefix, TokenTree
-from ebbtide.gateway.sessions.turn_matching import CONTEXT_IDS, TextCodec, response_text, without_ends
+from ebbtide.gateway.sessions.turn_matching import CONTEXT_IDS, response_text, without_ends
 from ebbtide.gateway.sessions.turn_record import TurnRecord
+from ebbtide.gateway.text.served_model import ServedModel
 
 
 class TextMatches:
     """Compares prompts with the texts of paths: a turn's prompt as it was rendered, and the text that was sampled."""
 
-    def __init__(self, tree: TokenTree, records: Mapping[int, TurnRecord], codec: TextCodec) -> None:
-        self._tree, self._records, self._codec = tree, records, codec
+    def __init__(self, tree: TokenTree, records: Mapping[int, TurnRecord], model: ServedModel) -> None:
+        self._tree, self._records, self._model = tree, records, model
 
     def longest(self, text: str, *, raw: bool) -> tuple[TokenPrefix, str]:
         """Returns the path's ids and the rest of `text`; no path and all of `text` if it begins with none.
@@ -38,14 +39,14 @@ class TextMatches:
         context = self._tree.prompt(number)[-CONTEXT_IDS:].tolist()
         for key in self._tree.completions(number):
             sampled = self._tree.sampled(key).tolist()
-            ended = without_ends(sampled, self._codec)
+            ended = without_ends(sampled, self._model)
             for ids in (sampled, ended):
-                said = response_text(context, ids, self._codec).encode()
+                said = response_text(context, ids, self._model).encode()
                 if said and text.startswith(said, at) and (raw or self._ends(sampled, ids, text, at + len(said))):
                     yield TokenPrefix(key, start + len(ids)), at + len(said)
 
     def _ends(self, sampled: list[int], ids: list[int], text: bytes, at: int) -> bool:
         """Whether an answer is complete: its end token is among `ids`, or was not sampled and is at byte `at`."""
-        if len(sampled) > len(without_ends(sampled, self._codec)):
+        if len(sampled) > len(without_ends(sampled, self._model)):
             return len(ids) == len(sampled)
-        return any(text.startswith(self._codec.token_text(end).encode(), at) for end in self._codec.eos_ids)
+        return any(text.startswith(self._model.token_text(end).encode(), at) for end in self._model.eos_ids)

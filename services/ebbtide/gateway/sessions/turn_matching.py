@@ -6,35 +6,18 @@ the client sent, and only what follows is encoded. What is not certain is encode
 """
 
 import json
-from collections.abc import Collection, Sequence
-from typing import Final, Protocol
+from collections.abc import Sequence
+from typing import Final
 
 from msgspec import Struct
 
 from ebbtide.gateway.sessions.message_digests import json_value, text_digest
+from ebbtide.gateway.text.served_model import ServedModel
 
 #: Braces that begin no JSON object. An answer with more of them counts as another one.
 _MAX_BRACES: Final = 64
 #: Ids before a response that its first character may depend on.
 CONTEXT_IDS: Final = 8
-
-
-class TextStream(Protocol):
-    def push(self, ids: Sequence[int]) -> str: ...
-    def end(self) -> str: ...
-
-
-class TextCodec(Protocol):
-    """What matching needs of a model's tokenizer."""
-
-    @property
-    def eos_ids(self) -> tuple[int, ...]: ...
-    def encode(self, text: str, *, special: bool) -> list[int]: ...
-    def encode_following(self, text: str, after: int) -> list[int]: ...
-    def token_text(self, token_id: int) -> str: ...
-    def detokenizer(
-        self, prompt_ids: Sequence[int], *, skip_special: bool, hidden_ends: Collection[int] | None = None
-    ) -> TextStream: ...
 
 
 class EarlierAnswer(Struct, frozen=True, kw_only=True):
@@ -46,7 +29,7 @@ class EarlierAnswer(Struct, frozen=True, kw_only=True):
     text_bytes: int
 
 
-def continued_ids(answer: EarlierAnswer, prompt: str, codec: TextCodec) -> list[int] | None:
+def continued_ids(answer: EarlierAnswer, prompt: str, model: ServedModel) -> list[int] | None:
     """Returns the ids of a prompt that goes on behind an answer, or None if its text is not what was sampled.
 
     `prompt` is what the chat template made of all messages, of which the first are those of the answer's turn and the
@@ -58,31 +41,31 @@ def continued_ids(answer: EarlierAnswer, prompt: str, codec: TextCodec) -> list[
     if not answer.text_bytes or text_digest(encoded[: answer.text_bytes]) != answer.text:
         return None
     rest = encoded[answer.text_bytes :].decode()
-    unended = without_ends(answer.sampled, codec)
-    said = response_text(answer.prompt_ids, unended, codec)
-    for end in codec.eos_ids:
-        text = codec.token_text(end)
+    unended = without_ends(answer.sampled, model)
+    said = response_text(answer.prompt_ids, unended, model)
+    for end in model.eos_ids:
+        text = model.token_text(end)
         at = rest.find(text) if text else -1
         if at >= 0 and _same_text(rest[:at], said):
             # Another end token that was sampled is not in the prompt's text.
             ids = [*answer.prompt_ids, *unended, end]
-            return [*ids, *codec.encode_following(rest[at + len(text) :], end)]
+            return [*ids, *model.encode_following(rest[at + len(text) :], end)]
     if said and rest.startswith(said):  # no end token, or more of the template's before it
         ids = [*answer.prompt_ids, *unended]
-        return [*ids, *codec.encode_following(rest[len(said) :], ids[-1])]
+        return [*ids, *model.encode_following(rest[len(said) :], ids[-1])]
     return None
 
 
-def response_text(prompt_ids: Sequence[int], sampled: Sequence[int], codec: TextCodec) -> str:
+def response_text(prompt_ids: Sequence[int], sampled: Sequence[int], model: ServedModel) -> str:
     """The text of sampled ids, special tokens included."""
-    stream = codec.detokenizer(prompt_ids[-CONTEXT_IDS:], skip_special=False, hidden_ends=())
+    stream = model.detokenizer(prompt_ids[-CONTEXT_IDS:], skip_special=False, hidden_ends=())
     return stream.push(sampled) + stream.end()
 
 
-def without_ends(sampled: Sequence[int], codec: TextCodec) -> list[int]:
+def without_ends(sampled: Sequence[int], model: ServedModel) -> list[int]:
     """Sampled ids up to the tokens that end the response."""
     count = len(sampled)
-    while count and sampled[count - 1] in codec.eos_ids:
+    while count and sampled[count - 1] in model.eos_ids:
         count -= 1
     return list(sampled[:count])
 

@@ -11,7 +11,6 @@ from typing import Any, Final, Protocol
 import msgspec
 
 from ebbtide.errors import InvalidRequest
-from ebbtide.gateway.text.model_text import ModelText
 
 #: Bytes of a call's id.
 _ID_BYTES: Final = 12
@@ -110,7 +109,7 @@ class PlainOutputs:
         return PlainOutput()
 
 
-def load_output_parsers(model: ModelText, names: ParserNames) -> OutputParsers:
+def load_output_parsers(tokenizer: Any, names: ParserNames) -> OutputParsers:
     """Makes a model's parsers. With names this imports vLLM, which takes many seconds and a gigabyte of memory.
 
     Raises `InvalidRequest` naming `tool_parser` or `reasoning_parser` if vLLM does not know it, if it does not fit the
@@ -123,7 +122,7 @@ def load_output_parsers(model: ModelText, names: ParserNames) -> OutputParsers:
     except ImportError as error:
         field = "tool_parser" if names.tool else "reasoning_parser"
         raise InvalidRequest(f"needs vllm beside the gateway: {error}", field=field) from error
-    return VllmOutputParsers(model.tokenizer, names)
+    return VllmOutputParsers(tokenizer, names)
 
 
 def call_id(seed: str, index: int) -> str:

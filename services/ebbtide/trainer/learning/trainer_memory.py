@@ -9,7 +9,7 @@ does.
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,34 +28,8 @@ _seconds = histogram(
 _moved = counter("trainer_memory_bytes_total", "Bytes that left the device, or came back", ("kind",))
 
 
-class DeviceRoom(Protocol):
-    """A device whose memory can be read, and the host's beside it."""
-
-    def holds(self, tensor: Tensor) -> bool:
-        """Whether the tensor is on the device."""
-        ...
-
-    def trim(self) -> None:
-        """Give what torch keeps for later back to the device."""
-        ...
-
-    def memory(self) -> tuple[int, int, int, int]:
-        """Free and all bytes of the device, available and all bytes of the host."""
-        ...
-
-    def to_host(self, tensor: Tensor, former: Tensor | None) -> Tensor:
-        """A copy in host memory, in `former` if it is given."""
-        ...
-
-    def to_device(self, tensor: Tensor) -> Tensor: ...
-
-    def settle(self) -> None:
-        """Wait for all copies."""
-        ...
-
-
 class CudaRoom:
-    """The `DeviceRoom` of one GPU."""
+    """The memory of one GPU, and of the host beside it."""
 
     def __init__(self, device: str) -> None:
         self._device = torch.device(device)
@@ -64,13 +38,16 @@ class CudaRoom:
         return tensor.is_cuda
 
     def trim(self) -> None:
+        """Give what torch keeps for later back to the device."""
         torch.cuda.empty_cache()
 
     def memory(self) -> tuple[int, int, int, int]:
+        """Free and all bytes of the device, available and all bytes of the host."""
         free, total = torch.cuda.mem_get_info(self._device)
         return (free, total, *host_memory())
 
     def to_host(self, tensor: Tensor, former: Tensor | None) -> Tensor:
+        """A copy in host memory, in `former` if it is given."""
         there = torch.empty_like(tensor, device="cpu", pin_memory=True) if former is None else former
         return there.copy_(tensor, non_blocking=True)
 
@@ -78,13 +55,14 @@ class CudaRoom:
         return tensor.to(self._device, non_blocking=True)
 
     def settle(self) -> None:
+        """Wait for all copies."""
         torch.cuda.synchronize(self._device)
 
 
 class TrainerMemory:
     """`held()`: the tensors that may leave the device, sharded ones as this rank's shares."""
 
-    def __init__(self, held: Callable[[], Iterable[Any]], room: DeviceRoom) -> None:
+    def __init__(self, held: Callable[[], Iterable[Any]], room: CudaRoom) -> None:
         self._held, self._room = held, room
         self._still = threading.Lock()
         self._away: list[Tensor] = []

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Struct
 
 from ebbtide.errors import InvalidRequest
-from ebbtide.trainer.ranks.rank_board import RankNotes
+from ebbtide.trainer.ranks.rank_board import RankBoard
 
 #: All ranks have joined before: they tell their places within this time.
 _TELL_S: Final = 60.0
@@ -54,7 +54,7 @@ def leaders(places: Mapping[int, LendingPlace]) -> dict[int, LendingPlace]:
     return {rank: places[rank] for rank in found.values()}
 
 
-async def tell_places(board: RankNotes, rank: int, size: int, folder: str) -> dict[int, LendingPlace]:
+async def tell_places(board: RankBoard, rank: int, size: int, folder: str) -> dict[int, LendingPlace]:
     """Tells this rank's place and returns the `leaders` of all. All ranks call this. Raises `InvalidRequest` as
     `leaders` does, and `Unavailable` if a rank does not tell its place."""
     await board.put(_name(rank), msgspec.msgpack.encode(own_place(folder)))

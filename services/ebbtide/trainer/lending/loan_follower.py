@@ -22,7 +22,7 @@ from ebbtide.trainer.lending.loan_notes import (
     encode,
     wish_name,
 )
-from ebbtide.trainer.ranks.rank_board import RankNotes
+from ebbtide.trainer.ranks.rank_board import RankBoard
 from ebbtide.types.loans import OwnerWish
 
 log = get_logger(__name__)
@@ -39,7 +39,7 @@ _LOOK_S: Final = 0.2
 class LoanFollower:
     """One of several hosts of a trainer. Its rank, which is not 0, leads there."""
 
-    def __init__(self, folder: Path, board: RankNotes, rank: int, *, silent_s: float = _SILENT_S) -> None:
+    def __init__(self, folder: Path, board: RankBoard, rank: int, *, silent_s: float = _SILENT_S) -> None:
         """`folder`: of the guard's socket and the engines' pages."""
         self._folder, self._board, self._rank, self._silent_s = folder, board, rank, silent_s
         self._loan: DeviceLoan | None = None

@@ -12,11 +12,12 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Final, Protocol
+from typing import Final
 
 from ebbtide.claimed_runs.run_failure import RunFailed
 from ebbtide.errors import Unavailable
 from ebbtide.trainer.device_loan import TrainingDevice
+from ebbtide.trainer.learning.local_learning import LocalLearning
 from ebbtide.trainer.lending.enclosed_device import EnclosedDevice
 from ebbtide.types.work_left import WorkLeft
 
@@ -27,21 +28,13 @@ _WORK_LOOK_S: Final = 10.0
 _PATIENCE_S: Final = 300.0
 
 
-class MovableMemory(Protocol):
-    """What trains on the device: see `LocalLearning`. Both block."""
-
-    def give_up_memory(self, needed: int) -> int: ...
-
-    def restore_memory(self) -> None: ...
-
-
 class MemoryLoan(EnclosedDevice):
     """A `TrainingDevice`. `run` has to run meanwhile."""
 
     def __init__(
         self,
         device: TrainingDevice,
-        learning: MovableMemory,
+        learning: LocalLearning,
         work_left: Callable[[], Awaitable[WorkLeft]],
         *,
         look_s: float = _LOOK_S,

@@ -36,7 +36,7 @@ from ebbtide.trainer.lending.loan_notes import (
     encode,
     wish_name,
 )
-from ebbtide.trainer.ranks.rank_board import RankNotes
+from ebbtide.trainer.ranks.rank_board import RankBoard
 from ebbtide.types.loans import OwnerWish
 
 log = get_logger(__name__)
@@ -61,7 +61,7 @@ _waits = telemetry.histogram("trainer_hosts_take_back_seconds", "A step's wait f
 class LendingRanks:
     """What rank 0 knows of the ranks that lead other hosts, for as long as its process lives."""
 
-    def __init__(self, board: RankNotes, leaders: Mapping[int, LendingPlace]) -> None:
+    def __init__(self, board: RankBoard, leaders: Mapping[int, LendingPlace]) -> None:
         """`leaders`: of all hosts. Rank 0 leads its own."""
         self.board = board
         self.hosts = {rank: place.host for rank, place in leaders.items()}

@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
@@ -21,24 +21,11 @@ _CALL: Final = timedelta(seconds=30)
 _LOOK_S: Final = 0.01
 
 
-class RankNotes(Protocol):
-    """Notes by name. Raises `Unavailable` once the store is gone."""
-
-    async def put(self, name: str, note: bytes) -> None: ...
-
-    async def find(self, names: Sequence[str]) -> dict[str, bytes]:
-        """Those of the notes that there are."""
-        ...
-
-    async def await_one(self, name: str, timeout_s: float) -> bytes | None:
-        """The note, as soon as there is one; None if there is none in time."""
-        ...
-
-    async def remove(self, name: str) -> None: ...
-
-
 class RankBoard:
-    """The notes of the ranks that torch's environment variables name. Every rank may make one at any time."""
+    """The notes, by name, of the ranks that torch's environment variables name. Every rank may make one at any time.
+
+    Its calls raise `Unavailable` once the store is gone.
+    """
 
     def __init__(self) -> None:
         self._calls, self._waits = Aside("rank notes"), Aside("rank waits")
@@ -49,9 +36,11 @@ class RankBoard:
         await self._calls.do(lambda: _reachable(lambda: self._store().set(name, note)))
 
     async def find(self, names: Sequence[str]) -> dict[str, bytes]:
+        """Those of the notes that there are."""
         return await self._calls.do(lambda: _reachable(lambda: self._found(names)))
 
     async def await_one(self, name: str, timeout_s: float) -> bytes | None:
+        """The note, as soon as there is one; None if there is none in time."""
         return await self._waits.do(lambda: _reachable(lambda: self._awaited(name, timeout_s)))
 
     async def remove(self, name: str) -> None:

@@ -26,14 +26,13 @@ from ebbtide.gateway.access.request_limits import RequestLimits
 from ebbtide.gateway.freed_memory import return_freed_memory
 from ebbtide.gateway.http_app import make_app
 from ebbtide.gateway.http_server import HttpServer
-from ebbtide.gateway.runs.served_model import ServedModel
 from ebbtide.gateway.settings import GatewaySettings
 from ebbtide.gateway.text.template_process import TemplateLimits
 from ebbtide.gateway.text.template_sandbox import TemplateSandbox
 from ebbtide.runtime import die_with_parent
 from ebbtide.types.key_usage import MeteredKey
 from ebbtide.types.rollout import RolloutRequest
-from tests.fakes.model_texts import CHATML, byte_level_tokenizer, model_text
+from tests.fakes.model_texts import CHATML, byte_level_tokenizer, served_model
 from tests.fakes.scripted_doors import scripted_doors
 from tests.fakes.scripted_rollouts import MarkedOutputs, ScriptedCatalog, ScriptedSource, scripted_run
 
@@ -54,8 +53,10 @@ _SCHEMAS: Final = (
 class ForgetfulSource(ScriptedSource):
     """Forgets all rollouts but the last."""
 
-    async def submit(self, rollouts: Sequence[RolloutRequest], key: MeteredKey | None = None) -> None:
-        await super().submit(rollouts, key)
+    async def submit_rollouts(
+        self, rollouts: Sequence[RolloutRequest], *, wait: bool, key: MeteredKey | None = None
+    ) -> None:
+        await super().submit_rollouts(rollouts, wait=wait, key=key)
         for known in (self.submitted, self._texts):
             while len(known) > max(_REMEMBERED, len(rollouts)):
                 del known[next(iter(known))]
@@ -63,8 +64,8 @@ class ForgetfulSource(ScriptedSource):
 
 async def serve(ready: Path) -> None:
     sandbox = TemplateSandbox(processes=2, limits=TemplateLimits(cpu_s=_TEMPLATE_CPU_S))
-    text = model_text(byte_level_tokenizer(), sandbox, template=_SCHEMAS + CHATML)
-    source = ForgetfulSource(scripted_run(), ServedModel(text, MarkedOutputs(), parses_tools=True, context=512, rows=0))
+    model = served_model(byte_level_tokenizer(), sandbox, template=_SCHEMAS + CHATML, parsers=MarkedOutputs())
+    source = ForgetfulSource(scripted_run(), model)
     signer = Ed25519PrivateKey.generate()
     known = {key_id(signer.public_key()): signer.public_key()}
     doors = scripted_doors(ScriptedCatalog([source]), KeyRing(None, ReloadedFiles((), lambda: known)), LIMITS)

@@ -1,5 +1,6 @@
 """A gateway's application over scripted rollouts, and clients of it."""
 
+import asyncio
 from collections.abc import AsyncIterator
 
 import httpx
@@ -11,11 +12,13 @@ from ebbtide.auth.security import TokenCheck
 from ebbtide.gateway.access.client_key import KeyRing
 from ebbtide.gateway.access.request_limits import RequestLimits
 from ebbtide.gateway.episodes.session_limits import SessionLimits
+from ebbtide.gateway.generation.request_player import RequestPlayer
+from ebbtide.gateway.generation.text_request import Prompt
 from ebbtide.gateway.http_app import make_app
 from ebbtide.gateway.routes.gateway_doors import GatewayDoors
 from ebbtide.gateway.text.template_sandbox import TemplateSandbox
 from tests.fakes.scripted_doors import scripted_doors
-from tests.fakes.scripted_rollouts import ScriptedCatalog, ScriptedSource, scripted_run, served_model
+from tests.fakes.scripted_rollouts import ScriptedCatalog, ScriptedSource, scripted_model, scripted_run
 
 SECRET = "the-shared-secret"
 HEADERS = {"authorization": f"Bearer {SECRET}"}
@@ -23,7 +26,7 @@ HEADERS = {"authorization": f"Bearer {SECRET}"}
 
 @pytest.fixture
 def source(sandbox: TemplateSandbox) -> ScriptedSource:
-    return ScriptedSource(scripted_run(), served_model(sandbox, tools=True))
+    return ScriptedSource(scripted_run(), scripted_model(sandbox, tools=True))
 
 
 @pytest.fixture
@@ -57,3 +60,17 @@ async def http(app: Starlette) -> AsyncIterator[httpx.AsyncClient]:
     transport = httpx.ASGITransport(app, raise_app_exceptions=True)
     async with httpx.AsyncClient(transport=transport, base_url="http://gateway", headers=HEADERS) as client:
         yield client
+
+
+@pytest.fixture
+def encoding(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """Prompts are encoded while it is set."""
+    gate, encoded = asyncio.Event(), RequestPlayer.encoded
+    gate.set()
+
+    async def gated(player: RequestPlayer, prompt: Prompt, field: str, owner: str) -> list[int]:
+        await gate.wait()
+        return await encoded(player, prompt, field, owner)
+
+    monkeypatch.setattr(RequestPlayer, "encoded", gated)
+    return gate

@@ -21,7 +21,7 @@ from ebbtide.gateway.http_app import make_app
 from ebbtide.gateway.text.template_sandbox import TemplateSandbox
 from ebbtide.types.rollout import FinishReason
 from tests.fakes.scripted_doors import scripted_doors
-from tests.fakes.scripted_rollouts import ScriptedCatalog, ScriptedSource, scripted_run, served_model
+from tests.fakes.scripted_rollouts import ScriptedCatalog, ScriptedSource, scripted_model, scripted_run
 from tests.unit.gateway.http.conftest import SECRET
 from tests.unit.gateway.http.test_chat import CALL, prompt_text
 
@@ -103,7 +103,7 @@ BODIES = {
 @pytest.mark.parametrize("name", BODIES)
 async def test_default_bodies_of_agents_are_taken(sandbox: TemplateSandbox, name: str, prefix: str) -> None:
     path, body = BODIES[name]["path"], BODIES[name]["body"]
-    source = ScriptedSource(scripted_run(), served_model(sandbox, tools=True, context=40_000))
+    source = ScriptedSource(scripted_run(), scripted_model(sandbox, tools=True, context=40_000))
     keys = KeyRing(ReloadedFiles((), lambda: TokenCheck(f"Bearer {SECRET}")), None)
     transport = httpx.ASGITransport(make_app(scripted_doors(ScriptedCatalog([source]), keys, RequestLimits())))
     headers = {"authorization": f"Bearer {SECRET}"}

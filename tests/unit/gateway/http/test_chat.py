@@ -21,7 +21,7 @@ CALL = 'I look.<tool_call>{"name": "search", "arguments": {"days": 3}}</tool_cal
 
 def prompt_text(source: ScriptedSource, number: int = 0) -> str:
     ids = memoryview(list(source.submitted.values())[number].prompt_ids).cast("I").tolist()
-    return source.model.text.decode(ids, skip_special=False)
+    return source.model.decode(ids, skip_special=False)
 
 
 async def test_the_models_template_renders_the_messages(http: httpx.AsyncClient, source: ScriptedSource) -> None:

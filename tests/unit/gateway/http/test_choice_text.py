@@ -7,18 +7,18 @@ import pytest
 
 from ebbtide.gateway.generation.choice_delta import ChoiceResult
 from ebbtide.gateway.generation.choice_text import ChoiceText
-from ebbtide.gateway.runs.served_model import ServedModel
+from ebbtide.gateway.text.served_model import ServedModel
 from ebbtide.gateway.text.stop_strings import StopStrings
 from ebbtide.gateway.text.template_sandbox import TemplateSandbox
 from ebbtide.types.rollout import FinishReason
 from ebbtide.types.tokens import TOKEN, TokenArray
 from tests.fakes.model_texts import random_text
-from tests.fakes.scripted_rollouts import MarkedOutputs, served_model
+from tests.fakes.scripted_rollouts import MarkedOutputs, scripted_model
 
 
 @pytest.fixture(scope="module")
 def model(sandbox: TemplateSandbox) -> ServedModel:
-    return served_model(sandbox)
+    return scripted_model(sandbox)
 
 
 def records(ids: list[int]) -> TokenArray:

@@ -184,19 +184,19 @@ async def test_a_key_has_a_bounded_number_of_completions(doors: GatewayDoors, so
     assert again.status == 200
 
 
-async def test_the_bodies_of_all_requests_have_bounded_bytes(doors: GatewayDoors, source: ScriptedSource) -> None:
+async def test_the_bodies_of_all_requests_have_bounded_bytes(doors: GatewayDoors, encoding: asyncio.Event) -> None:
     limits = RequestLimits(body_bytes=1024, bodies_bytes=1500)
     slots = RequestSlots(limits)
     app = make_app(msgspec.structs.replace(doors, limits=limits, slots=slots))
     body = {"prompt": "x", "user": "x" * 800}
-    doors.pauses.pause("spell-1")  # so the first request's prompt is not encoded yet
+    encoding.clear()
     first = AsgiCall(app, URL, body, HEADERS)
     await wait_until(lambda: slots.body_bytes)
     second = AsgiCall(app, URL, body, HEADERS)
     await second.task
     assert second.status == 429
     assert b"try again" in second.body
-    doors.pauses.resume("spell-1")
+    encoding.set()
     await first.task
     assert (first.status, slots.body_bytes) == (200, 0)
     third = AsgiCall(app, URL, body, HEADERS)

@@ -12,14 +12,15 @@ from ebbtide.gateway.text.template_sandbox import TemplateSandbox
 from ebbtide.testing import wait_until
 from ebbtide.types.run import RunStatus
 from tests.fakes.clocks import SetClock
-from tests.fakes.scripted_rollouts import ScriptedCatalog, ScriptedSource, scripted_run, served_model
+from tests.fakes.scripted_doors import scripted_directory
+from tests.fakes.scripted_rollouts import ScriptedCatalog, ScriptedSource, scripted_model, scripted_run
 
 ANY = ClientKey(owner="team", sessions_of="team")
 
 
 @pytest.fixture
 def catalog(sandbox: TemplateSandbox) -> ScriptedCatalog:
-    model = served_model(sandbox)
+    model = scripted_model(sandbox)
     runs = [scripted_run("a-1", name="a"), scripted_run("b-1", name="b"), scripted_run("b-2", name="b")]
     return ScriptedCatalog([ScriptedSource(run, model) for run in runs])
 
@@ -31,7 +32,7 @@ def clock() -> SetClock:
 
 @pytest.fixture
 def directory(catalog: ScriptedCatalog, clock: SetClock) -> RunDirectory:
-    return RunDirectory(catalog, idle_s=60, clock=clock)
+    return scripted_directory(catalog, idle_s=60, clock=clock)
 
 
 async def found(directory: RunDirectory, model: str, key: ClientKey = ANY) -> str:
@@ -72,7 +73,7 @@ async def test_a_run_submitted_just_now_is_looked_up(
     directory: RunDirectory, catalog: ScriptedCatalog, clock: SetClock, sandbox: TemplateSandbox
 ) -> None:
     assert await found(directory, "a") == "a-1"
-    catalog.sources["c-1"] = ScriptedSource(scripted_run("c-1", name="c"), served_model(sandbox))
+    catalog.sources["c-1"] = ScriptedSource(scripted_run("c-1", name="c"), scripted_model(sandbox))
     clock.now += 0.499  # the list is young, and older than the run
     assert await found(directory, "c") == "c-1"
 
@@ -81,7 +82,7 @@ async def test_a_run_submitted_just_now_is_listed(
     directory: RunDirectory, catalog: ScriptedCatalog, clock: SetClock, sandbox: TemplateSandbox
 ) -> None:
     await directory.refresh()
-    catalog.sources["c-1"] = ScriptedSource(scripted_run("c-1", name="c"), served_model(sandbox))
+    catalog.sources["c-1"] = ScriptedSource(scripted_run("c-1", name="c"), scripted_model(sandbox))
     clock.now += 0.499
     lists = await asyncio.gather(*(directory.visible(ANY) for _ in range(5)))
     assert all("c-1" in [run.run_id for run in runs] for runs in lists)
@@ -151,7 +152,7 @@ async def test_a_read_that_began_earlier_does_not_hide_a_run(
     slow = asyncio.create_task(directory.refresh())
     await wait_until(lambda: catalog.reads == 1)
     clock.now += 1
-    catalog.sources["c-1"] = ScriptedSource(scripted_run("c-1", name="c"), served_model(sandbox))
+    catalog.sources["c-1"] = ScriptedSource(scripted_run("c-1", name="c"), scripted_model(sandbox))
     assert await found(directory, "c") == "c-1"
     answers.set()
     await slow
@@ -166,7 +167,7 @@ async def test_one_lease_serves_all_who_ask_at_once(directory: RunDirectory, cat
 
 async def test_a_lost_lease_is_claimed_again(directory: RunDirectory, catalog: ScriptedCatalog) -> None:
     await directory.find(ANY, "a")
-    catalog.sources["a-1"].is_lost = True
+    catalog.sources["a-1"].lost.set()
     await directory.find(ANY, "a")
     assert catalog.opened == ["a-1", "a-1"]
 

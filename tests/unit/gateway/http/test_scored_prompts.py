@@ -1,4 +1,4 @@
-"""Routes that have prompts scored answer with the stored scores, each in the shape that its clients know."""
+"""/v1/completions scores prompts, and answers as the clients of OpenAI and of vLLM read it; other routes name it."""
 
 from typing import Any
 
@@ -83,50 +83,10 @@ async def test_prompt_logprobs_are_shaped_as_vllm_does(http: httpx.AsyncClient, 
     assert len(choice["prompt_logprobs"][1]) in (3, 4)  # the token may be one of the three
 
 
-async def test_a_chats_prompt_is_scored(http: httpx.AsyncClient, source: ScriptedSource) -> None:
-    body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 1, "prompt_logprobs": 0}
-    answer = (await http.post("/v1/chat/completions", json=body)).json()
-    (rollout,) = source.submitted
-    assert answer["prompt_logprobs"] == as_vllm(source, rollout)
-
-
-async def test_token_ids_are_scored(http: httpx.AsyncClient, source: ScriptedSource) -> None:
-    body = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 1, "prompt_logprobs": 2}}
-    answer = (await http.post("/inference/v1/generate", json=body)).json()
-    (rollout,) = source.submitted
-    assert answer["prompt_logprobs"] == as_vllm(source, rollout)
-    assert answer["choices"][0]["weight_versions"] == [{"version": "3", "start": 0, "end": 1}]
-
-
-@pytest.mark.parametrize("count", [0, 1])
-async def test_sglangs_input_logprobs_begin_at_the_asked_place(
-    http: httpx.AsyncClient, source: ScriptedSource, count: int
-) -> None:
-    body = {
-        "input_ids": [5, 6, 7, 8],
-        "sampling_params": {"max_new_tokens": count},
-        "return_logprob": True,
-        "logprob_start_len": 1,
-        "top_logprobs_num": 2,
-        "return_text_in_logprobs": True,
-    }
-    answer = (await http.post("/generate", json=body)).json()
-    meta, (rollout,) = answer["meta_info"], source.submitted
-    places, text = source.scores(rollout).tolist(), source.model.token_text
-
-    def shown(ranked: list[tuple[int, float, int]]) -> list[list[Any]]:
-        return [[logprob, token, text(token)] for token, logprob, _ in ranked]
-
-    assert meta["input_token_logprobs"] == [[None, 6, text(6)], *(shown(place)[0] for place in places[1:3])]
-    assert meta["input_top_logprobs"] == [None, *(shown(place)[1:] for place in places[1:3])]
-    assert meta["output_top_logprobs"] == [shown(places[3])[1:]][:count]
-    assert len(answer["output_ids"]) == len(meta["output_token_logprobs"]) == meta["completion_tokens"] == count
-    assert meta["weight_version"] == "3"
-
-
+CHAT = [{"role": "user", "content": "x"}]
 TOKENS = {"token_ids": [5, 6], "sampling_params": {"prompt_logprobs": 0, "max_tokens": 1}}
 SCORED = {"prompt": [5, 6], "max_tokens": 1, "prompt_logprobs": 0}
-SGLANG = {"input_ids": [5, 6], "return_logprob": True, "logprob_start_len": 0, "sampling_params": {"max_new_tokens": 1}}
+SGLANG = {"input_ids": [5, 6], "return_logprob": True}
 
 
 @pytest.mark.parametrize(
@@ -146,13 +106,6 @@ SGLANG = {"input_ids": [5, 6], "return_logprob": True, "logprob_start_len": 0, "
         ("/v1/completions", HARNESS | {"prompt": [5], "temperature": 0.1}, "seed"),
         ("/v1/completions", {"prompt": [5], "max_tokens": 0}, "max_tokens"),
         ("/v1/completions", HARNESS | {"prompt": [[5] * 190] * 40, "logprobs": 20}, "prompt_logprobs"),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "prompt_logprobs": 0}, "max_tokens"),
-        ("/v1/responses", {"input": "x", "prompt_logprobs": 0}, "prompt_logprobs"),
-        ("/inference/v1/generate", TOKENS | {"stream": True}, "stream"),
-        ("/generate", SGLANG | {"return_logprob": False}, "logprob_start_len"),
-        ("/generate", SGLANG | {"logprob_start_len": 2}, "logprob_start_len"),
-        ("/generate", SGLANG | {"sampling_params": {}}, "sampling_params.max_new_tokens"),
-        ("/generate", SGLANG | {"logprob_start_len": -1, "top_logprobs_num": 1}, "top_logprobs_num"),
         ("/generate", {"text": "x", "sampling_params": {"max_new_tokens": 0}}, "sampling_params.max_new_tokens"),
     ],
 )
@@ -163,6 +116,33 @@ async def test_what_cannot_be_scored_exactly_is_refused_by_the_fields_name(
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["message"].startswith(f"{field}: "), answer.text
     assert not source.submitted
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "field"),
+    [
+        ("/v1/chat/completions", {"messages": CHAT, "max_tokens": 1, "prompt_logprobs": 0}, "prompt_logprobs"),
+        ("/v1/responses", {"input": "x", "prompt_logprobs": 0}, "prompt_logprobs"),
+        ("/inference/v1/generate", TOKENS, "sampling_params.prompt_logprobs"),
+        ("/generate", SGLANG | {"logprob_start_len": 0}, "logprob_start_len"),
+    ],
+)
+async def test_another_route_names_the_one_that_scores_prompts(
+    http: httpx.AsyncClient, source: ScriptedSource, route: str, body: dict[str, Any], field: str
+) -> None:
+    answer = await http.post(route, json=body)
+    assert answer.status_code == 400
+    message = answer.json()["error"]["message"]
+    assert message.startswith(f"{field}: ")
+    assert "/v1/completions" in message
+    assert not source.submitted
+
+
+async def test_sglangs_clients_may_say_that_they_want_no_scores(http: httpx.AsyncClient) -> None:
+    body = SGLANG | {"logprob_start_len": -1, "top_logprobs_num": 0}
+    assert (await http.post("/generate", json=body)).status_code == 200
+    answer = await http.post("/generate", json=body | {"top_logprobs_num": 1})
+    assert answer.json()["error"]["param"] == "top_logprobs_num"
 
 
 async def test_a_fleet_that_does_not_score_gives_an_error_that_can_be_tried_again(

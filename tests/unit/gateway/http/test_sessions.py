@@ -24,7 +24,7 @@ from ebbtide.testing import wait_until
 from ebbtide.types.run import EnvironmentSpec
 from ebbtide.types.session import SessionState
 from ebbtide.types.tokens import TOKEN, TokenArray, unpack_ids, unpack_tokens
-from tests.fakes.scripted_rollouts import KEEPS_HISTORY, ScriptedCatalog, ScriptedSource, scripted_run, served_model
+from tests.fakes.scripted_rollouts import KEEPS_HISTORY, ScriptedCatalog, ScriptedSource, scripted_model, scripted_run
 from tests.unit.gateway.http.conftest import HEADERS
 
 Message = dict[str, Any]
@@ -76,7 +76,7 @@ def another_gateway(doors: GatewayDoors, catalog: ScriptedCatalog) -> Starlette:
 
 @pytest.fixture
 def source(sandbox: TemplateSandbox) -> ScriptedSource:
-    return ScriptedSource(scripted_run(), served_model(sandbox, tools=True, template=KEEPS_HISTORY))
+    return ScriptedSource(scripted_run(), scripted_model(sandbox, tools=True, template=KEEPS_HISTORY))
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import pytest
 from msgspec.structs import replace
 
 from ebbtide.errors import InvalidRequest
-from ebbtide.gateway.runs.sdk_catalog import SdkCatalog
-from ebbtide.gateway.runs.served_model import TextConfig, context_of, read_model_config
+from ebbtide.gateway.runs.run_catalog import RunCatalog
+from ebbtide.gateway.text.served_model import TextConfig, context_of, read_model_config
 from tests.fakes.scripted_rollouts import scripted_run
 
 BROKEN = [
@@ -24,7 +24,7 @@ async def test_a_broken_config_is_refused_by_name_and_lists_its_run_without_a_co
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(InvalidRequest, match=r"^model: config\.json of .* cannot be read"):
         read_model_config(tmp_path)
-    catalog = SdkCatalog(Mock(), Mock(), Mock(), holder="g", model_roots=[str(tmp_path)], max_model_len=0)
+    catalog = RunCatalog(Mock(), Mock(), Mock(), holder="g", model_roots=[str(tmp_path)], max_model_len=0)
     assert await catalog.context(scripted_run(model=str(tmp_path))) == 0
     assert await catalog.context(scripted_run(model=f"{tmp_path}/\0")) == 0
 
@@ -56,6 +56,6 @@ async def test_a_gateways_context_is_the_shortest_of_model_setting_and_run(
     setting: int, run: int, context: int, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 512}')
-    catalog = SdkCatalog(Mock(), Mock(), Mock(), holder="g", model_roots=[str(tmp_path)], max_model_len=setting)
+    catalog = RunCatalog(Mock(), Mock(), Mock(), holder="g", model_roots=[str(tmp_path)], max_model_len=setting)
     found = scripted_run(model=str(tmp_path))
     assert await catalog.context(replace(found, spec=replace(found.spec, max_model_len=run))) == context

@@ -1,12 +1,11 @@
 """Without parsers, a response is its text."""
 
 from ebbtide.gateway.text.output_parsers import OutputDelta, ParserNames, call_id, load_output_parsers
-from ebbtide.gateway.text.template_sandbox import TemplateSandbox
-from tests.fakes.model_texts import byte_level_tokenizer, model_text
+from tests.fakes.model_texts import byte_level_tokenizer
 
 
-def test_without_parsers_all_text_is_content(sandbox: TemplateSandbox) -> None:
-    parsers = load_output_parsers(model_text(byte_level_tokenizer(), sandbox), ParserNames())
+def test_without_parsers_all_text_is_content() -> None:
+    parsers = load_output_parsers(byte_level_tokenizer(), ParserNames())
     made = parsers.parser(tools=None, tool_choice="auto", template_options={}, prompt_ids=[], call_seed="q")
     assert made.skip_special
     assert made.push("<think>", [1]) == OutputDelta(content="<think>")

@@ -17,8 +17,7 @@ from ebbtide.auth.security import TokenCheck
 from ebbtide.gateway.access.client_key import KeyRing
 from ebbtide.gateway.access.request_limits import RequestLimits
 from ebbtide.gateway.http_app import make_app
-from ebbtide.gateway.runs.served_model import ServedModel
-from ebbtide.gateway.text.output_parsers import PlainOutputs
+from ebbtide.gateway.text.served_model import ServedModel
 from ebbtide.gateway.text.template_sandbox import TemplateSandbox
 from ebbtide.store.record_codec import pack, unpack
 from ebbtide.trainer.base_model.character_tokenizer import character_tokenizer
@@ -31,7 +30,7 @@ from ebbtide.types.run import EnvironmentSpec, Run, Sampling, TrainerSpec
 from ebbtide.types.tokens import pack_tokens, unpack_ids
 from ebbtide.v1 import rollouts_pb2
 from ebbtide.wire.record_conversion import from_proto, to_proto
-from tests.fakes.model_texts import model_text
+from tests.fakes.model_texts import served_model
 from tests.fakes.scripted_doors import scripted_doors
 from tests.fakes.scripted_rollouts import ScriptedCatalog, ScriptedSource, scripted_run
 
@@ -108,8 +107,8 @@ def sandbox() -> Iterator[TemplateSandbox]:
 
 @pytest.fixture
 def source(network: Network, sandbox: TemplateSandbox) -> NetworkSource:
-    text = model_text(character_tokenizer(), sandbox)
-    model = ServedModel(text, PlainOutputs(), parses_tools=False, context=4096, rows=network.config.vocab_size)
+    rows = network.config.vocab_size
+    model = served_model(character_tokenizer(), sandbox, context=4096, rows=rows)
     run = scripted_run()
     spec = replace(run.spec, environment=EnvironmentSpec(name="agents"))
     return NetworkSource(replace(run, spec=spec), model, network)

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from ebbtide.trainer.learning.learner import Learner, LearnerSettings
 from ebbtide.trainer.learning.network import Network
-from ebbtide.trainer.learning.trainer_memory import CudaRoom, DeviceRoom, TrainerMemory
+from ebbtide.trainer.learning.trainer_memory import CudaRoom, TrainerMemory
 from tests.unit.trainer.learning.test_learner import recorded, sample, weights
 
 GIB = 1 << 30
 
 
-class PretendedGpu:
+class PretendedGpu(CudaRoom):
     """A device that is this process's memory; storage on it is known by its address."""
 
     def __init__(self, free: int = GIB, host_free: int = 64 * GIB) -> None:
@@ -47,7 +47,7 @@ class PretendedGpu:
 
 
 @pytest.fixture(params=["pretended", "cuda"])
-def place(request: pytest.FixtureRequest) -> tuple[str, Callable[[], DeviceRoom]]:
+def place(request: pytest.FixtureRequest) -> tuple[str, Callable[[], CudaRoom]]:
     if request.param == "pretended":
         return "cpu", PretendedGpu
     if not torch.cuda.is_available():
@@ -62,7 +62,7 @@ def learner_on(device: str, network: Network) -> Learner:
 
 
 def test_a_step_after_a_loan_is_the_step_without_one(
-    place: tuple[str, Callable[[], DeviceRoom]], network: Network
+    place: tuple[str, Callable[[], CudaRoom]], network: Network
 ) -> None:
     device, make_room = place
     samples = [recorded(network, sample(12, 6, advantage=sign, seed=seed)) for seed, sign in enumerate((1.0, -1.0))]

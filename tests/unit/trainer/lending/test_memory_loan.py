@@ -4,12 +4,14 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import cast
 
 import pytest
 
 from ebbtide.claimed_runs.run_failure import RankLost, RunFailed
 from ebbtide.runtime import race
 from ebbtide.testing import wait_until
+from ebbtide.trainer.learning.local_learning import LocalLearning
 from ebbtide.trainer.lending.memory_loan import MemoryLoan
 from ebbtide.types.work_left import OpenGroup, WorkLeft
 
@@ -55,7 +57,7 @@ class Noted:
 
 @asynccontextmanager
 async def loan_of(noted: Noted) -> AsyncIterator[MemoryLoan]:
-    loan = MemoryLoan(noted, noted, noted.work_left, look_s=0.01)
+    loan = MemoryLoan(noted, cast("LocalLearning", noted), noted.work_left, look_s=0.01)
     running = asyncio.create_task(loan.run())
     try:
         yield loan
@@ -132,7 +134,7 @@ async def test_an_engine_that_comes_during_the_loan_gets_room() -> None:
 async def test_a_move_that_fails_ends_the_training_at_once() -> None:
     noted = Noted()
     noted.failure = RankLost("rank 1 is gone")
-    loan = MemoryLoan(noted, noted, noted.work_left)
+    loan = MemoryLoan(noted, cast("LocalLearning", noted), noted.work_left)
     loan.lend()
     with pytest.raises(RankLost, match="rank 1 is gone"):
         await asyncio.wait_for(race(loan.run(), asyncio.Event().wait()), 10)
@@ -141,7 +143,9 @@ async def test_a_move_that_fails_ends_the_training_at_once() -> None:
 
 def quick_loan(noted: Noted) -> MemoryLoan:
     noted.lacks = 3
-    return MemoryLoan(noted, noted, noted.work_left, look_s=0.01, work_look_s=0.01, patience_s=0.3)
+    return MemoryLoan(
+        noted, cast("LocalLearning", noted), noted.work_left, look_s=0.01, work_look_s=0.01, patience_s=0.3
+    )
 
 
 async def test_a_run_whose_only_engine_lacks_memory_ends_and_says_how_much() -> None:

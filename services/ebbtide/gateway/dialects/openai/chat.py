@@ -10,7 +10,7 @@ from ebbtide.errors import InvalidRequest
 from ebbtide.gateway.dialects.dialect import AskedText
 from ebbtide.gateway.dialects.openai.chat_answer import ChatAnswer
 from ebbtide.gateway.dialects.openai.chat_messages import read_messages, read_tools
-from ebbtide.gateway.dialects.request_bodies import Alternatives, Completions, Count, SharedBody, stream_options
+from ebbtide.gateway.dialects.request_bodies import Completions, Count, SharedBody, stream_options
 from ebbtide.gateway.fields.openai_fields import CHAT_FIELDS
 from ebbtide.gateway.generation.text_request import ChatPrompt, TextRequest
 from ebbtide.types.parse import parse
@@ -26,7 +26,6 @@ class ChatBody(SharedBody, kw_only=True):
     max_completion_tokens: Count | None = None
     n: Completions = 1
     logprobs: bool = False
-    prompt_logprobs: Alternatives | None = None
     tools: list[Any] = msgspec.field(default_factory=list)
     tool_choice: Any = None
     reasoning_effort: Effort | None = None
@@ -52,7 +51,6 @@ class ChatDialect:
             sampling=asked.sampling(),
             max_tokens=_max_tokens(asked),
             n=asked.n,
-            prompt_logprobs=asked.prompt_logprobs,
             stop=asked.stops(),
             keep_stop=asked.include_stop_str_in_output,
             skip_special=asked.skip_special_tokens,

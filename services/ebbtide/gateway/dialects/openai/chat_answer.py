@@ -6,7 +6,6 @@ from typing import Any
 from ebbtide.gateway.dialects.dialect import AnswerContext
 from ebbtide.gateway.dialects.event_lines import DONE, data_event
 from ebbtide.gateway.dialects.openai_events import OpenAIEvents
-from ebbtide.gateway.dialects.score_shapes import scored_prompt
 from ebbtide.gateway.dialects.token_shapes import TokenTally, chat_logprobs, token_name, version_spans
 from ebbtide.gateway.generation.choice_delta import ChoiceDelta, ChoiceFinish, ChoiceResult
 from ebbtide.gateway.text.output_parsers import ToolCallDelta
@@ -72,7 +71,7 @@ class ChatAnswer(OpenAIEvents):
         whole = self._frame("chat.completion", choices) | {"usage": self._tally.usage()} | self._tally.stamps()
         if self._token_ids:
             whole["prompt_token_ids"] = self._context.played.prompt_of(0)
-        return whole | scored_prompt(results, self._context.token_text)
+        return whole
 
     def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {

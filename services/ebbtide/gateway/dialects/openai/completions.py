@@ -12,7 +12,6 @@ from ebbtide.gateway.dialects.event_lines import DONE, data_event
 from ebbtide.gateway.dialects.openai.echoed_prompt import ScoredChoice, asked_alternatives
 from ebbtide.gateway.dialects.openai_events import OpenAIEvents
 from ebbtide.gateway.dialects.request_bodies import (
-    Alternatives,
     Completions,
     SharedBody,
     TokenId,
@@ -24,7 +23,11 @@ from ebbtide.gateway.generation.choice_delta import ChoiceDelta, ChoiceFinish, C
 from ebbtide.gateway.generation.text_request import IdsPrompt, Prompt, RawPrompt, TextRequest
 from ebbtide.types.parse import parse
 from ebbtide.types.prompt_scores import PromptScores
+from ebbtide.types.rollout import MAX_ALTERNATIVES
 from ebbtide.types.tokens import TokenArray
+
+#: Alternatives to each token of a scored prompt.
+Alternatives = Annotated[int, Meta(ge=0, le=MAX_ALTERNATIVES)]
 
 
 class CompletionBody(SharedBody, kw_only=True):

@@ -12,20 +12,18 @@ from ebbtide.gateway.dialects.event_lines import DONE, data_event
 from ebbtide.gateway.dialects.nested_errors import parsed_inside
 from ebbtide.gateway.dialects.openai_events import OpenAIEvents
 from ebbtide.gateway.dialects.request_bodies import (
-    Alternatives,
     Completions,
+    Count,
     Priority,
     SamplingBody,
     TokenId,
     WeightVersionBody,
 )
-from ebbtide.gateway.dialects.score_shapes import input_logprobs
 from ebbtide.gateway.dialects.token_shapes import TokenTally, logprobs_of
 from ebbtide.gateway.fields.token_fields import SGLANG_FIELDS, SGLANG_SAMPLING_FIELDS
 from ebbtide.gateway.generation.choice_delta import ChoiceDelta, ChoiceResult
 from ebbtide.gateway.generation.text_request import IdsPrompt, Prompt, RawPrompt, TextRequest
 from ebbtide.types.parse import parse
-from ebbtide.types.prompt_scores import PromptScores
 
 #: As each event repeats all before it, the next one waits for so small a part more of tokens. So all events of a
 #: completion together have at most about 33 times its tokens, and its first 64 tokens come as they are made.
@@ -33,7 +31,7 @@ _NEXT_EVENT: Final = 32
 
 
 class SglangSamplingBody(SamplingBody, kw_only=True):
-    max_new_tokens: Annotated[int, Meta(ge=0, le=1 << 20)] = 128
+    max_new_tokens: Count = 128
     min_new_tokens: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
     no_stop_trim: bool = False
     n: Completions = 1
@@ -46,8 +44,6 @@ class SglangBody(Struct, kw_only=True):
     model: str = ""
     stream: bool = False
     return_logprob: bool = False
-    logprob_start_len: Annotated[int, Meta(ge=-1, lt=1 << 32)] = -1
-    top_logprobs_num: Alternatives = 0
     return_text_in_logprobs: bool = False
     rid: str = ""
     priority: Priority = 0
@@ -66,10 +62,8 @@ class SglangDialect:
             model=asked.model,
             prompts=_prompts(asked),
             sampling=sampling.sampling(),
-            max_tokens=max(1, sampling.max_new_tokens),
+            max_tokens=sampling.max_new_tokens,
             n=sampling.n,
-            prompt_logprobs=_alternatives(asked, sampling.max_new_tokens),
-            score_from=max(0, asked.logprob_start_len),
             stop=sampling.stops("sampling_params.stop"),
             keep_stop=sampling.no_stop_trim,
             skip_special=sampling.skip_special_tokens,
@@ -81,17 +75,15 @@ class SglangDialect:
         )
         listed = sampling.n > 1 or isinstance(asked.text, list) or _is_batch(asked.input_ids)
         shape = msgspec.structs.replace(asked, text=None, input_ids=None)  # an answer outlives its prompts
-        sampled = sampling.max_new_tokens > 0
-        return AskedText(request, lambda context: SglangAnswer(shape, context, listed=listed, sampled=sampled))
+        return AskedText(request, lambda context: SglangAnswer(shape, context, listed=listed))
 
 
 class SglangAnswer(OpenAIEvents):
     """The answer to one request: an object for each completion, in a list if there may be several."""
 
-    def __init__(self, asked: SglangBody, context: AnswerContext, *, listed: bool, sampled: bool) -> None:
-        """`sampled`: tell of sampled tokens; else of the scored prompt alone."""
+    def __init__(self, asked: SglangBody, context: AnswerContext, *, listed: bool) -> None:
         super().__init__(context)
-        self._asked, self._listed, self._sampled = asked, listed, sampled
+        self._asked, self._listed = asked, listed
         self._results: dict[int, ChoiceResult] = {}
         self._due: dict[int, int] = {}  # completion -> tokens with which its next event goes
 
@@ -115,10 +107,10 @@ class SglangAnswer(OpenAIEvents):
         return made if self._listed else made[0]
 
     def _object(self, result: ChoiceResult) -> dict[str, Any]:
-        tokens, finish = result.tokens if self._sampled else result.tokens[:0], result.finish
+        tokens, finish = result.tokens, result.finish
         prompt = self._context.played.prompt_of(result.index)
         tally = TokenTally([prompt])
-        tally.add_tokens(result.tokens)
+        tally.add_tokens(tokens)
         meta: dict[str, Any] = {
             "id": self._context.request_id,
             "finish_reason": None,
@@ -136,38 +128,7 @@ class SglangAnswer(OpenAIEvents):
             name = self._context.token_text if self._asked.return_text_in_logprobs else lambda _token: None
             pairs = zip(logprobs_of(tokens), ids, strict=True)
             meta["output_token_logprobs"] = [[logprob, token, name(token)] for logprob, token in pairs]
-        if result.scores is not None:
-            meta |= self._input_logprobs(prompt, result.scores)
-        return {"text": result.text if self._sampled else "", "output_ids": ids, "meta_info": meta}
-
-    def _input_logprobs(self, prompt: list[int], scores: PromptScores) -> dict[str, Any]:
-        asked = self._asked
-        return input_logprobs(
-            prompt,
-            scores,
-            self._context.token_text if asked.return_text_in_logprobs else None,
-            start=asked.logprob_start_len,
-            alternatives=asked.top_logprobs_num,
-            sampled=self._sampled,
-        )
-
-
-def _alternatives(asked: SglangBody, max_new_tokens: int) -> int | None:
-    """Alternatives of each score; None: the prompt is not scored. Raises `InvalidRequest` naming the field."""
-    if asked.logprob_start_len >= 0:
-        if not asked.return_logprob:
-            raise InvalidRequest("needs return_logprob; set it, or leave this out", field="logprob_start_len")
-        if max_new_tokens > 1:
-            text = "a request that has its prompt scored samples at most one token; ask for one, or none"
-            raise InvalidRequest(text, field="sampling_params.max_new_tokens")
-        return asked.top_logprobs_num
-    if asked.top_logprobs_num:
-        text = "stored tokens have no alternatives; have the prompt scored by logprob_start_len, or leave it out"
-        raise InvalidRequest(text, field="top_logprobs_num")
-    if max_new_tokens == 0:
-        text = "must be at least 1; only a prompt that is scored may stand alone"
-        raise InvalidRequest(text, field="sampling_params.max_new_tokens")
-    return None
+        return {"text": result.text, "output_ids": ids, "meta_info": meta}
 
 
 class _OneList(Struct):

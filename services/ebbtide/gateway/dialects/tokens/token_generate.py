@@ -11,7 +11,6 @@ from ebbtide.gateway.dialects.event_lines import DONE, data_event
 from ebbtide.gateway.dialects.nested_errors import parsed_inside
 from ebbtide.gateway.dialects.openai_events import OpenAIEvents
 from ebbtide.gateway.dialects.request_bodies import (
-    Alternatives,
     Completions,
     Count,
     LogprobCount,
@@ -22,7 +21,6 @@ from ebbtide.gateway.dialects.request_bodies import (
     WeightVersionBody,
     stream_options,
 )
-from ebbtide.gateway.dialects.score_shapes import scored_prompt
 from ebbtide.gateway.dialects.token_shapes import TokenTally, chat_logprobs, generate_logprobs, version_spans
 from ebbtide.gateway.fields.token_fields import GENERATE_FIELDS, TOKEN_SAMPLING_FIELDS
 from ebbtide.gateway.generation.choice_delta import ChoiceDelta, ChoiceFinish, ChoiceResult
@@ -35,7 +33,6 @@ class TokenSamplingBody(SamplingBody, kw_only=True):
     n: Completions = 1
     max_tokens: Count | None = None
     logprobs: LogprobCount | None = None
-    prompt_logprobs: Alternatives | None = None
 
 
 class GenerateBody(Struct, kw_only=True):
@@ -66,7 +63,6 @@ class TokenGenerateDialect:
             sampling=sampling.sampling("sampling_params.seed"),
             max_tokens=sampling.max_tokens,
             n=sampling.n,
-            prompt_logprobs=sampling.prompt_logprobs,
             stop=sampling.stops("sampling_params.stop"),
             keep_stop=sampling.include_stop_str_in_output,
             skip_special=sampling.skip_special_tokens,
@@ -123,7 +119,6 @@ class TokenGenerateAnswer(OpenAIEvents):
         whole = self._frame(choices) | {"created": self._context.created, "model": self._context.model}
         if self._asked.return_token_ids:
             whole["prompt_token_ids"] = self._context.played.prompt_of(0)
-        whole |= scored_prompt(results, self._context.token_text)
         return whole | {"usage": self._tally.usage()} | self._tally.stamps()
 
     def _frame(self, choices: list[dict[str, Any]]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Which keys are admitted to what, and runs that an operator paused."""
+"""Which keys are admitted to what."""
 
 import asyncio
 import time
@@ -15,20 +15,17 @@ from ebbtide.auth.reloaded_files import ReloadedFiles
 from ebbtide.auth.role_tokens import key_id, mint
 from ebbtide.auth.roles import TABLE, Role
 from ebbtide.auth.security import TokenCheck
-from ebbtide.errors import BudgetSpent, RateLimited, Unavailable
+from ebbtide.errors import BudgetSpent, RateLimited
 from ebbtide.gateway.access.client_key import KeyRing
-from ebbtide.gateway.generation.request_player import RequestPlayer
-from ebbtide.gateway.generation.text_request import Prompt
 from ebbtide.gateway.http_app import make_app
 from ebbtide.gateway.routes.gateway_doors import GatewayDoors
-from ebbtide.gateway.runs.run_directory import RunDirectory
-from ebbtide.gateway.runs.run_pauses import RunPauses
 from ebbtide.testing import wait_until
 from ebbtide.types.ids import check_id
 from ebbtide.types.key_usage import KeyLimits, MeteredKey
 from ebbtide.types.run import EnvironmentSpec
 from tests.fakes.asgi_call import AsgiCall
 from tests.fakes.clocks import SetClock
+from tests.fakes.scripted_doors import scripted_directory
 from tests.fakes.scripted_rollouts import ScriptedCatalog, ScriptedSource
 from tests.unit.gateway.http.conftest import HEADERS
 
@@ -57,12 +54,10 @@ def test_an_agents_token_may_call_no_service() -> None:
 
 
 @pytest.mark.parametrize("role", list(Role))
-async def test_some_roles_may_ask_for_text_and_operators_pause(signed_app: Starlette, role: Role) -> None:
+async def test_some_roles_may_ask_for_text(signed_app: Starlette, role: Role) -> None:
     asked = await ask(signed_app, "POST", "/v1/completions", token(role))
-    paused = await ask(signed_app, "POST", "/resume?model=spell-1", token(role))
     asks = role in (Role.AGENT, Role.USER, Role.TRAINER, Role.OPERATOR)
     assert asked.status_code == (200 if asks else 403)
-    assert paused.status_code == (200 if role is Role.OPERATOR else 403)
 
 
 async def test_either_header_carries_a_key(signed_app: Starlette) -> None:
@@ -246,7 +241,7 @@ async def test_models_tell_their_context_and_version(http: httpx.AsyncClient) ->
 
 async def test_the_run_says_what_it_serves(http: httpx.AsyncClient) -> None:
     info = (await http.get("/server_info")).json()
-    assert (info["ready"], info["applied"], info["sync_state"], info["lora_config"]) == (True, 3, "IDLE", None)
+    assert info == {"run_id": "spell-1", "model": info["model"], "weight_version": 3, "lora_config": None}
     assert (await http.get("/get_world_size")).json() == {"world_size": 2}
 
 
@@ -263,27 +258,13 @@ async def test_health_needs_no_key_and_follows_the_gateway(doors: GatewayDoors, 
     assert "retry-after" in answer.headers
 
 
-async def test_a_paused_run_holds_back_new_requests(
-    app: Starlette, http: httpx.AsyncClient, source: ScriptedSource
-) -> None:
-    assert (await http.post("/pause?model=spell-1")).json()["under_way"] == 0
-    assert (await http.get("/is_paused")).json() == {"is_paused": True}
-    call = AsgiCall(app, "/v1/completions", BODY, HEADERS)
-    for _ in range(50):
-        await asyncio.sleep(0)
-    assert source.submitted == {}
-    await http.post("/resume")
-    await call.task
-    assert call.status == 200
-
-
 async def test_a_request_that_waits_keeps_its_run_open(
-    doors: GatewayDoors, catalog: ScriptedCatalog, source: ScriptedSource
+    doors: GatewayDoors, catalog: ScriptedCatalog, source: ScriptedSource, encoding: asyncio.Event
 ) -> None:
     clock = SetClock(100.0)
-    directory = RunDirectory(catalog, idle_s=60, clock=clock)
+    directory = scripted_directory(catalog, idle_s=60, clock=clock)
     doors = msgspec.structs.replace(doors, directory=directory)
-    doors.pauses.pause("spell-1")
+    encoding.clear()
     call = AsgiCall(make_app(doors), "/v1/completions", BODY, HEADERS)
     await wait_until(lambda: bool(catalog.opened))
     for _ in range(50):
@@ -291,7 +272,7 @@ async def test_a_request_that_waits_keeps_its_run_open(
     clock.now += 61
     await directory.refresh()
     assert not source.released
-    doors.pauses.resume("spell-1")
+    encoding.set()
     await call.task
     assert call.status == 200
     clock.now += 59
@@ -300,89 +281,3 @@ async def test_a_request_that_waits_keeps_its_run_open(
     clock.now += 2
     await directory.refresh()
     await wait_until(lambda: source.released)
-
-
-async def test_a_pause_holds_back_a_request_that_is_being_encoded(
-    app: Starlette, http: httpx.AsyncClient, source: ScriptedSource, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    encodes, encoded, gate = asyncio.Event(), RequestPlayer.encoded, asyncio.Event()
-
-    async def slowly(player: RequestPlayer, prompt: Prompt, field: str, owner: str) -> list[int]:
-        encodes.set()
-        await gate.wait()
-        return await encoded(player, prompt, field, owner)
-
-    monkeypatch.setattr(RequestPlayer, "encoded", slowly)
-    call = AsgiCall(app, "/v1/completions", BODY, HEADERS)
-    await encodes.wait()
-    assert (await http.post("/pause?mode=wait")).json()["under_way"] == 0
-    gate.set()
-    for _ in range(50):
-        await asyncio.sleep(0)
-    assert source.submitted == {}
-    await http.post("/resume")
-    await call.task
-    assert call.status == 200
-
-
-@pytest.mark.parametrize("mode", ["wait", "abort"])
-async def test_a_pause_deals_with_requests_that_are_being_submitted(
-    app: Starlette, http: httpx.AsyncClient, source: ScriptedSource, mode: str
-) -> None:
-    source.gate.clear()
-    source.acknowledges.clear()
-    call = AsgiCall(app, "/v1/completions", BODY, HEADERS)
-    await source.asked.wait()
-    pausing = asyncio.create_task(http.post(f"/pause?mode={mode}"))
-    for _ in range(50):
-        await asyncio.sleep(0)
-    assert not pausing.done()
-    source.acknowledges.set()
-    await source.first.wait()
-    if mode == "abort":
-        await pausing
-        assert source.cancelled == list(source.submitted)
-    source.gate.set()
-    await pausing
-    await call.task
-
-
-@pytest.mark.parametrize("mode", ["wait", "abort"])
-async def test_a_pause_deals_with_requests_under_way(
-    app: Starlette, http: httpx.AsyncClient, source: ScriptedSource, mode: str
-) -> None:
-    source.gate.clear()
-    call = AsgiCall(app, "/v1/completions", BODY, HEADERS)
-    await source.first.wait()
-    pausing = asyncio.create_task(http.post(f"/pause?mode={mode}"))
-    for _ in range(50):
-        await asyncio.sleep(0)
-    assert pausing.done() == (mode == "abort")
-    assert source.cancelled == (list(source.submitted) if mode == "abort" else [])
-    source.gate.set()
-    assert (await pausing).status_code == 200
-    await call.task
-    assert (await http.post("/pause?mode=never")).status_code == 400
-
-
-async def test_a_request_that_a_pause_holds_back_is_refused_when_the_gateway_leaves(
-    app: Starlette, doors: GatewayDoors, source: ScriptedSource
-) -> None:
-    doors.pauses.pause("spell-1")
-    call = AsgiCall(app, "/v1/completions", BODY, HEADERS)
-    for _ in range(50):
-        await asyncio.sleep(0)
-    doors.pauses.close()
-    await call.task
-    assert call.status == 503
-    assert b"shutting down" in call.body
-    assert source.submitted == {}
-    with pytest.raises(Unavailable):
-        await doors.pauses.passed("spell-1")
-
-
-async def test_a_pause_ends_by_itself() -> None:
-    pauses = RunPauses(longest_s=0.01)
-    pauses.pause("a")
-    await pauses.passed("a")
-    assert not pauses.is_paused("a")

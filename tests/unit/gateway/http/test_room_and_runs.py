@@ -9,10 +9,14 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from ebbtide.auth.role_tokens import mint, run_of_token
 from ebbtide.auth.roles import Role
 from ebbtide.errors import NoCapacity, NotFound, PermissionDenied, RateLimited
-from ebbtide.gateway.runs.sdk_catalog import LeaseSource, SdkCatalog
+from ebbtide.gateway.generation import played_request
+from ebbtide.gateway.generation.played_request import PlayedRequest
+from ebbtide.gateway.generation.prompt_threads import PromptThreads
+from ebbtide.gateway.generation.text_request import IdsPrompt, TextRequest
+from ebbtide.gateway.runs.run_catalog import RunCatalog
 from ebbtide.types.key_usage import MeteredKey
 from ebbtide.types.rollout import RolloutRequest
-from ebbtide.types.run import Run
+from ebbtide.types.run import Run, Sampling
 from tests.fakes.scripted_rollouts import scripted_run
 
 
@@ -31,14 +35,15 @@ class FullLease:
             raise NoCapacity("full", retry_after_s=0.001)
 
 
-def source(lease: Any, room_s: float) -> LeaseSource:
-    client: Any = None
-    return LeaseSource(client, lease, room_s=room_s)
+async def submit(lease: Any) -> None:
+    lease.run = scripted_run()
+    request = TextRequest(prompts=[IdsPrompt([1])], sampling=Sampling())
+    await PlayedRequest(lease, PromptThreads(), request, [], [], [], "owner").submit()
 
 
 async def test_a_submit_waits_for_room() -> None:
     lease = FullLease(room_at=3)
-    await source(lease, room_s=60.0).submit([])
+    await submit(lease)
     assert lease.submits == 3
 
 
@@ -53,13 +58,14 @@ class LimitedLease(FullLease):
 async def test_a_key_at_a_limit_is_told_at_once() -> None:
     lease = LimitedLease(room_at=0)
     with pytest.raises(RateLimited):
-        await source(lease, room_s=60.0).submit([])
+        await submit(lease)
     assert lease.submits == 1
 
 
-async def test_a_submit_that_finds_no_room_tells_when_to_come_back() -> None:
+async def test_a_submit_that_finds_no_room_tells_when_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(played_request, "_ROOM_S", 0.02)
     with pytest.raises(NoCapacity) as refused:
-        await source(FullLease(room_at=1 << 30), room_s=0.02).submit([])
+        await submit(FullLease(room_at=1 << 30))
     assert refused.value.retry_after_s == 0.001
 
 
@@ -83,7 +89,7 @@ async def test_a_gateway_whose_token_is_for_one_run_knows_this_run_alone(there: 
     own = mint(Ed25519PrivateKey.generate(), Role.GATEWAY, ttl_s=60, run_id="r-1")
     unused: Any = None
     client: Any = BoundClient(*there)
-    catalog = SdkCatalog(
+    catalog = RunCatalog(
         client,
         unused,
         unused,

@@ -8,18 +8,20 @@ from typing import Any
 import pytest
 
 from ebbtide.errors import InvalidRequest
-from ebbtide.gateway.text.model_text import ModelText
+from ebbtide.gateway.text.output_parsers import ParserNames
+from ebbtide.gateway.text.served_model import ServedModel
 from ebbtide.gateway.text.template_process import TemplateLimits
 from ebbtide.gateway.text.template_sandbox import TemplateSandbox
-from ebbtide.local_cluster.serving_checkpoint import ServedNetwork, served_model
+from ebbtide.local_cluster import serving_checkpoint
+from ebbtide.local_cluster.serving_checkpoint import ServedNetwork
 from ebbtide.trainer.base_model.character_tokenizer import character_tokenizer
 from tests.fakes.model_texts import (
     END,
     START,
     byte_level_tokenizer,
     fallback_tokenizer,
-    model_text,
     random_text,
+    served_model,
     tokenizers,
 )
 
@@ -30,13 +32,14 @@ TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type":
 def rendered(
     sandbox: TemplateSandbox, template: str, messages: list[dict[str, Any]] | None = None, **options: Any
 ) -> str:
-    text = model_text(byte_level_tokenizer(), sandbox, template=template)
+    text = served_model(byte_level_tokenizer(), sandbox, template=template)
     return text.render(messages or USER, tools=options.pop("tools", None), template_options=options)
 
 
 def test_a_model_folder_brings_tokenizer_template_and_end_tokens(tmp_path: Path, sandbox: TemplateSandbox) -> None:
-    folder = served_model(tmp_path, ServedNetwork(hidden=64, layers=1, heads=2, kv_heads=1, head=32, feed_forward=64))
-    text = ModelText.load(folder, sandbox)
+    network = ServedNetwork(hidden=64, layers=1, heads=2, kv_heads=1, head=32, feed_forward=64)
+    folder = serving_checkpoint.served_model(tmp_path, network)
+    text = ServedModel.load(folder, sandbox, ParserNames())
     prompt = text.render(USER, tools=None, template_options={})
     ids = text.encode(prompt, special=False)
     theirs = text.tokenizer.apply_chat_template(USER, tokenize=False, add_generation_prompt=True)
@@ -49,7 +52,7 @@ def test_a_model_folder_brings_tokenizer_template_and_end_tokens(tmp_path: Path,
 def test_a_folder_with_a_broken_tokenizer_is_refused_by_name(tmp_path: Path, sandbox: TemplateSandbox) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(InvalidRequest, match=r"^model: no tokenizer can be loaded") as refused:
-        ModelText.load(tmp_path, sandbox)
+        ServedModel.load(tmp_path, sandbox, ParserNames())
     assert refused.value.field == "model"
 
 
@@ -57,7 +60,7 @@ def test_the_demos_template_is_rendered_as_its_tokenizer_renders_it(sandbox: Tem
     tokenizer = character_tokenizer()
     chat = [*USER, {"role": "assistant", "content": "olleH"}, {"role": "user", "content": "again"}]
     for generate in (True, False):
-        ours = model_text(tokenizer, sandbox).render(chat, tools=None, template_options={}, generate=generate)
+        ours = served_model(tokenizer, sandbox).render(chat, tools=None, template_options={}, generate=generate)
         assert ours == tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=generate)
 
 
@@ -79,7 +82,7 @@ def test_templates_meet_the_conventions_that_they_are_written_for(sandbox: Templ
 
 def test_a_model_with_several_templates_uses_the_one_for_tools(sandbox: TemplateSandbox) -> None:
     tokenizer = byte_level_tokenizer()
-    text = model_text(tokenizer, sandbox, template={"default": "plain", "tool_use": "tools"})  # type: ignore[arg-type]
+    text = served_model(tokenizer, sandbox, template={"default": "plain", "tool_use": "tools"})  # type: ignore[arg-type]
     assert text.render(USER, tools=None, template_options={}) == "plain"
     assert text.render(USER, tools=TOOLS, template_options={}) == "tools"
 
@@ -153,12 +156,12 @@ def test_arguments_of_any_size_are_rendered(sandbox: TemplateSandbox) -> None:
 
 def test_text_that_is_no_unicode_is_refused(sandbox: TemplateSandbox) -> None:
     with pytest.raises(InvalidRequest, match=r"^prompt: is no valid text"):
-        model_text(byte_level_tokenizer(), sandbox).encode("\ud800", special=False)
+        served_model(byte_level_tokenizer(), sandbox).encode("\ud800", special=False)
 
 
 def test_options_cannot_replace_messages(sandbox: TemplateSandbox) -> None:
     with pytest.raises(InvalidRequest, match=r"^chat_template_kwargs: tools"):
-        model_text(byte_level_tokenizer(), sandbox, template="x").render(
+        served_model(byte_level_tokenizer(), sandbox, template="x").render(
             USER, tools=None, template_options={"tools": 1}
         )
 
@@ -248,7 +251,7 @@ def test_processes_end_with_the_sandbox() -> None:
 @pytest.mark.parametrize("kind", ["byte-level", "fallback", "characters"])
 def test_texts_are_encoded_as_their_tokenizer_encodes_them(kind: str, sandbox: TemplateSandbox) -> None:
     tokenizer, draw = tokenizers()[kind], random.Random(3)
-    text = model_text(tokenizer, sandbox)
+    text = served_model(tokenizer, sandbox)
     for _ in range(50):
         words = random_text(draw, 20)
         for special in (True, False):
@@ -256,7 +259,7 @@ def test_texts_are_encoded_as_their_tokenizer_encodes_them(kind: str, sandbox: T
 
 
 def test_text_that_follows_gets_no_space_before_it(sandbox: TemplateSandbox) -> None:
-    text = model_text(fallback_tokenizer(), sandbox)
+    text = served_model(fallback_tokenizer(), sandbox)
     hello = text.encode("Hello", special=False)
     assert text.decode([*hello, *text.encode("dog", special=False)], skip_special=False) == "Hello dog"
     for following in ("dog", " dog", "\ndog", f"{END}\n{START}user\n", "漢"):
@@ -266,13 +269,13 @@ def test_text_that_follows_gets_no_space_before_it(sandbox: TemplateSandbox) -> 
         )
     end = text.encode(END, special=False)
     assert [*end, *text.encode_following("dog", end[-1])] == text.encode(END + "dog", special=False)
-    byte_level = model_text(byte_level_tokenizer(), sandbox)
+    byte_level = served_model(byte_level_tokenizer(), sandbox)
     for following in ("dog", " dog", f"{END}\n{START}user\n", ""):
         assert byte_level.encode_following(following, 5) == byte_level.encode(following, special=False)
 
 
 def test_many_threads_share_one_model(sandbox: TemplateSandbox) -> None:
-    text = model_text(byte_level_tokenizer(), sandbox, template="{{ messages[0].content }}")
+    text = served_model(byte_level_tokenizer(), sandbox, template="{{ messages[0].content }}")
     wrong: list[str] = []
 
     def ask(number: int) -> None:
