@@ -159,7 +159,7 @@ def tails(podman: Podman) -> None:
 
 def clear(podman: Podman, *, keep: bool) -> None:
     with suppress(Failed, OSError):
-        podman("rm", "--all", "--force", "--time", "1", timeout_s=300, check=False)
+        podman("rm", "--all", "--depend", "--force", "--time", "1", timeout_s=300, check=False)
         podman("volume", "prune", "--force", check=False)
         podman("network", "prune", "--force", check=False)
     podman.close(keep=keep)

@@ -21,7 +21,8 @@ SERVICES: Final = (*LENDING, "traffic")
 SHARING: Final = ("serving-guard", "worker-borrowed")
 #: What either may open of the secrets of those whose processes it sees: of the worker, what any worker has.
 _OPEN: Final = {"/secrets/cluster/token"}
-_STEPS: Final = 3
+#: Two or three are done when the guard is killed, and each of the others makes some thousand tokens.
+_STEPS: Final = 8
 _LOOK_S: Final = 1.0
 _BOOT_S: Final = 600.0
 _RUN_S: Final = 900.0
@@ -34,13 +35,13 @@ async def borrow(podman: Podman, client: Client, tell: scene.Tell) -> Run:
     users got. The plain workers have left. Raises `Failed`."""
     await _borrower_attached(client)
     run = await client.submit(scene.shorter(_STEPS, "borrowed"), "borrowed")
-    await _harvested(podman, tell)
+    await _harvested(podman, client, run.run_id, tell)
+    await scene.crash(podman, "serving-guard")
+    tell("killed the guard's process; its restart policy brought it back")
+    await _harvested(podman, client, run.run_id, tell)
     scene.check_containers(podman, SERVICES, sharing=SHARING, pids="serving-pids")
     for service in SHARING:
         _check_sight(podman, service)
-    await scene.crash(podman, "serving-guard")
-    tell("killed the guard's process; its restart policy brought it back")
-    await _harvested(podman, tell)
     async with asyncio.timeout(_RUN_S):
         async for _ in client.watch(run.run_id):
             pass
@@ -64,16 +65,19 @@ async def _borrower_attached(client: Client) -> None:
     await wait_until(attached, _BOOT_S, interval=_LOOK_S, what="the borrowed worker attached")
 
 
-async def _harvested(podman: Podman, tell: scene.Tell) -> None:
-    """Until the present guard has seen requests, and lent for some tokens."""
+async def _harvested(podman: Podman, client: Client, run_id: str, tell: scene.Tell) -> None:
+    """Until the present guard has seen requests, and lent for some tokens. Raises `Failed` if the run ends before."""
     seen: dict[str, Any] = {}
 
-    def lent() -> bool:
+    async def lent() -> bool:
+        over = (await client.run(run_id)).status.ended
         try:
             seen.update(_status(podman))
         except Failed:  # it boots
             return False
         tokens: int = sum(one["tokens_harvested"] for one in seen["borrowers"])
+        if over and tokens <= _HARVEST:
+            raise Failed(f"the run ended when this guard had lent for {tokens} tokens")
         return bool(seen["requests"]) and tokens > _HARVEST
 
     await wait_until(lent, _BOOT_S, interval=_LOOK_S, what="tokens in the idle time of the served model")
