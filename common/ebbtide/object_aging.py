@@ -22,15 +22,17 @@ _EVERY_S: Final = 0.25
 #: are: a pause of some milliseconds. The oldest are left to this module.
 _YOUNG: Final = (700, 5, 1 << 30)
 #: In a burst, as where a thousand completions begin at once, Python itself collects the second generation at least so
-#: often between two looks. Then all that survived is set aside uncounted and unwalked, as are more objects than these.
-_BURST: Final = 2
+#: often before survivors are set aside. Then they are not counted, and only the youngest are walked again, as where
+#: there are more objects than these.
+_BURST: Final = 4
 _WALKED: Final = 15_000
 
 
 async def age_objects() -> None:
     """Collect young garbage and set its survivors aside, for ever."""
     gc.set_threshold(*_YOUNG)
-    set_aside()
+    gc.collect()  # cycles that imports left
+    gc.freeze()
     last = time.monotonic()
     while True:
         await asyncio.sleep(_LOOK_S)
@@ -41,11 +43,10 @@ async def age_objects() -> None:
 
 
 def set_aside(young: int | None = None) -> None:
-    """Free cycles among the objects that are not set aside yet, unless these are too many, and set all others aside.
+    """Set aside all objects that are not yet. First free cycles among them, or among the youngest if they are too many.
     `young`: how many there are, if that is known.
     """
-    if (_young() if young is None else young) <= _WALKED:
-        gc.collect()
+    gc.collect(2 if (_young() if young is None else young) <= _WALKED else 0)
     gc.freeze()
 
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from ebbtide.types.append_delta import AppendAck, AppendDelta, AppendStatus
-from ebbtide.types.fleet import AttemptRef
+from ebbtide.types.append_delta import AppendAck, AppendDelta
+from ebbtide.types.fleet import AppendStatus, AttemptRef
 from ebbtide.types.tokens import TOKEN_BYTES
 from ebbtide.v1 import fleet_pb2
 from ebbtide.wire.append_columns import AppendReceiver

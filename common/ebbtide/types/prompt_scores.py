@@ -58,13 +58,11 @@ def pack_scores(places: ScoreArray, token: bytes) -> bytes:
 
 
 def unpack_scores(data: bytes, prompt_tokens: int, alternatives: int) -> PromptScores:
-    """The scores of a prompt of so many tokens. Raises `Unavailable` if these are no such scores, or not of one piece:
-    a coordinator or worker of a former release does not score, and what the store forgets is scored anew.
+    """The scores of a prompt of so many tokens. Raises `Unavailable` if these are not all of them, or not of one piece:
+    what the store forgets is scored anew.
     """
     if len(data) != record_count(prompt_tokens, alternatives) * TOKEN_BYTES:
-        raise Unavailable(
-            "the prompt was not scored: a coordinator or a worker is of a former release; upgrade it, and try again"
-        )
+        raise Unavailable("the prompt was not scored as a whole; try again")
     head, token = unpack_tokens(data[:TOKEN_BYTES]), unpack_tokens(data[-TOKEN_BYTES:])
     if int(head["id"][0]) != zlib.crc32(memoryview(data)[TOKEN_BYTES:]) or head["version"] != token["version"]:
         raise Unavailable("the prompt was scored anew while its scores were read; try again")

@@ -68,7 +68,7 @@ class RolloutRequest(Struct, frozen=True, kw_only=True):
     max_version: int = 0  # 0: no bound
     priority: int = 0
     interactive: bool = False  # somebody waits for each token
-    client_digest: bytes = b""  # of what a gateway's client asked for; empty: not compared in a repeat
+    client_digest: bytes = b""  # of what a gateway's client asked for; empty: no gateway asked
     #: Alternatives of which each token's score tells, 0: of none. None: the prompt is not scored.
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_ALTERNATIVES)] | None = None
 

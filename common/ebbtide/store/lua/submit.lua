@@ -47,15 +47,14 @@ end
 
 local out, fresh, seen, bytes = {}, {}, {}, 0
 for at = FIRST, #ARGV, COLUMNS do
-  local id, digest, asked = ARGV[at], string.sub(ARGV[at + 1], 1, BODY_DIGEST), string.sub(ARGV[at + 1], BODY_DIGEST + 1)
+  local id, digests = ARGV[at], ARGV[at + 1]
   local have = redis.call('HMGET', ROLLOUT .. id, 'digest', 'state', 'asked')
-  local known = have[1] or seen[id]
-  local differs = (have[3] or '') ~= asked
-  if known and (known ~= digest or differs) then return refuse('TAKEN', tostring((at - FIRST) / COLUMNS)) end
+  local known = have[1] and have[1] .. (have[3] or '') or seen[id]
+  if known and known ~= digests then return refuse('TAKEN', tostring((at - FIRST) / COLUMNS)) end
   if known then out[#out + 1] = {2, have[2] or 'queued'}
   elseif past or is_over(id, ARGV[at + 2]) then out[#out + 1] = {3, ''}
   else
-    seen[id] = digest
+    seen[id] = digests
     bytes = bytes + #ARGV[at + 4] + tonumber(ARGV[at + 6])
     fresh[#fresh + 1] = at
     out[#out + 1] = {1, 0}
@@ -72,7 +71,7 @@ if #fresh > 0 then
   local seq = redis.call('HINCRBY', RUN, 'seq', #fresh) - #fresh
   for i, at in ipairs(fresh) do
     local id, asked = ARGV[at], string.sub(ARGV[at + 1], BODY_DIGEST + 1)
-    redis.call('HSET', ROLLOUT .. id, 'digest', seen[id], 'kind', ARGV[at + 2], 'req', ARGV[at + 3],
+    redis.call('HSET', ROLLOUT .. id, 'digest', string.sub(seen[id], 1, BODY_DIGEST), 'kind', ARGV[at + 2], 'req', ARGV[at + 3],
       'prompt', ARGV[at + 4], 'origin', ARGV[at + 5], 'state', 'queued', 'attempts', 0, 'barren', 0)
     if asked ~= '' then redis.call('HSET', ROLLOUT .. id, 'asked', asked) end
     if ARGV[at + 6] ~= '0' then redis.call('HSET', ROLLOUT .. id, 'scores', ARGV[at + 6]) end

@@ -13,8 +13,10 @@ _DIGEST_BYTES: Final = 16
 
 
 def request_digest(request: TextRequest) -> bytes:
-    """A digest of all that decides what a request gets. Its own ids are left out."""
-    asked = replace(request, request_id="", session_id="", group_id="")
+    """A digest of all that decides what a request gets. Its own ids are left out, and so is `fits_context`, which
+    decides only whether it is taken.
+    """
+    asked = replace(request, request_id="", session_id="", group_id="", fits_context=msgspec.UNSET)
     return blake2b(_encoder.encode(asked), digest_size=_DIGEST_BYTES).digest()
 
 

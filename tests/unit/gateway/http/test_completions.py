@@ -139,14 +139,14 @@ async def test_a_stop_string_ends_the_text_and_the_rollout(http: httpx.AsyncClie
 async def test_an_answer_does_not_wait_until_its_rollout_is_cancelled(
     http: httpx.AsyncClient, source: ScriptedSource, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
-    gate, ended, cancel = asyncio.Event(), asyncio.Event(), source.cancel
+    gate, ended, cancel = asyncio.Event(), asyncio.Event(), source.cancel_rollouts
 
     async def slowly(rollout_ids: Sequence[str]) -> None:
         await gate.wait()
         await cancel(rollout_ids)
         ended.set()
 
-    monkeypatch.setattr(source, "cancel", slowly)
+    monkeypatch.setattr(source, "cancel_rollouts", slowly)
     source.answer = "The quick brown fox jumps over the lazy dog"
     body = {"prompt": "x", "stop": ["fox j"], "max_tokens": 60, "stream": stream}
     async with asyncio.timeout(60):

@@ -58,7 +58,7 @@ async def test_slow_prompts_leave_the_shared_threads_free() -> None:
 async def test_parsers_are_made_once_and_parse_whole_texts_away_from_the_event_loop(
     http: httpx.AsyncClient, source: ScriptedSource, session: bool, stop: list[str]
 ) -> None:
-    parsers = source.model._parsers
+    parsers = source.model.parsers
     assert isinstance(parsers, MarkedOutputs)
     headers = {"x-session-id": "episode"} if session else {}
     sent = {**CHAT, "max_tokens": 9, "n": 3, "stop": stop}

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import numpy as np
@@ -18,6 +18,7 @@ from ebbtide.gateway.episodes.session_limits import SessionLimits
 from ebbtide.gateway.episodes.session_shelf import SessionShelf
 from ebbtide.gateway.http_app import make_app
 from ebbtide.gateway.routes.gateway_doors import GatewayDoors
+from ebbtide.gateway.runs.run_catalog import RunCatalog
 from ebbtide.gateway.runs.run_directory import RunDirectory
 from ebbtide.gateway.text.template_sandbox import TemplateSandbox
 from ebbtide.testing import wait_until
@@ -69,7 +70,7 @@ class Agent:
 
 
 def another_gateway(doors: GatewayDoors, catalog: ScriptedCatalog) -> Starlette:
-    directory = RunDirectory(catalog, max_prompt_tokens=doors.limits.prompt_tokens)
+    directory = RunDirectory(cast('RunCatalog', catalog), max_prompt_tokens=doors.limits.prompt_tokens)
     shelf = SessionShelf(doors.session_limits.shelf_bytes)
     return make_app(replace(doors, directory=directory, shelf=shelf))
 
@@ -532,7 +533,7 @@ async def test_a_cancel_that_came_before_a_submit_is_repeated_until_the_session_
     takes_sessions(source)
     agent.headers["x-group-id"] = "problem 7"
     monkeypatch.setattr(session_ending, "_AGAIN_S", 0.02)
-    cancel, came = source.cancel, list[int]()
+    cancel, came = source.cancel_rollouts, list[int]()
 
     async def late(rollout_ids: Sequence[str], reason: str = "") -> None:
         came.append(len(rollout_ids))
@@ -540,7 +541,7 @@ async def test_a_cancel_that_came_before_a_submit_is_repeated_until_the_session_
             await cancel(rollout_ids, reason)
             source.gate.set()  # what is cancelled says so
 
-    monkeypatch.setattr(source, "cancel", late)
+    monkeypatch.setattr(source, "cancel_rollouts", late)
     source.gate.clear()
     asking = asyncio.create_task(agent.post([user("Hi")]))
     await source.first.wait()

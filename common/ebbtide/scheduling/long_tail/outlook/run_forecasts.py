@@ -196,9 +196,8 @@ class RunForecasts:
         return self._groups.values()
 
     def _due(self) -> Iterator[KnownGroup]:
-        """Groups whose forecasts are to be made anew: those of which something was heard and those that have made much
-        have turns, and so do renewals, of which one large group may take all. So in a large run the former do not keep
-        the latter waiting.
+        """Groups whose forecasts are due: in turn one of which something was heard, and one that has made much. One
+        large group may use up a renewal, so renewals begin with either kind in turn.
         """
         sources = [self._heard(), self._grown()]
         if self._grown_first:
