@@ -27,12 +27,12 @@ from benchmarks.conditions import conditions
 from benchmarks.control_plane.measures import cpu_s, spread
 from benchmarks.token_latency.stamped_worker import age_s
 from ebbtide.client import Client
-from ebbtide.testing import wait_until
 from ebbtide.types.rollout import RolloutRequest
 from ebbtide.types.run import Sampling
 from ebbtide.types.tokens import pack_ids, unpack_tokens
 from tests.chaos.cluster import Cluster
 from tests.chaos.load import RUN, SPEC, publish
+from tests.support.waiting import wait_until
 
 _WORKER: Final = "benchmarks.token_latency.stamped_worker"
 #: The windows that workers have by default.

@@ -21,8 +21,9 @@ from ebbtide.ledger import AttemptRecord, read_ledger
 from ebbtide.local_cluster.program_process import Program, ProgramProcess
 from ebbtide.rollout_worker.settings import ScriptedSettings
 from ebbtide.store.store_keys import LEADER
-from ebbtide.testing import EmbeddedRedis, wait_until
 from tests.fakes.links import Way
+from tests.support.redis_servers import EmbeddedRedis
+from tests.support.waiting import wait_until
 
 TOKEN: Final = "a-token-of-tests"
 #: The flush window of all workers.

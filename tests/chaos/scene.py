@@ -4,13 +4,13 @@ import asyncio
 from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
 
-from ebbtide.testing import wait_until
 from ebbtide.types.run import Run
 from tests.chaos.cluster import Cluster
 from tests.chaos.load import RUN, SPEC, Load
 from tests.chaos.trainer import SUPERSEDED, all_requests
 from tests.fakes.clocks import JumpingClock
 from tests.fakes.links import Direction, Way
+from tests.support.waiting import wait_until
 
 #: Seconds in a cell's end for all rollouts: a gRPC keepalive, a patience and two back-offs may come before.
 _SETTLE_S: Final = 90.0

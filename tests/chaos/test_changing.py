@@ -9,13 +9,13 @@ import pytest
 
 from ebbtide.client import Client, Lease
 from ebbtide.rollout_worker.engine.checkpoint_facts import header
-from ebbtide.testing import wait_until
 from ebbtide.types.fleet import Worker
 from ebbtide.types.run import RunStatus
 from ebbtide.types.weights import PolicyVersion
 from ebbtide.weights import FileLayout, build_manifest, named_tensor
 from tests.chaos.cluster import Cluster
 from tests.chaos.load import SPEC, make_requests
+from tests.support.waiting import wait_until
 
 CONFIG = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 

@@ -11,12 +11,12 @@ import pytest
 
 from ebbtide.client import Client, Lease
 from ebbtide.free_ports import free_port
-from ebbtide.testing import wait_until
 from ebbtide.types.weights import PolicyVersion
 from tests.chaos.cluster import TOKEN, Cluster
 from tests.chaos.load import RUN, SPEC
 from tests.chaos.versions import TILE, TILES, Weights
 from tests.fakes.links import Direction, Way
+from tests.support.waiting import wait_until
 
 FAST: Final = (1, 12, 23)
 ALL: Final = tuple(range(TILES + 1))

@@ -17,10 +17,10 @@ import redis
 from ebbtide.client import Client, Lease
 from ebbtide.errors import EbbtideError
 from ebbtide.store.store_keys import FLEET_KEYS, PUBLISHERS, RUN_KEYS
-from ebbtide.testing import wait_until
 from ebbtide.types.run import RunStatus
 from tests.chaos.cluster import Cluster
 from tests.chaos.load import SPEC, make_requests
+from tests.support.waiting import wait_until
 
 #: What may stay of a run until it expires.
 RECORD: Final = {RUN_KEYS[name] for name in ("RUN", "COUNT", "EVENTS", "CHATTER", "SPANS")}

@@ -8,12 +8,12 @@ from typing import Final
 
 import pytest
 
-from ebbtide.testing import wait_until
 from ebbtide.types.fleet import WorkerState
 from tests.chaos.cluster import Cluster
 from tests.chaos.load import Begin, Load
 from tests.chaos.phases import PART
 from tests.chaos.trainer import LARGE
+from tests.support.waiting import wait_until
 
 NOTICE_S: Final = 5.0
 Notice = Callable[[Cluster], Awaitable[None]]

@@ -14,10 +14,10 @@ from typing import Any, Final
 import numpy as np
 import pytest
 
-from ebbtide.testing import wait_until
 from ebbtide.types.run import AttemptSpan
 from tests.chaos.cluster import Cluster
 from tests.chaos.load import Begin, Load
+from tests.support.waiting import wait_until
 
 #: Rollouts on four workers of 32 slots: those of a lost one find room at once.
 OPEN: Final = 40

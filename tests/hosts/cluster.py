@@ -21,9 +21,9 @@ from typing import Any, Final
 
 from ebbtide.ledger import AttemptRecord, read_ledger
 from ebbtide.local_cluster.program_process import Program, ProgramProcess
-from ebbtide.testing import EmbeddedRedis
 from tests.hosts.identities import Identities
 from tests.hosts.network import Network
+from tests.support.redis_servers import EmbeddedRedis
 
 ROOT: Final = Path(__file__).parents[2]
 #: The flush window of all workers.

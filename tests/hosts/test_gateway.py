@@ -11,11 +11,11 @@ import pytest
 
 from ebbtide.rollout_worker.engine.scripted_engine import follow
 from ebbtide.rollout_worker.settings import ScriptedSettings
-from ebbtide.testing import wait_until
 from tests.hosts.agent import TOKENS
 from tests.hosts.cluster import SCRIPTED, Cluster
 from tests.hosts.run import RUN, ShortRun
 from tests.hosts.test_identities import ANY, TRAINERS, probe
+from tests.support.waiting import wait_until
 
 PROMPT: Final = [40, 41, 42]
 pytestmark = [pytest.mark.hosts, pytest.mark.timeout(420)]

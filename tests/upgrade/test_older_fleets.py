@@ -11,9 +11,9 @@ import pytest
 
 from ebbtide.rollout_worker.engine.scripted_engine import follow
 from ebbtide.rollout_worker.settings import ScriptedSettings
-from ebbtide.testing import wait_until
 from tests.chaos.cluster import TOKEN, Cluster
 from tests.fakes.model_texts import save_chat_model
+from tests.support.waiting import wait_until
 from tests.upgrade.previous import Previous
 
 #: Ids below it have a text in the tests' tokenizer. Nothing ends a response but its length.

@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from ebbtide.testing import wait_until
 from tests.chaos.cluster import Cluster
 from tests.chaos.load import RUN, SPEC, Load
 from tests.chaos.trainer import all_requests
+from tests.support.waiting import wait_until
 from tests.upgrade.previous import Previous
 
 #: Of each worker: so few that none can take all the rollouts of a step before another has its weights.

@@ -13,9 +13,9 @@ import pytest
 
 from ebbtide.auth.security import ClientSecurity
 from ebbtide.client import SyncClient
-from ebbtide.testing import wait_until
 from tests.chaos.cluster import TOKEN, Cluster
 from tests.chaos.load import RUN, Load
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(120)
 

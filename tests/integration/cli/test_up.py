@@ -17,9 +17,9 @@ import psutil
 import pytest
 
 from ebbtide.client import Client
-from ebbtide.testing import wait_until
 from ebbtide.types.run import RunEvent
 from tests.integration.cli.stand_ins import alive
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -16,11 +16,11 @@ import pytest
 from ebbtide.auth.security import ClientSecurity
 from ebbtide.client import Client
 from ebbtide.errors import InvalidRequest, LeaseSuperseded, NotFound, NotReady
-from ebbtide.testing import wait_until
 from ebbtide.types.rollout import FinishReason, RolloutRequest, SubmitOutcome
 from ebbtide.types.run import RunEvent, RunStatus, Sampling
 from ebbtide.types.tokens import pack_ids, unpack_tokens
 from tests.fakes.service_process import PROOF, TOKEN, ServiceProcess
+from tests.support.waiting import wait_until
 
 SPEC: dict[str, Any] = {
     "name": "own",

@@ -10,7 +10,6 @@ import pytest
 
 from ebbtide.errors import InvalidRequest
 from ebbtide.rollout_worker.streams.sibling_client import SiblingClient
-from ebbtide.testing import wait_until
 from ebbtide.types.fleet import AttemptRef
 from ebbtide.types.rollout import RolloutKind
 from ebbtide.types.tail_spec import TailSpec
@@ -19,6 +18,7 @@ from ebbtide.wire.record_conversion import from_proto
 from ebbtide.wire.sibling_columns import MOST_HELD
 from tests.fakes.scripted_worker import ScriptedWorker
 from tests.fakes.sibling_sink import RecordedSink
+from tests.support.waiting import wait_until
 
 STOP = types_pb2.FINISH_REASON_STOP
 GROUPED = TailSpec(speculation="grouped")

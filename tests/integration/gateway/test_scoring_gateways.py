@@ -7,8 +7,8 @@ import openai
 import pytest
 
 from ebbtide.rollout_worker.engine.scripted_engine import script_scores
-from ebbtide.testing import wait_until
 from tests.integration.gateway.conftest import SCRIPT, GatewayStand
+from tests.support.waiting import wait_until
 
 PROMPT = list(range(5, 305))
 #: So long does a worker read that is to die over it.

@@ -21,11 +21,11 @@ from ebbtide.rollout_worker.service import serve
 from ebbtide.rollout_worker.settings import ScriptedSettings, WorkerSettings
 from ebbtide.rpc.server import Server
 from ebbtide.runtime import Shutdown
-from ebbtide.testing import wait_until
 from ebbtide.v1 import fleet_pb2_grpc, weights_pb2_grpc
 from tests.fakes.scripted_fleet import PROMPT, ScriptedFleet
 from tests.fakes.scripted_relay import TOKEN, LiveRelay, Relay
 from tests.integration.rollout_worker.reading import Reads, watch_reads
+from tests.support.waiting import wait_until
 
 FLUSH_TOKENS = 16
 

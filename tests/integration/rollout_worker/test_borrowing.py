@@ -14,12 +14,12 @@ from ebbtide.grants import page_path
 from ebbtide.rollout_worker import device_lease
 from ebbtide.rollout_worker.service import serve
 from ebbtide.runtime import Shutdown
-from ebbtide.testing import wait_until
 from ebbtide.types.fleet import WorkerKind, WorkerState
 from ebbtide.types.run import Sampling
 from ebbtide.v1 import fleet_pb2, grants_pb2
 from tests.fakes.scripted_relay import RUN
 from tests.integration.rollout_worker.guards import Guard, guarding
+from tests.support.waiting import wait_until
 
 House = Any  # the fixture's class lives in conftest.py
 Expected = Callable[[int], list[int]]

@@ -11,7 +11,6 @@ from ebbtide.client import Client
 from ebbtide.ledger import read_ledger
 from ebbtide.rollout_worker.engine.scripted_engine import follow
 from ebbtide.rollout_worker.settings import ScriptedSettings
-from ebbtide.testing import wait_until
 from ebbtide.types.end_cause import EndCause
 from ebbtide.types.rollout import FinishReason, RolloutRequest
 from ebbtide.types.run import RunEvent, Sampling
@@ -19,6 +18,7 @@ from ebbtide.types.tokens import pack_ids, unpack_tokens
 from tests.chaos.cluster import Cluster
 from tests.chaos.load import RUN, SPEC, publish
 from tests.fakes.scripted_fleet import PROMPT
+from tests.support.waiting import wait_until
 
 House = Any  # the fixture's class lives in conftest.py
 #: Prompt plus response, in tokens, of the worker with less, and of the other one.

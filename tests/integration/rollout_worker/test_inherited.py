@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from ebbtide.testing import wait_until
 from ebbtide.types.run import Sampling
 from tests.integration.rollout_worker.reading import Reads, tensors
+from tests.support.waiting import wait_until
 
 House = Any  # the fixture's class lives in conftest.py
 

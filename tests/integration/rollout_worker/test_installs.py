@@ -8,10 +8,10 @@ import pytest
 
 from ebbtide.rollout_worker.engine.checkpoint_facts import architecture
 from ebbtide.rollout_worker.engine.scripted_engine import ScriptedEngine
-from ebbtide.testing import wait_until
 from ebbtide.types.end_cause import EndCause
 from ebbtide.types.run import Sampling
 from ebbtide.types.weights import PolicyVersion
+from tests.support.waiting import wait_until
 
 House = Any  # the fixture's class lives in conftest.py
 

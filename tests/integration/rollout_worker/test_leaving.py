@@ -12,9 +12,9 @@ from ebbtide.errors import InvalidRequest, NotReady, Unavailable
 from ebbtide.ledger import read_ledger
 from ebbtide.rollout_worker.engine import EngineFailed
 from ebbtide.rollout_worker.engine.scripted_engine import ScriptedEngine
-from ebbtide.testing import wait_until
 from ebbtide.types.run import Sampling
 from ebbtide.v1 import fleet_pb2
+from tests.support.waiting import wait_until
 
 House = Any  # the fixture's class lives in conftest.py
 Expected = Callable[[int], list[int]]

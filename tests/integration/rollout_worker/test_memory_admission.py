@@ -4,9 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 from ebbtide.ledger import read_ledger
-from ebbtide.testing import wait_until
 from ebbtide.types.run import Sampling
 from ebbtide.v1 import fleet_pb2
+from tests.support.waiting import wait_until
 
 House = Any  # the fixture's class lives in conftest.py
 Expected = Callable[[int], list[int]]

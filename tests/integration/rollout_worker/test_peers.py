@@ -13,7 +13,6 @@ from ebbtide.auth.security import ClientSecurity
 from ebbtide.errors import Internal, InvalidRequest, NoCapacity, Unavailable, VersionUnavailable
 from ebbtide.rpc.channel import Channel, open_channel
 from ebbtide.rpc.status_table import translated
-from ebbtide.testing import wait_until
 from ebbtide.types.fleet import WorkerKind
 from ebbtide.v1 import weights_pb2
 from ebbtide.v1.weights_pb2_grpc import WeightsStub
@@ -21,6 +20,7 @@ from ebbtide.weights import tile_digest
 from tests.fakes.links import Way
 from tests.fakes.scripted_relay import TOKEN
 from tests.integration.rollout_worker.reading import Reads, pulled
+from tests.support.waiting import wait_until
 
 House = Any  # the fixtures' classes live in conftest.py
 Houses = Callable[[str], Awaitable[Any]]

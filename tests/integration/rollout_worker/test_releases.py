@@ -8,11 +8,11 @@ import pytest
 
 from ebbtide.ledger import read_ledger
 from ebbtide.rollout_worker import metrics
-from ebbtide.testing import wait_until
 from ebbtide.types.end_cause import EndCause
 from ebbtide.types.fleet import WorkerState
 from ebbtide.types.run import Sampling
 from ebbtide.v1 import fleet_pb2, types_pb2
+from tests.support.waiting import wait_until
 
 House = Any  # the fixture's class lives in conftest.py
 Expected = Callable[[int], list[int]]

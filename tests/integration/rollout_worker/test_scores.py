@@ -5,10 +5,10 @@ from typing import Any
 from ebbtide.ledger import read_ledger
 from ebbtide.rollout_worker.engine.scripted_engine import follow, script_scores
 from ebbtide.rollout_worker.settings import ScriptedSettings
-from ebbtide.testing import wait_until
 from ebbtide.types.prompt_scores import PromptScores, unpack_scores
 from ebbtide.types.run import Sampling
 from tests.fakes.scripted_fleet import PROMPT
+from tests.support.waiting import wait_until
 
 House = Any  # the fixture's class lives in conftest.py
 ONE = Sampling(max_tokens=1)

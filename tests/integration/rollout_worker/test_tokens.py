@@ -4,10 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 from ebbtide.ledger import read_ledger
-from ebbtide.testing import wait_until
 from ebbtide.types.rollout import FinishReason
 from ebbtide.types.run import Sampling
 from ebbtide.types.tokens import TOKEN_BYTES
+from tests.support.waiting import wait_until
 
 House = Any  # the fixture's class lives in conftest.py
 Expected = Callable[[int], list[int]]

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
-from ebbtide.testing import wait_until
 from tests.integration.rollout_worker.reading import Reads, pulled
 from tests.integration.rollout_worker.training import Trainer
+from tests.support.waiting import wait_until
 
 House = Any  # the fixtures' classes live in conftest.py and relays.py
 Houses = Callable[[str], Awaitable[Any]]

@@ -6,11 +6,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from ebbtide.testing import wait_until
 from ebbtide.types.run import Sampling
 from ebbtide.types.weights import Manifest
 from ebbtide.weights import Signer
 from tests.integration.rollout_worker.reading import Reads
+from tests.support.waiting import wait_until
 
 House = Any  # the fixture's class lives in conftest.py
 SIGNER, STRANGER = Signer(b"s" * 32), Signer(b"t" * 32)

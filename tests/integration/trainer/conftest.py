@@ -19,8 +19,9 @@ from ebbtide.client import Client
 from ebbtide.driver.host_process import HostProcess, IsolationRefused, host_plan
 from ebbtide.driver.settings import DriverSettings
 from ebbtide.free_ports import free_port
-from ebbtide.testing import EmbeddedRedis, wait_until
 from ebbtide.types.run import RunSpec
+from tests.support.redis_servers import EmbeddedRedis
+from tests.support.waiting import wait_until
 
 TOKEN = "a-token-of-tests"
 ENVIRONMENT = "environments_for_tests:make_source"

@@ -15,8 +15,8 @@ from ebbtide.rollout_worker.engine.scripted_engine import ScriptedEngine, follow
 from ebbtide.rollout_worker.engine.vllm.borrowed_engine import PAGE, BorrowedEngine
 from ebbtide.rollout_worker.guard_link import family
 from ebbtide.rollout_worker.settings import ScriptedSettings
-from ebbtide.testing import wait_until
 from ebbtide.types.grants import Budget
+from tests.support.waiting import wait_until
 
 EVER = 1e9
 SETTINGS = ScriptedSettings(step_s=0.001)

@@ -23,13 +23,13 @@ from ebbtide.gateway.http_app import make_app
 from ebbtide.gateway.routes.gateway_doors import GatewayDoors
 from ebbtide.gateway.runs.run_directory import RunDirectory
 from ebbtide.gateway.runs.run_pauses import RunPauses
-from ebbtide.testing import wait_until
 from ebbtide.types.ids import check_id
 from ebbtide.types.key_usage import KeyLimits, MeteredKey
 from ebbtide.types.run import EnvironmentSpec
 from tests.fakes.asgi_call import AsgiCall
 from tests.fakes.clocks import SetClock
 from tests.fakes.scripted_rollouts import ScriptedCatalog, ScriptedSource
+from tests.support.waiting import wait_until
 from tests.unit.gateway.http.conftest import HEADERS
 
 SIGNER = Ed25519PrivateKey.generate()

@@ -20,11 +20,11 @@ from ebbtide.gateway.http_app import make_app
 from ebbtide.gateway.routes.gateway_doors import GatewayDoors
 from ebbtide.gateway.runs.run_directory import RunDirectory
 from ebbtide.gateway.text.template_sandbox import TemplateSandbox
-from ebbtide.testing import wait_until
 from ebbtide.types.run import EnvironmentSpec
 from ebbtide.types.session import SessionState
 from ebbtide.types.tokens import TOKEN, TokenArray, unpack_ids, unpack_tokens
 from tests.fakes.scripted_rollouts import KEEPS_HISTORY, ScriptedCatalog, ScriptedSource, scripted_run, served_model
+from tests.support.waiting import wait_until
 from tests.unit.gateway.http.conftest import HEADERS
 
 Message = dict[str, Any]

@@ -6,8 +6,8 @@ from typing import Any
 
 from ebbtide.rollout_worker.engine import SiblingRun
 from ebbtide.rollout_worker.generation.sibling_tokens import SiblingTokens
-from ebbtide.testing import wait_until
 from ebbtide.types.tokens import pack_ids
+from tests.support.waiting import wait_until
 
 
 class LearningEngine:

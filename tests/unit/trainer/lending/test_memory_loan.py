@@ -9,9 +9,9 @@ import pytest
 
 from ebbtide.claimed_runs.run_failure import RankLost, RunFailed
 from ebbtide.runtime import race
-from ebbtide.testing import wait_until
 from ebbtide.trainer.lending.memory_loan import MemoryLoan
 from ebbtide.types.work_left import OpenGroup, WorkLeft
+from tests.support.waiting import wait_until
 
 
 class Noted:
