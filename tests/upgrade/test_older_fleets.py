@@ -9,10 +9,10 @@ import httpx
 import numpy as np
 import pytest
 
-from ebbtide.rollout_worker.engine.scripted_engine import follow
-from ebbtide.rollout_worker.settings import ScriptedSettings
 from tests.chaos.cluster import TOKEN, Cluster
 from tests.fakes.model_texts import save_chat_model
+from tests.fakes.scripted_engine import follow
+from tests.fakes.scripted_settings import ScriptedSettings
 from tests.support.waiting import wait_until
 from tests.upgrade.previous import Previous
 
@@ -33,7 +33,7 @@ async def test_a_gateway_serves_a_fleet_of_before_gateways_once_its_coordinator_
     cluster: Cluster, before_gateways: Previous, tmp_path: Path
 ) -> None:
     cluster.environment |= dict.fromkeys(("coordinator", "relay", "w1"), before_gateways.environment)
-    cluster.script = {f"scripted_{name}": getattr(SCRIPT, name) for name in ("step_s", "vocab_size", "mean_length")}
+    cluster.script = SCRIPT
     client = await cluster.boot(workers=1)
     model = save_chat_model(tmp_path / "model")
     spec = {"name": "old", "model": str(model), "environment": {"name": "none"}, "trainer": {"name": "external"}}

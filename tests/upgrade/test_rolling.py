@@ -32,7 +32,7 @@ async def test_a_fleet_is_replaced_program_by_program_under_a_live_run(
 ) -> None:
     old, new = (previous.environment, {}) if direction == "upgrade" else ({}, previous.environment)
     cluster.environment |= dict.fromkeys(PROGRAMS, old)
-    cluster.script |= {"slots": _SLOTS}
+    cluster.worker_settings = {"slots": _SLOTS}
     client = await cluster.boot(workers=2)
     await client.submit(SPEC, RUN)
     coordinator, relay = (cluster.process[name].address for name in ("coordinator", "relay"))
