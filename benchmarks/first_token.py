@@ -81,7 +81,6 @@ async def _stand(plan: FirstTokenPlan, directory: Path) -> AsyncIterator[str]:
 
     base = make_checkpoint(directory / "model", 1, hidden_size=plan.hidden, layers=plan.layers)
     cluster = Cluster(directory)
-    cluster.script = {}
     try:
         client = await cluster.boot(workers=0)
         engine: dict[str, Any] = _CPU_ENGINE if plan.device == "cpu" else {}

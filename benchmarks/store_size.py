@@ -10,11 +10,11 @@ from typing import Final
 
 from ebbtide.store.link.store_connection import StoreConnection
 from ebbtide.store.store import Store
-from ebbtide.testing import EmbeddedRedis
 from ebbtide.types.append_delta import AppendColumns
 from ebbtide.types.rollout import Episode, RolloutRequest, Trajectory
 from ebbtide.types.run import EnvironmentSpec, LeaseRef, RunSpec, Sampling
 from ebbtide.types.tokens import pack_ids, pack_tokens
+from tests.support.redis_servers import EmbeddedRedis
 
 ROLLOUTS: Final = 256
 PROMPT: Final = 200

@@ -26,10 +26,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.arguments import count, output, result
 from benchmarks.conditions import conditions
 from ebbtide.store.store_keys import TERM, run_key
-from ebbtide.testing import wait_until
 from ebbtide.types.run import AttemptSpan
 from tests.chaos.cluster import Cluster
 from tests.chaos.load import RUN, Load
+from tests.support.waiting import wait_until
 
 #: What is promised of the slowest of a hundred.
 PROMISED_S: Final = 5.0

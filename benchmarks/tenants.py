@@ -39,9 +39,9 @@ from ebbtide.auth.role_tokens import mint  # noqa: E402
 from ebbtide.auth.roles import Role  # noqa: E402
 from ebbtide.auth.security import ClientSecurity  # noqa: E402
 from ebbtide.rpc.channel import open_channel  # noqa: E402
-from ebbtide.testing import wait_until  # noqa: E402
 from ebbtide.v1 import runs_pb2, types_pb2  # noqa: E402
 from ebbtide.v1.runs_pb2_grpc import RunsStub  # noqa: E402
+from tests.support.waiting import wait_until  # noqa: E402
 
 #: What is promised: the other user's figures over its figures alone.
 PROMISED: Final = {"p50": 1.2, "p99": 2.0}

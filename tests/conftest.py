@@ -11,8 +11,8 @@ import pytest
 import structlog
 from xdist.scheduler import LoadFileScheduling
 
-from ebbtide.testing import EmbeddedRedis
 from tests.chaos.cluster import Cluster
+from tests.support.redis_servers import EmbeddedRedis
 
 # Children inherit what is ignored, and under `nohup make test &` that is SIGINT: interrupted ones would go on forever.
 signal.signal(signal.SIGINT, signal.default_int_handler)

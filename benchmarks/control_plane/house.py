@@ -12,7 +12,8 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from benchmarks.staged import Staged
-from ebbtide.testing import EmbeddedRedis, wait_until
+from tests.support.redis_servers import EmbeddedRedis
+from tests.support.waiting import wait_until
 
 ROOT: Final = Path(__file__).parents[2]
 

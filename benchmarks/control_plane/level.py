@@ -15,7 +15,7 @@ from benchmarks.control_plane.driver import Driver
 from benchmarks.control_plane.house import House
 from benchmarks.control_plane.measures import cpu_s, percentile, spread
 from benchmarks.control_plane.raw import raw_redis
-from ebbtide.testing import wait_until
+from tests.support.waiting import wait_until
 
 Tell = Callable[[str], None]
 #: Slots filled: the rest is free, so that a placement never waits for one, and a lost worker's rollouts find room.

@@ -13,7 +13,7 @@ from typing import Any
 import hiredis
 
 from benchmarks.control_plane.measures import cpu_s, spread
-from ebbtide.testing import EmbeddedRedis
+from tests.support.redis_servers import EmbeddedRedis
 
 TOKENS, APPENDS = 8, 64  # tokens of an append, appends of a pipeline
 _TOKEN_BYTES = 12

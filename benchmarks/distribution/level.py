@@ -31,7 +31,7 @@ from benchmarks.distribution.report import (
     told,
 )
 from benchmarks.distribution.scene import Scene, Update
-from ebbtide.testing import wait_until
+from tests.support.waiting import wait_until
 
 DENSITY: Final = 0.03
 WORKERS: Final = 8

@@ -17,10 +17,10 @@ from msgspec import Struct
 from benchmarks.distribution.policy import Policy
 from benchmarks.staged import Staged
 from ebbtide.client import Lease
-from ebbtide.testing import wait_until
 from ebbtide.types.weights import PolicyVersion
 from tests.chaos.cluster import Cluster
 from tests.shaped_link import ShapedLink
+from tests.support.waiting import wait_until
 
 RUN: Final = "r"
 _SPEC: Final = {"name": "weights", "model": "scripted", "environment": {"name": "none"}}

@@ -7,8 +7,8 @@ from typing import Final
 from benchmarks.gateway.conversation_crowd import AnsweredTurn
 from benchmarks.gateway.disturbed_fleet import RUN_ID, SCRIPT
 from ebbtide.ledger import AttemptRecord
-from ebbtide.rollout_worker.engine.scripted_engine import follow
 from ebbtide.types.ids import rollout_id_of_request
+from tests.fakes.scripted_engine import follow
 
 #: The owner of what is asked for under the cluster's shared secret.
 _OWNER: Final = "shared-secret"

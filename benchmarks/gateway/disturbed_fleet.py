@@ -15,9 +15,9 @@ import openai
 
 from benchmarks.gateway.gateway_plan import GatewayPlan
 from ebbtide.client import Client
-from ebbtide.rollout_worker.settings import ScriptedSettings
 from tests.chaos.cluster import TOKEN, Cluster
 from tests.fakes.model_texts import save_chat_model
+from tests.fakes.scripted_settings import ScriptedSettings
 
 RUN_ID: Final = "talk-1"
 #: What each engine makes of a prompt. The vocabulary is that of the gateways' tokenizer, with all special tokens.
@@ -45,7 +45,7 @@ class DisturbedFleet:
     @asynccontextmanager
     async def running(cls, cluster: Cluster, *, workers: int) -> AsyncIterator["DisturbedFleet"]:
         """Everything is started, and the run has a version."""
-        cluster.script = {f"scripted_{name}": getattr(SCRIPT, name) for name in ("step_s", "vocab_size", "mean_length")}
+        cluster.script = SCRIPT
         client = await cluster.boot(workers=0, heartbeat_s=0.5, heartbeat_timeout_s=5.0)
         model = save_chat_model(cluster.directory / "model")
         spec = {"name": "talk", "model": str(model), "environment": {"name": "none"}, "trainer": {"name": "external"}}

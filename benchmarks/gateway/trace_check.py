@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.gateway.answer_check import rollout_of
 from benchmarks.gateway.conversation_crowd import AnsweredTurn
 from benchmarks.gateway.disturbed_fleet import SCRIPT
-from ebbtide.rollout_worker.engine.scripted_engine import follow
+from tests.fakes.scripted_engine import follow
 
 
 def wrong_traces(traces: Mapping[str, Any], turns: Iterable[AnsweredTurn], *, version: int) -> list[str]:

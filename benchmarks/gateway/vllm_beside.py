@@ -20,9 +20,9 @@ from ebbtide.client import Client
 from ebbtide.free_ports import free_port
 from ebbtide.local_cluster.program_process import ProgramProcess
 from ebbtide.local_cluster.serving_engine import serving_engine
-from ebbtide.testing import wait_until
 from tests.chaos.cluster import TOKEN, Cluster
 from tests.engine_config import engine_config
+from tests.support.waiting import wait_until
 
 RUN_ID: Final = "beside-1"
 VOCABULARY: Final = 128

@@ -17,11 +17,11 @@ from msgspec import Struct
 from benchmarks.live_moves.moved_fleet import FIRST, RUN, SLOTS, MovedFleet
 from benchmarks.real_time import above_the_measured, real_time
 from ebbtide.demo.foreign_load import cores, share_of_others
-from ebbtide.testing import wait_until
 from ebbtide.types.rollout import RolloutRequest
 from ebbtide.types.run import Sampling
 from ebbtide.types.tokens import pack_ids, unpack_tokens
 from tests.chaos.cluster import Cluster
+from tests.support.waiting import wait_until
 
 #: The store lies in memory where that can be: the kernel's threads that sync a disk are below the engines, which take
 #: both cores, and a late sync would hold generation.

@@ -20,10 +20,10 @@ from benchmarks.real_time import measure
 from ebbtide.client import Client, Lease
 from ebbtide.errors import InvalidRequest
 from ebbtide.local_cluster.program_process import ProgramProcess
-from ebbtide.testing import wait_until
 from tests.chaos.cluster import Cluster
 from tests.engine_config import engine_config
 from tests.fakes.links import Way
+from tests.support.waiting import wait_until
 
 VOCABULARY: Final = 128
 CONTEXT: Final = 4096

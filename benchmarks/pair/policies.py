@@ -23,11 +23,11 @@ from benchmarks.pair.stack import WORKER, Pair
 from ebbtide.grants import socket_path
 from ebbtide.local_cluster.program_process import Program, ProgramProcess
 from ebbtide.rpc.channel import open_socket
-from ebbtide.testing import wait_until
 from ebbtide.types.grants import GuardStatus
 from ebbtide.v1 import grants_pb2
 from ebbtide.v1.grants_pb2_grpc import GrantsStub
 from ebbtide.wire.record_conversion import from_proto
+from tests.support.waiting import wait_until
 
 _ROOT: Final = Path(__file__).parents[2]
 _MODULES: Final = {

@@ -21,8 +21,8 @@ from ebbtide.local_cluster.local_cluster import free_address
 from ebbtide.local_cluster.program_process import ProgramProcess
 from ebbtide.local_cluster.serving_checkpoint import ServedNetwork, served_model
 from ebbtide.local_cluster.serving_engine import serving_engine
-from ebbtide.testing import wait_until
 from tests.chaos.cluster import Cluster
+from tests.support.waiting import wait_until
 
 RUN: Final = "pair"
 CACHE: Final = Path(__file__).parents[2] / "runs" / "bench-coserving"

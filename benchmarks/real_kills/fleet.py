@@ -13,9 +13,9 @@ from msgspec import Struct
 
 from benchmarks.real_kills.checkpoint import make_checkpoint
 from ebbtide.client import Client
-from ebbtide.testing import wait_until
 from tests.chaos.cluster import Cluster
 from tests.engine_config import engine_config
+from tests.support.waiting import wait_until
 
 WORKERS: Final = 3
 SLOTS: Final = 32

@@ -16,10 +16,10 @@ import numpy.typing as npt
 from msgspec import Struct, field
 
 from ebbtide.client import Client, Lease
-from ebbtide.testing import wait_until
 from ebbtide.types.rollout import RolloutRequest
 from ebbtide.types.run import Sampling
 from ebbtide.types.tokens import TOKEN_BYTES, pack_ids, unpack_tokens
+from tests.support.waiting import wait_until
 
 RUN: Final = "kills"
 

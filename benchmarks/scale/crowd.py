@@ -12,7 +12,7 @@ from benchmarks.control_plane.measures import spread
 from benchmarks.scale.plan import ScalePlan
 from benchmarks.scale.stored_tokens import tokens_missing
 from benchmarks.scale.town import Town
-from ebbtide.testing import wait_until
+from tests.support.waiting import wait_until
 
 Tell = Callable[[str], None]
 #: Of all slots: the last ones are free again and again, as rollouts end.

@@ -20,7 +20,7 @@ from benchmarks.control_plane.fleet import Fleet, serve
 from benchmarks.control_plane.worker import Worker
 from benchmarks.scale.lasting_worker import LastingWorker
 from ebbtide.runtime import race
-from ebbtide.testing import wait_until
+from tests.support.waiting import wait_until
 
 #: An arrival or a return that takes longer has failed.
 _PATIENCE_S: Final = 120.0

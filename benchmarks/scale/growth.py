@@ -11,9 +11,10 @@ from typing import Any, Final
 from benchmarks.control_plane.driver import Driver
 from benchmarks.scale.plan import ScalePlan
 from benchmarks.scale.town import Town
-from ebbtide.testing import EmbeddedRedis, wait_until
 from ebbtide.types.tokens import pack_ids
 from ebbtide.v1 import rollouts_pb2
+from tests.support.redis_servers import EmbeddedRedis
+from tests.support.waiting import wait_until
 
 #: Points over the last half of all rollouts.
 _POINTS: Final = 5

@@ -7,8 +7,8 @@ import redis
 
 from benchmarks.control_plane.responses import response
 from ebbtide.store.store_keys import run_key
-from ebbtide.testing import EmbeddedRedis
 from ebbtide.types.tokens import TOKEN_BYTES
+from tests.support.redis_servers import EmbeddedRedis
 
 #: Commands of one pipeline; and one in so many rollouts is compared byte by byte.
 _AT_ONCE = 2000

@@ -21,10 +21,10 @@ from benchmarks.simulator.random_reward import ENVIRONMENT
 from ebbtide.client import Client
 from ebbtide.errors import InvalidRequest
 from ebbtide.local_cluster.program_process import LaunchFailed
-from ebbtide.testing import wait_until
 from ebbtide.types.fleet import WorkerState
 from tests.chaos.cluster import Cluster
 from tests.engine_config import engine_config
+from tests.support.waiting import wait_until
 
 #: Engines at once, each of which has a turn of the first core.
 TURNS: Final = 3

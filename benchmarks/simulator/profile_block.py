@@ -17,10 +17,10 @@ from benchmarks.simulator.bound_fleet import BoundFleet
 from benchmarks.simulator.random_policy import VOCABULARY
 from ebbtide.client import Client, Lease
 from ebbtide.ledger import read_ledger
-from ebbtide.testing import wait_until
 from ebbtide.types.rollout import RolloutRequest
 from ebbtide.types.run import EXTERNAL, Sampling
 from ebbtide.types.tokens import pack_ids
+from tests.support.waiting import wait_until
 
 #: Engine steps over which a step's time is averaged: so many turns that one more or less changes little.
 _WINDOW_STEPS: Final = 24

@@ -17,8 +17,8 @@ from benchmarks.control_plane.house import ROOT, House
 from benchmarks.control_plane.worker import Rollout, Watcher
 from benchmarks.scale.lasting_worker import MeteredWorker
 from ebbtide.simulator.decision_replay import ReplayedCoordinator, ReplayReport
-from ebbtide.testing import wait_until
 from ebbtide.v1 import fleet_pb2, types_pb2
+from tests.support.waiting import wait_until
 
 #: Rollouts that are placed, at least.
 PLACED: Final = 2_000

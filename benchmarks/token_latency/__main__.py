@@ -25,16 +25,17 @@ from msgspec import Struct
 from benchmarks.arguments import count, factor, output, result
 from benchmarks.conditions import conditions
 from benchmarks.control_plane.measures import cpu_s, spread
-from benchmarks.token_latency.stamped_worker import age_s
+from benchmarks.token_latency.stamped_engine import age_s
 from ebbtide.client import Client
-from ebbtide.testing import wait_until
 from ebbtide.types.rollout import RolloutRequest
 from ebbtide.types.run import Sampling
 from ebbtide.types.tokens import pack_ids, unpack_tokens
 from tests.chaos.cluster import Cluster
 from tests.chaos.load import RUN, SPEC, publish
+from tests.fakes.scripted_settings import ScriptedSettings, write_script
+from tests.support.waiting import wait_until
 
-_WORKER: Final = "benchmarks.token_latency.stamped_worker"
+_ENGINE: Final = "benchmarks.token_latency.stamped_engine:make"
 #: The windows that workers have by default.
 _WINDOW: Final = {"flush_tokens": 32, "flush_interval_ms": 250}
 #: More tokens than any rollout makes while it is measured.
@@ -91,12 +92,13 @@ def _request(name: str, *, interactive: bool) -> RolloutRequest:
 @asynccontextmanager
 async def _fleet(directory: Path, plan: LatencyPlan) -> AsyncIterator[tuple[Cluster, Client]]:
     cluster = Cluster(directory)
-    cluster.script = {"scripted_step_s": plan.step_ms / 1e3, "scripted_max_model_len": 2 * _ENDLESS}
+    script = write_script(ScriptedSettings(step_s=plan.step_ms / 1e3, max_model_len=2 * _ENDLESS))
     try:
         client = await cluster.boot(workers=0)
         slots = -(-(plan.batch + plan.interactive) // plan.workers) + 1
         names = [f"w{number}" for number in range(plan.workers)]
-        await asyncio.gather(*(cluster.worker(name, module=_WORKER, slots=slots, **_WINDOW) for name in names))
+        settings: dict[str, Any] = {"engine": _ENGINE, "engine_options": script, "slots": slots, **_WINDOW}
+        await asyncio.gather(*(cluster.worker(name, **settings) for name in names))
         yield cluster, client
     finally:
         await cluster.close()

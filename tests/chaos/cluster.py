@@ -19,10 +19,11 @@ from ebbtide.auth.security import ClientSecurity
 from ebbtide.client import Client
 from ebbtide.ledger import AttemptRecord, read_ledger
 from ebbtide.local_cluster.program_process import Program, ProgramProcess
-from ebbtide.rollout_worker.settings import ScriptedSettings
 from ebbtide.store.store_keys import LEADER
-from ebbtide.testing import EmbeddedRedis, wait_until
 from tests.fakes.links import Way
+from tests.fakes.scripted_settings import ScriptedSettings, engine_settings, former_settings
+from tests.support.redis_servers import EmbeddedRedis
+from tests.support.waiting import wait_until
 
 TOKEN: Final = "a-token-of-tests"
 #: The flush window of all workers.
@@ -37,13 +38,11 @@ _ENVIRONMENT: Final = {
 }
 _COORDINATOR: Final = {"heartbeat_s": 0.5, "heartbeat_timeout_s": 15, "lease_ttl_s": 3}
 _WORKER: Final = {
-    "engine": "scripted",
     "slots": 32,
     "flush_tokens": FLUSH_TOKENS,
     "flush_interval_ms": 40,
     "mirror_dir": "",  # as if each were on a host of its own: what one fetches, another does not find
 }
-_SCRIPT: Final = {f"scripted_{name}": getattr(SCRIPT, name) for name in ("step_s", "vocab_size", "mean_length")}
 
 
 class Cluster:
@@ -60,7 +59,9 @@ class Cluster:
         self.routed = routed
         self.ways: dict[tuple[str, str], Way] = {}
         self.environment: dict[str, dict[str, str]] = {}  # of programs, by name, beyond that of all
-        self.script = dict(_SCRIPT)  # settings of workers that are started from now on
+        # Of workers that are started from now on:
+        self.script = SCRIPT
+        self.worker_settings: dict[str, Any] = {}
         self.patience_s = 60.0  # of clients that are made from now on
         self._coordinator: dict[str, Any] = dict(_COORDINATOR)
         self._clients: list[Client] = []
@@ -116,15 +117,25 @@ class Cluster:
         return await self.start("relay", "weight_relay", **flags, **settings)
 
     async def worker(
-        self, name: str, *coordinators: str, module: str = "rollout_worker", **settings: Any
+        self, name: str, *coordinators: str, script: ScriptedSettings | None = None, **settings: Any
     ) -> ProgramProcess:
+        """Start one whose engine follows `script`, if `settings` name no other engine."""
         flags: dict[str, Any] = {
             "coordinator": ",".join([await self.route(name, head) for head in coordinators or self.heads]),
             "relay": await self.route(name, "relay"),
             "worker_id": name,
             "counter_file": self.directory / f"{name}.ledger",
         }
-        return await self.start(name, module, **{**flags, **_WORKER, **self.script, **settings})
+        if "engine" not in settings:
+            told = former_settings if self._is_former(name) else engine_settings
+            flags |= told(script or self.script)
+        return await self.start(name, "rollout_worker", **{**flags, **_WORKER, **self.worker_settings, **settings})
+
+    def _is_former(self, name: str) -> bool:
+        """Whether this worker's code is of a revision that had the scripted engine among its own."""
+        roots = self.environment.get(name, {}).get("PYTHONPATH", "").split(os.pathsep)
+        found = (Path(root) / "ebbtide/rollout_worker/settings.py" for root in roots)
+        return any(path.exists() and "ScriptedSettings" in path.read_text() for path in found)
 
     async def start(self, name: str, module: str, /, *, boot_s: float = 60.0, **settings: Any) -> ProgramProcess:
         """Start a service and wait until it is ready."""

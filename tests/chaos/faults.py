@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Final
 
-from ebbtide.testing import wait_until
 from tests.chaos.scene import Scene
 from tests.fakes.links import Direction
+from tests.support.waiting import wait_until
 
 #: How long each lasts, seconds. Frozen ones sleep through every timeout there is, the keepalive's 15 s among them.
 FROZEN_S: Final = 30.0

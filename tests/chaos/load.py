@@ -12,13 +12,13 @@ import numpy as np
 from ebbtide.client import Client, Lease
 from ebbtide.errors import EbbtideError
 from ebbtide.ledger import AttemptRecord
-from ebbtide.rollout_worker.engine.scripted_engine import END, follow
-from ebbtide.testing import wait_until
 from ebbtide.types.rollout import FinishedRollout, FinishReason, RolloutRequest, SubmitOutcome, TokenChunk
 from ebbtide.types.run import AttemptSpan, Run, RunStatus, Sampling
 from ebbtide.types.tokens import TOKEN_BYTES, pack_ids, unpack_ids, unpack_tokens
 from ebbtide.types.weights import PolicyVersion
 from tests.chaos.cluster import FLUSH_TOKENS, SCRIPT, Cluster
+from tests.fakes.scripted_engine import END, follow
+from tests.support.waiting import wait_until
 
 RUN: Final = "r"
 #: By so much the store's clock and those of logs may be apart, in seconds: they round differently.

@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Final
 
-from ebbtide.testing import wait_until
 from tests.chaos.load import RUN
 from tests.chaos.scene import Scene
 from tests.chaos.trainer import LARGE
 from tests.fakes.links import Direction
+from tests.support.waiting import wait_until
 
 #: Bytes of a version after which its way is closed: some tiles have come whole by then, and one in part.
 PART: Final = (9 << 20) + 1000

@@ -4,13 +4,15 @@ import asyncio
 from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
 
-from ebbtide.testing import wait_until
+from msgspec.structs import replace
+
 from ebbtide.types.run import Run
-from tests.chaos.cluster import Cluster
+from tests.chaos.cluster import SCRIPT, Cluster
 from tests.chaos.load import RUN, SPEC, Load
 from tests.chaos.trainer import SUPERSEDED, all_requests
 from tests.fakes.clocks import JumpingClock
 from tests.fakes.links import Direction, Way
+from tests.support.waiting import wait_until
 
 #: Seconds in a cell's end for all rollouts: a gRPC keepalive, a patience and two back-offs may come before.
 _SETTLE_S: Final = 90.0
@@ -43,9 +45,9 @@ class Scene:
             self.clock = JumpingClock(self.cluster.directory)
             self.cluster.environment[self.victim] = self.clock.environment
         if self.cell.phase == "prefill":
-            self.cluster.script["scripted_first_token_s"] = 2.0
+            self.cluster.script = replace(SCRIPT, first_token_s=2.0)
         if self.cell.phase == "move":
-            self.cluster.script |= {"scripted_first_token_s": 8.0, "scripted_step_s": 0.1}
+            self.cluster.script = replace(SCRIPT, first_token_s=8.0, step_s=0.1)
         client = await self.cluster.boot(workers=self._joined, heartbeat_s=1.0, heartbeat_timeout_s=2.5)
         if self.victim == "trainer":
             await client.submit(SPEC, RUN)

@@ -6,16 +6,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from ebbtide.client import Client, Lease
 from ebbtide.rollout_worker.engine.checkpoint_facts import header
-from ebbtide.testing import wait_until
 from ebbtide.types.fleet import Worker
 from ebbtide.types.run import RunStatus
 from ebbtide.types.weights import PolicyVersion
 from ebbtide.weights import FileLayout, build_manifest, named_tensor
-from tests.chaos.cluster import Cluster
+from tests.chaos.cluster import SCRIPT, Cluster
 from tests.chaos.load import SPEC, make_requests
+from tests.support.waiting import wait_until
 
 CONFIG = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 
@@ -42,7 +43,8 @@ async def begin(client: Client, run_id: str, model: Path, elements: int, *, roll
 
 
 async def boot(cluster: Cluster, own: Path, **worker: Any) -> Client:
-    cluster.script |= {"scripted_model": own, "scripted_boot_s": 0.5, "scripted_step_s": 0.01} | worker
+    cluster.script = replace(SCRIPT, model=str(own), boot_s=0.5, step_s=0.01)
+    cluster.worker_settings = worker
     return await cluster.boot(workers=1, slice_s=1.0)
 
 

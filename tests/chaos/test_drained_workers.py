@@ -3,10 +3,10 @@
 import asyncio
 import time
 
-from ebbtide.testing import wait_until
 from ebbtide.types.fleet import WorkerState
 from tests.chaos.cluster import Cluster
 from tests.chaos.load import Begin
+from tests.support.waiting import wait_until
 
 
 async def test_sigterm_hands_every_token_over_and_ends_at_once(cluster: Cluster, begin: Begin) -> None:

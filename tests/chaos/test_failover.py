@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from ebbtide.testing import EmbeddedRedis, EmbeddedSentinel, wait_until
 from tests.chaos.cluster import Cluster
 from tests.chaos.load import Begin
 from tests.chaos.test_killed_store import keep_submitting, quiet
+from tests.support.redis_servers import EmbeddedRedis, EmbeddedSentinel
+from tests.support.waiting import wait_until
 
 
 class Pair:

@@ -5,10 +5,10 @@ from random import Random
 
 import pytest
 
-from ebbtide.testing import wait_until
 from ebbtide.types.run import RunStatus
 from tests.chaos.cluster import Cluster
 from tests.chaos.load import Begin
+from tests.support.waiting import wait_until
 
 
 async def test_half_of_the_fleet_may_go_at_once(cluster: Cluster, begin: Begin) -> None:

@@ -3,10 +3,10 @@
 import asyncio
 
 from ebbtide.client import Client
-from ebbtide.testing import wait_until
 from ebbtide.types.fleet import Worker, WorkerState
 from tests.chaos.cluster import Cluster
 from tests.chaos.load import Begin
+from tests.support.waiting import wait_until
 
 
 async def test_a_worker_that_wakes_finds_its_rollouts_gone_and_starts_afresh(cluster: Cluster, begin: Begin) -> None:

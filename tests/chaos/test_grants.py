@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from ebbtide.testing import wait_until
 from tests.chaos.cluster import Cluster
 from tests.chaos.load import Begin
 from tests.integration.serving_guard.borrower import Borrowing
 from tests.integration.serving_guard.engine import ServingEngine, ask
 from tests.integration.serving_guard.guards import GuardProcess, guard_process, status
+from tests.support.waiting import wait_until
 
 #: A guard's last grant holds 0.2 s, and the step that begins at its very end takes its time.
 STANDS_S = 0.25

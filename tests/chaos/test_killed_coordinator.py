@@ -3,10 +3,10 @@
 from random import Random
 
 from ebbtide.store.store_keys import run_key
-from ebbtide.testing import wait_until
 from tests.chaos.cluster import FLUSH_TOKENS, Cluster
 from tests.chaos.load import RUN, Begin
 from tests.chaos.test_killed_store import quiet
+from tests.support.waiting import wait_until
 
 
 async def test_live_attempts_go_on_over_any_number_of_coordinators(cluster: Cluster, begin: Begin) -> None:

@@ -4,12 +4,12 @@ import asyncio
 
 import numpy as np
 
-from ebbtide.testing import wait_until
 from ebbtide.weights import as_array
 from tests.chaos.cluster import Cluster
 from tests.chaos.load import RUN, Begin
 from tests.chaos.phases import PART
 from tests.chaos.trainer import LARGE
+from tests.support.waiting import wait_until
 
 
 async def test_a_worker_whose_relay_dies_during_the_pull_installs_the_version_whole(

@@ -13,11 +13,12 @@ import uvloop
 from ebbtide.client import Client
 from ebbtide.errors import StoreUnavailable
 from ebbtide.store.link.store_connection import StoreConnection
-from ebbtide.testing import EmbeddedRedis, wait_until
 from ebbtide.types.rollout import Episode, RolloutRequest, Trajectory, TrajectoryOutcome
 from ebbtide.types.run import RunEvent, RunStatus
 from tests.chaos.cluster import FLUSH_TOKENS, TOKEN, Cluster
 from tests.chaos.load import RUN, SPEC, Begin, Load
+from tests.support.redis_servers import EmbeddedRedis
+from tests.support.waiting import wait_until
 
 
 async def test_nothing_acknowledged_is_lost_when_the_store_is_killed_under_load(cluster: Cluster, begin: Begin) -> None:

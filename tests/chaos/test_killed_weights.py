@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
+from msgspec.structs import replace
 
 from ebbtide.client import Client, Lease
 from ebbtide.free_ports import free_port
-from ebbtide.testing import wait_until
 from ebbtide.types.weights import PolicyVersion
-from tests.chaos.cluster import TOKEN, Cluster
+from tests.chaos.cluster import SCRIPT, TOKEN, Cluster
 from tests.chaos.load import RUN, SPEC
 from tests.chaos.versions import TILE, TILES, Weights
 from tests.fakes.links import Direction, Way
+from tests.support.waiting import wait_until
 
 FAST: Final = (1, 12, 23)
 ALL: Final = tuple(range(TILES + 1))
@@ -31,11 +32,11 @@ class Fleet:
         self.cluster = cluster
         self.step = 0
         self.published: dict[int, str] = {}  # version -> digest
-        self.options: dict[str, dict[str, str]] = {}
+        self.options: dict[str, dict[str, Any]] = {}
 
     async def boot(self) -> None:
         self.cluster.routed = True
-        self.cluster.script["scripted_digests"] = True
+        self.cluster.script = replace(SCRIPT, digests=True)
         await self.cluster.boot(workers=0)
         self.client: Client = self.cluster.client()
         await self.client.submit(SPEC, RUN)

@@ -13,14 +13,15 @@ import numpy as np
 import psutil
 import pytest
 import redis
+from msgspec.structs import replace
 
 from ebbtide.client import Client, Lease
 from ebbtide.errors import EbbtideError
 from ebbtide.store.store_keys import FLEET_KEYS, PUBLISHERS, RUN_KEYS
-from ebbtide.testing import wait_until
 from ebbtide.types.run import RunStatus
-from tests.chaos.cluster import Cluster
+from tests.chaos.cluster import SCRIPT, Cluster
 from tests.chaos.load import SPEC, make_requests
+from tests.support.waiting import wait_until
 
 #: What may stay of a run until it expires.
 RECORD: Final = {RUN_KEYS[name] for name in ("RUN", "COUNT", "EVENTS", "CHATTER", "SPANS")}
@@ -43,7 +44,8 @@ class House:
         self.mirrors.mkdir(0o700)
         for name in ("coordinator", "relay", "w1", "w2"):
             cluster.environment[name] = {"TMPDIR": str(self.scratch)}
-        cluster.script |= {"mirror_dir": self.mirrors, "scripted_step_s": 0.02, "scripted_mean_length": 0}
+        cluster.worker_settings = {"mirror_dir": self.mirrors}
+        cluster.script = replace(SCRIPT, step_s=0.02, mean_length=0)
 
     async def boot(self, **settings: Any) -> Client:
         self._client = client = await self.cluster.boot(workers=2, **settings)
@@ -174,7 +176,7 @@ async def test_finished_runs_leave_nothing_but_their_records(cluster: Cluster) -
 
 async def test_runs_that_are_cancelled_while_they_publish_and_workers_pull_leave_nothing(cluster: Cluster) -> None:
     house = House(cluster)
-    cluster.script["scripted_install_s"] = 0.3
+    cluster.script = replace(cluster.script, install_s=0.3)
     client = await house.boot()
     took = []
     for number in range(5):

@@ -7,13 +7,14 @@ from collections.abc import Awaitable, Callable
 from typing import Final
 
 import pytest
+from msgspec.structs import replace
 
-from ebbtide.testing import wait_until
 from ebbtide.types.fleet import WorkerState
-from tests.chaos.cluster import Cluster
+from tests.chaos.cluster import SCRIPT, Cluster
 from tests.chaos.load import Begin, Load
 from tests.chaos.phases import PART
 from tests.chaos.trainer import LARGE
+from tests.support.waiting import wait_until
 
 NOTICE_S: Final = 5.0
 Notice = Callable[[Cluster], Awaitable[None]]
@@ -76,7 +77,7 @@ async def test_it_leaves_in_the_midst_of_a_pull(cluster: Cluster, begin: Begin, 
 
 
 async def test_it_leaves_in_the_midst_of_an_install(cluster: Cluster, begin: Begin, notice: Notice) -> None:
-    cluster.script["scripted_install_s"] = 2.0
+    cluster.script = replace(SCRIPT, install_s=2.0)
     load = await begin()
     client = cluster.client()
     await load.submit(64)

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from ebbtide.errors import AlreadyExists
-from ebbtide.testing import EmbeddedRedis, wait_until
 from ebbtide.types.rollout import SubmitOutcome
 from ebbtide.types.run import RunStatus
 from tests.chaos.cluster import Cluster
 from tests.chaos.load import Begin, Load
+from tests.support.redis_servers import EmbeddedRedis
+from tests.support.waiting import wait_until
 
 
 async def copied_journal(server: EmbeddedRedis, backup: Path) -> EmbeddedRedis:

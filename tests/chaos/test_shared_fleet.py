@@ -7,12 +7,12 @@ from contextlib import AsyncExitStack
 import pytest
 
 from ebbtide.client import Client, Lease
-from ebbtide.rollout_worker.engine.scripted_engine import END, follow
-from ebbtide.testing import wait_until
 from ebbtide.types.rollout import FinishedRollout, RolloutRequest
 from ebbtide.types.tokens import unpack_ids, unpack_tokens
 from tests.chaos.cluster import FLUSH_TOKENS, SCRIPT, Cluster
 from tests.chaos.load import SPEC, make_requests, publish
+from tests.fakes.scripted_engine import END, follow
+from tests.support.waiting import wait_until
 
 _ROLLOUTS = 80
 #: So few slots that each run's rollouts wait for many turns.

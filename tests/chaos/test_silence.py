@@ -13,11 +13,12 @@ from typing import Any, Final
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
-from ebbtide.testing import wait_until
 from ebbtide.types.run import AttemptSpan
-from tests.chaos.cluster import Cluster
+from tests.chaos.cluster import SCRIPT, Cluster
 from tests.chaos.load import Begin, Load
+from tests.support.waiting import wait_until
 
 #: Rollouts on four workers of 32 slots: those of a lost one find room at once.
 OPEN: Final = 40
@@ -102,7 +103,7 @@ async def test_an_engine_that_makes_nothing_while_heartbeats_go_on_is_found(clus
     load = await begin(workers=2, **HEARTBEATS)
     busy = asyncio.create_task(load.keep_open(OPEN))
     await load.more_tokens(OPEN * 4)
-    await cluster.worker("w3", scripted_stall_at_s=4.0, scripted_stall_s=10.0)
+    await cluster.worker("w3", script=replace(SCRIPT, stall_at_s=4.0, stall_s=10.0))
     (ready,) = cluster.logged("w3", "engine ready")
     record = Record(cluster)
     record.frozen["w3"] = datetime.fromisoformat(ready["timestamp"]).timestamp() + 4.0

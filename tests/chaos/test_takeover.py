@@ -7,9 +7,9 @@ from random import Random
 import pytest
 
 from benchmarks.takeover import PROMISED_S, measure
-from ebbtide.testing import wait_until
 from tests.chaos.cluster import Cluster
 from tests.chaos.load import Load
+from tests.support.waiting import wait_until
 
 
 @pytest.mark.parametrize("violence", ["kill", "freeze"])

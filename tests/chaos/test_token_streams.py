@@ -5,13 +5,13 @@ from random import Random
 from typing import Final
 
 from ebbtide.client import Client
-from ebbtide.rollout_worker.engine.scripted_engine import follow
-from ebbtide.testing import wait_until
 from ebbtide.types.rollout import RolloutRequest, TokenChunk
 from ebbtide.types.run import Sampling
 from ebbtide.types.tokens import pack_ids, token_count, unpack_ids, unpack_tokens
 from tests.chaos.cluster import SCRIPT, Cluster
 from tests.chaos.load import RUN, SPEC, publish
+from tests.fakes.scripted_engine import follow
+from tests.support.waiting import wait_until
 
 _CHATS: Final = 12
 

@@ -9,9 +9,9 @@ from typing import Any, Final
 import pytest
 
 from ebbtide.client import Client
-from ebbtide.testing import wait_until
 from ebbtide.types.run import Run, RunEvent, RunStatus
 from tests.chaos.cluster import FLUSH_TOKENS, Cluster
+from tests.support.waiting import wait_until
 
 RUN: Final = "r"
 STEPS: Final = 6

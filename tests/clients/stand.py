@@ -9,10 +9,10 @@ import httpx
 from msgspec import Struct
 from safetensors.numpy import load_file
 
-from ebbtide.testing import wait_until
 from tests.chaos.cluster import TOKEN, Cluster
 from tests.clients.bigram_model import save_bigram_model
 from tests.engine_config import engine_config
+from tests.support.waiting import wait_until
 
 RUN_ID: Final = "clients-1"
 _CONTEXT: Final = 32_768

@@ -25,11 +25,11 @@ from typing import Final
 
 from ebbtide.client import Client
 from ebbtide.free_ports import free_port
-from ebbtide.testing.wait import wait_until
 from tests.compose import coserving, images, scene
 from tests.compose.clients import GatewayClients, healthy, train_on_sessions
 from tests.compose.podman import Failed, Podman, missing, say
 from tests.compose.wheel import WheelUser
+from tests.support.waiting import wait_until
 
 _ROOT: Final = Path(".cache/compose")
 _LOG: Final = Path("runs/compose-test.log")

@@ -17,9 +17,9 @@ import openai
 from ebbtide.auth.roles import Role
 from ebbtide.cli.credentials import signing_keys
 from ebbtide.client import Client
-from ebbtide.testing.wait import wait_until
 from ebbtide.types.run import Run, RunStatus
 from tests.compose.podman import Failed
+from tests.support.waiting import wait_until
 
 SPEC: Final = Path("examples/compose.toml")
 #: Sessions of one problem: a whole group, and so a step of training.

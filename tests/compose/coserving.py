@@ -8,11 +8,11 @@ import msgspec
 
 from ebbtide.client import Client
 from ebbtide.demo.coserving.steady_users import UsersAccount
-from ebbtide.testing.wait import wait_until
 from ebbtide.types.fleet import WorkerKind
 from ebbtide.types.run import Run
 from tests.compose import scene
 from tests.compose.podman import Failed, Podman
+from tests.support.waiting import wait_until
 
 PROFILE: Final = ("coserving",)
 #: Users come when the guard says that the engine answers.

@@ -10,12 +10,12 @@ from typing import Any, Final
 from ebbtide.cli.views.run_progress import RunProgress, follow
 from ebbtide.client import Client
 from ebbtide.errors import NotFound
-from ebbtide.testing.wait import wait_until
 from ebbtide.types.fleet import WorkerState
 from ebbtide.types.run import Run, RunStatus
 from tests.compose.clients import SPEC, GatewayClients
 from tests.compose.podman import Failed, Podman
 from tests.compose.wheel import WheelUser
+from tests.support.waiting import wait_until
 
 PLAIN: Final = ("redis", "coordinator", "weight-relay", "gateway", "trainer", "driver", "worker-1", "worker-2")
 #: Of docker-compose.yml: the slots of a worker, and the tokens of each that it may hold unstored.

@@ -17,9 +17,9 @@ from ebbtide.grants import Page
 from ebbtide.rollout_worker.engine import EngineRequest
 from ebbtide.rollout_worker.engine.vllm.borrowed_engine import BorrowedEngine
 from ebbtide.rollout_worker.engine.vllm.vllm_engine import VllmEngine
-from ebbtide.testing import wait_until
 from ebbtide.types.grants import Budget
 from tests.e2e.engine_facts import PROMPTS, SETTINGS, Asker, Facts
+from tests.support.waiting import wait_until
 
 STEP_TOKENS = 64
 SLOTS = 16

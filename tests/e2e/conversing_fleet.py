@@ -15,10 +15,10 @@ from safetensors.numpy import load_file, save_file
 
 from benchmarks.real_kills.checkpoint import make_checkpoint
 from ebbtide.client import Client
-from ebbtide.testing import wait_until
 from tests.chaos.cluster import TOKEN, Cluster
 from tests.engine_config import engine_config
 from tests.fakes.model_texts import save_chat_tokenizer
+from tests.support.waiting import wait_until
 
 RUN_ID: Final = "talk"
 #: Of an answer.

@@ -18,7 +18,7 @@ from ebbtide.errors import EbbtideError
 from ebbtide.rollout_worker.engine import EngineRequest
 from ebbtide.rollout_worker.engine.vllm.vllm_engine import VllmEngine
 from ebbtide.rollout_worker.settings import VllmSettings
-from ebbtide.testing import wait_until
+from tests.support.waiting import wait_until
 
 SETTINGS = VllmSettings(dtype="float32", max_model_len=512, enforce_eager=True, threads=1, kv_cache_mib=128)
 #: The last one fills two blocks of cached keys and values, which must not outlive their weights.

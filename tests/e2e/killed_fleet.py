@@ -17,7 +17,6 @@ import numpy as np
 
 from ebbtide.client import Client, Lease
 from ebbtide.free_ports import free_port
-from ebbtide.testing import wait_until
 from ebbtide.types.rollout import RolloutRequest
 from ebbtide.types.run import Sampling
 from ebbtide.types.tokens import TokenArray, pack_ids, unpack_tokens
@@ -25,6 +24,7 @@ from tests.chaos.cluster import TOKEN, Cluster
 from tests.e2e.killed_versions import LENGTH, PROMPTS, Policy, Said
 from tests.engine_config import engine_config
 from tests.fakes.links import Direction, Way
+from tests.support.waiting import wait_until
 
 #: The machine may be busy with much else.
 PATIENCE_S: Final = 120.0

@@ -17,8 +17,8 @@ from ebbtide.rollout_worker.engine.vllm.borrowed_engine import BorrowedEngine
 from ebbtide.rollout_worker.engine.vllm.vllm_engine import VllmEngine
 from ebbtide.rollout_worker.engine.weight_sleep import WeightSleep
 from ebbtide.rollout_worker.settings import VllmSettings
-from ebbtide.testing import wait_until
 from ebbtide.types.grants import Budget, Residency
+from tests.support.waiting import wait_until
 
 SETTINGS = VllmSettings(dtype="float32", max_model_len=512, enforce_eager=True, threads=1, kv_cache_mib=64)
 #: Some of them begin alike, by a whole block.

@@ -14,7 +14,7 @@ from typing import Any
 from ebbtide.rollout_worker.engine import EngineRequest
 from ebbtide.rollout_worker.engine.vllm.vllm_engine import VllmEngine
 from ebbtide.rollout_worker.settings import VllmSettings
-from ebbtide.testing import wait_until
+from tests.support.waiting import wait_until
 
 #: Prompts are read in pieces of 128 tokens: the longer ones in several steps.
 SETTINGS = VllmSettings(

@@ -13,9 +13,9 @@ from ebbtide.rollout_worker.engine.vllm.borrowed_engine import BorrowedEngine
 from ebbtide.rollout_worker.engine.vllm.vllm_engine import VllmEngine
 from ebbtide.rollout_worker.engine.weight_sleep import WeightSleep
 from ebbtide.rollout_worker.settings import VllmSettings
-from ebbtide.testing import wait_until
 from ebbtide.types.grants import Residency
 from tests.e2e.kv_budget_facts import Asker, Keeper, Mirror
+from tests.support.waiting import wait_until
 
 SETTINGS = VllmSettings(dtype="float32", max_model_len=512, enforce_eager=True, kv_cache_mib=1024)
 #: NVML's reading is used for so long.

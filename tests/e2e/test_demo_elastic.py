@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from ebbtide.local_cluster.program_process import tethered
-from ebbtide.testing import wait_until
+from tests.support.waiting import wait_until
 from tests.tiny_model import save_tiny_model
 
 #: The first test waits for the demo; the long one, on a machine that has no base model yet, for that too.

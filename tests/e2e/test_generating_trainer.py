@@ -13,12 +13,12 @@ from ebbtide.demo.token_accounts import read_attempts, settle
 from ebbtide.grants import Page, page_path, socket_path
 from ebbtide.local_cluster.local_cluster import ClusterShape, LocalCluster, free_address, local_cluster
 from ebbtide.rpc.channel import open_socket
-from ebbtide.testing import wait_until
 from ebbtide.types.loans import DeviceStatus
 from ebbtide.types.run import Run, RunEvent, RunSpec, RunStatus
 from ebbtide.v1.loans_pb2 import WatchDeviceRequest
 from ebbtide.v1.loans_pb2_grpc import LoansStub
 from ebbtide.wire.record_conversion import from_proto
+from tests.support.waiting import wait_until
 from tests.tiny_model import save_tiny_model
 
 pytestmark = pytest.mark.timeout(600)

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ebbtide.testing import wait_until
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(600)
 _BOOT_S = 240.0

@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ebbtide.testing import wait_until
 from ebbtide.types.rollout import FinishReason
 from tests.e2e.facts import Facts, facts_of
+from tests.support.waiting import wait_until
 
 CUTS = [1, 5, 9, 13, 17, 21, 25, 29, 33, 37, 41, 45]
 EXACT = 1e-3

@@ -11,12 +11,12 @@ import pytest
 from safetensors.numpy import load_file
 
 from ebbtide.client import Lease
-from ebbtide.testing import wait_until
 from ebbtide.types.rollout import FinishedRollout, RolloutRequest
 from ebbtide.types.run import Sampling
 from ebbtide.types.tokens import pack_ids, unpack_tokens
 from tests.chaos.cluster import Cluster
 from tests.engine_config import engine_config
+from tests.support.waiting import wait_until
 
 RUN = "r"
 LENGTH = 400

@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from ebbtide.client import SyncClient
-from ebbtide.testing import EmbeddedRedis
+from tests.support.redis_servers import EmbeddedRedis
 
 ROOT: Final = Path(__file__).parents[2]
 INHERITED: Final = {name: value for name, value in os.environ.items() if not name.startswith(("EBBTIDE_", "PYTHON"))}

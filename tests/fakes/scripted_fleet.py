@@ -5,7 +5,6 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from ebbtide.errors import NotFound, StoreUnavailable
-from ebbtide.testing import wait_until
 from ebbtide.types.append_delta import AppendAck, AppendDelta
 from ebbtide.types.end_cause import EndCause
 from ebbtide.types.fleet import PROTOCOL_VERSION, AppendStatus
@@ -17,6 +16,7 @@ from ebbtide.wire.append_columns import AppendReceiver
 from ebbtide.wire.record_conversion import to_proto
 from tests.fakes.append_deltas import answer, deltas
 from tests.fakes.scripted_relay import POLICY, RUN
+from tests.support.waiting import wait_until
 
 PROMPT = (40, 41, 42)
 

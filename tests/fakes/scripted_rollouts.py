@@ -11,8 +11,6 @@ from ebbtide.errors import AlreadyExists, EbbtideError, NotFound
 from ebbtide.gateway.text.output_parsers import OutputDelta, OutputParser, ToolCallDelta, call_id
 from ebbtide.gateway.text.served_model import ServedModel
 from ebbtide.gateway.text.template_sandbox import TemplateSandbox
-from ebbtide.rollout_worker.engine.scripted_engine import script_scores
-from ebbtide.rollout_worker.settings import ScriptedSettings
 from ebbtide.types.key_usage import KeyUsage, MeteredKey
 from ebbtide.types.prompt_scores import ScoreArray, pack_scores
 from ebbtide.types.rollout import FinishReason, RolloutRequest, TokenChunk
@@ -21,7 +19,9 @@ from ebbtide.types.session import Session, SessionEnd
 from ebbtide.types.tokens import TOKEN_BYTES, pack_tokens, unpack_ids
 from ebbtide.types.weights import PolicyVersion
 from tests.fakes.model_texts import CHATML, byte_level_tokenizer, served_model
+from tests.fakes.scripted_engine import script_scores
 from tests.fakes.scripted_sessions import ScriptedSessions
+from tests.fakes.scripted_settings import ScriptedSettings
 
 #: Tokens of one chunk.
 CHUNK = 3

@@ -7,7 +7,6 @@ import grpc
 
 from ebbtide.rpc.channel import write
 from ebbtide.rpc.status_table import translated
-from ebbtide.testing import wait_until
 from ebbtide.types.append_delta import AppendAck, AppendDelta
 from ebbtide.types.end_cause import EndCause
 from ebbtide.types.fleet import PROTOCOL_VERSION, AttemptRef
@@ -16,6 +15,7 @@ from ebbtide.types.tokens import pack_tokens
 from ebbtide.v1 import fleet_pb2, fleet_pb2_grpc, types_pb2
 from ebbtide.wire.append_columns import AppendSender, acks
 from ebbtide.wire.record_conversion import from_proto
+from tests.support.waiting import wait_until
 
 
 def tokens(start: int, count: int, version: int = 1) -> bytes:

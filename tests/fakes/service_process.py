@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from ebbtide.testing import wait_until
+from tests.support.waiting import wait_until
 
 TOKEN: Final = "a-token-of-tests"
 PROOF: Final = {"EBBTIDE_TOKEN": TOKEN}

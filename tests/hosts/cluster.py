@@ -21,9 +21,10 @@ from typing import Any, Final
 
 from ebbtide.ledger import AttemptRecord, read_ledger
 from ebbtide.local_cluster.program_process import Program, ProgramProcess
-from ebbtide.testing import EmbeddedRedis
+from tests.fakes.scripted_settings import ScriptedSettings, engine_settings
 from tests.hosts.identities import Identities
 from tests.hosts.network import Network
+from tests.support.redis_servers import EmbeddedRedis
 
 ROOT: Final = Path(__file__).parents[2]
 #: The flush window of all workers.
@@ -38,12 +39,8 @@ LATENCY_S, LOSS = 0.02, 0.005
 _RELAY_BITS_PER_S: Final = 200_000_000
 _PAIR: Final = {"cert": "pem", "key": "key"}
 _WORKER: Final = {"slots": 32, "flush_tokens": FLUSH_TOKENS, "flush_interval_ms": 40}
-SCRIPTED: Final[dict[str, Any]] = {
-    "engine": "scripted",
-    "scripted_step_s": 0.025,
-    "scripted_vocab_size": 100,
-    "scripted_mean_length": 96,
-}
+SCRIPT: Final = ScriptedSettings(step_s=0.025, vocab_size=100, mean_length=96)
+SCRIPTED: Final = engine_settings(SCRIPT)
 #: No setting of the machine's user is for these, but what their Python needs.
 _INHERITED: Final = {name: value for name, value in os.environ.items() if not name.startswith("EBBTIDE_")}
 

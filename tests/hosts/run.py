@@ -9,9 +9,9 @@ from typing import Any, Final, Self
 
 import msgspec
 
-from ebbtide.testing import wait_until
 from ebbtide.types.run import Run, RunEvent, RunStatus
 from tests.hosts.cluster import FLUSH_TOKENS, Cluster
+from tests.support.waiting import wait_until
 
 RUN: Final = "r"
 _PATIENCE_S: Final = 240.0

@@ -4,9 +4,9 @@ from typing import Final
 
 import pytest
 
-from ebbtide.testing import wait_until
 from tests.hosts.cluster import SCRIPTED, Cluster
 from tests.hosts.run import ShortRun
+from tests.support.waiting import wait_until
 
 #: host -> whose log tells that somebody missed it, and by which words.
 MISSED: Final = {

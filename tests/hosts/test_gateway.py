@@ -9,13 +9,12 @@ from typing import Final
 
 import pytest
 
-from ebbtide.rollout_worker.engine.scripted_engine import follow
-from ebbtide.rollout_worker.settings import ScriptedSettings
-from ebbtide.testing import wait_until
+from tests.fakes.scripted_engine import follow
 from tests.hosts.agent import TOKENS
-from tests.hosts.cluster import SCRIPTED, Cluster
+from tests.hosts.cluster import SCRIPT, SCRIPTED, Cluster
 from tests.hosts.run import RUN, ShortRun
 from tests.hosts.test_identities import ANY, TRAINERS, probe
+from tests.support.waiting import wait_until
 
 PROMPT: Final = [40, 41, 42]
 pytestmark = [pytest.mark.hosts, pytest.mark.timeout(420)]
@@ -80,8 +79,7 @@ async def test_an_answer_goes_on_behind_a_cut_between_gateway_and_coordinator(
     await wait_until(lambda: cluster.logged("a", "detached"), timeout=60, interval=0.1, what="a misses the coordinator")
     assert 0 < len(agent.ids) < TOKENS
     cluster.network.mend("control")
-    script = ScriptedSettings(vocab_size=SCRIPTED["scripted_vocab_size"], mean_length=SCRIPTED["scripted_mean_length"])
-    assert await agent.answered() == [token for token, _ in follow(script, PROMPT, TOKENS)]
+    assert await agent.answered() == [token for token, _ in follow(SCRIPT, PROMPT, TOKENS)]
     await run.ended()
 
 

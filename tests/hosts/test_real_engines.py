@@ -6,9 +6,9 @@ from typing import Final
 
 import pytest
 
-from ebbtide.testing import wait_until
 from tests.hosts.cluster import Cluster
 from tests.hosts.run import ShortRun
+from tests.support.waiting import wait_until
 from tests.tiny_model import save_tiny_model
 
 ENGINE: Final = {

@@ -7,10 +7,10 @@ from typing import Final
 
 import pytest
 
-from ebbtide.testing import wait_until
 from tests.hosts.cluster import SCRIPTED, Cluster
 from tests.hosts.run import ShortRun
 from tests.hosts.test_identities import ANY, probe
+from tests.support.waiting import wait_until
 
 _SHOWN: Final = """
 import socket, ssl, sys

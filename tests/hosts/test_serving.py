@@ -12,10 +12,10 @@ import pytest
 
 from ebbtide.demo.coserving.steady_users import UsersAccount
 from ebbtide.grants import Page, page_path
-from ebbtide.testing import wait_until
 from ebbtide.types.grants import GRANT_S
 from tests.hosts.cluster import GUARD_PORT, SCRIPTED, Cluster
 from tests.hosts.run import ShortRun
+from tests.support.waiting import wait_until
 
 #: Requests that are served before something is believed.
 _SERVED: Final = 20

@@ -6,9 +6,9 @@ from typing import cast
 
 from msgspec import Struct
 
-from ebbtide.testing import wait_until
 from tests.http_fuzz.answer_plans import AnswerPlan
 from tests.http_fuzz.http_reader import HttpMessage, RequestReader
+from tests.support.waiting import wait_until
 
 
 class Served(Struct):

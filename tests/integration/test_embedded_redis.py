@@ -7,8 +7,9 @@ import psutil
 import pytest
 
 from ebbtide.errors import StoreUnavailable
-from ebbtide.redis_server import redis_command
-from ebbtide.testing import EmbeddedRedis, wait_until
+from ebbtide.local_cluster.redis_server import redis_command
+from tests.support.redis_servers import EmbeddedRedis
+from tests.support.waiting import wait_until
 
 
 def test_what_was_acknowledged_survives_a_kill(tmp_path: Path) -> None:

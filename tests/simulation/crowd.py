@@ -33,12 +33,13 @@ from ebbtide.auth.security import ServerSettings
 from ebbtide.coordinator.service import Coordinator
 from ebbtide.coordinator.settings import CoordinatorSettings
 from ebbtide.rpc.server import Server
-from ebbtide.testing import EmbeddedRedis, wait_until
 from tests.simulation import store
 from tests.simulation.loop import Proc, SimLoop
 from tests.simulation.network import Network
 from tests.simulation.patches import patched
 from tests.simulation.store import connect
+from tests.support.redis_servers import EmbeddedRedis
+from tests.support.waiting import wait_until
 
 _ADDRESS: Final = "127.0.0.1:7600"
 _TOKEN: Final = "crowd"

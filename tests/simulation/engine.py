@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ebbtide.rollout_worker.engine import EngineRequest, TokenDelta
-from ebbtide.rollout_worker.engine.scripted_engine import ScriptedEngine
+from tests.fakes.scripted_engine import ScriptedEngine
 from tests.simulation.loop import Proc, current
 
 TAG_MASK: Final = 0xFFF

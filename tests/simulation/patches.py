@@ -21,8 +21,8 @@ import ebbtide.rpc.server
 import ebbtide.runtime
 import ebbtide.telemetry
 import ebbtide.weight_relay.library.relay_disk
-from ebbtide.rollout_worker.engine import scripted_engine
 from ebbtide.transfer import Mirror, Puller
+from tests.fakes import scripted_engine
 from tests.simulation.engine import Told, engine_class
 from tests.simulation.grants import Lease, page
 from tests.simulation.grpc_client import SimChannel

@@ -6,11 +6,11 @@ from typing import Final
 import numpy as np
 from msgspec import Struct
 
-from ebbtide.rollout_worker.engine.scripted_engine import END, follow
-from ebbtide.rollout_worker.settings import ScriptedSettings
 from ebbtide.types.rollout import FinishReason, RolloutRequest
 from ebbtide.types.run import Sampling
 from ebbtide.types.tokens import pack_ids
+from tests.fakes.scripted_engine import END, follow
+from tests.fakes.scripted_settings import ScriptedSettings
 
 GROUP: Final = 4
 #: Batches of rollouts at most.

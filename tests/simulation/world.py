@@ -21,6 +21,7 @@ from ebbtide.store.store_keys import LEADER
 from ebbtide.types.fleet import WorkerKind
 from ebbtide.weight_relay.__main__ import serve as serve_relay
 from ebbtide.weight_relay.settings import RelaySettings
+from tests.fakes.scripted_settings import ENGINE, write_script
 from tests.simulation.acks import Acks
 from tests.simulation.grants import borrower
 from tests.simulation.loop import Proc, SimLoop, current
@@ -199,13 +200,13 @@ class World:
             client=ClientSecurity(token=TOKEN),
             worker_id=name,
             kind=WorkerKind.BORROWED if int(name[1:]) < plan.borrowed else WorkerKind.RESERVED,
-            engine="scripted",
+            engine=ENGINE,
+            engine_options=write_script(plan.script),
             slots=plan.slots,
             flush_tokens=plan.flush_tokens,
             flush_interval_ms=plan.flush_interval_ms,
             pull_patience_s=20.0,
             mirror_dir="",
-            scripted=plan.script,
         )
         return lambda shutdown: serve_worker(shutdown, worker), worker
 

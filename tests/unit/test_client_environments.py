@@ -10,13 +10,13 @@ from typing import Any
 import httpx
 import pytest
 
-from ebbtide.testing import wait_until
 from tests.clients import __main__ as command
 from tests.clients import environments
 from tests.clients.environments import ClientPlan, Failed, made_environment, played
 from tests.clients.page import ClientRow, table
 from tests.clients.recorder import recording
 from tests.clients.stand import Stand
+from tests.support.waiting import wait_until
 
 PLAN = ClientPlan(name="one", script="with_one.py", pins=("one==1.0",))
 STAND = Stand("http://127.0.0.1:9", "secret", "run-1", Path("model"))

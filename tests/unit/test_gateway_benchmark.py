@@ -21,7 +21,7 @@ from benchmarks.gateway.stream_timing import StreamTiming, block_figures
 from benchmarks.gateway.trace_check import wrong_traces
 from benchmarks.gateway.vllm_part import latency_figures
 from ebbtide.ledger import AttemptRecord
-from ebbtide.rollout_worker.engine.scripted_engine import follow
+from tests.fakes.scripted_engine import follow
 
 PROMPT = [5, 6, 7]
 MADE = follow(SCRIPT, PROMPT, 8)

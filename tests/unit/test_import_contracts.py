@@ -43,7 +43,7 @@ PLANTED = {
     "Only the coordinator has a store": ("services/ebbtide/trainer/planted.py", "import ebbtide.store"),
     "The simulator needs no client": ("services/ebbtide/simulator/planted.py", "import ebbtide.store.store"),
     "Only trainers, drivers, gateways": ("services/ebbtide/weight_relay/planted.py", "import ebbtide.client"),
-    "Services do not run on": ("services/ebbtide/cli/planted_too.py", "import ebbtide.testing"),
+    "The product does not run on": ("services/ebbtide/cli/planted_too.py", "import tests.support.waiting"),
     "Decisions and weights are pure": ("common/ebbtide/scheduling/planted.py", "import time"),
     "redis belongs": ("services/ebbtide/coordinator/planted.py", "import redis.asyncio"),
     "grpc belongs": ("services/ebbtide/coordinator/planted_too.py", "from grpc import aio"),

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from ebbtide.object_aging import age_objects, set_aside
-from ebbtide.testing import wait_until
+from tests.support.waiting import wait_until
 
 
 class Node:

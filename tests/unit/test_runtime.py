@@ -20,7 +20,7 @@ from ebbtide.auth.roles import Role
 from ebbtide.cli.credentials import certificates
 from ebbtide.errors import StoreUnavailable
 from ebbtide.runtime import Aside, race, write_atomically
-from ebbtide.testing import wait_until
+from tests.support.waiting import wait_until
 
 PREAMBLE = """
 import asyncio, os, sys

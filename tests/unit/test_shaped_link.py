@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from ebbtide.testing import wait_until
 from tests.shaped_link import ShapedLink
+from tests.support.waiting import wait_until
 
 KIB = 1 << 10
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ebbtide.testing import wait_until
+from tests.support.waiting import wait_until
 
 
 async def test_the_first_truthy_value_is_returned_from_plain_and_async_predicates() -> None:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from ebbtide.testing import wait_until
 from tests.integration.serving_guard.borrower import Borrowing
 from tests.integration.serving_guard.engine import ServingEngine, ask
 from tests.integration.serving_guard.guards import guard_process
 from tests.integration.serving_guard.trainer_guards import TrainerGuardProcess, owner_process, trainer_guard_process
+from tests.support.waiting import wait_until
 from tests.upgrade.previous import Previous
 
 PROGRAMS = ("guard", "trainer", "worker")

@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from ebbtide.testing import wait_until
 from tests.chaos.cluster import Cluster
 from tests.chaos.load import RUN, SPEC, Load
 from tests.chaos.trainer import all_requests
+from tests.support.waiting import wait_until
 from tests.upgrade.previous import Previous
 
 #: Of each worker: so few that none can take all the rollouts of a step before another has its weights.
@@ -32,7 +32,7 @@ async def test_a_fleet_is_replaced_program_by_program_under_a_live_run(
 ) -> None:
     old, new = (previous.environment, {}) if direction == "upgrade" else ({}, previous.environment)
     cluster.environment |= dict.fromkeys(PROGRAMS, old)
-    cluster.script |= {"slots": _SLOTS}
+    cluster.worker_settings = {"slots": _SLOTS}
     client = await cluster.boot(workers=2)
     await client.submit(SPEC, RUN)
     coordinator, relay = (cluster.process[name].address for name in ("coordinator", "relay"))

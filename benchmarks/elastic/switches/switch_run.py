@@ -19,9 +19,9 @@ from msgspec import Struct
 from benchmarks.elastic.switches.device_watch import DeviceWatch
 from ebbtide.client import Client
 from ebbtide.local_cluster.local_cluster import ClusterShape, LocalCluster, free_address, local_cluster
-from ebbtide.testing import wait_until
 from ebbtide.types.run import AttemptSpan, Run, RunEvent, RunSpec
 from tests.engine_config import engine_config
+from tests.support.waiting import wait_until
 from tests.tiny_model import save_tiny_model
 
 RUN: Final = "switches"

@@ -22,8 +22,8 @@ from benchmarks.gateway.streams.unary_calls import unary_requests
 from benchmarks.scale.loop_probe import ask
 from ebbtide.auth.role_tokens import mint
 from ebbtide.auth.roles import Role
-from ebbtide.testing import wait_until
 from tests.chaos.cluster import TOKEN, Cluster
+from tests.support.waiting import wait_until
 
 RUN_ID: Final = "talk-1"
 _TOKEN_S: Final = 86400.0

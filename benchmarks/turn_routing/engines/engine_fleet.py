@@ -18,9 +18,9 @@ from safetensors.numpy import load_file
 from benchmarks.real_kills.checkpoint import make_checkpoint
 from benchmarks.turn_routing.engines.ruled_coordinator import OURS, RULE_FILE
 from ebbtide.client import Client, Lease
-from ebbtide.testing import wait_until
 from tests.chaos.cluster import Cluster
 from tests.engine_config import engine_config
+from tests.support.waiting import wait_until
 
 VOCABULARY: Final = 128
 CONTEXT: Final = 4096

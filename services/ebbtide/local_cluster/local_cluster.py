@@ -26,8 +26,8 @@ from ebbtide.errors import InvalidRequest
 from ebbtide.free_ports import free_port
 from ebbtide.local_cluster.launcher import Launcher, launcher
 from ebbtide.local_cluster.program_process import Program, tethered
+from ebbtide.local_cluster.redis_server import redis_command
 from ebbtide.local_cluster.serving_engine import serving_engine
-from ebbtide.redis_server import redis_command
 from ebbtide.types.run import RunSpec, to_mapping
 
 #: Stages in the order in which they end: a gateway's answers first, then workers hand over, services end after their

@@ -10,8 +10,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-from msgspec.structs import replace
-
 from ebbtide import telemetry
 from ebbtide.errors import InvalidRequest, Unavailable
 from ebbtide.grants import check_folder, page_path, socket_path
@@ -19,6 +17,7 @@ from ebbtide.ledger import Ledger
 from ebbtide.rollout_worker.device_lease import DeviceLease
 from ebbtide.rollout_worker.engine import Engine
 from ebbtide.rollout_worker.engine.changing_engine import ChangingEngine
+from ebbtide.rollout_worker.engine.engine_factory import load_factory
 from ebbtide.rollout_worker.engine.vllm.borrowed_engine import BorrowedEngine
 from ebbtide.rollout_worker.engine.weight_sleep import WeightSleep
 from ebbtide.rollout_worker.generation.flush_lanes import JITTER
@@ -52,7 +51,7 @@ _FAILED_S: Final = 8.0
 
 
 def make_engine(settings: WorkerSettings, borrowed: BorrowedEngine | None = None) -> Engine:
-    """The engine that the settings name. Raises `InvalidRequest` for a model that it cannot boot from."""
+    """The engine that the settings name. Raises `InvalidRequest` for one that cannot be had, or cannot boot."""
     if borrowed is None and settings.change_architecture:
         return ChangingEngine(lambda model: _engine(settings, model), settings.change_max_mib << 20)
     return _engine(settings, None, borrowed)
@@ -60,11 +59,10 @@ def make_engine(settings: WorkerSettings, borrowed: BorrowedEngine | None = None
 
 def _engine(settings: WorkerSettings, model: Path | None, borrowed: BorrowedEngine | None = None) -> Engine:
     """An engine for the checkpoint directory `model`, or for the worker's own."""
-    if settings.engine == "scripted":
-        from ebbtide.rollout_worker.engine.scripted_engine import ScriptedEngine
-
-        scripted = settings.scripted if model is None else replace(settings.scripted, model=str(model))
-        return ScriptedEngine(scripted, borrowed.page if borrowed else None)
+    if settings.engine != "vllm":
+        return load_factory(settings.engine)(settings, model, borrowed.page if borrowed else None)
+    if settings.engine_options:
+        raise InvalidRequest("is for an engine of your own; vLLM takes vllm.engine_args", field="engine_options")
     from ebbtide.rollout_worker.engine.vllm.vllm_engine import VllmEngine
 
     return VllmEngine(str(model or settings.model), settings.slots, settings.vllm, borrowed)

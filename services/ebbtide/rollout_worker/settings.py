@@ -37,33 +37,6 @@ class VllmSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     engine_args: Annotated[str, Meta(description="further engine arguments of vLLM, a JSON object")] = ""
 
 
-class ScriptedSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of the engine that follows a script, for tests and for measurements of everything else."""
-
-    step_s: Annotated[float, Meta(ge=0, description="seconds for a token of each rollout, up to the plateau")] = 0.01
-    plateau: Annotated[int, Meta(ge=0, description="rollouts from which on tokens/s stay flat in all; 0: none")] = 0
-    slowness: Annotated[float, Meta(gt=0, description="factor on all times of generation")] = 1.0
-    burst: Annotated[int, Meta(ge=1, description="tokens of a rollout that leave the engine at once")] = 1
-    first_token_s: Annotated[float, Meta(ge=0, description="seconds before the first token of a request")] = 0.0
-    prefill_token_s: Annotated[float, Meta(ge=0, description="seconds that a token read holds everybody up")] = 0.0
-    boot_s: Annotated[float, Meta(ge=0, description="seconds to boot")] = 0.0
-    install_s: Annotated[float, Meta(ge=0, description="seconds for which an install holds generation")] = 0.0
-    model: Annotated[str, Meta(description="checkpoint whose tensors versions must have; empty: any tensors")] = ""
-    vocab_size: Annotated[int, Meta(ge=4, description="token ids are below")] = 128
-    max_model_len: Annotated[int, Meta(ge=2, description="prompt plus response, tokens")] = 4096
-    mean_length: Annotated[int, Meta(ge=0, description="one token in so many ends a response (id 1); 0: none")] = 0
-    stall_after_tokens: Annotated[int, Meta(ge=0, description="then nothing comes any more; 0: never")] = 0
-    stall_at_s: Annotated[float, Meta(ge=0, description="so long after boot nothing comes for a while; 0: never")] = 0.0
-    stall_s: Annotated[float, Meta(ge=0, description="how long that while is; 0: forever")] = 0.0
-    fail_after_tokens: Annotated[int, Meta(ge=0, description="then the engine is lost; 0: never")] = 0
-    digests: Annotated[bool, Meta(description="log a digest of each version's bytes as they are installed")] = False
-    stubborn: Annotated[bool, Meta(description="borrowed, it goes on whatever it is granted")] = False
-    scores: Annotated[bool, Meta(description="scores prompts, by the script too")] = False
-    kv_tokens: Annotated[int, Meta(ge=0, description="memory for keys and values, tokens; 0: it does not say")] = 0
-    kv_block: Annotated[int, Meta(ge=1, description="tokens by which that memory is given out")] = 16
-    refuse_version: Annotated[int, Meta(ge=0, description="a version that it refuses to install; 0: none")] = 0
-
-
 class WorkerSettings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of the worker.
 
@@ -77,7 +50,8 @@ class WorkerSettings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_
     worker_id: Annotated[str, Meta(description="its name in the fleet; empty: one made up")] = ""
     kind: Annotated[WorkerKind, Meta(description="reserved, spot or borrowed")] = WorkerKind.RESERVED
     site: Annotated[str, Meta(description="cluster or region that it belongs to")] = ""
-    engine: Annotated[Literal["vllm", "scripted"], Meta(description="what generates")] = "vllm"
+    engine: Annotated[str, Meta(description="what generates: vllm, or package.module:factory of your own")] = "vllm"
+    engine_options: Annotated[str, Meta(description="text for the factory of an engine of your own")] = ""
     model: Annotated[str, Meta(description="checkpoint directory that the engine boots from")] = ""
     change_architecture: Annotated[
         bool, Meta(description="restart the engine for runs of another architecture; never of a borrowed worker")
@@ -107,4 +81,3 @@ class WorkerSettings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_
     peer_cache_mib: Annotated[int, Meta(ge=1, description="memory for the newest patches to be served, MiB")] = 256
     counter_file: Annotated[str, Meta(description="ledger of generated tokens (ebbtide.ledger); empty: none")] = ""
     vllm: VllmSettings = VllmSettings()
-    scripted: ScriptedSettings = ScriptedSettings()

@@ -10,12 +10,13 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from ebbtide.auth.security import ClientSecurity
 from ebbtide.client import SyncClient
-from ebbtide.testing import wait_until
-from tests.chaos.cluster import TOKEN, Cluster
+from tests.chaos.cluster import SCRIPT, TOKEN, Cluster
 from tests.chaos.load import RUN, Load
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.timeout(120)
 @pytest.fixture
 async def load(cluster: Cluster) -> AsyncIterator[Load]:
     """64 rollouts in the middle of their generation on two workers, so slow that a command finds them there."""
-    cluster.script["scripted_step_s"] = 0.08
+    cluster.script = replace(SCRIPT, step_s=0.08)
     made = await Load.begin(cluster, await cluster.boot(workers=2))
     await made.submit(64)
     await made.more_tokens(64 * 8)

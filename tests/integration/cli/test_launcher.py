@@ -14,8 +14,8 @@ import pytest
 
 from ebbtide.local_cluster.launcher import Launcher, launcher
 from ebbtide.local_cluster.program_process import LaunchFailed
-from ebbtide.testing import wait_until
 from tests.integration.cli.stand_ins import alive, below, program
+from tests.support.waiting import wait_until
 
 
 async def test_programs_are_ended_stage_by_stage(tmp_path: Path) -> None:

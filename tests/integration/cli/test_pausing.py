@@ -13,8 +13,8 @@ import pytest
 
 from ebbtide.demo.coserving.guarded_pausing import pausing
 from ebbtide.grants import Page
-from ebbtide.testing import wait_until
 from ebbtide.types.grants import Budget
+from tests.support.waiting import wait_until
 
 SLEEP = "import time; time.sleep(600)"
 PARENT = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {SLEEP!r}]); {SLEEP}"

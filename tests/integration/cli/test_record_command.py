@@ -7,13 +7,14 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from ebbtide.cli.commands.simulation.record_command import fetch_recording
 from ebbtide.errors import NotFound, NotReady
 from ebbtide.simulator.recording.recorded_work import known_turns
 from ebbtide.simulator.recording.recording_file import read_record
 from ebbtide.types.tokens import unpack_ids
-from tests.chaos.cluster import TOKEN, Cluster
+from tests.chaos.cluster import SCRIPT, TOKEN, Cluster
 from tests.chaos.load import RUN, SPEC, Load, make_requests
 
 pytestmark = pytest.mark.timeout(120)
@@ -51,7 +52,7 @@ async def train(load: Load, cluster: Cluster) -> None:
 async def test_lengths_groups_workers_and_steps_of_the_file_are_those_of_the_run(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    cluster.script["scripted_step_s"] = _STEP_S
+    cluster.script = replace(SCRIPT, step_s=_STEP_S)
     client = await cluster.boot(workers=2)
     batch = {"groups_per_step": GROUPS, "group_size": SIZE}
     await client.submit({**SPEC, "batch": batch, "trainer": {"name": "external", "steps": 9}}, RUN)

@@ -17,9 +17,10 @@ import psutil
 import pytest
 
 from ebbtide.client import Client
-from ebbtide.testing import wait_until
 from ebbtide.types.run import RunEvent
+from tests.fakes.scripted_settings import ENGINE
 from tests.integration.cli.stand_ins import alive
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -37,7 +38,7 @@ class Up:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        (folder / "worker.toml").write_text('engine = "scripted"\n')
+        (folder / "worker.toml").write_text(f'engine = "{ENGINE}"\n')
         self.environment = {name: value for name, value in os.environ.items() if not name.startswith("EBBTIDE_")}
         options = [
             "--model",

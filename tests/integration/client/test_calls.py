@@ -13,8 +13,8 @@ from ebbtide.auth.security import ClientSecurity
 from ebbtide.client import Client
 from ebbtide.errors import InvalidRequest, Unauthenticated, Unavailable
 from ebbtide.free_ports import free_port
-from ebbtide.testing import wait_until
 from ebbtide.types.run import RunStatus
+from tests.support.waiting import wait_until
 
 SPEC: dict[str, Any] = {
     "name": "spell",

@@ -10,11 +10,11 @@ import pytest
 from ebbtide.auth.security import ClientSecurity
 from ebbtide.client import Client, Lease
 from ebbtide.errors import InvalidRequest, LeaseSuperseded, NoCapacity, NotReady, StoreUnavailable, Unavailable
-from ebbtide.testing import wait_until
 from ebbtide.types.ids import check_id
 from ebbtide.types.rollout import RolloutRequest, SubmitOutcome
 from ebbtide.types.run import RunEvent, Sampling
 from tests.fakes.scripted_coordinator import TOKEN
+from tests.support.waiting import wait_until
 
 
 def rollout(name: str, tokens: int = 4) -> RolloutRequest:

@@ -13,12 +13,12 @@ from ebbtide.client import Client, SyncClient
 from ebbtide.client.publisher.rank_exchange import SingleRank
 from ebbtide.client.service_peer import ServicePeer
 from ebbtide.errors import InvalidRequest, LeaseSuperseded, NotReady, Unavailable
-from ebbtide.testing import wait_until
 from ebbtide.types.weights import PolicyVersion
 from ebbtide.weight_relay.intake.version_intake import VersionIntake
 from ebbtide.weights import NamedTensor, Signer, named_tensor
 from tests.integration.client.models import GIVEN, Given, model, noise, same, step
 from tests.integration.client.reader import Reader
+from tests.support.waiting import wait_until
 
 SECURITY = ClientSecurity(token="a-token-of-tests")
 SEED = bytes(range(32))

@@ -16,11 +16,12 @@ import pytest
 from ebbtide.auth.security import ClientSecurity
 from ebbtide.client import Client
 from ebbtide.errors import InvalidRequest, LeaseSuperseded, NotFound, NotReady
-from ebbtide.testing import wait_until
 from ebbtide.types.rollout import FinishReason, RolloutRequest, SubmitOutcome
 from ebbtide.types.run import RunEvent, RunStatus, Sampling
 from ebbtide.types.tokens import pack_ids, unpack_tokens
+from tests.fakes.scripted_settings import ScriptedSettings, engine_flags
 from tests.fakes.service_process import PROOF, TOKEN, ServiceProcess
+from tests.support.waiting import wait_until
 
 SPEC: dict[str, Any] = {
     "name": "own",
@@ -44,9 +45,9 @@ class Cluster:
 
     async def start(self) -> None:
         await asyncio.gather(self.coordinator.start(), self.relay.start())
-        flags = ["--coordinator", self.coordinator.address, "--relay", self.relay.address, "--engine", "scripted"]
-        flags += ["--model", str(self._directory), "--slots", "16", "--scripted-vocab-size", "64"]
-        flags += ["--scripted-step-s", "0.005", "--scripted-mean-length", "0"]
+        flags = ["--coordinator", self.coordinator.address, "--relay", self.relay.address]
+        flags += ["--model", str(self._directory), "--slots", "16"]
+        flags += engine_flags(ScriptedSettings(vocab_size=64, step_s=0.005))
         self.worker = ServiceProcess(
             "rollout_worker", self._directory, *flags, listens=False, proof=self._proof("worker")
         )

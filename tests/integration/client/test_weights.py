@@ -10,9 +10,9 @@ import pytest
 from ebbtide.auth.security import ClientSecurity
 from ebbtide.client import Client, SyncClient
 from ebbtide.errors import InvalidRequest, LeaseSuperseded
-from ebbtide.testing import wait_until
 from ebbtide.weight_relay.intake.version_intake import VersionIntake
 from ebbtide.weights import NamedTensor, as_array, named_tensor
+from tests.support.waiting import wait_until
 
 SECURITY = ClientSecurity(token="a-token-of-tests")
 

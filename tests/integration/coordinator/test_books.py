@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 
 from ebbtide.errors import AlreadyExists, InvalidRequest, NoCapacity, NotReady
-from ebbtide.testing import wait_until
 from ebbtide.types.rollout import RolloutKind
 from ebbtide.types.run import Sampling
 from ebbtide.types.tokens import pack_ids
 from ebbtide.v1 import types_pb2
+from tests.support.waiting import wait_until
 
 STOP = types_pb2.FINISH_REASON_STOP
 ACCEPTED, KNOWN, COMPLETED = 1, 2, 3

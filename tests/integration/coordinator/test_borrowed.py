@@ -10,11 +10,11 @@ import pytest
 
 from ebbtide.coordinator.fleet import release_requests, worker_health
 from ebbtide.scheduling.dispatch import reclaim_risk
-from ebbtide.testing import wait_until
 from ebbtide.types.end_cause import EndCause
 from ebbtide.types.run import BorrowSpec
 from ebbtide.types.tokens import TOKEN_BYTES
 from ebbtide.v1 import fleet_pb2, fleet_pb2_grpc, types_pb2
+from tests.support.waiting import wait_until
 
 STOP: Final = types_pb2.FINISH_REASON_STOP
 BORROWED: Final = types_pb2.WORKER_KIND_BORROWED

@@ -11,8 +11,9 @@ import pytest
 
 from ebbtide.coordinator import metrics
 from ebbtide.store.rollout_rows import OpenRollout
-from ebbtide.testing import EmbeddedRedis, wait_until
 from ebbtide.v1 import rollouts_pb2, runs_pb2, types_pb2
+from tests.support.redis_servers import EmbeddedRedis
+from tests.support.waiting import wait_until
 
 QUEUED = 2000
 DEADLINES_S = (0.0005, 0.001, 0.002, 0.004)

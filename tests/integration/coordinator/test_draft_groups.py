@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from ebbtide.testing import wait_until
 from ebbtide.types.rollout import RolloutKind
 from ebbtide.types.tail_spec import TailSpec
 from ebbtide.v1 import runs_pb2, types_pb2
+from tests.support.waiting import wait_until
 
 STOP = types_pb2.FINISH_REASON_STOP
 

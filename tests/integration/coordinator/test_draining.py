@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from ebbtide.errors import InvalidRequest, NotFound
-from ebbtide.testing import wait_until
 from ebbtide.types.fleet import WorkerState
 from ebbtide.v1 import fleet_pb2, fleet_pb2_grpc
+from tests.support.waiting import wait_until
 
 
 async def drain(cluster: Any, worker_id: str, within_s: float) -> int:

@@ -14,9 +14,9 @@ from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.errors import InvalidRequest, StoreUnavailable
 from ebbtide.rpc.run_endings import MAX_HELD
 from ebbtide.rpc.status_table import translated
-from ebbtide.testing import wait_until
 from ebbtide.types.run import RunStatus
 from ebbtide.v1 import fleet_pb2, runs_pb2, types_pb2
+from tests.support.waiting import wait_until
 
 CANCELLED, FINISHED = types_pb2.RUN_STATUS_CANCELLED, types_pb2.RUN_STATUS_FINISHED
 

@@ -3,8 +3,8 @@
 from typing import Any
 
 from ebbtide.store.lua_scripts import LuaScript, script
-from ebbtide.testing import wait_until
 from ebbtide.v1 import fleet_pb2, runs_pb2, types_pb2
+from tests.support.waiting import wait_until
 
 
 async def report(run: Any, *kinds: str) -> None:

@@ -3,8 +3,8 @@
 import asyncio
 from typing import Any
 
-from ebbtide.testing import wait_until
 from ebbtide.v1 import types_pb2
+from tests.support.waiting import wait_until
 
 STOP = types_pb2.FINISH_REASON_STOP
 LENGTH = 12  # tokens of a response, three at a time

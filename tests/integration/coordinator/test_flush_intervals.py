@@ -4,8 +4,8 @@ from typing import Any
 
 from prometheus_client import REGISTRY
 
-from ebbtide.testing import wait_until
 from ebbtide.v1 import types_pb2
+from tests.support.waiting import wait_until
 
 STOP = types_pb2.FINISH_REASON_STOP
 FOLLOWS = {"capabilities": ["flush_interval"], "flush_tokens": 32, "flush_interval_s": 0.25}

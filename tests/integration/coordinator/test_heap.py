@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from ebbtide.testing import wait_until
 from ebbtide.types.end_cause import EndCause
 from ebbtide.v1 import runs_pb2, types_pb2
 from tests.fakes import cycles as fakes
+from tests.support.waiting import wait_until
 
 STOP = types_pb2.FINISH_REASON_STOP
 #: The product's code that runs in a coordinator.

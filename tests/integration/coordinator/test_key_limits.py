@@ -8,7 +8,6 @@ from ebbtide.client import GatewayLease
 from ebbtide.coordinator.api import key_accounts
 from ebbtide.errors import BudgetSpent, InvalidRequest, NoCapacity, RateLimited
 from ebbtide.store.store_keys import run_key
-from ebbtide.testing import wait_until
 from ebbtide.types.key_usage import KeyLimits, KeyUsage, MeteredKey
 from ebbtide.types.rollout import RolloutRequest, SubmitOutcome
 from ebbtide.types.run import Sampling
@@ -16,6 +15,7 @@ from ebbtide.types.session import SessionTurn
 from ebbtide.v1 import rollouts_pb2, runs_pb2, types_pb2
 from tests.integration.coordinator.gateways import OWNER, answer, asked, gateway
 from tests.integration.coordinator.test_scored_requests import SCORES, score, scores, to_score
+from tests.support.waiting import wait_until
 
 STOP = types_pb2.FINISH_REASON_STOP
 ACCEPTED, KNOWN = SubmitOutcome.ACCEPTED, SubmitOutcome.KNOWN

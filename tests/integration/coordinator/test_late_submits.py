@@ -11,8 +11,8 @@ from ebbtide.errors import InvalidRequest, NoCapacity
 from ebbtide.scheduling.health.overload import Work
 from ebbtide.store.lua_scripts import LuaScript, script
 from ebbtide.store.store_keys import run_key
-from ebbtide.testing import wait_until
 from ebbtide.v1 import rollouts_pb2, runs_pb2, types_pb2
+from tests.support.waiting import wait_until
 
 ACCEPTED, KNOWN, COMPLETED = 1, 2, 3
 KEPT = 8

@@ -17,9 +17,9 @@ from ebbtide.errors import (
     Unavailable,
 )
 from ebbtide.rpc.status_table import translated
-from ebbtide.testing import wait_until
 from ebbtide.types.run import TrainerSpec
 from ebbtide.v1 import rollouts_pb2, runs_pb2, types_pb2
+from tests.support.waiting import wait_until
 
 
 async def test_a_run_is_made_once_per_id(cluster: Any) -> None:

@@ -3,10 +3,10 @@
 from typing import Any
 
 from ebbtide.coordinator.dispatcher import forecast_sender
-from ebbtide.testing import wait_until
 from ebbtide.types.run import BatchSpec
 from ebbtide.types.tail_spec import TailSpec
 from ebbtide.v1 import types_pb2
+from tests.support.waiting import wait_until
 
 STOP = types_pb2.FINISH_REASON_STOP
 BY_LENGTHS = {"tail": TailSpec(order="lengths"), "batch": BatchSpec(groups_per_step=2, group_size=4)}

@@ -7,8 +7,9 @@ import pytest
 from prometheus_client import REGISTRY
 
 from ebbtide.coordinator.metrics import measure
-from ebbtide.testing import EmbeddedRedis, wait_until
 from ebbtide.v1 import types_pb2
+from tests.support.redis_servers import EmbeddedRedis
+from tests.support.waiting import wait_until
 
 
 def value(name: str) -> float:

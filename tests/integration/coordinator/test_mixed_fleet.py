@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 
 from ebbtide.errors import InvalidRequest
-from ebbtide.testing import wait_until
 from ebbtide.types.fleet import WorkerKind
 from ebbtide.types.run import Sampling
 from ebbtide.types.tokens import pack_ids
 from ebbtide.v1 import fleet_pb2, fleet_pb2_grpc, types_pb2
 from tests.integration.coordinator.test_moves import paced
+from tests.support.waiting import wait_until
 
 RESERVED = types_pb2.WorkerKind.ValueType(WorkerKind.RESERVED)
 

@@ -8,9 +8,9 @@ import pytest
 from ebbtide.coordinator.dispatcher import rebalancer
 from ebbtide.scheduling.dispatch.move_costs import MoveCosts
 from ebbtide.scheduling.dispatch.rollout_moves import rebalance
-from ebbtide.testing import wait_until
 from ebbtide.types.end_cause import EndCause
 from ebbtide.v1 import fleet_pb2, types_pb2
+from tests.support.waiting import wait_until
 
 STOP = types_pb2.FINISH_REASON_STOP
 

@@ -11,10 +11,10 @@ import pytest
 
 from ebbtide.auth.security import ClientSecurity
 from ebbtide.rpc.channel import open_channel
-from ebbtide.testing import wait_until
 from ebbtide.types.run import EnvironmentSpec, RunSpec
 from ebbtide.v1 import runs_pb2, runs_pb2_grpc, types_pb2
 from ebbtide.wire.record_conversion import to_proto
+from tests.support.waiting import wait_until
 
 TOKEN = "a token"
 

@@ -9,11 +9,12 @@ from google.protobuf.message import Message
 
 from ebbtide.errors import InvalidRequest, LeaseSuperseded
 from ebbtide.store.store_keys import PUBLISHERS
-from ebbtide.testing import EmbeddedRedis, wait_until
 from ebbtide.v1 import runs_pb2, types_pb2
 from ebbtide.weights.signing import Signer
 from tests.fakes.scripted_worker import ScriptedWorker
 from tests.integration.coordinator.conftest import Cluster, ScriptedRun, take
+from tests.support.redis_servers import EmbeddedRedis
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture

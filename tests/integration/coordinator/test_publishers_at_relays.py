@@ -9,9 +9,10 @@ import pytest
 from ebbtide.auth.security import ClientSecurity
 from ebbtide.client import Client
 from ebbtide.errors import AlreadyExists
-from ebbtide.testing import EmbeddedRedis, wait_until
 from tests.integration.coordinator.conftest import TOKEN
 from tests.integration.weight_relay import fanout
+from tests.support.redis_servers import EmbeddedRedis
+from tests.support.waiting import wait_until
 
 SPEC: dict[str, Any] = {"name": "r", "model": "m", "environment": {"name": "e"}, "trainer": {"name": "external"}}
 

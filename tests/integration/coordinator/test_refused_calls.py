@@ -10,7 +10,8 @@ import pytest
 
 from ebbtide.errors import EbbtideError, InvalidRequest, NoCapacity, StoreUnavailable
 from ebbtide.object_aging import set_aside
-from ebbtide.testing import EmbeddedRedis, wait_until
+from tests.support.redis_servers import EmbeddedRedis
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,9 @@ import pytest
 from ebbtide.errors import StoreUnavailable
 from ebbtide.scheduling.dispatch.start_pacing import StartPacing
 from ebbtide.store.unexpected_data import WritesRefused
-from ebbtide.testing import EmbeddedRedis, wait_until
 from ebbtide.v1 import fleet_pb2, types_pb2
+from tests.support.redis_servers import EmbeddedRedis
+from tests.support.waiting import wait_until
 
 STOP = types_pb2.FINISH_REASON_STOP
 

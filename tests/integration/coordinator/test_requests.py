@@ -6,13 +6,13 @@ import pytest
 from msgspec.structs import replace
 
 from ebbtide.errors import AlreadyExists, InvalidRequest, LeaseSuperseded, NoCapacity, NotFound
-from ebbtide.testing import wait_until
 from ebbtide.types.fleet import AppendStatus
 from ebbtide.types.rollout import FinishReason, RolloutKind, RolloutRequest, SubmitOutcome
 from ebbtide.types.run import Sampling
 from ebbtide.v1 import runs_pb2, types_pb2
 from tests.fakes.scripted_worker import tokens
 from tests.integration.coordinator.gateways import answer, asked, gateway, keys, pass_time
+from tests.support.waiting import wait_until
 
 STOP = types_pb2.FINISH_REASON_STOP
 ACCEPTED, KNOWN, COMPLETED = SubmitOutcome.ACCEPTED, SubmitOutcome.KNOWN, SubmitOutcome.COMPLETED

@@ -8,9 +8,10 @@ import pytest
 
 from ebbtide.errors import Draining, StoreUnavailable, Unavailable
 from ebbtide.store.link.durability import _FSYNC_S
-from ebbtide.testing import EmbeddedRedis, wait_until
 from ebbtide.v1 import fleet_pb2, rollouts_pb2, types_pb2
 from ebbtide.v1.fleet_pb2 import AppendAck
+from tests.support.redis_servers import EmbeddedRedis
+from tests.support.waiting import wait_until
 
 STOP = types_pb2.FINISH_REASON_STOP
 

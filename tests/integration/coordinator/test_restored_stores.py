@@ -13,12 +13,13 @@ from ebbtide.coordinator.settings import CoordinatorSettings
 from ebbtide.errors import InvalidRequest, StoreUnavailable, Unavailable
 from ebbtide.store.link.durability import _FSYNC_S, DurabilityPromise
 from ebbtide.store.store_keys import RUN_KEYS, run_key, run_prefix
-from ebbtide.testing import EmbeddedRedis, wait_until
 from ebbtide.types.fleet import AppendStatus
 from ebbtide.types.session import SessionEnd, SessionTurn
 from ebbtide.v1 import runs_pb2, types_pb2
 from tests.fakes.scripted_worker import tokens
 from tests.integration.coordinator.gateways import OWNER, answer, asked, gateway, pass_time
+from tests.support.redis_servers import EmbeddedRedis
+from tests.support.waiting import wait_until
 
 STOP = types_pb2.FINISH_REASON_STOP
 STORED, GAP, SUPERSEDED = AppendStatus.STORED, AppendStatus.GAP, AppendStatus.SUPERSEDED

@@ -7,8 +7,6 @@ import pytest
 from ebbtide.coordinator.dispatcher import unserved_work
 from ebbtide.coordinator.fleet import worker_registry
 from ebbtide.errors import InvalidRequest, NoCapacity, NotReady
-from ebbtide.rollout_worker.engine.scripted_engine import script_scores
-from ebbtide.rollout_worker.settings import ScriptedSettings
 from ebbtide.store.store_keys import run_key
 from ebbtide.types.append_delta import AppendDelta
 from ebbtide.types.fleet import AttemptRef
@@ -17,6 +15,8 @@ from ebbtide.types.rollout import FinishReason, RolloutKind, RolloutRequest, Sub
 from ebbtide.types.run import Sampling
 from ebbtide.types.tokens import pack_ids, pack_tokens
 from ebbtide.wire.record_conversion import from_proto
+from tests.fakes.scripted_engine import script_scores
+from tests.fakes.scripted_settings import ScriptedSettings
 from tests.fakes.scripted_worker import ScriptedWorker
 from tests.integration.coordinator.gateways import answer, asked, gateway
 

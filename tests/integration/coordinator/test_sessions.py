@@ -9,7 +9,6 @@ import pytest
 from ebbtide.client import GatewayLease
 from ebbtide.coordinator import metrics
 from ebbtide.errors import AlreadyExists, InvalidRequest, LeaseSuperseded, NoCapacity, NotFound, NotReady
-from ebbtide.testing import wait_until
 from ebbtide.types.rollout import SampledResponse, SubmitOutcome, Trajectory
 from ebbtide.types.run import LeaseRef, Sampling
 from ebbtide.types.session import MAX_TURN_RECORD, SessionEnd, SessionState, SessionTurn
@@ -17,6 +16,7 @@ from ebbtide.v1 import sessions_pb2, sessions_pb2_grpc, types_pb2
 from ebbtide.wire.record_conversion import from_proto
 from tests.fakes.scripted_worker import tokens
 from tests.integration.coordinator.gateways import OWNER, answer, asked, branch, gateway, keys, pass_time
+from tests.support.waiting import wait_until
 
 STOP = types_pb2.FINISH_REASON_STOP
 ACCEPTED, KNOWN, COMPLETED = SubmitOutcome.ACCEPTED, SubmitOutcome.KNOWN, SubmitOutcome.COMPLETED

@@ -10,7 +10,6 @@ from benchmarks.sharing import OVERTAKEN, SCENES, WORKERS, Stage, overtaken, pla
 from ebbtide.coordinator.dispatcher import worker_allocator
 from ebbtide.errors import AlreadyExists, InvalidRequest, NotReady
 from ebbtide.store.store_keys import run_key
-from ebbtide.testing import wait_until
 from ebbtide.types.end_cause import EndCause
 from ebbtide.types.rollout import RolloutKind
 from ebbtide.types.run import EvaluationSpec, Run, ShareSpec
@@ -18,6 +17,7 @@ from ebbtide.types.tokens import token_count
 from ebbtide.v1 import runs_pb2, types_pb2
 from ebbtide.wire.record_conversion import from_proto
 from tests.integration.coordinator.conftest import TOKEN
+from tests.support.waiting import wait_until
 
 STOP = types_pb2.FINISH_REASON_STOP
 

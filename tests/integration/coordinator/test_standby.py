@@ -21,12 +21,13 @@ from ebbtide.rpc.leader_channel import LeaderChannel
 from ebbtide.rpc.status_table import translated
 from ebbtide.scheduling.health.leader_election import TTL_S
 from ebbtide.store.store_keys import LEADER, SCHEMA
-from ebbtide.testing import EmbeddedRedis, wait_until
 from ebbtide.types.rollout import RolloutRequest
 from ebbtide.types.run import Sampling
 from ebbtide.types.tokens import pack_ids
 from ebbtide.v1 import runs_pb2, runs_pb2_grpc
 from tests.fakes.links import Way
+from tests.support.redis_servers import EmbeddedRedis
+from tests.support.waiting import wait_until
 
 TOKEN = "a token"
 SECURITY = ClientSecurity(token=TOKEN)

@@ -7,11 +7,11 @@ from typing import Any
 from ebbtide.coordinator.dispatcher import unserved_work
 from ebbtide.errors import NotFound
 from ebbtide.scheduling.health import flapping
-from ebbtide.testing import wait_until
 from ebbtide.types.end_cause import EndCause
 from ebbtide.types.fleet import WorkerState
 from ebbtide.types.tokens import pack_ids
 from ebbtide.v1 import fleet_pb2, types_pb2
+from tests.support.waiting import wait_until
 
 STOP = types_pb2.FINISH_REASON_STOP
 SILENT = {"heartbeat_timeout_s": 0.6}

@@ -6,12 +6,12 @@ import pytest
 
 from ebbtide.errors import InvalidRequest, NotFound
 from ebbtide.store.store_keys import run_key
-from ebbtide.testing import wait_until
 from ebbtide.types.end_cause import EndCause
 from ebbtide.types.fleet import WorkerState
 from ebbtide.types.rollout import DropReason, RolloutKind
 from ebbtide.types.tokens import pack_ids
 from ebbtide.v1 import fleet_pb2, rollouts_pb2, runs_pb2, types_pb2
+from tests.support.waiting import wait_until
 
 STOP = types_pb2.FINISH_REASON_STOP
 

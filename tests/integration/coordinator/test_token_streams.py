@@ -9,12 +9,12 @@ from prometheus_client import REGISTRY
 
 from ebbtide.auth.security import ClientSecurity
 from ebbtide.client import Client
-from ebbtide.testing import wait_until
 from ebbtide.types.rollout import FinishReason, RolloutKind, TokenChunk
 from ebbtide.types.tokens import token_count, unpack_tokens
 from ebbtide.v1 import fleet_pb2, types_pb2
 from tests.integration.coordinator.conftest import TOKEN
 from tests.integration.coordinator.gateways import answer, asked, gateway
+from tests.support.waiting import wait_until
 
 STOP = types_pb2.FINISH_REASON_STOP
 

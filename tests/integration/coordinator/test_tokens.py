@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 
 from ebbtide.errors import InvalidRequest, NotFound
-from ebbtide.testing import wait_until
 from ebbtide.types.end_cause import EndCause
 from ebbtide.types.tokens import pack_ids, unpack_tokens
 from ebbtide.v1 import fleet_pb2, rollouts_pb2, types_pb2
 from ebbtide.v1.fleet_pb2 import AppendAck
+from tests.support.waiting import wait_until
 
 STOP = types_pb2.FINISH_REASON_STOP
 STORED, GAP, SUPERSEDED = AppendAck.STATUS_STORED, AppendAck.STATUS_GAP, AppendAck.STATUS_SUPERSEDED

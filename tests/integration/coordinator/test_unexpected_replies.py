@@ -10,9 +10,10 @@ from prometheus_client import REGISTRY
 from ebbtide.coordinator.metrics import measure
 from ebbtide.errors import EbbtideError, Internal, InvalidRequest, Unavailable
 from ebbtide.store.store_keys import run_key, run_prefix
-from ebbtide.testing import EmbeddedRedis, wait_until
 from ebbtide.types.run import ShareSpec
 from ebbtide.v1 import fleet_pb2, runs_pb2, types_pb2
+from tests.support.redis_servers import EmbeddedRedis
+from tests.support.waiting import wait_until
 
 
 async def spoil(cluster: Any, run_id: str, name: str) -> None:

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from ebbtide.testing import wait_until
 from ebbtide.v1 import fleet_pb2, types_pb2
+from tests.support.waiting import wait_until
 
 STOP = types_pb2.FINISH_REASON_STOP
 

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from ebbtide.errors import InvalidRequest, LeaseSuperseded, NotFound, NotReady
-from ebbtide.testing import wait_until
 from ebbtide.types.run import TrainerSpec
 from ebbtide.v1 import runs_pb2, types_pb2
+from tests.support.waiting import wait_until
 
 
 async def ask(run: Any, **more: Any) -> Any:

@@ -9,10 +9,10 @@ import openai
 import pytest
 
 from ebbtide.client import Client, Lease
-from ebbtide.rollout_worker.engine.scripted_engine import follow
-from ebbtide.rollout_worker.settings import ScriptedSettings
 from tests.chaos.cluster import TOKEN, Cluster
 from tests.fakes.model_texts import save_chat_model
+from tests.fakes.scripted_engine import follow
+from tests.fakes.scripted_settings import ScriptedSettings
 
 #: The ids of the tests' tokenizer. Nothing ends a response but its length.
 SCRIPT: Final = ScriptedSettings(step_s=0.02, vocab_size=424, mean_length=0)
@@ -47,7 +47,7 @@ class GatewayStand:
 
 @pytest.fixture
 async def stand(cluster: Cluster, tmp_path: Path) -> AsyncIterator[GatewayStand]:
-    cluster.script = {f"scripted_{name}": getattr(SCRIPT, name) for name in ("step_s", "vocab_size", "mean_length")}
+    cluster.script = SCRIPT
     client = await cluster.boot(workers=2, heartbeat_s=0.5, heartbeat_timeout_s=2.0)
     model = save_chat_model(tmp_path / "model")
     spec = {"name": "spell", "model": str(model), "environment": {"name": "none"}, "trainer": {"name": "external"}}

@@ -9,12 +9,12 @@ import numpy as np
 import openai
 import pytest
 
-from ebbtide.rollout_worker.engine.scripted_engine import follow
 from ebbtide.trainer.learning.experience import samples_of
 from ebbtide.types.rollout import Trajectory
 from ebbtide.types.run import TrainerSpec
 from ebbtide.types.tokens import unpack_ids, unpack_tokens
 from tests.chaos.cluster import TOKEN
+from tests.fakes.scripted_engine import follow
 from tests.integration.gateway.conftest import SCRIPT, GatewayStand
 
 Message = dict[str, Any]

@@ -13,12 +13,12 @@ import pytest
 
 from ebbtide.auth.roles import Role
 from ebbtide.cli.credentials import signing_keys
-from ebbtide.testing import wait_until
 from ebbtide.types.key_usage import KeyLimits
 from tests.chaos.cluster import TOKEN
 from tests.fakes.model_texts import byte_level_tokenizer
 from tests.integration.gateway.conftest import GatewayStand
 from tests.integration.gateway.test_gateway_sessions import trajectories
+from tests.support.waiting import wait_until
 
 PROMPT = [5, 6, 7, 8]
 

@@ -21,7 +21,7 @@ from ebbtide.errors import InvalidRequest
 from ebbtide.gateway.access.request_limits import RequestLimits
 from ebbtide.gateway.http_server import HttpServer
 from ebbtide.gateway.settings import DoorSettings, GatewaySettings
-from ebbtide.testing import wait_until
+from tests.support.waiting import wait_until
 
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 

@@ -5,10 +5,11 @@ from typing import Any
 
 import openai
 import pytest
+from msgspec.structs import replace
 
-from ebbtide.rollout_worker.engine.scripted_engine import script_scores
-from ebbtide.testing import wait_until
+from tests.fakes.scripted_engine import script_scores
 from tests.integration.gateway.conftest import SCRIPT, GatewayStand
+from tests.support.waiting import wait_until
 
 PROMPT = list(range(5, 305))
 #: So long does a worker read that is to die over it.
@@ -49,7 +50,7 @@ async def test_a_prompt_is_scored_again_after_its_worker_was_killed(stand: Gatew
         await loglikelihood(first)
     assert refused.value.status_code == 503
 
-    await stand.cluster.worker("slow", scripted_scores=True, scripted_first_token_s=ENDLESS_S)
+    await stand.cluster.worker("slow", script=replace(SCRIPT, scores=True, first_token_s=ENDLESS_S))
     asked = asyncio.create_task(loglikelihood(first, **{"X-Request-ID": "one"}))
 
     async def reads() -> bool:
@@ -57,7 +58,7 @@ async def test_a_prompt_is_scored_again_after_its_worker_was_killed(stand: Gatew
         return bool(workers["slow"].running)
 
     await wait_until(reads, what="the prompt is with the worker that scores")
-    await stand.cluster.worker("quick", scripted_scores=True)
+    await stand.cluster.worker("quick", script=replace(SCRIPT, scores=True))
     stand.cluster.kill("slow")
     found = await asked
     assert found.logprobs.token_logprobs == [None, *expected(stand)]

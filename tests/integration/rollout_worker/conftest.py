@@ -16,16 +16,17 @@ from prometheus_client import REGISTRY
 
 from ebbtide.auth.security import ClientSecurity, ServerSettings
 from ebbtide.ledger import read_ledger
-from ebbtide.rollout_worker.engine.scripted_engine import follow
 from ebbtide.rollout_worker.service import serve
-from ebbtide.rollout_worker.settings import ScriptedSettings, WorkerSettings
+from ebbtide.rollout_worker.settings import WorkerSettings
 from ebbtide.rpc.server import Server
 from ebbtide.runtime import Shutdown
-from ebbtide.testing import wait_until
 from ebbtide.v1 import fleet_pb2_grpc, weights_pb2_grpc
+from tests.fakes.scripted_engine import follow
 from tests.fakes.scripted_fleet import PROMPT, ScriptedFleet
 from tests.fakes.scripted_relay import TOKEN, LiveRelay, Relay
+from tests.fakes.scripted_settings import ENGINE, ScriptedSettings, write_script
 from tests.integration.rollout_worker.reading import Reads, watch_reads
+from tests.support.waiting import wait_until
 
 FLUSH_TOKENS = 16
 
@@ -59,20 +60,20 @@ class House:
         self.counter_file, self.mirrors = tmp_path / f"{name}.ledger", tmp_path / "mirrors"
 
     def settings(self, **changes: Any) -> WorkerSettings:
-        scripted = ScriptedSettings(**{"step_s": 0.002, **changes.pop("scripted", {})})
+        script = ScriptedSettings(**{"step_s": 0.002, **changes.pop("script", {})})
         base = WorkerSettings(
             coordinator=self._addresses[0],
             relay=self._addresses[1],
             client=ClientSecurity(token=TOKEN),
             worker_id=self.name,
-            engine="scripted",
+            engine=ENGINE,
+            engine_options=write_script(script),
             mirror_dir=str(self.mirrors),
             flush_tokens=FLUSH_TOKENS,
             flush_interval_ms=20,
             pull_patience_s=5.0,
             drain_timeout_s=5.0,
             counter_file=str(self.counter_file),
-            scripted=scripted,
         )
         return msgspec.structs.replace(base, **changes)
 
@@ -88,7 +89,7 @@ class House:
 
     async def process(self, *flags: str, version: int = 1) -> subprocess.Popen[bytes]:
         """An attached worker as a process of its own, which serves `version`; 0: none yet."""
-        command = [sys.executable, "-m", "ebbtide.rollout_worker", "--engine", "scripted", "--worker-id", self.name]
+        command = [sys.executable, "-m", "ebbtide.rollout_worker", "--engine", ENGINE, "--worker-id", self.name]
         command += ["--coordinator", self._addresses[0], "--relay", self._addresses[1]]
         command += ["--flush-tokens", str(FLUSH_TOKENS), "--flush-interval-ms", "20"]
         command += ["--counter-file", str(self.counter_file), "--mirror-dir", str(self.mirrors), *flags]

@@ -10,9 +10,9 @@ from typing import Any
 from ebbtide.auth.security import ServerSettings
 from ebbtide.grants import Page, page_path, socket_path
 from ebbtide.rpc.server import Server
-from ebbtide.testing import wait_until
 from ebbtide.types.grants import GRANT_S, Budget
 from ebbtide.v1 import grants_pb2, grants_pb2_grpc
+from tests.support.waiting import wait_until
 
 EVER = 1e9
 #: Grants are renewed so often, as a real guard does.

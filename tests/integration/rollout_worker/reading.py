@@ -6,7 +6,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from ebbtide.rollout_worker.engine.checkpoint_facts import header
-from ebbtide.rollout_worker.engine.scripted_engine import ScriptedEngine
+from tests.fakes.scripted_engine import ScriptedEngine
 
 #: The version of each install that succeeded, and the bytes of its tensors.
 Reads = list[tuple[int, dict[str, bytes]]]

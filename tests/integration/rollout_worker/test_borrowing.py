@@ -14,12 +14,12 @@ from ebbtide.grants import page_path
 from ebbtide.rollout_worker import device_lease
 from ebbtide.rollout_worker.service import serve
 from ebbtide.runtime import Shutdown
-from ebbtide.testing import wait_until
 from ebbtide.types.fleet import WorkerKind, WorkerState
 from ebbtide.types.run import Sampling
 from ebbtide.v1 import fleet_pb2, grants_pb2
 from tests.fakes.scripted_relay import RUN
 from tests.integration.rollout_worker.guards import Guard, guarding
+from tests.support.waiting import wait_until
 
 House = Any  # the fixture's class lives in conftest.py
 Expected = Callable[[int], list[int]]
@@ -227,7 +227,7 @@ async def test_an_install_waits_where_the_budget_is_for_a_step_beside_requests(
 async def test_an_install_waits_for_a_spell_as_long_as_the_last_one_took(
     house: House, guard: Guard, folder: Path
 ) -> None:
-    worker = await working(house, guard, folder, scripted={"install_s": 0.3})
+    worker = await working(house, guard, folder, script={"install_s": 0.3})
     guard.fields["forecast"] = grants_pb2.Forecast(share=0.5, spell_s=0.2)
     await wait_until(lambda: beat(house).borrowed.spell_s == 0.2)
     heard = await waits(house)
@@ -280,7 +280,7 @@ async def test_the_page_goes_with_its_worker(house: House, guard: Guard, folder:
 
 
 async def test_a_stubborn_engine_steps_on_where_its_guard_can_see_it(house: House, guard: Guard, folder: Path) -> None:
-    worker = await working(house, guard, folder, scripted={"stubborn": True})
+    worker = await working(house, guard, folder, script={"stubborn": True})
     guard.allow(0)
     steps = guard.page.steps().steps
     await wait_until(lambda: guard.page.steps().steps > steps + 20)

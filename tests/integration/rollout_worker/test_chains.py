@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from ebbtide.rollout_worker.engine.scripted_engine import ScriptedEngine
+from tests.fakes.scripted_engine import ScriptedEngine
 from tests.integration.rollout_worker.reading import Reads, pulled
 from tests.unit.weights.chain import Link, chain, whole
 

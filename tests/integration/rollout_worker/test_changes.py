@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from ebbtide.rollout_worker.engine import EngineFailed
-from ebbtide.rollout_worker.engine.scripted_engine import ScriptedEngine
 from ebbtide.transfer import Puller
+from tests.fakes.scripted_engine import ScriptedEngine
 from tests.integration.rollout_worker.reading import tensors
 from tests.integration.rollout_worker.training import Trainer
 

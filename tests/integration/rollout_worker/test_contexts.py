@@ -6,19 +6,20 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from ebbtide.client import Client
 from ebbtide.ledger import read_ledger
-from ebbtide.rollout_worker.engine.scripted_engine import follow
-from ebbtide.rollout_worker.settings import ScriptedSettings
-from ebbtide.testing import wait_until
 from ebbtide.types.end_cause import EndCause
 from ebbtide.types.rollout import FinishReason, RolloutRequest
 from ebbtide.types.run import RunEvent, Sampling
 from ebbtide.types.tokens import pack_ids, unpack_tokens
 from tests.chaos.cluster import Cluster
 from tests.chaos.load import RUN, SPEC, publish
+from tests.fakes.scripted_engine import follow
 from tests.fakes.scripted_fleet import PROMPT
+from tests.fakes.scripted_settings import ScriptedSettings
+from tests.support.waiting import wait_until
 
 House = Any  # the fixture's class lives in conftest.py
 #: Prompt plus response, in tokens, of the worker with less, and of the other one.
@@ -50,7 +51,7 @@ def undisturbed(request: RolloutRequest, number: int) -> tuple[list[int], Finish
 async def test_a_worker_hands_back_what_fills_its_context_and_goes_on_with_what_it_is_given(
     house: House, expected: Callable[[int], list[int]]
 ) -> None:
-    await house.worker(scripted={"max_model_len": SHORT})
+    await house.worker(script={"max_model_len": SHORT})
     house.coordinator.assign("r1", Sampling(max_tokens=1000), max_model_len=LONG)
     room = SHORT - len(PROMPT)
     await wait_until(lambda: "r1" in house.coordinator.released())
@@ -64,7 +65,7 @@ async def test_a_worker_hands_back_what_fills_its_context_and_goes_on_with_what_
 
 
 async def test_a_worker_hands_back_what_is_longer_than_the_context_that_it_is_told(house: House) -> None:
-    await house.worker(scripted={"max_model_len": LONG})
+    await house.worker(script={"max_model_len": LONG})
     house.coordinator.assign("r1", Sampling(max_tokens=1000), max_model_len=len(PROMPT) - 1)
     await wait_until(lambda: "r1" in house.coordinator.released())
     assert house.coordinator.causes() == {"r1": EndCause.SHORT_CONTEXT}
@@ -73,7 +74,7 @@ async def test_a_worker_hands_back_what_is_longer_than_the_context_that_it_is_to
 
 
 async def test_a_worker_ends_by_its_own_context_what_a_former_coordinator_gives_it(house: House) -> None:
-    await house.worker(scripted={"max_model_len": SHORT})
+    await house.worker(script={"max_model_len": SHORT})
     house.coordinator.assign("r1", Sampling(max_tokens=1000))
     await wait_until(lambda: house.coordinator.finished == {"r1": FinishReason.LENGTH})
     assert house.coordinator.length("r1") == SHORT - len(PROMPT)
@@ -82,13 +83,8 @@ async def test_a_worker_ends_by_its_own_context_what_a_former_coordinator_gives_
 async def boot(cluster: Cluster, **workers: int) -> Client:
     """A cluster whose workers, by name, have contexts of so many tokens."""
     client = await cluster.boot(workers=0)
-    script: dict[str, Any] = {
-        "scripted_step_s": 0.002,
-        "scripted_vocab_size": 100,
-        "scripted_mean_length": SCRIPT.mean_length,
-    }
     for name, context in workers.items():
-        await cluster.worker(name, slots=2, **script, scripted_max_model_len=context)
+        await cluster.worker(name, slots=2, script=replace(SCRIPT, step_s=0.002, max_model_len=context))
     return client
 
 
@@ -128,7 +124,7 @@ async def test_a_run_whose_context_no_worker_has_waits_for_one_and_says_so(clust
         event = await warning(client)
         assert f"1 rollouts fill the longest attached ({SHORT})" in event.message
         assert f"max_model_len to the run's ({LONG})" in event.message
-        await cluster.worker("w2", scripted_step_s=0.002, scripted_vocab_size=100, scripted_max_model_len=2 * LONG)
+        await cluster.worker("w2", script=replace(SCRIPT, step_s=0.002, max_model_len=2 * LONG))
         async for one in lease.finished():
             assert len(unpack_tokens(one.tokens)) == LONG - 4  # where it ends is the run's to say
             assert one.reason is FinishReason.LENGTH

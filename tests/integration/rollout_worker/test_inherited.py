@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from ebbtide.testing import wait_until
 from ebbtide.types.run import Sampling
 from tests.integration.rollout_worker.reading import Reads, tensors
+from tests.support.waiting import wait_until
 
 House = Any  # the fixture's class lives in conftest.py
 
@@ -74,7 +74,7 @@ async def test_a_version_that_the_engine_refuses_again_is_looked_at_once(
         doubt(mirror)
 
     monkeypatch.setattr(Mirror, "doubt", counted)
-    await house.worker(scripted={"refuse_version": 2})
+    await house.worker(script={"refuse_version": 2})
     version = house.relay.publish(2)
     for count in (1, 2, 3):
         house.coordinator.install(version)

@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 
 from ebbtide.rollout_worker.engine.checkpoint_facts import architecture
-from ebbtide.rollout_worker.engine.scripted_engine import ScriptedEngine
-from ebbtide.testing import wait_until
 from ebbtide.types.end_cause import EndCause
 from ebbtide.types.run import Sampling
 from ebbtide.types.weights import PolicyVersion
+from tests.fakes.scripted_engine import ScriptedEngine
+from tests.support.waiting import wait_until
 
 House = Any  # the fixture's class lives in conftest.py
 
 
 async def test_rollouts_without_bounds_go_on_across_an_install(house: House) -> None:
-    await house.worker(scripted={"install_s": 0.02})
+    await house.worker(script={"install_s": 0.02})
     house.coordinator.assign("r1", Sampling(max_tokens=300))
     await wait_until(lambda: house.coordinator.length("r1") > 20)
     house.coordinator.install(house.relay.publish(2))
@@ -91,7 +91,7 @@ async def test_a_pull_survives_corrupt_tiles_and_a_relay_that_goes_away(house: H
 
 
 async def test_a_refused_version_leaves_the_old_one_serving(house: House) -> None:
-    await house.worker(scripted={"refuse_version": 2})
+    await house.worker(script={"refuse_version": 2})
     house.coordinator.assign("r1", Sampling(max_tokens=100))
     house.coordinator.install(house.relay.publish(2))
     failed = await house.coordinator.hear("install_failed")
@@ -122,7 +122,7 @@ async def test_a_relay_that_is_away_for_too_long_is_told_from_a_version_that_can
 
 
 async def test_a_worker_reports_that_it_is_installing(house: House) -> None:
-    await house.worker(scripted={"install_s": 0.3})
+    await house.worker(script={"install_s": 0.3})
     house.coordinator.install(house.relay.publish(2))
     await asyncio.wait_for(house.coordinator.hear("installed", 2), 5)
     assert {beat.state for beat in house.coordinator.heard["heartbeat"]} >= {2, 3}

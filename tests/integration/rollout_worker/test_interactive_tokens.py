@@ -4,9 +4,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ebbtide.testing import wait_until
 from ebbtide.types.fleet import INTERACTIVE_FLUSH_S
 from ebbtide.types.run import Sampling
+from tests.support.waiting import wait_until
 
 House = Any  # the fixture's class lives in conftest.py
 Expected = Callable[[int], list[int]]

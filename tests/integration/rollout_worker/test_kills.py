@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from ebbtide.free_ports import free_port
-from ebbtide.testing import wait_until
 from ebbtide.types.run import Sampling
 from tests.fakes.links import Way
 from tests.integration.rollout_worker.reading import Reads, pulled
 from tests.integration.rollout_worker.training import Trainer
+from tests.support.waiting import wait_until
 
 House = Any  # the fixtures' classes live in conftest.py and relays.py
 Houses = Callable[[str], Awaitable[Any]]

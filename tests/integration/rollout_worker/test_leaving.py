@@ -5,16 +5,16 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import pytest
 
 from ebbtide.errors import InvalidRequest, NotReady, Unavailable
 from ebbtide.ledger import read_ledger
 from ebbtide.rollout_worker.engine import EngineFailed
-from ebbtide.rollout_worker.engine.scripted_engine import ScriptedEngine
-from ebbtide.testing import wait_until
 from ebbtide.types.run import Sampling
 from ebbtide.v1 import fleet_pb2
+from tests.fakes.scripted_engine import ScriptedEngine
+from tests.fakes.scripted_settings import ScriptedSettings, write_script
+from tests.support.waiting import wait_until
 
 House = Any  # the fixture's class lives in conftest.py
 Expected = Callable[[int], list[int]]
@@ -82,13 +82,15 @@ async def test_a_drain_cuts_a_slow_pull_short(house: House, expected: Expected) 
     assert "install_failed" not in house.coordinator.heard
 
 
-async def test_a_drain_hands_over_during_an_install_that_outlasts_it(house: House, expected: Expected) -> None:
+async def test_a_drain_hands_over_during_an_install_that_outlasts_it(
+    house: House, expected: Expected, monkeypatch: pytest.MonkeyPatch
+) -> None:
     worker = await house.worker(flush_tokens=10_000)
     house.coordinator.assign("r1", Sampling(max_tokens=4000))
     await wait_until(lambda: house.coordinator.length("r1") > 20)
     house.coordinator.store_up.clear()
     await wait_until(lambda: house.generated() > house.coordinator.length("r1"))
-    msgspec.structs.force_setattr(worker.settings.scripted, "install_s", 60.0)
+    monkeypatch.setattr(ScriptedEngine, "install_s", 60.0)
     house.coordinator.install(house.relay.publish(2))
     await wait_until(lambda: house.coordinator.heard["heartbeat"][-1].held)
     house.coordinator.say(drain=fleet_pb2.Drain(deadline_s=10))
@@ -120,7 +122,7 @@ async def test_a_drain_does_not_wait_for_an_engine_that_is_too_busy_to_pause(
 
 
 async def test_a_drain_hands_over_what_a_stalled_engine_made(house: House, expected: Expected) -> None:
-    worker = await house.worker(scripted={"stall_after_tokens": 30})
+    worker = await house.worker(script={"stall_after_tokens": 30})
     house.coordinator.assign("r1", Sampling(max_tokens=4000))
     await wait_until(lambda: house.coordinator.length("r1") == 30)
     await worker.end()
@@ -204,7 +206,7 @@ async def test_a_drain_that_cannot_end_says_so(house: House) -> None:
 
 
 async def test_a_lost_engine_takes_the_worker_out_and_its_tokens_are_kept(house: House) -> None:
-    worker = await house.worker(scripted={"fail_after_tokens": 30})
+    worker = await house.worker(script={"fail_after_tokens": 30})
     house.coordinator.assign("r1", Sampling(max_tokens=4000))
     await worker.task
     assert isinstance(worker.shutdown.failure, EngineFailed)
@@ -240,7 +242,7 @@ async def test_sigterm_ends_the_process_without_losing_a_token(house: House, exp
 
 
 async def test_after_a_sigkill_at_most_one_flush_window_is_missing(house: House) -> None:
-    process = await house.process("--scripted-step-s", "0.05")
+    process = await house.process("--engine-options", write_script(ScriptedSettings(step_s=0.05)))
     for number in range(8):
         house.coordinator.assign(f"r{number}", Sampling(max_tokens=4000))
     await wait_until(lambda: all(house.coordinator.length(f"r{number}") > 8 for number in range(8)))
@@ -263,7 +265,7 @@ async def test_a_wrong_token_ends_the_worker_with_the_reason(house: House) -> No
 
 
 async def test_an_unknown_model_is_refused_by_name(house: House) -> None:
-    worker = await house.worker(version=0, engine="vllm", model="/no/such/checkpoint")
+    worker = await house.worker(version=0, engine="vllm", engine_options="", model="/no/such/checkpoint")
     with pytest.raises(InvalidRequest, match="model: '/no/such/checkpoint' is no directory"):
         await worker.task
 

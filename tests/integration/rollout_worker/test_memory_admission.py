@@ -4,9 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 from ebbtide.ledger import read_ledger
-from ebbtide.testing import wait_until
 from ebbtide.types.run import Sampling
 from ebbtide.v1 import fleet_pb2
+from tests.support.waiting import wait_until
 
 House = Any  # the fixture's class lives in conftest.py
 Expected = Callable[[int], list[int]]
@@ -31,13 +31,13 @@ async def finish_all(house: House, expected: Expected, **forecasts: int) -> None
 
 
 async def test_an_engine_without_admission_takes_memory_from_running_rollouts(house: House, expected: Expected) -> None:
-    await house.worker(scripted=MEMORY, admit_by_memory=False)
+    await house.worker(script=MEMORY, admit_by_memory=False)
     await finish_all(house, expected)
     await wait_until(lambda: beat(house).preemptions > 0)
 
 
 async def test_admission_spares_the_engine_from_it_and_no_token_is_made_twice(house: House, expected: Expected) -> None:
-    await house.worker(scripted=MEMORY)
+    await house.worker(script=MEMORY)
     await finish_all(house, expected)
     beats = len(house.coordinator.heard["heartbeat"])
     await wait_until(lambda: len(house.coordinator.heard["heartbeat"]) > beats + 1)
@@ -50,7 +50,7 @@ async def test_admission_spares_the_engine_from_it_and_no_token_is_made_twice(ho
 async def test_a_rollout_that_waits_for_memory_is_handed_back_at_once_as_it_came(
     house: House, expected: Expected
 ) -> None:
-    await house.worker(scripted=MEMORY)
+    await house.worker(script=MEMORY)
     house.coordinator.assign("runs", Sampling(max_tokens=3000), expected_tokens=600)
     await wait_until(lambda: house.coordinator.length("runs") > 8)
     house.coordinator.stored["waits"] = b""
@@ -64,7 +64,7 @@ async def test_a_rollout_that_waits_for_memory_is_handed_back_at_once_as_it_came
 
 
 async def test_a_forecast_that_comes_during_an_install_counts_behind_it(house: House) -> None:
-    await house.worker(scripted={**MEMORY, "step_s": 0.02, "install_s": 0.3})
+    await house.worker(script={**MEMORY, "step_s": 0.02, "install_s": 0.3})
     house.coordinator.install(house.relay.publish(2))
     await wait_until(lambda: beat(house).held)
     for name in ("one", "other"):
@@ -78,7 +78,7 @@ async def test_a_forecast_that_comes_during_an_install_counts_behind_it(house: H
 
 
 async def test_a_forecast_that_comes_later_lets_a_rollout_in_that_waited(house: House, expected: Expected) -> None:
-    await house.worker(scripted={**MEMORY, "step_s": 0.02})
+    await house.worker(script={**MEMORY, "step_s": 0.02})
     house.coordinator.assign("runs", Sampling(max_tokens=3000), expected_tokens=600)
     await wait_until(lambda: house.coordinator.length("runs") > 8)
     house.coordinator.stored["waits"] = b""
@@ -94,7 +94,7 @@ async def test_a_forecast_that_comes_later_lets_a_rollout_in_that_waited(house: 
 
 
 async def test_a_drain_hands_back_those_that_run_and_those_that_wait(house: House, expected: Expected) -> None:
-    worker = await house.worker(scripted=MEMORY)
+    worker = await house.worker(script=MEMORY)
     for name in ("runs", "waits", "waits too"):
         house.coordinator.assign(name, Sampling(max_tokens=3000), expected_tokens=600)
     await wait_until(lambda: house.coordinator.length("runs") > 8 and beat(house).unadmitted == 2)
@@ -108,7 +108,7 @@ async def test_a_drain_hands_back_those_that_run_and_those_that_wait(house: Hous
 async def test_rollouts_that_outgrow_their_forecast_give_up_memory_and_end_exactly(
     house: House, expected: Expected
 ) -> None:
-    await house.worker(scripted={**MEMORY, "step_s": 0.001})
+    await house.worker(script={**MEMORY, "step_s": 0.001})
     for name in ("first", "second", "third", "fourth"):
         house.coordinator.assign(name, Sampling(max_tokens=400), expected_tokens=100)
     await wait_until(lambda: len(house.coordinator.finished) == 4, 30)

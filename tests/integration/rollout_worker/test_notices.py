@@ -15,9 +15,9 @@ from ebbtide.rollout_worker.notices.aws import SpotProbe
 from ebbtide.rollout_worker.notices.azure import ScheduledEventsProbe
 from ebbtide.rollout_worker.notices.gcp import PreemptionProbe
 from ebbtide.rollout_worker.notices.metadata import Notice
-from ebbtide.testing import wait_until
 from ebbtide.types.run import Sampling
 from tests.integration.rollout_worker.clouds import Aws, Azure, Cloud, Gcp
+from tests.support.waiting import wait_until
 
 House = Any  # the fixture's class lives in conftest.py
 Expected = Callable[[int], list[int]]

@@ -13,7 +13,6 @@ from ebbtide.auth.security import ClientSecurity
 from ebbtide.errors import Internal, InvalidRequest, NoCapacity, Unavailable, VersionUnavailable
 from ebbtide.rpc.channel import Channel, open_channel
 from ebbtide.rpc.status_table import translated
-from ebbtide.testing import wait_until
 from ebbtide.types.fleet import WorkerKind
 from ebbtide.v1 import weights_pb2
 from ebbtide.v1.weights_pb2_grpc import WeightsStub
@@ -21,6 +20,7 @@ from ebbtide.weights import tile_digest
 from tests.fakes.links import Way
 from tests.fakes.scripted_relay import TOKEN
 from tests.integration.rollout_worker.reading import Reads, pulled
+from tests.support.waiting import wait_until
 
 House = Any  # the fixtures' classes live in conftest.py
 Houses = Callable[[str], Awaitable[Any]]
@@ -202,7 +202,7 @@ async def test_a_peer_that_lies_is_not_believed(houses: Houses, tmp_path: Path, 
 
 
 async def test_the_relay_hears_who_holds_what_again_and_again(house: House) -> None:
-    await house.worker(**PEER, site="here", kind=WorkerKind.SPOT, scripted={"install_s": 0.05})
+    await house.worker(**PEER, site="here", kind=WorkerKind.SPOT, script={"install_s": 0.05})
     told = house.relay.told
     await wait_until(lambda: sum(one.install_s > 0 for one in told) >= 2, what="telling it twice")
     last = told[-1]
@@ -222,7 +222,7 @@ async def test_a_worker_that_serves_nobody_gives_no_address(house: House) -> Non
 
 async def test_an_address_that_nobody_can_reach_is_refused_before_the_engine_boots(house: House) -> None:
     for flags in ({"peer_listen": "0.0.0.0:0"}, {"peer_listen": "10.0.0.1:0"}, {"peer_listen": "nowhere"}):
-        worker = await house.worker(version=0, scripted={"boot_s": 0.0}, **flags)
+        worker = await house.worker(version=0, script={"boot_s": 0.0}, **flags)
         with pytest.raises(InvalidRequest):
             await worker.task
 
@@ -239,7 +239,7 @@ async def test_a_port_that_is_in_use_is_refused_by_the_name_of_its_setting(house
 async def test_a_folder_of_mirrors_that_cannot_serve_is_refused_before_the_engine_boots(
     house: House, tmp_path: Path, wrong: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ebbtide.rollout_worker.engine.scripted_engine import ScriptedEngine
+    from tests.fakes.scripted_engine import ScriptedEngine
 
     booted: list[ScriptedEngine] = []
     monkeypatch.setattr(ScriptedEngine, "start", booted.append)

@@ -3,16 +3,16 @@
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import pytest
 
 from ebbtide.ledger import read_ledger
 from ebbtide.rollout_worker import metrics
-from ebbtide.testing import wait_until
 from ebbtide.types.end_cause import EndCause
 from ebbtide.types.fleet import WorkerState
 from ebbtide.types.run import Sampling
 from ebbtide.v1 import fleet_pb2, types_pb2
+from tests.fakes.scripted_engine import ScriptedEngine
+from tests.support.waiting import wait_until
 
 House = Any  # the fixture's class lives in conftest.py
 Expected = Callable[[int], list[int]]
@@ -87,7 +87,7 @@ async def test_one_that_has_finished_meanwhile_finishes_and_unknown_ones_are_ign
 
 
 async def test_one_that_has_not_started_goes_back_at_once(house: House) -> None:
-    await house.worker(scripted={"first_token_s": 60.0})
+    await house.worker(script={"first_token_s": 60.0})
     house.coordinator.assign("r1", Sampling(max_tokens=8))
     await wait_until(lambda: house.in_engine() == 1)
     release(house, "r1")
@@ -95,11 +95,13 @@ async def test_one_that_has_not_started_goes_back_at_once(house: House) -> None:
     assert house.generated() == 0
 
 
-async def test_release_cancel_and_drain_do_not_wait_for_an_install(house: House) -> None:
-    worker = await house.worker(scripted={"install_s": 0.05})
+async def test_release_cancel_and_drain_do_not_wait_for_an_install(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = await house.worker(script={"install_s": 0.05})
     house.coordinator.assign("running", Sampling(max_tokens=4000))
     await wait_until(lambda: house.coordinator.length("running") > 8)
-    msgspec.structs.force_setattr(worker.settings.scripted, "install_s", 60.0)
+    monkeypatch.setattr(ScriptedEngine, "install_s", 60.0)
     house.coordinator.install(house.relay.publish(2))
     await wait_until(lambda: house.coordinator.heard["heartbeat"][-1].held)
     for name in ("moved", "cancelled", "drained"):
@@ -117,7 +119,7 @@ async def test_release_cancel_and_drain_do_not_wait_for_an_install(house: House)
 
 
 async def test_what_arrives_during_an_install_is_judged_by_the_new_version(house: House) -> None:
-    await house.worker(scripted={"install_s": 0.3})
+    await house.worker(script={"install_s": 0.3})
     house.coordinator.install(house.relay.publish(2))
     await wait_until(lambda: house.coordinator.heard["heartbeat"][-1].held)
     house.coordinator.assign("old", Sampling(max_tokens=8), max_version=1)
@@ -168,7 +170,7 @@ async def test_the_worker_flushes_less_often_when_its_coordinator_says_so(house:
 
 async def test_a_heartbeat_says_at_once_that_generation_is_held_for_an_install(house: House) -> None:
     house.coordinator.heartbeat_s = 60.0
-    await house.worker(version=0, scripted={"install_s": 0.1})
+    await house.worker(version=0, script={"install_s": 0.1})
     house.coordinator.install(house.relay.publish(1))
     await house.coordinator.hear("installed")
     await wait_until(lambda: not house.coordinator.heard["heartbeat"][-1].held)
@@ -189,7 +191,7 @@ async def test_a_heartbeat_says_out_of_turn_that_a_slow_store_holds_generation(h
 
 
 async def test_quiet_grows_while_the_engine_owes_tokens_and_only_then(house: House) -> None:
-    await house.worker(scripted={"stall_after_tokens": 30})
+    await house.worker(script={"stall_after_tokens": 30})
     beats = house.coordinator.heard["heartbeat"]
     assert beats[-1].quiet_s == 0.0, "without work nothing is owed"
     house.coordinator.assign("r1", Sampling(max_tokens=300))
@@ -204,7 +206,7 @@ async def test_quiet_grows_while_the_engine_owes_tokens_and_only_then(house: Hou
 async def test_a_worker_whose_engine_stalled_drops_its_attempts_and_works_again(
     house: House, expected: Expected
 ) -> None:
-    await house.worker(scripted={"stall_at_s": 0.5, "stall_s": 1.0, "step_s": 0.005})
+    await house.worker(script={"stall_at_s": 0.5, "stall_s": 1.0, "step_s": 0.005})
     house.coordinator.assign("r1", Sampling(max_tokens=4000))
     await wait_until(lambda: house.coordinator.heard["heartbeat"][-1].quiet_s > 0.3)
     house.coordinator.fences["r1"] = "another"

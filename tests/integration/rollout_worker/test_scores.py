@@ -3,12 +3,12 @@
 from typing import Any
 
 from ebbtide.ledger import read_ledger
-from ebbtide.rollout_worker.engine.scripted_engine import follow, script_scores
-from ebbtide.rollout_worker.settings import ScriptedSettings
-from ebbtide.testing import wait_until
 from ebbtide.types.prompt_scores import PromptScores, unpack_scores
 from ebbtide.types.run import Sampling
+from tests.fakes.scripted_engine import follow, script_scores
 from tests.fakes.scripted_fleet import PROMPT
+from tests.fakes.scripted_settings import ScriptedSettings
+from tests.support.waiting import wait_until
 
 House = Any  # the fixture's class lives in conftest.py
 ONE = Sampling(max_tokens=1)
@@ -25,7 +25,7 @@ def check_scores(scores: PromptScores) -> None:
 
 
 async def test_a_prompt_is_scored_and_stored_in_one_message(house: House) -> None:
-    await house.worker(scripted={"scores": True})
+    await house.worker(script={"scores": True})
     assert "score" in house.coordinator.attaches[0].capabilities
     house.coordinator.assign("s", ONE, prompt_logprobs=2)
     await wait_until(lambda: "s" in house.coordinator.finished)
@@ -35,7 +35,7 @@ async def test_a_prompt_is_scored_and_stored_in_one_message(house: House) -> Non
 
 
 async def test_scores_that_a_store_did_not_acknowledge_are_sent_again_whole(house: House) -> None:
-    await house.worker(scripted={"scores": True})
+    await house.worker(script={"scores": True})
     house.coordinator.lossy = True
     house.coordinator.assign("s", ONE, prompt_logprobs=2)
     await wait_until(lambda: "s" in house.coordinator.finished and not house.coordinator.lossy)
@@ -43,7 +43,7 @@ async def test_scores_that_a_store_did_not_acknowledge_are_sent_again_whole(hous
 
 
 async def test_a_version_that_is_installed_meanwhile_makes_all_of_the_scores(house: House) -> None:
-    await house.worker(scripted={"scores": True, "first_token_s": 0.5})
+    await house.worker(script={"scores": True, "first_token_s": 0.5})
     house.coordinator.assign("s", ONE, prompt_logprobs=2)
     await wait_until(lambda: house.in_engine() == 1)
     house.coordinator.install(house.relay.publish(2))

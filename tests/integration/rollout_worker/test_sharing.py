@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from ebbtide.rollout_worker.engine.scripted_engine import ScriptedEngine
 from ebbtide.rollout_worker.installs.weight_store import EngineNeeds
-from ebbtide.testing import wait_until
 from ebbtide.transfer import Mirror
 from ebbtide.types.fleet import WorkerKind
 from ebbtide.types.run import Sampling
+from tests.fakes.scripted_engine import ScriptedEngine
 from tests.integration.rollout_worker.reading import Reads
+from tests.support.waiting import wait_until
 
 House = Any  # the fixtures' classes live in conftest.py
 Houses = Callable[[str], Awaitable[Any]]

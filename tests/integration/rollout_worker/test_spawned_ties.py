@@ -6,7 +6,7 @@ from pathlib import Path
 
 import psutil
 
-from ebbtide.testing import wait_until
+from tests.support.waiting import wait_until
 
 _SERVER = """
 import multiprocessing, time

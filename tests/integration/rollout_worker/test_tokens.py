@@ -4,10 +4,11 @@ from collections.abc import Callable
 from typing import Any
 
 from ebbtide.ledger import read_ledger
-from ebbtide.testing import wait_until
 from ebbtide.types.rollout import FinishReason
 from ebbtide.types.run import Sampling
 from ebbtide.types.tokens import TOKEN_BYTES
+from tests.fakes.scripted_settings import ENGINE
+from tests.support.waiting import wait_until
 
 House = Any  # the fixture's class lives in conftest.py
 Expected = Callable[[int], list[int]]
@@ -65,7 +66,7 @@ async def test_a_broken_control_stream_costs_nothing(house: House, expected: Exp
     assert [held.attempt.rollout_id for held in house.coordinator.attaches[1].held] == ["r1"]
     assert house.coordinator.attaches[1].installed[0].version == 1
     assert list(house.coordinator.attaches[1].capabilities) == [
-        *("resume", "flush_interval", "forecasts", "engine:scripted", "min_p")
+        *("resume", "flush_interval", "forecasts", f"engine:{ENGINE}", "min_p")
     ]
     assert [record.generated for record in read_ledger(house.counter_file)] == [300]
 
@@ -137,7 +138,7 @@ async def test_a_finish_is_kept_until_it_is_durable(house: House, expected: Expe
 
 
 async def test_a_slow_store_holds_the_engine_and_loses_nothing(house: House, expected: Expected) -> None:
-    await house.worker(flush_tokens=40, scripted={"step_s": 0.001})
+    await house.worker(flush_tokens=40, script={"step_s": 0.001})
     house.coordinator.assign("r1", Sampling(max_tokens=400))
     await wait_until(lambda: house.coordinator.length("r1") > 4)
     house.coordinator.store_up.clear()
@@ -153,7 +154,7 @@ async def test_a_slow_store_holds_the_engine_and_loses_nothing(house: House, exp
 async def test_a_worker_held_for_a_slow_store_goes_on_once_its_attempts_were_given_away(
     house: House, expected: Expected
 ) -> None:
-    await house.worker(flush_tokens=40, scripted={"step_s": 0.001})
+    await house.worker(flush_tokens=40, script={"step_s": 0.001})
     house.coordinator.assign("r1", Sampling(max_tokens=4000))
     await house.hold_store("r1")
     beats = len(house.coordinator.heard["heartbeat"])

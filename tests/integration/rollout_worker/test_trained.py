@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
-from ebbtide.testing import wait_until
 from tests.integration.rollout_worker.reading import Reads, pulled
 from tests.integration.rollout_worker.training import Trainer
+from tests.support.waiting import wait_until
 
 House = Any  # the fixtures' classes live in conftest.py and relays.py
 Houses = Callable[[str], Awaitable[Any]]
@@ -84,7 +84,7 @@ async def test_a_pull_goes_on_where_it_was_when_the_relay_was_killed(
 async def test_who_has_what_and_how_long_installs_took_is_known_at_the_relay(
     house: House, live: LiveRelay, trainer: Trainer
 ) -> None:
-    await house.worker(version=0, relay=live.way.address, site="here", scripted={"install_s": 0.05})
+    await house.worker(version=0, relay=live.way.address, site="here", script={"install_s": 0.05})
     house.coordinator.install(await trainer.step(), publisher=trainer.key)
     await house.coordinator.hear("installed")
 

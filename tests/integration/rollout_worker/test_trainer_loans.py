@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from ebbtide.grants import Page, page_path
-from ebbtide.testing import wait_until
 from ebbtide.trainer.device_loan import DeviceLoan
 from ebbtide.types.run import Sampling
 from tests.integration.serving_guard.trainer_guards import trainer_guard_process
+from tests.support.waiting import wait_until
 
 House = Any  # the fixture's class lives in conftest.py
 LONG = Sampling(temperature=1.0, max_tokens=4000)

@@ -6,11 +6,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from ebbtide.testing import wait_until
 from ebbtide.types.run import Sampling
 from ebbtide.types.weights import Manifest
 from ebbtide.weights import Signer
 from tests.integration.rollout_worker.reading import Reads
+from tests.support.waiting import wait_until
 
 House = Any  # the fixture's class lives in conftest.py
 SIGNER, STRANGER = Signer(b"s" * 32), Signer(b"t" * 32)
@@ -85,7 +85,7 @@ async def test_tiles_that_never_match_are_given_up_and_a_good_version_goes_in(ho
 
 
 async def test_a_version_that_the_engine_refused_leaves_a_mirror_for_the_next(house: House, reads: Reads) -> None:
-    await house.worker(scripted={"refuse_version": 2})
+    await house.worker(script={"refuse_version": 2})
     house.coordinator.install(house.relay.publish(2))
     assert "as scripted" in await refused(house)
     house.coordinator.install(house.relay.manifests[1].version)

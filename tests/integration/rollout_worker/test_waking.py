@@ -26,9 +26,9 @@ from ebbtide.rollout_worker.guard_link import GuardLink
 from ebbtide.rpc.channel import open_socket
 from ebbtide.rpc.server import Server
 from ebbtide.serving_guard.loans.memory_budget import MemoryBudget
-from ebbtide.testing import wait_until
 from ebbtide.types.grants import Forecast, Residency
 from ebbtide.v1.grants_pb2_grpc import GrantsStub, add_GrantsServicer_to_server
+from tests.support.waiting import wait_until
 from tests.unit.rollout_worker.installing import Worker, version
 
 ROOT = Path(__file__).parents[3]

@@ -14,7 +14,7 @@ from ebbtide.auth.security import ClientSecurity, ServerSettings
 from ebbtide.errors import EbbtideError, Internal, InvalidRequest, NoCapacity, Unavailable
 from ebbtide.rpc.channel import open_channel, write, write_first
 from ebbtide.rpc.status_table import translated
-from ebbtide.testing import wait_until
+from tests.support.waiting import wait_until
 
 METHODS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 

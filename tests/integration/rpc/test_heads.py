@@ -11,8 +11,8 @@ from ebbtide.auth.security import ClientSecurity, ServerSettings
 from ebbtide.errors import InvalidRequest, StandingBy, Unavailable
 from ebbtide.rpc.leader_channel import LeaderChannel, addresses
 from ebbtide.rpc.server import Server
-from ebbtide.testing import wait_until
 from ebbtide.v1 import runs_pb2, runs_pb2_grpc
+from tests.support.waiting import wait_until
 
 SECURITY = ClientSecurity(token="t")
 SERVICE = "ebbtide.v1.Runs"

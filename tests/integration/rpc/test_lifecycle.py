@@ -11,8 +11,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from ebbtide.auth.security import ServerSettings
 from ebbtide.errors import Draining, Unavailable
 from ebbtide.rpc.status_table import translated
-from ebbtide.testing import wait_until
 from ebbtide.v1 import runs_pb2
+from tests.support.waiting import wait_until
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 NAMES = ("", "ebbtide.v1.Runs", "ebbtide.v1.Fleet", "ebbtide.v1.Weights")

@@ -11,8 +11,8 @@ from ebbtide.errors import InvalidRequest, Unavailable
 from ebbtide.rpc.channel import DEFAULT_TIMEOUT_S, STREAMS
 from ebbtide.rpc.channel_options import MAX_MESSAGE_BYTES
 from ebbtide.rpc.status_table import translated
-from ebbtide.testing import wait_until
 from ebbtide.v1 import runs_pb2
+from tests.support.waiting import wait_until
 
 GET_RUN = "/ebbtide.v1.Runs/GetRun"
 

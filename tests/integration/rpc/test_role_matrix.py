@@ -23,8 +23,8 @@ from ebbtide.auth.roles import TABLE, Role
 from ebbtide.auth.run_scope import can_name_run
 from ebbtide.auth.security import ServerSettings
 from ebbtide.cli.credentials import certificates, signing_keys
-from ebbtide.testing import EmbeddedRedis
 from tests.integration.rpc.services import Services
+from tests.support.redis_servers import EmbeddedRedis
 
 DENIED, UNKNOWN = grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED
 #: What gRPC now and then puts over the status of a call in which a write was under way (grpc/grpc#36066).

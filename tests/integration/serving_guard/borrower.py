@@ -21,11 +21,11 @@ import grpc
 
 from ebbtide.grants import Page, page_path, socket_path
 from ebbtide.rpc.channel import open_socket
-from ebbtide.testing import wait_until
 from ebbtide.types.grants import GRANTS_VERSION, BorrowerReport, Grant, Hello, Residency
 from ebbtide.v1 import grants_pb2 as pb
 from ebbtide.v1.grants_pb2_grpc import GrantsStub
 from ebbtide.wire.record_conversion import from_proto, to_proto
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[3]
 TOKENS = 4  # of each step

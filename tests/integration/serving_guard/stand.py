@@ -16,7 +16,7 @@ from prometheus_client import REGISTRY
 
 from ebbtide.serving_guard.proxy.proxy import Proxy
 from ebbtide.serving_guard.proxy.proxy_limits import ProxySettings
-from ebbtide.testing import wait_until
+from tests.support.waiting import wait_until
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 CHAT = "/v1/chat/completions"

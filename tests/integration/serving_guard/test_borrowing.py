@@ -13,11 +13,11 @@ from ebbtide.errors import EbbtideError, InvalidRequest, NotReady, Superseded
 from ebbtide.grants import Page, page_path, socket_path
 from ebbtide.rpc.channel import open_socket
 from ebbtide.rpc.status_table import translated
-from ebbtide.testing import wait_until
 from ebbtide.types.grants import GRANT_S, GRANTS_VERSION
 from ebbtide.v1 import grants_pb2 as pb
 from ebbtide.v1.grants_pb2_grpc import GrantsStub
 from tests.integration.serving_guard.guards import GuardProcess, guard_process
+from tests.support.waiting import wait_until
 
 REPORT = pb.BorrowerMessage(report=pb.Report(running=1, residency=pb.RESIDENCY_AWAKE, wanted=True))
 

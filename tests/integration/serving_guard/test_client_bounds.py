@@ -9,8 +9,8 @@ import pytest
 from aiohttp import web
 
 from ebbtide.serving_guard.proxy import request_timing
-from ebbtide.testing import wait_until
 from tests.integration.serving_guard.stand import COMPLETIONS, Stand, begin, many, on_uvloop, standing
+from tests.support.waiting import wait_until
 
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n"
 CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"

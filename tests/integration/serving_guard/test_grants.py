@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from ebbtide.testing import wait_until
 from tests.integration.serving_guard.borrower import Borrowing
 from tests.integration.serving_guard.engine import ServingEngine, ask
 from tests.integration.serving_guard.guards import GuardProcess, guard_process
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture

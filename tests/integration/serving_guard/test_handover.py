@@ -14,8 +14,8 @@ import pytest
 
 from ebbtide.errors import InvalidRequest
 from ebbtide.serving_guard.proxy import listening_sockets
-from ebbtide.testing import wait_until
 from tests.integration.serving_guard.stand import Engine, on_uvloop
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[3]
 GET = b"GET /v1/models HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"

@@ -6,8 +6,8 @@ import json
 import pytest
 from aiohttp import web
 
-from ebbtide.testing import wait_until
 from tests.integration.serving_guard.stand import many, on_uvloop, standing
+from tests.support.waiting import wait_until
 
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n"
 

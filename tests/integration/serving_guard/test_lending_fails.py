@@ -13,9 +13,9 @@ from ebbtide.serving_guard.loans.memory_budget import MemoryBudget
 from ebbtide.serving_guard.server_mode import ServerMode
 from ebbtide.serving_guard.service import serve
 from ebbtide.serving_guard.settings import GuardSettings
-from ebbtide.testing import wait_until
 from tests.integration.serving_guard.engine import ServingEngine
 from tests.integration.serving_guard.guards import status
+from tests.support.waiting import wait_until
 
 
 class Failing(MemoryBudget):

@@ -13,7 +13,6 @@ from ebbtide.errors import InvalidRequest
 from ebbtide.serving_guard.proxy import engine_connections
 from ebbtide.serving_guard.proxy.proxy import Proxy
 from ebbtide.serving_guard.proxy.proxy_limits import ProxySettings
-from ebbtide.testing import wait_until
 from tests.integration.serving_guard.stand import (
     CHAT,
     COMPLETIONS,
@@ -25,6 +24,7 @@ from tests.integration.serving_guard.stand import (
     scripted,
     standing,
 )
+from tests.support.waiting import wait_until
 
 
 @on_uvloop

@@ -10,8 +10,8 @@ from aiohttp import web
 
 from ebbtide.serving_guard.proxy.proxy import Proxy
 from ebbtide.serving_guard.proxy.proxy_limits import ProxySettings
-from ebbtide.testing import wait_until
 from tests.integration.serving_guard.stand import CHAT, COMPLETIONS, Engine, begin, event, on_uvloop, standing
+from tests.support.waiting import wait_until
 
 
 def streaming(*events: Any, end: bytes = b"data: [DONE]\n\n") -> Any:

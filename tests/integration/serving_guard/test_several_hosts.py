@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from ebbtide.errors import EbbtideError, LeaseSuperseded, Unavailable
-from ebbtide.testing import wait_until
 from ebbtide.trainer.lending.lending_places import own_place
 from ebbtide.trainer.lending.loan_follower import LoanFollower
 from ebbtide.trainer.lending.shared_loan import LendingRanks, SharedLoan
 from tests.fakes.rank_notes import SharedNotes
 from tests.integration.serving_guard.borrower import Borrowing
 from tests.integration.serving_guard.trainer_guards import TrainerGuardProcess, rank_processes, trainer_guard_process
+from tests.support.waiting import wait_until
 
 #: The rank that leads the second host.
 OTHER = 2

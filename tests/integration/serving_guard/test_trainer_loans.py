@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from ebbtide.errors import LeaseSuperseded
-from ebbtide.testing import wait_until
 from ebbtide.trainer import device_loan
 from ebbtide.trainer.device_loan import DeviceLoan
 from ebbtide.types.grants import Residency
 from tests.integration.serving_guard.borrower import Borrowing
 from tests.integration.serving_guard.trainer_guards import TrainerGuardProcess, owner_process, trainer_guard_process
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture

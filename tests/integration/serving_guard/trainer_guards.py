@@ -12,11 +12,11 @@ from pathlib import Path
 from ebbtide.free_ports import free_port
 from ebbtide.grants import socket_path
 from ebbtide.rpc.channel import open_socket
-from ebbtide.testing import wait_until
 from ebbtide.types.loans import DeviceStatus
 from ebbtide.v1.loans_pb2 import WatchDeviceRequest
 from ebbtide.v1.loans_pb2_grpc import LoansStub
 from ebbtide.wire.record_conversion import from_proto
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[3]
 #: Takes the device back, says so, and waits for its end.

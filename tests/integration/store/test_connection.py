@@ -9,9 +9,10 @@ from ebbtide.errors import StoreUnavailable
 from ebbtide.store.link.store_connection import StoreConnection
 from ebbtide.store.lua_scripts import LuaScript
 from ebbtide.store.store import Store
-from ebbtide.testing import EmbeddedRedis, wait_until
 from tests.fakes.clocks import compiler
 from tests.fakes.disks import StallingDisk
+from tests.support.redis_servers import EmbeddedRedis
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture

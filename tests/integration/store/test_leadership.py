@@ -13,8 +13,9 @@ from ebbtide.store.link.store_faults import TermSuperseded
 from ebbtide.store.lua_scripts import script
 from ebbtide.store.store import Store
 from ebbtide.store.store_keys import FLEET, LEADER, run_prefix
-from ebbtide.testing import EmbeddedRedis, wait_until
 from ebbtide.types.run import EnvironmentSpec, RunSpec
+from tests.support.redis_servers import EmbeddedRedis
+from tests.support.waiting import wait_until
 
 SPEC = RunSpec(name="n", model="m", environment=EnvironmentSpec(name="e"))
 #: They read; and `lead` has tests of its own.

@@ -10,7 +10,8 @@ import pytest
 from ebbtide.errors import InvalidRequest, StoreUnavailable
 from ebbtide.store.link.store_connection import StoreConnection
 from ebbtide.store.store import Store
-from ebbtide.testing import EmbeddedRedis, EmbeddedSentinel, wait_until
+from tests.support.redis_servers import EmbeddedRedis, EmbeddedSentinel
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture

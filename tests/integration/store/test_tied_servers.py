@@ -8,11 +8,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ebbtide.testing import wait_until
+from tests.support.waiting import wait_until
 
 _OWNER = """
 import pathlib, signal, sys
-from ebbtide.testing import EmbeddedRedis
+from tests.support.redis_servers import EmbeddedRedis
 print(EmbeddedRedis(pathlib.Path(sys.argv[1]), tied=True).start().pid, flush=True)
 signal.pause()
 """

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from ebbtide.errors import StoreUnavailable
-from ebbtide.testing import wait_until
 from ebbtide.types.run import EnvironmentSpec, RunSpec
 from ebbtide.v1 import runs_pb2, types_pb2
 from ebbtide.wire.record_conversion import to_proto
 from tests.integration.tenants.test_limits import Gated
+from tests.support.waiting import wait_until
 
 
 class LateSyncs(AbstractAsyncContextManager["LateSyncs"]):

@@ -7,9 +7,9 @@ import grpc
 import pytest
 
 from ebbtide.errors import InvalidRequest, NoCapacity
-from ebbtide.testing import wait_until
 from ebbtide.v1 import rollouts_pb2, runs_pb2
 from tests.integration.tenants.conftest import ACCEPTED
+from tests.support.waiting import wait_until
 
 READERS = 240
 

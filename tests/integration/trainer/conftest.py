@@ -19,8 +19,10 @@ from ebbtide.client import Client
 from ebbtide.driver.host_process import HostProcess, IsolationRefused, host_plan
 from ebbtide.driver.settings import DriverSettings
 from ebbtide.free_ports import free_port
-from ebbtide.testing import EmbeddedRedis, wait_until
 from ebbtide.types.run import RunSpec
+from tests.fakes.scripted_settings import ScriptedSettings, engine_flags
+from tests.support.redis_servers import EmbeddedRedis
+from tests.support.waiting import wait_until
 
 TOKEN = "a-token-of-tests"
 ENVIRONMENT = "environments_for_tests:make_source"
@@ -96,8 +98,8 @@ class Cluster:
         self.coordinator.start()
         self.relay.start()
         where = ("--coordinator", self.coordinator.address, "--relay", self.relay.address)
-        scripted = ("--scripted-vocab-size", "100", "--scripted-step-s", "0.002", "--scripted-mean-length", "12")
-        worker = ("--engine", "scripted", "--model", str(model), "--slots", "64", *scripted)
+        script = ScriptedSettings(vocab_size=100, step_s=0.002, mean_length=12)
+        worker = ("--model", str(model), "--slots", "64", *engine_flags(script))
         cpu = ("--threads", "1", "--device", "cpu", "--metrics-port", str(self._metrics))
         runs = (*where, "--environments-allowed", ALLOWED, "--output-roots", "/")
         self.programs = {

@@ -29,7 +29,6 @@ from ebbtide.client.publisher.tensor_snapshots import TensorSnapshot
 from ebbtide.client.relay_client import RelayClient
 from ebbtide.client.service_peer import ServicePeer
 from ebbtide.errors import InvalidRequest
-from ebbtide.testing import wait_until
 from ebbtide.trainer.learning.local_learning import LocalLearning
 from ebbtide.trainer.ranks.rank_follower import RankFollower
 from ebbtide.trainer.ranks.rank_group import RankGroup, RankZeroLearning
@@ -40,6 +39,7 @@ from ebbtide.types.rollout import Trajectory
 from ebbtide.types.run import RunSpec
 from ebbtide.types.tokens import pack_ids, pack_tokens
 from ebbtide.types.weights import PolicyVersion
+from tests.support.waiting import wait_until
 
 RUN = "fixed"
 TOKEN = "a-token-of-tests"

@@ -15,11 +15,12 @@ import torch
 
 from ebbtide.client import Client
 from ebbtide.free_ports import free_port
-from ebbtide.testing import EmbeddedRedis, wait_until
 from ebbtide.types.run import Run, RunSpec, RunStatus
 from tests.integration.trainer.conftest import Cluster
 from tests.integration.trainer.fixed_training import weights
 from tests.integration.trainer.test_runs import check_books, ended, trained
+from tests.support.redis_servers import EmbeddedRedis
+from tests.support.waiting import wait_until
 
 MakeSpec = Callable[..., RunSpec]
 

@@ -12,12 +12,13 @@ import psutil
 import pytest
 
 from ebbtide.client import Client
-from ebbtide.testing import EmbeddedRedis, wait_until
 from ebbtide.types.run import RunSpec
 from tests.integration.serving_guard.borrower import Borrowing
 from tests.integration.serving_guard.trainer_guards import TrainerGuardProcess, trainer_guard_process
 from tests.integration.trainer.conftest import Cluster
 from tests.integration.trainer.test_runs import check_books, ended, trained
+from tests.support.redis_servers import EmbeddedRedis
+from tests.support.waiting import wait_until
 
 MakeSpec = Callable[..., RunSpec]
 SILENT_S = 8.0

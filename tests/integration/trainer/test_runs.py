@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file
 
 from ebbtide.client import Client
-from ebbtide.testing import wait_until
 from ebbtide.types.run import Run, RunEvent, RunSpec, RunStatus
 from ebbtide.types.tail_spec import TailSpec
+from tests.support.waiting import wait_until
 
 MakeSpec = Callable[..., RunSpec]
 

@@ -19,9 +19,9 @@ from ebbtide.environments import StepResult
 from ebbtide.scheduling.long_tail.rewards import reward_limits
 from ebbtide.scheduling.long_tail.rewards.final_turns import LEARNT
 from ebbtide.scheduling.long_tail.rewards.reward_limits import MOST_CUT_YOUNG
-from ebbtide.testing import wait_until
 from ebbtide.types.run import EnvironmentSpec, RunSpec
 from ebbtide.types.tail_spec import TailSpec
+from tests.support.waiting import wait_until
 
 LIMIT_S = 60.0
 PLAIN = TailSpec()

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from ebbtide.errors import ChunkCorrupt, NoCapacity, Unavailable
-from ebbtide.testing import wait_until
 from ebbtide.transfer import Mirror
 from ebbtide.types.weights import FoundWay
 from tests.integration.transfer.conftest import SECURITY, breaking, needed
 from tests.integration.transfer.test_puller import FIRST, NEWEST, pull
+from tests.support.waiting import wait_until
 from tests.unit.transfer.filling import assert_right
 from tests.unit.weights.chain import Link
 

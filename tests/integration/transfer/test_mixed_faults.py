@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from ebbtide.errors import EbbtideError, InvalidRequest, NoCapacity, Unavailable, VersionUnavailable
-from ebbtide.testing import wait_until
 from ebbtide.transfer import BlobCache, Mirror, Opener, TileSource
 from ebbtide.types.weights import BlobSource, FoundWay, Holder
 from ebbtide.weights import places
 from tests.integration.transfer.conftest import Script, digest_at
 from tests.integration.transfer.test_puller import FIRST, pull
+from tests.support.waiting import wait_until
 from tests.unit.transfer.filling import assert_right
 from tests.unit.weights.chain import Link
 

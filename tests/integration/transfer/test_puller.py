@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from ebbtide.errors import ChunkCorrupt, InvalidRequest, PermissionDenied, VersionUnavailable
-from ebbtide.testing import wait_until
 from ebbtide.transfer import BlobCache, ElementChanges, Mirror
 from ebbtide.types.weights import FoundWay, Patch, TensorPatch
 from ebbtide.weights import Signer, places, places_of, seal_patch
 from tests.integration.transfer.conftest import needed
+from tests.support.waiting import wait_until
 from tests.unit.transfer.filling import assert_right, bring, content
 from tests.unit.weights.chain import Link, whole
 

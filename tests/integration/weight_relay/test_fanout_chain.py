@@ -10,10 +10,10 @@ import pytest
 
 from ebbtide.errors import VersionUnavailable
 from ebbtide.rpc.status_table import translated
-from ebbtide.testing import wait_until
 from ebbtide.v1 import weights_pb2 as pb
 from tests.integration.weight_relay.fanout import KIB, STREAM, TILE, RunningRelay, Version, readers, running
 from tests.shaped_link import ShapedLink
+from tests.support.waiting import wait_until
 
 RATE = 2000 * KIB
 

@@ -8,11 +8,11 @@ import pytest
 
 from ebbtide.errors import InvalidRequest
 from ebbtide.rpc.status_table import translated
-from ebbtide.testing import wait_until
 from ebbtide.v1 import weights_pb2 as pb
 from ebbtide.weight_relay.service import WeightRelay
 from ebbtide.weight_relay.settings import RelaySettings
 from tests.integration.weight_relay.fanout import KIB, RunningRelay, Version, running
+from tests.support.waiting import wait_until
 
 RATE = 4000 * KIB
 

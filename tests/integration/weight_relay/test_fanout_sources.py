@@ -13,7 +13,6 @@ from aiohttp import web
 from ebbtide.errors import VersionUnavailable
 from ebbtide.free_ports import free_port
 from ebbtide.rpc.status_table import translated
-from ebbtide.testing import wait_until
 from ebbtide.types.weights import FoundWay, Holder
 from ebbtide.weight_relay.export.__main__ import ExportSettings, export
 from ebbtide.weight_relay.upstream import static_upstream
@@ -30,6 +29,7 @@ from tests.integration.weight_relay.fanout import (
     running,
 )
 from tests.shaped_link import ShapedLink
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture

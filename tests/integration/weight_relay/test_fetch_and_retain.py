@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from ebbtide.errors import ChunkCorrupt, InvalidRequest, NoCapacity, VersionUnavailable
-from ebbtide.testing import wait_until
 from ebbtide.types.weights import PolicyVersion
 from tests.integration.weight_relay.signed_relay import SignedRelay
+from tests.support.waiting import wait_until
 
 MIB = 1 << 20
 

@@ -7,10 +7,10 @@ import msgspec
 import pytest
 
 from ebbtide.errors import ChunkCorrupt, InvalidRequest, NotReady, PermissionDenied, VersionUnavailable
-from ebbtide.testing import wait_until
 from ebbtide.weights import Signer, patch_root, seal_patch, tile_digest
 from tests.integration.weight_relay.lines import SIGNER, SIZES, Line, Version
 from tests.integration.weight_relay.reader import Reader, tiles_by_place
+from tests.support.waiting import wait_until
 
 SMALL = {"w": ("BF16", "<u2", 20_000), "b": ("F32", "<u4", 3_000)}
 

@@ -12,12 +12,12 @@ from ebbtide.auth.security import ClientSecurity
 from ebbtide.client.relay_client import RelayClient
 from ebbtide.client.service_peer import ServicePeer
 from ebbtide.errors import AlreadyExists, ChunkCorrupt, InvalidRequest, NotReady, Unauthenticated, VersionUnavailable
-from ebbtide.testing import wait_until
 from ebbtide.types.weights import PolicyVersion
 from ebbtide.v1 import weights_pb2
 from ebbtide.weights import as_array, build_manifest, named_tensor
 from tests.integration.weight_relay.lines import SIGNER
 from tests.integration.weight_relay.signed_relay import SignedRelay
+from tests.support.waiting import wait_until
 
 
 async def test_what_is_published_is_fetched_bit_for_bit(relay: SignedRelay, sample: Any) -> None:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from ebbtide.auth.security import ClientSecurity, ServerSettings
 from ebbtide.rpc.server import Server
-from ebbtide.testing import wait_until
 from ebbtide.v1 import runs_pb2_grpc, types_pb2
 from ebbtide.weight_relay.service import WeightRelay
 from ebbtide.weight_relay.settings import RelaySettings
+from tests.support.waiting import wait_until
 
 
 class Coordinator(runs_pb2_grpc.RunsServicer):

@@ -16,6 +16,7 @@ from ebbtide.cli.commands.service_commands import BESIDE, SERVICES
 from ebbtide.demo.coserving.coserving_options import CoservingOptions
 from ebbtide.demo.demo import DemoOptions, demo_spec
 from ebbtide.errors import InvalidRequest
+from tests.fakes.scripted_settings import ENGINE
 
 SPEC = """
 name = "mine"
@@ -135,7 +136,7 @@ def test_a_duration_that_is_none_is_refused_before_anybody_is_asked() -> None:
 
 def test_a_run_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    (tmp_path / "worker.toml").write_text('engine = "scripted"\n')
+    (tmp_path / "worker.toml").write_text(f'engine = "{ENGINE}"\n')
     words = ["--model", str(tmp_path), "--worker-config", str(tmp_path / "worker.toml")]
     done = ebbtide("up", *words, "--run-dir", str(tmp_path / "file"))
     assert done.returncode == 2
@@ -215,7 +216,7 @@ def test_a_window_that_is_none_is_refused_before_anything_is_started(tmp_path: P
         (["engine", "--model", ".", "--out", "speeds.txt"], "--out: must end with .toml"),
         (["engine", "--model", ".", "--out", "nowhere/speeds.toml"], "--out: the folder nowhere does not exist"),
         (["engine", "--model", ".", "--out", "speeds.toml", "--slotz", "4"], "--slotz: unknown flag; did you mean"),
-        (["engine", "--model", ".", "--out", "speeds.toml", "--engine", "scripted"], "engine: only vllm can be"),
+        (["engine", "--model", ".", "--out", "speeds.toml", "--engine", ENGINE], "engine: only vllm can be"),
         (["trainer", "--config", "none.toml", "--out", "speeds.toml"], "none.toml: cannot be read"),
     ],
 )

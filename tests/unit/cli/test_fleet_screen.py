@@ -11,10 +11,10 @@ from rich.console import Console
 from ebbtide.cli.views.fleet_screen import fleet_line, fleet_table, watch_fleet, worker_line
 from ebbtide.cli.views.run_detail import detail_table
 from ebbtide.cli.views.tables import run_table, worker_table
-from ebbtide.testing import wait_until
 from ebbtide.types.fleet import BorrowedState, Worker, WorkerKind, WorkerState
 from ebbtide.types.run import EnvironmentSpec, Run, RunSpec, RunStatus
 from ebbtide.types.weights import PolicyVersion
+from tests.support.waiting import wait_until
 
 SPEC = RunSpec(name="r", model="m", environment=EnvironmentSpec(name="e"))
 

@@ -15,7 +15,7 @@ from ebbtide.cli.commands.simulation.simulate_command import SimulateOptions, ru
 from ebbtide.errors import EbbtideError, InvalidRequest
 from ebbtide.simulator.engines.known_hardware import GPUS, MODELS
 from ebbtide.simulator.parallel.seed_messages import SeedTask
-from ebbtide.testing import wait_until
+from tests.support.waiting import wait_until
 
 STUB = (sys.executable, "-m", "tests.fakes.stub_simulation")
 

@@ -10,7 +10,6 @@ from rich.console import Console
 
 from ebbtide.cli.views.tables import amount, to_json
 from ebbtide.cli.views.weights_screen import head, lines, pictures, watch_weights
-from ebbtide.testing import wait_until
 from ebbtide.types.weights import (
     Holder,
     HolderState,
@@ -21,6 +20,7 @@ from ebbtide.types.weights import (
     VersionState,
     WeightsState,
 )
+from tests.support.waiting import wait_until
 
 
 def version(number: int, *patches: PatchState, anchor: bool = False, policy: str = "policy") -> VersionState:

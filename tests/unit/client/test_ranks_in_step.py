@@ -16,9 +16,9 @@ from ebbtide.client.publisher.publisher import Publisher
 from ebbtide.client.publisher.rank_exchange import RankPut, RankShare, RankStart, RankWanted, pack, unpack
 from ebbtide.client.publisher.tensor_snapshots import TensorSnapshot
 from ebbtide.errors import Internal, InvalidRequest, NotReady, Unavailable
-from ebbtide.testing import wait_until
 from ebbtide.types.weights import PolicyVersion
 from ebbtide.weights import NamedTensor, describe, tile_sizes
+from tests.support.waiting import wait_until
 from tests.unit.client.ranks import MemoryRelay, PipedExchange, Pipes, tensor
 
 VERSION = PolicyVersion(policy="policy", version=1)

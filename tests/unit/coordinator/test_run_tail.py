@@ -22,9 +22,9 @@ from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout, RolloutQueu
 from ebbtide.scheduling.long_tail.length_learner import LengthLearner
 from ebbtide.scheduling.long_tail.outlook.run_forecasts import RunForecasts
 from ebbtide.scheduling.steps.step_pacing import VersionBounds
-from ebbtide.testing import wait_until
 from ebbtide.types.run import BatchSpec, EnvironmentSpec, RunSpec, Sampling
 from ebbtide.types.tail_spec import TailSpec
+from tests.support.waiting import wait_until
 from tests.unit.coordinator.virtual_fleet import VERSION, VirtualFleet
 
 CAP = 1 << 16

@@ -15,12 +15,12 @@ from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.notifier import Notifier
 from ebbtide.coordinator.state.worker_reports import AttachReport
 from ebbtide.errors import Internal, StoreUnavailable
-from ebbtide.testing import wait_until
 from ebbtide.types.append_delta import AppendAck, AppendColumns, joined
 from ebbtide.types.fleet import PROTOCOL_VERSION, AppendStatus, EngineInfo, WorkerKind
 from ebbtide.types.rollout import FinishReason, TokenChunk
 from ebbtide.types.run import EnvironmentSpec, RunSpec
 from ebbtide.types.tokens import TOKEN_BYTES
+from tests.support.waiting import wait_until
 
 
 class Store:

@@ -10,11 +10,11 @@ from ebbtide.coordinator.appends import token_readers
 from ebbtide.coordinator.appends.token_readers import WAITING_TOKENS, TokenReader, TokenReaders
 from ebbtide.coordinator.state.notifier import Notifier
 from ebbtide.errors import NotFound
-from ebbtide.testing import wait_until
 from ebbtide.types.append_delta import AppendAck, AppendColumns
 from ebbtide.types.fleet import AppendStatus
 from ebbtide.types.rollout import FinishReason, TokenChunk
 from ebbtide.types.tokens import TOKEN_BYTES, pack_tokens, token_count, unpack_tokens
+from tests.support.waiting import wait_until
 
 STOP, CANCELLED = FinishReason.STOP, FinishReason.CANCELLED
 

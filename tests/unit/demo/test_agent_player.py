@@ -15,9 +15,9 @@ from ebbtide.demo.agents.agent_player import AgentPlayer, groups_for
 from ebbtide.demo.agents.agent_report import shown_lines
 from ebbtide.demo.agents.session_api import SessionApi
 from ebbtide.errors import EbbtideError
-from ebbtide.testing.wait import wait_until
 from ebbtide.types.run import BatchSpec, EnvironmentSpec, Run, RunSpec, RunStatus, TrainerSpec
 from ebbtide.types.weights import PolicyVersion
+from tests.support.waiting import wait_until
 
 SPEC = RunSpec(
     name="agents",

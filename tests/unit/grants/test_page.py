@@ -10,8 +10,8 @@ import pytest
 from ebbtide.errors import InvalidRequest
 from ebbtide.grants import Page
 from ebbtide.grants.page import _BELL, _LAYOUT, _VERSION
-from ebbtide.testing import wait_until
 from ebbtide.types.grants import Budget
+from tests.support.waiting import wait_until
 
 NONE = Budget()
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from ebbtide.grants import Page
-from ebbtide.testing import wait_until
 from ebbtide.types.grants import Budget
+from tests.support.waiting import wait_until
 
 STEPPER = Path(__file__).with_name("stepper.py")
 ROUNDS = 40

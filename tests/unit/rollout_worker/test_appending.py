@@ -10,12 +10,12 @@ import pytest
 from ebbtide.rollout_worker.generation.outbox import Outbox
 from ebbtide.rollout_worker.streams.append_client import _IN_FLIGHT, AppendClient
 from ebbtide.rpc.status_table import translated
-from ebbtide.testing import wait_until
 from ebbtide.types.append_delta import AppendAck
 from ebbtide.types.fleet import AttemptRef
 from ebbtide.types.rollout import FinishReason
 from ebbtide.types.tokens import TOKEN_BYTES
 from ebbtide.v1 import fleet_pb2
+from tests.support.waiting import wait_until
 
 REF = AttemptRef("run", "rollout", "a")
 

@@ -11,12 +11,12 @@ import pytest
 from ebbtide.errors import InvalidRequest
 from ebbtide.grants import Page
 from ebbtide.rollout_worker.engine import EngineRequest
-from ebbtide.rollout_worker.engine.scripted_engine import ScriptedEngine, follow
 from ebbtide.rollout_worker.engine.vllm.borrowed_engine import PAGE, BorrowedEngine
 from ebbtide.rollout_worker.guard_link import family
-from ebbtide.rollout_worker.settings import ScriptedSettings
-from ebbtide.testing import wait_until
 from ebbtide.types.grants import Budget
+from tests.fakes.scripted_engine import ScriptedEngine, follow
+from tests.fakes.scripted_settings import ScriptedSettings
+from tests.support.waiting import wait_until
 
 EVER = 1e9
 SETTINGS = ScriptedSettings(step_s=0.001)

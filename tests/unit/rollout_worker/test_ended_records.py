@@ -10,11 +10,11 @@ from ebbtide.rollout_worker.engine import EngineRequest, TokenDelta
 from ebbtide.rollout_worker.generation.generation import Assignment
 from ebbtide.rollout_worker.generation.local_attempts import LocalAttempts
 from ebbtide.rollout_worker.generation.outbox import Outbox
-from ebbtide.testing import wait_until
 from ebbtide.types.append_delta import AppendAck
 from ebbtide.types.fleet import AppendStatus, AttemptRef, EngineInfo
 from ebbtide.types.run import Sampling
 from ebbtide.types.tokens import pack_ids
+from tests.support.waiting import wait_until
 
 INFO = EngineInfo(model="m", vocab_size=100, max_model_len=64)
 

@@ -7,8 +7,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from ebbtide.errors import InvalidRequest
-from ebbtide.rollout_worker.engine.scripted_engine import ScriptedEngine, digest
-from ebbtide.rollout_worker.settings import ScriptedSettings
+from tests.fakes.scripted_engine import ScriptedEngine, digest
+from tests.fakes.scripted_settings import ScriptedSettings
 
 
 def version(path: Path, value: float) -> Path:

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from ebbtide.testing import wait_until
+from tests.support.waiting import wait_until
 from tests.unit.rollout_worker.installing import Worker, version
 
 

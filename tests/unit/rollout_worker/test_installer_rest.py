@@ -8,7 +8,7 @@ import pytest
 
 from ebbtide.errors import Unavailable
 from ebbtide.rollout_worker.installs.installer import InstallNotNow
-from ebbtide.testing import wait_until
+from tests.support.waiting import wait_until
 from tests.unit.rollout_worker.installing import Worker, version
 
 

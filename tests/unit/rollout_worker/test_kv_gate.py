@@ -12,9 +12,9 @@ from ebbtide.rollout_worker.engine import EngineRequest
 from ebbtide.rollout_worker.generation import kv_gate
 from ebbtide.rollout_worker.generation.kv_gate import KvGate, KvTicket
 from ebbtide.scheduling.long_tail.chunks.chunk_admission import divide_memory
-from ebbtide.testing import wait_until
 from ebbtide.types.fleet import EngineInfo
 from ebbtide.types.tokens import pack_ids
+from tests.support.waiting import wait_until
 
 INFO = EngineInfo(model="m", vocab_size=100, max_model_len=4096, kv_tokens=1024, kv_block=16, shares_prefixes=True)
 

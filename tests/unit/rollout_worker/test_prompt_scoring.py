@@ -8,16 +8,16 @@ import pytest
 
 from ebbtide.errors import Internal, InvalidRequest
 from ebbtide.rollout_worker.engine import TokenDelta
-from ebbtide.rollout_worker.engine.scripted_engine import script_scores
 from ebbtide.rollout_worker.generation.generation import Assignment
 from ebbtide.rollout_worker.generation.outbox import MESSAGE_TOKENS, Outbox
 from ebbtide.rollout_worker.generation.prompt_scoring import PromptScoring
-from ebbtide.rollout_worker.settings import ScriptedSettings
 from ebbtide.types.fleet import AttemptRef, EngineInfo
 from ebbtide.types.prompt_scores import MAX_RECORDS, unpack_scores
 from ebbtide.types.rollout import FinishReason
 from ebbtide.types.run import Sampling
 from ebbtide.types.tokens import TOKEN_BYTES, pack_ids, pack_tokens
+from tests.fakes.scripted_engine import script_scores
+from tests.fakes.scripted_settings import ScriptedSettings
 
 EOS = 1
 INFO = EngineInfo(model="m", vocab_size=128, max_model_len=64, eos_token_ids=(EOS,))

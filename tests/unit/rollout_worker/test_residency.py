@@ -7,8 +7,8 @@ import pytest
 from ebbtide.errors import Unavailable
 from ebbtide.rollout_worker.engine import EngineFailed
 from ebbtide.rollout_worker.engine.weight_sleep import WeightSleep
-from ebbtide.testing import wait_until
 from ebbtide.types.grants import Residency
+from tests.support.waiting import wait_until
 
 AWAKE, HOST, AWAY = Residency.AWAKE, Residency.HOST, Residency.AWAY
 

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from ebbtide.rollout_worker.engine import EngineFailed, EngineRequest, scripted_engine
-from ebbtide.rollout_worker.engine.scripted_engine import END, ScriptedEngine, follow
-from ebbtide.rollout_worker.settings import ScriptedSettings
+from ebbtide.rollout_worker.engine import EngineFailed, EngineRequest
 from ebbtide.types.rollout import FinishReason
+from tests.fakes import scripted_engine
 from tests.fakes.instant_loop import InstantLoop
+from tests.fakes.scripted_engine import END, ScriptedEngine, follow
+from tests.fakes.scripted_settings import ScriptedSettings
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
 

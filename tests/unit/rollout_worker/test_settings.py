@@ -7,6 +7,7 @@ from ebbtide.errors import InvalidRequest
 from ebbtide.rollout_worker import service
 from ebbtide.rollout_worker.settings import WorkerSettings
 from ebbtide.runtime import Shutdown
+from tests.fakes.scripted_settings import ENGINE
 
 
 def read(url: str) -> WorkerSettings:
@@ -30,7 +31,7 @@ async def test_a_wrong_address_is_said_before_the_engine_starts(
     field: str, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a large model that is minutes earlier."""
-    settings = WorkerSettings(engine="scripted", mirror_dir="", **{field: value})  # type: ignore[arg-type]
+    settings = WorkerSettings(engine=ENGINE, mirror_dir="", **{field: value})  # type: ignore[arg-type]
     monkeypatch.setattr(service, "make_engine", lambda *_: pytest.fail("an engine was made"))
     with pytest.raises(InvalidRequest) as refused:
         await service.serve(Shutdown("worker", settings), settings)

@@ -8,6 +8,7 @@ import pytest
 from ebbtide.rollout_worker.installs.weight_store import threads_for
 from ebbtide.rollout_worker.settings import WorkerSettings
 from ebbtide.types.fleet import WorkerKind
+from tests.fakes.scripted_settings import ENGINE
 
 
 def niceness() -> int:
@@ -23,7 +24,7 @@ def below() -> int:
 
 async def test_threads_of_a_borrowed_workers_pulls_have_the_lowest_priority_and_they_alone() -> None:
     before = niceness()
-    threads = threads_for(WorkerSettings(kind=WorkerKind.BORROWED, grant_dir="/nowhere", engine="scripted"))
+    threads = threads_for(WorkerSettings(kind=WorkerKind.BORROWED, grant_dir="/nowhere", engine=ENGINE))
     try:
         assert await threads.run(niceness) == 19
         assert await threads.run(below) == 19

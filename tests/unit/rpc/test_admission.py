@@ -16,7 +16,7 @@ from ebbtide.auth.security import ClientSecurity, ServerSettings
 from ebbtide.auth.tls import roles_of_peer
 from ebbtide.cli.credentials import signing_keys
 from ebbtide.errors import AlreadyExists, InvalidRequest, PermissionDenied, Unauthenticated
-from ebbtide.testing import wait_until
+from tests.support.waiting import wait_until
 
 GET, CLAIM, LIST, CONTROL = (
     f"/ebbtide.v1.{name}" for name in ("Runs/GetRun", "Runs/ClaimRun", "Runs/ListRuns", "Fleet/Control")

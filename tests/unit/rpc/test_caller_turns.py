@@ -6,7 +6,7 @@ import pytest
 
 from ebbtide.auth.roles import TABLE
 from ebbtide.rpc.caller_turns import WITHOUT_TURN, CallerTurns, end_turn, stream_turn
-from ebbtide.testing import wait_until
+from tests.support.waiting import wait_until
 
 
 class Work:

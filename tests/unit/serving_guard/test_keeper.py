@@ -22,8 +22,8 @@ from ebbtide.serving_guard.loans.budget_keeper import BudgetKeeper
 from ebbtide.serving_guard.loans.governor_panel import GovernorPanel
 from ebbtide.serving_guard.loans.memory_budget import MemoryBudget
 from ebbtide.serving_guard.traffic.request_books import RequestBooks
-from ebbtide.testing import wait_until
 from ebbtide.types.grants import GRANTS_VERSION, BorrowerReport, Budget, Hello
+from tests.support.waiting import wait_until
 
 
 class FakePolicy(BudgetDecider):

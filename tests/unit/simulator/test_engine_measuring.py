@@ -9,12 +9,12 @@ import pytest
 from ebbtide.rollout_worker.engine import EngineRequest, TokenDelta
 from ebbtide.rollout_worker.engine.engine_measuring import EngineMeasuring, plan_blocks
 from ebbtide.rollout_worker.engine.measured_steps import EngineCapacity
-from ebbtide.rollout_worker.engine.scripted_engine import ScriptedEngine
-from ebbtide.rollout_worker.settings import ScriptedSettings
 from ebbtide.simulator.engines.engine_profile import StepCosts
 from ebbtide.simulator.engines.fits.engine_fit import fit_step_costs
 from ebbtide.types.rollout import FinishReason
 from tests.fakes.instant_loop import InstantLoop
+from tests.fakes.scripted_engine import ScriptedEngine
+from tests.fakes.scripted_settings import ScriptedSettings
 
 CAPACITY = EngineCapacity(
     kv_tokens=20_000, kv_block=16, batched_tokens=256, sequences=12, prefix_cache=True, whole_prompt_fits=True

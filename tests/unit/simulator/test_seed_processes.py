@@ -12,8 +12,8 @@ from ebbtide.errors import EbbtideError, InvalidRequest
 from ebbtide.simulator.outcome import Outcome, SimulationProgress
 from ebbtide.simulator.parallel.seed_messages import SeedTask
 from ebbtide.simulator.parallel.seed_processes import simulate_seeds
-from ebbtide.testing import wait_until
 from tests.fakes.simulated_outcomes import outcome
+from tests.support.waiting import wait_until
 
 STUB = (sys.executable, "-m", "tests.fakes.stub_simulation")
 

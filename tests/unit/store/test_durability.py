@@ -12,7 +12,7 @@ from ebbtide.errors import StoreUnavailable
 from ebbtide.store.link.durability import _FSYNC_S, DurabilityHorizon, StoreLook
 from ebbtide.store.link.durability_watch import DurabilityWatch
 from ebbtide.store.link.store_connection import StoreConnection
-from ebbtide.testing import wait_until
+from tests.support.waiting import wait_until
 
 
 def horizon(*, sentinel: bool = False, confirmed: int = 0) -> DurabilityHorizon:

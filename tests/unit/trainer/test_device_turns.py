@@ -3,10 +3,10 @@
 import asyncio
 
 from ebbtide.claimed_runs.device_turns import HELD, LENT, RETURNING, DeviceTurn, device_event, device_turns
-from ebbtide.testing import wait_until
 from ebbtide.trainer.device_loan import OwnDevice
 from ebbtide.trainer.reported_device import ReportedDevice
 from ebbtide.types.run import RunEvent
+from tests.support.waiting import wait_until
 
 
 def at(age_s: float, event: RunEvent) -> RunEvent:

@@ -17,10 +17,10 @@ from ebbtide.driver.service import drive
 from ebbtide.driver.settings import DriverSettings, EnvironmentSettings
 from ebbtide.environments import BUILT_IN, Message, Split, StepResult
 from ebbtide.errors import InvalidRequest
-from ebbtide.testing import wait_until
 from ebbtide.types.rollout import RolloutRequest, TrajectoryOutcome
 from ebbtide.types.run import RunSpec, RunStatus
 from ebbtide.types.tokens import unpack_ids, unpack_tokens
+from tests.support.waiting import wait_until
 
 END = 2
 A, B = 50, 51

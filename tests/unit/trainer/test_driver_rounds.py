@@ -11,9 +11,9 @@ import pytest
 from ebbtide.claimed_runs.conversation import load_conversations
 from ebbtide.driver.service import drive
 from ebbtide.errors import InvalidRequest
-from ebbtide.testing import wait_until
 from ebbtide.types.rollout import RolloutRequest, TrajectoryOutcome
 from ebbtide.types.run import RunSpec, RunStatus, check_spec
+from tests.support.waiting import wait_until
 from tests.unit.trainer.test_driver import (
     END,
     SETTINGS,

@@ -10,10 +10,10 @@ from ebbtide.driver import coordinator_traffic as module
 from ebbtide.driver.coordinator_traffic import AlreadyCompleted, CallBatches, CoordinatorTraffic
 from ebbtide.errors import InvalidRequest
 from ebbtide.runtime import race
-from ebbtide.testing import wait_until
 from ebbtide.types.rollout import Episode, RolloutRequest
 from ebbtide.types.run import EnvironmentSpec, RunSpec, Sampling
 from ebbtide.types.tokens import pack_ids
+from tests.support.waiting import wait_until
 
 SPEC = RunSpec(name="run", model="model", environment=EnvironmentSpec(name="none"))
 

@@ -10,11 +10,11 @@ from msgspec.structs import replace
 from ebbtide.errors import InvalidRequest, LeaseSuperseded
 from ebbtide.rpc.backoff import pauses
 from ebbtide.serving_guard.trainer_mode import REJOIN_S
-from ebbtide.testing import wait_until
 from ebbtide.trainer import device_loan, training
 from ebbtide.trainer.learning.local_learning import LocalLearning
 from ebbtide.trainer.service import train
 from ebbtide.trainer.settings import TrainerSettings
+from tests.support.waiting import wait_until
 from tests.unit.trainer.trained_runs import SETTINGS, feed, make_spec
 
 LENDING = replace(SETTINGS, generate=True, grant_dir="unused")

@@ -8,7 +8,7 @@ import pytest
 
 from ebbtide.driver import environment_threads
 from ebbtide.driver.environment_threads import EnvironmentHangs, EnvironmentThreads, TookTooLong
-from ebbtide.testing import wait_until
+from tests.support.waiting import wait_until
 
 
 async def test_values_and_errors_come_back() -> None:

@@ -13,11 +13,11 @@ from ebbtide.driver.verdicts.session_text import branch_texts
 from ebbtide.driver.verdicts.session_verdicts import SessionVerdicts
 from ebbtide.driver.verdicts.verifier_processes import VerdictFailed
 from ebbtide.errors import LeaseSuperseded, NotFound
-from ebbtide.testing import wait_until
 from ebbtide.types.rollout import Trajectory
 from ebbtide.types.session import UnverifiedSession
 from ebbtide.types.tokens import TOKEN, pack_ids
 from tests.fakes.model_texts import byte_level_tokenizer
+from tests.support.waiting import wait_until
 
 TOKENIZER = byte_level_tokenizer()
 CONVERSATIONS = Conversations(TOKENIZER, context=0, end_ids=frozenset([TOKENIZER.eos_token_id]))

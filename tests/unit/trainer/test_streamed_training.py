@@ -8,11 +8,11 @@ import msgspec
 import pytest
 import torch
 
-from ebbtide.testing import wait_until
 from ebbtide.trainer.learning.local_learning import LocalLearning
 from ebbtide.trainer.service import train
 from ebbtide.types.rollout import Trajectory
 from ebbtide.types.run import RunEvent, RunSpec, RunStatus
+from tests.support.waiting import wait_until
 from tests.unit.trainer.trained_runs import (
     SETTINGS,
     apart,

@@ -12,12 +12,12 @@ import torch
 from ebbtide.driver.service import drive
 from ebbtide.driver.settings import DriverSettings
 from ebbtide.errors import InvalidRequest, PermissionDenied
-from ebbtide.testing import wait_until
 from ebbtide.trainer import training_checkpoint
 from ebbtide.trainer.learning.local_learning import LocalLearning
 from ebbtide.trainer.service import train
 from ebbtide.trainer.training_checkpoint import CheckpointError, latest
 from ebbtide.types.run import RunEvent, RunSpec, RunStatus
+from tests.support.waiting import wait_until
 from tests.unit.trainer.trained_runs import (
     SETTINGS,
     deeds,

@@ -12,8 +12,8 @@ from ebbtide.claimed_runs.run_failure import RunFailed
 from ebbtide.claimed_runs.settings import WorkSettings
 from ebbtide.errors import InvalidRequest, LeaseSuperseded, Unavailable
 from ebbtide.runtime import ProcessSettings, Shutdown, race
-from ebbtide.testing import wait_until
 from ebbtide.types.run import EnvironmentSpec, RunSpec, RunStatus
+from tests.support.waiting import wait_until
 
 SPEC = RunSpec(name="run", model="model", environment=EnvironmentSpec(name="none"))
 

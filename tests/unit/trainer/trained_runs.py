@@ -8,12 +8,12 @@ from typing import Any
 import msgspec
 import torch
 
-from ebbtide.testing import wait_until
 from ebbtide.trainer.service import train
 from ebbtide.trainer.settings import TrainerSettings
 from ebbtide.types.rollout import Trajectory
 from ebbtide.types.run import RunSpec, RunStatus
 from ebbtide.types.tokens import pack_ids, pack_tokens
+from tests.support.waiting import wait_until
 
 SETTINGS = TrainerSettings(device="cpu", threads=1, output_roots=("/",), allowed_trainers=("*",))
 DEEDS = ("trainer:publish", "trainer:announce", "trainer:report", "trainer:commit")

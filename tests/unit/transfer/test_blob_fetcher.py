@@ -15,7 +15,6 @@ from ebbtide.errors import (
     Unavailable,
     VersionUnavailable,
 )
-from ebbtide.testing import wait_until
 from ebbtide.transfer.blob_fetcher import BlobBatch, BlobFetcher, FetchMeans
 from ebbtide.transfer.mirror.digest_threads import DigestThreads
 from ebbtide.transfer.sources.blob_cache import BlobCache
@@ -23,6 +22,7 @@ from ebbtide.transfer.sources.source_pool import UNLISTED, OpenSource, SourcePoo
 from ebbtide.transfer.version_finder import FoundVersion
 from ebbtide.types.weights import Holder
 from ebbtide.weights import tile_digest
+from tests.support.waiting import wait_until
 from tests.unit.transfer.test_pool import source
 
 BLOBS = {tile_digest(data): data for number in range(40) if (data := bytes([number]) * 100)}

@@ -2,8 +2,8 @@
 
 import asyncio
 
-from ebbtide.testing import wait_until
 from ebbtide.transfer import BlobCache
+from tests.support.waiting import wait_until
 
 
 def test_the_oldest_used_go_first_and_the_bound_holds() -> None:

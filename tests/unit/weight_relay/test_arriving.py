@@ -9,11 +9,11 @@ import pytest
 
 from ebbtide.errors import NotReady, VersionUnavailable
 from ebbtide.scheduling.distribution.retained_bytes import Stream
-from ebbtide.testing import wait_until
 from ebbtide.weight_relay.library.relay_disk import RelayDisk
 from ebbtide.weight_relay.service import WeightRelay
 from tests.fakes.clocks import SetClock
 from tests.integration.weight_relay.lines import Line
+from tests.support.waiting import wait_until
 from tests.unit.weight_relay.relays import SMALL, held, publish, put, relay_at
 
 

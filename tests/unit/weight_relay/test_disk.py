@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from ebbtide.errors import InvalidRequest
-from ebbtide.testing import wait_until
 from ebbtide.weight_relay.library.relay_disk import FORMAT, RelayDisk
 from ebbtide.weight_relay.service import WeightRelay
 from ebbtide.weight_relay.settings import RelaySettings
 from ebbtide.weights import tile_sizes
 from tests.integration.weight_relay.lines import Line
+from tests.support.waiting import wait_until
 from tests.unit.weight_relay.relays import SMALL, anchors, held, publish, relay_at
 
 

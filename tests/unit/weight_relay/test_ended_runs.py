@@ -12,7 +12,6 @@ import pytest
 
 from ebbtide.errors import LeaseSuperseded, NotReady, Unavailable
 from ebbtide.rpc.run_endings import EndedRun, RunsEnded
-from ebbtide.testing import wait_until
 from ebbtide.types.run import RunStatus
 from ebbtide.weight_relay.intake import version_intake
 from ebbtide.weight_relay.library.run_end_follower import RunEndFollower
@@ -20,6 +19,7 @@ from ebbtide.weight_relay.library.version_records import VersionStage, make_stag
 from ebbtide.weight_relay.service import WeightRelay
 from tests.fakes.clocks import SetClock
 from tests.integration.weight_relay.lines import Line
+from tests.support.waiting import wait_until
 from tests.unit.weight_relay.relays import SMALL, held, publish, put, relay_at
 
 FINISHED, CANCELLED = RunStatus.FINISHED, RunStatus.CANCELLED

@@ -7,12 +7,12 @@ import pytest
 from prometheus_client import REGISTRY
 
 from ebbtide.errors import InvalidRequest, NoCapacity
-from ebbtide.testing import wait_until
 from ebbtide.transfer.version_finder import WayRequest
 from ebbtide.types.weights import Holder
 from ebbtide.weight_relay.service import WeightRelay
 from tests.fakes.clocks import SetClock
 from tests.integration.weight_relay.lines import Line
+from tests.support.waiting import wait_until
 from tests.unit.weight_relay.relays import SMALL, anchors, held, patches, publish, publish_all, relay_at
 
 DENSE = 20_000 * 2 + 3_000 * 4

@@ -6,11 +6,11 @@ from collections.abc import AsyncIterator
 import pytest
 
 from ebbtide.errors import InvalidRequest, NoCapacity, Unavailable
-from ebbtide.testing import wait_until
 from ebbtide.types.weights import Manifest
 from ebbtide.weight_relay.intake.publish_joiner import MAX_JOINED, MAX_JOINED_OF_RUN, JoinedPublish
 from ebbtide.weights import ManifestLimits, ManifestPart, split_manifest
 from tests.integration.weight_relay.lines import Line
+from tests.support.waiting import wait_until
 from tests.unit.weight_relay.relays import SMALL
 
 RUNS = [f"run-{number // MAX_JOINED_OF_RUN}" for number in range(MAX_JOINED)]  # as few as may take all

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from ebbtide.errors import EbbtideError, VersionUnavailable
-from ebbtide.testing import wait_until
 from ebbtide.weight_relay.service import WeightRelay
 from ebbtide.weights import tile_digest, tile_sizes
 from tests.integration.weight_relay.crashes import Crash, Crasher
 from tests.integration.weight_relay.lines import Line
+from tests.support.waiting import wait_until
 from tests.unit.weight_relay.relays import SMALL, anchors, held, patches, publish, publish_all, relay_at
 
 LINE = Line(5, sizes=SMALL, share=0.3)

@@ -8,12 +8,12 @@ import msgspec
 import pytest
 
 from ebbtide.scheduling.distribution.retention import RetentionPlan
-from ebbtide.testing import wait_until
 from ebbtide.types.weights import Manifest, Patch, TensorPatch
 from ebbtide.weight_relay.library.version_records import PatchEdge
 from ebbtide.weight_relay.service import WeightRelay
 from ebbtide.weights import blob_sizes, seal_patch
 from tests.integration.weight_relay.lines import SIGNER, Line
+from tests.support.waiting import wait_until
 from tests.unit.weight_relay.relays import SMALL, anchors, held, patches, publish_all, put, relay_at
 
 STREAM = "run", "policy"

@@ -50,7 +50,7 @@ def _check_model(shape: ClusterShape) -> None:
     config = ["--config", str(shape.worker_config)] if shape.worker_config else []
     argv = ["--model", str(shape.model), *config]
     worker = read(WorkerSettings, prog="ebbtide rollout-worker", argv=argv, environ={})
-    if worker.engine == "scripted":
+    if worker.engine != "vllm":
         return
     try:
         check_directory(worker.model)

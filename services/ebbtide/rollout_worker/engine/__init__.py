@@ -1,4 +1,4 @@
-"""Defines `Engine`, all that the worker knows of what generates tokens. vLLM and a script implement it."""
+"""Defines `Engine`, all that the worker knows of what generates tokens. vLLM implements it, as others may."""
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path

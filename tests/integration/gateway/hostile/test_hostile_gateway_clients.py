@@ -15,9 +15,9 @@ from typing import Any, Final
 import httpx
 import pytest
 
-from ebbtide.testing import wait_until
 from tests.integration.gateway.hostile.hostile_requests import HostileRequest, draw_request
 from tests.integration.gateway.hostile.hostile_server import LIMITS
+from tests.support.waiting import wait_until
 
 #: Connections at once: more than the bodies that fit.
 AT_ONCE: Final = 12

@@ -11,8 +11,8 @@ import openai
 import pytest
 from starlette.applications import Starlette
 
-from ebbtide.testing import wait_until
 from tests.fakes.scripted_rollouts import ScriptedSource, scripted_run
+from tests.support.waiting import wait_until
 from tests.unit.gateway.http.conftest import SECRET
 
 URL = "/v1/completions"

@@ -14,11 +14,11 @@ from ebbtide.gateway.access.request_limits import RequestLimits
 from ebbtide.gateway.http_app import make_app
 from ebbtide.gateway.routes.gateway_doors import GatewayDoors
 from ebbtide.gateway.routes.http_reply import HttpReply
-from ebbtide.testing import wait_until
 from ebbtide.types.rollout import FinishReason
 from ebbtide.types.run import TrainerSpec
 from tests.fakes.asgi_call import AsgiCall
 from tests.fakes.scripted_rollouts import ScriptedSource
+from tests.support.waiting import wait_until
 from tests.unit.gateway.http.conftest import HEADERS
 
 URL = "/v1/completions"

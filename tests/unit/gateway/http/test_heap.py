@@ -14,11 +14,11 @@ from ebbtide.errors import NoCapacity
 from ebbtide.gateway.service import serve
 from ebbtide.gateway.settings import GatewaySettings
 from ebbtide.runtime import Shutdown
-from ebbtide.testing import wait_until
 from ebbtide.types.rollout import FinishReason
 from tests.fakes import cycles as fakes
 from tests.fakes.asgi_call import AsgiCall
 from tests.fakes.scripted_rollouts import ScriptedSource
+from tests.support.waiting import wait_until
 from tests.unit.gateway.http.conftest import HEADERS
 
 CHAT = "/v1/chat/completions"

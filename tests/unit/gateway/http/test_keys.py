@@ -19,7 +19,6 @@ from ebbtide.errors import BudgetSpent, RateLimited
 from ebbtide.gateway.access.client_key import KeyRing
 from ebbtide.gateway.http_app import make_app
 from ebbtide.gateway.routes.gateway_doors import GatewayDoors
-from ebbtide.testing import wait_until
 from ebbtide.types.ids import check_id
 from ebbtide.types.key_usage import KeyLimits, MeteredKey
 from ebbtide.types.run import EnvironmentSpec
@@ -27,6 +26,7 @@ from tests.fakes.asgi_call import AsgiCall
 from tests.fakes.clocks import SetClock
 from tests.fakes.scripted_doors import scripted_directory
 from tests.fakes.scripted_rollouts import ScriptedCatalog, ScriptedSource
+from tests.support.waiting import wait_until
 from tests.unit.gateway.http.conftest import HEADERS
 
 SIGNER = Ed25519PrivateKey.generate()

@@ -17,9 +17,9 @@ from ebbtide.gateway.access.request_limits import RequestLimits, RequestSlots
 from ebbtide.gateway.http_app import make_app
 from ebbtide.gateway.routes import body_reader
 from ebbtide.gateway.routes.gateway_doors import GatewayDoors
-from ebbtide.testing import wait_until
 from tests.fakes.asgi_call import AsgiCall
 from tests.fakes.scripted_rollouts import ScriptedSource
+from tests.support.waiting import wait_until
 from tests.unit.gateway.http.conftest import HEADERS
 from tests.unit.gateway.http.test_field_tables import SERVED
 

@@ -9,11 +9,11 @@ from ebbtide.errors import InvalidRequest, NotFound, Unavailable
 from ebbtide.gateway.access.client_key import ClientKey
 from ebbtide.gateway.runs.run_directory import RunDirectory
 from ebbtide.gateway.text.template_sandbox import TemplateSandbox
-from ebbtide.testing import wait_until
 from ebbtide.types.run import RunStatus
 from tests.fakes.clocks import SetClock
 from tests.fakes.scripted_doors import scripted_directory
 from tests.fakes.scripted_rollouts import ScriptedCatalog, ScriptedSource, scripted_model, scripted_run
+from tests.support.waiting import wait_until
 
 ANY = ClientKey(owner="team", sessions_of="team")
 

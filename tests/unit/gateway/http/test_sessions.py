@@ -21,11 +21,11 @@ from ebbtide.gateway.routes.gateway_doors import GatewayDoors
 from ebbtide.gateway.runs.run_catalog import RunCatalog
 from ebbtide.gateway.runs.run_directory import RunDirectory
 from ebbtide.gateway.text.template_sandbox import TemplateSandbox
-from ebbtide.testing import wait_until
 from ebbtide.types.run import EnvironmentSpec
 from ebbtide.types.session import SessionState
 from ebbtide.types.tokens import TOKEN, TokenArray, unpack_ids, unpack_tokens
 from tests.fakes.scripted_rollouts import KEEPS_HISTORY, ScriptedCatalog, ScriptedSource, scripted_model, scripted_run
+from tests.support.waiting import wait_until
 from tests.unit.gateway.http.conftest import HEADERS
 
 Message = dict[str, Any]
@@ -70,7 +70,7 @@ class Agent:
 
 
 def another_gateway(doors: GatewayDoors, catalog: ScriptedCatalog) -> Starlette:
-    directory = RunDirectory(cast('RunCatalog', catalog), max_prompt_tokens=doors.limits.prompt_tokens)
+    directory = RunDirectory(cast("RunCatalog", catalog), max_prompt_tokens=doors.limits.prompt_tokens)
     shelf = SessionShelf(doors.session_limits.shelf_bytes)
     return make_app(replace(doors, directory=directory, shelf=shelf))
 

@@ -10,10 +10,10 @@ import pytest
 
 from ebbtide.claimed_runs.run_failure import RankLost, RunFailed
 from ebbtide.runtime import race
-from ebbtide.testing import wait_until
 from ebbtide.trainer.learning.local_learning import LocalLearning
 from ebbtide.trainer.lending.memory_loan import MemoryLoan
 from ebbtide.types.work_left import OpenGroup, WorkLeft
+from tests.support.waiting import wait_until
 
 
 class Noted:

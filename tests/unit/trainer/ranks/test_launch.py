@@ -11,10 +11,10 @@ import pytest
 
 from ebbtide.claimed_runs.run_failure import RankLost
 from ebbtide.runtime import Shutdown
-from ebbtide.testing import wait_until
 from ebbtide.trainer.ranks import rank_launcher as module
 from ebbtide.trainer.ranks.rank_launcher import launch
 from ebbtide.trainer.settings import TrainerSettings
+from tests.support.waiting import wait_until
 
 SETTINGS = TrainerSettings(ranks=3)
 PATIENT = "import signal, time; signal.signal(signal.SIGTERM, lambda *_: exit(0)); time.sleep(100)"

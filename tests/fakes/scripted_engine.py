@@ -16,17 +16,20 @@ from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Final
 
+from msgspec.structs import replace
+
 from ebbtide import telemetry
 from ebbtide.errors import InvalidRequest
 from ebbtide.grants import Page
 from ebbtide.rollout_worker.engine import EngineFailed, EngineRequest, Shapes, TokenDelta, checkpoint_facts
-from ebbtide.rollout_worker.engine.scripted_memory import ScriptedMemory
 from ebbtide.rollout_worker.engine.vllm.weights.tensor_boxes import Boxes
-from ebbtide.rollout_worker.settings import ScriptedSettings
+from ebbtide.rollout_worker.settings import WorkerSettings
 from ebbtide.types.fleet import DraftingState, EngineInfo
 from ebbtide.types.prompt_scores import ScoreArray, score_places
 from ebbtide.types.rollout import FinishReason
 from ebbtide.types.tokens import pack_ids
+from tests.fakes.scripted_memory import ScriptedMemory
+from tests.fakes.scripted_settings import ScriptedSettings, read_script
 
 log = telemetry.get_logger(__name__)
 
@@ -38,6 +41,12 @@ _FIRST: Final = 2
 _LISTEN_S: Final = 0.02
 #: The longest single sleep.
 _LONG_S: Final = 3600.0
+
+
+def make(settings: WorkerSettings, model: Path | None, page: Page | None) -> "ScriptedEngine":
+    """The factory by which a worker has it."""
+    script = read_script(settings.engine_options)
+    return ScriptedEngine(script if model is None else replace(script, model=str(model)), page)
 
 
 def digest(weights: Path) -> str:
@@ -160,6 +169,10 @@ class ScriptedEngine:
         return None
 
     @property
+    def install_s(self) -> float:
+        return self._settings.install_s
+
+    @property
     def scores_prompts(self) -> bool:
         return self._settings.scores
 
@@ -175,7 +188,7 @@ class ScriptedEngine:
     def drafting(self) -> DraftingState | None:
         return None
 
-    async def start(self, *, aside: bool = False) -> EngineInfo:  # noqa: ARG002 - waits for nothing but timers
+    async def start(self, *, aside: bool = False) -> EngineInfo:
         if self._settings.model:
             self._shapes = checkpoint_facts.tensor_shapes(checkpoint_facts.check_directory(self._settings.model))
         await asyncio.sleep(self._settings.boot_s)
@@ -228,7 +241,7 @@ class ScriptedEngine:
             checkpoint_facts.header(file)
         start = time.monotonic()
         await self.pause("install")
-        await asyncio.sleep(self._settings.install_s)
+        await asyncio.sleep(self.install_s)
         if self.digests:
             self.installed.append((version, await asyncio.to_thread(digest, weights)))
             log.info("weights read", version=version, digest=self.installed[-1][1])

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Final
 
 from ebbtide.free_ports import free_port
-from ebbtide.redis_server import redis_command, sentinel_command
-from ebbtide.testing.process import ServerProcess
+from ebbtide.local_cluster.redis_server import redis_binary, redis_command
+from tests.support.server_process import ServerProcess
 
 #: A unix socket's path must fit into 108 bytes.
 _MAX_SOCKET_PATH: Final = 100
@@ -92,7 +92,8 @@ class EmbeddedRedis(ServerProcess):
 
 
 class EmbeddedSentinel(ServerProcess):
-    """Watches a primary and its replicas, and promotes a replica when the primary was silent for `down_after_s`.
+    """Watches a primary and its replicas, and promotes a replica when the primary was silent for `down_after_s`. It
+    rewrites its configuration file.
 
     Start it once the replicas follow. `url` names the store by way of this Sentinel.
     """
@@ -115,7 +116,7 @@ class EmbeddedSentinel(ServerProcess):
         self._configuration.write_text("\n".join(lines) + "\n")
 
     def _command_line(self) -> list[str]:
-        return sentinel_command(self._configuration)
+        return [str(redis_binary()), str(self._configuration), "--sentinel"]
 
     @property
     def url(self) -> str:

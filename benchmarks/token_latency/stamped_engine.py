@@ -1,6 +1,4 @@
-"""Runs a worker whose scripted engine writes the time at which a token left it in place of the token's logprob.
-
-    python -m benchmarks.token_latency.stamped_worker FLAGS OF A WORKER
+"""Is the scripted engine, which writes the time at which a token left it in place of the token's logprob.
 
 Processes of one machine share the monotonic clock. A stamp is its remainder, so that a float32 keeps it to 15 us.
 """
@@ -8,13 +6,14 @@ Processes of one machine share the monotonic clock. A stamp is its remainder, so
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any, Final
+from pathlib import Path
+from typing import Final
 
-from ebbtide.rollout_worker import service
-from ebbtide.rollout_worker.__main__ import main
+from ebbtide.grants import Page
 from ebbtide.rollout_worker.engine import EngineRequest, TokenDelta
-from ebbtide.rollout_worker.engine.scripted_engine import ScriptedEngine
 from ebbtide.rollout_worker.settings import WorkerSettings
+from tests.fakes.scripted_engine import ScriptedEngine
+from tests.fakes.scripted_settings import read_script
 
 #: After so many seconds stamps begin again at 0.
 WRAP_S: Final = 256.0
@@ -34,10 +33,6 @@ class StampedEngine(ScriptedEngine):
                 yield delta._replace(logprobs=[-(time.monotonic() % WRAP_S)] * len(delta.ids))
 
 
-def _stamped(settings: WorkerSettings, borrowed: Any = None) -> StampedEngine:  # noqa: ARG001 - never borrowed
-    return StampedEngine(settings.scripted)
-
-
-if __name__ == "__main__":
-    service.make_engine = _stamped
-    main()
+def make(settings: WorkerSettings, model: Path | None, page: Page | None) -> StampedEngine:  # noqa: ARG001 - no other
+    """The factory by which a worker has it."""
+    return StampedEngine(read_script(settings.engine_options), page)
