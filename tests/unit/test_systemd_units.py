@@ -114,6 +114,11 @@ def test_every_unit_bounds_what_it_takes(unit: Path) -> None:
     assert {"MemoryMax", "TasksMax", "LimitNOFILE", "CPUWeight", "TimeoutStopSec"} <= read(unit).keys()
 
 
+@each_service
+def test_a_unit_whose_settings_are_bad_is_not_started_again(unit: Path) -> None:
+    assert read(unit)["RestartPreventExitStatus"] == ["2"]
+
+
 def test_systemd_waits_longer_than_a_worker_drains() -> None:
     keys = read(UNITS / "ebbtide-rollout-worker@.service")
     example = assignments((UNITS / "rollout-worker.env.example").read_text())
