@@ -26,9 +26,10 @@ PROGRAMS: Final = {
     "driver": ("ebbtide.driver", "ebbtide.driver.settings:DriverSettings"),
     "gateway": ("ebbtide.gateway", "ebbtide.gateway.settings:GatewaySettings"),
     "serving-guard": ("ebbtide.serving_guard", "ebbtide.serving_guard.settings:GuardSettings"),
+    "trainer-guard": ("ebbtide.serving_guard", "ebbtide.serving_guard.settings:GuardSettings"),
 }
 #: They know their own host only.
-LENDERS: Final = {"serving-guard"}
+LENDERS: Final = {"serving-guard", "trainer-guard"}
 _SYSTEMD: Final = Path("/usr/lib/systemd/system")
 _UNITS_OF_THEM_ALL: Final = Path("etc/systemd/system")
 
@@ -57,8 +58,8 @@ def kind(name: str) -> Any:
 
 
 def variables(name: str) -> set[str]:
-    """Every variable that a program reads."""
-    prefix = f"EBBTIDE_{name.upper().replace('-', '_')}_"
+    """Every variable that a unit's program reads."""
+    prefix = f"{PROGRAMS[name][0].replace('.', '_').upper()}_"
     fields = settings._fields(kind(name))
     return {f"{prefix}CONFIG", *(variable for field in fields for variable in field.variables(prefix))}
 
@@ -68,11 +69,14 @@ def assignments(text: str) -> dict[str, str]:
     return {name: value for name, _, value in pairs}
 
 
-def of_unit(name: str) -> dict[str, str]:
-    """What the program's unit itself sets, and systemd fills nothing in."""
-    (unit,) = (path for path in SERVICES if program(path) == name)
-    found = assignments("\n".join(read(unit)["Environment"]))
-    return {key: value for key, value in found.items() if "%" not in value}
+def made(name: str, given: dict[str, str]) -> Any:
+    """The settings of a unit's program: `given`, and what the unit itself sets where systemd fills nothing in."""
+    keys = read(UNITS / f"ebbtide-{name}{'@' * (name == 'rollout-worker')}.service")
+    own = assignments("\n".join(keys["Environment"]))
+    known = {key: value for key, value in own.items() if "%" not in value}
+    module, flags = PROGRAMS[name][0], shlex.split(keys["ExecStart"][0])[3:]
+    prog = f"ebbtide {module.removeprefix('ebbtide.').replace('_', '-')}"
+    return settings.read(kind(name), prog=prog, argv=flags, environ=known | given)
 
 
 def seconds(span: str) -> float:
@@ -110,6 +114,11 @@ def test_every_unit_bounds_what_it_takes(unit: Path) -> None:
     assert {"MemoryMax", "TasksMax", "LimitNOFILE", "CPUWeight", "TimeoutStopSec"} <= read(unit).keys()
 
 
+@each_service
+def test_a_unit_whose_settings_are_bad_is_not_started_again(unit: Path) -> None:
+    assert read(unit)["RestartPreventExitStatus"] == ["2"]
+
+
 def test_systemd_waits_longer_than_a_worker_drains() -> None:
     keys = read(UNITS / "ebbtide-rollout-worker@.service")
     example = assignments((UNITS / "rollout-worker.env.example").read_text())
@@ -129,14 +138,34 @@ def test_systemd_waits_longer_than_a_gateways_requests_may_finish() -> None:
 
 @each_example
 def test_an_example_names_settings_that_exist_and_are_valid(example: Path) -> None:
-    name = example.name.removesuffix(".env.example").removesuffix("-trainer")  # a guard has two
+    name = example.name.removesuffix(".env.example")
     given = {key: value for key, value in assignments(example.read_text()).items() if key.startswith("EBBTIDE_")}
     readers = [name] if name in PROGRAMS else [key for key in PROGRAMS if key not in LENDERS]
     assert given.keys() <= set().union(*map(variables, readers))
     for reader in readers:
-        made = settings.read(kind(reader), prog=f"ebbtide {reader}", argv=[], environ=of_unit(reader) | given)
+        found = made(reader, given)
         if reader in LENDERS:
-            made.checked()
+            found.checked()
+
+
+def test_each_guard_lends_the_device_of_its_own_owner_by_settings_of_its_own() -> None:
+    files = [*read(UNITS / "ebbtide-serving-guard.service")["EnvironmentFile"]]
+    files += read(UNITS / "ebbtide-trainer-guard.service")["EnvironmentFile"]
+    assert len(set(files)) == 2
+    given = {name: assignments((UNITS / f"{name}.env.example").read_text()) for name in LENDERS}
+    assert {name: made(name, given[name]).owner for name in LENDERS} == {
+        "serving-guard": "server",
+        "trainer-guard": "trainer",
+    }
+    ports = [made(name, given[name]).metrics_port for name in LENDERS]
+    assert len(set(ports)) == 2, "one host may have both"
+
+
+def test_the_guard_of_a_served_engine_is_enabled_started_and_restarted_with_the_socket_that_systemd_holds() -> None:
+    keys = read(UNITS / "ebbtide-serving-guard.service")
+    for key in ("Requires", "After", "Also"):
+        assert "ebbtide-serving-guard.socket" in " ".join(keys[key]).split(), key
+    assert "ebbtide-serving-guard.socket" not in (UNITS / "ebbtide-trainer-guard.service").read_text()
 
 
 def test_every_program_that_is_told_of_a_coordinator_is_given_papers_by_the_names_that_hosts_get() -> None:

@@ -7,9 +7,10 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, NoReturn, Protocol
 
 from ebbtide import telemetry
+from ebbtide.errors import NotReady
 from ebbtide.loans.borrower_table import BorrowerTable
 from ebbtide.loans.grant_issuer import AllowedMemory, GrantIssuer
 from ebbtide.loans.loan import Loan
@@ -22,12 +23,16 @@ from ebbtide.serving_guard.loans.governor_panel import GovernorPanel, Makes
 from ebbtide.serving_guard.loans.memory_budget import MemoryBudget
 from ebbtide.serving_guard.settings import GuardSettings
 from ebbtide.serving_guard.traffic.request_books import RequestBooks
+from ebbtide.v1 import loans_pb2
+from ebbtide.v1.loans_pb2_grpc import add_LoansServicer_to_server
 
 log = telemetry.get_logger(__name__)
 
 #: How often the memory that serving uses is counted.
 _TICK_S: Final = 0.05
 _GAUGES_S: Final = 1.0
+_LOANS: Final = loans_pb2.DESCRIPTOR.services_by_name["Loans"].full_name
+_NO_TRAINER: Final = "this guard lends the device of a serving engine; for a trainer's, start it with owner = trainer"
 
 
 class Front(Protocol):
@@ -38,6 +43,16 @@ class Front(Protocol):
     async def start(self) -> None: ...
 
     async def stop(self) -> None: ...
+
+
+class NoLoans:
+    """Tells a trainer that the guard of its device was started as a serving engine's, so that its step waits."""
+
+    async def Own(self, request_iterator: Any, context: Any) -> NoReturn:  # noqa: ARG002, N802 - gRPC's
+        raise NotReady(_NO_TRAINER)
+
+    async def WatchDevice(self, request: Any, context: Any) -> NoReturn:  # noqa: ARG002, N802 - gRPC's
+        raise NotReady(_NO_TRAINER)
 
 
 class ServerMode(Lender):
@@ -73,7 +88,8 @@ class ServerMode(Lender):
             memory=self._memory,
             clock=time.monotonic,
         )
-        super().__init__(settings, borrowers, keeper, self._issuer, self._status.now)
+        no_loans = (add_LoansServicer_to_server, NoLoans(), _LOANS)
+        super().__init__(settings, borrowers, keeper, self._issuer, self._status.now, [no_loans])
         self._front: Front = self._proxy() if settings.mode == "proxy" else self._observer()
 
     @property

@@ -3,10 +3,12 @@
 from collections.abc import Callable
 from pathlib import Path
 
+from ebbtide.errors import InvalidRequest
 from ebbtide.grants import locked_folder
 from ebbtide.runtime import Shutdown
 from ebbtide.serving_guard.lender import Lender
 from ebbtide.serving_guard.settings import GuardSettings
+from ebbtide.serving_guard.trainer.lease_record import RECORD, LeaseRecord
 
 
 def mode_of(settings: GuardSettings) -> Lender:
@@ -23,9 +25,17 @@ def mode_of(settings: GuardSettings) -> Lender:
 async def serve(
     shutdown: Shutdown, settings: GuardSettings, makes: Callable[[GuardSettings], Lender] = mode_of
 ) -> None:
-    """Lend one device until `shutdown` is requested. `makes`: the mode."""
+    """Lend one device until `shutdown` is requested. `makes`: the mode. Raises `InvalidRequest` naming `owner` if the
+    device is a trainer's, and the settings do not say so."""
     settings.checked()
-    with locked_folder(Path(settings.grant_dir)):
+    folder = Path(settings.grant_dir)
+    with locked_folder(folder):
+        if settings.owner == "server" and LeaseRecord(folder).read():
+            text = (
+                "a trainer has owned this device since the host was started: set owner = trainer, or name another "
+                f"folder (or remove {folder / RECORD}, if no trainer runs here any more)"
+            )
+            raise InvalidRequest(text, field="owner")
         lender = makes(settings)
         await lender.start(shutdown)
         shutdown.ready(lender.address)

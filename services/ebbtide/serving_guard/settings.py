@@ -1,5 +1,6 @@
 """Declares and checks the settings of the serving-guard."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Final, Literal
 from urllib.parse import urlsplit
@@ -165,11 +166,12 @@ class GuardSettings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_f
     def _checked_owner(self) -> None:
         """What another owner's mode reads has no effect, and was meant to have one."""
         shared = _SHARED.union(ProcessSettings.__struct_fields__)
-        for field in structs.fields(self):
-            reader = "trainer" if field.name == "trainer" else "server"
-            given = getattr(self, field.name)
-            if field.name not in shared and reader != self.owner and given != field.default:
-                raise InvalidRequest(f"is read with owner = {reader} only; leave it out", field=field.name)
+        for key in _changed(self):
+            table = key.partition(".")[0]
+            reader = "trainer" if table == "trainer" else "server"
+            if table not in shared and reader != self.owner:
+                text = f"is read with owner = {reader} only; set owner = {reader}, or leave it out"
+                raise InvalidRequest(text, field=key)
 
     def _checked_observe(self) -> None:
         if self.slo_file:
@@ -178,3 +180,13 @@ class GuardSettings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_f
             if not getattr(self, name):
                 message = "metrics do not show which request was alone, so no factor can be learnt; give milliseconds"
                 raise InvalidRequest(message, field=name)
+
+
+def _changed(settings: Struct) -> Iterator[str]:
+    """The keys whose values are not their defaults: `name`, or `table.name`."""
+    for field in structs.fields(settings):
+        value = getattr(settings, field.name)
+        if isinstance(value, Struct):
+            yield from (f"{field.name}.{inner}" for inner in _changed(value))
+        elif value != field.default:
+            yield field.name

@@ -16,7 +16,6 @@ from ebbtide.coordinator.settings import CoordinatorSettings
 from ebbtide.rollout_worker.installs.peer_blobs import PeerBlobs
 from ebbtide.rollout_worker.installs.peer_servicer import PeerServicer, add_to_server
 from ebbtide.rpc.server import Server, Service
-from ebbtide.serving_guard.server_mode import ServerMode
 from ebbtide.serving_guard.settings import GuardSettings
 from ebbtide.serving_guard.trainer_mode import TrainerMode
 from ebbtide.transfer import BlobCache
@@ -84,8 +83,7 @@ class Services:
         self._services = [
             *await coordinator.open(),
             (add_WeightsServicer_to_server, relay.servicer, WEIGHTS),
-            *ServerMode(GuardSettings(grant_dir=str(self._folder / "grants"))).services,
-            TrainerMode(GuardSettings(owner="trainer", grant_dir=str(self._folder / "loans"))).services[1],
+            *TrainerMode(GuardSettings(owner="trainer", grant_dir=str(self._folder / "grants"))).services,
         ]
         self._peer = [(add_to_server, PeerServicer(peer), WEIGHTS)]
 

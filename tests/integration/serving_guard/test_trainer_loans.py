@@ -2,6 +2,8 @@
 
 import asyncio
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -14,8 +16,11 @@ from ebbtide.trainer import device_loan
 from ebbtide.trainer.device_loan import DeviceLoan
 from ebbtide.types.grants import Residency
 from tests.integration.serving_guard.borrower import Borrowing
+from tests.integration.serving_guard.guards import guard_process
 from tests.integration.serving_guard.trainer_guards import TrainerGuardProcess, owner_process, trainer_guard_process
 from tests.support.waiting import wait_until
+
+ANY_PORT = "127.0.0.1:0"
 
 
 @pytest.fixture
@@ -198,9 +203,36 @@ async def test_only_one_guard_serves_a_folder(guard: TrainerGuardProcess, grant_
         assert await asyncio.to_thread(second.process.wait, 20) == 1
 
 
-async def held(guard: TrainerGuardProcess):  # type: ignore[no-untyped-def]
+async def test_a_guard_that_is_not_told_of_the_trainer_does_not_lend_the_trainers_device(
+    guard: TrainerGuardProcess, grant_dir: Path
+) -> None:
+    with owner_process(grant_dir):
+        guard.end()
+        command = [sys.executable, "-m", "ebbtide.serving_guard", "--grant-dir", str(grant_dir), "--listen", ANY_PORT]
+        ended = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=20)
+        assert ended.returncode == 1
+        assert "owner: a trainer has owned this device" in ended.stderr
+        assert "set owner = trainer" in ended.stderr
+        await guard.start_again()
+        await wait_until(lambda: held(guard, engines=False), 20)
+
+
+async def test_a_trainer_whose_guard_serves_an_engine_waits_and_says_how_to_start_the_guard(
+    grant_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("_ALONE_S", "_EMPTY_S"):
+        monkeypatch.setattr(device_loan, name, 0.0)
+    with guard_process(grant_dir, "http://127.0.0.1:9") as guard:
+        await guard.ready()
+        async with owning(grant_dir) as loan:
+            loan.want(loan.next_wish(lend=False, spell_s=0.0))
+            await wait_until(lambda: "owner = trainer" in loan.progress().waits_for, 10)
+            assert not loan.progress().back
+
+
+async def held(guard: TrainerGuardProcess, *, engines: bool = True):  # type: ignore[no-untyped-def]
     state = await guard.status()
-    return state if state.state == "held" and state.borrowers and state.memory_back else None
+    return state if state.state == "held" and bool(state.borrowers) is engines and state.memory_back else None
 
 
 async def computed(guard: TrainerGuardProcess):  # type: ignore[no-untyped-def]

@@ -3,6 +3,7 @@
 import io
 import json
 
+import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
@@ -97,6 +98,18 @@ def test_without_requests_and_borrowers_it_says_so() -> None:
     assert "nobody is inside" in told
     assert "none" in told
     assert "memory" not in told
+
+
+@pytest.mark.parametrize("state", ["settling", "held", "lent", "abandoned"])
+def test_a_trainers_device_is_shown_by_who_has_it_and_without_what_only_served_engines_have(state: str) -> None:
+    device = GuardStatus(mode="trainer", state=state, borrowers=(BUSY,), forecast=Forecast(share=0.62, spell_s=8.25))
+    told = shown(device)
+    assert f"trainer's device: {state}, 1 borrower at 3,344 tokens/s" in told
+    assert f"{state}: " in told.replace("trainer's device: ", ""), "the state is explained"
+    assert "1,234,567 tokens in 345.7 GPU-seconds" in told
+    for text in (told, next(lines(device))):
+        for word in ("TTFT", "slack", "inside", "budget", "next step", "served model"):
+            assert word not in text, word
 
 
 def test_where_there_is_no_terminal_a_line_tells_the_whole_and_one_each_borrower() -> None:

@@ -162,6 +162,16 @@ def test_the_dashboard_is_one_that_grafana_takes() -> None:
         assert panel["targets"]
 
 
+def test_panels_of_served_engines_leave_trainers_devices_out() -> None:
+    """Their guards have the same metrics of what is borrowed, and no load."""
+    source = (ROOT / "common" / "ebbtide" / "loans" / "metrics.py").read_text()
+    shared = {name for metric in in_source(source, "serving_guard") for name in metric.series}
+    shown = [target["expr"] for panel in panels() for target in panel["targets"]]
+    found = [text for text in shown if shared & {name for name, _ in parse(text).metrics}]
+    assert found
+    assert [text for text in found if "and on (instance) ebbtide_guard_load" not in text] == []
+
+
 @pytest.mark.parametrize("source", ["telemetry.counter(NAME, 'text')", "telemetry.gauge('a', 'text', labels())"])
 def test_a_metric_whose_name_cannot_be_read_is_refused(source: str) -> None:
     with pytest.raises(ValueError, match="spell a metric's name, help and labels out"):

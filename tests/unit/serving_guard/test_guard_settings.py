@@ -28,9 +28,9 @@ def settings(*flags: str) -> GuardSettings:
         (("--mode", "observe", "--slo-file", "/dev/null"), "slo_file", "flags"),
         (("--mode", "observe", "--tpot-ms", "20"), "ttft_ms", "milliseconds"),
         (("--mode", "observe", "--ttft-ms", "200", "--tpot-factor", "2"), "tpot_ms", "milliseconds"),
-        (("--trainer-give-up", "weights"), "trainer", "owner = trainer only"),
-        (("--owner", "trainer", "--ttft-ms", "200"), "ttft_ms", "owner = server only"),
-        (("--owner", "trainer", "--proxy-drain-s", "5"), "proxy", "owner = server only"),
+        (("--trainer-give-up", "weights"), "trainer.give_up", "set owner = trainer, or leave it out"),
+        (("--owner", "trainer", "--ttft-ms", "200"), "ttft_ms", "set owner = server, or leave it out"),
+        (("--owner", "trainer", "--proxy-drain-s", "5"), "proxy.drain_s", "set owner = server, or leave it out"),
     ],
 )
 def test_what_cannot_work_is_refused_by_name(flags: tuple[str, ...], field: str, remedy: str) -> None:

@@ -38,7 +38,8 @@ def status(
     ] = None,
     address: Annotated[str | None, typer.Option(help="The guard's socket, instead of its folder: unix:PATH.")] = None,
 ) -> None:
-    """Show load, latencies against the SLO, slack, the next rollout step's budget, and the harvested tokens.
+    """Show load, latencies against the SLO, slack, the next rollout step's budget, and the harvested tokens. Of a
+    trainer's device: who has it, and the harvested tokens.
 
     slack: the time until the first request inside would miss its target. reclaims: p50 and p99 of the time from a
     request's arrival to the end of the last rollout step.

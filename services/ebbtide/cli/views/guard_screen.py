@@ -31,6 +31,10 @@ _WORDS: Final = {
     "quiet": "waits until no traffic comes",
     "blind": "nothing is known of the traffic",
     "closed": "the guard lends no more: it ends, or its log says why",
+    "held": "the trainer has its device",
+    "lent": "rollouts may run until the trainer takes its device back",
+    "abandoned": "rollouts may run: the trainer is gone",
+    "settling": "a new guard waits for the device's owner before it lends",
 }
 #: `slack_s` while no request is inside.
 _NO_SLACK: Final = -1.0
@@ -38,7 +42,8 @@ _NO_SLACK: Final = -1.0
 
 def picture(status: GuardStatus) -> Group:
     """Draws a summary line, what the guard grants and why, and tables of latencies and of borrowers."""
-    tables = [fact_table(_facts(status)), _latencies(status)]
+    tables = [fact_table(_facts(status))]
+    tables += [] if _of_trainer(status) else [_latencies(status)]
     tables += [_borrowers(status.borrowers)] if status.borrowers else []
     spaced = [part for table in tables for part in (Text(), table)]
     return Group(Text(plain(head(status)), style="bold"), *spaced)
@@ -55,6 +60,8 @@ def head(status: GuardStatus) -> str:
     speed = sum(one.tokens_per_s for one in status.borrowers)
     count = len(status.borrowers)
     lent = f"{count} borrower{'s' * (count > 1)} at {speed:,.0f} tokens/s" if count else "no borrower"
+    if _of_trainer(status):
+        return f"trainer's device: {status.state or 'starting'}, {lent}"
     return (
         f"{status.model or 'served model'}: {status.state or 'starting'}, {status.inside} inside "
         f"({status.waiting} wait), load {status.load:.0%}, {lent}"
@@ -63,10 +70,13 @@ def head(status: GuardStatus) -> str:
 
 def lines(status: GuardStatus) -> Iterator[str]:
     """A line that sums up the state, and one for each borrower: for output that is no terminal."""
-    latencies = " · ".join(
-        f"{name} p99 {_ms(one.p99)} of {_ms(one.target)}, {_attained(one)} attained" for name, one in _named(status)
-    )
-    yield plain(f"{head(status)} · budget {_budget(status)} · slack {_slack(status)} · {latencies}")
+    parts = [head(status)]
+    if not _of_trainer(status):
+        parts += [f"budget {_budget(status)}", f"slack {_slack(status)}"]
+        parts += [
+            f"{name} p99 {_ms(one.p99)} of {_ms(one.target)}, {_attained(one)} attained" for name, one in _named(status)
+        ]
+    yield plain(" · ".join(parts))
     for one in status.borrowers:
         named = zip(_BORROWERS[2:], _borrower_row(one)[2:], strict=True)
         yield plain("; ".join((f"{one.worker_id} {one.state}", *(f"{name} {value}" for name, value in named))))
@@ -78,18 +88,27 @@ async def watch_guard(guard: "GuardClient", every_s: float, console: Console | N
 
 
 def _facts(status: GuardStatus) -> Iterator[tuple[str, str]]:
+    served, forecast = not _of_trainer(status), status.forecast
     yield "mode", status.mode or "-"
-    yield "requests", f"{status.requests:,} in {clock(status.uptime_s)}, {status.failed:,} failed"
+    if served:
+        yield "requests", f"{status.requests:,} in {clock(status.uptime_s)}, {status.failed:,} failed"
     yield "state", (status.state or "-") + (f": {_WORDS[status.state]}" if status.state in _WORDS else "")
-    yield "slack", _slack(status)
-    yield "next step", _budget(status)
+    if served:
+        yield "slack", _slack(status)
+        yield "next step", _budget(status)
     yield "harvested", _harvested(status)
-    forecast = status.forecast
     yield "forecast", f"{forecast.share:.0%} of the next minute; this lasts {_seconds(forecast.spell_s)}"
-    yield "disturbance", f"{forecast.disturbance:.0%} of the SLO's error budget, used lately beside rollouts"
+    if served:
+        yield "disturbance", f"{forecast.disturbance:.0%} of the SLO's error budget, used lately beside rollouts"
     if status.memory_limit:
         serving, limit = amount(status.serving_kv_bytes), amount(status.memory_limit)
         yield "memory", f"serving has {serving} of the pair's {limit} for keys and values"
+
+
+def _of_trainer(status: GuardStatus) -> bool:
+    """Whether the device is a trainer's, which serves nobody: there are no requests, and no budget that follows from
+    them."""
+    return status.mode == "trainer"
 
 
 def _latencies(status: GuardStatus) -> Table:

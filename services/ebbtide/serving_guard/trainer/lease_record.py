@@ -4,7 +4,8 @@ Without it, a guard that has just begun would take an older trainer's wish if th
 device in whose newer trainer a step is under way.
 
 Invariant: the file holds the leases of this boot of the host that the guard has met, whole: it is replaced, never
-changed. It is written before a new lease is answered. Lost with it: only the refusal of older leases.
+changed. It is written before a new lease is answered. Lost with it: only the refusal of older leases, and of
+guards that are not told of the owner.
 """
 
 from collections.abc import Iterable
@@ -19,7 +20,8 @@ from ebbtide.scheduling.elastic.device_ownership import OwnerLease
 
 log = telemetry.get_logger(__name__)
 
-_NAME: Final = "leases.json"
+#: The file, in the folder of grants.
+RECORD: Final = "leases.json"
 _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -32,7 +34,7 @@ class LeaseRecord:
     """The file of one folder."""
 
     def __init__(self, folder: Path) -> None:
-        self._path, self._boot = folder / _NAME, _BOOT.read_text().strip()
+        self._path, self._boot = folder / RECORD, _BOOT.read_text().strip()
         self._written: tuple[OwnerLease, ...] = ()
 
     def read(self) -> tuple[OwnerLease, ...]:
