@@ -6,8 +6,7 @@ import pytest
 
 from ebbtide.scheduling.long_tail.length_forecast import LengthOutlook
 from ebbtide.scheduling.long_tail.outlook.run_forecasts import RunForecasts
-from ebbtide.scheduling.long_tail.outlook.step_end import WaitingWork, step_end
-from ebbtide.scheduling.long_tail.outlook.step_judge import StepJudge
+from ebbtide.scheduling.long_tail.outlook.step_judge import StepJudge, WaitingWork, step_end
 from tests.unit.scheduling.long_tail.drawn_lengths import drawn
 from tests.unit.scheduling.long_tail.live_groups import begin, play, submit
 
