@@ -84,7 +84,7 @@ async def test_a_trainer_keeps_its_device_while_its_guard_is_upgraded_and_rolled
         stood = worker.page.steps().steps
         for environment in (new, old):
             with lender(grant_dir, previous, environment) as second:
-                assert second.process.wait(20), "two of them do not lend one device"
+                assert second.process.wait(20) == 1, "two of them do not lend one device"
             assert await has_state(guard, "held")
             guard.end(how)
             guard = stack.enter_context(lender(grant_dir, previous, environment))
