@@ -3,6 +3,7 @@
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, Final, TypeVar
 
 import structlog
@@ -75,8 +76,9 @@ def _metric(kind: Callable[..., T], name: str, help_text: str, labels: Sequence[
     return kind(f"ebbtide_{name}", help_text, tuple(labels), **options)
 
 
+@cache
 def rpc_observer() -> Callable[[str, str, float], None]:
-    """Metrics of a server's calls, for `ebbtide.rpc.server.Server(observe=...)`. Call it once per process."""
+    """Metrics of a server's calls, for `ebbtide.rpc.server.Server(observe=...)`; one for the whole process."""
     calls = counter("rpc_calls_total", "RPCs ended", ("method", "code"))
     seconds = histogram("rpc_seconds", "Duration of RPCs", ("method",))
 
