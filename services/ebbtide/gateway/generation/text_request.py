@@ -51,6 +51,7 @@ class TextRequest(Struct, frozen=True, kw_only=True):
     fits_context: bool = False  # where the context leaves less than `max_tokens`, that counts
     n: int = 1  # completions of each prompt
     prompt_logprobs: int | None = None  # alternatives of each score; None: prompts are not scored
+    score_from: int = 0  # always: digests of requests that are under way while gateways are replaced have it
     stop: tuple[str, ...] = ()
     keep_stop: bool = False  # the text ends with the stop string or token
     skip_special: bool = True  # the text is without special tokens
