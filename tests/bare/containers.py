@@ -107,9 +107,11 @@ class Containers:
         conf.write_text("[global]\n" + "".join(f"{key} = {value}\n" for key, value in settings.items()))
         words = [word.removeprefix("file://") for value in settings.values() for word in value.split()]
         tops = {Path(*Path(word).parts[:3]) for word in words if word.startswith("/") and not word.startswith("/etc/")}
-        bundle = Path("/etc/ssl/certs/ca-certificates.crt")
-        trusted = [(bundle, str(bundle))] if bundle.exists() else []
-        return [(conf, "/etc/pip.conf"), *((top, str(top)) for top in tops if top.exists()), *trusted]
+        files = {Path(word) for word in words if word.startswith("/etc/")} | {
+            Path("/etc/ssl/certs/ca-certificates.crt")
+        }
+        lent = sorted({top for top in tops if top.exists()} | {file for file in files if file.is_file()})
+        return [(conf, "/etc/pip.conf"), *((path, str(path)) for path in lent)]
 
     def _name_each_other(self) -> None:
         for name in self.names:
