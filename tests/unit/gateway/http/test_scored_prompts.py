@@ -148,7 +148,7 @@ async def test_sglangs_clients_may_say_that_they_want_no_scores(http: httpx.Asyn
 async def test_a_fleet_that_does_not_score_gives_an_error_that_can_be_tried_again(
     http: httpx.AsyncClient, source: ScriptedSource
 ) -> None:
-    source.scores_prompts = False  # a coordinator of a former release generates a token, as for any request
+    source.scores_prompts = False  # it generates a token, as for any request
     answer = await http.post("/v1/completions", json=SCORED)
     assert answer.status_code == 503
     assert "the prompt was not scored" in answer.json()["error"]["message"]
