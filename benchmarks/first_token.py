@@ -30,7 +30,7 @@ from benchmarks.arguments import count  # noqa: E402 - after the path
 from benchmarks.conditions import conditions  # noqa: E402
 from benchmarks.control_plane.measures import spread  # noqa: E402
 from benchmarks.real_kills.checkpoint import make_checkpoint  # noqa: E402
-from ebbtide.cli.chat.gateway_connection import GatewayConnection  # noqa: E402
+from ebbtide.cli.chat import GatewayConnection  # noqa: E402
 from tests.chaos.cluster import TOKEN, Cluster  # noqa: E402
 
 RUN: Final = "first-token"

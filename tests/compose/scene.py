@@ -7,7 +7,7 @@ import tomllib
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from ebbtide.cli.views.run_progress import RunProgress, follow
+from ebbtide.cli.views.run import RunProgress, follow
 from ebbtide.client import Client
 from ebbtide.errors import NotFound
 from ebbtide.types.fleet import WorkerState

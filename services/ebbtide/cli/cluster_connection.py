@@ -1,7 +1,9 @@
 """Connects commands to a cluster: shared options, a client, and the choice between one look, JSON and watching."""
 
 import asyncio
+import math
 import os
+import re
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +16,7 @@ from ebbtide.errors import InvalidRequest, Unauthenticated, Unavailable
 
 if TYPE_CHECKING:
     from ebbtide.client import Client
+
 
 T = TypeVar("T")
 
@@ -142,3 +145,19 @@ def _read(file: Path | None) -> str | None:
         return None if file is None else file.read_text(errors="replace").strip()
     except OSError as error:
         raise InvalidRequest(f"{str(file)!r} cannot be read ({error.strerror})", field="--token-file") from None
+
+
+_UNITS: Final = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_FORM: Final = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*([a-z]*)", re.ASCII)
+
+
+def seconds(text: str, *, field: str) -> float:
+    """Returns `30`, `30s`, `1.5m`, `500ms` or `1h` in seconds. Raises `InvalidRequest` naming `field`."""
+    match = _FORM.fullmatch(text.strip().lower())
+    unit = _UNITS.get(match[2]) if match else None
+    if match is None or unit is None:
+        raise InvalidRequest(f"{text!r} is no duration: write 30, 30s, 2m or 1h", field=field)
+    value = float(match[1]) * unit
+    if not 0 < value < math.inf:
+        raise InvalidRequest(f"{text!r} leaves no time: give at least a second, such as 30s", field=field)
+    return value

@@ -18,11 +18,9 @@ from msgspec import Meta, Struct
 from rich.console import Console
 
 from ebbtide.cli.interrupts import run_demo_command
-from ebbtide.cli.views.run_progress import RunProgress, follow
-from ebbtide.cli.views.run_screen import RunScreen
+from ebbtide.cli.views.run import RunProgress, RunScreen, follow
 from ebbtide.cli.views.tables import fact_table
-from ebbtide.cli.views.timeline import Timeline
-from ebbtide.cli.views.timeline_files import fetch, write
+from ebbtide.cli.views.timeline import Timeline, fetch, write
 from ebbtide.client import Client
 from ebbtide.client.client import read_spec
 from ebbtide.demo.demo_report import DemoReport, KillRecord, make_report, summary

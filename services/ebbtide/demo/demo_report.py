@@ -5,8 +5,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from ebbtide.cli.views.run_detail import finite, histogram
-from ebbtide.cli.views.run_progress import EvaluationResult, RunProgress, WorkerSample
+from ebbtide.cli.views.run import EvaluationResult, RunProgress, WorkerSample, finite, histogram
 from ebbtide.demo.token_accounts import TokenAccounts
 from ebbtide.demo.weights_report import WeightsFigures, told, weights_figures
 from ebbtide.types.run import Run

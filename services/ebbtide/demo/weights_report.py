@@ -6,7 +6,7 @@ from typing import Final
 
 from msgspec import Struct
 
-from ebbtide.cli.views.run_progress import RunProgress, WorkerInstall
+from ebbtide.cli.views.run import RunProgress, WorkerInstall
 from ebbtide.cli.views.tables import amount
 
 #: A step's value: seconds until the trainer could go on after publishing, the copy included.

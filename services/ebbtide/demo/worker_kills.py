@@ -9,7 +9,7 @@ from typing import Final
 
 from msgspec import Struct
 
-from ebbtide.cli.views.run_progress import RunProgress
+from ebbtide.cli.views.run import RunProgress
 from ebbtide.demo.demo_report import KillRecord
 from ebbtide.demo.token_accounts import TRAINING_PREFIX, InFlightTokens
 from ebbtide.local_cluster.local_cluster import LocalCluster

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from ebbtide.cli.commands.simulation.record_command import fetch_recording
+from ebbtide.cli.simulation import fetch_recording
 from ebbtide.errors import NotFound, NotReady
 from ebbtide.simulator.recording.recorded_work import known_turns
 from ebbtide.simulator.recording.recording_file import read_record

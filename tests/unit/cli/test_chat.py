@@ -9,10 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from ebbtide.cli.chat.chat_command import GatewayTarget, run
-from ebbtide.cli.chat.chat_history import ChatHistory, ChatOptions
-from ebbtide.cli.chat.chat_screen import plain, talk
-from ebbtide.cli.chat.gateway_connection import GatewayConnection, GatewayFiles
+from ebbtide.cli.chat import ChatHistory, ChatOptions, GatewayConnection, GatewayFiles, GatewayTarget, plain, run, talk
 from ebbtide.errors import EbbtideError, InvalidRequest, NotFound, Unauthenticated, Unavailable
 
 Reply = Callable[[BaseHTTPRequestHandler], None]

@@ -7,8 +7,8 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from ebbtide.cli.commands import drain_command
-from ebbtide.cli.commands.drain_command import drain_worker
+from ebbtide.cli.views import fleet
+from ebbtide.cli.views.fleet import drain_worker
 from ebbtide.cli.waiting import Waiting
 from ebbtide.errors import EbbtideError, NotFound
 from ebbtide.types.fleet import Worker, WorkerKind, WorkerState
@@ -45,7 +45,7 @@ def at(state: WorkerState, running: int, **more: float) -> Worker:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drain_command, "_LOOK_S", 0.001)
+    monkeypatch.setattr(fleet, "_LOOK_S", 0.001)
 
 
 async def run(fleet: Fleet, *, wait: bool = True, within_s: float = 30.0) -> None:
@@ -75,9 +75,9 @@ async def test_another_process_under_its_name_is_not_waited_for() -> None:
 async def test_on_a_terminal_a_coordinator_that_answers_is_not_said_to_be_waited_for(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(drain_command, "_LOOK_S", 0.05)
+    monkeypatch.setattr(fleet, "_LOOK_S", 0.05)
     screen = io.StringIO()
-    monkeypatch.setattr(drain_command, "Console", lambda file: Console(file=screen, force_terminal=True, width=120))
+    monkeypatch.setattr(fleet, "Console", lambda file: Console(file=screen, force_terminal=True, width=120))
     with Waiting("the coordinator", first_s=0.3):
         await run(Fleet(WORKER, *[at(WorkerState.DRAINING, 5)] * 10, at(WorkerState.LOST, 0)))
     assert "w1 to hand over 5 rollouts within 30 s" in screen.getvalue()
@@ -107,7 +107,7 @@ async def test_a_worker_that_is_lost_meanwhile_is_an_error_with_what_it_left_beh
 async def test_a_worker_that_does_not_leave_in_time_is_an_error_with_what_it_still_has(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(drain_command, "_GRACE_S", 0.0)
+    monkeypatch.setattr(fleet, "_GRACE_S", 0.0)
     with pytest.raises(EbbtideError, match=r"w1 is still there after 0 s with 3 rollouts: its log says why"):
         await run(Fleet(WORKER, at(WorkerState.DRAINING, 3)), within_s=0.02)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ebbtide.cli.durations import seconds
+from ebbtide.cli.cluster_connection import seconds
 from ebbtide.errors import InvalidRequest
 
 

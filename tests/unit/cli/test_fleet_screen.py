@@ -8,9 +8,8 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from ebbtide.cli.views.fleet_screen import fleet_line, fleet_table, watch_fleet, worker_line
-from ebbtide.cli.views.run_detail import detail_table
-from ebbtide.cli.views.tables import run_table, worker_table
+from ebbtide.cli.views.fleet import fleet_line, fleet_table, watch_fleet, worker_line, worker_table
+from ebbtide.cli.views.run import detail_table, run_table
 from ebbtide.types.fleet import BorrowedState, Worker, WorkerKind, WorkerState
 from ebbtide.types.run import EnvironmentSpec, Run, RunSpec, RunStatus
 from ebbtide.types.weights import PolicyVersion

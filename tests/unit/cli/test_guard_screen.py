@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
-from ebbtide.cli.views.guard_screen import head, lines, picture, small_picture
+from ebbtide.cli.views.guard import head, lines, picture, small_picture
 from ebbtide.cli.views.tables import to_json
 from ebbtide.types.grants import Borrower, Forecast, GuardStatus, Latency, ModelLatency, Residency
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ebbtide.cli.views.run_progress import RunProgress, WorkerSample
+from ebbtide.cli.views.run import RunProgress, WorkerSample
 from ebbtide.demo.demo_report import (
     DemoReport,
     KillRecord,

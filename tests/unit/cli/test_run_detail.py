@@ -6,7 +6,7 @@ import math
 import msgspec
 from rich.console import Console
 
-from ebbtide.cli.views.run_detail import Histogram, detail_table, finite, histogram
+from ebbtide.cli.views.run import Histogram, detail_table, finite, histogram
 from ebbtide.types.run import EnvironmentSpec, Run, RunMoves, RunShare, RunSpec, RunStatus, ShareSpec
 from ebbtide.types.weights import PolicyVersion
 

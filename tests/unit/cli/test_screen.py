@@ -5,10 +5,10 @@ import asyncio
 import msgspec
 import pytest
 
-from ebbtide.cli.views import run_screen
-from ebbtide.cli.views.run_progress import RunProgress, doing
-from ebbtide.cli.views.run_screen import RunScreen, sparkline
-from ebbtide.cli.views.tables import clock, run_table, worker_table
+from ebbtide.cli.views import run
+from ebbtide.cli.views.fleet import doing, worker_table
+from ebbtide.cli.views.run import RunProgress, RunScreen, run_table, sparkline
+from ebbtide.cli.views.tables import clock
 from ebbtide.types.fleet import Worker, WorkerKind, WorkerState
 from ebbtide.types.run import EnvironmentSpec, Run, RunEvent, RunSpec
 from ebbtide.types.weights import PolicyVersion
@@ -84,7 +84,7 @@ async def test_without_a_terminal_each_piece_of_news_is_one_line_once(capsys: py
 async def test_a_run_without_news_is_not_silent_where_the_output_is_no_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_screen, "_QUIET_S", 0.1)
+    monkeypatch.setattr(run, "_QUIET_S", 0.1)
     screen = RunScreen("quiet-run")
     async with screen.shown():
         await asyncio.sleep(0.6)

@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from ebbtide.cli.__main__ import main
-from ebbtide.cli.commands.simulation.simulate_command import SimulateOptions, run
+from ebbtide.cli.simulation import SimulateOptions, run
 from ebbtide.errors import EbbtideError, InvalidRequest
 from ebbtide.simulator.engines.known_hardware import GPUS, MODELS
 from ebbtide.simulator.parallel.seed_messages import SeedTask
@@ -95,7 +95,7 @@ INTERRUPTED = """
 import sys
 from pathlib import Path
 from tests.unit.cli.test_simulate_command import simulated
-from ebbtide.cli.commands.simulation.simulate_command import SimulateOptions
+from ebbtide.cli.simulation import SimulateOptions
 sys.exit(simulated(SimulateOptions(scenario=Path(sys.argv[1]), seeds=2, jobs=2)))
 """
 

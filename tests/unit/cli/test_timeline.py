@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from ebbtide.claimed_runs.device_turns import HELD, LENT, device_event
-from ebbtide.cli.views.timeline import Timeline, chains, chrome_trace, make_timeline, pack
-from ebbtide.cli.views.timeline_files import fetch, write
+from ebbtide.cli.views.timeline import Timeline, chains, chrome_trace, fetch, make_timeline, pack, write
 from ebbtide.errors import InvalidRequest
 from ebbtide.types.end_cause import EndCause
 from ebbtide.types.run import AttemptSpan, EnvironmentSpec, Run, RunEvent, RunSpec, RunStatus

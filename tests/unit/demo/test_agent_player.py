@@ -10,7 +10,7 @@ import httpx2
 import openai
 import pytest
 
-from ebbtide.cli.views.run_progress import ResumedRun, RunProgress
+from ebbtide.cli.views.run import ResumedRun, RunProgress
 from ebbtide.demo.agents.agent_player import AgentPlayer, groups_for
 from ebbtide.demo.agents.agent_report import shown_lines
 from ebbtide.demo.agents.session_api import SessionApi

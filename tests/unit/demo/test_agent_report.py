@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ebbtide.cli.views.run_progress import RunProgress
+from ebbtide.cli.views.run import RunProgress
 from ebbtide.demo.agents.agent_demo import AgentDemoOptions, agent_spec
 from ebbtide.demo.agents.agent_player import PlayedSessions, ShownSession
 from ebbtide.demo.agents.agent_report import agent_report, agent_summary, reward_ends

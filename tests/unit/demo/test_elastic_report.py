@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ebbtide.claimed_runs.device_turns import HELD, LENT, RETURNING, DeviceTurn
-from ebbtide.cli.views.run_progress import RunProgress
+from ebbtide.cli.views.run import RunProgress
 from ebbtide.demo.demo_report import make_report
 from ebbtide.demo.elastic.elastic_picture import write_elastic_picture
 from ebbtide.demo.elastic.elastic_report import (

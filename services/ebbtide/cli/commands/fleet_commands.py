@@ -26,7 +26,7 @@ def workers(
     load: rollouts / those without a token yet / slots that it offers. plateau: rollouts at which the worker's
     throughput flattens. tok/s: of all its rollouts / of each one, as learnt.
     """
-    from ebbtide.cli.views.fleet_screen import fleet_table, watch_fleet
+    from ebbtide.cli.views.fleet import fleet_table, watch_fleet
     from ebbtide.cli.views.tables import print_table, to_json
 
     if not watch:
@@ -47,8 +47,8 @@ def drain(
     token_file: TokenFile = None,
 ) -> None:
     """Make a worker hand over its rollouts to others and leave. No token is lost."""
-    from ebbtide.cli.commands.drain_command import drain_worker
-    from ebbtide.cli.durations import seconds
+    from ebbtide.cli.cluster_connection import seconds
+    from ebbtide.cli.views.fleet import drain_worker
 
     within_s = seconds(within, field="--within")
     with_client(lambda client: drain_worker(client, worker, within_s, wait=wait), coordinator, token_file)

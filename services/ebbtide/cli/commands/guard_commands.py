@@ -44,8 +44,8 @@ def status(
     slack: the time until the first request inside would miss its target. reclaims: p50 and p99 of the time from a
     request's arrival to the end of the last rollout step.
     """
-    from ebbtide.cli.views import guard_screen as screen
-    from ebbtide.cli.views.guard_client import guard_client
+    from ebbtide.cli.views import guard as screen
+    from ebbtide.cli.views.guard import guard_client
     from ebbtide.cli.views.tables import print_wide, to_json
     from ebbtide.errors import InvalidRequest
     from ebbtide.grants import socket_path

@@ -55,8 +55,8 @@ def runs(
     token_file: TokenFile = None,
 ) -> None:
     """List the runs, or show what became of one run's rollouts and tokens."""
-    from ebbtide.cli.views.run_detail import detail_table
-    from ebbtide.cli.views.tables import print_table, run_table, to_json
+    from ebbtide.cli.views.run import detail_table, run_table
+    from ebbtide.cli.views.tables import print_table, to_json
 
     if run_id is None:
         found = with_client(lambda client: client.runs(), coordinator, token_file)
@@ -74,7 +74,7 @@ def cancel(run_id: RunId, coordinator: Coordinator = None, token_file: TokenFile
 
 def watch(run_id: RunId, coordinator: Coordinator = None, token_file: TokenFile = None) -> None:
     """Watch a run live until it has ended. Ctrl-C ends only the watching."""
-    from ebbtide.cli.views.run_screen import watch_run
+    from ebbtide.cli.views.run import watch_run
 
     status = with_client(lambda client: watch_run(client, run_id), coordinator, token_file, watches=True)
     raise typer.Exit(0 if status.name == "FINISHED" else 1)
@@ -99,8 +99,7 @@ def chat(
 
     The chat template is the model's own. Each answer is followed by the policy versions that wrote it.
     """
-    from ebbtide.cli.chat.chat_command import GatewayTarget, run
-    from ebbtide.cli.chat.chat_history import ChatOptions
+    from ebbtide.cli.chat import ChatOptions, GatewayTarget, run
 
     if message is None and not sys.stdin.isatty():
         with Waiting("the message, to the end of standard input"):
@@ -117,7 +116,7 @@ def timeline(
     token_file: TokenFile = None,
 ) -> None:
     """Write a run's rollouts per worker over time, as JSON for ui.perfetto.dev and as a PNG picture."""
-    from ebbtide.cli.views.timeline_files import fetch, write
+    from ebbtide.cli.views.timeline import fetch, write
 
     told = with_client(lambda client: fetch(client, run_id), coordinator, token_file)
     for path in write(told, out):

@@ -57,8 +57,8 @@ def issue(
     requests_at_once: Annotated[int, typer.Option(min=0, help="Requests under way at once.")] = 0,
 ) -> None:
     """Issue a token. Clients read it from EBBTIDE_TOKEN_FILE or EBBTIDE_TOKEN. Limits are for role agent with a run."""
+    from ebbtide.cli.cluster_connection import seconds
     from ebbtide.cli.credentials import signing_keys
-    from ebbtide.cli.durations import seconds
     from ebbtide.types.key_usage import KeyLimits
 
     limits = KeyLimits(

@@ -1,53 +1,29 @@
 """Builds the tables that commands print, and formats amounts, durations and foreign text for them."""
 
+import asyncio
 import datetime as dt
 import json
 import math
-from collections.abc import Callable, Container, Iterable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Container, Iterable, Sequence
 from enum import IntEnum
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
 import msgspec
 from msgspec import Struct
 from rich.console import Console, RenderableType
+from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from ebbtide.cli.views.run_progress import doing
-from ebbtide.types.fleet import Worker, WorkerState
+from ebbtide.cli.waiting import Waiting
+from ebbtide.types.fleet import WorkerState
 from ebbtide.types.key_usage import KeyUsage
-from ebbtide.types.run import Run
 
 #: Workers that are not attached: what they reported last is out of date, and `running` counts what they left.
 GONE: Final = (WorkerState.LOST, WorkerState.SUSPECTED)
 _WIDE: Final = 1000
 _RIGHT: Final = frozenset({"slots", "tokens/s", "tokens", "weight", "share", "step", "version", "trained", "age"})
-
-
-def run_table(runs: Sequence[Run]) -> Table:
-    table = _table("run", "status", "weight", "share", "step", "version", "trained", "dropped", "age", "")
-    for run in sorted(runs, key=lambda run: run.age_s):
-        trained, submitted = run.counters.get("trained", 0), run.counters.get("submitted", 0)
-        step = f"{run.newest.step if run.newest else 0}/{run.spec.trainer.steps}"
-        version = str(run.newest.version) if run.newest else "-"
-        dropped = ", ".join(f"{count} {reason}" for reason, count in sorted(run.dropped.items()) if count) or "0"
-        share = f"{run.share.lately:.0%}" if run.share else ""
-        standing = (run.run_id, run.status.name.lower(), f"{run.spec.share.weight:g}", share)
-        cells = (step, version, f"{trained}/{submitted}", dropped, clock(run.age_s), run.message)
-        table.add_row(*map(cell, (*standing, *cells)))
-    return table
-
-
-def worker_table(workers: Sequence[Worker], rate: Callable[[Worker], float] = lambda one: one.tokens_per_s) -> Table:
-    """Tabulates workers; `rate` gives the tokens per second to show (default: what the worker reported last)."""
-    table = _table("worker", "kind", "is doing", "slots", "tokens/s", "tokens")
-    for worker in workers:
-        lost = worker.state in GONE
-        slots, speed = ("", "") if lost else (f"{worker.running}/{worker.slots}", f"{rate(worker):,.0f}")
-        numbers = (slots, speed, f"{worker.tokens_generated:,}")
-        cells = (worker.worker_id, worker.kind.name.lower(), doing(worker), *numbers)
-        table.add_row(*map(cell, cells), style="red" if lost else "")
-    return table
 
 
 def usage_table(usage: Sequence[KeyUsage]) -> Table:
@@ -148,5 +124,40 @@ def amount(size: float) -> str:
     return f"{size:,.3g} TB"
 
 
-def _table(*columns: str) -> Table:
+def plain_table(*columns: str) -> Table:
     return data_table(columns, left=set(columns) - _RIGHT, wraps={*_RIGHT, ""})
+
+
+T = TypeVar("T")
+
+
+async def watch(
+    service: str,
+    ask: Callable[[], Awaitable[T]],
+    draw: Callable[[T], RenderableType],
+    lines: Callable[[T], Iterable[str]],
+    every_s: float,
+    console: Console | None = None,
+) -> None:
+    """Shows what `ask` answers every `every_s` seconds until cancelled. Raises what `ask` raises. `service` answers."""
+    console = console or Console()
+    began = time.monotonic()
+    if not console.is_terminal:
+        while True:
+            for line in lines(await _look(service, ask)):
+                print(f"{clock(time.monotonic() - began):>6}  {line}", flush=True)  # noqa: T201 - this is a command
+            await asyncio.sleep(every_s)
+    with Live(console=console, auto_refresh=False) as live:
+        while True:
+            live.update(draw(await _look(service, ask)), refresh=True)
+            await asyncio.sleep(every_s)
+
+
+async def _look(service: str, ask: Callable[[], Awaitable[T]]) -> T:
+    """Returns the answer. Also ends the loop on a cancellation that the call swallowed, as gRPC may."""
+    with Waiting(service):
+        answer = await ask()
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
+    return answer

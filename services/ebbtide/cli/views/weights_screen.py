@@ -8,8 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ebbtide.cli.cluster_connection import relay_of
-from ebbtide.cli.views.tables import amount, cell, clock, data_table, plain
-from ebbtide.cli.views.watch_loop import watch
+from ebbtide.cli.views.tables import amount, cell, clock, data_table, plain, watch
 from ebbtide.types.weights import HolderState, LinkState, PatchState, VersionState, WeightsState
 
 if TYPE_CHECKING:

@@ -19,8 +19,7 @@ from rich.console import Console
 from tokenizers import Tokenizer
 
 from ebbtide.cli.interrupts import run_demo_command
-from ebbtide.cli.views.run_progress import RunProgress, follow
-from ebbtide.cli.views.run_screen import RunScreen
+from ebbtide.cli.views.run import RunProgress, RunScreen, follow
 from ebbtide.cli.views.tables import fact_table
 from ebbtide.client import Client
 from ebbtide.client.client import read_spec

@@ -15,7 +15,7 @@ from typing import Any, Final
 import aiohttp
 import openai
 
-from ebbtide.cli.views.run_progress import ResumedRun, RunProgress
+from ebbtide.cli.views.run import ResumedRun, RunProgress
 from ebbtide.demo.agents.number_agent import find_number
 from ebbtide.demo.agents.number_problem import NumberProblem, number_problem
 from ebbtide.demo.agents.session_api import SessionApi

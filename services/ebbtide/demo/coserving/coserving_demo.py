@@ -18,10 +18,8 @@ from msgspec import Struct
 from rich.console import Console
 
 from ebbtide.cli.interrupts import run_demo_command
-from ebbtide.cli.views.guard_client import GuardClient, guard_client
-from ebbtide.cli.views.guard_screen import head, small_picture
-from ebbtide.cli.views.run_progress import RunProgress, follow
-from ebbtide.cli.views.run_screen import RunScreen
+from ebbtide.cli.views.guard import GuardClient, guard_client, head, small_picture
+from ebbtide.cli.views.run import RunProgress, RunScreen, follow
 from ebbtide.cli.views.tables import fact_table
 from ebbtide.client import Client
 from ebbtide.demo.coserving.coserving_client import TrafficPlan

@@ -16,11 +16,9 @@ from rich.console import Console
 
 from ebbtide.claimed_runs.device_turns import LENT
 from ebbtide.cli.interrupts import run_demo_command
-from ebbtide.cli.views.run_progress import RunProgress, follow
-from ebbtide.cli.views.run_screen import RunScreen
+from ebbtide.cli.views.run import RunProgress, RunScreen, follow
 from ebbtide.cli.views.tables import fact_table
-from ebbtide.cli.views.timeline import Timeline
-from ebbtide.cli.views.timeline_files import fetch, write
+from ebbtide.cli.views.timeline import Timeline, fetch, write
 from ebbtide.client import Client
 from ebbtide.demo.demo import (
     DemoOptions,

@@ -4,8 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ebbtide.claimed_runs.device_turns import HELD, DeviceTurn
-from ebbtide.cli.views.timeline import OWNERS
-from ebbtide.cli.views.timeline_picture import TURN_COLOURS
+from ebbtide.cli.views.timeline import OWNERS, TURN_COLOURS
 from ebbtide.demo.elastic.elastic_report import ElasticReport, PoolRun, spent
 
 if TYPE_CHECKING:

@@ -1,21 +1,23 @@
-"""Shows what a serving-guard sees and grants, to people and as JSON.
+"""Shows what a serving-guard sees and grants, to people and as JSON."""
 
-Invariant: the screen only reads what the guard reports, and stores nothing.
-"""
-
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Final
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Final
 
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from ebbtide.cli.views.tables import amount, cell, clock, data_table, fact_table, plain
-from ebbtide.cli.views.watch_loop import watch
+from ebbtide.cli.views.tables import amount, cell, clock, data_table, fact_table, plain, watch
+from ebbtide.errors import Unavailable
+from ebbtide.rpc.backoff import retrying
+from ebbtide.rpc.channel import Channel, open_socket
+from ebbtide.rpc.status_table import translated
 from ebbtide.types.grants import UNKNOWN, Borrower, GuardStatus, Latency
-
-if TYPE_CHECKING:
-    from ebbtide.cli.views.guard_client import GuardClient
+from ebbtide.v1.grants_pb2 import WatchGuardRequest
+from ebbtide.v1.grants_pb2_grpc import GrantsStub
+from ebbtide.wire.record_conversion import from_proto
 
 _LATENCIES: Final = ("", "p50", "p95", "p99", "target", "attained", "unloaded")
 _BORROWERS: Final = (
@@ -184,3 +186,36 @@ def _ms(seconds: float) -> str:
 
 def _seconds(value: float) -> str:
     return f"{value:,.1f} s" if value < 60 else clock(value)
+
+
+#: A guard answers at once unless it is frozen.
+_ANSWER_S: Final = 3.0
+
+
+class GuardClient:
+    """Made by `guard_client`."""
+
+    def __init__(self, channel: Channel, socket: Path, patience_s: float) -> None:
+        self._stub, self._socket, self._patience_s = GrantsStub(channel), socket, patience_s
+
+    async def status(self) -> GuardStatus:
+        """The guard's present state. Raises `Unavailable` if it stays unreachable for longer than the patience."""
+        return await retrying(self._ask, patience_s=self._patience_s)
+
+    async def _ask(self) -> GuardStatus:
+        try:
+            with translated("serving-guard"):
+                async for message in self._stub.WatchGuard(WatchGuardRequest(), timeout=_ANSWER_S):
+                    return from_proto(message, GuardStatus)
+        except Unavailable:
+            pass
+        raise Unavailable(
+            f"no guard answers at {self._socket}; start one (ebbtide serving-guard --grant-dir {self._socket.parent}), "
+            "or name the folder of a running guard"
+        )
+
+
+@asynccontextmanager
+async def guard_client(socket: Path, patience_s: float = 0.0) -> AsyncIterator[GuardClient]:
+    async with open_socket(socket) as channel:
+        yield GuardClient(channel, socket, patience_s)

@@ -1,9 +1,9 @@
-"""Shows all workers on one live screen, or as plain lines where the output is no terminal.
+"""Shows the workers of a cluster, and one that drains."""
 
-Invariant: the screen only reads what the coordinator lists, and stores nothing.
-"""
-
-from collections.abc import Iterable, Sequence
+import asyncio
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from rich.console import Console, Group
@@ -11,13 +11,14 @@ from rich.table import Table
 from rich.text import Text
 
 from ebbtide.cli.cluster_connection import coordinator_of
-from ebbtide.cli.views.run_progress import standing
-from ebbtide.cli.views.tables import GONE, cell, data_table, plain
-from ebbtide.cli.views.watch_loop import watch
+from ebbtide.cli.views.tables import GONE, cell, data_table, plain, plain_table, watch
+from ebbtide.cli.waiting import Waiting
+from ebbtide.errors import EbbtideError
 from ebbtide.types.fleet import Worker, WorkerState
 
 if TYPE_CHECKING:
     from ebbtide.client import Client
+
 
 _STYLES: Final = {
     WorkerState.LOST: "red",
@@ -136,3 +137,116 @@ async def watch_fleet(client: "Client", every_s: float, console: Console | None 
         return map(worker_line, workers)
 
     await watch(coordinator_of(client), client.workers, fleet_picture, shown, every_s, console)
+
+
+_LOOK_S: Final = 0.25
+#: Time after the deadline for the worker to close its streams and for the coordinator to notice.
+_GRACE_S: Final = 10.0
+
+
+async def drain_worker(client: "Client", worker_id: str, within_s: float, *, wait: bool) -> None:
+    """Drains a worker. Raises `NotFound` if it is not attached, and `EbbtideError` if it stays or is lost."""
+    before = await _find(client, worker_id) if wait else None
+    count = await client.drain_worker(worker_id, within_s)
+    if not wait:
+        print(f"{worker_id} was asked to leave within {within_s:g} s; {_rollouts(count)} to hand over")  # noqa: T201
+        return
+    began, most, now = time.monotonic(), count, before
+    console = Console(file=sys.stderr)
+    told = "the drain"
+    with console.status("") as status, Waiting(lambda: told) as waiting:
+        while (now := await _find(client, worker_id)) is not None and not _left(before, now):
+            passed = time.monotonic() - began
+            if passed > within_s + _GRACE_S:
+                raise EbbtideError(
+                    f"{worker_id} is still there after {passed:.0f} s with {_rollouts(now.running)}: its log says why; "
+                    "they go elsewhere when it ends"
+                )
+            most = max(most, now.running)
+            told = f"{worker_id} to hand over {_rollouts(now.running)} within {max(0.0, within_s - passed):.0f} s"
+            status.update(told)
+            if console.is_terminal:
+                waiting.heard()
+            await asyncio.sleep(_LOOK_S)
+    if now is not None and now.state in GONE:
+        _check_end(now)
+    taken = time.monotonic() - began
+    print(f"{worker_id} has left after {taken:.1f} s; it handed over {_rollouts(most)}")  # noqa: T201 - a command
+
+
+async def _find(client: "Client", worker_id: str) -> Worker | None:
+    return next((worker for worker in await client.workers() if worker.worker_id == worker_id), None)
+
+
+def _check_end(gone: Worker) -> None:
+    """Raises `EbbtideError` unless the worker handed everything over and left by itself."""
+    why = plain(gone.reason) or "no reason known"
+    if gone.running:
+        raise EbbtideError(
+            f"{gone.worker_id} was lost before it had handed over {_rollouts(gone.running)} ({why}); "
+            "they go on elsewhere after their stored tokens"
+        )
+    if gone.state is WorkerState.SUSPECTED:
+        raise EbbtideError(
+            f"{gone.worker_id} was given up ({why}) and has not said that it left; it had no rollouts. "
+            "It may attach again when it wakes: end its process, or drain it then"
+        )
+
+
+def _left(before: Worker | None, now: Worker) -> bool:
+    """Whether the worker is gone, or a newer process has taken its name."""
+    replaced = before is not None and now.uptime_s < before.uptime_s
+    return now.state in GONE or replaced
+
+
+def _rollouts(count: int) -> str:
+    return f"{count} rollout" + ("" if count == 1 else "s")
+
+
+def worker_table(workers: Sequence[Worker], rate: Callable[[Worker], float] = lambda one: one.tokens_per_s) -> Table:
+    """Tabulates workers; `rate` gives the tokens per second to show (default: what the worker reported last)."""
+    table = plain_table("worker", "kind", "is doing", "slots", "tokens/s", "tokens")
+    for worker in workers:
+        lost = worker.state in GONE
+        slots, speed = ("", "") if lost else (f"{worker.running}/{worker.slots}", f"{rate(worker):,.0f}")
+        numbers = (slots, speed, f"{worker.tokens_generated:,}")
+        cells = (worker.worker_id, worker.kind.name.lower(), doing(worker), *numbers)
+        table.add_row(*map(cell, cells), style="red" if lost else "")
+    return table
+
+
+def standing(worker: Worker) -> str:
+    """Why a borrowed worker does nothing; "" if it may work, or is not borrowed."""
+    if worker.given_up and worker.state in {WorkerState.READY, WorkerState.INSTALLING}:
+        return "is given up"
+    if worker.borrowed is None or worker.state is not WorkerState.READY:
+        return ""
+    if worker.borrowed.asleep:
+        return "sleeps: its weights are not on the device"
+    return "" if worker.borrowed.granted else "stands still for its host"
+
+
+def _drafting(worker: Worker) -> str:
+    """What its drafts bring; empty where it makes none."""
+    drafting = worker.drafting
+    if drafting is None or not drafting.drafts:
+        return ""
+    return f"; a draft brings {drafting.accepted / drafting.drafts:.1f} tokens"
+
+
+def doing(worker: Worker) -> str:
+    """Says what a worker is doing, in a few words."""
+    version = max((installed.version for installed in worker.installed), default=0)
+    with_version = f" with version {version}" if version else ""
+    match worker.state:
+        case WorkerState.READY:
+            works = f"generates {worker.running} rollouts" if worker.running else "waits for work"
+            return standing(worker) or f"{works}{with_version}{_drafting(worker)}"
+        case WorkerState.INSTALLING:
+            return "installs new weights"
+        case WorkerState.DRAINING:
+            return f"hands over {worker.running} rollouts" if worker.running else "drains"
+        case WorkerState.SHUNNED:
+            return f"gets no work for {worker.shunned_s:.0f} s"
+        case state:
+            return state.name.lower()

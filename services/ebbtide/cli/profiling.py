@@ -1,5 +1,3 @@
-"""Measures an engine or a trainer, fits its profile and writes it."""
-
 import os
 import platform
 import sys

@@ -1,1 +1,0 @@
-"""Lets people talk to a run's policy through a gateway."""

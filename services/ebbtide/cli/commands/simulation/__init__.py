@@ -1,1 +1,0 @@
-"""Runs the commands that simulate, record and measure for simulations."""
