@@ -18,7 +18,7 @@ from benchmarks.gateway.gateway_plan import AT_ONCE
 from benchmarks.real_kills.checkpoint import make_checkpoint
 from ebbtide.client import Client
 from ebbtide.free_ports import free_port
-from ebbtide.local_cluster.program_process import ProgramProcess
+from ebbtide.local_cluster.launcher import ProgramProcess
 from ebbtide.local_cluster.serving_engine import serving_engine
 from tests.chaos.cluster import TOKEN, Cluster
 from tests.engine_config import engine_config

@@ -19,7 +19,7 @@ from benchmarks.real_kills.checkpoint import make_checkpoint
 from benchmarks.real_time import measure
 from ebbtide.client import Client, Lease
 from ebbtide.errors import InvalidRequest
-from ebbtide.local_cluster.program_process import ProgramProcess
+from ebbtide.local_cluster.launcher import ProgramProcess
 from tests.chaos.cluster import Cluster
 from tests.engine_config import engine_config
 from tests.fakes.links import Way

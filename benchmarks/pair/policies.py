@@ -21,7 +21,7 @@ from msgspec import Struct
 from benchmarks.pair.rivals.rose import SETTING, TABLES
 from benchmarks.pair.stack import WORKER, Pair
 from ebbtide.grants import socket_path
-from ebbtide.local_cluster.program_process import Program, ProgramProcess
+from ebbtide.local_cluster.launcher import Program, ProgramProcess
 from ebbtide.rpc.channel import open_socket
 from ebbtide.types.grants import GuardStatus
 from ebbtide.v1 import grants_pb2

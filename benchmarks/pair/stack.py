@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 
 from benchmarks.pair.feeding import LONGEST, PROMPT, SHORTEST, Feeding, feeding
 from ebbtide.client import Lease
+from ebbtide.local_cluster.launcher import ProgramProcess
 from ebbtide.local_cluster.local_cluster import free_address
-from ebbtide.local_cluster.program_process import ProgramProcess
 from ebbtide.local_cluster.serving_checkpoint import ServedNetwork, served_model
 from ebbtide.local_cluster.serving_engine import serving_engine
 from tests.chaos.cluster import Cluster

@@ -17,7 +17,7 @@ from typing import Final
 
 import psutil
 
-from ebbtide.local_cluster.program_process import Program, ProgramProcess, tethered
+from ebbtide.local_cluster.launcher import Program, ProgramProcess, tethered
 from ebbtide.simulator.serving.pair_costs import StrayProcess
 
 #: The spells and bursts of the modelled one.

@@ -20,7 +20,7 @@ from benchmarks.simulator.random_policy import CONTEXT, make_random_policy
 from benchmarks.simulator.random_reward import ENVIRONMENT
 from ebbtide.client import Client
 from ebbtide.errors import InvalidRequest
-from ebbtide.local_cluster.program_process import LaunchFailed
+from ebbtide.local_cluster.launcher import LaunchFailed
 from ebbtide.types.fleet import WorkerState
 from tests.chaos.cluster import Cluster
 from tests.engine_config import engine_config

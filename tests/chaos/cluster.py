@@ -18,7 +18,7 @@ from unittest.mock import patch
 from ebbtide.auth.security import ClientSecurity
 from ebbtide.client import Client
 from ebbtide.ledger import AttemptRecord, read_ledger
-from ebbtide.local_cluster.program_process import Program, ProgramProcess
+from ebbtide.local_cluster.launcher import Program, ProgramProcess
 from ebbtide.store.store_keys import LEADER
 from tests.fakes.links import Way
 from tests.fakes.scripted_settings import ScriptedSettings, engine_settings, former_settings

@@ -4,8 +4,8 @@ import asyncio
 import sys
 from pathlib import Path
 
+from ebbtide.local_cluster.launcher import ProgramProcess
 from ebbtide.local_cluster.local_cluster import free_address
-from ebbtide.local_cluster.program_process import ProgramProcess
 from ebbtide.local_cluster.serving_checkpoint import ServedNetwork, served_model
 from ebbtide.local_cluster.serving_engine import serving_engine
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ebbtide.local_cluster.program_process import tethered
+from ebbtide.local_cluster.launcher import tethered
 
 Facts = dict[str, Any]
 ROOT = Path(__file__).parents[2]

@@ -13,7 +13,7 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from benchmarks.real_kills.checkpoint import make_checkpoint
-from ebbtide.local_cluster.program_process import tethered
+from ebbtide.local_cluster.launcher import tethered
 from ebbtide.types.tokens import TokenArray
 
 #: Embeddings and output layer of 8 tiles each; everything else is less than one together.

@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
-from ebbtide.local_cluster.program_process import tethered
+from ebbtide.local_cluster.launcher import tethered
 
 #: The first test waits for the demo; on a machine that has no base model yet, for that too.
 pytestmark = pytest.mark.timeout(900)

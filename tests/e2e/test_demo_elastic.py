@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from ebbtide.local_cluster.program_process import tethered
+from ebbtide.local_cluster.launcher import tethered
 from tests.support.waiting import wait_until
 from tests.tiny_model import save_tiny_model
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from ebbtide.auth.security import ClientSecurity
 from ebbtide.errors import StoreUnavailable, VersionUnavailable
-from ebbtide.local_cluster.program_process import Program, ProgramProcess
+from ebbtide.local_cluster.launcher import Program, ProgramProcess
 from ebbtide.rpc.channel import open_channel
 from ebbtide.types.weights import PolicyVersion
 from ebbtide.v1 import types_pb2, weights_pb2, weights_pb2_grpc

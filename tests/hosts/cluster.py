@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ebbtide.ledger import AttemptRecord, read_ledger
-from ebbtide.local_cluster.program_process import Program, ProgramProcess
+from ebbtide.local_cluster.launcher import Program, ProgramProcess
 from tests.fakes.scripted_settings import ScriptedSettings, engine_settings
 from tests.hosts.identities import Identities
 from tests.hosts.network import Network

@@ -7,7 +7,7 @@ import psutil
 import pytest
 
 from ebbtide.errors import StoreUnavailable
-from ebbtide.local_cluster.redis_server import redis_command
+from ebbtide.local_cluster.launcher import redis_command
 from tests.support.redis_servers import EmbeddedRedis
 from tests.support.waiting import wait_until
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from ebbtide.free_ports import free_port
-from ebbtide.local_cluster.redis_server import redis_binary, redis_command
+from ebbtide.local_cluster.launcher import redis_binary, redis_command
 from tests.support.server_process import ServerProcess
 
 #: A unix socket's path must fit into 108 bytes.

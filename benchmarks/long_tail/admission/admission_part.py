@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from benchmarks.long_tail.admission.admitted_work import WorkItem, drawn_work, memory_blocks, packed_works
 from benchmarks.real_kills.checkpoint import make_checkpoint
-from ebbtide.local_cluster.program_process import tethered
+from ebbtide.local_cluster.launcher import tethered
 
 #: Groups of four, and works: 64 rollouts each in full, 48 in one quick work.
 _GROUPS, _WORKS = 16, 3

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from ebbtide.claimed_runs.run_follower import RunFollower
+from ebbtide.claimed_runs.run_loop import RunFollower
 from ebbtide.client import Lease
 from ebbtide.errors import NotReady
 from ebbtide.rpc.backoff import pauses

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Final, Generic, NamedTuple, TypeVar
 
-from ebbtide.claimed_runs.run_failure import RunFailed
+from ebbtide.claimed_runs.run_loop import RunFailed
 from ebbtide.client import Lease
 from ebbtide.errors import AlreadyExists, EbbtideError, InvalidRequest, NoCapacity
 from ebbtide.types.rollout import Episode, FinishedRollout, RolloutRequest, SubmitOutcome

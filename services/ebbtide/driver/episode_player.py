@@ -6,11 +6,9 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 
-from ebbtide.claimed_runs.conversation import Conversations
-from ebbtide.claimed_runs.run_failure import RunFailed
+from ebbtide.claimed_runs.run_loop import Conversations, RunFailed
 from ebbtide.driver.coordinator_traffic import CoordinatorTraffic
-from ebbtide.driver.environment_calls import EnvironmentFailed, Environments, EpisodeClock, EpisodeEnvironment
-from ebbtide.driver.environment_threads import TookTooLong
+from ebbtide.driver.environments import EnvironmentFailed, Environments, EpisodeClock, EpisodeEnvironment, TookTooLong
 from ebbtide.driver.scoring.reward_clock import OutOfTime
 from ebbtide.environments import Split, StepResult
 from ebbtide.errors import AlreadyExists, InvalidRequest

@@ -6,7 +6,7 @@ from typing import Final
 
 import msgspec
 
-from ebbtide.claimed_runs.run_follower import GROUP_DROPPED
+from ebbtide.claimed_runs.run_loop import GROUP_DROPPED
 from ebbtide.client import Lease
 from ebbtide.driver.coordinator_traffic import AlreadyCompleted, CoordinatorTraffic
 from ebbtide.driver.episode_player import EpisodeEnding, EpisodePlan, EpisodePlayer

@@ -1,7 +1,7 @@
 """Starts, calls and ends one process of environment code.
 
 Invariant: the process is usable until a call fails; then it is ended, and what it held is gone. Its keeper
-(`ebbtide.driver.isolation.keeper`) dies with the driver, and takes all that environment code started along.
+(`ebbtide.driver.sandbox`) dies with the driver, and takes all that environment code started along.
 """
 
 import asyncio
@@ -17,8 +17,7 @@ from typing import Final, Self
 import msgspec
 
 from ebbtide import telemetry
-from ebbtide.driver.environment_threads import TookTooLong
-from ebbtide.driver.isolation.host_messages import (
+from ebbtide.driver.environment_host import (
     LENGTH,
     MAX_FRAME,
     HostCall,
@@ -28,10 +27,11 @@ from ebbtide.driver.isolation.host_messages import (
     Request,
     frame,
 )
+from ebbtide.driver.environments import TookTooLong
 from ebbtide.driver.settings import DriverSettings
 
 log = telemetry.get_logger(__name__)
-_KEEPER: Final = "ebbtide.driver.isolation.keeper"
+_KEEPER: Final = "ebbtide.driver.sandbox"
 #: Python's start and the mounts take a tenth of a second; on a busy machine more.
 _STARTING_S: Final = 60.0
 _ENDING_S: Final = 5.0

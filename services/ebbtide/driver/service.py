@@ -3,22 +3,17 @@
 import asyncio
 from functools import partial
 
-from ebbtide.claimed_runs.conversation import Conversations, load_conversations
-from ebbtide.claimed_runs.run_failure import RunFailed
-from ebbtide.claimed_runs.run_follower import RunFollower
-from ebbtide.claimed_runs.run_permissions import check_permitted
+from ebbtide.claimed_runs.run_loop import Conversations, RunFailed, RunFollower, check_permitted, load_conversations
 from ebbtide.client import Client, Lease
 from ebbtide.driver.agents_run import end_agents_run
 from ebbtide.driver.coordinator_traffic import CoordinatorTraffic
-from ebbtide.driver.environment_calls import LOADING_S, Environments, EpisodeClock, ThreadedEnvironments
 from ebbtide.driver.environment_processes import EnvironmentProcesses
-from ebbtide.driver.environment_threads import TookTooLong
+from ebbtide.driver.environments import LOADING_S, Environments, EpisodeClock, ThreadedEnvironments, TookTooLong
 from ebbtide.driver.episode_player import EpisodePlayer
 from ebbtide.driver.host_process import host_plan
 from ebbtide.driver.settings import DriverSettings
 from ebbtide.driver.step_submitter import StepSubmitter
-from ebbtide.driver.verdicts.session_verdicts import SessionVerdicts
-from ebbtide.driver.verdicts.verifier_processes import VerifierProcesses
+from ebbtide.driver.verdicts import SessionVerdicts, VerifierProcesses
 from ebbtide.environments import EnvironmentSource, load_source, needs_isolation
 from ebbtide.errors import InvalidRequest
 from ebbtide.runtime import race

@@ -5,8 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 
-from ebbtide.claimed_runs.run_failure import RunFailed
-from ebbtide.claimed_runs.run_follower import RunFollower
+from ebbtide.claimed_runs.run_loop import RunFailed, RunFollower
 from ebbtide.client import Lease
 from ebbtide.driver.coordinator_traffic import CoordinatorTraffic
 from ebbtide.driver.episode_player import EpisodePlayer

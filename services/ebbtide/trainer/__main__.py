@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ebbtide.claimed_runs.run_failure import RankLost
+from ebbtide.claimed_runs.run_loop import RankLost
 from ebbtide.client import Client, Lease
 from ebbtide.errors import InvalidRequest
 from ebbtide.runtime import Shutdown, race, run

@@ -4,7 +4,7 @@ import asyncio
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from ebbtide.claimed_runs.run_permissions import check_listed, check_permitted
+from ebbtide.claimed_runs.run_loop import check_listed, check_permitted
 from ebbtide.client import Client, Lease
 from ebbtide.errors import InvalidRequest, PermissionDenied
 from ebbtide.trainer.settings import TrainerSettings

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import msgspec
 
-from ebbtide.claimed_runs.conversation import load_conversations
 from ebbtide.claimed_runs.model_directory import check_model_directory
+from ebbtide.claimed_runs.run_loop import load_conversations
 from ebbtide.client.client import read_spec
 from ebbtide.environments import Message
 from ebbtide.errors import InvalidRequest

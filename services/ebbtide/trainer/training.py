@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from ebbtide.claimed_runs.run_follower import CHECKPOINT, RunFollower
+from ebbtide.claimed_runs.run_loop import CHECKPOINT, RunFollower
 from ebbtide.client import Client, Lease
 from ebbtide.client.publisher.publisher import Publishing, PublishReport
 from ebbtide.errors import AlreadyExists

@@ -24,7 +24,7 @@ from msgspec import Struct
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from ebbtide.claimed_runs.run_failure import RunFailed
+from ebbtide.claimed_runs.run_loop import RunFailed
 from ebbtide.errors import InvalidRequest
 from ebbtide.runtime import fsync
 from ebbtide.trainer.learning.learner import LearnerRanks

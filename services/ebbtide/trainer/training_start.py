@@ -3,7 +3,7 @@
 import asyncio
 from pathlib import Path
 
-from ebbtide.claimed_runs.run_follower import RunFollower
+from ebbtide.claimed_runs.run_loop import RunFollower
 from ebbtide.client import Lease
 from ebbtide.telemetry import get_logger
 from ebbtide.trainer import training_checkpoint

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import psutil
 
-from ebbtide.local_cluster.program_process import Program, tethered
+from ebbtide.local_cluster.launcher import Program, tethered
 
 SERVICE = """
 import json, os, signal, subprocess, sys, time

@@ -12,8 +12,7 @@ import msgspec
 import psutil
 import pytest
 
-from ebbtide.local_cluster.launcher import Launcher, launcher
-from ebbtide.local_cluster.program_process import LaunchFailed
+from ebbtide.local_cluster.launcher import Launcher, LaunchFailed, launcher
 from tests.integration.cli.stand_ins import alive, below, program
 from tests.support.waiting import wait_until
 
@@ -49,7 +48,7 @@ async def test_a_program_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
 async def test_a_program_that_is_ready_after_all_may_hand_over_though_nobody_waits_for_it_any_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ebbtide.local_cluster.program_process._NOT_READY_S", 0.0)
+    monkeypatch.setattr("ebbtide.local_cluster.launcher._NOT_READY_S", 0.0)
     os.mkfifo(go := tmp_path / "worker.ready.go")
     async with launcher(print) as made:
         starting = asyncio.create_task(made.start(program(tmp_path, "worker", mode="late")))

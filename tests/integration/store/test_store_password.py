@@ -11,7 +11,7 @@ import yaml
 from ebbtide.coordinator.service import dialled_url
 from ebbtide.coordinator.settings import CoordinatorSettings
 from ebbtide.errors import InvalidRequest, StoreUnavailable
-from ebbtide.local_cluster.redis_server import redis_binary
+from ebbtide.local_cluster.launcher import redis_binary
 from ebbtide.store.link.store_connection import StoreConnection
 
 SERVICE = yaml.safe_load((Path(__file__).parents[3] / "docker-compose.yml").read_text())["services"]["redis"]

@@ -14,9 +14,8 @@ import psutil
 import pytest
 
 from ebbtide.auth.security import ClientSecurity
-from ebbtide.driver.environment_calls import EnvironmentFailed, EpisodeClock
 from ebbtide.driver.environment_processes import EnvironmentProcesses, ProcessEpisode
-from ebbtide.driver.environment_threads import TookTooLong
+from ebbtide.driver.environments import EnvironmentFailed, EpisodeClock, TookTooLong
 from ebbtide.driver.host_process import HostProcess, IsolationRefused, host_plan
 from ebbtide.driver.settings import DriverSettings, EnvironmentSettings
 from ebbtide.errors import InvalidRequest

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from ebbtide.driver.environment_calls import EnvironmentFailed, EpisodeClock
 from ebbtide.driver.environment_processes import EnvironmentProcesses, ProcessEpisode
-from ebbtide.driver.environment_threads import TookTooLong
+from ebbtide.driver.environments import EnvironmentFailed, EpisodeClock, TookTooLong
 from ebbtide.driver.host_process import host_plan
 from ebbtide.driver.scoring.cpu_waits import CpuWaits
 from ebbtide.driver.scoring.reward_clock import OutOfTime

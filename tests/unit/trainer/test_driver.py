@@ -11,8 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from ebbtide.claimed_runs.conversation import load_conversations
-from ebbtide.claimed_runs.run_failure import RunFailed
+from ebbtide.claimed_runs.run_loop import RunFailed, load_conversations
 from ebbtide.driver.service import drive
 from ebbtide.driver.settings import DriverSettings, EnvironmentSettings
 from ebbtide.environments import BUILT_IN, Message, Split, StepResult

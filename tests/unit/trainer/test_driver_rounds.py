@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ebbtide.claimed_runs.conversation import load_conversations
+from ebbtide.claimed_runs.run_loop import load_conversations
 from ebbtide.driver.service import drive
 from ebbtide.errors import InvalidRequest
 from ebbtide.types.rollout import RolloutRequest, TrajectoryOutcome

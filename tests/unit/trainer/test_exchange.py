@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from ebbtide.claimed_runs.run_failure import RunFailed
+from ebbtide.claimed_runs.run_loop import RunFailed
 from ebbtide.driver import coordinator_traffic as module
 from ebbtide.driver.coordinator_traffic import AlreadyCompleted, CallBatches, CoordinatorTraffic
 from ebbtide.errors import InvalidRequest

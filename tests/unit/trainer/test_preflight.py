@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from ebbtide.claimed_runs.conversation import load_conversations
+from ebbtide.claimed_runs.run_loop import load_conversations
 from ebbtide.claimed_runs.settings import AllowedEnvironments
 from ebbtide.cli.submit_preflight import check_deeply
 from ebbtide.environments.number_guessing import NumberGuessingSource

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from reasoning_gym.factory import DATASETS
 
-from ebbtide.claimed_runs.run_permissions import check_permitted
+from ebbtide.claimed_runs.run_loop import check_permitted
 from ebbtide.claimed_runs.settings import AllowedEnvironments, WorkSettings
 from ebbtide.cli.submit_preflight import check_deeply
 from ebbtide.driver.service import drive

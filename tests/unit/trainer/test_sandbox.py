@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from ebbtide.driver import environment_threads
-from ebbtide.driver.environment_threads import EnvironmentHangs, EnvironmentThreads, TookTooLong
+from ebbtide.driver import environments
+from ebbtide.driver.environments import EnvironmentHangs, EnvironmentThreads, TookTooLong
 from tests.support.waiting import wait_until
 
 
@@ -37,7 +37,7 @@ async def test_a_call_that_does_not_return_is_abandoned_and_its_place_given_on()
 
 
 async def test_too_many_stuck_calls_are_the_environments_fault_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment_threads, "MAX_STUCK", 2)
+    monkeypatch.setattr(environments, "MAX_STUCK", 2)
     box, release = EnvironmentThreads(1), threading.Event()
     for _ in range(2):
         with pytest.raises(TookTooLong):
@@ -69,7 +69,7 @@ def test_a_stuck_call_does_not_keep_the_process() -> None:
 
     code = (
         "import asyncio, threading\n"
-        "from ebbtide.driver.environment_threads import EnvironmentThreads, TookTooLong\n"
+        "from ebbtide.driver.environments import EnvironmentThreads, TookTooLong\n"
         "async def main():\n"
         "    try: await EnvironmentThreads(1).call(threading.Event().wait, timeout_s=0.01)\n"
         "    except TookTooLong: pass\n"

@@ -7,11 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ebbtide.claimed_runs.conversation import Conversations
-from ebbtide.driver.isolation.host_messages import BranchText
-from ebbtide.driver.verdicts.session_text import branch_texts
-from ebbtide.driver.verdicts.session_verdicts import SessionVerdicts
-from ebbtide.driver.verdicts.verifier_processes import VerdictFailed
+from ebbtide.claimed_runs.run_loop import Conversations
+from ebbtide.driver.environment_host import BranchText
+from ebbtide.driver.verdicts import SessionVerdicts, VerdictFailed, branch_texts
 from ebbtide.errors import LeaseSuperseded, NotFound
 from ebbtide.types.rollout import Trajectory
 from ebbtide.types.session import UnverifiedSession

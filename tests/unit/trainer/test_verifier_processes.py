@@ -5,11 +5,11 @@ from typing import Any, Final
 
 import pytest
 
+from ebbtide.driver import verdicts
+from ebbtide.driver.environment_host import BranchText, HostReply, LoadVerifier
 from ebbtide.driver.host_process import HostEnded, HostProcess
-from ebbtide.driver.isolation.host_messages import BranchText, HostReply, LoadVerifier
 from ebbtide.driver.settings import DriverSettings
-from ebbtide.driver.verdicts import verifier_processes
-from ebbtide.driver.verdicts.verifier_processes import VerdictFailed, VerifierProcesses
+from ebbtide.driver.verdicts import VerdictFailed, VerifierProcesses
 
 SESSION: Final = [BranchText((("x", True),), truncated=False)]
 
@@ -51,7 +51,7 @@ class ScriptedProcess:
 def host(monkeypatch: pytest.MonkeyPatch) -> ScriptedHost:
     made = ScriptedHost()
     monkeypatch.setattr(HostProcess, "start", made.start)
-    monkeypatch.setattr(verifier_processes, "_FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(verdicts, "_FIRST_PAUSE_S", 0.0)
     return made
 
 

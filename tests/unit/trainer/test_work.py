@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ebbtide.claimed_runs import run_loop
-from ebbtide.claimed_runs.run_failure import RunFailed
+from ebbtide.claimed_runs.run_loop import RunFailed
 from ebbtide.claimed_runs.settings import WorkSettings
 from ebbtide.errors import InvalidRequest, LeaseSuperseded, Unavailable
 from ebbtide.runtime import ProcessSettings, Shutdown, race

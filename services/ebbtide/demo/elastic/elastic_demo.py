@@ -46,8 +46,8 @@ from ebbtide.demo.elastic.owner_strip import owner_strips
 from ebbtide.demo.elastic.spot_machines import SpotMachines
 from ebbtide.demo.foreign_load import cores, share_of_others
 from ebbtide.environments import needs_isolation
+from ebbtide.local_cluster.launcher import LaunchFailed
 from ebbtide.local_cluster.local_cluster import ClusterShape, LocalCluster, free_address
-from ebbtide.local_cluster.program_process import LaunchFailed
 from ebbtide.types.run import Run, RunSpec
 
 _WIDEST: Final = 120

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from msgspec import Struct
 
 from ebbtide.demo.elastic.elastic_options import MachinePlan
+from ebbtide.local_cluster.launcher import Program
 from ebbtide.local_cluster.local_cluster import LocalCluster
-from ebbtide.local_cluster.program_process import Program
 from ebbtide.simulator.scenario.draws.machine_presence import Presence
 
 

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Final
 
-from ebbtide.claimed_runs.run_follower import ROUND_OPENED, ROUND_TAKEN, RunFollower
+from ebbtide.claimed_runs.run_loop import ROUND_OPENED, ROUND_TAKEN, RunFollower
 from ebbtide.client import Lease
 from ebbtide.driver.coordinator_traffic import CoordinatorTraffic
 from ebbtide.driver.episode_player import EpisodePlayer

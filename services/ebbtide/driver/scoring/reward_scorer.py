@@ -10,8 +10,8 @@ from hashlib import blake2b
 from math import inf
 from typing import Final
 
-from ebbtide.driver.environment_calls import EpisodeClock
-from ebbtide.driver.isolation.host_messages import HostReply
+from ebbtide.driver.environment_host import HostReply
+from ebbtide.driver.environments import EpisodeClock
 from ebbtide.driver.scoring.reward_clock import OutOfTime, RewardClock
 from ebbtide.driver.scoring.scoring_processes import Scoring, ScoringProcesses
 from ebbtide.environments import Message

@@ -14,9 +14,9 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
-from ebbtide.driver.environment_calls import EnvironmentFailed, EpisodeClock, checked_reply
+from ebbtide.driver.environment_host import HostReply, OpenEpisode, StepEpisode
+from ebbtide.driver.environments import EnvironmentFailed, EpisodeClock, checked_reply
 from ebbtide.driver.host_process import HostEnded, HostProcess
-from ebbtide.driver.isolation.host_messages import HostReply, OpenEpisode, StepEpisode
 from ebbtide.driver.scoring.reward_clock import RewardClock
 from ebbtide.errors import InvalidRequest
 from ebbtide.telemetry import histogram

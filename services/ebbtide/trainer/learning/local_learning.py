@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ebbtide.claimed_runs.run_failure import RunFailed
+from ebbtide.claimed_runs.run_loop import RunFailed
 from ebbtide.client.publisher.rank_exchange import RankExchange
 from ebbtide.errors import InvalidRequest
 from ebbtide.trainer import training_checkpoint

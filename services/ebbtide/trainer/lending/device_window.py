@@ -16,7 +16,7 @@ from math import inf
 from typing import Final
 
 from ebbtide import telemetry
-from ebbtide.claimed_runs.run_follower import RunFollower
+from ebbtide.claimed_runs.run_loop import RunFollower
 from ebbtide.client import Lease
 from ebbtide.errors import EbbtideError, LeaseSuperseded
 from ebbtide.runtime import race

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Final
 
-from ebbtide.claimed_runs.run_failure import RunFailed
+from ebbtide.claimed_runs.run_loop import RunFailed
 from ebbtide.errors import Unavailable
 from ebbtide.trainer.device_loan import TrainingDevice
 from ebbtide.trainer.learning.local_learning import LocalLearning

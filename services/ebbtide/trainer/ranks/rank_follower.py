@@ -7,7 +7,7 @@ import asyncio
 from pathlib import Path
 from typing import Final
 
-from ebbtide.claimed_runs.run_failure import RankLost
+from ebbtide.claimed_runs.run_loop import RankLost
 from ebbtide.client import Client
 from ebbtide.client.publisher.publisher import Publisher
 from ebbtide.client.publisher.torch_exchange import TorchExchange

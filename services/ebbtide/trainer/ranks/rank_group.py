@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import msgspec
 
-from ebbtide.claimed_runs.run_failure import RankLost, RunFailed
+from ebbtide.claimed_runs.run_loop import RankLost, RunFailed
 from ebbtide.client.publisher.rank_exchange import RankFailure
 from ebbtide.client.publisher.torch_exchange import TorchExchange
 from ebbtide.errors import EbbtideError

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
-from ebbtide.claimed_runs.run_failure import RankLost
+from ebbtide.claimed_runs.run_loop import RankLost
 from ebbtide.runtime import Shutdown
 from ebbtide.telemetry import get_logger
 from ebbtide.trainer.ranks.rank_place import LISTENING

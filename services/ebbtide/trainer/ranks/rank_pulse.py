@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from ebbtide.claimed_runs.run_failure import RankLost
+from ebbtide.claimed_runs.run_loop import RankLost
 from ebbtide.telemetry import get_logger
 
 log = get_logger(__name__)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
-from ebbtide.claimed_runs.run_failure import RankLost
+from ebbtide.claimed_runs.run_loop import RankLost
 from ebbtide.errors import InvalidRequest, Unavailable
 from ebbtide.trainer.ranks.rank_place import RankPlace
 

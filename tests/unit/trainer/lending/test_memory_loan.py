@@ -8,7 +8,7 @@ from typing import cast
 
 import pytest
 
-from ebbtide.claimed_runs.run_failure import RankLost, RunFailed
+from ebbtide.claimed_runs.run_loop import RankLost, RunFailed
 from ebbtide.runtime import race
 from ebbtide.trainer.learning.local_learning import LocalLearning
 from ebbtide.trainer.lending.memory_loan import MemoryLoan

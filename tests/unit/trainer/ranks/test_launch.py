@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
-from ebbtide.claimed_runs.run_failure import RankLost
+from ebbtide.claimed_runs.run_loop import RankLost
 from ebbtide.runtime import Shutdown
 from ebbtide.trainer.ranks import rank_launcher as module
 from ebbtide.trainer.ranks.rank_launcher import launch

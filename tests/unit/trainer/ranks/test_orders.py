@@ -4,7 +4,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from ebbtide.claimed_runs.run_failure import RunFailed
+from ebbtide.claimed_runs.run_loop import RunFailed
 from ebbtide.errors import InvalidRequest, NotFound
 from ebbtide.trainer.learning.training_batches import TrainingSample
 from ebbtide.trainer.ranks.rank_orders import (

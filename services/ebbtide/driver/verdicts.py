@@ -1,27 +1,79 @@
-"""Runs verifiers in processes that have none of the driver's rights, as they may crash, hang or be hostile.
-
-Invariant: a process serves one call at a time, and loads one verifier for its whole life. One that failed in any other
-way than by an exception is ended. All of them die with the driver; sessions without a verdict come again. A session is
-dropped for what happens during its call, never because the driver's host has no process for it: it waits for one.
-"""
+"""Runs the verifiers of agents' sessions, each in a process of its own, and posts their verdicts."""
 
 import asyncio
 import contextlib
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import aclosing
+from itertools import pairwise
 from typing import Final
 
+import msgspec
+import numpy as np
+
 from ebbtide import telemetry
-from ebbtide.driver.environment_calls import LOADING_S
-from ebbtide.driver.environment_threads import TookTooLong
+from ebbtide.claimed_runs.run_loop import Conversations
+from ebbtide.client import Lease
+from ebbtide.driver.environment_host import BranchText, HostPlan, HostReply, LoadVerifier, VerifySession
+from ebbtide.driver.environments import LOADING_S, TookTooLong
 from ebbtide.driver.host_process import HostEnded, HostProcess, IsolationRefused
-from ebbtide.driver.isolation.host_messages import BranchText, HostPlan, HostReply, LoadVerifier, VerifySession
 from ebbtide.driver.settings import DriverSettings
 from ebbtide.environments.session_verifiers import checked_reward
-from ebbtide.errors import InvalidRequest
+from ebbtide.errors import InvalidRequest, NotFound
 from ebbtide.rpc.backoff import pauses
-from ebbtide.types.rollout import DropReason
+from ebbtide.runtime import race
+from ebbtide.types.rollout import DropReason, Trajectory
+from ebbtide.types.session import UnverifiedSession
+from ebbtide.types.tokens import unpack_ids, unpack_tokens
 
-log = telemetry.get_logger(__name__)
+
+def branch_texts(session: UnverifiedSession, conversations: Conversations) -> list[BranchText]:
+    """The texts of a session's branches, in the order of their last turns. Takes milliseconds for a long session."""
+    ordered = sorted(session.trajectories, key=_number)
+    return [BranchText(tuple(_passages(one, conversations)), one.truncated) for one in ordered]
+
+
+def client_data(session: UnverifiedSession) -> bytes:
+    """What the session's client gave with its end, as a JSON object."""
+    return session.data or msgspec.json.encode({})
+
+
+def _number(trajectory: Trajectory) -> tuple[int, str]:
+    """Gateways number branches behind a dot."""
+    number = trajectory.episode_id.rpartition(".")[2]
+    return int(number) if number.isdecimal() else 0, trajectory.episode_id
+
+
+def _passages(trajectory: Trajectory, conversations: Conversations) -> Iterator[tuple[str, bool]]:
+    """Texts in turn, and whether they were sampled."""
+    yield conversations.raw_text(unpack_ids(trajectory.prompt_ids).tolist()), False
+    tokens = unpack_tokens(trajectory.tokens)
+    # Only sampled tokens have a version: a mask 0 may also be of one that another branch counts.
+    sampled = tokens["version"] != 0
+    ids = tokens["id"]
+    for start, end in _runs(sampled):
+        part: Sequence[int] = ids[start:end].tolist()
+        if sampled[start]:
+            yield conversations.text(part), True
+        else:
+            yield conversations.raw_text(part), False
+
+
+def _runs(mask: np.ndarray) -> Iterator[tuple[int, int]]:
+    """Where equal values stand together."""
+    if not len(mask):
+        return
+    edges = [0, *(np.flatnonzero(mask[1:] != mask[:-1]) + 1).tolist(), len(mask)]
+    yield from pairwise(edges)
+
+
+# Runs verifiers in processes that have none of the driver's rights, as they may crash, hang or be hostile.
+#
+# Invariant: a process serves one call at a time, and loads one verifier for its whole life. One that failed in any
+# other way than by an exception is ended. All of them die with the driver; sessions without a verdict come again. A
+# session is dropped for what happens during its call, never because the driver's host has no process for it: it waits
+# for one.
+
 #: Pauses between tries to start a process. A host that lacks memory or processes for a moment has them soon; one that
 #: lacks them for long is not kept busy.
 _FIRST_PAUSE_S: Final = 0.2
@@ -137,3 +189,61 @@ class VerifierProcesses:
         while sum(map(len, self._idle.values())) > self._settings.environment_threads:
             fullest = max(self._idle, key=lambda name: len(self._idle[name]))
             await self._idle[fullest].pop(0).end()
+
+
+# Gives the sessions of a run that wait for their verdicts a reward, or drops them.
+#
+# Invariant: the coordinator keeps a session until its verdict is posted, and drops it after a time. So a driver that
+# dies loses nothing: the next one reads all that wait again. A verdict that is posted twice counts once.
+
+log = telemetry.get_logger(__name__)
+#: Sessions that are verified or wait for a process here. Further ones stay at the coordinator: each may take megabytes.
+_AT_ONCE: Final = 16
+VERDICTS = telemetry.counter(
+    "driver_verdicts_total", "sessions that verifiers judged: ok, or why they were dropped", ("outcome",)
+)
+
+
+class SessionVerdicts:
+    """Verifies the sessions of one run."""
+
+    def __init__(
+        self, lease: Lease, processes: VerifierProcesses, conversations: Conversations, *, limit_s: float
+    ) -> None:
+        """`limit_s`: of one verifier's call."""
+        self._lease, self._processes, self._conversations = lease, processes, conversations
+        self._limit_s = limit_s
+
+    async def run(self) -> None:
+        """Verifies sessions as they end, until the lease is lost or this is cancelled."""
+        waiting: asyncio.Queue[UnverifiedSession] = asyncio.Queue(1)
+        await race(self._read(waiting), *(self._work(waiting) for _ in range(_AT_ONCE)))
+
+    async def _read(self, waiting: "asyncio.Queue[UnverifiedSession]") -> None:
+        async with aclosing(self._lease.unverified()) as sessions:
+            async for session in sessions:
+                await waiting.put(session)
+        await self._lease.lost.wait()  # the run has ended, which others see to
+
+    async def _work(self, waiting: "asyncio.Queue[UnverifiedSession]") -> None:
+        while True:
+            await self._judge(await waiting.get())
+
+    async def _judge(self, session: UnverifiedSession) -> None:
+        try:
+            branches = await asyncio.to_thread(branch_texts, session, self._conversations)
+            data = client_data(session)
+            reward = await self._processes.reward(session.verifier, branches, data, self._limit_s)
+        except VerdictFailed as error:
+            VERDICTS.labels(error.reason).inc()
+            log.warning("a verifier failed", session_id=session.session_id, verifier=session.verifier, why=str(error))
+            await self._post(session, drop_reason=error.reason)
+        else:
+            VERDICTS.labels("ok").inc()
+            await self._post(session, reward=reward)
+
+    async def _post(self, session: UnverifiedSession, *, reward: float | None = None, drop_reason: str = "") -> None:
+        try:
+            await self._lease.post_verdict(session.session_id, reward=reward, drop_reason=drop_reason)
+        except NotFound:
+            log.info("the session was forgotten before its verdict", session_id=session.session_id)

@@ -1,4 +1,4 @@
-"""Makes one process of environment code and ends it: `python -m ebbtide.driver.isolation.keeper SOCKET PLAN`.
+"""Makes one process of environment code and ends it: `python -m ebbtide.driver.sandbox SOCKET PLAN`.
 
 The keeper runs no environment code. It isolates its child (namespaces, another user, a private root), limits it, and
 says on the socket whether that worked. It leaves with the child's status. Once its input closes, as the driver ends the
@@ -9,8 +9,10 @@ process below it has them.
 """
 
 import contextlib
+import ctypes
 import fcntl
 import os
+import platform
 import pwd
 import resource
 import select
@@ -19,15 +21,171 @@ import socket
 import struct
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, NamedTuple, NoReturn
 
 import msgspec
 
-from ebbtide.driver.isolation import linux_calls as linux
-from ebbtide.driver.isolation.environment_host import serve
-from ebbtide.driver.isolation.host_messages import HostPlan, HostStarted, frame
-from ebbtide.driver.isolation.private_root import enter_private_root
+from ebbtide.driver.environment_host import HostPlan, HostStarted, frame, serve
+
+CLONE_NEWNS: Final = 0x00020000
+CLONE_NEWIPC: Final = 0x08000000
+CLONE_NEWUSER: Final = 0x10000000
+CLONE_NEWPID: Final = 0x20000000
+CLONE_NEWNET: Final = 0x40000000
+
+MS_NOSUID: Final = 0x2
+MS_NODEV: Final = 0x4
+MS_NOEXEC: Final = 0x8
+MS_BIND: Final = 0x1000
+MS_REC: Final = 0x4000
+MS_PRIVATE: Final = 0x40000
+MNT_DETACH: Final = 0x2
+
+_ATTR_RDONLY: Final = 0x1
+_ATTR_NOSUID: Final = 0x2
+_ATTR_NODEV: Final = 0x4
+_AT_FDCWD: Final = -100
+_AT_RECURSIVE: Final = 0x8000
+_MOUNT_SETATTR: Final = 442  # on every architecture
+_PIVOT_ROOT: Final = {"x86_64": 155, "aarch64": 41}
+
+_PR_SET_PDEATHSIG: Final = 1
+_PR_SET_CHILD_SUBREAPER: Final = 36
+_PR_SET_NO_NEW_PRIVS: Final = 38
+_CAPABILITY_VERSION: Final = 0x20080522
+
+_libc: Final = ctypes.CDLL(None, use_errno=True)
+
+
+def unshare(flags: int) -> None:
+    """Moves this process into new namespaces; of a new PID namespace, its next child is the first process."""
+    _check(_libc.unshare(flags), "unshare")
+
+
+def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
+    data = options.encode() or None
+    _check(_libc.mount(source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), data), f"mount {target}")
+
+
+def seal(target: str, *, devices: bool = False) -> None:
+    """Makes a mount and all below it read-only, without set-user-ID programs, and without devices unless asked."""
+    attributes = _ATTR_RDONLY | _ATTR_NOSUID | (0 if devices else _ATTR_NODEV)
+    wanted = (ctypes.c_uint64 * 4)(attributes, 0, 0, 0)
+    result = _libc.syscall(
+        _MOUNT_SETATTR, _AT_FDCWD, target.encode(), _AT_RECURSIVE, ctypes.byref(wanted), ctypes.c_size_t(32)
+    )
+    _check(result, f"mount_setattr {target}")
+
+
+def enter_root(folder: str) -> None:
+    """Makes the mount `folder` the root of this namespace, and lets go of the former one."""
+    number = _PIVOT_ROOT.get(platform.machine())
+    if number is None:
+        raise OSError(0, f"pivot_root is not known on {platform.machine()}")
+    os.chdir(folder)
+    _check(_libc.syscall(number, b".", b"."), "pivot_root")  # the former root now lies on the new one
+    _check(_libc.umount2(b".", MNT_DETACH), "umount2")
+    os.chdir("/")
+
+
+def adopt_orphans() -> None:
+    """Makes this process the parent of descendants whose own parent has died."""
+    _check(_libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl")
+
+
+def die_with_parent() -> None:
+    """Has the kernel kill this process when its parent dies. A change of user or program revokes it."""
+    _check(_libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl")
+
+
+def give_up_privileges() -> None:
+    """Drops all capabilities, and forbids gaining any by running programs."""
+    _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl")
+    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
+    none = (ctypes.c_uint32 * 6)()
+    _check(_libc.capset(ctypes.byref(header), ctypes.byref(none)), "capset")
+
+
+def _check(result: int, what: str) -> None:
+    if result:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+
+
+# Builds a root directory of its own for environment code: Python, libraries, named folders, all of it read-only.
+#
+# Nothing else of the host is there: no home, no state of services, no socket, no `/sys`. Files with secrets that lie
+# in a folder which is there are covered. `/tmp` and `/dev/shm` are new, in memory and bounded.
+
+#: Exists everywhere, and nothing under it is wanted: the new root is mounted on it until it becomes the root.
+_PLACE: Final = "/sys"
+_SYSTEM: Final = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+#: Of /etc only what libraries read, as services keep settings and keys there.
+_ETC: Final = (
+    "alternatives", "ca-certificates", "crypto-policies", "group", "host.conf", "hosts", "ld.so.cache", "ld.so.conf",
+    "ld.so.conf.d", "localtime", "mime.types", "nsswitch.conf", "os-release", "passwd",
+    "pki/ca-trust/extracted", "pki/tls/certs", "protocols", "resolv.conf", "services", "ssl/certs", "ssl/openssl.cnf",
+)  # fmt: skip
+_DEVICES: Final = ("null", "zero", "full", "random", "urandom")
+#: Files that environment code writes to /tmp and /dev/shm are memory, too.
+_WRITABLE: Final = "mode=755,size=256m,nr_inodes=65536"
+
+
+def enter_private_root(readable: Sequence[str], secrets: Sequence[str]) -> None:
+    """Builds the root and enters it. Needs new mount and PID namespaces, and must run in the latter.
+
+    Raises `OSError` where the host does not allow a mount.
+    """
+    mount("none", "/", "", MS_REC | MS_PRIVATE)
+    mount("tmpfs", _PLACE, "tmpfs", MS_NOSUID | MS_NODEV, _WRITABLE)
+    for name in ("dev", "dev/shm", "proc", "tmp"):
+        Path(_PLACE, name).mkdir()
+    for name in ("dev/shm", "tmp"):
+        Path(_PLACE, name).chmod(0o1777)
+    for path in (*_SYSTEM, *(f"/etc/{name}" for name in _ETC)):
+        _show(path)
+    for path in sorted({*readable, *map(os.path.realpath, readable)}):  # a folder before what lies in it
+        _show(path)
+    _devices()
+    for secret in secrets:
+        _cover(secret)
+    with contextlib.suppress(OSError):  # refused where parts of the present one are covered, as in containers
+        mount("proc", f"{_PLACE}/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
+    enter_root(_PLACE)
+
+
+def _show(path: str, *, devices: bool = False) -> None:
+    """Shows a file or folder of the host, at its own path."""
+    target = Path(_PLACE + path)
+    if os.path.lexists(target) or not Path(path).exists():
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if path in _SYSTEM and Path(path).is_symlink():
+        target.symlink_to(Path(path).readlink())
+        return
+    if Path(path).is_dir():
+        target.mkdir()
+    else:
+        target.touch()
+    mount(path, str(target), "", MS_BIND | MS_REC)
+    seal(str(target), devices=devices)
+
+
+def _devices() -> None:
+    for name in _DEVICES:
+        _show(f"/dev/{name}", devices=True)
+    for name, target in (("fd", "fd"), ("stdin", "fd/0"), ("stdout", "fd/1"), ("stderr", "fd/2")):
+        Path(_PLACE, "dev", name).symlink_to(f"/proc/self/{target}")
+
+
+def _cover(secret: str) -> None:
+    """Covers a file that is seen, as in a folder that is shown."""
+    for path in {os.path.abspath(secret), os.path.realpath(secret)}:  # noqa: PTH100 - links stay
+        if Path(_PLACE + path).exists():
+            mount("/dev/null", _PLACE + path, "", MS_BIND)
+
 
 #: Processes and threads of an isolated environment, and its open files.
 _MAX_TASKS: Final = 256
@@ -52,7 +210,7 @@ def main() -> NoReturn:
     plan = msgspec.json.decode(sys.argv[2], type=HostPlan)
     try:
         Path("/proc/self/oom_score_adj").write_text("1000")  # the kernel ends it before it ends a service
-        linux.adopt_orphans()
+        adopt_orphans()
         user = _user(plan.user) if plan.isolated and plan.user else None
         namespaces = plan.isolated and _unshare(plan)
         child = os.fork()
@@ -70,7 +228,7 @@ def main() -> NoReturn:
 def _run_host(plan: HostPlan, connection: socket.socket, user: _User | None, *, namespaces: bool) -> NoReturn:
     """In the child: isolates and limits it, then serves calls."""
     try:
-        linux.die_with_parent()
+        die_with_parent()
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # the keeper's input is for the keeper
         if namespaces:
             _raise_loopback(plan)
@@ -78,7 +236,7 @@ def _run_host(plan: HostPlan, connection: socket.socket, user: _User | None, *, 
         _limit(plan)
         _become(user)
         if plan.isolated:
-            linux.give_up_privileges()
+            give_up_privileges()
             _check_secrets(plan)
         if namespaces and (child := os.fork()):
             _reap_for(child)
@@ -98,14 +256,14 @@ def _run_host(plan: HostPlan, connection: socket.socket, user: _User | None, *, 
 
 def _unshare(plan: HostPlan) -> bool:
     """Enters namespaces of its own. Returns False where only root's right to become another user is left."""
-    flags = linux.CLONE_NEWNS | linux.CLONE_NEWPID | linux.CLONE_NEWIPC | (0 if plan.network else linux.CLONE_NEWNET)
+    flags = CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWIPC | (0 if plan.network else CLONE_NEWNET)
     if plan.user:
         with contextlib.suppress(OSError):  # as in a container, which takes this right from its root
-            linux.unshare(flags)
+            unshare(flags)
             return True
         return False
     uid, gid = os.getuid(), os.getgid()
-    linux.unshare(flags | linux.CLONE_NEWUSER)
+    unshare(flags | CLONE_NEWUSER)
     Path("/proc/self/setgroups").write_text("deny")
     Path("/proc/self/uid_map").write_text(f"{uid or _INSIDE} {uid} 1")
     Path("/proc/self/gid_map").write_text(f"{gid or _INSIDE} {gid} 1")
@@ -148,7 +306,7 @@ def _become(user: _User | None) -> None:
         os.setgroups([])
         os.setresgid(user.gid, user.gid, user.gid)
         os.setresuid(user.uid, user.uid, user.uid)
-        linux.die_with_parent()
+        die_with_parent()
 
 
 def _check_secrets(plan: HostPlan) -> None:

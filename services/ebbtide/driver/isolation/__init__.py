@@ -1,1 +1,0 @@
-"""Runs environment code in a process that reaches neither tokens nor other processes, within limits."""

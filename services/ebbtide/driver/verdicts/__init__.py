@@ -1,1 +1,0 @@
-"""Runs the verifiers of agents' sessions, and posts their verdicts."""
