@@ -20,8 +20,8 @@ from unittest.mock import patch
 from benchmarks.log_level import errors_only
 from benchmarks.long_tail.rewards.scored_responses import QUANTILES, drawn_s
 from ebbtide.driver.environment_processes import EnvironmentProcesses
-from ebbtide.driver.environments import EpisodeClock, TookTooLong
-from ebbtide.driver.host_process import host_plan
+from ebbtide.driver.environments import EpisodeClock
+from ebbtide.driver.host_process import TookTooLong, host_plan
 from ebbtide.driver.settings import DriverSettings, EnvironmentSettings
 from ebbtide.scheduling.long_tail.rewards import reward_limits
 from ebbtide.simulator.scenario.inputs.input_tables import InputTables

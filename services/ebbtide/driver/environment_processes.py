@@ -16,8 +16,8 @@ import msgspec
 
 from ebbtide.claimed_runs.run_loop import RunFailed
 from ebbtide.driver.environment_host import HostPlan, HostReply, LoadSource, OpenEpisode, Request, StepEpisode
-from ebbtide.driver.environments import LOADING_S, EnvironmentFailed, EpisodeClock, TookTooLong, checked_reply
-from ebbtide.driver.host_process import HostEnded, HostProcess, IsolationRefused
+from ebbtide.driver.environments import LOADING_S, EnvironmentFailed, EpisodeClock, checked_reply
+from ebbtide.driver.host_process import HostEnded, HostProcess, IsolationRefused, TookTooLong
 from ebbtide.driver.scoring.reward_scorer import RewardScorer, problem_of
 from ebbtide.driver.scoring.scoring_processes import Scoring, ScoringProcesses
 from ebbtide.driver.settings import DriverSettings

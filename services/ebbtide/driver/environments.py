@@ -11,7 +11,7 @@ from typing import Any, Final, Protocol, TypeVar
 
 from ebbtide.claimed_runs.run_loop import RunFailed
 from ebbtide.driver.environment_host import HostReply
-from ebbtide.driver.host_process import HostEnded
+from ebbtide.driver.host_process import HostEnded, TookTooLong
 from ebbtide.environments import Environment, EnvironmentSource, Message, Split, StepResult, checked_result
 from ebbtide.errors import InvalidRequest
 from ebbtide.telemetry import histogram
@@ -30,10 +30,6 @@ MAX_STUCK: Final = 256
 
 class EnvironmentHangs(RunFailed):
     """Too many calls into the environment never returned, so the run cannot go on."""
-
-
-class TookTooLong(Exception):
-    """A call exceeded its time."""
 
 
 class _Call:

@@ -8,7 +8,8 @@ import numpy as np
 
 from ebbtide.claimed_runs.run_loop import Conversations, RunFailed
 from ebbtide.driver.coordinator_traffic import CoordinatorTraffic
-from ebbtide.driver.environments import EnvironmentFailed, Environments, EpisodeClock, EpisodeEnvironment, TookTooLong
+from ebbtide.driver.environments import EnvironmentFailed, Environments, EpisodeClock, EpisodeEnvironment
+from ebbtide.driver.host_process import TookTooLong
 from ebbtide.driver.scoring.reward_clock import OutOfTime
 from ebbtide.environments import Split, StepResult
 from ebbtide.errors import AlreadyExists, InvalidRequest

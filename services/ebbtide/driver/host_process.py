@@ -27,7 +27,6 @@ from ebbtide.driver.environment_host import (
     Request,
     frame,
 )
-from ebbtide.driver.environments import TookTooLong
 from ebbtide.driver.settings import DriverSettings
 
 log = telemetry.get_logger(__name__)
@@ -39,6 +38,10 @@ _ENDING_S: Final = 5.0
 _TAIL: Final = 2000
 #: The variables of the driver that an isolated process has, too: where Python finds its libraries.
 _INHERITED: Final = ("LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ")
+
+
+class TookTooLong(Exception):
+    """A call exceeded its time."""
 
 
 class HostEnded(Exception):

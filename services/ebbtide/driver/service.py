@@ -8,9 +8,9 @@ from ebbtide.client import Client, Lease
 from ebbtide.driver.agents_run import end_agents_run
 from ebbtide.driver.coordinator_traffic import CoordinatorTraffic
 from ebbtide.driver.environment_processes import EnvironmentProcesses
-from ebbtide.driver.environments import LOADING_S, Environments, EpisodeClock, ThreadedEnvironments, TookTooLong
+from ebbtide.driver.environments import LOADING_S, Environments, EpisodeClock, ThreadedEnvironments
 from ebbtide.driver.episode_player import EpisodePlayer
-from ebbtide.driver.host_process import host_plan
+from ebbtide.driver.host_process import TookTooLong, host_plan
 from ebbtide.driver.settings import DriverSettings
 from ebbtide.driver.step_submitter import StepSubmitter
 from ebbtide.driver.verdicts import SessionVerdicts, VerifierProcesses

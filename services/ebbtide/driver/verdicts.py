@@ -15,8 +15,8 @@ from ebbtide import telemetry
 from ebbtide.claimed_runs.run_loop import Conversations
 from ebbtide.client import Lease
 from ebbtide.driver.environment_host import BranchText, HostPlan, HostReply, LoadVerifier, VerifySession
-from ebbtide.driver.environments import LOADING_S, TookTooLong
-from ebbtide.driver.host_process import HostEnded, HostProcess, IsolationRefused
+from ebbtide.driver.environments import LOADING_S
+from ebbtide.driver.host_process import HostEnded, HostProcess, IsolationRefused, TookTooLong
 from ebbtide.driver.settings import DriverSettings
 from ebbtide.environments.session_verifiers import checked_reward
 from ebbtide.errors import InvalidRequest, NotFound

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from ebbtide.driver.environment_processes import EnvironmentProcesses
-from ebbtide.driver.environments import EnvironmentFailed, EpisodeClock, TookTooLong
-from ebbtide.driver.host_process import host_plan
+from ebbtide.driver.environments import EnvironmentFailed, EpisodeClock
+from ebbtide.driver.host_process import TookTooLong, host_plan
 from tests.integration.trainer.test_isolated_environments import LIMIT_S, SPEC, done, opened, settings
 
 ROUNDS = 3

@@ -15,8 +15,8 @@ import pytest
 
 from ebbtide.auth.security import ClientSecurity
 from ebbtide.driver.environment_processes import EnvironmentProcesses, ProcessEpisode
-from ebbtide.driver.environments import EnvironmentFailed, EpisodeClock, TookTooLong
-from ebbtide.driver.host_process import HostProcess, IsolationRefused, host_plan
+from ebbtide.driver.environments import EnvironmentFailed, EpisodeClock
+from ebbtide.driver.host_process import HostProcess, IsolationRefused, TookTooLong, host_plan
 from ebbtide.driver.settings import DriverSettings, EnvironmentSettings
 from ebbtide.errors import InvalidRequest
 from ebbtide.types.run import EnvironmentSpec, RunSpec

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from ebbtide.driver.environment_processes import EnvironmentProcesses, ProcessEpisode
-from ebbtide.driver.environments import EnvironmentFailed, EpisodeClock, TookTooLong
-from ebbtide.driver.host_process import host_plan
+from ebbtide.driver.environments import EnvironmentFailed, EpisodeClock
+from ebbtide.driver.host_process import TookTooLong, host_plan
 from ebbtide.driver.scoring.cpu_waits import CpuWaits
 from ebbtide.driver.scoring.reward_clock import OutOfTime
 from ebbtide.driver.settings import DriverSettings, EnvironmentSettings

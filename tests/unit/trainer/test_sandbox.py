@@ -7,7 +7,8 @@ import threading
 import pytest
 
 from ebbtide.driver import environments
-from ebbtide.driver.environments import EnvironmentHangs, EnvironmentThreads, TookTooLong
+from ebbtide.driver.environments import EnvironmentHangs, EnvironmentThreads
+from ebbtide.driver.host_process import TookTooLong
 from tests.support.waiting import wait_until
 
 
@@ -69,7 +70,8 @@ def test_a_stuck_call_does_not_keep_the_process() -> None:
 
     code = (
         "import asyncio, threading\n"
-        "from ebbtide.driver.environments import EnvironmentThreads, TookTooLong\n"
+        "from ebbtide.driver.environments import EnvironmentThreads\n"
+        "from ebbtide.driver.host_process import TookTooLong\n"
         "async def main():\n"
         "    try: await EnvironmentThreads(1).call(threading.Event().wait, timeout_s=0.01)\n"
         "    except TookTooLong: pass\n"

@@ -5,7 +5,7 @@ import time
 from math import inf
 from typing import Final, TypeVar
 
-from ebbtide.driver.environments import TookTooLong
+from ebbtide.driver.host_process import TookTooLong
 from ebbtide.driver.scoring.cpu_waits import CpuWaits
 from ebbtide.scheduling.long_tail.rewards.reward_limits import RewardLimits
 
