@@ -89,7 +89,7 @@ bench-scale: env ## A thousand workers: callbacks, decisions, cost, memory, take
 bench-simulator: env ## How good the simulator is: beside real engines, published points and live decisions; QUICK=1: in 10 minutes
 	@$(BIN)/python -m benchmarks.simulator $(if $(QUICK),--quick) $(ARGS)
 
-bench-gateway: env ## The gateway: kills under its clients, its cost beside vLLM's server, open streams, turn routing; QUICK=1: in 20 minutes
+bench-gateway: env ## The gateway under thousands of open streams; QUICK=1: one round of shorter blocks
 	@$(BIN)/python -m benchmarks.gateway $(if $(QUICK),--quick) $(ARGS)
 
 bench-elastic: env ## Windows of trainers that generate between their steps, simulated beside rivals; QUICK=1: in 12 minutes
