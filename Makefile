@@ -71,8 +71,8 @@ bench-migration: env ## What preemption costs, and moves gain, on three levels; 
 bench-moves: env ## Moves of running rollouts between two real engines, on and off in turn; QUICK=1: in 7 minutes
 	@$(BIN)/python -m benchmarks.live_moves $(if $(QUICK),--quick) $(ARGS)
 
-bench-weights: env ## What a version of the weights takes on its way, beside other formats; QUICK=1: in 4 minutes
-	@$(BIN)/python benchmarks/weights.py $(if $(QUICK),--quick) $(ARGS)
+bench-weights: env ## How fast patches of weights are made and applied, beside memcpy; QUICK=1: in a minute
+	@$(BIN)/python -m benchmarks.patches $(if $(QUICK),--quick) $(ARGS)
 
 bench-sharing: env ## What shares of one fleet several runs get; QUICK=1: in 2 minutes
 	@$(BIN)/python benchmarks/sharing.py $(if $(QUICK),--quick) $(ARGS)
