@@ -86,7 +86,7 @@ bench-takeover: env ## How long another coordinator takes when the leading one i
 bench-scale: env ## A thousand workers: callbacks, decisions, cost, memory, takeover; QUICK=1: in 8 minutes
 	@$(BIN)/python -m benchmarks.scale $(if $(QUICK),--quick) $(ARGS)
 
-bench-simulator: env ## How good the simulator is: beside real engines, published points and live decisions; QUICK=1: in 10 minutes
+bench-simulator: env ## How good the simulator is: beside real engines and published points; QUICK=1: in 10 minutes
 	@$(BIN)/python -m benchmarks.simulator $(if $(QUICK),--quick) $(ARGS)
 
 bench-gateway: env ## The gateway under thousands of open streams; QUICK=1: one round of shorter blocks

@@ -285,14 +285,14 @@ def test_a_part_that_fails_leaves_its_figures_null_and_says_why(
 ) -> None:
     async def brings(options: PartOptions) -> PartResult:
         assert options.quick
-        return PartResult(figures={"placements_equal_share": 1.0}, details={"placements": 2_000})
+        return PartResult(figures={"error_vs_published_median": 0.05}, details={"points": 20})
 
     async def fails(_: PartOptions) -> PartResult:
         raise RuntimeError("no engine boots here")
 
-    for name, part in (("placements", brings), ("real", fails)):
+    for name, part in (("published", brings), ("real", fails)):
         monkeypatch.setitem(parts.PARTS, name, part)
-    status, told = run(tmp_path, "--quick", "--parts", "real", "placements", "speed")
+    status, told = run(tmp_path, "--quick", "--parts", "real", "published", "speed")
     assert status == 1
     assert told["figures"].keys() == {name for names in FIGURES.values() for name in names}
     assert {name: value for name, value in told["figures"].items() if value is not None} == {
