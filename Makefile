@@ -65,7 +65,7 @@ test-extras: env ## Each service's own extra, in an environment of its own; need
 simulate-faults: env ## The whole system in one process, broken at random moments; options: ARGS="--seeds 0:1000 --jobs 2"
 	@$(BIN)/python -m tests.simulation $(ARGS)
 
-bench-migration: env ## What preemption costs, and moves gain, on three levels; QUICK=1: in 4 minutes
+bench-migration: env ## What preemption costs, and moves gain, on two levels; QUICK=1: in 3 minutes
 	@$(BIN)/python benchmarks/migration.py $(if $(QUICK),--quick) $(ARGS)
 
 bench-moves: env ## Moves of running rollouts between two real engines, on and off in turn; QUICK=1: in 7 minutes

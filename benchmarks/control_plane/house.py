@@ -1,4 +1,4 @@
-"""The programs of the level, each a process of its own: Redis, the coordinator, and the workers' process."""
+"""The programs of a loaded coordinator, each a process of its own: Redis, the coordinator, and the workers' process."""
 
 import asyncio
 import json

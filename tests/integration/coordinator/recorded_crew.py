@@ -26,13 +26,7 @@ class Pace(Watcher):
     def pace(self) -> float:
         return self._pace
 
-    def placed(self, rollout_id: str, now: float) -> None:
-        self.placements += 1
-
     def answered(self, tokens: int, seconds: float) -> None:
-        pass
-
-    def resumed(self, rollout_id: str, now: float) -> None:
         pass
 
     def failed(self, what: str) -> None:
@@ -47,6 +41,10 @@ class DrainingWorker(MeteredWorker):
         if not isinstance(self._fleet, Pace):
             raise TypeError("a draining worker has a pace of its own")
         return self._fleet
+
+    def _begin(self, assignment: fleet_pb2.Assignment, now: float) -> None:
+        self.pace.placements += not assignment.partial
+        super()._begin(assignment, now)
 
     def _heartbeat(self) -> fleet_pb2.Heartbeat:
         beat = super()._heartbeat()
