@@ -26,6 +26,7 @@ from typing import Any, Final
 from benchmarks.arguments import count, output, result
 from benchmarks.conditions import conditions
 from benchmarks.long_tail.admission.admission_part import admission_part
+from benchmarks.long_tail.bias_part import bias_part
 from benchmarks.long_tail.freed_part import freed_part
 from benchmarks.long_tail.lengths.length_marginals import TRACES, known_marginals
 from benchmarks.long_tail.lengths.lengths_part import lengths_part
@@ -33,7 +34,6 @@ from benchmarks.long_tail.lengths.recorded_groups import recorded_coverage, reco
 from benchmarks.long_tail.order.decision_part import decision_part
 from benchmarks.long_tail.order.order_part import order_part
 from benchmarks.long_tail.rewards.rewards_part import rewards_part
-from benchmarks.long_tail.rounds.bias_part import bias_part
 from benchmarks.long_tail.seer.seer_part import seer_part
 from benchmarks.long_tail.tail_figures import figure_rows, missing, promised_figures
 from ebbtide.errors import InvalidRequest

@@ -20,6 +20,7 @@ from benchmarks.long_tail.admission.admitted_work import (
     packed_works,
     unpacked_works,
 )
+from benchmarks.long_tail.bias_part import biases, censoring_weights
 from benchmarks.long_tail.lengths.length_marginals import known_marginals
 from benchmarks.long_tail.lengths.lengths_part import LengthSetting, coverage
 from benchmarks.long_tail.lengths.played_lengths import held_back
@@ -27,10 +28,8 @@ from benchmarks.long_tail.lengths.recorded_groups import recorded_coverage, reco
 from benchmarks.long_tail.order.decision_part import FullFleet
 from benchmarks.long_tail.order.order_part import compared, step_time
 from benchmarks.long_tail.order.slot_rules import InOrder, PublishedSeer, RuleMaker, TrueLengths
-from benchmarks.long_tail.rounds.bias_part import biases
-from benchmarks.long_tail.rounds.length_weights import censoring_weights
-from benchmarks.long_tail.rounds.toy_rounds import GROUP, PROMPTS, Rule, race, whole_groups
 from benchmarks.long_tail.tail_figures import figure_rows, missing, promised_figures
+from benchmarks.long_tail.toy_rounds import GROUP, PROMPTS, Rule, race, whole_groups
 from ebbtide.errors import InvalidRequest
 
 NOWHERE = Path("/nonexistent")
