@@ -53,7 +53,7 @@ class Fleet:
     def failed(self, what: str) -> None:
         self._failures.append(what)
 
-    # -- what the level asks -------------------------------------------------------------------------------------
+    # -- what it is told to do ----------------------------------------------------------------------------------
 
     async def open(self, workers: int, slots: int) -> dict[str, Any]:
         new = [self._begin(slots) for _ in range(workers)]
