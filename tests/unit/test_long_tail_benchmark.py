@@ -71,7 +71,7 @@ def test_figures_without_a_part_are_null_with_a_reason() -> None:
     assert figures["interval_coverage"] == 0.8
     assert reasons["bias_cured_over_uncured"] == "part bias failed: ValueError: no budget"
     assert set(reasons) == {name for name, value in figures.items() if value is None}
-    assert len(figure_rows(figures, reasons)) == 8
+    assert len(figure_rows(figures, reasons)) == 7
 
 
 def test_a_part_that_fails_leaves_what_the_others_found_and_the_benchmark_ends_with_1(
