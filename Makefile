@@ -65,14 +65,14 @@ test-extras: env ## Each service's own extra, in an environment of its own; need
 simulate-faults: env ## The whole system in one process, broken at random moments; options: ARGS="--seeds 0:1000 --jobs 2"
 	@$(BIN)/python -m tests.simulation $(ARGS)
 
-bench-migration: env ## What preemption costs, and moves gain, on three levels; QUICK=1: in 4 minutes
+bench-migration: env ## What preemption costs, and moves gain, on two levels; QUICK=1: in 3 minutes
 	@$(BIN)/python benchmarks/migration.py $(if $(QUICK),--quick) $(ARGS)
 
 bench-moves: env ## Moves of running rollouts between two real engines, on and off in turn; QUICK=1: in 7 minutes
 	@$(BIN)/python -m benchmarks.live_moves $(if $(QUICK),--quick) $(ARGS)
 
-bench-weights: env ## What a version of the weights takes on its way, beside other formats; QUICK=1: in 4 minutes
-	@$(BIN)/python benchmarks/weights.py $(if $(QUICK),--quick) $(ARGS)
+bench-weights: env ## How fast patches of weights are made and applied, beside memcpy; QUICK=1: in a minute
+	@$(BIN)/python -m benchmarks.patches $(if $(QUICK),--quick) $(ARGS)
 
 bench-sharing: env ## What shares of one fleet several runs get; QUICK=1: in 2 minutes
 	@$(BIN)/python benchmarks/sharing.py $(if $(QUICK),--quick) $(ARGS)
@@ -86,10 +86,10 @@ bench-takeover: env ## How long another coordinator takes when the leading one i
 bench-scale: env ## A thousand workers: callbacks, decisions, cost, memory, takeover; QUICK=1: in 8 minutes
 	@$(BIN)/python -m benchmarks.scale $(if $(QUICK),--quick) $(ARGS)
 
-bench-simulator: env ## How good the simulator is: beside real engines, published points and live decisions; QUICK=1: in 10 minutes
+bench-simulator: env ## How good the simulator is: beside real engines and published points; QUICK=1: in 10 minutes
 	@$(BIN)/python -m benchmarks.simulator $(if $(QUICK),--quick) $(ARGS)
 
-bench-gateway: env ## The gateway: kills under its clients, its cost beside vLLM's server, open streams, turn routing; QUICK=1: in 20 minutes
+bench-gateway: env ## The gateway under thousands of open streams; QUICK=1: one round of shorter blocks
 	@$(BIN)/python -m benchmarks.gateway $(if $(QUICK),--quick) $(ARGS)
 
 bench-elastic: env ## Windows of trainers that generate between their steps, simulated beside rivals; QUICK=1: in 12 minutes

@@ -1,11 +1,10 @@
-"""Preemption, migration and balancing, measured on three levels.
+"""Preemption, migration and balancing, measured on two levels.
 
-    python benchmarks/migration.py [--trace PATH ...] [--lengths PATH ...] [--levels abc] [--quick] [--out PATH]
+    python benchmarks/migration.py [--trace PATH ...] [--lengths PATH ...] [--levels ab] [--quick] [--out PATH]
 
 (a) Whole spot traces in the simulator, on the very code that decides in the coordinator: restart, migrate,
-    balance, RLBoost's Algorithm 2, and clairvoyant schedules on the same fleet as oracles.
-(b) The real coordinator, Redis and gRPC in real time, with scripted workers in a process of their own.
-(c) Real vLLM workers that are really killed, each token compared with that of an undisturbed run.
+    balance, RLBoost's Algorithm 2, and a fair oracle on the same fleet.
+(b) Real vLLM workers that are really killed, each token compared with that of an undisturbed run.
 
 Prints tables and writes a JSON file with `figures`, the `conditions` that they hold under, and all that the levels
 found. A figure that was not measured is null, and `missing` says why. Ends with 1 if a level failed, or a token that
@@ -45,23 +44,17 @@ TRACES: Final = ROOT.parent / "shared" / "traces"
 SPOT: Final = ("spot_aws_g4dn_24.csv", "spot_gcp_a100x1_64.csv")
 LENGTHS: Final = "response_length_deepseek_r1_quantiles.csv"
 STRETCHES: Final = (1.0, 4.0)
-#: All three levels are to take four minutes on two cores: of steady load, of workers lost each way, and of real kills.
-_QUICK_S: Final = 10.0
-_QUICK_LOSSES: Final = 3
-_QUICK_PROBE_S: Final = 2.0
+#: Both levels are to take three minutes on two cores.
 _QUICK_KILLS: Final = 3
 #: Level -> its name, and what it is.
 LEVELS: Final = {
     "a": ("replay", "spot traces in simulated time"),
-    "b": ("control_plane", "the control plane in real time, scripted workers"),
-    "c": ("real_kills", "real engines, really killed"),
+    "b": ("real_kills", "real engines, really killed"),
 }
-#: Figure -> the levels that measure it, and what is promised of it. Of several traces, and of several levels, the
-#: worst.
+#: Figure -> the level that measures it, and what is promised of it. Of several traces the worst.
 PROMISED: Final[dict[str, tuple[str, str, float]]] = {
-    "acknowledged_tokens_lost": ("bc", "<=", 0),
-    "acknowledged_tokens_doubled": ("bc", "<=", 0),
-    "share_of_oracle": ("a", ">=", 0.92),
+    "acknowledged_tokens_lost": ("b", "<=", 0),
+    "acknowledged_tokens_doubled": ("b", "<=", 0),
     "replay_share_of_fair_oracle": ("a", ">=", 0.92),
     "share_generated_twice": ("a", "<=", 0.001),
     "speedup_over_restart": ("a", ">=", 1.0),
@@ -71,29 +64,17 @@ PROMISED: Final[dict[str, tuple[str, str, float]]] = {
     "detection_p99_s": ("b", "<=", 3.0),
     "resume_p50_s": ("b", "<=", 1.0),
     "resume_p99_s": ("b", "<=", 5.0),
-    "control_plane_tokens_per_s": ("b", ">=", 200_000),
-    "ack_p99_ms": ("b", "<=", 20),
-    "placement_p99_ms": ("b", "<=", 50),
-    "cpu_cost_over_raw_redis": ("b", "<=", 3.0),
-    "unequal_responses": ("c", "<=", 0),
-    "largest_logprob_gap": ("c", "<=", 1e-3),
+    "unequal_responses": ("b", "<=", 0),
+    "largest_logprob_gap": ("b", "<=", 1e-3),
 }
 #: What must be known to read a figure.
 NOTES: Final = {
-    "share_of_oracle": f"simulated, with 64 slots a worker; {LEGEND['share_of_oracle']}",
-    "replay_share_of_oracle_with_fewest_slots": "simulated, with 8 slots a worker: work outlasts the slots, and who "
-    "knows no length cannot tell what is to start first",
-    **{f"replay_{share}": f"simulated; {what}" for share, what in LEGEND.items() if share != "share_of_oracle"},
+    "replay_share_of_fair_oracle": f"simulated; {LEGEND}",
     "share_generated_twice": "simulated; replay_share_generated_twice_by_restart: the same of restarting from zero",
     "speedup_over_restart": "simulated; of all cases the least",
     "replay_balancing_over_none": "simulated; speed beside that without balancing, of all cases the least; "
     "replay_balancing_over_none_mean: their mean",
     "replay_moves_per_rollout": "simulated; rollouts that the balancing moved, for each that ended",
-    "ack_p99_ms": "of several windows the median; of the best, of each and over all: control_plane_ack_p99_*",
-    "placement_p99_ms": "likewise: control_plane_placement_p99_*",
-    "cpu_cost_over_raw_redis": "of the whole load: rollouts are submitted, placed, finished and handed out meanwhile; "
-    "of appends alone, while none ends: control_plane_append_path_cpu_cost_over_raw_redis",
-    "detection_p99_s": "of silent workers; of broken streams: control_plane_broken_stream_detection_p99_s",
 }
 #: Of these, what is not kept makes the benchmark fail: they do not depend on the machine.
 STRICT: Final = ("acknowledged_tokens_lost", "acknowledged_tokens_doubled", "unequal_responses")
@@ -116,12 +97,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--lengths", help="response lengths, likewise", **files)
     parser.add_argument("--stretch", type=arguments.factor, nargs="+", default=STRETCHES, help="factors on the lengths")
     parser.add_argument("--cap", type=arguments.count, default=CAP_TOKENS, help=CAP_HELP)
-    parser.add_argument("--levels", default="", help="some of abc; default: all")
-    parser.add_argument("--quick", action="store_true", help="the same on less data: 4 minutes on two cores")
+    parser.add_argument("--levels", default="", help="some of ab; default: all")
+    parser.add_argument("--quick", action="store_true", help="the same on less data: 3 minutes on two cores")
     parser.add_argument("--out", type=arguments.output)
     options = parser.parse_args(argv)
     options.out = options.out or arguments.result("migration", quick=options.quick)
-    options.levels = options.levels or ("a" if options.trace or options.lengths else "abc")
+    options.levels = options.levels or ("a" if options.trace or options.lengths else "ab")
     if unknown := set(options.levels) - set(LEVELS):
         parser.error(f"--levels: {', '.join(sorted(unknown))} is none of {', '.join(LEVELS)}")
     for flag, paths, read in (("trace", options.trace, read_spot_trace), ("lengths", options.lengths, read_quantiles)):
@@ -169,38 +150,23 @@ def run_level(level: str, inputs: Inputs, *, quick: bool, tell: Tell) -> dict[st
         )
         tell(replay.table([*report["cases"], *report["ablation"]]))
         return report | {"unknown": replay.unknown(report["figures"])}
-    if level == "b":
-        from benchmarks.control_plane import level as control_plane
-
-        load = control_plane.Load(seconds=_QUICK_S, losses=_QUICK_LOSSES, probe_s=_QUICK_PROBE_S) if quick else None
-        return {"figures": control_plane.run_level(quick=quick, tell=tell, load=load)}
     from benchmarks.real_kills import level as real_kills
 
     return {"figures": real_kills.run_level(quick=quick, kills=_QUICK_KILLS if quick else 0, notify=tell)}
-
-
-def worst(name: str, values: Sequence[float]) -> float:
-    """Of several values of a figure, the one furthest from its promise; of counts of tokens, their sum."""
-    if name.startswith("acknowledged_tokens"):
-        return sum(values)
-    return min(values) if PROMISED[name][1] == ">=" else max(values)
 
 
 def combine(found: dict[str, dict[str, Any]], asked: str) -> tuple[dict[str, Any], dict[str, str]]:
     """All figures of all levels, and why promised ones are missing. What is not promised bears its level's name."""
     figures: dict[str, Any] = {}
     missing: dict[str, str] = {}
-    for name, (levels, _, _) in PROMISED.items():
-        values = [_value(found[level]["figures"], level, name) for level in levels if level in found]
-        known = [value for value in values if value is not None and math.isfinite(value)]
-        figures[name] = worst(name, known) if known else None
-        if not known:
-            tried = [level for level in levels if level in asked]
-            why = "brought none" if tried else "was not asked for"
-            missing[name] = f"level {' or '.join(tried or levels)} {why}"
+    for name, (level, _, _) in PROMISED.items():
+        value = _value(found[level]["figures"], level, name) if level in found else None
+        figures[name] = value if value is not None and math.isfinite(value) else None
+        if figures[name] is None:
+            missing[name] = f"level {level} {'brought none' if level in asked else 'was not asked for'}"
     for level, result in found.items():
         for name, value in result["figures"].items():
-            if level not in PROMISED.get(name, ("",))[0]:
+            if level != PROMISED.get(name, ("",))[0]:
                 figures[f"{LEVELS[level][0]}_{name}"] = value
     return figures, missing
 

@@ -88,13 +88,7 @@ class Pace:
     def pace(self) -> float:
         return RATE / max(1, self.running)
 
-    def placed(self, rollout_id: str, now: float) -> None:
-        pass
-
     def answered(self, tokens: int, seconds: float) -> None:
-        pass
-
-    def resumed(self, rollout_id: str, now: float) -> None:
         pass
 
     def failed(self, what: str) -> None:

@@ -3,7 +3,7 @@
 {"do": "open", "workers": 100, "slots": 64}   attach so many more; answers when all are ready
 {"do": "pace", "rate": 200000}                tokens/s of all together from now on
 {"do": "measure"}                             what was seen since the last measure
-{"do": "lose", "how": "vanish" | "silence"}   one worker breaks its streams, or says nothing any more
+{"do": "silence"}                             one worker says nothing any more
 """
 
 import asyncio
@@ -31,14 +31,12 @@ class Fleet:
         self._opened = 0
         self._rate = 0.0
         self._forget()
-        self._lost: dict[str, str] = {}  # rollout -> the worker it was lost with
-        self._losses: dict[str, dict[str, Any]] = {}
+        self._losses = set[str]()  # workers that were to be lost
         self.running = 0
 
     def _forget(self) -> None:
         self._since, self._tokens = time.monotonic(), 0
         self._answers: list[float] = []
-        self._placements: list[float] = []
         self._failures: list[str] = []
         self._cpu = time.process_time()
 
@@ -48,22 +46,14 @@ class Fleet:
     def pace(self) -> float:
         return self._rate / max(1, self.running)
 
-    def placed(self, rollout_id: str, now: float) -> None:
-        if rollout_id not in self._lost:
-            self._placements.append(now - int(rollout_id.rpartition(".")[2]) / 1e6)
-
     def answered(self, tokens: int, seconds: float) -> None:
         self._tokens += tokens
         self._answers.append(seconds)
 
-    def resumed(self, rollout_id: str, now: float) -> None:
-        if worker := self._lost.pop(rollout_id, ""):
-            self._losses[worker]["resumed"][rollout_id] = now
-
     def failed(self, what: str) -> None:
         self._failures.append(what)
 
-    # -- what the level asks -------------------------------------------------------------------------------------
+    # -- what it is told to do ----------------------------------------------------------------------------------
 
     async def open(self, workers: int, slots: int) -> dict[str, Any]:
         new = [self._begin(slots) for _ in range(workers)]
@@ -104,32 +94,25 @@ class Fleet:
             "seconds": now - self._since,
             "tokens": self._tokens,
             "answers": self._answers,
-            "placements": self._placements,
             "failures": self._failures,
             "running": self.running,
-            "losses": self._losses,
             "cpu_s": time.process_time() - self._cpu,
         }
         self._forget()
         return found
 
-    async def lose(self, how: str) -> dict[str, Any]:
-        """Lose a worker that has been there for some time; says which, and when."""
+    def silence(self) -> dict[str, Any]:
+        """Have a worker fall silent that has been there for some time; says which."""
         worker = random.choice(
             [one for one in self._workers.values() if not one.silent and one.name not in self._losses]
         )
-        lost = [one.attempt.rollout_id for one in worker.rollouts.values()]
-        self._losses[worker.name] = {"how": how, "at": time.monotonic(), "rollouts": lost, "resumed": {}}
-        self._lost |= dict.fromkeys(lost, worker.name)
-        if how == "silence":
-            worker.silent = True
-        else:
-            worker.vanish()
+        self._losses.add(worker.name)
+        worker.silent = True
         return {"worker": worker.name}
 
     def orders(self) -> dict[str, Callable[..., Any]]:
         """What it can be told to do, by name."""
-        return {"open": self.open, "pace": self.pace_at, "measure": self.measure, "lose": self.lose}
+        return {"open": self.open, "pace": self.pace_at, "measure": self.measure, "silence": self.silence}
 
 
 class Orderly(Protocol):

@@ -1,4 +1,4 @@
-"""The programs of the level, each a process of its own: Redis, the coordinator, and the workers' process."""
+"""The programs of a loaded coordinator, each a process of its own: Redis, the coordinator, and the workers' process."""
 
 import asyncio
 import json
@@ -7,11 +7,11 @@ import secrets
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Final
+from types import MappingProxyType, TracebackType
+from typing import Any, Final, Self
 
-from benchmarks.staged import Staged
 from tests.support.redis_servers import EmbeddedRedis
 from tests.support.waiting import wait_until
 
@@ -25,16 +25,31 @@ def code_of(checkout: Path) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(map(str, (checkout / "common", checkout / "services", ROOT)))}
 
 
-class House(Staged):
-    """All processes die with this one. `environment`: what the coordinator's differs in."""
+class House:
+    """An async context manager. All processes die with its block, or at once if starting fails. `environment`: what the
+    coordinator's differs in.
+    """
 
     def __init__(self, environment: Mapping[str, str] = MappingProxyType({})) -> None:
-        super().__init__()
+        self._stack = AsyncExitStack()
         self._environment = environment
         self.token = secrets.token_hex(16)
         self.redis = EmbeddedRedis()
         self.address = ""
         self.coordinator = 0  # pid
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self._start()
+        except BaseException:
+            await self._stack.aclose()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()
 
     async def _start(self) -> None:
         self._stack.enter_context(self.redis)

@@ -39,9 +39,7 @@ class Watcher(Protocol):
 
     @property
     def pace(self) -> float: ...
-    def placed(self, rollout_id: str, now: float) -> None: ...
     def answered(self, tokens: int, seconds: float) -> None: ...
-    def resumed(self, rollout_id: str, now: float) -> None: ...
     def failed(self, what: str) -> None: ...
 
 
@@ -59,7 +57,6 @@ class Rollout(Struct, eq=False):
     at: float
     number: int = 0
     stored: int = 0
-    first: bool = True
     ending: bool = False
     releasing: bool = False
     stopped: bool = False
@@ -209,10 +206,7 @@ class Worker:
         one.stored = start
         self.rollouts[one.attempt.attempt_id] = one
         self._fleet.running += 1
-        if start:
-            return self._hurry(one, now + _PREFILL_S + _URGENT_S)
-        self._fleet.placed(one.attempt.rollout_id, now)
-        return self._hurry(one, now + _PREFILL_S + _URGENT_S)
+        self._hurry(one, now + _PREFILL_S + _URGENT_S)
 
     def _forget(self, attempt_id: str) -> None:
         if self.rollouts.pop(attempt_id, None):
@@ -299,9 +293,6 @@ class Worker:
             self._lag += 0.1 * (now - flight.since - self._lag)
             refused = {other.index: other for other in answer.others if other.status != 1}
             for index, one in enumerate(flight.parts):
-                if one.first:
-                    one.first = False
-                    self._fleet.resumed(one.attempt.rollout_id, now)
                 if index in refused:
                     self._refused(one, refused[index])
                     continue

@@ -1,8 +1,7 @@
 """Compares windows of trainers that generate between their steps: `make bench-elastic`.
 
 Parts: `windows` simulates published settings under ten policies and more; `decision` and `gradient` measure this
-machine; `rose` reads what `make bench-coserving` measured. The figures of parts that are not run are null, and the file
-says why.
+machine. The figures of parts that are not run are null, and the file says why.
 
 The recorded spot traces are looked for beside the checkout, in `shared/traces`; elsewhere name them by `--spot`.
 Without them traces are made up, and the file says `synthetic` of each. Simulations that were made are kept below
@@ -31,7 +30,6 @@ from benchmarks.elastic.elastic_setting import MODELS
 
 _ROOT: Final = Path(__file__).parents[2]
 _KEPT: Final = _ROOT / "runs" / "bench-elastic"
-_COSERVING: Final = _ROOT / "benchmarks" / "results" / "coserving.json"
 
 
 def terms(argv: Sequence[str] | None) -> tuple[PartTerms, argparse.Namespace]:
@@ -42,13 +40,11 @@ def terms(argv: Sequence[str] | None) -> tuple[PartTerms, argparse.Namespace]:
     parser.add_argument("--quick", action="store_true", help="fewer steps and policies: twelve minutes on two cores")
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--spot", nargs="+", type=_file, default=[], help="spot traces: t_s,event,node or t_s,count")
-    parser.add_argument("--serving", type=_file, help="users of borrowed machines: t_s,input_tokens,output_tokens")
     parser.add_argument("--lengths", type=_file, help="of responses: quantile,output_tokens or tokens,cdf")
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=[])
     parser.add_argument("--policies", nargs="+", choices=list(COMPARED), default=[])
     parser.add_argument("--steps", type=count, help="steps of each case")
     parser.add_argument("--switches", type=count, help="switches of live devices")
-    parser.add_argument("--coserving", type=Path, default=_COSERVING, help="of make bench-coserving")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=count, default=min(2, len(os.sched_getaffinity(0))), help="processes at a time")
     parser.add_argument("--anew", action="store_true", help="make simulations again that are kept")

@@ -18,7 +18,6 @@ FIGURES: Final[dict[str, str]] = {
     "throughput_over_verl_hybrid": "windows",
     "share_of_window_oracle": "windows",
     "tokens_per_money_over_best_baseline": "windows",
-    "real_tokens_over_rose": "rose",
     "streamed_gradient_error": "gradient",
     "switch_steps_p99": "switches",
     "mixed_fleet_over_oracle": "mixed",
@@ -35,10 +34,8 @@ class PartTerms(Struct, frozen=True, kw_only=True):
     tell: Callable[[str], None]  # one line for people who wait
     kept: Path  # a folder for what was found once and holds as long as the code stays
     switches: int | None = None  # so many switches of live devices; None: as many as `quick` allows
-    coserving: Path  # the file that `make bench-coserving` wrote
     # Of the simulated windows.
     spot: tuple[Path, ...] = ()  # spot traces; (): the known ones, or made-up ones
-    serving: Path | None = None  # requests of borrowed machines' users; None: the known ones, or made-up ones
     lengths: Path | None = None  # of responses; None: those fitted to the paper's points
     models: tuple[str, ...] = ()  # (): all
     policies: tuple[str, ...] = ()  # (): all
@@ -60,7 +57,6 @@ class PartFindings(Struct, frozen=True, kw_only=True):
 PARTS: Final[dict[str, str]] = {
     "decision": "benchmarks.elastic.decision_time",
     "gradient": "benchmarks.elastic.streamed_gradient",
-    "rose": "benchmarks.elastic.rose_tokens",
     "switches": "benchmarks.elastic.switches_part",
     "mixed": "benchmarks.elastic.mixed_fleet",
     "windows": "benchmarks.elastic.compared.compared_windows",

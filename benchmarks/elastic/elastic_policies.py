@@ -3,12 +3,9 @@
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
-from benchmarks.elastic.compared.both_ways_policy import BothWaysPolicy
-from benchmarks.elastic.compared.scaling_law import settled_engines
 from benchmarks.elastic.elastic_setting import MODELS, ElasticCase, Fleet
 from benchmarks.elastic.window_oracle import OraclePolicy
 from benchmarks.rivals.rlboost.rlboost_policy import RLBoostPolicy
-from benchmarks.rivals.turns.rose_turns_policy import RoseTurnsPolicy
 from benchmarks.rivals.verl_hybrid_policy import VerlHybridPolicy
 from ebbtide.simulator.world.elastic_policy import ElasticPolicy
 from ebbtide.simulator.world.policy import Policy
@@ -18,10 +15,8 @@ from ebbtide.simulator.world.verl_policy import VerlPolicy
 FIXED_S: Final = (60.0, 150.0, 300.0)
 #: Engines of two reserved devices that generate about as fast as the trainer trains.
 _BALANCED: Final = {"8b": 7, "14b": 5, "32b": 6}
-#: Steps that generation runs ahead: one, as the least that overlaps; four; and what AstraFlow's recipes allow.
-_AHEAD, _FAR_AHEAD, _ASTRAFLOW = 1, 4, 8
-#: ROSE's cap of turns for a device, of which an engine has two.
-_ROSE_CAP: Final = 32
+#: Steps that generation runs ahead: one, as the least that overlaps, and four.
+_AHEAD, _FAR_AHEAD = 1, 4
 
 
 class ComparedPolicy(NamedTuple):
@@ -81,22 +76,6 @@ def _code(case: ElasticCase, *, units: bool = False) -> Policy:
     )
 
 
-def _both_ways(case: ElasticCase) -> Policy:
-    own = MODELS[case.model].engines
-    return BothWaysPolicy(helped=1.0 + _BALANCED[case.model] / own)
-
-
-def _astraflow(case: ElasticCase) -> Fleet:
-    engines = settled_engines(case, _BALANCED[case.model], _ASTRAFLOW)
-    return Fleet(lends=False, spot=False, reserved=engines, max_staleness=_ASTRAFLOW)
-
-
-def _rose(case: ElasticCase) -> Fleet:
-    """Half of the balanced engines are reserved, the others borrowed."""
-    engines = _BALANCED[case.model]
-    return Fleet(lends=False, spot=False, reserved=engines // 2, borrowed=engines - engines // 2)
-
-
 OURS: Final = "ebbtide"
 ORACLE: Final = "window oracle"
 PAPER: Final = "rlboost paper"
@@ -135,27 +114,8 @@ COMPARED: Final[dict[str, ComparedPolicy]] = {
         "veRL on twice the reserved nodes", lambda _: VerlPolicy(), lambda _: Fleet(spot=False, nodes=2)
     ),
     "balanced": _steady("reserved engines that keep pace with the trainer, streaming", 0, quick=True),
-    "BiDiRL": ComparedPolicy(
-        "the same; trainer and engines lend their devices to each other",
-        _both_ways,
-        lambda case: Fleet(spot=False, reserved=_BALANCED[case.model]),
-    ),
-    "ROSE": ComparedPolicy(
-        "ROSE's turns on engines half reserved, half borrowed from serving; whole steps",
-        lambda _: RoseTurnsPolicy(cap=_ROSE_CAP),
-        _rose,
-        counts=False,
-        quick=False,
-    ),
     "asynchronous": _steady("balanced, one step ahead (max_staleness 1)", _AHEAD),
     "fully asynchronous": _steady(f"balanced, {_FAR_AHEAD} steps ahead", _FAR_AHEAD),
-    "AstraFlow": ComparedPolicy(
-        f"as many reserved engines as AstraFlow's scaling law settles at, {_ASTRAFLOW} steps ahead",
-        lambda _: ElasticPolicy(plans=False),
-        _astraflow,
-        on_policy=False,
-        quick=False,
-    ),
     ORACLE: ComparedPolicy(
         "the best window of each step, tried on the coming fleet and work", lambda _: OraclePolicy(), _lent
     ),

@@ -1,1 +1,1 @@
-"""The gateway under kills, beside vLLM's own server, and where it routes turns."""
+"""The gateway under thousands of open streams, and beside a key that asks for a thousand completions at once."""

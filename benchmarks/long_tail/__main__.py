@@ -4,8 +4,8 @@
 
 Parts with real programs: `admission` (preemptions of an engine with little memory, with admission by memory and
 without), `rewards` (responses scored beside the rollout or behind it; simulated, too), `decisions` (the processor's
-time of a round with forecasts, for a thousand workers). Simulated: `seer` (policies in Seer's settings), `rounds`
-(what rules of rounds save), `freed` (workers that two runs share). Computed: `lengths` (how often forecast intervals
+time of a round with forecasts, for a thousand workers). Simulated: `seer` (policies in Seer's settings), `freed`
+(workers that two runs share). Computed: `lengths` (how often forecast intervals
 cover the truth), `order` (step times under orders of starting, in a model of slots), `bias` (what rules of rounds do
 to trained lengths and gradients, in a toy model). Recorded lengths are looked for beside the checkout, in
 `shared/traces`; without them only the fitted ones are drawn from. Writes a JSON file with `figures`; those that were
@@ -26,6 +26,7 @@ from typing import Any, Final
 from benchmarks.arguments import count, output, result
 from benchmarks.conditions import conditions
 from benchmarks.long_tail.admission.admission_part import admission_part
+from benchmarks.long_tail.bias_part import bias_part
 from benchmarks.long_tail.freed_part import freed_part
 from benchmarks.long_tail.lengths.length_marginals import TRACES, known_marginals
 from benchmarks.long_tail.lengths.lengths_part import lengths_part
@@ -33,8 +34,6 @@ from benchmarks.long_tail.lengths.recorded_groups import recorded_coverage, reco
 from benchmarks.long_tail.order.decision_part import decision_part
 from benchmarks.long_tail.order.order_part import order_part
 from benchmarks.long_tail.rewards.rewards_part import rewards_part
-from benchmarks.long_tail.rounds.bias_part import bias_part
-from benchmarks.long_tail.rounds.rounds_part import rounds_part
 from benchmarks.long_tail.seer.seer_part import seer_part
 from benchmarks.long_tail.tail_figures import figure_rows, missing, promised_figures
 from ebbtide.errors import InvalidRequest
@@ -46,7 +45,6 @@ PARTS: Final = (
     "rewards",
     "seer",
     "bias",
-    "rounds",
     "freed",
     "decisions",
 )
@@ -67,7 +65,6 @@ def measured(
         "rewards": lambda: rewards_part(tell, quick=options.quick),
         "seer": lambda: seer_part(tell, quick=options.quick, jobs=options.jobs, recorded=_recorded(path)),
         "bias": lambda: bias_part(tell, quick=options.quick),
-        "rounds": lambda: rounds_part(tell, quick=options.quick, jobs=options.jobs),
         "freed": lambda: freed_part(tell, quick=options.quick),
         "decisions": lambda: decision_part(tell, quick=options.quick),
     }

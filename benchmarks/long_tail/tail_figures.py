@@ -7,16 +7,13 @@ from typing import Any, Final
 PROMISED_RANGES: Final[dict[str, tuple[float, float]]] = {
     "throughput_over_verl": (1.0, float("inf")),
     "throughput_over_seer": (1.0, float("inf")),
-    "throughput_over_rollpacker": (0.9, float("inf")),
     "share_of_true_lengths": (0.95, float("inf")),
     "error_vs_published_median": (0.0, float("inf")),
     "bias_cured_over_uncured": (0.0, 0.2),
     "engine_preemptions_share": (0.0, 0.01),
     "interval_coverage": (0.75, 0.85),
 }
-#: Figures that no part measures yet.
-_NO_PART: Final = "no part of this benchmark measures it yet"
-#: The others, and their parts.
+#: The part that measures each.
 _PARTS: Final = {
     "throughput_over_verl": "seer",
     "throughput_over_seer": "seer",
@@ -35,12 +32,10 @@ def promised_figures(found: Mapping[str, Any]) -> dict[str, float | None]:
 
 def missing(figures: Mapping[str, float | None], failed: Mapping[str, str]) -> dict[str, str]:
     """Why figures are None. `failed`: parts, and why."""
-    return {name: _why(_PARTS.get(name), failed) for name, value in figures.items() if value is None}
+    return {name: _why(_PARTS[name], failed) for name, value in figures.items() if value is None}
 
 
-def _why(part: str | None, failed: Mapping[str, str]) -> str:
-    if part is None:
-        return _NO_PART
+def _why(part: str, failed: Mapping[str, str]) -> str:
     return f"part {part} failed: {failed[part]}" if part in failed else f"part {part} was not run"
 
 

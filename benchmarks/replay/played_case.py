@@ -49,7 +49,7 @@ class PlayedCase(Struct, frozen=True, kw_only=True):
 
 def play(case: ReplayCase, compared: Compared) -> PlayedCase:
     began = process_time()
-    profiles = PlateauProfiles(case.setting, costless=compared.costless)
+    profiles = PlateauProfiles(case.setting)
     scenario = trace_scenario(case, compared)
     policy = compared.policy
     if compared.foresees:

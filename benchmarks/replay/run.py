@@ -9,22 +9,19 @@ from typing import Any, Final
 
 from msgspec import Struct, structs
 
-from benchmarks.replay.bound import blind_ends, ends
 from benchmarks.replay.played_case import PlayedCase, Say, play_all, speed_ratio
-from benchmarks.replay.report import LEGEND, SHARES
+from benchmarks.replay.report import LEGEND
 from benchmarks.replay.setting import (
     ABLATION,
     BALANCE,
     FAIR,
     MIGRATE,
-    ORACLE,
-    PLATEAU_FIRST,
     POLICIES,
     RESTART,
     Compared,
     Setting,
 )
-from benchmarks.replay.trace_scenario import ReplayCase, drawn_steps, serving_machines
+from benchmarks.replay.trace_scenario import ReplayCase, serving_machines
 from ebbtide.simulator.scenario.inputs.quantile_table import read_quantiles
 from ebbtide.simulator.scenario.inputs.spot_trace import read_spot_trace
 
@@ -141,7 +138,7 @@ def replay(cases: Sequence[TitledCase], say: Say = print) -> list[dict[str, Any]
                 found[at] = {
                     **one.title,
                     "hours": round(one.case.until_s / HOUR_S, 2),
-                    "policies": _rows(one.case, rows),
+                    "policies": _rows(rows),
                 }
         waiting = again
     return [found[at] for at in range(len(cases))]
@@ -156,29 +153,14 @@ def _played(one: TitledCase, played: Iterator[PlayedCase], say: Say) -> list[Pla
     return rows
 
 
-def _rows(case: ReplayCase, played: Sequence[PlayedCase]) -> list[dict[str, Any]]:
+def _rows(played: Sequence[PlayedCase]) -> list[dict[str, Any]]:
     by_name = {one.policy: one.ends for one in played}
     beside = {
         "over_first": played[0].ends,
         "over_none": by_name.get(MIGRATE.name),
         "share_of_fair_oracle": by_name.get(FAIR.name),
-        "share_of_oracle": by_name.get(ORACLE.name),
-        "share_of_plateau_first": by_name.get(PLATEAU_FIRST.name),
-        **_bounds(case),
     }
     return [_row(one, beside) for one in played]
-
-
-def _bounds(case: ReplayCase) -> dict[str, list[float] | None]:
-    """When steps end at the bounds, which hold where workers are alike and contexts cost nothing."""
-    setting = case.setting
-    if setting.spread or setting.context_tokens:
-        return {"share_of_bound": None, "share_of_blind": None}
-    steps, fleet = drawn_steps(case), serving_machines(case)
-    return {
-        "share_of_bound": ends(steps, fleet, case.until_s, setting),
-        "share_of_blind": blind_ends(steps, fleet, case.until_s, setting),
-    }
 
 
 def _row(played: PlayedCase, beside: Mapping[str, Sequence[float] | None]) -> dict[str, Any]:
@@ -225,18 +207,14 @@ def _cells(cases: Sequence[dict[str, Any]]) -> list[_Cell]:
 
 
 def figures(cases: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The worst over the cells, each the mean over its seeds. `SHARES` are of those with most slots, and once more,
-    with their own names, of those with fewest, where work outlasts the slots; the share of the fair oracle is of all.
-    A figure is nan if a policy ended no step in a cell, and None if it says nothing of these cells.
+    """The worst over the cells, each the mean over its seeds. A figure is nan if a policy ended no step in a cell, and
+    None if it says nothing of these cells.
     """
     cells = _cells(cases)
-    most, fewest = max(cell.slots for cell in cells), min(cell.slots for cell in cells)
+    most = max(cell.slots for cell in cells)
     wide = [cell for cell in cells if cell.slots == most]
-    narrow = [cell for cell in cells if cell.slots == fewest]
     gains = [cell.mean(BALANCE, "over_none") for cell in cells]
     return {
-        **{share: _least(cell.mean(BALANCE, share) for cell in wide) for share in SHARES},
-        **{f"{share}_with_fewest_slots": _least(cell.mean(BALANCE, share) for cell in narrow) for share in SHARES},
         "share_of_fair_oracle": _least(cell.mean(BALANCE, "share_of_fair_oracle") for cell in cells),
         "speedup_over_restart": _least(cell.mean(BALANCE, "over_first") for cell in cells),
         "share_generated_twice": max(cell.mean(BALANCE, "share_generated_twice") for cell in cells),

@@ -8,7 +8,6 @@ from msgspec import Struct
 from benchmarks.replay.fair_oracle import FairOraclePolicy
 from benchmarks.replay.migrate_only import MigrateOnlyPolicy
 from benchmarks.rivals.ablated_policy import AblatedPolicy
-from benchmarks.rivals.clairvoyant_policy import ClairvoyantPolicy
 from benchmarks.rivals.rlboost.rlboost_policy import RLBoostPolicy
 from ebbtide.simulator.world.ebbtide_policy import EbbtidePolicy
 from ebbtide.simulator.world.policy import Policy
@@ -56,7 +55,6 @@ class Compared(Struct, frozen=True, kw_only=True):
     name: str
     policy: Policy
     delays: bool = True  # else all rollouts are given to engines at once, and wait there
-    costless: bool = False  # its losses are announced just before, and nothing is prefilled
     foresees: bool = False  # it is told when each machine will be lost
 
 
@@ -68,17 +66,11 @@ def _without(name: str, **parts: bool) -> Compared:
 RESTART: Final = _without("restart", keeps=False, delays=False, balances=False)
 MIGRATE: Final = Compared(name="migrate", policy=MigrateOnlyPolicy(), delays=False)
 BALANCE: Final = Compared(name="balance", policy=EbbtidePolicy())
-#: The clairvoyant longest-first schedule on the same fleet, with the same engines and slots.
-ORACLE: Final = Compared(name="oracle: longest first", policy=ClairvoyantPolicy(), costless=True)
-#: The same with one freedom more: it leaves slots empty, so that the shorter ones do not slow down the longest.
-PLATEAU_FIRST: Final = Compared(
-    name="oracle, up to the plateau", policy=ClairvoyantPolicy(up_to_plateau=True), costless=True
-)
 #: Knows lengths and losses, but pays what everybody pays.
 FAIR: Final = Compared(name="fair oracle", policy=FairOraclePolicy(), foresees=True)
 #: RLBoost as published. The paper has no limit on the rollouts that are sent between two looks at the engines.
 ALGORITHM_2: Final = Compared(name="RLBoost, Algorithm 2", policy=RLBoostPolicy(sweep=65_536, adapts=False))
-POLICIES: Final = (RESTART, MIGRATE, BALANCE, ALGORITHM_2, FAIR, ORACLE, PLATEAU_FIRST)
+POLICIES: Final = (RESTART, MIGRATE, BALANCE, ALGORITHM_2, FAIR)
 ABLATION: Final = (
     _without("delayed dispatch only", balances=False),
     _without("without delayed dispatch", delays=False),

@@ -10,7 +10,6 @@ from benchmarks.replay.setting import Compared, Setting
 from ebbtide.simulator.engines.engine_profile import EngineProfile, KvCapacity, StepCosts
 from ebbtide.simulator.scenario.draws.machine_events import MachineChange, machine_events
 from ebbtide.simulator.scenario.draws.machine_presence import presences
-from ebbtide.simulator.scenario.draws.workload import Workload
 from ebbtide.simulator.scenario.inputs.input_tables import InputTables
 from ebbtide.simulator.scenario.inputs.quantile_table import QuantileTable
 from ebbtide.simulator.scenario.inputs.spot_trace import SpotTrace
@@ -33,10 +32,6 @@ _FASTEST_GBPS: Final = 1e5
 _BYTES_PER_GBIT: Final = 125e6
 #: More than all sequences of an engine can have: what engines do for want of memory is not compared here.
 _MEMORY_TOKENS: Final = 1 << 30
-#: Before a loss that costs nothing: rollouts are handed over in 0.05 s.
-_ANNOUNCED_S: Final = 0.1
-#: Prompts that an oracle's engines read in one step: any number.
-_AT_ONCE: Final = 1 << 30
 
 
 class ReplayCase(Struct, frozen=True, kw_only=True):
@@ -65,14 +60,14 @@ def trace_scenario(case: ReplayCase, compared: Compared) -> Scenario:
     return Scenario(
         name="replay",
         hours=case.until_s / 3600.0,
-        fleet=(_pool(case, delays=compared.delays, costless=compared.costless),),
+        fleet=(_pool(case, delays=compared.delays),),
         run=(_training(case),),
         relay_gbps=_FASTEST_GBPS,
         tables=InputTables(spots={"trace": case.trace}, quantiles={"lengths": case.lengths}),
     )
 
 
-def _pool(case: ReplayCase, *, delays: bool = True, costless: bool = False) -> MachinePool:
+def _pool(case: ReplayCase, *, delays: bool = True) -> MachinePool:
     setting = case.setting
     link_gbps = _DENSE_BYTES / _BYTES_PER_GBIT / setting.pull_s if setting.pull_s else _FASTEST_GBPS
     return MachinePool(
@@ -88,7 +83,6 @@ def _pool(case: ReplayCase, *, delays: bool = True, costless: bool = False) -> M
         speed_spread=setting.spread,
         flush_s=setting.flush_s,
         flush_tokens=setting.flush_tokens,
-        notice_s=_ANNOUNCED_S if costless else 0.0,
     )
 
 
@@ -103,20 +97,6 @@ def _training(case: ReplayCase) -> TrainingRun:
         cap=setting.cap_tokens,
         lengths=LengthSpec(file="lengths", stretch=case.stretch, least=1, correlation=0.0),
     )
-
-
-def drawn_steps(case: ReplayCase) -> list[list[int]]:
-    """Response lengths of as many steps as could possibly end in the case's time, as the simulator draws them."""
-    setting, run = case.setting, _training(case)
-    scenario = Scenario(name="lengths", fleet=(), run=(run,), tables=InputTables(quantiles={"lengths": case.lengths}))
-    work = Workload(scenario, setting.seed)
-    steps: list[list[int]] = []
-    soonest = 0.0
-    while soonest <= case.until_s:
-        number = len(steps)
-        steps.append([work.turns(_RUN, number, prompt, 0)[0].response for prompt in range(setting.rollouts)])
-        soonest += max(1.0, max(steps[-1]) / setting.rate)
-    return steps
 
 
 def serving_machines(case: ReplayCase) -> list[tuple[float, int]]:
@@ -145,14 +125,14 @@ def machine_losses(scenario: Scenario, seed: int) -> dict[str, float]:
 class PlateauProfiles(Profiles):
     """Engines with a plateau, and a trainer that takes no time."""
 
-    def __init__(self, setting: Setting, *, costless: bool) -> None:
-        self._setting, self._costless = setting, costless
+    def __init__(self, setting: Setting) -> None:
+        self._setting = setting
 
     def engine(self, reference: str) -> EngineProfile:
         del reference
         setting = self._setting
         beyond_s = 1.0 / (setting.rate * setting.plateau)  # of each sequence more
-        token_s = 0.0 if self._costless else 1.0 / setting.prefill_tokens_per_s
+        token_s = 1.0 / setting.prefill_tokens_per_s
         context_s = beyond_s / setting.context_tokens if setting.context_tokens else 0.0
         costs = StepCosts(
             weights_s=1.0 / setting.rate,
@@ -169,7 +149,6 @@ class PlateauProfiles(Profiles):
             source="the benchmark's setting",
             costs=costs,
             kv=KvCapacity(tokens=_MEMORY_TOKENS, prefix_cache=False),
-            batched_tokens=_AT_ONCE if self._costless else 8192,
             sequences=setting.slots,
         )
 

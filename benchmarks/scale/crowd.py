@@ -189,7 +189,7 @@ class Crowd:
         notices = []
         for _ in range(self._plan.silenced):
             at = time.monotonic()
-            names = {one["worker"] for one in await self._town.everywhere("lose", how="silence")}
+            names = {one["worker"] for one in await self._town.everywhere("silence")}
             self._asked |= names
             await wait_until(lambda: names <= self._lost, timeout=_PATIENCE_S, interval=0.05, what="silent workers")  # noqa: B023 - it is awaited here
             noticed = [driver.lost[name] for driver in self._drivers for name in names & driver.lost.keys()]

@@ -71,9 +71,6 @@ class ScaleFleet(Fleet):
     def lost_tokens(self, count: int) -> None:
         self._lost_tokens += count
 
-    def placed(self, rollout_id: str, now: float) -> None:
-        """How long it waited says nothing while a hundred thousand wait; `refilled` does."""
-
     # -- what the benchmark asks ---------------------------------------------------------------------------------
 
     def orders(self) -> dict[str, Callable[..., Any]]:
@@ -115,7 +112,7 @@ class ScaleFleet(Fleet):
         lost = alive[: round(share * len(alive))]
         at = time.monotonic()
         for worker in lost:
-            self._losses[worker.name] = {}
+            self._losses.add(worker.name)
             self._gone |= _held(worker)
             worker.vanish()
         return {"workers": [worker.name for worker in lost], "at": at}
@@ -130,7 +127,7 @@ class ScaleFleet(Fleet):
         refills, self._refills = self._refills, []
         lag = {"longest_lag_s": self._lag_s}
         self._lag_s = 0.0
-        return super().measure() | lag | {"refills": refills, "lost_tokens": self._lost_tokens, "losses": {}}
+        return super().measure() | lag | {"refills": refills, "lost_tokens": self._lost_tokens}
 
 
 def _held(worker: Worker) -> dict[str, tuple[str, int]]:

@@ -8,7 +8,7 @@ class ScalePlan(Struct, frozen=True, kw_only=True):
     the other rollouts are queued at `submits_per_s`. `steady_s`, `idle_s`, `watched_s`: seconds that are measured under
     load, with nothing to do, and after a takeover. `silenced`: workers of each process that fall silent. `kills`: of
     the leading coordinator. `finished`: rollouts of the memory's part. `http_cases`: generated HTTP messages.
-    `token_*`: of the part at a high rate of tokens, as in the migration benchmark.
+    `token_*`: of the part at a high rate of tokens.
     """
 
     workers: int = 1000

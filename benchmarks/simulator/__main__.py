@@ -1,11 +1,10 @@
-"""How good the simulator is: beside real engines, beside published points, in its speed and in its decisions.
+"""How good the simulator is: beside real engines, beside published points, and in its speed.
 
-    python -m benchmarks.simulator [--quick] [--parts real published speed placements] [--measured PATH] [--out PATH]
+    python -m benchmarks.simulator [--quick] [--parts real published speed] [--measured PATH] [--out PATH]
 
-real        settings measured on this machine's real engines, and simulated with profiles fitted to other work
-published   points of papers that no setting was fitted to
-speed       a day of 32 workers and half an hour of 1,000 workers; null if quick
-placements  decisions recorded from a live run, and taken again in virtual time
+real       settings measured on this machine's real engines, and simulated with profiles fitted to other work
+published  points of papers that no setting was fitted to
+speed      a day of 32 workers and half an hour of 1,000 workers; null if quick
 
 Prints tables and writes a JSON file with `figures`, and all that the parts found. A figure that was not measured is
 null, and `missing` says why. Ends with 1 if a part failed.

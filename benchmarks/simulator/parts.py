@@ -22,7 +22,7 @@ from benchmarks.simulator.published.__main__ import PAPERS, print_points
 from benchmarks.simulator.published.published_point import figures as point_figures
 from benchmarks.simulator.published.published_point import judge
 from benchmarks.simulator.real_settings import RealSession, chosen, measure, read_session
-from benchmarks.simulator.simulated_side import SessionSimulator, equal_placements
+from benchmarks.simulator.simulated_side import SessionSimulator
 from benchmarks.simulator.speed import day_of_32_workers, half_hour_of_1000_workers
 from ebbtide.errors import InvalidRequest
 
@@ -132,19 +132,10 @@ async def speed(options: PartOptions) -> PartResult:
     )
 
 
-async def placements(_: PartOptions) -> PartResult:
-    """Plays recorded decisions of a live run into the simulator."""
-    found = await equal_placements()
-    return PartResult(
-        figures={"placements_equal_share": found.equal / found.placements}, details=msgspec.to_builtins(found)
-    )
-
-
 #: Part -> its figures. Each is in the file, with null where it was not measured.
 FIGURES: Final = {
     "real": ("error_vs_real_median", "error_vs_real_worst"),
     "published": ("error_vs_published_median", "error_vs_published_worst", "published_points_left_out_share"),
     "speed": ("day_of_32_workers_s", "half_hour_of_1000_workers_s"),
-    "placements": ("placements_equal_share",),
 }
-PARTS: Final = {"real": real, "published": published, "speed": speed, "placements": placements}
+PARTS: Final = {"real": real, "published": published, "speed": speed}

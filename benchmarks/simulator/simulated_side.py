@@ -1,18 +1,16 @@
-"""Has the simulator play what was measured: real settings, and the decisions of a live run."""
+"""Has the simulator play the real settings that were measured."""
 
 import tempfile
 from pathlib import Path
 from statistics import fmean
 from typing import Final
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from benchmarks.simulator.fitted_profiles import fitted_engine
 from benchmarks.simulator.measured import Measured
 from benchmarks.simulator.real_scenario import real_scenario
 from benchmarks.simulator.real_settings import RealSession
-from benchmarks.simulator.recorded_run import replayed_run
 from ebbtide.simulator.engines.engine_profile import EngineProfile
 from ebbtide.simulator.outcome import Outcome
 from ebbtide.simulator.simulate import simulate
@@ -22,12 +20,6 @@ _CALIBRATED_ON: Final = 4
 #: No engine here takes longer than a few steps to take a prompt in.
 _DEAREST_PROMPT_S: Final = 0.032
 _HALVINGS: Final = 6
-
-
-class PlacementCount(Struct, frozen=True, kw_only=True):
-    placements: int  # of the live run
-    equal: int  # that the simulator took, too
-    first_difference: str = ""
 
 
 class SessionSimulator:
@@ -75,14 +67,3 @@ class SessionSimulator:
         outcome = self._play(run, self._engine(False, prompt_s))
         simulated = sum(step.generated_s - step.opened_s for step in outcome.steps[1:])
         return simulated / sum(step.generated_s - step.opened_s for step in run.steps[1:])
-
-
-async def equal_placements() -> PlacementCount:
-    """Records a live run with two kills and a drain, and counts the placements that the simulator takes alike."""
-    report = await replayed_run()
-    difference = report.first_difference
-    return PlacementCount(
-        placements=report.placements,
-        equal=report.placements_equal,
-        first_difference=str(difference) if difference is not None else "",
-    )

@@ -80,7 +80,7 @@ def timed(scenario: Scenario) -> TimedSimulation:
     """Simulate a scenario here. The memory is that of the whole process so far."""
     errors_only()
     began = process_time()
-    outcome = Simulation(scenario, 0, EbbtidePolicy(), PlateauProfiles(_ENGINES, costless=False)).run(lambda _: None)
+    outcome = Simulation(scenario, 0, EbbtidePolicy(), PlateauProfiles(_ENGINES)).run(lambda _: None)
     memory_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     return TimedSimulation(seconds=process_time() - began, memory_mib=memory_mib, outcome=outcome)
 

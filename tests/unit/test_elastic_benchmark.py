@@ -11,19 +11,14 @@ from msgspec.structs import replace
 from benchmarks.elastic import __main__ as benchmark
 from benchmarks.elastic import elastic_part
 from benchmarks.elastic.assumptions import VARIED, Assumptions
-from benchmarks.elastic.compared.both_ways_policy import BothWaysPolicy
 from benchmarks.elastic.compared.compared_windows import measured
 from benchmarks.elastic.compared.kept_simulations import KeptSimulations, WantedSimulation
-from benchmarks.elastic.compared.scaling_law import scaled
 from benchmarks.elastic.compared.simulating_processes import each_simulated
 from benchmarks.elastic.compared.varied_assumptions import assumption_table, failing
 from benchmarks.elastic.elastic_figures import SimulatedResult, figures, further
 from benchmarks.elastic.elastic_part import FIGURES, PARTS, PartFindings, PartTerms
 from benchmarks.elastic.elastic_policies import CODE, OURS, PAPER, SAMPLES, VERL
 from benchmarks.elastic.elastic_setting import ElasticCase, thinned
-from benchmarks.elastic.rose_tokens import measured as rose_tokens
-from benchmarks.simulator.published.paper_setting import PaperTimes
-from ebbtide.simulator.world.training.simulated_driver import StepProgress
 
 RESULT = SimulatedResult(
     case="14b aws",
@@ -40,9 +35,7 @@ CHANGES = "t_s,count\n0,4\n10000,2\n20000,6\n30000,4\n"
 
 
 def terms(folder: Path, **asked: object) -> PartTerms:
-    base = PartTerms(
-        quick=True, seed=0, jobs=1, tell=lambda _: None, kept=folder / "kept", coserving=folder / "coserving.json"
-    )
+    base = PartTerms(quick=True, seed=0, jobs=1, tell=lambda _: None, kept=folder / "kept")
     return replace(base, **asked)
 
 
@@ -162,41 +155,3 @@ def write_once(path: str) -> None:
 def test_every_part_has_its_module_and_every_figure_its_part() -> None:
     assert all(find_spec(module) is not None for module in PARTS.values())
     assert set(FIGURES.values()) == set(PARTS)
-
-
-def test_tokens_over_rose_are_those_of_the_pair_of_engines(tmp_path: Path) -> None:
-    asked = terms(tmp_path)
-    assert "run `make bench-coserving`" in rose_tokens(asked).skipped["real_tokens_over_rose"]
-    cells = [
-        cell("ours", 70.0, ttft_ms=100.0),
-        cell("rose:a", 56.0, ttft_ms=104.0),
-        cell("rose:b", 99.0, ttft_ms=120.0),
-    ]
-    asked.coserving.write_text(json.dumps({"cells": cells, "conditions": {"cores": 2}}))
-    found = rose_tokens(asked)
-    assert found.figures == {"real_tokens_over_rose": 1.25}
-    assert found.details["worst"].setting == "rose:a"
-    assert found.details["conditions"] == {"cores": 2}
-    asked.coserving.write_text(json.dumps({"cells": [cells[0], cells[2]]}))
-    assert rose_tokens(asked).figures == {"real_tokens_over_rose": None}
-
-
-def cell(policy: str, tokens_per_s: float, *, ttft_ms: float) -> dict[str, object]:
-    times = {"ttft_p99_ms": ttft_ms, "tpot_p99_ms": 10.0}
-    return {"scene": "calm", "policy": policy, "rollout_tokens_per_s": tokens_per_s, **times}
-
-
-def test_devices_of_engines_help_once_all_rollouts_have_ended() -> None:
-    policy = BothWaysPolicy(helped=2.0)
-    times, step = policy.times(PaperTimes(token=1.0)), StepProgress(0, 0.0)
-    policy.steps.append(step)
-    assert times.gradient_s([3]) == 3.0
-    step.complete = True
-    assert times.gradient_s([3]) == 1.5
-
-
-def test_astraflows_law_adds_devices_while_the_trainer_waits_and_takes_them_while_samples_are_left() -> None:
-    assert scaled(10, waits=0.5, used=1.0) == 20
-    assert scaled(10, waits=0.07, used=0.5) == 10
-    assert scaled(10, waits=0.01, used=0.5) == 6
-    assert scaled(10, waits=0.01, used=1.0) == 10

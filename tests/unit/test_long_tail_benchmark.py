@@ -20,6 +20,7 @@ from benchmarks.long_tail.admission.admitted_work import (
     packed_works,
     unpacked_works,
 )
+from benchmarks.long_tail.bias_part import biases, censoring_weights
 from benchmarks.long_tail.lengths.length_marginals import known_marginals
 from benchmarks.long_tail.lengths.lengths_part import LengthSetting, coverage
 from benchmarks.long_tail.lengths.played_lengths import held_back
@@ -27,10 +28,8 @@ from benchmarks.long_tail.lengths.recorded_groups import recorded_coverage, reco
 from benchmarks.long_tail.order.decision_part import FullFleet
 from benchmarks.long_tail.order.order_part import compared, step_time
 from benchmarks.long_tail.order.slot_rules import InOrder, PublishedSeer, RuleMaker, TrueLengths
-from benchmarks.long_tail.rounds.bias_part import biases
-from benchmarks.long_tail.rounds.length_weights import censoring_weights
-from benchmarks.long_tail.rounds.toy_rounds import GROUP, PROMPTS, Rule, race, whole_groups
 from benchmarks.long_tail.tail_figures import figure_rows, missing, promised_figures
+from benchmarks.long_tail.toy_rounds import GROUP, PROMPTS, Rule, race, whole_groups
 from ebbtide.errors import InvalidRequest
 
 NOWHERE = Path("/nonexistent")
@@ -72,7 +71,7 @@ def test_figures_without_a_part_are_null_with_a_reason() -> None:
     assert figures["interval_coverage"] == 0.8
     assert reasons["bias_cured_over_uncured"] == "part bias failed: ValueError: no budget"
     assert set(reasons) == {name for name, value in figures.items() if value is None}
-    assert len(figure_rows(figures, reasons)) == 8
+    assert len(figure_rows(figures, reasons)) == 7
 
 
 def test_a_part_that_fails_leaves_what_the_others_found_and_the_benchmark_ends_with_1(

@@ -285,23 +285,23 @@ def test_a_part_that_fails_leaves_its_figures_null_and_says_why(
 ) -> None:
     async def brings(options: PartOptions) -> PartResult:
         assert options.quick
-        return PartResult(figures={"placements_equal_share": 1.0}, details={"placements": 2_000})
+        return PartResult(figures={"error_vs_published_median": 0.05}, details={"points": 20})
 
     async def fails(_: PartOptions) -> PartResult:
         raise RuntimeError("no engine boots here")
 
-    for name, part in (("placements", brings), ("real", fails)):
+    for name, part in (("published", brings), ("real", fails)):
         monkeypatch.setitem(parts.PARTS, name, part)
-    status, told = run(tmp_path, "--quick", "--parts", "real", "placements", "speed")
+    status, told = run(tmp_path, "--quick", "--parts", "real", "published")
     assert status == 1
     assert told["figures"].keys() == {name for names in FIGURES.values() for name in names}
     assert {name: value for name, value in told["figures"].items() if value is not None} == {
-        "placements_equal_share": 1.0
+        "error_vs_published_median": 0.05
     }
     assert told["failed"] == {"real": "RuntimeError: no engine boots here"}
     assert told["missing"]["error_vs_real_worst"] == "part real failed"
-    assert told["missing"]["day_of_32_workers_s"] == "part speed brought none"
-    assert told["missing"]["error_vs_published_worst"] == "part published was not asked for"
+    assert told["missing"]["day_of_32_workers_s"] == "part speed was not asked for"
+    assert told["missing"]["error_vs_published_worst"] == "part published brought none"
 
 
 def test_a_kept_session_is_judged_without_another_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.gateway.streams.lean_http import Connection, EventStream, request
-from benchmarks.gateway.streams.stream_workers import StreamFleet
-from benchmarks.gateway.streams.unary_calls import joined, unary_figures, worst
+from benchmarks.gateway.lean_http import Connection, EventStream, request
+from benchmarks.gateway.stream_workers import StreamFleet
+from benchmarks.gateway.unary_calls import joined, unary_figures, worst
 from benchmarks.scale.loop_probe import LoopProbe
 from ebbtide.types.tokens import unpack_tokens
 

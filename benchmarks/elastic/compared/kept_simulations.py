@@ -28,8 +28,6 @@ _CODE: Final = (
     "benchmarks/elastic/elastic_policies.py",
     "benchmarks/elastic/elastic_setting.py",
     "benchmarks/elastic/window_oracle.py",
-    "benchmarks/elastic/compared/both_ways_policy.py",
-    "benchmarks/elastic/compared/scaling_law.py",
     "benchmarks/simulator/published",
 )
 

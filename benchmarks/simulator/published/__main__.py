@@ -5,12 +5,10 @@ import json
 from collections.abc import Sequence
 from typing import Final
 
-from benchmarks.simulator.published.coordinate_search import CoordinateSearch
 from benchmarks.simulator.published.published_point import (
     JudgedPoint,
     Paper,
     PointKind,
-    UnstatedValue,
     Use,
     figures,
     judge,
@@ -31,29 +29,17 @@ PAPERS: Final[dict[str, Paper]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.simulator.published", description=__doc__)
     parser.add_argument("--papers", nargs="+", choices=list(PAPERS), default=list(PAPERS), help="papers to compare")
-    parser.add_argument("--fit", action="store_true", help="search what papers do not state by their fitted points")
-    parser.add_argument("--sweep", action="store_true", help="also simulate both ends of what papers do not state")
     options = parser.parse_args()
     judged: list[JudgedPoint] = []
     for name in options.papers:
         paper = PAPERS[name]
         print(f"{paper.name} does not state:", flush=True)
         for one in paper.unstated:
-            print(f"  {one.name} = {one.value:g}: {one.what}; swept from {one.low:g} to {one.high:g}")
-        if options.fit:
-            print(f"  fitted: {CoordinateSearch(paper, print_now).run()}", flush=True)
-            continue
+            print(f"  {one.name} = {one.value:g}: {one.what}; {one.low:g} to {one.high:g} would be plausible")
         found = judge(paper)
         print_points(found)
         judged += found
-        if options.sweep:
-            print_sweep(paper)
-    if not options.fit:
-        print(json.dumps(figures(judged), indent=2))
-
-
-def print_now(text: str) -> None:
-    print(f"  {text}", flush=True)
+    print(json.dumps(figures(judged), indent=2))
 
 
 def print_points(judged: Sequence[JudgedPoint]) -> None:
@@ -81,20 +67,6 @@ def shown_error(one: JudgedPoint) -> str:
             return f"x {one.error + 1.0:.2f}"
         case PointKind.VALUE:
             return f"{100 * one.error:+.0f} %"
-
-
-def print_sweep(paper: Paper) -> None:
-    """Print what the judged points become at both ends of each value that the paper does not state."""
-    keys = frozenset(point.key for point in paper.points if point.use is Use.JUDGED)
-    chosen = {one.name: one.value for one in paper.unstated}
-    for one in paper.unstated:
-        ends = [paper.simulated(chosen | {one.name: value}, keys) for value in _ends(one)]
-        ranges = [f"{key} {low:.3g} to {ends[1][key]:.3g}" for key, low in ends[0].items()]
-        print(f"  {paper.name}, {one.name} from {one.low:g} to {one.high:g}: {'; '.join(ranges)}", flush=True)
-
-
-def _ends(one: UnstatedValue) -> tuple[float, float]:
-    return one.low, one.high
 
 
 if __name__ == "__main__":

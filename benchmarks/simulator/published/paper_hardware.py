@@ -1,17 +1,16 @@
-"""Makes engines of papers' models on papers' devices by a roofline, slowed by what the papers do not state.
+"""Makes engines of papers' models on papers' devices: the product's roofline with efficiencies of its own.
 
-`engines/roofline.py` derives profiles with efficiencies that are fitted to one engine's published steps. Here one
-setting of each paper stands for its engine, and is fitted to that paper alone.
-
-A step reads weights and contexts at the devices' bandwidth, and computes at their peak, both times a share that
-large kernels reach. How much slower the papers' engines are than that no paper states: `slowness` multiplies all costs
-but those of computing.
+`engines/roofline.py` has efficiencies that are fitted to one engine's published steps. Here one setting of each paper
+stands for its engine, and is fitted to that paper alone: how much slower the papers' engines are than large kernels no
+paper states. `slowness` multiplies all costs but those of computing.
 """
 
 from typing import Final
 
-from ebbtide.simulator.engines.engine_profile import EngineProfile, KvCapacity, StepCosts
-from ebbtide.simulator.engines.roofline import DeviceSheet, ModelShape
+from msgspec.structs import replace
+
+from ebbtide.simulator.engines.engine_profile import EngineDelays, EngineProfile
+from ebbtide.simulator.engines.roofline import DeviceSheet, Efficiencies, ModelShape, roofline_engine
 
 #: Shares of the peaks that large kernels reach on these devices. An assumption: `slowness` makes up for it.
 _BANDWIDTH_SHARE: Final = 0.8
@@ -30,32 +29,22 @@ def published_engine(
     layer_s: float = _LAYER_S,
     memory_share: float = 0.9,
 ) -> EngineProfile:
-    """One engine on so many devices.
+    """One engine on so many devices, which computes at the rate of bf16 whatever its weights are stored in.
 
     `slowness`: see above; `layer_s`: to launch a layer's kernels, behind which the reading of weights hides;
     `memory_share`: of the devices' memory, for weights and cache.
     """
-    read = slowness / (gpus * device.bandwidth * _BANDWIDTH_SHARE)  # seconds per byte
-    compute = 1.0 / (gpus * device.flops * _COMPUTE_SHARE)  # seconds per operation
-    launches_s = model.layers * layer_s
-    costs = StepCosts(
-        base_s=launches_s,
-        weights_s=max(0.0, model.weights * model.weight_bytes * read - launches_s),
-        experts_s=model.experts * model.weight_bytes * read,
-        expert_share=model.expert_share,
-        token_s=2.0 * model.active * compute,
-        context_s=model.kv_bytes * read,
-        pair_s=4.0 * model.layers * model.heads * model.head_dim * compute,
+    reads = _BANDWIDTH_SHARE / slowness
+    computes = _COMPUTE_SHARE * model.weight_bytes / 2
+    efficiency = Efficiencies(
+        base_s=model.layers * layer_s,
+        weights=reads,
+        contexts=reads,
+        decode=computes,
+        exchange_s=0.0,
+        prefill=computes,
+        memory=memory_share,
     )
-    room = gpus * device.memory_bytes * memory_share - model.bytes
-    return EngineProfile(
-        name=f"{gpus}x{device.name}-{model.name}",
-        model=model.name,
-        device=device.name,
-        gpus=gpus,
-        source="roofline of the device's data sheet and the model's public configuration",
-        costs=costs,
-        kv=KvCapacity(tokens=int(room / model.kv_bytes)),
-        sequences=sequences,
-        weights_gb=model.bytes / 1e9,
-    )
+    engine = roofline_engine(model, device, gpus, efficiency=efficiency)
+    costs = replace(engine.costs, weights_s=max(0.0, engine.costs.weights_s - engine.costs.base_s))
+    return replace(engine, costs=costs, sequences=sequences, delays=EngineDelays())

@@ -37,7 +37,9 @@ class PublishedPoint(Struct, frozen=True, kw_only=True):
 
 
 class UnstatedValue(Struct, frozen=True, kw_only=True):
-    """What a paper does not state: the one value that serves all its points, and the ends of a sweep."""
+    """What a paper does not state: the one value that serves all its points, fitted to some of them, and the range in
+    which it was sought.
+    """
 
     name: str
     value: float

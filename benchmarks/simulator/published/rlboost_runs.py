@@ -8,13 +8,13 @@ wire (a log of the authors), tuned windows, and prompts of at most 512 tokens.
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, cast
 
 import msgspec
 from msgspec import Struct
 
 from benchmarks.rivals.rlboost.rlboost_policy import RLBoostPolicy
-from benchmarks.simulator.published.observed_rlboost import ObservedRLBoost
+from benchmarks.rivals.rlboost.seeding_window import SeedingWindow
 from benchmarks.simulator.published.paper_setting import FLUSH_S, PaperProfiles, PaperTimes, co_located, simulated
 from ebbtide.simulator.engines.engine_profile import EngineProfile
 from ebbtide.simulator.engines.known_hardware import H100, QWEN3_8B, QWEN3_14B
@@ -25,7 +25,10 @@ from ebbtide.simulator.scenario.fault_plan import PlannedFault
 from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.quantity_spec import LengthSpec, QuantitySpec
 from ebbtide.simulator.scenario.training_run import TrainingRun
+from ebbtide.simulator.world.training.step_rounds import Rounds
+from ebbtide.simulator.world.training.trainer_loan import LoanWindow
 from ebbtide.simulator.world.verl_policy import VerlPolicy
+from ebbtide.simulator.world.virtual_coordinator import Decider, VirtualCoordinator
 
 CAP: Final = 14_336
 _RUN: Final = "grpo"
@@ -39,6 +42,33 @@ _WINDOWS: Final[dict[str, tuple[int, ...]]] = {
 }
 #: The policy looks at engines' tokens once a second.
 _HEARTBEAT_S: Final = 1.0
+
+
+class ObservedRLBoost:
+    """The policy, with a window that adapts. Tells N_prem of its rule, which a simulation's outcome does not list."""
+
+    def __init__(self, policy: RLBoostPolicy) -> None:
+        self._policy = policy
+        self._window: SeedingWindow | None = None
+
+    @property
+    def stream_batch(self) -> int | None:
+        return self._policy.stream_batch
+
+    def decider(self, coordinator: VirtualCoordinator) -> Decider:
+        return self._policy.decider(coordinator)
+
+    def rounds(self, run: TrainingRun) -> Rounds:
+        return self._policy.rounds(run)
+
+    def window(self, decider: Decider, lent: MachinePool) -> LoanWindow:
+        self._window = cast("SeedingWindow", self._policy.window(decider, lent))
+        return self._window
+
+    @property
+    def helpful(self) -> int:
+        """N_prem now; 0 without engines on the trainer's devices."""
+        return self._window.helpful if self._window else 0
 
 
 class BoostUnstated(NamedTuple):

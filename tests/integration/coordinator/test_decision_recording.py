@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.control_plane.driver import Driver
-from benchmarks.simulator.recorded_run import PLACED, Crew, befall
 from tests.integration.coordinator.conftest import TOKEN
+from tests.integration.coordinator.recorded_crew import PLACED, Crew, befall
 
 
 def replay(path: Path) -> dict[str, Any]:

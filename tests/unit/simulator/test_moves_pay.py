@@ -94,7 +94,7 @@ def test_a_worker_that_joins_late_gets_running_rollouts_and_they_make_what_was_p
     trace = SpotTrace(events=(*events, TraceEvent(5_000.0, False, "n3")))
     setting = structs.replace(Setting(), rollouts=120)
     case = ReplayCase(trace=trace, lengths=REASONING, stretch=1.0, setting=setting, span_s=2_600.0)
-    simulation = Simulation(trace_scenario(case, BALANCE), 0, BALANCE.policy, PlateauProfiles(setting, costless=False))
+    simulation = Simulation(trace_scenario(case, BALANCE), 0, BALANCE.policy, PlateauProfiles(setting))
     simulation.run(lambda _: None)
     (run,) = simulation._coordinator.state.runs.values()
     assert 10 <= run.moves.moves <= 60  # the third part of the rollouts, as far as that pays

@@ -15,12 +15,12 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from benchmarks.long_tail.rounds.length_weights import censoring_weights
-from benchmarks.long_tail.rounds.toy_responses import Floats, mean_tokens
-from benchmarks.long_tail.rounds.toy_rounds import (
+from benchmarks.long_tail.toy_rounds import (
     GROUP,
+    Floats,
     Rule,
     Trained,
+    mean_tokens,
     no_rounds,
     race,
     routed,
@@ -45,6 +45,10 @@ RULES: Final[dict[str, tuple[Rule, bool]]] = {
 SHARED: Final = (0.3, 0.5, 0.7, 0.9)
 STEPS: Final = 200
 SEEDS, QUICK_SEEDS = 20, 8
+#: Classes of length with a weight each. With many more the longest ones have too few responses.
+_CLASSES: Final = 200
+#: Longer classes, with fewer samples at risk than this, are not estimated one by one: they share what is left.
+_AT_RISK: Final = 200
 
 
 class SeedBias(Struct, frozen=True, kw_only=True):
@@ -163,3 +167,24 @@ def _gradient(step: Trained, weights: Floats) -> float:
 def _true_gradient(shared: float) -> float:
     """Per response. The group's mean has the response's own reward in it, hence the factor (GROUP - 1) / GROUP."""
     return -sqrt(1.0 - shared) * (GROUP - 1) / GROUP
+
+
+def censoring_weights(kept: Sequence[Floats], ended: Floats, aborted: Floats) -> list[Floats]:
+    """A weight for each kept response, of mean 1: the inverse of the share in which lengths like its are kept. `ended`:
+    lengths of all that ended in races over fresh prompts; `aborted`: tokens that the others had made.
+
+    The true distribution is estimated from these races by the product limit, with the samples that were aborted at risk
+    until then. A race aborts by rank within a prompt, so the estimate's premise, that aborts do not depend on what is
+    left, does not hold where lengths of a prompt are alike. The experiment says how much that matters.
+    """
+    lengths = np.concatenate([one.ravel() for one in kept])
+    edges = np.unique(np.quantile(lengths, np.linspace(0.0, 1.0, _CLASSES + 1)[1:-1]))
+    ends, aborts, have = (
+        np.bincount(np.searchsorted(edges, one), minlength=len(edges) + 1) for one in (ended, aborted, lengths)
+    )
+    at_risk = (ends + aborts)[::-1].cumsum()[::-1] - 0.5 * aborts  # half of a class's aborts come before its ends
+    seen = int(np.argmax(np.append(at_risk < _AT_RISK, True)))
+    alive = np.concatenate([[1.0], np.cumprod(1.0 - ends[:seen] / at_risk[:seen])])
+    share = np.concatenate([alive[:-1] - alive[1:], alive[-1] * have[seen:] / max(1, have[seen:].sum())])
+    weights = share * len(lengths) / np.maximum(have, 1)
+    return [weights[np.searchsorted(edges, one)] for one in kept]

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
 from benchmarks.control_plane.responses import LONGEST
-from benchmarks.gateway.streams.stream_plan import ENTRIES, SCRIPT
+from benchmarks.gateway.stream_plan import ENTRIES, SCRIPT
 from tests.fakes.model_texts import CHATML, END, START, THINK, UNTHINK
 
 _CALL, _CALLED = "<tool_call>", "</tool_call>"

@@ -17,7 +17,7 @@ import uvloop
 
 from benchmarks.control_plane.fleet import Fleet, serve
 from benchmarks.control_plane.worker import Rollout, Worker
-from benchmarks.gateway.streams.stream_plan import ENTRIES, EVENT_S, EVENT_TOKENS, SCRIPT, SHORT
+from benchmarks.gateway.stream_plan import ENTRIES, EVENT_S, EVENT_TOKENS, SCRIPT, SHORT
 from ebbtide.types.tokens import TOKEN_BYTES, pack_tokens, token_count
 from ebbtide.v1 import fleet_pb2
 

@@ -15,10 +15,10 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from benchmarks.control_plane.house import ROOT, code_of, order
 from benchmarks.control_plane.measures import cpu_s
-from benchmarks.gateway.streams.large_model import save_large_model
-from benchmarks.gateway.streams.lean_http import Connection
-from benchmarks.gateway.streams.stream_plan import REASONING_PARSER, TOOL_PARSER, StreamPlan
-from benchmarks.gateway.streams.unary_calls import unary_requests
+from benchmarks.gateway.large_model import save_large_model
+from benchmarks.gateway.lean_http import Connection
+from benchmarks.gateway.stream_plan import REASONING_PARSER, TOOL_PARSER, StreamPlan
+from benchmarks.gateway.unary_calls import unary_requests
 from benchmarks.scale.loop_probe import ask
 from ebbtide.auth.role_tokens import mint
 from ebbtide.auth.roles import Role
@@ -103,7 +103,7 @@ async def _gateway(cluster: Cluster, key: Ed25519PrivateKey, plan: StreamPlan) -
     cluster.environment["gateway"] = {"EBBTIDE_PROBE": str(probe)}
     await cluster.start(
         "gateway",
-        "benchmarks.gateway.streams.probed_gateway",
+        "benchmarks.gateway.probed_gateway",
         boot_s=_BOOT_S,
         listen="127.0.0.1:0",
         coordinator=cluster.process["coordinator"].address,
@@ -119,7 +119,7 @@ async def _gateway(cluster: Cluster, key: Ed25519PrivateKey, plan: StreamPlan) -
 async def _process(stack: AsyncExitStack, module: str, *args: str) -> asyncio.subprocess.Process:
     """Start a process that takes orders. It ends with its standard input."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", f"benchmarks.gateway.streams.{module}", *args),
+        *(sys.executable, "-m", f"benchmarks.gateway.{module}", *args),
         env={**os.environ, "EBBTIDE_TOKEN": TOKEN, **code_of(ROOT)},
         cwd=ROOT,
         stdin=subprocess.PIPE,

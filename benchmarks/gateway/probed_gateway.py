@@ -1,4 +1,4 @@
-"""A gateway whose loop is measured: `python -m benchmarks.gateway.streams.probed_gateway` takes the gateway's flags.
+"""A gateway whose loop is measured: `python -m benchmarks.gateway.probed_gateway` takes the gateway's flags.
 
 It answers questions on the unix socket that EBBTIDE_PROBE names: see `loop_probe.answering_loop`.
 """

@@ -18,8 +18,8 @@ from typing import Any, Final
 import uvloop
 
 from benchmarks.control_plane.fleet import serve
-from benchmarks.gateway.streams.lean_http import EventStream, request
-from benchmarks.gateway.streams.stream_plan import STREAM_TOKENS
+from benchmarks.gateway.lean_http import EventStream, request
+from benchmarks.gateway.stream_plan import STREAM_TOKENS
 
 #: Streams that are being opened at once.
 _OPENING: Final = 64

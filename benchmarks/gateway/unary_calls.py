@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from benchmarks.control_plane.measures import percentile
-from benchmarks.gateway.streams.lean_http import Connection, request
-from benchmarks.gateway.streams.stream_plan import SHORT
+from benchmarks.gateway.lean_http import Connection, request
+from benchmarks.gateway.stream_plan import SHORT
 
 #: From the end of a call to the next one of its kind.
 _PAUSE_S: Final = 0.02

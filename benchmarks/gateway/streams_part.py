@@ -1,4 +1,4 @@
-"""Part `streams`: what thousands of open streams, and a thousand completions of one key, do to a gateway's other calls.
+"""What thousands of open streams, and a thousand completions of one key, do to a gateway's other calls.
 
 Each figure compares blocks that took turns in the same run, so what else the machine does lengthens both.
 """
@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.gateway.streams.stream_plan import StreamPlan
-from benchmarks.gateway.streams.stream_town import RUN_ID, StreamTown
-from benchmarks.gateway.streams.unary_calls import Times, joined, unary_figures, unary_times, worst
+from benchmarks.gateway.stream_plan import StreamPlan
+from benchmarks.gateway.stream_town import RUN_ID, StreamTown
+from benchmarks.gateway.unary_calls import Times, joined, unary_figures, unary_times, worst
 from tests.chaos.cluster import Cluster
 
 Notify = Callable[[str], None]

@@ -20,8 +20,6 @@ STREAM_TOKENS: Final = 4000
 
 
 class StreamPlan(Struct, frozen=True, kw_only=True):
-    """Sizes of the part `streams`."""
-
     few: int = 64
     many: int = 4096
     keys: int = 8

@@ -1,22 +1,12 @@
-"""A live run whose coordinator records its decisions: two workers are killed, one drains, and another comes.
-
-`python -m benchmarks.simulator.recorded_run FILE` keeps the recording, for replays after changes of what decides.
-"""
+"""A live fleet whose decisions are recorded: two workers are killed, one drains, and another comes."""
 
 import asyncio
-import os
-import sys
-import tempfile
 import time
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Final
 
-from benchmarks.control_plane.driver import Driver
-from benchmarks.control_plane.house import ROOT, House
 from benchmarks.control_plane.worker import Rollout, Watcher
 from benchmarks.scale.lasting_worker import MeteredWorker
-from ebbtide.simulator.decision_replay import ReplayedCoordinator, ReplayReport
 from ebbtide.v1 import fleet_pb2, types_pb2
 from tests.support.waiting import wait_until
 
@@ -36,13 +26,7 @@ class Pace(Watcher):
     def pace(self) -> float:
         return self._pace
 
-    def placed(self, rollout_id: str, now: float) -> None:  # noqa: ARG002 - of no interest
-        self.placements += 1
-
     def answered(self, tokens: int, seconds: float) -> None:
-        pass
-
-    def resumed(self, rollout_id: str, now: float) -> None:
         pass
 
     def failed(self, what: str) -> None:
@@ -57,6 +41,10 @@ class DrainingWorker(MeteredWorker):
         if not isinstance(self._fleet, Pace):
             raise TypeError("a draining worker has a pace of its own")
         return self._fleet
+
+    def _begin(self, assignment: fleet_pb2.Assignment, now: float) -> None:
+        self.pace.placements += not assignment.partial
+        super()._begin(assignment, now)
 
     def _heartbeat(self) -> fleet_pb2.Heartbeat:
         beat = super()._heartbeat()
@@ -103,38 +91,6 @@ class Crew:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
-class RecordedHouse(House):
-    """Redis and a coordinator that records, without a process of workers."""
-
-    async def _start(self) -> None:
-        self._stack.enter_context(self.redis)
-        self.address, self.coordinator = await self._coordinator("coordinator", **self._environment)
-
-
-async def replayed_run() -> ReplayReport:
-    """Run the fleet, and take the recorded decisions again. Raises what fails in it."""
-    with tempfile.TemporaryDirectory(prefix="ebb-decisions-") as folder:
-        path = Path(folder) / "decisions"
-        await _run(path)
-        return ReplayedCoordinator().play(path)
-
-
-async def _run(path: Path) -> None:
-    settings = {"RECORD_DECISIONS": str(path), "HEARTBEAT_TIMEOUT_S": "1.0", "HEARTBEAT_S": "0.2"}
-    house = RecordedHouse({f"EBBTIDE_COORDINATOR_{name}": value for name, value in settings.items()})
-    async with house:
-        drivers = [Driver(house.address, house.token, run_id=name, lengths=(2, 24)) for name in ("one", "two")]
-        crew = Crew(house.address, house.token)
-        for driver in drivers:
-            await driver.start()
-            driver.want(160)
-        await befall(crew, lambda: _drain(house, "w3"))
-        await crew.close()
-        for driver in drivers:
-            driver.check()
-            await driver.close()
-
-
 async def befall(crew: Crew, drain: Callable[[], Awaitable[None]]) -> None:
     """Hire workers of several speeds, lose two, drain `w3`, and hire another, while rollouts are placed."""
     for number, speed in enumerate((40.0, 60.0, 80.0, 100.0, 60.0, 80.0)):
@@ -147,15 +103,3 @@ async def befall(crew: Crew, drain: Callable[[], Awaitable[None]]) -> None:
     await crew.workers["w3"].leave()
     await crew.hire("w6", 100.0)
     await crew.until(PLACED + 200)
-
-
-async def _drain(house: House, worker: str) -> None:
-    command = [sys.executable, "-m", "ebbtide.cli", "drain", worker, "--within", "5", "--no-wait"]
-    environment = {**os.environ, "EBBTIDE_TOKEN": house.token, "EBBTIDE_COORDINATOR": house.address}
-    process = await asyncio.create_subprocess_exec(*command, env=environment, cwd=ROOT)
-    if await process.wait():
-        raise RuntimeError(f"draining {worker} failed")
-
-
-if __name__ == "__main__":
-    asyncio.run(_run(Path(sys.argv[1]).resolve()))

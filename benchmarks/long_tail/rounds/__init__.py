@@ -1,1 +1,0 @@
-"""Rules of rounds: what they do to the data, and what they save."""
