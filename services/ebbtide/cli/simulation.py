@@ -146,10 +146,10 @@ def simulation_table(scenarios: Sequence[ScenarioFigures]) -> Table:
         if not row.always and not any(one and one.high for one in (figures.get(row.name) for figures in found)):
             continue
         cells = [row.label]
-        for number, one in enumerate(found):
-            cells.append(_text(one.get(row.name), row.text))
+        for number, shown in enumerate(found):
+            cells.append(_text(shown.get(row.name), row.text))
             if number:
-                cells.append(_ratio(found[0], one, row.name))
+                cells.append(_ratio(found[0], shown, row.name))
         table.add_row(*map(cell, cells))
     return table
 
