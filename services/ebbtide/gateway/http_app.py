@@ -10,14 +10,13 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ebbtide.errors import NotFound
-from ebbtide.gateway.dialects.agents.messages import MessagesDialect
-from ebbtide.gateway.dialects.agents.responses import ResponsesDialect
-from ebbtide.gateway.dialects.dialect import Dialect
-from ebbtide.gateway.dialects.error_shapes import ErrorShape, anthropic_error, openai_error
-from ebbtide.gateway.dialects.openai.chat import ChatDialect
-from ebbtide.gateway.dialects.openai.completions import CompletionDialect
-from ebbtide.gateway.dialects.tokens.sglang import SglangDialect
-from ebbtide.gateway.dialects.tokens.token_generate import TokenGenerateDialect
+from ebbtide.gateway.dialects.anthropic import MessagesDialect
+from ebbtide.gateway.dialects.chat import ChatDialect
+from ebbtide.gateway.dialects.completions import CompletionDialect
+from ebbtide.gateway.dialects.dialect import Dialect, ErrorShape, anthropic_error, openai_error
+from ebbtide.gateway.dialects.responses import ResponsesDialect
+from ebbtide.gateway.dialects.sglang import SglangDialect
+from ebbtide.gateway.dialects.token_generate import TokenGenerateDialect
 from ebbtide.gateway.routes.gateway_doors import GatewayDoors
 from ebbtide.gateway.routes.json_route import JsonRoute
 from ebbtide.gateway.routes.run_routes import RunRoutes

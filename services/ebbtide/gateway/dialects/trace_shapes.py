@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
-from ebbtide.gateway.dialects.token_shapes import logprobs_of, version_spans
+from ebbtide.gateway.dialects.dialect import logprobs_of, version_spans
 from ebbtide.gateway.episodes.session_player import names_of
 from ebbtide.gateway.episodes.turn_settings import unpack_settings
 from ebbtide.gateway.sessions.session_trace import BranchTrace, CompletionTrace, SessionTrace, TurnTrace

@@ -10,7 +10,7 @@ from starlette.types import Receive
 
 from ebbtide.errors import InvalidRequest, Unavailable
 from ebbtide.gateway.access.request_limits import RequestLimits, RequestSlot
-from ebbtide.gateway.dialects.error_shapes import BodyTooLarge
+from ebbtide.gateway.dialects.dialect import BodyTooLarge
 
 _decoder: Final = msgspec.json.Decoder()
 _CONTAINERS: Final = frozenset({dict, list})

@@ -3,7 +3,7 @@
 import secrets
 
 from ebbtide.errors import EbbtideError, Internal
-from ebbtide.gateway.dialects.error_shapes import status_of
+from ebbtide.gateway.dialects.dialect import status_of
 from ebbtide.gateway.metrics import ERRORS
 from ebbtide.telemetry import get_logger
 

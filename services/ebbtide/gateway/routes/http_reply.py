@@ -10,8 +10,7 @@ import msgspec
 from starlette.types import Receive, Send
 
 from ebbtide.errors import AlreadyExists, BudgetSpent, EbbtideError, VersionUnavailable
-from ebbtide.gateway.dialects.dialect import Answer
-from ebbtide.gateway.dialects.error_shapes import ErrorShape, retry_after_s, status_of
+from ebbtide.gateway.dialects.dialect import Answer, ErrorShape, retry_after_s, status_of
 
 _encoder: Final = msgspec.json.Encoder()
 _JSON: Final = (b"content-type", b"application/json")

@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 
 from ebbtide.errors import Unavailable
 from ebbtide.gateway.access.client_key import ClientKey
-from ebbtide.gateway.dialects.error_shapes import ErrorShape, openai_error
+from ebbtide.gateway.dialects.dialect import ErrorShape, openai_error
 from ebbtide.gateway.metrics import REQUESTS
 from ebbtide.gateway.routes.body_reader import read_body
 from ebbtide.gateway.routes.error_replies import as_told

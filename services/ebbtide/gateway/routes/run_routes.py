@@ -4,13 +4,10 @@ from typing import Any
 
 import msgspec
 
-from ebbtide.errors import InvalidRequest
-from ebbtide.gateway.dialects.agents.messages import MessagesDialect
-from ebbtide.gateway.dialects.openai.chat_messages import read_messages, read_tools
-from ebbtide.gateway.dialects.tokens.tokenizing import TokenizeBody
-from ebbtide.gateway.fields.token_fields import TOKENIZE_FIELDS
+from ebbtide.gateway.dialects.anthropic import MessagesDialect
+from ebbtide.gateway.dialects.tokenize import TOKENIZE_FIELDS, TokenizeBody, tokenized_prompt
 from ebbtide.gateway.generation.prompt_encoding import encode_prompt
-from ebbtide.gateway.generation.text_request import ChatPrompt, Prompt, RawPrompt
+from ebbtide.gateway.generation.text_request import Prompt
 from ebbtide.gateway.routes.gateway_doors import GatewayDoors
 from ebbtide.gateway.routes.json_route import JsonCall
 from ebbtide.gateway.runs.run_directory import ServedRun
@@ -51,7 +48,7 @@ class RunRoutes:
         asked = parse(TokenizeBody, TOKENIZE_FIELDS.checked(call.body))
         served = await self._doors.directory.find(call.key, asked.model)
         model = served.player.model
-        prompt = _prompt(asked)
+        prompt = tokenized_prompt(asked)
 
         def work() -> tuple[list[int], list[str] | None]:
             ids = encode_prompt(prompt, model)
@@ -98,17 +95,3 @@ class RunRoutes:
 async def _encoded(served: ServedRun, call: JsonCall, prompt: Prompt) -> list[int]:
     player = served.player
     return await player.threads.run(call.key.owner, lambda: encode_prompt(prompt, player.model))
-
-
-def _prompt(asked: TokenizeBody) -> Prompt:
-    if (asked.prompt is None) == (asked.messages is None):
-        raise InvalidRequest("give prompt or messages, and not both", field="prompt")
-    if asked.prompt is not None:
-        return RawPrompt(asked.prompt, asked.add_special_tokens is not False)
-    return ChatPrompt(
-        messages=read_messages(asked.messages or ()),
-        tools=read_tools(asked.tools) or None,
-        template_options=asked.chat_template_kwargs,
-        generate=asked.add_generation_prompt,
-        special=bool(asked.add_special_tokens),
-    )

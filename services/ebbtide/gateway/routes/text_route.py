@@ -17,8 +17,7 @@ from starlette.types import Receive, Scope, Send
 from ebbtide.errors import EbbtideError, Unavailable
 from ebbtide.gateway.access.client_key import ClientKey
 from ebbtide.gateway.access.request_limits import RequestSlot
-from ebbtide.gateway.dialects.dialect import Answer, AnswerContext, AskedText, Dialect
-from ebbtide.gateway.dialects.error_shapes import ErrorShape
+from ebbtide.gateway.dialects.dialect import Answer, AnswerContext, AskedText, Dialect, ErrorShape
 from ebbtide.gateway.generation.choice_delta import ChoiceResult
 from ebbtide.gateway.generation.played_request import PlayedRequest
 from ebbtide.gateway.generation.prompt_threads import PromptThreads

@@ -16,7 +16,6 @@ from ebbtide.auth.reloaded_files import ReloadedFiles
 from ebbtide.auth.security import TokenCheck
 from ebbtide.gateway.access.client_key import KeyRing
 from ebbtide.gateway.access.request_limits import RequestLimits
-from ebbtide.gateway.dialects.agents import agent_tools
 from ebbtide.gateway.http_app import make_app
 from ebbtide.gateway.text.template_sandbox import TemplateSandbox
 from ebbtide.types.rollout import FinishReason
@@ -147,7 +146,7 @@ async def test_functions_of_namespaces_are_counted_before_any_is_read(
     http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = list[Any]()
-    monkeypatch.setattr(agent_tools, "tool_function", lambda function, field: read.append(field))
+    monkeypatch.setattr("ebbtide.gateway.dialects.chat.tool_function", lambda function, field: read.append(field))
     empty = list[dict[str, Any]]([{}] * 200)
     spaces = [{"type": "namespace", "name": name, "tools": empty} for name in ("one", "two")]
     answer = await http.post("/v1/responses", json={"input": "x", "tools": [TOOL, *spaces]})

@@ -11,7 +11,7 @@ import pytest
 
 from ebbtide.gateway.access.request_limits import RequestLimits
 from ebbtide.gateway.dialects.dialect import AnswerContext
-from ebbtide.gateway.dialects.tokens.sglang import SglangDialect
+from ebbtide.gateway.dialects.sglang import SglangDialect
 from ebbtide.gateway.generation.choice_delta import ChoiceDelta, ChoiceFinish
 from ebbtide.gateway.text.served_model import ServedModel
 from ebbtide.types.tokens import TOKEN

@@ -1,5 +1,3 @@
-"""Speaks SGLang's POST /generate."""
-
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final
 
@@ -7,23 +5,94 @@ import msgspec
 from msgspec import Meta, Struct
 
 from ebbtide.errors import InvalidRequest
-from ebbtide.gateway.dialects.dialect import AnswerContext, AskedText
-from ebbtide.gateway.dialects.event_lines import DONE, data_event
-from ebbtide.gateway.dialects.nested_errors import parsed_inside
-from ebbtide.gateway.dialects.openai_events import OpenAIEvents
-from ebbtide.gateway.dialects.request_bodies import (
+from ebbtide.gateway.dialects.dialect import (
+    DONE,
+    AnswerContext,
+    AskedText,
     Completions,
     Count,
+    OpenAIEvents,
     Priority,
     SamplingBody,
     TokenId,
+    TokenTally,
     WeightVersionBody,
+    data_event,
+    logprobs_of,
+    parsed_inside,
 )
-from ebbtide.gateway.dialects.token_shapes import TokenTally, logprobs_of
-from ebbtide.gateway.fields.token_fields import SGLANG_FIELDS, SGLANG_SAMPLING_FIELDS
+from ebbtide.gateway.dialects.fields import (
+    EBBTIDE,
+    NO_RESUME,
+    NOT_RECORDED,
+    ONE_RUN,
+    SAMPLING,
+    SCORED_ELSEWHERE,
+    TEXT_ONLY,
+    RouteFields,
+    ignored,
+    neutral,
+    refused,
+    supported,
+)
 from ebbtide.gateway.generation.choice_delta import ChoiceDelta, ChoiceResult
 from ebbtide.gateway.generation.text_request import IdsPrompt, Prompt, RawPrompt, TextRequest
 from ebbtide.types.parse import parse
+
+SGLANG_FIELDS: Final = RouteFields(
+    route="/generate",
+    rules={
+        "model": supported(ONE_RUN),
+        "text": supported("the prompt; or input_ids"),
+        "input_ids": supported("the prompt as token ids"),
+        "sampling_params": supported("an object: see its own table"),
+        "stream": supported("server-sent events with the text so far"),
+        "return_logprob": supported("answers meta_info.output_token_logprobs, of sampled tokens"),
+        "logprob_start_len": neutral(-1, why=SCORED_ELSEWHERE),
+        "top_logprobs_num": neutral(0, why=NOT_RECORDED),
+        "token_ids_logprob": refused(NOT_RECORDED),
+        "return_text_in_logprobs": supported("default false"),
+        "return_routed_experts": neutral(False, why=NOT_RECORDED),
+        "return_hidden_states": neutral(False, why=NOT_RECORDED),
+        "return_bytes": neutral(False, why=NOT_RECORDED),
+        "rid": supported("as the header X-Request-ID, which counts if both are given"),
+        "session_params": refused("name the session by the header X-Session-ID"),
+        "priority": supported("lower goes first, among the run's requests; default 0"),
+        "log_metrics": ignored("requests are always counted"),
+        "image_data": refused(TEXT_ONLY),
+        "audio_data": refused(TEXT_ONLY),
+        "video_data": refused(TEXT_ONLY),
+        "input_embeds": refused(TEXT_ONLY),
+        "modalities": neutral([], why=TEXT_ONLY),
+        "lora_path": refused("a run is served by versions of all its weights"),
+        "custom_logit_processor": refused("code of clients is not run"),
+        **EBBTIDE,
+    },
+)
+
+
+SGLANG_SAMPLING_FIELDS: Final = RouteFields(
+    route="/generate: sampling_params",
+    rules={
+        "max_new_tokens": supported("default 128"),
+        "min_new_tokens": supported("default 0"),
+        **{name: SAMPLING[name] for name in ("temperature", "top_p", "top_k", "stop", "stop_token_ids", "ignore_eos")},
+        **{name: SAMPLING[name] for name in ("repetition_penalty", "skip_special_tokens", "min_p", "logit_bias")},
+        **{name: SAMPLING[name] for name in ("presence_penalty", "frequency_penalty")},
+        **{name: SAMPLING[name] for name in ("spaces_between_special_tokens",)},
+        "no_stop_trim": supported("keeps the stop in the text; default false"),
+        "n": supported("default 1"),
+        "sampling_seed": refused(NO_RESUME),
+        "stop_regex": refused("only strings and token ids stop"),
+        "json_schema": refused(NO_RESUME),
+        "regex": refused(NO_RESUME),
+        "ebnf": refused(NO_RESUME),
+        "structural_tag": refused(NO_RESUME),
+        "stream_interval": ignored("chunks follow the workers' flushes"),
+        "custom_params": neutral({}, why="code of clients is not run"),
+    },
+)
+
 
 #: As each event repeats all before it, the next one waits for so small a part more of tokens. So all events of a
 #: completion together have at most about 33 times its tokens, and its first 64 tokens come as they are made.

@@ -1,32 +1,91 @@
-"""Speaks /inference/v1/generate: token ids in, token ids out."""
-
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import Meta, Struct
 
-from ebbtide.gateway.dialects.dialect import AnswerContext, AskedText
-from ebbtide.gateway.dialects.event_lines import DONE, data_event
-from ebbtide.gateway.dialects.nested_errors import parsed_inside
-from ebbtide.gateway.dialects.openai_events import OpenAIEvents
-from ebbtide.gateway.dialects.request_bodies import (
+from ebbtide.gateway.dialects.dialect import (
+    DONE,
+    AnswerContext,
+    AskedText,
     Completions,
     Count,
     LogprobCount,
+    OpenAIEvents,
     Priority,
     SamplingBody,
     StreamOptions,
     TokenId,
+    TokenTally,
     WeightVersionBody,
+    chat_logprobs,
+    data_event,
+    generate_logprobs,
+    parsed_inside,
     stream_options,
+    version_spans,
 )
-from ebbtide.gateway.dialects.token_shapes import TokenTally, chat_logprobs, generate_logprobs, version_spans
-from ebbtide.gateway.fields.token_fields import GENERATE_FIELDS, TOKEN_SAMPLING_FIELDS
+from ebbtide.gateway.dialects.fields import (
+    EBBTIDE,
+    NOT_RECORDED,
+    ONE_RUN,
+    SAMPLING,
+    SCORED_ELSEWHERE,
+    TEXT_ONLY,
+    VLLM,
+    RouteFields,
+    ignored,
+    neutral,
+    refused,
+    supported,
+)
 from ebbtide.gateway.generation.choice_delta import ChoiceDelta, ChoiceFinish, ChoiceResult
 from ebbtide.gateway.generation.text_request import IdsPrompt, TextRequest
 from ebbtide.types.parse import parse
 from ebbtide.types.tokens import TokenArray
+
+_TOKEN_SAMPLING: Final = {
+    **SAMPLING,
+    "n": supported("default 1"),
+    "max_tokens": supported("default: what the context leaves"),
+    "logprobs": supported("0 or 1: the sampled token's, under the distribution that it was sampled from"),
+    "detokenize": ignored("output_mode says whether text is answered"),
+    "flat_logprobs": ignored("a form inside vLLM"),
+    "output_kind": ignored("stream says it"),
+    "stream_interval": ignored("chunks follow the workers' flushes"),
+    "skip_clone": ignored("a form inside vLLM"),
+    "output_text_buffer_length": ignored("a form inside vLLM"),
+    "skip_reading_prefix_cache": ignored("a prefix cache changes no token"),
+    "extra_args": neutral({}, why="the workers have no such extensions"),
+    "prompt_logprob_token_ids": refused(SCORED_ELSEWHERE),
+    "prompt_logprob_start": neutral(0, why=SCORED_ELSEWHERE),
+    "trace_decode_token_ids": refused(NOT_RECORDED),
+    "routed_experts_prompt_start": ignored("routed experts are not answered, from wherever on"),
+}
+
+
+TOKEN_SAMPLING_FIELDS: Final = RouteFields(route="sampling_params", rules=_TOKEN_SAMPLING)
+
+
+GENERATE_FIELDS: Final = RouteFields(
+    route="/inference/v1/generate",
+    rules={
+        "model": supported(ONE_RUN),
+        "token_ids": supported("the prompt"),
+        "sampling_params": supported("an object: see its own table"),
+        "stream": supported("server-sent events"),
+        "stream_options": supported("include_usage, continuous_usage_stats"),
+        "output_mode": supported("tokens or text; default tokens"),
+        "features": refused(TEXT_ONLY),
+        "content_parts": neutral([], why=TEXT_ONLY),
+        "token_offsets": ignored("they say nothing that the ids do not"),
+        "reasoning_ended": ignored("it is for grammars"),
+        "reasoning_parser_kwargs": ignored("it is for grammars"),
+        **{name: VLLM[name] for name in ("request_id", "session_id", "return_token_ids", "cache_salt", "priority")},
+        **{name: VLLM[name] for name in ("kv_transfer_params", "ec_transfer_params")},
+        **EBBTIDE,
+    },
+)
 
 
 class TokenSamplingBody(SamplingBody, kw_only=True):

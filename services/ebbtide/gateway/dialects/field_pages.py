@@ -1,34 +1,25 @@
-"""Writes the tables of fields as Markdown, for docs/gateway.md."""
-
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import msgspec
 
-from ebbtide.gateway.fields.agent_fields import (
+from ebbtide.gateway.dialects.anthropic import BLOCK_FIELDS, MESSAGES_FIELDS
+from ebbtide.gateway.dialects.chat import CHAT_FIELDS, MESSAGE_FIELDS
+from ebbtide.gateway.dialects.completions import COMPLETION_FIELDS
+from ebbtide.gateway.dialects.fields import (
     AGENT_TOOL_FIELDS,
-    BLOCK_FIELDS,
-    ITEM_FIELDS,
-    MESSAGES_FIELDS,
-    NAMESPACE_FIELDS,
-    RESPONSES_FIELDS,
-)
-from ebbtide.gateway.fields.field_table import ANY, FieldRule, RouteFields
-from ebbtide.gateway.fields.openai_fields import (
-    CHAT_FIELDS,
-    COMPLETION_FIELDS,
-    MESSAGE_FIELDS,
+    ANY,
     PART_FIELDS,
     STREAM_OPTION_FIELDS,
     TOOL_FUNCTION_FIELDS,
+    FieldRule,
+    RouteFields,
 )
-from ebbtide.gateway.fields.token_fields import (
-    GENERATE_FIELDS,
-    SGLANG_FIELDS,
-    SGLANG_SAMPLING_FIELDS,
-    TOKEN_SAMPLING_FIELDS,
-    TOKENIZE_FIELDS,
-)
+from ebbtide.gateway.dialects.responses import ITEM_FIELDS, NAMESPACE_FIELDS, RESPONSES_FIELDS
+from ebbtide.gateway.dialects.sglang import SGLANG_FIELDS, SGLANG_SAMPLING_FIELDS
+from ebbtide.gateway.dialects.token_generate import GENERATE_FIELDS, TOKEN_SAMPLING_FIELDS
+from ebbtide.gateway.dialects.tokenize import TOKENIZE_FIELDS
 
 #: All tables, routes before the objects inside their bodies.
 TABLES: Final[Sequence[RouteFields]] = (
@@ -77,3 +68,7 @@ def _support(rule: FieldRule) -> str:
 
 def _shown(value: Any) -> str:
     return msgspec.json.encode(value).decode()
+
+
+if __name__ == "__main__":
+    sys.stdout.write(field_tables())
