@@ -25,7 +25,7 @@ PLANTED = {
     ),
     "Inside the guard": ("services/ebbtide/serving_guard/loans/planted.py", "import ebbtide.serving_guard.proxy.proxy"),
     "Inside the gateway": (
-        "services/ebbtide/gateway/generation/planted.py",
+        "services/ebbtide/gateway/sessions/planted.py",
         "import ebbtide.gateway.routes.http_reply",
     ),
     "Inside the trainer": ("services/ebbtide/trainer/ranks/planted.py", "import ebbtide.trainer.training"),

@@ -16,7 +16,7 @@ from ebbtide.gateway.access.request_limits import RequestLimits
 from ebbtide.gateway.http_app import make_app
 from ebbtide.gateway.http_server import HttpServer
 from ebbtide.gateway.settings import GatewaySettings
-from ebbtide.gateway.text.template_sandbox import TemplateSandbox
+from ebbtide.gateway.templates import TemplateSandbox
 from tests.fakes.scripted_doors import scripted_doors
 from tests.fakes.scripted_rollouts import ScriptedCatalog, ScriptedSource, scripted_model, scripted_run
 

@@ -17,7 +17,7 @@ from ebbtide.auth.roles import Role
 from ebbtide.auth.security import TokenCheck
 from ebbtide.auth.verified_tokens import VerifiedTokens
 from ebbtide.errors import PermissionDenied, Unauthenticated
-from ebbtide.gateway.generation.text_request import TextRequest
+from ebbtide.gateway.request import TextRequest
 from ebbtide.types.ids import MAX_ID, check_session_name
 from ebbtide.types.key_usage import KeyLimits, MeteredKey
 

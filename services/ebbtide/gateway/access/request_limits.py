@@ -14,7 +14,7 @@ from msgspec import Meta, Struct
 
 from ebbtide.errors import NoCapacity
 from ebbtide.gateway.access.client_key import ClientKey
-from ebbtide.gateway.generation.prompt_threads import MOST_WAITING
+from ebbtide.gateway.prompt_threads import MOST_WAITING
 
 
 class RequestLimits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -7,6 +7,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from ebbtide.errors import EbbtideError, InvalidRequest
+from ebbtide.gateway.decode import ChoiceDelta, ChoiceFinish, ChoiceResult
 from ebbtide.gateway.dialects.chat import Effort, check_count, read_agent_tools, template_options, text_of, tool_call
 from ebbtide.gateway.dialects.dialect import (
     AnswerContext,
@@ -32,9 +33,8 @@ from ebbtide.gateway.dialects.fields import (
     refused,
     supported,
 )
-from ebbtide.gateway.generation.choice_delta import ChoiceDelta, ChoiceFinish, ChoiceResult
-from ebbtide.gateway.generation.text_request import ChatPrompt, TextRequest
-from ebbtide.gateway.text.output_parsers import ToolCallDelta
+from ebbtide.gateway.parsers import ToolCallDelta
+from ebbtide.gateway.request import ChatPrompt, TextRequest
 from ebbtide.types.parse import parse
 
 #: What Claude Code asks for, and what is done anyway.

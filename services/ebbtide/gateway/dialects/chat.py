@@ -7,6 +7,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from ebbtide.errors import InvalidRequest
+from ebbtide.gateway.decode import ChoiceDelta, ChoiceFinish, ChoiceResult
 from ebbtide.gateway.dialects.dialect import (
     DONE,
     AnswerContext,
@@ -44,9 +45,8 @@ from ebbtide.gateway.dialects.fields import (
     refused,
     supported,
 )
-from ebbtide.gateway.generation.choice_delta import ChoiceDelta, ChoiceFinish, ChoiceResult
-from ebbtide.gateway.generation.text_request import ChatPrompt, TextRequest
-from ebbtide.gateway.text.output_parsers import ToolCallDelta
+from ebbtide.gateway.parsers import ToolCallDelta
+from ebbtide.gateway.request import ChatPrompt, TextRequest
 from ebbtide.types.parse import parse
 from ebbtide.types.tokens import TokenArray
 

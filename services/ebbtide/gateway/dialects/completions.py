@@ -8,6 +8,7 @@ from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from ebbtide.errors import InvalidRequest
+from ebbtide.gateway.decode import ChoiceDelta, ChoiceFinish, ChoiceResult
 from ebbtide.gateway.dialects.dialect import (
     DONE,
     AnswerContext,
@@ -41,8 +42,7 @@ from ebbtide.gateway.dialects.fields import (
     refused,
     supported,
 )
-from ebbtide.gateway.generation.choice_delta import ChoiceDelta, ChoiceFinish, ChoiceResult
-from ebbtide.gateway.generation.text_request import IdsPrompt, Prompt, RawPrompt, TextRequest
+from ebbtide.gateway.request import IdsPrompt, Prompt, RawPrompt, TextRequest
 from ebbtide.types.parse import parse
 from ebbtide.types.prompt_scores import PromptScores
 from ebbtide.types.rollout import MAX_ALTERNATIVES

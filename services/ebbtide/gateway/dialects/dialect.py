@@ -9,10 +9,10 @@ from msgspec import Meta, Struct
 
 from ebbtide import errors
 from ebbtide.errors import EbbtideError, InvalidRequest
+from ebbtide.gateway.decode import ChoiceDelta, ChoiceResult
 from ebbtide.gateway.dialects.fields import NO_RESUME, STREAM_OPTION_FIELDS
-from ebbtide.gateway.generation.choice_delta import ChoiceDelta, ChoiceResult
-from ebbtide.gateway.generation.played_request import PlayedRequest
-from ebbtide.gateway.generation.text_request import TextRequest, VersionWish
+from ebbtide.gateway.player import PlayedRequest
+from ebbtide.gateway.request import TextRequest, VersionWish
 from ebbtide.types.parse import parse
 from ebbtide.types.run import MAX_STOP_LENGTH, MAX_STOPS, Sampling
 from ebbtide.types.tokens import TokenArray

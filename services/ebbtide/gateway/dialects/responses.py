@@ -9,6 +9,7 @@ import numpy as np
 from msgspec import Struct
 
 from ebbtide.errors import EbbtideError, InvalidRequest
+from ebbtide.gateway.decode import ChoiceDelta, ChoiceFinish, ChoiceResult
 from ebbtide.gateway.dialects.chat import (
     Effort,
     calls_tools,
@@ -48,9 +49,8 @@ from ebbtide.gateway.dialects.fields import (
     refused,
     supported,
 )
-from ebbtide.gateway.generation.choice_delta import ChoiceDelta, ChoiceFinish, ChoiceResult
-from ebbtide.gateway.generation.text_request import ChatPrompt, TextRequest
-from ebbtide.gateway.text.output_parsers import ToolCallDelta
+from ebbtide.gateway.parsers import ToolCallDelta
+from ebbtide.gateway.request import ChatPrompt, TextRequest
 from ebbtide.types.parse import parse
 from ebbtide.types.tokens import TOKEN, TokenArray
 

@@ -5,6 +5,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from ebbtide.errors import InvalidRequest
+from ebbtide.gateway.decode import ChoiceDelta, ChoiceResult
 from ebbtide.gateway.dialects.dialect import (
     DONE,
     AnswerContext,
@@ -35,8 +36,7 @@ from ebbtide.gateway.dialects.fields import (
     refused,
     supported,
 )
-from ebbtide.gateway.generation.choice_delta import ChoiceDelta, ChoiceResult
-from ebbtide.gateway.generation.text_request import IdsPrompt, Prompt, RawPrompt, TextRequest
+from ebbtide.gateway.request import IdsPrompt, Prompt, RawPrompt, TextRequest
 from ebbtide.types.parse import parse
 
 SGLANG_FIELDS: Final = RouteFields(

@@ -4,6 +4,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta, Struct
 
+from ebbtide.gateway.decode import ChoiceDelta, ChoiceFinish, ChoiceResult
 from ebbtide.gateway.dialects.dialect import (
     DONE,
     AnswerContext,
@@ -39,8 +40,7 @@ from ebbtide.gateway.dialects.fields import (
     refused,
     supported,
 )
-from ebbtide.gateway.generation.choice_delta import ChoiceDelta, ChoiceFinish, ChoiceResult
-from ebbtide.gateway.generation.text_request import IdsPrompt, TextRequest
+from ebbtide.gateway.request import IdsPrompt, TextRequest
 from ebbtide.types.parse import parse
 from ebbtide.types.tokens import TokenArray
 

@@ -15,7 +15,7 @@ from ebbtide.gateway.dialects.fields import (
     refused,
     supported,
 )
-from ebbtide.gateway.generation.text_request import ChatPrompt, Prompt, RawPrompt
+from ebbtide.gateway.request import ChatPrompt, Prompt, RawPrompt
 
 TOKENIZE_FIELDS: Final = RouteFields(
     route="/tokenize",

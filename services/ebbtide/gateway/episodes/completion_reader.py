@@ -7,11 +7,9 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ebbtide.errors import NotFound
-from ebbtide.gateway.generation.choice_delta import ChoiceResult
-from ebbtide.gateway.generation.choice_text import ChoiceText
-from ebbtide.gateway.generation.played_request import UNDELIVERED, pushed
-from ebbtide.gateway.generation.request_player import RequestPlayer
-from ebbtide.gateway.generation.text_request import TextRequest
+from ebbtide.gateway.decode import ChoiceResult, ChoiceText
+from ebbtide.gateway.player import UNDELIVERED, RequestPlayer, pushed
+from ebbtide.gateway.request import TextRequest
 from ebbtide.types.rollout import FinishReason
 from ebbtide.types.tokens import TokenArray, unpack_tokens
 

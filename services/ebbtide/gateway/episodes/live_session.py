@@ -17,8 +17,8 @@ from ebbtide.client.gateway_lease import GatewayLease
 from ebbtide.errors import EbbtideError, Unavailable
 from ebbtide.gateway.episodes.completion_reader import ReadCompletion, read_completion
 from ebbtide.gateway.episodes.turn_settings import TurnSettings, turn_settings, unpack_settings
-from ebbtide.gateway.generation.request_player import RequestPlayer
-from ebbtide.gateway.generation.text_request import ChatPrompt, IdsPrompt, RawPrompt, TextRequest
+from ebbtide.gateway.player import RequestPlayer
+from ebbtide.gateway.request import ChatPrompt, IdsPrompt, RawPrompt, TextRequest
 from ebbtide.gateway.sessions.session_book import PlannedTurn, SessionBook
 from ebbtide.types.key_usage import MeteredKey
 from ebbtide.types.session import Session, SessionState, SessionTurn

@@ -4,12 +4,11 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from ebbtide.errors import AlreadyExists
+from ebbtide.gateway.decode import ChoiceDelta, ChoiceResult, ChoiceText
 from ebbtide.gateway.episodes.completion_reader import completion_of
 from ebbtide.gateway.episodes.live_session import LiveSession
-from ebbtide.gateway.generation.choice_delta import ChoiceDelta, ChoiceResult
-from ebbtide.gateway.generation.choice_text import ChoiceText
-from ebbtide.gateway.generation.played_request import PlayedRequest
-from ebbtide.gateway.generation.text_request import TextRequest
+from ebbtide.gateway.player import PlayedRequest
+from ebbtide.gateway.request import TextRequest
 from ebbtide.types.key_usage import MeteredKey
 from ebbtide.types.rollout import RolloutRequest
 from ebbtide.types.session import SessionState

@@ -9,15 +9,13 @@ from msgspec.structs import replace
 
 from ebbtide.client.gateway_lease import GatewayLease
 from ebbtide.errors import AlreadyExists, Internal, InvalidRequest, NotFound, NotReady
+from ebbtide.gateway.decode import ChoiceText
 from ebbtide.gateway.episodes.live_session import LiveSession
 from ebbtide.gateway.episodes.played_turn import PlayedTurn, session_ended
 from ebbtide.gateway.episodes.session_limits import SessionLimits
 from ebbtide.gateway.episodes.session_shelf import SessionShelf
-from ebbtide.gateway.generation.choice_text import ChoiceText
-from ebbtide.gateway.generation.request_digest import request_digest
-from ebbtide.gateway.generation.request_player import RequestPlayer
-from ebbtide.gateway.generation.session_episode import session_episode, session_group
-from ebbtide.gateway.generation.text_request import ChatPrompt, IdsPrompt, TextRequest
+from ebbtide.gateway.player import RequestPlayer
+from ebbtide.gateway.request import ChatPrompt, IdsPrompt, TextRequest, request_digest, session_episode, session_group
 from ebbtide.types.ids import new_fence
 from ebbtide.types.key_usage import MeteredKey
 from ebbtide.types.rollout import RolloutRequest

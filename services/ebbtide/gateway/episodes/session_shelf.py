@@ -12,7 +12,7 @@ from typing import Final
 from ebbtide.client.gateway_lease import GatewayLease
 from ebbtide.errors import NoCapacity
 from ebbtide.gateway.episodes.live_session import LiveSession, LongReaders
-from ebbtide.gateway.generation.request_player import RequestPlayer
+from ebbtide.gateway.player import RequestPlayer
 from ebbtide.types.session import SessionState
 
 #: Books to keep, as an empty one takes memory, too.

@@ -5,8 +5,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from ebbtide.errors import Internal
-from ebbtide.gateway.generation.request_digest import request_digest
-from ebbtide.gateway.generation.text_request import ChatPrompt, IdsPrompt, Prompt, RawPrompt, TextRequest
+from ebbtide.gateway.request import ChatPrompt, IdsPrompt, Prompt, RawPrompt, TextRequest, request_digest
 from ebbtide.types.run import Sampling
 
 _encoder: Final = msgspec.msgpack.Encoder(order="deterministic")

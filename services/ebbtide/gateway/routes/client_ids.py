@@ -6,7 +6,7 @@ import msgspec
 from starlette.datastructures import Headers
 
 from ebbtide.errors import InvalidRequest
-from ebbtide.gateway.generation.text_request import TextRequest
+from ebbtide.gateway.request import TextRequest
 from ebbtide.types.ids import check_client_id, check_session_name
 
 REQUEST_ID = "x-request-id"

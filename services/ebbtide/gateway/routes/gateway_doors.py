@@ -11,7 +11,7 @@ from ebbtide.gateway.access.request_limits import RequestLimits, RequestSlots
 from ebbtide.gateway.episodes.session_limits import SessionLimits
 from ebbtide.gateway.episodes.session_player import SessionPlayer
 from ebbtide.gateway.episodes.session_shelf import SessionShelf
-from ebbtide.gateway.generation.request_player import RequestPlayer
+from ebbtide.gateway.player import RequestPlayer
 from ebbtide.gateway.routes.client_ids import REQUEST_ID
 from ebbtide.gateway.runs.run_directory import RunDirectory
 

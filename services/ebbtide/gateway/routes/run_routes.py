@@ -6,8 +6,8 @@ import msgspec
 
 from ebbtide.gateway.dialects.anthropic import MessagesDialect
 from ebbtide.gateway.dialects.tokenize import TOKENIZE_FIELDS, TokenizeBody, tokenized_prompt
-from ebbtide.gateway.generation.prompt_encoding import encode_prompt
-from ebbtide.gateway.generation.text_request import Prompt
+from ebbtide.gateway.player import encode_prompt
+from ebbtide.gateway.request import Prompt
 from ebbtide.gateway.routes.gateway_doors import GatewayDoors
 from ebbtide.gateway.routes.json_route import JsonCall
 from ebbtide.gateway.runs.run_directory import ServedRun

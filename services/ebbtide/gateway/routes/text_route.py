@@ -17,12 +17,12 @@ from starlette.types import Receive, Scope, Send
 from ebbtide.errors import EbbtideError, Unavailable
 from ebbtide.gateway.access.client_key import ClientKey
 from ebbtide.gateway.access.request_limits import RequestSlot
+from ebbtide.gateway.decode import ChoiceResult
 from ebbtide.gateway.dialects.dialect import Answer, AnswerContext, AskedText, Dialect, ErrorShape
-from ebbtide.gateway.generation.choice_delta import ChoiceResult
-from ebbtide.gateway.generation.played_request import PlayedRequest
-from ebbtide.gateway.generation.prompt_threads import PromptThreads
-from ebbtide.gateway.generation.text_request import TextRequest
 from ebbtide.gateway.metrics import FIRST_TOKEN_SECONDS, GAP_SECONDS, LEFT, REQUESTS, STREAMS, TOKENS, UNDER_WAY
+from ebbtide.gateway.player import PlayedRequest
+from ebbtide.gateway.prompt_threads import PromptThreads
+from ebbtide.gateway.request import TextRequest
 from ebbtide.gateway.routes.body_reader import read_body
 from ebbtide.gateway.routes.client_ids import REQUEST_ID, with_ids
 from ebbtide.gateway.routes.error_replies import as_told

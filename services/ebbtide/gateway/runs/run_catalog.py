@@ -12,9 +12,9 @@ from typing import Final
 from ebbtide.client import Client
 from ebbtide.client.gateway_lease import GatewayLease
 from ebbtide.errors import InvalidRequest, LeaseSuperseded, NotFound
-from ebbtide.gateway.text.output_parsers import ParserNames
-from ebbtide.gateway.text.served_model import ServedModel, context_of, read_model_config
-from ebbtide.gateway.text.template_sandbox import TemplateSandbox
+from ebbtide.gateway.model import ServedModel, context_of, read_model_config
+from ebbtide.gateway.parsers import ParserNames
+from ebbtide.gateway.templates import TemplateSandbox
 from ebbtide.types.run import Run
 
 #: Model folders to keep loaded, 10 to 100 MB each.

@@ -15,8 +15,8 @@ from typing import Final
 from ebbtide.client.gateway_lease import GatewayLease
 from ebbtide.errors import EbbtideError, InvalidRequest, NotFound
 from ebbtide.gateway.access.client_key import ClientKey
-from ebbtide.gateway.generation.prompt_threads import PromptThreads
-from ebbtide.gateway.generation.request_player import RequestPlayer
+from ebbtide.gateway.player import RequestPlayer
+from ebbtide.gateway.prompt_threads import PromptThreads
 from ebbtide.gateway.runs.run_catalog import RunCatalog
 from ebbtide.telemetry import get_logger
 from ebbtide.types.run import Run

@@ -10,7 +10,7 @@ from hashlib import blake2b
 from typing import Any, Final
 
 from ebbtide.errors import InvalidRequest
-from ebbtide.gateway.text.template_messages import call_arguments, reasoning_of, template_messages, without_reasoning
+from ebbtide.gateway.model import call_arguments, reasoning_of, template_messages, without_reasoning
 
 _BYTES: Final = 16
 #: The history before the first message.

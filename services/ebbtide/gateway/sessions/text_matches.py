@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator, Mapping
 
+from ebbtide.gateway.model import ServedModel
 from ebbtide.gateway.sessions.message_digests import prefix_digests
 from ebbtide.gateway.sessions.token_tree import PathKey, TokenPrefix, TokenTree
 from ebbtide.gateway.sessions.turn_matching import CONTEXT_IDS, response_text, without_ends
 from ebbtide.gateway.sessions.turn_record import TurnRecord
-from ebbtide.gateway.text.served_model import ServedModel
 
 
 class TextMatches:

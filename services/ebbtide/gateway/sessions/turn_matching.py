@@ -11,8 +11,8 @@ from typing import Final
 
 from msgspec import Struct
 
+from ebbtide.gateway.model import ServedModel
 from ebbtide.gateway.sessions.message_digests import json_value, text_digest
-from ebbtide.gateway.text.served_model import ServedModel
 
 #: Braces that begin no JSON object. An answer with more of them counts as another one.
 _MAX_BRACES: Final = 64

@@ -27,8 +27,7 @@ from ebbtide.gateway.freed_memory import return_freed_memory
 from ebbtide.gateway.http_app import make_app
 from ebbtide.gateway.http_server import HttpServer
 from ebbtide.gateway.settings import GatewaySettings
-from ebbtide.gateway.text.template_process import TemplateLimits
-from ebbtide.gateway.text.template_sandbox import TemplateSandbox
+from ebbtide.gateway.templates import TemplateLimits, TemplateSandbox
 from ebbtide.runtime import die_with_parent
 from ebbtide.types.key_usage import MeteredKey
 from ebbtide.types.rollout import RolloutRequest

@@ -12,11 +12,11 @@ from ebbtide.auth.security import TokenCheck
 from ebbtide.gateway.access.client_key import KeyRing
 from ebbtide.gateway.access.request_limits import RequestLimits
 from ebbtide.gateway.episodes.session_limits import SessionLimits
-from ebbtide.gateway.generation.request_player import RequestPlayer
-from ebbtide.gateway.generation.text_request import Prompt
 from ebbtide.gateway.http_app import make_app
+from ebbtide.gateway.player import RequestPlayer
+from ebbtide.gateway.request import Prompt
 from ebbtide.gateway.routes.gateway_doors import GatewayDoors
-from ebbtide.gateway.text.template_sandbox import TemplateSandbox
+from ebbtide.gateway.templates import TemplateSandbox
 from tests.fakes.scripted_doors import scripted_doors
 from tests.fakes.scripted_rollouts import ScriptedCatalog, ScriptedSource, scripted_model, scripted_run
 

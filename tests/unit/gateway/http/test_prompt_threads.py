@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from ebbtide.errors import Unavailable
-from ebbtide.gateway.generation.prompt_threads import PromptThreads
+from ebbtide.gateway.prompt_threads import PromptThreads
 from ebbtide.gateway.routes.gateway_doors import GatewayDoors
 from tests.fakes.scripted_rollouts import MarkedOutputs, ScriptedSource
 from tests.unit.gateway.http.conftest import HEADERS

@@ -8,7 +8,7 @@ import pytest
 from ebbtide.errors import InvalidRequest, NotFound, Unavailable
 from ebbtide.gateway.access.client_key import ClientKey
 from ebbtide.gateway.runs.run_directory import RunDirectory
-from ebbtide.gateway.text.template_sandbox import TemplateSandbox
+from ebbtide.gateway.templates import TemplateSandbox
 from ebbtide.types.run import RunStatus
 from tests.fakes.clocks import SetClock
 from tests.fakes.scripted_doors import scripted_directory

@@ -20,7 +20,7 @@ from ebbtide.gateway.http_app import make_app
 from ebbtide.gateway.routes.gateway_doors import GatewayDoors
 from ebbtide.gateway.runs.run_catalog import RunCatalog
 from ebbtide.gateway.runs.run_directory import RunDirectory
-from ebbtide.gateway.text.template_sandbox import TemplateSandbox
+from ebbtide.gateway.templates import TemplateSandbox
 from ebbtide.types.run import EnvironmentSpec
 from ebbtide.types.session import SessionState
 from ebbtide.types.tokens import TOKEN, TokenArray, unpack_ids, unpack_tokens

@@ -17,8 +17,8 @@ from ebbtide.auth.security import TokenCheck
 from ebbtide.gateway.access.client_key import KeyRing
 from ebbtide.gateway.access.request_limits import RequestLimits
 from ebbtide.gateway.http_app import make_app
-from ebbtide.gateway.text.served_model import ServedModel
-from ebbtide.gateway.text.template_sandbox import TemplateSandbox
+from ebbtide.gateway.model import ServedModel
+from ebbtide.gateway.templates import TemplateSandbox
 from ebbtide.store.record_codec import pack, unpack
 from ebbtide.trainer.base_model.character_tokenizer import character_tokenizer
 from ebbtide.trainer.learning.experience import samples_of
