@@ -10,8 +10,8 @@ import numpy as np
 from msgspec import Struct
 
 from ebbtide.gateway.model import ServedModel
-from ebbtide.gateway.sessions.session_book import PlannedTurn, SessionBook
-from ebbtide.gateway.sessions.session_trace import SessionTrace, session_trace
+from ebbtide.gateway.sessions.book import PlannedTurn, SessionBook
+from ebbtide.gateway.sessions.trace import SessionTrace, session_trace
 from ebbtide.gateway.templates import TemplateSandbox
 from ebbtide.types.tokens import TOKEN, TokenArray
 from tests.fakes.model_texts import START, served_model, tokenizers

@@ -2,13 +2,10 @@
 
 from typing import Any, cast
 
-from ebbtide.gateway.access.client_key import KeyRing
-from ebbtide.gateway.access.request_limits import RequestLimits, RequestSlots
-from ebbtide.gateway.episodes.session_limits import SessionLimits
-from ebbtide.gateway.episodes.session_shelf import SessionShelf
-from ebbtide.gateway.routes.gateway_doors import GatewayDoors
-from ebbtide.gateway.runs.run_catalog import RunCatalog
-from ebbtide.gateway.runs.run_directory import RunDirectory
+from ebbtide.gateway.access import KeyRing, RequestLimits, RequestSlots, SessionLimits
+from ebbtide.gateway.routes.gateway_doors import AppState
+from ebbtide.gateway.runs import RunCatalog, RunDirectory
+from ebbtide.gateway.sessions.player import SessionCache
 from tests.fakes.scripted_rollouts import ScriptedCatalog
 
 _SESSIONS = SessionLimits()
@@ -20,14 +17,14 @@ def scripted_directory(catalog: ScriptedCatalog, **options: Any) -> RunDirectory
 
 def scripted_doors(
     catalog: ScriptedCatalog, keys: KeyRing, limits: RequestLimits, sessions: SessionLimits = _SESSIONS
-) -> GatewayDoors:
+) -> AppState:
     """The doors of a gateway that is not leaving."""
-    return GatewayDoors(
+    return AppState(
         keys=keys,
         limits=limits,
         slots=RequestSlots(limits),
         directory=scripted_directory(catalog, max_prompt_tokens=limits.prompt_tokens),
         session_limits=sessions,
-        shelf=SessionShelf(sessions.shelf_bytes),
+        shelf=SessionCache(sessions.shelf_bytes),
         is_leaving=lambda: False,
     )

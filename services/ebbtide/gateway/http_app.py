@@ -17,14 +17,14 @@ from ebbtide.gateway.dialects.dialect import Dialect, ErrorShape, anthropic_erro
 from ebbtide.gateway.dialects.responses import ResponsesDialect
 from ebbtide.gateway.dialects.sglang import SglangDialect
 from ebbtide.gateway.dialects.token_generate import TokenGenerateDialect
-from ebbtide.gateway.routes.gateway_doors import GatewayDoors
+from ebbtide.gateway.routes.gateway_doors import AppState
 from ebbtide.gateway.routes.json_route import JsonRoute
 from ebbtide.gateway.routes.run_routes import RunRoutes
 from ebbtide.gateway.routes.session_routes import SessionRoutes
 from ebbtide.gateway.routes.text_route import TextRoute
 
 
-def make_app(doors: GatewayDoors) -> Starlette:
+def make_app(doors: AppState) -> Starlette:
     """The gateway's application. The same routes stand behind /sessions/{id}, for clients that set a URL alone."""
     text = _text_routes(doors)
     routes = [
@@ -40,7 +40,7 @@ def make_app(doors: GatewayDoors) -> Starlette:
     return app
 
 
-def _text_routes(doors: GatewayDoors) -> Sequence[BaseRoute]:
+def _text_routes(doors: AppState) -> Sequence[BaseRoute]:
     limits = doors.limits
     chat = ChatDialect(max_messages=limits.messages, max_tools=limits.tools)
     responses = ResponsesDialect(max_items=limits.messages, max_tools=limits.tools)
@@ -59,7 +59,7 @@ def _text_routes(doors: GatewayDoors) -> Sequence[BaseRoute]:
     ]
 
 
-def _model_routes(doors: GatewayDoors) -> Sequence[BaseRoute]:
+def _model_routes(doors: AppState) -> Sequence[BaseRoute]:
     runs = RunRoutes(doors)
     return [
         Route("/v1/models", JsonRoute(doors, runs.models, "/v1/models"), methods=["GET"]),
@@ -67,12 +67,12 @@ def _model_routes(doors: GatewayDoors) -> Sequence[BaseRoute]:
     ]
 
 
-def _count_route(doors: GatewayDoors) -> BaseRoute:
+def _count_route(doors: AppState) -> BaseRoute:
     counts = JsonRoute(doors, RunRoutes(doors).count_tokens, "/v1/messages", reads_body=True, shape=anthropic_error)
     return Route("/v1/messages/count_tokens", counts, methods=["POST"])
 
 
-def _session_routes(doors: GatewayDoors) -> Sequence[BaseRoute]:
+def _session_routes(doors: AppState) -> Sequence[BaseRoute]:
     sessions, one = SessionRoutes(doors), "/v1/sessions/{session_id}"
     return [
         Route("/v1/sessions", JsonRoute(doors, sessions.listed, "/v1/sessions"), methods=["GET"]),
@@ -86,7 +86,7 @@ def _session_routes(doors: GatewayDoors) -> Sequence[BaseRoute]:
     ]
 
 
-def _run_routes(doors: GatewayDoors) -> Sequence[BaseRoute]:
+def _run_routes(doors: AppState) -> Sequence[BaseRoute]:
     runs = RunRoutes(doors)
     asked = {"/server_info": runs.server_info, "/get_world_size": runs.world_size}
     return [
@@ -98,7 +98,7 @@ def _run_routes(doors: GatewayDoors) -> Sequence[BaseRoute]:
     ]
 
 
-def _health(doors: GatewayDoors):  # type: ignore[no-untyped-def]
+def _health(doors: AppState):  # type: ignore[no-untyped-def]
     async def health(_request: Request) -> Response:
         """200 while the gateway takes requests. Nobody needs a key to ask."""
         if doors.is_leaving() or not doors.directory.is_ready:

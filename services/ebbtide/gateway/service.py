@@ -12,15 +12,14 @@ from typing import Final
 from ebbtide.auth.role_tokens import run_of_token
 from ebbtide.client import Client
 from ebbtide.errors import EbbtideError
-from ebbtide.gateway.access.request_limits import RequestSlots
-from ebbtide.gateway.episodes.session_shelf import SessionShelf
+from ebbtide.gateway.access import RequestSlots
 from ebbtide.gateway.http_app import make_app
 from ebbtide.gateway.http_server import HttpServer
 from ebbtide.gateway.parsers import ParserNames
 from ebbtide.gateway.prompt_threads import PromptThreads
-from ebbtide.gateway.routes.gateway_doors import GatewayDoors
-from ebbtide.gateway.runs.run_catalog import RunCatalog
-from ebbtide.gateway.runs.run_directory import RunDirectory
+from ebbtide.gateway.routes.gateway_doors import AppState
+from ebbtide.gateway.runs import RunCatalog, RunDirectory
+from ebbtide.gateway.sessions.player import SessionCache
 from ebbtide.gateway.settings import GatewaySettings
 from ebbtide.gateway.templates import TemplateSandbox
 from ebbtide.object_aging import age_objects
@@ -58,8 +57,8 @@ async def serve(shutdown: Shutdown, settings: GatewaySettings) -> None:
             max_prompt_tokens=settings.limits.prompt_tokens,
             idle_s=settings.idle_s,
         )
-        shelf = SessionShelf(settings.sessions.shelf_bytes)
-        doors = GatewayDoors(
+        shelf = SessionCache(settings.sessions.shelf_bytes)
+        doors = AppState(
             keys=settings.key_ring(),
             limits=settings.limits,
             slots=RequestSlots(settings.limits),

@@ -11,8 +11,7 @@ import pytest
 
 from ebbtide.auth.reloaded_files import ReloadedFiles
 from ebbtide.auth.security import ClientSecurity, TokenCheck
-from ebbtide.gateway.access.client_key import KeyRing
-from ebbtide.gateway.access.request_limits import RequestLimits
+from ebbtide.gateway.access import KeyRing, RequestLimits
 from ebbtide.gateway.http_app import make_app
 from ebbtide.gateway.http_server import HttpServer
 from ebbtide.gateway.settings import GatewaySettings

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import pytest
 
-from ebbtide.gateway.access.request_limits import RequestLimits
+from ebbtide.gateway.access import RequestLimits
 from ebbtide.gateway.http_server import HttpServer
 from tests.integration.gateway.test_http_server import answer, connected, serving
 

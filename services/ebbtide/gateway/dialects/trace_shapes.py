@@ -9,9 +9,8 @@ from typing import Any, Final
 import msgspec
 
 from ebbtide.gateway.dialects.dialect import logprobs_of, version_spans
-from ebbtide.gateway.episodes.session_player import names_of
-from ebbtide.gateway.episodes.turn_settings import unpack_settings
-from ebbtide.gateway.sessions.session_trace import BranchTrace, CompletionTrace, SessionTrace, TurnTrace
+from ebbtide.gateway.sessions.trace import BranchTrace, CompletionTrace, SessionTrace, TurnTrace
+from ebbtide.gateway.sessions.turns import names_of, unpack_settings
 from ebbtide.types.run import Sampling
 from ebbtide.types.session import Session
 

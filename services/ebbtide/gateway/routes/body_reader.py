@@ -9,7 +9,7 @@ from starlette.datastructures import Headers
 from starlette.types import Receive
 
 from ebbtide.errors import InvalidRequest, Unavailable
-from ebbtide.gateway.access.request_limits import RequestLimits, RequestSlot
+from ebbtide.gateway.access import RequestLimits, RequestSlot
 from ebbtide.gateway.dialects.dialect import BodyTooLarge
 
 _decoder: Final = msgspec.json.Decoder()

@@ -6,17 +6,14 @@ from msgspec import Struct
 
 from ebbtide.client.gateway_lease import GatewayLease
 from ebbtide.errors import Unavailable
-from ebbtide.gateway.access.client_key import ClientKey, KeyRing
-from ebbtide.gateway.access.request_limits import RequestLimits, RequestSlots
-from ebbtide.gateway.episodes.session_limits import SessionLimits
-from ebbtide.gateway.episodes.session_player import SessionPlayer
-from ebbtide.gateway.episodes.session_shelf import SessionShelf
+from ebbtide.gateway.access import ClientKey, KeyRing, RequestLimits, RequestSlots, SessionLimits
 from ebbtide.gateway.player import RequestPlayer
 from ebbtide.gateway.routes.client_ids import REQUEST_ID
-from ebbtide.gateway.runs.run_directory import RunDirectory
+from ebbtide.gateway.runs import RunDirectory
+from ebbtide.gateway.sessions.player import SessionCache, SessionPlayer
 
 
-class GatewayDoors(Struct, frozen=True, kw_only=True):
+class AppState(Struct, frozen=True, kw_only=True):
     """The parts of the gateway that a route needs."""
 
     keys: KeyRing
@@ -24,7 +21,7 @@ class GatewayDoors(Struct, frozen=True, kw_only=True):
     slots: RequestSlots
     directory: RunDirectory
     session_limits: SessionLimits
-    shelf: SessionShelf
+    shelf: SessionCache
     request_id_header: str = REQUEST_ID  # by which clients come back
     is_leaving: Callable[[], bool]  # whether the gateway takes no more requests
 

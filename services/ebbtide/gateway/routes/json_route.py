@@ -9,12 +9,12 @@ from starlette.datastructures import Headers, QueryParams
 from starlette.types import Receive, Scope, Send
 
 from ebbtide.errors import Unavailable
-from ebbtide.gateway.access.client_key import ClientKey
+from ebbtide.gateway.access import ClientKey
 from ebbtide.gateway.dialects.dialect import ErrorShape, openai_error
 from ebbtide.gateway.metrics import REQUESTS
 from ebbtide.gateway.routes.body_reader import read_body
 from ebbtide.gateway.routes.error_replies import as_told
-from ebbtide.gateway.routes.gateway_doors import GatewayDoors
+from ebbtide.gateway.routes.gateway_doors import AppState
 from ebbtide.gateway.routes.http_reply import HttpReply
 from ebbtide.types.ids import new_fence
 
@@ -33,7 +33,7 @@ class JsonRoute:
 
     def __init__(
         self,
-        doors: GatewayDoors,
+        doors: AppState,
         work: Callable[[JsonCall], Awaitable[Any]],
         name: str,
         *,

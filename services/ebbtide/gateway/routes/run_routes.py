@@ -8,9 +8,9 @@ from ebbtide.gateway.dialects.anthropic import MessagesDialect
 from ebbtide.gateway.dialects.tokenize import TOKENIZE_FIELDS, TokenizeBody, tokenized_prompt
 from ebbtide.gateway.player import encode_prompt
 from ebbtide.gateway.request import Prompt
-from ebbtide.gateway.routes.gateway_doors import GatewayDoors
+from ebbtide.gateway.routes.gateway_doors import AppState
 from ebbtide.gateway.routes.json_route import JsonCall
-from ebbtide.gateway.runs.run_directory import ServedRun
+from ebbtide.gateway.runs import ServedRun
 from ebbtide.types.parse import parse
 from ebbtide.types.run import Run
 
@@ -18,7 +18,7 @@ from ebbtide.types.run import Run
 class RunRoutes:
     """The work of these routes."""
 
-    def __init__(self, doors: GatewayDoors) -> None:
+    def __init__(self, doors: AppState) -> None:
         self._doors = doors
 
     async def models(self, call: JsonCall) -> dict[str, Any]:

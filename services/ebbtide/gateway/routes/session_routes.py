@@ -10,12 +10,12 @@ from msgspec import Meta, Struct
 
 from ebbtide.errors import InvalidRequest, NotFound
 from ebbtide.gateway.dialects.trace_shapes import completions_body, session_head, trace_body
-from ebbtide.gateway.episodes.live_session import in_thread
-from ebbtide.gateway.episodes.session_ending import end_dropped, end_for_verdict, end_with_reward
-from ebbtide.gateway.episodes.session_player import SessionPlayer
-from ebbtide.gateway.routes.gateway_doors import GatewayDoors
+from ebbtide.gateway.routes.gateway_doors import AppState
 from ebbtide.gateway.routes.json_route import JsonCall
-from ebbtide.gateway.sessions.session_trace import SessionTrace, trace_page
+from ebbtide.gateway.sessions.ending import end_dropped, end_for_verdict, end_with_reward
+from ebbtide.gateway.sessions.live import in_thread
+from ebbtide.gateway.sessions.player import SessionPlayer
+from ebbtide.gateway.sessions.trace import SessionTrace, trace_page
 from ebbtide.types.ids import MAX_CLIENT_ID, check_client_id, check_id, check_session_name, new_fence
 from ebbtide.types.parse import parse
 from ebbtide.types.session import MAX_SESSION_RECORD, SessionState
@@ -50,7 +50,7 @@ class EndBody(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class SessionRoutes:
     """The work of these routes, for keys that do more than play. A session of another name's keys is not there."""
 
-    def __init__(self, doors: GatewayDoors) -> None:
+    def __init__(self, doors: AppState) -> None:
         self._doors = doors
 
     async def open(self, call: JsonCall) -> dict[str, Any]:

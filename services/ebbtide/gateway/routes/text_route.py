@@ -15,8 +15,7 @@ from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from ebbtide.errors import EbbtideError, Unavailable
-from ebbtide.gateway.access.client_key import ClientKey
-from ebbtide.gateway.access.request_limits import RequestSlot
+from ebbtide.gateway.access import ClientKey, RequestSlot
 from ebbtide.gateway.decode import ChoiceResult
 from ebbtide.gateway.dialects.dialect import Answer, AnswerContext, AskedText, Dialect, ErrorShape
 from ebbtide.gateway.metrics import FIRST_TOKEN_SECONDS, GAP_SECONDS, LEFT, REQUESTS, STREAMS, TOKENS, UNDER_WAY
@@ -26,9 +25,9 @@ from ebbtide.gateway.request import TextRequest
 from ebbtide.gateway.routes.body_reader import read_body
 from ebbtide.gateway.routes.client_ids import REQUEST_ID, with_ids
 from ebbtide.gateway.routes.error_replies import as_told
-from ebbtide.gateway.routes.gateway_doors import GatewayDoors
+from ebbtide.gateway.routes.gateway_doors import AppState
 from ebbtide.gateway.routes.http_reply import HttpReply
-from ebbtide.gateway.runs.run_directory import ServedRun
+from ebbtide.gateway.runs import ServedRun
 from ebbtide.types.ids import new_fence
 from ebbtide.types.session import MAX_COMPLETIONS
 
@@ -39,7 +38,7 @@ CANCEL_S: Final = 10.0
 class TextRoute:
     """An ASGI application."""
 
-    def __init__(self, doors: GatewayDoors, dialect: Dialect, shape: ErrorShape, name: str) -> None:
+    def __init__(self, doors: AppState, dialect: Dialect, shape: ErrorShape, name: str) -> None:
         """`name`: of the route, for metrics."""
         self._doors, self._dialect, self._shape, self._name = doors, dialect, shape, name
 
@@ -75,7 +74,7 @@ class TextRoute:
 class _TextExchange:
     """One request that was read."""
 
-    def __init__(self, doors: GatewayDoors, reply: HttpReply, asked: AskedText, slot: RequestSlot) -> None:
+    def __init__(self, doors: AppState, reply: HttpReply, asked: AskedText, slot: RequestSlot) -> None:
         self._doors, self._reply, self._slot = doors, reply, slot
         self._asked: AskedText | None = asked
         self._request: TextRequest = asked.request

@@ -21,8 +21,7 @@ from ebbtide.auth.reloaded_files import ReloadedFiles
 from ebbtide.auth.role_tokens import key_id, mint
 from ebbtide.auth.roles import Role
 from ebbtide.auth.security import ClientSecurity
-from ebbtide.gateway.access.client_key import KeyRing
-from ebbtide.gateway.access.request_limits import RequestLimits
+from ebbtide.gateway.access import KeyRing, RequestLimits
 from ebbtide.gateway.freed_memory import return_freed_memory
 from ebbtide.gateway.http_app import make_app
 from ebbtide.gateway.http_server import HttpServer

@@ -9,13 +9,11 @@ from starlette.applications import Starlette
 
 from ebbtide.auth.reloaded_files import ReloadedFiles
 from ebbtide.auth.security import TokenCheck
-from ebbtide.gateway.access.client_key import KeyRing
-from ebbtide.gateway.access.request_limits import RequestLimits
-from ebbtide.gateway.episodes.session_limits import SessionLimits
+from ebbtide.gateway.access import KeyRing, RequestLimits, SessionLimits
 from ebbtide.gateway.http_app import make_app
 from ebbtide.gateway.player import RequestPlayer
 from ebbtide.gateway.request import Prompt
-from ebbtide.gateway.routes.gateway_doors import GatewayDoors
+from ebbtide.gateway.routes.gateway_doors import AppState
 from ebbtide.gateway.templates import TemplateSandbox
 from tests.fakes.scripted_doors import scripted_doors
 from tests.fakes.scripted_rollouts import ScriptedCatalog, ScriptedSource, scripted_model, scripted_run
@@ -45,13 +43,13 @@ def session_limits() -> SessionLimits:
 
 
 @pytest.fixture
-def doors(catalog: ScriptedCatalog, limits: RequestLimits, session_limits: SessionLimits) -> GatewayDoors:
+def doors(catalog: ScriptedCatalog, limits: RequestLimits, session_limits: SessionLimits) -> AppState:
     check = TokenCheck(f"Bearer {SECRET}")
     return scripted_doors(catalog, KeyRing(ReloadedFiles((), lambda: check), None), limits, session_limits)
 
 
 @pytest.fixture
-def app(doors: GatewayDoors) -> Starlette:
+def app(doors: AppState) -> Starlette:
     return make_app(doors)
 
 

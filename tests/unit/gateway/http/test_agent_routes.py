@@ -14,8 +14,7 @@ from starlette.applications import Starlette
 
 from ebbtide.auth.reloaded_files import ReloadedFiles
 from ebbtide.auth.security import TokenCheck
-from ebbtide.gateway.access.client_key import KeyRing
-from ebbtide.gateway.access.request_limits import RequestLimits
+from ebbtide.gateway.access import KeyRing, RequestLimits
 from ebbtide.gateway.http_app import make_app
 from ebbtide.gateway.templates import TemplateSandbox
 from ebbtide.types.rollout import FinishReason

@@ -10,9 +10,9 @@ import pytest
 from starlette.applications import Starlette
 
 from ebbtide.errors import Internal, NoCapacity, Unavailable
-from ebbtide.gateway.access.request_limits import RequestLimits
+from ebbtide.gateway.access import RequestLimits
 from ebbtide.gateway.http_app import make_app
-from ebbtide.gateway.routes.gateway_doors import GatewayDoors
+from ebbtide.gateway.routes.gateway_doors import AppState
 from ebbtide.gateway.routes.http_reply import HttpReply
 from ebbtide.types.rollout import FinishReason
 from ebbtide.types.run import TrainerSpec
@@ -27,7 +27,7 @@ BODY = {"prompt": "x", "max_tokens": 30}
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_cannot_come_back_ends_its_rollouts(
-    app: Starlette, source: ScriptedSource, doors: GatewayDoors, stream: bool
+    app: Starlette, source: ScriptedSource, doors: AppState, stream: bool
 ) -> None:
     source.gate.clear()
     call = AsgiCall(app, URL, BODY | {"stream": stream, "n": 2}, HEADERS)
@@ -48,7 +48,7 @@ async def test_a_session_alone_is_no_way_back(app: Starlette, source: ScriptedSo
 
 
 async def test_behind_a_proxy_that_numbers_requests_another_header_is_the_way_back(
-    doors: GatewayDoors, source: ScriptedSource
+    doors: AppState, source: ScriptedSource
 ) -> None:
     app = make_app(msgspec.structs.replace(doors, request_id_header="X-Client-Request-ID"))
     source.gate.clear()
@@ -62,7 +62,7 @@ async def test_behind_a_proxy_that_numbers_requests_another_header_is_the_way_ba
 
 
 async def test_a_client_that_leaves_during_its_submit_ends_its_rollouts(
-    app: Starlette, source: ScriptedSource, doors: GatewayDoors
+    app: Starlette, source: ScriptedSource, doors: AppState
 ) -> None:
     source.acknowledges.clear()
     call = AsgiCall(app, URL, BODY | {"n": 2}, HEADERS)
@@ -107,7 +107,7 @@ async def test_a_stream_resumes_from_its_beginning_under_its_id(
 
 
 async def test_a_client_that_leaves_while_it_sends_costs_nothing(
-    app: Starlette, source: ScriptedSource, doors: GatewayDoors
+    app: Starlette, source: ScriptedSource, doors: AppState
 ) -> None:
     call = AsgiCall(app, URL, None, HEADERS, pieces=[b'{"prompt":'])
     call.leave()
@@ -118,7 +118,7 @@ async def test_a_client_that_leaves_while_it_sends_costs_nothing(
 
 @pytest.mark.parametrize(("path", "sign"), [(URL, b": waiting\n\n"), ("/v1/messages", b"event: ping\n")])
 async def test_a_stream_that_waits_shows_that_it_lives(
-    doors: GatewayDoors, source: ScriptedSource, path: str, sign: bytes
+    doors: AppState, source: ScriptedSource, path: str, sign: bytes
 ) -> None:
     quick = RequestLimits(keep_alive_s=0.02)
     app = make_app(msgspec.structs.replace(doors, limits=quick))
@@ -154,7 +154,7 @@ async def test_the_time_until_a_sign_of_life_begins_with_the_last_event(monkeypa
 
 
 async def test_a_call_that_takes_too_long_or_whose_client_leaves_holds_nothing(
-    doors: GatewayDoors, source: ScriptedSource
+    doors: AppState, source: ScriptedSource
 ) -> None:
     app = make_app(msgspec.structs.replace(doors, limits=RequestLimits(call_s=0.05)))
     patient = make_app(doors)
@@ -216,7 +216,7 @@ async def test_a_completion_that_is_given_up_fails_the_whole_answer(
     assert "cancelled" in answer.json()["error"]["message"]
 
 
-async def test_a_request_has_its_time(doors: GatewayDoors, source: ScriptedSource) -> None:
+async def test_a_request_has_its_time(doors: AppState, source: ScriptedSource) -> None:
     app = make_app(msgspec.structs.replace(doors, limits=RequestLimits(request_s=0.02)))
     source.gate.clear()
     call = AsgiCall(app, URL, BODY, HEADERS)

@@ -16,9 +16,9 @@ from ebbtide.auth.role_tokens import key_id, mint
 from ebbtide.auth.roles import TABLE, Role
 from ebbtide.auth.security import TokenCheck
 from ebbtide.errors import BudgetSpent, RateLimited
-from ebbtide.gateway.access.client_key import KeyRing
+from ebbtide.gateway.access import KeyRing
 from ebbtide.gateway.http_app import make_app
-from ebbtide.gateway.routes.gateway_doors import GatewayDoors
+from ebbtide.gateway.routes.gateway_doors import AppState
 from ebbtide.types.ids import check_id
 from ebbtide.types.key_usage import KeyLimits, MeteredKey
 from ebbtide.types.run import EnvironmentSpec
@@ -38,7 +38,7 @@ def token(role: Role, **claims: Any) -> str:
 
 
 @pytest.fixture
-def signed_app(doors: GatewayDoors) -> Starlette:
+def signed_app(doors: AppState) -> Starlette:
     known = {key_id(SIGNER.public_key()): SIGNER.public_key()}
     return make_app(msgspec.structs.replace(doors, keys=KeyRing(None, ReloadedFiles((), lambda: known))))
 
@@ -245,7 +245,7 @@ async def test_the_run_says_what_it_serves(http: httpx.AsyncClient) -> None:
     assert (await http.get("/get_world_size")).json() == {"world_size": 2}
 
 
-async def test_health_needs_no_key_and_follows_the_gateway(doors: GatewayDoors, http: httpx.AsyncClient) -> None:
+async def test_health_needs_no_key_and_follows_the_gateway(doors: AppState, http: httpx.AsyncClient) -> None:
     bare = {"authorization": ""}
     assert (await http.get("/health", headers=bare)).status_code == 503
     await doors.directory.refresh()
@@ -259,7 +259,7 @@ async def test_health_needs_no_key_and_follows_the_gateway(doors: GatewayDoors, 
 
 
 async def test_a_request_that_waits_keeps_its_run_open(
-    doors: GatewayDoors, catalog: ScriptedCatalog, source: ScriptedSource, encoding: asyncio.Event
+    doors: AppState, catalog: ScriptedCatalog, source: ScriptedSource, encoding: asyncio.Event
 ) -> None:
     clock = SetClock(100.0)
     directory = scripted_directory(catalog, idle_s=60, clock=clock)

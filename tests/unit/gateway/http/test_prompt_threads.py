@@ -12,7 +12,7 @@ import pytest
 
 from ebbtide.errors import Unavailable
 from ebbtide.gateway.prompt_threads import PromptThreads
-from ebbtide.gateway.routes.gateway_doors import GatewayDoors
+from ebbtide.gateway.routes.gateway_doors import AppState
 from tests.fakes.scripted_rollouts import MarkedOutputs, ScriptedSource
 from tests.unit.gateway.http.conftest import HEADERS
 
@@ -133,7 +133,7 @@ async def test_those_that_left_make_room_in_the_queue() -> None:
 
 
 async def test_a_client_whose_prompt_finds_no_room_is_told_when_to_come_back(
-    doors: GatewayDoors, http: httpx.AsyncClient
+    doors: AppState, http: httpx.AsyncClient
 ) -> None:
     full = PromptThreads(1, most_waiting=1)
     goes_on = threading.Event()

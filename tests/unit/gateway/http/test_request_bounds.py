@@ -12,11 +12,10 @@ import pytest
 from starlette.applications import Starlette
 
 from ebbtide.errors import NoCapacity
-from ebbtide.gateway.access.client_key import ClientKey
-from ebbtide.gateway.access.request_limits import RequestLimits, RequestSlots
+from ebbtide.gateway.access import ClientKey, RequestLimits, RequestSlots
 from ebbtide.gateway.http_app import make_app
 from ebbtide.gateway.routes import body_reader
-from ebbtide.gateway.routes.gateway_doors import GatewayDoors
+from ebbtide.gateway.routes.gateway_doors import AppState
 from tests.fakes.asgi_call import AsgiCall
 from tests.fakes.scripted_rollouts import ScriptedSource
 from tests.support.waiting import wait_until
@@ -107,7 +106,7 @@ async def test_without_a_key_nothing_is_read(app: Starlette, source: ScriptedSou
     assert source.submitted == {}
 
 
-async def test_a_body_that_never_ends_has_its_time(doors: GatewayDoors) -> None:
+async def test_a_body_that_never_ends_has_its_time(doors: AppState) -> None:
     app = make_app(msgspec.structs.replace(doors, limits=RequestLimits(body_s=0.02)))
     call = AsgiCall(app, URL, None, HEADERS, pieces=[b"{", b'"'])
     await call.task
@@ -116,7 +115,7 @@ async def test_a_body_that_never_ends_has_its_time(doors: GatewayDoors) -> None:
 
 
 async def test_a_body_has_a_bounded_number_of_lists_however_many_brackets_its_texts_have(
-    doors: GatewayDoors, source: ScriptedSource
+    doors: AppState, source: ScriptedSource
 ) -> None:
     app = make_app(msgspec.structs.replace(doors, limits=RequestLimits()))
     body = {"prompt": "x", "chat_template_kwargs": {"a": [list[Any]()] * 100_001}}
@@ -136,7 +135,7 @@ def test_a_text_without_an_end_is_looked_at_once() -> None:
 
 
 async def test_a_large_body_is_decoded_away_from_the_event_loop(
-    doors: GatewayDoors, monkeypatch: pytest.MonkeyPatch
+    doors: AppState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads, check = list[threading.Thread](), body_reader._check_depth
 
@@ -151,7 +150,7 @@ async def test_a_large_body_is_decoded_away_from_the_event_loop(
     assert [thread is threading.main_thread() for thread in threads] == [True, False]
 
 
-async def test_a_key_has_a_bounded_number_of_requests(doors: GatewayDoors, source: ScriptedSource) -> None:
+async def test_a_key_has_a_bounded_number_of_requests(doors: AppState, source: ScriptedSource) -> None:
     limits = RequestLimits(requests_per_key=2)
     app = make_app(msgspec.structs.replace(doors, limits=limits, slots=RequestSlots(limits)))
     source.gate.clear()
@@ -164,7 +163,7 @@ async def test_a_key_has_a_bounded_number_of_requests(doors: GatewayDoors, sourc
     assert sorted(call.status for call in calls) == [200, 200, 429]
 
 
-async def test_a_key_has_a_bounded_number_of_completions(doors: GatewayDoors, source: ScriptedSource) -> None:
+async def test_a_key_has_a_bounded_number_of_completions(doors: AppState, source: ScriptedSource) -> None:
     limits = RequestLimits(completions_per_key=200)
     slots = RequestSlots(limits)
     app = make_app(msgspec.structs.replace(doors, limits=limits, slots=slots))
@@ -184,7 +183,7 @@ async def test_a_key_has_a_bounded_number_of_completions(doors: GatewayDoors, so
     assert again.status == 200
 
 
-async def test_the_bodies_of_all_requests_have_bounded_bytes(doors: GatewayDoors, encoding: asyncio.Event) -> None:
+async def test_the_bodies_of_all_requests_have_bounded_bytes(doors: AppState, encoding: asyncio.Event) -> None:
     limits = RequestLimits(body_bytes=1024, bodies_bytes=1500)
     slots = RequestSlots(limits)
     app = make_app(msgspec.structs.replace(doors, limits=limits, slots=slots))
@@ -205,7 +204,7 @@ async def test_the_bodies_of_all_requests_have_bounded_bytes(doors: GatewayDoors
 
 
 @pytest.mark.parametrize("path", [path for path in SERVED if path != "/tokenize"])
-async def test_a_long_answer_keeps_no_body(doors: GatewayDoors, source: ScriptedSource, path: str) -> None:
+async def test_a_long_answer_keeps_no_body(doors: AppState, source: ScriptedSource, path: str) -> None:
     limits = RequestLimits()
     slots = RequestSlots(limits)
     app = make_app(msgspec.structs.replace(doors, limits=limits, slots=slots))
@@ -281,7 +280,7 @@ def mutated(draw: random.Random, value: Any, depth: int = 0) -> Any:
     return value
 
 
-async def test_no_hostile_body_is_an_internal_error(http: httpx.AsyncClient, doors: GatewayDoors) -> None:
+async def test_no_hostile_body_is_an_internal_error(http: httpx.AsyncClient, doors: AppState) -> None:
     draw = random.Random(18)
     statuses = set()
     for number in range(600):

@@ -13,7 +13,7 @@ from ebbtide.gateway import player
 from ebbtide.gateway.player import PlayedRequest
 from ebbtide.gateway.prompt_threads import PromptThreads
 from ebbtide.gateway.request import IdsPrompt, TextRequest
-from ebbtide.gateway.runs.run_catalog import RunCatalog
+from ebbtide.gateway.runs import RunCatalog
 from ebbtide.types.key_usage import MeteredKey
 from ebbtide.types.rollout import RolloutRequest
 from ebbtide.types.run import Run, Sampling

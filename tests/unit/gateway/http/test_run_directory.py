@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from ebbtide.errors import InvalidRequest, NotFound, Unavailable
-from ebbtide.gateway.access.client_key import ClientKey
-from ebbtide.gateway.runs.run_directory import RunDirectory
+from ebbtide.gateway.access import ClientKey
+from ebbtide.gateway.runs import RunDirectory
 from ebbtide.gateway.templates import TemplateSandbox
 from ebbtide.types.run import RunStatus
 from tests.fakes.clocks import SetClock

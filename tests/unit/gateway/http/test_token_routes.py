@@ -9,7 +9,7 @@ import httpx
 import numpy as np
 import pytest
 
-from ebbtide.gateway.access.request_limits import RequestLimits
+from ebbtide.gateway.access import RequestLimits
 from ebbtide.gateway.decode import ChoiceDelta, ChoiceFinish
 from ebbtide.gateway.dialects.dialect import AnswerContext
 from ebbtide.gateway.dialects.sglang import SglangDialect

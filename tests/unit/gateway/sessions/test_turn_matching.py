@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from ebbtide.gateway.sessions.turn_record import PromptOrigin
+from ebbtide.gateway.sessions.turns import PromptOrigin
 from ebbtide.gateway.templates import TemplateSandbox
 from ebbtide.types.tokens import unpack_ids
 from tests.fakes.played_sessions import (

@@ -1,55 +1,143 @@
-"""Prepares the turns of sessions: each is matched to what was sampled before, and stored before it is submitted."""
+"""Plays the turns of sessions: each is matched to what was sampled before, and stored before it is submitted.
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+Invariant: of the sessions that were played lately, one in use stays in memory; of the others the one that was used
+longest ago goes first. A session that went is read again from the coordinator by its next turn.
+"""
+
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from typing import Final
 
-import msgspec
 from msgspec.structs import replace
 
 from ebbtide.client.gateway_lease import GatewayLease
-from ebbtide.errors import AlreadyExists, Internal, InvalidRequest, NotFound, NotReady
-from ebbtide.gateway.decode import ChoiceText
-from ebbtide.gateway.episodes.live_session import LiveSession
-from ebbtide.gateway.episodes.played_turn import PlayedTurn, session_ended
-from ebbtide.gateway.episodes.session_limits import SessionLimits
-from ebbtide.gateway.episodes.session_shelf import SessionShelf
-from ebbtide.gateway.player import RequestPlayer
+from ebbtide.errors import AlreadyExists, Internal, InvalidRequest, NoCapacity, NotFound, NotReady
+from ebbtide.gateway.access import SessionLimits
+from ebbtide.gateway.decode import ChoiceDelta, ChoiceResult, ChoiceText
+from ebbtide.gateway.player import PlayedRequest, RequestPlayer
 from ebbtide.gateway.request import ChatPrompt, IdsPrompt, TextRequest, request_digest, session_episode, session_group
+from ebbtide.gateway.sessions.live import LiveSession, LongReaders, completion_of
+from ebbtide.gateway.sessions.turns import SessionNames, names_of
 from ebbtide.types.ids import new_fence
 from ebbtide.types.key_usage import MeteredKey
 from ebbtide.types.rollout import RolloutRequest
 from ebbtide.types.run import check_learnable
 from ebbtide.types.session import Session, SessionState, SessionTurn
 
+
+class PlayedTurn(PlayedRequest):
+    """One turn."""
+
+    def __init__(
+        self,
+        live: LiveSession,
+        request: TextRequest,
+        rollouts: Sequence[RolloutRequest],
+        choices: Sequence[ChoiceText],
+        prompt: list[int],
+    ) -> None:
+        player = live.player
+        super().__init__(player.lease, player.threads, request, rollouts, choices, [prompt], live.owner)
+        self._live = live
+
+    async def submit(self, key: MeteredKey | None = None) -> None:
+        """Raises `AlreadyExists` if the session has ended since the turn was stored."""
+        session = self._live.session
+        if session is None or session.state is not SessionState.OPEN:
+            raise session_ended(self._request.session_id)
+        await super().submit(key)
+
+    async def deltas(self) -> AsyncGenerator[ChoiceDelta, None]:
+        ids = [rollout.rollout_id for rollout in self._rollouts]
+        results = [ChoiceResult(number) for number in range(len(ids))]
+        with self._live.answering(ids):
+            async with aclosing(super().deltas()) as deltas:
+                async for delta in deltas:
+                    results[delta.index].add(delta)
+                    if delta.finish is not None:  # before the client has it: its next turn repeats it
+                        self._live.take(completion_of(ids[delta.index], results[delta.index]))
+                    yield delta
+
+
+def session_ended(name: str) -> AlreadyExists:
+    """The error of a request that comes after its session's end."""
+    return AlreadyExists(f"X-Session-ID: session {name[:100]!r} has ended; begin another one, under another id")
+
+
+#: Books to keep, as an empty one takes memory, too.
+_MOST: Final = 8192
+
+
+class SessionCache:
+    """The sessions of all runs that this gateway serves."""
+
+    def __init__(self, kept_bytes: int) -> None:
+        self._kept_bytes, self._long_readers = kept_bytes, LongReaders()
+        self._live: OrderedDict[tuple[str, str], LiveSession] = OrderedDict()
+        #: Opened through this gateway since the owner's sessions were counted.
+        self._counted: dict[tuple[str, str], int] = {}
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    @contextmanager
+    def used(self, lease: GatewayLease, player: RequestPlayer, session_id: str, owner: str) -> Iterator[LiveSession]:
+        """A session that stays while the block runs. It may be new here."""
+        key = (lease.run.run_id, session_id)
+        live = self._live.get(key)
+        if live is None:
+            live = self._live[key] = LiveSession(session_id, owner, lease, player, self._long_readers)
+        live.lease, live.player = lease, player  # the run's lease may be another one by now
+        self._live.move_to_end(key)
+        live.users += 1
+        try:
+            yield live
+        finally:
+            live.users -= 1
+            if live.session is None or live.session.state is not SessionState.OPEN:
+                self._forget(key, live)
+            self._shrink()
+
+    async def count(self, lease: GatewayLease, owner: str, most: int) -> None:
+        """Count a session that is about to be opened. Raises `NoCapacity` if the owner has `most` open ones."""
+        key = (lease.run.run_id, owner)
+        if key not in self._counted or self._counted[key] >= most:
+            sessions = await lease.sessions(owner)
+            self._counted[key] = sum(one.state is SessionState.OPEN for one in sessions)
+        if self._counted[key] >= most:
+            raise NoCapacity(f"{owner} has {most} open sessions, the most that one key may have; end some")
+        self._counted[key] += 1
+
+    def close(self) -> None:
+        for live in self._live.values():
+            live.close()
+        self._live.clear()
+
+    def _shrink(self) -> None:
+        size = sum(live.bytes for live in self._live.values()) if len(self._live) > 1 else 0
+        for key, live in list(self._live.items()):
+            if size <= self._kept_bytes and len(self._live) <= _MOST:
+                return
+            if not live.users:
+                self._forget(key, live)
+                size -= live.bytes
+
+    def _forget(self, key: tuple[str, str], live: LiveSession) -> None:
+        if not live.users and self._live.get(key) is live:
+            del self._live[key]
+            live.close()
+
+
 #: A turn waits so long for completions of the session that its client left, or that another gateway answers.
 _PATIENCE_S: Final = 5.0
-
-
-class SessionNames(msgspec.Struct, frozen=True, kw_only=True):
-    """A session's record: what its client calls it, and its group."""
-
-    session: str
-    group: str = ""
-    reward: float | None = None  # with which it ended
-
-    def packed(self) -> bytes:
-        return msgspec.msgpack.encode(self)
-
-
-def names_of(session: Session) -> SessionNames:
-    """Raises `Internal` for a session of which this cannot read the record."""
-    try:
-        return msgspec.msgpack.decode(session.record, type=SessionNames)
-    except (msgspec.MsgspecError, ValueError) as error:
-        raise Internal(f"the stored record of session {session.session_id} cannot be read: {error}") from error
 
 
 class SessionPlayer:
     """Plays the sessions of one key on one run."""
 
     def __init__(
-        self, shelf: SessionShelf, lease: GatewayLease, player: RequestPlayer, limits: SessionLimits, owner: str
+        self, shelf: SessionCache, lease: GatewayLease, player: RequestPlayer, limits: SessionLimits, owner: str
     ) -> None:
         self.lease, self._shelf, self._player, self._limits, self._owner = lease, shelf, player, limits, owner
 

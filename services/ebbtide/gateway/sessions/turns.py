@@ -1,12 +1,73 @@
-"""Stores with a turn how its text is made of its tokens, so that any gateway knows the answer that a client got."""
+"""What gateways store of sessions and their turns at the coordinator: enough for any other gateway to go on.
 
+A turn's record is stored before its rollouts are submitted. It holds no text and no sampled token: the new ids of the
+prompt, digests by which later prompts find the turn, and how its text is made of its tokens, so that any gateway knows
+the answer that a client got. The coordinator keeps records and never opens them.
+"""
+
+from enum import IntEnum
 from typing import Any, Final, Literal
 
 import msgspec
 
 from ebbtide.errors import Internal
 from ebbtide.gateway.request import ChatPrompt, IdsPrompt, Prompt, RawPrompt, TextRequest, request_digest
+from ebbtide.gateway.sessions.token_tree import PathKey, TokenPrefix
 from ebbtide.types.run import Sampling
+from ebbtide.types.session import Session
+
+
+class PromptOrigin(IntEnum):
+    """How a turn's prompt was matched to earlier ones."""
+
+    FIRST = 1  # nothing of it was there before
+    CONTINUED = 2  # an earlier answer, as it was sampled, and what follows it
+    TEXT = 3  # the text of an earlier path, and what follows it
+    TOKENS = 4  # encoded anew, or sent as ids; it shares the first tokens with an earlier path
+
+
+class TurnRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One turn. Fields are only ever added."""
+
+    origin: PromptOrigin
+    added: bytes
+    """Packed ids of the prompt that the parent's path does not have."""
+    parent: int = 0
+    """Number of the turn whose path the prompt begins with; 0: none."""
+    completion: int = 0
+    """Which of its completions."""
+    repeated: int = 0
+    """How many ids of that path."""
+    text_bytes: int = 0
+    """Length of the prompt's text in UTF-8; 0 for prompts of ids."""
+    text: bytes = b""
+    """Digest of that text."""
+    raw: bool = False
+    """Whether the text was sent as it is, without messages."""
+    history: bytes = b""
+    """Digest of the messages, in order; empty if there were none."""
+    unmatched: int = 0
+    """Sampled tokens of answers that the client sent back, which the prompt has as newly encoded text."""
+    unknown: int = 0
+    """Messages of the assistant that no turn of this session answered."""
+    settings: bytes = b""
+    """What else the gateway must know to answer the request again. Not opened here."""
+
+    @property
+    def prefix(self) -> TokenPrefix:
+        return TokenPrefix(PathKey(self.parent, self.completion) if self.parent else None, self.repeated)
+
+    def packed(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+
+def unpack_turn(record: bytes) -> TurnRecord:
+    """Reads a stored record. Raises `Internal` if it is none."""
+    try:
+        return msgspec.msgpack.decode(record, type=TurnRecord)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise Internal(f"a turn's stored record cannot be read: {error}") from error
+
 
 _encoder: Final = msgspec.msgpack.Encoder(order="deterministic")
 
@@ -109,3 +170,22 @@ def _empty_prompt(settings: TurnSettings, tools: list[dict[str, Any]] | None) ->
             return RawPrompt("")
         case "ids":
             return IdsPrompt([])
+
+
+class SessionNames(msgspec.Struct, frozen=True, kw_only=True):
+    """A session's record: what its client calls it, and its group."""
+
+    session: str
+    group: str = ""
+    reward: float | None = None  # with which it ended
+
+    def packed(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+
+def names_of(session: Session) -> SessionNames:
+    """Raises `Internal` for a session of which this cannot read the record."""
+    try:
+        return msgspec.msgpack.decode(session.record, type=SessionNames)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise Internal(f"the stored record of session {session.session_id} cannot be read: {error}") from error

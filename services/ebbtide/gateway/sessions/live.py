@@ -8,21 +8,85 @@ others are read from the coordinator. What is lost with the process: nothing; an
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from typing import Any, Final, TypeVar
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from ebbtide.client.gateway_lease import GatewayLease
-from ebbtide.errors import EbbtideError, Unavailable
-from ebbtide.gateway.episodes.completion_reader import ReadCompletion, read_completion
-from ebbtide.gateway.episodes.turn_settings import TurnSettings, turn_settings, unpack_settings
-from ebbtide.gateway.player import RequestPlayer
+from ebbtide.errors import EbbtideError, NotFound, Unavailable
+from ebbtide.gateway.decode import ChoiceResult, ChoiceText
+from ebbtide.gateway.player import UNDELIVERED, RequestPlayer, pushed
 from ebbtide.gateway.request import ChatPrompt, IdsPrompt, RawPrompt, TextRequest
-from ebbtide.gateway.sessions.session_book import PlannedTurn, SessionBook
+from ebbtide.gateway.sessions.book import PlannedTurn, SessionBook
+from ebbtide.gateway.sessions.turns import TurnSettings, turn_settings, unpack_settings
 from ebbtide.types.key_usage import MeteredKey
+from ebbtide.types.rollout import FinishReason
 from ebbtide.types.session import Session, SessionState, SessionTurn
-from ebbtide.types.tokens import TOKEN_BYTES
+from ebbtide.types.tokens import TOKEN_BYTES, TokenArray, unpack_tokens
+
+
+class ReadCompletion(Struct, frozen=True, kw_only=True):
+    """A completion that gets no more tokens."""
+
+    rollout_id: str
+    tokens: TokenArray  # those that count: up to the one that completed a stop string
+    answers: tuple[dict[str, Any], ...] = ()  # as its client got it; none if it was cut short
+    truncated: bool = False  # ended by its length
+    undelivered: bool = False  # it was ended because nobody would get its answer
+    absent: bool = False  # not submitted by now: its gateway is about to, or died
+
+
+def completion_of(rollout_id: str, result: ChoiceResult, *further: ChoiceResult) -> ReadCompletion:
+    """The completion of a result. `further`: the same tokens, parsed as another kind of answer shows them."""
+    finish = result.finish
+    return ReadCompletion(
+        rollout_id=rollout_id,
+        tokens=result.tokens,
+        answers=tuple(map(_message, (result, *further))) if finish else (),
+        truncated=bool(finish and finish.reason == "length"),
+    )
+
+
+async def read_completion(
+    player: RequestPlayer, request: TextRequest, rollout_id: str, prompt_ids: list[int], owner: str
+) -> ReadCompletion:
+    """Follow a rollout to its end. `owner`: for whom its text is parsed."""
+    # A stream's parser may split a response otherwise than the parser of whole ones.
+    kinds = [replace(request, stream=stream) for stream in sorted({False, request.stream})]
+
+    def work() -> list[ChoiceText]:
+        return [player.choice(kind, 0, rollout_id, prompt_ids) for kind in kinds]
+
+    choices = await player.threads.run(owner, work, refusable=False)
+    results, undelivered = [ChoiceResult(0) for _ in choices], False
+    try:
+        async with aclosing(player.lease.tokens(rollout_id)) as chunks:
+            async for chunk in chunks:
+                ends = chunk.reason in (FinishReason.STOP, FinishReason.LENGTH)
+                for choice, result in zip(choices, results, strict=True):
+                    reason = chunk.reason if ends else None
+                    result.add(await pushed(choice, unpack_tokens(chunk.tokens), reason, player.threads, owner))
+                if choices[0].finished or chunk.reason is not None:
+                    undelivered = chunk.reason is FinishReason.CANCELLED and chunk.message == UNDELIVERED
+                    break
+    except NotFound:
+        return ReadCompletion(rollout_id=rollout_id, tokens=results[0].tokens, absent=True)
+    return replace(completion_of(rollout_id, *results), undelivered=undelivered)
+
+
+def _message(result: ChoiceResult) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": result.text}
+    if result.reasoning:
+        message["reasoning"] = result.reasoning
+    if result.calls:
+        message["tool_calls"] = [
+            {"id": call["id"], "type": "function", "function": {"name": call["name"], "arguments": call["arguments"]}}
+            for call in result.calls
+        ]
+    return message
+
 
 T = TypeVar("T")
 #: Completions that are read at once for a session that is new here.

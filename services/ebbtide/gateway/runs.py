@@ -1,25 +1,116 @@
-"""Finds the run that a request belongs to, and keeps open what serving it takes.
+"""Finds the run that a request belongs to, and keeps open what serving it takes: a lease, and the model's text side.
 
 Invariant: a run has at most one open lease here, which one task opens while others wait for it. Leases that are lost
 are opened again by the next request; those of runs that nobody asks of are released, and a request that waits asks.
-No request is told that its run is unknown by a list that is older than the request. Nothing here outlives the process:
-leases expire by themselves.
+No request is told that its run is unknown by a list that is older than the request. A model folder is loaded once, by
+one thread, and stays loaded. Nothing here outlives the process: leases expire by themselves.
 """
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Final
 
+from ebbtide.client import Client
 from ebbtide.client.gateway_lease import GatewayLease
-from ebbtide.errors import EbbtideError, InvalidRequest, NotFound
-from ebbtide.gateway.access.client_key import ClientKey
+from ebbtide.errors import EbbtideError, InvalidRequest, LeaseSuperseded, NotFound
+from ebbtide.gateway.access import ClientKey
+from ebbtide.gateway.model import ServedModel, context_of, read_model_config
+from ebbtide.gateway.parsers import ParserNames
 from ebbtide.gateway.player import RequestPlayer
 from ebbtide.gateway.prompt_threads import PromptThreads
-from ebbtide.gateway.runs.run_catalog import RunCatalog
+from ebbtide.gateway.templates import TemplateSandbox
 from ebbtide.telemetry import get_logger
 from ebbtide.types.run import Run
+
+#: Model folders to keep loaded, 10 to 100 MB each.
+_MOST_MODELS: Final = 64
+
+
+class RunCatalog:
+    """All runs of a cluster."""
+
+    def __init__(
+        self,
+        client: Client,
+        sandbox: TemplateSandbox,
+        parsers: ParserNames,
+        *,
+        holder: str,
+        model_roots: Sequence[str],
+        max_model_len: int,
+        bound_run: Callable[[], str] = str,
+    ) -> None:
+        """`holder`: names this gateway among those of a run. `max_model_len` 0: each model's own. `bound_run`: the only
+        run that the gateway's own token is for; "": all runs.
+        """
+        self._client, self._sandbox, self._parsers = client, sandbox, parsers
+        self._holder, self._max_model_len = holder, max_model_len
+        self._roots = [Path(root).resolve() for root in model_roots]
+        self._models: dict[tuple[str, int], asyncio.Task[ServedModel]] = {}  # by folder and context
+        self._bound_run = bound_run
+
+    async def runs(self) -> list[Run]:
+        """All runs; under a token of one run, this one."""
+        if not (run_id := self._bound_run()):
+            return await self._client.runs()
+        try:
+            return [await self._client.run(run_id)]
+        except NotFound:
+            return []
+
+    async def open(self, run: Run) -> GatewayLease:
+        """Claim a lease. Raises `NotFound` or `NotReady` for a run that takes no requests."""
+        try:
+            return await self._client.acquire_gateway(run.run_id, holder=self._holder)
+        except LeaseSuperseded:
+            raise NotFound(f"model: run {run.run_id} has ended") from None
+
+    async def context(self, run: Run) -> int:
+        """Most tokens of prompt and response of the run's model; 0 if its folder is not here."""
+        try:
+            folder = await asyncio.to_thread(self._folder, run)
+            return context_of(await asyncio.to_thread(read_model_config, folder), self._most(run))
+        except InvalidRequest:
+            return 0
+
+    async def model(self, run: Run) -> ServedModel:
+        """The text side of the run's model. Raises `InvalidRequest` naming `model` if it cannot be loaded here."""
+        name = (run.spec.model, run.spec.max_model_len)
+        task = self._models.get(name)
+        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
+            while len(self._models) >= _MOST_MODELS:
+                self._models.pop(next(iter(self._models)))
+            task = self._models[name] = asyncio.create_task(self._load(run))
+        return await asyncio.shield(task)
+
+    async def _load(self, run: Run) -> ServedModel:
+        folder = await asyncio.to_thread(self._folder, run)
+        return await asyncio.to_thread(
+            ServedModel.load, folder, self._sandbox, self._parsers, max_model_len=self._most(run)
+        )
+
+    def _most(self, run: Run) -> int:
+        """Prompt plus response, in tokens, that the gateway's and the run's settings allow; 0: neither says it."""
+        return min(filter(None, (self._max_model_len, run.spec.max_model_len)), default=0)
+
+    def _folder(self, run: Run) -> Path:
+        """The model's folder, where links lead. Raises `InvalidRequest` naming `model` outside of the allowed roots."""
+        try:
+            folder = Path(run.spec.model).resolve()
+        except (OSError, RuntimeError, ValueError) as error:  # links in a circle, or a zero byte
+            raise InvalidRequest(f"{run.spec.model!r} is no folder: {error}", field="model") from error
+        if not any(folder.is_relative_to(root) for root in self._roots):
+            roots = ", ".join(map(str, self._roots)) or "any folder"
+            raise InvalidRequest(
+                f"the run's model {str(folder)!r} is not below {roots}; have its folder added to model_roots "
+                "(EBBTIDE_MODEL_ROOTS) of the gateway",
+                field="model",
+            )
+        return folder
+
 
 log = get_logger(__name__)
 #: Between two reads for clients, of the list or for names that are not in it: they do not load the coordinator.

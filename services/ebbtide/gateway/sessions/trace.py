@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from ebbtide.gateway.sessions.session_book import BookedTurn, SessionBook
+from ebbtide.gateway.sessions.book import BookedTurn, SessionBook
 from ebbtide.gateway.sessions.token_tree import PathKey, TokenPrefix
 from ebbtide.types.tokens import TOKEN, TokenArray, pack_ids
 

@@ -15,11 +15,17 @@ from msgspec import Struct
 
 from ebbtide.errors import InvalidRequest, NotReady
 from ebbtide.gateway.model import ServedModel, without_reasoning
-from ebbtide.gateway.sessions.message_digests import NO_HISTORY, history_digests, message_digests, text_digest
-from ebbtide.gateway.sessions.text_matches import TextMatches
+from ebbtide.gateway.sessions.matching import (
+    NO_HISTORY,
+    EarlierAnswer,
+    TextMatches,
+    continued_ids,
+    history_digests,
+    message_digests,
+    text_digest,
+)
 from ebbtide.gateway.sessions.token_tree import PathKey, TokenPrefix, TokenTree
-from ebbtide.gateway.sessions.turn_matching import EarlierAnswer, continued_ids
-from ebbtide.gateway.sessions.turn_record import PromptOrigin, TurnRecord, unpack_turn
+from ebbtide.gateway.sessions.turns import PromptOrigin, TurnRecord, unpack_turn
 from ebbtide.types.tokens import TOKEN, TokenArray, pack_ids, unpack_ids
 
 _NO_TOKENS: Final[TokenArray] = np.empty(0, dtype=TOKEN)

@@ -11,13 +11,13 @@ from typing import Final
 from msgspec.structs import replace
 
 from ebbtide.errors import AlreadyExists, InvalidRequest
-from ebbtide.gateway.episodes.live_session import LiveSession, in_thread
-from ebbtide.gateway.episodes.session_player import SessionPlayer, names_of
-from ebbtide.gateway.sessions.session_trace import BranchTrace, SessionTrace, session_trace
+from ebbtide.gateway.sessions.live import LiveSession, in_thread
+from ebbtide.gateway.sessions.player import SessionPlayer
+from ebbtide.gateway.sessions.trace import BranchTrace, SessionTrace, session_trace
+from ebbtide.gateway.sessions.turns import names_of
 from ebbtide.types.rollout import SampledResponse, Trajectory
 from ebbtide.types.run import Run, Sampling
 from ebbtide.types.session import Session, SessionEnd, SessionState
-from ebbtide.types.tokens import pack_ids
 
 #: Why a session with a reward is dropped, if no token was sampled in it.
 NO_TOKENS: Final = "no_tokens"
@@ -113,9 +113,7 @@ def trajectories_of(
             metrics={} if number else figures,
             session_id=session.session_id,
             branches=len(trace.branches),
-            prompt_ids=pack_ids(branch.prompt_ids),
-            tokens=branch.tokens.tobytes(),
-            loss_mask=branch.loss_mask.tobytes(),
+            **branch.packed(),
             responses=_responses(live, branch),
         )
         for number, branch in enumerate(trace.branches)
