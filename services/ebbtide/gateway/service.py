@@ -13,11 +13,11 @@ from ebbtide.auth.role_tokens import run_of_token
 from ebbtide.client import Client
 from ebbtide.errors import EbbtideError
 from ebbtide.gateway.access import RequestSlots
-from ebbtide.gateway.http_app import make_app
-from ebbtide.gateway.http_server import HttpServer
+from ebbtide.gateway.http.app import make_app
+from ebbtide.gateway.http.route import AppState
+from ebbtide.gateway.http.server import HttpServer
 from ebbtide.gateway.parsers import ParserNames
 from ebbtide.gateway.prompt_threads import PromptThreads
-from ebbtide.gateway.routes.gateway_doors import AppState
 from ebbtide.gateway.runs import RunCatalog, RunDirectory
 from ebbtide.gateway.sessions.player import SessionCache
 from ebbtide.gateway.settings import GatewaySettings
@@ -58,7 +58,7 @@ async def serve(shutdown: Shutdown, settings: GatewaySettings) -> None:
             idle_s=settings.idle_s,
         )
         shelf = SessionCache(settings.sessions.shelf_bytes)
-        doors = AppState(
+        state = AppState(
             keys=settings.key_ring(),
             limits=settings.limits,
             slots=RequestSlots(settings.limits),
@@ -68,7 +68,7 @@ async def serve(shutdown: Shutdown, settings: GatewaySettings) -> None:
             request_id_header=settings.door.request_id_header,
             is_leaving=shutdown.requested.is_set,
         )
-        server = HttpServer(make_app(doors), settings)
+        server = HttpServer(make_app(state), settings)
         await server.start()
         shutdown.spawn(_refresh(directory), "runs")
         shutdown.spawn(server.ended(), "http")

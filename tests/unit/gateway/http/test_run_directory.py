@@ -11,7 +11,7 @@ from ebbtide.gateway.runs import RunDirectory
 from ebbtide.gateway.templates import TemplateSandbox
 from ebbtide.types.run import RunStatus
 from tests.fakes.clocks import SetClock
-from tests.fakes.scripted_doors import scripted_directory
+from tests.fakes.scripted_app_state import scripted_directory
 from tests.fakes.scripted_rollouts import ScriptedCatalog, ScriptedSource, scripted_model, scripted_run
 from tests.support.waiting import wait_until
 

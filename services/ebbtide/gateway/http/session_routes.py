@@ -1,4 +1,8 @@
-"""Answers what clients ask of their sessions: which there are, what was sampled in them, and how they end."""
+"""Answers what clients ask of their sessions: which there are, what was sampled in them, and how they end.
+
+Traces may be long. So they are shaped in a thread, each turn and branch by itself: the event loop gets its turn in
+between.
+"""
 
 import asyncio
 import math
@@ -9,16 +13,17 @@ import msgspec
 from msgspec import Meta, Struct
 
 from ebbtide.errors import InvalidRequest, NotFound
-from ebbtide.gateway.dialects.trace_shapes import completions_body, session_head, trace_body
-from ebbtide.gateway.routes.gateway_doors import AppState
-from ebbtide.gateway.routes.json_route import JsonCall
+from ebbtide.gateway.dialects.dialect import logprobs_of, version_spans
+from ebbtide.gateway.http.route import AppState, JsonCall
 from ebbtide.gateway.sessions.ending import end_dropped, end_for_verdict, end_with_reward
 from ebbtide.gateway.sessions.live import in_thread
 from ebbtide.gateway.sessions.player import SessionPlayer
-from ebbtide.gateway.sessions.trace import SessionTrace, trace_page
+from ebbtide.gateway.sessions.trace import BranchTrace, CompletionTrace, SessionTrace, TurnTrace, trace_page
+from ebbtide.gateway.sessions.turns import names_of, unpack_settings
 from ebbtide.types.ids import MAX_CLIENT_ID, check_client_id, check_id, check_session_name, new_fence
 from ebbtide.types.parse import parse
-from ebbtide.types.session import MAX_SESSION_RECORD, SessionState
+from ebbtide.types.run import Sampling
+from ebbtide.types.session import MAX_SESSION_RECORD, Session, SessionState
 
 T = TypeVar("T")
 #: Sessions of one page. Each is read by itself, as lists hold no records.
@@ -50,8 +55,8 @@ class EndBody(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class SessionRoutes:
     """The work of these routes, for keys that do more than play. A session of another name's keys is not there."""
 
-    def __init__(self, doors: AppState) -> None:
-        self._doors = doors
+    def __init__(self, state: AppState) -> None:
+        self._state = state
 
     async def open(self, call: JsonCall) -> dict[str, Any]:
         """POST /v1/sessions: opens a session, or answers as it is."""
@@ -141,8 +146,8 @@ class SessionRoutes:
 
     async def _sessions(self, call: JsonCall) -> SessionPlayer:
         call.key.check_ends()
-        served = await self._doors.directory.find(call.key, call.query.get("model", ""))
-        return self._doors.sessions_of(served.lease, served.player, call.key)
+        served = await self._state.directory.find(call.key, call.query.get("model", ""))
+        return self._state.sessions_of(served.lease, served.player, call.key)
 
 
 def _number(call: JsonCall, field: str, default: int, what: str) -> int:
@@ -154,3 +159,103 @@ def _number(call: JsonCall, field: str, default: int, what: str) -> int:
 
 def _name(call: JsonCall) -> str:
     return check_session_name(call.path["session_id"], field="session_id")
+
+
+_encoder: Final = msgspec.json.Encoder()
+
+
+def session_head(session: Session) -> dict[str, Any]:
+    """What is known of a session without its tokens. Times are seconds."""
+    names = names_of(session)
+    return {
+        "id": names.session,
+        "object": "session",
+        "run_id": session.run_id,
+        "group_id": names.group or None,
+        "state": session.state.name.lower(),
+        "reward": names.reward if session.reward is None else session.reward,
+        "verifier": session.verifier or None,
+        "drop_reason": session.drop_reason or None,
+        "turn_count": session.turns,
+        "age_s": session.age_s,
+        "idle_s": session.idle_s,
+        "ends_in_s": session.ends_in_s,
+    }
+
+
+def trace_body(trace: SessionTrace) -> dict[str, Any]:
+    """All tokens of these turns."""
+    return {
+        "turns": [_encoded(turn_body(turn)) for turn in trace.turns],
+        "branches": [_encoded(_branch(branch)) for branch in trace.branches],
+        "unmatched_tokens": trace.unmatched,
+        "unknown_answers": trace.unknown,
+        "until": trace.until,
+        "has_more": trace.more,
+    }
+
+
+def turn_body(turn: TurnTrace) -> dict[str, Any]:
+    """One turn. `prompt_mask` is 1 where the prompt repeats a token as it was sampled."""
+    record = turn.turn.record
+    return {
+        "number": turn.turn.number,
+        "parent": turn.parent and {"turn": turn.parent.turn, "completion": turn.parent.completion},
+        "matched_by": record.origin.name.lower(),
+        "prompt_token_ids": turn.prompt_ids.tolist(),
+        "prompt_mask": turn.sampled.tolist(),
+        "unmatched_tokens": record.unmatched,
+        "unknown_answers": record.unknown,
+        "sampling": _sampling(unpack_settings(record.settings).sampling),
+        "completions": [_completion(one) for one in turn.completions],
+    }
+
+
+def completions_body(trace: SessionTrace) -> dict[str, Any]:
+    """All completions in the order of their turns, each with its whole prompt."""
+    data = [
+        _encoded(
+            {
+                "turn": turn.turn.number,
+                "prompt_token_ids": turn.prompt_ids.tolist(),
+                "prompt_mask": turn.sampled.tolist(),
+                **_completion(one),
+            }
+        )
+        for turn in trace.turns
+        for one in turn.completions
+    ]
+    return {"data": data, "until": trace.until, "has_more": trace.more}
+
+
+def _encoded(body: dict[str, Any]) -> msgspec.Raw:
+    return msgspec.Raw(_encoder.encode(body))
+
+
+def _sampling(sampling: Sampling) -> dict[str, Any]:
+    """What of it decides the distribution of tokens."""
+    ends = ("min_tokens", "stop_token_ids", "ignore_eos")
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", *ends)
+    return {name: getattr(sampling, name) for name in names}
+
+
+def _completion(one: CompletionTrace) -> dict[str, Any]:
+    return {
+        "id": one.rollout_id,
+        "token_ids": one.tokens["id"].tolist(),
+        "logprobs": logprobs_of(one.tokens),
+        "weight_versions": version_spans(one.tokens),
+        "delivered": one.delivered,
+    }
+
+
+def _branch(branch: BranchTrace) -> dict[str, Any]:
+    return {
+        "turns": list(branch.turns),
+        "prompt_token_ids": branch.prompt_ids.tolist(),
+        "token_ids": branch.tokens["id"].tolist(),
+        "loss_mask": branch.loss_mask.tolist(),
+        "sampled_mask": branch.sampled.tolist(),
+        "logprobs": logprobs_of(branch.tokens),
+        "weight_versions": branch.tokens["version"].tolist(),
+    }

@@ -1,5 +1,3 @@
-"""Puts the routes together as one ASGI application."""
-
 from collections.abc import Sequence
 
 from starlette.applications import Starlette
@@ -17,22 +15,21 @@ from ebbtide.gateway.dialects.dialect import Dialect, ErrorShape, anthropic_erro
 from ebbtide.gateway.dialects.responses import ResponsesDialect
 from ebbtide.gateway.dialects.sglang import SglangDialect
 from ebbtide.gateway.dialects.token_generate import TokenGenerateDialect
-from ebbtide.gateway.routes.gateway_doors import AppState
-from ebbtide.gateway.routes.json_route import JsonRoute
-from ebbtide.gateway.routes.run_routes import RunRoutes
-from ebbtide.gateway.routes.session_routes import SessionRoutes
-from ebbtide.gateway.routes.text_route import TextRoute
+from ebbtide.gateway.http.route import AppState, JsonRoute
+from ebbtide.gateway.http.run_routes import RunRoutes
+from ebbtide.gateway.http.session_routes import SessionRoutes
+from ebbtide.gateway.http.text_route import TextRoute
 
 
-def make_app(doors: AppState) -> Starlette:
+def make_app(state: AppState) -> Starlette:
     """The gateway's application. The same routes stand behind /sessions/{id}, for clients that set a URL alone."""
-    text = _text_routes(doors)
+    text = _text_routes(state)
     routes = [
-        Route("/health", _health(doors), methods=["GET"]),
-        *_run_routes(doors),
-        *_session_routes(doors),
+        Route("/health", _health(state), methods=["GET"]),
+        *_run_routes(state),
+        *_session_routes(state),
         *text,
-        Mount("/sessions/{session_id}", routes=[*text, *_model_routes(doors), _count_route(doors)]),
+        Mount("/sessions/{session_id}", routes=[*text, *_model_routes(state), _count_route(state)]),
     ]
     app = Starlette(routes=routes, exception_handlers={HTTPException: _unknown_route})
     app.add_middleware(_WithoutEscapedSlashes)
@@ -40,8 +37,8 @@ def make_app(doors: AppState) -> Starlette:
     return app
 
 
-def _text_routes(doors: AppState) -> Sequence[BaseRoute]:
-    limits = doors.limits
+def _text_routes(state: AppState) -> Sequence[BaseRoute]:
+    limits = state.limits
     chat = ChatDialect(max_messages=limits.messages, max_tools=limits.tools)
     responses = ResponsesDialect(max_items=limits.messages, max_tools=limits.tools)
     messages = MessagesDialect(max_messages=limits.messages, max_tools=limits.tools)
@@ -54,54 +51,54 @@ def _text_routes(doors: AppState) -> Sequence[BaseRoute]:
         "/generate": (SglangDialect(), openai_error),
     }
     return [
-        Route(path, TextRoute(doors, dialect, shape, path), methods=["POST"])
+        Route(path, TextRoute(state, dialect, shape, path), methods=["POST"])
         for path, (dialect, shape) in served.items()
     ]
 
 
-def _model_routes(doors: AppState) -> Sequence[BaseRoute]:
-    runs = RunRoutes(doors)
+def _model_routes(state: AppState) -> Sequence[BaseRoute]:
+    runs = RunRoutes(state)
     return [
-        Route("/v1/models", JsonRoute(doors, runs.models, "/v1/models"), methods=["GET"]),
-        Route("/v1/models/{model}", JsonRoute(doors, runs.model, "/v1/models"), methods=["GET"]),
+        Route("/v1/models", JsonRoute(state, runs.models, "/v1/models"), methods=["GET"]),
+        Route("/v1/models/{model}", JsonRoute(state, runs.model, "/v1/models"), methods=["GET"]),
     ]
 
 
-def _count_route(doors: AppState) -> BaseRoute:
-    counts = JsonRoute(doors, RunRoutes(doors).count_tokens, "/v1/messages", reads_body=True, shape=anthropic_error)
+def _count_route(state: AppState) -> BaseRoute:
+    counts = JsonRoute(state, RunRoutes(state).count_tokens, "/v1/messages", reads_body=True, shape=anthropic_error)
     return Route("/v1/messages/count_tokens", counts, methods=["POST"])
 
 
-def _session_routes(doors: AppState) -> Sequence[BaseRoute]:
-    sessions, one = SessionRoutes(doors), "/v1/sessions/{session_id}"
+def _session_routes(state: AppState) -> Sequence[BaseRoute]:
+    sessions, one = SessionRoutes(state), "/v1/sessions/{session_id}"
     return [
-        Route("/v1/sessions", JsonRoute(doors, sessions.listed, "/v1/sessions"), methods=["GET"]),
-        Route("/v1/sessions", JsonRoute(doors, sessions.open, "/v1/sessions", reads_body=True), methods=["POST"]),
-        Route(one, JsonRoute(doors, sessions.trace, "/v1/sessions"), methods=["GET"]),
-        Route(f"{one}/completions", JsonRoute(doors, sessions.completions, "/v1/sessions"), methods=["GET"]),
+        Route("/v1/sessions", JsonRoute(state, sessions.listed, "/v1/sessions"), methods=["GET"]),
+        Route("/v1/sessions", JsonRoute(state, sessions.open, "/v1/sessions", reads_body=True), methods=["POST"]),
+        Route(one, JsonRoute(state, sessions.trace, "/v1/sessions"), methods=["GET"]),
+        Route(f"{one}/completions", JsonRoute(state, sessions.completions, "/v1/sessions"), methods=["GET"]),
         *(
-            Route(f"{one}/{name}", JsonRoute(doors, work, "/v1/sessions", reads_body=True), methods=["POST"])
+            Route(f"{one}/{name}", JsonRoute(state, work, "/v1/sessions", reads_body=True), methods=["POST"])
             for name, work in {"reward": sessions.reward, "end": sessions.end}.items()
         ),
     ]
 
 
-def _run_routes(doors: AppState) -> Sequence[BaseRoute]:
-    runs = RunRoutes(doors)
+def _run_routes(state: AppState) -> Sequence[BaseRoute]:
+    runs = RunRoutes(state)
     asked = {"/server_info": runs.server_info, "/get_world_size": runs.world_size}
     return [
-        *_model_routes(doors),
-        Route("/v1/usage", JsonRoute(doors, runs.usage, "/v1/usage"), methods=["GET"]),
-        Route("/tokenize", JsonRoute(doors, runs.tokenize, "/tokenize", reads_body=True), methods=["POST"]),
-        _count_route(doors),
-        *(Route(path, JsonRoute(doors, work, path), methods=["GET"]) for path, work in asked.items()),
+        *_model_routes(state),
+        Route("/v1/usage", JsonRoute(state, runs.usage, "/v1/usage"), methods=["GET"]),
+        Route("/tokenize", JsonRoute(state, runs.tokenize, "/tokenize", reads_body=True), methods=["POST"]),
+        _count_route(state),
+        *(Route(path, JsonRoute(state, work, path), methods=["GET"]) for path, work in asked.items()),
     ]
 
 
-def _health(doors: AppState):  # type: ignore[no-untyped-def]
+def _health(state: AppState):  # type: ignore[no-untyped-def]
     async def health(_request: Request) -> Response:
         """200 while the gateway takes requests. Nobody needs a key to ask."""
-        if doors.is_leaving() or not doors.directory.is_ready:
+        if state.is_leaving() or not state.directory.is_ready:
             return PlainTextResponse("not ready\n", status_code=503)
         return PlainTextResponse("")
 

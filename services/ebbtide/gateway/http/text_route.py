@@ -18,15 +18,11 @@ from ebbtide.errors import EbbtideError, Unavailable
 from ebbtide.gateway.access import ClientKey, RequestSlot
 from ebbtide.gateway.decode import ChoiceResult
 from ebbtide.gateway.dialects.dialect import Answer, AnswerContext, AskedText, Dialect, ErrorShape
+from ebbtide.gateway.http.route import REQUEST_ID, AppState, HttpReply, as_told, read_body, with_ids
 from ebbtide.gateway.metrics import FIRST_TOKEN_SECONDS, GAP_SECONDS, LEFT, REQUESTS, STREAMS, TOKENS, UNDER_WAY
 from ebbtide.gateway.player import PlayedRequest
 from ebbtide.gateway.prompt_threads import PromptThreads
 from ebbtide.gateway.request import TextRequest
-from ebbtide.gateway.routes.body_reader import read_body
-from ebbtide.gateway.routes.client_ids import REQUEST_ID, with_ids
-from ebbtide.gateway.routes.error_replies import as_told
-from ebbtide.gateway.routes.gateway_doors import AppState
-from ebbtide.gateway.routes.http_reply import HttpReply
 from ebbtide.gateway.runs import ServedRun
 from ebbtide.types.ids import new_fence
 from ebbtide.types.session import MAX_COMPLETIONS
@@ -38,25 +34,25 @@ CANCEL_S: Final = 10.0
 class TextRoute:
     """An ASGI application."""
 
-    def __init__(self, doors: AppState, dialect: Dialect, shape: ErrorShape, name: str) -> None:
+    def __init__(self, state: AppState, dialect: Dialect, shape: ErrorShape, name: str) -> None:
         """`name`: of the route, for metrics."""
-        self._doors, self._dialect, self._shape, self._name = doors, dialect, shape, name
+        self._state, self._dialect, self._shape, self._name = state, dialect, shape, name
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
         reply = HttpReply(receive, send, new_fence())
         outcome = "ok"
         try:
-            key = self._doors.keys.admit(headers)
-            self._doors.check_open()
-            with self._doors.slots.taken(key) as slot, UNDER_WAY.track_inprogress():
-                body = await read_body(headers, receive, self._doors.limits, slot)
+            key = self._state.keys.admit(headers)
+            self._state.check_open()
+            with self._state.slots.taken(key) as slot, UNDER_WAY.track_inprogress():
+                body = await read_body(headers, receive, self._state.limits, slot)
                 asked = self._dialect.read(body)
                 slot.add_completions(min(len(asked.request.prompts) * asked.request.n, MAX_COMPLETIONS))
                 request = key.admitted(self._with_ids(asked.request, headers, scope))
                 asked = AskedText(request, asked.answer)
                 reply.request_id = asked.request.request_id or reply.request_id
-                exchange = _TextExchange(self._doors, reply, asked, slot)
+                exchange = _TextExchange(self._state, reply, asked, slot)
                 del body, asked, request  # the exchange lets go of them before the answer has ended
                 outcome = await exchange.run(key)
         except Exception as error:  # noqa: BLE001 - the client is told, and unexpected errors are logged
@@ -68,14 +64,14 @@ class TextRoute:
             REQUESTS.labels(self._name, outcome).inc()
 
     def _with_ids(self, request: TextRequest, headers: Headers, scope: Scope) -> TextRequest:
-        return with_ids(request, headers, scope.get("path_params", {}), self._doors.request_id_header)
+        return with_ids(request, headers, scope.get("path_params", {}), self._state.request_id_header)
 
 
 class _TextExchange:
     """One request that was read."""
 
-    def __init__(self, doors: AppState, reply: HttpReply, asked: AskedText, slot: RequestSlot) -> None:
-        self._doors, self._reply, self._slot = doors, reply, slot
+    def __init__(self, state: AppState, reply: HttpReply, asked: AskedText, slot: RequestSlot) -> None:
+        self._state, self._reply, self._slot = state, reply, slot
         self._asked: AskedText | None = asked
         self._request: TextRequest = asked.request
         self._answer: Answer | None = None
@@ -85,7 +81,7 @@ class _TextExchange:
 
     async def run(self, key: ClientKey) -> str:
         """The outcome, for metrics. Raises an error if nothing was sent yet; later ones are sent as events."""
-        limits = self._doors.limits
+        limits = self._state.limits
         work = asyncio.create_task(self._bounded(key, limits.request_s))
         gone = asyncio.create_task(self._reply.departure(lambda: self._answer, limits.keep_alive_s))
         try:
@@ -119,7 +115,7 @@ class _TextExchange:
             await self._fail(error)
 
     async def _serve(self, key: ClientKey) -> None:
-        served = await self._doors.directory.find(key, self._request.model)
+        served = await self._state.directory.find(key, self._request.model)
         with served.in_use():
             played = self._played = await self._prepared(served, key)
             answer = self._answering(played, served)
@@ -134,7 +130,7 @@ class _TextExchange:
 
     async def _prepared(self, served: ServedRun, key: ClientKey) -> PlayedRequest:
         if self._request.session_id:
-            return await self._doors.sessions_of(served.lease, served.player, key).prepare(self._request, key.metered)
+            return await self._state.sessions_of(served.lease, served.player, key).prepare(self._request, key.metered)
         return await served.player.prepare(self._request, owner=key.owner)
 
     def _answering(self, played: PlayedRequest, served: ServedRun) -> Answer:

@@ -1,15 +1,12 @@
-"""Answers what clients ask of runs: which there are, and how a text is encoded."""
-
 from typing import Any
 
 import msgspec
 
 from ebbtide.gateway.dialects.anthropic import MessagesDialect
 from ebbtide.gateway.dialects.tokenize import TOKENIZE_FIELDS, TokenizeBody, tokenized_prompt
+from ebbtide.gateway.http.route import AppState, JsonCall
 from ebbtide.gateway.player import encode_prompt
 from ebbtide.gateway.request import Prompt
-from ebbtide.gateway.routes.gateway_doors import AppState
-from ebbtide.gateway.routes.json_route import JsonCall
 from ebbtide.gateway.runs import ServedRun
 from ebbtide.types.parse import parse
 from ebbtide.types.run import Run
@@ -18,17 +15,17 @@ from ebbtide.types.run import Run
 class RunRoutes:
     """The work of these routes."""
 
-    def __init__(self, doors: AppState) -> None:
-        self._doors = doors
+    def __init__(self, state: AppState) -> None:
+        self._state = state
 
     async def models(self, call: JsonCall) -> dict[str, Any]:
         """GET /v1/models: the live runs that the key is for."""
-        runs = await self._doors.directory.visible(call.key)
+        runs = await self._state.directory.visible(call.key)
         return {"object": "list", "data": [await self._model(run) for run in runs]}
 
     async def model(self, call: JsonCall) -> dict[str, Any]:
         """GET /v1/models/{model}."""
-        served = await self._doors.directory.find(call.key, call.path["model"])
+        served = await self._state.directory.find(call.key, call.path["model"])
         return await self._model(served.run)
 
     async def _model(self, run: Run) -> dict[str, Any]:
@@ -39,14 +36,14 @@ class RunRoutes:
             "owned_by": "ebbtide",
             "root": run.spec.model,
             "parent": None,
-            "max_model_len": await self._doors.directory.context(run),
+            "max_model_len": await self._state.directory.context(run),
         }
         return card | ({"weight_version": run.newest.version} if run.newest else {})
 
     async def tokenize(self, call: JsonCall) -> dict[str, Any]:
         """POST /tokenize."""
         asked = parse(TokenizeBody, TOKENIZE_FIELDS.checked(call.body))
-        served = await self._doors.directory.find(call.key, asked.model)
+        served = await self._state.directory.find(call.key, asked.model)
         model = served.player.model
         prompt = tokenized_prompt(asked)
 
@@ -60,10 +57,10 @@ class RunRoutes:
 
     async def count_tokens(self, call: JsonCall) -> dict[str, Any]:
         """POST /v1/messages/count_tokens."""
-        limits = self._doors.limits
+        limits = self._state.limits
         dialect = MessagesDialect(max_messages=limits.messages, max_tools=limits.tools)
         request = dialect.read({"max_tokens": 1, **call.body}).request
-        served = await self._doors.directory.find(call.key, request.model)
+        served = await self._state.directory.find(call.key, request.model)
         ids = await _encoded(served, call, request.prompts[0])
         return {"input_tokens": len(ids)}
 
@@ -89,7 +86,7 @@ class RunRoutes:
         return {"object": "usage", "run_id": served.run.run_id, "limits": msgspec.to_builtins(key.limits), **used}
 
     async def _run(self, call: JsonCall) -> ServedRun:
-        return await self._doors.directory.find(call.key, call.query.get("model", ""))
+        return await self._state.directory.find(call.key, call.query.get("model", ""))
 
 
 async def _encoded(served: ServedRun, call: JsonCall, prompt: Prompt) -> list[int]:

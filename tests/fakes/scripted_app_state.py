@@ -3,7 +3,7 @@
 from typing import Any, cast
 
 from ebbtide.gateway.access import KeyRing, RequestLimits, RequestSlots, SessionLimits
-from ebbtide.gateway.routes.gateway_doors import AppState
+from ebbtide.gateway.http.route import AppState
 from ebbtide.gateway.runs import RunCatalog, RunDirectory
 from ebbtide.gateway.sessions.player import SessionCache
 from tests.fakes.scripted_rollouts import ScriptedCatalog
@@ -15,10 +15,10 @@ def scripted_directory(catalog: ScriptedCatalog, **options: Any) -> RunDirectory
     return RunDirectory(cast("RunCatalog", catalog), **options)
 
 
-def scripted_doors(
+def scripted_app_state(
     catalog: ScriptedCatalog, keys: KeyRing, limits: RequestLimits, sessions: SessionLimits = _SESSIONS
 ) -> AppState:
-    """The doors of a gateway that is not leaving."""
+    """The state of a gateway that is not leaving."""
     return AppState(
         keys=keys,
         limits=limits,
