@@ -304,7 +304,7 @@ class MessageAnswer:
         return named_event("message_start", {"type": "message_start", "message": message})
 
     def events(self, delta: ChoiceDelta) -> bytes:
-        self._tally.add(delta)
+        self._tally.add(delta.tokens)
         self._finish = delta.finish or self._finish
         lines = []
         if delta.reasoning:
@@ -335,7 +335,7 @@ class MessageAnswer:
 
     def whole(self, results: Sequence[ChoiceResult]) -> dict[str, Any]:
         (result,) = results
-        self._tally.add_tokens(result.tokens)
+        self._tally.add(result.tokens)
         self._finish, self._called = result.finish, bool(result.calls)
         blocks: list[dict[str, Any]] = []
         if result.reasoning:

@@ -5,20 +5,19 @@ from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import Meta, Struct
+from msgspec.structs import replace
 
 from ebbtide.errors import InvalidRequest
 from ebbtide.gateway.decode import ChoiceDelta, ChoiceFinish, ChoiceResult
 from ebbtide.gateway.dialects.dialect import (
-    DONE,
     AnswerContext,
     AskedText,
     Completions,
     Count,
-    OpenAIEvents,
+    OpenAIAnswer,
     SharedBody,
-    TokenTally,
+    StreamOptions,
     chat_logprobs,
-    data_event,
     parsed_inside,
     stream_options,
     token_name,
@@ -46,7 +45,7 @@ from ebbtide.gateway.dialects.fields import (
     supported,
 )
 from ebbtide.gateway.parsers import ToolCallDelta
-from ebbtide.gateway.request import ChatPrompt, TextRequest
+from ebbtide.gateway.request import ChatPrompt
 from ebbtide.types.parse import parse
 from ebbtide.types.tokens import TokenArray
 
@@ -168,35 +167,15 @@ class ChatDialect:
     def read(self, body: Mapping[str, Any]) -> AskedText:
         asked = parse(ChatBody, CHAT_FIELDS.checked(body))
         options = stream_options(asked.stream_options, stream=asked.stream)
-        request = TextRequest(
-            model=asked.model,
-            prompts=[self._prompt(asked)],
-            sampling=asked.sampling(),
+        request = asked.request(
+            [self._prompt(asked)],
             max_tokens=_max_tokens(asked),
             n=asked.n,
-            stop=asked.stops(),
-            keep_stop=asked.include_stop_str_in_output,
-            skip_special=asked.skip_special_tokens,
             parse_tools=calls_tools(asked.tool_choice, asked.tools),
             logprobs=asked.logprobs,
-            stream=asked.stream,
-            priority=asked.priority,
-            versions=asked.weight_version.wish(),
-            request_id=asked.request_id,
-            session_id=asked.session_id,
         )
-        return AskedText(
-            request,
-            lambda context: ChatAnswer(
-                context,
-                logprobs=asked.logprobs,
-                token_ids=asked.return_token_ids,
-                names_as_ids=asked.return_tokens_as_token_ids,
-                reasoning=asked.include_reasoning,
-                usage=options.include_usage,
-                running_usage=options.continuous_usage_stats,
-            ),
-        )
+        shape = replace(asked, messages=[], tools=[], chat_template_kwargs={})  # an answer outlives its prompt
+        return AskedText(request, lambda context: ChatAnswer(shape, context, options))
 
     def _prompt(self, asked: ChatBody) -> ChatPrompt:
         check_count(asked.messages, self._max_messages, field="messages")
@@ -354,71 +333,46 @@ def tool_function(function: dict[str, Any], field: str) -> dict[str, Any]:
     return {"type": "function", "function": {name: value for name, value in made.items() if value is not None}}
 
 
-class ChatAnswer(OpenAIEvents):
+class ChatAnswer(OpenAIAnswer):
     """The answer to one chat."""
 
-    def __init__(
-        self,
-        context: AnswerContext,
-        *,
-        logprobs: bool,
-        token_ids: bool,
-        names_as_ids: bool,
-        reasoning: bool,
-        usage: bool,
-        running_usage: bool,
-    ) -> None:
-        super().__init__(context)
-        self._logprobs, self._token_ids, self._reasoning = logprobs, token_ids, reasoning
-        self._usage, self._running_usage = usage, running_usage
-        self._tally = TokenTally(context.played.prompts)
-        self._name = token_name(context.token_text, as_ids=names_as_ids)
+    def __init__(self, asked: ChatBody, context: AnswerContext, options: StreamOptions) -> None:
+        super().__init__(context, options)
+        self._asked = asked
+        self._name = token_name(context.token_text, as_ids=asked.return_tokens_as_token_ids)
         self._begun: set[int] = set()
         self._called: set[int] = set()
 
-    def begin(self) -> bytes:
-        return b""
-
     def events(self, delta: ChoiceDelta) -> bytes:
-        self._tally.add(delta)
+        self._tally.add(delta.tokens)
         if delta.tool_calls:
             self._called.add(delta.index)
         choice = {"index": delta.index, "delta": self._message_delta(delta)}
         choice |= self._tail(delta.tokens, delta.finish, called=delta.index in self._called)
-        chunk = self._frame("chat.completion.chunk", [choice])
-        if self._token_ids and not self._begun:
-            chunk["prompt_token_ids"] = self._context.played.prompt_of(0)
-        if delta.finish is not None:
-            chunk |= self._tally.stamps()
-        if self._running_usage:
-            chunk["usage"] = self._tally.usage()
+        prompt = {} if self._begun else self._prompt_ids()
         self._begun.add(delta.index)
-        return data_event(chunk)
-
-    def end(self) -> bytes:
-        if not self._usage:
-            return DONE
-        return data_event(self._frame("chat.completion.chunk", []) | {"usage": self._tally.usage()}) + DONE
+        return self._event(choice, finished=delta.finish is not None, **prompt)
 
     def whole(self, results: Sequence[ChoiceResult]) -> dict[str, Any]:
         choices = []
         for result in results:
             tokens = result.tokens
-            self._tally.add_tokens(tokens)
+            self._tally.add(tokens)
             choice = {"index": result.index, "message": self._message(result)}
             choice |= self._tail(tokens, result.finish, called=bool(result.calls))
-            if self._token_ids:
+            if self._asked.return_token_ids:
                 choice["weight_versions"] = version_spans(tokens)
             choices.append(choice)
-        whole = self._frame("chat.completion", choices) | {"usage": self._tally.usage()} | self._tally.stamps()
-        if self._token_ids:
-            whole["prompt_token_ids"] = self._context.played.prompt_of(0)
-        return whole
+        whole = self._frame(choices) | {"object": "chat.completion", "usage": self._tally.usage()}
+        return whole | self._tally.stamps() | self._prompt_ids()
 
-    def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _prompt_ids(self) -> dict[str, Any]:
+        return {"prompt_token_ids": self._context.played.prompt_of(0)} if self._asked.return_token_ids else {}
+
+    def _frame(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
             "id": f"chatcmpl-{self._context.request_id}",
-            "object": kind,
+            "object": "chat.completion.chunk",
             "created": self._context.created,
             "model": self._context.model,
             "choices": choices,
@@ -428,11 +382,11 @@ class ChatAnswer(OpenAIEvents):
         """What chunks and whole choices have in common."""
         reason = finish.reason if finish else None
         tail: dict[str, Any] = {
-            "logprobs": chat_logprobs(tokens, self._name) if self._logprobs else None,
+            "logprobs": chat_logprobs(tokens, self._name) if self._asked.logprobs else None,
             "finish_reason": "tool_calls" if called and reason == "stop" else reason,
             "stop_reason": finish.stop if finish else None,
         }
-        if self._token_ids:
+        if self._asked.return_token_ids:
             tail["token_ids"] = tokens["id"].tolist()
         return tail
 
@@ -440,16 +394,16 @@ class ChatAnswer(OpenAIEvents):
         message: dict[str, Any] = {} if delta.index in self._begun else {"role": "assistant", "content": ""}
         if delta.text:
             message["content"] = delta.text
-        if delta.reasoning and self._reasoning:
+        if delta.reasoning and self._asked.include_reasoning:
             message["reasoning"] = delta.reasoning
         if delta.tool_calls:
             message["tool_calls"] = [_call_delta(call) for call in delta.tool_calls]
         return message
 
     def _message(self, result: ChoiceResult) -> dict[str, Any]:
-        calls = [_call(call) for call in result.calls]
+        calls = [tool_call(call["id"], call["name"], call["arguments"]) for call in result.calls]
         message: dict[str, Any] = {"role": "assistant", "content": result.text or (None if calls else "")}
-        if result.reasoning and self._reasoning:
+        if result.reasoning and self._asked.include_reasoning:
             message["reasoning"] = result.reasoning
         return message | ({"tool_calls": calls} if calls else {})
 
@@ -459,8 +413,3 @@ def _call_delta(call: ToolCallDelta) -> dict[str, Any]:
     if not call.call_id:
         return {"index": call.index, "function": function}
     return {"index": call.index, "id": call.call_id, "type": "function", "function": {"name": call.name} | function}
-
-
-def _call(call: dict[str, Any]) -> dict[str, Any]:
-    function = {"name": call["name"], "arguments": call["arguments"]}
-    return {"id": call["id"], "type": "function", "function": function}

@@ -10,18 +10,16 @@ from msgspec.structs import replace
 from ebbtide.errors import InvalidRequest
 from ebbtide.gateway.decode import ChoiceDelta, ChoiceFinish, ChoiceResult
 from ebbtide.gateway.dialects.dialect import (
-    DONE,
     AnswerContext,
     AskedText,
     Completions,
-    OpenAIEvents,
+    OpenAIAnswer,
     SharedBody,
+    StreamOptions,
     TokenId,
     TokenName,
-    TokenTally,
-    completion_logprobs,
-    data_event,
     finite,
+    logprobs_of,
     stream_options,
     token_name,
     version_spans,
@@ -42,7 +40,7 @@ from ebbtide.gateway.dialects.fields import (
     refused,
     supported,
 )
-from ebbtide.gateway.request import IdsPrompt, Prompt, RawPrompt, TextRequest
+from ebbtide.gateway.request import IdsPrompt, Prompt, RawPrompt
 from ebbtide.types.parse import parse
 from ebbtide.types.prompt_scores import PromptScores
 from ebbtide.types.rollout import MAX_ALTERNATIVES
@@ -111,78 +109,43 @@ class CompletionDialect:
         asked = parse(CompletionBody, COMPLETION_FIELDS.checked(body))
         options = stream_options(asked.stream_options, stream=asked.stream)
         prompts = _prompts(asked)
-        request = TextRequest(
-            model=asked.model,
-            prompts=prompts,
-            sampling=asked.sampling(),
+        request = asked.request(
+            prompts,
             max_tokens=max(1, asked.max_tokens),
             n=asked.n,
             prompt_logprobs=_alternatives(asked),
-            stop=asked.stops(),
-            keep_stop=asked.include_stop_str_in_output,
-            skip_special=asked.skip_special_tokens,
             logprobs=asked.logprobs is not None,
-            stream=asked.stream,
-            priority=asked.priority,
-            versions=asked.weight_version.wish(),
-            request_id=asked.request_id,
-            session_id=asked.session_id,
         )
         shape = replace(asked, prompt="")  # an answer outlives its prompts, unless it shows their scores
         shown = () if request.prompt_logprobs is None else prompts
-        return AskedText(
-            request,
-            lambda context: CompletionAnswer(
-                shape, shown, context, usage=options.include_usage, running_usage=options.continuous_usage_stats
-            ),
-        )
+        return AskedText(request, lambda context: CompletionAnswer(shape, shown, context, options))
 
 
-class CompletionAnswer(OpenAIEvents):
-    """The answer to one request."""
+class CompletionAnswer(OpenAIAnswer):
+    """The answer to one request. `prompts`: those whose scores it shows."""
 
     def __init__(
-        self,
-        asked: CompletionBody,
-        prompts: Sequence[Prompt],
-        context: AnswerContext,
-        *,
-        usage: bool,
-        running_usage: bool,
+        self, asked: CompletionBody, prompts: Sequence[Prompt], context: AnswerContext, options: StreamOptions
     ) -> None:
-        super().__init__(context)
+        super().__init__(context, options)
         self._asked, self._prompts = asked, prompts
-        self._usage, self._running_usage = usage, running_usage
-        self._tally = TokenTally(context.played.prompts)
         self._name = token_name(context.token_text, as_ids=asked.return_tokens_as_token_ids)
         self._offsets = [0] * context.played.completions
         self._begun: set[int] = set()
 
-    def begin(self) -> bytes:
-        return b""
-
     def events(self, delta: ChoiceDelta) -> bytes:
-        self._tally.add(delta)
+        self._tally.add(delta.tokens)
         choice = self._choice(delta.index, delta.text, delta.tokens, delta.finish)
         if delta.index in self._begun:
             choice.pop("prompt_token_ids", None)
         self._begun.add(delta.index)
-        chunk = self._frame([choice])
-        if delta.finish is not None:
-            chunk |= self._tally.stamps()
-        if self._running_usage:
-            chunk["usage"] = self._tally.usage()
-        return data_event(chunk)
-
-    def end(self) -> bytes:
-        last = data_event(self._frame([]) | {"usage": self._tally.usage()}) if self._usage else b""
-        return last + DONE
+        return self._event(choice, finished=delta.finish is not None)
 
     def whole(self, results: Sequence[ChoiceResult]) -> dict[str, Any]:
         choices = []
         for result in results:
             tokens = result.tokens if self._asked.max_tokens else result.tokens[:0]
-            self._tally.add_tokens(tokens)
+            self._tally.add(tokens)
             choice = self._choice(result.index, result.text, tokens, result.finish)
             if result.scores is not None:
                 self._add_scores(choice, result, result.scores)
@@ -215,19 +178,13 @@ class CompletionAnswer(OpenAIEvents):
             "stop_reason": finish.stop if finish else None,
         }
         if self._asked.logprobs is not None and not self._asked.echo:
-            found = completion_logprobs(tokens, self._name, self._offsets[index])
+            found = _sampled_logprobs(tokens, self._name, self._offsets[index])
             self._offsets[index] += sum(map(len, found["tokens"]))
             choice["logprobs"] = found
         if self._asked.return_token_ids:
             choice["token_ids"] = tokens["id"].tolist()
             choice["prompt_token_ids"] = self._context.played.prompt_of(index)
         return choice
-
-
-def _alternatives(asked: CompletionBody) -> int | None:
-    return asked_alternatives(
-        echo=asked.echo, logprobs=asked.logprobs, prompt_logprobs=asked.prompt_logprobs, max_tokens=asked.max_tokens
-    )
 
 
 def _prompts(body: CompletionBody) -> list[Prompt]:
@@ -244,8 +201,9 @@ def _prompts(body: CompletionBody) -> list[Prompt]:
     return [IdsPrompt(ids) for ids in parse(_ManyIds, {"prompt": body.prompt}).prompt]
 
 
-def asked_alternatives(*, echo: bool, logprobs: int | None, prompt_logprobs: int | None, max_tokens: int) -> int | None:
+def _alternatives(asked: CompletionBody) -> int | None:
     """Alternatives of each score; None: prompts are not scored. Raises `InvalidRequest` naming the field."""
+    echo, logprobs, prompt_logprobs, max_tokens = asked.echo, asked.logprobs, asked.prompt_logprobs, asked.max_tokens
     if echo and logprobs is None:
         raise InvalidRequest("prompts are repeated with their scores only; set logprobs, or leave it out", field="echo")
     if echo and prompt_logprobs not in (None, logprobs):
@@ -314,3 +272,13 @@ def _places(scores: PromptScores, end: int | None) -> list[list[tuple[int, float
     """Ids, logprobs and ranks of each place up to `end`: of the token, then of the alternatives."""
     places: list[list[tuple[int, float, int]]] = scores.places[:end].tolist()
     return places
+
+
+def _sampled_logprobs(tokens: TokenArray, name: TokenName, offset: int) -> dict[str, Any]:
+    """As /v1/completions has them. `offset`: characters of the completion's tokens before these."""
+    names = [name(token) for token in tokens["id"].tolist()]
+    offsets = []
+    for one in names:
+        offsets.append(offset)
+        offset += len(one)
+    return {"tokens": names, "token_logprobs": logprobs_of(tokens), "top_logprobs": None, "text_offset": offsets}

@@ -12,7 +12,7 @@ from ebbtide.errors import EbbtideError, InvalidRequest
 from ebbtide.gateway.decode import ChoiceDelta, ChoiceResult
 from ebbtide.gateway.dialects.fields import NO_RESUME, STREAM_OPTION_FIELDS
 from ebbtide.gateway.player import PlayedRequest
-from ebbtide.gateway.request import TextRequest, VersionWish
+from ebbtide.gateway.request import Prompt, TextRequest, VersionWish
 from ebbtide.types.parse import parse
 from ebbtide.types.run import MAX_STOP_LENGTH, MAX_STOPS, Sampling
 from ebbtide.types.tokens import TokenArray
@@ -141,6 +141,23 @@ class SharedBody(SamplingBody, kw_only=True):
     return_token_ids: bool = False
     weight_version: WeightVersionBody = WeightVersionBody()
 
+    def request(self, prompts: Sequence[Prompt], **further: Any) -> TextRequest:
+        """What is asked for. `further`: other fields of the request. Raises `InvalidRequest` naming the field."""
+        return TextRequest(
+            model=self.model,
+            prompts=list(prompts),
+            sampling=self.sampling(),
+            stop=self.stops(),
+            keep_stop=self.include_stop_str_in_output,
+            skip_special=self.skip_special_tokens,
+            stream=self.stream,
+            priority=self.priority,
+            versions=self.weight_version.wish(),
+            request_id=self.request_id,
+            session_id=self.session_id,
+            **further,
+        )
+
 
 class StreamOptions(Struct, frozen=True):
     include_usage: bool = False
@@ -257,17 +274,39 @@ def named_event(name: str, content: Any) -> bytes:
     return b"event: " + name.encode() + b"\n" + data_event(content)
 
 
-class OpenAIEvents:
-    """A part of an `Answer`."""
+class OpenAIAnswer:
+    """What the answers of OpenAI's routes, and of those that follow them, have in common. It tallies their tokens."""
 
-    def __init__(self, context: AnswerContext) -> None:
-        self._context = context
+    def __init__(self, context: AnswerContext, options: StreamOptions) -> None:
+        self._context, self._options = context, options
+        self._tally = TokenTally(context.played.prompts)
+
+    def begin(self) -> bytes:
+        return b""
+
+    def end(self) -> bytes:
+        if not self._options.include_usage:
+            return DONE
+        return data_event(self._frame([]) | {"usage": self._tally.usage()}) + DONE
 
     def failure(self, error: EbbtideError) -> bytes:
         return data_event(openai_error(status_of(error), error, self._context.request_id)) + DONE
 
     def idle(self) -> bytes:
         return KEEP_ALIVE
+
+    def _frame(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """What is around the choices of each event."""
+        raise NotImplementedError
+
+    def _event(self, choice: dict[str, Any], *, finished: bool, **further: Any) -> bytes:
+        """One choice's event."""
+        chunk = self._frame([choice]) | further
+        if finished:
+            chunk |= self._tally.stamps()
+        if self._options.continuous_usage_stats:
+            chunk["usage"] = self._tally.usage()
+        return data_event(chunk)
 
 
 #: JSON has no infinities. OpenAI's routes say this for a probability of zero.
@@ -284,16 +323,6 @@ def logprobs_of(tokens: TokenArray) -> list[float]:
     return [finite(value) for value in tokens["logprob"].tolist()]
 
 
-def completion_logprobs(tokens: TokenArray, name: TokenName, offset: int) -> dict[str, Any]:
-    """As /v1/completions has them. `offset`: characters of the completion's tokens before these."""
-    names = [name(token) for token in tokens["id"].tolist()]
-    offsets = []
-    for one in names:
-        offsets.append(offset)
-        offset += len(one)
-    return {"tokens": names, "token_logprobs": logprobs_of(tokens), "top_logprobs": None, "text_offset": offsets}
-
-
 def chat_logprobs(tokens: TokenArray, name: TokenName) -> dict[str, Any]:
     """As /v1/chat/completions has them."""
     pairs = zip(tokens["id"].tolist(), logprobs_of(tokens), strict=True)
@@ -302,16 +331,6 @@ def chat_logprobs(tokens: TokenArray, name: TokenName) -> dict[str, Any]:
 
 def _chat_logprob(name: str, logprob: float) -> dict[str, Any]:
     return {"token": name, "logprob": logprob, "bytes": list(name.encode(errors="replace")), "top_logprobs": []}
-
-
-def generate_logprobs(tokens: TokenArray) -> dict[str, Any]:
-    """As /inference/v1/generate has them: `token_id` is vLLM's, and `token` is what the client of verifiers reads."""
-    pairs = zip(tokens["id"].tolist(), logprobs_of(tokens), strict=True)
-    return {"content": [_generate_logprob(token, logprob) for token, logprob in pairs]}
-
-
-def _generate_logprob(token: int, logprob: float) -> dict[str, Any]:
-    return {"token_id": token, "token": f"token_id:{token}", "logprob": logprob, "top_logprobs": []}
 
 
 def version_spans(tokens: TokenArray) -> list[dict[str, Any]]:
@@ -333,10 +352,7 @@ class TokenTally:
         self.completion_tokens = 0
         self._lowest = self._highest = 0
 
-    def add(self, delta: ChoiceDelta) -> None:
-        self.add_tokens(delta.tokens)
-
-    def add_tokens(self, tokens: TokenArray) -> None:
+    def add(self, tokens: TokenArray) -> None:
         if not len(tokens):
             return
         self.completion_tokens += len(tokens)

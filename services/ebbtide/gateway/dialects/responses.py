@@ -25,10 +25,8 @@ from ebbtide.gateway.dialects.dialect import (
     AnswerContext,
     AskedText,
     Count,
-    Priority,
-    SamplingBody,
+    SharedBody,
     TokenTally,
-    WeightVersionBody,
     chat_logprobs,
     named_event,
     openai_error,
@@ -50,7 +48,7 @@ from ebbtide.gateway.dialects.fields import (
     supported,
 )
 from ebbtide.gateway.parsers import ToolCallDelta
-from ebbtide.gateway.request import ChatPrompt, TextRequest
+from ebbtide.gateway.request import ChatPrompt
 from ebbtide.types.parse import parse
 from ebbtide.types.tokens import TOKEN, TokenArray
 
@@ -158,12 +156,10 @@ class _TextConfig(Struct, frozen=True, forbid_unknown_fields=True):
     verbosity: str | None = None
 
 
-class ResponsesBody(SamplingBody, kw_only=True):
+class ResponsesBody(SharedBody, kw_only=True):
     input: str | list[Any]
-    model: str = ""
     instructions: str = ""
     max_output_tokens: Count | None = None
-    stream: bool = False
     tools: list[Any] = msgspec.field(default_factory=list)
     tool_choice: Any = None
     reasoning: _Reasoning = _Reasoning()
@@ -171,10 +167,6 @@ class ResponsesBody(SamplingBody, kw_only=True):
     include: list[_Include] = msgspec.field(default_factory=list)
     include_reasoning: bool = True
     chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
-    priority: Priority = 0
-    request_id: str = ""
-    session_id: str = ""
-    weight_version: WeightVersionBody = WeightVersionBody()
 
 
 class ResponsesDialect:
@@ -189,21 +181,12 @@ class ResponsesDialect:
             raise InvalidRequest("not supported: grammars cannot resume; only text is", field="text.format.type")
         check_count(asked.tools, self._max_tools, field="tools")
         tools, namespaces = read_response_tools(asked.tools, most=self._max_tools)
-        request = TextRequest(
-            model=asked.model,
-            prompts=[self._prompt(asked, tools)],
-            sampling=asked.sampling(),
+        logprobs = _LOGPROBS in asked.include
+        request = asked.request(
+            [self._prompt(asked, tools)],
             max_tokens=asked.max_output_tokens,
-            stop=asked.stops(),
-            keep_stop=asked.include_stop_str_in_output,
-            skip_special=asked.skip_special_tokens,
             parse_tools=calls_tools(asked.tool_choice, asked.tools) and bool(tools),
-            logprobs=_LOGPROBS in asked.include,
-            stream=asked.stream,
-            priority=asked.priority,
-            versions=asked.weight_version.wish(),
-            request_id=asked.request_id,
-            session_id=asked.session_id,
+            logprobs=logprobs,
         )
         echoed = {
             "instructions": asked.instructions or None,
@@ -214,7 +197,6 @@ class ResponsesDialect:
             "top_p": asked.top_p,
             "max_output_tokens": asked.max_output_tokens,
         }
-        logprobs = _LOGPROBS in asked.include
         return AskedText(
             request,
             lambda context: ResponseAnswer(
@@ -489,7 +471,7 @@ class ResponseAnswer:
         return self._lines([{"type": f"response.{kind}", "response": begun} for kind in ("created", "in_progress")])
 
     def events(self, delta: ChoiceDelta) -> bytes:
-        self._tally.add(delta)
+        self._tally.add(delta.tokens)
         self._finish = delta.finish or self._finish
         events: list[Event] = []
         if delta.reasoning and self._reasoning:
@@ -521,7 +503,7 @@ class ResponseAnswer:
     def whole(self, results: Sequence[ChoiceResult]) -> dict[str, Any]:
         (result,) = results
         tokens = result.tokens
-        self._tally.add_tokens(tokens)
+        self._tally.add(tokens)
         self._finish = result.finish
         if result.reasoning and self._reasoning:
             self._items.reasoning(result.reasoning)

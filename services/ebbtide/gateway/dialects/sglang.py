@@ -7,14 +7,14 @@ from msgspec import Meta, Struct
 from ebbtide.errors import InvalidRequest
 from ebbtide.gateway.decode import ChoiceDelta, ChoiceResult
 from ebbtide.gateway.dialects.dialect import (
-    DONE,
     AnswerContext,
     AskedText,
     Completions,
     Count,
-    OpenAIEvents,
+    OpenAIAnswer,
     Priority,
     SamplingBody,
+    StreamOptions,
     TokenId,
     TokenTally,
     WeightVersionBody,
@@ -147,17 +147,14 @@ class SglangDialect:
         return AskedText(request, lambda context: SglangAnswer(shape, context, listed=listed))
 
 
-class SglangAnswer(OpenAIEvents):
+class SglangAnswer(OpenAIAnswer):
     """The answer to one request: an object for each completion, in a list if there may be several."""
 
     def __init__(self, asked: SglangBody, context: AnswerContext, *, listed: bool) -> None:
-        super().__init__(context)
+        super().__init__(context, StreamOptions())
         self._asked, self._listed = asked, listed
         self._results: dict[int, ChoiceResult] = {}
         self._due: dict[int, int] = {}  # completion -> tokens with which its next event goes
-
-    def begin(self) -> bytes:
-        return b""
 
     def events(self, delta: ChoiceDelta) -> bytes:
         """Each event has all of the completion so far, as SGLang's have. The more that is, the more tokens are new."""
@@ -168,9 +165,6 @@ class SglangAnswer(OpenAIEvents):
         self._due[delta.index] = result.count + max(1, result.count // _NEXT_EVENT)
         return data_event(self._object(result) | ({"index": delta.index} if self._listed else {}))
 
-    def end(self) -> bytes:
-        return DONE
-
     def whole(self, results: Sequence[ChoiceResult]) -> Any:
         made = [self._object(result) for result in results]
         return made if self._listed else made[0]
@@ -179,7 +173,7 @@ class SglangAnswer(OpenAIEvents):
         tokens, finish = result.tokens, result.finish
         prompt = self._context.played.prompt_of(result.index)
         tally = TokenTally([prompt])
-        tally.add_tokens(tokens)
+        tally.add(tokens)
         meta: dict[str, Any] = {
             "id": self._context.request_id,
             "finish_reason": None,

@@ -6,22 +6,19 @@ from msgspec import Meta, Struct
 
 from ebbtide.gateway.decode import ChoiceDelta, ChoiceFinish, ChoiceResult
 from ebbtide.gateway.dialects.dialect import (
-    DONE,
     AnswerContext,
     AskedText,
     Completions,
     Count,
     LogprobCount,
-    OpenAIEvents,
+    OpenAIAnswer,
     Priority,
     SamplingBody,
     StreamOptions,
     TokenId,
-    TokenTally,
     WeightVersionBody,
     chat_logprobs,
-    data_event,
-    generate_logprobs,
+    logprobs_of,
     parsed_inside,
     stream_options,
     version_spans,
@@ -136,49 +133,36 @@ class TokenGenerateDialect:
         return AskedText(request, lambda context: TokenGenerateAnswer(asked, context, options, logprobs=logprobs))
 
 
-class TokenGenerateAnswer(OpenAIEvents):
+class TokenGenerateAnswer(OpenAIAnswer):
     """The answer to one request."""
 
     def __init__(self, asked: GenerateBody, context: AnswerContext, options: StreamOptions, *, logprobs: bool) -> None:
-        super().__init__(context)
-        self._asked, self._options, self._logprobs = asked, options, logprobs
-        self._tally = TokenTally(context.played.prompts)
+        super().__init__(context, options)
+        self._asked, self._logprobs = asked, logprobs
         self._results: dict[int, ChoiceResult] = {}
-
-    def begin(self) -> bytes:
-        return b""
 
     def events(self, delta: ChoiceDelta) -> bytes:
         first = not self._results
         result = self._results.setdefault(delta.index, ChoiceResult(delta.index))
         result.add(delta)
-        self._tally.add(delta)
+        self._tally.add(delta.tokens)
         choice = self._choice(delta.index, delta.text, delta.tokens, delta.finish)
-        chunk = self._frame([choice])
-        if first and self._asked.return_token_ids:
-            chunk["prompt_token_ids"] = self._context.played.prompt_of(0)
         if delta.finish is not None:
             choice["weight_versions"] = version_spans(result.tokens)
-            chunk |= self._tally.stamps()
-        if self._options.continuous_usage_stats:
-            chunk["usage"] = self._tally.usage()
-        return data_event(chunk)
-
-    def end(self) -> bytes:
-        last = data_event(self._frame([]) | {"usage": self._tally.usage()}) if self._options.include_usage else b""
-        return last + DONE
+        return self._event(choice, finished=delta.finish is not None, **(self._prompt_ids() if first else {}))
 
     def whole(self, results: Sequence[ChoiceResult]) -> dict[str, Any]:
         choices = []
         for result in results:
             tokens = result.tokens
-            self._tally.add_tokens(tokens)
+            self._tally.add(tokens)
             choice = self._choice(result.index, result.text, tokens, result.finish)
             choices.append(choice | {"weight_versions": version_spans(tokens)})
-        whole = self._frame(choices) | {"created": self._context.created, "model": self._context.model}
-        if self._asked.return_token_ids:
-            whole["prompt_token_ids"] = self._context.played.prompt_of(0)
-        return whole | {"usage": self._tally.usage()} | self._tally.stamps()
+        of_run = {"created": self._context.created, "model": self._context.model, "usage": self._tally.usage()}
+        return self._frame(choices) | of_run | self._tally.stamps() | self._prompt_ids()
+
+    def _prompt_ids(self) -> dict[str, Any]:
+        return {"prompt_token_ids": self._context.played.prompt_of(0)} if self._asked.return_token_ids else {}
 
     def _frame(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -199,6 +183,16 @@ class TokenGenerateAnswer(OpenAIEvents):
         if in_text:
             choice["text"] = text
         if self._logprobs:
-            named = chat_logprobs(tokens, self._context.token_text) if in_text else generate_logprobs(tokens)
+            named = chat_logprobs(tokens, self._context.token_text) if in_text else _id_logprobs(tokens)
             choice["logprobs"] = named
         return choice
+
+
+def _id_logprobs(tokens: TokenArray) -> dict[str, Any]:
+    """As /inference/v1/generate has them: `token_id` is vLLM's, and `token` is what the client of verifiers reads."""
+    pairs = zip(tokens["id"].tolist(), logprobs_of(tokens), strict=True)
+    content = [
+        {"token_id": token, "token": f"token_id:{token}", "logprob": logprob, "top_logprobs": []}
+        for token, logprob in pairs
+    ]
+    return {"content": content}
