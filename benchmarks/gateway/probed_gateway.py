@@ -7,7 +7,7 @@ import uvloop
 
 from benchmarks.scale.loop_probe import LoopProbe, answering_loop
 from ebbtide.gateway.__main__ import main
-from ebbtide.gateway.bounded_protocol import BoundedProtocol
+from ebbtide.gateway.http.server import BoundedProtocol
 
 if __name__ == "__main__":
     probe = LoopProbe()

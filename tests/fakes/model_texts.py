@@ -9,9 +9,9 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 
-from ebbtide.gateway.text.output_parsers import OutputParsers
-from ebbtide.gateway.text.served_model import ServedModel
-from ebbtide.gateway.text.template_sandbox import TemplateSandbox
+from ebbtide.gateway.model import ServedModel
+from ebbtide.gateway.parsers import OutputParsers
+from ebbtide.gateway.templates import TemplateSandbox
 from ebbtide.trainer.base_model.character_tokenizer import character_tokenizer
 
 START, END, THINK, UNTHINK = "<|im_start|>", "<|im_end|>", "<think>", "</think>"

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from msgspec import Struct
 
-from ebbtide.gateway.sessions.session_book import PlannedTurn, SessionBook
-from ebbtide.gateway.sessions.session_trace import SessionTrace, session_trace
-from ebbtide.gateway.text.served_model import ServedModel
-from ebbtide.gateway.text.template_sandbox import TemplateSandbox
+from ebbtide.gateway.model import ServedModel
+from ebbtide.gateway.sessions.book import PlannedTurn, SessionBook
+from ebbtide.gateway.sessions.trace import SessionTrace, session_trace
+from ebbtide.gateway.templates import TemplateSandbox
 from ebbtide.types.tokens import TOKEN, TokenArray
 from tests.fakes.model_texts import START, served_model, tokenizers
 

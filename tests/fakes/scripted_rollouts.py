@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 
 from ebbtide.errors import AlreadyExists, EbbtideError, NotFound
-from ebbtide.gateway.text.output_parsers import OutputDelta, OutputParser, ToolCallDelta, call_id
-from ebbtide.gateway.text.served_model import ServedModel
-from ebbtide.gateway.text.template_sandbox import TemplateSandbox
+from ebbtide.gateway.model import ServedModel
+from ebbtide.gateway.parsers import OutputDelta, OutputParser, OutputParsers, ToolCallDelta, call_id
+from ebbtide.gateway.templates import TemplateSandbox
 from ebbtide.types.key_usage import KeyUsage, MeteredKey
 from ebbtide.types.prompt_scores import ScoreArray, pack_scores
 from ebbtide.types.rollout import FinishReason, RolloutRequest, TokenChunk
@@ -202,7 +202,7 @@ class ScriptedCatalog:
         return self.sources[run.run_id].model
 
 
-class MarkedOutputs:
+class MarkedOutputs(OutputParsers):
     """Finds `<think>...</think>` and `<tool_call>{"name": ..., "arguments": ...}</tool_call>`."""
 
     def __init__(self) -> None:
@@ -215,7 +215,7 @@ class MarkedOutputs:
         return _MarkedOutput(call_seed, self.threads, calls=bool(tools) and tool_choice == "auto")
 
 
-class _MarkedOutput:
+class _MarkedOutput(OutputParser):
     skip_special = False
 
     def __init__(self, seed: str, threads: set[threading.Thread], *, calls: bool) -> None:

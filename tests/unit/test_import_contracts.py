@@ -25,8 +25,8 @@ PLANTED = {
     ),
     "Inside the guard": ("services/ebbtide/serving_guard/loans/planted.py", "import ebbtide.serving_guard.proxy.proxy"),
     "Inside the gateway": (
-        "services/ebbtide/gateway/generation/planted.py",
-        "import ebbtide.gateway.routes.http_reply",
+        "services/ebbtide/gateway/sessions/planted.py",
+        "import ebbtide.gateway.http.route",
     ),
     "Inside the trainer": ("services/ebbtide/trainer/ranks/planted.py", "import ebbtide.trainer.training"),
     "Decisions of one kind": (

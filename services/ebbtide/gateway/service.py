@@ -12,17 +12,16 @@ from typing import Final
 from ebbtide.auth.role_tokens import run_of_token
 from ebbtide.client import Client
 from ebbtide.errors import EbbtideError
-from ebbtide.gateway.access.request_limits import RequestSlots
-from ebbtide.gateway.episodes.session_shelf import SessionShelf
-from ebbtide.gateway.generation.prompt_threads import PromptThreads
-from ebbtide.gateway.http_app import make_app
-from ebbtide.gateway.http_server import HttpServer
-from ebbtide.gateway.routes.gateway_doors import GatewayDoors
-from ebbtide.gateway.runs.run_catalog import RunCatalog
-from ebbtide.gateway.runs.run_directory import RunDirectory
+from ebbtide.gateway.access import RequestSlots
+from ebbtide.gateway.http.app import make_app
+from ebbtide.gateway.http.route import AppState
+from ebbtide.gateway.http.server import HttpServer
+from ebbtide.gateway.parsers import ParserNames
+from ebbtide.gateway.prompt_threads import PromptThreads
+from ebbtide.gateway.runs import RunCatalog, RunDirectory
+from ebbtide.gateway.sessions.player import SessionCache
 from ebbtide.gateway.settings import GatewaySettings
-from ebbtide.gateway.text.output_parsers import ParserNames
-from ebbtide.gateway.text.template_sandbox import TemplateSandbox
+from ebbtide.gateway.templates import TemplateSandbox
 from ebbtide.object_aging import age_objects
 from ebbtide.runtime import Shutdown
 from ebbtide.telemetry import get_logger
@@ -58,8 +57,8 @@ async def serve(shutdown: Shutdown, settings: GatewaySettings) -> None:
             max_prompt_tokens=settings.limits.prompt_tokens,
             idle_s=settings.idle_s,
         )
-        shelf = SessionShelf(settings.sessions.shelf_bytes)
-        doors = GatewayDoors(
+        shelf = SessionCache(settings.sessions.shelf_bytes)
+        state = AppState(
             keys=settings.key_ring(),
             limits=settings.limits,
             slots=RequestSlots(settings.limits),
@@ -69,7 +68,7 @@ async def serve(shutdown: Shutdown, settings: GatewaySettings) -> None:
             request_id_header=settings.door.request_id_header,
             is_leaving=shutdown.requested.is_set,
         )
-        server = HttpServer(make_app(doors), settings)
+        server = HttpServer(make_app(state), settings)
         await server.start()
         shutdown.spawn(_refresh(directory), "runs")
         shutdown.spawn(server.ended(), "http")

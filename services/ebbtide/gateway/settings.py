@@ -9,9 +9,7 @@ from ebbtide.auth.role_tokens import is_signed, public_keys
 from ebbtide.auth.security import ClientSecurity, TokenCheck, refuse_clear
 from ebbtide.auth.tls import read_authority, read_file, read_pair
 from ebbtide.errors import InvalidRequest
-from ebbtide.gateway.access.client_key import KeyRing
-from ebbtide.gateway.access.request_limits import RequestLimits
-from ebbtide.gateway.episodes.session_limits import SessionLimits
+from ebbtide.gateway.access import KeyRing, RequestLimits, SessionLimits
 from ebbtide.runtime import ProcessSettings
 
 _KEYS: Final = "door.token_keys"

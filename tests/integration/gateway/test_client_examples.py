@@ -11,13 +11,12 @@ import pytest
 
 from ebbtide.auth.reloaded_files import ReloadedFiles
 from ebbtide.auth.security import ClientSecurity, TokenCheck
-from ebbtide.gateway.access.client_key import KeyRing
-from ebbtide.gateway.access.request_limits import RequestLimits
-from ebbtide.gateway.http_app import make_app
-from ebbtide.gateway.http_server import HttpServer
+from ebbtide.gateway.access import KeyRing, RequestLimits
+from ebbtide.gateway.http.app import make_app
+from ebbtide.gateway.http.server import HttpServer
 from ebbtide.gateway.settings import GatewaySettings
-from ebbtide.gateway.text.template_sandbox import TemplateSandbox
-from tests.fakes.scripted_doors import scripted_doors
+from ebbtide.gateway.templates import TemplateSandbox
+from tests.fakes.scripted_app_state import scripted_app_state
 from tests.fakes.scripted_rollouts import ScriptedCatalog, ScriptedSource, scripted_model, scripted_run
 
 PAGE: Final = Path(__file__).parents[3] / "docs" / "gateway.md"
@@ -45,9 +44,9 @@ async def play(source: ScriptedSource, tmp_path: Path) -> AsyncIterator[Callable
     """Runs an example against a gateway, and returns its variables; of curl, what it shows."""
     check = TokenCheck(f"Bearer {KEY}")
     keys = KeyRing(ReloadedFiles((), lambda: check), None)
-    doors = scripted_doors(ScriptedCatalog([source]), keys, RequestLimits())
-    await doors.directory.refresh()
-    server = HttpServer(make_app(doors), GatewaySettings(security=ClientSecurity(token=KEY), listen="127.0.0.1:0"))
+    state = scripted_app_state(ScriptedCatalog([source]), keys, RequestLimits())
+    await state.directory.refresh()
+    server = HttpServer(make_app(state), GatewaySettings(security=ClientSecurity(token=KEY), listen="127.0.0.1:0"))
     await server.start()
     key = tmp_path / "agent.jwt"
     key.write_text(f"{KEY}\n")

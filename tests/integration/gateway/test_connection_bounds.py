@@ -7,8 +7,8 @@ from typing import Any, Final
 
 import pytest
 
-from ebbtide.gateway.access.request_limits import RequestLimits
-from ebbtide.gateway.http_server import HttpServer
+from ebbtide.gateway.access import RequestLimits
+from ebbtide.gateway.http.server import HttpServer
 from tests.integration.gateway.test_http_server import answer, connected, serving
 
 POST: Final = b"POST / HTTP/1.1\r\nhost: x\r\n"

@@ -18,8 +18,8 @@ from ebbtide.auth.roles import Role
 from ebbtide.auth.security import ClientSecurity
 from ebbtide.cli.credentials import certificates
 from ebbtide.errors import InvalidRequest
-from ebbtide.gateway.access.request_limits import RequestLimits
-from ebbtide.gateway.http_server import HttpServer
+from ebbtide.gateway.access import RequestLimits
+from ebbtide.gateway.http.server import HttpServer
 from ebbtide.gateway.settings import DoorSettings, GatewaySettings
 from tests.support.waiting import wait_until
 

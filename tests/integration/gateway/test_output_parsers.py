@@ -9,7 +9,8 @@ import pytest
 from ebbtide.demo.agents.number_agent import TOOLS as TOOLS_OF_AGENT
 from ebbtide.demo.agents.number_problem import written_call
 from ebbtide.errors import InvalidRequest
-from ebbtide.gateway.text.output_parsers import (
+from ebbtide.gateway.model import ServedModel
+from ebbtide.gateway.parsers import (
     OutputDelta,
     OutputParser,
     OutputParsers,
@@ -17,8 +18,7 @@ from ebbtide.gateway.text.output_parsers import (
     ToolCallDelta,
     load_output_parsers,
 )
-from ebbtide.gateway.text.served_model import ServedModel
-from ebbtide.gateway.text.template_sandbox import TemplateSandbox
+from ebbtide.gateway.templates import TemplateSandbox
 from ebbtide.trainer.base_model.character_tokenizer import character_tokenizer
 from tests.fakes.model_texts import byte_level_tokenizer, served_model
 
@@ -44,7 +44,13 @@ def model() -> ServedModel:
 
 @pytest.fixture(scope="module")
 def parsers(model: ServedModel) -> OutputParsers:
-    return load_output_parsers(model.tokenizer, ParserNames(tool="hermes", reasoning="deepseek_r1"))
+    return loaded(model, ParserNames(tool="hermes", reasoning="deepseek_r1"))
+
+
+def loaded(model: ServedModel, names: ParserNames) -> OutputParsers:
+    made = load_output_parsers(model.tokenizer, names)
+    assert made is not None
+    return made
 
 
 def parser(parsers: OutputParsers, seed: str = "q-1-0", **changes: Any) -> OutputParser:
@@ -61,7 +67,7 @@ def test_the_vocabulary_is_read_once_for_all_parsers(model: ServedModel, monkeyp
         return read(tokenizer)
 
     monkeypatch.setattr(kind, "get_vocab", counted)
-    made = load_output_parsers(model.tokenizer, ParserNames(tool="qwen3_xml", reasoning="qwen3"))
+    made = loaded(model, ParserNames(tool="qwen3_xml", reasoning="qwen3"))
     before = len(reads)
     for number in range(5):
         parser(made, f"q-{number}").whole(RESPONSES[1], [1, 2])
@@ -161,7 +167,7 @@ def test_parsers_that_do_not_fit_are_refused_by_name(names: ParserNames, field: 
 
 
 def test_a_reasoning_parser_alone_leaves_calls_in_the_content(model: ServedModel) -> None:
-    made = parser(load_output_parsers(model.tokenizer, ParserNames(reasoning="deepseek_r1"))).whole(RESPONSES[2], [])
+    made = parser(loaded(model, ParserNames(reasoning="deepseek_r1"))).whole(RESPONSES[2], [])
     assert (made.reasoning, made.tool_calls) == ("hm", ())
     assert CALL in made.content
 
@@ -169,7 +175,7 @@ def test_a_reasoning_parser_alone_leaves_calls_in_the_content(model: ServedModel
 def test_a_call_that_the_demo_s_model_writes_comes_back_from_its_template_as_it_was_written() -> None:
     sandbox = TemplateSandbox(processes=1)
     written, model = written_call("biko"), served_model(character_tokenizer(), sandbox)
-    parsers = load_output_parsers(model.tokenizer, ParserNames(tool="pythonic"))
+    parsers = loaded(model, ParserNames(tool="pythonic"))
     made = parser(parsers, tools=TOOLS_OF_AGENT).whole(written, model.encode(written, special=False))
     (call,) = made.tool_calls
     assert (made.content, call.name, json.loads(call.arguments)) == ("", "look", {"at": "biko"})

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ebbtide.gateway.text.template_sandbox import TemplateSandbox
+from ebbtide.gateway.templates import TemplateSandbox
 
 
 @pytest.fixture(scope="session")

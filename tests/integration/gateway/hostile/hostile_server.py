@@ -21,19 +21,17 @@ from ebbtide.auth.reloaded_files import ReloadedFiles
 from ebbtide.auth.role_tokens import key_id, mint
 from ebbtide.auth.roles import Role
 from ebbtide.auth.security import ClientSecurity
-from ebbtide.gateway.access.client_key import KeyRing
-from ebbtide.gateway.access.request_limits import RequestLimits
-from ebbtide.gateway.freed_memory import return_freed_memory
-from ebbtide.gateway.http_app import make_app
-from ebbtide.gateway.http_server import HttpServer
+from ebbtide.gateway.__main__ import return_freed_memory
+from ebbtide.gateway.access import KeyRing, RequestLimits
+from ebbtide.gateway.http.app import make_app
+from ebbtide.gateway.http.server import HttpServer
 from ebbtide.gateway.settings import GatewaySettings
-from ebbtide.gateway.text.template_process import TemplateLimits
-from ebbtide.gateway.text.template_sandbox import TemplateSandbox
+from ebbtide.gateway.templates import TemplateLimits, TemplateSandbox
 from ebbtide.runtime import die_with_parent
 from ebbtide.types.key_usage import MeteredKey
 from ebbtide.types.rollout import RolloutRequest
 from tests.fakes.model_texts import CHATML, byte_level_tokenizer, served_model
-from tests.fakes.scripted_doors import scripted_doors
+from tests.fakes.scripted_app_state import scripted_app_state
 from tests.fakes.scripted_rollouts import MarkedOutputs, ScriptedCatalog, ScriptedSource, scripted_run
 
 #: Small, so that a test reaches them soon.
@@ -68,10 +66,10 @@ async def serve(ready: Path) -> None:
     source = ForgetfulSource(scripted_run(), model)
     signer = Ed25519PrivateKey.generate()
     known = {key_id(signer.public_key()): signer.public_key()}
-    doors = scripted_doors(ScriptedCatalog([source]), KeyRing(None, ReloadedFiles((), lambda: known)), LIMITS)
-    await doors.directory.refresh()
+    state = scripted_app_state(ScriptedCatalog([source]), KeyRing(None, ReloadedFiles((), lambda: known)), LIMITS)
+    await state.directory.refresh()
     settings = GatewaySettings(security=ClientSecurity(token="unused"), listen="127.0.0.1:0", limits=LIMITS)
-    server = HttpServer(make_app(doors), settings)
+    server = HttpServer(make_app(state), settings)
     await server.start()
     beside = ready.with_suffix(".part")
     roles = (Role.AGENT, Role.AGENT, Role.USER)  # the last one ends sessions, too

@@ -9,15 +9,13 @@ from starlette.applications import Starlette
 
 from ebbtide.auth.reloaded_files import ReloadedFiles
 from ebbtide.auth.security import TokenCheck
-from ebbtide.gateway.access.client_key import KeyRing
-from ebbtide.gateway.access.request_limits import RequestLimits
-from ebbtide.gateway.episodes.session_limits import SessionLimits
-from ebbtide.gateway.generation.request_player import RequestPlayer
-from ebbtide.gateway.generation.text_request import Prompt
-from ebbtide.gateway.http_app import make_app
-from ebbtide.gateway.routes.gateway_doors import GatewayDoors
-from ebbtide.gateway.text.template_sandbox import TemplateSandbox
-from tests.fakes.scripted_doors import scripted_doors
+from ebbtide.gateway.access import KeyRing, RequestLimits, SessionLimits
+from ebbtide.gateway.http.app import make_app
+from ebbtide.gateway.http.route import AppState
+from ebbtide.gateway.player import RequestPlayer
+from ebbtide.gateway.request import Prompt
+from ebbtide.gateway.templates import TemplateSandbox
+from tests.fakes.scripted_app_state import scripted_app_state
 from tests.fakes.scripted_rollouts import ScriptedCatalog, ScriptedSource, scripted_model, scripted_run
 
 SECRET = "the-shared-secret"
@@ -45,14 +43,14 @@ def session_limits() -> SessionLimits:
 
 
 @pytest.fixture
-def doors(catalog: ScriptedCatalog, limits: RequestLimits, session_limits: SessionLimits) -> GatewayDoors:
+def state(catalog: ScriptedCatalog, limits: RequestLimits, session_limits: SessionLimits) -> AppState:
     check = TokenCheck(f"Bearer {SECRET}")
-    return scripted_doors(catalog, KeyRing(ReloadedFiles((), lambda: check), None), limits, session_limits)
+    return scripted_app_state(catalog, KeyRing(ReloadedFiles((), lambda: check), None), limits, session_limits)
 
 
 @pytest.fixture
-def app(doors: GatewayDoors) -> Starlette:
-    return make_app(doors)
+def app(state: AppState) -> Starlette:
+    return make_app(state)
 
 
 @pytest.fixture

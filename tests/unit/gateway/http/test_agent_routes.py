@@ -14,13 +14,11 @@ from starlette.applications import Starlette
 
 from ebbtide.auth.reloaded_files import ReloadedFiles
 from ebbtide.auth.security import TokenCheck
-from ebbtide.gateway.access.client_key import KeyRing
-from ebbtide.gateway.access.request_limits import RequestLimits
-from ebbtide.gateway.dialects.agents import agent_tools
-from ebbtide.gateway.http_app import make_app
-from ebbtide.gateway.text.template_sandbox import TemplateSandbox
+from ebbtide.gateway.access import KeyRing, RequestLimits
+from ebbtide.gateway.http.app import make_app
+from ebbtide.gateway.templates import TemplateSandbox
 from ebbtide.types.rollout import FinishReason
-from tests.fakes.scripted_doors import scripted_doors
+from tests.fakes.scripted_app_state import scripted_app_state
 from tests.fakes.scripted_rollouts import ScriptedCatalog, ScriptedSource, scripted_model, scripted_run
 from tests.unit.gateway.http.conftest import SECRET
 from tests.unit.gateway.http.test_chat import CALL, prompt_text
@@ -105,7 +103,7 @@ async def test_default_bodies_of_agents_are_taken(sandbox: TemplateSandbox, name
     path, body = BODIES[name]["path"], BODIES[name]["body"]
     source = ScriptedSource(scripted_run(), scripted_model(sandbox, tools=True, context=40_000))
     keys = KeyRing(ReloadedFiles((), lambda: TokenCheck(f"Bearer {SECRET}")), None)
-    transport = httpx.ASGITransport(make_app(scripted_doors(ScriptedCatalog([source]), keys, RequestLimits())))
+    transport = httpx.ASGITransport(make_app(scripted_app_state(ScriptedCatalog([source]), keys, RequestLimits())))
     headers = {"authorization": f"Bearer {SECRET}"}
     async with httpx.AsyncClient(transport=transport, base_url="http://gateway", headers=headers) as client:
         answer = await client.post(f"{prefix}{path}", json=body)
@@ -147,7 +145,7 @@ async def test_functions_of_namespaces_are_counted_before_any_is_read(
     http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = list[Any]()
-    monkeypatch.setattr(agent_tools, "tool_function", lambda function, field: read.append(field))
+    monkeypatch.setattr("ebbtide.gateway.dialects.chat.tool_function", lambda function, field: read.append(field))
     empty = list[dict[str, Any]]([{}] * 200)
     spaces = [{"type": "namespace", "name": name, "tools": empty} for name in ("one", "two")]
     answer = await http.post("/v1/responses", json={"input": "x", "tools": [TOOL, *spaces]})

@@ -5,11 +5,9 @@ import random
 import numpy as np
 import pytest
 
-from ebbtide.gateway.generation.choice_delta import ChoiceResult
-from ebbtide.gateway.generation.choice_text import ChoiceText
-from ebbtide.gateway.text.served_model import ServedModel
-from ebbtide.gateway.text.stop_strings import StopStrings
-from ebbtide.gateway.text.template_sandbox import TemplateSandbox
+from ebbtide.gateway.decode import ChoiceResult, ChoiceText, StopStrings
+from ebbtide.gateway.model import ServedModel
+from ebbtide.gateway.templates import TemplateSandbox
 from ebbtide.types.rollout import FinishReason
 from ebbtide.types.tokens import TOKEN, TokenArray
 from tests.fakes.model_texts import random_text

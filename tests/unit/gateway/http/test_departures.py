@@ -10,10 +10,9 @@ import pytest
 from starlette.applications import Starlette
 
 from ebbtide.errors import Internal, NoCapacity, Unavailable
-from ebbtide.gateway.access.request_limits import RequestLimits
-from ebbtide.gateway.http_app import make_app
-from ebbtide.gateway.routes.gateway_doors import GatewayDoors
-from ebbtide.gateway.routes.http_reply import HttpReply
+from ebbtide.gateway.access import RequestLimits
+from ebbtide.gateway.http.app import make_app
+from ebbtide.gateway.http.route import AppState, HttpReply
 from ebbtide.types.rollout import FinishReason
 from ebbtide.types.run import TrainerSpec
 from tests.fakes.asgi_call import AsgiCall
@@ -27,7 +26,7 @@ BODY = {"prompt": "x", "max_tokens": 30}
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_cannot_come_back_ends_its_rollouts(
-    app: Starlette, source: ScriptedSource, doors: GatewayDoors, stream: bool
+    app: Starlette, source: ScriptedSource, state: AppState, stream: bool
 ) -> None:
     source.gate.clear()
     call = AsgiCall(app, URL, BODY | {"stream": stream, "n": 2}, HEADERS)
@@ -35,7 +34,7 @@ async def test_a_client_that_cannot_come_back_ends_its_rollouts(
     call.leave()
     await call.task
     assert sorted(source.cancelled) == sorted(source.submitted)
-    assert doors.slots.under_way == 0
+    assert state.slots.under_way == 0
 
 
 async def test_a_session_alone_is_no_way_back(app: Starlette, source: ScriptedSource) -> None:
@@ -48,9 +47,9 @@ async def test_a_session_alone_is_no_way_back(app: Starlette, source: ScriptedSo
 
 
 async def test_behind_a_proxy_that_numbers_requests_another_header_is_the_way_back(
-    doors: GatewayDoors, source: ScriptedSource
+    state: AppState, source: ScriptedSource
 ) -> None:
-    app = make_app(msgspec.structs.replace(doors, request_id_header="X-Client-Request-ID"))
+    app = make_app(msgspec.structs.replace(state, request_id_header="X-Client-Request-ID"))
     source.gate.clear()
     for headers, cancelled in (({}, 1), ({"X-Client-Request-ID": "mine"}, 1)):
         source.first.clear()
@@ -62,7 +61,7 @@ async def test_behind_a_proxy_that_numbers_requests_another_header_is_the_way_ba
 
 
 async def test_a_client_that_leaves_during_its_submit_ends_its_rollouts(
-    app: Starlette, source: ScriptedSource, doors: GatewayDoors
+    app: Starlette, source: ScriptedSource, state: AppState
 ) -> None:
     source.acknowledges.clear()
     call = AsgiCall(app, URL, BODY | {"n": 2}, HEADERS)
@@ -75,7 +74,7 @@ async def test_a_client_that_leaves_during_its_submit_ends_its_rollouts(
     await call.task
     assert len(source.cancelled) == 2
     assert sorted(source.cancelled) == sorted(source.submitted)
-    assert doors.slots.under_way == 0
+    assert state.slots.under_way == 0
 
 
 @pytest.mark.parametrize("ids", [{"X-Request-ID": "r"}, {"X-Request-ID": "r", "X-Session-ID": "s"}])
@@ -107,21 +106,21 @@ async def test_a_stream_resumes_from_its_beginning_under_its_id(
 
 
 async def test_a_client_that_leaves_while_it_sends_costs_nothing(
-    app: Starlette, source: ScriptedSource, doors: GatewayDoors
+    app: Starlette, source: ScriptedSource, state: AppState
 ) -> None:
     call = AsgiCall(app, URL, None, HEADERS, pieces=[b'{"prompt":'])
     call.leave()
     await call.task
     assert source.submitted == {}
-    assert doors.slots.under_way == 0
+    assert state.slots.under_way == 0
 
 
 @pytest.mark.parametrize(("path", "sign"), [(URL, b": waiting\n\n"), ("/v1/messages", b"event: ping\n")])
 async def test_a_stream_that_waits_shows_that_it_lives(
-    doors: GatewayDoors, source: ScriptedSource, path: str, sign: bytes
+    state: AppState, source: ScriptedSource, path: str, sign: bytes
 ) -> None:
     quick = RequestLimits(keep_alive_s=0.02)
-    app = make_app(msgspec.structs.replace(doors, limits=quick))
+    app = make_app(msgspec.structs.replace(state, limits=quick))
     source.gate.clear()
     body: dict[str, Any] = {"prompt": "x"} if path == URL else {"messages": [{"role": "user", "content": "x"}]}
     call = AsgiCall(app, path, body | {"stream": True, "max_tokens": 30}, HEADERS)
@@ -154,10 +153,10 @@ async def test_the_time_until_a_sign_of_life_begins_with_the_last_event(monkeypa
 
 
 async def test_a_call_that_takes_too_long_or_whose_client_leaves_holds_nothing(
-    doors: GatewayDoors, source: ScriptedSource
+    state: AppState, source: ScriptedSource
 ) -> None:
-    app = make_app(msgspec.structs.replace(doors, limits=RequestLimits(call_s=0.05)))
-    patient = make_app(doors)
+    app = make_app(msgspec.structs.replace(state, limits=RequestLimits(call_s=0.05)))
+    patient = make_app(state)
     source.gate.clear()
     asking = AsgiCall(app, URL, BODY, HEADERS | {"X-Session-ID": "s", "X-Request-ID": "r"})
     await source.first.wait()
@@ -176,7 +175,7 @@ async def test_a_call_that_takes_too_long_or_whose_client_leaves_holds_nothing(
     await wait_until(lambda: source.cancelled)
     left.leave()
     await left.task
-    assert doors.slots.under_way == 0
+    assert state.slots.under_way == 0
     source.gate.set()
     ended = AsgiCall(patient, "/v1/sessions/s/reward", {"reward": 1.0}, HEADERS)
     await ended.task
@@ -216,8 +215,8 @@ async def test_a_completion_that_is_given_up_fails_the_whole_answer(
     assert "cancelled" in answer.json()["error"]["message"]
 
 
-async def test_a_request_has_its_time(doors: GatewayDoors, source: ScriptedSource) -> None:
-    app = make_app(msgspec.structs.replace(doors, limits=RequestLimits(request_s=0.02)))
+async def test_a_request_has_its_time(state: AppState, source: ScriptedSource) -> None:
+    app = make_app(msgspec.structs.replace(state, limits=RequestLimits(request_s=0.02)))
     source.gate.clear()
     call = AsgiCall(app, URL, BODY, HEADERS)
     await call.task

@@ -11,11 +11,13 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
-from ebbtide.gateway.fields.agent_fields import MESSAGES_FIELDS, RESPONSES_FIELDS
-from ebbtide.gateway.fields.field_pages import TABLES, field_tables
-from ebbtide.gateway.fields.field_table import ANY, RouteFields
-from ebbtide.gateway.fields.openai_fields import CHAT_FIELDS, COMPLETION_FIELDS
-from ebbtide.gateway.fields.token_fields import GENERATE_FIELDS, TOKEN_SAMPLING_FIELDS
+from ebbtide.gateway.dialects.anthropic import MESSAGES_FIELDS
+from ebbtide.gateway.dialects.chat import CHAT_FIELDS
+from ebbtide.gateway.dialects.completions import COMPLETION_FIELDS
+from ebbtide.gateway.dialects.field_pages import TABLES, field_tables
+from ebbtide.gateway.dialects.fields import ANY, RouteFields
+from ebbtide.gateway.dialects.responses import RESPONSES_FIELDS
+from ebbtide.gateway.dialects.token_generate import GENERATE_FIELDS, TOKEN_SAMPLING_FIELDS
 
 PAGE: Final = Path(__file__).parents[4] / "docs" / "gateway.md"
 HELLO: Final = [{"role": "user", "content": "hello"}]
@@ -47,7 +49,7 @@ def test_the_page_shows_the_tables() -> None:
     text = PAGE.read_text()
     shown = text.partition("\n### ")[2]
     assert f"### {shown}" == field_tables(), (
-        "write the tables anew: python -m ebbtide.gateway.fields >> docs/gateway.md"
+        "write the tables anew: python -m ebbtide.gateway.dialects.field_pages >> docs/gateway.md"
     )
 
 

@@ -16,15 +16,15 @@ from ebbtide.auth.role_tokens import key_id, mint
 from ebbtide.auth.roles import TABLE, Role
 from ebbtide.auth.security import TokenCheck
 from ebbtide.errors import BudgetSpent, RateLimited
-from ebbtide.gateway.access.client_key import KeyRing
-from ebbtide.gateway.http_app import make_app
-from ebbtide.gateway.routes.gateway_doors import GatewayDoors
+from ebbtide.gateway.access import KeyRing
+from ebbtide.gateway.http.app import make_app
+from ebbtide.gateway.http.route import AppState
 from ebbtide.types.ids import check_id
 from ebbtide.types.key_usage import KeyLimits, MeteredKey
 from ebbtide.types.run import EnvironmentSpec
 from tests.fakes.asgi_call import AsgiCall
 from tests.fakes.clocks import SetClock
-from tests.fakes.scripted_doors import scripted_directory
+from tests.fakes.scripted_app_state import scripted_directory
 from tests.fakes.scripted_rollouts import ScriptedCatalog, ScriptedSource
 from tests.support.waiting import wait_until
 from tests.unit.gateway.http.conftest import HEADERS
@@ -38,9 +38,9 @@ def token(role: Role, **claims: Any) -> str:
 
 
 @pytest.fixture
-def signed_app(doors: GatewayDoors) -> Starlette:
+def signed_app(state: AppState) -> Starlette:
     known = {key_id(SIGNER.public_key()): SIGNER.public_key()}
-    return make_app(msgspec.structs.replace(doors, keys=KeyRing(None, ReloadedFiles((), lambda: known))))
+    return make_app(msgspec.structs.replace(state, keys=KeyRing(None, ReloadedFiles((), lambda: known))))
 
 
 async def ask(app: Starlette, method: str, url: str, key: str, *, header: str = "authorization") -> httpx.Response:
@@ -245,12 +245,12 @@ async def test_the_run_says_what_it_serves(http: httpx.AsyncClient) -> None:
     assert (await http.get("/get_world_size")).json() == {"world_size": 2}
 
 
-async def test_health_needs_no_key_and_follows_the_gateway(doors: GatewayDoors, http: httpx.AsyncClient) -> None:
+async def test_health_needs_no_key_and_follows_the_gateway(state: AppState, http: httpx.AsyncClient) -> None:
     bare = {"authorization": ""}
     assert (await http.get("/health", headers=bare)).status_code == 503
-    await doors.directory.refresh()
+    await state.directory.refresh()
     assert (await http.get("/health", headers=bare)).status_code == 200
-    leaving = make_app(msgspec.structs.replace(doors, is_leaving=lambda: True))
+    leaving = make_app(msgspec.structs.replace(state, is_leaving=lambda: True))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(leaving), base_url="http://gateway") as client:
         assert (await client.get("/health")).status_code == 503
         answer = await client.post("/v1/completions", json=BODY, headers=HEADERS)
@@ -259,13 +259,13 @@ async def test_health_needs_no_key_and_follows_the_gateway(doors: GatewayDoors, 
 
 
 async def test_a_request_that_waits_keeps_its_run_open(
-    doors: GatewayDoors, catalog: ScriptedCatalog, source: ScriptedSource, encoding: asyncio.Event
+    state: AppState, catalog: ScriptedCatalog, source: ScriptedSource, encoding: asyncio.Event
 ) -> None:
     clock = SetClock(100.0)
     directory = scripted_directory(catalog, idle_s=60, clock=clock)
-    doors = msgspec.structs.replace(doors, directory=directory)
+    state = msgspec.structs.replace(state, directory=directory)
     encoding.clear()
-    call = AsgiCall(make_app(doors), "/v1/completions", BODY, HEADERS)
+    call = AsgiCall(make_app(state), "/v1/completions", BODY, HEADERS)
     await wait_until(lambda: bool(catalog.opened))
     for _ in range(50):
         await asyncio.sleep(0)

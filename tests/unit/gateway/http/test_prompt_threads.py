@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from ebbtide.errors import Unavailable
-from ebbtide.gateway.generation.prompt_threads import PromptThreads
-from ebbtide.gateway.routes.gateway_doors import GatewayDoors
+from ebbtide.gateway.http.route import AppState
+from ebbtide.gateway.prompt_threads import PromptThreads
 from tests.fakes.scripted_rollouts import MarkedOutputs, ScriptedSource
 from tests.unit.gateway.http.conftest import HEADERS
 
@@ -133,14 +133,14 @@ async def test_those_that_left_make_room_in_the_queue() -> None:
 
 
 async def test_a_client_whose_prompt_finds_no_room_is_told_when_to_come_back(
-    doors: GatewayDoors, http: httpx.AsyncClient
+    state: AppState, http: httpx.AsyncClient
 ) -> None:
     full = PromptThreads(1, most_waiting=1)
     goes_on = threading.Event()
     busy = [asyncio.create_task(full.run("another", lambda: goes_on.wait(30))) for _ in range(2)]
     await started(busy)
-    key = doors.keys.admit({"authorization": HEADERS["authorization"]})
-    (await doors.directory.find(key, "")).player.threads = full
+    key = state.keys.admit({"authorization": HEADERS["authorization"]})
+    (await state.directory.find(key, "")).player.threads = full
     first = asyncio.create_task(http.post("/v1/chat/completions", json=CHAT))
     refused = await first
     assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")

@@ -12,11 +12,10 @@ import pytest
 from starlette.applications import Starlette
 
 from ebbtide.errors import NoCapacity
-from ebbtide.gateway.access.client_key import ClientKey
-from ebbtide.gateway.access.request_limits import RequestLimits, RequestSlots
-from ebbtide.gateway.http_app import make_app
-from ebbtide.gateway.routes import body_reader
-from ebbtide.gateway.routes.gateway_doors import GatewayDoors
+from ebbtide.gateway.access import ClientKey, RequestLimits, RequestSlots
+from ebbtide.gateway.http import route
+from ebbtide.gateway.http.app import make_app
+from ebbtide.gateway.http.route import AppState
 from tests.fakes.asgi_call import AsgiCall
 from tests.fakes.scripted_rollouts import ScriptedSource
 from tests.support.waiting import wait_until
@@ -107,8 +106,8 @@ async def test_without_a_key_nothing_is_read(app: Starlette, source: ScriptedSou
     assert source.submitted == {}
 
 
-async def test_a_body_that_never_ends_has_its_time(doors: GatewayDoors) -> None:
-    app = make_app(msgspec.structs.replace(doors, limits=RequestLimits(body_s=0.02)))
+async def test_a_body_that_never_ends_has_its_time(state: AppState) -> None:
+    app = make_app(msgspec.structs.replace(state, limits=RequestLimits(body_s=0.02)))
     call = AsgiCall(app, URL, None, HEADERS, pieces=[b"{", b'"'])
     await call.task
     assert call.status == 400
@@ -116,9 +115,9 @@ async def test_a_body_that_never_ends_has_its_time(doors: GatewayDoors) -> None:
 
 
 async def test_a_body_has_a_bounded_number_of_lists_however_many_brackets_its_texts_have(
-    doors: GatewayDoors, source: ScriptedSource
+    state: AppState, source: ScriptedSource
 ) -> None:
-    app = make_app(msgspec.structs.replace(doors, limits=RequestLimits()))
+    app = make_app(msgspec.structs.replace(state, limits=RequestLimits()))
     body = {"prompt": "x", "chat_template_kwargs": {"a": [list[Any]()] * 100_001}}
     call = AsgiCall(app, "/v1/chat/completions", body, HEADERS)
     await call.task
@@ -131,29 +130,29 @@ async def test_a_body_has_a_bounded_number_of_lists_however_many_brackets_its_te
 
 def test_a_text_without_an_end_is_looked_at_once() -> None:
     body = b"[" * 100_001 + b'"' + b'\\"' * 1_000_000
-    assert body_reader._has_more(body, 100_000), "looked at again from each quote, it takes hours"
-    assert not body_reader._has_more(b'"' + body, 100_000), "one text"
+    assert route._has_more(body, 100_000), "looked at again from each quote, it takes hours"
+    assert not route._has_more(b'"' + body, 100_000), "one text"
 
 
 async def test_a_large_body_is_decoded_away_from_the_event_loop(
-    doors: GatewayDoors, monkeypatch: pytest.MonkeyPatch
+    state: AppState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    threads, check = list[threading.Thread](), body_reader._check_depth
+    threads, check = list[threading.Thread](), route._check_depth
 
     def noting(*arguments: Any) -> None:
         threads.append(threading.current_thread())
         check(*arguments)
 
-    monkeypatch.setattr(body_reader, "_check_depth", noting)
-    app = make_app(msgspec.structs.replace(doors, limits=RequestLimits()))
+    monkeypatch.setattr(route, "_check_depth", noting)
+    app = make_app(msgspec.structs.replace(state, limits=RequestLimits()))
     for size in (10, 100_000):
         await AsgiCall(app, URL, {"prompt": "x", "user": "x" * size}, HEADERS).task
     assert [thread is threading.main_thread() for thread in threads] == [True, False]
 
 
-async def test_a_key_has_a_bounded_number_of_requests(doors: GatewayDoors, source: ScriptedSource) -> None:
+async def test_a_key_has_a_bounded_number_of_requests(state: AppState, source: ScriptedSource) -> None:
     limits = RequestLimits(requests_per_key=2)
-    app = make_app(msgspec.structs.replace(doors, limits=limits, slots=RequestSlots(limits)))
+    app = make_app(msgspec.structs.replace(state, limits=limits, slots=RequestSlots(limits)))
     source.gate.clear()
     calls = [AsgiCall(app, URL, {"prompt": "x"}, HEADERS) for _ in range(3)]
     await asyncio.wait({call.task for call in calls}, return_when=asyncio.FIRST_COMPLETED)
@@ -164,10 +163,10 @@ async def test_a_key_has_a_bounded_number_of_requests(doors: GatewayDoors, sourc
     assert sorted(call.status for call in calls) == [200, 200, 429]
 
 
-async def test_a_key_has_a_bounded_number_of_completions(doors: GatewayDoors, source: ScriptedSource) -> None:
+async def test_a_key_has_a_bounded_number_of_completions(state: AppState, source: ScriptedSource) -> None:
     limits = RequestLimits(completions_per_key=200)
     slots = RequestSlots(limits)
-    app = make_app(msgspec.structs.replace(doors, limits=limits, slots=slots))
+    app = make_app(msgspec.structs.replace(state, limits=limits, slots=slots))
     source.gate.clear()
     first = AsgiCall(app, URL, {"prompt": "x", "n": 100}, HEADERS)
     await wait_until(lambda: len(source.submitted) == 100)
@@ -184,10 +183,10 @@ async def test_a_key_has_a_bounded_number_of_completions(doors: GatewayDoors, so
     assert again.status == 200
 
 
-async def test_the_bodies_of_all_requests_have_bounded_bytes(doors: GatewayDoors, encoding: asyncio.Event) -> None:
+async def test_the_bodies_of_all_requests_have_bounded_bytes(state: AppState, encoding: asyncio.Event) -> None:
     limits = RequestLimits(body_bytes=1024, bodies_bytes=1500)
     slots = RequestSlots(limits)
-    app = make_app(msgspec.structs.replace(doors, limits=limits, slots=slots))
+    app = make_app(msgspec.structs.replace(state, limits=limits, slots=slots))
     body = {"prompt": "x", "user": "x" * 800}
     encoding.clear()
     first = AsgiCall(app, URL, body, HEADERS)
@@ -205,10 +204,10 @@ async def test_the_bodies_of_all_requests_have_bounded_bytes(doors: GatewayDoors
 
 
 @pytest.mark.parametrize("path", [path for path in SERVED if path != "/tokenize"])
-async def test_a_long_answer_keeps_no_body(doors: GatewayDoors, source: ScriptedSource, path: str) -> None:
+async def test_a_long_answer_keeps_no_body(state: AppState, source: ScriptedSource, path: str) -> None:
     limits = RequestLimits()
     slots = RequestSlots(limits)
-    app = make_app(msgspec.structs.replace(doors, limits=limits, slots=slots))
+    app = make_app(msgspec.structs.replace(state, limits=limits, slots=slots))
     source.gate.clear()
     call = AsgiCall(app, path, SERVED[path], HEADERS)
     await source.first.wait()
@@ -281,7 +280,7 @@ def mutated(draw: random.Random, value: Any, depth: int = 0) -> Any:
     return value
 
 
-async def test_no_hostile_body_is_an_internal_error(http: httpx.AsyncClient, doors: GatewayDoors) -> None:
+async def test_no_hostile_body_is_an_internal_error(http: httpx.AsyncClient, state: AppState) -> None:
     draw = random.Random(18)
     statuses = set()
     for number in range(600):
@@ -292,4 +291,4 @@ async def test_no_hostile_body_is_an_internal_error(http: httpx.AsyncClient, doo
         assert answer.status_code in (200, 400, 404), (number, path, answer.text)
         statuses.add(answer.status_code)
     assert {200, 400} <= statuses
-    assert doors.slots.under_way == 0
+    assert state.slots.under_way == 0

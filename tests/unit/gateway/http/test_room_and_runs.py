@@ -9,11 +9,11 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from ebbtide.auth.role_tokens import mint, run_of_token
 from ebbtide.auth.roles import Role
 from ebbtide.errors import NoCapacity, NotFound, PermissionDenied, RateLimited
-from ebbtide.gateway.generation import played_request
-from ebbtide.gateway.generation.played_request import PlayedRequest
-from ebbtide.gateway.generation.prompt_threads import PromptThreads
-from ebbtide.gateway.generation.text_request import IdsPrompt, TextRequest
-from ebbtide.gateway.runs.run_catalog import RunCatalog
+from ebbtide.gateway import player
+from ebbtide.gateway.player import PlayedRequest
+from ebbtide.gateway.prompt_threads import PromptThreads
+from ebbtide.gateway.request import IdsPrompt, TextRequest
+from ebbtide.gateway.runs import RunCatalog
 from ebbtide.types.key_usage import MeteredKey
 from ebbtide.types.rollout import RolloutRequest
 from ebbtide.types.run import Run, Sampling
@@ -63,7 +63,7 @@ async def test_a_key_at_a_limit_is_told_at_once() -> None:
 
 
 async def test_a_submit_that_finds_no_room_tells_when_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(played_request, "_ROOM_S", 0.02)
+    monkeypatch.setattr(player, "_ROOM_S", 0.02)
     with pytest.raises(NoCapacity) as refused:
         await submit(FullLease(room_at=1 << 30))
     assert refused.value.retry_after_s == 0.001

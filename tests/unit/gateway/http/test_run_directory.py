@@ -6,12 +6,12 @@ import msgspec
 import pytest
 
 from ebbtide.errors import InvalidRequest, NotFound, Unavailable
-from ebbtide.gateway.access.client_key import ClientKey
-from ebbtide.gateway.runs.run_directory import RunDirectory
-from ebbtide.gateway.text.template_sandbox import TemplateSandbox
+from ebbtide.gateway.access import ClientKey
+from ebbtide.gateway.runs import RunDirectory
+from ebbtide.gateway.templates import TemplateSandbox
 from ebbtide.types.run import RunStatus
 from tests.fakes.clocks import SetClock
-from tests.fakes.scripted_doors import scripted_directory
+from tests.fakes.scripted_app_state import scripted_directory
 from tests.fakes.scripted_rollouts import ScriptedCatalog, ScriptedSource, scripted_model, scripted_run
 from tests.support.waiting import wait_until
 

@@ -12,15 +12,14 @@ from msgspec.structs import replace
 from starlette.applications import Starlette
 
 from ebbtide.errors import NoCapacity
-from ebbtide.gateway.dialects import trace_shapes
-from ebbtide.gateway.episodes import live_session, session_ending, session_player
-from ebbtide.gateway.episodes.session_limits import SessionLimits
-from ebbtide.gateway.episodes.session_shelf import SessionShelf
-from ebbtide.gateway.http_app import make_app
-from ebbtide.gateway.routes.gateway_doors import GatewayDoors
-from ebbtide.gateway.runs.run_catalog import RunCatalog
-from ebbtide.gateway.runs.run_directory import RunDirectory
-from ebbtide.gateway.text.template_sandbox import TemplateSandbox
+from ebbtide.gateway.access import SessionLimits
+from ebbtide.gateway.http import session_routes
+from ebbtide.gateway.http.app import make_app
+from ebbtide.gateway.http.route import AppState
+from ebbtide.gateway.runs import RunCatalog, RunDirectory
+from ebbtide.gateway.sessions import ending, live, player
+from ebbtide.gateway.sessions.player import SessionCache
+from ebbtide.gateway.templates import TemplateSandbox
 from ebbtide.types.run import EnvironmentSpec
 from ebbtide.types.session import SessionState
 from ebbtide.types.tokens import TOKEN, TokenArray, unpack_ids, unpack_tokens
@@ -69,10 +68,10 @@ class Agent:
         return await self.clients[0].post(f"/v1/sessions/{self.name}/{how}", json=body)
 
 
-def another_gateway(doors: GatewayDoors, catalog: ScriptedCatalog) -> Starlette:
-    directory = RunDirectory(cast("RunCatalog", catalog), max_prompt_tokens=doors.limits.prompt_tokens)
-    shelf = SessionShelf(doors.session_limits.shelf_bytes)
-    return make_app(replace(doors, directory=directory, shelf=shelf))
+def another_gateway(state: AppState, catalog: ScriptedCatalog) -> Starlette:
+    directory = RunDirectory(cast("RunCatalog", catalog), max_prompt_tokens=state.limits.prompt_tokens)
+    shelf = SessionCache(state.session_limits.shelf_bytes)
+    return make_app(replace(state, directory=directory, shelf=shelf))
 
 
 @pytest.fixture
@@ -81,8 +80,8 @@ def source(sandbox: TemplateSandbox) -> ScriptedSource:
 
 
 @pytest.fixture
-def agent(app: Starlette, doors: GatewayDoors, catalog: ScriptedCatalog) -> Agent:
-    return Agent([app, another_gateway(doors, catalog)])
+def agent(app: Starlette, state: AppState, catalog: ScriptedCatalog) -> Agent:
+    return Agent([app, another_gateway(state, catalog)])
 
 
 def takes_sessions(source: ScriptedSource) -> None:
@@ -111,7 +110,7 @@ async def test_a_trace_is_shaped_away_from_the_event_loop(agent: Agent, monkeypa
         return []
 
     await agent.ask([user("hello")])
-    monkeypatch.setattr(trace_shapes, "version_spans", versions)
+    monkeypatch.setattr(session_routes, "version_spans", versions)
     await agent.trace()
     listed = (await agent.clients[0].get(f"/v1/sessions/{agent.name}/completions")).json()
     assert [one["turn"] for one in listed["data"]] == [1]
@@ -171,10 +170,10 @@ def has_verifiers(source: ScriptedSource, default: str = "") -> None:
 
 
 async def test_a_session_may_end_with_a_verifier_and_waits_for_its_verdict(
-    app: Starlette, doors: GatewayDoors, catalog: ScriptedCatalog, source: ScriptedSource
+    app: Starlette, state: AppState, catalog: ScriptedCatalog, source: ScriptedSource
 ) -> None:
     has_verifiers(source)
-    agent = Agent([app, another_gateway(doors, catalog)], **{"x-group-id": "problem-1"})
+    agent = Agent([app, another_gateway(state, catalog)], **{"x-group-id": "problem-1"})
     await agent.ask([user("hello")])
     ended = (await agent.end("end", verifier="exact", data={"answer": "x"})).json()
     assert (ended["state"], ended["verifier"], ended["reward"]) == ("verifying", "exact", None)
@@ -460,8 +459,8 @@ async def test_a_session_that_ended_and_was_forgotten_does_not_begin_again(
         assert (late.status_code, "has ended" in late.text) == (409, True)
 
 
-async def test_books_beyond_the_bound_are_read_again(doors: GatewayDoors, source: ScriptedSource) -> None:
-    small = replace(doors, shelf=SessionShelf(kept_bytes=1))
+async def test_books_beyond_the_bound_are_read_again(state: AppState, source: ScriptedSource) -> None:
+    small = replace(state, shelf=SessionCache(kept_bytes=1))
     agents = [Agent([make_app(small)], f"episode-{number}") for number in range(3)]
     source.answers = [f"answer {number}" for number in range(6)]
     chats = [[user("Hi"), await agent.ask([user("Hi")]), user("more")] for agent in agents]
@@ -532,7 +531,7 @@ async def test_a_cancel_that_came_before_a_submit_is_repeated_until_the_session_
 ) -> None:
     takes_sessions(source)
     agent.headers["x-group-id"] = "problem 7"
-    monkeypatch.setattr(session_ending, "_AGAIN_S", 0.02)
+    monkeypatch.setattr(ending, "_AGAIN_S", 0.02)
     cancel, came = source.cancel_rollouts, list[int]()
 
     async def late(rollout_ids: Sequence[str], reason: str = "") -> None:
@@ -554,8 +553,8 @@ async def test_a_cancel_that_came_before_a_submit_is_repeated_until_the_session_
 async def test_completions_that_run_on_hold_no_finished_one_back(
     agent: Agent, source: ScriptedSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session_player, "_PATIENCE_S", 0.1)
-    monkeypatch.setattr(live_session, "_HELD_S", 0.1)
+    monkeypatch.setattr(player, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr(live, "_HELD_S", 0.1)
     source.answer = "Hello world, and much more than a chunk"
     await left(agent, source, [user("Hi")], request="long", n=40, goes_on=False)
     source.answers = ["ok"]

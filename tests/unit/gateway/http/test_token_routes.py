@@ -9,11 +9,11 @@ import httpx
 import numpy as np
 import pytest
 
-from ebbtide.gateway.access.request_limits import RequestLimits
+from ebbtide.gateway.access import RequestLimits
+from ebbtide.gateway.decode import ChoiceDelta, ChoiceFinish
 from ebbtide.gateway.dialects.dialect import AnswerContext
-from ebbtide.gateway.dialects.tokens.sglang import SglangDialect
-from ebbtide.gateway.generation.choice_delta import ChoiceDelta, ChoiceFinish
-from ebbtide.gateway.text.served_model import ServedModel
+from ebbtide.gateway.dialects.sglang import SglangDialect
+from ebbtide.gateway.model import ServedModel
 from ebbtide.types.tokens import TOKEN
 from tests.fakes.scripted_rollouts import ScriptedSource, scripted_run
 from tests.unit.gateway.http.test_completions import events

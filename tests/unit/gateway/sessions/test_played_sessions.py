@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from ebbtide.gateway.sessions import session_trace as module_of_traces
-from ebbtide.gateway.sessions.session_trace import session_trace, trace_page
-from ebbtide.gateway.text.template_sandbox import TemplateSandbox
+from ebbtide.gateway.sessions import trace as module_of_traces
+from ebbtide.gateway.sessions.trace import session_trace, trace_page
+from ebbtide.gateway.templates import TemplateSandbox
 from tests.fakes.played_sessions import (
     CALL,
     STRIPS_REASONING,

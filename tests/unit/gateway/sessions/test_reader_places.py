@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from ebbtide.gateway.episodes import live_session
-from ebbtide.gateway.episodes.live_session import LiveSession, LongReaders
+from ebbtide.gateway.sessions import live
+from ebbtide.gateway.sessions.live import LiveSession, LongReaders
 
 
 async def test_long_readers_give_their_places_back_as_far_as_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_session, "_HELD_S", 0.01)
-    monkeypatch.setattr(live_session, "_AT_ONCE", 1)
+    monkeypatch.setattr(live, "_HELD_S", 0.01)
+    monkeypatch.setattr(live, "_AT_ONCE", 1)
     room = LongReaders(room=1)
     player: Any = SimpleNamespace(model=SimpleNamespace(text=None))
     source: Any = None

@@ -2,8 +2,7 @@
 
 from msgspec.structs import replace
 
-from ebbtide.gateway.generation.request_digest import content_digest, request_digest
-from ebbtide.gateway.generation.text_request import ChatPrompt, TextRequest
+from ebbtide.gateway.request import ChatPrompt, TextRequest, content_digest, request_digest
 from ebbtide.types.run import Sampling
 
 ASKED = TextRequest(

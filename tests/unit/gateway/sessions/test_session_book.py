@@ -3,9 +3,9 @@
 import pytest
 
 from ebbtide.errors import Internal, InvalidRequest, NotReady
-from ebbtide.gateway.sessions.session_book import SessionBook
-from ebbtide.gateway.sessions.session_trace import session_trace
-from ebbtide.gateway.text.template_sandbox import TemplateSandbox
+from ebbtide.gateway.sessions.book import SessionBook
+from ebbtide.gateway.sessions.trace import session_trace
+from ebbtide.gateway.templates import TemplateSandbox
 from ebbtide.types.tokens import unpack_ids, unpack_tokens
 from tests.fakes.played_sessions import (
     CALL,

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from ebbtide.gateway.sessions.turn_record import PromptOrigin
-from ebbtide.gateway.text.template_sandbox import TemplateSandbox
+from ebbtide.gateway.sessions.turns import PromptOrigin
+from ebbtide.gateway.templates import TemplateSandbox
 from ebbtide.types.tokens import unpack_ids
 from tests.fakes.played_sessions import (
     ALTERS_EARLIER,

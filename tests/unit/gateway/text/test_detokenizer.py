@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from ebbtide.gateway.text.detokenizer import Detokenizer, WindowDetokenizer
-from ebbtide.gateway.text.piece_decoders import PieceDecoders
+from ebbtide.gateway.decode import Detokenizer, PieceDecoders, WindowDetokenizer
 from tests.fakes.model_texts import (
     CORPUS,
     END,

@@ -7,8 +7,8 @@ import pytest
 from msgspec.structs import replace
 
 from ebbtide.errors import InvalidRequest
-from ebbtide.gateway.runs.run_catalog import RunCatalog
-from ebbtide.gateway.text.served_model import TextConfig, context_of, read_model_config
+from ebbtide.gateway.model import TextConfig, context_of, read_model_config
+from ebbtide.gateway.runs import RunCatalog
 from tests.fakes.scripted_rollouts import scripted_run
 
 BROKEN = [

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from ebbtide.errors import InvalidRequest
-from ebbtide.gateway.text.output_parsers import ParserNames
-from ebbtide.gateway.text.served_model import ServedModel
-from ebbtide.gateway.text.template_process import TemplateLimits
-from ebbtide.gateway.text.template_sandbox import TemplateSandbox
+from ebbtide.gateway.model import ServedModel
+from ebbtide.gateway.parsers import ParserNames
+from ebbtide.gateway.templates import TemplateLimits, TemplateSandbox
 from ebbtide.local_cluster import serving_checkpoint
 from ebbtide.local_cluster.serving_checkpoint import ServedNetwork
 from ebbtide.trainer.base_model.character_tokenizer import character_tokenizer

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from ebbtide.gateway.text.stop_strings import StopStrings
+from ebbtide.gateway.decode import StopStrings
 
 
 def pushed(stops: list[str], pieces: list[str]) -> tuple[str, str | None]:

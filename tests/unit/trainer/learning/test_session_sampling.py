@@ -14,11 +14,10 @@ from msgspec.structs import replace
 
 from ebbtide.auth.reloaded_files import ReloadedFiles
 from ebbtide.auth.security import TokenCheck
-from ebbtide.gateway.access.client_key import KeyRing
-from ebbtide.gateway.access.request_limits import RequestLimits
-from ebbtide.gateway.http_app import make_app
-from ebbtide.gateway.text.served_model import ServedModel
-from ebbtide.gateway.text.template_sandbox import TemplateSandbox
+from ebbtide.gateway.access import KeyRing, RequestLimits
+from ebbtide.gateway.http.app import make_app
+from ebbtide.gateway.model import ServedModel
+from ebbtide.gateway.templates import TemplateSandbox
 from ebbtide.store.record_codec import pack, unpack
 from ebbtide.trainer.base_model.character_tokenizer import character_tokenizer
 from ebbtide.trainer.learning.experience import samples_of
@@ -31,7 +30,7 @@ from ebbtide.types.tokens import pack_tokens, unpack_ids
 from ebbtide.v1 import rollouts_pb2
 from ebbtide.wire.record_conversion import from_proto, to_proto
 from tests.fakes.model_texts import served_model
-from tests.fakes.scripted_doors import scripted_doors
+from tests.fakes.scripted_app_state import scripted_app_state
 from tests.fakes.scripted_rollouts import ScriptedCatalog, ScriptedSource, scripted_run
 
 SECRET: Final = "the-shared-secret"
@@ -117,7 +116,7 @@ def source(network: Network, sandbox: TemplateSandbox) -> NetworkSource:
 @pytest.fixture
 async def http(source: NetworkSource) -> AsyncIterator[httpx.AsyncClient]:
     keys = KeyRing(ReloadedFiles((), lambda: TokenCheck(f"Bearer {SECRET}")), None)
-    app = make_app(scripted_doors(ScriptedCatalog([source]), keys, RequestLimits()))
+    app = make_app(scripted_app_state(ScriptedCatalog([source]), keys, RequestLimits()))
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://gateway", headers=HEADERS) as client:
         yield client

@@ -1,1 +1,0 @@
-"""Decides who may ask the gateway for what, and how much at once."""

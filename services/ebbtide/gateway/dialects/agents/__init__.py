@@ -1,1 +1,0 @@
-"""Speaks the routes of agents' clients: OpenAI's responses and Anthropic's messages."""

@@ -1,1 +1,0 @@
-"""Speaks the routes of OpenAI's completions and chats."""

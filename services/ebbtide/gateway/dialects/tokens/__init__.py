@@ -1,1 +1,0 @@
-"""Speaks the routes that take token ids."""

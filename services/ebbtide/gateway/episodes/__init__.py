@@ -1,1 +1,0 @@
-"""Sessions that are played: their turns, kept at the coordinator, and how they end."""

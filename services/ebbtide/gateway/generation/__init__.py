@@ -1,1 +1,0 @@
-"""Plays requests for text: their prompts become rollouts, and the tokens of these become text again."""

@@ -1,0 +1,1 @@
+"""HTTP: the server, the application, and its routes."""

@@ -1,1 +1,0 @@
-"""Serves the routes: reads requests within their bounds, and sends answers and errors."""

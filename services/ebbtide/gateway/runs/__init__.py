@@ -1,1 +1,0 @@
-"""Knows the runs that requests may belong to, and what serving them takes."""

@@ -1,1 +1,0 @@
-"""Messages into token ids, and sampled token ids into text."""
