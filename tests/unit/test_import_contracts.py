@@ -33,7 +33,10 @@ PLANTED = {
         "common/ebbtide/scheduling/health/planted.py",
         "import ebbtide.scheduling.steps.run_claims",
     ),
-    "Each service decides": ("services/ebbtide/coordinator/planted_decision.py", "import ebbtide.scheduling.coserving"),
+    "Each service decides": (
+        "services/ebbtide/coordinator/planted_decision.py",
+        "import ebbtide.scheduling.distribution",
+    ),
     "Workers and relays decide": (
         "services/ebbtide/weight_relay/planted_decision.py",
         "import ebbtide.scheduling.dispatch",

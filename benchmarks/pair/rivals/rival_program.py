@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from ebbtide.runtime import Shutdown, run
-from ebbtide.scheduling.coserving.budget_decider import BudgetDecider, LatencyTargets, StepLimits
+from ebbtide.serving_guard.governor.budget_decider import BudgetDecider, LatencyTargets, StepLimits
 from ebbtide.serving_guard.loans.memory_budget import MemoryBudget
 from ebbtide.serving_guard.settings import GuardSettings
 from ebbtide.settings import load

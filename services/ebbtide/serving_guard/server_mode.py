@@ -15,11 +15,11 @@ from ebbtide.loans.borrower_table import BorrowerTable
 from ebbtide.loans.grant_issuer import AllowedMemory, GrantIssuer
 from ebbtide.loans.loan import Loan
 from ebbtide.runtime import Shutdown
-from ebbtide.scheduling.coserving.governor import Governor
+from ebbtide.serving_guard.governor.budget_decider import GovernorPanel, Makes
+from ebbtide.serving_guard.governor.governor import Governor
 from ebbtide.serving_guard.guard_status import StatusReporter
 from ebbtide.serving_guard.lender import Lender
 from ebbtide.serving_guard.loans.budget_keeper import BudgetKeeper
-from ebbtide.serving_guard.loans.governor_panel import GovernorPanel, Makes
 from ebbtide.serving_guard.loans.memory_budget import MemoryBudget
 from ebbtide.serving_guard.settings import GuardSettings
 from ebbtide.serving_guard.traffic.request_books import RequestBooks

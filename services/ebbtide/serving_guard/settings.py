@@ -9,7 +9,7 @@ from msgspec import Meta, Struct, structs
 
 from ebbtide.errors import InvalidRequest
 from ebbtide.runtime import ProcessSettings
-from ebbtide.scheduling.coserving.budget_decider import LatencyTargets, StepLimits
+from ebbtide.serving_guard.governor.budget_decider import LatencyTargets, StepLimits
 from ebbtide.serving_guard.proxy.proxy_limits import ProxySettings
 from ebbtide.serving_guard.traffic.slo import (
     AimGap,

@@ -11,11 +11,10 @@ import pytest
 from ebbtide.grants import Page, page_path
 from ebbtide.loans.borrower_table import BorrowerTable
 from ebbtide.rollout_worker import guard_link
-from ebbtide.scheduling.coserving.budget_decider import LatencyTargets, StepLimits
 from ebbtide.serving_guard import server_mode
+from ebbtide.serving_guard.governor.budget_decider import GovernorPanel, LatencyTargets, StepLimits
 from ebbtide.serving_guard.loans import budget_keeper
 from ebbtide.serving_guard.loans.budget_keeper import BudgetKeeper
-from ebbtide.serving_guard.loans.governor_panel import GovernorPanel
 from ebbtide.serving_guard.loans.memory_budget import MemoryBudget
 from ebbtide.serving_guard.traffic.request_books import RequestBooks
 from ebbtide.simulator.serving import served_host, virtual_guard

@@ -13,14 +13,14 @@ from math import inf
 from typing import Final
 
 from ebbtide.loans.borrower_table import BorrowerTable
-from ebbtide.scheduling.coserving.budget_decider import (
+from ebbtide.serving_guard import metrics
+from ebbtide.serving_guard.governor.budget_decider import (
     NOTHING_INSIDE,
     BudgetDecider,
     BudgetDecision,
+    GovernorPanel,
     LearntCosts,
 )
-from ebbtide.serving_guard import metrics
-from ebbtide.serving_guard.loans.governor_panel import GovernorPanel
 from ebbtide.serving_guard.traffic.request_books import RequestBooks
 from ebbtide.serving_guard.traffic.traffic_events import TrafficListener
 from ebbtide.types.grants import Budget

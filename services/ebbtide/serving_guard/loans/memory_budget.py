@@ -14,9 +14,7 @@ from ebbtide import telemetry
 from ebbtide.errors import InvalidRequest
 from ebbtide.loans.gpu_memory import Device, host_memory, open_device
 from ebbtide.loans.grant_issuer import UNREADABLE, AllowedMemory
-from ebbtide.scheduling.coserving import weight_residency
-from ebbtide.scheduling.coserving.kv_budget import NORMAL, KvAllowance, KvBudget
-from ebbtide.scheduling.coserving.weight_residency import ResidencyPlan
+from ebbtide.serving_guard.governor.memory import NORMAL, DeviceMemory, KvAllowance, KvBudget, ResidencyPlan
 from ebbtide.types.grants import BorrowerReport, Hello, Residency
 
 log = telemetry.get_logger(__name__)
@@ -134,17 +132,17 @@ class MemoryBudget:
             wake_away_s=report.wake_away_s,
         )
 
-    def _on_host(self, allowance: KvAllowance) -> weight_residency.DeviceMemory:
+    def _on_host(self, allowance: KvAllowance) -> DeviceMemory:
         room = int(self.limit * _ROOM)
         spare = max(0, self.limit - self.serving_bytes) if self.limit else 0
-        return weight_residency.DeviceMemory(short=allowance.short, spare=spare, weights=room)
+        return DeviceMemory(short=allowance.short, spare=spare, weights=room)
 
-    def _on_device(self, borrower: _Borrower) -> weight_residency.DeviceMemory:
+    def _on_device(self, borrower: _Borrower) -> DeviceMemory:
         hello, device = borrower.hello, borrower.device
         free, total = device.memory() if device else (0, 0)
         host_free, host_total = self._host()
         reserve, host_reserve = int(total * _RESERVE), int(host_total * _RESERVE)
-        return weight_residency.DeviceMemory(
+        return DeviceMemory(
             short=max(0, reserve - free),
             spare=max(0, free - reserve),
             weights=hello.weights_bytes + hello.kv_bytes,

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final, TypeAlias
 from msgspec import Meta, Struct
 
 from ebbtide.errors import InvalidRequest
-from ebbtide.scheduling.coserving.budget_decider import LatencyTargets
+from ebbtide.serving_guard.governor.budget_decider import LatencyTargets
 from ebbtide.types.parse import parse
 
 TtftMs: TypeAlias = Annotated[float, Meta(ge=0, description="target of the time to the first token; 0: by factor")]

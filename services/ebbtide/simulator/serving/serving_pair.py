@@ -17,8 +17,8 @@ from random import Random
 from typing import Final, Protocol
 
 from ebbtide.loans.grant_issuer import AllowedMemory
-from ebbtide.scheduling.coserving.budget_decider import BudgetDecider
-from ebbtide.scheduling.coserving.kv_budget import CUT
+from ebbtide.serving_guard.governor.budget_decider import BudgetDecider
+from ebbtide.serving_guard.governor.memory import CUT
 from ebbtide.serving_guard.loans.memory_budget import MemoryBudget
 from ebbtide.simulator.serving.pair_costs import PairCosts
 from ebbtide.simulator.serving.request_traffic import TrafficRequest

@@ -5,8 +5,8 @@ from typing import Final
 
 from msgspec import Struct
 
-from ebbtide.scheduling.coserving.budget_decider import BudgetDecider, LatencyTargets, StepLimits
-from ebbtide.scheduling.coserving.governor import Governor
+from ebbtide.serving_guard.governor.budget_decider import BudgetDecider, LatencyTargets, StepLimits
+from ebbtide.serving_guard.governor.governor import Governor
 from ebbtide.serving_guard.loans.memory_budget import MemoryBudget
 from ebbtide.simulator.serving.constant_policy import ConstantBudget, ConstantMemory
 from ebbtide.simulator.serving.pair_costs import PairCosts

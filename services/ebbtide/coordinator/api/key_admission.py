@@ -11,25 +11,13 @@ from typing import Final
 from msgspec import Struct
 
 from ebbtide.errors import BudgetSpent, RateLimited
-from ebbtide.types.key_usage import KeyLimits
+from ebbtide.types.key_usage import KeyBalance, KeyLimits
 
 #: Debts are counted in thousandths, so that short times pay off something, too.
 _PARTS: Final = 1000
 _MINUTE_MS: Final = 60_000
 #: When a place or a reservation of an open request may come free.
 _SOON_S: Final = 1.0
-
-
-class KeyBalance(Struct, frozen=True, kw_only=True):
-    """The account of one owner in one run, as it is stored. Debts are thousandths; negative ones are none."""
-
-    spent: int = 0  # tokens of requests that have ended
-    today: int = 0  # of them since midnight
-    reserved: int = 0  # tokens that open requests may come to
-    open: int = 0  # requests
-    request_debt: int = 0
-    token_debt: int = 0
-    idle_ms: int = 0  # since the debts were written
 
 
 class KeyCharge(Struct, frozen=True, kw_only=True):
