@@ -23,7 +23,10 @@ PLANTED = {
         "services/ebbtide/rollout_worker/engine/planted.py",
         "import ebbtide.rollout_worker.generation.outbox",
     ),
-    "Inside the guard": ("services/ebbtide/serving_guard/loans/planted.py", "import ebbtide.serving_guard.proxy.proxy"),
+    "Inside the guard": (
+        "services/ebbtide/serving_guard/governor/planted.py",
+        "import ebbtide.serving_guard.proxy.proxy",
+    ),
     "Inside the gateway": (
         "services/ebbtide/gateway/generation/planted.py",
         "import ebbtide.gateway.routes.http_reply",

@@ -18,7 +18,7 @@ Not told: how long a rollout step takes, which requests queue behind others, and
 from msgspec import Struct
 
 from ebbtide.errors import InvalidRequest
-from ebbtide.loans.grant_issuer import AllowedMemory
+from ebbtide.serving_guard.borrowers import AllowedMemory
 from ebbtide.serving_guard.governor.budget_decider import (
     NOTHING_INSIDE,
     BudgetDecider,
@@ -28,7 +28,7 @@ from ebbtide.serving_guard.governor.budget_decider import (
     StepLimits,
 )
 from ebbtide.serving_guard.governor.memory import CUT, NORMAL
-from ebbtide.serving_guard.loans.memory_budget import MemoryBudget
+from ebbtide.serving_guard.memory_budget import MemoryBudget
 from ebbtide.types.grants import GRANT_S, BorrowerReport, Budget, Forecast, Hello, Residency
 
 

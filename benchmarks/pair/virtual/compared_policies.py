@@ -17,7 +17,7 @@ from benchmarks.pair.rivals.rose_policy import RoseAdmission, RoseMemory, RoseSe
 from ebbtide.errors import InvalidRequest
 from ebbtide.serving_guard.governor.budget_decider import LatencyTargets, StepLimits
 from ebbtide.serving_guard.governor.governor import Governor
-from ebbtide.serving_guard.loans.memory_budget import MemoryBudget
+from ebbtide.serving_guard.memory_budget import MemoryBudget
 from ebbtide.simulator.serving.pair_costs import PairCosts
 from ebbtide.simulator.serving.serving_policies import ALONE, OURS, UNGUARDED, ServingPolicy
 

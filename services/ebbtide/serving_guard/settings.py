@@ -164,7 +164,7 @@ class GuardSettings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_f
             raise InvalidRequest(f"is more than proxy.max_hold_s ({self.proxy.max_hold_s:g} s)", field="hold_ms")
 
     def _checked_owner(self) -> None:
-        """What another owner's mode reads has no effect, and was meant to have one."""
+        """What is read for another owner has no effect, and was meant to have one."""
         shared = _SHARED.union(ProcessSettings.__struct_fields__)
         for key in _changed(self):
             table = key.partition(".")[0]

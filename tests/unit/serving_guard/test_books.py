@@ -2,7 +2,7 @@
 
 import pytest
 
-from ebbtide.loans.borrower_status import percentiles
+from ebbtide.serving_guard.borrowers import percentiles
 from ebbtide.serving_guard.governor.budget_decider import LearntCosts
 from ebbtide.serving_guard.traffic.request_books import RequestBooks
 from ebbtide.types.grants import UNKNOWN

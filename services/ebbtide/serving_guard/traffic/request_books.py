@@ -11,8 +11,8 @@ from typing import Final
 
 from msgspec import Struct
 
-from ebbtide.loans.borrower_status import percentiles
 from ebbtide.serving_guard import metrics
+from ebbtide.serving_guard.borrowers import percentiles
 from ebbtide.serving_guard.governor.budget_decider import LearntCosts
 from ebbtide.types.grants import UNKNOWN, Latency
 

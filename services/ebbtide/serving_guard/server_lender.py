@@ -1,29 +1,27 @@
-"""The mode of a serving engine: its users come first, and what their SLO leaves is lent.
+"""Lends the device of a serving engine: its users come first, and what their SLO leaves is lent.
 
 Starts and stops proxy or observer, keeper, enforcer and the workers' socket in order.
 """
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
-from typing import Any, Final, NoReturn, Protocol
+from typing import Any, Final, Protocol
 
 from ebbtide import telemetry
-from ebbtide.errors import NotReady
-from ebbtide.loans.borrower_table import BorrowerTable
-from ebbtide.loans.grant_issuer import AllowedMemory, GrantIssuer
-from ebbtide.loans.loan import Loan
 from ebbtide.runtime import Shutdown
+from ebbtide.serving_guard import metrics
+from ebbtide.serving_guard.borrowers import AllowedMemory, BorrowerTable, Loan, borrower_status
+from ebbtide.serving_guard.budget_keeper import BudgetKeeper
 from ebbtide.serving_guard.governor.budget_decider import GovernorPanel, Makes
 from ebbtide.serving_guard.governor.governor import Governor
-from ebbtide.serving_guard.guard_status import StatusReporter
-from ebbtide.serving_guard.lender import Lender
-from ebbtide.serving_guard.loans.budget_keeper import BudgetKeeper
-from ebbtide.serving_guard.loans.memory_budget import MemoryBudget
+from ebbtide.serving_guard.lender import GrantIssuer, Lender
+from ebbtide.serving_guard.memory_budget import MemoryBudget
+from ebbtide.serving_guard.servicer import LOANS, NoLoans
 from ebbtide.serving_guard.settings import GuardSettings
 from ebbtide.serving_guard.traffic.request_books import RequestBooks
-from ebbtide.v1 import loans_pb2
+from ebbtide.types.grants import GuardStatus, ModelLatency
 from ebbtide.v1.loans_pb2_grpc import add_LoansServicer_to_server
 
 log = telemetry.get_logger(__name__)
@@ -31,8 +29,6 @@ log = telemetry.get_logger(__name__)
 #: How often the memory that serving uses is counted.
 _TICK_S: Final = 0.05
 _GAUGES_S: Final = 1.0
-_LOANS: Final = loans_pb2.DESCRIPTOR.services_by_name["Loans"].full_name
-_NO_TRAINER: Final = "this guard lends the device of a serving engine; for a trainer's, start it with owner = trainer"
 
 
 class Front(Protocol):
@@ -45,17 +41,7 @@ class Front(Protocol):
     async def stop(self) -> None: ...
 
 
-class NoLoans:
-    """Tells a trainer that the guard of its device was started as a serving engine's, so that its step waits."""
-
-    async def Own(self, request_iterator: Any, context: Any) -> NoReturn:  # noqa: ARG002, N802 - gRPC's
-        raise NotReady(_NO_TRAINER)
-
-    async def WatchDevice(self, request: Any, context: Any) -> NoReturn:  # noqa: ARG002, N802 - gRPC's
-        raise NotReady(_NO_TRAINER)
-
-
-class ServerMode(Lender):
+class ServerLender(Lender):
     """Connects the parts. `decides(targets, limits)` and `memory(limit_mib=, serving_kv_mib=, bytes_per_token=)` make
     the objects that decide about budgets and about memory."""
 
@@ -88,7 +74,7 @@ class ServerMode(Lender):
             memory=self._memory,
             clock=time.monotonic,
         )
-        no_loans = (add_LoansServicer_to_server, NoLoans(), _LOANS)
+        no_loans = (add_LoansServicer_to_server, NoLoans(), LOANS)
         super().__init__(settings, borrowers, keeper, self._issuer, self._status.now, [no_loans])
         self._front: Front = self._proxy() if settings.mode == "proxy" else self._observer()
 
@@ -153,3 +139,61 @@ class ServerMode(Lender):
         while True:
             self._status.set_gauges()
             await asyncio.sleep(_GAUGES_S)
+
+
+class StatusReporter:
+    """Reads the other parts of the guard; has no state of its own."""
+
+    def __init__(
+        self,
+        mode: str,
+        model: str,
+        *,
+        keeper: BudgetKeeper,
+        borrowers: BorrowerTable,
+        issuer: GrantIssuer,
+        books: RequestBooks,
+        memory: MemoryBudget,
+        clock: Callable[[], float],
+    ) -> None:
+        self._mode, self._model = mode, model
+        self._keeper, self._borrowers, self._issuer = keeper, borrowers, issuer
+        self._books, self._memory, self._clock = books, memory, clock
+
+    def now(self) -> GuardStatus:
+        now, books, decision = self._clock(), self._books, self._keeper.decision
+        learnt = self._keeper.learnt()
+        ttft, tpot = books.latencies(learnt, self._model)
+        return GuardStatus(
+            model=self._model,
+            mode=self._mode,
+            state=decision.state,
+            inside=books.inside,
+            waiting=books.waiting,
+            load=books.load(now),
+            requests=books.requests,
+            failed=books.failed,
+            ttft=ttft,
+            tpot=tpot,
+            slack_s=decision.slack_s,
+            tokens=decision.budget.tokens,
+            sequences=decision.budget.sequences,
+            borrowers=tuple(borrower_status(loan, self._issuer.allowed(loan), now) for loan in self._borrowers.all()),
+            forecast=learnt.forecast,
+            memory_limit=self._memory.limit,
+            serving_kv_bytes=self._memory.serving_bytes,
+            uptime_s=now - books.began,
+            models=tuple(self._others()),
+        )
+
+    def _others(self) -> Iterator[ModelLatency]:
+        models = self._books.models
+        main = self._model if self._model in models else ""
+        for model in models:
+            if model != main:
+                ttft, tpot = self._books.latencies(self._keeper.learnt(model), model)
+                yield ModelLatency(model=model, ttft=ttft, tpot=tpot)
+
+    def set_gauges(self) -> None:
+        metrics.LOAD.set(self._books.load(self._clock()))
+        metrics.BUDGET_TOKENS.set(self._keeper.decision.budget.tokens)

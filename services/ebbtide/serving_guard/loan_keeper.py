@@ -1,4 +1,4 @@
-"""Carries out who has the device: gives engines budgets while it is lent, and sees that they end when it is not.
+"""Carries out who has a trainer's device: engines have budgets while it is lent, and give it back when it is not.
 
 Invariant: the pages hold a budget only while the device is lent. It ends soon and is renewed, so the engines stand
 still by themselves if this process does. After a standstill, the owner's newest wish is read before anything is lent.
@@ -8,23 +8,155 @@ An engine that does not give memory up in time is killed. Lost with the process:
 import asyncio
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import inf
+from pathlib import Path
 from typing import Final
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from ebbtide import telemetry
-from ebbtide.loans import borrower_processes
-from ebbtide.loans import metrics as loan_metrics
-from ebbtide.loans.borrower_table import BorrowerTable
+from ebbtide.errors import InvalidRequest
+from ebbtide.grants import Page
 from ebbtide.scheduling.elastic.device_ownership import DeviceOwnership
 from ebbtide.scheduling.elastic.loan_forecast import LoanForecast
-from ebbtide.serving_guard.trainer import metrics
-from ebbtide.serving_guard.trainer.return_watch import DeviceReturn, DeviceTenant, ReturnWatch
-from ebbtide.types.grants import Budget, Forecast
+from ebbtide.serving_guard import borrower_processes
+from ebbtide.serving_guard.borrower_processes import BorrowerProcess
+from ebbtide.serving_guard.borrowers import ENFORCED, BorrowerTable, Loan
+from ebbtide.types.grants import Budget, Forecast, Residency
 
 log = telemetry.get_logger(__name__)
+
+_RETURNS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+
+DEVICE_HELD = telemetry.gauge("guard_device_held", "1 while the trainer has its device")
+DEVICE_SECONDS = telemetry.counter("guard_device_seconds_total", "seconds by who may use the device", ("state",))
+TAKE_BACKS = telemetry.counter("guard_take_backs_total", "times that the trainer took its device back")
+COMPUTE_BACK_SECONDS = telemetry.histogram(
+    "guard_compute_back_seconds", "a take-back until no engine steps any more", buckets=_RETURNS
+)
+MEMORY_BACK_SECONDS = telemetry.histogram(
+    "guard_memory_back_seconds", "a take-back until engines have given up memory", buckets=_RETURNS
+)
+OWNERS_REFUSED = telemetry.counter("guard_owners_refused_total", "trainers that were refused the device", ("reason",))
+
+
+class DeviceReturn(Struct, frozen=True, kw_only=True):
+    """What engines gave back by now."""
+
+    compute: bool = False
+    memory: bool = False
+    waits_for: str = ""
+
+
+class DeviceTenant(Struct, frozen=True, kw_only=True):
+    """An engine that lives on the device."""
+
+    worker_id: str
+    processes: tuple[BorrowerProcess, ...]
+    stepping: bool
+    holding: bool  # it has memory that it was to give up
+
+
+class ReturnWatch:
+    """Watches whether engines gave the device back: first that none computes, then that they gave up memory. `held`:
+    where weights are to be while the trainer has the device.
+
+    What counts is what engines do, not what they say: their steps are read from the pages in the folder, also from
+    those of workers without a stream, which may be starting, or may have lost a guard. An engine whose process is gone
+    has given everything back. One that was killed has no page any more for a while before that.
+
+    Invariant: `_grants` has the newest grant of each loan at the take-back. A worker's report counts as an answer if it
+    follows a later grant. `_met` has the processes of all engines that were seen, until they are gone. Nothing of this
+    outlives the process.
+    """
+
+    def __init__(self, folder: Path, borrowers: BorrowerTable, held: Residency) -> None:
+        self._folder, self._borrowers, self._held_at = folder, borrowers, held
+        self._grants: dict[Loan, int] = {}
+        self._met: dict[BorrowerProcess, str] = {}  # the workers' names
+
+    def taken_back(self) -> None:
+        """From now on engines have to give the device back."""
+        self._grants = {loan: loan.issued for loan in self._borrowers.all()}
+
+    def look(self) -> DeviceReturn:
+        """What was given back since `taken_back`."""
+        tenants = list(self.tenants())
+        steps = [one.worker_id for one in tenants if one.stepping]
+        holds = [one.worker_id for one in tenants if one.holding]
+        awaited = [f"the step of {one}" for one in steps] + [f"the memory of {one}" for one in holds]
+        return DeviceReturn(compute=not steps, memory=not awaited, waits_for=", ".join(dict.fromkeys(awaited)))
+
+    def tenants(self) -> Iterator[DeviceTenant]:
+        """All engines of the folder whose processes live."""
+        found = list(self._present())
+        there = {process: one.worker_id for one in found for process in one.processes}
+        self._met = {
+            process: name
+            for process, name in (self._met | there).items()
+            if process in there or borrower_processes.alive(process)
+        }
+        yield from found
+        for process, name in self._met.items():
+            if process not in there:
+                yield DeviceTenant(worker_id=name, processes=(process,), stepping=False, holding=self._gives_up())
+
+    def _present(self) -> Iterator[DeviceTenant]:
+        loans = self._borrowers.all()
+        for loan in loans:
+            if any(map(borrower_processes.alive, loan.processes)):
+                yield self._lent_to(loan)
+        known = {loan.worker_id for loan in loans}
+        for path in self._folder.glob("*.page"):
+            if path.stem not in known and (found := self._stray(path)) is not None:
+                yield found
+
+    def _lent_to(self, loan: Loan) -> DeviceTenant:
+        return DeviceTenant(
+            worker_id=loan.worker_id,
+            processes=loan.processes,
+            stepping=loan.stepping_since() is not None,
+            holding=self._holds(loan),
+        )
+
+    def _holds(self, loan: Loan) -> bool:
+        if not self._gives_up() or not loan.hello.kv_bytes:
+            return False
+        report = loan.report
+        if loan.stopped_at is not None:  # in the middle of a step, whatever its worker says
+            return True
+        if report is None or report.moving or report.residency is Residency.AWAKE:
+            return True
+        return 0 < report.grant <= self._grants.get(loan, 0)
+
+    def _stray(self, path: Path) -> DeviceTenant | None:
+        """The engine of a page whose worker has no stream; None if there is none."""
+        try:
+            page = Page(path)
+        except InvalidRequest:  # it was removed meanwhile
+            return None
+        try:
+            steps = page.steps()
+        finally:
+            page.close()
+        try:
+            processes = borrower_processes.checked([steps.pid], path)
+        except InvalidRequest:
+            return None
+        stopped = borrower_processes.stopped(processes[0])
+        return DeviceTenant(
+            worker_id=path.stem,
+            processes=processes,
+            stepping=steps.stepping and not stopped,
+            holding=self._gives_up(),
+        )
+
+    def _gives_up(self) -> bool:
+        """Whether engines have to give memory up."""
+        return self._held_at is not Residency.AWAKE
+
 
 #: How often budgets are renewed, and while the device comes back, how often engines are looked at.
 _RENEW_S: Final = 0.05
@@ -143,7 +275,7 @@ class LoanKeeper:
                 loan.reclaimed(now)
         self._forecast.turn(now, lent=False)
         self.take_backs += 1
-        metrics.TAKE_BACKS.inc()
+        TAKE_BACKS.inc()
         self._borrowers.news.set()
         log.info("device taken back", workers=len(self._borrowers.all()))
 
@@ -151,12 +283,12 @@ class LoanKeeper:
         back = self._returns.look()
         if back.compute and not self._timed_compute:
             self._timed_compute, self._compute_s = True, now - self._taken_at
-            metrics.COMPUTE_BACK_SECONDS.observe(self._compute_s)
+            COMPUTE_BACK_SECONDS.observe(self._compute_s)
             loans = self._borrowers.all()
             self._later_steps = max((one.page.steps().steps - one.steps_when_taken for one in loans), default=0)
         if back.memory and not self._timed_memory:
             self._timed_memory = True
-            metrics.MEMORY_BACK_SECONDS.observe(now - self._taken_at)
+            MEMORY_BACK_SECONDS.observe(now - self._taken_at)
             self._tell_back(now)
         self._press([] if back.memory else [one for one in self._returns.tenants() if one.holding or one.stepping], now)
         return back
@@ -177,7 +309,7 @@ class LoanKeeper:
         for one in tenants:
             if now - self._holding[one.worker_id] > self._memory_s:
                 sent = borrower_processes.send(one.processes, signal.SIGKILL)
-                loan_metrics.ENFORCED.labels("killed").inc()
+                ENFORCED.labels("killed").inc()
                 why = "its step does not end" if one.stepping else "it does not give up memory"
                 log.warning("worker killed", worker_id=one.worker_id, reason=why, processes=sent)
                 self._holding[one.worker_id] = inf  # one kill is enough; it is gone at the next look
@@ -194,5 +326,5 @@ class LoanKeeper:
         spent, self._looked_at = max(0.0, now - self._looked_at), now
         kind = "lent" if self._lent else "held"
         self.seconds[kind] += spent
-        metrics.DEVICE_SECONDS.labels(kind).inc(spent)
-        metrics.DEVICE_HELD.set(self._ownership.state(now) == "held")
+        DEVICE_SECONDS.labels(kind).inc(spent)
+        DEVICE_HELD.set(self._ownership.state(now) == "held")

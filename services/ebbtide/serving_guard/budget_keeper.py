@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable
 from math import inf
 from typing import Final
 
-from ebbtide.loans.borrower_table import BorrowerTable
 from ebbtide.serving_guard import metrics
+from ebbtide.serving_guard.borrowers import BorrowerTable
 from ebbtide.serving_guard.governor.budget_decider import (
     NOTHING_INSIDE,
     BudgetDecider,

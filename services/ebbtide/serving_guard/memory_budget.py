@@ -12,8 +12,8 @@ from typing import Final
 
 from ebbtide import telemetry
 from ebbtide.errors import InvalidRequest
-from ebbtide.loans.gpu_memory import Device, host_memory, open_device
-from ebbtide.loans.grant_issuer import UNREADABLE, AllowedMemory
+from ebbtide.gpu_memory import Device, host_memory, open_device
+from ebbtide.serving_guard.borrowers import UNREADABLE, AllowedMemory
 from ebbtide.serving_guard.governor.memory import NORMAL, DeviceMemory, KvAllowance, KvBudget, ResidencyPlan
 from ebbtide.types.grants import BorrowerReport, Hello, Residency
 

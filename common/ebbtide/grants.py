@@ -1,4 +1,6 @@
-"""Shares one page of memory: what an engine may do in its next step, and what it has done.
+"""Shares memory between a serving-guard and the engines that borrow from it: a page for each, in a private folder.
+
+The page says what an engine may do in its next step, and what it has done.
 
 Invariant: the page has three parts with one writer each. The guard writes the *budget*, under a sequence number that is
 odd during the write, so that no reader takes half of one. The worker writes the *lease*, which it renews with each
@@ -12,20 +14,23 @@ engine steps. There is a fence between the two on each side, so at least one see
 writer.
 """
 
+import contextlib
 import ctypes
+import fcntl
 import mmap
 import os
+import platform
 import stat
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
 from msgspec import Struct
 
 from ebbtide.errors import InvalidRequest
-from ebbtide.grants import futex
 from ebbtide.types.grants import Budget
 
 _SIZE: Final = 4096
@@ -141,7 +146,7 @@ class Page:
     def ring(self) -> None:
         """Wake the engine if it waits."""
         self._halves[2 * _BELL] = (self._halves[2 * _BELL] + 1) & 0xFFFF_FFFF
-        futex.wake(self._bell)
+        _futex_wake(self._bell)
 
     # For the engine.
 
@@ -187,11 +192,11 @@ class Page:
             left = end - time.monotonic()
             if budget.tokens or left <= 0 or kv_blocks not in {None, self.kv_blocks}:
                 return budget
-            futex.wait(self._bell, seen, left)
+            _futex_wait(self._bell, seen, left)
 
     def await_ring(self, timeout_s: float) -> None:
         """Return at the next change for the engine, or after `timeout_s`."""
-        futex.wait(self._bell, self._halves[2 * _BELL], timeout_s)
+        _futex_wait(self._bell, self._halves[2 * _BELL], timeout_s)
 
     def enter(self, pid: int, kv_total: int, block_bytes: int = 0) -> None:
         """Reset the engine's part for a new engine."""
@@ -270,3 +275,80 @@ def _mapped(descriptor: int, path: Path, *, create: bool) -> mmap.mmap:
     elif status.st_size != _SIZE:
         raise InvalidRequest("is not a page of grants", field=str(path))
     return mmap.mmap(descriptor, _SIZE)
+
+
+#: Linux allows no longer path for a socket.
+_LONGEST: Final = 107
+
+
+def socket_path(folder: Path) -> Path:
+    """The guard's socket in the folder."""
+    return folder / "guard.sock"
+
+
+def page_path(folder: Path, worker_id: str) -> Path:
+    """The page of one worker in the folder. `worker_id` is a checked id, so the path stays inside."""
+    return folder / f"{worker_id}.page"
+
+
+def check_folder(folder: Path, *, field: str = "grant_dir") -> None:
+    """Make the folder if it does not exist. Raises `InvalidRequest` if its path is too long, or if other users have
+    access to it, because its socket does not authenticate clients."""
+    if len(os.fsencode(socket_path(folder))) > _LONGEST:
+        raise InvalidRequest(f"{folder} is too long for a socket's path: name a shorter one", field=field)
+    try:
+        folder.mkdir(0o700, parents=True, exist_ok=True)
+        state = folder.stat()
+    except OSError as error:
+        raise InvalidRequest(f"{folder} cannot be used ({error.strerror}); name another", field=field) from None
+    mode = stat.S_IMODE(state.st_mode)
+    if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.geteuid() or mode & 0o077:
+        text = f"{folder} belongs to user {state.st_uid} with mode {mode:o}; it must be this user's, with mode 700"
+        raise InvalidRequest(text, field=field)
+
+
+@contextmanager
+def locked_folder(folder: Path) -> Iterator[None]:
+    """Allow one guard in a folder. Raises `InvalidRequest` naming `grant_dir` if another one runs there."""
+    check_folder(folder, field="grant_dir")
+    with (folder / "guard.lock").open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            text = f"another guard runs in {folder}; name another folder"
+            raise InvalidRequest(text, field="grant_dir") from None
+        yield
+
+
+#: Linux's futex system call, by which a process waits until another changes a word of shared memory: by machine.
+_NUMBERS: Final = {"x86_64": 202, "aarch64": 98, "ppc64le": 221, "s390x": 238, "riscv64": 98}
+_WAIT, _WAKE = 0, 1
+_ALL: Final = 2**31 - 1
+#: If the system call's number is unknown, waiting polls at this interval.
+_POLL_S: Final = 0.001
+_number = _NUMBERS.get(platform.machine(), 0) if os.name == "posix" else 0
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+def _futex_wait(address: int, seen: int, timeout_s: float) -> None:
+    """Return once the 32-bit word at `address` is no longer `seen`, after a `_futex_wake`, or after `timeout_s`.
+
+    It may return early: check the condition again.
+    """
+    if not _number:
+        time.sleep(min(_POLL_S, max(0.0, timeout_s)))
+        return
+    seconds = max(0.0, timeout_s)
+    limit = _Timespec(int(seconds), int(seconds % 1 * 1e9))
+    _libc.syscall(_number, ctypes.c_void_p(address), _WAIT, ctypes.c_uint(seen), ctypes.byref(limit), None, 0)
+
+
+def _futex_wake(address: int) -> None:
+    """Wake all processes that wait on the word at `address`."""
+    if _number:
+        with contextlib.suppress(OSError):
+            _libc.syscall(_number, ctypes.c_void_p(address), _WAKE, _ALL, None, None, 0)
