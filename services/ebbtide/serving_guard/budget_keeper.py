@@ -21,8 +21,7 @@ from ebbtide.serving_guard.governor.budget_decider import (
     GovernorPanel,
     LearntCosts,
 )
-from ebbtide.serving_guard.traffic.request_books import RequestBooks
-from ebbtide.serving_guard.traffic.traffic_events import TrafficListener
+from ebbtide.serving_guard.request_books import RequestBooks
 from ebbtide.types.grants import Budget
 
 #: How often pages are read while steps may run, and while the end of a step is awaited.
@@ -41,7 +40,7 @@ _NOTHING: Final = BudgetDecision(Budget(), "blind", -1.0, inf)
 _CLOSED: Final = BudgetDecision(Budget(), "closed", -1.0, inf)
 
 
-class BudgetKeeper(TrafficListener):
+class BudgetKeeper:
     """Starts with the first event or review, and belongs to that event loop."""
 
     def __init__(

@@ -18,9 +18,9 @@ from ebbtide.serving_guard.governor.budget_decider import GovernorPanel, Makes
 from ebbtide.serving_guard.governor.governor import Governor
 from ebbtide.serving_guard.lender import GrantIssuer, Lender
 from ebbtide.serving_guard.memory_budget import MemoryBudget
+from ebbtide.serving_guard.request_books import RequestBooks
 from ebbtide.serving_guard.servicer import LOANS, NoLoans
 from ebbtide.serving_guard.settings import GuardSettings
-from ebbtide.serving_guard.traffic.request_books import RequestBooks
 from ebbtide.types.grants import GuardStatus, ModelLatency
 from ebbtide.v1.loans_pb2_grpc import add_LoansServicer_to_server
 

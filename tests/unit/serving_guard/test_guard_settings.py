@@ -6,8 +6,7 @@ import pytest
 
 from ebbtide.errors import InvalidRequest
 from ebbtide.serving_guard.governor.budget_decider import LatencyTargets
-from ebbtide.serving_guard.settings import GuardSettings
-from ebbtide.serving_guard.traffic.slo import Slo, read_slos
+from ebbtide.serving_guard.settings import GuardSettings, Slo, read_slos
 from ebbtide.settings import read
 
 

@@ -21,7 +21,7 @@ from ebbtide.serving_guard.governor.budget_decider import (
     StepLimits,
 )
 from ebbtide.serving_guard.memory_budget import MemoryBudget
-from ebbtide.serving_guard.traffic.request_books import RequestBooks
+from ebbtide.serving_guard.request_books import RequestBooks
 from ebbtide.types.grants import GRANTS_VERSION, BorrowerReport, Budget, Hello
 from tests.support.waiting import wait_until
 

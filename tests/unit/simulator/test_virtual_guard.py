@@ -15,7 +15,7 @@ from ebbtide.serving_guard.borrowers import BorrowerTable
 from ebbtide.serving_guard.budget_keeper import BudgetKeeper
 from ebbtide.serving_guard.governor.budget_decider import GovernorPanel, LatencyTargets, StepLimits
 from ebbtide.serving_guard.memory_budget import MemoryBudget
-from ebbtide.serving_guard.traffic.request_books import RequestBooks
+from ebbtide.serving_guard.request_books import RequestBooks
 from ebbtide.simulator.serving import served_host, virtual_guard
 from ebbtide.simulator.serving.constant_policy import ConstantBudget
 from ebbtide.simulator.serving.pair_costs import PairCosts
