@@ -7,12 +7,14 @@ their grants allow. The socket where workers connect and the enforcer are here, 
 import asyncio
 import signal
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+import msgspec
 from msgspec import Struct
 
 from ebbtide import telemetry
@@ -21,13 +23,14 @@ from ebbtide.errors import InvalidRequest, Superseded
 from ebbtide.grants import socket_path
 from ebbtide.rpc.server import Server, Service
 from ebbtide.runtime import Shutdown
+from ebbtide.scheduling.elastic.device_ownership import OwnerLease
 from ebbtide.serving_guard import borrower_processes
 from ebbtide.serving_guard.borrower_processes import BorrowerProcess
-from ebbtide.serving_guard.borrowers import ENFORCED, UNREADABLE, AllowedMemory, BorrowerTable, Loan
+from ebbtide.serving_guard.borrowers import ENFORCED, UNREADABLE, AllowedMemory, BorrowerTable, Loan, borrower_status
 from ebbtide.serving_guard.servicer import GRANTS, GrantServicer
 from ebbtide.serving_guard.settings import GuardSettings
 from ebbtide.telemetry import rpc_observer
-from ebbtide.types.grants import GRANT_S, BorrowerReport, Forecast, Grant, GuardStatus, Hello, Residency
+from ebbtide.types.grants import GRANT_S, Borrower, BorrowerReport, Forecast, Grant, GuardStatus, Hello, Residency
 from ebbtide.v1 import grants_pb2 as pb
 from ebbtide.v1.grants_pb2_grpc import add_GrantsServicer_to_server
 from ebbtide.wire.record_conversion import from_proto, to_proto
@@ -315,7 +318,7 @@ class Keeper(Protocol):
         ...
 
 
-class Lender:
+class Lender(ABC):
     """What the lenders of a server's and of a trainer's device share. It is started once."""
 
     def __init__(
@@ -324,11 +327,10 @@ class Lender:
         borrowers: BorrowerTable,
         keeper: Keeper,
         issuer: GrantIssuer,
-        status: Callable[[], GuardStatus],
         more: Iterable[Service] = (),
     ) -> None:
-        """`status`: what `WatchGuard` tells. `more`: services besides Grants on the same socket."""
-        self._settings, self._borrowers, self._keeper = settings, borrowers, keeper
+        """`more`: services besides Grants on the same socket."""
+        self._settings, self._borrowers, self._keeper, self._issuer = settings, borrowers, keeper, issuer
         self._enforcer = Enforcer(
             borrowers,
             yield_s=settings.yield_ms / 1000,
@@ -337,7 +339,7 @@ class Lender:
             predicted_s=lambda: keeper.step_s,
             granting=lambda: keeper.granting,
         )
-        grants = GrantServicer(GrantStream(borrowers, issuer).serve, status)
+        grants = GrantServicer(GrantStream(borrowers, issuer).serve, self.status)
         self.services: list[Service] = [(add_GrantsServicer_to_server, grants, GRANTS), *more]
         socket = socket_path(Path(settings.grant_dir)).absolute()
         self._server = Server(ServerSettings.at(f"unix:{socket}"), self.services, observe=rpc_observer(), private=True)
@@ -346,6 +348,10 @@ class Lender:
     def address(self) -> str:
         """Where those connect whom it serves first."""
         return self._server.address
+
+    @abstractmethod
+    def status(self) -> GuardStatus:
+        """What `WatchGuard` tells."""
 
     async def start(self, shutdown: Shutdown) -> None:
         self._keeper.review()
@@ -364,6 +370,60 @@ class Lender:
         """What runs all the time, by name."""
         return {"enforcer": self._enforcer.run()}
 
+    def _borrower_statuses(self, now: float) -> tuple[Borrower, ...]:
+        return tuple(borrower_status(loan, self._issuer.allowed(loan), now) for loan in self._borrowers.all())
+
     def _stop_lending(self) -> None:
         self._borrowers.close()
         self._keeper.close()
+
+
+#: The file, in the folder of grants.
+RECORD: Final = "leases.json"
+_BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
+
+
+class _Record(Struct, frozen=True, kw_only=True):
+    boot: str = ""  # a host that was started anew has no older trainer
+    leases: tuple[OwnerLease, ...] = ()
+
+
+class LeaseRecord:
+    """Remembers the newest lease of each run across lives of the guard, in a file in the folder of grants.
+
+    Without it, a guard that has just begun would take an older trainer's wish if that one connected first, and lend a
+    device in whose newer trainer a step is under way.
+
+    Invariant: the file holds the leases of this boot of the host that the guard has met, whole: it is replaced, never
+    changed. It is written before a new lease is answered. Lost with it: only the refusal of older leases, and of guards
+    that are not told of the owner.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path, self._boot = folder / RECORD, _BOOT.read_text().strip()
+        self._written: tuple[OwnerLease, ...] = ()
+
+    def read(self) -> tuple[OwnerLease, ...]:
+        """The leases of the guard's earlier lives; none if the file is absent or damaged."""
+        try:
+            found = msgspec.json.decode(self._path.read_bytes(), type=_Record)
+        except FileNotFoundError:
+            return ()
+        except (OSError, msgspec.MsgspecError) as error:
+            log.warning("earlier leases cannot be read", path=str(self._path), reason=str(error))
+            return ()
+        self._written = found.leases if found.boot == self._boot else ()
+        return self._written
+
+    def write(self, leases: Iterable[OwnerLease]) -> None:
+        """Keep these leases, unless they are there. A full disk costs the refusal of older leases after a restart."""
+        if (now := tuple(leases)) == self._written:
+            return
+        beside = self._path.with_suffix(".new")
+        try:
+            beside.write_bytes(msgspec.json.encode(_Record(boot=self._boot, leases=now)))
+            beside.replace(self._path)
+        except OSError as error:
+            log.warning("leases cannot be kept", path=str(self._path), reason=str(error))
+            return
+        self._written = now

@@ -12,7 +12,7 @@ from typing import Any, Final, Protocol
 from ebbtide import telemetry
 from ebbtide.runtime import Shutdown
 from ebbtide.serving_guard import metrics
-from ebbtide.serving_guard.borrowers import AllowedMemory, BorrowerTable, Loan, borrower_status
+from ebbtide.serving_guard.borrowers import AllowedMemory, BorrowerTable, Loan
 from ebbtide.serving_guard.budget_keeper import BudgetKeeper
 from ebbtide.serving_guard.governor.budget_decider import GovernorPanel, Makes
 from ebbtide.serving_guard.governor.governor import Governor
@@ -63,25 +63,49 @@ class ServerLender(Lender):
         borrowers = BorrowerTable(Path(settings.grant_dir), self._memory)
         panel = GovernorPanel(decides, targets, settings.limits())
         keeper = BudgetKeeper(panel, borrowers, self._books, model=settings.model)
-        self._issuer = GrantIssuer(borrowers, memory=self._memory_of, forecast=lambda: keeper.learnt().forecast)
-        self._status = StatusReporter(
-            settings.mode,
-            settings.model,
-            keeper=keeper,
-            borrowers=borrowers,
-            issuer=self._issuer,
-            books=self._books,
-            memory=self._memory,
-            clock=time.monotonic,
-        )
+        issuer = GrantIssuer(borrowers, memory=self._memory_of, forecast=lambda: keeper.learnt().forecast)
         no_loans = (add_LoansServicer_to_server, NoLoans(), LOANS)
-        super().__init__(settings, borrowers, keeper, self._issuer, self._status.now, [no_loans])
+        super().__init__(settings, borrowers, keeper, issuer, [no_loans])
         self._front: Front = self._proxy() if settings.mode == "proxy" else self._observer()
 
     @property
     def address(self) -> str:
         """Where users' requests go; in mode observe, where workers connect."""
         return self._front.address or super().address
+
+    def status(self) -> GuardStatus:
+        now, books, decision, model = time.monotonic(), self._books, self._keeper.decision, self._settings.model
+        learnt = self._keeper.learnt()
+        ttft, tpot = books.latencies(learnt, model)
+        return GuardStatus(
+            model=model,
+            mode=self._settings.mode,
+            state=decision.state,
+            inside=books.inside,
+            waiting=books.waiting,
+            load=books.load(now),
+            requests=books.requests,
+            failed=books.failed,
+            ttft=ttft,
+            tpot=tpot,
+            slack_s=decision.slack_s,
+            tokens=decision.budget.tokens,
+            sequences=decision.budget.sequences,
+            borrowers=self._borrower_statuses(now),
+            forecast=learnt.forecast,
+            memory_limit=self._memory.limit,
+            serving_kv_bytes=self._memory.serving_bytes,
+            uptime_s=now - books.began,
+            models=tuple(self._other_models()),
+        )
+
+    def _other_models(self) -> Iterator[ModelLatency]:
+        models = self._books.models
+        main = self._settings.model if self._settings.model in models else ""
+        for model in models:
+            if model != main:
+                ttft, tpot = self._books.latencies(self._keeper.learnt(model), model)
+                yield ModelLatency(model=model, ttft=ttft, tpot=tpot)
 
     async def start(self, shutdown: Shutdown) -> None:
         await self._front.start()
@@ -137,63 +161,6 @@ class ServerLender(Lender):
 
     async def _gauges(self) -> None:
         while True:
-            self._status.set_gauges()
+            metrics.LOAD.set(self._books.load(time.monotonic()))
+            metrics.BUDGET_TOKENS.set(self._keeper.decision.budget.tokens)
             await asyncio.sleep(_GAUGES_S)
-
-
-class StatusReporter:
-    """Reads the other parts of the guard; has no state of its own."""
-
-    def __init__(
-        self,
-        mode: str,
-        model: str,
-        *,
-        keeper: BudgetKeeper,
-        borrowers: BorrowerTable,
-        issuer: GrantIssuer,
-        books: RequestBooks,
-        memory: MemoryBudget,
-        clock: Callable[[], float],
-    ) -> None:
-        self._mode, self._model = mode, model
-        self._keeper, self._borrowers, self._issuer = keeper, borrowers, issuer
-        self._books, self._memory, self._clock = books, memory, clock
-
-    def now(self) -> GuardStatus:
-        now, books, decision = self._clock(), self._books, self._keeper.decision
-        learnt = self._keeper.learnt()
-        ttft, tpot = books.latencies(learnt, self._model)
-        return GuardStatus(
-            model=self._model,
-            mode=self._mode,
-            state=decision.state,
-            inside=books.inside,
-            waiting=books.waiting,
-            load=books.load(now),
-            requests=books.requests,
-            failed=books.failed,
-            ttft=ttft,
-            tpot=tpot,
-            slack_s=decision.slack_s,
-            tokens=decision.budget.tokens,
-            sequences=decision.budget.sequences,
-            borrowers=tuple(borrower_status(loan, self._issuer.allowed(loan), now) for loan in self._borrowers.all()),
-            forecast=learnt.forecast,
-            memory_limit=self._memory.limit,
-            serving_kv_bytes=self._memory.serving_bytes,
-            uptime_s=now - books.began,
-            models=tuple(self._others()),
-        )
-
-    def _others(self) -> Iterator[ModelLatency]:
-        models = self._books.models
-        main = self._model if self._model in models else ""
-        for model in models:
-            if model != main:
-                ttft, tpot = self._books.latencies(self._keeper.learnt(model), model)
-                yield ModelLatency(model=model, ttft=ttft, tpot=tpot)
-
-    def set_gauges(self) -> None:
-        metrics.LOAD.set(self._books.load(self._clock()))
-        metrics.BUDGET_TOKENS.set(self._keeper.decision.budget.tokens)

@@ -6,8 +6,7 @@ from pathlib import Path
 from ebbtide.errors import InvalidRequest
 from ebbtide.grants import locked_folder
 from ebbtide.runtime import Shutdown
-from ebbtide.serving_guard.lease_record import RECORD, LeaseRecord
-from ebbtide.serving_guard.lender import Lender
+from ebbtide.serving_guard.lender import RECORD, LeaseRecord, Lender
 from ebbtide.serving_guard.settings import GuardSettings
 
 

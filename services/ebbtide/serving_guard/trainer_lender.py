@@ -6,7 +6,7 @@ the device to be lent, unless its owner comes back at once.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -15,13 +15,12 @@ from ebbtide import telemetry
 from ebbtide.errors import InvalidRequest, NotReady, Superseded
 from ebbtide.gpu_memory import Device, open_device
 from ebbtide.scheduling.elastic.device_ownership import DeviceClaim, DeviceOwnership, OwnerLease
-from ebbtide.serving_guard.borrowers import AllowedMemory, BorrowerTable, Loan, borrower_status
-from ebbtide.serving_guard.lease_record import LeaseRecord
-from ebbtide.serving_guard.lender import GrantIssuer, Lender
+from ebbtide.serving_guard.borrowers import AllowedMemory, BorrowerTable, Loan
+from ebbtide.serving_guard.lender import GrantIssuer, LeaseRecord, Lender
 from ebbtide.serving_guard.loan_keeper import OWNERS_REFUSED, LoanKeeper, ReturnWatch
 from ebbtide.serving_guard.servicer import LOANS, LoanServicer
 from ebbtide.serving_guard.settings import GuardSettings
-from ebbtide.types.grants import Borrower, BorrowerReport, GuardStatus, Hello, Residency
+from ebbtide.types.grants import BorrowerReport, GuardStatus, Hello, Residency
 from ebbtide.types.ids import check_id
 from ebbtide.types.loans import LOANS_VERSION, DeviceStatus, LoanState, OwnerWish
 from ebbtide.v1 import loans_pb2 as pb
@@ -42,8 +41,9 @@ class TrainerLender(Lender):
     def __init__(self, settings: GuardSettings) -> None:
         folder, own = Path(settings.grant_dir), settings.trainer
         record = LeaseRecord(folder)
-        ownership = DeviceOwnership(
-            time.monotonic(),
+        self._began = time.monotonic()
+        self._ownership = DeviceOwnership(
+            self._began,
             settle_s=own.settle_s,
             silent_s=own.silent_s,
             rejoin_s=REJOIN_S,
@@ -52,12 +52,40 @@ class TrainerLender(Lender):
         memory = PhasedMemory(own.residency, lambda: self._keeper.granting)
         borrowers = BorrowerTable(folder, memory)
         returns = ReturnWatch(folder, borrowers, own.residency)
-        keeper = LoanKeeper(ownership, borrowers, returns, memory_s=own.memory_s)
+        keeper = LoanKeeper(self._ownership, borrowers, returns, memory_s=own.memory_s)
         issuer = GrantIssuer(borrowers, memory=memory.allowed, forecast=keeper.forecast)
-        report = DeviceReporter(ownership, keeper, borrowers, issuer)
-        owners = OwnerStream(ownership, keeper, engine_bytes=memory.engine_bytes, record=record.write)
-        loans = (add_LoansServicer_to_server, LoanServicer(owners.serve, report.now), LOANS)
-        super().__init__(settings, borrowers, keeper, issuer, report.as_guard, [loans])
+        owners = OwnerStream(self._ownership, keeper, memory, record)
+        loans = (add_LoansServicer_to_server, LoanServicer(owners.serve, self.device_status), LOANS)
+        super().__init__(settings, borrowers, keeper, issuer, [loans])
+
+    def device_status(self) -> DeviceStatus:
+        """What `WatchDevice` tells."""
+        now, keeper, owner = time.monotonic(), self._keeper, self._ownership.owner
+        return DeviceStatus(
+            state=keeper.state,
+            run_id=owner.run_id if owner else "",
+            lease=owner.lease if owner else 0,
+            compute_back=keeper.back.compute,
+            memory_back=keeper.back.memory,
+            waits_for=keeper.back.waits_for,
+            borrowers=self._borrower_statuses(now),
+            forecast=keeper.forecast(),
+            held_s=keeper.seconds["held"],
+            lent_s=keeper.seconds["lent"],
+            take_backs=keeper.take_backs,
+            uptime_s=now - self._began,
+        )
+
+    def status(self) -> GuardStatus:
+        """The same for those who watch guards: a device whose trainer computes serves nobody."""
+        now = time.monotonic()
+        return GuardStatus(
+            mode="trainer",
+            state=self._keeper.state,
+            borrowers=self._borrower_statuses(now),
+            forecast=self._keeper.forecast(),
+            uptime_s=now - self._began,
+        )
 
     def _work(self) -> dict[str, Coroutine[Any, Any, None]]:
         return super()._work() | {"loans": self._keeper.run()}
@@ -84,17 +112,9 @@ class OwnerStream:
     """Serves the streams of all owners: wishes, and what became of them. A servicer's `Own` is its `serve`."""
 
     def __init__(
-        self,
-        ownership: DeviceOwnership,
-        keeper: LoanKeeper,
-        *,
-        engine_bytes: Callable[[], int] = lambda: 0,
-        record: Callable[[Iterable[OwnerLease]], None] = lambda _: None,
-        clock: Callable[[], float] = time.monotonic,
+        self, ownership: DeviceOwnership, keeper: LoanKeeper, memory: "PhasedMemory", record: LeaseRecord
     ) -> None:
-        """`engine_bytes()`: of the device that an engine needs to come back. `record`: keeps leases for later."""
-        self._ownership, self._keeper, self._clock = ownership, keeper, clock
-        self._engine_bytes, self._record = engine_bytes, record
+        self._ownership, self._keeper, self._memory, self._record = ownership, keeper, memory, record
 
     async def serve(self, requests: AsyncIterator[pb.OwnerWish]) -> AsyncGenerator[pb.LoanState, None]:
         """Let one trainer own the device until its stream ends. Raises `InvalidRequest`, `NotReady`, `Superseded`."""
@@ -104,14 +124,14 @@ class OwnerStream:
             told, told_at = None, 0.0
             while not reader.done():
                 state = self._state(owner)
-                if state != told or self._clock() - told_at >= _REPEAT_S:
-                    told, told_at = state, self._clock()
+                if state != told or time.monotonic() - told_at >= _REPEAT_S:
+                    told, told_at = state, time.monotonic()
                     yield to_proto(state, pb.LoanState)
                 await self._pause(owner, reader, state)
             reader.result()
         finally:
             reader.cancel()
-            self._ownership.broke(self._clock(), owner.claim)
+            self._ownership.broke(time.monotonic(), owner.claim)
             log.info("the owner's stream ended", run_id=owner.wish.run_id, lease=owner.wish.lease)
 
     def _claim(self, wish: OwnerWish) -> _Owner:
@@ -120,11 +140,11 @@ class OwnerStream:
         check_id(wish.run_id, field="run_id")
         lease = OwnerLease(wish.run_id, wish.lease, wish.owner)
         try:
-            claim = self._ownership.claim(self._clock(), lease, lends=wish.lend)
+            claim = self._ownership.claim(time.monotonic(), lease, lends=wish.lend)
         except (Superseded, NotReady) as error:
             OWNERS_REFUSED.labels("superseded" if isinstance(error, Superseded) else "owned").inc()
             raise
-        self._record(self._ownership.newest())
+        self._record.write(self._ownership.newest())
         log.info("the device has an owner", run_id=wish.run_id, lease=wish.lease)
         self._keeper.wished(wish.spell_s, hand_over=wish.hand_over)
         return _Owner(claim, wish)
@@ -136,7 +156,7 @@ class OwnerStream:
                 raise InvalidRequest("the owner stays the same for all of a stream; open another one", field="lease")
             if wish.sequence < old.sequence:
                 raise InvalidRequest(f"must not fall; {old.sequence} was before", field="sequence")
-            self._ownership.wish(self._clock(), owner.claim, lends=wish.lend)
+            self._ownership.wish(time.monotonic(), owner.claim, lends=wish.lend)
             owner.wish = wish
             if wish.sequence > old.sequence:
                 self._keeper.wished(wish.spell_s, hand_over=wish.hand_over)
@@ -152,7 +172,7 @@ class OwnerStream:
             memory_back=back.memory and not wish.lend,
             waits_for="" if wish.lend else back.waits_for,
             repeat_s=_REPEAT_S,
-            engine_bytes=self._engine_bytes(),
+            engine_bytes=self._memory.engine_bytes(),
         )
 
     async def _pause(self, owner: _Owner, reader: asyncio.Task[None], state: LoanState) -> None:
@@ -266,50 +286,3 @@ class PhasedMemory:
 
 def _needed(hello: Hello) -> int:
     return hello.weights_bytes + hello.kv_bytes
-
-
-class DeviceReporter:
-    """Reads the other parts; has no state of its own but when it began."""
-
-    def __init__(
-        self,
-        ownership: DeviceOwnership,
-        keeper: LoanKeeper,
-        borrowers: BorrowerTable,
-        issuer: GrantIssuer,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._ownership, self._keeper, self._borrowers, self._issuer = ownership, keeper, borrowers, issuer
-        self._clock, self._began = clock, clock()
-
-    def now(self) -> DeviceStatus:
-        now, keeper, owner = self._clock(), self._keeper, self._ownership.owner
-        return DeviceStatus(
-            state=keeper.state,
-            run_id=owner.run_id if owner else "",
-            lease=owner.lease if owner else 0,
-            compute_back=keeper.back.compute,
-            memory_back=keeper.back.memory,
-            waits_for=keeper.back.waits_for,
-            borrowers=self._tenants(now),
-            forecast=keeper.forecast(),
-            held_s=keeper.seconds["held"],
-            lent_s=keeper.seconds["lent"],
-            take_backs=keeper.take_backs,
-            uptime_s=now - self._began,
-        )
-
-    def as_guard(self) -> GuardStatus:
-        """The same for those who watch guards: a device whose trainer computes serves nobody."""
-        now = self._clock()
-        return GuardStatus(
-            mode="trainer",
-            state=self._keeper.state,
-            borrowers=self._tenants(now),
-            forecast=self._keeper.forecast(),
-            uptime_s=now - self._began,
-        )
-
-    def _tenants(self, now: float) -> tuple[Borrower, ...]:
-        return tuple(borrower_status(loan, self._issuer.allowed(loan), now) for loan in self._borrowers.all())
