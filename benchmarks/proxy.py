@@ -120,7 +120,7 @@ async def _serve_stub(step_s: float) -> None:
 
 async def _serve_proxy(upstream: str) -> None:
     from ebbtide.serving_guard.proxy.proxy import Proxy
-    from ebbtide.serving_guard.proxy.proxy_limits import ProxySettings
+    from ebbtide.serving_guard.settings import ProxySettings
 
     proxy = Proxy(ProxySettings(), upstream, Counting(), "127.0.0.1:0")
     await proxy.start()

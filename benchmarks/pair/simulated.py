@@ -17,7 +17,7 @@ from benchmarks.pair.results.figures import TPOT_FACTOR, TTFT_FACTOR
 from benchmarks.pair.stray import STRAY
 from benchmarks.pair.virtual.serving_comparison import compared, speed_for_load
 from benchmarks.pair.virtual.serving_figures import ServingFigures
-from ebbtide.scheduling.coserving.budget_decider import LatencyTargets
+from ebbtide.serving_guard.governor.budget_decider import LatencyTargets
 from ebbtide.simulator.serving.pair_costs import PairCosts, read_pair_costs
 from ebbtide.simulator.serving.request_traffic import (
     TraceLengths,

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from benchmarks.pair.virtual.compared_policies import serving_policy
 from benchmarks.pair.virtual.pair_costs_fit import MeasuredRequest, StepSample, fit_rollout_steps, fit_served
 from ebbtide.errors import InvalidRequest
-from ebbtide.scheduling.coserving.budget_decider import LatencyTargets
+from ebbtide.serving_guard.governor.budget_decider import LatencyTargets
 from ebbtide.simulator.serving.pair_costs import PairCosts, PairMemory
 from ebbtide.simulator.serving.request_traffic import TrafficRequest
 from ebbtide.simulator.serving.rollout_batch import RolloutShape

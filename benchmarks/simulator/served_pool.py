@@ -10,7 +10,7 @@ from benchmarks.simulator.bound_fleet import SLOTS
 from benchmarks.simulator.measured import Measured
 from benchmarks.simulator.served_users import UsersRecord
 from ebbtide.errors import InvalidRequest
-from ebbtide.serving_guard.traffic.slo import Slo
+from ebbtide.serving_guard.settings import Slo
 from ebbtide.simulator.engines.engine_profile import EngineProfile
 from ebbtide.simulator.scenario.inputs.served_trace import ServedTrace
 from ebbtide.simulator.scenario.machine_pool import ServingSpec

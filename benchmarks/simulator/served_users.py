@@ -26,7 +26,7 @@ from ebbtide.local_cluster.launcher import ProgramProcess, tethered
 from ebbtide.local_cluster.local_cluster import free_address
 from ebbtide.local_cluster.serving_checkpoint import ServedNetwork, served_model
 from ebbtide.local_cluster.serving_engine import serving_engine
-from ebbtide.scheduling.coserving.budget_decider import LatencyTargets
+from ebbtide.serving_guard.governor.budget_decider import LatencyTargets
 from ebbtide.simulator.serving.request_traffic import TrafficBursts, TrafficRequest, laps, made_up
 
 #: As `probe` names it.

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ebbtide.loans.gpu_memory import Device, open_device
+from ebbtide.gpu_memory import Device, open_device
 from ebbtide.rollout_worker.engine.vllm.borrowed_engine import BorrowedEngine
 from ebbtide.rollout_worker.engine.vllm.vllm_engine import VllmEngine
 from ebbtide.rollout_worker.engine.weight_sleep import WeightSleep

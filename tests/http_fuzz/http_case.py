@@ -9,7 +9,7 @@ from typing import Final
 from msgspec import Struct, field
 
 from ebbtide.serving_guard.proxy.proxy import Proxy
-from ebbtide.serving_guard.proxy.proxy_limits import ProxySettings
+from ebbtide.serving_guard.settings import ProxySettings
 from tests.http_fuzz.agreement import Evidence, disagreement
 from tests.http_fuzz.answer_plans import AnswerPlan, answer_plan
 from tests.http_fuzz.h11_engine import H11Engine

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from ebbtide.serving_guard.proxy import client_connection, engine_connections, http_heads, request_exchange
+from ebbtide.serving_guard.proxy import clients, engine_connections, http_heads, request_exchange
 from tests.http_fuzz import http_case
 from tests.http_fuzz.__main__ import main
 from tests.http_fuzz.corpus import CORPUS
@@ -55,15 +55,15 @@ class Mistakes:
 
     @staticmethod
     def trailers_become_headers(patch: pytest.MonkeyPatch) -> None:
-        former = client_connection.ClientConnection.on_header
+        former = clients.ClientConnection.on_header
 
-        def on_header(self: client_connection.ClientConnection, name: bytes, value: bytes) -> None:
+        def on_header(self: clients.ClientConnection, name: bytes, value: bytes) -> None:
             if isinstance(self._incoming, request_exchange.RequestExchange):
                 head = self._incoming.head
                 msgspec.structs.force_setattr(head, "lines", head.lines + name + b": " + value + b"\r\n")
             former(self, name, value)
 
-        patch.setattr(client_connection.ClientConnection, "on_header", on_header)
+        patch.setattr(clients.ClientConnection, "on_header", on_header)
 
     @staticmethod
     def a_post_is_sent_twice(patch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,10 @@ PLANTED = {
         "services/ebbtide/rollout_worker/engine/planted.py",
         "import ebbtide.rollout_worker.generation.outbox",
     ),
-    "Inside the guard": ("services/ebbtide/serving_guard/loans/planted.py", "import ebbtide.serving_guard.proxy.proxy"),
+    "Inside the guard": (
+        "services/ebbtide/serving_guard/governor/planted.py",
+        "import ebbtide.serving_guard.proxy.proxy",
+    ),
     "Inside the gateway": (
         "services/ebbtide/gateway/sessions/planted.py",
         "import ebbtide.gateway.http.route",
@@ -33,7 +36,10 @@ PLANTED = {
         "common/ebbtide/scheduling/health/planted.py",
         "import ebbtide.scheduling.steps.run_claims",
     ),
-    "Each service decides": ("services/ebbtide/coordinator/planted_decision.py", "import ebbtide.scheduling.coserving"),
+    "Each service decides": (
+        "services/ebbtide/coordinator/planted_decision.py",
+        "import ebbtide.scheduling.distribution",
+    ),
     "Workers and relays decide": (
         "services/ebbtide/weight_relay/planted_decision.py",
         "import ebbtide.scheduling.dispatch",

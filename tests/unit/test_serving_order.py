@@ -17,7 +17,7 @@ from benchmarks.simulator.measured_pair import FITTED_ON, fitted_beside, read_re
 from benchmarks.simulator.serving_order import judge, main, modelled, ordered_pairs
 from ebbtide.demo.coserving.coserving_records import BudgetMoment, ServedAnswer
 from ebbtide.errors import InvalidRequest
-from ebbtide.scheduling.coserving.budget_decider import LatencyTargets
+from ebbtide.serving_guard.governor.budget_decider import LatencyTargets
 from ebbtide.simulator.serving.pair_costs import PairCosts, PairMemory, read_pair_costs
 from ebbtide.simulator.serving.request_traffic import TrafficBursts, made_up
 from ebbtide.simulator.serving.served_engine import ServedCall

@@ -10,7 +10,7 @@ from msgspec import Struct, field
 from benchmarks.pair.results.resampling import drawn_runs
 from benchmarks.pair.virtual.pair_costs_fit import StepSample
 from ebbtide.demo.coserving.coserving_records import BudgetMoment, ServedAnswer
-from ebbtide.scheduling.coserving.budget_decider import LatencyTargets
+from ebbtide.serving_guard.governor.budget_decider import LatencyTargets
 
 Values = npt.NDArray[np.float64]
 #: ROSE's own multiples of the percentiles alone (its Qwen3-8B pair).

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from ebbtide.runtime import Shutdown, run
-from ebbtide.scheduling.coserving.budget_decider import BudgetDecider, LatencyTargets, StepLimits
-from ebbtide.serving_guard.loans.memory_budget import MemoryBudget
+from ebbtide.serving_guard.governor.budget_decider import BudgetDecider, LatencyTargets, StepLimits
+from ebbtide.serving_guard.memory_budget import MemoryBudget
 from ebbtide.serving_guard.settings import GuardSettings
 from ebbtide.settings import load
 
@@ -20,9 +20,9 @@ def run_rival(
     settings = load(GuardSettings, prog="ebbtide serving-guard", argv=argv, description=description)
 
     async def work(shutdown: Shutdown) -> None:
-        from ebbtide.serving_guard.server_mode import ServerMode
+        from ebbtide.serving_guard.server_lender import ServerLender
         from ebbtide.serving_guard.service import serve
 
-        await serve(shutdown, settings, partial(ServerMode, decides=decides, memory=memory))
+        await serve(shutdown, settings, partial(ServerLender, decides=decides, memory=memory))
 
     run(work, "serving-guard", settings)

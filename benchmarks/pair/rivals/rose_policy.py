@@ -18,8 +18,8 @@ Not told: how long a rollout step takes, which requests queue behind others, and
 from msgspec import Struct
 
 from ebbtide.errors import InvalidRequest
-from ebbtide.loans.grant_issuer import AllowedMemory
-from ebbtide.scheduling.coserving.budget_decider import (
+from ebbtide.serving_guard.borrowers import AllowedMemory
+from ebbtide.serving_guard.governor.budget_decider import (
     NOTHING_INSIDE,
     BudgetDecider,
     BudgetDecision,
@@ -27,8 +27,8 @@ from ebbtide.scheduling.coserving.budget_decider import (
     LearntCosts,
     StepLimits,
 )
-from ebbtide.scheduling.coserving.kv_budget import CUT, NORMAL
-from ebbtide.serving_guard.loans.memory_budget import MemoryBudget
+from ebbtide.serving_guard.governor.memory import CUT, NORMAL
+from ebbtide.serving_guard.memory_budget import MemoryBudget
 from ebbtide.types.grants import GRANT_S, BorrowerReport, Budget, Forecast, Hello, Residency
 
 

@@ -15,9 +15,9 @@ from msgspec.structs import replace
 
 from benchmarks.pair.rivals.rose_policy import RoseAdmission, RoseMemory, RoseSetting, RoseTables
 from ebbtide.errors import InvalidRequest
-from ebbtide.scheduling.coserving.budget_decider import LatencyTargets, StepLimits
-from ebbtide.scheduling.coserving.governor import Governor
-from ebbtide.serving_guard.loans.memory_budget import MemoryBudget
+from ebbtide.serving_guard.governor.budget_decider import LatencyTargets, StepLimits
+from ebbtide.serving_guard.governor.governor import Governor
+from ebbtide.serving_guard.memory_budget import MemoryBudget
 from ebbtide.simulator.serving.pair_costs import PairCosts
 from ebbtide.simulator.serving.serving_policies import ALONE, OURS, UNGUARDED, ServingPolicy
 

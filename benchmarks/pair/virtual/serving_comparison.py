@@ -5,7 +5,7 @@ from typing import Final
 
 from benchmarks.pair.virtual.compared_policies import serving_policy
 from benchmarks.pair.virtual.serving_figures import ServingFigures, serving_figures
-from ebbtide.scheduling.coserving.budget_decider import LatencyTargets
+from ebbtide.serving_guard.governor.budget_decider import LatencyTargets
 from ebbtide.simulator.serving.pair_costs import PairCosts
 from ebbtide.simulator.serving.request_traffic import TrafficRequest, faster
 from ebbtide.simulator.serving.rollout_batch import RolloutShape

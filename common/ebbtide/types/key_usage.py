@@ -36,3 +36,15 @@ class KeyUsage(Struct, frozen=True, kw_only=True):
     tokens: int = 0  # of requests that have ended
     tokens_today: int = 0  # of `tokens`, since midnight, UTC
     tokens_reserved: int = 0  # that open requests may come to, at most
+
+
+class KeyBalance(Struct, frozen=True, kw_only=True):
+    """The account of one owner in one run, as it is stored. Debts are thousandths; negative ones are none."""
+
+    spent: int = 0  # tokens of requests that have ended
+    today: int = 0  # of them since midnight
+    reserved: int = 0  # tokens that open requests may come to
+    open: int = 0  # requests
+    request_debt: int = 0
+    token_debt: int = 0
+    idle_ms: int = 0  # since the debts were written

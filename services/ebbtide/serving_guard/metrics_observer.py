@@ -22,9 +22,9 @@ from msgspec import Struct
 
 from ebbtide import telemetry
 from ebbtide.serving_guard import metrics
-from ebbtide.serving_guard.loans.budget_keeper import BudgetKeeper
-from ebbtide.serving_guard.loans.memory_budget import MemoryBudget
-from ebbtide.serving_guard.traffic.request_books import RequestBooks
+from ebbtide.serving_guard.budget_keeper import BudgetKeeper
+from ebbtide.serving_guard.memory_budget import MemoryBudget
+from ebbtide.serving_guard.request_books import RequestBooks
 
 log = telemetry.get_logger(__name__)
 

@@ -1,4 +1,4 @@
-"""Runs the guard: one mode, chosen by who owns the device, alone in its folder."""
+"""Runs the guard: one lender, chosen by who owns the device, alone in its folder."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,26 +6,25 @@ from pathlib import Path
 from ebbtide.errors import InvalidRequest
 from ebbtide.grants import locked_folder
 from ebbtide.runtime import Shutdown
-from ebbtide.serving_guard.lender import Lender
+from ebbtide.serving_guard.lender import RECORD, LeaseRecord, Lender
 from ebbtide.serving_guard.settings import GuardSettings
-from ebbtide.serving_guard.trainer.lease_record import RECORD, LeaseRecord
 
 
-def mode_of(settings: GuardSettings) -> Lender:
-    """The mode of the owner that the settings name. Each is imported alone, with its own metrics."""
+def lender_of(settings: GuardSettings) -> Lender:
+    """The lender for the owner that the settings name. Each is imported alone, with its own metrics."""
     if settings.owner == "trainer":
-        from ebbtide.serving_guard.trainer_mode import TrainerMode
+        from ebbtide.serving_guard.trainer_lender import TrainerLender
 
-        return TrainerMode(settings)
-    from ebbtide.serving_guard.server_mode import ServerMode
+        return TrainerLender(settings)
+    from ebbtide.serving_guard.server_lender import ServerLender
 
-    return ServerMode(settings)
+    return ServerLender(settings)
 
 
 async def serve(
-    shutdown: Shutdown, settings: GuardSettings, makes: Callable[[GuardSettings], Lender] = mode_of
+    shutdown: Shutdown, settings: GuardSettings, makes: Callable[[GuardSettings], Lender] = lender_of
 ) -> None:
-    """Lend one device until `shutdown` is requested. `makes`: the mode. Raises `InvalidRequest` naming `owner` if the
+    """Lend one device until `shutdown` is requested. `makes`: the lender. Raises `InvalidRequest` naming `owner` if the
     device is a trainer's, and the settings do not say so."""
     settings.checked()
     folder = Path(settings.grant_dir)

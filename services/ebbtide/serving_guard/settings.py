@@ -1,30 +1,181 @@
-"""Declares and checks the settings of the serving-guard."""
+"""Declares and checks the settings of the serving-guard: the SLO of served models, limits of the proxy, a trainer's
+device.
 
+The SLO is stated by flags for any model, and in a TOML file with a table for each other one.
+"""
+
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, Final, Literal, TypeAlias
 from urllib.parse import urlsplit
 
 from msgspec import Meta, Struct, structs
 
 from ebbtide.errors import InvalidRequest
 from ebbtide.runtime import ProcessSettings
-from ebbtide.scheduling.coserving.budget_decider import LatencyTargets, StepLimits
-from ebbtide.serving_guard.proxy.proxy_limits import ProxySettings
-from ebbtide.serving_guard.traffic.slo import (
-    AimGap,
-    AimSlowed,
-    AimTpot,
-    AimTtft,
-    Percentile,
-    Slo,
-    TpotFactor,
-    TpotMs,
-    TtftFactor,
-    TtftMs,
-    read_slos,
-)
+from ebbtide.serving_guard.governor.budget_decider import LatencyTargets, StepLimits
 from ebbtide.types.grants import Residency
+from ebbtide.types.parse import parse
+
+TtftMs: TypeAlias = Annotated[float, Meta(ge=0, description="target of the time to the first token; 0: by factor")]
+TpotMs: TypeAlias = Annotated[float, Meta(ge=0, description="target of the time per later token; 0: by factor")]
+TtftFactor: TypeAlias = Annotated[
+    float, Meta(ge=0, description="that target as a factor over the engine's unloaded latency, learnt; 0: 1.6")
+]
+TpotFactor: TypeAlias = Annotated[
+    float, Meta(ge=0, description="that target as a factor over the engine's unloaded latency, learnt; 0: 1.27")
+]
+Percentile: TypeAlias = Annotated[float, Meta(gt=0, le=100, description="percentile of requests that meet both")]
+AimTtft: TypeAlias = Annotated[
+    float,
+    Meta(ge=0, le=1, description="part of the TTFT target that rollouts may use; 0: none while a request waits for it"),
+]
+AimTpot: TypeAlias = Annotated[
+    float,
+    Meta(
+        ge=0,
+        le=1,
+        description="part of the room between unloaded time per token and target for rollouts; 0: idle time only",
+    ),
+]
+AimGap: TypeAlias = Annotated[
+    float, Meta(ge=1, description="longest pause between two tokens beside rollouts, as a multiple of the TPOT target")
+]
+AimSlowed: TypeAlias = Annotated[
+    float, Meta(ge=1, description="most that rollouts slow a request's tokens down, as a multiple of the unloaded time")
+]
+_DEFAULT: Final = LatencyTargets()
+
+
+class Slo(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The SLO of one served model, as flags or file state it. Each target is stated in one way."""
+
+    ttft_ms: TtftMs = 0.0
+    tpot_ms: TpotMs = 0.0
+    ttft_factor: TtftFactor = 0.0
+    tpot_factor: TpotFactor = 0.0
+    percentile: Percentile = _DEFAULT.percentile
+    aim_ttft: AimTtft = _DEFAULT.aim_ttft
+    aim_tpot: AimTpot = _DEFAULT.aim_tpot
+    aim_gap: AimGap = _DEFAULT.aim_gap
+    aim_slowed: AimSlowed = _DEFAULT.aim_slowed
+
+    def targets(self) -> LatencyTargets:
+        """Targets for the governor. Raises `InvalidRequest` naming the field if a target is stated twice, or a factor
+        is below 1."""
+        given: dict[str, float] = {}
+        for name in ("ttft", "tpot"):
+            absolute, factor = getattr(self, f"{name}_ms"), getattr(self, f"{name}_factor")
+            if absolute and factor:
+                raise InvalidRequest(f"{name}_ms is set too; leave one out", field=f"{name}_factor")
+            if factor and factor < 1:
+                raise InvalidRequest(
+                    "no request can be faster than the engine alone; give 1 or more", field=f"{name}_factor"
+                )
+            given[f"{name}_s"] = absolute / 1000
+            if factor:
+                given[f"{name}_factor"] = factor
+        same = ("percentile", "aim_ttft", "aim_tpot", "aim_gap", "aim_slowed")
+        return LatencyTargets(**{name: getattr(self, name) for name in same}, **given)
+
+
+def read_slos(path: Path, default: Slo) -> dict[str, Slo]:
+    """The tables of the file, by model name; keys that a table lacks have the default's value.
+
+    Raises `InvalidRequest` naming file, model and key.
+    """
+    try:
+        document = tomllib.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise InvalidRequest(str(error), field=str(path)) from None
+    return {model: _read_slo(path, model, table, default) for model, table in document.items()}
+
+
+def _read_slo(path: Path, model: str, table: Any, default: Slo) -> Slo:
+    where = f"{path}: {model}"
+    if not isinstance(table, dict):
+        raise InvalidRequest('must be a table: write the model\'s name as ["NAME"] above its keys', field=where)
+    try:
+        parse(Slo, table).targets()
+        made = parse(Slo, {**_slo_defaults(default, table), **table})
+        made.targets()
+    except InvalidRequest as error:
+        raise InvalidRequest(str(error).removeprefix(f"{error.field}: "), field=f"{where}.{error.field}") from None
+    return made
+
+
+def _slo_defaults(default: Slo, table: dict[str, Any]) -> dict[str, Any]:
+    """The default's values, without those of a target that the table states."""
+    values = {name: getattr(default, name) for name in default.__struct_fields__}
+    for name in ("ttft", "tpot"):
+        if {f"{name}_ms", f"{name}_factor"} & table.keys():
+            values[f"{name}_ms"] = values[f"{name}_factor"] = 0.0
+    return values
+
+
+class ProxySettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Limits of the proxy. Durations are seconds, sizes bytes.
+
+    One client's connection holds at most twice `max_header_bytes`, `keep_body_bytes`, twice `buffer_bytes`, and what
+    one read brings (256 KiB). All connections together hold at most `max_held_bytes`, and 16 KiB each that are not
+    counted. Answers that are kept to read the engine's token counts (16 MiB), and the kernel's socket buffers, come on
+    top.
+    """
+
+    max_header_bytes: Annotated[
+        int, Meta(ge=1024, description="bytes of a request's target and headers; more: answered with 431")
+    ] = 64 << 10
+    max_headers: Annotated[int, Meta(ge=8, description="headers of a request; more: answered with 431")] = 128
+    max_body_bytes: Annotated[int, Meta(ge=1024, description="bytes of a request's body; more: answered with 413")] = (
+        256 << 20
+    )
+    keep_body_bytes: Annotated[
+        int, Meta(ge=0, description="bytes of an inference request kept to estimate its prompt; longer: streamed on")
+    ] = 1 << 20
+    buffer_bytes: Annotated[
+        int,
+        Meta(ge=4096, description="bytes waiting for one slow reader before the engine's answer is read no further"),
+    ] = 256 << 10
+    max_held_bytes: Annotated[
+        int, Meta(ge=1 << 20, description="bytes held for all clients; beyond, those who hold most are cut")
+    ] = 512 << 20
+    header_timeout_s: Annotated[
+        float, Meta(gt=0, description="seconds from a request's first byte to its headers' end; then 408")
+    ] = 10.0
+    body_timeout_s: Annotated[
+        float, Meta(gt=0, description="seconds in which a body that is not complete brings nothing; then 408")
+    ] = 30.0
+    min_body_rate: Annotated[
+        int,
+        Meta(
+            ge=0, description="bytes per second that a body brings on average, after body_timeout_s; 0: any; else 408"
+        ),
+    ] = 256
+    idle_timeout_s: Annotated[
+        float, Meta(gt=0, description="seconds for which a connection without a request is kept")
+    ] = 75.0
+    stall_timeout_s: Annotated[
+        float, Meta(gt=0, description="seconds for which a client may leave its answer unread; then it is dropped")
+    ] = 60.0
+    max_connections: Annotated[
+        int, Meta(ge=1, description="clients' connections; at the bound the longest idle one makes room")
+    ] = 4096
+    max_per_client: Annotated[
+        int, Meta(ge=0, description="connections of one client address; 0: no bound, as behind a balancer")
+    ] = 2048
+    connect_timeout_s: Annotated[float, Meta(gt=0, description="seconds to connect to the engine")] = 5.0
+    keep_upstream_s: Annotated[
+        float,
+        Meta(ge=0, description="seconds for which an idle connection to the engine is kept; less than the engine does"),
+    ] = 3.0
+    max_hold_s: Annotated[
+        float, Meta(ge=0, description="seconds for which a request may wait for a rollout step to end; 0: never")
+    ] = 0.5
+    drain_s: Annotated[
+        float, Meta(ge=0, description="seconds that requests under way have left when the guard is asked to end")
+    ] = 30.0
+
 
 #: What `give_up` wishes of engines.
 _PLACES: Final = {"nothing": Residency.AWAKE, "cache": Residency.HOST, "weights": Residency.AWAY}
@@ -164,7 +315,7 @@ class GuardSettings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_f
             raise InvalidRequest(f"is more than proxy.max_hold_s ({self.proxy.max_hold_s:g} s)", field="hold_ms")
 
     def _checked_owner(self) -> None:
-        """What another owner's mode reads has no effect, and was meant to have one."""
+        """What is read for another owner has no effect, and was meant to have one."""
         shared = _SHARED.union(ProcessSettings.__struct_fields__)
         for key in _changed(self):
             table = key.partition(".")[0]

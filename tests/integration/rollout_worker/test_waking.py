@@ -14,10 +14,6 @@ import pytest
 
 from ebbtide.auth.security import ServerSettings
 from ebbtide.grants import page_path, socket_path
-from ebbtide.loans.borrower_table import BorrowerTable
-from ebbtide.loans.grant_issuer import GrantIssuer
-from ebbtide.loans.grant_stream import GrantStream
-from ebbtide.loans.servicer import GRANTS, GrantServicer
 from ebbtide.rollout_worker.device_lease import DeviceLease
 from ebbtide.rollout_worker.engine.vllm.borrowed_engine import BorrowedEngine
 from ebbtide.rollout_worker.engine.weight_sleep import WeightSleep
@@ -25,7 +21,10 @@ from ebbtide.rollout_worker.generation.local_attempts import GenerationHolds
 from ebbtide.rollout_worker.guard_link import GuardLink
 from ebbtide.rpc.channel import open_socket
 from ebbtide.rpc.server import Server
-from ebbtide.serving_guard.loans.memory_budget import MemoryBudget
+from ebbtide.serving_guard.borrowers import BorrowerTable
+from ebbtide.serving_guard.lender import GrantIssuer, GrantStream
+from ebbtide.serving_guard.memory_budget import MemoryBudget
+from ebbtide.serving_guard.servicer import GRANTS, GrantServicer
 from ebbtide.types.grants import Forecast, Residency
 from ebbtide.v1.grants_pb2_grpc import GrantsStub, add_GrantsServicer_to_server
 from tests.support.waiting import wait_until
@@ -88,7 +87,7 @@ class Host:
         self._idle_s = idle_s
 
     async def start(self, stack: AsyncExitStack) -> None:
-        servicer = GrantServicer(GrantStream(self.borrowers, self.issuer), status=None)  # type: ignore[arg-type]
+        servicer = GrantServicer(GrantStream(self.borrowers, self.issuer).serve, status=None)  # type: ignore[arg-type]
         adding = [(add_GrantsServicer_to_server, servicer, GRANTS)]
         server = Server(ServerSettings(listen=f"unix:{socket_path(self.folder)}"), adding, private=True)
         await server.start()

@@ -17,7 +17,7 @@ from ebbtide.rollout_worker.installs.peer_blobs import PeerBlobs
 from ebbtide.rollout_worker.installs.peer_servicer import PeerServicer, add_to_server
 from ebbtide.rpc.server import Server, Service
 from ebbtide.serving_guard.settings import GuardSettings
-from ebbtide.serving_guard.trainer_mode import TrainerMode
+from ebbtide.serving_guard.trainer_lender import TrainerLender
 from ebbtide.transfer import BlobCache
 from ebbtide.v1.weights_pb2_grpc import add_WeightsServicer_to_server
 from ebbtide.weight_relay.service import WeightRelay
@@ -83,7 +83,7 @@ class Services:
         self._services = [
             *await coordinator.open(),
             (add_WeightsServicer_to_server, relay.servicer, WEIGHTS),
-            *TrainerMode(GuardSettings(owner="trainer", grant_dir=str(self._folder / "grants"))).services,
+            *TrainerLender(GuardSettings(owner="trainer", grant_dir=str(self._folder / "grants"))).services,
         ]
         self._peer = [(add_to_server, PeerServicer(peer), WEIGHTS)]
 

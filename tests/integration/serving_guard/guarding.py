@@ -10,7 +10,7 @@ import sys
 import uvloop
 
 from ebbtide.serving_guard.proxy.proxy import Proxy
-from ebbtide.serving_guard.proxy.proxy_limits import ProxySettings
+from ebbtide.serving_guard.settings import ProxySettings
 from tests.integration.serving_guard.stand import Recorded
 
 

@@ -15,7 +15,7 @@ from aiohttp import web
 from prometheus_client import REGISTRY
 
 from ebbtide.serving_guard.proxy.proxy import Proxy
-from ebbtide.serving_guard.proxy.proxy_limits import ProxySettings
+from ebbtide.serving_guard.settings import ProxySettings
 from tests.support.waiting import wait_until
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

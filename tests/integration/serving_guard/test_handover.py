@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ebbtide.errors import InvalidRequest
-from ebbtide.serving_guard.proxy import listening_sockets
+from ebbtide.serving_guard.proxy.proxy import bound_socket, handed_over, socket_address
 from tests.integration.serving_guard.stand import Engine, on_uvloop
 from tests.support.waiting import wait_until
 
@@ -171,17 +171,17 @@ async def test_behind_a_balancer_the_engine_answers_while_the_guard_is_dead() ->
 def test_sockets_handed_to_another_process_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LISTEN_FDS", "1")
     monkeypatch.setenv("LISTEN_PID", str(os.getpid() + 1))
-    assert listening_sockets.handed_over() == []
-    with listening_sockets.bound("127.0.0.1:0") as made:
-        assert listening_sockets.address(made).startswith("127.0.0.1:")
+    assert handed_over() == []
+    with bound_socket("127.0.0.1:0") as made:
+        assert socket_address(made).startswith("127.0.0.1:")
 
 
 @pytest.mark.parametrize("listen", ["", "8100", "127.0.0.1:", "127.0.0.1:99999", "256.1.1.1:0", "no such host:1"])
 def test_an_address_that_cannot_be_is_refused(listen: str) -> None:
     with pytest.raises(InvalidRequest, match="listen"):
-        listening_sockets.bound(listen)
+        bound_socket(listen)
 
 
 def test_a_taken_port_is_refused_by_its_name() -> None:
-    with listening_sockets.bound("127.0.0.1:0") as made, pytest.raises(InvalidRequest, match="listen: cannot bind"):
-        listening_sockets.bound(listening_sockets.address(made))
+    with bound_socket("127.0.0.1:0") as made, pytest.raises(InvalidRequest, match="listen: cannot bind"):
+        bound_socket(socket_address(made))

@@ -9,8 +9,8 @@ from pathlib import Path
 import aiohttp
 
 from ebbtide.runtime import Shutdown
-from ebbtide.serving_guard.loans.memory_budget import MemoryBudget
-from ebbtide.serving_guard.server_mode import ServerMode
+from ebbtide.serving_guard.memory_budget import MemoryBudget
+from ebbtide.serving_guard.server_lender import ServerLender
 from ebbtide.serving_guard.service import serve
 from ebbtide.serving_guard.settings import GuardSettings
 from tests.integration.serving_guard.engine import ServingEngine
@@ -33,7 +33,7 @@ async def test_a_failure_of_lending_takes_all_back_and_leaves_users_their_proxy(
                 grant_dir=str(folder), listen="127.0.0.1:0", upstream=engine.url, ready_file=str(ready)
             )
             shutdown = Shutdown("serving-guard", settings)
-            guard = asyncio.create_task(serve(shutdown, settings, partial(ServerMode, memory=Failing)))
+            guard = asyncio.create_task(serve(shutdown, settings, partial(ServerLender, memory=Failing)))
             await wait_until(ready.exists)
             await wait_until(lambda: _is_closed(folder))
             assert not shutdown.requested.is_set()

@@ -12,7 +12,7 @@ from aiohttp import web
 from ebbtide.errors import InvalidRequest
 from ebbtide.serving_guard.proxy import engine_connections
 from ebbtide.serving_guard.proxy.proxy import Proxy
-from ebbtide.serving_guard.proxy.proxy_limits import ProxySettings
+from ebbtide.serving_guard.settings import ProxySettings
 from tests.integration.serving_guard.stand import (
     CHAT,
     COMPLETIONS,

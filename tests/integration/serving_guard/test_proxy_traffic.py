@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 
 from ebbtide.serving_guard.proxy.proxy import Proxy
-from ebbtide.serving_guard.proxy.proxy_limits import ProxySettings
+from ebbtide.serving_guard.settings import ProxySettings
 from tests.integration.serving_guard.stand import CHAT, COMPLETIONS, Engine, begin, event, on_uvloop, standing
 from tests.support.waiting import wait_until
 

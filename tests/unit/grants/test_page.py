@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from ebbtide.errors import InvalidRequest
-from ebbtide.grants import Page
-from ebbtide.grants.page import _BELL, _LAYOUT, _VERSION
+from ebbtide.grants import _BELL, _LAYOUT, _VERSION, Page
 from ebbtide.types.grants import Budget
 from tests.support.waiting import wait_until
 

@@ -13,12 +13,11 @@ import pytest
 
 from ebbtide.errors import InvalidRequest
 from ebbtide.grants import Page, page_path
-from ebbtide.loans import borrower_processes
-from ebbtide.loans.borrower_processes import BorrowerProcess
-from ebbtide.loans.borrower_table import BorrowerTable
-from ebbtide.loans.enforcer import Enforcer
-from ebbtide.loans.loan import Loan
-from ebbtide.serving_guard.loans.memory_budget import MemoryBudget
+from ebbtide.serving_guard import borrower_processes
+from ebbtide.serving_guard.borrower_processes import BorrowerProcess
+from ebbtide.serving_guard.borrowers import BorrowerTable, Loan
+from ebbtide.serving_guard.lender import Enforcer
+from ebbtide.serving_guard.memory_budget import MemoryBudget
 from ebbtide.types.grants import GRANTS_VERSION, Budget, Hello
 
 #: A process that has mapped the page.

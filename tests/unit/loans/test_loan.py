@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ebbtide.grants import Page
-from ebbtide.loans.loan import Loan, LoanAccount
+from ebbtide.serving_guard.borrowers import Loan, LoanAccount
 from ebbtide.types.grants import GRANTS_VERSION, Budget, Hello
 
 

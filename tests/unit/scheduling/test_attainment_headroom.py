@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from ebbtide.scheduling.coserving.attainment_headroom import AttainmentHeadroom
+from ebbtide.serving_guard.governor.served_requests import AttainmentHeadroom
 
 _TARGET = 1.4
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from ebbtide.scheduling.coserving.traffic_rhythm import TrafficRhythm
+from ebbtide.coordinator.dispatcher.borrowed_hosts import Lender, LenderSelection
 from ebbtide.scheduling.dispatch.throughput import WorkerThroughput
-from ebbtide.scheduling.lenders.lender_selection import Lender, LenderSelection
+from ebbtide.serving_guard.governor.traffic_rhythm import TrafficRhythm
 
 MANY = 1_000
 EVERY_S = 2.0

@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from ebbtide.scheduling.coserving.cost_line import ENOUGH, CostLine, RecentValues
+from ebbtide.serving_guard.governor.costs import ENOUGH, CostLine, RecentValues
 
 
 def line(sizes: list[int], noise: float = 0.0, count: int = 200) -> CostLine:

@@ -8,8 +8,8 @@ from random import Random
 
 import pytest
 
-from ebbtide.scheduling.coserving.budget_decider import BudgetDecision, LatencyTargets, StepLimits
-from ebbtide.scheduling.coserving.governor import Governor
+from ebbtide.serving_guard.governor.budget_decider import BudgetDecision, LatencyTargets, StepLimits
+from ebbtide.serving_guard.governor.governor import Governor
 from ebbtide.types.grants import GRANT_S
 
 _STEP_S = 0.008

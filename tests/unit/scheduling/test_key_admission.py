@@ -5,9 +5,9 @@ import random
 import pytest
 from msgspec.structs import replace
 
+from ebbtide.coordinator.api.key_admission import KeyCharge, KeyEntry, admit_charge
 from ebbtide.errors import BudgetSpent, RateLimited
-from ebbtide.scheduling.metering.key_admission import KeyBalance, KeyCharge, KeyEntry, admit_charge
-from ebbtide.types.key_usage import KeyLimits
+from ebbtide.types.key_usage import KeyBalance, KeyLimits
 
 ONE = KeyCharge(requests=1, tokens=10)
 NIGHT_S = 3600.0

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from ebbtide.scheduling.coserving.kv_budget import (
+from ebbtide.serving_guard.governor.memory import (
     CUT,
     NORMAL,
     PRESSURE,

@@ -4,10 +4,8 @@ from math import inf
 
 import pytest
 
-from ebbtide.scheduling.coserving.latency_model import LatencyModel
-from ebbtide.scheduling.coserving.request_slack import ServedRequest
-from ebbtide.scheduling.coserving.step_time import StepTime
-from ebbtide.scheduling.coserving.unloaded_latency import LEARNT, UnloadedLatency
+from ebbtide.serving_guard.governor.costs import LEARNT, StepTime, UnloadedLatency
+from ebbtide.serving_guard.governor.served_requests import LatencyModel, ServedRequest
 
 
 class Scene:

@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from ebbtide.scheduling.coserving.ramp import LEAST, Quiet, Ramp
+from ebbtide.serving_guard.governor.governor import LEAST, Quiet, Ramp
 
 
 def calm(ramp: Ramp, begin: float, seconds: float, every: float = 0.005) -> list[float]:

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from ebbtide.scheduling.coserving.weight_residency import DeviceMemory, ResidencyPlan
+from ebbtide.serving_guard.governor.memory import DeviceMemory, ResidencyPlan
 from ebbtide.types.grants import Residency
 
 AWAKE, HOST, AWAY = Residency.AWAKE, Residency.HOST, Residency.AWAY

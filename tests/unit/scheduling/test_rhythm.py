@@ -2,7 +2,7 @@
 
 import pytest
 
-from ebbtide.scheduling.coserving.traffic_rhythm import IdleShare, IdleSpells, TrafficRhythm
+from ebbtide.serving_guard.governor.traffic_rhythm import IdleShare, IdleSpells, TrafficRhythm
 
 
 def alternating(idle_s: float, busy_s: float, count: int) -> tuple[TrafficRhythm, float]:

@@ -4,8 +4,8 @@ from math import inf
 
 import pytest
 
-from ebbtide.scheduling.coserving.request_slack import ServedRequest, SlackBook
-from ebbtide.scheduling.coserving.unloaded_latency import UnloadedLatency
+from ebbtide.serving_guard.governor.costs import UnloadedLatency
+from ebbtide.serving_guard.governor.served_requests import ServedRequest, SlackBook
 
 _PREFILL_S = 0.0001  # a token
 _DECODE_S = 0.01

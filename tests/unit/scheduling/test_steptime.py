@@ -4,7 +4,7 @@ from math import inf
 
 import pytest
 
-from ebbtide.scheduling.coserving.step_time import StepTime
+from ebbtide.serving_guard.governor.costs import StepTime
 
 
 def learnt(beside: float = 1.5) -> StepTime:

@@ -4,7 +4,7 @@ from math import inf
 
 import pytest
 
-from ebbtide.scheduling.coserving.unloaded_latency import LEARNT, UnloadedLatency
+from ebbtide.serving_guard.governor.costs import LEARNT, UnloadedLatency
 
 
 def test_nothing_is_known_at_first() -> None:

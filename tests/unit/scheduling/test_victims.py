@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from ebbtide.scheduling.coserving.kv_victims import HeldRequest, choose_victims, recompute_cost
+from ebbtide.rollout_worker.engine.kv_victims import HeldRequest, choose_victims, recompute_cost
 
 
 def held(seed: int, count: int) -> list[HeldRequest]:

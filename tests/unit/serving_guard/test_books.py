@@ -2,9 +2,9 @@
 
 import pytest
 
-from ebbtide.loans.borrower_status import percentiles
-from ebbtide.scheduling.coserving.budget_decider import LearntCosts
-from ebbtide.serving_guard.traffic.request_books import RequestBooks
+from ebbtide.serving_guard.borrowers import percentiles
+from ebbtide.serving_guard.governor.budget_decider import LearntCosts
+from ebbtide.serving_guard.request_books import RequestBooks
 from ebbtide.types.grants import UNKNOWN
 
 LEARNT = LearntCosts(ttft_target_s=0.2, tpot_target_s=0.02)

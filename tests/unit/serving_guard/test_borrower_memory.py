@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from ebbtide.grants import Page
-from ebbtide.loans.loan import Loan, LoanAccount
-from ebbtide.serving_guard.trainer.borrower_memory import PhasedMemory
+from ebbtide.serving_guard.borrowers import Loan, LoanAccount
+from ebbtide.serving_guard.trainer_lender import PhasedMemory
 from ebbtide.types.grants import BorrowerReport, Hello, Residency
 
 MIB = 1 << 20

@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 
 from ebbtide.errors import InvalidRequest
-from ebbtide.scheduling.coserving.budget_decider import LatencyTargets
-from ebbtide.serving_guard.settings import GuardSettings
-from ebbtide.serving_guard.traffic.slo import Slo, read_slos
+from ebbtide.serving_guard.governor.budget_decider import LatencyTargets
+from ebbtide.serving_guard.settings import GuardSettings, Slo, read_slos
 from ebbtide.settings import read
 
 

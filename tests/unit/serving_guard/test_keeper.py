@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 
 from ebbtide.grants import Page, page_path
-from ebbtide.loans.borrower_table import BorrowerTable
-from ebbtide.scheduling.coserving.budget_decider import (
+from ebbtide.serving_guard.borrowers import BorrowerTable
+from ebbtide.serving_guard.budget_keeper import BudgetKeeper
+from ebbtide.serving_guard.governor.budget_decider import (
     BudgetDecider,
     BudgetDecision,
+    GovernorPanel,
     LatencyTargets,
     LearntCosts,
     StepLimits,
 )
-from ebbtide.serving_guard.loans.budget_keeper import BudgetKeeper
-from ebbtide.serving_guard.loans.governor_panel import GovernorPanel
-from ebbtide.serving_guard.loans.memory_budget import MemoryBudget
-from ebbtide.serving_guard.traffic.request_books import RequestBooks
+from ebbtide.serving_guard.memory_budget import MemoryBudget
+from ebbtide.serving_guard.request_books import RequestBooks
 from ebbtide.types.grants import GRANTS_VERSION, BorrowerReport, Budget, Hello
 from tests.support.waiting import wait_until
 

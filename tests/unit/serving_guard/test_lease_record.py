@@ -6,7 +6,7 @@ import pytest
 
 from ebbtide.errors import Superseded
 from ebbtide.scheduling.elastic.device_ownership import DeviceOwnership, OwnerLease
-from ebbtide.serving_guard.trainer.lease_record import LeaseRecord
+from ebbtide.serving_guard.lender import LeaseRecord
 
 OLD, NEW = OwnerLease("r", 1, "a"), OwnerLease("r", 2, "b")
 

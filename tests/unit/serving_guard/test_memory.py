@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from ebbtide.errors import InvalidRequest
-from ebbtide.loans.gpu_memory import Device, host_memory, open_device
-from ebbtide.loans.grant_issuer import UNREADABLE, AllowedMemory
-from ebbtide.scheduling.coserving.kv_budget import CUT, NORMAL
-from ebbtide.serving_guard.loans.memory_budget import MemoryBudget
+from ebbtide.gpu_memory import Device, host_memory, open_device
+from ebbtide.serving_guard.borrowers import UNREADABLE, AllowedMemory
+from ebbtide.serving_guard.governor.memory import CUT, NORMAL
+from ebbtide.serving_guard.memory_budget import MemoryBudget
 from ebbtide.types.grants import BorrowerReport, Hello, Residency
 
 MIB = 1 << 20

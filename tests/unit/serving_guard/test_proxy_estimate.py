@@ -5,8 +5,13 @@ from typing import Any
 
 import pytest
 
-from ebbtide.serving_guard.proxy.prompt_estimate import PromptEstimate, PromptEstimator, read, usage
-from ebbtide.serving_guard.proxy.sse_tokens import SseTokenCounter
+from ebbtide.serving_guard.proxy.request_timing import (
+    PromptEstimate,
+    PromptEstimator,
+    SseTokenCounter,
+    estimate_prompt,
+    usage_of,
+)
 
 
 @pytest.mark.parametrize(
@@ -22,7 +27,7 @@ from ebbtide.serving_guard.proxy.sse_tokens import SseTokenCounter
     ],
 )
 def test_lists_of_tokens_are_counted_and_text_is_measured(body: dict[str, Any], tokens: int, text: int) -> None:
-    asked = read(json.dumps({"model": "m", "stream": True, **body}).encode())
+    asked = estimate_prompt(json.dumps({"model": "m", "stream": True, **body}).encode())
     assert (asked.model, asked.streamed, asked.tokens, asked.text_bytes) == ("m", True, tokens, text)
 
 
@@ -39,32 +44,32 @@ def test_lists_of_tokens_are_counted_and_text_is_measured(body: dict[str, Any], 
     ],
 )
 def test_an_answer_in_one_piece_counts_from_the_start_for_what_it_may_become(body: dict[str, Any], tokens: int) -> None:
-    asked = read(json.dumps({"model": "m", "prompt": [1, 2], **body}).encode())
+    asked = estimate_prompt(json.dumps({"model": "m", "prompt": [1, 2], **body}).encode())
     assert (asked.model, asked.answer_tokens) == ("m", tokens)
     assert PromptEstimator().tokens(asked) == 2 + tokens
 
 
 def test_images_are_not_their_bytes() -> None:
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 100_000}}
-    asked = read(json.dumps({"messages": [{"role": "user", "content": [image]}]}).encode())
+    asked = estimate_prompt(json.dumps({"messages": [{"role": "user", "content": [image]}]}).encode())
     assert asked.tokens == 1000
     assert asked.text_bytes < 200
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[1]", b'{"model": 3}', b"\xff\xff", b'{"stream": "x"}'])
 def test_an_odd_body_counts_by_its_length(body: bytes) -> None:
-    assert read(body) == PromptEstimate(text_bytes=len(body))
+    assert estimate_prompt(body) == PromptEstimate(text_bytes=len(body))
 
 
 def test_a_name_too_long_for_a_model_is_none() -> None:
-    assert read(json.dumps({"model": "m" * 256}).encode()).model == "m" * 256
-    assert read(json.dumps({"model": "m" * 257, "prompt": [1, 2]}).encode()) == PromptEstimate(tokens=2)
+    assert estimate_prompt(json.dumps({"model": "m" * 256}).encode()).model == "m" * 256
+    assert estimate_prompt(json.dumps({"model": "m" * 257, "prompt": [1, 2]}).encode()) == PromptEstimate(tokens=2)
 
 
 def test_a_body_nested_without_end_is_no_more_than_odd() -> None:
     body = b'{"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
-    assert read(body) == PromptEstimate(text_bytes=len(body))
-    assert usage(body) is None
+    assert estimate_prompt(body) == PromptEstimate(text_bytes=len(body))
+    assert usage_of(body) is None
     assert SseTokenCounter().feed(b"data: " + body + b"\n\n") == 1
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from ebbtide.serving_guard.proxy.sse_tokens import SseTokenCounter
+from ebbtide.serving_guard.proxy.request_timing import SseTokenCounter
 
 
 def event(what: Any) -> bytes:

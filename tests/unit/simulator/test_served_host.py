@@ -7,8 +7,8 @@ import pytest
 from msgspec.structs import replace
 
 from ebbtide.errors import InvalidRequest
-from ebbtide.scheduling.coserving.budget_decider import LatencyTargets
 from ebbtide.scheduling.dispatch.reclaim_risk import SHORT_S
+from ebbtide.serving_guard.governor.budget_decider import LatencyTargets
 from ebbtide.simulator.serving.grant_tape import SPELL_S, GrantSpell
 from ebbtide.simulator.serving.pair_costs import PairCosts
 from ebbtide.simulator.serving.request_traffic import TrafficBursts, TrafficRequest, made_up

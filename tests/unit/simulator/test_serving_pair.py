@@ -5,7 +5,7 @@ from msgspec.structs import replace
 
 from benchmarks.pair.virtual.compared_policies import serving_policy
 from benchmarks.pair.virtual.serving_comparison import compared, speed_for_load
-from ebbtide.scheduling.coserving.budget_decider import LatencyTargets
+from ebbtide.serving_guard.governor.budget_decider import LatencyTargets
 from ebbtide.simulator.serving.pair_costs import PairCosts, PairMemory, StrayProcess
 from ebbtide.simulator.serving.request_traffic import TrafficBursts, TrafficRequest, faster, made_up
 from ebbtide.simulator.serving.rollout_batch import RolloutShape

@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from benchmarks.pair.virtual.compared_policies import serving_policy
-from ebbtide.scheduling.coserving.budget_decider import LatencyTargets
+from ebbtide.serving_guard.governor.budget_decider import LatencyTargets
 from ebbtide.simulator.serving.pair_costs import PairCosts, StrayProcess
 from ebbtide.simulator.serving.request_traffic import TrafficBursts, TrafficRequest, made_up
 from ebbtide.simulator.serving.serving_alone import played_alone

@@ -9,15 +9,13 @@ from typing import Any
 import pytest
 
 from ebbtide.grants import Page, page_path
-from ebbtide.loans.borrower_table import BorrowerTable
 from ebbtide.rollout_worker import guard_link
-from ebbtide.scheduling.coserving.budget_decider import LatencyTargets, StepLimits
-from ebbtide.serving_guard import server_mode
-from ebbtide.serving_guard.loans import budget_keeper
-from ebbtide.serving_guard.loans.budget_keeper import BudgetKeeper
-from ebbtide.serving_guard.loans.governor_panel import GovernorPanel
-from ebbtide.serving_guard.loans.memory_budget import MemoryBudget
-from ebbtide.serving_guard.traffic.request_books import RequestBooks
+from ebbtide.serving_guard import budget_keeper, server_lender
+from ebbtide.serving_guard.borrowers import BorrowerTable
+from ebbtide.serving_guard.budget_keeper import BudgetKeeper
+from ebbtide.serving_guard.governor.budget_decider import GovernorPanel, LatencyTargets, StepLimits
+from ebbtide.serving_guard.memory_budget import MemoryBudget
+from ebbtide.serving_guard.request_books import RequestBooks
 from ebbtide.simulator.serving import served_host, virtual_guard
 from ebbtide.simulator.serving.constant_policy import ConstantBudget
 from ebbtide.simulator.serving.pair_costs import PairCosts
@@ -115,7 +113,7 @@ async def test_a_policy_hears_the_same_calls_in_the_same_order_as_live(live: lis
 def test_the_virtual_guard_keeps_the_live_ones_pace() -> None:
     for name in ("_LOOK_S", "_WATCH_S", "_HELD_S", "_LEAST_S", "_MOST_S"):
         assert getattr(virtual_guard, name) == getattr(budget_keeper, name), name
-    assert virtual_guard._TICK_S == server_mode._TICK_S
+    assert virtual_guard._TICK_S == server_lender._TICK_S
     assert virtual_guard._TICK_S * virtual_guard._TICKS_OF_REPORT == guard_link._REPORT_S
     assert served_host._HELD_S == guard_link._HELD_S
 

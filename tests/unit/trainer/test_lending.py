@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from ebbtide.errors import InvalidRequest, LeaseSuperseded
 from ebbtide.rpc.backoff import pauses
-from ebbtide.serving_guard.trainer_mode import REJOIN_S
+from ebbtide.serving_guard.trainer_lender import REJOIN_S
 from ebbtide.trainer import device_loan, training
 from ebbtide.trainer.learning.local_learning import LocalLearning
 from ebbtide.trainer.service import train

@@ -4,11 +4,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from ebbtide.scheduling.metering.key_admission import KeyBalance
 from ebbtide.store.record_codec import text_pairs
 from ebbtide.store.store_keys import run_key
 from ebbtide.store.topics.topic import Topic
-from ebbtide.types.key_usage import KeyUsage
+from ebbtide.types.key_usage import KeyBalance, KeyUsage
 from ebbtide.types.run import LeaseRef
 
 _KNOWN, _NEW_REQUEST = 0, 2

@@ -7,8 +7,8 @@ So nothing that was decided here is wrong by the time at which the submit is sto
 from collections.abc import Sequence
 from typing import Final
 
+from ebbtide.coordinator.api.key_admission import KeyCharge, KeyEntry, admit_charge
 from ebbtide.errors import BudgetSpent, InvalidRequest, NoCapacity, RateLimited
-from ebbtide.scheduling.metering.key_admission import KeyCharge, KeyEntry, admit_charge
 from ebbtide.store.rollout_rows import AccountCharge
 from ebbtide.store.store import Store
 from ebbtide.store.topics.account_topic import ReadAccount

@@ -52,7 +52,7 @@ from ebbtide.errors import EbbtideError, Unavailable
 from ebbtide.grants import Page, page_path, socket_path
 from ebbtide.local_cluster.local_cluster import ClusterShape, LocalCluster, free_address
 from ebbtide.local_cluster.serving_checkpoint import served_model
-from ebbtide.scheduling.coserving.budget_decider import LatencyTargets
+from ebbtide.serving_guard.governor.budget_decider import LatencyTargets
 from ebbtide.simulator.serving.request_traffic import TrafficRequest, laps
 from ebbtide.types.grants import GuardStatus
 from ebbtide.types.run import Run, RunSpec

@@ -16,7 +16,7 @@ import httptools
 from ebbtide.errors import InvalidRequest
 from ebbtide.serving_guard import metrics
 from ebbtide.serving_guard.proxy.http_heads import Header
-from ebbtide.serving_guard.proxy.proxy_limits import ProxySettings
+from ebbtide.serving_guard.settings import ProxySettings
 
 #: Bytes of an answer's whole head.
 _LONGEST_HEAD: Final = 256 << 10

@@ -11,16 +11,16 @@ streamed answer of 8 events takes about 0.15 ms of a core (`benchmarks/proxy.py`
 
 import asyncio
 import contextlib
+import os
+import socket
 from typing import Final
 
+from ebbtide.errors import InvalidRequest
 from ebbtide.runtime import allow_files
-from ebbtide.serving_guard.proxy import listening_sockets
-from ebbtide.serving_guard.proxy.client_connection import ClientConnection
-from ebbtide.serving_guard.proxy.client_table import ClientTable
+from ebbtide.serving_guard.proxy.clients import ClientConnection, ClientTable
 from ebbtide.serving_guard.proxy.engine_connections import EnginePool
-from ebbtide.serving_guard.proxy.proxy_limits import ProxySettings
-from ebbtide.serving_guard.proxy.request_timing import RequestListener
-from ebbtide.serving_guard.traffic.traffic_events import TrafficListener
+from ebbtide.serving_guard.proxy.request_timing import RequestListener, TrafficListener
+from ebbtide.serving_guard.settings import ProxySettings
 
 #: Checks of time limits within the shortest of them; there is at least one a second.
 _CHECKS: Final = 4
@@ -47,12 +47,10 @@ class Proxy:
         """Accept connections, after raising this process's limit of open files to what clients may need."""
         allow_files(2 * self._settings.max_connections + _SPARE_FILES)
         loop = asyncio.get_running_loop()
-        taken = listening_sockets.sockets(self._listen)
-        self.address = listening_sockets.address(taken[0])
+        taken = listening_sockets(self._listen)
+        self.address = socket_address(taken[0])
         self._servers = [
-            await loop.create_server(
-                lambda: ClientConnection(self.clients), sock=one, backlog=listening_sockets.BACKLOG
-            )
+            await loop.create_server(lambda: ClientConnection(self.clients), sock=one, backlog=_BACKLOG)
             for one in taken
         ]
         self._checking = loop.create_task(self._check())
@@ -81,3 +79,68 @@ class Proxy:
         while True:
             await asyncio.sleep(min(1.0, shortest / _CHECKS))
             self.clients.check()
+
+
+_FIRST: Final = 3
+#: Connections that wait to be accepted; the kernel applies its own bound if that is lower.
+_BACKLOG: Final = 1024
+
+
+def listening_sockets(listen: str) -> list[socket.socket]:
+    """The sockets handed over by systemd, if any, else one bound to `listen` (HOST:PORT; port 0: any).
+
+    Raises `InvalidRequest` naming `listen` or LISTEN_FDS.
+    """
+    return handed_over() or [bound_socket(listen)]
+
+
+def handed_over() -> list[socket.socket]:
+    """The sockets that systemd passed to this process (sd_listen_fds(3): from file descriptor 3 on, counted by
+    LISTEN_FDS for the process LISTEN_PID). Child processes inherit neither these nor the variables.
+
+    A socket that systemd holds outlives the guard. While no guard runs, clients wait in its queue instead of being
+    refused, and the next guard takes the same socket.
+    """
+    count, pid = os.environ.get("LISTEN_FDS", ""), os.environ.get("LISTEN_PID", "")
+    if not count.isdecimal() or pid != str(os.getpid()):
+        return []
+    for name in ("LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES"):
+        os.environ.pop(name, None)
+    return [_adopted(number) for number in range(_FIRST, _FIRST + int(count))]
+
+
+def _adopted(number: int) -> socket.socket:
+    try:
+        os.set_inheritable(number, False)
+        taken = socket.socket(fileno=number)
+        listens = taken.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    except OSError as error:
+        message = f"file descriptor {number} is not a socket ({error.strerror})"
+        raise InvalidRequest(message, field="LISTEN_FDS") from None
+    if taken.type != socket.SOCK_STREAM or not listens or taken.family not in {socket.AF_INET, socket.AF_INET6}:
+        raise InvalidRequest(f"file descriptor {number} is not a listening TCP socket", field="LISTEN_FDS")
+    taken.setblocking(False)
+    return taken
+
+
+def bound_socket(listen: str) -> socket.socket:
+    host, _, port = listen.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise InvalidRequest(f"{listen!r} is not of the form HOST:PORT", field="listen")
+    host = host.strip("[]")
+    made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind((host, int(port)))
+        made.listen(_BACKLOG)
+    except OSError as error:
+        made.close()
+        raise InvalidRequest(f"cannot bind {listen} ({error.strerror or error})", field="listen") from None
+    made.setblocking(False)
+    return made
+
+
+def socket_address(taken: socket.socket) -> str:
+    """HOST:PORT for clients."""
+    host, port = taken.getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

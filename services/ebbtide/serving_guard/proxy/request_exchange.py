@@ -10,12 +10,11 @@ from typing import Any, Final, Protocol
 
 from ebbtide import telemetry
 from ebbtide.serving_guard import metrics
-from ebbtide.serving_guard.proxy import http_heads, prompt_estimate
+from ebbtide.serving_guard.proxy import http_heads
 from ebbtide.serving_guard.proxy.engine_connections import EngineConnection, EnginePool
 from ebbtide.serving_guard.proxy.http_heads import Header, RequestHead
-from ebbtide.serving_guard.proxy.prompt_estimate import PromptEstimate
-from ebbtide.serving_guard.proxy.proxy_limits import ProxySettings
-from ebbtide.serving_guard.proxy.request_timing import RequestListener, TimedRequest
+from ebbtide.serving_guard.proxy.request_timing import PromptEstimate, RequestListener, TimedRequest, estimate_prompt
+from ebbtide.serving_guard.settings import ProxySettings
 
 log = telemetry.get_logger(__name__)
 
@@ -52,7 +51,7 @@ class RequestOrigin(Protocol):
 
 class RequestExchange:
     """One exchange, made when the request's head is complete. The client's connection calls `begin`, `body`,
-    `complete`, `cancel` and `clogged`; the engine's calls the methods of `Asker`."""
+    `complete`, `cancel` and `clogged`; the engine's calls the methods of `AnswerReceiver`."""
 
     def __init__(
         self,
@@ -160,7 +159,7 @@ class RequestExchange:
 
     def _asked(self) -> PromptEstimate:
         if self._whole_request:
-            return prompt_estimate.read(bytes(self._kept))
+            return estimate_prompt(bytes(self._kept))
         return PromptEstimate(text_bytes=max(self.head.length or 0, len(self._kept)))
 
     def _start(self, opening: Coroutine[Any, Any, None]) -> None:

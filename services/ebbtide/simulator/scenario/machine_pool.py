@@ -4,7 +4,7 @@ from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta, Struct
 
-from ebbtide.serving_guard.traffic.slo import Slo
+from ebbtide.serving_guard.settings import Slo
 from ebbtide.simulator.scenario.bounds import (
     Dollars,
     EngineReference,

@@ -4,8 +4,8 @@ A rival of the governor. Told: nothing. Not told: served requests, their SLO, an
 """
 # ruff: noqa: ARG002 - a rival does not use all that it is told
 
-from ebbtide.loans.grant_issuer import AllowedMemory
-from ebbtide.scheduling.coserving.budget_decider import (
+from ebbtide.serving_guard.borrowers import AllowedMemory
+from ebbtide.serving_guard.governor.budget_decider import (
     NOTHING_INSIDE,
     BudgetDecider,
     BudgetDecision,
@@ -13,8 +13,8 @@ from ebbtide.scheduling.coserving.budget_decider import (
     LearntCosts,
     StepLimits,
 )
-from ebbtide.scheduling.coserving.kv_budget import NORMAL
-from ebbtide.serving_guard.loans.memory_budget import MemoryBudget
+from ebbtide.serving_guard.governor.memory import NORMAL
+from ebbtide.serving_guard.memory_budget import MemoryBudget
 from ebbtide.types.grants import GRANT_S, BorrowerReport, Budget, Forecast, Hello, Residency
 
 #: Rollouts keep this part of the memory, as much as ROSE gives them at most.

@@ -13,7 +13,7 @@ from typing import Final
 
 from msgspec import Struct
 
-from ebbtide.scheduling.coserving.kv_victims import HeldRequest, choose_victims
+from ebbtide.rollout_worker.engine.kv_victims import HeldRequest, choose_victims
 from ebbtide.simulator.serving.pair_costs import PairCosts
 
 #: A limit that is never reached.

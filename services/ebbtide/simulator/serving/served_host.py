@@ -20,8 +20,8 @@ from typing import Final
 from msgspec import Struct
 
 from ebbtide.errors import InvalidRequest
-from ebbtide.scheduling.coserving.budget_decider import LatencyTargets
-from ebbtide.scheduling.coserving.traffic_rhythm import TrafficRhythm
+from ebbtide.serving_guard.governor.budget_decider import LatencyTargets
+from ebbtide.serving_guard.governor.traffic_rhythm import TrafficRhythm
 from ebbtide.simulator.serving.grant_tape import GrantSpell, SpellRecorder
 from ebbtide.simulator.serving.pair_costs import PairCosts
 from ebbtide.simulator.serving.request_traffic import TrafficRequest

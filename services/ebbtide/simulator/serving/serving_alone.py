@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from msgspec.structs import replace
 
-from ebbtide.scheduling.coserving.budget_decider import LatencyTargets
+from ebbtide.serving_guard.governor.budget_decider import LatencyTargets
 from ebbtide.simulator.serving.pair_costs import PairCosts
 from ebbtide.simulator.serving.request_traffic import TrafficRequest
 from ebbtide.simulator.serving.served_engine import ServedCall

@@ -5,9 +5,9 @@ from typing import Final
 
 from msgspec import Struct
 
-from ebbtide.scheduling.coserving.budget_decider import BudgetDecider, LatencyTargets, StepLimits
-from ebbtide.scheduling.coserving.governor import Governor
-from ebbtide.serving_guard.loans.memory_budget import MemoryBudget
+from ebbtide.serving_guard.governor.budget_decider import BudgetDecider, LatencyTargets, StepLimits
+from ebbtide.serving_guard.governor.governor import Governor
+from ebbtide.serving_guard.memory_budget import MemoryBudget
 from ebbtide.simulator.serving.constant_policy import ConstantBudget, ConstantMemory
 from ebbtide.simulator.serving.pair_costs import PairCosts
 from ebbtide.simulator.serving.request_traffic import TrafficRequest

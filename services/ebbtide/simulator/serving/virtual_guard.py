@@ -12,10 +12,10 @@ from typing import Final
 
 from msgspec import Struct
 
-from ebbtide.loans.grant_issuer import UNREADABLE, AllowedMemory
-from ebbtide.scheduling.coserving.budget_decider import BudgetDecider
-from ebbtide.scheduling.coserving.kv_budget import NORMAL
-from ebbtide.serving_guard.loans.memory_budget import MemoryBudget
+from ebbtide.serving_guard.borrowers import UNREADABLE, AllowedMemory
+from ebbtide.serving_guard.governor.budget_decider import BudgetDecider
+from ebbtide.serving_guard.governor.memory import NORMAL
+from ebbtide.serving_guard.memory_budget import MemoryBudget
 from ebbtide.simulator.serving.pair_costs import PairCosts
 from ebbtide.types.grants import GRANTS_VERSION, BorrowerReport, Budget, Forecast, Hello, Residency
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ebbtide.loans.gpu_memory import host_memory
+from ebbtide.gpu_memory import host_memory
 from ebbtide.scheduling.elastic.memory_handover import HandoverMemory, lacking, moves_to_host
 from ebbtide.telemetry import counter, get_logger, histogram
 

@@ -10,8 +10,8 @@ their memory goes back to the system.
 import time
 from typing import Any, Final
 
+from ebbtide.rollout_worker.engine.kv_victims import HeldRequest, choose_victims
 from ebbtide.rollout_worker.engine.vllm.kv_pages import KvPages
-from ebbtide.scheduling.coserving.kv_victims import HeldRequest, choose_victims
 
 #: Blocks without content: vLLM keeps one for itself, which is never free.
 _NULL: Final = 1

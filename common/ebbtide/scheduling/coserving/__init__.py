@@ -1,1 +1,0 @@
-"""Decides how much rollout work may run beside a serving engine without breaking its SLO."""

@@ -1,1 +1,0 @@
-"""Decides which serving hosts are worth borrowing."""

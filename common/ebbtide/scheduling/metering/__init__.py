@@ -1,1 +1,0 @@
-"""Decides what clients' keys may use of a run."""

@@ -1,1 +1,0 @@
-"""Limits what borrowers may do: budgets, memory, and making an engine stand still."""
