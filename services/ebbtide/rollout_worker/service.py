@@ -14,6 +14,7 @@ from ebbtide import telemetry
 from ebbtide.errors import InvalidRequest, Unavailable
 from ebbtide.grants import check_folder, page_path, socket_path
 from ebbtide.ledger import Ledger
+from ebbtide.rollout_worker.control_handler import ControlHandler, ControlOutbox, throttle
 from ebbtide.rollout_worker.device_lease import DeviceLease
 from ebbtide.rollout_worker.engine import Engine
 from ebbtide.rollout_worker.engine.changing_engine import ChangingEngine
@@ -29,8 +30,7 @@ from ebbtide.rollout_worker.installs.installer import Installer
 from ebbtide.rollout_worker.installs.peer_blobs import check_reachable
 from ebbtide.rollout_worker.installs.weight_store import WeightStore
 from ebbtide.rollout_worker.settings import WorkerSettings
-from ebbtide.rollout_worker.streams.control_handler import ControlHandler, ControlOutbox, throttle
-from ebbtide.rollout_worker.streams.control_session import ControlSession
+from ebbtide.rollout_worker.streams import ControlSession
 from ebbtide.rpc.channel import check_address, open_channel, open_socket
 from ebbtide.rpc.leader_channel import LeaderChannel, addresses
 from ebbtide.runtime import Shutdown
