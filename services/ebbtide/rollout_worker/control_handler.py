@@ -135,8 +135,8 @@ class ControlHandler:
 
     def _capabilities(self) -> list[str]:
         known = ["resume", "flush_interval", "forecasts", f"engine:{self.settings.engine}"]
-        known += [] if self.attempts.drafts else ["min_p"]  # vLLM samples drafted tokens without it
-        return [*known, "score"] if self.attempts.scores_prompts else known
+        known += [] if self.attempts.engine.speculates else ["min_p"]  # vLLM samples drafted tokens without it
+        return [*known, "score"] if self.attempts.engine.scores_prompts else known
 
     def heartbeat(self) -> fleet_pb2.WorkerMessage:
         """The worker's state; `tokens_per_s` is a mean since the last measurement. Checks the engine, too."""
@@ -145,7 +145,7 @@ class ControlHandler:
         if (elapsed := now - self._measured_at) >= _RATE_S:
             self._rate = (tokens - self._measured_tokens) / elapsed
             self._measured_at, self._measured_tokens = now, tokens
-        gate, preemptions = self.attempts.gate, self.attempts.preemptions
+        gate, preemptions = self.attempts.gate, self.attempts.engine.preemptions
         metrics.RUNNING.set(self.attempts.running - gate.waiting)
         metrics.WAITING.set(self.attempts.waiting + len(self._arriving))
         metrics.UNADMITTED.set(gate.waiting)
@@ -169,7 +169,7 @@ class ControlHandler:
             unadmitted=gate.waiting,
             parked=gate.parked,
             preemptions=preemptions,
-            drafting=to_proto(drafting, fleet_pb2.Drafting) if (drafting := self.attempts.drafting) else None,
+            drafting=to_proto(drafting, fleet_pb2.Drafting) if (drafting := self.attempts.engine.drafting) else None,
             borrowed=to_proto(self._borrowing.state, fleet_pb2.Borrowed) if self._borrowing else None,
         )
         return fleet_pb2.WorkerMessage(heartbeat=beat)

@@ -21,13 +21,11 @@ from ebbtide.rollout_worker.engine.changing_engine import ChangingEngine
 from ebbtide.rollout_worker.engine.engine_factory import load_factory
 from ebbtide.rollout_worker.engine.vllm.borrowed_engine import BorrowedEngine
 from ebbtide.rollout_worker.engine.weight_sleep import WeightSleep
-from ebbtide.rollout_worker.generation.flush_lanes import JITTER
 from ebbtide.rollout_worker.generation.local_attempts import LocalAttempts
-from ebbtide.rollout_worker.generation.outbox import Outbox
+from ebbtide.rollout_worker.generation.outbox import JITTER, Outbox
 from ebbtide.rollout_worker.guard_link import GuardLink
-from ebbtide.rollout_worker.installs.install_reports import InstallReports
-from ebbtide.rollout_worker.installs.installer import Installer
-from ebbtide.rollout_worker.installs.peer_blobs import check_reachable
+from ebbtide.rollout_worker.installs.installer import Installer, InstallReports
+from ebbtide.rollout_worker.installs.peers import check_reachable
 from ebbtide.rollout_worker.installs.weight_store import WeightStore
 from ebbtide.rollout_worker.settings import WorkerSettings
 from ebbtide.rollout_worker.streams import ControlSession

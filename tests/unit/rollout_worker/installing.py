@@ -9,8 +9,7 @@ from typing import Any
 
 from ebbtide.errors import InvalidRequest, Unavailable
 from ebbtide.rollout_worker.generation.local_attempts import GenerationHolds
-from ebbtide.rollout_worker.installs.install_reports import InstallReports
-from ebbtide.rollout_worker.installs.installer import Installer
+from ebbtide.rollout_worker.installs.installer import Installer, InstallReports
 from ebbtide.rollout_worker.installs.weight_store import Installation
 from ebbtide.types.weights import PolicyVersion
 

@@ -18,14 +18,12 @@ from ebbtide.errors import EbbtideError
 from ebbtide.ledger import Ledger
 from ebbtide.rollout_worker import metrics
 from ebbtide.rollout_worker.engine import Engine, EngineFailed
-from ebbtide.rollout_worker.generation.generation import Assignment, Generation
+from ebbtide.rollout_worker.generation.generation import Assignment, Generation, PromptScoring
 from ebbtide.rollout_worker.generation.kv_gate import KvGate, KvTicket
 from ebbtide.rollout_worker.generation.outbox import Outbox
-from ebbtide.rollout_worker.generation.prompt_reading import PromptReading
-from ebbtide.rollout_worker.generation.prompt_scoring import PromptScoring
 from ebbtide.types.append_delta import AppendAck
 from ebbtide.types.end_cause import EndCause
-from ebbtide.types.fleet import AttemptRef, DraftingState, EngineInfo
+from ebbtide.types.fleet import AttemptRef, EngineInfo
 from ebbtide.types.tokens import token_count
 from ebbtide.types.weights import PolicyVersion
 
@@ -35,6 +33,8 @@ log = telemetry.get_logger(__name__)
 _LAST_TOKENS_S: Final = 0.25
 #: Tokens of a paused engine may still be on their way for so long.
 _SETTLE_S: Final = 0.02
+#: First tokens within so many seconds left the engine with one step: that was one read.
+_STEP_S: Final = 1e-3
 
 
 class HandBack(NamedTuple):
@@ -105,7 +105,7 @@ class LocalAttempts:
     ) -> None:
         """`release` hands attempts back to the coordinator; `fail` is called when the engine is lost. `slots`: rollouts
         that the engine runs at once; `by_memory`: attempts wait until it has memory for them."""
-        self._engine, self.info, self._outbox, self._ledger = engine, info, outbox, ledger
+        self.engine, self.info, self._outbox, self._ledger = engine, info, outbox, ledger
         self._release, self._fail = release, fail
         self._held: dict[str, LocalAttempt] = {}
         self.ended = asyncio.Event()  # set when a generation ends
@@ -123,26 +123,6 @@ class LocalAttempts:
 
     def __contains__(self, attempt_id: str) -> bool:
         return attempt_id in self._held
-
-    @property
-    def scores_prompts(self) -> bool:
-        """Whether its engine scores prompts."""
-        return self._engine.scores_prompts
-
-    @property
-    def preemptions(self) -> int:
-        """How often its engine took a rollout's memory by itself."""
-        return self._engine.preemptions
-
-    @property
-    def drafts(self) -> bool:
-        """Whether its engine drafts tokens."""
-        return self._engine.speculates
-
-    @property
-    def drafting(self) -> DraftingState | None:
-        """What its engine's drafts came to; None where it makes none."""
-        return self._engine.drafting
 
     @property
     def running(self) -> int:
@@ -187,8 +167,8 @@ class LocalAttempts:
 
     def _generation(self, assignment: Assignment) -> Generation | PromptScoring:
         if assignment.prompt_logprobs is None:
-            return Generation(assignment, self.info, self._engine.decode)
-        return PromptScoring(assignment, self.info, self._engine.decode)
+            return Generation(assignment, self.info, self.engine.decode)
+        return PromptScoring(assignment, self.info, self.engine.decode)
 
     def drop(self, refs: Iterable[AttemptRef], outcome: str) -> None:
         """Stop generating for these attempts and forget them."""
@@ -208,7 +188,7 @@ class LocalAttempts:
     def forget_cached(self, episode_ids: Iterable[str]) -> None:
         """What the engine has cached of these episodes will not be continued."""
         if names := list(episode_ids):
-            self._engine.forget(names)
+            self.engine.forget(names)
 
     def settle(self, acks: Iterable[AppendAck], *, durable: bool) -> None:
         """Apply acknowledgements; `durable`: what they name is fsynced."""
@@ -224,7 +204,7 @@ class LocalAttempts:
     def check(self) -> None:
         """Call `fail` if the engine is lost."""
         try:
-            self._engine.check()
+            self.engine.check()
         except EngineFailed as error:
             self._fail(error)
 
@@ -245,7 +225,7 @@ class LocalAttempts:
         self.holds.begin("drain")
         try:
             async with asyncio.timeout(patience_s):
-                await self._engine.pause("drain")  # tokens that it has made still come out
+                await self.engine.pause("drain")  # tokens that it has made still come out
                 await asyncio.sleep(_SETTLE_S)
         except TimeoutError:
             log.warning("the engine did not pause in time: its unread tokens are lost")
@@ -305,7 +285,7 @@ class LocalAttempts:
         attempt_id, request = held.assignment.attempt.attempt_id, held.generation.request()
         scored, read = held.assignment.prompt_logprobs is not None, False
         self.reading.begin(attempt_id, time.monotonic(), scored=scored)
-        async with aclosing(self._engine.generate(request)) as stream:
+        async with aclosing(self.engine.generate(request)) as stream:
             async for delta in stream:
                 if not read:
                     self.reading.first_token(attempt_id, len(request.token_ids), delta.cached, time.monotonic())
@@ -380,3 +360,63 @@ class LocalAttempts:
         for why, refs in ready.items():
             self._release(refs, why)
             self.drop(refs, "released")
+
+
+class PromptReading:
+    """Counts what the engine reads of prompts, and how long that takes: the coordinator learns its prefill from this.
+
+    A read lasts from the arrival of a request, or from the first token of another one that was read meanwhile, to the
+    next first token. That is as if the engine read one prompt at a time, in the order of arrival. It is an
+    approximation for engines that read parts of several prompts in a step, decode in the same steps, and let requests
+    wait for a slot or for memory. Sums over many reads are right while the engine always reads if it has something to
+    read; what it does besides, and what it waits for, makes reading look slower.
+
+    A span in which generation was held, or a request was abandoned, counts as if it had not been. So does a span in
+    which a prompt was being scored: its logprobs take much longer than its reading.
+
+    Invariant: `_unread` has the requests in the engine without a token, `_scored` those of them whose prompts are
+    scored, and `_since` is when the present span began. The counts grow with the process, and are lost with it.
+    """
+
+    def __init__(self) -> None:
+        self.reads = self.tokens = 0  # `tokens`: without those found in the cache
+        self.seconds = 0.0
+        self._unread: set[str] = set()
+        self._scored: set[str] = set()
+        self._since = 0.0
+        self._spoilt = False
+
+    def begin(self, attempt_id: str, now: float, *, scored: bool = False) -> None:
+        """A request goes to the engine. `scored`: with logprobs of its prompt."""
+        if not self._unread:
+            self._since, self._spoilt = now, False
+        self._unread.add(attempt_id)
+        if scored:
+            self._scored.add(attempt_id)
+            self._spoilt = True
+
+    def first_token(self, attempt_id: str, tokens: int, cached: int, now: float) -> None:
+        """The engine has read a request of so many `tokens`, of which it had `cached`."""
+        if attempt_id not in self._unread:
+            return
+        self._unread.discard(attempt_id)
+        self._scored.discard(attempt_id)
+        metrics.PROMPT_TOKENS.labels("read").inc(tokens - cached)
+        metrics.PROMPT_TOKENS.labels("cached").inc(cached)
+        if not self._spoilt:
+            lasted_s = now - self._since
+            self.reads += lasted_s >= _STEP_S or not self.reads
+            self.tokens += tokens - cached
+            self.seconds += lasted_s
+        self._since, self._spoilt = now, bool(self._scored)
+
+    def abandon(self, attempt_id: str) -> None:
+        """A request leaves the engine; nothing changes if it has a token."""
+        if attempt_id in self._unread:
+            self._unread.discard(attempt_id)
+            self._scored.discard(attempt_id)
+            self._spoilt = True
+
+    def disturb(self) -> None:
+        """Generation is held, or goes on."""
+        self._spoilt = True

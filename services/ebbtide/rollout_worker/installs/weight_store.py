@@ -20,7 +20,7 @@ from ebbtide.rollout_worker.engine import Engine
 from ebbtide.rollout_worker.engine.checkpoint_facts import architecture, misfits
 from ebbtide.rollout_worker.engine.vllm.cpu_build import is_cpu_build
 from ebbtide.rollout_worker.installs.host_mirrors import HostMirrors, host_name, unbroken
-from ebbtide.rollout_worker.installs.peer_blobs import PeerBlobs, PeerListener
+from ebbtide.rollout_worker.installs.peers import PeerBlobs, PeerListener
 from ebbtide.rollout_worker.settings import WorkerSettings
 from ebbtide.transfer import BlobCache, ElementChanges, Mirror, Pulled, Puller, opener
 from ebbtide.transfer.mirror.digest_threads import DigestThreads
@@ -115,8 +115,8 @@ class WeightStore:
         self._needs = EngineNeeds(engine, in_place=_in_place(settings))
         self._mirrors = HostMirrors(folder, settings.pull_patience_s)
         cache = BlobCache(settings.peer_cache_mib * _MIB)
-        self._shelf = PeerBlobs(cache, lambda: self._mirrors.current, settings.peer_readers)
-        self.listener = PeerListener(settings, self._shelf, self._news.set)
+        self._peers = PeerBlobs(cache, lambda: self._mirrors.current, settings.peer_readers)
+        self.listener = PeerListener(settings, self._peers, self._news.set)
         self._puller = Puller(
             stub,
             settings.relay,
@@ -264,7 +264,7 @@ class WeightStore:
             host=self._host if self._mirrors.shared else f"worker:{self._worker_id}",
             address=self.listener.address,
             lasting=self._settings.kind is WorkerKind.RESERVED,
-            readers=self._shelf.streams.total(),
+            readers=self._peers.streams.total(),
         )
 
     def warm_up(self) -> None:

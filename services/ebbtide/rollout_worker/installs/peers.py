@@ -1,13 +1,16 @@
-"""Serves verified blobs to other workers, from this worker's cache and mirror.
+"""Serves verified blobs to other workers, from this worker's cache and mirror: the part of the Weights service that
+workers offer each other.
 
 Invariant: every served blob matches its digest. This module keeps none.
 """
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
-from typing import Final
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from typing import Any, Final
+
+import grpc
 
 from ebbtide.auth.security import ClientSecurity, Credentials, ServerSettings
 from ebbtide.errors import InvalidRequest, NoCapacity, VersionUnavailable
@@ -15,6 +18,8 @@ from ebbtide.rollout_worker import metrics
 from ebbtide.rollout_worker.settings import WorkerSettings
 from ebbtide.rpc.channel import check_address
 from ebbtide.transfer import BlobCache, Mirror, check_peer
+from ebbtide.types.weights import DIGEST_BYTES
+from ebbtide.v1 import weights_pb2 as pb
 
 #: Pause of a refused reader, which asks another source meanwhile.
 _RETRY_S: Final = 2.0
@@ -22,6 +27,7 @@ _RETRY_S: Final = 2.0
 _GRACE_S: Final = 1.0
 #: Longest wait for an arriving blob: another source is faster then.
 _PATIENCE_S: Final = 10.0
+SERVICE: Final = "ebbtide.v1.Weights"
 _ANYWHERE: Final = ("0.0.0.0", "::", "*")  # noqa: S104 - compared, not bound
 
 
@@ -72,9 +78,9 @@ class PeerBlobs:
 class PeerListener:
     """Listens for peers, if the settings say so."""
 
-    def __init__(self, settings: WorkerSettings, shelf: PeerBlobs, changed: Callable[[], None]) -> None:
+    def __init__(self, settings: WorkerSettings, blobs: PeerBlobs, changed: Callable[[], None]) -> None:
         """`changed` is called when no peer should be sent here any more."""
-        self._settings, self._shelf, self._changed = settings, shelf, changed
+        self._settings, self._blobs, self._changed = settings, blobs, changed
         self._address = ""
 
     @property
@@ -92,11 +98,10 @@ class PeerListener:
         if not settings.peer_listen:
             yield
             return
-        from ebbtide.rollout_worker.installs.peer_servicer import SERVICE, PeerServicer, add_to_server
         from ebbtide.rpc.server import Server
 
         at = server_settings(settings.peer_listen, settings.client, settings.token_keys)
-        server = Server(at, [(add_to_server, PeerServicer(self._shelf), SERVICE)])
+        server = Server(at, [(add_to_server, PeerServicer(self._blobs), SERVICE)])
         with _as_peer_listen():
             await server.start()
         await server.set_serving(True)
@@ -158,3 +163,33 @@ def advertised(bound: str, advertise: str) -> str:
     """The address that others get of a server that is `bound`."""
     host, _, port = advertise.rpartition(":")
     return f"{host}:{bound.rpartition(':')[2]}" if port == "0" else advertise or bound
+
+
+class PeerServicer:
+    """`FetchTiles` of the Weights service, over a `PeerBlobs`."""
+
+    def __init__(self, peers: PeerBlobs) -> None:
+        self._peers = peers
+
+    async def FetchTiles(  # noqa: N802 - gRPC's name
+        self,
+        request: pb.FetchTilesRequest,
+        context: grpc.aio.ServicerContext[Any, Any],  # noqa: ARG002 - gRPC hands each method one
+    ) -> AsyncIterator[pb.Tile]:
+        if any(len(digest) != DIGEST_BYTES for digest in request.digests):
+            raise InvalidRequest(f"must have {DIGEST_BYTES} bytes", field="digest")
+        async with aclosing(self._peers.blobs(request.digests, request.reader)) as blobs:
+            async for digest, data in blobs:
+                yield pb.Tile(digest=digest, data=data)
+
+
+def add_to_server(servicer: PeerServicer, server: grpc.aio.Server) -> None:
+    """Register the one method: gRPC answers UNIMPLEMENTED for the others of the service."""
+    handler = grpc.unary_stream_rpc_method_handler(
+        servicer.FetchTiles,
+        request_deserializer=pb.FetchTilesRequest.FromString,
+        response_serializer=pb.Tile.SerializeToString,
+    )
+    handlers = {"FetchTiles": handler}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+    server.add_registered_method_handlers(SERVICE, handlers)
