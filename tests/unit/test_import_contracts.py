@@ -92,6 +92,18 @@ def test_every_contract_notices_a_violation(tmp_path: Path) -> None:
         assert ".".join(Path(path).with_suffix("").parts[1:]) in report
 
 
+def test_the_engine_interface_knows_no_engine() -> None:
+    """What all engines share imports nothing of vLLM's; `measuring` boots one."""
+    engine = ROOT / "services/ebbtide/rollout_worker/engine"
+    shared = [path for path in engine.glob("*.py") if path.name != "measuring.py"]
+    assert engine / "__init__.py" in shared
+    for path in shared:
+        modules = [
+            node.module or "" for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)
+        ]
+        assert not [name for name in modules if name.startswith("ebbtide.rollout_worker.engine.vllm")], path
+
+
 def dangers(tree: ast.AST) -> Iterator[str]:
     """What runs code out of data: pickle and its kin, `torch.load`, `eval`, `exec`, numpy files with objects."""
     forbidden = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}

@@ -1,6 +1,7 @@
 """Runs a worker: boots the engine, stays attached, and hands all attempts over at the end."""
 
 import asyncio
+import importlib
 import os
 import random
 import socket
@@ -12,18 +13,16 @@ from typing import Any, Final
 
 from ebbtide import telemetry
 from ebbtide.errors import InvalidRequest, Unavailable
-from ebbtide.grants import check_folder, page_path, socket_path
+from ebbtide.grants import Page, check_folder, page_path, socket_path
 from ebbtide.ledger import Ledger
 from ebbtide.rollout_worker.control_handler import ControlHandler, ControlOutbox, throttle
 from ebbtide.rollout_worker.device_lease import DeviceLease
 from ebbtide.rollout_worker.engine import Engine
 from ebbtide.rollout_worker.engine.changing_engine import ChangingEngine
-from ebbtide.rollout_worker.engine.engine_factory import load_factory
 from ebbtide.rollout_worker.engine.vllm.borrowed_engine import BorrowedEngine
-from ebbtide.rollout_worker.engine.weight_sleep import WeightSleep
 from ebbtide.rollout_worker.generation.local_attempts import LocalAttempts
 from ebbtide.rollout_worker.generation.outbox import JITTER, Outbox
-from ebbtide.rollout_worker.guard_link import GuardLink
+from ebbtide.rollout_worker.guard_link import GuardLink, WeightSleep
 from ebbtide.rollout_worker.installs.installer import Installer, InstallReports
 from ebbtide.rollout_worker.installs.peers import check_reachable
 from ebbtide.rollout_worker.installs.weight_store import WeightStore
@@ -47,6 +46,10 @@ _LAST_S: Final = 0.5
 #: Time to hand over after a failure: the process ends ten seconds after it in any case (`runtime`).
 _FAILED_S: Final = 8.0
 
+#: Makes an engine that is not started yet. `Path`: the checkpoint that it restarts with; None: the worker's own.
+#: `Page`: of grants, for a borrowed engine, which computes only as they allow.
+EngineFactory = Callable[[WorkerSettings, Path | None, Page | None], Engine]
+
 
 def make_engine(settings: WorkerSettings, borrowed: BorrowedEngine | None = None) -> Engine:
     """The engine that the settings name. Raises `InvalidRequest` for one that cannot be had, or cannot boot."""
@@ -58,12 +61,25 @@ def make_engine(settings: WorkerSettings, borrowed: BorrowedEngine | None = None
 def _engine(settings: WorkerSettings, model: Path | None, borrowed: BorrowedEngine | None = None) -> Engine:
     """An engine for the checkpoint directory `model`, or for the worker's own."""
     if settings.engine != "vllm":
-        return load_factory(settings.engine)(settings, model, borrowed.page if borrowed else None)
+        return _factory(settings.engine)(settings, model, borrowed.page if borrowed else None)
     if settings.engine_options:
         raise InvalidRequest("is for an engine of your own; vLLM takes vllm.engine_args", field="engine_options")
     from ebbtide.rollout_worker.engine.vllm.vllm_engine import VllmEngine
 
     return VllmEngine(str(model or settings.model), settings.slots, settings.vllm, borrowed)
+
+
+def _factory(path: str) -> EngineFactory:
+    """Imports the factory of an engine that is not Ebbtide's own. Raises `InvalidRequest` naming the field."""
+    module, _, attribute = path.partition(":")
+    if not module or not attribute:
+        raise InvalidRequest(f"{path!r} is no engine; give vllm, or package.module:factory", field="engine")
+    try:
+        factory: EngineFactory = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        text = f"{path} cannot be imported ({error}); install its package, or add its folder to PYTHONPATH"
+        raise InvalidRequest(text, field="engine") from error
+    return factory
 
 
 def _borrowed(settings: WorkerSettings, worker_id: str) -> BorrowedEngine | None:

@@ -20,9 +20,8 @@ from ebbtide.loans.grant_stream import GrantStream
 from ebbtide.loans.servicer import GRANTS, GrantServicer
 from ebbtide.rollout_worker.device_lease import DeviceLease
 from ebbtide.rollout_worker.engine.vllm.borrowed_engine import BorrowedEngine
-from ebbtide.rollout_worker.engine.weight_sleep import WeightSleep
 from ebbtide.rollout_worker.generation.local_attempts import GenerationHolds
-from ebbtide.rollout_worker.guard_link import GuardLink
+from ebbtide.rollout_worker.guard_link import GuardLink, WeightSleep
 from ebbtide.rpc.channel import open_socket
 from ebbtide.rpc.server import Server
 from ebbtide.serving_guard.loans.memory_budget import MemoryBudget
@@ -99,7 +98,7 @@ class Host:
         stub = GrantsStub(await stack.enter_async_context(open_socket(found)))
         self.lease = DeviceLease(self.pairs.page)
         self.worker = Worker(self.lease)
-        self.sleeping = WeightSleep(Sleeper(), self.worker.installer)
+        self.sleeping = WeightSleep(Sleeper(), self.worker.installer)  # type: ignore[arg-type]
         self.borrowing = GuardLink(
             stub, str(found), self.pairs, self.lease, self._attempts, self.sleeping, worker_id="w1", slots=8
         )

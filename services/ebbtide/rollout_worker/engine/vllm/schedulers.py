@@ -1,22 +1,20 @@
-"""Runs vLLM's scheduler under a guard's budget: a step begins only while the page of grants has room for it.
+"""Schedules vLLM's steps: with ended episodes evicted first, or under a guard's budget.
 
-`scheduler_cls` names it; vLLM makes it in the engine core's process, where the environment names the page.
-Invariant: `stepping` in the page is set from before a step is scheduled until its tokens are out. There is one step at
-a time: a borrowed engine schedules synchronously, so that a reclaim waits for one step and not for two. No step has
-more tokens or requests than its budget; of the running requests without room in it, those that waited longest go first
-in the next. Without a budget the scheduler sleeps, but wakes often enough for the engine core to receive messages.
+`scheduler_cls` names these classes; vLLM makes one in the engine core's process.
 """
 
 import os
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from ebbtide.grants import Page
 from ebbtide.rollout_worker.engine.vllm.borrowed_engine import PAGE
-from ebbtide.rollout_worker.engine.vllm.kv_balloon import KvBalloon
+from ebbtide.rollout_worker.engine.vllm.kv_cache import ENDED, EndedPrefixes, KvBalloon, PreemptionCount
 from ebbtide.types.grants import Budget
 
 #: Without a budget, the interval at which the engine core reads its messages (half a millisecond each time),
@@ -28,8 +26,64 @@ _LONG_S: Final = 0.25
 _FRUITLESS_S: Final = 0.01
 
 
+class _EvictsEnded:
+    """Evicts what ended episodes left in the prefix cache before anything else, and counts preemptions.
+
+    vLLM evicts the cached blocks that were unused for longest. An episode that is over was used last, and its cache is
+    of no use; episodes that wait for their environments are older, and will be back. `VllmEngine.forget` names the
+    ended ones by ids that no request has, on the way of aborts: vLLM ignores unknown ids, and no other message reaches
+    a scheduler.
+    """
+
+    kv_cache_manager: Any
+    _ended: EndedPrefixes | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._preemptions = PreemptionCount.inherited()
+
+    def _preempt_request(self, *args: Any, **kwargs: Any) -> Any:
+        if self._preemptions is not None:
+            self._preemptions.add()
+        return super()._preempt_request(*args, **kwargs)  # type: ignore[misc]
+
+    def _free_request_blocks(self, request: Any) -> None:
+        if request.session_id:
+            self._prefixes.note(request.session_id, self.kv_cache_manager.get_blocks(request.request_id).blocks)
+        super()._free_request_blocks(request)  # type: ignore[misc]
+
+    def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: Any) -> Any:
+        if request_ids is not None and not isinstance(request_ids, str):
+            request_ids = list(request_ids)
+            for name in request_ids:
+                if name.startswith(ENDED):
+                    self._prefixes.forget(name.removeprefix(ENDED))
+        return super().finish_requests(request_ids, finished_status)  # type: ignore[misc]
+
+    @property
+    def _prefixes(self) -> EndedPrefixes:
+        if self._ended is None:
+            self._ended = EndedPrefixes(self.kv_cache_manager.block_pool)
+        return self._ended
+
+
+class EvictingScheduler(_EvictsEnded, Scheduler):  # type: ignore[misc]
+    """For engines that schedule a step when the one before has ended."""
+
+
+class EvictingAsyncScheduler(_EvictsEnded, AsyncScheduler):  # type: ignore[misc]
+    """For engines that schedule a step ahead."""
+
+
 class BudgetedScheduler(Scheduler):  # type: ignore[misc]
-    """Implements vLLM's `SchedulerInterface`."""
+    """Runs vLLM's scheduler under a guard's budget: a step begins only while the page of grants has room for it.
+
+    Invariant: `stepping` in the page is set from before a step is scheduled until its tokens are out. There is one step
+    at a time: a borrowed engine schedules synchronously, so that a reclaim waits for one step and not for two. No step
+    has more tokens or requests than its budget; of the running requests without room in it, those that waited longest
+    go first in the next. Without a budget the scheduler sleeps, but wakes often enough for the engine core to receive
+    messages.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

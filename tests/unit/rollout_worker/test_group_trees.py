@@ -1,6 +1,6 @@
 """Trees go with their groups, and their memory is bounded."""
 
-from ebbtide.rollout_worker.engine.vllm.drafts.group_trees import IDLE_S, TOKEN_BYTES, GroupTrees
+from ebbtide.rollout_worker.engine.vllm.group_drafts import IDLE_S, TOKEN_BYTES, GroupTrees
 from tests.fakes.plain_suffix_tree import PlainSuffixTree
 
 TEXT = list(range(10, 40))

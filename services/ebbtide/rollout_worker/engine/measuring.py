@@ -1,4 +1,4 @@
-"""Measures a booted engine: steps of many sizes, stops, and installs, by real requests.
+"""Measures an engine, booted as by a worker: steps of many sizes, stops, and installs, by real requests.
 
 A measured block keeps some sequences decoding and watches one of them, which makes a token in each step. Then prompts
 are read beside them, one after another. Rounds of all blocks follow each other in changing order, so that what else the
@@ -6,14 +6,23 @@ machine does falls on all of them alike.
 """
 
 import asyncio
+import time
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
+from msgspec import Struct
+
+from ebbtide.errors import InvalidRequest
 from ebbtide.rollout_worker.engine import Engine, EngineFailed, EngineRequest
-from ebbtide.rollout_worker.engine.measured_steps import EngineCapacity, MeasuredSteps, StepGroup
+from ebbtide.rollout_worker.engine.checkpoint_facts import check_directory, weights_bytes
+from ebbtide.rollout_worker.engine.vllm.cpu_build import is_cpu_build
+from ebbtide.rollout_worker.settings import WorkerSettings
 from ebbtide.types.fleet import EngineInfo
+
+if TYPE_CHECKING:
+    from ebbtide.rollout_worker.engine.vllm.vllm_engine import VllmEngine
 
 #: Steps of a decoding interval: at some milliseconds a step they outlast the jitter of single ones.
 _STEPS: Final = 48
@@ -26,6 +35,56 @@ _SHORT: Final = 16
 #: Share of the memory for keys and values that a block may fill, so that none is preempted.
 _FILL: Final = 0.9
 _PAUSE: Final = "profile"
+#: The number of the version that is installed after the weights were given up; rounds count from 1 on.
+_AFTER_SLEEP: Final = 1 << 30
+
+
+class StepGroup(Struct, frozen=True, kw_only=True):
+    """Like steps. `batch` sequences decode in each, with `context` tokens over all of them on average; `prefill` tokens
+    are read in each, which attend to `pairs` tokens over all of them; `prompts` sequences begin to be read in each."""
+
+    steps: int
+    batch: int
+    context: float = 0.0
+    prefill: int = 0
+    pairs: int = 0
+    prompts: int = 0
+
+
+class MeasuredSteps(Struct, frozen=True, kw_only=True):
+    """Steps that followed each other, and the seconds of all of them."""
+
+    seconds: float
+    groups: tuple[StepGroup, ...]
+
+    @property
+    def steps(self) -> int:
+        return sum(group.steps for group in self.groups)
+
+
+class EngineCapacity(Struct, frozen=True, kw_only=True):
+    """What an engine holds and schedules at most."""
+
+    kv_tokens: int
+    kv_block: int
+    batched_tokens: int  # of a step
+    sequences: int  # that run at once
+    prefix_cache: bool
+    whole_prompt_fits: bool  # a sequence starts only if all tokens that it has fit
+
+
+class EngineMeasurements(Struct, frozen=True, kw_only=True):
+    """One engine, measured."""
+
+    device: str  # name of the GPUs; empty: a CPU
+    capacity: EngineCapacity
+    steps: tuple[MeasuredSteps, ...]
+    start_s: float  # of its process to its first token
+    stop_s: tuple[float, ...]  # from the wish to stop to the end of the step under way
+    pause_s: tuple[float, ...]  # generation stood still for an install of all weights
+    sleep_s: float = 0.0  # it gave up its weights' memory; 0: not measured
+    wake_s: float = 0.0  # it had them back
+    weights_bytes: int = 0  # of all devices
 
 
 class MeasuredBlock(NamedTuple):
@@ -212,3 +271,66 @@ class _Stream:
             self.ended = True
             self._came.set()
             await deltas.aclose()
+
+
+def measure_vllm(settings: WorkerSettings, *, seconds: float, tell: Callable[[str], None]) -> EngineMeasurements:
+    """Measures the engine of a worker with these settings for so many seconds, its start not counted.
+
+    Raises `InvalidRequest` for a model that it cannot boot, and `EngineFailed` if the engine fails. Called from the
+    main thread, before any other one runs: the engine's process may be forked.
+    """
+    if settings.engine != "vllm":
+        raise InvalidRequest("only vllm can be measured", field="engine")
+    return asyncio.run(_measure(settings, seconds, tell))
+
+
+async def _measure(settings: WorkerSettings, seconds: float, tell: Callable[[str], None]) -> EngineMeasurements:
+    from ebbtide.rollout_worker.engine.vllm.vllm_engine import VllmEngine
+
+    root = check_directory(settings.model)
+    weights = _one_file(root, tell)
+    engine = VllmEngine(settings.model, settings.slots, settings.vllm)
+    try:
+        began = time.monotonic()
+        info = await engine.start()
+        start_s = time.monotonic() - began
+        tell(f"started in {start_s:.1f} s")
+        measuring = EngineMeasuring(engine, info, engine.capacity, tell)
+        await measuring.run(seconds=seconds, weights=weights)
+        sleep_s, wake_s = await _sleep(engine, weights) if weights and is_cpu_build() else (0.0, 0.0)
+        return EngineMeasurements(
+            device=_gpu_name(),
+            capacity=engine.capacity,
+            steps=tuple(measuring.steps),
+            start_s=start_s,
+            stop_s=tuple(measuring.stops),
+            pause_s=tuple(measuring.pauses),
+            sleep_s=sleep_s,
+            wake_s=wake_s,
+            weights_bytes=weights_bytes(root),
+        )
+    finally:
+        await engine.stop()
+
+
+def _gpu_name() -> str:
+    from vllm.platforms import current_platform
+
+    return "" if is_cpu_build() else str(current_platform.get_device_name())
+
+
+async def _sleep(engine: "VllmEngine", weights: Path) -> tuple[float, float]:
+    """Seconds to give up the weights' memory, and to have them back."""
+    began = time.monotonic()
+    await engine.give_up_weights()
+    slept = time.monotonic()
+    await engine.install(_AFTER_SLEEP, weights)
+    return slept - began, time.monotonic() - slept
+
+
+def _one_file(root: Path, tell: Callable[[str], None]) -> Path | None:
+    files = sorted(root.glob("*.safetensors"))
+    if len(files) == 1:
+        return files[0]
+    tell(f"installs are not measured: the checkpoint has {len(files)} files of weights, and a version has one")
+    return None
