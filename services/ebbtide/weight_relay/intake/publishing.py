@@ -1,14 +1,29 @@
-"""Joins the parts of a manifest that a publisher sends, and of the patch that may follow its tensors."""
+"""Takes a publisher's calls: joins the parts of a manifest, and of the patch that may follow its tensors, and notes
+what is refused.
+"""
 
 import asyncio
+import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Final
 
-from ebbtide.errors import InvalidRequest, NoCapacity, Unavailable
+from ebbtide import telemetry
+from ebbtide.errors import (
+    AlreadyExists,
+    ChunkCorrupt,
+    EbbtideError,
+    InvalidRequest,
+    NoCapacity,
+    PermissionDenied,
+    Unavailable,
+)
 from ebbtide.types.weights import Manifest, Patch
+from ebbtide.weight_relay import metrics
 from ebbtide.weights import ManifestJoiner, ManifestLimits, ManifestPart, PatchJoiner
+
+log = telemetry.get_logger(__name__)
 
 #: Manifests that are sent at once, since each may take much memory; and those of one run, so that no run keeps the
 #: others out: a trainer's, and one of the trainer that died before it.
@@ -17,6 +32,13 @@ MAX_JOINED_OF_RUN: Final = 2
 #: Seconds for a whole manifest; and for its first part, before which its run is not known and nothing is held for it.
 PATIENCE_S: Final = 60.0
 FIRST_S: Final = 15.0
+_REASONS: dict[type[EbbtideError], str] = {
+    InvalidRequest: "malformed",
+    ChunkCorrupt: "digest",
+    PermissionDenied: "signature",
+    AlreadyExists: "conflict",
+    NoCapacity: "capacity",
+}
 
 
 class JoinedPublish:
@@ -92,3 +114,20 @@ class PublishJoiner:
         if self._manifest is None or self._patch is None:
             return self._tensors.join(), None
         return self._manifest, self._patch.join()
+
+
+@contextlib.contextmanager
+def refusals(what: str, peer: str) -> Iterator[None]:
+    """Count and log the errors that pass here. `peer` sent `what`."""
+    try:
+        yield
+    except EbbtideError as error:
+        if reason := _REASONS.get(type(error)):
+            count_refusal(reason, what=what, peer=peer, error=str(error))
+        raise
+
+
+def count_refusal(reason: str, **facts: object) -> None:
+    """Count and log one refusal."""
+    metrics.REFUSALS.labels(reason).inc()
+    log.warning("refused", reason=reason, **facts)

@@ -15,8 +15,8 @@ from ebbtide.settings import load
 
 if TYPE_CHECKING:
     from ebbtide.types.weights import Patch
-    from ebbtide.weight_relay.export.static_copy import StaticVersion
-    from ebbtide.weight_relay.upstream.relay_upstream import Upstream
+    from ebbtide.weight_relay.static_copy import StaticVersion
+    from ebbtide.weight_relay.upstream import Upstream
 
 
 #: Makes what is entered while the relay is waited for.
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None, waiting: Waits = nullcontext) -> Non
 async def export(settings: ExportSettings, waiting: Waits = nullcontext) -> None:
     """Copy the version that `settings` name. Raises `VersionUnavailable` if the relay does not have it."""
     from ebbtide.types.weights import Holder
-    from ebbtide.weight_relay.upstream.relay_upstream import RelayUpstream
+    from ebbtide.weight_relay.upstream import RelayUpstream
     from ebbtide.weights import ManifestLimits
 
     relay = RelayUpstream(settings.relay, settings.security, Holder(name="weights-export"), ManifestLimits())
@@ -65,7 +65,7 @@ async def export(settings: ExportSettings, waiting: Waits = nullcontext) -> None
 async def _look_up(relay: "Upstream", settings: ExportSettings) -> "StaticVersion":
     """The manifest, and the patch from the version's parent if the relay has it."""
     from ebbtide.types.weights import FoundWay
-    from ebbtide.weight_relay.export.static_copy import StaticVersion
+    from ebbtide.weight_relay.static_copy import StaticVersion
 
     manifest = await relay.manifest((settings.run, settings.policy), settings.version)
     patches: tuple[Patch, ...] = ()
@@ -82,7 +82,7 @@ async def _look_up(relay: "Upstream", settings: ExportSettings) -> "StaticVersio
 
 
 async def _copy(relay: "Upstream", version: "StaticVersion", folder: Path, waiting: Waits) -> None:
-    from ebbtide.weight_relay.export.static_copy import StaticCopyWriter
+    from ebbtide.weight_relay.static_copy import StaticCopyWriter
 
     writer = await asyncio.to_thread(StaticCopyWriter, version, folder)
     pool, digests = relay.pool(), writer.missing

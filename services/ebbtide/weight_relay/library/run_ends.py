@@ -8,36 +8,78 @@ relay that starts asks about all runs that it finds.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
 from ebbtide import telemetry
-from ebbtide.errors import EbbtideError
+from ebbtide.errors import EbbtideError, LeaseSuperseded
 from ebbtide.rpc.backoff import pauses
 from ebbtide.rpc.channel import Channel, open_channel
 from ebbtide.rpc.leader_channel import LeaderChannel
-from ebbtide.rpc.run_endings import MAX_HELD, EndedRun, RunsEnded, check_held
+from ebbtide.rpc.run_endings import MAX_HELD, EndedRun, RunEndings, RunsEnded, check_held
 from ebbtide.rpc.status_table import translated
 from ebbtide.types.run import RunStatus
 from ebbtide.v1.runs_pb2_grpc import RunsStub
 from ebbtide.v1.types_pb2 import WatchEndedRequest
 from ebbtide.v1.weights_pb2_grpc import WeightsStub
-from ebbtide.weight_relay.library.ended_runs import EndedRuns
 from ebbtide.weight_relay.library.version_retirement import VersionRetirement
-from ebbtide.weight_relay.outlets.fan_out import FanOut
 from ebbtide.weight_relay.settings import RelaySettings
-from ebbtide.weight_relay.settings_checks import is_url
 from ebbtide.wire.record_conversion import from_proto
 
 log = telemetry.get_logger(__name__)
 
+#: Longer than any caller goes on publishing or reading an ended run.
+REMEMBERED_S: Final = 3600.0
+_MOST: Final = 100_000
 #: How often the follower looks for held runs that it has not asked about.
 _LOOK_S: Final = 0.5
 #: Delay until blobs that came while a run was dropped are dropped too, and until a failed drop is tried again.
 _TRAILING_S: Final = 0.3
 _AGAIN_S: Final = 5.0
+
+
+class EndedRuns:
+    """Remembers the ended runs that this relay has heard of.
+
+    Invariant: a run is here only if its coordinator, or an upstream that heard the coordinator, has said that it ended.
+    It is forgotten after `REMEMBERED_S`, or when it lives again; the relay takes nothing of it meanwhile. The record
+    dies with the process: the next one asks about the runs that it finds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._runs: OrderedDict[str, tuple[EndedRun, float]] = OrderedDict()
+        self.endings = RunEndings()
+
+    def __contains__(self, run_id: str) -> bool:
+        return run_id in self._runs
+
+    def add(self, run: EndedRun) -> bool:
+        """Remember an ended run and tell the listeners; False if it was known."""
+        now = self._clock()
+        while self._runs and (len(self._runs) >= _MOST or next(iter(self._runs.values()))[1] < now - REMEMBERED_S):
+            self._runs.popitem(last=False)
+        if run.run_id in self._runs:
+            return False
+        self._runs[run.run_id] = run, now
+        self.endings.tell(run)
+        return True
+
+    def lives(self, run_id: str) -> None:
+        """Forget that the run has ended: another one lives under its id."""
+        self._runs.pop(run_id, None)
+
+    def known(self, run_ids: tuple[str, ...]) -> tuple[EndedRun, ...]:
+        return tuple(self._runs[run_id][0] for run_id in run_ids if run_id in self._runs)
+
+    def refuse(self, run_id: str) -> None:
+        """Raises `LeaseSuperseded` for a run that has ended."""
+        if run_id in self._runs:
+            status = self._runs[run_id][0].status.name.lower()
+            raise LeaseSuperseded(f"run {run_id} has ended ({status}); step down")
 
 
 class RunEndSource:
@@ -70,7 +112,7 @@ class RunEndSource:
 
 def source_of(settings: RelaySettings) -> RunEndSource | None:
     """The source that knows which runs have ended; None without a coordinator or an upstream relay."""
-    if settings.coordinator or (settings.upstream and not is_url(settings.upstream)):
+    if settings.coordinator or (settings.upstream and not settings.follows_copy):
         return RunEndSource(settings)
     return None
 
@@ -82,13 +124,15 @@ class RunEndFollower:
         self,
         retirement: VersionRetirement,
         ended: EndedRuns,
-        fanout: FanOut,
+        forget: Callable[[str], Awaitable[None]],
         source: RunEndSource | None,
         *,
         keep_ended_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._retirement, self._ended, self._fanout, self._source = retirement, ended, fanout, source
+        """`forget`: has the relay bring nothing more of an ended run, and send no reader for it. `keep_ended_s`: that
+        versions of a finished run stay."""
+        self._retirement, self._ended, self._forget_readers, self._source = retirement, ended, forget, source
         self._keep_s, self._clock = keep_ended_s, clock
         self._seen: dict[str, str] = {}  # live runs, and the store incarnation that they were last seen in
         self._asked: set[str] = set()  # since the last connection
@@ -194,7 +238,7 @@ class RunEndFollower:
 
     async def _forget(self, run_id: str) -> None:
         try:
-            await self._fanout.forget(run_id)
+            await self._forget_readers(run_id)
             await self._retirement.forget_run(run_id)
         except (EbbtideError, OSError) as error:
             log.warning("an ended run is still here", run_id=run_id, error=str(error))
