@@ -20,6 +20,7 @@ from ebbtide.rollout_worker.device_lease import DeviceLease
 from ebbtide.rollout_worker.engine import Engine
 from ebbtide.rollout_worker.engine.changing_engine import ChangingEngine
 from ebbtide.rollout_worker.engine.vllm.borrowed_engine import BorrowedEngine
+from ebbtide.rollout_worker.engine.vllm.cpu_build import is_cpu_build
 from ebbtide.rollout_worker.generation.local_attempts import LocalAttempts
 from ebbtide.rollout_worker.generation.outbox import JITTER, Outbox
 from ebbtide.rollout_worker.guard_link import GuardLink, WeightSleep
@@ -32,6 +33,7 @@ from ebbtide.rpc.channel import check_address, open_channel, open_socket
 from ebbtide.rpc.leader_channel import LeaderChannel, addresses
 from ebbtide.runtime import Shutdown
 from ebbtide.transfer import check_folder as check_mirrors
+from ebbtide.transfer.mirror.digest_threads import DigestThreads
 from ebbtide.types.fleet import EngineInfo, WorkerKind
 from ebbtide.types.ids import check_id
 from ebbtide.v1.grants_pb2_grpc import GrantsStub
@@ -45,6 +47,8 @@ _GOODBYE_S: Final = 5.0
 _LAST_S: Final = 0.5
 #: Time to hand over after a failure: the process ends ten seconds after it in any case (`runtime`).
 _FAILED_S: Final = 8.0
+#: Niceness of threads beside a served engine: they get what it leaves of the cores.
+_NICENESS: Final = 19
 
 #: Makes an engine that is not started yet. `Path`: the checkpoint that it restarts with; None: the worker's own.
 #: `Page`: of grants, for a borrowed engine, which computes only as they allow.
@@ -156,7 +160,14 @@ async def _assemble(
     )
     stack.push_async_callback(attempts.close)
     relay = await stack.enter_async_context(open_channel(settings.relay, settings.client))
-    store = WeightStore(settings, worker_id, engine, WeightsStub(relay))
+    store = WeightStore(
+        settings,
+        worker_id,
+        engine,
+        WeightsStub(relay),
+        in_place=_in_place(settings),
+        threads=threads_for(settings),
+    )
     stack.callback(store.close)
     lease = DeviceLease(borrowed.page) if borrowed else None
     changing = engine if isinstance(engine, ChangingEngine) else None
@@ -166,6 +177,20 @@ async def _assemble(
     if borrowed and lease:
         link = await _borrow(stack, shutdown, settings, worker_id, borrowed, lease, attempts, sleeping)
     return ControlHandler(settings, worker_id, outbox, attempts, installer, outgoing, link), store
+
+
+def _in_place(settings: WorkerSettings) -> bool:
+    """Whether the engine applies changes to weights where they are. CPU builds load packed copies of them."""
+    return settings.engine == "vllm" and not is_cpu_build()
+
+
+def threads_for(settings: WorkerSettings) -> DigestThreads:
+    """For digests and patches. A borrowed worker's have the lowest priority, because a pull waits for no grant; one at
+    most where the served engine computes on the same cores."""
+    if settings.kind is not WorkerKind.BORROWED:
+        return DigestThreads()
+    on_cores = settings.engine == "vllm" and is_cpu_build()
+    return DigestThreads(1, niceness=_NICENESS) if on_cores else DigestThreads(niceness=_NICENESS)
 
 
 async def _borrow(

@@ -18,7 +18,6 @@ from ebbtide.scheduling.distribution.link_turns import parse_limits
 from ebbtide.scheduling.distribution.source_ranking import BlobOrigin
 from ebbtide.transfer.sources.tile_source import check_peer
 from ebbtide.types.weights import Holder
-from ebbtide.weight_relay.fan_out import FanOut, LinkTable
 from ebbtide.weight_relay.holder_table import HolderTable
 from ebbtide.weight_relay.intake.anchor_builder import AnchorBuilder
 from ebbtide.weight_relay.intake.patch_composer import PatchComposer
@@ -30,10 +29,10 @@ from ebbtide.weight_relay.library.run_ends import EndedRuns, RunEndFollower, sou
 from ebbtide.weight_relay.library.version_library import VersionLibrary
 from ebbtide.weight_relay.library.version_retirement import VersionRetirement
 from ebbtide.weight_relay.servicer import RelayServicer
+from ebbtide.weight_relay.serving import FanOut, LinkTable, VersionReader
 from ebbtide.weight_relay.settings import RelaySettings
 from ebbtide.weight_relay.subscription import Subscription
 from ebbtide.weight_relay.upstream import RelayUpstream, Upstream
-from ebbtide.weight_relay.version_reader import VersionReader
 from ebbtide.weights import ManifestLimits
 
 log = telemetry.get_logger(__name__)
