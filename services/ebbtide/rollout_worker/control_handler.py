@@ -19,7 +19,7 @@ from ebbtide.errors import InvalidRequest
 from ebbtide.rollout_worker import metrics
 from ebbtide.rollout_worker.engine import Engine
 from ebbtide.rollout_worker.generation.generation import Assignment, HeldForecast
-from ebbtide.rollout_worker.generation.local_attempts import HandBack, LocalAttempts
+from ebbtide.rollout_worker.generation.local_attempts import LocalAttempts, ReleaseReason
 from ebbtide.rollout_worker.generation.outbox import Outbox
 from ebbtide.rollout_worker.guard_link import GuardLink
 from ebbtide.rollout_worker.installs.installer import Installer
@@ -50,7 +50,7 @@ class ControlOutbox:
     def put(self, message: fleet_pb2.WorkerMessage) -> None:
         self.queue.put_nowait(message)
 
-    def release(self, refs: Iterable[AttemptRef], why: HandBack) -> None:
+    def release(self, refs: Iterable[AttemptRef], why: ReleaseReason) -> None:
         attempts = [to_proto(ref, fleet_pb2.AttemptRef) for ref in refs]
         cause = types_pb2.EndCause.ValueType(why.cause)
         released = fleet_pb2.Released(attempts=attempts, reason=why.text, cause=cause)
@@ -197,7 +197,7 @@ class ControlHandler:
         self.installer.forget(run_id)
         log.info("run over", run_id=run_id)
 
-    def release(self, refs: Iterable[AttemptRef], why: HandBack) -> None:
+    def release(self, refs: Iterable[AttemptRef], why: ReleaseReason) -> None:
         """Hand these attempts back with all their tokens; see `LocalAttempts.release`."""
         refs = list(refs)
         if early := [ref for ref in refs if self._arriving.pop(ref.attempt_id, None)]:
@@ -255,19 +255,19 @@ class ControlHandler:
     def _assign(self, assignment: Assignment) -> None:
         current = self.installer.current
         if self.draining:
-            why = HandBack(EndCause.WORKER_LEAVES, "draining")
+            why = ReleaseReason(EndCause.WORKER_LEAVES, "draining")
         elif current is None or (current.run_id, current.version.policy) != (
             assignment.attempt.run_id,
             assignment.policy,
         ):
-            why = HandBack(EndCause.WRONG_VERSION, "version: none of this policy is installed")
+            why = ReleaseReason(EndCause.WRONG_VERSION, "version: none of this policy is installed")
         elif not assignment.admits(current.version.version):
-            why = HandBack(EndCause.WRONG_VERSION, f"version: {current.version.version} is installed")
+            why = ReleaseReason(EndCause.WRONG_VERSION, f"version: {current.version.version} is installed")
         else:
             try:
                 self.attempts.start(assignment)
             except InvalidRequest as error:
-                why = HandBack(EndCause.FAILED, str(error))
+                why = ReleaseReason(EndCause.FAILED, str(error))
             else:
                 return
         ref = assignment.attempt
@@ -278,7 +278,7 @@ class ControlHandler:
         """Hand over all attempts and close the streams. Returns whether all tokens were stored in time."""
         try:
             async with asyncio.timeout(self.remaining_s) as self._limit:
-                why = HandBack(EndCause.WORKER_LEAVES, "drained")
+                why = ReleaseReason(EndCause.WORKER_LEAVES, "drained")
                 await self.attempts.hand_over(why, patience_s=min(_PAUSE_S, self.remaining_s / 4))
                 await self.attempts.empty.wait()
         except TimeoutError:

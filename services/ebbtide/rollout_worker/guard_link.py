@@ -68,8 +68,8 @@ class WeightSleep:
     - On a CPU build weights lie in host memory anyway: HOST means that the engine gives up all memory of keys and
       values, and AWAY that of the weights too.
 
-    From AWAY, an install of the version that the engine served, or of the one wished for by now, brings the weights
-    back from the host's mirror.
+    From AWAY, an install of the version that the engine served, or of the target by now, brings the weights back
+    from the host's mirror.
     """
 
     def __init__(self, engine: "VllmEngine", installer: Installer) -> None:

@@ -31,9 +31,9 @@ from ebbtide.errors import (
 from ebbtide.rollout_worker import metrics
 from ebbtide.rollout_worker.control_handler import ControlHandler
 from ebbtide.rollout_worker.generation.generation import Assignment, HeldForecast
-from ebbtide.rollout_worker.generation.local_attempts import HandBack, LocalAttempts
+from ebbtide.rollout_worker.generation.local_attempts import LocalAttempts, ReleaseReason
 from ebbtide.rollout_worker.generation.outbox import Outbox, OutboxMessage
-from ebbtide.rollout_worker.installs.weight_store import Installation
+from ebbtide.rollout_worker.installs.weight_store import TargetVersion
 from ebbtide.rpc.backoff import pauses
 from ebbtide.rpc.channel import write, write_first
 from ebbtide.rpc.leader_channel import LeaderChannel
@@ -177,13 +177,13 @@ class ControlSession:
             case "cancel":
                 worker.cancel(_refs(message.cancel.attempts))
             case "release":
-                why = HandBack(EndCause.MOVED, message.release.reason or "moved")
+                why = ReleaseReason(EndCause.MOVED, message.release.reason or "moved")
                 worker.release(_refs(message.release.attempts), why)
             case "install":
                 install = message.install
                 version = from_proto(install.version, PolicyVersion)
                 change = (PurePath(install.model).name or install.run_id) if install.change else ""
-                worker.installer.wish(Installation(install.run_id, version, install.publisher), change)
+                worker.installer.set_target(TargetVersion(install.run_id, version, install.publisher), change)
             case "forget":
                 worker.forget(message.forget.run_id)
             case "borrow":
@@ -204,7 +204,7 @@ class ControlSession:
                 yield from_proto(item, Assignment)
             except InvalidRequest as error:
                 log.warning("not taken", rollout_id=item.attempt.rollout_id, reason=str(error))
-                self._worker.outgoing.release(_refs([item.attempt]), HandBack(EndCause.FAILED, str(error)))
+                self._worker.outgoing.release(_refs([item.attempt]), ReleaseReason(EndCause.FAILED, str(error)))
 
 
 def _refs(refs: Iterable[fleet_pb2.AttemptRef]) -> list[AttemptRef]:

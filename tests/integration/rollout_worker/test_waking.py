@@ -112,7 +112,7 @@ class Host:
 
     async def fall_asleep(self) -> None:
         """A version is served, and then memory is short for long."""
-        self.worker.installer.wish(version(1))
+        self.worker.installer.set_target(version(1))
         await wait_until(lambda: self.worker.installer.current == version(1) and not self.worker.installer.busy)
         await wait_until(self.borrowers.all)
         self.serve(2000, idle_s=0.0)

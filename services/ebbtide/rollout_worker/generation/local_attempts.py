@@ -37,15 +37,15 @@ _SETTLE_S: Final = 0.02
 _STEP_S: Final = 1e-3
 
 
-class HandBack(NamedTuple):
+class ReleaseReason(NamedTuple):
     """Why an attempt goes back to the coordinator."""
 
     cause: EndCause
     text: str  # for people
 
 
-NO_MEMORY: Final = HandBack(EndCause.NO_MEMORY, "its worker has no memory for its next chunk")
-SHORT_CONTEXT: Final = HandBack(EndCause.SHORT_CONTEXT, "it needs a longer context than its worker's")
+NO_MEMORY: Final = ReleaseReason(EndCause.NO_MEMORY, "its worker has no memory for its next chunk")
+SHORT_CONTEXT: Final = ReleaseReason(EndCause.SHORT_CONTEXT, "it needs a longer context than its worker's")
 
 
 class GenerationHolds:
@@ -85,7 +85,7 @@ class LocalAttempt:
         self.assignment, self.generation, self.entry = assignment, generation, entry  # `entry`: in the ledger
         self.task: asyncio.Task[None] | None = None
         self.started = False
-        self.releasing: HandBack | None = None  # if set, it goes back once all its tokens are stored
+        self.releasing: ReleaseReason | None = None  # if set, it goes back once all its tokens are stored
 
 
 class LocalAttempts:
@@ -98,7 +98,7 @@ class LocalAttempts:
         outbox: Outbox,
         ledger: Ledger | None,
         *,
-        release: Callable[[list[AttemptRef], HandBack], None],
+        release: Callable[[list[AttemptRef], ReleaseReason], None],
         fail: Callable[[BaseException], None],
         slots: int = 1 << 16,
         by_memory: bool = True,
@@ -208,7 +208,7 @@ class LocalAttempts:
         except EngineFailed as error:
             self._fail(error)
 
-    def release(self, refs: Iterable[AttemptRef], why: HandBack) -> None:
+    def release(self, refs: Iterable[AttemptRef], why: ReleaseReason) -> None:
         """Hand these back, each once all its tokens are stored. Finished and unknown ones are ignored."""
         for ref in refs:
             held = self._held.get(ref.attempt_id)
@@ -220,7 +220,7 @@ class LocalAttempts:
             else:
                 held.task.cancel()
 
-    async def hand_over(self, why: HandBack, *, patience_s: float) -> None:
+    async def hand_over(self, why: ReleaseReason, *, patience_s: float) -> None:
         """Stop all generation; release each attempt once it is stored. `patience_s`: for a busy engine to pause."""
         self.holds.begin("drain")
         try:
@@ -268,10 +268,10 @@ class LocalAttempts:
                 if ticket.leaves and held.generation.finish is None:
                     held.releasing = held.releasing or NO_MEMORY
         except EngineFailed as error:
-            held.releasing = HandBack(EndCause.FAILED, f"stopped: {error}")
+            held.releasing = ReleaseReason(EndCause.FAILED, f"stopped: {error}")
             self._fail(error)
         except EbbtideError as error:
-            held.releasing = HandBack(EndCause.FAILED, str(error))
+            held.releasing = ReleaseReason(EndCause.FAILED, str(error))
             log.warning("attempt failed", run_id=ref.run_id, rollout_id=ref.rollout_id, reason=str(error))
 
     def _ticket(self, held: LocalAttempt) -> KvTicket:
@@ -296,7 +296,7 @@ class LocalAttempts:
                     held.releasing = held.releasing or SHORT_CONTEXT
                 if held.generation.finish is not None or held.releasing or ticket.parked:
                     return
-        held.releasing = held.releasing or HandBack(EndCause.FAILED, "the engine ended the request")
+        held.releasing = held.releasing or ReleaseReason(EndCause.FAILED, "the engine ended the request")
 
     def _speeds(self) -> tuple[float, float]:
         """Seconds for a token of each rollout in the engine, and for reading one; 0: not known yet."""
@@ -334,7 +334,7 @@ class LocalAttempts:
             self._busy_s, self._busy_since = self.busy_s, 0.0
         if not task.cancelled() and (error := task.exception()) is not None:
             self._fail(error)
-            held.releasing = held.releasing or HandBack(EndCause.FAILED, "the worker failed")
+            held.releasing = held.releasing or ReleaseReason(EndCause.FAILED, "the worker failed")
         if held.generation.finish is not None:
             held.releasing = None  # it ended first
         elif held.releasing:
@@ -353,7 +353,7 @@ class LocalAttempts:
 
     def _release_stored(self) -> None:
         """Hand back releasing attempts whose tokens are all stored."""
-        ready: dict[HandBack, list[AttemptRef]] = {}
+        ready: dict[ReleaseReason, list[AttemptRef]] = {}
         for attempt_id, held in self._held.items():
             if held.releasing and held.task is None and self._outbox.stored_whole(attempt_id):
                 ready.setdefault(held.releasing, []).append(held.assignment.attempt)

@@ -41,7 +41,7 @@ _AGAIN_S: Final = 5.0
 _LEAST_S: Final = 0.5
 
 
-class Installation(NamedTuple):
+class TargetVersion(NamedTuple):
     """A version of one run's policy."""
 
     run_id: str
@@ -138,7 +138,7 @@ class WeightStore:
         """Whether the engine can take the version without a restart."""
         return not self._needs.misfits(manifest)
 
-    async def begin(self, wanted: Installation, change: Callable[[Manifest], str] | None = None) -> Manifest:
+    async def begin(self, wanted: TargetVersion, change: Callable[[Manifest], str] | None = None) -> Manifest:
         """Get and check a version's manifest. `change` says why the engine may not restart for a version that does not
         fit it; empty if it may.
 
@@ -161,7 +161,7 @@ class WeightStore:
         return manifest
 
     @asynccontextmanager
-    async def locked(self, wanted: Installation, manifest: Manifest) -> AsyncIterator[tuple[Path, Path | None]]:
+    async def locked(self, wanted: TargetVersion, manifest: Manifest) -> AsyncIterator[tuple[Path, Path | None]]:
         """The file to install a version from, and the changes in it since the served one, if these are known. No
         process changes either meanwhile. Pulls what the mirror lacks first.
 
@@ -182,7 +182,7 @@ class WeightStore:
                 raise ChunkCorrupt(f"the mirror lacks tiles of the version after each of {_PULLS} pulls")
             pulls += await self._fill(wanted, manifest)
 
-    async def _fill(self, wanted: Installation, manifest: Manifest) -> bool:
+    async def _fill(self, wanted: TargetVersion, manifest: Manifest) -> bool:
         """Bring the mirror to a version. Returns whether that took a pull: another worker may have filled it."""
         async with self._mirrors.locked(manifest) as mirror:
             if self._in_doubt:
@@ -194,7 +194,7 @@ class WeightStore:
                 await self._pull(wanted, manifest, mirror)
             return True
 
-    async def _pull(self, wanted: Installation, manifest: Manifest, mirror: Mirror) -> None:
+    async def _pull(self, wanted: TargetVersion, manifest: Manifest, mirror: Mirror) -> None:
         """Pull what a locked mirror lacks of a version."""
         base = self._served
         follows = base is not None and self._needs.takes_changes(manifest) and mirror.holds(base)
