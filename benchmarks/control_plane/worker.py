@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from benchmarks.control_plane.responses import response
 from ebbtide.auth.security import ClientSecurity
-from ebbtide.rollout_worker.generation.flush_lanes import JITTER
+from ebbtide.rollout_worker.generation.outbox import JITTER
 from ebbtide.rpc.channel import open_channel, write, write_first
 from ebbtide.runtime import race
 from ebbtide.types.fleet import PROTOCOL_VERSION, FlushWindow

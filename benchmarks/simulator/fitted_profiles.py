@@ -13,7 +13,7 @@ from benchmarks.simulator.fitting_inputs import (
 )
 from benchmarks.simulator.profile_block import GRID
 from benchmarks.simulator.real_settings import RealSession
-from ebbtide.rollout_worker.engine.measured_steps import MeasuredSteps, StepGroup
+from ebbtide.rollout_worker.engine.measuring import MeasuredSteps, StepGroup
 from ebbtide.simulator.engines.engine_profile import EngineDelays, EngineProfile, KvCapacity, StepCosts
 from ebbtide.simulator.engines.fits.engine_fit import fit_step_costs
 from ebbtide.simulator.engines.fits.trainer_fit import fit_trainer_costs

@@ -15,7 +15,7 @@ from ebbtide.grants import Page
 from ebbtide.rollout_worker.engine import EngineRequest
 from ebbtide.rollout_worker.engine.vllm.borrowed_engine import BorrowedEngine
 from ebbtide.rollout_worker.engine.vllm.vllm_engine import VllmEngine
-from ebbtide.rollout_worker.engine.weight_sleep import WeightSleep
+from ebbtide.rollout_worker.guard_link import WeightSleep
 from ebbtide.rollout_worker.settings import VllmSettings
 from ebbtide.types.grants import Budget, Residency
 from tests.support.waiting import wait_until
@@ -135,7 +135,7 @@ class Mirror:
 
 async def move_weights(engine: VllmEngine, keeper: Keeper, asker: Asker, checkpoint: Path) -> Facts:
     """Cache and weights away and back, with requests under way and then without any."""
-    sleeping = WeightSleep(engine, Mirror(engine, checkpoint / "model.safetensors"))
+    sleeping = WeightSleep(engine, Mirror(engine, checkpoint / "model.safetensors"))  # type: ignore[arg-type]
     running = asyncio.create_task(asker.ask_all())
     await wait_until(lambda: keeper.page.steps().running > 8)
     seen = [resident(keeper.page)]
@@ -167,7 +167,7 @@ async def sleep_and_wake(engine: VllmEngine, keeper: Keeper, asker: Asker, check
     """Both levels of vLLM's sleep, with requests under way, a pause for another reason, and an install at the first."""
     found: Facts = {"levels": []}
     for level in (Residency.HOST, Residency.AWAY):
-        sleeping = WeightSleep(engine, Mirror(engine, checkpoint / "model.safetensors"))
+        sleeping = WeightSleep(engine, Mirror(engine, checkpoint / "model.safetensors"))  # type: ignore[arg-type]
         running = asyncio.create_task(asker.ask_all())
         await wait_until(lambda: keeper.page.steps().running > 8)
         await sleeping.be(level)

@@ -26,10 +26,9 @@ from vllm.model_executor.model_loader.utils import initialize_model
 
 from benchmarks.real_kills.checkpoint import make_checkpoint
 from ebbtide.rollout_worker.engine.vllm import vllm_plugin
-from ebbtide.rollout_worker.engine.vllm.weights import in_place_update
-from ebbtide.rollout_worker.engine.vllm.weights.loader_map import LoaderMap, observe
-from ebbtide.rollout_worker.engine.vllm.weights.tensor_boxes import together
-from ebbtide.rollout_worker.engine.vllm.weights.tile_transfer import entries
+from ebbtide.rollout_worker.engine.vllm.in_place_update import LoaderMap, TornUpdate, moved, observe, write_in_place
+from ebbtide.rollout_worker.engine.vllm.tile_transfer import entries
+from ebbtide.rollout_worker.engine.vllm.version_updates import together
 from tests.e2e.exact_changes import write_changes
 
 Facts = dict[str, Any]
@@ -169,9 +168,9 @@ def sharded(llm: LLM, first: Path, second: Path, kind: str, size: int = 2) -> Fa
         model, wanted = (load(llm, path, kind, rank, size) for path in (first, second))
         seen.append(observe(model, entries(first)))
         facts["boxes"].append(seen[-1].boxes)
-        facts["moved"].append(in_place_update.moved(model, seen[-1], first))
+        facts["moved"].append(moved(model, seen[-1], first))
         facts["differed"].append(not equal(weights_of(model), weights_of(wanted)))
-        assert not in_place_update.apply(model, changes, entries(first), frozenset())
+        assert not write_in_place(model, changes, entries(first), frozenset())
         facts["equal"].append(equal(weights_of(model), weights_of(wanted)))
     facts["union"] = together([one.boxes for one in seen])
     return facts
@@ -188,7 +187,7 @@ def faults(llm: LLM, first: Path, second: Path) -> Facts:
     changes = load_file(write_changes(first, second, first / "changes"))
     name = "model.layers.1.mlp.up_proj.weight"
     save_file(changes | {f"{name}.values": changes[f"{name}.values"] * float("nan")}, first / "nan")
-    facts["refused"] = in_place_update.apply(model, first / "nan", entries(first), frozenset())
+    facts["refused"] = write_in_place(model, first / "nan", entries(first), frozenset())
     facts["refused_touched_nothing"] = equal(weights_of(model), before)
     install(llm, second / "model.safetensors", first / "nan")
     facts["instead"] = ask(llm)
@@ -196,12 +195,12 @@ def faults(llm: LLM, first: Path, second: Path) -> Facts:
     save_file(unknown, first / "unknown")
     odd = entries(first) | {"model.nothing": (torch.float32, torch.Size([4]))}
     try:
-        in_place_update.apply(model, first / "unknown", odd, frozenset())
-    except in_place_update.TornUpdate as error:
+        write_in_place(model, first / "unknown", odd, frozenset())
+    except TornUpdate as error:
         facts["torn"] = str(error)
     fused = model.model.layers[0].mlp.gate_up_proj.weight
     fused.data = fused.data.roll(len(fused) // 2, 0)
-    facts["swapped"] = in_place_update.moved(model, seen, first)
+    facts["swapped"] = moved(model, seen, first)
     return facts
 
 

@@ -12,8 +12,8 @@ from typing import Any
 from ebbtide.errors import EbbtideError
 from ebbtide.rollout_worker.engine import EngineRequest
 from ebbtide.rollout_worker.engine.vllm import cpu_build
+from ebbtide.rollout_worker.engine.vllm.version_updates import ask_ranks
 from ebbtide.rollout_worker.engine.vllm.vllm_engine import VllmEngine
-from ebbtide.rollout_worker.engine.vllm.weights.version_updates import ask_ranks
 from ebbtide.rollout_worker.settings import VllmSettings
 
 Facts = dict[str, Any]

@@ -11,7 +11,7 @@ from typing import Any
 from ebbtide.gpu_memory import Device, open_device
 from ebbtide.rollout_worker.engine.vllm.borrowed_engine import BorrowedEngine
 from ebbtide.rollout_worker.engine.vllm.vllm_engine import VllmEngine
-from ebbtide.rollout_worker.engine.weight_sleep import WeightSleep
+from ebbtide.rollout_worker.guard_link import WeightSleep
 from ebbtide.rollout_worker.settings import VllmSettings
 from ebbtide.types.grants import Residency
 from tests.e2e.kv_budget_facts import Asker, Keeper, Mirror
@@ -31,7 +31,7 @@ async def free(device: Device) -> int:
 async def one_sleep(
     level: Residency, engine: VllmEngine, keeper: Keeper, asker: Asker, device: Device, checkpoint: Path
 ) -> Facts:
-    sleeping = WeightSleep(engine, Mirror(engine, checkpoint / "model.safetensors"))
+    sleeping = WeightSleep(engine, Mirror(engine, checkpoint / "model.safetensors"))  # type: ignore[arg-type]
     running = asyncio.create_task(asker.ask_all())
     await wait_until(lambda: keeper.page.steps().running > 8)
     awake = await free(device)

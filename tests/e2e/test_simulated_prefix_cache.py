@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from ebbtide.rollout_worker.engine.vllm.ended_prefixes import EndedPrefixes
+from ebbtide.rollout_worker.engine.vllm.kv_cache import EndedPrefixes
 from ebbtide.simulator.engines.simulated_engine import SimulatedEngine
 from tests.unit.simulator.made_up_profiles import engine_profile
 

@@ -21,8 +21,7 @@ from msgspec.structs import replace
 from ebbtide import telemetry
 from ebbtide.errors import InvalidRequest
 from ebbtide.grants import Page
-from ebbtide.rollout_worker.engine import EngineFailed, EngineRequest, Shapes, TokenDelta, checkpoint_facts
-from ebbtide.rollout_worker.engine.vllm.weights.tensor_boxes import Boxes
+from ebbtide.rollout_worker.engine import Boxes, EngineFailed, EngineRequest, Shapes, TokenDelta, checkpoint_facts
 from ebbtide.rollout_worker.settings import WorkerSettings
 from ebbtide.types.fleet import DraftingState, EngineInfo
 from ebbtide.types.prompt_scores import ScoreArray, score_places

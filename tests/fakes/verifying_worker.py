@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from ebbtide.rollout_worker.engine import DraftSource
-from ebbtide.rollout_worker.engine.vllm.drafts.drafted_batch import BatchRow, DraftedBatch
+from ebbtide.rollout_worker.engine.vllm.group_drafts import BatchRow, DraftedBatch
 from tests.fakes.plain_suffix_tree import PlainSuffixTree
 
 _PROMPT: Final = [0, 1, 2]

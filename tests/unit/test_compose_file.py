@@ -106,7 +106,7 @@ def module(name: str) -> str:
 
 def loaded(name: str) -> Any:
     """The settings with which a service starts. Raises `InvalidRequest` for a variable that is no setting."""
-    (command,) = [command for command, (found, _) in COMMANDS.items() if found == module(name)]
+    (command,) = [command for command, (found, _) in COMMANDS.items() if found == f"{module(name)}.__main__"]
     return read(KINDS[module(name)], prog=f"ebbtide {command}", argv=[], environ=SERVICES[name]["environment"])
 
 

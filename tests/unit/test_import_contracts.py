@@ -98,6 +98,17 @@ def test_every_contract_notices_a_violation(tmp_path: Path) -> None:
         assert ".".join(Path(path).with_suffix("").parts[1:]) in report
 
 
+def test_only_who_starts_or_borrows_an_engine_knows_vllm() -> None:
+    """What serves every engine imports nothing of vLLM's: its interface least of all."""
+    worker = ROOT / "services/ebbtide/rollout_worker"
+    knowing = {"service.py", "guard_link.py", "engine/measuring.py"}
+    for path in worker.rglob("*.py"):
+        name = path.relative_to(worker).as_posix()
+        imports = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom))
+        if name not in knowing and not name.startswith("engine/vllm/"):
+            assert not [node.module for node in imports if "engine.vllm" in (node.module or "")], name
+
+
 def dangers(tree: ast.AST) -> Iterator[str]:
     """What runs code out of data: pickle and its kin, `torch.load`, `eval`, `exec`, numpy files with objects."""
     forbidden = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}

@@ -18,7 +18,7 @@ from benchmarks.long_tail.admission.admitted_work import BLOCK, WorkItem, unpack
 from ebbtide.rollout_worker.engine import EngineRequest, TokenDelta
 from ebbtide.rollout_worker.engine.vllm.vllm_engine import VllmEngine
 from ebbtide.rollout_worker.generation.generation import Assignment
-from ebbtide.rollout_worker.generation.local_attempts import HandBack, LocalAttempts
+from ebbtide.rollout_worker.generation.local_attempts import LocalAttempts, ReleaseReason
 from ebbtide.rollout_worker.generation.outbox import Outbox
 from ebbtide.rollout_worker.settings import VllmSettings
 from ebbtide.types.append_delta import AppendAck
@@ -105,7 +105,7 @@ class AtOnce:
                 self.done.add(name)
         self.attempts.settle(acks, durable=True)
 
-    def _released(self, refs: list[AttemptRef], _: HandBack) -> None:
+    def _released(self, refs: list[AttemptRef], _: ReleaseReason) -> None:
         for ref in refs:
             self.handed_back += 1
             asyncio.get_running_loop().call_soon(self._assign, ref.rollout_id)

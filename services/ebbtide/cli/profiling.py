@@ -23,7 +23,7 @@ _MODEL_NAME: Final = "model name"
 def profile_engine(model: Path, out: Path, *, minutes: float, device: str, options: Sequence[str]) -> None:
     """Ends this process. `options`: of the rollout-worker. Raises `InvalidRequest`, and `EngineFailed` if the engine
     fails."""
-    from ebbtide.rollout_worker.engine.vllm.vllm_measuring import measure_vllm
+    from ebbtide.rollout_worker.engine.measuring import measure_vllm
     from ebbtide.rollout_worker.settings import WorkerSettings
     from ebbtide.settings import read
 

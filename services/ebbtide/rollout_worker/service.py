@@ -1,6 +1,7 @@
 """Runs a worker: boots the engine, stays attached, and hands all attempts over at the end."""
 
 import asyncio
+import importlib
 import os
 import random
 import socket
@@ -12,29 +13,27 @@ from typing import Any, Final
 
 from ebbtide import telemetry
 from ebbtide.errors import InvalidRequest, Unavailable
-from ebbtide.grants import check_folder, page_path, socket_path
+from ebbtide.grants import Page, check_folder, page_path, socket_path
 from ebbtide.ledger import Ledger
+from ebbtide.rollout_worker.control_handler import ControlHandler, ControlOutbox, throttle
 from ebbtide.rollout_worker.device_lease import DeviceLease
 from ebbtide.rollout_worker.engine import Engine
 from ebbtide.rollout_worker.engine.changing_engine import ChangingEngine
-from ebbtide.rollout_worker.engine.engine_factory import load_factory
 from ebbtide.rollout_worker.engine.vllm.borrowed_engine import BorrowedEngine
-from ebbtide.rollout_worker.engine.weight_sleep import WeightSleep
-from ebbtide.rollout_worker.generation.flush_lanes import JITTER
+from ebbtide.rollout_worker.engine.vllm.cpu_build import is_cpu_build
 from ebbtide.rollout_worker.generation.local_attempts import LocalAttempts
-from ebbtide.rollout_worker.generation.outbox import Outbox
-from ebbtide.rollout_worker.guard_link import GuardLink
-from ebbtide.rollout_worker.installs.install_reports import InstallReports
-from ebbtide.rollout_worker.installs.installer import Installer
-from ebbtide.rollout_worker.installs.peer_blobs import check_reachable
+from ebbtide.rollout_worker.generation.outbox import JITTER, Outbox
+from ebbtide.rollout_worker.guard_link import GuardLink, WeightSleep
+from ebbtide.rollout_worker.installs.installer import Installer, InstallReports
+from ebbtide.rollout_worker.installs.peers import check_reachable
 from ebbtide.rollout_worker.installs.weight_store import WeightStore
 from ebbtide.rollout_worker.settings import WorkerSettings
-from ebbtide.rollout_worker.streams.control_handler import ControlHandler, ControlOutbox, throttle
-from ebbtide.rollout_worker.streams.control_session import ControlSession
+from ebbtide.rollout_worker.streams import ControlSession
 from ebbtide.rpc.channel import check_address, open_channel, open_socket
 from ebbtide.rpc.leader_channel import LeaderChannel, addresses
 from ebbtide.runtime import Shutdown
 from ebbtide.transfer import check_folder as check_mirrors
+from ebbtide.transfer.mirror.digest_threads import DigestThreads
 from ebbtide.types.fleet import EngineInfo, WorkerKind
 from ebbtide.types.ids import check_id
 from ebbtide.v1.grants_pb2_grpc import GrantsStub
@@ -48,6 +47,12 @@ _GOODBYE_S: Final = 5.0
 _LAST_S: Final = 0.5
 #: Time to hand over after a failure: the process ends ten seconds after it in any case (`runtime`).
 _FAILED_S: Final = 8.0
+#: Niceness of threads beside a served engine: they get what it leaves of the cores.
+_NICENESS: Final = 19
+
+#: Makes an engine that is not started yet. `Path`: the checkpoint that it restarts with; None: the worker's own.
+#: `Page`: of grants, for a borrowed engine, which computes only as they allow.
+EngineFactory = Callable[[WorkerSettings, Path | None, Page | None], Engine]
 
 
 def make_engine(settings: WorkerSettings, borrowed: BorrowedEngine | None = None) -> Engine:
@@ -60,12 +65,25 @@ def make_engine(settings: WorkerSettings, borrowed: BorrowedEngine | None = None
 def _engine(settings: WorkerSettings, model: Path | None, borrowed: BorrowedEngine | None = None) -> Engine:
     """An engine for the checkpoint directory `model`, or for the worker's own."""
     if settings.engine != "vllm":
-        return load_factory(settings.engine)(settings, model, borrowed.page if borrowed else None)
+        return _factory(settings.engine)(settings, model, borrowed.page if borrowed else None)
     if settings.engine_options:
         raise InvalidRequest("is for an engine of your own; vLLM takes vllm.engine_args", field="engine_options")
     from ebbtide.rollout_worker.engine.vllm.vllm_engine import VllmEngine
 
     return VllmEngine(str(model or settings.model), settings.slots, settings.vllm, borrowed)
+
+
+def _factory(path: str) -> EngineFactory:
+    """Imports the factory of an engine that is not Ebbtide's own. Raises `InvalidRequest` naming the field."""
+    module, _, attribute = path.partition(":")
+    if not module or not attribute:
+        raise InvalidRequest(f"{path!r} is no engine; give vllm, or package.module:factory", field="engine")
+    try:
+        factory: EngineFactory = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        text = f"{path} cannot be imported ({error}); install its package, or add its folder to PYTHONPATH"
+        raise InvalidRequest(text, field="engine") from error
+    return factory
 
 
 def _borrowed(settings: WorkerSettings, worker_id: str) -> BorrowedEngine | None:
@@ -142,7 +160,14 @@ async def _assemble(
     )
     stack.push_async_callback(attempts.close)
     relay = await stack.enter_async_context(open_channel(settings.relay, settings.client))
-    store = WeightStore(settings, worker_id, engine, WeightsStub(relay))
+    store = WeightStore(
+        settings,
+        worker_id,
+        engine,
+        WeightsStub(relay),
+        in_place=_in_place(settings),
+        threads=threads_for(settings),
+    )
     stack.callback(store.close)
     lease = DeviceLease(borrowed.page) if borrowed else None
     changing = engine if isinstance(engine, ChangingEngine) else None
@@ -152,6 +177,20 @@ async def _assemble(
     if borrowed and lease:
         link = await _borrow(stack, shutdown, settings, worker_id, borrowed, lease, attempts, sleeping)
     return ControlHandler(settings, worker_id, outbox, attempts, installer, outgoing, link), store
+
+
+def _in_place(settings: WorkerSettings) -> bool:
+    """Whether the engine applies changes to weights where they are. CPU builds load packed copies of them."""
+    return settings.engine == "vllm" and not is_cpu_build()
+
+
+def threads_for(settings: WorkerSettings) -> DigestThreads:
+    """For digests and patches. A borrowed worker's have the lowest priority, because a pull waits for no grant; one at
+    most where the served engine computes on the same cores."""
+    if settings.kind is not WorkerKind.BORROWED:
+        return DigestThreads()
+    on_cores = settings.engine == "vllm" and is_cpu_build()
+    return DigestThreads(1, niceness=_NICENESS) if on_cores else DigestThreads(niceness=_NICENESS)
 
 
 async def _borrow(

@@ -4,36 +4,40 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from ebbtide import telemetry
-from ebbtide.errors import EbbtideError
+from ebbtide.auth.security import is_loopback
+from ebbtide.errors import EbbtideError, InvalidRequest
+from ebbtide.rpc.channel import check_address
+from ebbtide.rpc.leader_channel import addresses
+from ebbtide.scheduling.distribution.link_turns import parse_limits
 from ebbtide.scheduling.distribution.source_ranking import BlobOrigin
+from ebbtide.transfer.sources.tile_source import check_peer
 from ebbtide.types.weights import Holder
+from ebbtide.weight_relay.holder_table import HolderTable
 from ebbtide.weight_relay.intake.anchor_builder import AnchorBuilder
 from ebbtide.weight_relay.intake.patch_composer import PatchComposer
 from ebbtide.weight_relay.intake.tile_codecs import TileCodecs
 from ebbtide.weight_relay.intake.version_intake import VersionIntake
-from ebbtide.weight_relay.library.ended_runs import EndedRuns
 from ebbtide.weight_relay.library.publisher_trust import PublisherTrust, known_keys
 from ebbtide.weight_relay.library.relay_disk import RelayDisk
-from ebbtide.weight_relay.library.run_end_follower import RunEndFollower, source_of
+from ebbtide.weight_relay.library.run_ends import EndedRuns, RunEndFollower, source_of
 from ebbtide.weight_relay.library.version_library import VersionLibrary
 from ebbtide.weight_relay.library.version_retirement import VersionRetirement
-from ebbtide.weight_relay.outlets.fan_out import FanOut
-from ebbtide.weight_relay.outlets.holder_table import HolderTable
-from ebbtide.weight_relay.outlets.link_table import LinkTable
-from ebbtide.weight_relay.outlets.version_reader import VersionReader
 from ebbtide.weight_relay.servicer import RelayServicer
+from ebbtide.weight_relay.serving import FanOut, LinkTable, VersionReader
 from ebbtide.weight_relay.settings import RelaySettings
-from ebbtide.weight_relay.settings_checks import check_settings, is_url
-from ebbtide.weight_relay.upstream.relay_upstream import RelayUpstream, Upstream
-from ebbtide.weight_relay.upstream.subscription import Subscription
+from ebbtide.weight_relay.subscription import Subscription
+from ebbtide.weight_relay.upstream import RelayUpstream, Upstream
 from ebbtide.weights import ManifestLimits
 
 log = telemetry.get_logger(__name__)
+
+_WILDCARDS = {"0.0.0.0", "[::]", "::"}  # noqa: S104 - compared with, not listened at
 
 
 class WeightRelay:
@@ -67,7 +71,7 @@ class WeightRelay:
         links = LinkTable(limits, settings.egress_limit)
         self.fanout = FanOut(self.reader, self.library.index, self.holders, links, self._subscription)
         self.ends = RunEndFollower(
-            self.retirement, self.ended, self.fanout, source_of(settings), keep_ended_s=settings.keep_ended_s
+            self.retirement, self.ended, self.fanout.forget, source_of(settings), keep_ended_s=settings.keep_ended_s
         )
         self.servicer = RelayServicer(self.intake, self.reader, self.fanout, self.ends, self.library.limits)
 
@@ -119,8 +123,62 @@ def _upstream(settings: RelaySettings, limits: ManifestLimits) -> Upstream:
     name = settings.name or f"{socket.gethostname()}/{settings.server.listen}"
     # Readers cannot share a relay's disk as they share a host's memory, so it names no host.
     holder = Holder(name=name, site=settings.site, address=settings.advertise, lasting=True)
-    if is_url(settings.upstream):
-        from ebbtide.weight_relay.upstream.static_upstream import StaticUpstream
+    if settings.follows_copy:
+        from ebbtide.weight_relay.static_copy import StaticUpstream
 
         return StaticUpstream(settings.upstream, settings.upstream_security, holder, limits)
     return RelayUpstream(settings.upstream, settings.upstream_security, holder, limits)
+
+
+def check_settings(settings: RelaySettings) -> Mapping[str, float]:
+    """Check settings before a reader or a publisher meets the mistake. Returns the limits of links, by site.
+
+    Raises `InvalidRequest` for wrong settings, naming the field.
+    """
+    try:
+        limits = parse_limits(settings.link_limits)
+    except ValueError as error:
+        raise InvalidRequest(str(error), field="link_limits") from None
+    if settings.static_copies and settings.upstream:
+        text = "is for a relay without an upstream; name the copy as `upstream`, or to the relay that is followed"
+        raise InvalidRequest(text, field="static_copies")
+    for url in settings.static_copies:
+        _check_url(url, "static_copies")
+    if settings.advertise:
+        check_peer(settings.advertise, field="advertise")
+    if settings.coordinator:
+        addresses(settings.coordinator)
+    if settings.follows_copy:
+        _check_url(settings.upstream, "upstream")
+    elif settings.upstream:
+        check_address(settings.upstream, field="upstream")
+        _check_another(settings)
+    return limits
+
+
+def _check_url(text: str, field: str) -> None:
+    try:
+        url = urlsplit(text)
+        usable = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
+    except ValueError:
+        usable = False
+    if not usable:
+        raise InvalidRequest(f"{text!r} is no URL of a static copy: give http(s)://HOST/FOLDER", field=field)
+
+
+def _check_another(settings: RelaySettings) -> None:
+    own = [address for address in (settings.server.listen, settings.advertise) if address]
+    if any(_same(settings.upstream, address) for address in own):
+        text = f"{settings.upstream} is this relay's own address; name the relay that it is to follow"
+        raise InvalidRequest(text, field="upstream")
+
+
+def _same(upstream: str, own: str) -> bool:
+    """Whether both are surely one server on this host."""
+    if upstream == own:
+        return True
+    (host, _, port), (own_host, _, own_port) = upstream.rpartition(":"), own.rpartition(":")
+    if port != own_port or "unix" in (host, own_host):
+        return False
+    here = is_loopback(upstream) or host in (socket.gethostname(), *_WILDCARDS)
+    return here and (own_host in _WILDCARDS or is_loopback(own))

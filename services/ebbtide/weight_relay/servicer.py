@@ -14,12 +14,10 @@ from ebbtide.types.weights import DIGEST_BYTES, PolicyVersion
 from ebbtide.v1 import weights_pb2 as pb
 from ebbtide.v1.types_pb2 import RunsEnded, WatchEndedRequest
 from ebbtide.v1.weights_pb2_grpc import WeightsServicer
-from ebbtide.weight_relay.intake.publish_joiner import JoinedPublish
-from ebbtide.weight_relay.intake.publish_refusals import refusals
+from ebbtide.weight_relay.intake.publishing import JoinedPublish, refusals
 from ebbtide.weight_relay.intake.version_intake import VersionIntake
-from ebbtide.weight_relay.library.run_end_follower import RunEndFollower
-from ebbtide.weight_relay.outlets.fan_out import FanOut
-from ebbtide.weight_relay.outlets.version_reader import VersionReader
+from ebbtide.weight_relay.library.run_ends import RunEndFollower
+from ebbtide.weight_relay.serving import FanOut, VersionReader
 from ebbtide.weights import ManifestLimits, ManifestPart, split_manifest, split_patch
 from ebbtide.wire.record_conversion import from_proto, to_proto
 

@@ -67,3 +67,8 @@ class RelaySettings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_f
         tuple[str, ...],
         Meta(description="URLs of static copies that readers use before this relay; not with an upstream"),
     ] = ()
+
+    @property
+    def follows_copy(self) -> bool:
+        """Whether the upstream is a static copy, not a relay."""
+        return self.upstream.startswith(("http://", "https://"))

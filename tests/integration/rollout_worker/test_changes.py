@@ -40,7 +40,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> Engines:
         return took
 
     monkeypatch.setattr(ScriptedEngine, "install", change)
-    monkeypatch.setattr("ebbtide.rollout_worker.installs.weight_store._in_place", lambda _: True)
+    monkeypatch.setattr("ebbtide.rollout_worker.service._in_place", lambda _: True)
     return found
 
 

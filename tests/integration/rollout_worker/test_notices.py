@@ -10,11 +10,7 @@ from aiohttp import web
 
 from ebbtide.errors import InvalidRequest
 from ebbtide.ledger import read_ledger
-from ebbtide.rollout_worker.notices import watch
-from ebbtide.rollout_worker.notices.aws import SpotProbe
-from ebbtide.rollout_worker.notices.azure import ScheduledEventsProbe
-from ebbtide.rollout_worker.notices.gcp import PreemptionProbe
-from ebbtide.rollout_worker.notices.metadata import Notice
+from ebbtide.rollout_worker.notices import Notice, PreemptionProbe, ScheduledEventsProbe, SpotProbe, watch
 from ebbtide.types.run import Sampling
 from tests.integration.rollout_worker.clouds import Aws, Azure, Cloud, Gcp
 from tests.support.waiting import wait_until
@@ -162,7 +158,7 @@ TROUBLES = [error_500, error_404, nonsense, null, endless, redirect, cut, hang]
 async def test_what_a_server_answers_instead_is_outlived(
     clouds: Any, name: str, trouble: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ebbtide.rollout_worker.notices.metadata.ANSWER_S", 0.05 if trouble is hang else 3.0)
+    monkeypatch.setattr("ebbtide.rollout_worker.notices.ANSWER_S", 0.05 if trouble is hang else 3.0)
     watched = await clouds(name)
     await wait_until(lambda: watched.cloud.answered)
     watched.cloud.trouble = trouble
@@ -223,7 +219,7 @@ async def test_aws_tokens_are_renewed_when_they_are_forgotten(clouds: Any) -> No
 
 
 async def test_aws_tokens_are_renewed_before_they_expire(clouds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ebbtide.rollout_worker.notices.aws._TOKEN_TTL_S", 1)
+    monkeypatch.setattr("ebbtide.rollout_worker.notices._AWS_TOKEN_TTL_S", 1)
     watched = await clouds("aws")
     await wait_until(lambda: watched.cloud.given >= 3)
     assert watched.task.done() is False

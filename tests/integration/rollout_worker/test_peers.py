@@ -182,7 +182,7 @@ class Liar:
 
 async def test_a_peer_that_lies_is_not_believed(houses: Houses, tmp_path: Path, reads: Reads) -> None:
     from ebbtide.auth.security import ServerSettings
-    from ebbtide.rollout_worker.installs.peer_servicer import SERVICE, PeerServicer, add_to_server
+    from ebbtide.rollout_worker.installs.peers import SERVICE, PeerServicer, add_to_server
     from ebbtide.rpc.server import Server
 
     liar: Any = Liar()

@@ -16,9 +16,8 @@ from ebbtide.auth.security import ServerSettings
 from ebbtide.grants import page_path, socket_path
 from ebbtide.rollout_worker.device_lease import DeviceLease
 from ebbtide.rollout_worker.engine.vllm.borrowed_engine import BorrowedEngine
-from ebbtide.rollout_worker.engine.weight_sleep import WeightSleep
 from ebbtide.rollout_worker.generation.local_attempts import GenerationHolds
-from ebbtide.rollout_worker.guard_link import GuardLink
+from ebbtide.rollout_worker.guard_link import GuardLink, WeightSleep
 from ebbtide.rpc.channel import open_socket
 from ebbtide.rpc.server import Server
 from ebbtide.serving_guard.borrowers import BorrowerTable
@@ -98,7 +97,7 @@ class Host:
         stub = GrantsStub(await stack.enter_async_context(open_socket(found)))
         self.lease = DeviceLease(self.pairs.page)
         self.worker = Worker(self.lease)
-        self.sleeping = WeightSleep(Sleeper(), self.worker.installer)
+        self.sleeping = WeightSleep(Sleeper(), self.worker.installer)  # type: ignore[arg-type]
         self.borrowing = GuardLink(
             stub, str(found), self.pairs, self.lease, self._attempts, self.sleeping, worker_id="w1", slots=8
         )
@@ -112,7 +111,7 @@ class Host:
 
     async def fall_asleep(self) -> None:
         """A version is served, and then memory is short for long."""
-        self.worker.installer.wish(version(1))
+        self.worker.installer.set_target(version(1))
         await wait_until(lambda: self.worker.installer.current == version(1) and not self.worker.installer.busy)
         await wait_until(self.borrowers.all)
         self.serve(2000, idle_s=0.0)

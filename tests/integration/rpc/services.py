@@ -13,8 +13,7 @@ import grpc
 from ebbtide.auth.security import ServerSettings
 from ebbtide.coordinator.service import Coordinator
 from ebbtide.coordinator.settings import CoordinatorSettings
-from ebbtide.rollout_worker.installs.peer_blobs import PeerBlobs
-from ebbtide.rollout_worker.installs.peer_servicer import PeerServicer, add_to_server
+from ebbtide.rollout_worker.installs.peers import PeerBlobs, PeerServicer, add_to_server
 from ebbtide.rpc.server import Server, Service
 from ebbtide.serving_guard.settings import GuardSettings
 from ebbtide.serving_guard.trainer_lender import TrainerLender

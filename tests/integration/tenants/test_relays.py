@@ -7,7 +7,7 @@ import pytest
 from ebbtide.errors import NoCapacity
 from ebbtide.rpc.status_table import translated
 from ebbtide.v1 import weights_pb2 as pb
-from ebbtide.weight_relay.outlets import holder_table
+from ebbtide.weight_relay import holder_table
 from ebbtide.weights import seal_manifest
 from tests.integration.weight_relay.fanout import SIGNER, TILE, RunningRelay, Version, running
 

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 
 from ebbtide.auth.security import ClientSecurity, ServerSettings
-from ebbtide.rollout_worker.installs.peer_blobs import PeerBlobs
-from ebbtide.rollout_worker.installs.peer_servicer import PeerServicer as WorkersServicer
-from ebbtide.rollout_worker.installs.peer_servicer import add_to_server
+from ebbtide.rollout_worker.installs.peers import PeerBlobs, add_to_server
+from ebbtide.rollout_worker.installs.peers import PeerServicer as WorkersServicer
 from ebbtide.rollout_worker.settings import WorkerSettings
 from ebbtide.rpc.channel import Channel, open_channel
 from ebbtide.rpc.server import Server

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ebbtide.weight_relay.library.disk_recovery import RecoveredDisk, recover
-from ebbtide.weight_relay.library.relay_disk import RelayDisk
+from ebbtide.weight_relay.library.relay_disk import RecoveredDisk, RelayDisk, recover
 from ebbtide.weights import blob_sizes, check_tile, tile_sizes
 from tests.integration.weight_relay.crashes import Crash, Crasher
 from tests.integration.weight_relay.lines import Line, Version

@@ -14,8 +14,8 @@ from ebbtide.errors import VersionUnavailable
 from ebbtide.free_ports import free_port
 from ebbtide.rpc.status_table import translated
 from ebbtide.types.weights import FoundWay, Holder
-from ebbtide.weight_relay.export.__main__ import ExportSettings, export
-from ebbtide.weight_relay.upstream import static_upstream
+from ebbtide.weight_relay import static_copy
+from ebbtide.weight_relay.export import ExportSettings, export
 from ebbtide.weights import ManifestLimits
 from tests.integration.weight_relay.fanout import (
     KIB,
@@ -213,7 +213,7 @@ async def test_a_relay_of_another_site_reads_static_copies_too(web_server: str, 
 async def test_a_static_copy_can_be_followed_like_a_relay(
     home: RunningRelay, web_server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(static_upstream, "POLL_S", 0.05)
+    monkeypatch.setattr(static_copy, "POLL_S", 0.05)
     first = Version(1)
     second = Version(2, base=first)
     third = Version(3, base=second)
@@ -248,7 +248,7 @@ async def test_a_static_copy_may_begin_with_a_version_that_has_a_parent(web_serv
     assert not (folder / "version-1.msgpack").exists()
     async with running(tmp_path / "away", upstream=url) as away:
         await wait_until(lambda: away.versions() == [2])
-    upstream = static_upstream.StaticUpstream(url, SECURITY, Holder(name="reader"), ManifestLimits())
+    upstream = static_copy.StaticUpstream(url, SECURITY, Holder(name="reader"), ManifestLimits())
     target = await upstream.manifest(STREAM, 2)
     _, patches = await upstream.way(FoundWay(start=1, anchor=False, via=(2,)), target)
     assert len(patches) == 1

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from ebbtide.cli.__main__ import app
 from ebbtide.cli.waiting import Waiting
-from ebbtide.weight_relay.export.static_copy import StaticCopyWriter
+from ebbtide.weight_relay.static_copy import StaticCopyWriter
 from tests.integration.weight_relay.lines import Line
 from tests.unit.weight_relay.upstreams import Blobs, LineUpstream
 
@@ -43,7 +43,7 @@ def test_an_export_waits_for_the_relays_answers_and_not_for_its_own_writing(
         noted(StaticCopyWriter, name)
     noted(LineUpstream, "manifest")
     monkeypatch.setattr(Blobs, "tiles", tiles)
-    monkeypatch.setattr("ebbtide.weight_relay.upstream.relay_upstream.RelayUpstream", lambda *_: LineUpstream(line, 1))
+    monkeypatch.setattr("ebbtide.weight_relay.upstream.RelayUpstream", lambda *_: LineUpstream(line, 1))
     done = CliRunner().invoke(app, ["weights-export", "--run", "run", "--folder", str(tmp_path), "--version", "1"])
     assert "version 1: 2 blobs" in done.output, done.output
     relay, own = ["the weight-relay"], list[str]()

@@ -9,14 +9,13 @@ from typing import Any
 
 from ebbtide.errors import InvalidRequest, Unavailable
 from ebbtide.rollout_worker.generation.local_attempts import GenerationHolds
-from ebbtide.rollout_worker.installs.install_reports import InstallReports
-from ebbtide.rollout_worker.installs.installer import Installer
-from ebbtide.rollout_worker.installs.weight_store import Installation
+from ebbtide.rollout_worker.installs.installer import Installer, InstallReports
+from ebbtide.rollout_worker.installs.weight_store import TargetVersion
 from ebbtide.types.weights import PolicyVersion
 
 
-def version(number: int) -> Installation:
-    return Installation("run", PolicyVersion(policy="policy", version=number))
+def version(number: int) -> TargetVersion:
+    return TargetVersion("run", PolicyVersion(policy="policy", version=number))
 
 
 class Worker:
@@ -49,7 +48,7 @@ class Worker:
     def forget(self, run_id: str) -> None:
         self.looks.append(f"forgot {run_id}")
 
-    async def begin(self, wanted: Installation, change: object = None) -> object:
+    async def begin(self, wanted: TargetVersion, change: object = None) -> object:
         if wanted.version.version in self.gone:
             raise Unavailable("retired")
         return object()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ebbtide.rollout_worker.generation.outbox import Outbox
-from ebbtide.rollout_worker.streams.append_client import _IN_FLIGHT, AppendClient
+from ebbtide.rollout_worker.streams import _IN_FLIGHT, AppendClient
 from ebbtide.rpc.status_table import translated
 from ebbtide.types.append_delta import AppendAck
 from ebbtide.types.fleet import AttemptRef

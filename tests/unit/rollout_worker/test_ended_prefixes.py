@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from ebbtide.rollout_worker.engine.vllm.ended_prefixes import EndedPrefixes
+from ebbtide.rollout_worker.engine.vllm.kv_cache import EndedPrefixes
 
 block_pool = pytest.importorskip("vllm.v1.core.block_pool")
 kv_cache_utils = pytest.importorskip("vllm.v1.core.kv_cache_utils")

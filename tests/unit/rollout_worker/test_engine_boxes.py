@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from ebbtide.rollout_worker.engine.vllm.weights.tensor_boxes import Boxes, together, union, viewed, whole
+from ebbtide.rollout_worker.engine import Boxes
+from ebbtide.rollout_worker.engine.vllm.version_updates import together, union, viewed, whole
 from ebbtide.types.weights import Box
 
 Array = NDArray[np.int64]

@@ -3,7 +3,7 @@
 import pytest
 
 from ebbtide.rollout_worker.engine import EngineFailed
-from ebbtide.rollout_worker.engine.vllm.engine_pauses import CACHE, WEIGHTS, EnginePauses
+from ebbtide.rollout_worker.engine.vllm.vllm_engine import CACHE, WEIGHTS, EnginePauses
 
 
 class Llm:

@@ -7,7 +7,7 @@ import pytest
 
 from ebbtide.errors import InvalidRequest
 from ebbtide.rollout_worker.engine import EngineFailed
-from ebbtide.rollout_worker.engine.vllm.weights.version_updates import VersionUpdates
+from ebbtide.rollout_worker.engine.vllm.version_updates import VersionUpdates
 
 torch = pytest.importorskip("torch")
 

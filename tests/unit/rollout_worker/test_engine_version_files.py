@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from ebbtide.errors import InvalidRequest
-from ebbtide.rollout_worker.engine.vllm.weights.version_files import (
+from ebbtide.rollout_worker.engine.vllm.version_updates import (
     ChangeEntry,
     check_weights,
     how_to_install,

@@ -9,13 +9,13 @@ from ebbtide.rollout_worker.installs.install_states import (
     DROPPABLE,
     HOLDING,
     SETTLED,
-    Deed,
+    Action,
     InstallEvent,
     InstallState,
     transition,
 )
 
-S, E, D = InstallState, InstallEvent, Deed
+S, E, D = InstallState, InstallEvent, Action
 BACK = (D.TELL, D.GIVE_BACK)
 
 TABLE = [
@@ -44,11 +44,11 @@ TABLE = [
 ALLOWED = {(before, event) for before, event, *_ in TABLE}
 
 
-@pytest.mark.parametrize(("before", "event", "after", "deeds"), TABLE, ids=lambda one: getattr(one, "name", None))
+@pytest.mark.parametrize(("before", "event", "after", "actions"), TABLE, ids=lambda one: getattr(one, "name", None))
 def test_each_transition(
-    before: InstallState, event: InstallEvent, after: InstallState, deeds: tuple[Deed, ...]
+    before: InstallState, event: InstallEvent, after: InstallState, actions: tuple[Action, ...]
 ) -> None:
-    assert transition(before, event) == (after, deeds)
+    assert transition(before, event) == (after, actions)
 
 
 def test_all_other_events_are_refused() -> None:
@@ -67,7 +67,7 @@ def test_every_state_is_reached_from_the_first_and_leads_back_to_it() -> None:
         assert reached == set(S), start.name
 
 
-def test_a_wish_is_dropped_only_while_the_engine_is_untouched() -> None:
+def test_a_target_is_dropped_only_while_the_engine_is_untouched() -> None:
     assert not DROPPABLE & HOLDING
     assert DROPPABLE < BUSY
     assert all((state, E.END) in ALLOWED for state in DROPPABLE)

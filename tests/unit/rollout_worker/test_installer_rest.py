@@ -16,7 +16,7 @@ from tests.unit.rollout_worker.installing import Worker, version
 async def installing(worker: Worker) -> AsyncIterator[Worker]:
     """It serves version 1."""
     task = asyncio.create_task(worker.installer.run())
-    worker.installer.wish(version(1))
+    worker.installer.set_target(version(1))
     await wait_until(lambda: worker.installer.current == version(1) and not worker.installer.busy)
     yield worker
     worker.installer.stop()
@@ -38,7 +38,7 @@ async def test_what_the_engine_served_comes_back_whole_and_not_by_changes(worker
 
 async def test_a_version_that_comes_meanwhile_is_what_they_come_back_as(worker: Worker) -> None:
     assert worker.installer.rest()
-    worker.installer.wish(version(2))
+    worker.installer.set_target(version(2))
     await asyncio.sleep(0)
     assert worker.made == [(1, True)]
     await worker.installer.restore()
@@ -49,7 +49,7 @@ async def test_a_version_that_comes_meanwhile_is_what_they_come_back_as(worker: 
 async def test_where_that_one_cannot_be_loaded_the_engine_wakes_with_what_it_served(worker: Worker) -> None:
     worker.bad = {2}
     assert worker.installer.rest()
-    worker.installer.wish(version(2))
+    worker.installer.set_target(version(2))
     await worker.installer.restore()
     assert worker.installer.current == version(1)
     assert worker.made == [(1, True), (1, False)]
@@ -93,7 +93,7 @@ async def test_an_install_asks_for_a_spell_once_all_is_at_hand_and_only_then() -
         lender.asked.clear()
         worker.looks.clear()
         worker.pulling.clear()
-        worker.installer.wish(version(2))
+        worker.installer.set_target(version(2))
         await wait_until(lambda: worker.looks == ["pull"])
         assert not lender.asked
         worker.pulling.set()
@@ -106,7 +106,7 @@ async def test_an_install_asks_for_a_spell_once_all_is_at_hand_and_only_then() -
 
 async def test_it_does_not_rest_while_another_version_is_on_its_way_or_before_the_first(worker: Worker) -> None:
     assert not Worker().installer.rest()
-    worker.installer.wish(version(2))
+    worker.installer.set_target(version(2))
     assert not worker.installer.rest()
     await wait_until(lambda: worker.installer.current == version(2) and not worker.installer.busy)
     assert worker.installer.rest()
@@ -118,7 +118,7 @@ async def test_where_the_version_is_gone_the_next_one_ends_the_rest(worker: Work
     for _ in range(2):
         with pytest.raises(Unavailable):
             await worker.installer.restore()
-    worker.installer.wish(version(2))
+    worker.installer.set_target(version(2))
     await wait_until(lambda: worker.installer.current == version(2))
     await worker.installer.restore()
     assert [number for number, _ in worker.made] == [1, 2], "they are back already"
@@ -130,7 +130,7 @@ async def test_weights_do_not_come_back_beside_an_install(worker: Worker) -> Non
     with pytest.raises(Unavailable):
         await worker.installer.restore()
     worker.installing.clear()
-    worker.installer.wish(version(2))
+    worker.installer.set_target(version(2))
     await wait_until(lambda: worker.installer.installing)
     with pytest.raises(Unavailable, match="on its way"):
         await worker.installer.restore()
@@ -144,7 +144,7 @@ async def test_a_worker_that_leaves_ends_its_pull_and_begins_nothing_more() -> N
     worker = Worker()
     running = asyncio.create_task(worker.installer.run())
     worker.pulling.clear()
-    worker.installer.wish(version(1))
+    worker.installer.set_target(version(1))
     await wait_until(lambda: worker.looks == ["pull"])
     worker.installer.stop()
     await asyncio.wait_for(running, 5.0)
@@ -156,9 +156,9 @@ async def test_a_worker_that_leaves_ends_an_install_that_has_begun() -> None:
     worker = Worker()
     running = asyncio.create_task(worker.installer.run())
     worker.installing.clear()
-    worker.installer.wish(version(1))
+    worker.installer.set_target(version(1))
     await wait_until(lambda: worker.installer.installing)
-    worker.installer.wish(version(2))
+    worker.installer.set_target(version(2))
     worker.installer.stop()
     worker.installing.set()
     await asyncio.wait_for(running, 5.0)

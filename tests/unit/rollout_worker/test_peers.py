@@ -10,7 +10,7 @@ import pytest
 from ebbtide.auth.security import ClientSecurity
 from ebbtide.errors import InvalidRequest, NoCapacity, VersionUnavailable
 from ebbtide.rollout_worker.installs.host_mirrors import host_name
-from ebbtide.rollout_worker.installs.peer_blobs import PeerBlobs, advertised, check_reachable, server_settings
+from ebbtide.rollout_worker.installs.peers import PeerBlobs, advertised, check_reachable, server_settings
 from ebbtide.rollout_worker.settings import WorkerSettings, shared_folder
 from ebbtide.transfer import BlobCache, Mirror
 from ebbtide.types.weights import Manifest, PolicyVersion

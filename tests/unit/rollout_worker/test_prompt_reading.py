@@ -2,7 +2,7 @@
 
 import pytest
 
-from ebbtide.rollout_worker.generation.prompt_reading import PromptReading
+from ebbtide.rollout_worker.generation.local_attempts import PromptReading
 
 
 def counts(reading: PromptReading) -> tuple[int, int, object]:

@@ -8,9 +8,8 @@ import pytest
 
 from ebbtide.errors import Internal, InvalidRequest
 from ebbtide.rollout_worker.engine import TokenDelta
-from ebbtide.rollout_worker.generation.generation import Assignment
+from ebbtide.rollout_worker.generation.generation import Assignment, PromptScoring
 from ebbtide.rollout_worker.generation.outbox import MESSAGE_TOKENS, Outbox
-from ebbtide.rollout_worker.generation.prompt_scoring import PromptScoring
 from ebbtide.types.fleet import AttemptRef, EngineInfo
 from ebbtide.types.prompt_scores import MAX_RECORDS, unpack_scores
 from ebbtide.types.rollout import FinishReason

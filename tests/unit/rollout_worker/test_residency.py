@@ -1,12 +1,13 @@
 """A borrowed engine's weights move as the grants wish, as far as they can, and are never between levels unnoticed."""
 
 import asyncio
+from typing import Any, cast
 
 import pytest
 
 from ebbtide.errors import Unavailable
 from ebbtide.rollout_worker.engine import EngineFailed
-from ebbtide.rollout_worker.engine.weight_sleep import WeightSleep
+from ebbtide.rollout_worker.guard_link import WeightSleep
 from ebbtide.types.grants import Residency
 from tests.support.waiting import wait_until
 
@@ -44,6 +45,10 @@ class Recorder:
             raise self.refusals.pop()
 
 
+def asleep_by(recorder: Recorder) -> WeightSleep:
+    return WeightSleep(cast("Any", recorder), cast("Any", recorder))
+
+
 @pytest.mark.parametrize(
     ("levels", "asked"),
     [
@@ -56,7 +61,7 @@ class Recorder:
 )
 async def test_each_step_down_is_made_once_and_a_wake_up_undoes_all(levels: list[Residency], asked: list[str]) -> None:
     recorder = Recorder()
-    sleeping = WeightSleep(recorder, recorder)
+    sleeping = asleep_by(recorder)
     for level in levels:
         await sleeping.be(level)
     assert recorder.asked == asked
@@ -77,7 +82,7 @@ async def test_an_engine_on_a_gpu_gives_all_its_memory_up_once_at_either_level(
 ) -> None:
     recorder = Recorder()
     recorder.by_stages = False
-    sleeping = WeightSleep(recorder, recorder)
+    sleeping = asleep_by(recorder)
     for level in levels:
         await sleeping.be(level)
     assert recorder.asked == asked
@@ -87,7 +92,7 @@ async def test_an_engine_on_a_gpu_gives_all_its_memory_up_once_at_either_level(
 async def test_an_engine_on_a_gpu_without_a_way_back_keeps_its_weights_in_host_memory() -> None:
     recorder = Recorder()
     recorder.by_stages = recorder.may_rest = False
-    sleeping = WeightSleep(recorder, recorder)
+    sleeping = asleep_by(recorder)
     await sleeping.be(AWAY)
     assert recorder.asked == ["cache"]
     assert sleeping.residency is HOST
@@ -95,7 +100,7 @@ async def test_an_engine_on_a_gpu_without_a_way_back_keeps_its_weights_in_host_m
 
 async def test_wake_ups_are_measured_by_the_level_that_they_came_from() -> None:
     recorder = Recorder()
-    sleeping = WeightSleep(recorder, recorder)
+    sleeping = asleep_by(recorder)
     assert (sleeping.wake_host_s, sleeping.wake_away_s) == (0, 0)
     await sleeping.be(HOST)
     await sleeping.be(AWAKE)
@@ -108,7 +113,7 @@ async def test_wake_ups_are_measured_by_the_level_that_they_came_from() -> None:
 async def test_weights_without_a_way_back_stay_and_the_cache_goes() -> None:
     recorder = Recorder()
     recorder.may_rest = False
-    sleeping = WeightSleep(recorder, recorder)
+    sleeping = asleep_by(recorder)
     await sleeping.be(AWAY)
     assert recorder.asked == ["cache"]
     assert sleeping.residency is HOST
@@ -120,7 +125,7 @@ async def test_weights_without_a_way_back_stay_and_the_cache_goes() -> None:
 async def test_weights_that_do_not_come_back_are_away_still_and_may_be_asked_for_again() -> None:
     recorder = Recorder()
     recorder.refusals = [Unavailable("the relay is gone")]
-    sleeping = WeightSleep(recorder, recorder)
+    sleeping = asleep_by(recorder)
     await sleeping.be(AWAY)
     await sleeping.be(AWAKE)
     assert sleeping.residency is AWAY
@@ -130,7 +135,7 @@ async def test_weights_that_do_not_come_back_are_away_still_and_may_be_asked_for
 
 async def test_each_reason_why_weights_do_not_come_back_is_logged_once(capsys: pytest.CaptureFixture[str]) -> None:
     recorder = Recorder()
-    sleeping = WeightSleep(recorder, recorder)
+    sleeping = asleep_by(recorder)
     for _ in range(2):
         recorder.refusals = [Unavailable("the relay is gone"), *[Unavailable("a version is on its way")] * 3]
         await sleeping.be(AWAY)
@@ -144,7 +149,7 @@ async def test_each_reason_why_weights_do_not_come_back_is_logged_once(capsys: p
 async def test_an_engine_that_is_lost_over_it_is_not_taken_for_one_that_sleeps() -> None:
     recorder = Recorder()
     recorder.refusals = [EngineFailed("a mixture")]
-    sleeping = WeightSleep(recorder, recorder)
+    sleeping = asleep_by(recorder)
     await sleeping.be(AWAY)
     with pytest.raises(EngineFailed):
         await sleeping.be(AWAKE)
@@ -153,7 +158,7 @@ async def test_an_engine_that_is_lost_over_it_is_not_taken_for_one_that_sleeps()
 async def test_a_wake_up_waits_for_the_way_down_to_end() -> None:
     recorder = Recorder()
     recorder.going.clear()
-    sleeping = WeightSleep(recorder, recorder)
+    sleeping = asleep_by(recorder)
     down = asyncio.create_task(sleeping.be(AWAY))
     up = asyncio.create_task(sleeping.be(AWAKE))
     await wait_until(lambda: "weights" in recorder.asked)

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from ebbtide.rollout_worker.installs.weight_store import threads_for
+from ebbtide.rollout_worker.service import threads_for
 from ebbtide.rollout_worker.settings import WorkerSettings
 from ebbtide.types.fleet import WorkerKind
 from tests.fakes.scripted_settings import ENGINE

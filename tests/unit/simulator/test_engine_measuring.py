@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from ebbtide.rollout_worker.engine import EngineRequest, TokenDelta
-from ebbtide.rollout_worker.engine.engine_measuring import EngineMeasuring, plan_blocks
-from ebbtide.rollout_worker.engine.measured_steps import EngineCapacity
+from ebbtide.rollout_worker.engine.measuring import EngineCapacity, EngineMeasuring, plan_blocks
 from ebbtide.simulator.engines.engine_profile import StepCosts
 from ebbtide.simulator.engines.fits.engine_fit import fit_step_costs
 from ebbtide.types.rollout import FinishReason

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ebbtide.errors import InvalidRequest
-from ebbtide.rollout_worker.engine.measured_steps import MeasuredSteps, StepGroup
+from ebbtide.rollout_worker.engine.measuring import MeasuredSteps, StepGroup
 from ebbtide.simulator.engines.engine_profile import StepCosts
 from ebbtide.simulator.engines.fits.engine_fit import fit_step_costs
 from ebbtide.simulator.engines.fits.non_negative_fit import least_squares

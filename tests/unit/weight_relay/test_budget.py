@@ -7,7 +7,7 @@ import pytest
 from ebbtide.errors import NoCapacity
 from ebbtide.types.weights import PolicyVersion, TensorEntry
 from ebbtide.weight_relay.intake.version_intake import MAX_STAGES, MAX_STAGES_OF_RUN
-from ebbtide.weight_relay.library.version_records import BLOCK
+from ebbtide.weight_relay.library.version_index import BLOCK
 from ebbtide.weight_relay.service import WeightRelay
 from ebbtide.weights import seal_manifest
 from tests.fakes.clocks import SetClock

@@ -6,8 +6,8 @@ import pytest
 
 from ebbtide.auth.security import ServerSettings
 from ebbtide.errors import InvalidRequest
+from ebbtide.weight_relay.service import check_settings
 from ebbtide.weight_relay.settings import RelaySettings
-from ebbtide.weight_relay.settings_checks import check_settings
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from ebbtide.errors import LeaseSuperseded, NotReady, Unavailable
 from ebbtide.rpc.run_endings import EndedRun, RunsEnded
 from ebbtide.types.run import RunStatus
 from ebbtide.weight_relay.intake import version_intake
-from ebbtide.weight_relay.library.run_end_follower import RunEndFollower
-from ebbtide.weight_relay.library.version_records import VersionStage, make_stage
+from ebbtide.weight_relay.library.run_ends import RunEndFollower
+from ebbtide.weight_relay.library.version_index import VersionStage, make_stage
 from ebbtide.weight_relay.service import WeightRelay
 from tests.fakes.clocks import SetClock
 from tests.integration.weight_relay.lines import Line
@@ -73,7 +73,7 @@ async def house_at(folder: Path, **settings: Any) -> AsyncIterator[House]:
     ends = RunEndFollower(
         relay.retirement,
         relay.ended,
-        relay.fanout,
+        relay.fanout.forget,
         source,  # type: ignore[arg-type]
         clock=clock,
         **settings,

@@ -9,8 +9,8 @@ from ebbtide.scheduling.distribution.source_ranking import SEVERAL, BlobOrigin
 from ebbtide.transfer.version_finder import WayRequest
 from ebbtide.types.weights import NAME_CHARS, SITE_CHARS, Holder, WeightsState
 from ebbtide.v1 import weights_pb2 as pb
-from ebbtide.weight_relay.outlets import holder_table as module
-from ebbtide.weight_relay.outlets.holder_table import AGAIN_S, LOST_S, HolderTable
+from ebbtide.weight_relay import holder_table as module
+from ebbtide.weight_relay.holder_table import AGAIN_S, LOST_S, HolderTable
 from ebbtide.wire.record_conversion import from_proto, to_proto
 from tests.fakes.clocks import SetClock
 

@@ -6,8 +6,8 @@ import time
 import pytest
 
 from ebbtide.types.weights import LinkState
-from ebbtide.weight_relay.outlets import link_table as module
-from ebbtide.weight_relay.outlets.link_table import OTHERS, LinkTable, host_of
+from ebbtide.weight_relay import serving as module
+from ebbtide.weight_relay.serving import OTHERS, LinkTable, host_of
 
 KIB = 1 << 10
 

@@ -10,7 +10,7 @@ import pytest
 from ebbtide.errors import ChunkCorrupt, InvalidRequest
 from ebbtide.transfer.sources.static_source import StaticIndex
 from ebbtide.types.weights import PolicyVersion
-from ebbtide.weight_relay.export.static_copy import StaticCopyWriter, StaticVersion
+from ebbtide.weight_relay.static_copy import StaticCopyWriter, StaticVersion
 from ebbtide.weights import build_manifest, named_tensor, slice_tiles, tile_digest
 
 TILE = 1 << 12

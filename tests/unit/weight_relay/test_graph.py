@@ -117,7 +117,7 @@ async def test_dense_and_patched_publishes_may_follow_each_other(tmp_path: Path)
 
 
 async def test_refusals_are_counted_by_reason(tmp_path: Path) -> None:
-    from ebbtide.weight_relay.intake.publish_refusals import refusals
+    from ebbtide.weight_relay.intake.publishing import refusals
 
     def counted() -> float:
         return REGISTRY.get_sample_value("ebbtide_relay_refusals_total", {"reason": "malformed"}) or 0.0

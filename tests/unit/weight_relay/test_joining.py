@@ -7,7 +7,7 @@ import pytest
 
 from ebbtide.errors import InvalidRequest, NoCapacity, Unavailable
 from ebbtide.types.weights import Manifest
-from ebbtide.weight_relay.intake.publish_joiner import MAX_JOINED, MAX_JOINED_OF_RUN, JoinedPublish
+from ebbtide.weight_relay.intake.publishing import MAX_JOINED, MAX_JOINED_OF_RUN, JoinedPublish
 from ebbtide.weights import ManifestLimits, ManifestPart, split_manifest
 from tests.integration.weight_relay.lines import Line
 from tests.support.waiting import wait_until

@@ -8,7 +8,7 @@ import pytest
 from ebbtide.errors import Unavailable
 from ebbtide.transfer.blob_fetcher import BlobBatch
 from ebbtide.weight_relay.service import WeightRelay
-from ebbtide.weight_relay.upstream.version_arrival import ArrivalStep, StageSink
+from ebbtide.weight_relay.subscription import ArrivalStep, StageSink
 from tests.integration.weight_relay.lines import Line
 from tests.unit.weight_relay.relays import SMALL, held, relay_at
 

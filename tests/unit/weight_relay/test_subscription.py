@@ -11,9 +11,9 @@ import pytest
 from ebbtide.errors import EbbtideError, Internal, InvalidRequest, NoCapacity, Unauthenticated, VersionUnavailable
 from ebbtide.transfer.version_finder import WayRequest
 from ebbtide.types.weights import BlobSource, Holder
+from ebbtide.weight_relay import subscription
 from ebbtide.weight_relay.service import WeightRelay
-from ebbtide.weight_relay.upstream import subscription
-from ebbtide.weight_relay.upstream.subscription import Subscription
+from ebbtide.weight_relay.subscription import Subscription
 from tests.integration.weight_relay.lines import Line
 from tests.support.waiting import wait_until
 from tests.unit.weight_relay.relays import SMALL, held, relay_at

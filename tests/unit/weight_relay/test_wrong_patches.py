@@ -9,7 +9,7 @@ import pytest
 
 from ebbtide.scheduling.distribution.retention import RetentionPlan
 from ebbtide.types.weights import Manifest, Patch, TensorPatch
-from ebbtide.weight_relay.library.version_records import PatchEdge
+from ebbtide.weight_relay.library.version_index import PatchEdge
 from ebbtide.weight_relay.service import WeightRelay
 from ebbtide.weights import blob_sizes, seal_patch
 from tests.integration.weight_relay.lines import SIGNER, Line

@@ -11,18 +11,18 @@ from ebbtide.cli.waiting import Waiting
 #: command -> module of its main function, help.
 SERVICES: Final = {
     "coordinator": (
-        "ebbtide.coordinator",
+        "ebbtide.coordinator.__main__",
         "Run a coordinator. It assigns the rollouts of runs to workers.",
     ),
-    "rollout-worker": ("ebbtide.rollout_worker", "Run a rollout-worker. Its vLLM engine generates rollouts."),
+    "rollout-worker": ("ebbtide.rollout_worker.__main__", "Run a rollout-worker. Its vLLM engine generates rollouts."),
     "serving-guard": (
-        "ebbtide.serving_guard",
+        "ebbtide.serving_guard.__main__",
         "Run a serving-guard. It lends a serving engine's idle time, or a trainer's device between steps.",
     ),
-    "weight-relay": ("ebbtide.weight_relay", "Run a weight-relay. It stores and serves policy versions."),
-    "gateway": ("ebbtide.gateway", "Run a gateway. It serves runs' policies over HTTP."),
-    "trainer": ("ebbtide.trainer", "Run a trainer. It trains runs, one after another."),
-    "driver": ("ebbtide.driver", "Run an episode driver. It runs the environments of runs."),
+    "weight-relay": ("ebbtide.weight_relay.__main__", "Run a weight-relay. It stores and serves policy versions."),
+    "gateway": ("ebbtide.gateway.__main__", "Run a gateway. It serves runs' policies over HTTP."),
+    "trainer": ("ebbtide.trainer.__main__", "Run a trainer. It trains runs, one after another."),
+    "driver": ("ebbtide.driver.__main__", "Run an episode driver. It runs the environments of runs."),
 }
 #: Further programs of services.
 BESIDE: Final = {
@@ -47,6 +47,6 @@ def health(context: typer.Context) -> None:
 def _command(module: str, waits_for: str):  # type: ignore[no-untyped-def]
     def command(context: typer.Context) -> None:
         waiting = [partial(Waiting, waits_for)] if waits_for else []
-        import_module(f"{module}.__main__").main(context.args, *waiting)
+        import_module(module).main(context.args, *waiting)
 
     return command

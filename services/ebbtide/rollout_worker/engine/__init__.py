@@ -7,12 +7,15 @@ from typing import NamedTuple, Protocol
 from msgspec import Struct
 
 from ebbtide.errors import Internal
-from ebbtide.rollout_worker.engine.vllm.weights.tensor_boxes import Boxes
 from ebbtide.types.fleet import DraftingState, EngineInfo
 from ebbtide.types.prompt_scores import ScoreArray
 from ebbtide.types.rollout import FinishReason
+from ebbtide.types.weights import Box
 
+#: Of each tensor, by its name.
 Shapes = Mapping[str, tuple[int, ...]]
+#: The slices that are read of each tensor, by its name; none: it is not read.
+Boxes = Mapping[str, tuple[Box, ...]]
 
 
 class EngineFailed(Internal):

@@ -17,8 +17,7 @@ from typing import Final
 
 from ebbtide import telemetry
 from ebbtide.errors import InvalidRequest
-from ebbtide.rollout_worker.engine import Engine, EngineFailed, EngineRequest, Shapes, TokenDelta
-from ebbtide.rollout_worker.engine.vllm.weights.tensor_boxes import Boxes
+from ebbtide.rollout_worker.engine import Boxes, Engine, EngineFailed, EngineRequest, Shapes, TokenDelta
 from ebbtide.types.fleet import DraftingState, EngineInfo
 from ebbtide.types.text_bounds import shortened
 from ebbtide.types.weights import Manifest

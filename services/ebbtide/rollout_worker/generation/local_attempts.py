@@ -18,14 +18,12 @@ from ebbtide.errors import EbbtideError
 from ebbtide.ledger import Ledger
 from ebbtide.rollout_worker import metrics
 from ebbtide.rollout_worker.engine import Engine, EngineFailed
-from ebbtide.rollout_worker.generation.generation import Assignment, Generation
+from ebbtide.rollout_worker.generation.generation import Assignment, Generation, PromptScoring
 from ebbtide.rollout_worker.generation.kv_gate import KvGate, KvTicket
 from ebbtide.rollout_worker.generation.outbox import Outbox
-from ebbtide.rollout_worker.generation.prompt_reading import PromptReading
-from ebbtide.rollout_worker.generation.prompt_scoring import PromptScoring
 from ebbtide.types.append_delta import AppendAck
 from ebbtide.types.end_cause import EndCause
-from ebbtide.types.fleet import AttemptRef, DraftingState, EngineInfo
+from ebbtide.types.fleet import AttemptRef, EngineInfo
 from ebbtide.types.tokens import token_count
 from ebbtide.types.weights import PolicyVersion
 
@@ -35,17 +33,19 @@ log = telemetry.get_logger(__name__)
 _LAST_TOKENS_S: Final = 0.25
 #: Tokens of a paused engine may still be on their way for so long.
 _SETTLE_S: Final = 0.02
+#: First tokens within so many seconds left the engine with one step: that was one read.
+_STEP_S: Final = 1e-3
 
 
-class HandBack(NamedTuple):
+class ReleaseReason(NamedTuple):
     """Why an attempt goes back to the coordinator."""
 
     cause: EndCause
     text: str  # for people
 
 
-NO_MEMORY: Final = HandBack(EndCause.NO_MEMORY, "its worker has no memory for its next chunk")
-SHORT_CONTEXT: Final = HandBack(EndCause.SHORT_CONTEXT, "it needs a longer context than its worker's")
+NO_MEMORY: Final = ReleaseReason(EndCause.NO_MEMORY, "its worker has no memory for its next chunk")
+SHORT_CONTEXT: Final = ReleaseReason(EndCause.SHORT_CONTEXT, "it needs a longer context than its worker's")
 
 
 class GenerationHolds:
@@ -85,7 +85,7 @@ class LocalAttempt:
         self.assignment, self.generation, self.entry = assignment, generation, entry  # `entry`: in the ledger
         self.task: asyncio.Task[None] | None = None
         self.started = False
-        self.releasing: HandBack | None = None  # if set, it goes back once all its tokens are stored
+        self.releasing: ReleaseReason | None = None  # if set, it goes back once all its tokens are stored
 
 
 class LocalAttempts:
@@ -98,14 +98,14 @@ class LocalAttempts:
         outbox: Outbox,
         ledger: Ledger | None,
         *,
-        release: Callable[[list[AttemptRef], HandBack], None],
+        release: Callable[[list[AttemptRef], ReleaseReason], None],
         fail: Callable[[BaseException], None],
         slots: int = 1 << 16,
         by_memory: bool = True,
     ) -> None:
         """`release` hands attempts back to the coordinator; `fail` is called when the engine is lost. `slots`: rollouts
         that the engine runs at once; `by_memory`: attempts wait until it has memory for them."""
-        self._engine, self.info, self._outbox, self._ledger = engine, info, outbox, ledger
+        self.engine, self.info, self._outbox, self._ledger = engine, info, outbox, ledger
         self._release, self._fail = release, fail
         self._held: dict[str, LocalAttempt] = {}
         self.ended = asyncio.Event()  # set when a generation ends
@@ -123,26 +123,6 @@ class LocalAttempts:
 
     def __contains__(self, attempt_id: str) -> bool:
         return attempt_id in self._held
-
-    @property
-    def scores_prompts(self) -> bool:
-        """Whether its engine scores prompts."""
-        return self._engine.scores_prompts
-
-    @property
-    def preemptions(self) -> int:
-        """How often its engine took a rollout's memory by itself."""
-        return self._engine.preemptions
-
-    @property
-    def drafts(self) -> bool:
-        """Whether its engine drafts tokens."""
-        return self._engine.speculates
-
-    @property
-    def drafting(self) -> DraftingState | None:
-        """What its engine's drafts came to; None where it makes none."""
-        return self._engine.drafting
 
     @property
     def running(self) -> int:
@@ -187,8 +167,8 @@ class LocalAttempts:
 
     def _generation(self, assignment: Assignment) -> Generation | PromptScoring:
         if assignment.prompt_logprobs is None:
-            return Generation(assignment, self.info, self._engine.decode)
-        return PromptScoring(assignment, self.info, self._engine.decode)
+            return Generation(assignment, self.info, self.engine.decode)
+        return PromptScoring(assignment, self.info, self.engine.decode)
 
     def drop(self, refs: Iterable[AttemptRef], outcome: str) -> None:
         """Stop generating for these attempts and forget them."""
@@ -208,7 +188,7 @@ class LocalAttempts:
     def forget_cached(self, episode_ids: Iterable[str]) -> None:
         """What the engine has cached of these episodes will not be continued."""
         if names := list(episode_ids):
-            self._engine.forget(names)
+            self.engine.forget(names)
 
     def settle(self, acks: Iterable[AppendAck], *, durable: bool) -> None:
         """Apply acknowledgements; `durable`: what they name is fsynced."""
@@ -224,11 +204,11 @@ class LocalAttempts:
     def check(self) -> None:
         """Call `fail` if the engine is lost."""
         try:
-            self._engine.check()
+            self.engine.check()
         except EngineFailed as error:
             self._fail(error)
 
-    def release(self, refs: Iterable[AttemptRef], why: HandBack) -> None:
+    def release(self, refs: Iterable[AttemptRef], why: ReleaseReason) -> None:
         """Hand these back, each once all its tokens are stored. Finished and unknown ones are ignored."""
         for ref in refs:
             held = self._held.get(ref.attempt_id)
@@ -240,12 +220,12 @@ class LocalAttempts:
             else:
                 held.task.cancel()
 
-    async def hand_over(self, why: HandBack, *, patience_s: float) -> None:
+    async def hand_over(self, why: ReleaseReason, *, patience_s: float) -> None:
         """Stop all generation; release each attempt once it is stored. `patience_s`: for a busy engine to pause."""
         self.holds.begin("drain")
         try:
             async with asyncio.timeout(patience_s):
-                await self._engine.pause("drain")  # tokens that it has made still come out
+                await self.engine.pause("drain")  # tokens that it has made still come out
                 await asyncio.sleep(_SETTLE_S)
         except TimeoutError:
             log.warning("the engine did not pause in time: its unread tokens are lost")
@@ -288,10 +268,10 @@ class LocalAttempts:
                 if ticket.leaves and held.generation.finish is None:
                     held.releasing = held.releasing or NO_MEMORY
         except EngineFailed as error:
-            held.releasing = HandBack(EndCause.FAILED, f"stopped: {error}")
+            held.releasing = ReleaseReason(EndCause.FAILED, f"stopped: {error}")
             self._fail(error)
         except EbbtideError as error:
-            held.releasing = HandBack(EndCause.FAILED, str(error))
+            held.releasing = ReleaseReason(EndCause.FAILED, str(error))
             log.warning("attempt failed", run_id=ref.run_id, rollout_id=ref.rollout_id, reason=str(error))
 
     def _ticket(self, held: LocalAttempt) -> KvTicket:
@@ -305,7 +285,7 @@ class LocalAttempts:
         attempt_id, request = held.assignment.attempt.attempt_id, held.generation.request()
         scored, read = held.assignment.prompt_logprobs is not None, False
         self.reading.begin(attempt_id, time.monotonic(), scored=scored)
-        async with aclosing(self._engine.generate(request)) as stream:
+        async with aclosing(self.engine.generate(request)) as stream:
             async for delta in stream:
                 if not read:
                     self.reading.first_token(attempt_id, len(request.token_ids), delta.cached, time.monotonic())
@@ -316,7 +296,7 @@ class LocalAttempts:
                     held.releasing = held.releasing or SHORT_CONTEXT
                 if held.generation.finish is not None or held.releasing or ticket.parked:
                     return
-        held.releasing = held.releasing or HandBack(EndCause.FAILED, "the engine ended the request")
+        held.releasing = held.releasing or ReleaseReason(EndCause.FAILED, "the engine ended the request")
 
     def _speeds(self) -> tuple[float, float]:
         """Seconds for a token of each rollout in the engine, and for reading one; 0: not known yet."""
@@ -354,7 +334,7 @@ class LocalAttempts:
             self._busy_s, self._busy_since = self.busy_s, 0.0
         if not task.cancelled() and (error := task.exception()) is not None:
             self._fail(error)
-            held.releasing = held.releasing or HandBack(EndCause.FAILED, "the worker failed")
+            held.releasing = held.releasing or ReleaseReason(EndCause.FAILED, "the worker failed")
         if held.generation.finish is not None:
             held.releasing = None  # it ended first
         elif held.releasing:
@@ -373,10 +353,70 @@ class LocalAttempts:
 
     def _release_stored(self) -> None:
         """Hand back releasing attempts whose tokens are all stored."""
-        ready: dict[HandBack, list[AttemptRef]] = {}
+        ready: dict[ReleaseReason, list[AttemptRef]] = {}
         for attempt_id, held in self._held.items():
             if held.releasing and held.task is None and self._outbox.stored_whole(attempt_id):
                 ready.setdefault(held.releasing, []).append(held.assignment.attempt)
         for why, refs in ready.items():
             self._release(refs, why)
             self.drop(refs, "released")
+
+
+class PromptReading:
+    """Counts what the engine reads of prompts, and how long that takes: the coordinator learns its prefill from this.
+
+    A read lasts from the arrival of a request, or from the first token of another one that was read meanwhile, to the
+    next first token. That is as if the engine read one prompt at a time, in the order of arrival. It is an
+    approximation for engines that read parts of several prompts in a step, decode in the same steps, and let requests
+    wait for a slot or for memory. Sums over many reads are right while the engine always reads if it has something to
+    read; what it does besides, and what it waits for, makes reading look slower.
+
+    A span in which generation was held, or a request was abandoned, counts as if it had not been. So does a span in
+    which a prompt was being scored: its logprobs take much longer than its reading.
+
+    Invariant: `_unread` has the requests in the engine without a token, `_scored` those of them whose prompts are
+    scored, and `_since` is when the present span began. The counts grow with the process, and are lost with it.
+    """
+
+    def __init__(self) -> None:
+        self.reads = self.tokens = 0  # `tokens`: without those found in the cache
+        self.seconds = 0.0
+        self._unread: set[str] = set()
+        self._scored: set[str] = set()
+        self._since = 0.0
+        self._spoilt = False
+
+    def begin(self, attempt_id: str, now: float, *, scored: bool = False) -> None:
+        """A request goes to the engine. `scored`: with logprobs of its prompt."""
+        if not self._unread:
+            self._since, self._spoilt = now, False
+        self._unread.add(attempt_id)
+        if scored:
+            self._scored.add(attempt_id)
+            self._spoilt = True
+
+    def first_token(self, attempt_id: str, tokens: int, cached: int, now: float) -> None:
+        """The engine has read a request of so many `tokens`, of which it had `cached`."""
+        if attempt_id not in self._unread:
+            return
+        self._unread.discard(attempt_id)
+        self._scored.discard(attempt_id)
+        metrics.PROMPT_TOKENS.labels("read").inc(tokens - cached)
+        metrics.PROMPT_TOKENS.labels("cached").inc(cached)
+        if not self._spoilt:
+            lasted_s = now - self._since
+            self.reads += lasted_s >= _STEP_S or not self.reads
+            self.tokens += tokens - cached
+            self.seconds += lasted_s
+        self._since, self._spoilt = now, bool(self._scored)
+
+    def abandon(self, attempt_id: str) -> None:
+        """A request leaves the engine; nothing changes if it has a token."""
+        if attempt_id in self._unread:
+            self._unread.discard(attempt_id)
+            self._scored.discard(attempt_id)
+            self._spoilt = True
+
+    def disturb(self) -> None:
+        """Generation is held, or goes on."""
+        self._spoilt = True

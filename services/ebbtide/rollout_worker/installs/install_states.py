@@ -1,7 +1,7 @@
 """Defines the installer's states and the transitions between them. Pure: the installer carries out what they demand.
 
-Invariant: an install holds generation in exactly the `HOLDING` states, and a wish is pulled or installed in exactly the
-`BUSY` states. No transition changes both. Every working state leads back to `IDLE` or `RESTING`.
+Invariant: an install holds generation in exactly the `HOLDING` states, and a target is pulled or installed in exactly
+the `BUSY` states. No transition changes both. Every working state leads back to `IDLE` or `RESTING`.
 """
 
 from enum import Enum, auto
@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 class InstallState(Enum):
     """What the installer is doing."""
 
-    #: It waits for a wish.
+    #: It waits for a target.
     IDLE = auto()
     #: It pulls the version into the mirror and locks it there; generation goes on.
     PULLING = auto()
@@ -25,7 +25,7 @@ class InstallState(Enum):
     INSTALLING = auto()
     #: The install has ended; the coordinator has no report yet.
     REPORTING = auto()
-    #: The engine gave its weights up; wishes wait.
+    #: The engine gave its weights up; targets wait.
     RESTING = auto()
     #: It pulls the version that the engine comes back with.
     RESTORING = auto()
@@ -36,34 +36,34 @@ class InstallState(Enum):
 class InstallEvent(Enum):
     """What changes the installer's state."""
 
-    BEGIN = auto()  # there is a wish to fulfil
+    BEGIN = auto()  # there is a target to bring in
     LOCKED = auto()  # the version is locked in the mirror, and no attempt forbids it
     FORBIDDEN = auto()  # an attempt forbids the version
     ADMITTED = auto()  # no attempt forbids the version any more
     CHANGE = auto()  # the version needs another engine
     INSTALL = auto()  # the engine may be touched
     DONE = auto()  # the engine has the version, or it refused it
-    END = auto()  # the wish, or the restore, needs nothing more
+    END = auto()  # the target, or the restore, needs nothing more
     REST = auto()  # the engine gives its weights up
     RESTORE = auto()  # the engine needs weights again
     NOT_NOW = auto()  # the device may not be touched
 
 
-class Deed(Enum):
+class Action(Enum):
     """What a transition demands."""
 
     HOLD = auto()  # begin to hold generation
     RELEASE = auto()  # end the hold
     TELL = auto()  # tell watchers that the worker became busy, or free
     GIVE_BACK = auto()  # free what finished runs used
-    WAKE = auto()  # look at the wish again
+    WAKE = auto()  # look at the target again
 
 
 class Transition(NamedTuple):
-    """The state that an event leads to, and the deeds then, in this order."""
+    """The state that an event leads to, and the actions then, in this order."""
 
     state: InstallState
-    deeds: tuple[Deed, ...]
+    actions: tuple[Action, ...]
 
 
 _S, _E = InstallState, InstallEvent
@@ -73,7 +73,7 @@ HOLDING: Final = frozenset({_S.CHANGING_ENGINE, _S.INSTALLING, _S.RELOADING})
 BUSY: Final = frozenset(
     {_S.PULLING, _S.WAITING_FOR_ATTEMPTS, _S.WAITING_FOR_LENDER, _S.CHANGING_ENGINE, _S.INSTALLING, _S.REPORTING}
 )
-#: A wish may be dropped: the engine is untouched.
+#: A target may be dropped: the engine is untouched.
 DROPPABLE: Final = frozenset({_S.PULLING, _S.WAITING_FOR_ATTEMPTS, _S.WAITING_FOR_LENDER})
 #: Only the version that the engine serves is in use.
 SETTLED: Final = frozenset({_S.IDLE, _S.RESTING})
@@ -107,13 +107,13 @@ def transition(state: InstallState, event: InstallEvent) -> Transition:
     """Raises `ValueError` for an event that is impossible in this state."""
     if (after := _NEXT.get((state, event))) is None:
         raise ValueError(f"{event.name} is impossible in {state.name}")
-    deeds = []
+    actions = []
     if (state in HOLDING) != (after in HOLDING):
-        deeds.append(Deed.HOLD if after in HOLDING else Deed.RELEASE)
+        actions.append(Action.HOLD if after in HOLDING else Action.RELEASE)
     if (state in BUSY) != (after in BUSY):
-        deeds.append(Deed.TELL)
+        actions.append(Action.TELL)
     if after in SETTLED and state not in SETTLED:
-        deeds.append(Deed.GIVE_BACK)
+        actions.append(Action.GIVE_BACK)
     if state is _S.RESTORING and after is _S.IDLE:
-        deeds.append(Deed.WAKE)
-    return Transition(after, tuple(deeds))
+        actions.append(Action.WAKE)
+    return Transition(after, tuple(actions))

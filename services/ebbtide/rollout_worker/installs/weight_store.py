@@ -18,9 +18,8 @@ from ebbtide.errors import ChunkCorrupt, EbbtideError, InvalidRequest
 from ebbtide.rollout_worker import metrics
 from ebbtide.rollout_worker.engine import Engine
 from ebbtide.rollout_worker.engine.checkpoint_facts import architecture, misfits
-from ebbtide.rollout_worker.engine.vllm.cpu_build import is_cpu_build
 from ebbtide.rollout_worker.installs.host_mirrors import HostMirrors, host_name, unbroken
-from ebbtide.rollout_worker.installs.peer_blobs import PeerBlobs, PeerListener
+from ebbtide.rollout_worker.installs.peers import PeerBlobs, PeerListener
 from ebbtide.rollout_worker.settings import WorkerSettings
 from ebbtide.transfer import BlobCache, ElementChanges, Mirror, Pulled, Puller, opener
 from ebbtide.transfer.mirror.digest_threads import DigestThreads
@@ -40,11 +39,9 @@ _INSTALL_S: Final = 600.0
 _AGAIN_S: Final = 5.0
 #: Shortest interval of reports, whatever the relay asks for.
 _LEAST_S: Final = 0.5
-#: Niceness of threads beside a served engine: they get what it leaves of the cores.
-_NICENESS: Final = 19
 
 
-class Installation(NamedTuple):
+class TargetVersion(NamedTuple):
     """A version of one run's policy."""
 
     run_id: str
@@ -102,8 +99,18 @@ class EngineNeeds:
 class WeightStore:
     """Owns this worker's weights outside the engine."""
 
-    def __init__(self, settings: WorkerSettings, worker_id: str, engine: Engine, stub: WeightsStub) -> None:
-        """`stub`: of the relay that `settings` name."""
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        worker_id: str,
+        engine: Engine,
+        stub: WeightsStub,
+        *,
+        in_place: bool,
+        threads: DigestThreads,
+    ) -> None:
+        """`stub`: of the relay that `settings` name. `in_place`: the engine applies changes between versions.
+        `threads`: for digests and patches."""
         self._settings, self._worker_id = settings, worker_id
         folder = Path(settings.mirror_dir) if settings.mirror_dir else None
         self._host = host_name(folder) if folder else ""
@@ -112,11 +119,11 @@ class WeightStore:
         self._install_s = 0.0  # for which its install held generation
         self._refused: PolicyVersion | None = None  # the engine's last refusal
         self._in_doubt = False  # the mirror's digests must be computed again before the next use
-        self._needs = EngineNeeds(engine, in_place=_in_place(settings))
+        self._needs = EngineNeeds(engine, in_place=in_place)
         self._mirrors = HostMirrors(folder, settings.pull_patience_s)
         cache = BlobCache(settings.peer_cache_mib * _MIB)
-        self._shelf = PeerBlobs(cache, lambda: self._mirrors.current, settings.peer_readers)
-        self.listener = PeerListener(settings, self._shelf, self._news.set)
+        self._peers = PeerBlobs(cache, lambda: self._mirrors.current, settings.peer_readers)
+        self.listener = PeerListener(settings, self._peers, self._news.set)
         self._puller = Puller(
             stub,
             settings.relay,
@@ -124,14 +131,14 @@ class WeightStore:
             patience_s=settings.pull_patience_s,
             open_source=opener(settings.client),
             cache=cache if settings.peer_listen else None,
-            threads=threads_for(settings),
+            threads=threads,
         )
 
     def fits(self, manifest: Manifest) -> bool:
         """Whether the engine can take the version without a restart."""
         return not self._needs.misfits(manifest)
 
-    async def begin(self, wanted: Installation, change: Callable[[Manifest], str] | None = None) -> Manifest:
+    async def begin(self, wanted: TargetVersion, change: Callable[[Manifest], str] | None = None) -> Manifest:
         """Get and check a version's manifest. `change` says why the engine may not restart for a version that does not
         fit it; empty if it may.
 
@@ -154,7 +161,7 @@ class WeightStore:
         return manifest
 
     @asynccontextmanager
-    async def locked(self, wanted: Installation, manifest: Manifest) -> AsyncIterator[tuple[Path, Path | None]]:
+    async def locked(self, wanted: TargetVersion, manifest: Manifest) -> AsyncIterator[tuple[Path, Path | None]]:
         """The file to install a version from, and the changes in it since the served one, if these are known. No
         process changes either meanwhile. Pulls what the mirror lacks first.
 
@@ -175,7 +182,7 @@ class WeightStore:
                 raise ChunkCorrupt(f"the mirror lacks tiles of the version after each of {_PULLS} pulls")
             pulls += await self._fill(wanted, manifest)
 
-    async def _fill(self, wanted: Installation, manifest: Manifest) -> bool:
+    async def _fill(self, wanted: TargetVersion, manifest: Manifest) -> bool:
         """Bring the mirror to a version. Returns whether that took a pull: another worker may have filled it."""
         async with self._mirrors.locked(manifest) as mirror:
             if self._in_doubt:
@@ -187,7 +194,7 @@ class WeightStore:
                 await self._pull(wanted, manifest, mirror)
             return True
 
-    async def _pull(self, wanted: Installation, manifest: Manifest, mirror: Mirror) -> None:
+    async def _pull(self, wanted: TargetVersion, manifest: Manifest, mirror: Mirror) -> None:
         """Pull what a locked mirror lacks of a version."""
         base = self._served
         follows = base is not None and self._needs.takes_changes(manifest) and mirror.holds(base)
@@ -264,7 +271,7 @@ class WeightStore:
             host=self._host if self._mirrors.shared else f"worker:{self._worker_id}",
             address=self.listener.address,
             lasting=self._settings.kind is WorkerKind.RESERVED,
-            readers=self._shelf.streams.total(),
+            readers=self._peers.streams.total(),
         )
 
     def warm_up(self) -> None:
@@ -275,20 +282,6 @@ class WeightStore:
         """Give the mirror up. The host's mirror goes when no other worker uses it."""
         self._mirrors.close()
         self._puller.close()
-
-
-def threads_for(settings: WorkerSettings) -> DigestThreads:
-    """For digests and patches. A borrowed worker's have the lowest priority, because a pull waits for no grant; one at
-    most where the served engine computes on the same cores."""
-    if settings.kind is not WorkerKind.BORROWED:
-        return DigestThreads()
-    on_cores = settings.engine == "vllm" and is_cpu_build()
-    return DigestThreads(1, niceness=_NICENESS) if on_cores else DigestThreads(niceness=_NICENESS)
-
-
-def _in_place(settings: WorkerSettings) -> bool:
-    """Whether the engine applies changes to weights where they are. CPU builds load packed copies of them."""
-    return settings.engine == "vllm" and not is_cpu_build()
 
 
 def _shapes(manifest: Manifest) -> dict[str, tuple[int, ...]]:

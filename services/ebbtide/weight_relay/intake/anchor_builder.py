@@ -15,12 +15,11 @@ from ebbtide.scheduling.distribution.retained_bytes import Node, Stream
 from ebbtide.scheduling.distribution.version_paths import find_ways, wants_anchor
 from ebbtide.types.weights import FoundWay, Manifest, Patch
 from ebbtide.weight_relay import metrics
-from ebbtide.weight_relay.intake import publish_refusals
-from ebbtide.weight_relay.intake.tile_codecs import TileCodecs
-from ebbtide.weight_relay.intake.tile_rebuild import first_wrong, rebuild
+from ebbtide.weight_relay.intake.publishing import count_refusal
+from ebbtide.weight_relay.intake.tile_codecs import TileCodecs, first_wrong, rebuild
 from ebbtide.weight_relay.library.relay_disk import disk_errors
+from ebbtide.weight_relay.library.version_index import Ends, StageProgress
 from ebbtide.weight_relay.library.version_library import VersionLibrary, named
-from ebbtide.weight_relay.library.version_records import Ends, StageProgress
 from ebbtide.weight_relay.library.version_retirement import VersionRetirement
 from ebbtide.weights import Planner, TileTask, Way, places, tile_sizes
 from ebbtide.weights.patch.tile_format import unit_width
@@ -113,7 +112,7 @@ class AnchorBuilder:
         except _Wrong as wrong:
             edge = index.patches(stream).get(wrong.ends)
             if edge is not None and not edge.composed:
-                publish_refusals.count("patch", run_id=stream[0], **named(edge.patch.version), error=str(wrong))
+                count_refusal("patch", run_id=stream[0], **named(edge.patch.version), error=str(wrong))
             await self._library.finish(self._retirement.withdraw_patch(stream, wrong.ends))
             raise
         except _Damaged as damaged:

@@ -22,11 +22,10 @@ from ebbtide.scheduling.distribution.version_paths import (
 )
 from ebbtide.types.weights import FoundWay, Manifest, Patch, TensorPatch
 from ebbtide.weight_relay import metrics
-from ebbtide.weight_relay.intake.tile_codecs import TileCodecs
-from ebbtide.weight_relay.intake.tile_rebuild import Read, patched, rebuild
+from ebbtide.weight_relay.intake.tile_codecs import Read, TileCodecs, patched, rebuild
 from ebbtide.weight_relay.library.relay_disk import disk_errors
+from ebbtide.weight_relay.library.version_index import Ends, PatchEdge, StageProgress, step_of
 from ebbtide.weight_relay.library.version_library import VersionLibrary
-from ebbtide.weight_relay.library.version_records import Ends, PatchEdge, StageProgress, step_of
 from ebbtide.weight_relay.library.version_retirement import VersionRetirement
 from ebbtide.weights import Place, Planner, TileTask, Way, blob_sizes, places, seal_patch, tile_digest
 from ebbtide.weights.patch.tile_format import SPARSE_HEAD, Kind, read_tile, unit_width

@@ -10,11 +10,10 @@ from ebbtide.types.weights import Manifest, Patch, PolicyVersion, VersionInfo
 from ebbtide.weight_relay import metrics
 from ebbtide.weight_relay.intake.anchor_builder import AnchorBuilder
 from ebbtide.weight_relay.intake.tile_codecs import TileCodecs
-from ebbtide.weight_relay.library.ended_runs import EndedRuns
 from ebbtide.weight_relay.library.publisher_trust import PublisherTrust
 from ebbtide.weight_relay.library.relay_disk import disk_errors
-from ebbtide.weight_relay.library.version_library import VersionLibrary, named
-from ebbtide.weight_relay.library.version_records import (
+from ebbtide.weight_relay.library.run_ends import EndedRuns
+from ebbtide.weight_relay.library.version_index import (
     Claim,
     HeldManifest,
     PatchEdge,
@@ -23,6 +22,7 @@ from ebbtide.weight_relay.library.version_records import (
     make_stage,
     on_disk,
 )
+from ebbtide.weight_relay.library.version_library import VersionLibrary, named
 from ebbtide.weight_relay.library.version_retirement import VersionRetirement
 from ebbtide.weights import check_tile, mark_missing, same_geometry
 

@@ -2,7 +2,7 @@
 
 Invariant: what `index` calls committed is whole and durable on `disk`. Versions, patches, stages and anchors change
 under `lock`, in `finish`, so that a caller that goes away leaves nothing half done. Blobs are verified, then written
-without the lock. After the process dies, publishers' stages are gone, and `disk_recovery` finds everything else.
+without the lock. After the process dies, publishers' stages are gone, and `relay_disk.recover` finds everything else.
 """
 
 import asyncio
@@ -14,10 +14,14 @@ from ebbtide import telemetry
 from ebbtide.errors import InvalidRequest
 from ebbtide.types.weights import PolicyVersion
 from ebbtide.weight_relay import metrics
-from ebbtide.weight_relay.library.disk_recovery import RecoveredDisk, recover
-from ebbtide.weight_relay.library.relay_disk import RelayDisk, disk_errors
-from ebbtide.weight_relay.library.version_index import VersionIndex
-from ebbtide.weight_relay.library.version_records import HeldManifest, PatchEdge, StageProgress, VersionStage
+from ebbtide.weight_relay.library.relay_disk import RecoveredDisk, RelayDisk, disk_errors, recover
+from ebbtide.weight_relay.library.version_index import (
+    HeldManifest,
+    PatchEdge,
+    StageProgress,
+    VersionIndex,
+    VersionStage,
+)
 from ebbtide.weight_relay.settings import RelaySettings
 from ebbtide.weights import ManifestLimits, blob_sizes, check_tile, tile_sizes
 

@@ -11,10 +11,10 @@ from ebbtide.scheduling.distribution.retained_bytes import HeldPatch, HeldVersio
 from ebbtide.scheduling.distribution.retention import RetentionPlan, RetentionRules, plan_retention
 from ebbtide.scheduling.distribution.version_paths import passages
 from ebbtide.weight_relay import metrics
+from ebbtide.weight_relay.holder_table import HolderTable
 from ebbtide.weight_relay.library.publisher_trust import PublisherTrust
 from ebbtide.weight_relay.library.relay_disk import disk_errors
-from ebbtide.weight_relay.library.version_library import VersionLibrary, named
-from ebbtide.weight_relay.library.version_records import (
+from ebbtide.weight_relay.library.version_index import (
     BLOCK,
     Ends,
     HeldManifest,
@@ -24,7 +24,7 @@ from ebbtide.weight_relay.library.version_records import (
     dense_bytes,
     on_disk,
 )
-from ebbtide.weight_relay.outlets.holder_table import HolderTable
+from ebbtide.weight_relay.library.version_library import VersionLibrary, named
 
 log = telemetry.get_logger(__name__)
 #: Seconds after a start within which holders report: several of their rounds.

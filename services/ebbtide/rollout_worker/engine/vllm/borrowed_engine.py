@@ -16,7 +16,7 @@ from ebbtide.types.grants import Budget
 PAGE: Final = "EBBTIDE_GRANT_PAGE"
 #: Time for the one token of a warm-up.
 _WARM_UP_S: Final = 120.0
-_SCHEDULER: Final = "ebbtide.rollout_worker.engine.vllm.budgeted_scheduler.BudgetedScheduler"
+_SCHEDULER: Final = "ebbtide.rollout_worker.engine.vllm.schedulers.BudgetedScheduler"
 _ARGS: Final = "vllm.engine_args"
 #: vLLM's arguments that the scheduler and its balloon do not support, with the reason.
 _REFUSED: Final = {

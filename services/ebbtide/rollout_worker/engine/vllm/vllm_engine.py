@@ -3,54 +3,48 @@
 Invariant: vLLM itself labels every token with the version whose weights made it; labels change only while generation is
 paused and after all layers were replaced. A request with tokens keeps its keys and values over an install; no other
 request sees those of older weights: the cache's salt changes with each install, and requests without a token start
-again under it. Only this object and its `VersionUpdates` talk to AsyncLLM. If this process dies, by any signal, so do
+again under it. Only this module and its `VersionUpdates` talk to AsyncLLM. If this process dies, by any signal, so do
 the engine's own processes.
 """
 
 import asyncio
 import json
 import logging
+import math
 import multiprocessing
 import os
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
+from msgspec import to_builtins
 
 from ebbtide import telemetry
 from ebbtide.errors import Internal, InvalidRequest
 from ebbtide.rollout_worker.engine import (
+    Boxes,
     EngineFailed,
     EngineRequest,
     Shapes,
     TokenDelta,
     checkpoint_facts,
 )
-from ebbtide.rollout_worker.engine.measured_steps import EngineCapacity
+from ebbtide.rollout_worker.engine.measuring import EngineCapacity
 from ebbtide.rollout_worker.engine.vllm import cpu_build, vllm_plugin
 from ebbtide.rollout_worker.engine.vllm.borrowed_engine import BorrowedEngine
-from ebbtide.rollout_worker.engine.vllm.drafts.speculation import TREES_MIB, Speculation, speculation_arguments
-from ebbtide.rollout_worker.engine.vllm.engine_pauses import CACHE, DEAD, WEIGHTS, EnginePauses
-from ebbtide.rollout_worker.engine.vllm.preemption_count import PreemptionCount
-from ebbtide.rollout_worker.engine.vllm.vllm_conversions import (
-    ENDED,
-    device_name,
-    engine_capacity,
-    logprobs,
-    prompt_scores,
-    sampling_params,
-    token_versions,
-)
-from ebbtide.rollout_worker.engine.vllm.weights.tensor_boxes import Boxes
-from ebbtide.rollout_worker.engine.vllm.weights.version_updates import VersionUpdates
+from ebbtide.rollout_worker.engine.vllm.kv_cache import ENDED, PreemptionCount
+from ebbtide.rollout_worker.engine.vllm.speculation import DRAFTS, TREES_MIB, Speculation, speculation_arguments
+from ebbtide.rollout_worker.engine.vllm.version_updates import VersionUpdates
 from ebbtide.rollout_worker.settings import VllmSettings
 from ebbtide.runtime import Aside
 from ebbtide.types.fleet import DraftingState, EngineInfo
+from ebbtide.types.prompt_scores import ScoreArray, score_places
 from ebbtide.types.rollout import FinishReason
+from ebbtide.types.text_bounds import shortened
 from ebbtide.weights import end_tokens
 
 log = telemetry.get_logger(__name__)
@@ -60,9 +54,15 @@ _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 _AWAY = "weights away"
 #: vLLM's levels of sleep: weights in the host's memory, or nowhere.
 _SLEEP_HOST, _SLEEP_AWAY = 1, 2
-_SCHEDULERS = "ebbtide.rollout_worker.engine.vllm.evicting_scheduler"
+_SCHEDULERS = "ebbtide.rollout_worker.engine.vllm.schedulers"
 #: Time for an engine process to end.
 _END_S = 10.0
+#: vLLM's label before the first install.
+_UNLABELLED: Final = "default"
+
+DEAD: Final = "the engine's process died; its log says why"
+#: Memory that vLLM gives back in sleep, by its names.
+WEIGHTS, CACHE = "weights", "kv_cache"
 
 
 class VllmEngine:
@@ -205,7 +205,7 @@ class VllmEngine:
                 await stream.aclose()
 
     def forget(self, names: Sequence[str]) -> None:
-        """Tell the scheduler: see `evicting_scheduler`. A borrowed engine's has no such choice, and ignores it."""
+        """Tell the scheduler: see `schedulers`. A borrowed engine's has no such choice, and ignores it."""
         if self._llm is not None:
             told = self._llm.engine_core.abort_requests_async([ENDED + name for name in names])
             task = asyncio.ensure_future(told)
@@ -440,3 +440,145 @@ def _extra(text: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise InvalidRequest("must be a JSON object of vLLM engine arguments", field="vllm.engine_args")
     return found
+
+
+class EnginePauses:
+    """Counts the reasons why an engine stands still, and puts it to sleep and wakes it by vLLM's sleep mode.
+
+    vLLM knows only whether it is paused, and waking resumes it. So this object pauses it again while there is a reason.
+
+    Invariant: the engine generates only while there is no reason to pause. While its memory is away, there is one.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        """`llm`: vLLM's AsyncLLM."""
+        self._llm = llm
+        self._reasons: set[str] = set()
+        self._one = asyncio.Lock()
+
+    async def hold(self, reason: str, stop: Callable[..., Awaitable[None]] | None = None) -> None:
+        """Pause, unless something paused the engine before. `stop`: the call that does it; None: vLLM's usual one.
+        Raises `EngineFailed`."""
+        async with self._one:
+            if not self._reasons:
+                try:
+                    await (stop or self._llm.pause_generation)(mode="keep", clear_cache=False)
+                except Exception as error:
+                    if self._llm.errored:
+                        raise EngineFailed(DEAD) from error
+                    raise
+            self._reasons.add(reason)
+
+    async def resume(self, reason: str) -> None:
+        async with self._one:
+            if self._reasons == {reason}:
+                await self._llm.resume_generation()
+            self._reasons.discard(reason)
+
+    async def sleep(self, reason: str, level: int) -> None:
+        """Pause, and give the device's memory back: at level 1 weights go to the host's memory, at level 2 nowhere.
+        Requests keep their tokens. Raises `EngineFailed`."""
+        async with self._one:
+            self._reasons.add(reason)
+            await _whole("it did not give its memory back", self._llm.sleep(level=level, mode="keep"))
+
+    async def wake(self, *memory: str) -> None:
+        """Take these kinds of memory again, without anything: all. The reason to sleep stays. Raises
+        `EngineFailed`."""
+        async with self._one:
+            await _whole("it did not get its memory back", self._llm.wake_up(list(memory) or None))
+            if WEIGHTS not in memory:  # vLLM generates again once nothing is away
+                await self._llm.pause_generation(mode="keep", clear_cache=False)
+
+
+async def _whole(failure: str, call: Awaitable[Any]) -> None:
+    try:
+        await call
+    except Exception as error:
+        raise EngineFailed(f"{failure}: {error}") from error
+
+
+def sampling_params(request: EngineRequest) -> Any:
+    """vLLM's parameters for a request that streams ids and, if asked, exact logprobs, and no text."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        min_p=request.min_p,
+        repetition_penalty=request.repetition_penalty,
+        max_tokens=request.max_tokens,
+        min_tokens=request.min_tokens,
+        stop_token_ids=list(request.stop_token_ids),
+        ignore_eos=True,  # the stop tokens include them where they count
+        logprobs=request.prompt_logprobs or (0 if request.logprobs else None),
+        prompt_logprobs=request.prompt_logprobs,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+        extra_args=None if request.drafts is None else {DRAFTS: to_builtins(request.drafts)},
+    )
+
+
+def logprobs(completion: Any) -> list[float]:
+    """One per token: the sampled token's is the first at its place. NaN where the request asked for none."""
+    flat = completion.logprobs
+    return [math.nan] * len(completion.token_ids) if flat is None else [flat.logprobs[at] for at in flat.start_indices]
+
+
+def prompt_scores(output: Any, alternatives: int | None) -> ScoreArray | None:
+    """The scores in the first output of a request that asked for them. Raises `Internal` if vLLM gave others."""
+    if alternatives is None:
+        return None
+    behind, sampled = output.prompt_logprobs, output.outputs[0].logprobs  # vLLM gives nothing at the first token
+    if behind is None or sampled is None or len(behind.logprobs) % (1 + alternatives):
+        raise Internal("vLLM did not score the prompt as it was asked to")
+    return score_places(
+        [*behind.token_ids, *sampled.token_ids],
+        [*behind.logprobs, *sampled.logprobs],
+        [*behind.ranks, *sampled.ranks],
+        alternatives,
+    )
+
+
+def token_versions(processor: Any, request_id: str, completion: Any, start: int) -> list[int]:
+    """The version of each token of the completion, the first of which is the request's token `start`.
+
+    vLLM labels a request's outputs as they arrive, but shows the labels only with the last one: until then they are
+    read from its output processor.
+    """
+    count = len(completion.token_ids)
+    if completion.weight_versions is not None:
+        starts = [(span.version, span.start) for span in completion.weight_versions]
+    else:
+        internal = processor.external_req_ids[request_id][0]
+        starts = processor.request_states[internal].weight_version_starts
+    versions, newest = [0] * count, start + count
+    for label, since in reversed(starts):
+        first = max(since, start)
+        for index in range(first - start, newest - start):
+            versions[index] = 0 if label == _UNLABELLED else int(label)
+        newest = min(newest, first)
+    return versions
+
+
+def engine_capacity(config: Any) -> EngineCapacity:
+    """What vLLM's configuration says after the start of its processes, which find how much memory is left."""
+    cache, scheduler = config.cache_config, config.scheduler_config
+    return EngineCapacity(
+        kv_tokens=(cache.num_gpu_blocks - 1) * cache.block_size,  # one block stands for "no block"
+        kv_block=cache.block_size,
+        batched_tokens=scheduler.max_num_batched_tokens,
+        sequences=scheduler.max_num_seqs,
+        prefix_cache=bool(cache.enable_prefix_caching),
+        whole_prompt_fits=bool(scheduler.scheduler_reserve_full_isl),
+    )
+
+
+def device_name(devices: int) -> str:
+    """What an engine on so many devices runs on. Empty on CPUs: how fast they are hangs on threads and neighbours."""
+    from vllm.platforms import current_platform
+
+    return "" if current_platform.is_cpu() else shortened(f"{devices} x {current_platform.get_device_name()}", 128)

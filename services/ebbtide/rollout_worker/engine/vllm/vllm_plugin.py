@@ -17,7 +17,7 @@ from ebbtide.rollout_worker.engine.vllm import cpu_build
 
 BACKEND: Final = "ebbtide"
 #: Answers the calls of `VersionUpdates` in each of vLLM's workers.
-EXTENSION: Final = "ebbtide.rollout_worker.engine.vllm.weights.tile_transfer.WorkerExtension"
+EXTENSION: Final = "ebbtide.rollout_worker.engine.vllm.tile_transfer.WorkerExtension"
 #: Variable that the rollout-worker sets for the engine processes below it.
 _OWNER: Final = "EBBTIDE_ENGINE_OWNER_PID"
 #: Set for the serving engine of a local cluster.
@@ -40,7 +40,7 @@ def register() -> None:
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
         WeightTransferEngineFactory.register_engine(
-            BACKEND, "ebbtide.rollout_worker.engine.vllm.weights.tile_transfer", "TileTransfer"
+            BACKEND, "ebbtide.rollout_worker.engine.vllm.tile_transfer", "TileTransfer"
         )
         _registered = True
     parent = multiprocessing.parent_process()

@@ -6,7 +6,7 @@ from typing import Final
 import numpy as np
 
 from ebbtide.errors import InvalidRequest
-from ebbtide.rollout_worker.engine.measured_steps import EngineMeasurements, MeasuredSteps
+from ebbtide.rollout_worker.engine.measuring import EngineMeasurements, MeasuredSteps
 from ebbtide.simulator.engines.engine_profile import EngineDelays, EngineProfile, FitErrors, KvCapacity, StepCosts
 from ebbtide.simulator.engines.fits.non_negative_fit import Array, fit_costs, fit_errors
 

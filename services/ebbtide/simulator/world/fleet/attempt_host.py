@@ -11,7 +11,7 @@ from typing import Final, NamedTuple, Protocol
 
 from ebbtide.coordinator.state.running_attempt import RunningAttempt
 from ebbtide.coordinator.state.worker_session import WorkerSession
-from ebbtide.rollout_worker.generation.flush_lanes import JITTER
+from ebbtide.rollout_worker.generation.outbox import JITTER
 from ebbtide.simulator.engines.simulated_engine import EngineEventKind, SimulatedEngine
 from ebbtide.simulator.outcome import TokenCounts
 from ebbtide.simulator.world.virtual_time import Alarm, VirtualTime

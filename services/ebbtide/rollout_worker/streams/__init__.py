@@ -1,1 +1,0 @@
-"""The streams to the coordinator: control messages, tokens out, acknowledgements in."""

@@ -1,1 +1,0 @@
-"""Static copies of versions, for web servers and object stores."""

@@ -1,1 +1,0 @@
-"""Sends versions out: reads, the readers' sources, and the links that carry them."""

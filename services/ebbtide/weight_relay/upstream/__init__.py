@@ -1,1 +1,0 @@
-"""Brings versions from another relay or from a static copy."""
