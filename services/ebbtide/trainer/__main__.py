@@ -86,7 +86,7 @@ async def _together(settings: TrainerSettings, shutdown: Shutdown, place: RankPl
 async def _follow(world: "RankWorld", settings: TrainerSettings, shutdown: Shutdown, board: "RankBoard | None") -> None:
     """Follows rank 0. `board`: this rank speaks for its host's guard, too."""
     from ebbtide.trainer.lending.loan_follower import LoanFollower
-    from ebbtide.trainer.ranks.rank_follower import follow
+    from ebbtide.trainer.ranks.rank_group import follow
 
     works = [follow(world, settings, shutdown)]
     if board is not None:

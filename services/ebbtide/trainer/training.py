@@ -10,11 +10,12 @@ with the process, and the step's groups stay open until its update.
 """
 
 import asyncio
-from collections.abc import Callable
+import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from ebbtide.claimed_runs.run_loop import CHECKPOINT, RunFollower
 from ebbtide.client import Client, Lease
@@ -22,21 +23,71 @@ from ebbtide.client.publisher.publisher import Publishing, PublishReport
 from ebbtide.errors import AlreadyExists
 from ebbtide.runtime import race
 from ebbtide.telemetry import counter, gauge, get_logger
+from ebbtide.trainer import training_checkpoint
+from ebbtide.trainer.collectors import SessionCollector, TrajectoryCollector
 from ebbtide.trainer.device_loan import DeviceLoan, OwnDevice, TrainingDevice
-from ebbtide.trainer.learning.local_learning import LocalLearning
+from ebbtide.trainer.learning.local_learning import LocalLearning, choose_device
 from ebbtide.trainer.lending.device_window import DeviceWindow
 from ebbtide.trainer.lending.memory_loan import MemoryLoan
 from ebbtide.trainer.lending.own_window import OwnWindow, TrainingWindow
 from ebbtide.trainer.lending.shared_loan import LendingRanks, SharedLoan
-from ebbtide.trainer.ranks.rank_group import RankGroup
+from ebbtide.trainer.ranks.rank_group import RankGroup, RankZeroLearning
 from ebbtide.trainer.reported_device import ReportedDevice
 from ebbtide.trainer.settings import TrainerSettings
-from ebbtide.trainer.step_clock import TRAIN, StepClock
-from ebbtide.trainer.training_checkpoint import TrainingState
-from ebbtide.trainer.training_start import TrainingStart, checkpoints_of
-from ebbtide.trainer.trajectory_collector import TrajectoryCollector
+from ebbtide.trainer.training_checkpoint import CheckpointError, TrainingState
 from ebbtide.types.ids import new_fence
 from ebbtide.types.run import RunEvent
+
+T = TypeVar("T")
+
+TRAIN: Final = "train"
+_PHASES: Final = ("wait", TRAIN, "publish", "checkpoint")
+
+_seconds = counter("trainer_seconds_total", "Where the trainer's time went", ("phase",))
+
+
+class StepClock:
+    """Measures one step's seconds by phase, and of training those before the step's last group was there."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+        self._trained: list[tuple[float, float]] = []  # from, to
+        self._whole_at: float | None = None
+
+    async def measure(self, phase: str, work: Awaitable[T]) -> T:
+        began = time.monotonic()
+        try:
+            return await work
+        finally:
+            ended = time.monotonic()
+            self._seconds[phase] = self._seconds.get(phase, 0.0) + ended - began
+            _seconds.labels(phase).inc(ended - began)
+            if phase == TRAIN:
+                self._trained.append((began, ended))
+
+    def whole(self) -> None:
+        """Notes that all groups of the step are there. Only the first call counts."""
+        if self._whole_at is None:
+            self._whole_at = time.monotonic()
+
+    def overlapped_s(self) -> float:
+        """Seconds of training before all groups of the step were there. 0 unless `whole` was called."""
+        end = self._whole_at or 0.0
+        return sum(max(0.0, min(to, end) - began) for began, to in self._trained)
+
+    def learning_s(self) -> float:
+        """Seconds of training so far."""
+        return self._seconds.get(TRAIN, 0.0)
+
+    def whole_s(self) -> float:
+        """Seconds since all groups of the step were there. 0 unless `whole` was called."""
+        return 0.0 if self._whole_at is None else time.monotonic() - self._whole_at
+
+    def values(self) -> dict[str, float]:
+        """Returns the seconds by phase, and those of training that overlapped if `whole` was called."""
+        seconds = {f"seconds_{phase}": self._seconds.get(phase, 0.0) for phase in _PHASES}
+        return seconds if self._whole_at is None else seconds | {"overlapped_s": self.overlapped_s()}
+
 
 log = get_logger(__name__)
 
@@ -338,3 +389,84 @@ def publish_values(report: PublishReport) -> dict[str, float]:
         "publish_seconds": report.pause_s + report.encode_s + report.upload_s,
         "publish_patch": float(report.kind == "patch"),
     }
+
+
+def checkpoints_of(lease: Lease) -> Path:
+    """Returns the folder of the run's checkpoints."""
+    return Path(lease.run.spec.output) / lease.run_id / "checkpoints"
+
+
+class TrainingStart:
+    """Loads what a training begins with. `following` must follow the run meanwhile."""
+
+    def __init__(
+        self, lease: Lease, settings: TrainerSettings, crew: RankGroup | None, following: RunFollower, lineage: str
+    ) -> None:
+        """`crew`: the ranks to train on; None: this process."""
+        self._lease = lease
+        self._settings = settings
+        self._crew = crew
+        self._following = following
+        self._lineage = lineage
+        self._spec = lease.run.spec
+        self._folder = checkpoints_of(lease)
+
+    async def begin(self) -> tuple[LocalLearning, TrajectoryCollector, list[RunEvent]]:
+        """Loads the run's model or newest checkpoint. Returns the events to report, too."""
+        learning, state = await self._load()
+        await self._following.catch_up(self._lease)
+        self._check_lineage(state)
+        if state is None:
+            return learning, self._collector(None), []
+        log.info("resumed", step=state.step, version=state.version)
+        message = f"training resumed from the checkpoint of step {state.step}"
+        resumed = RunEvent(kind="resumed", key=self._lineage, message=message, values={"step": float(state.step)})
+        # The checkpoint's writer may have died before it reported and committed the contents.
+        return learning, self._collector(state), [*state.reports, resumed]
+
+    def _collector(self, state: TrainingState | None) -> TrajectoryCollector:
+        step, consumed, cursor = (state.step, state.consumed, state.cursor) if state else (0, (), "")
+        if self._spec.from_agents:
+            return SessionCollector(self._spec, self._following.steps, step=step, consumed=consumed, cursor=cursor)
+        staleness = self._spec.batch.max_staleness
+        return TrajectoryCollector(step=step, max_staleness=staleness, consumed=consumed, cursor=cursor)
+
+    async def _load(self) -> tuple[LocalLearning, TrainingState | None]:
+        """Loads the run's model, or its newest checkpoint with the training's state.
+
+        Tries again if a superseded trainer wrote a newer checkpoint meanwhile, and removed this one.
+        """
+        while True:
+            found = await asyncio.to_thread(training_checkpoint.prepare, self._folder)
+            source = found or Path(self._spec.model)
+            try:
+                learning = await asyncio.to_thread(self._learn, source)
+                if found is None:
+                    return learning, None
+                state = await asyncio.to_thread(learning.resume, found, run_id=self._lease.run_id)
+            except Exception:
+                if found is None or training_checkpoint.latest(self._folder) == found:
+                    raise
+            else:
+                return learning, state
+
+    def _learn(self, source: Path) -> LocalLearning:
+        keep = self._settings.keep_published
+        if self._crew is None:
+            device = choose_device(self._settings.device)
+            return LocalLearning(self._spec, source=source, device=device, keep_published=keep)
+        return RankZeroLearning(self._crew, self._spec, run_id=self._lease.run_id, source=source, keep_published=keep)
+
+    def _check_lineage(self, state: TrainingState | None) -> None:
+        """Raises `CheckpointError` if the checkpoint is not this run's, or not its newest."""
+        if state is not None and self._following.steps.get(state.version) != state.step:
+            raise CheckpointError(
+                f"{str(self._folder)!r} holds checkpoints of an earlier run called {state.run_id}; "
+                "remove them, or submit with another output"
+            )
+        newest = max(self._following.checkpoints, default=0)
+        if newest > (state.step if state else 0):
+            raise CheckpointError(
+                f"the checkpoint of step {newest} is not there any more ({self._following.checkpoints[newest]}), and "
+                "its trajectories are deleted; restore the checkpoint, or submit the run again"
+            )

@@ -27,10 +27,10 @@ from safetensors.torch import load_file, save_file
 from ebbtide.claimed_runs.run_loop import RunFailed
 from ebbtide.errors import InvalidRequest
 from ebbtide.runtime import fsync
+from ebbtide.trainer.collectors import ConsumedTrajectory
 from ebbtide.trainer.learning.learner import LearnerRanks
 from ebbtide.trainer.learning.network import Network, Tokenizer, save_network
 from ebbtide.trainer.ranks.checkpoint_shards import read_shards, shard_name, write_shards, write_weights
-from ebbtide.trainer.trajectory_collector import ConsumedTrajectory
 from ebbtide.types.ids import new_fence
 from ebbtide.types.run import RunEvent
 

@@ -30,8 +30,7 @@ from ebbtide.client.relay_client import RelayClient
 from ebbtide.client.service_peer import ServicePeer
 from ebbtide.errors import InvalidRequest
 from ebbtide.trainer.learning.local_learning import LocalLearning
-from ebbtide.trainer.ranks.rank_follower import RankFollower
-from ebbtide.trainer.ranks.rank_group import RankGroup, RankZeroLearning
+from ebbtide.trainer.ranks.rank_group import RankFollower, RankGroup, RankZeroLearning
 from ebbtide.trainer.ranks.rank_place import place_of
 from ebbtide.trainer.ranks.rank_world import RankWorld
 from ebbtide.trainer.training_checkpoint import TrainingState

@@ -10,9 +10,9 @@ import torch
 
 from ebbtide.errors import InvalidRequest
 from ebbtide.trainer import training_checkpoint
+from ebbtide.trainer.collectors import ConsumedTrajectory
 from ebbtide.trainer.learning.network import load_network, load_tokenizer
 from ebbtide.trainer.training_checkpoint import CheckpointError, TrainingState
-from ebbtide.trainer.trajectory_collector import ConsumedTrajectory
 from ebbtide.types.run import RunEvent
 
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from ebbtide.trainer.trajectory_collector import ConsumedTrajectory, TrajectoryCollector, staleness
+from ebbtide.trainer.collectors import ConsumedTrajectory, TrajectoryCollector, staleness
 from ebbtide.types.rollout import Trajectory
 from ebbtide.types.tokens import pack_ids, pack_tokens
 

@@ -14,9 +14,9 @@ from msgspec.structs import replace
 
 from ebbtide.errors import Unavailable
 from ebbtide.scheduling.elastic import step_window
+from ebbtide.trainer.collectors import TrajectoryCollector
 from ebbtide.trainer.lending import device_window
 from ebbtide.trainer.lending.device_window import DeviceWindow
-from ebbtide.trainer.trajectory_collector import TrajectoryCollector
 from ebbtide.types.rollout import Trajectory
 from ebbtide.types.run import RunSpec
 from ebbtide.types.work_left import OpenGroup, WorkLeft

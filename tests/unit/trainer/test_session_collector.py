@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from ebbtide.errors import InvalidRequest
+from ebbtide.trainer.collectors import SessionCollector
 from ebbtide.trainer.learning.experience import samples_of, summary
-from ebbtide.trainer.session_collector import SessionCollector
 from ebbtide.types.rollout import Trajectory
 from ebbtide.types.run import RunSpec, TrainerSpec, check_spec
 from ebbtide.types.tokens import pack_ids, pack_tokens

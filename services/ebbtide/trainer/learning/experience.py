@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
+from ebbtide.trainer.collectors import staleness
 from ebbtide.trainer.learning.grpo import group_advantages, permute_within_groups
 from ebbtide.trainer.learning.training_batches import TrainingSample
-from ebbtide.trainer.trajectory_collector import staleness
 from ebbtide.types.rollout import Trajectory
 from ebbtide.types.run import TrainerSpec
 from ebbtide.types.tokens import unpack_ids, unpack_tokens

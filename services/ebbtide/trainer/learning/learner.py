@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ebbtide.trainer.learning.grpo import policy_loss, token_logprobs
+from ebbtide.trainer.learning.grpo import StepStats, StepSums, policy_loss, token_logprobs
 from ebbtide.trainer.learning.network import Network
 from ebbtide.trainer.learning.sample_deal import micro_parts, minibatches, shares
-from ebbtide.trainer.learning.step_stats import StepStats, StepSums
 from ebbtide.trainer.learning.training_batches import TrainingBatch, TrainingSample, collate
 from ebbtide.trainer.ranks.network_sharding import local, whole
 from ebbtide.types.run import Sampling

@@ -20,9 +20,9 @@ from ebbtide.errors import InvalidRequest
 from ebbtide.trainer import training_checkpoint
 from ebbtide.trainer.learning import gpu_changes
 from ebbtide.trainer.learning.experience import samples_of, summary
+from ebbtide.trainer.learning.grpo import StepStats
 from ebbtide.trainer.learning.learner import Learner, LearnerSettings
 from ebbtide.trainer.learning.network import Network, load_network, load_tokenizer
-from ebbtide.trainer.learning.step_stats import StepStats
 from ebbtide.trainer.learning.trainer_memory import CudaRoom, TrainerMemory
 from ebbtide.trainer.learning.training_batches import TrainingSample
 from ebbtide.trainer.ranks.network_sharding import local, own_tensors

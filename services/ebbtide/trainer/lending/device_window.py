@@ -22,10 +22,10 @@ from ebbtide.errors import EbbtideError, LeaseSuperseded
 from ebbtide.runtime import race
 from ebbtide.scheduling.elastic.fading_quantiles import FadingQuantiles
 from ebbtide.scheduling.elastic.step_window import AGAIN_S, LATEST_S, StepWindow, TrainedStep, TrainerStep
+from ebbtide.trainer.collectors import TrajectoryCollector
 from ebbtide.trainer.device_loan import TrainingDevice
 from ebbtide.trainer.lending.own_window import Enough
 from ebbtide.trainer.lending.window_ledger import WindowLedger
-from ebbtide.trainer.trajectory_collector import TrajectoryCollector
 from ebbtide.types.rollout import Trajectory
 from ebbtide.types.tokens import token_count
 from ebbtide.types.work_left import WorkLeft

@@ -5,27 +5,166 @@ next. If the run is at fault (`EbbtideError`), the order fails on all ranks, whi
 the process of a rank, and so all of them.
 """
 
+import asyncio
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import msgspec
+import numpy as np
+from msgspec import Struct
 
 from ebbtide.claimed_runs.run_loop import RankLost, RunFailed
+from ebbtide.client import Client
+from ebbtide.client.publisher.publisher import Publisher
 from ebbtide.client.publisher.rank_exchange import RankFailure
 from ebbtide.client.publisher.torch_exchange import TorchExchange
-from ebbtide.errors import EbbtideError
-from ebbtide.telemetry import get_logger
+from ebbtide.errors import EbbtideError, InvalidRequest
+from ebbtide.runtime import Aside, Shutdown, race
+from ebbtide.telemetry import bind, get_logger
 from ebbtide.trainer import training_checkpoint
+from ebbtide.trainer.learning.grpo import StepStats
 from ebbtide.trainer.learning.local_learning import LocalLearning
-from ebbtide.trainer.learning.step_stats import StepStats
 from ebbtide.trainer.learning.training_batches import TrainingSample
-from ebbtide.trainer.ranks import rank_orders
 from ebbtide.trainer.ranks.rank_world import RankWorld, computing, exchanging
+from ebbtide.trainer.settings import TrainerSettings
 from ebbtide.trainer.training_checkpoint import CheckpointError, TrainingState
+from ebbtide.types.rollout import SampledResponse
 from ebbtide.types.run import RunSpec
+
+
+class PackedSamples(Struct, frozen=True, kw_only=True):
+    """A step's samples, concatenated; little-endian."""
+
+    lengths: tuple[int, ...]  # ids of each sample
+    tails: tuple[int, ...]  # ids after each sample's prompt
+    ids: bytes  # int64
+    mask: bytes  # bytes 0 and 1
+    logprobs: bytes  # float32
+    versions: bytes  # int64
+    advantages: bytes  # float64
+    responses: tuple[tuple[SampledResponse, ...], ...]  # of each sample
+
+
+class BeginOrder(Struct, frozen=True, kw_only=True, tag="Begin"):
+    """Load a run's weights from the directory `source`, and drop the former run."""
+
+    run_id: str
+    spec: RunSpec
+    source: str
+    keep_published: bool
+
+
+class ResumeOrder(Struct, frozen=True, kw_only=True, tag="Resume"):
+    """Read the optimiser's state of a checkpoint."""
+
+    checkpoint: str
+    run_id: str
+
+
+class TrainOrder(Struct, frozen=True, kw_only=True, tag="Train"):
+    step: int
+    version: int
+    samples: PackedSamples
+
+
+class AccumulateOrder(Struct, frozen=True, kw_only=True, tag="Accumulate"):
+    """Add the gradient of some samples of a step."""
+
+    version: int
+    samples: PackedSamples
+
+
+class UpdateOrder(Struct, frozen=True, kw_only=True, tag="Update"):
+    """Take an optimiser step on what was accumulated."""
+
+
+class PublishOrder(Struct, frozen=True, kw_only=True, tag="Publish"):
+    """Publish the weights as they are now, together with rank 0."""
+
+
+class SaveOrder(Struct, frozen=True, kw_only=True, tag="Save"):
+    """Write this rank's part of a checkpoint into `directory`."""
+
+    directory: str
+
+
+class GiveUpOrder(Struct, frozen=True, kw_only=True, tag="GiveUp"):
+    """Make room on the device for an engine that needs so many bytes."""
+
+    needed: int
+
+
+class RestoreOrder(Struct, frozen=True, kw_only=True, tag="Restore"):
+    """Bring back what was moved off the device."""
+
+
+class OverOrder(Struct, frozen=True, kw_only=True, tag="Over"):
+    """Rank 0 ends."""
+
+
+Order: TypeAlias = (
+    BeginOrder
+    | ResumeOrder
+    | TrainOrder
+    | AccumulateOrder
+    | UpdateOrder
+    | PublishOrder
+    | SaveOrder
+    | GiveUpOrder
+    | RestoreOrder
+    | OverOrder
+)
+
+
+def pack_order(order: Order) -> bytes:
+    data: bytes = msgspec.msgpack.encode(order)
+    return data
+
+
+def unpack_order(data: bytes) -> Order:
+    """Raises `InvalidRequest` unless the bytes are an order."""
+    try:
+        order: Order = msgspec.msgpack.decode(data, type=Order)
+    except msgspec.MsgspecError as error:
+        raise InvalidRequest(f"no order came from rank 0 ({error}); restart all ranks", field="ranks") from None
+    return order
+
+
+def pack_samples(samples: Sequence[TrainingSample]) -> PackedSamples:
+    def joined(arrays: Sequence[np.ndarray[tuple[int, ...], np.dtype[np.generic]]], dtype: str) -> bytes:
+        return b"".join(array.astype(dtype).tobytes() for array in arrays)
+
+    return PackedSamples(
+        lengths=tuple(len(sample.ids) for sample in samples),
+        tails=tuple(len(sample.mask) for sample in samples),
+        ids=joined([sample.ids for sample in samples], "<i8"),
+        mask=joined([sample.mask for sample in samples], "|u1"),
+        logprobs=joined([sample.logprobs for sample in samples], "<f4"),
+        versions=joined([sample.versions for sample in samples], "<i8"),
+        advantages=np.array([sample.advantage for sample in samples], "<f8").tobytes(),
+        responses=tuple(sample.responses for sample in samples),
+    )
+
+
+def unpack_samples(packed: PackedSamples) -> list[TrainingSample]:
+    """Raises `InvalidRequest` if lengths and arrays do not agree."""
+    tails, count = sum(packed.tails), len(packed.lengths)
+    sizes = (8 * sum(packed.lengths), tails, 4 * tails, 8 * tails, 8 * count)
+    arrays = (packed.ids, packed.mask, packed.logprobs, packed.versions, packed.advantages)
+    if not len(packed.tails) == len(packed.responses) == count or tuple(map(len, arrays)) != sizes:
+        raise InvalidRequest("have arrays whose lengths do not match", field="samples")
+    ids = np.split(np.frombuffer(packed.ids, "<i8"), np.cumsum(packed.lengths)[:-1])
+    ends = np.cumsum(packed.tails)[:-1]
+    masks = np.split(np.frombuffer(packed.mask, np.uint8) == 1, ends)
+    logprobs = np.split(np.frombuffer(packed.logprobs, "<f4"), ends)
+    versions = np.split(np.frombuffer(packed.versions, "<i8"), ends)
+    advantages = np.frombuffer(packed.advantages, "<f8").tolist()
+    parts = zip(ids, masks, logprobs, versions, advantages, packed.responses, strict=True) if count else ()
+    return [TrainingSample(*part) for part in parts]
+
 
 log = get_logger(__name__)
 
@@ -45,7 +184,7 @@ class RankGroup:
         self._publishing: TorchExchange | None = None
 
     @contextmanager
-    def order(self, order: rank_orders.Order) -> Iterator[None]:
+    def order(self, order: Order) -> Iterator[None]:
         """Sends an order to all ranks, runs rank 0's part in the block, and awaits the answers.
 
         Raises the error of the block or of another rank, and `RankLost`.
@@ -77,16 +216,16 @@ class RankGroup:
         if not self._lock.acquire(timeout=_OVER_S):
             return
         try:
-            self._tell(rank_orders.OverOrder())
+            self._tell(OverOrder())
             self._answers()
         except RankLost as error:
             log.warning("not all ranks were told of the end", reason=str(error))
         finally:
             self._lock.release()
 
-    def _tell(self, order: rank_orders.Order) -> None:
+    def _tell(self, order: Order) -> None:
         with exchanging():
-            self._exchange.broadcast(rank_orders.pack(order))
+            self._exchange.broadcast(pack_order(order))
 
     def _answers(self) -> list[EbbtideError]:
         with exchanging():
@@ -125,49 +264,157 @@ class RankZeroLearning(LocalLearning):
         self, crew: RankGroup, spec: RunSpec, *, run_id: str, source: Path, keep_published: bool = True
     ) -> None:
         self._crew = crew
-        begin = rank_orders.BeginOrder(
-            run_id=run_id, spec=spec, source=str(source.absolute()), keep_published=keep_published
-        )
+        begin = BeginOrder(run_id=run_id, spec=spec, source=str(source.absolute()), keep_published=keep_published)
         world = crew.world
         with crew.order(begin):
             self._exchange = crew.renew()
             super().__init__(spec, source=source, device=world.device, keep_published=keep_published, world=world)
 
     def resume(self, path: Path, *, run_id: str) -> TrainingState:
-        with self._crew.order(rank_orders.ResumeOrder(checkpoint=str(path.absolute()), run_id=run_id)):
+        with self._crew.order(ResumeOrder(checkpoint=str(path.absolute()), run_id=run_id)):
             return super().resume(path, run_id=run_id)
 
     def train(self, samples: Sequence[TrainingSample], *, step: int, version: int) -> StepStats:
-        order = rank_orders.TrainOrder(step=step, version=version, samples=rank_orders.pack_samples(samples))
+        order = TrainOrder(step=step, version=version, samples=pack_samples(samples))
         with self._crew.order(order):
             return super().train(samples, step=step, version=version)
 
     def accumulate(self, samples: Sequence[TrainingSample], *, version: int) -> None:
-        order = rank_orders.AccumulateOrder(version=version, samples=rank_orders.pack_samples(samples))
+        order = AccumulateOrder(version=version, samples=pack_samples(samples))
         with self._crew.order(order):
             super().accumulate(samples, version=version)
 
     def update(self) -> StepStats:
-        with self._crew.order(rank_orders.UpdateOrder()):
+        with self._crew.order(UpdateOrder()):
             return super().update()
 
     def give_up_memory(self, needed: int) -> int:
-        with self._crew.order(rank_orders.GiveUpOrder(needed=needed)):
+        with self._crew.order(GiveUpOrder(needed=needed)):
             return super().give_up_memory(needed)
 
     def restore_memory(self) -> None:
-        with self._crew.order(rank_orders.RestoreOrder()):
+        with self._crew.order(RestoreOrder()):
             super().restore_memory()
 
     def exchange(self) -> TorchExchange:
-        with self._crew.order(rank_orders.PublishOrder()):
+        with self._crew.order(PublishOrder()):
             return self._exchange
 
     def checkpoint(self, folder: Path, state: TrainingState, *, keep: int) -> Path:
         unfinished = training_checkpoint.begin(folder, self._network, self._tokenizer, state)
         tree: Any = None
-        with self._crew.order(rank_orders.SaveOrder(directory=str(unfinished.absolute()))):
+        with self._crew.order(SaveOrder(directory=str(unfinished.absolute()))):
             tree = super().write_part(unfinished)
         path = training_checkpoint.finish(unfinished, tree, state, self._crew.world.size)
         training_checkpoint.keep_newest(folder, keep)
         return path
+
+
+# Follows rank 0's orders on the other ranks, which talk only to the relay, about their own shares.
+#
+# Invariant: torch computes in one thread, which lives as long as the process. If rank 0 is gone, this process ends.
+
+#: Time from a request to end until the rank ends by itself; rank 0 gets the request too, and ends all ranks first.
+_LEAVE_S: Final = 15.0
+
+
+async def follow(world: RankWorld, settings: TrainerSettings, shutdown: Shutdown) -> None:
+    """Follows rank 0 until it ends. Raises `RankLost` if it is gone."""
+    bind(rank=world.rank)
+    client = Client(settings.coordinator, settings.relay, security=settings.security, patience_s=settings.patience_s)
+    async with client:
+        await race(RankFollower(world, client).run(), _asked_to_end(shutdown))
+
+
+async def _asked_to_end(shutdown: Shutdown) -> None:
+    await shutdown.requested.wait()
+    if shutdown.failure is None:
+        await asyncio.sleep(_LEAVE_S)
+
+
+class RankFollower:
+    def __init__(self, world: RankWorld, client: Client) -> None:
+        self._world, self._client, self._thread = world, client, Aside("rank")
+        self._orders = TorchExchange(timeout_s=ORDERS_S)
+        self._exchange: TorchExchange | None = None
+        self._learning: LocalLearning | None = None
+        self._publisher: Publisher | None = None
+
+    async def run(self) -> None:
+        order: Order | None = None
+        while not isinstance(order, OverOrder):
+            order = unpack_order(await self._thread.do(lambda: self._told(b"")))
+            failure: EbbtideError | None = None
+            if isinstance(order, BeginOrder) and self._publisher is not None:
+                await self._publisher.aclose()
+                self._publisher = None
+            try:
+                await self._thread.do(lambda order=order: self._obey(order))  # type: ignore[misc]
+            except RankLost:
+                raise
+            except EbbtideError as error:
+                log.warning("an order failed", order=type(order).__name__, reason=str(error))
+                failure = error
+            await self._thread.do(lambda failure=failure: self._told(answer(failure), back=True))  # type: ignore[misc]
+            if isinstance(order, BeginOrder) and self._exchange is not None:
+                bind(run_id=order.run_id)
+                self._publisher = self._client.publisher(order.run_id, self._exchange, order.spec.policy)
+            if isinstance(order, PublishOrder):
+                await self._publish()
+
+    def _told(self, data: bytes, *, back: bool = False) -> bytes:
+        with exchanging():
+            if not back:
+                return self._orders.broadcast(data)
+            self._orders.gather(data)
+            return b""
+
+    def _obey(self, order: Order) -> None:
+        self._world.settle()
+        with computing():
+            match order:
+                case BeginOrder():
+                    self._begin(order)
+                case ResumeOrder():
+                    self._own().resume(Path(order.checkpoint), run_id=order.run_id)
+                case TrainOrder():
+                    samples = unpack_samples(order.samples)
+                    self._own().train(samples, step=order.step, version=order.version)
+                case AccumulateOrder():
+                    self._own().accumulate(unpack_samples(order.samples), version=order.version)
+                case UpdateOrder():
+                    self._own().update()
+                case SaveOrder():
+                    self._own().write_part(Path(order.directory))
+                case GiveUpOrder():
+                    self._own().give_up_memory(order.needed)
+                case RestoreOrder():
+                    self._own().restore_memory()
+                case PublishOrder() | OverOrder():
+                    pass  # done after the answer to rank 0
+
+    def _begin(self, order: BeginOrder) -> None:
+        self._learning = None  # frees its memory for the next one
+        self._exchange = renewed(self._exchange)
+        self._learning = LocalLearning(
+            order.spec,
+            source=Path(order.source),
+            device=self._world.device,
+            keep_published=order.keep_published,
+            world=self._world,
+        )
+
+    def _own(self) -> LocalLearning:
+        if self._learning is None:
+            raise RankLost(f"rank {self._world.rank} has loaded no run: it and rank 0 are out of step")
+        return self._learning
+
+    async def _publish(self) -> None:
+        """Returns when this rank's share is copied. Rank 0 learns whether the version succeeds."""
+        try:
+            if self._publisher is not None:
+                await self._publisher.publish(self._own().tensors())
+        except RankLost:
+            raise
+        except EbbtideError as error:
+            log.warning("this rank's share of a version was not published", reason=str(error))

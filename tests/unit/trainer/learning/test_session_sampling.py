@@ -23,7 +23,7 @@ from ebbtide.trainer.base_model.character_tokenizer import character_tokenizer
 from ebbtide.trainer.learning.experience import samples_of
 from ebbtide.trainer.learning.learner import Learner, LearnerSettings
 from ebbtide.trainer.learning.network import Network
-from ebbtide.trainer.ranks.rank_orders import pack_samples, unpack_samples
+from ebbtide.trainer.ranks.rank_group import pack_samples, unpack_samples
 from ebbtide.types.rollout import FinishReason, TokenChunk, Trajectory
 from ebbtide.types.run import EnvironmentSpec, Run, Sampling, TrainerSpec
 from ebbtide.types.tokens import pack_tokens, unpack_ids

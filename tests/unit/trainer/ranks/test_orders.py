@@ -7,15 +7,15 @@ import pytest
 from ebbtide.claimed_runs.run_loop import RunFailed
 from ebbtide.errors import InvalidRequest, NotFound
 from ebbtide.trainer.learning.training_batches import TrainingSample
-from ebbtide.trainer.ranks.rank_orders import (
+from ebbtide.trainer.ranks.rank_group import (
     BeginOrder,
     OverOrder,
     PublishOrder,
     SaveOrder,
     TrainOrder,
-    pack,
+    pack_order,
     pack_samples,
-    unpack,
+    unpack_order,
     unpack_samples,
 )
 from ebbtide.trainer.training_checkpoint import CheckpointError
@@ -38,7 +38,7 @@ SAMPLES = [sample(7, 4, 0.1), sample(3, 3, -2.5), sample(9, 1, 1 / 3)]
 
 @pytest.mark.parametrize("samples", [SAMPLES, SAMPLES[:1], []])
 def test_samples_come_out_bit_for_bit(samples: list[TrainingSample]) -> None:
-    order = unpack(pack(TrainOrder(step=4, version=9, samples=pack_samples(samples))))
+    order = unpack_order(pack_order(TrainOrder(step=4, version=9, samples=pack_samples(samples))))
     assert isinstance(order, TrainOrder)
     found = unpack_samples(order.samples)
     assert len(found) == len(samples)
@@ -59,13 +59,13 @@ def test_a_spec_comes_out_as_it_was() -> None:
         SaveOrder(directory="/folder"),
         OverOrder(),
     ):
-        assert unpack(pack(order)) == order
+        assert unpack_order(pack_order(order)) == order
 
 
-@pytest.mark.parametrize("data", [b"", b"\x80", msgspec.msgpack.encode({"type": "Boo"}), pack(OverOrder())[:-1]])
+@pytest.mark.parametrize("data", [b"", b"\x80", msgspec.msgpack.encode({"type": "Boo"}), pack_order(OverOrder())[:-1]])
 def test_what_is_no_order_is_refused(data: bytes) -> None:
     with pytest.raises(InvalidRequest, match="no order came from rank 0"):
-        unpack(data)
+        unpack_order(data)
 
 
 @pytest.mark.parametrize("name", ["ids", "mask", "logprobs", "versions", "advantages"])
