@@ -1,13 +1,17 @@
 """Messages become ids by the model's own template, within limits that nothing exceeds."""
 
+import os
 import random
+import signal
+import socket
+import struct
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ebbtide.errors import InvalidRequest
+from ebbtide.errors import InvalidRequest, Unavailable
 from ebbtide.gateway.model import ServedModel
 from ebbtide.gateway.parsers import ParserNames
 from ebbtide.gateway.templates import TemplateLimits, TemplateSandbox
@@ -213,6 +217,24 @@ def test_other_threads_go_on_while_a_template_explodes() -> None:
     thread.join()
     limited.close()
     assert steps > 10  # this thread ran while the other waited
+
+
+@pytest.mark.parametrize("content", ["x", "x" * (2 << 20)], ids=["that answers nothing", "that reads nothing"])
+def test_a_process_that_is_silent_is_ended_and_the_next_renders(content: str) -> None:
+    own = TemplateSandbox(processes=1)
+    assert rendered(own, "a") == "a"
+    (process,) = own._idle.queue
+    assert process._process is not None
+    assert process._connection is not None
+    with socket.socket(fileno=os.dup(process._connection.fileno())) as same:
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            assert struct.unpack("@ll", same.getsockopt(socket.SOL_SOCKET, option, 16)) == (30, 0)
+            same.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", 0, 100_000))
+    process._process.send_signal(signal.SIGSTOP)
+    with pytest.raises(Unavailable, match="try again"):
+        rendered(own, "b", [{"role": "user", "content": content}])
+    assert rendered(own, "c") == "c"
+    own.close()
 
 
 def test_a_process_that_was_killed_is_started_again(sandbox: TemplateSandbox) -> None:
