@@ -219,22 +219,22 @@ class _MarkedOutput(OutputParser):
     skip_special = False
 
     def __init__(self, seed: str, threads: set[threading.Thread], *, calls: bool) -> None:
-        self._seed, self._threads, self._calls, self._text = seed, threads, calls, ""
+        self._seed, self._threads, self._with_calls, self._text = seed, threads, calls, ""
 
     def push(self, text: str, ids: Sequence[int]) -> OutputDelta:
         self._text += text
         return OutputDelta()
 
     def end(self) -> OutputDelta:
-        return self._parsed(self._text)
+        return self._marked(self._text)
 
     def whole(self, text: str, ids: Sequence[int]) -> OutputDelta:
         self._threads.add(threading.current_thread())
-        return self._parsed(text)
+        return self._marked(text)
 
-    def _parsed(self, text: str) -> OutputDelta:
+    def _marked(self, text: str) -> OutputDelta:
         reasoning, _, rest = text.partition("</think>") if "</think>" in text else ("", "", text)
-        content, *marked = rest.split("<tool_call>") if self._calls else [rest]
+        content, *marked = rest.split("<tool_call>") if self._with_calls else [rest]
         found = [msgspec.json.decode(one.partition("</tool_call>")[0]) for one in marked]
         calls = [
             ToolCallDelta(

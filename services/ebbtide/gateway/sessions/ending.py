@@ -113,6 +113,7 @@ def trajectories_of(
             metrics={} if number else figures,
             session_id=session.session_id,
             branches=len(trace.branches),
+            cursor="",
             **branch.packed(),
             responses=_responses(live, branch),
         )
