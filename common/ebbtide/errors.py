@@ -6,11 +6,11 @@ class EbbtideError(Exception):
 
 
 class InvalidRequest(EbbtideError):
-    """Fix the call; `field` names what is wrong."""
+    """Fix the call; `field` names what is wrong, and `text` says why."""
 
     def __init__(self, message: str, *, field: str = "") -> None:
         super().__init__(f"{field}: {message}" if field and not message.startswith(f"{field}:") else message)
-        self.field = field
+        self.field, self.text = field, message.removeprefix(f"{field}: ")
 
 
 class NotFound(EbbtideError):

@@ -99,9 +99,17 @@ class RequestPlayer:
 
     async def check(self, request: TextRequest, owner: str) -> None:
         """Raise for a request that cannot be played, whatever its prompts are."""
-        _check_count(request)
-        check_scored(request)
-        self._check_tools(request)
+        if not request.prompts:
+            raise InvalidRequest("is required and must not be empty", field="prompt")
+        if (count := len(request.prompts) * request.n) > MAX_COMPLETIONS:
+            raise InvalidRequest(f"asks for {count} completions in all; at most {MAX_COMPLETIONS}", field="n")
+        _check_scored(request)
+        if request.parse_tools and not self.model.parses_tools:
+            raise InvalidRequest(
+                "this gateway has no tool parser, so calls could not be told from text; start it with --tool-parser, "
+                "or set tool_choice to none",
+                field="tools",
+            )
         await self._check_versions(request, owner)
 
     async def completions(
@@ -110,8 +118,9 @@ class RequestPlayer:
         """The rollouts of a request, and what makes text of each. Raises `InvalidRequest` naming the field."""
 
         def work() -> tuple[list[RolloutRequest], list[ChoiceText]]:
-            check_score_count(request, prompts)
-            samplings = [sampling_of(request, self.model, len(ids)) for ids in prompts]
+            if request.prompt_logprobs is not None:
+                check_records(sum(map(len, prompts)), request.prompt_logprobs, field="prompt_logprobs")
+            samplings = [_sampling_of(request, self.model, len(ids)) for ids in prompts]
             rollouts = self._rollouts(request, owner, prompts, samplings)
             choices = [
                 self.choice(request, number, rollout.rollout_id, prompts[number // request.n])
@@ -129,12 +138,21 @@ class RequestPlayer:
         return _group_of(self.lease.run.run_id, owner, request.session_id, request.request_id)
 
     def check_ids(self, ids: Sequence[int], field: str) -> None:
-        """Raise `InvalidRequest` naming the field for a prompt that the model cannot continue."""
-        check_prompt(ids, self.model, max_prompt_tokens=self._max_prompt_tokens, field=field)
+        """Raise `InvalidRequest` naming the field for a prompt that no worker could continue."""
+        context, vocabulary = self.model.context, self.model.vocabulary
+        if not ids:
+            raise InvalidRequest("holds no token; there must be something to continue", field=field)
+        self.check_length(ids, field)
+        if len(ids) >= context:
+            text = f"has {len(ids)} tokens, which leaves no room in the model's context of {context}"
+            raise InvalidRequest(text, field=field)
+        if not 0 <= min(ids) <= max(ids) < vocabulary:
+            raise InvalidRequest(f"token ids are 0 to {vocabulary - 1} in this model's vocabulary", field=field)
 
     def check_length(self, ids: Sequence[int], field: str) -> None:
         """Raise `InvalidRequest` naming the field for more tokens than this gateway takes in a prompt."""
-        check_length(ids, max_prompt_tokens=self._max_prompt_tokens, field=field)
+        if (most := self._max_prompt_tokens) and len(ids) > most:
+            raise InvalidRequest(f"has {len(ids)} tokens, more than this gateway's {most}", field=field)
 
     async def encoded(self, prompt: Prompt, field: str, owner: str) -> list[int]:
         """The token ids of a prompt that the model can continue. Raises `InvalidRequest` naming the field."""
@@ -233,25 +251,10 @@ class RequestPlayer:
             call_seed=rollout_id,
         )
 
-    def _check_tools(self, request: TextRequest) -> None:
-        if request.parse_tools and not self.model.parses_tools:
-            raise InvalidRequest(
-                "this gateway has no tool parser, so calls could not be told from text; start it with --tool-parser, "
-                "or set tool_choice to none",
-                field="tools",
-            )
-
 
 def _group_of(run_id: str, owner: str, session_id: str, request_id: str) -> str:
     """What the ids of a request's rollouts begin with."""
     return rollout_id_of_request(run_id, owner, session_id, request_id, 0).rpartition("-")[0]
-
-
-def _check_count(request: TextRequest) -> None:
-    if not request.prompts:
-        raise InvalidRequest("is required and must not be empty", field="prompt")
-    if (count := len(request.prompts) * request.n) > MAX_COMPLETIONS:
-        raise InvalidRequest(f"asks for {count} completions in all; at most {MAX_COMPLETIONS}", field="n")
 
 
 def encode_prompt(prompt: Prompt, model: ServedModel) -> list[int]:
@@ -271,26 +274,7 @@ def encode_prompt(prompt: Prompt, model: ServedModel) -> list[int]:
             return model.encode(text, special=prompt.special)
 
 
-def check_length(ids: Sequence[int], *, max_prompt_tokens: int, field: str) -> None:
-    """Raise `InvalidRequest` for more tokens than a gateway takes in a prompt. `max_prompt_tokens` 0: no bound."""
-    if max_prompt_tokens and len(ids) > max_prompt_tokens:
-        raise InvalidRequest(f"has {len(ids)} tokens, more than this gateway's {max_prompt_tokens}", field=field)
-
-
-def check_prompt(ids: Sequence[int], model: ServedModel, *, max_prompt_tokens: int, field: str) -> None:
-    """Raise `InvalidRequest` for a prompt that no worker could continue. `max_prompt_tokens` 0: no bound."""
-    if not ids:
-        raise InvalidRequest("holds no token; there must be something to continue", field=field)
-    check_length(ids, max_prompt_tokens=max_prompt_tokens, field=field)
-    if len(ids) >= model.context:
-        raise InvalidRequest(
-            f"has {len(ids)} tokens, which leaves no room in the model's context of {model.context}", field=field
-        )
-    if not 0 <= min(ids) <= max(ids) < model.vocabulary:
-        raise InvalidRequest(f"token ids are 0 to {model.vocabulary - 1} in this model's vocabulary", field=field)
-
-
-def sampling_of(request: TextRequest, model: ServedModel, prompt_tokens: int) -> Sampling:
+def _sampling_of(request: TextRequest, model: ServedModel, prompt_tokens: int) -> Sampling:
     """The sampling of one prompt's completions. Raises `InvalidRequest` naming the field.
 
     Stop strings stay here: the gateway finds them itself. Nobody reads logprobs outside a session that the answer does
@@ -312,10 +296,10 @@ def sampling_of(request: TextRequest, model: ServedModel, prompt_tokens: int) ->
     try:
         return check_sampling(sampling, field="")
     except InvalidRequest as error:
-        raise InvalidRequest(str(error).partition(": ")[2] or str(error), field=error.field.lstrip(".")) from None
+        raise InvalidRequest(error.text, field=error.field.lstrip(".")) from None
 
 
-def check_scored(request: TextRequest) -> None:
+def _check_scored(request: TextRequest) -> None:
     """Raise `InvalidRequest` naming the field for a request that cannot have its prompts scored as it asks."""
     if request.prompt_logprobs is None:
         return
@@ -328,12 +312,6 @@ def check_scored(request: TextRequest) -> None:
     if request.max_tokens != 1:
         text = "a request that has its prompt scored samples at most one token; ask for one"
         raise InvalidRequest(text, field="max_tokens")
-
-
-def check_score_count(request: TextRequest, prompts: Sequence[Sequence[int]]) -> None:
-    """Raise `InvalidRequest` naming the field for more scores than one answer may have."""
-    if request.prompt_logprobs is not None:
-        check_records(sum(map(len, prompts)), request.prompt_logprobs, field="prompt_logprobs")
 
 
 class PlayedRequest:

@@ -175,9 +175,8 @@ def named_as_asked(request: TextRequest) -> Iterator[None]:
     try:
         yield
     except InvalidRequest as error:
-        text = str(error).removeprefix(f"{error.field}: ")
         match = _ROLLOUT_FIELD.fullmatch(error.field)
         if match is None:
             raise
         prompt = prompt_field(request, int(match["number"]) // request.n)
-        raise InvalidRequest(text, field=prompt if match["name"] == "prompt_ids" else match["name"]) from None
+        raise InvalidRequest(error.text, field=prompt if match["name"] == "prompt_ids" else match["name"]) from None

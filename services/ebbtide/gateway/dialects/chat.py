@@ -49,29 +49,6 @@ from ebbtide.gateway.request import ChatPrompt
 from ebbtide.types.parse import parse
 from ebbtide.types.tokens import TokenArray
 
-_RENAMED: Final = {"input_schema": "parameters"}
-
-
-def read_agent_tools(
-    tools: Sequence[Any], kinds: Sequence[str | None], *, inside: str = "tools"
-) -> list[dict[str, Any]]:
-    """The functions among tools of `kinds`, as chat templates take them. Raises `InvalidRequest` naming the tool."""
-    return [read_agent_tool(tool, kinds, f"{inside}[{number}]") for number, tool in enumerate(tools)]
-
-
-def read_agent_tool(tool: Any, kinds: Sequence[str | None], field: str) -> dict[str, Any]:
-    if not isinstance(tool, dict):
-        raise InvalidRequest("must be an object", field=field)
-    if tool.get("type") not in kinds:
-        raise InvalidRequest(
-            f"{str(tool.get('type'))[:40]!r} is not supported: only functions that the client runs are tools here",
-            field=f"{field}.type",
-        )
-    checked = AGENT_TOOL_FIELDS.checked(tool, inside=field)
-    checked.pop("type", None)
-    return tool_function({_RENAMED.get(name, name): value for name, value in checked.items()}, field)
-
-
 CHAT_FIELDS: Final = RouteFields(
     route="/v1/chat/completions",
     rules={
@@ -115,8 +92,6 @@ CHAT_FIELDS: Final = RouteFields(
         **EBBTIDE,
     },
 )
-
-
 MESSAGE_FIELDS: Final = RouteFields(
     route="a message",
     rules={
@@ -135,8 +110,6 @@ MESSAGE_FIELDS: Final = RouteFields(
         "parsed": ignored("a client's own: what the openai client read of the content"),
     },
 )
-
-
 #: Template options that say what other fields say.
 _OWN_OPTIONS: Final = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -331,6 +304,29 @@ def tool_function(function: dict[str, Any], field: str) -> dict[str, Any]:
     asked = parsed_inside(_ToolFunction, TOOL_FUNCTION_FIELDS.checked(function, inside=field), field)
     made = {"name": asked.name, "description": asked.description, "parameters": asked.parameters}
     return {"type": "function", "function": {name: value for name, value in made.items() if value is not None}}
+
+
+_RENAMED: Final = {"input_schema": "parameters"}
+
+
+def read_agent_tools(
+    tools: Sequence[Any], kinds: Sequence[str | None], *, inside: str = "tools"
+) -> list[dict[str, Any]]:
+    """The functions among tools of `kinds`, as chat templates take them. Raises `InvalidRequest` naming the tool."""
+    return [read_agent_tool(tool, kinds, f"{inside}[{number}]") for number, tool in enumerate(tools)]
+
+
+def read_agent_tool(tool: Any, kinds: Sequence[str | None], field: str) -> dict[str, Any]:
+    if not isinstance(tool, dict):
+        raise InvalidRequest("must be an object", field=field)
+    if tool.get("type") not in kinds:
+        raise InvalidRequest(
+            f"{str(tool.get('type'))[:40]!r} is not supported: only functions that the client runs are tools here",
+            field=f"{field}.type",
+        )
+    checked = AGENT_TOOL_FIELDS.checked(tool, inside=field)
+    checked.pop("type", None)
+    return tool_function({_RENAMED.get(name, name): value for name, value in checked.items()}, field)
 
 
 class ChatAnswer(OpenAIAnswer):

@@ -73,8 +73,6 @@ COMPLETION_FIELDS: Final = RouteFields(
         **EBBTIDE,
     },
 )
-
-
 #: Alternatives to each token of a scored prompt.
 Alternatives = Annotated[int, Meta(ge=0, le=MAX_ALTERNATIVES)]
 
@@ -88,18 +86,6 @@ class CompletionBody(SharedBody, kw_only=True):
     echo: bool = False
     add_special_tokens: bool = True
     return_tokens_as_token_ids: bool = False
-
-
-class _Ids(Struct):
-    prompt: list[TokenId]
-
-
-class _Texts(Struct):
-    prompt: list[str]
-
-
-class _ManyIds(Struct):
-    prompt: list[list[TokenId]]
 
 
 class CompletionDialect:
@@ -119,6 +105,51 @@ class CompletionDialect:
         shape = replace(asked, prompt="")  # an answer outlives its prompts, unless it shows their scores
         shown = () if request.prompt_logprobs is None else prompts
         return AskedText(request, lambda context: CompletionAnswer(shape, shown, context, options))
+
+
+class _Ids(Struct):
+    prompt: list[TokenId]
+
+
+class _Texts(Struct):
+    prompt: list[str]
+
+
+class _ManyIds(Struct):
+    prompt: list[list[TokenId]]
+
+
+def _prompts(body: CompletionBody) -> list[Prompt]:
+    """Raises `InvalidRequest` naming `prompt`."""
+    if isinstance(body.prompt, str):
+        return [RawPrompt(body.prompt, body.add_special_tokens)]
+    if not body.prompt:
+        raise InvalidRequest("is empty; give a text or token ids", field="prompt")
+    first = body.prompt[0]
+    if isinstance(first, int):
+        return [IdsPrompt(parse(_Ids, {"prompt": body.prompt}).prompt)]
+    if isinstance(first, str):
+        return [RawPrompt(text, body.add_special_tokens) for text in parse(_Texts, {"prompt": body.prompt}).prompt]
+    return [IdsPrompt(ids) for ids in parse(_ManyIds, {"prompt": body.prompt}).prompt]
+
+
+def _alternatives(asked: CompletionBody) -> int | None:
+    """Alternatives of each score; None: prompts are not scored. Raises `InvalidRequest` naming the field."""
+    echo, logprobs, prompt_logprobs, max_tokens = asked.echo, asked.logprobs, asked.prompt_logprobs, asked.max_tokens
+    if echo and logprobs is None:
+        raise InvalidRequest("prompts are repeated with their scores only; set logprobs, or leave it out", field="echo")
+    if echo and prompt_logprobs not in (None, logprobs):
+        text = f"differs from logprobs ({logprobs}), which counts with echo; leave it out"
+        raise InvalidRequest(text, field="prompt_logprobs")
+    if echo and max_tokens > 1:
+        text = "a request that repeats its prompt with scores samples at most one token; ask for one, or none"
+        raise InvalidRequest(text, field="max_tokens")
+    if not echo and max_tokens == 0:
+        raise InvalidRequest("must be at least 1; only a prompt that is repeated may stand alone", field="max_tokens")
+    if not echo and (logprobs or 0) > 1:
+        text = "a stored token holds its own logprob alone; only 0 and 1 are accepted, but for echo"
+        raise InvalidRequest(text, field="logprobs")
+    return logprobs if echo else prompt_logprobs
 
 
 class CompletionAnswer(OpenAIAnswer):
@@ -155,10 +186,16 @@ class CompletionAnswer(OpenAIAnswer):
         return self._frame(choices) | {"usage": self._tally.usage()} | self._tally.stamps()
 
     def _add_scores(self, choice: dict[str, Any], result: ChoiceResult, scores: PromptScores) -> None:
+        """Add what is known of a prompt, as `echo` and `prompt_logprobs` ask for it: many thousand scores, perhaps."""
         self._tally.add_versions(scores.version, scores.version)
+        choice["prompt_logprobs"] = _prompt_logprobs(scores, self._context.token_text)
+        if not self._asked.echo:
+            return
         sampled = self._asked.max_tokens > 0
-        shape = ScoredChoice(self._context, self._name, echo=self._asked.echo, sampled=sampled)
-        shape.add(choice, result, scores, self._prompts[result.index])
+        prompt, ids = self._prompts[result.index], self._context.played.prompt_of(result.index)
+        text = prompt.text if isinstance(prompt, RawPrompt) else self._context.decode(ids)
+        choice["text"] = text + (result.text if sampled else "")
+        choice["logprobs"] = _echoed_logprobs(ids, scores, self._name, sampled=sampled)
 
     def _frame(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -187,56 +224,14 @@ class CompletionAnswer(OpenAIAnswer):
         return choice
 
 
-def _prompts(body: CompletionBody) -> list[Prompt]:
-    """Raises `InvalidRequest` naming `prompt`."""
-    if isinstance(body.prompt, str):
-        return [RawPrompt(body.prompt, body.add_special_tokens)]
-    if not body.prompt:
-        raise InvalidRequest("is empty; give a text or token ids", field="prompt")
-    first = body.prompt[0]
-    if isinstance(first, int):
-        return [IdsPrompt(parse(_Ids, {"prompt": body.prompt}).prompt)]
-    if isinstance(first, str):
-        return [RawPrompt(text, body.add_special_tokens) for text in parse(_Texts, {"prompt": body.prompt}).prompt]
-    return [IdsPrompt(ids) for ids in parse(_ManyIds, {"prompt": body.prompt}).prompt]
-
-
-def _alternatives(asked: CompletionBody) -> int | None:
-    """Alternatives of each score; None: prompts are not scored. Raises `InvalidRequest` naming the field."""
-    echo, logprobs, prompt_logprobs, max_tokens = asked.echo, asked.logprobs, asked.prompt_logprobs, asked.max_tokens
-    if echo and logprobs is None:
-        raise InvalidRequest("prompts are repeated with their scores only; set logprobs, or leave it out", field="echo")
-    if echo and prompt_logprobs not in (None, logprobs):
-        text = f"differs from logprobs ({logprobs}), which counts with echo; leave it out"
-        raise InvalidRequest(text, field="prompt_logprobs")
-    if echo and max_tokens > 1:
-        text = "a request that repeats its prompt with scores samples at most one token; ask for one, or none"
-        raise InvalidRequest(text, field="max_tokens")
-    if not echo and max_tokens == 0:
-        raise InvalidRequest("must be at least 1; only a prompt that is repeated may stand alone", field="max_tokens")
-    if not echo and (logprobs or 0) > 1:
-        text = "a stored token holds its own logprob alone; only 0 and 1 are accepted, but for echo"
-        raise InvalidRequest(text, field="logprobs")
-    return logprobs if echo else prompt_logprobs
-
-
-class ScoredChoice:
-    """Adds what is known of a prompt to its choice, as `echo` and `prompt_logprobs` ask for it. Call it in a thread: a
-    prompt may have many thousand scores.
-    """
-
-    def __init__(self, context: AnswerContext, name: TokenName, *, echo: bool, sampled: bool) -> None:
-        """`name`: of tokens in `logprobs`. `echo`: repeat the prompt; `sampled`: and show the token behind it."""
-        self._context, self._name, self._echo, self._sampled = context, name, echo, sampled
-
-    def add(self, choice: dict[str, Any], result: ChoiceResult, scores: PromptScores, prompt: Prompt) -> None:
-        choice["prompt_logprobs"] = _prompt_logprobs(scores, self._context.token_text)
-        if not self._echo:
-            return
-        ids = self._context.played.prompt_of(result.index)
-        text = prompt.text if isinstance(prompt, RawPrompt) else self._context.decode(ids)
-        choice["text"] = text + (result.text if self._sampled else "")
-        choice["logprobs"] = _echoed_logprobs(ids, scores, self._name, sampled=self._sampled)
+def _sampled_logprobs(tokens: TokenArray, name: TokenName, offset: int) -> dict[str, Any]:
+    """As /v1/completions has them. `offset`: characters of the completion's tokens before these."""
+    names = [name(token) for token in tokens["id"].tolist()]
+    offsets = []
+    for one in names:
+        offsets.append(offset)
+        offset += len(one)
+    return {"tokens": names, "token_logprobs": logprobs_of(tokens), "top_logprobs": None, "text_offset": offsets}
 
 
 def _prompt_logprobs(scores: PromptScores, text: TokenName) -> list[dict[str, Any] | None]:
@@ -272,13 +267,3 @@ def _places(scores: PromptScores, end: int | None) -> list[list[tuple[int, float
     """Ids, logprobs and ranks of each place up to `end`: of the token, then of the alternatives."""
     places: list[list[tuple[int, float, int]]] = scores.places[:end].tolist()
     return places
-
-
-def _sampled_logprobs(tokens: TokenArray, name: TokenName, offset: int) -> dict[str, Any]:
-    """As /v1/completions has them. `offset`: characters of the completion's tokens before these."""
-    names = [name(token) for token in tokens["id"].tolist()]
-    offsets = []
-    for one in names:
-        offsets.append(offset)
-        offset += len(one)
-    return {"tokens": names, "token_logprobs": logprobs_of(tokens), "top_logprobs": None, "text_offset": offsets}

@@ -179,8 +179,7 @@ def parsed_inside(kind: type[T], content: Mapping[str, Any], inside: str) -> T:
     try:
         return parse(kind, content)
     except InvalidRequest as error:
-        text = str(error).removeprefix(f"{error.field}: ")
-        raise InvalidRequest(text, field=f"{inside}.{error.field}" if error.field else inside) from None
+        raise InvalidRequest(error.text, field=f"{inside}.{error.field}" if error.field else inside) from None
 
 
 #: Exception -> status, subclasses included. The first that fits counts.

@@ -1,3 +1,5 @@
+"""Writes the tables of fields as Markdown, for docs/gateway.md: `python -m ebbtide.gateway.dialects.field_pages`."""
+
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, Final

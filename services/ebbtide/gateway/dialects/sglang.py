@@ -1,3 +1,5 @@
+"""Speaks SGLang's POST /generate."""
+
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final
 

@@ -1,3 +1,5 @@
+"""Speaks /inference/v1/generate: token ids in, token ids out."""
+
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final, Literal
 

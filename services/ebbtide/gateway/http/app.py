@@ -1,3 +1,5 @@
+"""Puts the routes together as one ASGI application."""
+
 from collections.abc import Sequence
 
 from starlette.applications import Starlette
@@ -15,7 +17,7 @@ from ebbtide.gateway.dialects.dialect import Dialect, ErrorShape, anthropic_erro
 from ebbtide.gateway.dialects.responses import ResponsesDialect
 from ebbtide.gateway.dialects.sglang import SglangDialect
 from ebbtide.gateway.dialects.token_generate import TokenGenerateDialect
-from ebbtide.gateway.http.route import AppState, JsonRoute
+from ebbtide.gateway.http.route import AppState, JsonRoute, JsonWork
 from ebbtide.gateway.http.run_routes import RunRoutes
 from ebbtide.gateway.http.session_routes import SessionRoutes
 from ebbtide.gateway.http.text_route import TextRoute
@@ -23,13 +25,13 @@ from ebbtide.gateway.http.text_route import TextRoute
 
 def make_app(state: AppState) -> Starlette:
     """The gateway's application. The same routes stand behind /sessions/{id}, for clients that set a URL alone."""
-    text = _text_routes(state)
+    text, models = _text_routes(state), _model_routes(state)
     routes = [
         Route("/health", _health(state), methods=["GET"]),
-        *_run_routes(state),
-        *_session_routes(state),
+        *models,
+        *_call_routes(state),
         *text,
-        Mount("/sessions/{session_id}", routes=[*text, *_model_routes(state), _count_route(state)]),
+        Mount("/sessions/{session_id}", routes=[*text, *models]),
     ]
     app = Starlette(routes=routes, exception_handlers={HTTPException: _unknown_route})
     app.add_middleware(_WithoutEscapedSlashes)
@@ -57,42 +59,39 @@ def _text_routes(state: AppState) -> Sequence[BaseRoute]:
 
 
 def _model_routes(state: AppState) -> Sequence[BaseRoute]:
+    """What clients ask that set a URL alone: which models there are, and how long a text is."""
     runs = RunRoutes(state)
     return [
-        Route("/v1/models", JsonRoute(state, runs.models, "/v1/models"), methods=["GET"]),
-        Route("/v1/models/{model}", JsonRoute(state, runs.model, "/v1/models"), methods=["GET"]),
+        _get(state, "/v1/models", runs.models),
+        _get(state, "/v1/models/{model}", runs.model, "/v1/models"),
+        _post(state, "/v1/messages/count_tokens", runs.count_tokens, "/v1/messages", anthropic_error),
     ]
 
 
-def _count_route(state: AppState) -> BaseRoute:
-    counts = JsonRoute(state, RunRoutes(state).count_tokens, "/v1/messages", reads_body=True, shape=anthropic_error)
-    return Route("/v1/messages/count_tokens", counts, methods=["POST"])
-
-
-def _session_routes(state: AppState) -> Sequence[BaseRoute]:
-    sessions, one = SessionRoutes(state), "/v1/sessions/{session_id}"
+def _call_routes(state: AppState) -> Sequence[BaseRoute]:
+    runs, sessions, name = RunRoutes(state), SessionRoutes(state), "/v1/sessions"
+    one = f"{name}/{{session_id}}"
     return [
-        Route("/v1/sessions", JsonRoute(state, sessions.listed, "/v1/sessions"), methods=["GET"]),
-        Route("/v1/sessions", JsonRoute(state, sessions.open, "/v1/sessions", reads_body=True), methods=["POST"]),
-        Route(one, JsonRoute(state, sessions.trace, "/v1/sessions"), methods=["GET"]),
-        Route(f"{one}/completions", JsonRoute(state, sessions.completions, "/v1/sessions"), methods=["GET"]),
-        *(
-            Route(f"{one}/{name}", JsonRoute(state, work, "/v1/sessions", reads_body=True), methods=["POST"])
-            for name, work in {"reward": sessions.reward, "end": sessions.end}.items()
-        ),
+        _get(state, "/v1/usage", runs.usage),
+        _post(state, "/tokenize", runs.tokenize),
+        _get(state, "/server_info", runs.server_info),
+        _get(state, "/get_world_size", runs.world_size),
+        _get(state, name, sessions.listed),
+        _post(state, name, sessions.open),
+        _get(state, one, sessions.trace, name),
+        _get(state, f"{one}/completions", sessions.completions, name),
+        _post(state, f"{one}/reward", sessions.reward, name),
+        _post(state, f"{one}/end", sessions.end, name),
     ]
 
 
-def _run_routes(state: AppState) -> Sequence[BaseRoute]:
-    runs = RunRoutes(state)
-    asked = {"/server_info": runs.server_info, "/get_world_size": runs.world_size}
-    return [
-        *_model_routes(state),
-        Route("/v1/usage", JsonRoute(state, runs.usage, "/v1/usage"), methods=["GET"]),
-        Route("/tokenize", JsonRoute(state, runs.tokenize, "/tokenize", reads_body=True), methods=["POST"]),
-        _count_route(state),
-        *(Route(path, JsonRoute(state, work, path), methods=["GET"]) for path, work in asked.items()),
-    ]
+def _get(state: AppState, path: str, work: JsonWork, name: str = "") -> BaseRoute:
+    """`name`: of the route, for metrics, if it is not its path."""
+    return Route(path, JsonRoute(state, work, name or path), methods=["GET"])
+
+
+def _post(state: AppState, path: str, work: JsonWork, name: str = "", shape: ErrorShape = openai_error) -> BaseRoute:
+    return Route(path, JsonRoute(state, work, name or path, reads_body=True, shape=shape), methods=["POST"])
 
 
 def _health(state: AppState):  # type: ignore[no-untyped-def]

@@ -292,13 +292,16 @@ class JsonCall(Struct, frozen=True, kw_only=True):
     path: Mapping[str, str]
 
 
+JsonWork = Callable[[JsonCall], Awaitable[Any]]
+
+
 class JsonRoute:
     """An ASGI application."""
 
     def __init__(
         self,
         state: AppState,
-        work: Callable[[JsonCall], Awaitable[Any]],
+        work: JsonWork,
         name: str,
         *,
         reads_body: bool = False,

@@ -1,3 +1,5 @@
+"""Answers what clients ask of runs: which there are, and how a text is encoded."""
+
 from typing import Any
 
 import msgspec
@@ -6,7 +8,6 @@ from ebbtide.gateway.dialects.anthropic import MessagesDialect
 from ebbtide.gateway.dialects.tokenize import TOKENIZE_FIELDS, TokenizeBody, tokenized_prompt
 from ebbtide.gateway.http.route import AppState, JsonCall
 from ebbtide.gateway.player import encode_prompt
-from ebbtide.gateway.request import Prompt
 from ebbtide.gateway.runs import ServedRun
 from ebbtide.types.parse import parse
 from ebbtide.types.run import Run
@@ -61,7 +62,8 @@ class RunRoutes:
         dialect = MessagesDialect(max_messages=limits.messages, max_tools=limits.tools)
         request = dialect.read({"max_tokens": 1, **call.body}).request
         served = await self._state.directory.find(call.key, request.model)
-        ids = await _encoded(served, call, request.prompts[0])
+        player, prompt = served.player, request.prompts[0]
+        ids = await player.threads.run(call.key.owner, lambda: encode_prompt(prompt, player.model))
         return {"input_tokens": len(ids)}
 
     async def server_info(self, call: JsonCall) -> dict[str, Any]:
@@ -87,8 +89,3 @@ class RunRoutes:
 
     async def _run(self, call: JsonCall) -> ServedRun:
         return await self._state.directory.find(call.key, call.query.get("model", ""))
-
-
-async def _encoded(served: ServedRun, call: JsonCall, prompt: Prompt) -> list[int]:
-    player = served.player
-    return await player.threads.run(call.key.owner, lambda: encode_prompt(prompt, player.model))

@@ -21,7 +21,6 @@ from ebbtide.gateway.dialects.dialect import Answer, AnswerContext, AskedText, D
 from ebbtide.gateway.http.route import REQUEST_ID, AppState, HttpReply, as_told, read_body, with_ids
 from ebbtide.gateway.metrics import FIRST_TOKEN_SECONDS, GAP_SECONDS, LEFT, REQUESTS, STREAMS, TOKENS, UNDER_WAY
 from ebbtide.gateway.player import PlayedRequest
-from ebbtide.gateway.prompt_threads import PromptThreads
 from ebbtide.gateway.request import TextRequest
 from ebbtide.gateway.runs import ServedRun
 from ebbtide.types.ids import new_fence
@@ -49,7 +48,8 @@ class TextRoute:
                 body = await read_body(headers, receive, self._state.limits, slot)
                 asked = self._dialect.read(body)
                 slot.add_completions(min(len(asked.request.prompts) * asked.request.n, MAX_COMPLETIONS))
-                request = key.admitted(self._with_ids(asked.request, headers, scope))
+                path, named_by = scope.get("path_params", {}), self._state.request_id_header
+                request = key.admitted(with_ids(asked.request, headers, path, named_by))
                 asked = AskedText(request, asked.answer)
                 reply.request_id = asked.request.request_id or reply.request_id
                 exchange = _TextExchange(self._state, reply, asked, slot)
@@ -62,9 +62,6 @@ class TextRoute:
                 await reply.error(told, self._shape)
         finally:
             REQUESTS.labels(self._name, outcome).inc()
-
-    def _with_ids(self, request: TextRequest, headers: Headers, scope: Scope) -> TextRequest:
-        return with_ids(request, headers, scope.get("path_params", {}), self._state.request_id_header)
 
 
 class _TextExchange:
@@ -124,7 +121,11 @@ class _TextExchange:
                 if self._request.prompt_logprobs is None:
                     await self._send(played, answer)
                 else:
-                    await self._send_scores(played, answer, served.player.threads, key)
+                    # So many scores take a while to shape. They were made and charged: nothing refuses them here.
+                    results, threads = await self._results(played), served.player.threads
+                    await self._reply.json(
+                        await threads.run(key.owner, lambda: _shaped(answer, results), refusable=False)
+                    )
             except EbbtideError as error:
                 await self._fail(error)
 
@@ -154,13 +155,6 @@ class _TextExchange:
                 await self._send_events(played, answer)
         else:
             await self._reply.json(answer.whole(await self._results(played)))
-
-    async def _send_scores(self, played: PlayedRequest, answer: Answer, threads: PromptThreads, key: ClientKey) -> None:
-        """So many scores take a while to shape. They are never streamed. They were made and charged: nothing refuses
-        them here.
-        """
-        results = await self._results(played)
-        await self._reply.json(await threads.run(key.owner, lambda: _shaped(answer, results), refusable=False))
 
     async def _send_events(self, played: PlayedRequest, answer: Answer) -> None:
         await self._reply.begin_events()

@@ -31,7 +31,7 @@ NO_HISTORY: Final = bytes(_BYTES)
 
 
 def message_digests(messages: list[dict[str, Any]]) -> list[bytes]:
-    """Returns a digest of each message alone. Raises `InvalidRequest` naming `messages` for content that is no text."""
+    """Returns a digest of each message alone. Raises `InvalidRequest` naming `messages` for too deep nesting."""
     try:
         return [_digest(json.dumps(_meaning(one), sort_keys=True).encode()) for one in template_messages(messages)]
     except RecursionError:

@@ -25,110 +25,8 @@ from ebbtide.types.rollout import RolloutRequest
 from ebbtide.types.run import check_learnable
 from ebbtide.types.session import Session, SessionState, SessionTurn
 
-
-class PlayedTurn(PlayedRequest):
-    """One turn."""
-
-    def __init__(
-        self,
-        live: LiveSession,
-        request: TextRequest,
-        rollouts: Sequence[RolloutRequest],
-        choices: Sequence[ChoiceText],
-        prompt: list[int],
-    ) -> None:
-        player = live.player
-        super().__init__(player.lease, player.threads, request, rollouts, choices, [prompt], live.owner)
-        self._live = live
-
-    async def submit(self, key: MeteredKey | None = None) -> None:
-        """Raises `AlreadyExists` if the session has ended since the turn was stored."""
-        session = self._live.session
-        if session is None or session.state is not SessionState.OPEN:
-            raise session_ended(self._request.session_id)
-        await super().submit(key)
-
-    async def deltas(self) -> AsyncGenerator[ChoiceDelta, None]:
-        ids = [rollout.rollout_id for rollout in self._rollouts]
-        results = [ChoiceResult(number) for number in range(len(ids))]
-        with self._live.answering(ids):
-            async with aclosing(super().deltas()) as deltas:
-                async for delta in deltas:
-                    results[delta.index].add(delta)
-                    if delta.finish is not None:  # before the client has it: its next turn repeats it
-                        self._live.take(completion_of(ids[delta.index], results[delta.index]))
-                    yield delta
-
-
-def session_ended(name: str) -> AlreadyExists:
-    """The error of a request that comes after its session's end."""
-    return AlreadyExists(f"X-Session-ID: session {name[:100]!r} has ended; begin another one, under another id")
-
-
 #: Books to keep, as an empty one takes memory, too.
 _MOST: Final = 8192
-
-
-class SessionCache:
-    """The sessions of all runs that this gateway serves."""
-
-    def __init__(self, kept_bytes: int) -> None:
-        self._kept_bytes, self._long_readers = kept_bytes, LongReaders()
-        self._live: OrderedDict[tuple[str, str], LiveSession] = OrderedDict()
-        #: Opened through this gateway since the owner's sessions were counted.
-        self._counted: dict[tuple[str, str], int] = {}
-
-    def __len__(self) -> int:
-        return len(self._live)
-
-    @contextmanager
-    def used(self, lease: GatewayLease, player: RequestPlayer, session_id: str, owner: str) -> Iterator[LiveSession]:
-        """A session that stays while the block runs. It may be new here."""
-        key = (lease.run.run_id, session_id)
-        live = self._live.get(key)
-        if live is None:
-            live = self._live[key] = LiveSession(session_id, owner, lease, player, self._long_readers)
-        live.lease, live.player = lease, player  # the run's lease may be another one by now
-        self._live.move_to_end(key)
-        live.users += 1
-        try:
-            yield live
-        finally:
-            live.users -= 1
-            if live.session is None or live.session.state is not SessionState.OPEN:
-                self._forget(key, live)
-            self._shrink()
-
-    async def count(self, lease: GatewayLease, owner: str, most: int) -> None:
-        """Count a session that is about to be opened. Raises `NoCapacity` if the owner has `most` open ones."""
-        key = (lease.run.run_id, owner)
-        if key not in self._counted or self._counted[key] >= most:
-            sessions = await lease.sessions(owner)
-            self._counted[key] = sum(one.state is SessionState.OPEN for one in sessions)
-        if self._counted[key] >= most:
-            raise NoCapacity(f"{owner} has {most} open sessions, the most that one key may have; end some")
-        self._counted[key] += 1
-
-    def close(self) -> None:
-        for live in self._live.values():
-            live.close()
-        self._live.clear()
-
-    def _shrink(self) -> None:
-        size = sum(live.bytes for live in self._live.values()) if len(self._live) > 1 else 0
-        for key, live in list(self._live.items()):
-            if size <= self._kept_bytes and len(self._live) <= _MOST:
-                return
-            if not live.users:
-                self._forget(key, live)
-                size -= live.bytes
-
-    def _forget(self, key: tuple[str, str], live: LiveSession) -> None:
-        if not live.users and self._live.get(key) is live:
-            del self._live[key]
-            live.close()
-
-
 #: A turn waits so long for completions of the session that its client left, or that another gateway answers.
 _PATIENCE_S: Final = 5.0
 
@@ -137,11 +35,11 @@ class SessionPlayer:
     """Plays the sessions of one key on one run."""
 
     def __init__(
-        self, shelf: SessionCache, lease: GatewayLease, player: RequestPlayer, limits: SessionLimits, owner: str
+        self, shelf: "SessionCache", lease: GatewayLease, player: RequestPlayer, limits: SessionLimits, owner: str
     ) -> None:
         self.lease, self._shelf, self._player, self._limits, self._owner = lease, shelf, player, limits, owner
 
-    async def prepare(self, request: TextRequest, key: MeteredKey | None = None) -> PlayedTurn:
+    async def prepare(self, request: TextRequest, key: MeteredKey | None = None) -> "PlayedTurn":
         """Store the turn of a session's request. Opens the session if it is new. `key`: the client's, if it has limits.
 
         Its caller submits it outside of the session's lock: a submit may wait, and the session's other requests do not.
@@ -271,3 +169,102 @@ def _check_prompts(request: TextRequest) -> None:
         raise InvalidRequest("must be true in a session", field="add_generation_prompt")
     if isinstance(prompt, ChatPrompt) and prompt.special:
         raise InvalidRequest("must be false in a session: the template writes them", field="add_special_tokens")
+
+
+class PlayedTurn(PlayedRequest):
+    """One turn."""
+
+    def __init__(
+        self,
+        live: LiveSession,
+        request: TextRequest,
+        rollouts: Sequence[RolloutRequest],
+        choices: Sequence[ChoiceText],
+        prompt: list[int],
+    ) -> None:
+        player = live.player
+        super().__init__(player.lease, player.threads, request, rollouts, choices, [prompt], live.owner)
+        self._live = live
+
+    async def submit(self, key: MeteredKey | None = None) -> None:
+        """Raises `AlreadyExists` if the session has ended since the turn was stored."""
+        session = self._live.session
+        if session is None or session.state is not SessionState.OPEN:
+            raise session_ended(self._request.session_id)
+        await super().submit(key)
+
+    async def deltas(self) -> AsyncGenerator[ChoiceDelta, None]:
+        ids = [rollout.rollout_id for rollout in self._rollouts]
+        results = [ChoiceResult(number) for number in range(len(ids))]
+        with self._live.answering(ids):
+            async with aclosing(super().deltas()) as deltas:
+                async for delta in deltas:
+                    results[delta.index].add(delta)
+                    if delta.finish is not None:  # before the client has it: its next turn repeats it
+                        self._live.take(completion_of(ids[delta.index], results[delta.index]))
+                    yield delta
+
+
+class SessionCache:
+    """The sessions of all runs that this gateway serves."""
+
+    def __init__(self, kept_bytes: int) -> None:
+        self._kept_bytes, self._long_readers = kept_bytes, LongReaders()
+        self._live: OrderedDict[tuple[str, str], LiveSession] = OrderedDict()
+        #: Opened through this gateway since the owner's sessions were counted.
+        self._counted: dict[tuple[str, str], int] = {}
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    @contextmanager
+    def used(self, lease: GatewayLease, player: RequestPlayer, session_id: str, owner: str) -> Iterator[LiveSession]:
+        """A session that stays while the block runs. It may be new here."""
+        key = (lease.run.run_id, session_id)
+        live = self._live.get(key)
+        if live is None:
+            live = self._live[key] = LiveSession(session_id, owner, lease, player, self._long_readers)
+        live.lease, live.player = lease, player  # the run's lease may be another one by now
+        self._live.move_to_end(key)
+        live.users += 1
+        try:
+            yield live
+        finally:
+            live.users -= 1
+            if live.session is None or live.session.state is not SessionState.OPEN:
+                self._forget(key, live)
+            self._shrink()
+
+    async def count(self, lease: GatewayLease, owner: str, most: int) -> None:
+        """Count a session that is about to be opened. Raises `NoCapacity` if the owner has `most` open ones."""
+        key = (lease.run.run_id, owner)
+        if key not in self._counted or self._counted[key] >= most:
+            sessions = await lease.sessions(owner)
+            self._counted[key] = sum(one.state is SessionState.OPEN for one in sessions)
+        if self._counted[key] >= most:
+            raise NoCapacity(f"{owner} has {most} open sessions, the most that one key may have; end some")
+        self._counted[key] += 1
+
+    def close(self) -> None:
+        for live in self._live.values():
+            live.close()
+        self._live.clear()
+
+    def _shrink(self) -> None:
+        size = sum(live.bytes for live in self._live.values()) if len(self._live) > 1 else 0
+        for key, live in list(self._live.items()):
+            if size <= self._kept_bytes and len(self._live) <= _MOST:
+                return
+            if not live.users:
+                self._forget(key, live)
+                size -= live.bytes
+
+    def _forget(self, key: tuple[str, str], live: LiveSession) -> None:
+        if not live.users and self._live.get(key) is live:
+            del self._live[key]
+            live.close()
+
+
+def session_ended(name: str) -> AlreadyExists:
+    """The error of a request that comes after its session's end."""
+    return AlreadyExists(f"X-Session-ID: session {name[:100]!r} has ended; begin another one, under another id")

@@ -147,7 +147,7 @@ async def test_the_time_until_a_sign_of_life_begins_with_the_last_event(monkeypa
     await reply.departure(lambda: None, 15.0)
     await reply.begin_events()
     reply._sent_at -= 10.0
-    monkeypatch.setattr("ebbtide.gateway.routes.http_reply.asyncio.timeout", timeout)
+    monkeypatch.setattr("ebbtide.gateway.http.route.asyncio.timeout", timeout)
     await reply.departure(lambda: None, 15.0)
     assert waits == [pytest.approx(5.0, abs=2.0)]
 

@@ -80,7 +80,7 @@ async def test_sglang_streams_all_of_the_text_each_time(http: httpx.AsyncClient)
 
 async def test_sglangs_events_together_grow_with_the_answer_and_not_with_its_square() -> None:
     asked = SglangDialect().read({"input_ids": [1], "stream": True, "return_logprob": True})
-    played = Mock(prompt_of=lambda _index: [1])
+    played = Mock(prompts=[[1]], prompt_of=lambda _index: [1])
     answer = asked.answer(AnswerContext(request_id="r", created=0, played=played, token_text=str, decode=str))
     token, length = np.array([(7, -0.5, 3)], dtype=TOKEN), 5_000
     deltas = [ChoiceDelta(index=0, tokens=token, text="x") for _ in range(length)]
