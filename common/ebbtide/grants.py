@@ -139,7 +139,7 @@ class Page:
             self.ring()
 
     def limit_kv(self, blocks: int) -> None:
-        """Set how many blocks of keys and values the engine may use; below 0: all."""
+        """Set how many blocks of its KV cache the engine may use; below 0: all."""
         self._words[_KV_BLOCKS] = _word(blocks)
         self.ring()
 

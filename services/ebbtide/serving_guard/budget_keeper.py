@@ -41,7 +41,7 @@ _CLOSED: Final = BudgetDecision(Budget(), "closed", -1.0, inf)
 
 
 class BudgetKeeper:
-    """Starts with the first event or review, and belongs to that event loop."""
+    """A `TrafficListener` of the proxy. Starts with the first event or review, and belongs to that event loop."""
 
     def __init__(
         self,

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, 
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -36,6 +36,8 @@ from ebbtide.v1.grants_pb2_grpc import add_GrantsServicer_to_server
 from ebbtide.wire.record_conversion import from_proto, to_proto
 
 log = telemetry.get_logger(__name__)
+
+_Message = TypeVar("_Message")
 
 
 class GrantIssuer:
@@ -79,8 +81,8 @@ class GrantIssuer:
             self._borrowers.news.set()
 
 
-#: A worker that opens a stream sends Hello within this time.
-_HELLO_S: Final = 5.0
+#: Who opens a stream sends the first message within this time.
+_FIRST_S: Final = 5.0
 #: Its first report follows at once. Until then it is unknown whether its weights are awake.
 _REPORT_S: Final = 0.25
 #: A grant holds for 200 ms, so two of three may come late.
@@ -107,7 +109,7 @@ class GrantStream:
                 yield to_proto(self._issuer.issue(loan, sequence), pb.Grant)
                 if loan.gone_at is not None:
                     raise Superseded("this grant is over: the worker connected again, or had to be killed")
-                await self._pause(reader)
+                await await_news(self._borrowers.news, reader, _RENEW_S)  # until the next grant is due, or changes
                 if reader.done():
                     reason = "it closed its stream"
                     reader.result()
@@ -125,21 +127,27 @@ class GrantStream:
                 raise InvalidRequest("only the first message may be hello; send reports after it", field="kind")
             self._borrowers.record_report(loan, from_proto(message.report, BorrowerReport, field="report"))
 
-    async def _pause(self, reader: asyncio.Task[None]) -> None:
-        """Wait until the next grant is due, a grant changes or the worker ends its stream."""
-        news = asyncio.ensure_future(self._borrowers.news.wait())
-        try:
-            await asyncio.wait((news, reader), timeout=_RENEW_S, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            news.cancel()
-        self._borrowers.news.clear()
+
+async def first_message(requests: AsyncIterator[_Message]) -> _Message | None:
+    """The first message of a stream; None if it ends, or stays silent, before that."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_FIRST_S):
+            return await anext(requests, None)
+    return None
+
+
+async def await_news(news: asyncio.Event, reader: asyncio.Task[None], timeout_s: float) -> None:
+    """Wait until there are news, which then count as known, the `reader` of a stream ends, or `timeout_s` is over."""
+    awaited = asyncio.ensure_future(news.wait())
+    try:
+        await asyncio.wait((awaited, reader), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        awaited.cancel()
+    news.clear()
 
 
 async def _hello(requests: AsyncIterator[pb.BorrowerMessage]) -> Hello:
-    first = None
-    with suppress(TimeoutError):
-        async with asyncio.timeout(_HELLO_S):
-            first = await anext(requests, None)
+    first = await first_message(requests)
     if first is None or first.WhichOneof("kind") != "hello":
         raise InvalidRequest("the first message must be hello", field="kind")
     return from_proto(first.hello, Hello, field="hello")

@@ -1,9 +1,9 @@
 """Decides how much memory rollouts may use beside the served engine, and where their weights stay.
 
-Invariant: the keys and values that all borrowers may hold, those that serving holds and a headroom for serving never
+Invariant: the KV cache that all borrowers may hold, that of serving and a headroom for serving's growth together never
 exceed the stated limit for the pair. Memory that cannot be read counts as none. Serving's use is computed from the
 tokens inside if its traffic passes the guard, and read from the engine's metrics otherwise. On a GPU the device reports
-its free memory: vLLM never shrinks its pool of keys and values, so only sleep frees memory there. The place of the
+its free memory: vLLM never shrinks its KV cache, so only sleep frees memory there. The place of the
 weights is a wish: an engine that cannot fulfil it goes on.
 """
 
@@ -21,7 +21,7 @@ log = telemetry.get_logger(__name__)
 
 #: Share of a device's memory, or of the host's, that stays free for serving.
 _RESERVE: Final = 0.03
-#: On a host, where only a limit for keys and values is stated, weights return when this share of it is free.
+#: On a host, where only a limit for KV cache is stated, weights return when this share of it is free.
 _ROOM: Final = 0.1
 
 
@@ -31,7 +31,7 @@ class _Borrower:
         self.report = BorrowerReport()
         self.weights = ResidencyPlan()
         self.unreadable = False
-        self.needs = 0  # bytes of keys and values of one rollout, as last seen while nothing limited them
+        self.needs = 0  # bytes of KV cache of one rollout, as last seen while nothing limited them
 
 
 class MemoryBudget:
@@ -46,8 +46,8 @@ class MemoryBudget:
         device: Callable[[str], Device | None] = open_device,
         host: Callable[[], tuple[int, int]] | None = None,
     ) -> None:
-        """`limit_mib`: for the keys and values of both engines, 0: none; `serving_kv_mib`: the served engine's pool of
-        them; `bytes_per_token`: of the served model. Raises `InvalidRequest` if they do not fit each other."""
+        """`limit_mib`: for the KV cache of both engines, 0: none; `serving_kv_mib`: the served engine's part of it;
+        `bytes_per_token`: of the served model. Raises `InvalidRequest` if they do not fit each other."""
         if limit_mib and not (serving_kv_mib or bytes_per_token):
             message = "needs serving_kv_bytes_per_token (proxy) or serving_kv_mib (observe) to know what serving uses"
             raise InvalidRequest(message, field="memory_limit_mib")
@@ -79,7 +79,7 @@ class MemoryBudget:
         self._borrowers.pop(worker_id, None)
 
     def reported(self, now: float, worker_id: str, report: BorrowerReport) -> None:
-        """Take a borrower's report; its keys and values count at once."""
+        """Take a borrower's report; its KV cache counts at once."""
         if (borrower := self._borrowers.get(worker_id)) is not None:
             borrower.report = report
             if self._allowance(now).phase == NORMAL and report.running:
@@ -100,7 +100,7 @@ class MemoryBudget:
         borrower.unreadable = False
         full = sum(other.hello.kv_bytes for other in self._borrowers.values())
         share = allowance.kv_bytes * borrower.hello.kv_bytes // full if full else 0
-        # A device keeps keys and values as long as the weights: taking them from an awake engine would free nothing.
+        # A device keeps the KV cache as long as the weights: taking it from an awake engine would free nothing.
         return AllowedMemory(share if at is Residency.AWAKE or borrower.device else 0, allowance.phase, at)
 
     def _serving(self, now: float, used: int) -> None:

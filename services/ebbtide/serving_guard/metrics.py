@@ -1,4 +1,5 @@
-"""Declares the serving-guard's metrics of users' traffic."""
+"""Declares the serving-guard's metrics of users' traffic. Those of borrowers (`borrowers`) and of a trainer's device
+(`loan_keeper`) stand beside what they measure, because a guard registers only what its device's owner needs."""
 
 from ebbtide import telemetry
 

@@ -7,7 +7,6 @@ the device to be lent, unless its owner comes back at once.
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,7 +15,7 @@ from ebbtide.errors import InvalidRequest, NotReady, Superseded
 from ebbtide.gpu_memory import Device, open_device
 from ebbtide.scheduling.elastic.device_ownership import DeviceClaim, DeviceOwnership, OwnerLease
 from ebbtide.serving_guard.borrowers import AllowedMemory, BorrowerTable, Loan
-from ebbtide.serving_guard.lender import GrantIssuer, LeaseRecord, Lender
+from ebbtide.serving_guard.lender import GrantIssuer, LeaseRecord, Lender, await_news, first_message
 from ebbtide.serving_guard.loan_keeper import OWNERS_REFUSED, LoanKeeper, ReturnWatch
 from ebbtide.serving_guard.servicer import LOANS, LoanServicer
 from ebbtide.serving_guard.settings import GuardSettings
@@ -91,8 +90,6 @@ class TrainerLender(Lender):
         return super()._work() | {"loans": self._keeper.run()}
 
 
-#: An owner that opens a stream states its wish within this time.
-_WISH_S: Final = 5.0
 #: How often the state is looked at: while the owner waits for its device, and otherwise.
 _AWAITED_S: Final = 0.002
 _LOOK_S: Final = 0.1
@@ -118,7 +115,10 @@ class OwnerStream:
 
     async def serve(self, requests: AsyncIterator[pb.OwnerWish]) -> AsyncGenerator[pb.LoanState, None]:
         """Let one trainer own the device until its stream ends. Raises `InvalidRequest`, `NotReady`, `Superseded`."""
-        owner = self._claim(await _first(requests))
+        first = await first_message(requests)
+        if first is None:
+            raise InvalidRequest("the owner states its wish first", field="sequence")
+        owner = self._claim(from_proto(first, OwnerWish))
         reader = asyncio.create_task(self._read(requests, owner))
         try:
             told, told_at = None, 0.0
@@ -127,7 +127,8 @@ class OwnerStream:
                 if state != told or time.monotonic() - told_at >= _REPEAT_S:
                     told, told_at = state, time.monotonic()
                     yield to_proto(state, pb.LoanState)
-                await self._pause(owner, reader, state)
+                awaited = not owner.wish.lend and not state.memory_back
+                await await_news(owner.news, reader, _AWAITED_S if awaited else _LOOK_S)
             reader.result()
         finally:
             reader.cancel()
@@ -174,27 +175,6 @@ class OwnerStream:
             repeat_s=_REPEAT_S,
             engine_bytes=self._memory.engine_bytes(),
         )
-
-    async def _pause(self, owner: _Owner, reader: asyncio.Task[None], state: LoanState) -> None:
-        """Wait for a new wish, the stream's end or the next look."""
-        awaited = not owner.wish.lend and not state.memory_back
-        news = asyncio.ensure_future(owner.news.wait())
-        try:
-            timeout = _AWAITED_S if awaited else _LOOK_S
-            await asyncio.wait((news, reader), timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            news.cancel()
-        owner.news.clear()
-
-
-async def _first(requests: AsyncIterator[pb.OwnerWish]) -> OwnerWish:
-    first = None
-    with suppress(TimeoutError):
-        async with asyncio.timeout(_WISH_S):
-            first = await anext(requests, None)
-    if first is None:
-        raise InvalidRequest("the owner states its wish first", field="sequence")
-    return from_proto(first, OwnerWish)
 
 
 _LENT: Final = "lent"

@@ -1,7 +1,7 @@
-"""Chooses the requests that give up their keys and values when memory must be given back.
+"""Chooses the requests to preempt when an engine must give back memory of its KV cache.
 
-These requests lose no token: they wait, and their keys and values are computed again when there is room. So this
-chooses the requests for which that costs least. Prefill costs a linear part for each token, and a quadratic part for
+A preempted request loses no token: it waits, and is prefilled again when there is room. So this chooses the requests
+for which that costs least. Prefill costs a linear part for each token, and a quadratic part for
 attention to earlier tokens. Blocks shared with others are neither freed nor computed again. A request that will finish
 soon frees its memory by itself, so its blocks count only for its remaining tokens.
 """
@@ -19,10 +19,10 @@ _HORIZON: Final = 64
 
 
 class HeldRequest(Struct, frozen=True, kw_only=True):
-    """The keys and values that a running request holds."""
+    """What a running request holds of the KV cache."""
 
     request: str
-    computed: int  # tokens whose keys and values are there
+    computed: int  # tokens in the KV cache
     blocks: int  # that are free without it
     shared: int = 0  # of `computed`, the first tokens, whose blocks other requests use too
     remaining: int = _HORIZON  # tokens still to come, at most

@@ -1,4 +1,4 @@
-"""Decides how much memory for keys and values rollouts may hold beside a served engine, and where their weights stay.
+"""Decides how much KV cache rollouts may hold beside a served engine, and where their weights stay.
 
 The allowance falls at once by exactly what serving needs. After serving has held little for a quiet time, which is
 below a second, all of it returns at once: the next burst takes it back within a step. While serving holds more, the
@@ -178,7 +178,7 @@ _PAYS: Final = 3.0
 class DeviceMemory(Struct, frozen=True, kw_only=True):
     """The memory around one borrowing engine, in bytes."""
 
-    short: int  # that serving lacks on the device, even without rollouts' keys and values
+    short: int  # that serving lacks on the device, even without rollouts' KV cache
     spare: int  # free on the device beside what serving needs
     weights: int  # that the engine needs to be awake
     host_short: int = 0
@@ -190,7 +190,7 @@ class ResidencyPlan:
     """Decides for one borrower where its weights should stay: on the device, in host memory, or nowhere. The result is
     a wish. Workers on GPUs fulfil it by vLLM's sleep mode, from AWAKE; on CPU builds by giving up memory.
 
-    Invariant: weights go down a level only while memory is short after all keys and values were given back. They come
+    Invariant: weights go down a level only while memory is short after all KV cache was given back. They come
     up only if there is room and the expected idle time pays for the wake-up. Both lower levels free the same memory on
     a device. Only the second one frees host memory too, and then a wake-up has to load the weights. An engine on a CPU
     has only host memory, so only the second level helps.
