@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ebbtide.rollout_worker.engine import EngineRequest, TokenDelta
-from ebbtide.rollout_worker.engine.measuring import EngineCapacity, EngineMeasuring, plan_blocks
+from ebbtide.rollout_worker.engine import EngineCapacity, EngineRequest, TokenDelta
+from ebbtide.rollout_worker.engine.measuring import EngineMeasuring, plan_blocks
 from ebbtide.simulator.engines.engine_profile import StepCosts
 from ebbtide.simulator.engines.fits.engine_fit import fit_step_costs
 from ebbtide.types.rollout import FinishReason

@@ -72,6 +72,17 @@ class TokenDelta(NamedTuple):
     cached: int = 0
 
 
+class EngineCapacity(Struct, frozen=True, kw_only=True):
+    """What an engine holds and schedules at most."""
+
+    kv_tokens: int
+    kv_block: int
+    batched_tokens: int  # of a step
+    sequences: int  # that run at once
+    prefix_cache: bool
+    whole_prompt_fits: bool  # a sequence starts only if all tokens that it has fit
+
+
 class Engine(Protocol):
     """One engine. It serves whole versions only; version 0 is the checkpoint that it booted from."""
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from msgspec import Struct
 
 from ebbtide.errors import InvalidRequest
-from ebbtide.rollout_worker.engine import Engine, EngineFailed, EngineRequest
+from ebbtide.rollout_worker.engine import Engine, EngineCapacity, EngineFailed, EngineRequest
 from ebbtide.rollout_worker.engine.checkpoint_facts import check_directory, weights_bytes
 from ebbtide.rollout_worker.engine.vllm.cpu_build import is_cpu_build
 from ebbtide.rollout_worker.settings import WorkerSettings
@@ -60,17 +60,6 @@ class MeasuredSteps(Struct, frozen=True, kw_only=True):
     @property
     def steps(self) -> int:
         return sum(group.steps for group in self.groups)
-
-
-class EngineCapacity(Struct, frozen=True, kw_only=True):
-    """What an engine holds and schedules at most."""
-
-    kv_tokens: int
-    kv_block: int
-    batched_tokens: int  # of a step
-    sequences: int  # that run at once
-    prefix_cache: bool
-    whole_prompt_fits: bool  # a sequence starts only if all tokens that it has fit
 
 
 class EngineMeasurements(Struct, frozen=True, kw_only=True):

@@ -27,13 +27,13 @@ from ebbtide import telemetry
 from ebbtide.errors import Internal, InvalidRequest
 from ebbtide.rollout_worker.engine import (
     Boxes,
+    EngineCapacity,
     EngineFailed,
     EngineRequest,
     Shapes,
     TokenDelta,
     checkpoint_facts,
 )
-from ebbtide.rollout_worker.engine.measuring import EngineCapacity
 from ebbtide.rollout_worker.engine.vllm import cpu_build, vllm_plugin
 from ebbtide.rollout_worker.engine.vllm.borrowed_engine import BorrowedEngine
 from ebbtide.rollout_worker.engine.vllm.kv_cache import ENDED, PreemptionCount
