@@ -101,7 +101,7 @@ class LengthCurve:
     """The shares of a run's responses that are longer than each of `EDGES`, whatever their groups."""
 
     def __init__(self, shares: Floats) -> None:
-        self.shares = np.maximum(shares, _LEAST)
+        self.shares: Floats = np.maximum(shares, _LEAST)
         between = np.diff(EDGES) * 0.5 * (self.shares[1:] + self.shares[:-1])
         beyond = np.cumsum([EDGES[-1] * self.shares[-1], *between[::-1]])[::-1]
         self._rests = beyond / self.shares
@@ -176,7 +176,8 @@ class GroupForecast:
         return _from_now((self._weights[:, None] / known).T @ longer, made)
 
     def _bounded(self, made: Floats, tokens: Floats) -> Floats:
-        return np.maximum(np.minimum(np.maximum(tokens, made + 1.0), self._cap), made)
+        found: Floats = np.maximum(np.minimum(np.maximum(tokens, made + 1.0), self._cap), made)
+        return found
 
 
 class LengthLearner:
@@ -297,7 +298,7 @@ _PER_BIN: Final = 1.0 / log(1.1)
 
 def _fitted(model: LengthModel, ended: Floats, stopped: Floats, rounds: int) -> Floats:
     """The shares that make lengths most likely, from those of a model on."""
-    shares = model.curve.shares
+    shares: Floats = model.curve.shares
     for _ in range(rounds):
         weights = _normed(_NORMAL + model.likelihoods(ended, stopped))
         beyond = weights.T @ stopped / model.longer[:, :-1]
@@ -337,7 +338,8 @@ def _counts(groups: Sequence[Sequence[int]]) -> Floats:
 
 
 def _bins(tokens: Floats) -> Places:
-    return np.minimum(np.searchsorted(EDGES, np.maximum(tokens, 1.0), side="right") - 1, _BINS - 1)
+    found: Places = np.minimum(np.searchsorted(EDGES, np.maximum(tokens, 1.0), side="right") - 1, _BINS - 1)
+    return found
 
 
 def _beyond(scores: Floats) -> Floats:
@@ -347,8 +349,9 @@ def _beyond(scores: Floats) -> Floats:
 
 def _normed(logs: Floats) -> Floats:
     """Weights that sum up to 1 over levels."""
-    weights = np.exp(logs - logs.max(axis=-1, keepdims=True))
-    return weights / weights.sum(axis=-1, keepdims=True)
+    weights: Floats = np.exp(logs - logs.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    return weights
 
 
 def _from_now(tails: Floats, made: Floats) -> Floats:
@@ -356,16 +359,18 @@ def _from_now(tails: Floats, made: Floats) -> Floats:
     by that of being as long as it is.
     """
     at, rows = _bins(made), np.arange(len(made))
-    part = np.log(np.maximum(made, 1.0) / EDGES[at]) * _PER_BIN
+    part = np.minimum(np.log(np.maximum(made, 1.0) / EDGES[at]) * _PER_BIN, 1.0)
     now = tails[rows, at] + part * (tails[rows, at + 1] - tails[rows, at])
-    return np.minimum(tails / now[:, None], 1.0)
+    found: Floats = np.minimum(tails / now[:, None], 1.0)
+    return found
 
 
 def _means(chances: Floats, made: Floats, cap: float) -> Floats:
     """Mean tokens to come."""
     tokens = np.minimum(np.maximum(EDGES, made[:, None]), max(cap, 1.0))
-    found: Floats = (np.diff(tokens) * 0.5 * (chances[:, :-1] + chances[:, 1:])).sum(axis=1)
-    return found + np.maximum(1.0 - made, 0.0)
+    between = (np.diff(tokens) * 0.5 * (chances[:, :-1] + chances[:, 1:])).sum(axis=1)
+    found: Floats = between + np.maximum(1.0 - made, 0.0)
+    return found
 
 
 def _quantiles(chances: Floats, made: Floats, share: float) -> Floats:
