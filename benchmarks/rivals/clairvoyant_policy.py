@@ -1,9 +1,10 @@
 """Schedules the longest rollouts first, as nobody can who does not know lengths: an oracle to compare with."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
+import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -13,9 +14,9 @@ from ebbtide.coordinator.state.running_attempt import RunningAttempt
 from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.scheduling.dispatch.host_view import HostView
 from ebbtide.scheduling.dispatch.placement import Placement, place
-from ebbtide.scheduling.dispatch.response_lengths import ResponseLengths
 from ebbtide.scheduling.dispatch.rollout_moves import EngineLoad, RunningRollout, rebalance
 from ebbtide.scheduling.dispatch.throughput import WorkerThroughput
+from ebbtide.scheduling.long_tail.length_learner import EDGES, LengthCurve
 from ebbtide.simulator.engines.engine_profile import StepCosts
 from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.training_run import TrainingRun
@@ -46,15 +47,8 @@ class ToldSpeed(WorkerThroughput):
         return self._costs.spare
 
 
-class ToldLengths(ResponseLengths):
-    """A rollout's budget is what it has left."""
-
-    def rest(self, made: int, budget: int | None = None) -> float:
-        return super().rest(made) if budget is None else float(budget)
-
-    def survival(self, running: Iterable[int] = ()) -> tuple[list[float], list[float]]:
-        edges, shares = super().survival(running)
-        return edges, [1.0] * len(shares)  # each runs for as long as its budget says
+#: Each runs for as long as its budget says, which is what a rollout has left.
+_TOLD: Final = LengthCurve(np.ones(len(EDGES)))
 
 
 class LongestFirst(RivalDecider):
@@ -63,7 +57,6 @@ class LongestFirst(RivalDecider):
     def __init__(self, coordinator: VirtualCoordinator, *, up_to_plateau: bool) -> None:
         super().__init__(coordinator, keeps=True)
         self._up_to_plateau = up_to_plateau
-        self._lengths = ToldLengths()
         self._looked = 0.0
 
     def place(self, run: RunState, engines: Sequence[WorkerSession], now: float) -> list[Placement]:
@@ -81,7 +74,7 @@ class LongestFirst(RivalDecider):
         coming = Counter(a.target for one in engines for a in one.attempts.values() if a.target)
         loads = [self._load(run, engine, coming) for engine in engines]
         by_id = {engine.session_id: engine for engine in engines}
-        for move in rebalance(loads, self._lengths, now=now, costs=_USEFUL_MOVES):
+        for move in rebalance(loads, _TOLD, now=now, costs=_USEFUL_MOVES):
             source = by_id[move.source]
             ask_back(source, by_id[move.target], [source.attempts[move.attempt_id]])
 

@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from benchmarks.long_tail.order.slot_rules import SlotSample
 from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout, RolloutQueue
 from ebbtide.scheduling.long_tail.length_learner import LengthLearner
-from ebbtide.scheduling.long_tail.outlook.known_group import KnownGroup
-from ebbtide.scheduling.long_tail.outlook.run_forecasts import RunForecasts
-from ebbtide.scheduling.long_tail.outlook.start_ranks import StartRanks
+from ebbtide.scheduling.long_tail.run_forecasts import KnownGroup, RunForecasts
+from ebbtide.scheduling.long_tail.start_ranks import StartRanks
 from ebbtide.scheduling.steps.step_pacing import VersionBounds
 
 #: A moment of the model is a chunk's end. Live, several renewals lie between two of them.

@@ -8,7 +8,6 @@ Invariant: recorded calls do not wait, so one ends before the next begins, and t
 the model changed. What a recorded call changes by further recorded calls is part of it, and not recorded again.
 """
 
-import asyncio
 import inspect
 import operator
 import time
@@ -35,8 +34,6 @@ from ebbtide.coordinator.state.running_attempt import RunningAttempt
 from ebbtide.coordinator.state.worker_reports import AttachReport
 from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.scheduling.dispatch.rollout_queue import RolloutQueue
-from ebbtide.scheduling.long_tail.length_learner import LengthLesson
-from ebbtide.scheduling.long_tail.outlook.run_forecasts import MadeLesson, make_now
 from ebbtide.types.run import RunSpec
 from ebbtide.v1 import fleet_pb2
 
@@ -345,21 +342,13 @@ class RecordedRounds(DispatchRound, _OfState):
         return tuple(islice(self._steps, 1))
 
 
-def make_in_thread(make: Callable[[], LengthLesson]) -> MadeLesson:
-    """Makes a lesson beside the event loop: it takes some tenths of a second."""
-    return asyncio.get_running_loop().run_in_executor(None, make)
-
-
 class DecidingParts:
     """The state, the trust in workers and the rounds of one coordinator, or of a simulated one: recorded ones if
     `record_decisions` is set, else plain ones, which cost no more.
     """
 
     def __init__(self, settings: CoordinatorSettings, clock: Callable[[], float] | None = None) -> None:
-        """`clock`: see `CoordinatorState`; None: of a live coordinator. That learns lengths in a thread, unless its
-        decisions are recorded: a replay knows no threads. Raises `InvalidRequest` if `record_decisions` cannot be
-        written.
-        """
+        """`clock`: see `CoordinatorState`. Raises `InvalidRequest` if `record_decisions` cannot be written."""
         self._settings = settings
         self._log: DecisionLog | None = None
         if settings.record_decisions:
@@ -369,7 +358,7 @@ class DecidingParts:
             self.state: CoordinatorState = RecordedState(Recorder(self._log.write, clock or time.monotonic))
             self.trust: WorkerTrust = RecordedTrust(self.state)
         else:
-            self.state = CoordinatorState(clock, lessons=make_in_thread if clock is None else make_now)
+            self.state = CoordinatorState(clock)
             self.trust = WorkerTrust(self.state)
 
     def new_rounds(self, public_key: Callable[[str], bytes], run_events: RunEvents) -> DispatchRound:

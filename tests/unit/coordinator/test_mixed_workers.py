@@ -15,6 +15,7 @@ from ebbtide.coordinator.state.worker_reports import AttachReport, HeartbeatRepo
 from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout
 from ebbtide.scheduling.dispatch.throughput import WorkerThroughput
+from ebbtide.scheduling.long_tail.length_learner import EndedGroup
 from ebbtide.scheduling.steps.step_pacing import VersionBounds
 from ebbtide.types.fleet import PROTOCOL_VERSION, EngineInfo, WorkerKind
 from ebbtide.types.run import EnvironmentSpec, RunSpec
@@ -52,6 +53,10 @@ class Fleet:
         )
         attempt.assign(session)
 
+    def learn(self, *lengths: int) -> None:
+        """As many responses of each length have ended."""
+        self.run.tail.forecasts.learner.groups_ended([EndedGroup(lengths=lengths)] * 500)
+
 
 @pytest.fixture
 def fleet() -> Fleet:
@@ -67,8 +72,7 @@ def offered(fleet: Fleet, session: WorkerSession, offers: MemoryOffers, **beat: 
 
 
 def test_a_worker_offers_the_slots_that_its_memory_holds(fleet: Fleet) -> None:
-    for _ in range(500):
-        fleet.run.lengths.finished(2000)
+    fleet.learn(2000)
     offers = MemoryOffers(fleet.state)
     small, large = fleet.attach("small", kv_tokens=21_000), fleet.attach("large", kv_tokens=1_000_000)
     silent = fleet.attach("silent")
@@ -77,8 +81,7 @@ def test_a_worker_offers_the_slots_that_its_memory_holds(fleet: Fleet) -> None:
 
 
 def test_a_worker_where_rollouts_wait_for_memory_offers_no_further_slot(fleet: Fleet) -> None:
-    for _ in range(200):
-        fleet.run.lengths.finished(500)
+    fleet.learn(500)
     offers, session = MemoryOffers(fleet.state), fleet.attach("w", kv_tokens=58_000)
     for number in range(3):
         fleet.begin(session, f"a{number}")
@@ -88,9 +91,7 @@ def test_a_worker_where_rollouts_wait_for_memory_offers_no_further_slot(fleet: F
 
 
 def test_a_worker_with_long_rollouts_offers_fewer_slots_and_more_again_when_they_end(fleet: Fleet) -> None:
-    for length in (500, 8000):
-        for _ in range(200):
-            fleet.run.lengths.finished(length)
+    fleet.learn(500, 8000)
     offers, session = MemoryOffers(fleet.state), fleet.attach("w", kv_tokens=58_000)
     at_first = offered(fleet, session, offers)
     for number in range(7):
@@ -104,8 +105,7 @@ def test_a_worker_with_long_rollouts_offers_fewer_slots_and_more_again_when_they
 
 
 def test_a_worker_is_looked_at_only_after_a_heartbeat(fleet: Fleet) -> None:
-    for _ in range(500):
-        fleet.run.lengths.finished(2000)
+    fleet.learn(2000)
     offers, session = MemoryOffers(fleet.state), fleet.attach("w", kv_tokens=21_000)
     list(offers.update(fleet.now))
     before = session.revision

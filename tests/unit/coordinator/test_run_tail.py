@@ -1,10 +1,7 @@
-"""A run's forecasts never hold its coordinator up: not while a mirror is read again, not to learn, not by a fault."""
+"""A run's forecasts never hold its coordinator up: not while a mirror is read again, and not by a fault."""
 
 import gc
-import itertools
-import threading
 import weakref
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,19 +9,16 @@ from structlog.testing import capture_logs
 
 from ebbtide.coordinator.dispatcher import dispatch_round
 from ebbtide.coordinator.dispatcher.round_deeds import SlotFill
-from ebbtide.coordinator.recording import DecidingParts
-from ebbtide.coordinator.settings import CoordinatorSettings
 from ebbtide.coordinator.state import run_tail
 from ebbtide.coordinator.state.dispatch_wakeups import DispatchWakeups
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.running_attempt import RunningAttempt
 from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout, RolloutQueue
 from ebbtide.scheduling.long_tail.length_learner import LengthLearner
-from ebbtide.scheduling.long_tail.outlook.run_forecasts import RunForecasts
+from ebbtide.scheduling.long_tail.run_forecasts import RunForecasts
 from ebbtide.scheduling.steps.step_pacing import VersionBounds
 from ebbtide.types.run import BatchSpec, EnvironmentSpec, RunSpec, Sampling
 from ebbtide.types.tail_spec import TailSpec
-from tests.support.waiting import wait_until
 from tests.unit.coordinator.virtual_fleet import VERSION, VirtualFleet
 
 CAP = 1 << 16
@@ -209,7 +203,7 @@ def live_through(run: RunState) -> None:
         run.foresee(10.0 * step + 10.0)
 
 
-@pytest.mark.parametrize("method", ["lesson", "forecast", "prior"])
+@pytest.mark.parametrize("method", ["groups_ended", "forecast", "kind"])
 def test_a_fault_in_statistics_ends_a_runs_forecasts_and_nothing_else(method: str, monkeypatch: Any) -> None:
     def fails(*_: object) -> None:
         raise ZeroDivisionError("a fault")
@@ -225,39 +219,6 @@ def test_a_fault_in_statistics_ends_a_runs_forecasts_and_nothing_else(method: st
     assert [one.rollout_id for one in run.queue] == ["x80"]
     run.reread({}, run.new_queue(), {})
     assert not run.foresee(1_000.0)
-
-
-@pytest.fixture
-def threads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the threads in which lessons are made."""
-    found, lesson = list[str](), LengthLearner.lesson
-
-    def noting(self: LengthLearner, groups: Any) -> Any:
-        found.append(threading.current_thread().name)
-        return lesson(self, groups)
-
-    monkeypatch.setattr(LengthLearner, "lesson", noting)
-    return found
-
-
-async def test_a_live_coordinator_learns_in_a_thread(threads: list[str]) -> None:
-    parts = DecidingParts(CoordinatorSettings())
-    run = parts.state.add_run("r", SPEC)
-    live_through(run)
-    now = itertools.count(100.0)
-    await wait_until(lambda: not run.foresee(next(now)) and run.tail.forecasts.learner.known, what="it has learnt")
-    assert threads
-    assert threading.current_thread().name not in threads
-    parts.close()
-
-
-def test_a_coordinator_whose_decisions_are_recorded_learns_where_it_decides(tmp_path: Path, threads: list[str]) -> None:
-    parts = DecidingParts(CoordinatorSettings(record_decisions=str(tmp_path / "decisions")))
-    run = parts.state.add_run("r", SPEC)
-    live_through(run)
-    assert run.tail.forecasts.learner.known
-    assert set(threads) == {threading.current_thread().name}
-    parts.close()
 
 
 def test_a_run_that_ends_before_its_mirror_was_taken_is_freed_without_a_garbage_collection() -> None:

@@ -10,12 +10,13 @@ import pytest
 
 from ebbtide.scheduling.dispatch.host_view import HostView
 from ebbtide.scheduling.dispatch.move_costs import COSTS, MoveCosts
-from ebbtide.scheduling.dispatch.response_lengths import ResponseLengths
 from ebbtide.scheduling.dispatch.rollout_moves import EngineLoad, MoveSearch, RolloutMove, RunningRollout, rebalance
 from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout
 from ebbtide.scheduling.dispatch.speed_curves import KindCurve, SeenEngine
 from ebbtide.scheduling.dispatch.throughput import WorkerThroughput
+from ebbtide.scheduling.long_tail.length_learner import LengthCurve, LengthLearner
 from ebbtide.scheduling.steps.step_pacing import VersionBounds
+from tests.unit.scheduling.long_tail.drawn_lengths import known_lengths
 
 NOW = 1_000.0
 
@@ -31,11 +32,8 @@ def speed(rate: float = 30.0, plateau: int = 32) -> WorkerThroughput:
 EVEN = speed()
 
 
-def lengths(mean: int = 3_000) -> ResponseLengths:
-    known = ResponseLengths()
-    for tokens in (mean // 4, mean // 2, mean, mean * 2, mean * 8) * 40:
-        known.finished(tokens)
-    return known
+def lengths(mean: int = 3_000) -> LengthCurve:
+    return known_lengths((mean // 4, mean // 2, mean, mean * 2, mean * 8) * 40)
 
 
 def generating(
@@ -136,9 +134,7 @@ def test_the_surplus_beyond_the_plateau_moves_and_no_more() -> None:
 
 def test_those_with_most_still_to_come_move_first() -> None:
     rollouts = [generating(f"r{made}", made=made) for made in range(0, 6_400, 100)]
-    known = ResponseLengths()
-    for tokens in (500, 32_000) * 100:
-        known.finished(tokens)
+    known = known_lengths((500, 32_000) * 100)
     chosen = [int(move.attempt_id[1:]) for move in moves([engine("a", rollouts), engine("b", [])], known=known)]
     assert min(chosen[:10]) > 500
 
@@ -251,7 +247,7 @@ def test_a_hundred_full_workers_cost_little_while_there_is_nothing_to_do() -> No
     fleet = [EngineLoad(host=host, speed=EVEN, context=2_000, rollouts=ask) for _ in range(100)]
     began = time.process_time()
     for _ in range(10):
-        assert rebalance(fleet, ResponseLengths(), now=NOW) == []
+        assert rebalance(fleet, LengthLearner().curve, now=NOW) == []
     assert (time.process_time() - began) / 10 < 0.005
     assert not asked
 

@@ -10,12 +10,13 @@ from ebbtide.scheduling.dispatch.host_view import HostView
 from ebbtide.scheduling.dispatch.mixed_fleet.loss_rates import LossRates, Pool
 from ebbtide.scheduling.dispatch.mixed_fleet.memory_slots import PeakTokens, memory_slots
 from ebbtide.scheduling.dispatch.placement import place
-from ebbtide.scheduling.dispatch.response_lengths import ResponseLengths
 from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout, RolloutQueue
 from ebbtide.scheduling.dispatch.speed_curves import KindCurve, SeenEngine, SpeedCurve
 from ebbtide.scheduling.dispatch.throughput import WorkerThroughput
+from ebbtide.scheduling.long_tail.length_learner import LengthCurve, LengthLearner
 from ebbtide.scheduling.steps.step_pacing import VersionBounds
 from ebbtide.types.fleet import WorkerKind
+from tests.unit.scheduling.long_tail.drawn_lengths import known_lengths
 
 STEP_S, ROLLOUT_S = 0.02, 0.0005
 HOUR = 3600.0
@@ -98,11 +99,9 @@ def test_of_nobody_nothing_is_known() -> None:
     assert KindCurve.learnt([SeenEngine(WorkerThroughput(), 0.0), SeenEngine(None, 0.0)]) is None
 
 
-def exponential(mean: float, count: int = 4_000) -> ResponseLengths:
-    draw, lengths = random.Random(0), ResponseLengths()
-    for _ in range(count):
-        lengths.finished(max(1, round(draw.expovariate(1.0 / mean))))
-    return lengths
+def exponential(mean: float, count: int = 4_000) -> LengthCurve:
+    draw = random.Random(0)
+    return known_lengths([max(1, round(draw.expovariate(1.0 / mean))) for _ in range(count)])
 
 
 def test_rollouts_that_begin_together_are_as_many_as_fit_at_their_peak() -> None:
@@ -159,7 +158,7 @@ def test_a_third_of_the_memory_makes_a_third_of_the_slots() -> None:
 
 
 def test_peaks_never_fall_below_what_is_held_now() -> None:
-    for lengths in (ResponseLengths(), exponential(300.0), exponential(9000.0, 30)):
+    for lengths in (LengthLearner().curve, exponential(300.0), exponential(9000.0, 30)):
         peaks = PeakTokens(lengths, 100.0)
         for made in (0.0, 1.0, 33.0, 500.0, 20_000.0, 1e9):
             assert peaks.of(made) >= 100.0 + made

@@ -7,8 +7,9 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from ebbtide.scheduling.dispatch.response_lengths import ResponseLengths
 from ebbtide.scheduling.dispatch.step_finish import EngineTerms, StepFinish
+from ebbtide.scheduling.long_tail.length_learner import LengthCurve, LengthLearner
+from tests.unit.scheduling.long_tail.drawn_lengths import known_lengths
 
 RATE, PLATEAU = 30.0, 32
 
@@ -24,20 +25,15 @@ def engine(rollouts: Sequence[Open], *, busy_s: float = 0.0, rate: float = RATE)
     return EngineTerms(rollouts=rollouts, loads=loads, token_s=token_s, busy_s=busy_s)
 
 
-def capped(tokens: int) -> ResponseLengths:
+def capped(tokens: int) -> LengthCurve:
     """All responses come to this length."""
-    known = ResponseLengths()
-    for _ in range(20_000):
-        known.finished(tokens)
-    return known
+    return known_lengths([tokens] * 20_000)
 
 
-def drawn(mean: float, count: int = 20_000) -> tuple[ResponseLengths, list[int]]:
-    draw, known = random.Random(1), ResponseLengths()
+def drawn(mean: float, count: int = 20_000) -> tuple[LengthCurve, list[int]]:
+    draw = random.Random(1)
     lengths = [max(1, round(draw.expovariate(1.0 / mean))) for _ in range(count)]
-    for tokens in lengths:
-        known.finished(tokens)
-    return known, lengths
+    return known_lengths(lengths), lengths
 
 
 def test_responses_of_one_length_end_when_their_engine_has_made_them() -> None:
@@ -133,12 +129,5 @@ def test_an_engine_far_beyond_the_others_hides_no_gain(odd: str) -> None:
 
 
 def test_a_step_without_rollouts_has_ended() -> None:
-    assert StepFinish({"a": engine([])}, ResponseLengths()).end_s == 0.0
-    assert StepFinish({}, ResponseLengths()).end_s == 0.0
-
-
-def test_a_longer_response_than_any_that_was_seen_goes_on_for_about_as_long() -> None:
-    edges, shares = ResponseLengths().survival()
-    assert shares == sorted(shares, reverse=True)
-    at = {made: float(np.interp(made, edges, shares)) for made in (8_000, 16_000)}
-    assert at[16_000] / at[8_000] == pytest.approx(0.25, rel=0.1)
+    assert StepFinish({"a": engine([])}, LengthLearner().curve).end_s == 0.0
+    assert StepFinish({}, LengthLearner().curve).end_s == 0.0

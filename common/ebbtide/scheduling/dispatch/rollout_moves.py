@@ -26,10 +26,10 @@ from ebbtide.scheduling.dispatch.host_view import HostView, may_take
 from ebbtide.scheduling.dispatch.move_costs import COSTS, MoveCosts
 from ebbtide.scheduling.dispatch.placement import pending_limit
 from ebbtide.scheduling.dispatch.reclaim_risk import risk_s
-from ebbtide.scheduling.dispatch.response_lengths import ResponseLengths
 from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout
 from ebbtide.scheduling.dispatch.speed_curves import LOADS
 from ebbtide.scheduling.dispatch.step_finish import EngineTerms, StepFinish
+from ebbtide.scheduling.long_tail.length_learner import LengthCurve
 
 #: A rollout is stuck if it starts so much later than its prefill, and those before it, would take.
 _STUCK_S: Final = 1.0
@@ -125,7 +125,7 @@ class MoveSearch:
 
 def rebalance(
     engines: Sequence[EngineLoad],
-    lengths: ResponseLengths,
+    lengths: LengthCurve,
     *,
     now: float,
     costs: MoveCosts = COSTS,
@@ -283,7 +283,7 @@ def _stuck(source: _Side, rooms: list[_Side], now: float, costs: MoveCosts) -> t
 
 
 def _moved_slow(
-    sides: list[_Side], lengths: ResponseLengths, now: float, costs: MoveCosts, passed: set[str], most: int
+    sides: list[_Side], lengths: LengthCurve, now: float, costs: MoveCosts, passed: set[str], most: int
 ) -> list[RolloutMove]:
     """The moves with the largest gain from the slowest worker to the fastest, until none is worth its cost."""
     moves: list[RolloutMove] = []
@@ -375,9 +375,7 @@ def _weights(sides: Sequence[_Side], passed: Collection[str]) -> dict[str, float
 class _StepMoves:
     """The step that the rollouts belong to, and the moves that make it end sooner."""
 
-    def __init__(
-        self, sides: Sequence[_Side], lengths: ResponseLengths, costs: MoveCosts, passed: Collection[str]
-    ) -> None:
+    def __init__(self, sides: Sequence[_Side], lengths: LengthCurve, costs: MoveCosts, passed: Collection[str]) -> None:
         self._costs = costs
         self._running = max(1, sum(side.running for side in sides))
         self._prefill = median(side.engine.host.prefill for side in sides)

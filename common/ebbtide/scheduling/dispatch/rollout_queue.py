@@ -1,7 +1,7 @@
 """Orders the queued rollouts of one run: by priority, then by the place of the group, then by their own place. So a
 re-queued rollout returns to its place, and what a started group still lacks (later turns, retries) comes before later
 groups: groups are completed in order, and none starves. A run may rank its training rollouts by forecasts of lengths:
-then their rank counts before the place of the group (`long_tail/outlook/start_ranks.py`).
+then their rank counts before the place of the group (`long_tail/start_ranks.py`).
 
 Evaluation has a queue of its own, and so have requests of gateways' clients. Requests take turns with all other
 rollouts, and evaluation with training in the turns that are left, both by start-time fair queueing (Goyal, Vin and

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ebbtide.scheduling.dispatch.response_lengths import ResponseLengths
+from ebbtide.scheduling.long_tail.length_learner import LengthCurve
 
 Floats = npt.NDArray[np.float64]
 
@@ -67,7 +67,7 @@ class StepFinish:
     def __init__(
         self,
         engines: Mapping[str, EngineTerms],
-        lengths: ResponseLengths,
+        lengths: LengthCurve,
         *,
         weights: Mapping[str, float] | None = None,
     ) -> None:
@@ -75,7 +75,7 @@ class StepFinish:
         most = max((one.budget for terms in engines.values() for one in terms.rollouts), default=0)
         self._ahead = _AHEAD[: int(np.searchsorted(_AHEAD, most)) + 1]
         self._strides = np.diff(self._ahead)
-        edges, shares = lengths.survival(one.made for terms in engines.values() for one in terms.rollouts)
+        edges, shares = lengths.survival()
         self._edges, self._log_shares = np.log(edges), np.log(shares)
         self._engines, self._weights = dict(engines), weights or {}
         self._parts = {key: self._survival(terms.rollouts) for key, terms in engines.items()}

@@ -73,7 +73,7 @@ class MemoryOffers:
         if known is None:
             waiting = next(iter(run.queue), None)
             prompt = float(waiting.length - waiting.made) if waiting is not None else 0.0
-            known = self._peaks[run.run_id] = _Table(PeakTokens(run.lengths, prompt), now)
+            known = self._peaks[run.run_id] = _Table(PeakTokens(run.tail.lengths, prompt), now)
         elif now - known.made >= _TABLE_S and known.rollouts:
-            known = self._peaks[run.run_id] = _Table(PeakTokens(run.lengths, known.prompt), now)
+            known = self._peaks[run.run_id] = _Table(PeakTokens(run.tail.lengths, known.prompt), now)
         return known

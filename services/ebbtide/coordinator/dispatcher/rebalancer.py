@@ -277,7 +277,7 @@ class Rebalancer:
         search = self._searches.setdefault(run.run_id, MoveSearch())
         moves = rebalance(
             engines,
-            run.lengths,
+            run.tail.lengths,
             now=now,
             running=0 if _queue_fills(run, hosts, kept_slots) else run.moves.allows(now, running=len(run.running)),
             search=search,

@@ -78,7 +78,7 @@ class SlotFill:
 
     def _rest(self, one: QueuedRollout) -> float:
         """Tokens that a rollout will probably still make: its budget or the run's context ends it."""
-        rest = self.run.lengths.rest(one.made, one.budget or None)
+        rest = self.run.tail.rest(one, one.made, one.budget or None)
         return min(rest, max(0, context - one.length)) if (context := self.run.context) else rest
 
     def _batch_slots(self, served: Sequence[tuple[WorkerSession, HostView]]) -> float:

@@ -110,7 +110,7 @@ class WorkerAllocator:
             and one.attempt_id not in session.freed
             and (run := self._state.runs.get(one.run_id))
             and not finishes_first(
-                rest_s=run.lengths.rest(one.stored, one.max_tokens - one.stored) / rate if rate else inf,
+                rest_s=run.tail.rest(one.rollout, one.stored, one.max_tokens - one.stored) / rate if rate else inf,
                 length=one.length,
                 started=one.started,
                 waited_s=now - session.since,
@@ -258,4 +258,4 @@ def _demand(run: RunState) -> Demand:
 
 def _tokens(run: RunState) -> float:
     """Tokens that the run's rollouts will probably still make."""
-    return run.lengths.rest(0) * (len(run.queue) + len(run.running))
+    return run.tail.lengths.rest(0) * (len(run.queue) + len(run.running))

@@ -24,7 +24,6 @@ from ebbtide.rpc.run_endings import RunEndings
 from ebbtide.scheduling.fair_share.share_accounts import ChangeoverTimes
 from ebbtide.scheduling.health.liveness import Returning
 from ebbtide.scheduling.health.overload import Overload, Work
-from ebbtide.scheduling.long_tail.outlook.run_forecasts import LessonMaker, make_now
 from ebbtide.types.run import RunSpec
 
 #: Ended runs that are remembered after their data was deleted. A store forgets what happened in some seconds.
@@ -48,17 +47,15 @@ class StoreIncarnation:
 
 class CoordinatorState:
     """The live runs in the order of their submission, and the sessions. `clock` gives seconds that only rise, to all
-    who decide by them: `time.monotonic`, or virtual time. `wakeups` hear of changes. `lessons`: see `RunForecasts`.
+    who decide by them: `time.monotonic`, or virtual time. `wakeups` hear of changes.
     """
 
     def __init__(
         self,
         clock: Callable[[], float] | None = None,
         wakeups: DispatchWakeups | None = None,
-        lessons: LessonMaker = make_now,
     ) -> None:
         self.clock: Final = clock or time.monotonic
-        self._lessons = lessons
         self._runs: dict[str, RunState] = {}
         self._sessions: dict[str, WorkerSession] = {}
         self._ended: set[str] = set()
@@ -165,7 +162,7 @@ class CoordinatorState:
         self.wakeups.decide()
 
     def _make_run(self, run_id: str, spec: RunSpec) -> RunState:
-        return RunState(run_id, spec, self.wakeups, self.clock, self._lessons)
+        return RunState(run_id, spec, self.wakeups, self.clock)
 
     def _make_session(self, session_id: str, hello: AttachReport, now: float) -> WorkerSession:
         return WorkerSession(session_id, hello, now, self.wakeups, self._index)

@@ -27,12 +27,10 @@ from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.errors import LeaseSuperseded, StoreUnavailable
 from ebbtide.scheduling.dispatch.group_places import GroupPlaces
 from ebbtide.scheduling.dispatch.move_ledger import MoveLedger
-from ebbtide.scheduling.dispatch.response_lengths import ResponseLengths
 from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout, RolloutQueue
 from ebbtide.scheduling.dispatch.turns.cached_prefixes import CachedPrefixes, Prefixes
 from ebbtide.scheduling.dispatch.turns.expected_returns import ExpectedReturns
 from ebbtide.scheduling.elastic.ended_responses import EndedResponses
-from ebbtide.scheduling.long_tail.outlook.run_forecasts import LessonMaker, make_now
 from ebbtide.store.rollout_rows import EndReason
 from ebbtide.store.unexpected_data import UNEXPECTED, WritesRefused
 from ebbtide.types.end_cause import EndCause
@@ -50,7 +48,7 @@ _REFUSED_S, _LONGEST_REFUSED_S = 0.2, 5.0
 
 
 class RunState:
-    """A live run. `lessons`: see `RunForecasts`."""
+    """A live run."""
 
     #: What its attempts are made of.
     attempt_class: ClassVar[type[RunningAttempt]] = RunningAttempt
@@ -61,7 +59,6 @@ class RunState:
         spec: RunSpec,
         wakeups: DispatchWakeups,
         clock: Callable[[], float],
-        lessons: LessonMaker = make_now,
     ) -> None:
         self.run_id, self.spec, self.wakeups, self.clock = run_id, spec, wakeups, clock
         self.lock: Final = asyncio.Lock()
@@ -96,10 +93,9 @@ class RunState:
         self._places = GroupPlaces()
         self._acknowledged: dict[str, None] = {}  # episodes, the newest at the end
         self._failed_installs: dict[int, int] = {}
-        self.lengths: Final = ResponseLengths()
         self._longest_context = 0  # tokens, of the engines that may serve it, so far
         self.moves: Final = MoveLedger()
-        self.tail: Final = RunTail(run_id, spec, lessons)
+        self.tail: Final = RunTail(run_id, spec)
         self.fitted = False  # some worker has installed a version
         self._misfits: Counter[str] = Counter()
         self.misfits: Final[Mapping[str, int]] = self._misfits  # refusals by architecture, until `fitted`
@@ -327,8 +323,6 @@ class RunState:
         attempt = self.end(rollout_id, attempt_id)
         if attempt is not None:
             self.moves.finished += 1
-            if not attempt.rollout.request:  # requests are as long as their clients want
-                self.lengths.finished(attempt.stored)
             if not (attempt.rollout.request or attempt.rollout.evaluation):
                 self._responses.ended(attempt.rollout.episode_id, attempt.rollout.group, attempt.stored)
             self._note_prefix(attempt, session)

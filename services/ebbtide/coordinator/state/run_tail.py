@@ -16,11 +16,10 @@ from typing import Final
 from ebbtide import telemetry
 from ebbtide.coordinator.state.running_attempt import RunningAttempt
 from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout, Rank, RolloutQueue
-from ebbtide.scheduling.long_tail.length_forecast import LengthOutlook
-from ebbtide.scheduling.long_tail.outlook.known_group import KnownGroup
-from ebbtide.scheduling.long_tail.outlook.run_forecasts import LessonMaker, RunForecasts, make_now
-from ebbtide.scheduling.long_tail.outlook.start_ranks import StartRanks
-from ebbtide.scheduling.long_tail.outlook.step_judge import StepJudge
+from ebbtide.scheduling.long_tail.length_learner import LengthCurve, LengthOutlook
+from ebbtide.scheduling.long_tail.run_forecasts import KnownGroup, RunForecasts
+from ebbtide.scheduling.long_tail.start_ranks import StartRanks
+from ebbtide.scheduling.long_tail.step_judge import StepJudge
 from ebbtide.types.run import RunSpec
 
 log = telemetry.get_logger(__name__)
@@ -29,12 +28,10 @@ PAGE: Final = 512
 
 
 class RunTail:
-    """`lessons`: see `RunForecasts`."""
-
-    def __init__(self, run_id: str, spec: RunSpec, lessons: LessonMaker = make_now) -> None:
+    def __init__(self, run_id: str, spec: RunSpec) -> None:
         self._run_id, self._cap = run_id, spec.sampling.max_tokens
         self._ordered = spec.tail.order == "lengths"
-        self.forecasts = RunForecasts(spec.batch.groups_per_step, lessons=lessons)
+        self.forecasts = RunForecasts(spec.batch.groups_per_step)
         self._ranks = StartRanks(self.forecasts)
         self.judge: Final = StepJudge(self.forecasts)
         self._unread: Iterator[None] = iter(())
@@ -119,12 +116,28 @@ class RunTail:
                 found = self.forecasts.outlook(group, one.rollout_id)
         return found
 
+    @property
+    def lengths(self) -> LengthCurve:
+        """The run's lengths, whatever their groups: what is assumed of any run, until training's responses have taught
+        something.
+        """
+        return self.forecasts.learner.curve
+
+    def rest(self, one: QueuedRollout, made: int, budget: int | None) -> float:
+        """Tokens that a rollout will probably still make: by its group where that is known, else by the run; at most
+        `budget`.
+        """
+        outlook = self.outlook(one) if self.forecasts.known else None
+        if outlook is None:
+            return self.lengths.rest(made, budget)
+        return outlook.expected if budget is None else min(outlook.expected, float(budget))
+
     def has_open(self, group: int) -> bool:
         """Whether a rollout of the group is queued or runs; True where that is not known."""
         if self._failed or not self._named:
             return True
         known = self.forecasts.group(group)
-        return known is not None and bool(known.waiting or known.running)
+        return known is not None and known.open
 
     @contextmanager
     def _harmless(self) -> Iterator[None]:

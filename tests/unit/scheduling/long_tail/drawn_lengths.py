@@ -1,9 +1,10 @@
 """Lengths of groups, drawn by a Gaussian copula over a log-normal with a heavier tail."""
 
+from collections.abc import Sequence
 from math import exp, sqrt
 from random import Random
 
-from ebbtide.scheduling.long_tail.length_learner import EndedGroup, LengthLearner, UnfinishedGroup
+from ebbtide.scheduling.long_tail.length_learner import EndedGroup, LengthCurve, LengthLearner, UnfinishedGroup
 
 CAP = 16_384
 
@@ -41,3 +42,10 @@ def open_at(lengths: list[int], made: int) -> UnfinishedGroup:
         made=[made for one in lengths if one > made],
         cap=CAP,
     )
+
+
+def known_lengths(lengths: Sequence[int]) -> LengthCurve:
+    """What a learner knows of a run with these lengths, groups aside."""
+    size, learner = -(-len(lengths) // 512), LengthLearner()
+    learner.groups_ended(EndedGroup(lengths=lengths[at : at + size]) for at in range(0, len(lengths), size))
+    return learner.curve

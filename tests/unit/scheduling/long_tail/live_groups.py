@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 
-from ebbtide.scheduling.long_tail.outlook.known_group import KnownGroup
-from ebbtide.scheduling.long_tail.outlook.run_forecasts import RunForecasts
+from ebbtide.scheduling.long_tail.run_forecasts import KnownGroup, RunForecasts
 from tests.unit.scheduling.long_tail.drawn_lengths import CAP
 
 

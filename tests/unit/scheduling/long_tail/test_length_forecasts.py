@@ -128,23 +128,6 @@ def test_a_stray_sample_does_not_decide_for_its_siblings() -> None:
     assert beside < 1.5 * plain
 
 
-def test_lengths_of_a_group_are_long_together_and_short_together() -> None:
-    learner = taught(Random(8), alike=0.9)
-    forecast = learner.forecast(UnfinishedGroup(made=[0] * 4, cap=CAP))
-    short, long = (forecast.alike(shared, [(0, 0.2), (0, 0.8)]) for shared in (0.1, 0.9))
-    assert max(short) < min(long)
-
-
-@pytest.mark.parametrize("alike", [0.2, 0.9])
-def test_lengths_that_belong_together_are_spread_as_those_of_single_samples(alike: float) -> None:
-    learner = taught(Random(9), alike=alike)
-    forecast = learner.forecast(UnfinishedGroup(finished=[900], made=[700, 0], cap=CAP))
-    shares = [(at + 0.5) / 40 for at in range(40)]
-    found = sorted(forecast.alike(shared, [(700, own)])[0] for shared in shares for own in shares)
-    for share in (0.1, 0.5, 0.9):
-        assert found[int(share * len(found))] == pytest.approx(forecast.length(700, share), rel=0.08)
-
-
 def test_groups_of_which_no_response_ended_teach_nothing_and_break_nothing() -> None:
     learner = LengthLearner()
     learner.groups_ended([EndedGroup(lengths=[], stopped=[500] * 8), EndedGroup(lengths=[], prompt="p")])

@@ -3,8 +3,8 @@
 from random import Random
 
 from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout, RolloutQueue
-from ebbtide.scheduling.long_tail.outlook.run_forecasts import RunForecasts
-from ebbtide.scheduling.long_tail.outlook.start_ranks import StartRanks
+from ebbtide.scheduling.long_tail.run_forecasts import RunForecasts
+from ebbtide.scheduling.long_tail.start_ranks import StartRanks
 from ebbtide.scheduling.steps.step_pacing import VersionBounds
 from tests.unit.scheduling.long_tail.drawn_lengths import drawn
 from tests.unit.scheduling.long_tail.live_groups import begin, name_of, play, submit

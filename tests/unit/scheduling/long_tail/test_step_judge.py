@@ -4,9 +4,9 @@ from random import Random
 
 import pytest
 
-from ebbtide.scheduling.long_tail.length_forecast import LengthOutlook
-from ebbtide.scheduling.long_tail.outlook.run_forecasts import RunForecasts
-from ebbtide.scheduling.long_tail.outlook.step_judge import StepJudge, WaitingWork, step_end
+from ebbtide.scheduling.long_tail.length_learner import LengthOutlook
+from ebbtide.scheduling.long_tail.run_forecasts import RunForecasts
+from ebbtide.scheduling.long_tail.step_judge import StepJudge, WaitingWork, step_end
 from tests.unit.scheduling.long_tail.drawn_lengths import drawn
 from tests.unit.scheduling.long_tail.live_groups import begin, play, submit
 

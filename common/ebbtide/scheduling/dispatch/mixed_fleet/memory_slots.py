@@ -12,7 +12,7 @@ from bisect import bisect_right
 from itertools import accumulate
 from typing import Final
 
-from ebbtide.scheduling.dispatch.response_lengths import ResponseLengths
+from ebbtide.scheduling.long_tail.length_learner import LengthCurve
 
 #: Lengths of responses for which the peak is tabulated, each so many times the one before.
 _GROWTH: Final = 1.25
@@ -28,7 +28,7 @@ class PeakTokens:
     A table for prompts of one length, made once; `lengths` may change afterwards.
     """
 
-    def __init__(self, lengths: ResponseLengths, prompt: float) -> None:
+    def __init__(self, lengths: LengthCurve, prompt: float) -> None:
         self._made = [0.0, *(_SHORTEST * _GROWTH**step for step in range(_STEPS))]
         alive = lengths.outlasting(self._made)
         held = [share * (prompt + made) for share, made in zip(alive, self._made, strict=True)]

@@ -9,12 +9,12 @@ them anew.
 
 from collections.abc import Iterator, Sequence
 from heapq import heappush, heappushpop, nlargest
-from math import prod
 from typing import Final, NamedTuple
 
-from ebbtide.scheduling.long_tail.length_forecast import LengthOutlook
-from ebbtide.scheduling.long_tail.outlook.known_group import KnownGroup
-from ebbtide.scheduling.long_tail.outlook.run_forecasts import RunForecasts
+import numpy as np
+
+from ebbtide.scheduling.long_tail.length_learner import LengthOutlook
+from ebbtide.scheduling.long_tail.run_forecasts import KnownGroup, RunForecasts
 
 _LOOK_EVERY_S: Final = 1.0
 #: Groups in one call, and the rollouts after which it looks at no other: they take some two milliseconds.
@@ -24,16 +24,8 @@ _ROLLOUTS_AT_ONCE: Final = 768
 _LATEST: Final = 3
 #: Rollouts whose ends are compared: those with the latest ones. The others hardly are the last.
 _COMPARED: Final = 128
-#: They find a time within a thousandth of the latest end.
-_HALVED: Final = 10
-
-
-class ExpectedEnd(NamedTuple):
-    """Quantiles of when a sample ends, in tokens to come. They rise."""
-
-    tenth: float
-    half: float
-    ninth: float  # nine in ten end by then
+#: Moments among which the end is found.
+_MOMENTS: Final = 512
 
 
 class WaitingWork(NamedTuple):
@@ -56,46 +48,17 @@ def step_end(last: Sequence[LengthOutlook], waiting: WaitingWork, running: int) 
     many run. As many do so as long as anything waits.
     """
     drained = waiting.tokens / max(1, running)
-    ends = [_end(one, 0.0) for one in last]
-    if waiting.longest is not None:
-        ends.append(_end(waiting.longest, drained))
+    ends = [(one.tenth, one.half, one.ninth) for one in last]
+    if (longest := waiting.longest) is not None:
+        ends.append((drained + longest.tenth, drained + longest.half, drained + longest.ninth))
     if not ends:
         return StepEnd(0.0, 0.0, 0.0)
-    half, ninth = last_end(ends, 0.5), last_end(ends, 0.9)
+    # Straight lines between the quantiles. Lengths have long tails: this is where the last tenth is taken to stop.
+    knots = [(0.0, tenth, half, ninth, ninth + 2.0 * (ninth - half)) for tenth, half, ninth in ends]
+    moments = np.linspace(0.0, max(one[-1] for one in knots), _MOMENTS)
+    ended = np.prod([np.interp(moments, one, (0.0, 0.1, 0.5, 0.9, 1.0)) for one in knots], axis=0)
+    half, ninth = (float(moments[np.searchsorted(ended, share)]) for share in (0.5, 0.9))
     return StepEnd(half, ninth, 1.0 - min(1.0, drained / half) if half > 0.0 else 1.0)
-
-
-def last_end(ends: Sequence[ExpectedEnd], share: float) -> float:
-    """The time by which all have ended with this probability (0 to 1, both excluded). At least one end is needed."""
-    low, high = 0.0, max(_latest(one) for one in ends)
-    for _ in range(_HALVED):
-        middle = 0.5 * (low + high)
-        if prod(_ended(one, middle) for one in ends) < share:
-            low = middle
-        else:
-            high = middle
-    return high
-
-
-def _latest(one: ExpectedEnd) -> float:
-    """Where the last tenth of a sample's ends is taken to stop: lengths have long tails."""
-    return one.ninth + 2.0 * (one.ninth - one.half)
-
-
-def _ended(one: ExpectedEnd, time: float) -> float:
-    """The probability that a sample has ended by a time: straight lines between the quantiles."""
-    if time < one.tenth:
-        return 0.1 * time / one.tenth if time > 0.0 else 0.0
-    if time < one.half:
-        return 0.1 + 0.4 * (time - one.tenth) / (one.half - one.tenth)
-    if time < one.ninth:
-        return 0.5 + 0.4 * (time - one.half) / (one.ninth - one.half)
-    latest = _latest(one)
-    return 0.9 + 0.1 * (time - one.ninth) / (latest - one.ninth) if time < latest else 1.0
-
-
-def _end(one: LengthOutlook, begin: float) -> ExpectedEnd:
-    return ExpectedEnd(begin + one.tenth, begin + one.half, begin + one.ninth)
 
 
 class _Look:

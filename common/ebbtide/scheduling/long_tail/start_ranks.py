@@ -14,8 +14,7 @@ from heapq import heapify, heappop, heappush
 from math import inf, log
 from typing import Final, TypeAlias
 
-from ebbtide.scheduling.long_tail.outlook.known_group import KnownGroup
-from ebbtide.scheduling.long_tail.outlook.run_forecasts import RunForecasts
+from ebbtide.scheduling.long_tail.run_forecasts import KnownGroup, RunForecasts
 
 #: A rollout waits at most so long while others of its step start before it: about as long as the longest responses
 #: take at 40 tokens a second.
