@@ -164,10 +164,9 @@ def run_level(level: str, inputs: Inputs, *, quick: bool, tell: Tell) -> dict[st
             stretches=inputs.stretches,
             setting=setting,
             quick=quick,
-            ablation=not quick,
             say=tell,
         )
-        tell(replay.table([*report["cases"], *report["ablation"]]))
+        tell(replay.table(report["cases"]))
         return report | {"unknown": replay.unknown(report["figures"])}
     if level == "b":
         from benchmarks.control_plane import level as control_plane

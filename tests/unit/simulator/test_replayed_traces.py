@@ -12,7 +12,6 @@ from benchmarks.replay.played_case import play, speed_ratio
 from benchmarks.replay.report import table
 from benchmarks.replay.run import TitledCase, figures, replay, run_level, unknown
 from benchmarks.replay.setting import (
-    ABLATION,
     BALANCE,
     FAIR,
     MIGRATE,
@@ -98,7 +97,7 @@ def test_machines_serve_from_the_end_of_their_pull_until_they_are_gone() -> None
     assert serving_machines(slow) == [(30.0, 1), (35.0, 2), (50.0, 1), (60.0, 0)]
 
 
-@pytest.mark.parametrize("policy", [*POLICIES, *ABLATION[:2]], ids=lambda policy: policy.name)
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
 def test_no_policy_beats_the_bound_and_each_trains_the_same_work(policy: Any) -> None:
     given = case(1)
     played, drawn = play(given, policy), drawn_steps(given)
@@ -195,5 +194,4 @@ def test_a_whole_level_is_one_call(tmp_path: Path) -> None:
     assert all(0.0 < report["figures"][f"{name}_with_fewest_slots"] <= 1.01 for name in report["legend"])
     shown = table(report["cases"])
     assert all(what in shown for what in report["legend"].values())
-    assert len(report["ablation"]) == 3
-    assert len(said) == 2 * (1 + len(POLICIES)) + 3 * (3 + len(ABLATION))
+    assert len(said) == 2 * (1 + len(POLICIES))
