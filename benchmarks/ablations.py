@@ -69,7 +69,6 @@ class Setup(Struct, frozen=True, kw_only=True):
     order: Literal["lengths", "submitted"] = "submitted"
     rounds: Literal["off", "whole_groups"] = "off"
     staleness: int = 0
-    adaptive: bool = False
     parts: tuple[Replaced, ...] = ()
     without: str = ""  # a part that `AblatedPolicy` knows
 
@@ -105,9 +104,6 @@ MECHANISMS: Final = {
     "order by lengths": Mechanism(Setup(), Setup(order="lengths"), _SESSIONS),
     "whole-group rounds": Mechanism(
         Setup(staleness=_STALENESS), Setup(staleness=_STALENESS, rounds="whole_groups"), _SESSIONS
-    ),
-    "adaptive reward limits": Mechanism(
-        Setup(), Setup(adaptive=True), dict.fromkeys(("spot", "mixed", "agents", "memory"), "scoring takes no time")
     ),
     "admission by memory": Mechanism(
         Setup(), Setup(), dict.fromkeys(("spot", "mixed", "tail", "agents", "memory"), "not simulated")
@@ -180,7 +176,7 @@ def _tail(setup: Setup, seed: int, _: Path) -> float:
         cap=24_576,
         lengths=LengthSpec(median=1_000, sigma=1.2, correlation=0.5),
         environment=SimulatedEnvironment(reward_s=QuantitySpec(file=_SANDBOX)),
-        rewards=SimulatedRewards(timeout_s=_CEILING_S, adaptive=setup.adaptive),
+        rewards=SimulatedRewards(timeout_s=_CEILING_S),
     )
     fleet = replace(co_located(engine, 2, run.name), slots=8)
     tables = InputTables(quantiles={_SANDBOX: QuantileTable(tuple(shares), tuple(seconds), continued=True)})

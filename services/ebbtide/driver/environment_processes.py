@@ -19,7 +19,7 @@ from ebbtide.driver.environment_calls import LOADING_S, EnvironmentFailed, Episo
 from ebbtide.driver.environment_threads import TookTooLong
 from ebbtide.driver.host_process import HostEnded, HostProcess, IsolationRefused
 from ebbtide.driver.isolation.host_messages import HostPlan, HostReply, LoadSource, OpenEpisode, Request, StepEpisode
-from ebbtide.driver.scoring.reward_scorer import RewardScorer, problem_of
+from ebbtide.driver.scoring.reward_scorer import RewardScorer
 from ebbtide.driver.scoring.scoring_processes import Scoring, ScoringProcesses
 from ebbtide.driver.settings import DriverSettings
 from ebbtide.environments import Message, Split, StepResult, checked_result
@@ -152,19 +152,16 @@ class ProcessEpisode:
         self._opening = OpenEpisode(number, split, index)
         self._responses: list[str] = []
         self._scorer = scorer
-        self._problem = ""
 
     async def reset(self, clock: EpisodeClock) -> list[Message]:
         reply = await self._call(clock, self._opening)
-        messages = [Message(role, content) for role, content in reply.messages]
-        self._problem = problem_of(messages)
-        return messages
+        return [Message(role, content) for role, content in reply.messages]
 
     async def step(self, clock: EpisodeClock, response: str, *, last: bool = False) -> StepResult:
         turn, before_s = len(self._responses), clock.left_s
         if self._scorer is not None and self._scorer.takes(turn, last=last):
             scoring = Scoring(self._opening, tuple(self._responses), response)
-            reply = await self._scorer.score(scoring, clock, self._problem)
+            reply = await self._scorer.score(scoring, clock)
             self._place.release(self._number)  # a further turn begins with a replay: the place lacks this one
         else:
             reply = await self._call(clock, StepEpisode(self._number, response))
