@@ -41,7 +41,7 @@ from benchmarks.turn_routing.routed_fleet import RoutedFleet
 from benchmarks.turn_routing.routed_trials import BASE
 from ebbtide.coordinator.settings import CoordinatorSettings
 from ebbtide.scheduling.dispatch import placement
-from ebbtide.scheduling.dispatch.turns import expected_returns, turn_routing
+from ebbtide.scheduling.dispatch.turns import turn_routing
 from ebbtide.simulator.scenario.inputs.input_tables import InputTables
 from ebbtide.simulator.scenario.inputs.quantile_table import QuantileTable, read_quantiles
 from ebbtide.simulator.scenario.inputs.spot_trace import read_spot_trace
@@ -96,10 +96,7 @@ _ALIKE = dict.fromkeys(("tail", "memory", "agents"), "workers are alike")
 _STAYS = dict.fromkeys(("tail", "memory", "agents"), "no worker is lost")
 _SESSIONS = {"agents": "sessions are not in groups"}
 _HOLDS = {"spot": "memory holds all", "tail": "memory holds all"}
-_BLIND = (
-    Replaced(turn_routing.TurnRouter, "cached", lambda *_: None),
-    Replaced(expected_returns.ExpectedReturns, "beside", lambda *_: 0.0),
-)
+_BLIND = Replaced(turn_routing.TurnRouter, "cached", lambda *_: None)
 MECHANISMS: Final = {
     "order by lengths": Mechanism(Setup(), Setup(order="lengths"), _SESSIONS),
     "whole-group rounds": Mechanism(
@@ -108,8 +105,7 @@ MECHANISMS: Final = {
     "admission by memory": Mechanism(
         Setup(), Setup(), dict.fromkeys(("spot", "mixed", "tail", "agents", "memory"), "not simulated")
     ),
-    "turn routing": _part(*_BLIND, **_ONE_TURN),
-    "expected returns": _part(_BLIND[1], **_ONE_TURN),
+    "turn routing": _part(_BLIND, **_ONE_TURN),
     "loss rates": _part(NO_LOSSES, **_STAYS),
     "memory-aware offers": _part(NO_MEMORY, **_HOLDS),
     "longest to the fastest": _part(Replaced(placement, "matched", lambda places, _: list(places)), **_ALIKE),
