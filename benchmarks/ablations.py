@@ -230,8 +230,9 @@ def ablated(
             if moot := MECHANISMS[name].moot.get(scene):
                 found.append(Ablated(mechanism=name, scene=scene, moot=moot))
                 continue
-            both = [tuple(speeds[_same((name, scene, state, seed))] for state in ("off", "on")) for seed in seeds]
-            ratios = [on / off for off, on in both]
+            off, on = ([speeds[_same((name, scene, state, seed))] for seed in seeds] for state in ("off", "on"))
+            both = list(zip(off, on, strict=True))
+            ratios = [with_it / without for without, with_it in both]
             spread = (fmean(ratios), min(ratios), max(ratios))
             found.append(Ablated(mechanism=name, scene=scene, ratio=spread, speeds=both))
     return found
