@@ -145,10 +145,9 @@ def run_level(level: str, inputs: Inputs, *, quick: bool, tell: Tell) -> dict[st
             stretches=inputs.stretches,
             setting=setting,
             quick=quick,
-            ablation=not quick,
             say=tell,
         )
-        tell(replay.table([*report["cases"], *report["ablation"]]))
+        tell(replay.table(report["cases"]))
         return report | {"unknown": replay.unknown(report["figures"])}
     from benchmarks.real_kills import level as real_kills
 

@@ -3,7 +3,7 @@
 The oracle is the same placement and the same moves, handed the true time of every engine's step from the begin; like
 Ebbtide it learns the distribution of lengths, and knows no length. `bound` says how far both are from what nobody can
 beat: perfect balance of all tokens over all engines at their best load, or the longest response alone on the fastest
-one. What is left out of Ebbtide shows what the parts are worth, and that the comparison can fail.
+one. What the parts are worth is in `benchmarks.ablations`.
 """
 
 import argparse
@@ -30,8 +30,7 @@ from benchmarks.elastic.mixed_setting import (
     scenario,
 )
 from benchmarks.log_level import errors_only
-from benchmarks.rivals.ablated_policy import AblatedPolicy
-from benchmarks.rivals.changed_rounds import NO_KINDS, NO_LOSSES, NO_MEMORY, ChangedPolicy, told
+from benchmarks.rivals.changed_rounds import NO_KINDS, ChangedPolicy, told
 from benchmarks.rivals.clairvoyant_policy import ToldSpeed
 from ebbtide.simulator.scenario.draws.machine_events import pool_of
 from ebbtide.simulator.scenario.draws.workload import Workload
@@ -52,10 +51,6 @@ def _told(case: MixedCase) -> Policy:
 POLICIES: Final[Mapping[str, Callable[[MixedCase], Policy]]] = {
     OURS: lambda _: EbbtidePolicy(),
     ORACLE: _told,
-    "without kinds": lambda _: ChangedPolicy(parts=(NO_KINDS,)),
-    "without memory": lambda _: ChangedPolicy(parts=(NO_MEMORY,)),
-    "without losses": lambda _: ChangedPolicy(parts=(NO_LOSSES,)),
-    "speeds not learnt": lambda _: AblatedPolicy(learns=False),
 }
 
 
@@ -80,14 +75,9 @@ def measured(terms: PartTerms) -> PartFindings:
 
 
 def mixed_results(*, quick: bool, jobs: int, tell: Callable[[str], None]) -> list[MixedResult]:
-    """Simulate each case under each policy; unless `quick`, also without parts of Ebbtide, with the first seed."""
+    """Simulate each case under each policy."""
     steps, seeds = (_QUICK_STEPS, _SEEDS[:1]) if quick else (_STEPS, _SEEDS)
-    runs = [
-        (case, policy)
-        for case in cases(steps, seeds)
-        for policy in POLICIES
-        if policy in (OURS, ORACLE) or (case.seed == seeds[0] and not quick)
-    ]
+    runs = [(case, policy) for case in cases(steps, seeds) for policy in POLICIES]
     results = []
     for _, one in each_simulated(_simulated, runs, jobs, _told_run):
         results.append(one)
@@ -129,14 +119,8 @@ def report(results: Sequence[MixedResult]) -> dict[str, Any]:
     """What the figure was made of."""
     return {
         "over_bound": over_bound(results),
-        "left_out_over_oracle": left_out(results),
         "results": msgspec.to_builtins(results),
     }
-
-
-def left_out(results: Sequence[MixedResult]) -> dict[str, float | None]:
-    """The same of Ebbtide without some of its parts."""
-    return {policy: _worst(results, policy) for policy in POLICIES if policy not in (OURS, ORACLE)}
 
 
 def over_bound(results: Sequence[MixedResult]) -> float | None:
@@ -181,7 +165,7 @@ def bound_s(case: MixedCase) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.elastic.mixed_fleet", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="one seed, fewer steps, and no parts left out")
+    parser.add_argument("--quick", action="store_true", help="one seed and fewer steps")
     parser.add_argument("--jobs", type=count, default=1, help="processes at a time")
     options = parser.parse_args()
 
@@ -193,7 +177,7 @@ def main() -> None:
         text = f"{one.case:<18}{one.seed:>3}  {one.policy:<18}{one.generated_s:>8.0f} s{one.bound_s:>8.0f} s at best"
         print(f"{text}{one.moves:>7} moves{one.preemptions:>7} preemptions")
     found = {"mixed_fleet_over_oracle": mixed_fleet_over_oracle(results), "over_bound": over_bound(results)}
-    print(json.dumps(found | {"left_out_over_oracle": left_out(results)}, indent=1))
+    print(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

@@ -47,7 +47,6 @@ def main() -> int:
     parser.add_argument(
         "--quick", action="store_true", help="ninety minutes of each trace, with fewer machines and rollouts"
     )
-    parser.add_argument("--no-ablation", action="store_true")
     parser.add_argument("--json", type=arguments.output, help="write all figures there")
     args = parser.parse_args()
     try:
@@ -66,14 +65,13 @@ def main() -> int:
             UNEVEN if args.uneven else Setting(), seed=args.seeds[0], gap_s=args.gap_s, cap_tokens=args.cap
         ),
         quick=args.quick,
-        ablation=not args.no_ablation,
         start_s=args.start_s,
         span_s=args.span_s,
         share=args.share,
         machines=args.machines,
         seeds=args.seeds,
     )
-    print(table([*report["cases"], *report["ablation"]]))
+    print(table(report["cases"]))
     print("\nfigures:", json.dumps(report["figures"], indent=2))
     if args.json:
         args.json.write_text(json.dumps(report, indent=2) + "\n")

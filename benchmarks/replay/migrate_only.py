@@ -157,7 +157,7 @@ def _matched(placed: list[tuple[QueuedRollout, _Room]], run: RunState) -> list[t
     speeds = {at: placed[at][1].view.rate for at in free}
     if not free or max(speeds.values()) <= _CLEARLY * min(speeds.values()):
         return placed
-    rests = {at: run.lengths.rest(placed[at][0].made, placed[at][0].budget or None) for at in free}
+    rests = {at: run.tail.lengths.rest(placed[at][0].made, placed[at][0].budget or None) for at in free}
     short = sorted(free, key=lambda at: (rests[at], at))
     made, moved = list(placed), set[int]()
     for at in sorted(free, key=lambda at: (-rests[at], at)):

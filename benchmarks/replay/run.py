@@ -12,7 +12,6 @@ from msgspec import Struct, structs
 from benchmarks.replay.played_case import PlayedCase, Say, play_all, speed_ratio
 from benchmarks.replay.report import LEGEND
 from benchmarks.replay.setting import (
-    ABLATION,
     BALANCE,
     FAIR,
     MIGRATE,
@@ -26,8 +25,6 @@ from ebbtide.simulator.scenario.inputs.quantile_table import read_quantiles
 from ebbtide.simulator.scenario.inputs.spot_trace import read_spot_trace
 
 HOUR_S: Final = 3_600.0
-#: So much of each trace is enough to compare parts of the balancer.
-_ABLATION_S: Final = 6 * HOUR_S
 #: For a quick look at everything: so much of a trace, and so small a part of its machines and of a step's rollouts.
 _QUICK_S: Final = 1.5 * HOUR_S
 _QUICK_MACHINES: Final = 6
@@ -54,7 +51,6 @@ def run_level(
     slots: Sequence[int] = (64, 8),
     setting: Setting | None = None,
     quick: bool = False,
-    ablation: bool = True,
     start_s: float = 0.0,
     span_s: float = 0.0,
     share: float = 1.0,
@@ -62,7 +58,7 @@ def run_level(
     seeds: Sequence[int] = (),
     say: Say = print,
 ) -> dict[str, Any]:
-    """Level (a) of the migration benchmark: `cases`, `ablation`, `figures` (of several cases the worst), and `legend`.
+    """Level (a) of the migration benchmark: `cases`, `figures` (of several cases the worst), and `legend`.
 
     `start_s`, `span_s`: a window of each trace (0: all of it); `share` of its machines, drawn by the seed, or
     such a share that about so many `machines` are there at most. `seeds`: the cases are played once with each; by
@@ -75,7 +71,6 @@ def run_level(
         given = structs.replace(given, rollouts=max(1, given.rollouts // _QUICK_ROLLOUTS))
     tables = {path: read_quantiles(path, str(path)) for path in lengths}
     cases: list[TitledCase] = []
-    ablated: list[TitledCase] = []
     for path in traces:
         whole = ReplayCase(
             trace=read_spot_trace(path, str(path)),
@@ -93,32 +88,13 @@ def run_level(
             alike = structs.replace(given, slots=number, seed=seed)
             case = structs.replace(whole, lengths=tables[source], stretch=stretch, setting=alike)
             cases.append(TitledCase(title, case, POLICIES))
-        if ablation:
-            ablated += _ablated(path.stem, whole, slots)
-    shown = replay([*cases, *ablated], say)
-    report: dict[str, Any] = {
-        "setting": structs.asdict(given),
-        "cases": shown[: len(cases)],
-        "ablation": shown[len(cases) :],
-    }
+    report: dict[str, Any] = {"setting": structs.asdict(given), "cases": replay(cases, say)}
     return report | {"figures": figures(report["cases"]), "legend": LEGEND}
 
 
 def _share_of(whole: ReplayCase, machines: int) -> float:
     """The share of a trace's machines with which about so many are there at most."""
     return min(1.0, machines / max((number for _, number in serving_machines(whole)), default=machines))
-
-
-def _ablated(name: str, whole: ReplayCase, slots: Sequence[int]) -> list[TitledCase]:
-    """The balancer whole and without each of its parts, on even workers, and on uneven ones whose contexts cost."""
-    given = whole.setting
-    uneven = structs.replace(given, context_tokens=UNEVEN.context_tokens, spread=UNEVEN.spread)
-    found = []
-    for setting in [*(structs.replace(given, slots=number) for number in slots), uneven]:
-        title = {"trace": name, "stretch": whole.stretch, "slots": setting.slots, "uneven": setting.spread > 0}
-        case = structs.replace(whole, setting=setting, span_s=min(whole.until_s, _ABLATION_S))
-        found.append(TitledCase(title, case, (BALANCE, MIGRATE, *ABLATION)))
-    return found
 
 
 def replay(cases: Sequence[TitledCase], say: Say = print) -> list[dict[str, Any]]:

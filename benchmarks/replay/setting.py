@@ -71,13 +71,3 @@ FAIR: Final = Compared(name="fair oracle", policy=FairOraclePolicy(), foresees=T
 #: RLBoost as published. The paper has no limit on the rollouts that are sent between two looks at the engines.
 ALGORITHM_2: Final = Compared(name="RLBoost, Algorithm 2", policy=RLBoostPolicy(sweep=65_536, adapts=False))
 POLICIES: Final = (RESTART, MIGRATE, BALANCE, ALGORITHM_2, FAIR)
-ABLATION: Final = (
-    _without("delayed dispatch only", balances=False),
-    _without("without delayed dispatch", delays=False),
-    _without("without delayed dispatch and rule i", delays=False, unstarted=False),
-    _without("without rule ii", beyond_plateau=False),
-    _without("without delayed dispatch and rule ii", delays=False, beyond_plateau=False),
-    _without("without a learnt plateau", learns=False),
-    _without("without weighing contexts", weighs_contexts=False),
-    _without("without gain above cost", weighs_costs=False),
-)

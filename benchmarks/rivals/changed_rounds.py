@@ -10,18 +10,14 @@ from functools import partial
 from math import inf
 from typing import Any, Final, NamedTuple
 
-from ebbtide.coordinator.dispatcher import prefill_speeds, rebalancer, round_deeds
+from ebbtide.coordinator.dispatcher import rebalancer, round_deeds
 from ebbtide.coordinator.dispatcher.fleet_speeds import FleetSpeeds
 from ebbtide.coordinator.dispatcher.memory_offers import MemoryOffers
 from ebbtide.coordinator.dispatcher.rebalancer import Rebalancer
 from ebbtide.coordinator.state.worker_session import WorkerSession
-from ebbtide.scheduling.dispatch import rollout_moves
 from ebbtide.scheduling.dispatch.mixed_fleet.loss_rates import LossRates
-from ebbtide.scheduling.dispatch.move_costs import MoveCosts
 from ebbtide.scheduling.dispatch.placement import place
-from ebbtide.scheduling.dispatch.rollout_moves import rebalance
 from ebbtide.scheduling.dispatch.throughput import WorkerThroughput
-from ebbtide.scheduling.dispatch.turns.prefill_speed import PrefillSpeed
 from ebbtide.simulator.world.ebbtide_policy import EbbtideDecider, EbbtidePolicy
 from ebbtide.simulator.world.virtual_coordinator import Decider, VirtualCoordinator
 
@@ -52,8 +48,6 @@ NO_KINDS: Final = Replaced(FleetSpeeds, "_kind", lambda _, session: (session.wor
 NO_MEMORY: Final = Replaced(MemoryOffers, "update", lambda *_: iter(()))
 #: Workers count as if none were ever lost.
 NO_LOSSES: Final = Replaced(LossRates, "spell_s", lambda *_: inf)
-#: Rollouts that have not started stay in their engine (rule i).
-NO_WAITING_MOVES: Final = Replaced(rollout_moves, "_moved_waiting", lambda *_: [])
 
 
 def placing(**terms: Any) -> Replaced:
@@ -61,19 +55,9 @@ def placing(**terms: Any) -> Replaced:
     return Replaced(round_deeds, "place", partial(place, **terms))
 
 
-def moving(costs: MoveCosts) -> tuple[Replaced, ...]:
-    """What moves cost, and what reading prompts is assumed to take."""
-    return Replaced(rebalancer, "rebalance", partial(rebalance, costs=costs)), Replaced(prefill_speeds, "COSTS", costs)
-
-
 def learning(speed: Callable[[], WorkerThroughput]) -> Replaced:
     """What learns a worker's speed."""
     return Replaced(rebalancer, "WorkerThroughput", speed)
-
-
-def reading(speed: Callable[[float], PrefillSpeed]) -> Replaced:
-    """What learns how fast a worker reads prompts; handed the tokens/s that are assumed."""
-    return Replaced(prefill_speeds, "PrefillSpeed", speed)
 
 
 def told(speed: Callable[[str], WorkerThroughput]) -> Replaced:

@@ -2,8 +2,8 @@
 
 Real: responses of a step end over a rollout, by fitted lengths of code. The step is over with its last reward.
 `after`: they are scored behind the rollout, by as many processes. `bound`: each in the process of its episode, as
-responses end. `beside`: by any idle process. `adaptive`: so, with limits that follow right answers. Simulated: steps of
-a run under three of them, with as many scorers as responses.
+responses end. `beside`: by any idle process. Simulated: steps of a run under two of them, with as many scorers as
+responses.
 """
 
 import asyncio
@@ -15,7 +15,6 @@ from pathlib import Path
 from random import Random
 from statistics import mean
 from typing import Any, Final
-from unittest.mock import patch
 
 from benchmarks.log_level import errors_only
 from benchmarks.long_tail.rewards.scored_responses import QUANTILES, drawn_s
@@ -23,7 +22,6 @@ from ebbtide.driver.environment_processes import EnvironmentProcesses
 from ebbtide.driver.environments import EpisodeClock
 from ebbtide.driver.host_process import TookTooLong, host_plan
 from ebbtide.driver.settings import DriverSettings, EnvironmentSettings
-from ebbtide.scheduling.long_tail.rewards import reward_limits
 from ebbtide.simulator.scenario.inputs.input_tables import InputTables
 from ebbtide.simulator.scenario.inputs.quantile_table import QuantileTable
 from ebbtide.simulator.scenario.machine_pool import MachinePool
@@ -50,7 +48,6 @@ _TABLE: Final = "sandbox"
 _WAYS: Final[dict[str, SimulatedRewards]] = {
     "after": SimulatedRewards(when="after", timeout_s=_CEILING_S),
     "beside": SimulatedRewards(timeout_s=_CEILING_S),
-    "adaptive": SimulatedRewards(timeout_s=_CEILING_S, adaptive=True),
 }
 
 
@@ -59,7 +56,7 @@ def rewards_part(tell: Callable[[str], None], *, quick: bool) -> dict[str, Any]:
     errors_only()
     real = {
         way: mean(asyncio.run(_real_step(way, seed)) for seed in range(1 if quick else 3))
-        for way in ("after", "bound", "beside", "adaptive")
+        for way in ("after", "bound", "beside")
     }
     simulated = {way: _simulated_steps(rewards, 1 if quick else 3) for way, rewards in _WAYS.items()}
     for name, found in (("real", real), ("simulated", simulated)):
@@ -70,7 +67,7 @@ def rewards_part(tell: Callable[[str], None], *, quick: bool) -> dict[str, Any]:
         "scale": _SCALE,
         "real_step_s": real,
         "simulated_step_s": simulated,
-        "real_after_over_adaptive": real["after"] / real["adaptive"],
+        "real_after_over_beside": real["after"] / real["beside"],
         "simulated_after_over_beside": simulated["after"] / simulated["beside"],
     }
 
@@ -82,16 +79,15 @@ async def _real_step(way: str, seed: int) -> float:
         scoring_processes=0 if way == "bound" else _PROCESSES,
         environments=EnvironmentSettings(paths=(str(Path(__file__).parents[3]),), trust=True),
     )
-    tail = TailSpec(reward_timeout_s=_CEILING_S * _SCALE, adaptive_rewards=way == "adaptive")
+    tail = TailSpec(reward_timeout_s=_CEILING_S * _SCALE)
     environment = EnvironmentSpec(name="benchmarks.long_tail.rewards.scored_responses:ScoredResponses")
     spec = RunSpec(name="run", model="model", environment=environment, tail=tail)
     environments = EnvironmentProcesses(spec, settings, host_plan(settings))
-    with patch.object(reward_limits, "LEAST_S", reward_limits.LEAST_S * _SCALE):
-        try:
-            await _warmed_up(environments)
-            return await _scored_step(environments, way, seed) / _SCALE
-        finally:
-            await environments.close()
+    try:
+        await _warmed_up(environments)
+        return await _scored_step(environments, way, seed) / _SCALE
+    finally:
+        await environments.close()
 
 
 async def _warmed_up(environments: EnvironmentProcesses) -> None:

@@ -331,7 +331,7 @@ def spec_problems(spec: RunSpec) -> Iterator[InvalidRequest]:
     elif spec.trainer.releases:
         text = "needs trainer.streaming: the end of other steps is not planned; set that, or leave this out"
         yield InvalidRequest(text, field="trainer.releases")
-    yield from _reward_limits_problems(spec)
+    yield from _reward_limit_problems(spec)
     yield from _rounds_problems(spec)
     if spec.share.ceiling is not None and spec.share.floor > spec.share.ceiling:
         yield InvalidRequest(f"must be at most share.ceiling ({spec.share.ceiling:g})", field="share.floor")
@@ -391,14 +391,14 @@ def _streaming_problems(trainer: TrainerSpec) -> Iterator[InvalidRequest]:
             yield InvalidRequest(text, field=f"trainer.{name}")
 
 
-def _reward_limits_problems(spec: RunSpec) -> Iterator[InvalidRequest]:
+def _reward_limit_problems(spec: RunSpec) -> Iterator[InvalidRequest]:
     limit_s, most_s = spec.tail.reward_timeout_s, spec.batch.episode_timeout_s
     if limit_s is not None and limit_s > most_s:
         text = f"must be at most batch.episode_timeout_s ({most_s:g}); lower it, or raise that"
         yield InvalidRequest(text, field="tail.reward_timeout_s")
-    if spec.from_agents and (limit_s is not None or spec.tail.adaptive_rewards):
+    if spec.from_agents and limit_s is not None:
         text = "verifiers of agents' sessions are limited by batch.episode_timeout_s; leave it out"
-        yield InvalidRequest(text, field="tail.adaptive_rewards" if limit_s is None else "tail.reward_timeout_s")
+        yield InvalidRequest(text, field="tail.reward_timeout_s")
 
 
 def _infinite(value: Any, field: str) -> Iterator[InvalidRequest]:

@@ -13,8 +13,6 @@ class TailSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     speculation: Literal["grouped", "off"] = "off"
     #: Most seconds of the scoring of one response; None: those of `batch.episode_timeout_s`.
     reward_timeout_s: Annotated[float, Meta(gt=0)] | None = None
-    #: The limit of a scoring follows what right answers took, below `reward_timeout_s`.
-    adaptive_rewards: bool = False
     #: "whole_groups": a step trains on the groups that are whole first. The others go on, and are trained on at most
     #: `batch.max_staleness` steps later. Generation does not run ahead of training otherwise.
     rounds: Literal["off", "whole_groups"] = "off"

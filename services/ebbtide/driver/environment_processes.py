@@ -18,7 +18,7 @@ from ebbtide.claimed_runs.run_loop import RunFailed
 from ebbtide.driver.environment_host import HostPlan, HostReply, LoadSource, OpenEpisode, Request, StepEpisode
 from ebbtide.driver.environments import LOADING_S, EnvironmentFailed, EpisodeClock, checked_reply
 from ebbtide.driver.host_process import HostEnded, HostProcess, IsolationRefused, TookTooLong
-from ebbtide.driver.scoring.reward_scorer import RewardScorer, problem_of
+from ebbtide.driver.scoring.reward_scorer import RewardScorer
 from ebbtide.driver.scoring.scoring_processes import Scoring, ScoringProcesses
 from ebbtide.driver.settings import DriverSettings
 from ebbtide.environments import Message, Split, StepResult, checked_result
@@ -151,19 +151,16 @@ class ProcessEpisode:
         self._opening = OpenEpisode(number, split, index)
         self._responses: list[str] = []
         self._scorer = scorer
-        self._problem = ""
 
     async def reset(self, clock: EpisodeClock) -> list[Message]:
         reply = await self._call(clock, self._opening)
-        messages = [Message(role, content) for role, content in reply.messages]
-        self._problem = problem_of(messages)
-        return messages
+        return [Message(role, content) for role, content in reply.messages]
 
     async def step(self, clock: EpisodeClock, response: str, *, last: bool = False) -> StepResult:
         turn, before_s = len(self._responses), clock.left_s
         if self._scorer is not None and self._scorer.takes(turn, last=last):
             scoring = Scoring(self._opening, tuple(self._responses), response)
-            reply = await self._scorer.score(scoring, clock, self._problem)
+            reply = await self._scorer.score(scoring, clock)
             self._place.release(self._number)  # a further turn begins with a replay: the place lacks this one
         else:
             reply = await self._call(clock, StepEpisode(self._number, response))

@@ -58,8 +58,8 @@ async def _drive_agents(lease: Lease, following: RunFollower, settings: DriverSe
 
 
 def _check_scoring(spec: RunSpec, settings: DriverSettings) -> None:
-    """Refuses limits that nothing would keep: threads cannot be cut, and steps' processes know the episode's alone."""
-    if spec.tail.reward_timeout_s is None and not spec.tail.adaptive_rewards:
+    """Refuses a limit that nothing would keep: threads cannot be cut, and steps' processes know the episode's alone."""
+    if spec.tail.reward_timeout_s is None:
         return
     if not needs_isolation(spec.environment.name, spec.environment.params):
         text = f"{spec.environment.name!r} is scored in threads of the driver, which cannot be cut; leave it out"
@@ -67,8 +67,7 @@ def _check_scoring(spec: RunSpec, settings: DriverSettings) -> None:
         text = "this driver scores nothing apart; set its scoring_processes to 1 at least, or leave it out"
     else:
         return
-    field = "tail.adaptive_rewards" if spec.tail.reward_timeout_s is None else "tail.reward_timeout_s"
-    raise InvalidRequest(text, field=field)
+    raise InvalidRequest(text, field="tail.reward_timeout_s")
 
 
 def _environments(spec: RunSpec, settings: DriverSettings) -> Environments:

@@ -108,7 +108,7 @@ class StepSubmitter:
         self._exchange.first_step = min({*self._playing, self._next, max(self._following.versions)})
 
     async def _account(self, step: int, results: Sequence[GroupResult]) -> None:
-        """Reports scorings that were cut or explored, and failures.
+        """Reports scorings that were cut, and failures.
 
         Raises `RunFailed` if a step has no trajectory: the whole environment fails.
         """
@@ -125,9 +125,8 @@ class StepSubmitter:
         log.warning("episodes failed", step=step, last=last, reasons=reasons)
 
     async def _report_scorings(self, step: int) -> None:
-        """Reports what limits on scorings did since the last report, if they did anything."""
+        """Reports the scorings that were cut since the last report, if there are any."""
         counts = self._player.scorings()
-        cut, explored = counts.get("out_of_time", 0.0), counts.get("explored", 0.0)
-        if cut or explored:
-            text = f"{cut:g} of {sum(counts.values()) - explored:g} responses scored out of time, {explored:g} explored"
+        if cut := counts.get("out_of_time", 0.0):
+            text = f"{cut:g} of {sum(counts.values()):g} responses scored out of time"
             await self._lease.report([RunEvent(kind="rewards", key=str(step), message=text, values=counts)])

@@ -209,12 +209,10 @@ class ControlHandler:
         the coordinator tells it once.
         """
         for one in forecasts:
-            rest, longest = one.expected_tokens, one.longest_tokens
-            self.attempts.gate.forecast(one.attempt_id, rest, longest, stored=one.stored)
+            rest = one.expected_tokens
+            self.attempts.gate.forecast(one.attempt_id, rest, stored=one.stored)
             if (waits := self._arriving.get(one.attempt_id)) is not None:
-                self._arriving[one.attempt_id] = msgspec.structs.replace(
-                    waits, expected_tokens=rest, longest_tokens=longest
-                )
+                self._arriving[one.attempt_id] = msgspec.structs.replace(waits, expected_tokens=rest)
 
     def pace_flushes(self, pace: FlushPace) -> None:
         """Flush no more often than that."""

@@ -38,7 +38,7 @@ from tests.unit.coordinator.virtual_fleet import balanced, lived, ordered
 UNRECORDED: Final = {
     "it changes nothing": (
         "paused", "new_queue", "is_unconfirmed", "lent", "version_of", "at_work", "serving", "has_room",
-        "returning", "longest_context", "siblings", "trusts", "quarantined", "quarantined_s", "lacking", "sheds",
+        "longest_context", "siblings", "trusts", "quarantined", "quarantined_s", "lacking", "sheds",
     ),
     "only rounds call it": (
         "take_made", "note_share", "learn_plateau", "learn_prefill", "learn_rate", "offer", "give_up_move",

@@ -1,4 +1,4 @@
-"""Attempts enter the engine as its memory allows, and one that must wait long goes back to the coordinator."""
+"""Attempts enter the engine as its memory allows."""
 
 import asyncio
 from contextlib import suppress
@@ -11,7 +11,7 @@ import pytest
 from ebbtide.rollout_worker.engine import EngineRequest
 from ebbtide.rollout_worker.generation import kv_gate
 from ebbtide.rollout_worker.generation.kv_gate import KvGate, KvTicket
-from ebbtide.scheduling.long_tail.chunks.chunk_admission import divide_memory
+from ebbtide.scheduling.long_tail.chunk_admission import divide_memory
 from ebbtide.types.fleet import EngineInfo
 from ebbtide.types.tokens import pack_ids
 from tests.support.waiting import wait_until
@@ -24,12 +24,11 @@ class Door:
     """A gate, and attempts that stay inside until they are told to go or are parked."""
 
     info: EngineInfo = INFO
-    speeds: tuple[float, float] = (0.0, 0.0)
     inside: dict[str, KvTicket] = field(default_factory=dict)
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.gate = KvGate(self.info, 64, limits=True, speeds=lambda: self.speeds)
+        self.gate = KvGate(self.info, 64, limits=True)
 
     def come(self, name: str, prompt: list[int], *, most: int, forecast: int = 0) -> KvTicket:
         request = EngineRequest(
@@ -42,7 +41,7 @@ class Door:
             min_tokens=0,
             stop_token_ids=(),
         )
-        ticket = self.gate.ticket(request, pack_ids(prompt), forecast=(forecast, 0), first=False)
+        ticket = self.gate.ticket(request, pack_ids(prompt), forecast=forecast, first=False)
         self.tasks.append(asyncio.create_task(self._stay(name, ticket)))
         return ticket
 
@@ -85,7 +84,7 @@ async def test_a_group_shares_its_prompts_memory(door: Door) -> None:
     await door.go(*range(4))
 
 
-async def test_an_attempt_that_outgrows_the_memory_makes_the_cheapest_one_leave(door: Door) -> None:
+async def test_an_attempt_that_outgrows_the_memory_makes_the_one_that_came_last_leave(door: Door) -> None:
     old = door.come("old", [1] * 600, most=1000, forecast=10)
     await wait_until(lambda: "old" in door.inside)
     door.come("young", [2] * 200, most=1000, forecast=10)
@@ -95,21 +94,6 @@ async def test_an_attempt_that_outgrows_the_memory_makes_the_cheapest_one_leave(
         await asyncio.sleep(0)
     await wait_until(lambda: set(door.inside) == {"old"})
     assert door.gate.parked == 1
-    await door.go(0)
-
-
-@pytest.mark.parametrize(("token_s", "leaves"), [(0.0001, False), (0.1, True)])
-async def test_a_parked_attempt_leaves_the_worker_if_its_wait_is_long(token_s: float, *, leaves: bool) -> None:
-    door = Door(speeds=(token_s, 0.0001))
-    old = door.come("old", [1] * 600, most=1000, forecast=10)
-    await wait_until(lambda: "old" in door.inside)
-    young = door.come("young", [2] * 200, most=1000, forecast=10)
-    await wait_until(lambda: "young" in door.inside)
-    for _ in range(300):
-        door.gate.made(old, 1, version=1)
-        await asyncio.sleep(0)
-    await wait_until(lambda: set(door.inside) == {"old"})
-    assert young.leaves is leaves
     await door.go(0)
 
 
@@ -134,11 +118,11 @@ async def test_a_forecast_counts_from_what_the_coordinator_had_stored(door: Door
     ticket = door.come("r", [1] * 100, most=1000)
     await wait_until(lambda: "r" in door.inside)
     door.gate.made(ticket, 30, version=1)
-    door.gate.forecast("r", 200, 400, stored=10)  # of the 30 made since, it did not know 20
-    assert (ticket.context.rest, ticket.context.longest_rest) == (180.0, 380.0)
-    door.gate.forecast("r", 15, 0, stored=10)
-    assert (ticket.context.rest, ticket.context.longest_rest) == (None, None)
-    door.gate.forecast("gone", 5, 5, stored=0)
+    door.gate.forecast("r", 200, stored=10)  # of the 30 made since, it did not know 20
+    assert ticket.context.rest == 180.0
+    door.gate.forecast("r", 15, stored=10)
+    assert not ticket.context.rest  # it outgrew its forecast
+    door.gate.forecast("gone", 5, stored=0)
     await door.go(0)
 
 
@@ -149,7 +133,7 @@ async def test_a_shorter_forecast_lets_those_in_that_wait(door: Door) -> None:
     await wait_until(lambda: door.gate.holds_back("next"))
     await asyncio.sleep(0)
     assert "next" not in door.inside
-    door.gate.forecast("long", 20, 40, stored=0)
+    door.gate.forecast("long", 20, stored=0)
     await wait_until(lambda: "next" in door.inside)
     await door.go(0, 1)
 

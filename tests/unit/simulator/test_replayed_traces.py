@@ -11,7 +11,6 @@ from benchmarks.replay.played_case import play, speed_ratio
 from benchmarks.replay.report import table
 from benchmarks.replay.run import TitledCase, figures, replay, run_level, unknown
 from benchmarks.replay.setting import (
-    ABLATION,
     BALANCE,
     FAIR,
     MIGRATE,
@@ -94,7 +93,7 @@ def test_machines_serve_from_the_end_of_their_pull_until_they_are_gone() -> None
     assert serving_machines(slow) == [(30.0, 1), (35.0, 2), (50.0, 1), (60.0, 0)]
 
 
-@pytest.mark.parametrize("policy", [*POLICIES, *ABLATION[:2]], ids=lambda policy: policy.name)
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
 def test_no_policy_beats_the_bound_and_each_trains_the_same_work(policy: Any) -> None:
     given = case(1)
     played, drawn = play(given, policy), drawn_steps(given)
@@ -184,5 +183,4 @@ def test_a_whole_level_is_one_call(tmp_path: Path) -> None:
     assert report["figures"]["balancing_over_none_least_seed"] <= report["figures"]["balancing_over_none"]
     assert 0.0 < report["figures"]["share_of_fair_oracle"] <= 1.01
     assert report["legend"] in table(report["cases"])
-    assert len(report["ablation"]) == 3
-    assert len(said) == 2 * (1 + len(POLICIES)) + 3 * (3 + len(ABLATION))
+    assert len(said) == 2 * (1 + len(POLICIES))

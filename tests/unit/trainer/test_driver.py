@@ -238,7 +238,6 @@ async def test_an_environment_that_always_fails_fails_the_run_with_its_message(
         ({"environment": {"name": "reasoning_gym", "params": {"dataset": "no_such"}}}, "environment.params.dataset"),
         ({"model": "no-such-directory"}, "model"),
         ({"tail": {"reward_timeout_s": 1.0}}, "tail.reward_timeout_s"),  # built-in sources are scored in threads
-        ({"tail": {"adaptive_rewards": True}}, "tail.adaptive_rewards"),
     ],
 )
 async def test_bad_specs_are_refused_by_field_before_anything_is_submitted(

@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import chain
-from math import inf, sqrt
+from math import inf
 from operator import attrgetter
 from statistics import median
 from typing import Final, NamedTuple, TypeAlias
@@ -54,13 +54,12 @@ def place(
     now: float = -inf,
     costs: MoveCosts = COSTS,
     terms: TurnTerms = TERMS,
-    returning: Callable[[str], float] = lambda _: 0.0,
     siblings: Callable[[QueuedRollout], Collection[str]] = lambda _: (),
 ) -> list[Placement]:
     """Fill the hosts' free slots from the queue, with `at_most` placements. `prefixes`: what hosts have cached; `rest`:
     tokens that a rollout will probably still make; `borrowable`: most further rollouts on borrowed hosts;
-    `batch_slots`: most placements of others than interactive rollouts; `returning`: rollouts that will soon come back
-    to a host, which count as load; `siblings`: the hosts that run samples of a rollout's group.
+    `batch_slots`: most placements of others than interactive rollouts; `siblings`: the hosts that run samples of a
+    rollout's group.
 
     A worker may take a rollout if its version and target are within the rollout's bounds, one more token fits into its
     context, and its engine can do what the rollout asks for. A rollout that fits nowhere, or waits for
@@ -77,7 +76,7 @@ def place(
     a steady host could take it.
     """
     router = TurnRouter(prefixes, hosts, rest=rest, now=now, costs=costs, terms=terms)
-    rooms = _Rooms(hosts, pending_limit, borrowable, router, returning, siblings, costs, rest)
+    rooms = _Rooms(hosts, pending_limit, borrowable, router, siblings, costs, rest)
     kinds = len(queue.bounds()) if isinstance(queue, RolloutQueue) else None
     filling = _Filling(rooms, kinds=kinds, at_most=at_most, batch_slots=batch_slots)
     behind = filling.fill(iter(queue))
@@ -172,11 +171,9 @@ _TENS: Final = tuple(10.0**digits for digits in range(1, 20))
 class _Room:
     """The places left at a host during a round. `at`: its place in the order of names."""
 
-    def __init__(
-        self, host: HostView, at: int, limit: int, rate: float, plateau: float, returning: float, read_s: float
-    ) -> None:
+    def __init__(self, host: HostView, at: int, limit: int, rate: float, plateau: float, read_s: float) -> None:
         """`read_s`: seconds that it needs for what it has not read yet."""
-        self.host, self._at, self._returning, self.read_s = host, at, returning, read_s
+        self.host, self._at, self.read_s = host, at, read_s
         self.rate, self.plateau = (host.rate or rate) * host.share, host.plateau or plateau
         self.given = 0
         self.left = min(host.slots - host.running, limit - host.pending)
@@ -205,11 +202,8 @@ class _Room:
         """The least is best: the predicted rate, in steps of a tenth so that noise decides nothing; then what is still
         to be read, in whole seconds; then the share of free slots; then the name, so that a decision can be repeated.
         """
-        slots, beside, speed = self.host.slots, self.beside, self.speed
-        load = beside + self._returning
-        if self._returning:  # between no slowdown and that beyond the plateau
-            speed *= sqrt((beside + 1) / (load + 1))
-        return -_tenths(speed), int(self.read_s / _READ_STEP_S), -(slots - load) / slots, -self._at
+        slots = self.host.slots
+        return -_tenths(self.speed), int(self.read_s / _READ_STEP_S), -(slots - self.beside) / slots, -self._at
 
 
 def _tenths(rate: float) -> float:
@@ -260,7 +254,6 @@ class _Rooms:
         limit: Callable[[HostView], int],
         borrowable: float,
         router: TurnRouter,
-        returning: Callable[[str], float],
         siblings: Callable[[QueuedRollout], Collection[str]],
         costs: MoveCosts,
         rest: Callable[[QueuedRollout], float] | None,
@@ -279,7 +272,6 @@ class _Rooms:
                 limit(host),
                 rate,
                 plateau,
-                returning(host.worker_id),
                 costs.read_s(host.unread, host.prefill),
             )
             for at, host in enumerate(free)

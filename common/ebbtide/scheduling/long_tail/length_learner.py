@@ -33,7 +33,7 @@ Places = npt.NDArray[np.intp]
 T = TypeVar("T")
 
 #: Lengths at which shares are kept, in tokens: up to some four millions.
-EDGES: Final[Floats] = 1.1 ** np.arange(161)
+EDGES: Final[Floats] = np.power(1.1, np.arange(161, dtype=np.float64))
 _BINS: Final = len(EDGES) - 1
 #: What is assumed of a run: a response is expected to have as many tokens to come as it has, and so many more (a Pareto
 #: tail). It weighs as much as so many responses.

@@ -125,13 +125,9 @@ def _served(counts: Mapping[str, int]) -> Iterator[tuple[str, str]]:
 
 
 def _cut_scorings(counts: Mapping[str, int]) -> Iterator[tuple[str, str]]:
-    """What the limits on scorings did, if they did anything."""
-    cut, explored = counts.get("rewards_out_of_time", 0), counts.get("rewards_explored", 0)
-    if cut or explored:
-        yield (
-            "rewards",
-            f"{cut:,} scored out of time; {explored:,} got the full limit, for slow right answers",
-        )
+    """What the limit of scorings cut, if anything."""
+    if cut := counts.get("rewards_out_of_time", 0):
+        yield "rewards", f"{cut:,} scored out of time"
 
 
 def _migration(counts: Mapping[str, int], moves: RunMoves | None) -> Iterator[tuple[str, str]]:

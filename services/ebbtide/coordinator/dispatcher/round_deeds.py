@@ -72,7 +72,6 @@ class SlotFill:
             borrowable=borrowable(run),
             batch_slots=self._batch_slots(served),
             now=now,
-            returning=run.returning,
             siblings=run.siblings,
         )
 

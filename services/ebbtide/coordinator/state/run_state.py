@@ -29,7 +29,6 @@ from ebbtide.scheduling.dispatch.group_places import GroupPlaces
 from ebbtide.scheduling.dispatch.move_ledger import MoveLedger
 from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout, RolloutQueue
 from ebbtide.scheduling.dispatch.turns.cached_prefixes import CachedPrefixes, Prefixes
-from ebbtide.scheduling.dispatch.turns.expected_returns import ExpectedReturns
 from ebbtide.scheduling.elastic.ended_responses import EndedResponses
 from ebbtide.store.rollout_rows import EndReason
 from ebbtide.store.unexpected_data import UNEXPECTED, WritesRefused
@@ -86,7 +85,6 @@ class RunState:
         self.newest = 0  # of these; 0: none
         self._prefixes = CachedPrefixes()
         self.prefixes: Final[Prefixes] = self._prefixes.by_episode  # by session
-        self._returns = ExpectedReturns()
         self._responses = EndedResponses()
         #: Lengths of training's responses that ended and whose episodes go on or are not complete, by group place.
         self.responses: Final[Mapping[int, Mapping[str, int]]] = self._responses.by_group
@@ -212,7 +210,6 @@ class RunState:
 
     def admit(self, one: QueuedRollout) -> None:
         """Queue a rollout."""
-        self._returns.queued(one.episode_id, one.since)
         self._responses.forget(one.episode_id)
         self.queue.add(one, self.tail.queued(one))
         if one.interactive:
@@ -335,18 +332,13 @@ class RunState:
 
     def _note_prefix(self, attempt: RunningAttempt, session: WorkerSession | None) -> None:
         """Note what the last worker of a finished rollout has of its episode. It may have come with the rollout."""
-        episode_id, now = attempt.rollout.episode_id, self.clock()
+        episode_id = attempt.rollout.episode_id
         if session is None:
             return
         if session.session_id not in self.prefixes.get(episode_id, ()):
             version = session.version_of(self.run_id)
             self._prefixes.began(episode_id, session.session_id, version=version, tokens=attempt.length)
         self._prefixes.left(episode_id, attempt.length)
-        self._returns.ended(episode_id, session.session_id, turn_s=max(0.0, now - attempt.given), now=now)
-
-    def returning(self, session_id: str) -> float:
-        """Rollouts that will probably come back to a worker soon, from episodes that wait for their environments."""
-        return self._returns.beside(session_id)
 
     def unfinish(self, durable_before: float) -> set[RunningAttempt]:
         """Treat attempts as running whose finish the store may have forgotten, and whose workers still have them.
@@ -408,7 +400,6 @@ class RunState:
         """Note that the episode has no further turn."""
         self._acknowledged.pop(episode_id, None)
         self._prefixes.forget(episode_id)
-        self._returns.forget(episode_id)
         group = self._responses.forget(episode_id)
         if group is not None and group not in self.responses and not self.tail.has_open(group):
             self._places.forget(group)

@@ -1,4 +1,4 @@
-"""Ends a scoring once it is out of time, by limits that know what right answers to its problem took."""
+"""Ends a scoring once it is out of time. What its process waited for a CPU is not its time."""
 
 import asyncio
 import time
@@ -7,7 +7,6 @@ from typing import Final, TypeVar
 
 from ebbtide.driver.host_process import TookTooLong
 from ebbtide.driver.scoring.cpu_waits import CpuWaits
-from ebbtide.scheduling.long_tail.rewards.reward_limits import RewardLimits
 
 T = TypeVar("T")
 
@@ -25,11 +24,10 @@ class OutOfTime(TookTooLong):
 class RewardClock:
     """Watches one scoring."""
 
-    def __init__(self, limits: RewardLimits, problem: str, *, pid: int) -> None:
-        """`pid`: of the process that scores, whose waits for a CPU do not count."""
-        self._limits, self._problem = limits, problem
+    def __init__(self, limit_s: float, *, pid: int) -> None:
+        """`limit_s`: seconds of its own; inf: it has none. `pid`: of the process that scores."""
+        self._limit_s = limit_s
         self._waits, self._began = CpuWaits(pid), time.monotonic()
-        self.explored = False
 
     @property
     def own_s(self) -> float:
@@ -39,15 +37,11 @@ class RewardClock:
 
     async def watch(self, call: "asyncio.Future[T]") -> T:
         """Returns what the call does. Raises `OutOfTime` once it is to be cut, and leaves it running."""
-        limit_s, own_s = self._limits.limit_s(self._problem), 0.0
-        while True:
-            wait_s = max(_LEAST_S, limit_s - own_s)
+        own_s = 0.0
+        while own_s < self._limit_s:
+            wait_s = max(_LEAST_S, self._limit_s - own_s)
             await asyncio.wait({call}, timeout=wait_s if wait_s < inf else None)
             if call.done():
                 return call.result()
             own_s = self.own_s
-            if own_s < limit_s:
-                continue
-            if self.explored or not self._limits.explores(self._problem):
-                raise OutOfTime(own_s)
-            self.explored, limit_s = True, self._limits.ceiling_s
+        raise OutOfTime(own_s)

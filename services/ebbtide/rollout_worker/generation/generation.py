@@ -28,7 +28,6 @@ class HeldForecast(Struct, frozen=True, kw_only=True):
 
     attempt_id: str
     expected_tokens: int = 0  # on average; 0: not known
-    longest_tokens: int = 0  # that are probably not exceeded; 0: not known
     stored: int = 0
 
 
@@ -47,7 +46,6 @@ class Assignment(Struct, frozen=True, kw_only=True):
     episode_id: str = ""  # by which `forget_cached` names its text
     prompt_logprobs: int | None = None  # alternatives of each score; None: the prompt is not scored
     expected_tokens: int = 0  # still to come behind `partial`, on average; 0: not known
-    longest_tokens: int = 0  # that are probably not exceeded; 0: not known
     group_id: str = ""  # whose members' tokens it may be drafted from; empty: nothing is drafted
     max_model_len: int = 0  # prompt plus response, at which it ends on any worker; 0: as this engine's context ends
 

@@ -1,7 +1,7 @@
 """Lets attempts into the engine as its memory for keys and values allows, so that it preempts none by itself.
 
-`scheduling/long_tail/chunks` decides. An attempt that gives up its memory leaves the engine behind its newest token and
-waits here, or goes back to the coordinator; no token of it is lost. Engines that do not say how much memory they have
+`scheduling/long_tail/chunk_admission.py` decides. An attempt that gives up its memory leaves the engine behind its
+newest token and waits here; no token of it is lost. Engines that do not say how much memory they have
 are not limited.
 
 Invariant: each attempt is in `_waiting` or `_running`, or nowhere. The reservations of `_running` fit the memory, but
@@ -11,7 +11,7 @@ another worker needs.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from hashlib import blake2b
 from math import ceil, inf
@@ -21,9 +21,7 @@ from msgspec.structs import replace
 
 from ebbtide.rollout_worker import metrics
 from ebbtide.rollout_worker.engine import EngineRequest
-from ebbtide.scheduling.long_tail.chunks.chunk_admission import divide_memory, is_due
-from ebbtide.scheduling.long_tail.chunks.kv_contexts import ChunkRules, KvContext
-from ebbtide.scheduling.long_tail.chunks.parking import leaves, wait_tokens
+from ebbtide.scheduling.long_tail.chunk_admission import ChunkRules, KvContext, divide_memory, is_due
 from ebbtide.types.fleet import EngineInfo
 
 #: Tokens by which a chunk is asked for early: those that come while the decision is made and others leave, twice what
@@ -46,7 +44,6 @@ class KvTicket:
         self.context, self.first = context, first
         self.inside = asyncio.Event()
         self.parked = False  # it is to leave the engine after its next tokens
-        self.leaves = False  # then it goes back to the coordinator
 
     def made(self, tokens: int) -> None:
         """Its engine made so many more."""
@@ -56,19 +53,15 @@ class KvTicket:
             tokens=context.tokens + tokens,
             most=context.most - tokens,
             rest=_less(context.rest, tokens),
-            longest_rest=_less(context.longest_rest, tokens),
         )
 
 
 class KvGate:
     """The gate before one engine."""
 
-    def __init__(
-        self, info: EngineInfo, slots: int, *, limits: bool, speeds: Callable[[], tuple[float, float]]
-    ) -> None:
-        """`limits`: whether memory limits anybody. `speeds`: seconds for a token of each running rollout, and for
-        reading one."""
-        self._slots, self._limits, self._speeds = slots, limits, speeds
+    def __init__(self, info: EngineInfo, slots: int, *, limits: bool) -> None:
+        """`limits`: whether memory limits anybody."""
+        self._slots, self._limits = slots, limits
         self._waiting: dict[str, KvTicket] = {}
         self._running: dict[str, KvTicket] = {}
         self._deciding = False
@@ -100,10 +93,9 @@ class KvGate:
         """Tokens up to which attempts have memory, over all of them; prompts that they share count for each."""
         return sum(ticket.context.reserved for ticket in self._running.values())
 
-    def ticket(self, request: EngineRequest, prompt_ids: bytes, *, forecast: tuple[int, int], first: bool) -> KvTicket:
-        """For a new attempt. `prompt_ids`: packed. `forecast`: tokens to come, on average and at most probably; 0:
-        unknown. `first`: it starts before others."""
-        rest, longest = (float(tokens) if tokens else None for tokens in forecast)
+    def ticket(self, request: EngineRequest, prompt_ids: bytes, *, forecast: int, first: bool) -> KvTicket:
+        """For a new attempt. `prompt_ids`: packed. `forecast`: tokens to come, on average; 0: unknown. `first`: it
+        starts before others."""
         context = KvContext(
             key=request.request_id,
             prompt=len(prompt_ids) // 4,
@@ -111,8 +103,7 @@ class KvGate:
             most=request.max_tokens,
             since_s=time.monotonic(),
             prefix=self._prefix(request, prompt_ids),
-            rest=rest,
-            longest_rest=longest,
+            rest=float(forecast) if forecast else None,
         )
         return KvTicket(context, first=first)
 
@@ -146,14 +137,12 @@ class KvGate:
         if is_due(ticket.context, self._rules) and not ticket.parked:
             self._decide_soon()
 
-    def forecast(self, key: str, rest: int, longest: int, *, stored: int) -> None:
-        """So many tokens are to come behind the first `stored` of the response, on average and at most probably; 0:
-        unknown."""
+    def forecast(self, key: str, rest: int, *, stored: int) -> None:
+        """So many tokens are to come behind the first `stored` of the response, on average; 0: unknown."""
         if ticket := self._running.get(key) or self._waiting.get(key):
             context = ticket.context
             since = context.tokens - context.prompt - stored  # were made behind those that the forecast knew of
-            rests = (_less(float(tokens), since) for tokens in (rest, longest))
-            ticket.context = replace(context, **dict(zip(("rest", "longest_rest"), rests, strict=True)))
+            ticket.context = replace(context, rest=_less(float(rest), since))
             self._look_soon()
 
     def _prefix(self, request: EngineRequest, prompt_ids: bytes) -> str:
@@ -186,11 +175,13 @@ class KvGate:
             waiting = [one.context for one in sorted(self._waiting.values(), key=_rank)]
         lead = min(_MOST_AHEAD, _SPARE_TOKENS + _BURSTS * ceil(self._burst))
         self._rules, self._burst = replace(self._rules, lead=lead), max(1.0, _FADING * self._burst)
-        decision = divide_memory(staying, waiting, self._rules, now)
+        decision = divide_memory(staying, waiting, self._rules)
         for key, reserved in decision.grown:
             self._running[key].context = replace(self._running[key].context, reserved=reserved)
         for key in decision.parked:
-            self._park(self._running[key], self._rules)
+            self._running[key].parked = self._running[key].first = True
+            self.parked += 1
+            metrics.PARKED.inc()
         for key, reserved in decision.started:
             ticket = self._running[key] = self._waiting.pop(key)
             ticket.context = replace(ticket.context, reserved=reserved)
@@ -202,16 +193,6 @@ class KvGate:
             ticket.inside.set()
         self._running |= self._waiting
         self._waiting.clear()
-
-    def _park(self, ticket: KvTicket, rules: ChunkRules) -> None:
-        ticket.parked = ticket.first = True
-        others = [one.context for one in self._running.values() if not one.parked]
-        token_s, read_s = self._speeds()
-        wait_s = token_s * wait_tokens(ticket.context, others, rules) if token_s else 0.0
-        if read_s and leaves(wait_s, read_s * ticket.context.tokens):
-            ticket.leaves = True
-        self.parked += 1
-        metrics.PARKED.labels("handed back" if ticket.leaves else "waits").inc()
 
 
 def _less(forecast: float | None, tokens: int) -> float | None:

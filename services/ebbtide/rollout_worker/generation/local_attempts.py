@@ -44,7 +44,6 @@ class ReleaseReason(NamedTuple):
     text: str  # for people
 
 
-NO_MEMORY: Final = ReleaseReason(EndCause.NO_MEMORY, "its worker has no memory for its next chunk")
 SHORT_CONTEXT: Final = ReleaseReason(EndCause.SHORT_CONTEXT, "it needs a longer context than its worker's")
 
 
@@ -117,7 +116,7 @@ class LocalAttempts:
         self.holds.watch(self._owe)
         self.tokens = 0
         self.reading = PromptReading()
-        self.gate = KvGate(info, slots, limits=by_memory, speeds=self._speeds)
+        self.gate = KvGate(info, slots, limits=by_memory)
         self._busy_s = self._busy_since = 0.0
         self._owing_since = 0.0  # time of the newest token, or since then of new work or a changed hold
 
@@ -265,8 +264,6 @@ class LocalAttempts:
             while held.generation.finish is None and not held.releasing:
                 async with self.gate.room(ticket):
                     await self._run(held, ticket)
-                if ticket.leaves and held.generation.finish is None:
-                    held.releasing = held.releasing or NO_MEMORY
         except EngineFailed as error:
             held.releasing = ReleaseReason(EndCause.FAILED, f"stopped: {error}")
             self._fail(error)
@@ -276,8 +273,7 @@ class LocalAttempts:
 
     def _ticket(self, held: LocalAttempt) -> KvTicket:
         assignment = held.assignment
-        forecast = (assignment.expected_tokens, assignment.longest_tokens)
-        request = held.generation.request()
+        request, forecast = held.generation.request(), assignment.expected_tokens
         return self.gate.ticket(request, assignment.prompt_ids, forecast=forecast, first=assignment.interactive)
 
     async def _run(self, held: LocalAttempt, ticket: KvTicket) -> None:
@@ -297,11 +293,6 @@ class LocalAttempts:
                 if held.generation.finish is not None or held.releasing or ticket.parked:
                     return
         held.releasing = held.releasing or ReleaseReason(EndCause.FAILED, "the engine ended the request")
-
-    def _speeds(self) -> tuple[float, float]:
-        """Seconds for a token of each rollout in the engine, and for reading one; 0: not known yet."""
-        inside = max(1, self.running - self.gate.waiting)
-        return inside * self.busy_s / max(1, self.tokens), self.reading.seconds / max(1, self.reading.tokens)
 
     def _count(self, held: LocalAttempt, tokens: bytes) -> None:
         count = held.generation.generated(tokens)

@@ -24,7 +24,6 @@ class SimulatedRewards(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     scorers: Annotated[int, Meta(ge=0, le=100_000)] = 0  # processes that score; 0: there is always one
     when: Literal["beside", "after"] = "beside"  # a response has ended, or all of its step have
     timeout_s: Annotated[float, Meta(gt=0)] | None = None  # as `reward_timeout_s` of a run's `[tail]`
-    adaptive: bool = False  # as `adaptive_rewards` there
 
 
 class TrainingRun(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

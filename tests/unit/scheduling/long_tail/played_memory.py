@@ -6,8 +6,7 @@ from random import Random
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ebbtide.scheduling.long_tail.chunks.chunk_admission import divide_memory
-from ebbtide.scheduling.long_tail.chunks.kv_contexts import ChunkRules, KvContext
+from ebbtide.scheduling.long_tail.chunk_admission import ChunkRules, KvContext, divide_memory
 
 #: The longest response, tokens.
 MOST = 1500
@@ -67,7 +66,7 @@ class PlayedMemory:
     def _decide(self) -> None:
         running = [one.context for one in self.running.values()]
         waiting = [one.context for one in self.waiting.values()]
-        decision = divide_memory(running, waiting, self.rules, float(self.steps))
+        decision = divide_memory(running, waiting, self.rules)
         for key in decision.parked:
             one = self.running.pop(key)
             one.context = replace(one.context, reserved=0)

@@ -3,19 +3,16 @@
 from random import Random
 
 import pytest
+from msgspec.structs import replace
 
-from ebbtide.scheduling.long_tail.chunks.chunk_admission import divide_memory
-from ebbtide.scheduling.long_tail.chunks.kv_book import KvBook
-from ebbtide.scheduling.long_tail.chunks.kv_contexts import ChunkRules, KvContext
-from tests.unit.scheduling.long_tail.played_memory import MOST, Played, PlayedMemory, drawn
+from ebbtide.scheduling.long_tail.chunk_admission import ChunkRules, KvBook, KvContext, divide_memory
+from tests.unit.scheduling.long_tail.played_memory import MOST, PlayedMemory, drawn
 
 RULES = ChunkRules(kv_tokens=4096)
 
 
 def context(key: str, *, tokens: int = 100, since_s: float = 0.0, reserved: int = 0, rest: float = 400.0) -> KvContext:
-    return KvContext(
-        key=key, prompt=100, tokens=tokens, most=MOST, since_s=since_s, reserved=reserved, rest=rest, longest_rest=rest
-    )
+    return KvContext(key=key, prompt=100, tokens=tokens, most=MOST, since_s=since_s, reserved=reserved, rest=rest)
 
 
 def blocks(contexts: list[KvContext], block: int = 16) -> int:
@@ -36,10 +33,10 @@ def test_reservations_never_exceed_the_memory_and_all_rollouts_end(seed: int, *,
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_true_forecasts_let_nobody_park(seed: int) -> None:
+def test_true_forecasts_let_hardly_anybody_park(seed: int) -> None:
     played = PlayedMemory(RULES, drawn(seed, 40, known=True), lambda _: None)
     played.play()
-    assert played.parked == 0
+    assert played.parked <= 1  # of forty: a chunk may be a little too long for what is free
 
 
 def test_the_book_counts_reservations_of_any_order_exactly() -> None:
@@ -67,76 +64,13 @@ def test_the_book_counts_reservations_of_any_order_exactly() -> None:
 
 
 def test_a_rollout_that_no_memory_holds_runs_alone() -> None:
-    decision = divide_memory([], [context("long", tokens=5000)], RULES, 0.0)
+    decision = divide_memory([], [context("long", tokens=5000)], RULES)
     assert [key for key, _ in decision.started] == ["long"]
-
-
-def test_a_smaller_rollout_passes_one_that_does_not_fit() -> None:
-    running = [context("old", tokens=2000, reserved=2200)]
-    decision = divide_memory(running, [context("big", tokens=1500), context("small")], RULES, 1.0)
-    assert [key for key, _ in decision.started] == ["small"]
-
-
-def test_nobody_passes_a_rollout_that_waited_too_long() -> None:
-    running = [context("old", tokens=2000, reserved=2200, since_s=990.0)]
-    waiting = [context("small", since_s=999.0), context("big", tokens=1500, since_s=0.0)]
-    assert divide_memory(running, waiting, RULES, 1000.0).started == ()
-    assert [key for key, _ in divide_memory([], waiting, RULES, 1000.0).started] == ["big", "small"]
-
-
-def test_a_rollout_that_waited_too_long_starts_within_the_others_longest_rest() -> None:
-    """Small rollouts that come without end would pass a large one without end."""
-    rules = ChunkRules(kv_tokens=2048, patience_s=200.0)
-    played, draw = PlayedMemory(rules, [], lambda _: None), Random(5)
-    number = 0
-    while "large" not in played.order:
-        while len(played.waiting) < 8:
-            number += 1
-            one = drawn(draw.randrange(1 << 30), 1, known=True)[0]
-            one.left = min(one.left, 300)
-            one.context = KvContext(
-                key=f"n{number}", prompt=100, tokens=100, most=300, since_s=float(played.steps), rest=float(one.left)
-            )
-            played.waiting[one.context.key] = one
-        if played.steps == 50:
-            large = KvContext(key="large", prompt=1000, tokens=1000, most=MOST, since_s=50.0, rest=900.0)
-            played.waiting["large"] = Played(large, 900)
-        played.step()
-        # Its patience, then those that came before it, then those that ran before.
-        assert played.steps <= 50 + 200 + 2 * 300 + 2
-
-
-def test_growth_that_does_not_fit_parks_the_cheapest_to_read_again() -> None:
-    running = [
-        context("first", tokens=2040, reserved=2048, since_s=1.0, rest=900.0),
-        context("costly", tokens=1200, reserved=1296, since_s=2.0),
-        context("cheap", tokens=700, reserved=752, since_s=3.0),
-    ]
-    decision = divide_memory(running, [], RULES, 4.0)
-    assert decision.parked == ("cheap",)
-    assert [key for key, _ in decision.grown] == ["first"]
-
-
-def test_of_equally_cheap_ones_that_which_ends_last_parks() -> None:
-    running = [
-        context("first", tokens=2552, reserved=2560, since_s=1.0),
-        context("soon", tokens=700, reserved=768, since_s=2.0, rest=100.0),
-        context("late", tokens=700, reserved=768, since_s=2.0, rest=800.0),
-    ]
-    assert divide_memory(running, [], RULES, 4.0).parked == ("late",)
-
-
-def test_the_rollout_that_came_first_keeps_its_memory_although_it_is_the_cheapest() -> None:
-    running = [
-        context("first", tokens=200, reserved=256, since_s=1.0),
-        context("second", tokens=3832, reserved=3840, since_s=2.0),
-    ]
-    assert divide_memory(running, [], RULES, 3.0).parked == ("second",)
 
 
 def test_memory_that_shrank_is_given_back_at_once() -> None:
     running = [context(f"r{number}", tokens=600, reserved=640, since_s=float(number)) for number in range(6)]
-    decision = divide_memory(running, [], ChunkRules(kv_tokens=2048), 9.0)
+    decision = divide_memory(running, [], ChunkRules(kv_tokens=2048))
     assert len(decision.parked) == 3
     assert decision.started == ()
 
@@ -147,29 +81,19 @@ def test_a_groups_prompt_is_counted_once() -> None:
         KvContext(key=f"r{n}", prompt=1000, tokens=1000, most=100, since_s=0.0, prefix=prefix, rest=50.0)
         for n, prefix in enumerate(["a", "a", "a", "a", "b"])
     ]
-    assert [key for key, _ in divide_memory([], waiting, rules, 0.0).started] == ["r0", "r1", "r2", "r3"]
-
-
-def test_chunks_follow_the_forecast_and_shrink_under_pressure() -> None:
-    rules = ChunkRules(kv_tokens=65_536)
-    waiting = [context("soon", rest=200.0), context("late", rest=5e3)]
-    (_, soon), (_, late) = divide_memory([], waiting, rules, 0.0).started
-    assert (soon, late) == (100 + 200, 100 + rules.longest_chunk)
-    full = [context("old", tokens=60_000, reserved=61_000)]
-    ((_, pressed),) = divide_memory(full, [context("late", rest=1200.0)], rules, 0.0).started
-    assert 100 < pressed < late
+    assert [key for key, _ in divide_memory([], waiting, rules).started] == ["r0", "r1", "r2", "r3"]
 
 
 def test_a_running_rollout_gets_its_next_chunk_before_it_needs_it() -> None:
-    decision = divide_memory([context("one", tokens=240, reserved=248)], [], RULES, 0.0)
+    decision = divide_memory([context("one", tokens=240, reserved=248)], [], RULES)
     ((key, reserved),) = decision.grown
     assert key == "one"
     assert reserved >= 240 + 2 * RULES.lead
-    assert divide_memory([context("one", tokens=200, reserved=248)], [], RULES, 0.0).grown == ()
+    assert divide_memory([context("one", tokens=200, reserved=248)], [], RULES).grown == ()
 
 
 def test_no_more_run_than_the_engine_has_slots() -> None:
-    decision = divide_memory([], [context(f"r{n}") for n in range(5)], ChunkRules(kv_tokens=65_536, slots=3), 0.0)
+    decision = divide_memory([], [context(f"r{n}") for n in range(5)], ChunkRules(kv_tokens=65_536, slots=3))
     assert len(decision.started) == 3
 
 
@@ -185,5 +109,40 @@ def test_a_decision_looks_at_each_running_rollout_a_few_times_however_many_wait(
     rules = Counting(kv_tokens=256 * 1024)
     running = [context(f"r{n}", tokens=1000, reserved=1016, rest=500.0 + n) for n in range(256)]
     waiting = [context(f"w{n}", tokens=20_000, rest=1e5) for n in range(64)]
-    assert divide_memory(running, waiting, rules, 0.0).started == ()
+    assert divide_memory(running, waiting, rules).started == ()
     assert looks < 10 * 256
+
+
+def test_nobody_passes_the_first_one_that_waits() -> None:
+    running = [context("old", tokens=2000, reserved=2200)]
+    waiting = [context("big", tokens=1500), context("small", since_s=9.0)]
+    assert divide_memory(running, waiting, RULES).started == ()
+    assert [key for key, _ in divide_memory([], waiting, RULES).started] == ["big", "small"]
+
+
+def test_growth_that_does_not_fit_parks_the_one_that_came_last() -> None:
+    running = [
+        context("first", tokens=2040, reserved=2048, since_s=1.0, rest=900.0),
+        context("last", tokens=1200, reserved=1296, since_s=3.0),
+        context("cheap", tokens=700, reserved=752, since_s=2.0),
+    ]
+    decision = divide_memory(running, [context("waits")], RULES)
+    assert decision.parked == ("last",)
+    assert [key for key, _ in decision.grown] == ["first"]
+    assert decision.started == (), "nobody starts until it has left"
+
+
+def test_the_rollout_that_came_first_keeps_its_memory() -> None:
+    running = [
+        context("first", tokens=200, reserved=256, since_s=1.0),
+        context("second", tokens=3832, reserved=3840, since_s=2.0),
+    ]
+    assert divide_memory(running, [], RULES).parked == ("second",)
+
+
+def test_a_chunk_has_one_length_and_is_shorter_where_no_more_is_free() -> None:
+    rules = ChunkRules(kv_tokens=65_536)
+    (_, one), (_, short) = divide_memory([], [context("one"), replace(context("short"), most=50)], rules).started
+    assert (one, short) == (100 + rules.chunk, 100 + 50)
+    full = [context("old", tokens=60_000, reserved=65_400), context("due", tokens=100, reserved=104, since_s=1.0)]
+    assert divide_memory(full, [], rules).grown == (("due", 100 + 2 * rules.lead),)

@@ -1,34 +1,27 @@
 """Parts of Ebbtide's rounds are replaced while a round decides, and are themselves again after it."""
 
-from math import inf
-
 import pytest
 
 from benchmarks.rivals.changed_rounds import (
     NO_KINDS,
     NO_LOSSES,
     NO_MEMORY,
-    NO_WAITING_MOVES,
     ChangedPolicy,
     Replaced,
     learning,
-    moving,
     placing,
-    reading,
     replaced,
     told,
 )
-from ebbtide.scheduling.dispatch.move_costs import MoveCosts
 from ebbtide.scheduling.dispatch.throughput import WorkerThroughput
-from ebbtide.scheduling.dispatch.turns.prefill_speed import PrefillSpeed
 from ebbtide.simulator.scenario.scenario import Scenario
 from ebbtide.simulator.world.simulation import Simulation
 from tests.fakes.simulated_profiles import PlainProfiles
 from tests.unit.simulator.rivals.test_policies import RUN, SPOT
 
 ALL = (
-    *(NO_KINDS, NO_LOSSES, NO_MEMORY, NO_WAITING_MOVES, placing(pending_limit=lambda _: 1)),
-    *(*moving(MoveCosts(advantage=inf)), reading(PrefillSpeed), told(lambda _: WorkerThroughput())),
+    *(NO_KINDS, NO_LOSSES, NO_MEMORY),
+    *(placing(pending_limit=lambda _: 1), told(lambda _: WorkerThroughput())),
 )
 
 
@@ -45,7 +38,7 @@ def test_a_part_is_itself_again_even_if_a_round_fails() -> None:
     assert [getattr(one.owner, one.name) for one in ALL] == before
 
 
-@pytest.mark.parametrize("part", ["learning", "reading", "telling"])
+@pytest.mark.parametrize("part", ["learning", "telling"])
 def test_rounds_meet_what_parts_are_replaced_by(part: str) -> None:
     met = list[str]()
 
@@ -53,11 +46,7 @@ def test_rounds_meet_what_parts_are_replaced_by(part: str) -> None:
         met.append("speed")
         return WorkerThroughput()
 
-    def prefill(assumed: float) -> PrefillSpeed:
-        met.append("prefill")
-        return PrefillSpeed(assumed)
-
-    parts: dict[str, Replaced] = {"learning": learning(speed), "reading": reading(prefill), "telling": told(speed)}
+    parts: dict[str, Replaced] = {"learning": learning(speed), "telling": told(speed)}
     scenario = Scenario(name="test", hours=1.0, fleet=(SPOT,), run=(RUN,))
     Simulation(scenario, 0, ChangedPolicy(parts=(parts[part],)), PlainProfiles()).run(lambda _: None)
-    assert set(met) == {"prefill" if part == "reading" else "speed"}
+    assert set(met) == {"speed"}

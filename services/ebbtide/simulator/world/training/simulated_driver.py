@@ -146,7 +146,7 @@ class SimulatedDriver:
 
     def _score(self, episode: _Episode, takes_s: float) -> None:
         step = episode.progress.number
-        waiting = WaitingScoring(step, str(episode.sample.prompt), takes_s, lambda: self._rewarded(episode))
+        waiting = WaitingScoring(step, takes_s, lambda: self._rewarded(episode))
         self._scoring.score(waiting, generating=lambda: self._generating(step))
 
     def _generating(self, step: int) -> bool:

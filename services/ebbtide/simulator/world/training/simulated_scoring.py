@@ -1,8 +1,5 @@
 """Models the processes that score a run's responses: how many there are, when they begin, and what ends a scoring.
 
-`RewardLimits` decides how long a scoring may take, as it does live. A scoring that would last longer than the ceiling
-is one that never ends; shorter ones are of right answers.
-
 Invariant: at most `scorers` scorings run. Those that wait are in the order of arrival.
 """
 
@@ -12,7 +9,6 @@ from math import inf
 
 from msgspec import Struct
 
-from ebbtide.scheduling.long_tail.rewards.reward_limits import RewardLimits
 from ebbtide.simulator.scenario.training_run import SimulatedRewards
 from ebbtide.simulator.world.virtual_time import VirtualTime
 
@@ -21,7 +17,6 @@ class WaitingScoring(Struct, eq=False):
     """A response that has ended."""
 
     step: int
-    problem: str
     takes_s: float
     scored: Callable[[], None]
 
@@ -30,10 +25,9 @@ class SimulatedScoring:
     def __init__(self, rewards: SimulatedRewards, time: VirtualTime) -> None:
         self._time, self._after = time, rewards.when == "after"
         self._free = rewards.scorers or inf
-        self._limits = RewardLimits(rewards.timeout_s or inf, adapts=rewards.adaptive)
+        self._limit_s = rewards.timeout_s or inf
         self._held: dict[int, list[WaitingScoring]] = {}  # by step, where all its responses are scored together
         self._queue: deque[WaitingScoring] = deque()
-        self.cut = 0
 
     def score(self, scoring: WaitingScoring, *, generating: Callable[[], bool]) -> None:
         """Scores a response once there is room; where the run scores behind its rollout, once none of its step is
@@ -56,8 +50,7 @@ class SimulatedScoring:
             self._run(self._queue.popleft())
 
     def _run(self, scoring: WaitingScoring) -> None:
-        took_s, done = self._played(scoring)
-        self.cut += not done
+        took_s = min(scoring.takes_s, self._limit_s)
 
         def ended() -> None:
             self._free += 1
@@ -68,14 +61,3 @@ class SimulatedScoring:
             self._time.after(took_s, ended)
         else:
             ended()
-
-    def _played(self, scoring: WaitingScoring) -> tuple[float, bool]:
-        """How long the scoring lasts, and whether it comes to its end."""
-        limits, problem = self._limits, scoring.problem
-        limit_s, explored = limits.limit_s(problem), False
-        if scoring.takes_s > limit_s and (explored := limits.explores(problem)):
-            limit_s = limits.ceiling_s
-        done = scoring.takes_s < limit_s or limit_s == inf
-        took_s = min(scoring.takes_s, limit_s)
-        limits.note(problem, took_s, right=done, explored=explored)
-        return took_s, done

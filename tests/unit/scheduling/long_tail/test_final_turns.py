@@ -1,6 +1,6 @@
 """A step is taken for a scoring where it must be one, or where all lately were."""
 
-from ebbtide.scheduling.long_tail.rewards.final_turns import LEARNT, FinalTurns
+from ebbtide.scheduling.long_tail.final_turns import LEARNT, FinalTurns
 
 
 def learnt(turn: int, took_s: float = 1.0) -> FinalTurns:
