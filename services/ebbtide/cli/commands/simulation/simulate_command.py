@@ -1,6 +1,5 @@
 """Runs `ebbtide simulate`: simulates each scenario with each seed, and shows and writes what came of it."""
 
-import asyncio
 import importlib.util
 import os
 import sys
@@ -14,11 +13,10 @@ from msgspec import Struct
 from ebbtide.cli.views.simulation_table import SimulationScreen, print_simulation
 from ebbtide.errors import EbbtideError, InvalidRequest
 from ebbtide.simulator.outcome import Outcome, SimulationProgress
-from ebbtide.simulator.parallel.seed_messages import SeedTask
-from ebbtide.simulator.parallel.seed_processes import PROGRAM, simulate_seeds
-from ebbtide.simulator.parallel.task_scenario import scenario_name
 from ebbtide.simulator.report.figures_file import figures_file
 from ebbtide.simulator.report.scenario_figures import figures
+from ebbtide.simulator.seed_processes import Simulate, simulate_seeds
+from ebbtide.simulator.simulate import SeedTask, scenario_name, simulate_task
 
 INTERRUPTED: Final = 130
 
@@ -51,12 +49,12 @@ class SimulateOptions(Struct, frozen=True, kw_only=True):
 def run(
     options: SimulateOptions,
     *,
-    program: Sequence[str] = PROGRAM,
+    simulate: Simulate = simulate_task,
     name_of: Callable[[SeedTask], str] = scenario_name,
 ) -> int:
     """Returns the exit status. Raises `InvalidRequest` for faulty input, before anything is simulated.
 
-    `program` simulates a seed; `name_of` reads a task's scenario and returns its name.
+    `simulate` simulates a seed; `name_of` reads a task's scenario and returns its name.
     """
     tasks = options.tasks()
     _need_installed("redis", "ebbtide simulate")
@@ -67,7 +65,7 @@ def run(
         if path is not None:
             _check_writable(path, field)
     try:
-        outcomes = asyncio.run(_simulate(tasks, names, options.jobs or len(os.sched_getaffinity(0)), program))
+        outcomes = _simulate(tasks, names, options.jobs or len(os.sched_getaffinity(0)), simulate)
     except KeyboardInterrupt:
         print("Interrupted; nothing was written.", file=sys.stderr)  # noqa: T201 - a command
         return INTERRUPTED
@@ -76,8 +74,8 @@ def run(
     return 0
 
 
-async def _simulate(
-    tasks: Sequence[Sequence[SeedTask]], names: Sequence[str], jobs: int, program: Sequence[str]
+def _simulate(
+    tasks: Sequence[Sequence[SeedTask]], names: Sequence[str], jobs: int, simulate: Simulate
 ) -> list[list[Outcome]]:
     """The outcomes of each fleet, in the order of its seeds."""
     flat = [(fleet, task) for fleet, of_fleet in enumerate(tasks) for task in of_fleet]
@@ -89,7 +87,7 @@ async def _simulate(
             heard[fleet][task.seed] = progress
             screen.show(fleet, heard[fleet], of=len(tasks[fleet]))
 
-        outcomes = await simulate_seeds([task for _, task in flat], jobs=jobs, say=say, program=program)
+        outcomes = simulate_seeds([task for _, task in flat], jobs=jobs, say=say, simulate=simulate)
     found: list[list[Outcome]] = [[] for _ in tasks]
     for (fleet, _), outcome in zip(flat, outcomes, strict=True):
         found[fleet].append(outcome)
