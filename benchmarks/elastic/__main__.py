@@ -42,7 +42,6 @@ def terms(argv: Sequence[str] | None) -> tuple[PartTerms, argparse.Namespace]:
     parser.add_argument("--quick", action="store_true", help="fewer steps and policies: twelve minutes on two cores")
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--spot", nargs="+", type=_file, default=[], help="spot traces: t_s,event,node or t_s,count")
-    parser.add_argument("--serving", type=_file, help="users of borrowed machines: t_s,input_tokens,output_tokens")
     parser.add_argument("--lengths", type=_file, help="of responses: quantile,output_tokens or tokens,cdf")
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=[])
     parser.add_argument("--policies", nargs="+", choices=list(COMPARED), default=[])

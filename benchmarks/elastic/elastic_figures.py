@@ -92,7 +92,6 @@ def further(results: Sequence[SimulatedResult]) -> dict[str, float | None]:
         "calm_over_rlboost_code_that_keeps_all": _worst(calm, (CODE_KEEPS,), _throughput),
         "all_over_rlboost_paper_on_samples": _worst(cases, (SAMPLES,), _throughput),
         "money_over_rlboost_paper_on_samples": _worst(cases, (SAMPLES,), _money),
-        "money_over_rose_that_borrows_for_nothing": _worst(cases, ("ROSE",), _money),
     }
 
 

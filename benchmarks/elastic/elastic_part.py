@@ -38,7 +38,6 @@ class PartTerms(Struct, frozen=True, kw_only=True):
     coserving: Path  # the file that `make bench-coserving` wrote
     # Of the simulated windows.
     spot: tuple[Path, ...] = ()  # spot traces; (): the known ones, or made-up ones
-    serving: Path | None = None  # requests of borrowed machines' users; None: the known ones, or made-up ones
     lengths: Path | None = None  # of responses; None: those fitted to the paper's points
     models: tuple[str, ...] = ()  # (): all
     policies: tuple[str, ...] = ()  # (): all

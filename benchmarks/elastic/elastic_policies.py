@@ -8,7 +8,6 @@ from benchmarks.elastic.compared.scaling_law import settled_engines
 from benchmarks.elastic.elastic_setting import MODELS, ElasticCase, Fleet
 from benchmarks.elastic.window_oracle import OraclePolicy
 from benchmarks.rivals.rlboost.rlboost_policy import RLBoostPolicy
-from benchmarks.rivals.turns.rose_turns_policy import RoseTurnsPolicy
 from benchmarks.rivals.verl_hybrid_policy import VerlHybridPolicy
 from ebbtide.simulator.world.elastic_policy import ElasticPolicy
 from ebbtide.simulator.world.policy import Policy
@@ -20,8 +19,6 @@ FIXED_S: Final = (60.0, 150.0, 300.0)
 _BALANCED: Final = {"8b": 7, "14b": 5, "32b": 6}
 #: Steps that generation runs ahead: one, as the least that overlaps; four; and what AstraFlow's recipes allow.
 _AHEAD, _FAR_AHEAD, _ASTRAFLOW = 1, 4, 8
-#: ROSE's cap of turns for a device, of which an engine has two.
-_ROSE_CAP: Final = 32
 
 
 class ComparedPolicy(NamedTuple):
@@ -91,12 +88,6 @@ def _astraflow(case: ElasticCase) -> Fleet:
     return Fleet(lends=False, spot=False, reserved=engines, max_staleness=_ASTRAFLOW)
 
 
-def _rose(case: ElasticCase) -> Fleet:
-    """Half of the balanced engines are reserved, the others borrowed."""
-    engines = _BALANCED[case.model]
-    return Fleet(lends=False, spot=False, reserved=engines // 2, borrowed=engines - engines // 2)
-
-
 OURS: Final = "ebbtide"
 ORACLE: Final = "window oracle"
 PAPER: Final = "rlboost paper"
@@ -139,13 +130,6 @@ COMPARED: Final[dict[str, ComparedPolicy]] = {
         "the same; trainer and engines lend their devices to each other",
         _both_ways,
         lambda case: Fleet(spot=False, reserved=_BALANCED[case.model]),
-    ),
-    "ROSE": ComparedPolicy(
-        "ROSE's turns on engines half reserved, half borrowed from serving; whole steps",
-        lambda _: RoseTurnsPolicy(cap=_ROSE_CAP),
-        _rose,
-        counts=False,
-        quick=False,
     ),
     "asynchronous": _steady("balanced, one step ahead (max_staleness 1)", _AHEAD),
     "fully asynchronous": _steady(f"balanced, {_FAR_AHEAD} steps ahead", _FAR_AHEAD),

@@ -23,9 +23,8 @@ from ebbtide.simulator.engines.roofline import FITTED, ModelShape, roofline_engi
 from ebbtide.simulator.scenario.draws.quantity_draws import curve
 from ebbtide.simulator.scenario.inputs.input_tables import InputTables
 from ebbtide.simulator.scenario.inputs.quantile_table import read_quantiles
-from ebbtide.simulator.scenario.inputs.served_trace import read_served_trace
 from ebbtide.simulator.scenario.inputs.spot_trace import TraceEvent, read_spot_trace
-from ebbtide.simulator.scenario.machine_pool import MachinePool, ServingSpec, SpotTraceSpec
+from ebbtide.simulator.scenario.machine_pool import MachinePool, SpotTraceSpec
 from ebbtide.simulator.scenario.quantity_spec import LengthSpec, QuantitySpec
 from ebbtide.simulator.scenario.scenario import Scenario
 from ebbtide.simulator.scenario.training_run import TrainingRun
@@ -78,7 +77,6 @@ class ElasticCase(NamedTuple):
     seed: int = 0
     assumed: Assumptions = Assumptions()
     lengths: Path | None = None  # of responses; None: as the paper's points were fitted
-    serving: Path | None = None  # requests of the users of borrowed machines; None: made-up ones
 
     @property
     def name(self) -> str:
@@ -93,7 +91,7 @@ class ElasticCase(NamedTuple):
 
     @property
     def files(self) -> list[Path]:
-        return [path for path in (self.trace, self.lengths, self.serving) if path is not None]
+        return [path for path in (self.trace, self.lengths) if path is not None]
 
 
 class Fleet(NamedTuple):
@@ -102,7 +100,6 @@ class Fleet(NamedTuple):
     lends: bool = True  # the trainer's devices generate
     spot: bool = True  # machines come and go by the trace
     reserved: int = 0  # engines of two reserved devices
-    borrowed: int = 0  # engines of two devices that also serve users, and cost nothing
     nodes: int = 1  # times the nodes that the model's trainer has
     window_s: float | None = None
     max_staleness: int = 0
@@ -122,8 +119,6 @@ def simulation(case: ElasticCase, policy: Policy, fleet: Fleet) -> Simulation:
         pools.append(_spot(remote, case))
     if fleet.reserved:
         pools.append(_steady(remote, fleet.reserved))
-    if fleet.borrowed:
-        pools.append(_borrowed(remote, case, fleet.borrowed))
     if fleet.lends:
         lent = co_located(local, model.engines * fleet.nodes, RUN)
         pools.append(msgspec.structs.replace(lent, window_s=fleet.window_s))
@@ -206,13 +201,6 @@ def _counted(events: Sequence[TraceEvent]) -> list[tuple[float, int]]:
     return [(event.at_s, count) for event, count in zip(events, changes, strict=True)]
 
 
-def _borrowed(engine: EngineProfile, case: ElasticCase, workers: int) -> MachinePool:
-    served = ServingSpec(file=case.serving.name) if case.serving is not None else ServingSpec()
-    return msgspec.structs.replace(
-        _steady(engine, workers), name="borrowed", kind="borrowed", serving=served, price_per_hour=0.0
-    )
-
-
 def _training(case: ElasticCase, fleet: Fleet) -> TrainingRun:
     model, assumed = MODELS[case.model], case.assumed
     return TrainingRun(
@@ -239,9 +227,8 @@ def _lengths(case: ElasticCase, mean: float) -> LengthSpec:
 
 def _tables(case: ElasticCase) -> InputTables:
     """Files go by their names, so that draws do not hang on the folders they are in."""
-    lengths, serving = case.lengths, case.serving
+    lengths = case.lengths
     return InputTables(
         spots={case.trace.name: read_spot_trace(case.trace, case.trace.name)},
         quantiles={lengths.name: read_quantiles(lengths, lengths.name)} if lengths is not None else {},
-        served={serving.name: read_served_trace(serving, serving.name)} if serving is not None else {},
     )

@@ -24,7 +24,6 @@ from benchmarks.synthetic import CALM, CHURNY, write_trace
 
 _TRACES: Final = Path(__file__).parents[3].parent / "shared" / "traces"
 _SPOT: Final = ("spot_aws_g4dn_24.csv", "spot_gcp_a100x1_64.csv")
-_SERVING: Final = "serving_azure2023_conv.csv"
 #: Steps of a case: in full; where assumptions are varied; and in a run of at most twelve minutes on two cores, of which
 #: this part has four.
 _STEPS, _VARIED_STEPS, _QUICK_STEPS = 24, 8, 6
@@ -34,7 +33,6 @@ _FIRST: Final = "14b"
 
 class Traces(NamedTuple):
     spot: Sequence[Path]
-    serving: Path | None
     synthetic: bool  # the spot traces are made up
 
 
@@ -48,8 +46,7 @@ def traces(terms: PartTerms, scratch: Path) -> Traces:
     known = [_TRACES / name for name in _SPOT]
     there = all(path.is_file() for path in known)
     spot = list(terms.spot) or (known if there else _made_up(scratch))
-    serving = terms.serving or (_TRACES / _SERVING if (_TRACES / _SERVING).is_file() else None)
-    return Traces([path.resolve() for path in spot], serving, synthetic=not terms.spot and not there)
+    return Traces([path.resolve() for path in spot], synthetic=not terms.spot and not there)
 
 
 def _made_up(scratch: Path) -> list[Path]:
@@ -60,7 +57,7 @@ def _made_up(scratch: Path) -> list[Path]:
 def _compared(terms: PartTerms, known: Traces) -> PartFindings:
     steps = terms.steps or (_QUICK_STEPS if terms.quick else _STEPS)
     cases = [
-        ElasticCase(model, trace, steps, terms.seed, lengths=terms.lengths, serving=known.serving)
+        ElasticCase(model, trace, steps, terms.seed, lengths=terms.lengths)
         for model in terms.models or tuple(MODELS)
         for trace in known.spot
     ]
@@ -90,7 +87,6 @@ def _setting(terms: PartTerms, known: Traces, steps: int, wanted: Sequence[Wante
         "steps": steps,
         "traces": [{"name": trace.stem, "synthetic": known.synthetic} for trace in known.spot],
         "lengths": terms.lengths.name if terms.lengths is not None else "fitted to published points",
-        "serving": known.serving.name if known.serving is not None else "synthetic",
         "oracle": {"models": sorted({one.case.model for one in wanted if one.policy == ORACLE}), "windows": TRIED},
         "policies": {name: one.what for name, one in COMPARED.items()},
     }

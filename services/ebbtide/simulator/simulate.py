@@ -20,7 +20,6 @@ from ebbtide.simulator.scenario.reading.cross_checks import unknown_policy
 from ebbtide.simulator.scenario.reading.known_names import EngineLimits, KnownNames, ProfileKind
 from ebbtide.simulator.scenario.reading.scenario_reader import read_scenario
 from ebbtide.simulator.scenario.scenario import PolicyChoice, Scenario
-from ebbtide.simulator.serving.pair_costs import named_costs
 from ebbtide.simulator.world.ebbtide_policy import EbbtidePolicy
 from ebbtide.simulator.world.elastic_policy import ElasticPolicy
 from ebbtide.simulator.world.policy import Policy
@@ -119,10 +118,8 @@ def _profile_problem(kind: ProfileKind, reference: str, folder: Path) -> str:
     try:
         if kind == "engine":
             read_profile(EngineProfile, reference, beside=folder)
-        elif kind == "trainer":
-            read_profile(TrainerProfile, reference, beside=folder)
         else:
-            named_costs(reference, folder)
+            read_profile(TrainerProfile, reference, beside=folder)
     except InvalidRequest as error:
         return str(error).removeprefix(f"{error.field}: ")
     return ""

@@ -72,7 +72,6 @@ _REST: Final = (
     _Row("drains", "machines drained", _count, always=False),
     _Row("preemptions", "preemptions by engines", _count, always=False),
     _Row("weight_bytes", "weights sent", amount),
-    _Row("slo_attained", "SLO attained", _share, always=False),
     _Row("unfinished", "unfinished rollouts", _count, always=False),
 )
 _IDLE: Final = _Row("idle_share", "idle", _share)

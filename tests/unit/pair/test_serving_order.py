@@ -12,15 +12,15 @@ from benchmarks.pair.results.figures import Alone, Block, Cell
 from benchmarks.pair.results.intervals import intervals
 from benchmarks.pair.results.report import alone_run, told
 from benchmarks.pair.virtual.compared_policies import serving_policy
+from benchmarks.pair.virtual.pair_costs import PairCosts, PairMemory, read_pair_costs
 from benchmarks.pair.virtual.pair_costs_fit import StepSample
+from benchmarks.pair.virtual.served_engine import ServedCall
 from benchmarks.simulator.measured_pair import FITTED_ON, fitted_beside, read_result
 from benchmarks.simulator.serving_order import judge, main, modelled, ordered_pairs
 from ebbtide.demo.coserving.coserving_records import BudgetMoment, ServedAnswer
+from ebbtide.demo.coserving.request_traffic import TrafficBursts, made_up
 from ebbtide.errors import InvalidRequest
 from ebbtide.scheduling.coserving.budget_decider import LatencyTargets
-from ebbtide.simulator.serving.pair_costs import PairCosts, PairMemory, read_pair_costs
-from ebbtide.simulator.serving.request_traffic import TrafficBursts, made_up
-from ebbtide.simulator.serving.served_engine import ServedCall
 
 QUIET = Console(quiet=True)
 #: The "real" pair: one whose costs are known.
