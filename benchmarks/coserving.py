@@ -40,8 +40,8 @@ from rich.console import Console  # noqa: E402
 from benchmarks import arguments, proxy  # noqa: E402
 from benchmarks.conditions import conditions  # noqa: E402
 from benchmarks.pair.results.report import draw, figures, told  # noqa: E402
+from ebbtide.demo.coserving.request_traffic import COLUMNS, TrafficBursts, made_up, parse_window  # noqa: E402
 from ebbtide.errors import InvalidRequest  # noqa: E402
-from ebbtide.simulator.serving.request_traffic import COLUMNS, TrafficBursts, made_up, parse_window  # noqa: E402
 
 if TYPE_CHECKING:
     from benchmarks.pair.level import Measuring

@@ -28,8 +28,8 @@ from benchmarks.pair.traffic import Speeds
 from benchmarks.pair.virtual.pair_costs_fit import StepSample
 from ebbtide.demo.coserving.coserving_client import TrafficPlan, body, send
 from ebbtide.demo.coserving.coserving_records import BudgetMoment, ServedAnswer
+from ebbtide.demo.coserving.request_traffic import TrafficRequest
 from ebbtide.grants import Page, page_path
-from ebbtide.simulator.serving.request_traffic import TrafficRequest
 from ebbtide.types.grants import GuardStatus
 
 _LEAD_S: Final = 1.5

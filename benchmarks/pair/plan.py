@@ -9,8 +9,8 @@ from typing import Final
 from msgspec import Struct
 
 from benchmarks.pair.traffic import Speeds, lasting, speed_for
+from ebbtide.demo.coserving.request_traffic import TraceLengths, TrafficRequest, faster, read_trace
 from ebbtide.errors import InvalidRequest
-from ebbtide.simulator.serving.request_traffic import TraceLengths, TrafficRequest, faster, read_trace
 
 #: A block is as short as this allows: long against a burst, short against the machine's moods. A quick one is shorter:
 #: no policy has a single block, which one disturbance would hit whole.

@@ -1,7 +1,7 @@
 """The guard's governor, simulated: `python -m benchmarks.pair.simulated --trace PATH`, from the root of the repository.
 
 Serving alone, unguarded, ROSE's policy as reported, idle time alone, and the governor, all with the same arrivals in
-virtual time (ebbtide.simulator.serving). It says whether rules hold up over loads and traces; of real engines it says
+virtual time (benchmarks.pair.virtual). It says whether rules hold up over loads and traces; of real engines it says
 nothing.
 """
 
@@ -15,11 +15,11 @@ from msgspec.structs import replace
 from benchmarks import arguments
 from benchmarks.pair.results.figures import TPOT_FACTOR, TTFT_FACTOR
 from benchmarks.pair.stray import STRAY
+from benchmarks.pair.virtual.pair_costs import PairCosts, read_pair_costs
 from benchmarks.pair.virtual.serving_comparison import compared, speed_for_load
 from benchmarks.pair.virtual.serving_figures import ServingFigures
-from ebbtide.serving_guard.governor.budget_decider import LatencyTargets
-from ebbtide.simulator.serving.pair_costs import PairCosts, read_pair_costs
-from ebbtide.simulator.serving.request_traffic import (
+from benchmarks.pair.virtual.serving_policies import played_alone, resolved_targets
+from ebbtide.demo.coserving.request_traffic import (
     TraceLengths,
     TrafficBursts,
     TrafficRequest,
@@ -27,7 +27,7 @@ from ebbtide.simulator.serving.request_traffic import (
     made_up,
     read_trace,
 )
-from ebbtide.simulator.serving.serving_alone import played_alone, resolved_targets
+from ebbtide.serving_guard.governor.budget_decider import LatencyTargets
 
 #: As reported, its test held to the whole SLO and to a quarter of it.
 _ROSES: Final = ("rose:600,1,0.2,1", "rose:600,1,0.2,0.25")

@@ -11,7 +11,7 @@ from benchmarks.pair.level import Measuring, slo_of
 from benchmarks.pair.plan import Scene
 from benchmarks.pair.results.figures import Alone, Block, Cell, percentile, row
 from benchmarks.pair.stack import WORKER, Pair
-from ebbtide.simulator.serving.request_traffic import TrafficRequest
+from ebbtide.demo.coserving.request_traffic import TrafficRequest
 
 _SAMPLE_S: Final = 30.0
 

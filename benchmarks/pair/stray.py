@@ -17,8 +17,8 @@ from typing import Final
 
 import psutil
 
+from benchmarks.pair.virtual.pair_costs import StrayProcess
 from ebbtide.local_cluster.launcher import Program, ProgramProcess, tethered
-from ebbtide.simulator.serving.pair_costs import StrayProcess
 
 #: The spells and bursts of the modelled one.
 STRAY: Final = StrayProcess(least=0.1, most=0.5)

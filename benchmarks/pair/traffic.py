@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from ebbtide.simulator.serving.request_traffic import TrafficRequest, faster
+from ebbtide.demo.coserving.request_traffic import TrafficRequest, faster
 
 #: The speed at which a load is met is looked for between these, by halving.
 _SLOWEST, _FASTEST, _HALVINGS = 1e-3, 1e3, 40

@@ -14,14 +14,14 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from benchmarks.pair.virtual.compared_policies import serving_policy
+from benchmarks.pair.virtual.pair_costs import PairCosts, PairMemory
 from benchmarks.pair.virtual.pair_costs_fit import MeasuredRequest, StepSample, fit_rollout_steps, fit_served
+from benchmarks.pair.virtual.rollout_batch import RolloutShape
+from benchmarks.pair.virtual.served_engine import ServedCall
+from benchmarks.pair.virtual.serving_policies import latency_percentile, served_tpot
+from ebbtide.demo.coserving.request_traffic import TrafficRequest
 from ebbtide.errors import InvalidRequest
 from ebbtide.serving_guard.governor.budget_decider import LatencyTargets
-from ebbtide.simulator.serving.pair_costs import PairCosts, PairMemory
-from ebbtide.simulator.serving.request_traffic import TrafficRequest
-from ebbtide.simulator.serving.rollout_batch import RolloutShape
-from ebbtide.simulator.serving.served_engine import ServedCall
-from ebbtide.simulator.serving.serving_alone import latency_percentile, served_tpot
 
 #: Speeds beside the other engine are looked for from here to 1, as parts of an engine's own, to within 2 %.
 _SLOWEST: Final = 0.02

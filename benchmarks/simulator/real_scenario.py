@@ -10,14 +10,14 @@ from benchmarks.simulator.fitting_inputs import cluster_delays
 from benchmarks.simulator.measured import Measured, MeasuredInterruption
 from benchmarks.simulator.random_policy import CONTEXT
 from benchmarks.simulator.real_settings import RealSession
-from benchmarks.simulator.served_pool import REQUESTS, served_trace, serving_spec, users_record
+from benchmarks.simulator.served_pool import GRANTS, granted, users_record
 from ebbtide.simulator.engines.engine_profile import EngineProfile
 from ebbtide.simulator.engines.profile_files import write_profile
 from ebbtide.simulator.scenario.fault_plan import PlannedFault
+from ebbtide.simulator.scenario.inputs.grant_tape import GrantTape
 from ebbtide.simulator.scenario.inputs.input_tables import InputTables
 from ebbtide.simulator.scenario.inputs.known_turns import KnownTurn, KnownTurns
-from ebbtide.simulator.scenario.inputs.served_trace import ServedTrace
-from ebbtide.simulator.scenario.machine_pool import MachinePool, ServingSpec
+from ebbtide.simulator.scenario.machine_pool import GrantTapeSpec, MachinePool
 from ebbtide.simulator.scenario.quantity_spec import QuantitySpec
 from ebbtide.simulator.scenario.scenario import Scenario
 from ebbtide.simulator.scenario.training_run import TrainingRun
@@ -47,24 +47,20 @@ def real_scenario(measured: Measured, session: RealSession, engine: EngineProfil
         name=setting.name,
         hours=_HOURS,
         steps=setting.steps,
-        fleet=(*_pools(measured, session, _users(measured, engine, folder)),),
+        fleet=(*_pools(measured, session),),
         run=(run,),
         fault=tuple(_fault(one) for one in measured.interruptions if one.kind != "join"),
         folder=str(folder),
-        tables=InputTables(known={_RUN: known_lengths(measured)}, served=_requests(measured)),
+        tables=InputTables(known={_RUN: known_lengths(measured)}, grants=_grants(measured, engine)),
     )
 
 
-def _users(measured: Measured, engine: EngineProfile, folder: Path) -> ServingSpec | None:
-    """The users beside a borrowed worker; None without any."""
+def _grants(measured: Measured, engine: EngineProfile) -> dict[str, GrantTape]:
+    """What users leave a borrowed worker; nothing without any."""
     if not measured.setting.served:
-        return None
+        return {}
     made = sum(one.tokens for one in measured.responses) / len(measured.responses)
-    return serving_spec(users_record(measured), engine, measured.setting.prompt_tokens + made / 2, folder)
-
-
-def _requests(measured: Measured) -> dict[str, ServedTrace]:
-    return {REQUESTS: served_trace(users_record(measured))} if measured.setting.served else {}
+    return {GRANTS: granted(users_record(measured), engine, measured.setting.prompt_tokens + made / 2)}
 
 
 def known_lengths(measured: Measured) -> KnownTurns:
@@ -77,7 +73,7 @@ def known_lengths(measured: Measured) -> KnownTurns:
     )
 
 
-def _pools(measured: Measured, session: RealSession, users: ServingSpec | None) -> list[MachinePool]:
+def _pools(measured: Measured, session: RealSession) -> list[MachinePool]:
     """The workers that are there from the begin, and a pool for each that joins."""
     setting, opened = measured.setting, {step.step: step.opened_s for step in measured.steps}
     begin_s = measured.steps[0].opened_s
@@ -86,7 +82,7 @@ def _pools(measured: Measured, session: RealSession, users: ServingSpec | None) 
     return [
         MachinePool(
             name=name,
-            kind="borrowed" if users else "reserved",
+            kind="borrowed" if setting.served else "reserved",
             engine="engine.toml",
             workers=workers,
             from_s=from_s,
@@ -95,7 +91,7 @@ def _pools(measured: Measured, session: RealSession, users: ServingSpec | None) 
             link_gbps=pull_gbps(session),
             flush_s=FLUSH_INTERVAL_MS / 1000,
             flush_tokens=FLUSH_TOKENS,
-            serving=users,
+            grants=GrantTapeSpec(file=GRANTS, alike=True) if setting.served else None,
         )
         for name, workers, from_s in counted
     ]

@@ -21,13 +21,13 @@ from benchmarks.pair.traffic import Speeds
 from benchmarks.simulator.bound_fleet import BoundFleet
 from ebbtide.demo.coserving.coserving_client import TrafficPlan
 from ebbtide.demo.coserving.coserving_records import ServedAnswer, percentile, tpots, ttfts
+from ebbtide.demo.coserving.request_traffic import TrafficBursts, TrafficRequest, laps, made_up
 from ebbtide.errors import EbbtideError
 from ebbtide.local_cluster.launcher import ProgramProcess, tethered
 from ebbtide.local_cluster.local_cluster import free_address
 from ebbtide.local_cluster.serving_checkpoint import ServedNetwork, served_model
 from ebbtide.local_cluster.serving_engine import serving_engine
 from ebbtide.serving_guard.governor.budget_decider import LatencyTargets
-from ebbtide.simulator.serving.request_traffic import TrafficBursts, TrafficRequest, laps, made_up
 
 #: As `probe` names it.
 MODEL: Final = "served"

@@ -22,13 +22,13 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import arguments
+from benchmarks.pair.virtual.pair_costs import PairCosts
 from benchmarks.pair.virtual.pair_costs_fit import pair_costs_text
+from benchmarks.pair.virtual.served_engine import ServedCall
+from benchmarks.pair.virtual.serving_policies import latency_percentile, resolved_targets, served_tpot, served_ttft
 from benchmarks.simulator.measured_pair import FITTED_ON, MeasuredResult, fitted_costs, played_blocks, read_result
 from ebbtide.errors import InvalidRequest
 from ebbtide.serving_guard.governor.budget_decider import LatencyTargets
-from ebbtide.simulator.serving.pair_costs import PairCosts
-from ebbtide.simulator.serving.served_engine import ServedCall
-from ebbtide.simulator.serving.serving_alone import latency_percentile, resolved_targets, served_tpot, served_ttft
 
 _DEFAULT: Final = Path(__file__).parents[1] / "results" / "coserving.json"
 FIGURES: Final = (

@@ -1,6 +1,6 @@
-"""A process that stands for the simulation of a seed: `python -m tests.fakes.stub_simulation`.
+"""Stands for the simulation of a seed, in a process of its own.
 
-The scenario's name says what it does: `steps`, `refused`, `crash`, `endless`, `deaf` or `chatty`.
+The scenario's name says what it does: `steps`, `refused`, `crash`, `fault`, `endless`, `deaf` or `chatty`.
 """
 
 import os
@@ -10,8 +10,8 @@ from pathlib import Path
 
 from ebbtide.errors import InvalidRequest
 from ebbtide.simulator.outcome import Outcome, SimulationProgress
-from ebbtide.simulator.parallel.seed_messages import SeedTask
-from ebbtide.simulator.parallel.seed_program import Say, serve_seed
+from ebbtide.simulator.seed_processes import Say
+from ebbtide.simulator.simulate import SeedTask
 from ebbtide.telemetry import get_logger
 from tests.fakes.simulated_outcomes import outcome
 
@@ -29,6 +29,8 @@ def simulate(task: SeedTask, say: Say) -> Outcome:
             Path(f"{task.scenario}.{task.seed}.pid").write_text(str(os.getpid()))
             while True:
                 signal.pause()
+        case "fault":
+            raise ZeroDivisionError("a defect of the simulator")
         case "chatty":
             get_logger(__name__).info("a decision", of="the coordinator")
             print("a library prints this to stdout")  # noqa: T201
@@ -37,7 +39,3 @@ def simulate(task: SeedTask, say: Say) -> Outcome:
         case _:
             pass
     return outcome(task.seed, scenario=task.scenario, slower=1.0 + task.seed)
-
-
-if __name__ == "__main__":
-    serve_seed(simulate)

@@ -20,7 +20,7 @@ from benchmarks.pair.soak import lapped
 from benchmarks.pair.stray import spell
 from benchmarks.pair.traffic import Speeds, busy_s, lasting, speed_for
 from ebbtide.demo.coserving.coserving_records import ServedAnswer
-from ebbtide.simulator.serving.request_traffic import TrafficBursts, TrafficRequest, faster, made_up
+from ebbtide.demo.coserving.request_traffic import TrafficBursts, TrafficRequest, faster, made_up
 
 ALONE = Alone(tokens_per_s=1000.0, step_s=0.008)
 BOOKS = {"lost": 0, "twice": 0, "short": 0, "unfinished": 0}

@@ -31,20 +31,19 @@ from benchmarks.simulator.parts import FIGURES, PartOptions, PartResult
 from benchmarks.simulator.profile_block import EngineBlock, FirstTokens, GridCell, decode_windows
 from benchmarks.simulator.random_reward import RandomRewardSource
 from benchmarks.simulator.real_settings import ProfileBlock, RealSession, chosen, read_session
-from benchmarks.simulator.served_pool import served_trace, serving_spec, users_record
+from benchmarks.simulator.served_pool import granted, pair_costs, users_record
 from benchmarks.simulator.served_users import UsersRecord
 from benchmarks.simulator.setting import QUICK, QUICK_STEPS, SETTINGS, STEPS, RealSetting
 from benchmarks.simulator.simulated_side import SessionSimulator
 from ebbtide.client import Client
 from ebbtide.client.client import read_spec
 from ebbtide.demo.coserving.coserving_records import ServedAnswer
+from ebbtide.demo.coserving.request_traffic import TrafficRequest
 from ebbtide.demo.token_accounts import LedgerAttempt
 from ebbtide.errors import EbbtideError, InvalidRequest
 from ebbtide.simulator.engines.engine_profile import EngineProfile, KvCapacity, StepCosts
 from ebbtide.simulator.outcome import Outcome, StepOutcome, TokenCounts
 from ebbtide.simulator.recording.recorded_steps import installs
-from ebbtide.simulator.serving.pair_costs import read_pair_costs
-from ebbtide.simulator.serving.request_traffic import TrafficRequest
 from ebbtide.types.end_cause import EndCause
 from ebbtide.types.run import AttemptSpan, RunEvent, check_spec
 
@@ -344,7 +343,7 @@ def test_a_session_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.C
     assert "real_settings writes one" in capsys.readouterr().err
 
 
-def test_users_beside_a_borrowed_worker_are_stated_as_they_were_measured(tmp_path: Path) -> None:
+def test_users_beside_a_borrowed_worker_leave_it_what_a_pair_with_their_costs_does() -> None:
     requests = [TrafficRequest(at=0.4 * number, prompt=100 + number, output=8) for number in range(30)]
     alone = [
         ServedAnswer(
@@ -361,14 +360,14 @@ def test_users_beside_a_borrowed_worker_are_stated_as_they_were_measured(tmp_pat
     users = UsersRecord(requests=requests, window_s=12.0, speeds=speeds, ttft_s=0.5, tpot_s=0.05, alone=alone)
     served = msgspec.structs.replace(measured(), served=msgspec.to_builtins(users))
     assert users_record(served) == users
-    assert served_trace(users).prompts == tuple(range(100, 130))
     costs = StepCosts(base_s=0.004, context_s=1e-6)
     engine = EngineProfile(name="e", model="m", device="d", gpus=0, source="s", costs=costs, kv=KvCapacity(tokens=4096))
-    spec = serving_spec(users, engine, 200.0, tmp_path)
-    assert (spec.span_s, spec.slo.ttft_ms, spec.slo.tpot_ms) == (12.0, 500.0, 50.0)
-    pair = read_pair_costs(tmp_path / spec.costs)
+    pair = pair_costs(users, engine, 200.0)
     assert (pair.step_s, pair.step_token_s) == pytest.approx((0.004, 2e-4))
     assert pair.prefill_token_s == pytest.approx(0.001, rel=0.1)
     assert pair.decode(1) == pytest.approx(0.01, rel=0.1)
+    tape = granted(users, engine, 200.0)
+    assert tape.end_s == 12.0
+    assert 0.0 < tape.granted_share <= 1.0
     with pytest.raises(InvalidRequest, match="has no users"):
         users_record(measured())

@@ -14,12 +14,12 @@ from functools import partial
 from msgspec.structs import replace
 
 from benchmarks.pair.rivals.rose_policy import RoseAdmission, RoseMemory, RoseSetting, RoseTables
+from benchmarks.pair.virtual.pair_costs import PairCosts
+from benchmarks.pair.virtual.serving_policies import ALONE, OURS, UNGUARDED, ServingPolicy
 from ebbtide.errors import InvalidRequest
 from ebbtide.serving_guard.governor.budget_decider import LatencyTargets, StepLimits
 from ebbtide.serving_guard.governor.governor import Governor
 from ebbtide.serving_guard.memory_budget import MemoryBudget
-from ebbtide.simulator.serving.pair_costs import PairCosts
-from ebbtide.simulator.serving.serving_policies import ALONE, OURS, UNGUARDED, ServingPolicy
 
 KNOWN = ("alone", "unguarded", "idle-only", "rose", "ours")
 

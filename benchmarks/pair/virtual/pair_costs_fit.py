@@ -14,10 +14,10 @@ import numpy.typing as npt
 from msgspec import Struct
 from msgspec.structs import replace
 
+from benchmarks.pair.virtual.pair_costs import CostResidual, PairCosts
+from benchmarks.pair.virtual.serving_policies import latency_percentile, played_alone
+from ebbtide.demo.coserving.request_traffic import TrafficRequest
 from ebbtide.errors import InvalidRequest
-from ebbtide.simulator.serving.pair_costs import CostResidual, PairCosts
-from ebbtide.simulator.serving.request_traffic import TrafficRequest
-from ebbtide.simulator.serving.serving_alone import latency_percentile, played_alone
 
 Values = npt.NDArray[np.float64]
 

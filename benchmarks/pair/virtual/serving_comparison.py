@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from typing import Final
 
 from benchmarks.pair.virtual.compared_policies import serving_policy
+from benchmarks.pair.virtual.pair_costs import PairCosts
+from benchmarks.pair.virtual.rollout_batch import RolloutShape
 from benchmarks.pair.virtual.serving_figures import ServingFigures, serving_figures
+from benchmarks.pair.virtual.serving_pair import ServingPair
+from benchmarks.pair.virtual.serving_policies import played_alone, resolved_targets
+from ebbtide.demo.coserving.request_traffic import TrafficRequest, faster
 from ebbtide.serving_guard.governor.budget_decider import LatencyTargets
-from ebbtide.simulator.serving.pair_costs import PairCosts
-from ebbtide.simulator.serving.request_traffic import TrafficRequest, faster
-from ebbtide.simulator.serving.rollout_batch import RolloutShape
-from ebbtide.simulator.serving.serving_alone import played_alone, resolved_targets
-from ebbtide.simulator.serving.serving_pair import ServingPair
 
 #: Serving alone again, with other noise: the difference to the first time is what says nothing.
 AGAIN: Final = "alone again"

@@ -4,9 +4,9 @@ from typing import Final
 
 from msgspec import Struct
 
-from ebbtide.simulator.serving.pair_costs import PairCosts
-from ebbtide.simulator.serving.serving_alone import latency_percentile, served_tpot, served_ttft
-from ebbtide.simulator.serving.serving_pair import ServingPair
+from benchmarks.pair.virtual.pair_costs import PairCosts
+from benchmarks.pair.virtual.serving_pair import ServingPair
+from benchmarks.pair.virtual.serving_policies import latency_percentile, served_tpot, served_ttft
 
 _PERCENTILES: Final = (50.0, 95.0, 99.0)
 

@@ -14,17 +14,20 @@ from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.scheduling.dispatch.placement import Placement
 from ebbtide.simulator.world.rival_decider import POLL_S, fits
+from ebbtide.simulator.world.simulated_rollout import SimulatedRollout
 from ebbtide.simulator.world.virtual_coordinator import VirtualCoordinator
 
 
 class GroupSweeps(PendingBalance):
     """`sweep`: rollouts that are sent between two looks, in whole groups. Nothing moves but what lost its engine."""
 
-    levels_groups = True
-
     def __init__(self, coordinator: VirtualCoordinator, *, keeps: bool, sweep: int) -> None:
         super().__init__(coordinator, keeps=keeps, pending_limit=sweep, sweep=sweep, balance=False)
         self._turn, self._idle = 0, frozenset[str]()  # engines in which nothing waited at the last look
+        self._groups: dict[tuple[int, int], dict[str, SimulatedRollout]] = {}  # that were sent
+
+    def kept(self, rollout: SimulatedRollout) -> int:
+        return min(one.stored for one in self._groups[rollout.step, rollout.group].values())
 
     def place(self, run: RunState, engines: Sequence[WorkerSession], now: float) -> list[Placement]:
         if now - self._swept >= POLL_S:
@@ -41,5 +44,8 @@ class GroupSweeps(PendingBalance):
             engine = open_[self._turn % len(open_)]
             self._turn += 1
             self._sent += len(group)
+            for one in group:
+                rollout = self._coordinator.rollout(one.rollout_id)
+                self._groups.setdefault((rollout.step, rollout.group), {})[rollout.rollout_id] = rollout
             placements += [Placement(one.rollout_id, engine.session_id) for one in group]
         return placements

@@ -2,13 +2,15 @@
 
 from collections.abc import Sequence
 
+from benchmarks.rivals.tail.kv_pool import KvPool
 from benchmarks.rivals.tail.speculation_pace import SpeculationPace
 from benchmarks.rivals.tail.step_members import EngineView, StepMember, StepMembers
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.scheduling.dispatch.placement import Placement
-from ebbtide.simulator.world.kv_pool import KvPool
+from ebbtide.simulator.world.fleet.attempt_host import Response
 from ebbtide.simulator.world.rival_decider import RivalDecider
+from ebbtide.simulator.world.simulated_rollout import SimulatedRollout
 from ebbtide.simulator.world.virtual_coordinator import VirtualCoordinator
 
 #: Rounds come at least so often, as multiples of the shortest pause between two.
@@ -24,9 +26,16 @@ class DividedDecider(RivalDecider):
         self, coordinator: VirtualCoordinator, *, round_s: float, pool: KvPool | None, pace: SpeculationPace | None
     ) -> None:
         super().__init__(coordinator, keeps=True)
-        self.pool, self.poll_s = pool, _SELDOM * round_s
+        self._pool, self.poll_s = pool, _SELDOM * round_s
         self._round_s, self._pace = round_s, pace
         self.members = StepMembers(coordinator)
+
+    def response(self, rollout: SimulatedRollout) -> Response:
+        found, bounds = super().response(rollout), rollout.bounds
+        if self._pool is None or not rollout.stored or bounds.minimum != bounds.maximum:
+            return found  # other weights' keys and values are of no use
+        carried = rollout.prompt + rollout.stored
+        return found._replace(carried=carried, copy_s=self._pool.copy_s(carried))
 
     def gather_s(self) -> float:
         return self._round_s

@@ -7,11 +7,11 @@ from benchmarks.rivals.seer_start_rule import BufferedRequest, SeerStartRule
 from benchmarks.rivals.tail.chunk_places import ChunkPlace, chunk_place
 from benchmarks.rivals.tail.divided_decider import DividedDecider
 from benchmarks.rivals.tail.divided_policy import DividedPolicy
+from benchmarks.rivals.tail.kv_pool import KvPool
 from benchmarks.rivals.tail.speculation_pace import SpeculationPace
 from benchmarks.rivals.tail.step_members import EngineView, StepMember
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.simulator.scenario.bounds import Tokens
-from ebbtide.simulator.world.kv_pool import KvPool
 from ebbtide.simulator.world.virtual_coordinator import Decider, VirtualCoordinator
 
 #: A round comes late by its pause, so a chunk's memory has so many tokens more for each second of it.

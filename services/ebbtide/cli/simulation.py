@@ -1,6 +1,5 @@
 """Runs `ebbtide simulate` and `ebbtide record`, and shows what they found."""
 
-import asyncio
 import importlib.util
 import os
 import sys
@@ -25,9 +24,6 @@ from ebbtide.errors import EbbtideError, InvalidRequest
 from ebbtide.simulator.engines.known_hardware import GPUS, MODELS
 from ebbtide.simulator.engines.roofline import DeviceSheet, ModelShape, kv_room
 from ebbtide.simulator.outcome import Outcome, SimulationProgress
-from ebbtide.simulator.parallel.seed_messages import SeedTask
-from ebbtide.simulator.parallel.seed_processes import PROGRAM, simulate_seeds
-from ebbtide.simulator.parallel.task_scenario import scenario_name
 from ebbtide.simulator.recording.recorded_run import RecordedRun, WeightSizes
 from ebbtide.simulator.recording.recording_file import write_record
 from ebbtide.simulator.recording.run_recorder import record_run
@@ -35,6 +31,8 @@ from ebbtide.simulator.report.figures_file import figures_file, ratios
 from ebbtide.simulator.report.scenario_figures import Figures, ScenarioFigures, figures
 from ebbtide.simulator.report.seed_spread import SeedSpread, quantile
 from ebbtide.simulator.scenario.example_files import example_files
+from ebbtide.simulator.seed_processes import Simulate, simulate_seeds
+from ebbtide.simulator.simulate import SeedTask, scenario_name, simulate_task
 
 if TYPE_CHECKING:
     from ebbtide.client import Client
@@ -129,7 +127,6 @@ _REST: Final = (
     _Row("drains", "machines drained", _count, always=False),
     _Row("preemptions", "preemptions by engines", _count, always=False),
     _Row("weight_bytes", "weights sent", amount),
-    _Row("slo_attained", "SLO attained", _share, always=False),
     _Row("unfinished", "unfinished rollouts", _count, always=False),
 )
 _IDLE: Final = _Row("idle_share", "idle", _share)
@@ -322,12 +319,12 @@ class SimulateOptions(Struct, frozen=True, kw_only=True):
 def run(
     options: SimulateOptions,
     *,
-    program: Sequence[str] = PROGRAM,
+    simulate: Simulate = simulate_task,
     name_of: Callable[[SeedTask], str] = scenario_name,
 ) -> int:
     """Returns the exit status. Raises `InvalidRequest` for faulty input, before anything is simulated.
 
-    `program` simulates a seed; `name_of` reads a task's scenario and returns its name.
+    `simulate` simulates a seed; `name_of` reads a task's scenario and returns its name.
     """
     tasks = options.tasks()
     _need_installed("redis", "ebbtide simulate")
@@ -338,7 +335,7 @@ def run(
         if path is not None:
             _check_writable(path, field)
     try:
-        outcomes = asyncio.run(_simulate(tasks, names, options.jobs or len(os.sched_getaffinity(0)), program))
+        outcomes = _simulate(tasks, names, options.jobs or len(os.sched_getaffinity(0)), simulate)
     except KeyboardInterrupt:
         print("Interrupted; nothing was written.", file=sys.stderr)  # noqa: T201 - a command
         return INTERRUPTED
@@ -347,8 +344,8 @@ def run(
     return 0
 
 
-async def _simulate(
-    tasks: Sequence[Sequence[SeedTask]], names: Sequence[str], jobs: int, program: Sequence[str]
+def _simulate(
+    tasks: Sequence[Sequence[SeedTask]], names: Sequence[str], jobs: int, simulate: Simulate
 ) -> list[list[Outcome]]:
     """The outcomes of each fleet, in the order of its seeds."""
     flat = [(fleet, task) for fleet, of_fleet in enumerate(tasks) for task in of_fleet]
@@ -360,7 +357,7 @@ async def _simulate(
             heard[fleet][task.seed] = progress
             screen.show(fleet, heard[fleet], of=len(tasks[fleet]))
 
-        outcomes = await simulate_seeds([task for _, task in flat], jobs=jobs, say=say, program=program)
+        outcomes = simulate_seeds([task for _, task in flat], jobs=jobs, say=say, simulate=simulate)
     found: list[list[Outcome]] = [[] for _ in tasks]
     for (fleet, _), outcome in zip(flat, outcomes, strict=True):
         found[fleet].append(outcome)

@@ -24,7 +24,7 @@ class PoolOutcome(Struct, frozen=True, kw_only=True):
     busy_s: float  # an engine generated or read prompts, a trainer trained
     booting_s: float = 0.0
     installing_s: float = 0.0
-    held_s: float = 0.0  # the host of a borrowed worker served users
+    held_s: float = 0.0  # the host of a borrowed worker did not lend it
     cost: float = 0.0  # dollars
     losses: int = 0
     drains: int = 0
@@ -72,8 +72,6 @@ class Outcome(Struct, kw_only=True):
     preemptions: int = 0  # by engines, for want of KV memory
     installs: int = 0
     weight_bytes: int = 0  # of versions, over all links
-    served_requests: int = 0
-    slo_attained: float | None = None  # share of served requests; None: nothing was served
     unfinished: int = 0  # rollouts that had not ended when the scenario's time was up
     spans: list[Span] = []
     fleet: list[tuple[float, str, int]] = []  # (second, pool, machines that are there from then on)

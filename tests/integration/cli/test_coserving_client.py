@@ -13,7 +13,7 @@ from aiohttp import web
 
 from ebbtide.demo.coserving.coserving_client import TrafficPlan, replay
 from ebbtide.demo.coserving.coserving_records import ServedAnswer
-from ebbtide.simulator.serving.request_traffic import TrafficRequest
+from ebbtide.demo.coserving.request_traffic import TrafficRequest
 from tests.support.waiting import wait_until
 
 

@@ -11,9 +11,9 @@ import msgspec
 import pytest
 from aiohttp import web
 
+from ebbtide.demo.coserving.request_traffic import TrafficBursts
 from ebbtide.demo.coserving.steady_users import MOST_OPEN, SteadyUsers, UsersAccount
 from ebbtide.errors import InvalidRequest
-from ebbtide.simulator.serving.request_traffic import TrafficBursts
 from tests.support.waiting import wait_until
 
 BURSTS = TrafficBursts(quiet_s=0.05, apart_s=0.01, prompt=8, output=3)

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from ebbtide.demo.coserving.coserving_options import CoservingOptions, traffic
-from ebbtide.errors import InvalidRequest
-from ebbtide.simulator.serving.request_traffic import (
+from ebbtide.demo.coserving.request_traffic import (
     TraceLengths,
     TrafficBursts,
     TrafficRequest,
@@ -16,6 +15,7 @@ from ebbtide.simulator.serving.request_traffic import (
     made_up,
     read_trace,
 )
+from ebbtide.errors import InvalidRequest
 
 AS_THEY_ARE = TraceLengths(prompts=1.0, outputs=1.0)
 

@@ -14,15 +14,14 @@ from ebbtide.cli.__main__ import main
 from ebbtide.cli.simulation import SimulateOptions, run
 from ebbtide.errors import EbbtideError, InvalidRequest
 from ebbtide.simulator.engines.known_hardware import GPUS, MODELS
-from ebbtide.simulator.parallel.seed_messages import SeedTask
+from ebbtide.simulator.simulate import SeedTask
+from tests.fakes import stub_simulation
 from tests.support.waiting import wait_until
-
-STUB = (sys.executable, "-m", "tests.fakes.stub_simulation")
 
 
 def simulated(options: SimulateOptions) -> int:
     """The command over simulations that are none."""
-    return run(options, program=STUB, name_of=lambda task: task.scenario or "as recorded")
+    return run(options, simulate=stub_simulation.simulate, name_of=lambda task: task.scenario or "as recorded")
 
 
 def test_each_fleet_is_simulated_with_each_seed() -> None:
@@ -95,17 +94,18 @@ INTERRUPTED = """
 import sys
 from pathlib import Path
 from tests.unit.cli.test_simulate_command import simulated
-from ebbtide.cli.simulation import SimulateOptions
-sys.exit(simulated(SimulateOptions(scenario=Path(sys.argv[1]), seeds=2, jobs=2)))
+from ebbtide.cli.commands.simulation.simulate_command import SimulateOptions
+sys.exit(simulated(SimulateOptions(scenario=Path(sys.argv[1]), seeds=3, jobs=2)))
 """
 
 
-async def test_ctrl_c_ends_the_command_and_its_processes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["endless", "deaf"])
+async def test_ctrl_c_ends_the_command_and_its_processes(tmp_path: Path, mode: str) -> None:
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", INTERRUPTED, str(tmp_path / "endless.toml"),
-        stderr=asyncio.subprocess.PIPE, env={**os.environ, "PYTHONPATH": os.getcwd()},  # noqa: PTH109
+        sys.executable, "-c", INTERRUPTED, str(tmp_path / f"{mode}.toml"),
+        stderr=asyncio.subprocess.PIPE, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )  # fmt: skip
-    await wait_until(lambda: len(list(tmp_path.glob("*.pid"))) == 2, timeout=20, what="both simulations")
+    await wait_until(lambda: len(list(tmp_path.glob("*.pid"))) == 2, timeout=20, what="two of three simulations")
     pids = [int(path.read_text()) for path in sorted(tmp_path.glob("*.pid"))]  # noqa: ASYNC240 - a small folder
     process.send_signal(signal.SIGINT)
     _, err = await process.communicate()

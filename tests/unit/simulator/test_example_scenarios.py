@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from ebbtide.simulator.parallel.task_scenario import known_names
 from ebbtide.simulator.scenario.reading.scenario_reader import read_scenario
-from ebbtide.simulator.simulate import simulate
+from ebbtide.simulator.simulate import known_names, simulate
 
 EXAMPLES = sorted((Path(__file__).parents[3] / "examples" / "scenarios").glob("*.toml"))
 

@@ -8,8 +8,6 @@ import pytest
 from ebbtide.checked_files.refusals import FileRefused
 from ebbtide.errors import InvalidRequest
 from ebbtide.simulator.engines.profile_files import write_profile
-from ebbtide.simulator.parallel.seed_messages import SeedTask
-from ebbtide.simulator.parallel.task_scenario import known_names, scenario_name, task_scenario
 from ebbtide.simulator.recording.recorded_profiles import engine_of, trainer_of
 from ebbtide.simulator.recording.recording_file import write_record
 from ebbtide.simulator.recording.run_recorder import record_run
@@ -17,7 +15,7 @@ from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.quantity_spec import LengthSpec
 from ebbtide.simulator.scenario.scenario import PolicyChoice, Scenario
 from ebbtide.simulator.scenario.training_run import TrainingRun
-from ebbtide.simulator.simulate import POLICIES, policy_of
+from ebbtide.simulator.simulate import POLICIES, SeedTask, known_names, policy_of, scenario_name, task_scenario
 from ebbtide.simulator.world.simulation import Simulation
 from tests.fakes.run_histories import history
 from tests.fakes.simulated_profiles import PlainProfiles

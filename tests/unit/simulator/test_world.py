@@ -12,7 +12,9 @@ from ebbtide.errors import InvalidRequest
 from ebbtide.simulator.engines.engine_profile import EngineDelays, EngineProfile
 from ebbtide.simulator.outcome import Outcome, PoolOutcome, StepOutcome
 from ebbtide.simulator.scenario.fault_plan import PlannedFault
-from ebbtide.simulator.scenario.machine_pool import MachinePool, ServingSpec
+from ebbtide.simulator.scenario.inputs.grant_tape import GrantTape
+from ebbtide.simulator.scenario.inputs.input_tables import InputTables
+from ebbtide.simulator.scenario.machine_pool import GrantTapeSpec, MachinePool
 from ebbtide.simulator.scenario.quantity_spec import LengthSpec, QuantitySpec
 from ebbtide.simulator.scenario.scenario import Scenario
 from ebbtide.simulator.scenario.training_run import SimulatedEnvironment, TrainingRun
@@ -229,7 +231,7 @@ def test_the_same_seed_gives_the_same_bytes_in_any_process(hashes: str) -> None:
         "import sys, msgspec; from tests.unit.simulator.test_world import lossy; "
         "sys.stdout.buffer.write(msgspec.json.encode(lossy()))"
     )
-    environment = {**os.environ, "PYTHONHASHSEED": hashes, "PYTHONPATH": str(Path(__file__).parents[3])}
+    environment = {**os.environ, "PYTHONHASHSEED": hashes, "PYTHONPATH": os.pathsep.join(sys.path)}
     said = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, check=True).stdout
     assert said.splitlines()[-1] == msgspec.json.encode(lossy())
     assert msgspec.json.encode(lossy(seed=1)) != msgspec.json.encode(lossy())
@@ -242,14 +244,15 @@ def lossy(seed: int = 0) -> Outcome:
 
 
 def test_a_borrowed_worker_makes_tokens_only_when_its_hosts_users_leave_it_time() -> None:
-    users = ServingSpec(requests_per_s=2.0)
-    borrowed = msgspec.structs.replace(pool(2, name="lent", kind="borrowed"), serving=users)
-    outcome = simulated(fleet=(borrowed,), run=(training(steps=2),))
+    lent = GrantTape((0.0, 1.0, 1.5), (0.5, 0.0, 0.25), 2.0)
+    tables = InputTables(grants={"grants.csv": lent})
+    borrowed = pool(2, name="lent", kind="borrowed", grants=GrantTapeSpec(file="grants.csv"))
+    outcome = simulated(fleet=(borrowed,), run=(training(steps=2),), tables=tables)
     assert len(outcome.steps) == 2
-    assert outcome.served_requests > 0
-    assert outcome.slo_attained is not None
-    assert outcome.slo_attained > 0.9
-    assert outcome.simulated_s > simulated(fleet=(pool(2),), run=(training(steps=2),)).simulated_s
+    (there,) = [one for one in outcome.pools if one.pool == "lent"]
+    assert there.held_s == pytest.approx(0.25 * there.machine_s, rel=0.3)
+    own = simulated(fleet=(pool(2),), run=(training(steps=2),))
+    assert outcome.simulated_s > 1.5 * own.simulated_s
 
 
 @pytest.mark.parametrize("at_s", [0.0, 0.5])

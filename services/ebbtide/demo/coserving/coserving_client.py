@@ -24,8 +24,8 @@ import msgspec
 from msgspec import Struct
 
 from ebbtide.demo.coserving.coserving_records import ServedAnswer
+from ebbtide.demo.coserving.request_traffic import TrafficRequest
 from ebbtide.runtime import write_atomically
-from ebbtide.simulator.serving.request_traffic import TrafficRequest
 
 #: Token ids of prompts, in any vocabulary; none ends a text.
 _IDS: Final = [str(number) for number in range(3, 900)]

@@ -36,6 +36,7 @@ from ebbtide.demo.coserving.coserving_records import (
 )
 from ebbtide.demo.coserving.coserving_report import CoservingReport, HarvestFigures, make_coserving, told
 from ebbtide.demo.coserving.guarded_pausing import GuardedPausing, pausing
+from ebbtide.demo.coserving.request_traffic import TrafficRequest, laps
 from ebbtide.demo.demo import (
     DemoOptions,
     check_finished,
@@ -53,7 +54,6 @@ from ebbtide.grants import Page, page_path, socket_path
 from ebbtide.local_cluster.local_cluster import ClusterShape, LocalCluster, free_address
 from ebbtide.local_cluster.serving_checkpoint import served_model
 from ebbtide.serving_guard.governor.budget_decider import LatencyTargets
-from ebbtide.simulator.serving.request_traffic import TrafficRequest, laps
 from ebbtide.types.grants import GuardStatus
 from ebbtide.types.run import Run, RunSpec
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from ebbtide.simulator.serving.request_traffic import (
+from ebbtide.demo.coserving.request_traffic import (
     TraceLengths,
     TrafficBursts,
     TrafficRequest,

@@ -28,10 +28,10 @@ from msgspec import Struct
 
 from ebbtide.demo.coserving.coserving_client import body, open_session, send
 from ebbtide.demo.coserving.coserving_records import ServedAnswer, percentile, tpots, ttfts
+from ebbtide.demo.coserving.request_traffic import TrafficBursts, TrafficRequest, made_up
 from ebbtide.errors import InvalidRequest
 from ebbtide.rpc.backoff import pauses
 from ebbtide.runtime import write_atomically
-from ebbtide.simulator.serving.request_traffic import TrafficBursts, TrafficRequest, made_up
 
 #: Traffic is made up for so long at once.
 _LAP_S: Final = 60.0

@@ -7,11 +7,11 @@ from typing import Annotated, Final, Literal
 
 from msgspec import Meta, Struct
 
+from ebbtide.demo.coserving.request_traffic import parse_window
 from ebbtide.errors import InvalidRequest
 from ebbtide.simulator.scenario.draws.machine_presence import Presence, presences
 from ebbtide.simulator.scenario.inputs.spot_trace import SpotTrace, read_spot_trace
 from ebbtide.simulator.scenario.machine_pool import MachinePool, SpotTraceSpec
-from ebbtide.simulator.serving.request_traffic import parse_window
 
 #: Longer than any run of the demo.
 _HORIZON_S: Final = 6 * 3600.0

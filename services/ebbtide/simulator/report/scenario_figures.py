@@ -117,8 +117,6 @@ WHOLE: Final[dict[str, Callable[[Outcome], float | None]]] = {
     "drains": _sum("drains"),
     "installs": lambda one: float(one.installs),
     "weight_bytes": lambda one: float(one.weight_bytes),
-    "served_requests": lambda one: float(one.served_requests) if one.slo_attained is not None else None,
-    "slo_attained": lambda one: one.slo_attained,
     "unfinished": lambda one: float(one.unfinished),
 }
 

@@ -4,7 +4,6 @@ from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta, Struct
 
-from ebbtide.serving_guard.settings import Slo
 from ebbtide.simulator.scenario.bounds import (
     Dollars,
     EngineReference,
@@ -39,27 +38,13 @@ class SpotTraceSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     repeats: bool = False  # begins again at the window's end; otherwise what is there then stays
 
 
-class ServingSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a borrowed machine serves: requests from a file (`t_s,input_tokens,output_tokens`), or made up in bursts."""
+class GrantTapeSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """When the hosts of borrowed machines lend them: a file `t_s,share`, which begins again at its last row."""
 
-    costs: Reference = "default"  # the profile of served engine and rollouts on one device
-    file: Reference | None = None
-    start_s: Seconds = 0.0  # window of the file, in its seconds
-    span_s: Seconds = 0.0  # 0: up to its last row; then it begins again
-    load: Factor = 1.0  # requests come this many times as fast
-    paces: Reference | None = None  # over a day: a file `t_s,pace`, factors on that from each second of the day on
-    prompt_scale: Factor = 1.0  # on prompts' lengths
-    output_scale: Factor = 1.0  # on responses' lengths
-    longest_prompt: Tokens = 131_072  # tokens, after scaling
-    longest_output: Tokens = 32_768
-    alike: bool = False  # all machines get the same requests at the same time; else each begins at a drawn place
-    requests_per_s: Annotated[float, Meta(gt=0, le=1e4)] = 1.0  # without a file: on average, before `load`
-    burst: Annotated[float, Meta(ge=1, le=1e4)] = 6.0  # requests of a burst on average (geometric)
-    burst_gap_s: Annotated[float, Meta(gt=0, le=3600)] = 0.2  # within a burst on average (exponential)
-    prompt_tokens: Tokens = 1024  # median (log-normal)
-    output_tokens: Tokens = 128  # median (log-normal)
-    spread: Annotated[float, Meta(ge=0, le=3)] = 0.5  # sigma of these lengths
-    slo: Slo = Slo()
+    shorthand: ClassVar[dict[type, str]] = {str: "file"}
+
+    file: Reference
+    alike: bool = False  # all machines are at the same place in it; otherwise each begins at a drawn one
 
 
 class MachinePool(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -92,6 +77,6 @@ class MachinePool(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     stalls_per_hour: PerHour = 0.0  # of one machine, at random: it makes nothing for a while
     stall_s: LongerThanZero = 30.0
 
-    serving: ServingSpec | None = None  # of a borrowed machine
+    grants: GrantTapeSpec | None = None  # of borrowed machines
     run: Name | None = None  # of kind "trainer": the run on whose trainer's machines these engines live
     window_s: Seconds | None = None  # they generate for so long in each step; none: until the step's rollouts ended

@@ -42,7 +42,6 @@ class SimulationBooks:
         self.spans: list[Span] = []
         self.fleet: list[tuple[float, str, int]] = []
         self.moves = self.resumes = self.installs = self.preemptions = 0
-        self.served = self.attained = 0  # requests of borrowed hosts, and those within the SLO
         self._machines: dict[str, _Machine] = {}
         self._pools: dict[str, _Pool] = {}
 

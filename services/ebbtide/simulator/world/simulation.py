@@ -13,7 +13,6 @@ from ebbtide.simulator.scenario.scenario import Scenario
 from ebbtide.simulator.scenario.training_run import TrainingRun
 from ebbtide.simulator.world.books import SimulationBooks
 from ebbtide.simulator.world.fleet.attempt_host import FlushTerms
-from ebbtide.simulator.world.fleet.borrowed_machines import BorrowedMachines
 from ebbtide.simulator.world.fleet.machine_pools import MachinesOfPool
 from ebbtide.simulator.world.fleet.planned_faults import PlannedFaults
 from ebbtide.simulator.world.fleet.simulated_worker import SimulatedWorker, WorkerTerms
@@ -114,9 +113,6 @@ class Simulation:
         machines = MachinesOfPool(pool, scenario, self._seed, self._time, self._books, partial(self._worker, terms))
         if (owner := self._owner(pool)) is not None:
             machines.came = self._loans[owner].add
-        if pool.serving is not None:
-            users = BorrowedMachines(pool, scenario, self._seed, self._time, self._books)
-            machines.came = partial(_boot_beside_users, users, pool.boot_s)
         return machines
 
     def _worker(self, terms: WorkerTerms, name: str, speed: float) -> SimulatedWorker:
@@ -199,14 +195,7 @@ class Simulation:
             preemptions=books.preemptions,
             installs=books.installs,
             weight_bytes=self._pulls.bytes,
-            served_requests=books.served,
-            slo_attained=books.attained / books.served if books.served else None,
             unfinished=sum(driver.open_rollouts for driver in self._drivers.values()),
             spans=books.spans,
             fleet=books.fleet,
         )
-
-
-def _boot_beside_users(users: BorrowedMachines, boot_s: float, worker: SimulatedWorker) -> None:
-    worker.boot(boot_s)
-    users.lend(worker)

@@ -33,7 +33,6 @@ from ebbtide.simulator.world.books import SimulationBooks
 from ebbtide.simulator.world.fleet.attempt_host import Response
 from ebbtide.simulator.world.fleet.simulated_worker import SimulatedWorker
 from ebbtide.simulator.world.fleet.version_pulls import VersionPulls
-from ebbtide.simulator.world.kv_pool import KvPool
 from ebbtide.simulator.world.simulated_rollout import SimulatedRollout
 from ebbtide.simulator.world.virtual_time import VirtualTime
 from ebbtide.simulator.world.virtual_wakeups import VirtualWakeups
@@ -52,10 +51,14 @@ class Decider(Protocol):
 
     #: Whether what a lost worker had stored goes on elsewhere; else its rollouts begin again.
     keeps: bool
-    #: Whether what goes on elsewhere has only as many tokens as the shortest response of its group, ended ones too.
-    levels_groups: bool = False
-    #: What keeps keys and values for rollouts that go on elsewhere; None: their tokens are read again.
-    pool: KvPool | None = None
+
+    def kept(self, rollout: SimulatedRollout) -> int:
+        """Tokens that a rollout has when it goes on elsewhere."""
+        return rollout.stored if self.keeps else 0
+
+    def response(self, rollout: SimulatedRollout) -> Response:
+        """What a worker has to make of a rollout."""
+        return Response(rollout.prompt, rollout.length, rollout.prefix, rollout.after)
 
     def round(self, now: float) -> float:
         """Decide, and have it done by the coordinator. Returns the longest pause until the next round, seconds."""
@@ -108,7 +111,6 @@ class VirtualCoordinator:
         self._drivers: dict[str, RolloutOwner] = {}
         self._max_tokens: dict[str, int] = {}
         self._rollouts: dict[str, SimulatedRollout] = {}
-        self._groups: dict[tuple[str, int, int], list[SimulatedRollout]] = {}  # with open rollouts, if levelled
         self._workers: dict[str, SimulatedWorker] = {}  # by session
         self._attempts = count(1)
         self.decider = decider(self)
@@ -166,7 +168,7 @@ class VirtualCoordinator:
         self._books.moves += why.cause is EndCause.MOVED
         if why.avoid:
             rollout.avoid_worker(rollout.home)
-        kept = self._kept(rollout)
+        kept = self.decider.kept(rollout)
         self._books.tokens.twice += rollout.stored - kept
         rollout.stored = kept
         limit = self.settings.barren_attempts
@@ -175,14 +177,6 @@ class VirtualCoordinator:
         stored, avoid, no_progress = rollout.stored, frozenset(rollout.avoid), rollout.no_progress
         now = self._time.now
         run.put_back(attempt, queued_again(attempt, stored=stored, avoid=avoid, no_progress=no_progress, now=now))
-
-    def _kept(self, rollout: SimulatedRollout) -> int:
-        """Tokens that it has when it goes on elsewhere."""
-        if not self.decider.keeps:
-            return 0
-        if not self.decider.levels_groups:
-            return rollout.stored
-        return min(one.stored for one in self._groups[_group(rollout)])
 
     # What decisions come to.
 
@@ -254,8 +248,6 @@ class VirtualCoordinator:
         self.stored(attempt.session, [attempt], [rollout.length])
         run.finish(rollout_id, attempt.attempt_id)
         del self._rollouts[rollout_id]
-        if self.decider.levels_groups and all(one.stored == one.length for one in self._groups[_group(rollout)]):
-            del self._groups[_group(rollout)]
         self._books.tokens.kept += rollout.length
         self._drivers[run.run_id].ended(rollout)
 
@@ -264,13 +256,11 @@ class VirtualCoordinator:
         self._workers.pop(session.session_id, None)
 
     def response(self, rollout_id: str) -> Response:
-        rollout = self._rollouts[rollout_id]
-        found = Response(rollout.prompt, rollout.length, rollout.prefix, rollout.after)
-        pool, bounds = self.decider.pool, rollout.bounds
-        if pool is None or not rollout.stored or bounds.minimum != bounds.maximum:
-            return found  # other weights' keys and values are of no use
-        carried = rollout.prompt + rollout.stored
-        return found._replace(carried=carried, copy_s=pool.copy_s(carried))
+        return self.decider.response(self._rollouts[rollout_id])
+
+    def rollout(self, rollout_id: str) -> SimulatedRollout:
+        """An open rollout as the store has it."""
+        return self._rollouts[rollout_id]
 
     def worker(self, session_id: str) -> SimulatedWorker:
         """The worker behind a session, for policies that are told more than the coordinator knows."""
@@ -303,8 +293,6 @@ class VirtualCoordinator:
         for one in rollouts:
             run = self.state.runs[one.run]
             self._rollouts[one.rollout_id] = one
-            if self.decider.levels_groups:
-                self._groups.setdefault(_group(one), []).append(one)
             run.admit(
                 QueuedRollout(
                     rollout_id=one.rollout_id,
@@ -339,7 +327,3 @@ class VirtualCoordinator:
     @property
     def unfinished(self) -> int:
         return len(self._rollouts)
-
-
-def _group(rollout: SimulatedRollout) -> tuple[str, int, int]:
-    return rollout.run, rollout.step, rollout.group

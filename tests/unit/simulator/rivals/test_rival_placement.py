@@ -39,6 +39,10 @@ class Coordinator:
         """What a rival sees of a worker: which rollouts its engine runs."""
         return SimpleNamespace(host=SimpleNamespace(engine=SimpleNamespace(runs=self.reading.__contains__)))
 
+    def rollout(self, rollout_id: str) -> SimpleNamespace:
+        """A rollout as the store has it. Its ID begins with its group."""
+        return SimpleNamespace(rollout_id=rollout_id, step=0, group=int(rollout_id.partition(".")[0]), stored=0)
+
     def _attach(self, name: str, slots: int) -> WorkerSession:
         engine = EngineInfo(model="m", vocab_size=8, max_model_len=4096, architecture="m")
         hello = AttachReport(

@@ -14,10 +14,10 @@ VALUES: Final = (
     '"/dev/zero"', '"/dev/stdin"', '"."', '"counts.csv"', '"nowhere.csv"', '"é\\u0000"', "'''\n'''", "1979-05-27",
     "07:32:00", "1979-05-27T07:32:00Z", "1.5", "1_0", "", "= 1", '"' + "x" * 5000 + '"', "0.0000001", "4097", "[{}]",
     "{ file = 'cdf.csv', value = 3 }", "{ low = 5, high = 1 }", "{ mean = 1e8 }", "{ sigma = 6 }",
-    "{ ttft_ms = 1, ttft_factor = 2 }",
+    "{ file = 'grants.csv', alike = 1 }",
 )  # fmt: skip
 LINES: Final = (
-    "[[fleet]]", "[[run]]", "[fleet]", "[run]", "[[fault]]", "[policy]", "[fleet.serving]", "[run.lengths]",
+    "[[fleet]]", "[[run]]", "[fleet]", "[run]", "[[fault]]", "[policy]", "[fleet.grants]", "[run.lengths]",
     "[[[fleet]]]", "[]", "[[", "= 3", "x", "hours = 1", "name = 'again'", 'extends = "scenario.toml"',
     'extends = "missing.toml"', 'extends = "../a/b.toml"', 'extends = "counts.csv"', "fleet = []", "run.name = 1",
     "a" * 3000 + " = 1", '"" = 1', '"\\u0000" = 1', "\t\t", "\x00", "\x0b", "\ufeff", 'a = """', "# \x01", "'x'",

@@ -62,18 +62,7 @@ name = "borrowed"
 kind = "borrowed"
 engine = "small"
 workers = 4
-[fleet.serving]
-costs = "pair"
-file = "served.csv"
-start_s = 1.0
-span_s = 20.0
-load = 2.0
-paces = "paces.csv"
-prompt_scale = 0.5
-output_scale = 0.5
-longest_prompt = 4096
-longest_output = 512
-slo = { ttft_ms = 500, tpot_factor = 1.3, percentile = 99 }
+grants = { file = "grants.csv", alike = true }
 
 [[fleet]]
 name = "own"
@@ -136,8 +125,7 @@ TABLES: Final = {
     "counts.csv": "t_s,count\n0,3\n600,5\n600,2\n1200,0\n2400,6\n",
     "events.csv": "t_s,event,node\n0,add,a\n0,add,b\n60,remove,a\n60,add,c\n7200,remove,b\n",
     "prices.csv": "t_s,dollars_per_hour\n0,5.0\n3600,6.5\n",
-    "served.csv": "t_s,input_tokens,output_tokens\n0.5,100,20\n2,300,40\n2,50,8\n15.5,900,100\n30,10,1\n",
-    "paces.csv": "t_s,pace\n0,0.2\n28800,1.5\n",
+    "grants.csv": "t_s,share\n0,0.5\n2,0\n15.5,1\n30,0\n",
     "quantiles.csv": "quantile,tokens\n0.1,100\n0.5,300\n1.0,900\n",
     "cdf.csv": "tokens,cdf\n10,0.1\n500,0.5\n4000,0.95\n",
 }

@@ -10,7 +10,6 @@ from msgspec.structs import replace
 
 from ebbtide.checked_files.refusals import MOST_PROBLEMS, FileRefused
 from ebbtide.simulator.scenario.draws.machine_events import machine_events
-from ebbtide.simulator.scenario.draws.served_recording import served_recording
 from ebbtide.simulator.scenario.draws.workload import Workload
 from ebbtide.simulator.scenario.reading.scenario_reader import parse_scenario, read_scenario
 from ebbtide.simulator.scenario.scenario import Scenario
@@ -55,10 +54,10 @@ def draw_all(scenario: Scenario) -> None:
         events = list(islice(machine_events(brief, pool, 0), 1000))
         assert events == sorted(events)
         assert all(0 <= event.at_s < brief.until_s and event.for_s >= 0 for event in events)
-        if pool.serving is not None:
-            recorded = served_recording(pool.serving, brief.tables.served, pool.name, 0)
-            times = [0.0, *(one.at_s for one in recorded.requests), recorded.seconds]
-            assert times == sorted(times)
+        if pool.grants is not None:
+            tape = brief.tables.grants[pool.grants.file]
+            spells = list(islice(tape.spells(0.3 * tape.end_s), 1000))
+            assert all(seconds > 0.0 and 0.0 <= share <= 1.0 for seconds, share in spells)
         assert scenario.price(pool).cost(0.0, brief.until_s) >= 0
 
 

@@ -1,25 +1,20 @@
 """Tables are read as they are, and refused by line, column and remedy."""
 
-from itertools import pairwise
-from math import exp, floor, log, pi, sin
+from itertools import islice, pairwise
+from math import floor, pi, sin
 from pathlib import Path
-from statistics import mean, median
 
 import pytest
 
 from ebbtide.checked_files.refusals import MOST_PROBLEMS, FileRefused
-from ebbtide.simulator.scenario.draws.served_recording import ServedArrival, ServedRecording, served_recording
-from ebbtide.simulator.scenario.inputs.pace_table import read_paces
+from ebbtide.simulator.scenario.inputs.grant_tape import read_grants
 from ebbtide.simulator.scenario.inputs.price_table import fixed_price, read_prices
 from ebbtide.simulator.scenario.inputs.quantile_table import read_quantiles
-from ebbtide.simulator.scenario.inputs.served_trace import ServedTrace, read_served_trace
 from ebbtide.simulator.scenario.inputs.spot_trace import read_spot_trace
-from ebbtide.simulator.scenario.machine_pool import ServingSpec
 
 EXAMPLES = Path(__file__).parents[4] / "examples" / "scenarios"
 READERS = {
-    "spot": read_spot_trace, "quantiles": read_quantiles, "prices": read_prices, "served": read_served_trace,
-    "paces": read_paces,
+    "spot": read_spot_trace, "quantiles": read_quantiles, "prices": read_prices, "grants": read_grants,
 }  # fmt: skip
 
 
@@ -46,9 +41,12 @@ READERS = {
         ("quantiles", "quantile,tokens\n0,9\n1,8\n", "3:3: tokens: is 8 after 9; rows must be sorted by tokens"),
         ("quantiles", "quantile,tokens\n0,9\n1.1,10\n", "3:1: quantile: is '1.1'; it must be a number from 0 to 1"),
         ("prices", "t_s,dollars_per_hour\n0,1\n0,2\n", "3:1: t_s: is 0 after 0; rows must be sorted by t_s"),
-        ("paces", "t_s,pace\n60,1\n", "2:1: t_s: must be 0 in the first row"),
-        ("paces", "t_s,pace\n0,1\n90000,1\n", "3:1: t_s: is '90000'; it must be a number from 0 to 86400"),
-        ("served", 't_s,input_tokens,output_tokens\n0,"1\n', "2: unexpected end of data; it must be a table"),
+        ("grants", "t_s,share\n60,1\n90,0\n", "2:1: t_s: must be 0 in the first row"),
+        ("grants", "t_s,share\n0,1\n", "1: has one row; the last one only ends the tape"),
+        ("grants", "t_s,share\n0,1.5\n1,0\n", "2:3: share: is '1.5'; it must be a number from 0 to 1"),
+        ("grants", "t_s,share\n0,0.001\n1,0\n", "2:3: share: is 0.001; it must be 0, or from 0.01 to 1"),
+        ("grants", "t_s,share\n0,0\n1,1\n", "1: no share is above 0; leave out machines that are never lent"),
+        ("grants", 't_s,share\n0,"1\n', "2: unexpected end of data; it must be a table"),
     ],
 )
 def test_a_bad_table_is_refused_by_line_column_and_remedy(tmp_path: Path, kind: str, text: str, told: str) -> None:
@@ -91,38 +89,12 @@ def test_prices_hold_until_the_next_one_and_the_first_also_before(tmp_path: Path
     assert fixed_price(8.0).cost(100, 1000) == pytest.approx(2.0)
 
 
-TRACE = ServedTrace((10.0, 10.0, 12.0, 40.0), (100, 200, 300, 400), (10, 20, 30, 40))
-
-
-def recording(spec: ServingSpec, seed: int = 0) -> ServedRecording:
-    return served_recording(spec, {"t.csv": TRACE}, "b", seed)
-
-
-def test_served_requests_are_those_of_their_window_scaled() -> None:
-    spec = ServingSpec(file="t.csv", start_s=10, span_s=20, load=2.0, output_scale=0.5, longest_prompt=250)
-    assert recording(spec) == ServedRecording(
-        (ServedArrival(0.0, 100, 5), ServedArrival(0.0, 200, 10), ServedArrival(1.0, 250, 15)), 10.0
-    )
-
-
-def test_a_whole_trace_begins_again_a_mean_gap_after_its_end() -> None:
-    found = recording(ServingSpec(file="t.csv"))
-    assert [one.at_s for one in found.requests] == [10.0, 10.0, 12.0, 40.0]
-    assert found.seconds == pytest.approx(40.0 * 4 / 3)
-    assert recording(ServingSpec(file="t.csv", start_s=40)).seconds == 1.0
-
-
-def test_made_up_requests_have_their_rate_bursts_and_lengths() -> None:
-    spec = ServingSpec(requests_per_s=5.0, burst=8.0, burst_gap_s=0.05, load=2.0, prompt_tokens=700, output_tokens=90)
-    found = recording(spec)
-    times = [one.at_s for one in found.requests]
-    assert (times == sorted(times), found.seconds, times[-1] < found.seconds) == (True, 1800.0, True)
-    assert len(times) / found.seconds == pytest.approx(10.0, rel=0.05)
-    gaps = [after - before for before, after in pairwise(times)]
-    assert median(gaps) < 0.5 * mean(gaps)
-    assert median(one.prompt for one in found.requests) == pytest.approx(700, rel=0.03)
-    assert median(one.output for one in found.requests) == pytest.approx(90, rel=0.03)
-    assert recording(spec) == found != recording(spec, seed=1)
+def test_a_tape_of_grants_begins_again_and_tells_what_is_usual(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("t_s,share\n0,0.5\n10,1\n30,0\n40,0.2\n50,0\n")
+    tape = read_grants(tmp_path / "t.csv", "t.csv")
+    assert list(islice(tape.spells(12.0), 6)) == [(18, 1), (10, 0), (10, 0.2), (10, 0.5), (20, 1), (10, 0)]
+    assert tape.granted_share == pytest.approx(0.8)
+    assert (tape.usual_s(granted=True), tape.usual_s(granted=False)) == (20.0, 10.0)
 
 
 class TestExampleTables:
@@ -139,12 +111,7 @@ class TestExampleTables:
         found = read_prices(EXAMPLES / "spot_prices.csv", "")
         assert (list(found.dollars_per_hour), list(found.times_s)) == (prices, [3600.0 * i for i in range(24)])
 
-    def test_served_requests(self) -> None:
-        found = read_served_trace(EXAMPLES / "served_requests.csv", "")
-        at_s = 0.0
-        for i, (time_s, prompt, output) in enumerate(zip(found.times_s, found.prompts, found.outputs, strict=True)):
-            at_s += (0.15 if i % 8 else 4.0) * -log(1 - i * 0.618033988749895 % 1)
-            assert time_s == pytest.approx(at_s, abs=0.001)
-            assert prompt == round(600 * exp(1.1 * (2 * (i * 0.754877666246693 % 1) - 1)))
-            assert output == round(90 * exp(1.2 * (2 * (i * 0.569840290998053 % 1) - 1)))
-        assert len(found.times_s) == 800
+    def test_grants(self) -> None:
+        tape = read_grants(EXAMPLES / "grants.csv", "")
+        assert tape.end_s == pytest.approx(552.98 / 1.5 + 1.0, abs=0.01)
+        assert 0.1 < tape.granted_share < 0.9

@@ -102,7 +102,7 @@ name = "serving"
 kind = "borrowed"
 engine = "one-gpu"
 workers = 16
-serving = { requests_per_s = 5.5, burst_gap_s = 0.1, slo = { ttft_factor = 1.6, tpot_factor = 1.27 } }
+grants = "grants.csv"
 [[run]]
 name = "agent"
 trainer = "trainer"
@@ -129,6 +129,7 @@ def made(text: str, folder: Path) -> Scenario:
     (folder / "events.csv").write_text(
         "t_s,event,node\n" + "".join(f"{at},{kind},n{node}\n" for at, kind, node in churn)
     )
+    (folder / "grants.csv").write_text("t_s,share\n0,0.6\n20,0\n26,0.9\n60,0\n")
     return parse_scenario(text, folder / "s.toml")
 
 

@@ -7,7 +7,7 @@ import pytest
 from msgspec import Struct
 
 from ebbtide.simulator.scenario.fault_plan import PlannedFault
-from ebbtide.simulator.scenario.machine_pool import MachinePool, ServingSpec, SpotTraceSpec
+from ebbtide.simulator.scenario.machine_pool import GrantTapeSpec, MachinePool, SpotTraceSpec
 from ebbtide.simulator.scenario.quantity_spec import LengthSpec
 from ebbtide.simulator.scenario.scenario import PolicyChoice, ScenarioSpec
 from ebbtide.simulator.scenario.training_run import SimulatedEnvironment, TrainingRun
@@ -16,8 +16,8 @@ from tests.unit.simulator.scenario.scenario_texts import SHORT, problems
 
 PAGE = Path(__file__).parents[4] / "docs" / "scenarios.md"
 RECORDS = (
-    ScenarioSpec, PolicyChoice, MachinePool, SpotTraceSpec, ServingSpec, TrainingRun, SimulatedEnvironment, LengthSpec,
-    PlannedFault,
+    ScenarioSpec, PolicyChoice, MachinePool, SpotTraceSpec, GrantTapeSpec, TrainingRun, SimulatedEnvironment,
+    LengthSpec, PlannedFault,
 )  # fmt: skip
 
 

@@ -25,8 +25,8 @@ def test_ten_lines_are_a_scenario() -> None:
 def test_everything_that_a_scenario_can_state_is_read(tmp_path: Path) -> None:
     made = parse_scenario(FULL, write_tables(tmp_path))
     assert [pool.name for pool in made.fleet] == ["spot", "nodes", "borrowed", "own"]
-    assert made.fleet[2].serving is not None
-    assert made.fleet[2].serving.slo.ttft_ms == 500
+    assert made.fleet[2].grants is not None
+    assert made.tables.grants[made.fleet[2].grants.file].shares == (0.5, 0.0, 1.0)
     assert made.run[0].environment.reward_s.value == 0.5
     assert made.run[1].lengths == LengthSpec(value=900)
     assert [made.steps_of(run) for run in made.run] == [20, 50]
@@ -54,7 +54,7 @@ WRONG = [
     (
         "workers = 6",
         "workers = 6\nkind = 'borrowed'",
-        "4:1: fleet[0].serving: a borrowed machine serves users; add a table",
+        "4:1: fleet[0].grants: hosts lend borrowed machines for a while; name a file",
     ),
     ("workers = 6", "workers = 6\nprices = 'p.csv'", "8:10: fleet[0].prices: 'p.csv' cannot be read (No such file or"),
     ("workers = 6", "workers = 6\nslots = 1e400", "8:9: fleet[0].slots: is inf; it must be a whole number from 1 to"),

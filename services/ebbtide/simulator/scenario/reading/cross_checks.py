@@ -5,11 +5,9 @@ from typing import Any
 
 from ebbtide.checked_files.record_check import checked, suggestion
 from ebbtide.checked_files.toml_places import TomlPath
-from ebbtide.errors import InvalidRequest
 from ebbtide.simulator.scenario.bounds import MOST_STEP_ROLLOUTS
-from ebbtide.simulator.scenario.draws.served_recording import burst_pause_s
 from ebbtide.simulator.scenario.fault_plan import PlannedFault
-from ebbtide.simulator.scenario.machine_pool import MachinePool, ServingSpec
+from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.reading.known_names import KnownNames, ProfileKind
 from ebbtide.simulator.scenario.reading.quantity_checks import Wrong, quantity_problems
 from ebbtide.simulator.scenario.reading.scenario_source import ScenarioSource
@@ -25,8 +23,6 @@ def check_names(spec: ScenarioSpec, source: ScenarioSource, known: KnownNames) -
         source.note(path, text)
     for index, pool in enumerate(spec.fleet):
         _check_profile(("fleet", index, "engine"), pool.engine, "engine", source, known)
-        if pool.serving is not None:
-            _check_profile(("fleet", index, "serving", "costs"), pool.serving.costs, "costs", source, known)
     for index, run in enumerate(spec.run):
         _check_profile(("run", index, "trainer"), run.trainer, "trainer", source, known)
     _check_policy(spec, source, known)
@@ -91,14 +87,12 @@ def _pool_problems(spec: ScenarioSpec, pool: MachinePool) -> Iterator[Wrong]:
     if pool.trace is not None and pool.trace.most == 0:
         yield ("trace", "most"), "must be at least 1; leave the pool out for none"
     yield from _kind_problems(pool, [run.name for run in spec.run])
-    if pool.serving is not None:
-        yield from _below(("serving",), _serving_problems(pool.serving))
 
 
 def _kind_problems(pool: MachinePool, runs: list[str]) -> Iterator[Wrong]:
-    if (pool.kind == "borrowed") != (pool.serving is not None):
-        told = "a borrowed machine serves users; add a table [fleet.serving]"
-        yield ("serving",), told if pool.kind == "borrowed" else 'only a pool of kind "borrowed" serves users'
+    if (pool.kind == "borrowed") != (pool.grants is not None):
+        told = "hosts lend borrowed machines for a while; name a file t_s,share that says when"
+        yield ("grants",), told if pool.kind == "borrowed" else 'only a pool of kind "borrowed" has grants'
     if pool.kind != "trainer":
         for name in ("run", "window_s"):
             if getattr(pool, name) is not None:
@@ -123,15 +117,6 @@ def _window_problems(spec: ScenarioSpec, runs: list[str]) -> Iterator[Wrong]:
         told = "no other engines end a step whose window is over; take it out, or add a pool of another kind"
         for index in first.values():
             yield ("fleet", index, "window_s"), told
-
-
-def _serving_problems(serving: ServingSpec) -> Iterator[Wrong]:
-    try:
-        serving.slo.targets()
-    except InvalidRequest as error:
-        yield ("slo", error.field), str(error).removeprefix(f"{error.field}: ")
-    if serving.file is None and burst_pause_s(serving) <= 0:
-        yield ("burst_gap_s",), "leaves no pause between bursts at that rate; give a shorter gap or a lower rate"
 
 
 def _run_problems(spec: ScenarioSpec, run: TrainingRun) -> Iterator[Wrong]:

@@ -6,7 +6,7 @@ from typing import Literal, TypeAlias
 
 from msgspec import Struct
 
-ProfileKind: TypeAlias = Literal["engine", "trainer", "costs"]
+ProfileKind: TypeAlias = Literal["engine", "trainer"]
 
 
 class EngineLimits(Struct, frozen=True, kw_only=True):

@@ -8,14 +8,12 @@ from typing import Final, TypeVar
 from ebbtide.checked_files.refusals import FileRefused, UnreadableFile
 from ebbtide.checked_files.toml_places import TomlPath
 from ebbtide.simulator.scenario.draws.quantity_draws import curve, mean_of
-from ebbtide.simulator.scenario.draws.served_recording import served_span_s
+from ebbtide.simulator.scenario.inputs.grant_tape import read_grants
 from ebbtide.simulator.scenario.inputs.input_tables import InputTables
-from ebbtide.simulator.scenario.inputs.pace_table import read_paces
 from ebbtide.simulator.scenario.inputs.price_table import read_prices
 from ebbtide.simulator.scenario.inputs.quantile_table import read_quantiles
-from ebbtide.simulator.scenario.inputs.served_trace import read_served_trace
 from ebbtide.simulator.scenario.inputs.spot_trace import SpotTrace, read_spot_trace
-from ebbtide.simulator.scenario.machine_pool import ServingSpec, SpotTraceSpec
+from ebbtide.simulator.scenario.machine_pool import SpotTraceSpec
 from ebbtide.simulator.scenario.quantity_spec import QuantitySpec
 from ebbtide.simulator.scenario.reading.scenario_source import ScenarioSource
 from ebbtide.simulator.scenario.scenario import ScenarioSpec
@@ -37,11 +35,12 @@ def read_tables(spec: ScenarioSpec, source: ScenarioSource) -> InputTables:
             _add(tables.spots, pool.trace.file, read_spot_trace, (*at, "trace", "file"), source)
             _check_window((*at, "trace"), pool.trace, tables, source)
             _check_laps((*at, "trace"), pool.trace, tables, spec.until_s, source)
-        if pool.serving is not None and pool.serving.paces is not None:
-            _add(tables.paces, pool.serving.paces, read_paces, (*at, "serving", "paces"), source)
-        if pool.serving is not None and pool.serving.file is not None:
-            _add(tables.served, pool.serving.file, read_served_trace, (*at, "serving", "file"), source)
-            _check_served((*at, "serving"), pool.serving, tables, source)
+        if pool.grants is not None:
+            _add(tables.grants, pool.grants.file, read_grants, (*at, "grants", "file"), source)
+            tape = tables.grants.get(pool.grants.file)
+            if tape is not None and len(tape.shares) * spec.until_s / tape.end_s > _MOST_CHANGES:
+                told = f"the tape of {tape.end_s:.4g} s begins again too often; give a longer one, or fewer hours"
+                source.note((*at, "grants", "file"), told)
     for index, run in enumerate(spec.run):
         for path, quantity, _ in _quantities(run):
             if quantity.file is not None:
@@ -112,12 +111,3 @@ def _anybody(trace: SpotTrace, start_s: float, end_s: float) -> bool:
     changes = [(one.at_s, there := there + (1 if one.joins else -1)) for one in trace.events] or trace.counts
     before = [number for at_s, number in changes if at_s <= start_s]
     return bool(before and before[-1]) or any(number for at_s, number in changes if start_s < at_s <= end_s)
-
-
-def _check_served(path: TomlPath, spec: ServingSpec, tables: InputTables, source: ScenarioSource) -> None:
-    if (trace := tables.served.get(spec.file or "")) is None:
-        return
-    span_s = served_span_s(spec, trace)
-    if not any(spec.start_s <= at_s < spec.start_s + span_s for at_s in trace.times_s):
-        told = f"no request comes from {spec.start_s:.12g} to {spec.start_s + span_s:.12g} s; choose another window"
-        source.note((*path, "start_s"), told)

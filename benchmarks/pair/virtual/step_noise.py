@@ -3,11 +3,11 @@
 A step's duration differs a little from its cost each time, and much in a rare hiccup.
 """
 
-from math import exp, inf
+from math import inf
 from random import Random
 from typing import Final
 
-from ebbtide.simulator.serving.pair_costs import PairCosts, StrayProcess
+from benchmarks.pair.virtual.pair_costs import PairCosts, StrayProcess
 
 #: A hiccup takes this many times as long.
 _HICCUP: Final = 4.0
@@ -18,12 +18,11 @@ _LEAST_S: Final = 1e-4
 
 
 class StepNoise:
-    """One engine's noise. `mean`: the expected factor."""
+    """One engine's noise."""
 
     def __init__(self, costs: PairCosts, random: Random) -> None:
         self._deviation, self._hiccup, self._random = costs.noise, costs.hiccup, random
         self._drawn: list[float] = []
-        self.mean = exp(costs.noise**2 / 2) * (1.0 + ((_HICCUP - 1.0) / costs.hiccup if costs.hiccup else 0.0))
 
     def draw(self) -> float:
         """The factor on the next step's duration."""
@@ -43,10 +42,9 @@ class StrayBursts:
     def __init__(self, stray: StrayProcess, random: Random) -> None:
         self._stray, self._random = stray, random
         self._spell_end = self._share = 0.0
-        self._drifted = 1.0
         self._in_burst = True
         self.serving = self.rollouts = 1.0
-        self.until = 0.0 if stray.most or stray.drift else inf
+        self.until = 0.0 if stray.most else inf
 
     def turn(self, now: float) -> None:
         """Begin the bursts, pauses and spells that are due."""
@@ -55,14 +53,11 @@ class StrayBursts:
                 self._begin_spell()
             self._in_burst = not self._in_burst and self._share > 0.0
             self.until += self._lasts()
-        stray, drifted = self._stray, self._drifted
-        self.serving = drifted * (stray.serving if self._in_burst else 1.0)
-        self.rollouts = drifted * (stray.rollouts if self._in_burst else 1.0)
+        self.serving, self.rollouts = (self._stray.serving, self._stray.rollouts) if self._in_burst else (1.0, 1.0)
 
     def _begin_spell(self) -> None:
         stray, random = self._stray, self._random
         self._share = random.uniform(stray.least, stray.most)
-        self._drifted = exp(-abs(random.gauss(0.0, stray.drift))) if stray.drift else 1.0
         self._spell_end = self.until + random.expovariate(1.0 / stray.spell_s)
 
     def _lasts(self) -> float:

@@ -8,6 +8,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.pair.virtual import virtual_guard
+from benchmarks.pair.virtual.pair_costs import PairCosts
+from benchmarks.pair.virtual.serving_policies import ConstantBudget
+from benchmarks.pair.virtual.virtual_guard import VirtualGuard
 from ebbtide.grants import Page, page_path
 from ebbtide.rollout_worker import guard_link
 from ebbtide.serving_guard import budget_keeper, server_lender
@@ -16,10 +20,6 @@ from ebbtide.serving_guard.budget_keeper import BudgetKeeper
 from ebbtide.serving_guard.governor.budget_decider import GovernorPanel, LatencyTargets, StepLimits
 from ebbtide.serving_guard.memory_budget import MemoryBudget
 from ebbtide.serving_guard.request_books import RequestBooks
-from ebbtide.simulator.serving import served_host, virtual_guard
-from ebbtide.simulator.serving.constant_policy import ConstantBudget
-from ebbtide.simulator.serving.pair_costs import PairCosts
-from ebbtide.simulator.serving.virtual_guard import VirtualGuard
 from ebbtide.types.grants import GRANTS_VERSION, Hello
 
 COSTS = PairCosts()
@@ -115,7 +115,6 @@ def test_the_virtual_guard_keeps_the_live_ones_pace() -> None:
         assert getattr(virtual_guard, name) == getattr(budget_keeper, name), name
     assert virtual_guard._TICK_S == server_lender._TICK_S
     assert virtual_guard._TICK_S * virtual_guard._TICKS_OF_REPORT == guard_link._REPORT_S
-    assert served_host._HELD_S == guard_link._HELD_S
 
 
 def test_a_held_request_notices_the_end_of_the_step_at_its_next_look() -> None:

@@ -13,8 +13,8 @@ from typing import Final
 
 from msgspec import Struct
 
+from benchmarks.pair.virtual.pair_costs import PairCosts
 from ebbtide.rollout_worker.engine.kv_victims import HeldRequest, choose_victims
-from ebbtide.simulator.serving.pair_costs import PairCosts
 
 #: A limit that is never reached.
 UNLIMITED: Final = 1 << 60
@@ -85,7 +85,12 @@ class RolloutBatch:
     def end(self) -> int:
         """End the step. Returns the tokens that it made."""
         if self._lazy:
-            return self.coast(1)
+            made = len(self._running)
+            self._ahead, self._calm = self._ahead + 1, self._calm - 1
+            if self._calm <= 0:
+                self._settle()
+            self.made += made
+            return made
         made = 0
         self._steps += 1
         for one, count in self._plan:
@@ -95,20 +100,6 @@ class RolloutBatch:
                 one.context += 1
                 made += 1
         self._leave()
-        self.made += made
-        return made
-
-    @property
-    def calm(self) -> int:
-        """So many steps from now on are alike: all running rollouts make a token, and nothing else happens."""
-        return self._calm
-
-    def coast(self, steps: int) -> int:
-        """Take so many alike steps at once, at most `calm`. Returns the tokens that they made."""
-        made = steps * len(self._running)
-        self._ahead, self._calm = self._ahead + steps, self._calm - steps
-        if self._calm <= 0:
-            self._settle()
         self.made += made
         return made
 

@@ -12,15 +12,14 @@ from benchmarks.pair.results.figures import Alone, Block, Cell
 from benchmarks.pair.results.intervals import intervals
 from benchmarks.pair.results.report import alone_run, told
 from benchmarks.pair.virtual.compared_policies import serving_policy
+from benchmarks.pair.virtual.pair_costs import PairCosts, PairMemory, read_pair_costs
 from benchmarks.pair.virtual.pair_costs_fit import StepSample
 from benchmarks.simulator.measured_pair import FITTED_ON, fitted_beside, read_result
 from benchmarks.simulator.serving_order import judge, main, modelled, ordered_pairs
 from ebbtide.demo.coserving.coserving_records import BudgetMoment, ServedAnswer
+from ebbtide.demo.coserving.request_traffic import TrafficBursts, made_up
 from ebbtide.errors import InvalidRequest
 from ebbtide.serving_guard.governor.budget_decider import LatencyTargets
-from ebbtide.simulator.serving.pair_costs import PairCosts, PairMemory, read_pair_costs
-from ebbtide.simulator.serving.request_traffic import TrafficBursts, made_up
-from ebbtide.simulator.serving.served_engine import ServedCall
 
 QUIET = Console(quiet=True)
 #: The "real" pair: one whose costs are known.
@@ -51,28 +50,13 @@ POLICIES = ("alone", "unguarded", "rose:600,1,0.2,1", "rose:600,1,0.2,0", "ours"
 Judged = tuple[dict[str, Any], PairCosts]
 
 
-class Page:
-    """Looks at the rollout engine's page every second."""
-
-    def __init__(self) -> None:
-        self.tokens = 0
-        self.moments = [BudgetMoment(at_s=0.0)]
-
-    def stepped(self, began: float, now: float, made: int) -> None:
-        self.tokens += made
-
-    def served(self, now: float, call: ServedCall) -> None: ...
-
-    def beat(self, now: float, *, asleep: bool) -> None:
-        self.moments.append(BudgetMoment(at_s=now, generated=self.tokens))
-
-
 def measured(policy: str) -> Cell:
     requests = made_up(TrafficBursts(prompt=300, output=16), 80.0, seed=1)
-    page = Page()
     pair = serving_policy(policy, COSTS).play(requests, COSTS, LatencyTargets(ttft_s=0.4, tpot_s=0.03), seed=9)
-    pair.observer = page
-    pair.run()
+    moments = [BudgetMoment(at_s=0.0)]
+    while len(pair.done) < len(requests):  # the rollout engine's page is looked at every second
+        pair.run(until=moments[-1].at_s + 1.0)
+        moments.append(BudgetMoment(at_s=pair.now, generated=pair.harvested))
     answers = [
         ServedAnswer(
             due=one.asked.at,
@@ -84,7 +68,7 @@ def measured(policy: str) -> Cell:
         )
         for one in sorted(pair.done, key=lambda one: one.asked.at)
     ]
-    block = Block(policy=policy, seconds=pair.now, answers=answers, harvested=pair.harvested, moments=page.moments)
+    block = Block(policy=policy, seconds=pair.now, answers=answers, harvested=pair.harvested, moments=moments)
     return Cell(policy=policy, blocks=[block])
 
 

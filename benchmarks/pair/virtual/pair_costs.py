@@ -18,8 +18,6 @@ Count = Annotated[int, Meta(ge=0, le=1 << 40)]
 Speed = Annotated[float, Meta(gt=0, le=1)]
 CoreShare = Annotated[float, Meta(ge=0, le=0.95)]
 
-#: The costs that come with the simulator; they are of no measured engine.
-_DEFAULT: Final = "default"
 #: No profile is longer.
 _MOST_BYTES: Final = 1 << 20
 
@@ -45,7 +43,6 @@ class StrayProcess(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     burst_s: Seconds = 0.02  # mean length of a burst (exponential)
     serving: Speed = 0.5  # part of its own speed at which the served engine goes on in a burst
     rollouts: Speed = 0.35  # the same of the rollout engine, which has a lower priority
-    drift: Annotated[float, Meta(ge=0, le=1)] = 0.0  # deviation of the logarithm of both engines' speed over spells
 
 
 class CostResidual(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -121,13 +118,8 @@ class PairCosts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         stray = self.stray
         if stray.least > stray.most:
             raise InvalidRequest("must be at least stray.least; raise it", field="stray.most")
-        if (stray.most or stray.drift) and not (stray.spell_s and stray.burst_s):
+        if stray.most and not (stray.spell_s and stray.burst_s):
             raise InvalidRequest("must be above 0 seconds", field="stray.spell_s, burst_s")
-
-
-def named_costs(reference: str, folder: Path) -> PairCosts:
-    """The costs that a scenario in the folder names: `default`, or a file. Raises `InvalidRequest`."""
-    return PairCosts() if reference == _DEFAULT else read_pair_costs(folder / reference)
 
 
 def read_pair_costs(path: Path) -> PairCosts:

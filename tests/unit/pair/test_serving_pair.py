@@ -4,13 +4,13 @@ import pytest
 from msgspec.structs import replace
 
 from benchmarks.pair.virtual.compared_policies import serving_policy
+from benchmarks.pair.virtual.pair_costs import PairCosts, PairMemory, StrayProcess
+from benchmarks.pair.virtual.rollout_batch import RolloutShape
 from benchmarks.pair.virtual.serving_comparison import compared, speed_for_load
+from benchmarks.pair.virtual.serving_pair import ServingPair
+from benchmarks.pair.virtual.serving_policies import latency_percentile, played_alone, resolved_targets, served_ttft
+from ebbtide.demo.coserving.request_traffic import TrafficBursts, TrafficRequest, faster, made_up
 from ebbtide.serving_guard.governor.budget_decider import LatencyTargets
-from ebbtide.simulator.serving.pair_costs import PairCosts, PairMemory, StrayProcess
-from ebbtide.simulator.serving.request_traffic import TrafficBursts, TrafficRequest, faster, made_up
-from ebbtide.simulator.serving.rollout_batch import RolloutShape
-from ebbtide.simulator.serving.serving_alone import latency_percentile, played_alone, resolved_targets, served_ttft
-from ebbtide.simulator.serving.serving_pair import ServingPair
 
 BESIDE = PairCosts(serving_beside=0.6, rollouts_beside=0.6)
 EXACT = PairCosts(noise=0.0, hiccup=0)
@@ -122,16 +122,7 @@ def test_rollouts_never_hold_more_memory_than_they_are_allowed(name: str) -> Non
     requests = made_up(TrafficBursts(prompt=900, output=30), 60.0, seed=4)
     pair = serving_policy(name, SCARCE).play(requests, SCARCE, TARGETS, seed=0, shape=RolloutShape())
     held = []
-
-    class Watch:
-        def stepped(self, began: float, now: float, made: int) -> None:
-            held.append((pair.guard.allowed.kv_bytes, pair.batch.blocks * block))
-
-        def served(self, now: float, call: object) -> None: ...
-
-        def beat(self, now: float, *, asleep: bool) -> None: ...
-
-    pair.observer = Watch()
+    pair.stepped = lambda *_: held.append((pair.guard.allowed.kv_bytes, pair.batch.blocks * block))
     pair.run()
     # A step under way when a cut came ends with what it had.
     late = sum(used > allowed for allowed, used in held)
@@ -151,22 +142,15 @@ def test_rose_aborts_whole_rollouts_and_ours_none() -> None:
 def test_weights_go_away_while_serving_needs_all_memory_and_come_back() -> None:
     memory = replace(SCARCE.memory, limit_mib=12, rollout_kv_mib=12)
     costs = replace(SCARCE, memory=memory, wake_s=2.0)
-    beats: list[tuple[float, bool]] = []
-
-    class Watch:
-        def stepped(self, began: float, now: float, made: int) -> None: ...
-
-        def served(self, now: float, call: object) -> None: ...
-
-        def beat(self, now: float, *, asleep: bool) -> None:
-            beats.append((now, asleep))
-
     pair = serving_policy("ours", costs).play([TrafficRequest(5.0, 2900, 400)], costs, TARGETS, seed=0)
-    pair.observer = Watch()
+    slept = []
+    for second in range(1, 16):
+        pair.run(float(second))
+        slept.append(pair.asleep)
     pair.run()
     pair.rest(120.0)
-    assert any(asleep for at, asleep in beats if at < 15.0)
-    assert (beats[0][1], beats[-1][1]) == (False, False)
+    assert any(slept)
+    assert (slept[0], pair.asleep) == (False, False)
 
 
 def test_a_cut_of_memory_takes_effect_at_the_end_of_the_step_under_way() -> None:
@@ -178,17 +162,12 @@ def test_a_cut_of_memory_takes_effect_at_the_end_of_the_step_under_way() -> None
     pair = serving_policy("rose:600,0.5,0.2,1", slow).play(requests, slow, TARGETS, seed=0, shape=shape)
     steps_beyond, longest = 0, 0
 
-    class Watch:
-        def stepped(self, began: float, now: float, made: int) -> None:
-            nonlocal steps_beyond, longest
-            steps_beyond = steps_beyond + 1 if pair.batch.blocks * block > pair.guard.allowed.kv_bytes else 0
-            longest = max(longest, steps_beyond)
+    def stepped(_began: float, _now: float, _made: int) -> None:
+        nonlocal steps_beyond, longest
+        steps_beyond = steps_beyond + 1 if pair.batch.blocks * block > pair.guard.allowed.kv_bytes else 0
+        longest = max(longest, steps_beyond)
 
-        def served(self, now: float, call: object) -> None: ...
-
-        def beat(self, now: float, *, asleep: bool) -> None: ...
-
-    pair.observer = Watch()
+    pair.stepped = stepped
     pair.run()
     assert pair.batch.wasted > 0
     assert longest <= 1

@@ -4,10 +4,10 @@ import pytest
 
 from benchmarks.pair.rivals.rose_policy import RoseAdmission, RoseMemory, RoseSetting, RoseTables
 from benchmarks.pair.virtual.compared_policies import serving_policy
+from benchmarks.pair.virtual.pair_costs import PairCosts
 from ebbtide.errors import InvalidRequest
 from ebbtide.serving_guard.governor.budget_decider import LatencyTargets, StepLimits
 from ebbtide.serving_guard.governor.memory import CUT, NORMAL
-from ebbtide.simulator.serving.pair_costs import PairCosts
 from ebbtide.types.grants import GRANTS_VERSION, Hello
 
 COSTS = PairCosts()

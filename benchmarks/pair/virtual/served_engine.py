@@ -5,14 +5,12 @@ Invariant: a request is in `_queued` until its prompt fits beside the others int
 """
 
 from collections import deque
-from collections.abc import Iterator
-from itertools import chain
 from typing import Final
 
 from msgspec import Struct
 
-from ebbtide.simulator.serving.pair_costs import PairCosts
-from ebbtide.simulator.serving.request_traffic import TrafficRequest
+from benchmarks.pair.virtual.pair_costs import PairCosts
+from ebbtide.demo.coserving.request_traffic import TrafficRequest
 
 _MIB: Final = 1 << 20
 
@@ -40,12 +38,6 @@ class ServedCall(Struct):
         """Whether both latencies are within these targets."""
         return self.ttft_s <= ttft_s and self.tpot_s <= tpot_s
 
-    def is_late(self, now: float, ttft_s: float, tpot_s: float) -> bool:
-        """Whether it has missed a target already, though it has not ended."""
-        if not self.made:
-            return now - self.asked.at > ttft_s
-        return self.ttft_s > ttft_s or now - self.first > tpot_s * max(1, self.asked.output - 1)
-
 
 class ServedEngine:
     """One step at a time: `begin` says what it takes, and `end` what it made."""
@@ -64,10 +56,6 @@ class ServedEngine:
 
     def __len__(self) -> int:
         return self._inside
-
-    def calls(self) -> Iterator[ServedCall]:
-        """The requests inside, in no particular order."""
-        return chain(self._queued, self._prefilling, self._decoding)
 
     def take(self, call: ServedCall) -> None:
         """A request arrives at the engine."""

@@ -12,11 +12,11 @@ from typing import Final
 
 from msgspec import Struct
 
+from benchmarks.pair.virtual.pair_costs import PairCosts
 from ebbtide.serving_guard.borrowers import UNREADABLE, AllowedMemory
 from ebbtide.serving_guard.governor.budget_decider import BudgetDecider
 from ebbtide.serving_guard.governor.memory import NORMAL
 from ebbtide.serving_guard.memory_budget import MemoryBudget
-from ebbtide.simulator.serving.pair_costs import PairCosts
 from ebbtide.types.grants import GRANTS_VERSION, BorrowerReport, Budget, Forecast, Hello, Residency
 
 #: Paces of the live guard: see the constants of the same value in `serving_guard` and `rollout_worker.guard_link`.
@@ -104,11 +104,6 @@ class VirtualGuard:
         self._review_at = min(self._review_at, now + wait_s)
         if self._look_at == inf:
             self._look_at = now + _LOOK_S
-
-    def rest(self, until: float) -> None:
-        """Do nothing until then. Steps meanwhile are not reported: they are like those that the policy knows."""
-        self._review_at, self._look_at = max(self._review_at, until), max(self._look_at, until)
-        self._tick_at = max(self._tick_at, until)
 
     def fire(self, now: float, stepping: bool) -> bool:
         """Do what is due. Returns whether memory was looked at: then the caller reports by `reported`."""

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from benchmarks.pair.virtual.pair_costs import CostResidual, PairCosts, PairMemory, StrayProcess, read_pair_costs
 from benchmarks.pair.virtual.pair_costs_fit import (
     MeasuredRequest,
     StepSample,
@@ -13,10 +14,9 @@ from benchmarks.pair.virtual.pair_costs_fit import (
     pair_costs_text,
     residuals,
 )
+from benchmarks.pair.virtual.serving_policies import played_alone
+from ebbtide.demo.coserving.request_traffic import TrafficBursts, made_up
 from ebbtide.errors import InvalidRequest
-from ebbtide.simulator.serving.pair_costs import CostResidual, PairCosts, PairMemory, StrayProcess, read_pair_costs
-from ebbtide.simulator.serving.request_traffic import TrafficBursts, made_up
-from ebbtide.simulator.serving.serving_alone import played_alone
 
 TRUE = PairCosts(prefill_s=0.02, prefill_token_s=0.0004, decode_s=0.02, decode_each_s=0.003, noise=0.05, hiccup=500)
 #: What a fit begins with.
@@ -81,7 +81,7 @@ def test_a_profile_reads_back_as_it_was_written(tmp_path: Path) -> None:
         TRUE,
         source='a "pair"\nof two engines',
         memory=PairMemory(limit_mib=28, served_token_bytes=4096, rollout_kv_mib=64, rollout_token_bytes=4096),
-        stray=StrayProcess(least=0.1, most=0.5, drift=0.2),
+        stray=StrayProcess(least=0.1, most=0.5),
         residuals=(CostResidual(figure="ttft_p99_ms", measured=100.5, modelled=1e-7, requests=300),),
     )
     path = tmp_path / "pair.toml"

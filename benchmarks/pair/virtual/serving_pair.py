@@ -10,53 +10,30 @@ own speed; `inf` where none is under way.
 """
 
 from collections import deque
-from collections.abc import Sequence
-from itertools import chain
+from collections.abc import Callable, Sequence
 from math import inf
 from random import Random
-from typing import Final, Protocol
+from typing import Final
 
+from benchmarks.pair.virtual.pair_costs import PairCosts
+from benchmarks.pair.virtual.rollout_batch import RolloutBatch, RolloutShape
+from benchmarks.pair.virtual.served_engine import ServedCall, ServedEngine
+from benchmarks.pair.virtual.step_noise import StepNoise, StrayBursts
+from benchmarks.pair.virtual.virtual_guard import RolloutUse, VirtualGuard
+from ebbtide.demo.coserving.request_traffic import TrafficRequest
 from ebbtide.serving_guard.borrowers import AllowedMemory
 from ebbtide.serving_guard.governor.budget_decider import BudgetDecider
 from ebbtide.serving_guard.governor.memory import CUT
 from ebbtide.serving_guard.memory_budget import MemoryBudget
-from ebbtide.simulator.serving.pair_costs import PairCosts
-from ebbtide.simulator.serving.request_traffic import TrafficRequest
-from ebbtide.simulator.serving.rollout_batch import RolloutBatch, RolloutShape
-from ebbtide.simulator.serving.served_engine import ServedCall, ServedEngine
-from ebbtide.simulator.serving.step_noise import StepNoise, StrayBursts
-from ebbtide.simulator.serving.virtual_guard import RolloutUse, VirtualGuard
 from ebbtide.types.grants import Residency
 
 #: From a budget's being written to the first step of an engine that waits for one.
 _WAKE_S: Final = 0.0005
 #: The pause after a step that could use none of its budget, as `BudgetedScheduler` makes it.
 _FRUITLESS_S: Final = 0.01
-#: The observer's heartbeats, as often as a worker's.
-BEAT_S: Final = 1.0
 #: Less of a step than this is left by rounding alone.
 _NOTHING_S: Final = 1e-9
-#: Once nothing was inside for `_CALM_S`, rollouts coast: alike steps are taken at once, in their mean time, until
-#: `_NEAR_S` before the next arrival. By then memory has long returned, and the governor's ramp is at its top.
-_CALM_S: Final = 1.0
-_NEAR_S: Final = 0.5
 _MIB: Final = 1 << 20
-
-
-class PairObserver(Protocol):
-    """Follows a pair that plays. Times are in seconds of virtual time."""
-
-    def stepped(self, began: float, now: float, made: int) -> None:
-        """A rollout step ended and made so many tokens."""
-        ...
-
-    def served(self, now: float, call: ServedCall) -> None:
-        """A request got its last token."""
-        ...
-
-    def beat(self, now: float, *, asleep: bool) -> None:
-        """A second has passed. `asleep`: the rollout engine's weights are not on the device."""
-        ...
 
 
 class ServingPair:
@@ -72,11 +49,10 @@ class ServingPair:
         aborts: bool = False,
         shape: RolloutShape | None = None,
         seed: int = 0,
-        observer: PairObserver | None = None,
     ) -> None:
         """`requests` in order of arrival. `memory`: divides `costs.memory`; None: memory never lacks. `aborts`: a cut
         of memory aborts whole rollouts, as ROSE does; otherwise its victims keep their tokens."""
-        self._requests, self._costs, self.observer = deque(requests), costs, observer
+        self._requests, self._costs = deque(requests), costs
         # Each engine has its own noise, so that served requests meet the same under each policy, as far as they can.
         self._served_noise = StepNoise(costs, Random(f"{seed} served noise"))
         self._rolled_noise = StepNoise(costs, Random(f"{seed} rollout noise"))
@@ -90,13 +66,12 @@ class ServingPair:
         self._held: deque[tuple[float, float, ServedCall]] = deque()  # (until, arrival, request)
         self._serving = self._rolling = inf
         self._tokens, self._began = 0, 0.0
-        self._coasting = 0  # steps of the stretch under way; 0: it is a single step
-        self._idle_since = 0.0  # when the last request left
         self._may_begin = 0.0
-        self._beat_at = BEAT_S
         self._named = 0
         self.now = self.busy_s = 0.0
         self.done: list[ServedCall] = []
+        #: Called when a rollout step has ended, with its begin, its end and the tokens that it made.
+        self.stepped: Callable[[float, float, int], None] = lambda _began, _now, _made: None
 
     def run(self, until: float = inf) -> None:
         """Play to that time, or until the last request is answered."""
@@ -123,6 +98,11 @@ class ServingPair:
         return self.batch.made - self.batch.wasted
 
     @property
+    def asleep(self) -> bool:
+        """Whether the rollout engine's weights are not on the device."""
+        return self._residency is not Residency.AWAKE
+
+    @property
     def reclaims(self) -> list[float]:
         """Seconds from the arrival of a request that took the budget to the end of the step that it met."""
         return self.guard.reclaims
@@ -131,7 +111,7 @@ class ServingPair:
         now = self.now
         serving, rolling = self._speeds()
         steps = now + self._serving / serving, now + self._rolling / rolling
-        at = min(*steps, self._stray.until, self.guard.next_at, self._awake_at, self._beat_at)
+        at = min(*steps, self._stray.until, self.guard.next_at, self._awake_at)
         if self._requests:
             at = min(at, self._requests[0].at)
         if self._held:
@@ -172,16 +152,6 @@ class ServingPair:
             self._awake_at, self._residency = inf, Residency.AWAKE
         if self.guard.next_at <= now:
             self._fire()
-        if self._beat_at <= now:
-            self._beat_at += BEAT_S
-            if self.observer is not None:
-                self.observer.beat(now, asleep=self._residency is not Residency.AWAKE)
-
-    def late(self, ttft_s: float, tpot_s: float) -> int:
-        """How many requests under way have missed these targets already."""
-        waiting = sum(one.at < self.now - ttft_s for one in self._requests)
-        inside = chain(self._engine.calls(), (call for *_, call in self._held))
-        return waiting + sum(call.is_late(self.now, ttft_s, tpot_s) for call in inside)
 
     def _arrive(self, asked: TrafficRequest) -> None:
         self._named += 1
@@ -196,19 +166,15 @@ class ServingPair:
     def _end_rollout_step(self) -> None:
         now = self.now
         self._rolling = inf
-        if self._coasting:
-            made, self._coasting = self.batch.coast(self._coasting), 0
-        else:
-            made = self.batch.end()
-            self.guard.stepped(now, self._tokens, now - self._began)
+        made = self.batch.end()
+        self.guard.stepped(now, self._tokens, now - self._began)
         self._obey()
         self._may_begin = max(self._may_begin, now + self._costs.between_s)
         if self._held:
             self._held = deque(
                 (min(until, self.guard.released(now, arrived)), arrived, call) for until, arrived, call in self._held
             )
-        if self.observer is not None:
-            self.observer.stepped(self._began, now, made)
+        self.stepped(self._began, now, made)
 
     def _end_served_step(self) -> None:
         self._serving = inf
@@ -217,9 +183,6 @@ class ServingPair:
             self.guard.produced(self.now, call.name, last=last)
             if last:
                 self.done.append(call)
-                self._idle_since = self.now
-                if self.observer is not None:
-                    self.observer.served(self.now, call)
         self._decide()
 
     def _fire(self) -> None:
@@ -271,7 +234,7 @@ class ServingPair:
             self._serving = seconds * self._served_noise.draw()
         budget = self.guard.budget
         if self._rolling == inf and budget.tokens and self._may_begin <= now < budget.until:
-            if self._residency is not Residency.AWAKE or self._coast():
+            if self._residency is not Residency.AWAKE:
                 return
             self._tokens = self.batch.begin(budget.tokens, budget.sequences)
             if not self._tokens:
@@ -280,22 +243,3 @@ class ServingPair:
             costs = self._costs
             seconds = costs.step_s + costs.step_token_s * self._tokens
             self._began, self._rolling = now, seconds * self._rolled_noise.draw()
-
-    def _coast(self) -> bool:
-        """Begin a stretch of alike steps if nothing can happen in it."""
-        now, costs, batch = self.now, self._costs, self.batch
-        if now - self._idle_since < _CALM_S or self._held or len(self._engine) or not batch.calm:
-            return False
-        if self._stray.until < inf:  # then steps are not alike
-            return False
-        budget = self.guard.budget
-        if min(budget.tokens, budget.sequences) < batch.running:
-            return False
-        until = min(self._beat_at, self._requests[0].at - _NEAR_S if self._requests else inf)
-        step_s = self._rolled_noise.mean * (costs.step_s + costs.step_token_s * batch.running) + costs.between_s
-        steps = min(batch.calm, int((until - now) / step_s))
-        if steps < 2:
-            return False
-        self._coasting, self._began, self._rolling = steps, now, steps * step_s
-        self.guard.rest(now + self._rolling)
-        return True
