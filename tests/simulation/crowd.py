@@ -192,7 +192,7 @@ class Crowd:
     async def _lose_half(self) -> None:
         lost = list(self._fleet._workers.values())[: self._plan.workers // 2]
         for worker in lost:
-            self._fleet._losses[worker.name] = {}
+            self._fleet._losses.add(worker.name)
             worker.vanish()
         queued = self._plan.queued
 
