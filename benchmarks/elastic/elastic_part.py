@@ -22,6 +22,7 @@ FIGURES: Final[dict[str, str]] = {
     "streamed_gradient_error": "gradient",
     "switch_steps_p99": "switches",
     "mixed_fleet_over_oracle": "mixed",
+    "steps_over_never_lent": "lending",
     "decision_p99_ms": "decision",
 }
 
@@ -63,6 +64,7 @@ PARTS: Final[dict[str, str]] = {
     "rose": "benchmarks.elastic.rose_tokens",
     "switches": "benchmarks.elastic.switches_part",
     "mixed": "benchmarks.elastic.mixed_fleet",
+    "lending": "benchmarks.elastic.lending",
     "windows": "benchmarks.elastic.compared.compared_windows",
 }
 

@@ -79,6 +79,7 @@ class ElasticCase(NamedTuple):
     assumed: Assumptions = Assumptions()
     lengths: Path | None = None  # of responses; None: as the paper's points were fitted
     serving: Path | None = None  # requests of the users of borrowed machines; None: made-up ones
+    scale: int = 1  # one of so many parts of the prompts, and of the trainer with its devices
 
     @property
     def name(self) -> str:
@@ -89,7 +90,9 @@ class ElasticCase(NamedTuple):
     @property
     def told(self) -> str:
         """All that the case is, but for the contents of its files."""
-        return repr((self.model, self.trace.name, self.steps, self.seed, self.assumed, self.lengths is None))
+        return repr(
+            (self.model, self.trace.name, self.steps, self.seed, self.assumed, self.lengths is None, self.scale)
+        )
 
     @property
     def files(self) -> list[Path]:
@@ -113,7 +116,7 @@ def simulation(case: ElasticCase, policy: Policy, fleet: Fleet) -> Simulation:
     model, assumed = MODELS[case.model], case.assumed
     local = _engine(model, assumed)
     remote = msgspec.structs.replace(local, name=f"{local.name}-remote")
-    times = PaperTimes(token=_token_s(model, assumed, fleet.nodes), snapshot=UNSTATED["snapshot_s"])
+    times = PaperTimes(token=case.scale * _token_s(model, assumed, fleet.nodes), snapshot=UNSTATED["snapshot_s"])
     if isinstance(policy, BothWaysPolicy):
         times = policy.times(times)
     profiles = PaperProfiles([local, remote], times, sent_gb=assumed.sent * model.shape.bytes / 1e9)
@@ -125,7 +128,7 @@ def simulation(case: ElasticCase, policy: Policy, fleet: Fleet) -> Simulation:
     if fleet.borrowed:
         pools.append(_borrowed(remote, case, fleet.borrowed))
     if fleet.lends:
-        lent = co_located(local, model.engines * fleet.nodes, RUN)
+        lent = co_located(local, model.engines * fleet.nodes // case.scale, RUN)
         pools.append(msgspec.structs.replace(lent, window_s=fleet.window_s))
     scenario = Scenario(
         name=case.name,
@@ -218,10 +221,10 @@ def _training(case: ElasticCase, fleet: Fleet) -> TrainingRun:
     return TrainingRun(
         name=RUN,
         trainer="paper",
-        trainer_price_per_hour=NODE_PRICE * model.nodes * fleet.nodes,
+        trainer_price_per_hour=NODE_PRICE * model.nodes * fleet.nodes / case.scale,
         steps=case.steps,
         max_staleness=fleet.max_staleness,
-        prompts=128,
+        prompts=128 // case.scale,
         group=8,
         cap=CAP,
         prompt_tokens=QuantitySpec(value=_PROMPT),

@@ -108,7 +108,7 @@ class StepWindow:
 
     def closed(self, now: float, left: WorkLeft, step: TrainerStep) -> None:
         """They were taken back, with groups missing or not."""
-        self._fleet = _elsewhere(left, step.local)
+        self._fleet = elsewhere_of(left, step.local)
         if self.plan is not None:
             self._cut = now, self.plan.generated_s, self._fleet
 
@@ -118,7 +118,7 @@ class StepWindow:
             return False
         self._asked = now
         self._learn_batch(left)  # engines elsewhere are full now, if ever
-        elsewhere = _elsewhere(left, step.local)
+        elsewhere = elsewhere_of(left, step.local)
         if elsewhere and not (self._fleet - elsewhere and self.planner.lends_again(self._view(left, step))):
             return False
         self._fleet = elsewhere
@@ -139,7 +139,7 @@ class StepWindow:
         self.planner.lengths.step_ended(step.responses)
         if self._cut is not None and left is not None:
             at, forecast_s, fleet = self._cut
-            if fleet == _elsewhere(left, local) and forecast_s < inf:
+            if fleet == elsewhere_of(left, local) and forecast_s < inf:
                 self.planner.generated(forecast_s, step.generated_at - at)
         self._cut = None
         self._expected = [
@@ -181,7 +181,7 @@ class StepWindow:
             self._held.observe(float(tokens))
 
 
-def _elsewhere(left: WorkLeft, local: Collection[str]) -> frozenset[str]:
+def elsewhere_of(left: WorkLeft, local: Collection[str]) -> frozenset[str]:
     """The engines that are not the trainer's. One whose host lends nothing in the next minute is as good as lost."""
     found = zip(left.engines, left.shares, strict=True)
     return frozenset(name for name, share in found if share > 0.0).difference(local)

@@ -6,13 +6,14 @@ took.
 Invariant: `_step` is the step under way, once it was opened.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Final
 
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.running_attempt import RunningAttempt
 from ebbtide.coordinator.state.worker_session import WorkerSession
+from ebbtide.scheduling.elastic.closed_window import ClosedWindow
 from ebbtide.scheduling.elastic.engine_pace import EnginePace, fitted_pace
 from ebbtide.scheduling.elastic.step_window import SOONEST_S, StepWindow, TrainedStep, TrainerStep
 from ebbtide.simulator.engines.engine_profile import EngineDelays
@@ -34,10 +35,18 @@ class ElasticWindow(LoanWindow):
     many are given back, one after each step.
     """
 
-    def __init__(self, decider: EbbtideDecider, lent: str, engines: int, *, releases: bool = False) -> None:
+    def __init__(
+        self,
+        decider: EbbtideDecider,
+        lent: str,
+        engines: int,
+        *,
+        releases: bool = False,
+        form: Callable[[], StepWindow | ClosedWindow] = StepWindow,
+    ) -> None:
         self._decider, self._lent, self._engines, self._releases = decider, lent, engines, releases
         self._state = decider.coordinator.state
-        self.window = StepWindow()
+        self.window = form()
         self._step: StepProgress | None = None
         self._groups_before = 0  # of the last step that was trained
         self._spare = False  # one engine elsewhere is too many in the step under way
