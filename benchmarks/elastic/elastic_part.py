@@ -23,7 +23,6 @@ FIGURES: Final[dict[str, str]] = {
     "switch_steps_p99": "switches",
     "mixed_fleet_over_oracle": "mixed",
     "steps_over_never_lent": "lending",
-    "decision_p99_ms": "decision",
 }
 
 
@@ -59,7 +58,6 @@ class PartFindings(Struct, frozen=True, kw_only=True):
 
 #: Part -> its module, in the order in which they run: what measures this machine comes first.
 PARTS: Final[dict[str, str]] = {
-    "decision": "benchmarks.elastic.decision_time",
     "gradient": "benchmarks.elastic.streamed_gradient",
     "rose": "benchmarks.elastic.rose_tokens",
     "switches": "benchmarks.elastic.switches_part",

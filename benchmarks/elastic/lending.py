@@ -41,7 +41,6 @@ CASES: Final[Mapping[str, tuple[int, Assumptions]]] = {
 _SCALE: Final = 4
 POLICIES: Final[Mapping[str, tuple[Policy, Fleet]]] = {
     OURS: (ElasticPolicy(), Fleet()),
-    "closed form": (ElasticPolicy(form="closed"), Fleet()),
     "lent for the whole step": (ElasticPolicy(plans=False), Fleet()),
     NEVER: (ElasticPolicy(plans=False), Fleet(window_s=0.0)),
 }
@@ -114,7 +113,7 @@ def table(results: Sequence[LendingResult]) -> dict[str, dict[str, Any]]:
     for case in dict.fromkeys(one.case for one in results):
         hourly = {
             policy: [3600.0 / fmean(one.step_s[1:]) for one in results if (one.case, one.policy) == (case, policy)]
-            for policy in POLICIES
+            for policy in dict.fromkeys(one.policy for one in results)
         }
         rows[case] = {
             policy: {

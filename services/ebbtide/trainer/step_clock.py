@@ -47,10 +47,6 @@ class StepClock:
         """Seconds of training so far."""
         return self._seconds.get(TRAIN, 0.0)
 
-    def whole_s(self) -> float:
-        """Seconds since all groups of the step were there. 0 unless `whole` was called."""
-        return 0.0 if self._whole_at is None else time.monotonic() - self._whole_at
-
     def values(self) -> dict[str, float]:
         """Returns the seconds by phase, and those of training that overlapped if `whole` was called."""
         seconds = {f"seconds_{phase}": self._seconds.get(phase, 0.0) for phase in _PHASES}

@@ -177,7 +177,7 @@ class Training:
         steps, version = dict(self._following.steps), self._version(step)
         training = asyncio.to_thread(self._learning.step, trajectories, step=step, steps=steps, version=version)
         values = await clock.measure(TRAIN, training)
-        window = self._window.trained(trajectories, learning_s=clock.learning_s(), whole_s=clock.whole_s())
+        window = self._window.trained(trajectories, learning_s=clock.learning_s())
         return values | window
 
     async def _train_streamed(self, step: int, clock: StepClock) -> dict[str, float]:
@@ -203,7 +203,7 @@ class Training:
         trajectories, steps = collector.take(following.steps), dict(following.steps)
         finishing = asyncio.to_thread(learning.finish_step, trajectories, step=step, steps=steps)
         values = await clock.measure(TRAIN, finishing)
-        window = self._window.trained(trajectories, learning_s=clock.learning_s(), whole_s=clock.whole_s())
+        window = self._window.trained(trajectories, learning_s=clock.learning_s())
         return values | window
 
     def _some(self, step: int) -> bool:

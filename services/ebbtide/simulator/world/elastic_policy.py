@@ -1,11 +1,9 @@
 """Ebbtide with a trainer that generates between its steps and trains on groups as they are complete."""
 
-from typing import Literal, cast
+from typing import cast
 
 from msgspec import Struct
 
-from ebbtide.scheduling.elastic.closed_window import ClosedWindow, TailWindow
-from ebbtide.scheduling.elastic.step_window import StepWindow
 from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.training_run import TrainingRun
 from ebbtide.simulator.world.ebbtide_policy import EbbtideDecider
@@ -20,7 +18,6 @@ class ElasticPolicy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     that are computed group by group. It is told what a live coordinator would know. Its run is the scenario's only one.
     """
 
-    form: Literal["planner", "closed", "tail"] = "planner"
     plans: bool = True  # else the window is the pool's
     releases: bool = False  # spot machines that do not make steps shorter are given back, and do not come again
 
@@ -37,10 +34,4 @@ class ElasticPolicy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def window(self, decider: Decider, lent: MachinePool) -> LoanWindow:
         if not self.plans:
             return FixedWindow(lent.window_s)
-        return ElasticWindow(
-            cast("EbbtideDecider", decider),
-            lent.name,
-            lent.workers or 1,
-            releases=self.releases,
-            form={"planner": StepWindow, "closed": ClosedWindow, "tail": TailWindow}[self.form],
-        )
+        return ElasticWindow(cast("EbbtideDecider", decider), lent.name, lent.workers or 1, releases=self.releases)
