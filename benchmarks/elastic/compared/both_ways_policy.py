@@ -1,7 +1,7 @@
 """Lends devices both ways, as BiDiRL does (volcengine verl-recipe, request 129): the trainer's generate for a window,
 and those of reserved engines compute gradients once all rollouts of a step have ended.
 
-The rule follows written notes on that request. They say nothing of how the window is chosen, so Ebbtide's planner
+The rule follows written notes on that request. They say nothing of how the window is chosen, so Ebbtide's rule
 chooses it. Gradients are computed so many times as fast as there are devices then, and their exchange costs nothing:
 both are to the rival's advantage. A micro-batch that has begun before is not made faster.
 """
@@ -36,7 +36,7 @@ class HelpedTimes(PaperTimes, frozen=True):
 
 
 class _NotedWindow(ElasticWindow):
-    """The planner's window. Notes each step for the trainer's times."""
+    """Ebbtide's window. Notes each step for the trainer's times."""
 
     def __init__(self, decider: EbbtideDecider, lent: MachinePool, steps: list[StepProgress]) -> None:
         super().__init__(decider, lent.name, lent.workers or 1)
