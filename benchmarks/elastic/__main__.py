@@ -1,7 +1,8 @@
 """Compares windows of trainers that generate between their steps: `make bench-elastic`.
 
-Parts: `windows` simulates published settings under ten policies and more; `decision` and `gradient` measure this
-machine. The figures of parts that are not run are null, and the file says why.
+Parts: `windows` simulates published settings under ten policies and more; `lending` simulates what loans are worth in
+small cases; `gradient` and `switches` measure this machine. The figures of parts that are not run are null, and the
+file says why.
 
 The recorded spot traces are looked for beside the checkout, in `shared/traces`; elsewhere name them by `--spot`.
 Without them traces are made up, and the file says `synthetic` of each. Simulations that were made are kept below

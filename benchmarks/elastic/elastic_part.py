@@ -21,7 +21,7 @@ FIGURES: Final[dict[str, str]] = {
     "streamed_gradient_error": "gradient",
     "switch_steps_p99": "switches",
     "mixed_fleet_over_oracle": "mixed",
-    "decision_p99_ms": "decision",
+    "steps_over_never_lent": "lending",
 }
 
 
@@ -55,10 +55,10 @@ class PartFindings(Struct, frozen=True, kw_only=True):
 
 #: Part -> its module, in the order in which they run: what measures this machine comes first.
 PARTS: Final[dict[str, str]] = {
-    "decision": "benchmarks.elastic.decision_time",
     "gradient": "benchmarks.elastic.streamed_gradient",
     "switches": "benchmarks.elastic.switches_part",
     "mixed": "benchmarks.elastic.mixed_fleet",
+    "lending": "benchmarks.elastic.lending",
     "windows": "benchmarks.elastic.compared.compared_windows",
 }
 

@@ -76,6 +76,7 @@ class ElasticCase(NamedTuple):
     seed: int = 0
     assumed: Assumptions = Assumptions()
     lengths: Path | None = None  # of responses; None: as the paper's points were fitted
+    scale: int = 1  # one of so many parts of the prompts, and of the trainer with its devices
 
     @property
     def name(self) -> str:
@@ -86,7 +87,9 @@ class ElasticCase(NamedTuple):
     @property
     def told(self) -> str:
         """All that the case is, but for the contents of its files."""
-        return repr((self.model, self.trace.name, self.steps, self.seed, self.assumed, self.lengths is None))
+        return repr(
+            (self.model, self.trace.name, self.steps, self.seed, self.assumed, self.lengths is None, self.scale)
+        )
 
     @property
     def files(self) -> list[Path]:
@@ -109,7 +112,7 @@ def simulation(case: ElasticCase, policy: Policy, fleet: Fleet) -> Simulation:
     model, assumed = MODELS[case.model], case.assumed
     local = _engine(model, assumed)
     remote = msgspec.structs.replace(local, name=f"{local.name}-remote")
-    times = PaperTimes(token=_token_s(model, assumed, fleet.nodes), snapshot=UNSTATED["snapshot_s"])
+    times = PaperTimes(token=case.scale * _token_s(model, assumed, fleet.nodes), snapshot=UNSTATED["snapshot_s"])
     profiles = PaperProfiles([local, remote], times, sent_gb=assumed.sent * model.shape.bytes / 1e9)
     pools = list[MachinePool]()
     if fleet.spot:
@@ -117,7 +120,7 @@ def simulation(case: ElasticCase, policy: Policy, fleet: Fleet) -> Simulation:
     if fleet.reserved:
         pools.append(_steady(remote, fleet.reserved))
     if fleet.lends:
-        lent = co_located(local, model.engines * fleet.nodes, RUN)
+        lent = co_located(local, model.engines * fleet.nodes // case.scale, RUN)
         pools.append(msgspec.structs.replace(lent, window_s=fleet.window_s))
     scenario = Scenario(
         name=case.name,
@@ -203,10 +206,10 @@ def _training(case: ElasticCase, fleet: Fleet) -> TrainingRun:
     return TrainingRun(
         name=RUN,
         trainer="paper",
-        trainer_price_per_hour=NODE_PRICE * model.nodes * fleet.nodes,
+        trainer_price_per_hour=NODE_PRICE * model.nodes * fleet.nodes / case.scale,
         steps=case.steps,
         max_staleness=fleet.max_staleness,
-        prompts=128,
+        prompts=128 // case.scale,
         group=8,
         cap=CAP,
         prompt_tokens=QuantitySpec(value=_PROMPT),

@@ -19,6 +19,7 @@ from benchmarks.elastic.elastic_figures import SimulatedResult, figures, further
 from benchmarks.elastic.elastic_part import FIGURES, PARTS, PartFindings, PartTerms
 from benchmarks.elastic.elastic_policies import CODE, OURS, PAPER, SAMPLES, VERL
 from benchmarks.elastic.elastic_setting import ElasticCase, thinned
+from benchmarks.elastic.lending import LendingResult, table
 
 RESULT = SimulatedResult(
     case="14b aws",
@@ -60,6 +61,17 @@ def test_rlboost_is_compared_where_the_fleet_changes_and_apart_from_that_where_i
 def test_money_is_compared_with_baselines_of_the_same_staleness_that_trainers_of_groups_can_follow() -> None:
     results = [RESULT, beside(VERL, 1.0, money=8.0), beside("asynchronous", 1.0, 99.0), beside(SAMPLES, 1.0, 99.0)]
     assert figures(results)["tokens_per_money_over_best_baseline"] == 1.25
+
+
+def test_loans_are_compared_with_none_seed_by_seed_and_without_the_first_step() -> None:
+    took_s = {("ebbtide", 0): 10.0, ("ebbtide", 1): 20.0, ("never lent", 0): 20.0, ("never lent", 1): 30.0}
+    results = [
+        LendingResult(case="usual", seed=seed, policy=policy, step_s=[999.0, step_s], tokens_per_dollar=seed)
+        for (policy, seed), step_s in took_s.items()
+    ]
+    rows = table(results)["usual"]
+    assert rows["ebbtide"]["steps_over_never_lent"] == pytest.approx((2.0 + 1.5) / 2)
+    assert rows["ebbtide"]["least_and_highest"] == [180.0, 360.0]
 
 
 def test_claims_that_fail_under_an_assumption_are_told() -> None:
@@ -124,20 +136,20 @@ def test_a_part_that_fails_leaves_the_others_figures_and_the_benchmark_ends_with
         raise RuntimeError("no engine")
 
     def finds(_: PartTerms) -> PartFindings:
-        return PartFindings(figures={"decision_p99_ms": 3.0})
+        return PartFindings(figures={"switch_steps_p99": 3.0})
 
-    made = {PARTS["decision"]: finds, PARTS["gradient"]: breaks}
+    made = {PARTS["switches"]: finds, PARTS["gradient"]: breaks}
     monkeypatch.setattr(elastic_part, "import_module", lambda name: SimpleNamespace(measured=made[name]))
     out = tmp_path / "elastic.json"
-    status = benchmark.main(["--parts", "decision", "gradient", "--out", str(out)])
+    status = benchmark.main(["--parts", "switches", "gradient", "--out", str(out)])
     told = json.loads(out.read_text())
     assert status == 1
     assert list(told["figures"]) == list(FIGURES)
-    assert told["figures"]["decision_p99_ms"] == 3.0
+    assert told["figures"]["switch_steps_p99"] == 3.0
     assert told["failed"] == {"gradient": "RuntimeError: no engine"}
-    assert told["skipped"].keys() == set(FIGURES) - {"decision_p99_ms"}
+    assert told["skipped"].keys() == set(FIGURES) - {"switch_steps_p99"}
     assert told["skipped"]["streamed_gradient_error"] == "part gradient failed: RuntimeError: no engine"
-    assert told["skipped"]["switch_steps_p99"] == "part switches was not run"
+    assert told["skipped"]["real_tokens_over_rose"] == "part rose was not run"
 
 
 def test_the_simulation_that_fails_is_named(tmp_path: Path) -> None:

@@ -166,17 +166,12 @@ class Lease(RolloutLease):
         )
         return from_proto(await self._kept(SessionsStub(self._peer.channel).PostVerdict, request), Session)
 
-    async def work_left(
-        self, *, groups: int, fleet: str = "", wait_s: float = 0.0, local: Iterable[str] = ()
-    ) -> WorkLeft:
-        """What the run still generates, of the oldest `groups` open groups, and the engines that serve it. `local`: the
-        workers whose engines are on the trainer's devices.
+    async def work_left(self, *, groups: int, fleet: str = "", wait_s: float = 0.0) -> WorkLeft:
+        """What the run still generates, of the oldest `groups` open groups, and the engines that serve it.
 
         Returns at once if `fleet` is not the present one, else when it changes, or after `wait_s` (at most 20 s).
         """
-        request = runs_pb2.ReadWorkLeftRequest(
-            lease=self._fence, groups=groups, fleet=fleet, wait_s=wait_s, local=local
-        )
+        request = runs_pb2.ReadWorkLeftRequest(lease=self._fence, groups=groups, fleet=fleet, wait_s=wait_s)
         return from_proto(await self._call(self._runs.ReadWorkLeft, request), WorkLeft)
 
     async def release_worker(self, worker_id: str) -> None:

@@ -7,8 +7,6 @@ from msgspec import Meta, Struct
 #: Longest time that a request waits for a change of the fleet, and groups that are described in an answer at most.
 MOST_WAIT_S: Final = 20.0
 MOST_GROUPS: Final = 96
-#: An engine is full if a rollout has waited in it for so long, in seconds. Before, it may just read prompts.
-FULL_AFTER_S: Final = 5.0
 _Measure = Annotated[float, Meta(ge=0, le=1e9)]
 
 
@@ -16,10 +14,8 @@ class OpenGroup(Struct, frozen=True, kw_only=True, gc=False):
     """A group of which not all responses have ended. Lengths in tokens; fields as in the contract."""
 
     prompt: int
-    finished: tuple[int, ...] = ()
     running: tuple[int, ...] = ()
     waiting: tuple[int, ...] = ()
-    lent: int | None = None  # so many of `running`, the first ones, are of engines on the trainer's devices
 
 
 class WorkLeft(Struct, frozen=True, kw_only=True):
@@ -37,13 +33,9 @@ class WorkLeft(Struct, frozen=True, kw_only=True):
     lent: tuple[bool, ...] = ()
     spot: tuple[bool, ...] = ()
     shares: tuple[float, ...] = ()
-    fits: int = 0  # most rollouts that run in an engine in which none waits
-    full_rollouts: tuple[int, ...] = ()
-    full_tokens: tuple[int, ...] = ()
     step_s: _Measure = 0.0
     rollout_s: _Measure = 0.0
     context_s: _Measure = 0.0
-    prefill_tokens_per_s: _Measure = 0.0
 
     def __post_init__(self) -> None:
         columns = (self.speeds, self.versions, self.rollouts, self.lent, self.spot, self.shares)

@@ -118,7 +118,7 @@ class Coordinator:
         runs, rollouts = RunService(parts), RolloutService(parts, self.retention)
         sessions = SessionService(parts, self.retention)
         appending = AppendStreams(self.state, self.store, self.fleet, self._notifier, parts.readers)
-        work = WorkLeftReader(self.state, self.rounds.speed, lambda: self.rounds.prefill)
+        work = WorkLeftReader(self.state, self.rounds.speed)
         on_wire = runs_wire.RunsServicer(runs, work, lease_ttl_s=settings.lease_ttl_s)
         fleet = fleet_wire.FleetServicer(self.fleet, appending, self._flushes, heartbeat_s=settings.heartbeat_s)
         return [

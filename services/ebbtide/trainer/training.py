@@ -79,10 +79,6 @@ class StepClock:
         """Seconds of training so far."""
         return self._seconds.get(TRAIN, 0.0)
 
-    def whole_s(self) -> float:
-        """Seconds since all groups of the step were there. 0 unless `whole` was called."""
-        return 0.0 if self._whole_at is None else time.monotonic() - self._whole_at
-
     def values(self) -> dict[str, float]:
         """Returns the seconds by phase, and those of training that overlapped if `whole` was called."""
         seconds = {f"seconds_{phase}": self._seconds.get(phase, 0.0) for phase in _PHASES}
@@ -228,7 +224,7 @@ class Training:
         steps, version = dict(self._following.steps), self._version(step)
         training = asyncio.to_thread(self._learning.step, trajectories, step=step, steps=steps, version=version)
         values = await clock.measure(TRAIN, training)
-        window = self._window.trained(trajectories, learning_s=clock.learning_s(), whole_s=clock.whole_s())
+        window = self._window.trained(trajectories, learning_s=clock.learning_s())
         return values | window
 
     async def _train_streamed(self, step: int, clock: StepClock) -> dict[str, float]:
@@ -254,7 +250,7 @@ class Training:
         trajectories, steps = collector.take(following.steps), dict(following.steps)
         finishing = asyncio.to_thread(learning.finish_step, trajectories, step=step, steps=steps)
         values = await clock.measure(TRAIN, finishing)
-        window = self._window.trained(trajectories, learning_s=clock.learning_s(), whole_s=clock.whole_s())
+        window = self._window.trained(trajectories, learning_s=clock.learning_s())
         return values | window
 
     def _some(self, step: int) -> bool:

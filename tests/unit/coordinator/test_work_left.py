@@ -20,7 +20,7 @@ class WorkFleet(ModelFleet):
     def __init__(self, workers: int = 2) -> None:
         super().__init__(workers, slots=1 << 16)
         self.speeds = dict[str, WorkerThroughput]()
-        self.reader = WorkLeftReader(self.state, lambda one: (self.speeds.get(one.worker_id), 0.0), lambda: 5_000.0)
+        self.reader = WorkLeftReader(self.state, lambda one: (self.speeds.get(one.worker_id), 0.0))
         for session in self.state.sessions.values():
             session.note_installed(self.run.run_id, self.version(1))
 
@@ -44,8 +44,8 @@ class WorkFleet(ModelFleet):
         attempt = self.runs(name, group, tokens)
         self.run.finish(name, attempt.attempt_id)
 
-    async def left(self, *, groups: int = 1_000, fleet: str = "", wait_s: float = 0.0, local: str = "") -> WorkLeft:
-        return await self.reader.read(self.run.run_id, groups=groups, fleet=fleet, wait_s=wait_s, local=[local])
+    async def left(self, *, groups: int = 1_000, fleet: str = "", wait_s: float = 0.0) -> WorkLeft:
+        return await self.reader.read(self.run.run_id, groups=groups, fleet=fleet, wait_s=wait_s)
 
     def learns(self, name: str, tokens_per_s: float) -> None:
         speed = self.speeds[name] = WorkerThroughput()
@@ -53,7 +53,7 @@ class WorkFleet(ModelFleet):
             speed.observe(8, 500.0, round(8 * tokens_per_s), 1.0)
 
 
-async def test_a_group_is_told_with_what_ended_what_runs_and_what_waits() -> None:
+async def test_a_group_is_told_with_what_runs_and_what_waits() -> None:
     fleet = WorkFleet()
     fleet.ends("a", 0, 40)
     fleet.runs("b", 0, 30)
@@ -62,21 +62,10 @@ async def test_a_group_is_told_with_what_ended_what_runs_and_what_waits() -> Non
     fleet.waits("e", 4)
     left = await fleet.left()
     first, second = left.groups
-    assert (first.prompt, first.finished, first.running) == (100, (40,), (30,))
+    assert (first.prompt, first.running) == (100, (30,))
     assert sorted(first.waiting) == [0, 5]
     assert second.waiting == (0,)
     assert (left.open, left.ended) == (2, 0)
-
-
-async def test_what_runs_on_the_trainers_devices_is_told_first() -> None:
-    fleet = WorkFleet()
-    fleet.runs("a", 0, 30)
-    fleet.runs("b", 0, 50, worker="w1")
-    fleet.runs("c", 0, 40)
-    (group,) = (await fleet.left(local="w1")).groups
-    assert (group.lent, group.running) == (1, (50, 30, 40))
-    (group,) = (await fleet.left()).groups
-    assert group.lent == 0
 
 
 async def test_groups_whose_responses_have_all_ended_are_counted_until_their_episodes_are_over() -> None:
@@ -121,7 +110,6 @@ async def test_engines_are_told_with_their_speeds_among_each_other() -> None:
     assert left.versions == (1, 1, 1)
     assert left.speeds[0] == pytest.approx(left.speeds[1])
     assert left.speeds[0] == pytest.approx(3.0 * left.speeds[2], rel=0.01)
-    assert left.prefill_tokens_per_s == 5_000.0
     assert left.step_s + left.rollout_s > 0.0
 
 
@@ -176,7 +164,7 @@ async def test_many_rollouts_are_read_a_page_at_a_time() -> None:
 def test_a_rollout_that_is_queued_again_between_two_pages_is_told_once() -> None:
     fleet = WorkFleet(1)
     attempts = [fleet.runs(f"x{number}", 0, 3) for number in range(600)]
-    gathering = fleet.reader.gather(fleet.run, 10, frozenset())
+    gathering = fleet.reader.gather(fleet.run, 10)
     next(gathering)
     fleet.run.put_back(attempts[0], attempts[0].rollout)
     left = None

@@ -1,12 +1,8 @@
 """What a trainer does that generates between its steps and trains on groups as they are complete."""
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 
 from benchmarks.rivals.rlboost.rlboost_policy import RLBoostPolicy
-from ebbtide.coordinator.api import work_left_reader
 from ebbtide.simulator.engines.engine_profile import EngineDelays
 from ebbtide.simulator.outcome import Outcome
 from ebbtide.simulator.scenario.fault_plan import PlannedFault
@@ -17,7 +13,6 @@ from ebbtide.simulator.scenario.training_run import TrainingRun
 from ebbtide.simulator.world.elastic_policy import ElasticPolicy
 from ebbtide.simulator.world.policy import Policy
 from ebbtide.simulator.world.simulation import Simulation
-from ebbtide.simulator.world.training.elastic_window import ElasticWindow
 from ebbtide.simulator.world.training.step_rounds import Sample, WholeGroups
 from tests.fakes.simulated_profiles import ENGINE, PlainProfiles, PlainTimes
 
@@ -129,20 +124,3 @@ def test_a_sample_is_trained_on_once_its_whole_group_has_ended() -> None:
     last = step.ended(fourth)
     assert last.complete
     assert last.trainable == [Sample(1, 0), Sample(1, 1)]
-
-
-@pytest.mark.parametrize(("waits_s", "full"), [(None, False), (1.0, False), (9.0, True)])
-def test_engines_count_as_full_as_they_do_live_by_rollouts_that_wait_and_not_by_the_slots_they_offer(
-    waits_s: float | None, full: bool
-) -> None:
-    now = 100.0
-    attempts = {str(at): SimpleNamespace(length=50, started=True) for at in range(3)}
-    pending = {} if waits_s is None else {"2": SimpleNamespace(given=now - waits_s)}
-    engine: Any = SimpleNamespace(
-        attempts=attempts, pending=pending, slots=3, hello=SimpleNamespace(slots=64), reclaimed=False
-    )
-    window: Any = SimpleNamespace(_state=SimpleNamespace(clock=lambda: now))
-    simulated = ElasticWindow._full(window, [engine])
-    live = list(work_left_reader._full([engine], now))
-    assert [(len(lengths), sum(lengths)) for lengths in simulated] == live
-    assert bool(live) == full

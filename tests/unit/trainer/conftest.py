@@ -174,9 +174,7 @@ class FakeLease:
             raise LeaseSuperseded("superseded")
         self.cluster.log.append(f"{self.role}:{deed}")
 
-    async def work_left(
-        self, *, groups: int, fleet: str = "", wait_s: float = 0.0, local: Iterable[str] = ()
-    ) -> WorkLeft:
+    async def work_left(self, *, groups: int, fleet: str = "", wait_s: float = 0.0) -> WorkLeft:
         self.cluster.asked.append(groups)
         if fleet and fleet == self.cluster.work_left.fleet:
             await asyncio.sleep(wait_s)

@@ -60,8 +60,7 @@ class Told:
         self.restless = False  # its fleet changes all the time
         self._news = asyncio.Condition()
 
-    async def work_left(self, *, groups: int, fleet: str, wait_s: float, local: frozenset[str]) -> WorkLeft:
-        assert local == {"mine"}
+    async def work_left(self, *, groups: int, fleet: str, wait_s: float) -> WorkLeft:
         self.questions += 1
         if self.failure is not None:
             raise self.failure
@@ -140,7 +139,7 @@ class Trainer:
         await self.gets(*range(GROUPS))
         await self.window.close(self.whole)
         taken = self.collector.take({1: self.collector.step})
-        self.window.trained(taken, learning_s=learning_s, whole_s=0.0)
+        self.window.trained(taken, learning_s=learning_s)
 
 
 @pytest.fixture
@@ -275,7 +274,7 @@ async def test_a_step_tells_for_how_long_its_device_was_lent(streams: RunSpec) -
     await trainer.gets(0)
     await trainer.window.close(trainer.whole)
     await trainer.gets(*range(1, GROUPS))
-    values = trainer.window.trained(trainer.collector.take({1: 0}), learning_s=1.0, whole_s=0.0)
+    values = trainer.window.trained(trainer.collector.take({1: 0}), learning_s=1.0)
     assert values["lent_s"] >= 0.05
     assert values["window_cuts"] == 1.0
     assert values["window_missing_groups"] == GROUPS - 1

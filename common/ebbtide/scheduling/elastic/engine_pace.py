@@ -13,12 +13,9 @@ from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 from msgspec import Struct
 
 from ebbtide.scheduling.dispatch.throughput import ThroughputPoint
-
-Floats = npt.NDArray[np.float64]
 
 #: What is seen for longer than this counts no more: engines that are seldom seen at some load count there too.
 _MOST_WEIGHT_S: Final = 10.0
@@ -43,13 +40,6 @@ class EnginePace(Struct, frozen=True, kw_only=True):
     def seconds(self, load: float, context: float) -> float:
         """Of a step, and so of one token of each rollout. Loads below one are as fast as one."""
         return max(_LEAST_S, self.step_s + max(1.0, load) * (self.rollout_s + context * self.context_s))
-
-    def by_running(self, most: int, engines: float, weight: float) -> tuple[Floats, Floats]:
-        """Seconds per token of each of 0 to `most` running rollouts in so many engines: a fixed part, and the part per
-        token of mean context. `weight`: so many rollouts does each one stand for.
-        """
-        loads = np.maximum(1.0, np.arange(most + 1) * (weight / max(1e-9, engines)))
-        return np.maximum(_LEAST_S, self.step_s + loads * self.rollout_s), loads * self.context_s
 
 
 def fitted_pace(points: Sequence[ThroughputPoint]) -> EnginePace:

@@ -1,27 +1,34 @@
-"""Decides at each moment of a step whether the trainer's devices are lent, by plans that are made again as it goes on.
+"""Decides at each moment of a step whether the trainer's devices are lent: until both sides of the step end together.
 
-A plan for the next step is made before its rollouts are submitted: groups like those of the last step are expected.
-Then the window is planned again after a share of what is left of it, and whenever the fleet changes. It is over once a
-plan says so. All devices are lent and taken back together: ranks that share weights train together or not at all.
+With W tokens to come, engines elsewhere that make n tokens/s, n + N with those on the trainer's devices, and t seconds
+of training, generation and training end together if the devices generate for another
 
-Invariant: `_expected` resembles the last step's groups, `_cut` is the present step's cut, and `_fleet` has the engines
+    T = (W - n t) / (n + N)
+
+seconds. RLBoost (arXiv 2510.19225, section 4.3) follows T by the idle times of former steps; here it is computed from
+what is left, again after a share of it and whenever the fleet changes. All devices are lent and taken back together:
+ranks that share weights train together or not at all.
+
+W is the number of responses that are out, each with what those of the last step that were longer than it still had to
+come, in the mean. t is the last step's time for a token, for all tokens without gradients. Engines are as fast as they
+were seen to be at the loads that they would have now. The tail, in which the load falls, is left out. Gradients are
+computed of whole groups, so a device that returned before some are complete would be idle: it stays lent until then.
+
+Invariant: what is learnt is the last step's, but for the load of full engines (`_most`), and `_fleet` has the engines
 elsewhere when the devices were lent last. Lost with the process; one step teaches it again.
 """
 
+from bisect import bisect_right
 from collections.abc import Collection, Sequence
-from itertools import cycle, islice
+from itertools import accumulate
 from math import inf
 from statistics import fmean
-from typing import Final
+from typing import Final, NamedTuple
 
 from msgspec import Struct
 
 from ebbtide.scheduling.elastic.engine_pace import EnginePace
-from ebbtide.scheduling.elastic.fading_quantiles import FadingQuantiles
-from ebbtide.scheduling.elastic.group_lengths import GroupLeft
-from ebbtide.scheduling.elastic.loan_view import LendableDevice, LoanPlan, LoanView
-from ebbtide.scheduling.elastic.window_planner import WindowPlanner
-from ebbtide.types.work_left import OpenGroup, WorkLeft
+from ebbtide.types.work_left import WorkLeft
 
 #: A window is decided again after this share of what is left of it, but neither sooner nor later than these bounds: the
 #: nearer its end, the more it hangs on what is left.
@@ -29,17 +36,14 @@ _LOOK_SHARE: Final = 0.2
 SOONEST_S: Final = 1.0
 LATEST_S: Final = 10.0
 #: Lending again is thought about so often, and only once an engine elsewhere was lost: as long as the fleet stays, the
-#: window that just ended was the right one, and a better forecast is not worth another switch.
+#: window that just ended was the right one.
 AGAIN_S: Final = 5.0
-#: Rollouts that an engine runs at once, until one was seen that runs more, or is full.
+#: Rollouts that an engine runs at once, until one was seen that runs more.
 _BATCH: Final = 64.0
-#: Loads of full engines that are remembered, and the quantiles that are taken for the most rollouts and tokens. Some
-#: engines that are seen full have just lost a rollout, and others hold rollouts that they have put off.
-_LOADS: Final = 256
-_FULL: Final = 0.9
-_FULL_TOKENS: Final = 0.5
-#: An engine prefills about so many tokens per second while it also decodes, until its own speed is known.
-_READ_TOKENS_PER_S: Final = 20_000.0
+#: A trainer idles without groups: it has its devices back once so large a share of them is complete, but not sooner.
+_FIRST: Final = 0.1
+#: An engine is one too many if the step ends no sooner with it than by this share.
+_HELPS: Final = 0.005
 
 
 class TrainerStep(Struct, frozen=True, kw_only=True):
@@ -48,7 +52,6 @@ class TrainerStep(Struct, frozen=True, kw_only=True):
     missing: int  # groups of the step that are not there
     complete: int = 0  # groups that are there
     ready_tokens: int = 0  # of these, prompts included, without those whose gradients were computed
-    longest: int = 1 << 20  # a response at most
     local: Collection[str] = ()  # engines on the trainer's devices
     on_s: float = 0.0  # from the decision to lend until they generate
     off_s: float = 0.0  # from the decision to take them back until the trainer may use the devices
@@ -58,28 +61,29 @@ class TrainerStep(Struct, frozen=True, kw_only=True):
 class TrainedStep(Struct, frozen=True, kw_only=True):
     """A step that was trained."""
 
-    prompts: Sequence[int]  # tokens of each group's prompt
     responses: Sequence[Sequence[int]]  # tokens of each group's responses
+    tokens: int  # that gradients were computed of, prompts included
     learning_s: float  # for which the trainer computed
-    generated_at: float  # when its last group was there
 
-    @property
-    def tokens(self) -> int:
-        """Tokens that gradients were computed of, prompts included."""
-        groups = zip(self.prompts, self.responses, strict=True)
-        return sum(prompt * len(lengths) + sum(lengths) for prompt, lengths in groups)
+
+class WindowPlan(NamedTuple):
+    """In seconds from the decision; inf: unknown, or never."""
+
+    window_s: float  # until the devices are taken back; inf: once the last response has ended
+    end_s: float  # until the step is trained
+    generated_s: float  # until the last response has ended, if the devices generate until then
+    why: str  # for people
 
 
 class StepWindow:
-    """`now` is in seconds of any one clock."""
-
     def __init__(self) -> None:
-        self.planner = WindowPlanner()
-        self.plan: LoanPlan | None = None  # the newest one
-        self._batch, self._held = FadingQuantiles(memory=_LOADS), FadingQuantiles(memory=_LOADS)
-        self._fits = _BATCH  # rollouts that an engine was seen to run while none waited in it
-        self._expected: Sequence[GroupLeft] = ()
-        self._cut: tuple[float, float, frozenset[str]] | None = None  # when, the forecast of generation then, the fleet
+        self.plan: WindowPlan | None = None  # the newest one
+        self._lengths: Sequence[int] = ()  # of responses, rising
+        self._sums: Sequence[int] = ()  # of the shortest one, two, ... of them
+        self._group_size = self._group_tokens = self._first = self._token_s = (
+            0.0  # tokens with prompts; `_token_s`: of training
+        )
+        self._most = _BATCH  # rollouts that an engine was seen to run
         self._fleet = frozenset[str]()
         self._asked = -inf
 
@@ -87,40 +91,38 @@ class StepWindow:
         """Whether the devices are lent in a step that is about to be submitted. A short window would spread each group
         over all engines and then cut them all: without one, those that run first stay whole.
         """
-        if not self._expected or not left.engines:
+        if not self._lengths or not left.engines:
             return True
-        self.plan = self.planner.plan(self._view(left, step))
+        self.plan = self._planned(left, step)
         return self.plan.window_s > SOONEST_S
 
     def look_s(self, left: WorkLeft, step: TrainerStep) -> float:
         """While they are lent: seconds until the next decision; 0.0: they are taken back now."""
-        view = self._view(left, step)
-        if not step.local and view.remote > 0.0:  # nobody generates on them
-            return 0.0
-        self.plan = plan = self.planner.plan(view)
-        if plan.window_s <= 0.5 * SOONEST_S:
+        self.plan = plan = self._planned(left, step)
+        idle = not step.local and _remote(left, step, coming=False) > 0.0  # nobody generates on them
+        if idle or plan.window_s <= 0.5 * SOONEST_S:
             return 0.0
         return min(max(_LOOK_SHARE * plan.window_s, SOONEST_S), LATEST_S, plan.window_s)
 
     def spell_s(self, left: WorkLeft, step: TrainerStep) -> float:
         """How long the devices will probably stay lent to a trainer that waits for all groups; 0.0: unknown."""
-        return self.planner.generation_s(self._view(left, step))
+        generated_s = self._planned(left, step).generated_s
+        return generated_s if generated_s < inf else 0.0
 
-    def closed(self, now: float, left: WorkLeft, step: TrainerStep) -> None:
+    def closed(self, left: WorkLeft, step: TrainerStep) -> None:
         """They were taken back, with groups missing or not."""
         self._fleet = _elsewhere(left, step.local)
-        if self.plan is not None:
-            self._cut = now, self.plan.generated_s, self._fleet
 
     def lends_again(self, now: float, left: WorkLeft, step: TrainerStep) -> bool:
         """Whether the trainer, which has its devices and waits for groups, lends them once more in this step."""
         if now - self._asked < AGAIN_S or not step.local:
             return False
         self._asked = now
-        self._learn_batch(left)  # engines elsewhere are full now, if ever
         elsewhere = _elsewhere(left, step.local)
-        if elsewhere and not (self._fleet - elsewhere and self.planner.lends_again(self._view(left, step))):
-            return False
+        if elsewhere:
+            worth_s = step.on_s + step.off_s + SOONEST_S
+            if not (self._fleet - elsewhere and self._lengths and self._planned(left, step).window_s > worth_s):
+                return False
         self._fleet = elsewhere
         return True
 
@@ -128,57 +130,82 @@ class StepWindow:
         """The spot engine that the step ends no later without, the one with the fewest rollouts; "": none is."""
         found = zip(left.engines, left.spot, left.rollouts, left.speeds, strict=True)
         spots = [(rollouts, speed, name) for name, spot, rollouts, speed in found if spot and name not in step.local]
-        if len(spots) < 2:
+        if len(spots) < 2 or not self._lengths:
             return ""
         _, speed, name = min(spots)
-        return name if self.planner.surplus(self._view(left, step), speed) else ""
+        without_s = self._planned(left, step, less=speed).end_s
+        return name if without_s <= (1.0 + _HELPS) * self._planned(left, step).end_s else ""
 
-    def trained(self, step: TrainedStep, left: WorkLeft | None, local: Collection[str]) -> None:
-        """Learn from a step. `left`: what was told last, None: nothing."""
-        self.planner.trained(step.tokens, step.learning_s)
-        self.planner.lengths.step_ended(step.responses)
-        if self._cut is not None and left is not None:
-            at, forecast_s, fleet = self._cut
-            if fleet == _elsewhere(left, local) and forecast_s < inf:
-                self.planner.generated(forecast_s, step.generated_at - at)
-        self._cut = None
-        self._expected = [
-            GroupLeft(prompt=prompt, waiting=[0] * len(lengths))
-            for prompt, lengths in zip(step.prompts, step.responses, strict=True)
-        ]
+    def trained(self, step: TrainedStep) -> None:
+        """Learn from a step."""
+        lengths = sorted(length for group in step.responses for length in group)
+        if lengths and step.tokens > 0 and step.learning_s > 0.0:
+            self._lengths, self._sums = lengths, list(accumulate(lengths))
+            self._group_size = len(lengths) / len(step.responses)
+            self._group_tokens = step.tokens / len(step.responses)
+            longest = sorted(max(group) for group in step.responses if group)
+            self._first = float(longest[int(_FIRST * len(longest))])
+            self._token_s = step.learning_s / step.tokens
 
-    def _view(self, left: WorkLeft, step: TrainerStep) -> LoanView:
-        self._learn_batch(left)
-        weight = max(1.0, left.open / len(left.groups)) if left.groups else 1.0
+    def _planned(self, left: WorkLeft, step: TrainerStep, *, less: float = 0.0) -> WindowPlan:
+        """`less`: without engines elsewhere of such a speed. Groups that are not submitted yet are taken for typical
+        ones.
+        """
         coming = max(0, step.missing - left.open - left.ended)
-        expected = islice(cycle(self._expected), round(coming / weight)) if self._expected else ()
-        groups = [_group(one, step) for one in left.groups] + [_capped(one, step) for one in expected]
-        return LoanView(
-            groups=groups,
-            weight=weight,
-            ready_tokens=step.ready_tokens + left.ended * self._group_tokens(),
-            complete=step.complete + left.ended,
-            remote=_remote(left, step, coming=coming > 0),
-            devices=_devices(left, step),
-            batch=max(self._fits, self._batch.quantile(_FULL) if self._batch.known else 0.0),
-            kv_tokens=self._held.quantile(_FULL_TOKENS) if self._held.known else inf,
-            pace=_pace(left),
-            read_s=1.0 / (left.prefill_tokens_per_s or _READ_TOKENS_PER_S),
-        )
+        remote = _remote(left, step, coming=coming > 0) - less
+        # One alone while no engine on the devices is attached.
+        local = sum(one for name, one in zip(left.engines, left.speeds, strict=True) if name in step.local) or 1.0
+        if not self._lengths:
+            return _untaught(remote, local, left, step)
+        weight = left.open / len(left.groups) if left.groups else 0.0  # so many groups does each one stand for
+        made = [one for group in left.groups for one in (*group.running, *group.waiting)]
+        running = weight * sum(len(group.running) for group in left.groups)
+        self._most = max(self._most, running / (remote + local))
+        out = max(1.0, weight * len(made) + coming * self._group_size)
+        tokens = weight * sum(map(self._rest, made)) + coming * self._group_size * self._rest(0)
+        prompt = fmean(group.prompt for group in left.groups) if left.groups else 0.0
+        context = prompt + (weight * sum(made) + 0.5 * tokens) / out
+        alone = self._tokens_per_s(left, remote, out, context)
+        together = self._tokens_per_s(left, remote + local, out, context)
+        untrained = step.ready_tokens + (left.open + left.ended + coming) * self._group_tokens
+        training_s = step.off_s + untrained * self._token_s
+        generated_s = tokens / together
+        if alone <= 0.0:
+            return WindowPlan(inf, generated_s + training_s, generated_s, "no engine elsewhere generates the step")
+        alone_s = tokens / alone
+        window_s = max(0.0, tokens - alone * training_s) / together
+        complete = step.complete + left.ended
+        if complete < _FIRST * (complete + left.open + coming):
+            token_s = min(out, self._most * (remote + local)) / together
+            window_s = max(window_s, SOONEST_S, (self._first - max(made, default=0)) * token_s)
+        end_s = window_s + max(training_s, (tokens - window_s * together) / alone)
+        why = f"others would generate for {alone_s:.1f} s, and training takes {training_s:.1f} s"
+        return WindowPlan(window_s, end_s, generated_s, why)
 
-    def _group_tokens(self) -> int:
-        """Tokens of a typical group, prompts included; 0 while nothing is known."""
-        if not self._expected or not self.planner.lengths.known:
-            return 0
-        rests = self.planner.lengths.rests(self._expected[0], 0)
-        return round(sum(rests) + fmean(one.prompt for one in self._expected) * len(rests))
+    def _rest(self, made: int) -> float:
+        """Tokens to come of a response that has `made` so many, if it is like the longer ones of the last step. One
+        that is longer than all is taken to grow by half of the longest.
+        """
+        shorter = bisect_right(self._lengths, made)
+        longer = len(self._lengths) - shorter
+        if not longer:
+            return 0.5 * self._lengths[-1]
+        return (self._sums[-1] - (self._sums[shorter - 1] if shorter else 0)) / longer - made
 
-    def _learn_batch(self, left: WorkLeft) -> None:
-        """Engines in which rollouts wait run as many as they can. In the others so many as run do fit."""
-        self._fits = max(self._fits, float(left.fits))
-        for rollouts, tokens in zip(left.full_rollouts, left.full_tokens, strict=True):
-            self._batch.observe(float(rollouts))
-            self._held.observe(float(tokens))
+    def _tokens_per_s(self, left: WorkLeft, engines: float, out: float, context: float) -> float:
+        """Of typical engines that share the responses that are out."""
+        used = min(engines, out)
+        if used <= 0.0:
+            return 0.0
+        load = max(1.0, min(out / used, self._most))
+        return used * load / _pace(left).seconds(load, context)
+
+
+def _untaught(remote: float, local: float, left: WorkLeft, step: TrainerStep) -> WindowPlan:
+    share = max(_FIRST, 1.0 - remote / local)
+    complete = step.complete + left.ended
+    over = remote > 0.0 and complete >= share * (complete + left.open)
+    return WindowPlan(0.0 if over else inf, inf, inf, "no step has ended yet")
 
 
 def _elsewhere(left: WorkLeft, local: Collection[str]) -> frozenset[str]:
@@ -199,32 +226,7 @@ def _remote(left: WorkLeft, step: TrainerStep, *, coming: bool) -> float:
     )
 
 
-def _devices(left: WorkLeft, step: TrainerStep) -> list[LendableDevice]:
-    """One for each engine of the trainer; one alone while none of them is attached."""
-    found = [
-        LendableDevice(name=name, speed=speed, on_s=step.on_s, off_s=step.off_s, busy=rollouts > 0)
-        for name, speed, rollouts in zip(left.engines, left.speeds, left.rollouts, strict=True)
-        if name in step.local
-    ]
-    return found or [LendableDevice(name="", on_s=step.on_s, off_s=step.off_s, busy=False)]
-
-
 def _pace(left: WorkLeft) -> EnginePace:
     if not (left.step_s or left.rollout_s or left.context_s):
         return EnginePace()
     return EnginePace(step_s=left.step_s, rollout_s=left.rollout_s, context_s=left.context_s)
-
-
-def _group(one: OpenGroup, step: TrainerStep) -> GroupLeft:
-    return GroupLeft(
-        prompt=one.prompt,
-        finished=one.finished,
-        running=one.running,
-        lent=one.lent,
-        waiting=one.waiting,
-        cap=step.longest,
-    )
-
-
-def _capped(one: GroupLeft, step: TrainerStep) -> GroupLeft:
-    return GroupLeft(prompt=one.prompt, waiting=one.waiting, cap=step.longest)

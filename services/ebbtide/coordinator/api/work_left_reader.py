@@ -5,7 +5,7 @@ A large run is read a page at a time, so that tokens need not wait. Rollouts tha
 
 import asyncio
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from hashlib import blake2b
 from typing import Final, NamedTuple
 
@@ -20,7 +20,7 @@ from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout
 from ebbtide.scheduling.dispatch.throughput import ThroughputPoint, WorkerThroughput
 from ebbtide.scheduling.elastic.engine_pace import EnginePace, fitted_pace, relative_speed
 from ebbtide.types.fleet import WorkerKind, WorkerState
-from ebbtide.types.work_left import FULL_AFTER_S, MOST_GROUPS, MOST_WAIT_S, OpenGroup, WorkLeft
+from ebbtide.types.work_left import MOST_GROUPS, MOST_WAIT_S, OpenGroup, WorkLeft
 
 #: Rollouts that are looked at between two pauses: less than a millisecond's work.
 _PAGE: Final = 512
@@ -37,20 +37,18 @@ Speed = Callable[[WorkerSession], tuple[WorkerThroughput | None, float]]
 
 class _Group(Struct):
     prompt: int = 0
-    lent: list[int] = field(default_factory=list)  # run on the trainer's devices
-    running: list[int] = field(default_factory=list)  # elsewhere
+    running: list[int] = field(default_factory=list)
     waiting: list[int] = field(default_factory=list)
 
 
 class WorkLeftReader:
-    """`speed`: what was learnt of a worker. `prefill`: tokens/s at which a typical one reads; 0.0: unknown."""
+    """`speed`: what was learnt of a worker."""
 
-    def __init__(self, state: CoordinatorState, speed: Speed, prefill: Callable[[], float]) -> None:
-        self._state, self._speed, self._prefill = state, speed, prefill
+    def __init__(self, state: CoordinatorState, speed: Speed) -> None:
+        self._state, self._speed = state, speed
 
-    async def read(self, run_id: str, *, groups: int, fleet: str, wait_s: float, local: Iterable[str] = ()) -> WorkLeft:
-        """The oldest `groups` open groups, once the fleet is another than `fleet`, or after `wait_s`. `local`: workers
-        on the trainer's devices.
+    async def read(self, run_id: str, *, groups: int, fleet: str, wait_s: float) -> WorkLeft:
+        """The oldest `groups` open groups, once the fleet is another than `fleet`, or after `wait_s`.
 
         Raises `LeaseSuperseded` if the run is over, and `InvalidRequest`.
         """
@@ -62,7 +60,7 @@ class WorkLeftReader:
             if fleet != self._fleet(self._run(run_id)):
                 break
             await asyncio.sleep(_LOOK_S)
-        steps = self.gather(self._run(run_id), groups, frozenset(local))
+        steps = self.gather(self._run(run_id), groups)
         while True:
             try:
                 next(steps)
@@ -71,14 +69,13 @@ class WorkLeftReader:
                 return left
             await asyncio.sleep(0)
 
-    def gather(self, run: RunState, groups: int, local: frozenset[str]) -> Generator[None, None, WorkLeft]:
+    def gather(self, run: RunState, groups: int) -> Generator[None, None, WorkLeft]:
         """Gathers what is left of a run, with a pause after each page."""
-        found = _OpenGroups(run, local)
+        found = _OpenGroups(run)
         yield from found.pages()
         sessions = _serving(self._state, run)
         speeds = yield from self._speeds(sessions)
         oldest = tuple(found.oldest(groups))
-        full = list(_full(sessions, self._state.clock()))
         pace = speeds.pace or _UNKNOWN
         return WorkLeft(
             fleet=self._fleet(run),
@@ -93,13 +90,9 @@ class WorkLeftReader:
             lent=tuple(not one.reclaimed for one in sessions),
             spot=tuple(one.hello.kind is WorkerKind.SPOT for one in sessions),
             shares=tuple(_share(one) for one in sessions),
-            fits=max((len(one.attempts) for one in sessions if not one.pending), default=0),
-            full_rollouts=tuple(count for count, _ in full),
-            full_tokens=tuple(tokens for _, tokens in full),
             step_s=pace.step_s,
             rollout_s=pace.rollout_s,
             context_s=pace.context_s,
-            prefill_tokens_per_s=self._prefill(),
         )
 
     def _speeds(self, sessions: Sequence[WorkerSession]) -> Generator[None, None, "_Speeds"]:
@@ -138,18 +131,17 @@ class _Speeds(NamedTuple):
 class _OpenGroups:
     """A run's groups of which not all responses have ended."""
 
-    def __init__(self, run: RunState, local: frozenset[str]) -> None:
-        self._run, self._local = run, local
+    def __init__(self, run: RunState) -> None:
+        self._run = run
         self._groups: dict[int, _Group] = {}
         self.open = self.ended = 0
 
     def pages(self) -> Iterator[None]:
         """Look at all rollouts, with a pause after each page."""
-        for number, (one, made, worker_id) in enumerate(self._rollouts()):
+        for number, (one, made, runs) in enumerate(self._rollouts()):
             group = self._groups.setdefault(one.group, _Group())
             group.prompt = max(group.prompt, one.length - one.made)
-            where = group.waiting if not worker_id else group.lent if worker_id in self._local else group.running
-            where.append(made)
+            (group.running if runs else group.waiting).append(made)
             if number % _PAGE == _PAGE - 1:
                 yield
         ended = self._run.responses.keys() - self._groups.keys()
@@ -161,29 +153,19 @@ class _OpenGroups:
         self.open = len(places)
         stride = max(1.0, len(places) / MOST_GROUPS)
         picked = (places[int(at * stride)] for at in range(min(len(places), MOST_GROUPS)))
-        return [self._told(place) for place in picked]
+        told = (self._groups[place] for place in picked)
+        return [OpenGroup(prompt=one.prompt, running=tuple(one.running), waiting=tuple(one.waiting)) for one in told]
 
-    def _rollouts(self) -> Iterator[tuple[QueuedRollout, int, str]]:
-        """Each rollout of training, the tokens of its response, and which worker generates it; "": none."""
+    def _rollouts(self) -> Iterator[tuple[QueuedRollout, int, bool]]:
+        """Each rollout of training, the tokens of its response, and whether a worker generates it."""
         seen = set[str]()
         for attempt in list(self._run.running.values()):
             if not (attempt.rollout.evaluation or attempt.rollout.request):
                 seen.add(attempt.rollout.rollout_id)
-                session = attempt.session if attempt.started else None
-                yield attempt.rollout, attempt.stored, session.worker_id if session else ""
+                yield attempt.rollout, attempt.stored, attempt.started and attempt.session is not None
         for queued in self._run.queue.training():
             if queued.rollout_id not in seen:  # else it was queued again between two pages
-                yield queued, queued.made, ""
-
-    def _told(self, place: int) -> OpenGroup:
-        group = self._groups[place]
-        return OpenGroup(
-            prompt=group.prompt,
-            finished=tuple(self._run.responses.get(place, {}).values()),
-            running=(*group.lent, *group.running),
-            lent=len(group.lent),
-            waiting=tuple(group.waiting),
-        )
+                yield queued, queued.made, False
 
 
 def _serving(state: CoordinatorState, run: RunState) -> list[WorkerSession]:
@@ -195,12 +177,3 @@ def _serving(state: CoordinatorState, run: RunState) -> list[WorkerSession]:
 def _share(session: WorkerSession) -> float:
     said = session.beat.borrowed
     return said.share if session.borrowed and said else float(not session.borrowed)
-
-
-def _full(sessions: Iterable[WorkerSession], now: float) -> Iterator[tuple[int, int]]:
-    """Of each engine in which a rollout waits: how many run, and the tokens of their contexts."""
-    for one in sessions:
-        waits_s = max((now - attempt.given for attempt in one.pending.values()), default=0.0)
-        if waits_s > FULL_AFTER_S and len(one.attempts) > len(one.pending) and not one.reclaimed:
-            running = [attempt.length for attempt in one.attempts.values() if attempt.started]
-            yield len(running), sum(running)

@@ -91,11 +91,6 @@ class DispatchRound:
         """A worker's learnt speed, if any, and the mean context of its rollouts."""
         return self._moves.speed(session)
 
-    @property
-    def prefill(self) -> float:
-        """Tokens/s at which a typical worker reads prompts; 0.0: not known."""
-        return self._prefills.typical
-
     def pause_s(self, now: float) -> float:
         """Seconds until the next round if nothing changes; 0.0: it is to begin at once, and to gather no changes."""
         return 0.0 if self._reading else self._pacing.pause_s(self._starts.held_s(now))

@@ -97,9 +97,7 @@ class RunsServicer(runs_pb2_grpc.RunsServicer):
 
     async def ReadWorkLeft(self, request: runs_pb2.ReadWorkLeftRequest, context: Context) -> runs_pb2.WorkLeft:
         lease = check_lease(from_proto(request.lease, LeaseRef, field="lease"), role="trainer")
-        found = await self._work.read(
-            lease.run_id, groups=request.groups, fleet=request.fleet, wait_s=request.wait_s, local=request.local
-        )
+        found = await self._work.read(lease.run_id, groups=request.groups, fleet=request.fleet, wait_s=request.wait_s)
         return to_proto(found, runs_pb2.WorkLeft)
 
     async def ReleaseWorker(self, request: runs_pb2.ReleaseWorkerRequest, context: Context) -> runs_pb2.Empty:

@@ -86,8 +86,8 @@ class RunState:
         self._prefixes = CachedPrefixes()
         self.prefixes: Final[Prefixes] = self._prefixes.by_episode  # by session
         self._responses = EndedResponses()
-        #: Lengths of training's responses that ended and whose episodes go on or are not complete, by group place.
-        self.responses: Final[Mapping[int, Mapping[str, int]]] = self._responses.by_group
+        #: Training's episodes whose newest response ended and that are not complete, by group place.
+        self.responses: Final[Mapping[int, AbstractSet[str]]] = self._responses.by_group
         self._places = GroupPlaces()
         self._acknowledged: dict[str, None] = {}  # episodes, the newest at the end
         self._failed_installs: dict[int, int] = {}
@@ -321,7 +321,7 @@ class RunState:
         if attempt is not None:
             self.moves.finished += 1
             if not (attempt.rollout.request or attempt.rollout.evaluation):
-                self._responses.ended(attempt.rollout.episode_id, attempt.rollout.group, attempt.stored)
+                self._responses.ended(attempt.rollout.episode_id, attempt.rollout.group)
             self._note_prefix(attempt, session)
             finishes = self._volatile_finishes
             while finishes and finishes[0].at < durable_before:

@@ -10,9 +10,10 @@ learns within a step.
 
 import asyncio
 import time
-from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable
+from collections import defaultdict, deque
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from math import inf
+from statistics import median
 from typing import Final
 
 from ebbtide import telemetry
@@ -20,7 +21,6 @@ from ebbtide.claimed_runs.run_loop import RunFollower
 from ebbtide.client import Lease
 from ebbtide.errors import EbbtideError, LeaseSuperseded
 from ebbtide.runtime import race
-from ebbtide.scheduling.elastic.fading_quantiles import FadingQuantiles
 from ebbtide.scheduling.elastic.step_window import AGAIN_S, LATEST_S, StepWindow, TrainedStep, TrainerStep
 from ebbtide.trainer.collectors import TrajectoryCollector
 from ebbtide.trainer.device_loan import TrainingDevice
@@ -42,6 +42,8 @@ _PAUSE_S: Final = 0.25
 _FAILED_S: Final = 1.0
 #: Wait for groups after which the trainer looks for what holds them back.
 _STARVED_S: Final = 20.0
+#: Switches and spells whose median is expected of the next one.
+_SPELLS: Final = 16
 #: A forecast is told again once it has changed by so much: a share of it, but no less than so many seconds.
 _NEWS: Final = 0.2
 _NEWS_S: Final = 1.0
@@ -70,7 +72,7 @@ class DeviceWindow:
         self._lent = False
         self._told_s = 0.0  # how long it will stay lent, as the guard was told last
         self._lent_at: float | None = None  # until an engine of the device is seen to generate
-        self._on, self._off, self._held = FadingQuantiles(), FadingQuantiles(), FadingQuantiles()
+        self._on_s, self._off_s, self._held_s = (deque[float](maxlen=_SPELLS) for _ in range(3))
         self._held_at = self._relieved_at = self._opened_at = time.monotonic()
         self._answered_at = 0.0
         self._failure = ""
@@ -89,7 +91,7 @@ class DeviceWindow:
         if left is None or self._fixed_s or self._window.lends(left, step):
             self._lend(self._spell_s())
         else:
-            self._window.closed(time.monotonic(), left, step)
+            self._window.closed(left, step)
             log.info("the device is not lent in this step", reason=self._why())
 
     async def close(self, whole: Enough) -> None:
@@ -114,20 +116,15 @@ class DeviceWindow:
                 self._lend(0.0)
                 await self.close(whole)
 
-    def trained(self, trajectories: Iterable[Trajectory], *, learning_s: float, whole_s: float) -> dict[str, float]:
-        """Learn from a step that was trained. `whole_s`: for how long all of its groups are there. Returns the values
-        to report of its window.
-        """
+    def trained(self, trajectories: Iterable[Trajectory], *, learning_s: float) -> dict[str, float]:
+        """Learn from a step that was trained. Returns the values to report of its window."""
         groups = defaultdict[str, list[Trajectory]](list)
         for one in trajectories:
             groups[one.group_id].append(one)
-        step = TrainedStep(
-            prompts=[len(group[0].prompt_ids) // 4 for group in groups.values()],
-            responses=[[token_count(one.tokens) for one in group] for group in groups.values()],
-            learning_s=learning_s,
-            generated_at=time.monotonic() - whole_s,
-        )
-        self._window.trained(step, self._left, self._device.engines())
+        responses = [[token_count(one.tokens) for one in group] for group in groups.values()]
+        prompts = sum(len(group[0].prompt_ids) // 4 * len(group) for group in groups.values())
+        tokens = prompts + sum(map(sum, responses))
+        self._window.trained(TrainedStep(responses=responses, tokens=tokens, learning_s=learning_s))
         return self._ledger.values()
 
     async def _release_surplus(self) -> None:
@@ -165,7 +162,7 @@ class DeviceWindow:
         if not self._lent:
             now = time.monotonic()
             self._ledger.lent(now)
-            self._held.observe(now - self._held_at)
+            self._held_s.append(now - self._held_at)
             self._lent, self._lent_at = True, now
         elif abs(spell_s - self._told_s) <= max(_NEWS_S, _NEWS * self._told_s):
             return
@@ -178,12 +175,12 @@ class DeviceWindow:
         self._ledger.asked(asked, missing=step.missing)
         if hand_over:
             log.info("the window is over", missing=step.missing, reason=self._why())
-        await self._device.take_back(self._held_s(), hand_over=hand_over)
+        await self._device.take_back(_usual(self._held_s), hand_over=hand_over)
         self._lent, self._held_at = False, time.monotonic()
-        self._off.observe(self._held_at - asked)
+        self._off_s.append(self._held_at - asked)
         self._ledger.back(self._held_at - asked)
         if hand_over and self._left is not None:
-            self._window.closed(self._held_at, self._left, step)
+            self._window.closed(self._left, step)
 
     async def _look(self, wait_s: float, enough: Enough) -> None:
         """Ask again when the fleet changes, or after so long; end early once there are enough groups."""
@@ -199,9 +196,7 @@ class DeviceWindow:
         try:
             async with asyncio.timeout(wait_s + _ANSWER_S):
                 step = self._step()
-                self._left = await self._lease.work_left(
-                    groups=step.missing, fleet=fleet, wait_s=wait_s, local=step.local
-                )
+                self._left = await self._lease.work_left(groups=step.missing, fleet=fleet, wait_s=wait_s)
         except LeaseSuperseded:
             raise
         except (TimeoutError, EbbtideError) as error:
@@ -220,7 +215,7 @@ class DeviceWindow:
         if self._lent_at is not None and any(
             lent and name in mine for name, lent in zip(left.engines, left.lent, strict=True)
         ):
-            self._on.observe(time.monotonic() - self._lent_at)
+            self._on_s.append(time.monotonic() - self._lent_at)
             self._lent_at = None
 
     def _step(self) -> TrainerStep:
@@ -231,10 +226,9 @@ class DeviceWindow:
             missing=max(0, missing),
             complete=complete,
             ready_tokens=collector.new_tokens(),
-            longest=self._spec.sampling.max_tokens,
             local=self._device.engines(),
-            on_s=self._on.quantile(0.5) if self._on.known else 0.0,
-            off_s=self._off.quantile(0.5) if self._off.known else 0.0,
+            on_s=_usual(self._on_s),
+            off_s=_usual(self._off_s),
             any_version=batch.max_staleness > 0,
         )
 
@@ -247,11 +241,12 @@ class DeviceWindow:
             return plan.window_s
         return self._window.spell_s(self._left, self._step()) if self._left else 0.0
 
-    def _held_s(self) -> float:
-        """How long the device will probably stay the trainer's; 0.0: unknown."""
-        return self._held.quantile(0.5) if self._held.known else 0.0
-
     def _why(self) -> str:
         if self._fixed_s:
             return f"the window is set to {self._fixed_s:g} s"
         return self._window.plan.why if self._window.plan else ""
+
+
+def _usual(spells_s: Sequence[float]) -> float:
+    """0.0: unknown."""
+    return median(spells_s) if spells_s else 0.0

@@ -23,10 +23,8 @@ class TrainingWindow(Protocol):
         """Wait until there are enough groups, with the device."""
         ...
 
-    def trained(self, trajectories: Iterable[Trajectory], *, learning_s: float, whole_s: float) -> dict[str, float]:
-        """Learn from a step that was trained. `whole_s`: for how long all of its groups are there. Returns the values
-        to report of its window.
-        """
+    def trained(self, trajectories: Iterable[Trajectory], *, learning_s: float) -> dict[str, float]:
+        """Learn from a step that was trained. Returns the values to report of its window."""
         ...
 
 
@@ -45,5 +43,5 @@ class OwnWindow:
     async def groups(self, enough: Enough, whole: Enough) -> None:  # noqa: ARG002 - the other kind needs it
         await self._wait(enough)
 
-    def trained(self, trajectories: Iterable[Trajectory], *, learning_s: float, whole_s: float) -> dict[str, float]:  # noqa: ARG002
+    def trained(self, trajectories: Iterable[Trajectory], *, learning_s: float) -> dict[str, float]:  # noqa: ARG002
         return {}

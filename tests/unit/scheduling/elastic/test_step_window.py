@@ -1,6 +1,6 @@
 """What a trainer decides in a step, by what its coordinator tells it."""
 
-from math import inf
+from math import exp, inf, sqrt
 from random import Random
 from time import thread_time
 from typing import Any
@@ -8,11 +8,24 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from ebbtide.scheduling.elastic.engine_pace import EnginePace
 from ebbtide.scheduling.elastic.step_window import AGAIN_S, SOONEST_S, StepWindow, TrainedStep, TrainerStep
 from ebbtide.types.work_left import OpenGroup, WorkLeft
-from tests.unit.scheduling.elastic.step_left import CAP, PLAIN, drawn_groups
 
 _LOCAL = ("local0", "local1")
+CAP = 14_336
+#: An engine's step takes 12 ms and 0.2 ms for each rollout, whatever its context.
+PLAIN = EnginePace(step_s=0.012, rollout_s=0.0002)
+
+
+def drawn_groups(draw: Random, groups: int = 128, *, size: int = 8, correlation: float = 0.9) -> list[list[int]]:
+    """Lengths of groups whose samples are alike."""
+    found = []
+    for _ in range(groups):
+        shared = draw.gauss()
+        parts = [sqrt(correlation) * shared + sqrt(1 - correlation) * draw.gauss() for _ in range(size)]
+        found.append([min(CAP, max(1, round(4_000 * exp(0.6 * part)))) for part in parts])
+    return found
 
 
 def told(made: int, *, elsewhere: int = 2, local: int = 2, groups: int = 128, **more: Any) -> WorkLeft:
@@ -22,7 +35,6 @@ def told(made: int, *, elsewhere: int = 2, local: int = 2, groups: int = 128, **
     open_ = [
         OpenGroup(
             prompt=256,
-            finished=tuple(one for one in lengths if one <= made),
             running=tuple(made for one in lengths if one > made),
         )
         for lengths in drawn
@@ -48,18 +60,20 @@ def told(made: int, *, elsewhere: int = 2, local: int = 2, groups: int = 128, **
 def step(left: WorkLeft, **more: Any) -> TrainerStep:
     """128 groups, of which those that are not open are there."""
     missing = left.open + left.ended
-    fields: dict[str, Any] = {"missing": missing, "complete": 128 - missing, "longest": CAP, "local": _LOCAL}
+    fields: dict[str, Any] = {"missing": missing, "complete": 128 - missing, "local": _LOCAL}
     return TrainerStep(**(fields | more))
 
 
 @pytest.fixture
 def taught() -> StepWindow:
     window = StepWindow()
-    groups = drawn_groups(Random(0))
-    window.trained(
-        TrainedStep(prompts=[256] * len(groups), responses=groups, learning_s=400.0, generated_at=0.0), None, _LOCAL
-    )
+    window.trained(trained(drawn_groups(Random(0)), 400.0))
     return window
+
+
+def trained(groups: list[list[int]], learning_s: float) -> TrainedStep:
+    tokens = sum(sum(lengths) + 256 * len(lengths) for lengths in groups)
+    return TrainedStep(responses=groups, tokens=tokens, learning_s=learning_s)
 
 
 def window_s(window: StepWindow, left: WorkLeft, **more: Any) -> float:
@@ -76,30 +90,59 @@ def test_a_window_is_looked_at_again_before_it_is_over_and_ends_once_its_plan_sa
     assert taught.look_s(late, step(late, ready_tokens=4_000_000)) == 0.0
 
 
+def test_both_sides_end_together_by_the_closed_form(taught: StepWindow) -> None:
+    left = told(0)
+    taught.look_s(left, step(left, complete=20))
+    plan = taught.plan
+    assert plan is not None
+    assert plan.window_s > 0.0
+    # Two of four like engines are elsewhere: generation goes on half as fast behind the window.
+    behind_s = 2.0 * (plan.generated_s - plan.window_s)
+    assert behind_s == pytest.approx(400.0, rel=0.01)
+    assert plan.end_s == pytest.approx(plan.window_s + 400.0, rel=0.01)
+
+
+def test_devices_that_would_find_nothing_to_train_on_stay_lent(taught: StepWindow) -> None:
+    left = told(0, elsewhere=40)
+    assert taught.look_s(left, step(left, complete=20)) == 0.0
+    assert taught.look_s(left, step(left)) > SOONEST_S, "the first groups take longer than that"
+    later = told(6_000, elsewhere=40)
+    assert taught.look_s(later, step(later, complete=5)) == SOONEST_S, "they are late"
+
+
+def test_what_is_left_of_a_response_is_what_longer_ones_of_the_last_step_still_had() -> None:
+    window = StepWindow()
+    window.trained(trained([[10, 20], [30, 60]], 1.0))
+    assert window._rest(0) == 30.0
+    assert window._rest(20) == 25.0
+    assert window._rest(30) == 30.0
+    assert window._rest(60) == 30.0, "longer than all: half of the longest"
+
+
 def test_without_engines_elsewhere_the_devices_stay_lent(taught: StepWindow) -> None:
     assert window_s(taught, told(1_000, elsewhere=0)) == inf
 
 
 def test_an_engine_that_is_lost_in_mid_step_makes_the_window_longer(taught: StepWindow) -> None:
-    assert window_s(taught, told(2_000, elsewhere=1)) > window_s(taught, told(2_000, elsewhere=3))
+    assert window_s(taught, told(1_000, elsewhere=1)) > window_s(taught, told(1_000, elsewhere=3))
 
 
 def test_faster_engines_elsewhere_make_it_shorter_and_those_that_are_seldom_lent_do_not(taught: StepWindow) -> None:
-    plain = window_s(taught, told(2_000))
-    assert window_s(taught, told(2_000, speeds=(2.0, 2.0, 1.0, 1.0))) < plain
-    assert window_s(taught, told(2_000, speeds=(2.0, 2.0, 1.0, 1.0), shares=(0.5, 0.5, 1.0, 1.0))) == pytest.approx(
+    plain = window_s(taught, told(1_000))
+    assert window_s(taught, told(1_000, speeds=(2.0, 2.0, 1.0, 1.0))) < plain
+    assert window_s(taught, told(1_000, speeds=(2.0, 2.0, 1.0, 1.0), shares=(0.5, 0.5, 1.0, 1.0))) == pytest.approx(
         plain
     )
 
 
 def test_engines_with_another_version_do_not_count_unless_any_version_will_do(taught: StepWindow) -> None:
-    stale = told(2_000, versions=(2, 2, 3, 3))
+    stale = told(1_000, versions=(2, 2, 3, 3))
     assert window_s(taught, stale) == inf
-    assert window_s(taught, stale, any_version=True) == window_s(taught, told(2_000))
+    assert window_s(taught, stale, any_version=True) == window_s(taught, told(1_000))
 
 
 def test_a_sample_of_the_groups_stands_for_all(taught: StepWindow) -> None:
-    whole = told(2_000)
+    whole = told(1_000)
     half = replace(whole, groups=whole.groups[::2])
     assert window_s(taught, half) == pytest.approx(window_s(taught, whole), rel=0.15)
 
@@ -115,8 +158,7 @@ def test_a_step_that_others_generate_in_a_moment_is_not_lent_for() -> None:
     window, empty = StepWindow(), replace(told(0, groups=0), groups=(), open=0)
     assert window.lends(empty, step(empty, missing=128, complete=0)), "nothing was learnt yet"
     groups = [[30] * 8 for _ in range(16)]
-    short = TrainedStep(prompts=[256] * 16, responses=groups, learning_s=10.0, generated_at=0.0)
-    window.trained(short, None, _LOCAL)
+    window.trained(trained(groups, 10.0))
     fast = replace(empty, speeds=(50.0, 50.0, 1.0, 1.0))
     assert not window.lends(fast, step(fast, missing=16, complete=0))
 
@@ -137,7 +179,7 @@ def test_devices_without_an_engine_are_not_left_idle(taught: StepWindow) -> None
 
 def test_devices_are_lent_again_once_an_engine_elsewhere_was_lost_and_not_sooner(taught: StepWindow) -> None:
     before, after = told(2_000, elsewhere=4), told(2_000, elsewhere=1)
-    taught.closed(0.0, before, step(before))
+    taught.closed(before, step(before))
     assert not taught.lends_again(10.0, before, step(before))
     assert not taught.lends_again(10.0 + 0.5 * AGAIN_S, after, step(after)), "it was asked a moment ago"
     assert taught.lends_again(10.0 + AGAIN_S, after, step(after))
@@ -146,7 +188,7 @@ def test_devices_are_lent_again_once_an_engine_elsewhere_was_lost_and_not_sooner
 
 def test_devices_are_lent_again_once_the_hosts_of_all_others_need_their_devices_for_long() -> None:
     window, before = StepWindow(), told(2_000, elsewhere=2)
-    window.closed(0.0, before, step(before))
+    window.closed(before, step(before))
     busy: dict[str, Any] = {"lent": (False, False, True, True)}
     brief = told(2_000, elsewhere=2, shares=(0.4, 0.4, 1.0, 1.0), **busy)
     assert not window.lends_again(10.0, brief, step(brief)), "they lend again soon"
