@@ -25,6 +25,6 @@ def scripted_app_state(
         slots=RequestSlots(limits),
         directory=scripted_directory(catalog, max_prompt_tokens=limits.prompt_tokens),
         session_limits=sessions,
-        shelf=SessionCache(sessions.shelf_bytes),
+        cache=SessionCache(sessions.shelf_bytes),
         is_leaving=lambda: False,
     )

@@ -57,14 +57,14 @@ async def serve(shutdown: Shutdown, settings: GatewaySettings) -> None:
             max_prompt_tokens=settings.limits.prompt_tokens,
             idle_s=settings.idle_s,
         )
-        shelf = SessionCache(settings.sessions.shelf_bytes)
+        cache = SessionCache(settings.sessions.shelf_bytes)
         state = AppState(
             keys=settings.key_ring(),
             limits=settings.limits,
             slots=RequestSlots(settings.limits),
             directory=directory,
             session_limits=settings.sessions,
-            shelf=shelf,
+            cache=cache,
             request_id_header=settings.door.request_id_header,
             is_leaving=shutdown.requested.is_set,
         )
@@ -75,7 +75,7 @@ async def serve(shutdown: Shutdown, settings: GatewaySettings) -> None:
         shutdown.ready(server.address)
         await shutdown.requested.wait()
         await server.stop()
-        shelf.close()
+        cache.close()
         await directory.close()
     threads.close()
     await asyncio.to_thread(sandbox.close)

@@ -67,13 +67,13 @@ class AppState(Struct, frozen=True, kw_only=True):
     slots: RequestSlots
     directory: RunDirectory
     session_limits: SessionLimits
-    shelf: SessionCache
+    cache: SessionCache
     request_id_header: str = REQUEST_ID  # by which clients come back
     is_leaving: Callable[[], bool]  # whether the gateway takes no more requests
 
     def sessions_of(self, lease: GatewayLease, player: RequestPlayer, key: ClientKey) -> SessionPlayer:
         """The sessions of a key on one run."""
-        return SessionPlayer(self.shelf, lease, player, self.session_limits, key.sessions_of)
+        return SessionPlayer(self.cache, lease, player, self.session_limits, key.sessions_of)
 
     def check_open(self) -> None:
         """Raise `Unavailable` once the gateway shuts down."""

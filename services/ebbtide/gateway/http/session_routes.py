@@ -22,7 +22,6 @@ from ebbtide.gateway.sessions.trace import BranchTrace, CompletionTrace, Session
 from ebbtide.gateway.sessions.turns import names_of, unpack_settings
 from ebbtide.types.ids import MAX_CLIENT_ID, check_client_id, check_id, check_session_name, new_fence
 from ebbtide.types.parse import parse
-from ebbtide.types.run import Sampling
 from ebbtide.types.session import MAX_SESSION_RECORD, Session, SessionState
 
 T = TypeVar("T")
@@ -206,7 +205,7 @@ def turn_body(turn: TurnTrace) -> dict[str, Any]:
         "prompt_mask": turn.sampled.tolist(),
         "unmatched_tokens": record.unmatched,
         "unknown_answers": record.unknown,
-        "sampling": _sampling(unpack_settings(record.settings).sampling),
+        "sampling": unpack_settings(record.settings).distribution(),
         "completions": [_completion(one) for one in turn.completions],
     }
 
@@ -230,13 +229,6 @@ def completions_body(trace: SessionTrace) -> dict[str, Any]:
 
 def _encoded(body: dict[str, Any]) -> msgspec.Raw:
     return msgspec.Raw(_encoder.encode(body))
-
-
-def _sampling(sampling: Sampling) -> dict[str, Any]:
-    """What of it decides the distribution of tokens."""
-    ends = ("min_tokens", "stop_token_ids", "ignore_eos")
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", *ends)
-    return {name: getattr(sampling, name) for name in names}
 
 
 def _completion(one: CompletionTrace) -> dict[str, Any]:

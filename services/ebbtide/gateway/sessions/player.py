@@ -35,9 +35,9 @@ class SessionPlayer:
     """Plays the sessions of one key on one run."""
 
     def __init__(
-        self, shelf: "SessionCache", lease: GatewayLease, player: RequestPlayer, limits: SessionLimits, owner: str
+        self, cache: "SessionCache", lease: GatewayLease, player: RequestPlayer, limits: SessionLimits, owner: str
     ) -> None:
-        self.lease, self._shelf, self._player, self._limits, self._owner = lease, shelf, player, limits, owner
+        self.lease, self._cache, self._player, self._limits, self._owner = lease, cache, player, limits, owner
 
     async def prepare(self, request: TextRequest, key: MeteredKey | None = None) -> "PlayedTurn":
         """Store the turn of a session's request. Opens the session if it is new. `key`: the client's, if it has limits.
@@ -59,7 +59,7 @@ class SessionPlayer:
     @asynccontextmanager
     async def opened(self, name: str, group: str = "") -> AsyncIterator[LiveSession]:
         """A session under its lock, with all turns. It is opened if it is new; raises `AlreadyExists` if it ended."""
-        with self._shelf.used(self.lease, self._player, self.stored_id(name), self._owner) as live:
+        with self._cache.used(self.lease, self._player, self.stored_id(name), self._owner) as live:
             async with live.lock:
                 try:
                     session = await live.catch_up(_PATIENCE_S)
@@ -75,7 +75,7 @@ class SessionPlayer:
     @asynccontextmanager
     async def found(self, name: str) -> AsyncIterator[tuple[LiveSession, Session]]:
         """A session under its lock, as far as it is known. Raises `NotFound` for one that is not this key's."""
-        with self._shelf.used(self.lease, self._player, self.stored_id(name), self._owner) as live:
+        with self._cache.used(self.lease, self._player, self.stored_id(name), self._owner) as live:
             async with live.lock:
                 try:
                     session = await live.catch_up(_PATIENCE_S)
@@ -91,7 +91,7 @@ class SessionPlayer:
         if live.book.last:  # it was here: its end was forgotten meanwhile
             live.session = None
             raise session_ended(name)
-        await self._shelf.count(self.lease, self._owner, self._limits.per_key)
+        await self._cache.count(self.lease, self._owner, self._limits.per_key)
         names = SessionNames(session=name, group=group)
         group_id = session_group(self.lease.run.run_id, self._owner, group) if group else ""
         try:

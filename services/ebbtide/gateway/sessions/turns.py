@@ -5,6 +5,7 @@ prompt, digests by which later prompts find the turn, and how its text is made o
 the answer that a client got. The coordinator keeps records and never opens them.
 """
 
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any, Final, Literal
 
@@ -70,6 +71,12 @@ def unpack_turn(record: bytes) -> TurnRecord:
 
 
 _encoder: Final = msgspec.msgpack.Encoder(order="deterministic")
+#: What of a request decides the distribution of its tokens, and what else the text that is made of them.
+_DISTRIBUTION: Final = (
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
+    *("min_tokens", "stop_token_ids", "ignore_eos"),
+)
+_TEXT: Final = ("n", "stream", "stop", "keep_stop", "skip_special", "parse_tools")
 
 
 class TurnSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -103,29 +110,16 @@ class TurnSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     @property
     def sampling(self) -> Sampling:
         """How its completions are sampled, but for their length."""
-        return Sampling(
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            stop_token_ids=self.stop_token_ids,
-            ignore_eos=self.ignore_eos,
-            min_tokens=self.min_tokens,
-        )
+        return Sampling(**self.distribution())
+
+    def distribution(self) -> dict[str, Any]:
+        """What decides the distribution of its tokens, by the names of `Sampling`."""
+        return _named(self, _DISTRIBUTION)
 
     def asked(self, tools: list[dict[str, Any]] | None) -> TextRequest:
         """A request whose completions become text as those of the stored one did. It has no prompt's content."""
-        return TextRequest(
-            prompts=[_empty_prompt(self, tools)],
-            sampling=self.sampling,
-            n=self.n,
-            stop=self.stop,
-            keep_stop=self.keep_stop,
-            skip_special=self.skip_special,
-            parse_tools=self.parse_tools,
-            stream=self.stream,
-        )
+        prompt = _empty_prompt(self, tools)
+        return TextRequest(prompts=[prompt], sampling=self.sampling, **_named(self, _TEXT))
 
 
 def turn_settings(request: TextRequest) -> TurnSettings:
@@ -135,22 +129,10 @@ def turn_settings(request: TextRequest) -> TurnSettings:
     return TurnSettings(
         request=request_digest(request),
         prompt="chat" if chat else "text" if isinstance(prompt, RawPrompt) else "ids",
-        n=request.n,
-        stream=request.stream,
-        stop=request.stop,
-        keep_stop=request.keep_stop,
-        skip_special=request.skip_special,
-        parse_tools=request.parse_tools,
-        stop_token_ids=request.sampling.stop_token_ids,
-        ignore_eos=request.sampling.ignore_eos,
-        min_tokens=request.sampling.min_tokens,
-        temperature=request.sampling.temperature,
-        top_p=request.sampling.top_p,
-        top_k=request.sampling.top_k,
-        min_p=request.sampling.min_p,
-        repetition_penalty=request.sampling.repetition_penalty,
         template_options=chat.template_options if chat else {},
         tools=chat.tools if chat and request.parse_tools else None,
+        **_named(request, _TEXT),
+        **_named(request.sampling, _DISTRIBUTION),
     )
 
 
@@ -160,6 +142,10 @@ def unpack_settings(data: bytes) -> TurnSettings:
         return msgspec.msgpack.decode(data, type=TurnSettings)
     except (msgspec.MsgspecError, ValueError) as error:
         raise Internal(f"a turn's stored settings cannot be read: {error}") from error
+
+
+def _named(record: msgspec.Struct, names: Sequence[str]) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in names}
 
 
 def _empty_prompt(settings: TurnSettings, tools: list[dict[str, Any]] | None) -> Prompt:

@@ -70,8 +70,8 @@ class Agent:
 
 def another_gateway(state: AppState, catalog: ScriptedCatalog) -> Starlette:
     directory = RunDirectory(cast("RunCatalog", catalog), max_prompt_tokens=state.limits.prompt_tokens)
-    shelf = SessionCache(state.session_limits.shelf_bytes)
-    return make_app(replace(state, directory=directory, shelf=shelf))
+    cache = SessionCache(state.session_limits.shelf_bytes)
+    return make_app(replace(state, directory=directory, cache=cache))
 
 
 @pytest.fixture
@@ -460,14 +460,14 @@ async def test_a_session_that_ended_and_was_forgotten_does_not_begin_again(
 
 
 async def test_books_beyond_the_bound_are_read_again(state: AppState, source: ScriptedSource) -> None:
-    small = replace(state, shelf=SessionCache(kept_bytes=1))
+    small = replace(state, cache=SessionCache(kept_bytes=1))
     agents = [Agent([make_app(small)], f"episode-{number}") for number in range(3)]
     source.answers = [f"answer {number}" for number in range(6)]
     chats = [[user("Hi"), await agent.ask([user("Hi")]), user("more")] for agent in agents]
     for agent, chat in zip(agents, chats, strict=True):
         await agent.ask(chat)
         assert len((await agent.trace())["branches"]) == 1
-    assert len(small.shelf) <= 1
+    assert len(small.cache) <= 1
 
 
 async def left(
