@@ -23,6 +23,7 @@ PLANTED = {
         "services/ebbtide/rollout_worker/engine/planted.py",
         "import ebbtide.rollout_worker.generation.outbox",
     ),
+    "Inside the relay": ("services/ebbtide/weight_relay/library/planted.py", "import ebbtide.weight_relay.serving"),
     "Inside the guard": ("services/ebbtide/serving_guard/loans/planted.py", "import ebbtide.serving_guard.proxy.proxy"),
     "Inside the gateway": (
         "services/ebbtide/gateway/generation/planted.py",
