@@ -50,7 +50,7 @@ class Host:
     def __init__(
         self, attempts: LocalAttempts, lease: Lease, draw: random.Random, taken: Callable[[float], None]
     ) -> None:
-        self._attempts, self._engine, self._draw, self._taken = attempts, attempts._engine, draw, taken
+        self._attempts, self._engine, self._draw, self._taken = attempts, attempts.engine, draw, taken
         self._granted, self._wanted = lease.granted, asyncio.Event()
         self._wanted.set()
         self._spell_s = self._share = self._disturbance = 0.0
