@@ -27,6 +27,7 @@ PLANTED = {
         "services/ebbtide/serving_guard/governor/planted.py",
         "import ebbtide.serving_guard.proxy.proxy",
     ),
+    "Inside the relay": ("services/ebbtide/weight_relay/library/planted.py", "import ebbtide.weight_relay.serving"),
     "Inside the gateway": (
         "services/ebbtide/gateway/sessions/planted.py",
         "import ebbtide.gateway.http.route",
