@@ -15,7 +15,7 @@ from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.scheduling.dispatch.placement import Placement
 from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout
 from ebbtide.scheduling.steps.step_pacing import VersionBounds
-from ebbtide.simulator.world.verl_policy import GroupTurns
+from ebbtide.simulator.world.rival_policies import GroupTurns
 from ebbtide.simulator.world.virtual_coordinator import VirtualCoordinator
 from ebbtide.types.fleet import PROTOCOL_VERSION, EngineInfo, WorkerKind
 from ebbtide.types.run import EnvironmentSpec, RunSpec
