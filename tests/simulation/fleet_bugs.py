@@ -3,7 +3,7 @@
 from typing import Any, Final
 
 from ebbtide.coordinator.appends.append_batcher import AppendBatcher
-from ebbtide.coordinator.dispatcher.worker_allocator import WorkerAllocator
+from ebbtide.coordinator.dispatch.worker_allocator import WorkerAllocator
 from ebbtide.coordinator.failover.run_recovery import RunRecovery
 from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.rpc.server import Server

@@ -13,7 +13,7 @@ from ebbtide.coordinator.api.work_left_reader import WorkLeftReader
 from ebbtide.coordinator.appends.append_streams import AppendStreams
 from ebbtide.coordinator.appends.token_readers import TokenReaders
 from ebbtide.coordinator.coordinator_parts import CoordinatorParts
-from ebbtide.coordinator.dispatcher.dispatcher import Dispatcher
+from ebbtide.coordinator.dispatch.dispatcher import Dispatcher
 from ebbtide.coordinator.failover.election import Election
 from ebbtide.coordinator.failover.run_recovery import RunRecovery
 from ebbtide.coordinator.failover.store_incarnations import StoreIncarnations

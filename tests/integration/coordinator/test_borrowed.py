@@ -9,7 +9,7 @@ from typing import Any, Final
 import pytest
 
 from ebbtide.coordinator.fleet import release_requests, worker_health
-from ebbtide.scheduling.dispatch import reclaim_risk
+from ebbtide.coordinator.rules import move_costs
 from ebbtide.types.end_cause import EndCause
 from ebbtide.types.run import BorrowSpec
 from ebbtide.types.tokens import TOKEN_BYTES
@@ -278,7 +278,7 @@ class Mill:
 async def test_however_often_hosts_are_taken_back_no_token_is_lost_and_every_rollout_ends_once(
     cluster: Any, monkeypatch: pytest.MonkeyPatch, steady: int, rollouts: int
 ) -> None:
-    monkeypatch.setattr(reclaim_risk, "SHORT_S", 0.1)
+    monkeypatch.setattr(move_costs, "SHORT_S", 0.1)
     made, run, length = Counter[str](), await cluster.run(), 24
     mills = [
         Mill(await lent(cluster, f"lent{number}", slots=6), length, made, random.Random(number)) for number in range(4)
@@ -314,7 +314,7 @@ async def test_however_often_hosts_are_taken_back_no_token_is_lost_and_every_rol
 async def test_what_a_trainer_waits_for_leaves_its_device_at_once(
     cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reclaim_risk, "SHORT_S", 1_000.0)
+    monkeypatch.setattr(move_costs, "SHORT_S", 1_000.0)
     _, worker = await busy(cluster)
     steady = await cluster.worker("steady")
     await says(worker, granted=False, spell_s=0.0)

@@ -4,7 +4,7 @@ import asyncio
 import time
 from typing import Any
 
-from ebbtide.coordinator.dispatcher import unserved_work
+from ebbtide.coordinator.dispatch import unserved_work
 from ebbtide.errors import NotFound
 from ebbtide.scheduling.health import flapping
 from ebbtide.types.end_cause import EndCause

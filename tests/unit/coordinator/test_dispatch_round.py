@@ -95,7 +95,7 @@ def test_what_decides_reads_no_clock_but_the_one_that_the_state_was_given() -> N
     }
     readers = {
         path.relative_to(ROOT).as_posix()
-        for room in ("state", "dispatcher", "fleet")
+        for room in ("state", "dispatch", "rules", "fleet")
         for path in (ROOT / room).glob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Import) and any(name.name == "time" for name in node.names)

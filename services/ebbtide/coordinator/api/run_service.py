@@ -14,14 +14,14 @@ from ebbtide.coordinator.api.run_outlooks import run_outlook
 from ebbtide.coordinator.api.run_quota import RunQuota
 from ebbtide.coordinator.coordinator_parts import CoordinatorParts
 from ebbtide.coordinator.list_pace import paced
+from ebbtide.coordinator.rules.fair_share import check_floor
+from ebbtide.coordinator.rules.move_costs import MoveLedger
 from ebbtide.coordinator.state.coordinator_state import StoreIncarnation
 from ebbtide.coordinator.state.notifier import follow
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.errors import InvalidRequest, LeaseSuperseded, NotFound, NotReady
 from ebbtide.rpc.caller_turns import stream_turn
 from ebbtide.rpc.run_endings import EndedRun, RunsEnded, check_held
-from ebbtide.scheduling.dispatch.move_ledger import MoveLedger
-from ebbtide.scheduling.fair_share.shares import check_floor
 from ebbtide.scheduling.steps.run_claims import ClaimableRun, choose
 from ebbtide.store.unexpected_data import UNEXPECTED
 from ebbtide.types.fleet import WorkerKind

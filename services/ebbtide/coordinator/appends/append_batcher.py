@@ -15,6 +15,7 @@ from typing import Final
 from ebbtide.coordinator import metrics
 from ebbtide.coordinator.appends.stream_attempts import FoundAttempts
 from ebbtide.coordinator.appends.token_readers import TokenReaders
+from ebbtide.coordinator.rules.overload import Work
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.notifier import Notifier
 from ebbtide.coordinator.state.run_state import RunState
@@ -22,7 +23,6 @@ from ebbtide.coordinator.state.running_attempt import OrphanedAttempt, RunningAt
 from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.errors import NotFound, StoreUnavailable
 from ebbtide.rpc.backoff import pauses
-from ebbtide.scheduling.health.overload import Work
 from ebbtide.store.rollout_rows import EndReason
 from ebbtide.store.store import Store
 from ebbtide.store.unexpected_data import UNEXPECTED

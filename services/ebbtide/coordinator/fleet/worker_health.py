@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from math import inf
 from typing import Final, NamedTuple
 
+from ebbtide.coordinator.rules.liveness import JUDGE_EVERY_S, Liveness
+from ebbtide.coordinator.rules.overload import HeartbeatDelay
 from ebbtide.coordinator.state.worker_reports import HeartbeatReport
 from ebbtide.coordinator.state.worker_session import WorkerSession
-from ebbtide.scheduling.health.liveness import JUDGE_EVERY_S, Liveness
-from ebbtide.scheduling.health.overload import HeartbeatDelay
 from ebbtide.scheduling.health.token_progress import FLOOR_S, PAUSE_S, TokenProgress, WorkerActivity
 
 #: A worker that hands back nothing for so long, though asked several times, is stuck.

@@ -17,6 +17,8 @@ from ebbtide.coordinator.fleet.closing_sessions import DRAIN_S, ClosingSessions
 from ebbtide.coordinator.fleet.engine_changes import may_change, refused
 from ebbtide.coordinator.fleet.worker_health import SuspectWorker, WorkerHealth
 from ebbtide.coordinator.fleet.worker_trust import WorkerTrust
+from ebbtide.coordinator.rules.overload import Work
+from ebbtide.coordinator.rules.placement import blames
 from ebbtide.coordinator.settings import CoordinatorSettings
 from ebbtide.coordinator.state.attempt_adoption import adopt
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
@@ -33,8 +35,6 @@ from ebbtide.coordinator.state.worker_reports import (
 )
 from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.errors import NotFound, NotReady
-from ebbtide.scheduling.dispatch.attempt_endings import blames
-from ebbtide.scheduling.health.overload import Work
 from ebbtide.store.rollout_rows import EndReason
 from ebbtide.types.end_cause import EndCause
 from ebbtide.types.fleet import PROTOCOL_VERSION, AttemptRef, EngineInfo, Worker, WorkerState, check_attempt

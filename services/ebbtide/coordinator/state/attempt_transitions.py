@@ -15,6 +15,7 @@ import msgspec
 
 from ebbtide import telemetry
 from ebbtide.coordinator import metrics
+from ebbtide.coordinator.rules.placement import Placement, dead_letter_message
 from ebbtide.coordinator.state.attempt_records import draft_group, due_orphans, queued_again, started
 from ebbtide.coordinator.state.client_writes import ClientWrites
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
@@ -25,8 +26,6 @@ from ebbtide.coordinator.state.running_attempt import RunningAttempt
 from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.errors import LeaseSuperseded, NotFound, StoreUnavailable
 from ebbtide.rpc.run_endings import EndedRun
-from ebbtide.scheduling.dispatch.attempt_endings import dead_letter_message
-from ebbtide.scheduling.dispatch.placement import Placement
 from ebbtide.store.rollout_rows import EndedAttempt, EndReason, PlacedRollout, RequeuedRollout
 from ebbtide.store.store import Store
 from ebbtide.store.unexpected_data import UNEXPECTED, WritesRefused

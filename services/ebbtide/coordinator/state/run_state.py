@@ -14,6 +14,9 @@ from collections.abc import Set as AbstractSet
 from contextlib import asynccontextmanager, contextmanager
 from typing import ClassVar, Final
 
+from ebbtide.coordinator.rules.move_costs import MoveLedger
+from ebbtide.coordinator.rules.rollout_queue import GroupPlaces, QueuedRollout, RolloutQueue
+from ebbtide.coordinator.rules.turn_routing import CachedPrefixes, Prefixes
 from ebbtide.coordinator.state.dispatch_wakeups import DispatchWakeups
 from ebbtide.coordinator.state.fault_pause import FaultPause
 from ebbtide.coordinator.state.run_tail import RunTail
@@ -25,10 +28,6 @@ from ebbtide.coordinator.state.running_attempt import (
 )
 from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.errors import LeaseSuperseded, StoreUnavailable
-from ebbtide.scheduling.dispatch.group_places import GroupPlaces
-from ebbtide.scheduling.dispatch.move_ledger import MoveLedger
-from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout, RolloutQueue
-from ebbtide.scheduling.dispatch.turns.cached_prefixes import CachedPrefixes, Prefixes
 from ebbtide.scheduling.elastic.ended_responses import EndedResponses
 from ebbtide.store.rollout_rows import EndReason
 from ebbtide.store.unexpected_data import UNEXPECTED, WritesRefused

@@ -15,11 +15,11 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from ebbtide.coordinator.rules.move_costs import LentHost
 from ebbtide.coordinator.state.dispatch_wakeups import DispatchWakeups
 from ebbtide.coordinator.state.running_attempt import RunningAttempt
 from ebbtide.coordinator.state.session_index import SessionIndex
 from ebbtide.coordinator.state.worker_reports import AttachReport, HeartbeatReport
-from ebbtide.scheduling.dispatch.reclaim_risk import LentHost
 from ebbtide.scheduling.steps.step_pacing import VersionBounds
 from ebbtide.types.fleet import AttemptRef, EngineInfo, FlushPace, FlushWindow, WorkerKind, WorkerState
 from ebbtide.types.weights import PolicyVersion

@@ -6,15 +6,15 @@ Rivals know one run. Their rules are handed the coordinator's state, and change 
 from collections.abc import Sequence
 from typing import Final
 
-from ebbtide.coordinator.dispatcher.install_sender import InstallSender
+from ebbtide.coordinator.dispatch.installs import InstallSender
 from ebbtide.coordinator.fleet.engine_changes import EngineChanges
+from ebbtide.coordinator.rules.host_view import admits
+from ebbtide.coordinator.rules.placement import Placement
+from ebbtide.coordinator.rules.rollout_queue import QueuedRollout
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.running_attempt import RunningAttempt
 from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.errors import InvalidRequest
-from ebbtide.scheduling.dispatch.host_view import admits
-from ebbtide.scheduling.dispatch.placement import Placement
-from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout
 from ebbtide.simulator.world.virtual_coordinator import Decider, VirtualCoordinator
 
 #: How often a rival looks without a change: RLBoost's public code polls its engines about as often.

@@ -14,22 +14,31 @@ from typing import Final
 import msgspec
 
 from ebbtide import telemetry
-from ebbtide.coordinator.dispatcher.prefill_speeds import PrefillSpeeds
-from ebbtide.coordinator.dispatcher.rebalancer import Rebalancer
+from ebbtide.coordinator.dispatch.rebalancer import Rebalancer
+from ebbtide.coordinator.dispatch.speeds import PrefillSpeeds
 from ebbtide.coordinator.fleet.engine_changes import EngineChanges
 from ebbtide.coordinator.fleet.release_requests import free, remind
 from ebbtide.coordinator.fleet.worker_trust import WorkerTrust
+from ebbtide.coordinator.rules.fair_share import (
+    REST,
+    Demand,
+    LeftRun,
+    RunDue,
+    ShareAccounts,
+    WorkerDemand,
+    WorkerPost,
+    allot,
+    change_reason,
+    entitled,
+    turn_s,
+)
+from ebbtide.coordinator.rules.move_costs import COSTS, finishes_first
+from ebbtide.coordinator.rules.overload import Work
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.run_events import RunEvents
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.running_attempt import RunningAttempt
 from ebbtide.coordinator.state.worker_session import WorkerSession
-from ebbtide.scheduling.dispatch.move_costs import COSTS, finishes_first
-from ebbtide.scheduling.fair_share.allotment import WorkerPost, allot, turn_s
-from ebbtide.scheduling.fair_share.change_reasons import LeftRun, change_reason
-from ebbtide.scheduling.fair_share.share_accounts import REST, RunDue, ShareAccounts, WorkerDemand
-from ebbtide.scheduling.fair_share.shares import Demand, entitled
-from ebbtide.scheduling.health.overload import Work
 from ebbtide.types.run import RunEvent, RunShare
 
 log = telemetry.get_logger(__name__)

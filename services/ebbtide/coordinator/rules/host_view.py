@@ -4,7 +4,7 @@ from math import inf
 
 from msgspec import Struct
 
-from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout
+from ebbtide.coordinator.rules.rollout_queue import QueuedRollout
 from ebbtide.scheduling.steps.step_pacing import VersionBounds
 
 

@@ -1,6 +1,6 @@
 """Places queued rollouts in queue order: at the worker that a move chose, else by what workers' caches have of the
-episode (`turns/turn_routing.py`), else where they will run fastest. Long rollouts prefer fast workers, and steady ones
-to those that are borrowed or often lost.
+episode (`turns/turn_routing.py`), else where they will run fastest. Long rollouts prefer fast workers, and steady
+ones to those that are borrowed or often lost.
 
 After a loss what is read again is the cost. Such rollouts are spread by what each engine has still to read, those with
 most tokens to come first; where a sibling runs, its prompt need not be read (`siblings`).
@@ -13,20 +13,19 @@ learnt speeds instead of their queue lengths alone.
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from heapq import heapify, heappop, heappush
-from itertools import chain
+from itertools import chain, islice
 from math import inf
 from operator import attrgetter
 from statistics import median
 from typing import Final, NamedTuple, TypeAlias
 
-from ebbtide.scheduling.dispatch.borrowed_places import BorrowedPlace, exchanged
-from ebbtide.scheduling.dispatch.host_view import HostView, fits, may_take, serves
-from ebbtide.scheduling.dispatch.mixed_fleet.length_match import matched
-from ebbtide.scheduling.dispatch.move_costs import COSTS, MoveCosts
-from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout, RolloutQueue
-from ebbtide.scheduling.dispatch.turns.cached_prefixes import Prefixes
-from ebbtide.scheduling.dispatch.turns.turn_routing import TERMS, TurnRouter, TurnTerms
+from ebbtide.coordinator.rules.host_view import HostView, fits, may_take, serves
+from ebbtide.coordinator.rules.move_costs import COSTS, MoveCosts, risk_s
+from ebbtide.coordinator.rules.rollout_queue import QueuedRollout, RolloutQueue
+from ebbtide.coordinator.rules.turn_routing import TERMS, Prefixes, TurnRouter, TurnTerms
 from ebbtide.scheduling.steps.step_pacing import VersionBounds
+from ebbtide.types.end_cause import EndCause
+from ebbtide.types.text_bounds import MAX_EVENT_BYTES, shortened
 
 
 class Placement(NamedTuple):
@@ -371,3 +370,157 @@ def _moved_to(one: QueuedRollout, fit: Mapping[str, _Room]) -> _Room | None:
     if not one.prefer:
         return None
     return next((room for room in fit.values() if one.prefer in (room.host.worker_id, room.host.name)), None)
+
+
+#: Queued rollouts after the last placed one that are considered.
+_BEHIND: Final = 32
+#: A displaced rollout waits no longer than this for a steady worker: the longest rollouts decide when a step ends.
+_PATIENCE_S: Final = 10.0
+#: A rollout takes another's place if its risk is below this share of the other's, by at least so many seconds.
+_LESS: Final = 0.8
+_LESS_S: Final = 0.05
+
+
+class BorrowedPlace(NamedTuple):
+    one: QueuedRollout
+    host: HostView
+    bound: bool  # it needs this very host, for its prefix cache or a move
+
+
+def exchanged(
+    places: Sequence[BorrowedPlace],
+    behind: Iterator[QueuedRollout],
+    hosts: Sequence[HostView],
+    rest: Callable[[QueuedRollout], float],
+    now: float,
+) -> list[BorrowedPlace]:
+    """The places, with those on risky hosts given to the least at risk. Each host gets as many as before.
+
+    Gives the places of risky hosts, which are borrowed or often lost, to the rollouts that risk least, among those
+    placed in a round and the next in the queue. Long rollouts go to steady hosts, or wait for one: they are most likely
+    to be interrupted, and cost most to move.
+    """
+    made = list(places)
+    lent = [at for at, place in enumerate(places) if place.host.risky and _free(place)]
+    if not lent:
+        return made
+    common = places[lent[0]].host
+    steady = [host for host in hosts if not host.risky and not host.shut]
+    risks = {at: _risk_s(places[at].one, common, rest) for at in lent}
+    others: list[tuple[float, int, QueuedRollout]] = [
+        (_risk_s(place.one, common, rest), at, place.one)
+        for at, place in enumerate(places)
+        if not place.host.risky and _free(place)
+    ]
+    if steady:
+        first = len(places)
+        waiting = (one for one in islice(behind, _BEHIND) if not one.no_progress and not one.prefer)
+        others += [(_risk_s(one, common, rest), first + number, one) for number, one in enumerate(waiting)]
+    others.sort(key=lambda item: item[:2])
+    for at in sorted(lent, key=lambda at: (-risks[at], at)):
+        patient = now - places[at].one.since < _PATIENCE_S
+        found = _taker(places[at], risks[at], others, places, steady if patient else [])
+        if found is None:
+            continue
+        _, number, one = others.pop(found)
+        made[at] = BorrowedPlace(one, places[at].host, bound=False)
+        if number < len(places):
+            made[number] = BorrowedPlace(places[at].one, places[number].host, bound=False)
+    return made
+
+
+def _taker(
+    place: BorrowedPlace,
+    risk: float,
+    others: Sequence[tuple[float, int, QueuedRollout]],
+    places: Sequence[BorrowedPlace],
+    steady: Sequence[HostView],
+) -> int | None:
+    """The rollout (index of `others`) to take the place, if worth it. `steady`: where the present one may wait."""
+    for found, (less, number, one) in enumerate(others):
+        if less > _LESS * risk or risk - less < _LESS_S:
+            return None
+        if not may_take(one, place.host):
+            continue
+        if number < len(places):
+            if may_take(place.one, places[number].host):
+                return found
+        elif one.priority == place.one.priority and any(may_take(place.one, host) for host in steady):
+            return found
+    return None
+
+
+def _free(place: BorrowedPlace) -> bool:
+    return not place.bound and not place.one.no_progress
+
+
+def _risk_s(one: QueuedRollout, host: HostView, rest: Callable[[QueuedRollout], float]) -> float:
+    rate, prefill = host.rate, host.prefill
+    return risk_s(one.length, rest(one), rate=rate, spell_s=host.spell_s, prefill=prefill, found_s=host.found_s)
+
+
+#: A worker is faster, and a rollout longer, if it is so by this factor.
+_CLEARLY: Final = 1.25
+
+
+def matched(places: Sequence[BorrowedPlace], rest: Callable[[QueuedRollout], float]) -> list[BorrowedPlace]:
+    """The places, where longer rollouts have taken those of shorter ones at faster workers. Each worker gets as many as
+    before. `rest`: tokens that a rollout will probably still make.
+
+    Rollouts that need their very worker stay, and interactive ones.
+
+    Gives the longest of the rollouts that are placed in one round to the fastest of their workers.
+
+    A step ends with its last rollout, so a slow worker gets no long work where a faster one has a place: of two
+    rollouts that change places, the later end comes sooner. Only clear differences count: expected lengths are means of
+    wide distributions, and rollouts of which nothing is known yet all look alike.
+    """
+    made = list(places)
+    free = [at for at, place in enumerate(places) if _may_swap(place)]
+    speeds = {at: _speed(places[at].host) for at in free}
+    if not free or max(speeds.values()) <= _CLEARLY * min(speeds.values()):
+        return made
+    rests = {at: rest(places[at].one) for at in free}
+    slow = sorted(free, key=lambda at: (-rests[at], at))
+    short = sorted(free, key=lambda at: (rests[at], at))
+    moved = set[int]()
+    for at in slow:
+        if at in moved:
+            continue
+        for other in short:
+            if rests[at] <= _CLEARLY * rests[other]:
+                break
+            if other in moved or speeds[other] <= _CLEARLY * speeds[at]:
+                continue
+            if may_take(places[at].one, places[other].host) and may_take(places[other].one, places[at].host):
+                made[at] = BorrowedPlace(places[other].one, places[at].host, bound=False)
+                made[other] = BorrowedPlace(places[at].one, places[other].host, bound=False)
+                moved |= {at, other}
+                break
+    return made
+
+
+def _may_swap(place: BorrowedPlace) -> bool:
+    one = place.one
+    return not (place.bound or one.no_progress or one.interactive)
+
+
+def _speed(host: HostView) -> float:
+    return host.rate * host.share
+
+
+#: Causes that may lie with the rollout itself.
+_BLAMING: Final = frozenset({EndCause.FAILED, EndCause.WORKER_LOST, EndCause.WORKER_SUSPECTED})
+
+
+def blames(cause: EndCause) -> bool:
+    """Whether an attempt that ended for `cause`, without a new token, counts against its rollout."""
+    return cause in _BLAMING
+
+
+def dead_letter_message(no_progress: int, evidence: str, *, limit: int) -> str | None:
+    """The message of the dead letter that a rollout becomes after `limit` attempts in a row without a new token."""
+    if no_progress < limit:
+        return None
+    message = f"{no_progress} attempts in a row ended without a new token: {evidence.rstrip('; ')}"
+    return shortened(message, MAX_EVENT_BYTES // 2)  # it travels in an event

@@ -22,13 +22,12 @@ from typing import Final, NamedTuple, Protocol, cast
 import numpy as np
 from msgspec import Struct
 
-from ebbtide.scheduling.dispatch.host_view import HostView, may_take
-from ebbtide.scheduling.dispatch.move_costs import COSTS, MoveCosts
-from ebbtide.scheduling.dispatch.placement import pending_limit
-from ebbtide.scheduling.dispatch.reclaim_risk import risk_s
-from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout
-from ebbtide.scheduling.dispatch.speed_curves import LOADS
-from ebbtide.scheduling.dispatch.step_finish import EngineTerms, StepFinish
+from ebbtide.coordinator.dispatch.speeds import LOADS
+from ebbtide.coordinator.dispatch.step_finish import EngineTerms, StepFinish
+from ebbtide.coordinator.rules.host_view import HostView, may_take
+from ebbtide.coordinator.rules.move_costs import COSTS, MoveCosts, risk_s
+from ebbtide.coordinator.rules.placement import pending_limit
+from ebbtide.coordinator.rules.rollout_queue import QueuedRollout
 from ebbtide.scheduling.long_tail.length_learner import LengthCurve
 
 #: A rollout is stuck if it starts so much later than its prefill, and those before it, would take.

@@ -1,7 +1,8 @@
-"""Orders the queued rollouts of one run: by priority, then by the place of the group, then by their own place. So a
-re-queued rollout returns to its place, and what a started group still lacks (later turns, retries) comes before later
-groups: groups are completed in order, and none starves. A run may rank its training rollouts by forecasts of lengths:
-then their rank counts before the place of the group (`long_tail/start_ranks.py`).
+"""Orders the queued rollouts of one run: by priority, then by the place of the group, then by their own place.
+
+So a re-queued rollout returns to its place, and what a started group still lacks (later turns, retries) comes before
+later groups: groups are completed in order, and none starves. A run may rank its training rollouts by forecasts of
+lengths: then their rank counts before the place of the group (`long_tail/start_ranks.py`).
 
 Evaluation has a queue of its own, and so have requests of gateways' clients. Requests take turns with all other
 rollouts, and evaluation with training in the turns that are left, both by start-time fair queueing (Goyal, Vin and
@@ -276,3 +277,36 @@ def _kind(one: QueuedRollout) -> _Kind:
 
 def _other(kind: _Kind) -> _Kind:
     return _Kind.TRAINING if kind is _Kind.EVALUATION else _Kind.EVALUATION
+
+
+#: Groups that are remembered.
+_GROUPS: Final = 1 << 16
+
+
+class GroupPlaces:
+    """Remembers the place in the queue that each group has: that of its first rollout.
+
+    So rollouts that come later, such as an episode's next turn, wait where their group does.
+
+    Invariant: a group is known from its first rollout on, until nothing of it is open; of too many, those that were
+    asked for last. Lost with the process: a group then has the place of its first rollout that is still open.
+    """
+
+    def __init__(self, memory: int = _GROUPS) -> None:
+        self._memory = memory
+        self._places: dict[str, int] = {}  # by group
+        self._groups: dict[int, str] = {}  # by place
+
+    def of(self, group_id: str, place: int) -> int:
+        """The group's place: `place`, if this is its first rollout."""
+        found = self._places[group_id] = self._places.pop(group_id, place)
+        self._groups[found] = group_id
+        if len(self._places) > self._memory:
+            self.forget(next(iter(self._places.values())))
+        return found
+
+    def forget(self, place: int) -> None:
+        """Note that nothing of the group at this place is open."""
+        group_id = self._groups.pop(place, None)
+        if group_id is not None:
+            del self._places[group_id]

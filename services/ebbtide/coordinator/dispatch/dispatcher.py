@@ -11,16 +11,22 @@ from typing import Final
 
 from ebbtide import telemetry
 from ebbtide.coordinator import metrics
-from ebbtide.coordinator.dispatcher.dispatch_round import DispatchRound
-from ebbtide.coordinator.dispatcher.round_deeds import DeadLetters, Deed, RunFailure, SlotFill
+from ebbtide.coordinator.dispatch.dispatch_round import (
+    TICK_S,
+    DeadLetters,
+    Deed,
+    DispatchRound,
+    RunFailure,
+    SlotFill,
+    gather_s,
+)
 from ebbtide.coordinator.failover.run_recovery import RunRecovery
 from ebbtide.coordinator.fleet.worker_registry import WorkerRegistry
+from ebbtide.coordinator.rules.overload import Work
 from ebbtide.coordinator.state.attempt_transitions import AttemptTransitions
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.errors import StoreUnavailable
-from ebbtide.scheduling.dispatch.round_pacing import TICK_S, gather_s
-from ebbtide.scheduling.health.overload import Work
 from ebbtide.types.rollout import DropReason
 from ebbtide.types.run import RunStatus
 

@@ -14,14 +14,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ebbtide import telemetry
-from ebbtide.coordinator.dispatcher.fleet_speeds import FleetSpeeds
-from ebbtide.coordinator.state.coordinator_state import CoordinatorState
-from ebbtide.coordinator.state.run_state import RunState
-from ebbtide.coordinator.state.running_attempt import RunningAttempt
-from ebbtide.coordinator.state.worker_reports import HeartbeatReport
-from ebbtide.coordinator.state.worker_session import WorkerSession
-from ebbtide.scheduling.dispatch.host_view import HostView, may_take
-from ebbtide.scheduling.dispatch.rollout_moves import (
+from ebbtide.coordinator.dispatch.moves import (
     EngineLoad,
     MovePromise,
     MoveSearch,
@@ -29,7 +22,14 @@ from ebbtide.scheduling.dispatch.rollout_moves import (
     RunningRollout,
     rebalance,
 )
-from ebbtide.scheduling.dispatch.throughput import WorkerThroughput
+from ebbtide.coordinator.dispatch.speeds import FleetSpeeds
+from ebbtide.coordinator.rules.host_view import HostView, may_take
+from ebbtide.coordinator.state.coordinator_state import CoordinatorState
+from ebbtide.coordinator.state.run_state import RunState
+from ebbtide.coordinator.state.running_attempt import RunningAttempt
+from ebbtide.coordinator.state.worker_reports import HeartbeatReport
+from ebbtide.coordinator.state.worker_session import WorkerSession
+from ebbtide.scheduling.throughput import WorkerThroughput
 from ebbtide.types.fleet import AttemptRef, WorkerState
 
 log = telemetry.get_logger(__name__)

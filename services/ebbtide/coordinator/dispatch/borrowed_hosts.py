@@ -18,16 +18,16 @@ from typing import Final, NamedTuple
 from msgspec import Struct
 
 from ebbtide import telemetry
-from ebbtide.coordinator.dispatcher.prefill_speeds import PrefillSpeeds
-from ebbtide.coordinator.dispatcher.rebalancer import Rebalancer
+from ebbtide.coordinator.dispatch.rebalancer import Rebalancer
+from ebbtide.coordinator.dispatch.speeds import PrefillSpeeds
 from ebbtide.coordinator.fleet.release_requests import free
+from ebbtide.coordinator.rules.host_view import HostView, may_take
+from ebbtide.coordinator.rules.move_costs import leaving
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.run_events import RunEvents
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.worker_session import WorkerSession
-from ebbtide.scheduling.dispatch.host_view import HostView, may_take
-from ebbtide.scheduling.dispatch.reclaim_risk import leaving
-from ebbtide.scheduling.dispatch.throughput import WorkerThroughput
+from ebbtide.scheduling.throughput import WorkerThroughput
 from ebbtide.types.fleet import WorkerState
 
 #: A host is borrowed for at least so long before its cost, a recent mean, counts.

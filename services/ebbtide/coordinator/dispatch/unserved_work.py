@@ -6,20 +6,19 @@ again.
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from ebbtide import telemetry
-from ebbtide.coordinator.dispatcher.round_deeds import DeadLetters, Deed, RunFailure
+from ebbtide.coordinator.dispatch.installs import fits_nowhere, unservable
 from ebbtide.coordinator.fleet.engine_changes import EngineChanges
 from ebbtide.coordinator.fleet.worker_registry import SCORERS
 from ebbtide.coordinator.fleet.worker_trust import WorkerTrust
+from ebbtide.coordinator.rules.placement import outlived, outsized
+from ebbtide.coordinator.rules.rollout_queue import unscored
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.run_events import RunEvents
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.worker_session import WorkerSession
-from ebbtide.scheduling.dispatch.placement import outlived, outsized
-from ebbtide.scheduling.dispatch.rollout_queue import unscored
-from ebbtide.scheduling.dispatch.target_versions import fits_nowhere, unservable
 from ebbtide.types.run import RunEvent
 
 log = telemetry.get_logger(__name__)
@@ -31,6 +30,20 @@ _SCORER_GRACE_S: Final = 30.0
 _LACKING_S: Final = 1.0
 
 
+class DeadLetters(NamedTuple):
+    """Rollouts to end as dead letters, if they are still queued: (rollout, why)."""
+
+    run: RunState
+    letters: Sequence[tuple[str, str]]
+
+
+class RunFailure(NamedTuple):
+    """A run to end as failed."""
+
+    run: RunState
+    message: str
+
+
 class UnservedWork:
     def __init__(
         self, state: CoordinatorState, trust: WorkerTrust, changes: EngineChanges, run_events: RunEvents
@@ -40,7 +53,7 @@ class UnservedWork:
         #: Run and what it lacks -> since when; inf after its warning.
         self._lacking: dict[tuple[str, str], float] = {}
 
-    def deeds(self, run: RunState, now: float, *, measure: bool) -> Iterator[Deed]:
+    def deeds(self, run: RunState, now: float, *, measure: bool) -> Iterator[DeadLetters | RunFailure]:
         """The run's end if no worker can install its weights; else the dead letters of its queue. `measure`: also of
         rollouts that are too long, or to be scored where nobody scores; and look for longer contexts.
         """
