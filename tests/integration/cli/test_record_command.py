@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from ebbtide.cli.simulation import fetch_recording
 from ebbtide.errors import NotFound, NotReady
+from ebbtide.lab_commands.simulation import fetch_recording
 from ebbtide.simulator.recording.recorded_work import known_turns
 from ebbtide.simulator.recording.recording_file import read_record
 from ebbtide.types.tokens import unpack_ids

@@ -11,8 +11,8 @@ import pytest
 from msgspec.structs import replace
 
 from ebbtide.cli.__main__ import main
-from ebbtide.cli.simulation import SimulateOptions, run
 from ebbtide.errors import EbbtideError, InvalidRequest
+from ebbtide.lab_commands.simulation import SimulateOptions, run
 from ebbtide.simulator.engines.known_hardware import GPUS, MODELS
 from ebbtide.simulator.simulate import SeedTask
 from tests.fakes import stub_simulation

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 
-from ebbtide.cli.simulation import SimulationScreen, print_simulation, progress_text, simulation_table
+from ebbtide.lab_commands.simulation import SimulationScreen, print_simulation, progress_text, simulation_table
 from ebbtide.simulator.outcome import SimulationProgress
 from ebbtide.simulator.report.scenario_figures import figures
 from tests.fakes.simulated_outcomes import empty_outcome, outcome

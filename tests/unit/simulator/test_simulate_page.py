@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import Final
 
-from ebbtide.cli.commands.simulate_commands import simulate
+from ebbtide.lab_commands.simulate_commands import simulate
 from ebbtide.simulator.scenario.reading.scenario_reader import parse_scenario
 
 ROOT: Final = Path(__file__).parents[3]

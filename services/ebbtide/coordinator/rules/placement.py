@@ -1,5 +1,5 @@
 """Places queued rollouts in queue order: at the worker that a move chose, else by what workers' caches have of the
-episode (`turns/turn_routing.py`), else where they will run fastest. Long rollouts prefer fast workers, and steady
+episode (`turn_routing.py`), else where they will run fastest. Long rollouts prefer fast workers, and steady
 ones to those that are borrowed or often lost.
 
 After a loss what is read again is the cost. Such rollouts are spread by what each engine has still to read, those with

@@ -28,9 +28,9 @@ def engine(
 ) -> None:
     """Measure a vLLM engine, booted as a rollout-worker boots it. Further options are those of that program, such as
     --slots and --vllm-threads. Nothing else should run on its processors or GPUs meanwhile."""
-    from ebbtide.cli import profiling
+    from ebbtide.profiling import profiles
 
-    profiling.profile_engine(model, out, minutes=minutes, device=device, options=context.args)
+    profiles.profile_engine(model, out, minutes=minutes, device=device, options=context.args)
 
 
 @profile.command()
@@ -47,8 +47,8 @@ def trainer(
     device: Device = "",
 ) -> None:
     """Measure one rank of the built-in trainer on made-up samples. Nothing else should run beside it."""
-    from ebbtide.cli import profiling
+    from ebbtide.profiling import profiles
 
-    profiling.profile_trainer(
+    profiles.profile_trainer(
         spec, out, model=model, minutes=minutes, prompt_tokens=prompt_tokens, threads=threads, on=on, device=device
     )

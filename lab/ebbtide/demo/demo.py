@@ -58,7 +58,7 @@ class DemoOptions(Struct, frozen=True, kw_only=True):
 
 def demo_spec(options: DemoOptions) -> RunSpec:
     """Returns the run to submit. Raises `InvalidRequest` naming the field."""
-    text = files("ebbtide.demo").joinpath("demo.toml").read_text() if options.spec is None else None
+    text = files("ebbtide.local_cluster").joinpath("demo.toml").read_text() if options.spec is None else None
     tree = tomllib.loads(text) if text is not None else to_mapping(read_spec(str(options.spec)))
     changes: dict[tuple[str, ...], Any] = {
         ("seed",): options.seed,

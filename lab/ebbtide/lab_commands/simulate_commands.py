@@ -40,13 +40,13 @@ def simulate(
     The decisions are those of a live cluster; engines, links, prices and failures are models.
     """
     if show:
-        from ebbtide.cli.simulation import example_table, model_table
         from ebbtide.cli.views.tables import print_table
+        from ebbtide.lab_commands.simulation import example_table, model_table
 
         print_table(model_table())
         print_table(example_table())
         return
-    from ebbtide.cli.simulation import SimulateOptions, run
+    from ebbtide.lab_commands.simulation import SimulateOptions, run
 
     options = SimulateOptions(
         scenario=scenario, compare=tuple(compare or ()), recording=recording, seed=seed, seeds=seeds, jobs=jobs,
@@ -66,7 +66,7 @@ def record(
 
     The store has a run's newest attempts only. Record before the run's data expires.
     """
-    from ebbtide.cli.simulation import fetch_recording, write_recording
+    from ebbtide.lab_commands.simulation import fetch_recording, write_recording
 
     recorded = with_client(lambda client: fetch_recording(client, run_id), coordinator, token_file, relay=relay)
     typer.echo(write_recording(recorded, file))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from msgspec.structs import replace
 
-from ebbtide.trainer.learning.measured_learning import LearnerWork, TrainerMeasurements
+from ebbtide.profiling.measured_learning import LearnerWork, TrainerMeasurements
 from ebbtide.trainer.learning.sample_deal import micro_parts, minibatches
 from ebbtide.types.run import RunSpec
 

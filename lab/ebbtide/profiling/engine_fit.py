@@ -6,9 +6,9 @@ from typing import Final
 import numpy as np
 
 from ebbtide.errors import InvalidRequest
-from ebbtide.rollout_worker.engine.measuring import EngineMeasurements, MeasuredSteps
+from ebbtide.profiling.engine_measuring import EngineMeasurements, MeasuredSteps
+from ebbtide.profiling.non_negative_fit import Array, fit_costs, fit_errors
 from ebbtide.simulator.engines.engine_profile import EngineDelays, EngineProfile, FitErrors, KvCapacity, StepCosts
-from ebbtide.simulator.engines.fits.non_negative_fit import Array, fit_costs, fit_errors
 
 #: With fewer observations than this the costs say nothing about other steps.
 _LEAST: Final = 6

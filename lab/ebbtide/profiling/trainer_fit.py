@@ -6,10 +6,10 @@ from typing import Final
 import numpy as np
 
 from ebbtide.errors import InvalidRequest
+from ebbtide.profiling.measured_learning import LearnerWork, TrainerMeasurements
+from ebbtide.profiling.non_negative_fit import fit_costs, fit_errors
 from ebbtide.simulator.engines.engine_profile import FitErrors
-from ebbtide.simulator.engines.fits.non_negative_fit import fit_costs, fit_errors
 from ebbtide.simulator.engines.trainer_profile import TrainerCosts, TrainerDelays, TrainerProfile
-from ebbtide.trainer.learning.measured_learning import LearnerWork, TrainerMeasurements
 
 #: With fewer observations than this the costs say nothing about other steps.
 _LEAST: Final = 5

@@ -10,9 +10,9 @@ from msgspec.structs import replace
 
 from ebbtide.cli.waiting import Waiting
 from ebbtide.errors import InvalidRequest
+from ebbtide.profiling.engine_fit import fit_engine
+from ebbtide.profiling.trainer_fit import fit_trainer
 from ebbtide.simulator.engines.engine_profile import EngineProfile
-from ebbtide.simulator.engines.fits.engine_fit import fit_engine
-from ebbtide.simulator.engines.fits.trainer_fit import fit_trainer
 from ebbtide.simulator.engines.profile_files import write_profile
 from ebbtide.simulator.engines.trainer_profile import TrainerProfile
 
@@ -23,7 +23,7 @@ _MODEL_NAME: Final = "model name"
 def profile_engine(model: Path, out: Path, *, minutes: float, device: str, options: Sequence[str]) -> None:
     """Ends this process. `options`: of the rollout-worker. Raises `InvalidRequest`, and `EngineFailed` if the engine
     fails."""
-    from ebbtide.rollout_worker.engine.measuring import measure_vllm
+    from ebbtide.profiling.engine_measuring import measure_vllm
     from ebbtide.rollout_worker.settings import WorkerSettings
     from ebbtide.settings import read
 
@@ -58,7 +58,7 @@ def profile_trainer(
 ) -> None:
     """Raises `InvalidRequest` naming the key of the spec, or the option."""
     from ebbtide.client.client import read_spec
-    from ebbtide.trainer.trainer_measuring import measure_trainer
+    from ebbtide.profiling.trainer_measuring import measure_trainer
 
     _check_out(out)
     spec = read_spec(spec_file)
