@@ -24,7 +24,7 @@ import msgspec
 
 from ebbtide.coordinator.decision_log import FORMAT, CallRecord, DecisionLog, LogHead
 from ebbtide.coordinator.dispatch.dispatch_round import Deed, DispatchRound, SlotFill
-from ebbtide.coordinator.fleet.worker_trust import WorkerTrust
+from ebbtide.coordinator.fleet.worker_health import WorkerTrust
 from ebbtide.coordinator.rules.rollout_queue import RolloutQueue
 from ebbtide.coordinator.settings import CoordinatorSettings
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState

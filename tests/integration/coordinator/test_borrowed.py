@@ -8,7 +8,8 @@ from typing import Any, Final
 
 import pytest
 
-from ebbtide.coordinator.fleet import release_requests, worker_health
+from ebbtide.coordinator.dispatch import rebalancer
+from ebbtide.coordinator.fleet import worker_health
 from ebbtide.coordinator.rules import move_costs
 from ebbtide.types.end_cause import EndCause
 from ebbtide.types.run import BorrowSpec
@@ -101,7 +102,7 @@ async def test_a_long_one_moves_everything_once_and_no_token_is_made_twice(clust
 
 
 async def test_what_is_not_handed_back_is_asked_for_again(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(release_requests, "_AGAIN_S", 0.3)
+    monkeypatch.setattr(rebalancer, "_AGAIN_S", 0.3)
     _, worker = await busy(cluster)
     await cluster.worker("steady")
     await says(worker, granted=False, spell_s=300.0)

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from ebbtide.coordinator.api.lists import AT_ONCE
 from ebbtide.coordinator.fleet import worker_registry
-from ebbtide.coordinator.list_pace import AT_ONCE
 from ebbtide.coordinator.rules.overload import Work
 from ebbtide.errors import InvalidRequest, NoCapacity
 from ebbtide.store.lua_scripts import LuaScript, script

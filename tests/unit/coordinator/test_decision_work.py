@@ -8,14 +8,12 @@ import pytest
 
 from ebbtide.coordinator.dispatch import worker_allocator
 from ebbtide.coordinator.dispatch.dispatch_round import HostViews, gather_s
-from ebbtide.coordinator.dispatch.installs import InstallSender
+from ebbtide.coordinator.dispatch.installs import EngineChanges, InstallSender
 from ebbtide.coordinator.dispatch.rebalancer import Rebalancer
 from ebbtide.coordinator.dispatch.speeds import PrefillSpeeds
 from ebbtide.coordinator.dispatch.worker_allocator import WorkerAllocator
-from ebbtide.coordinator.fleet.engine_changes import EngineChanges
-from ebbtide.coordinator.fleet.worker_health import SuspectWorker
+from ebbtide.coordinator.fleet.worker_health import SuspectWorker, WorkerTrust
 from ebbtide.coordinator.fleet.worker_registry import WorkerRegistry
-from ebbtide.coordinator.fleet.worker_trust import WorkerTrust
 from ebbtide.coordinator.settings import CoordinatorSettings
 from ebbtide.coordinator.state.attempt_records import _bounds
 from ebbtide.coordinator.state.attempt_transitions import AttemptTransitions

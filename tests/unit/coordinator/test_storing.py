@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from ebbtide.coordinator.appends.append_batcher import AppendBatcher
-from ebbtide.coordinator.appends.stream_attempts import FoundAttempts
+from ebbtide.coordinator.appends.append_batcher import AppendBatcher, FoundAttempts
 from ebbtide.coordinator.appends.token_readers import TokenReaders
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.notifier import Notifier

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ebbtide.scheduling.health.flapping import Flapping
+from ebbtide.coordinator.fleet.worker_health import Flapping
 
 
 def test_one_loss_is_forgiven_and_the_pauses_double_from_the_second_on() -> None:

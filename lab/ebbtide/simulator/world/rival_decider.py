@@ -6,8 +6,7 @@ Rivals know one run. Their rules are handed the coordinator's state, and change 
 from collections.abc import Sequence
 from typing import Final
 
-from ebbtide.coordinator.dispatch.installs import InstallSender
-from ebbtide.coordinator.fleet.engine_changes import EngineChanges
+from ebbtide.coordinator.dispatch.installs import EngineChanges, InstallSender
 from ebbtide.coordinator.rules.host_view import admits
 from ebbtide.coordinator.rules.placement import Placement
 from ebbtide.coordinator.rules.rollout_queue import QueuedRollout

@@ -15,8 +15,8 @@ from typing import Final, Protocol
 from msgspec import Struct
 
 from ebbtide.coordinator.fleet.flush_intervals import FlushIntervals
+from ebbtide.coordinator.fleet.worker_health import WorkerTrust
 from ebbtide.coordinator.fleet.worker_registry import WorkerRegistry
-from ebbtide.coordinator.fleet.worker_trust import WorkerTrust
 from ebbtide.coordinator.rules.placement import Placement, dead_letter_message
 from ebbtide.coordinator.rules.rollout_queue import QueuedRollout
 from ebbtide.coordinator.settings import CoordinatorSettings

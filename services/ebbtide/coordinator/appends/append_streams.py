@@ -14,8 +14,7 @@ from types import TracebackType
 from typing import Final, Self
 
 from ebbtide.coordinator import metrics
-from ebbtide.coordinator.appends.append_batcher import AppendBatcher
-from ebbtide.coordinator.appends.stream_attempts import StreamAttempts
+from ebbtide.coordinator.appends.append_batcher import AppendBatcher, StreamAttempts
 from ebbtide.coordinator.appends.token_readers import TokenReaders
 from ebbtide.coordinator.fleet.worker_registry import WorkerRegistry
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState, StoreIncarnation

@@ -18,9 +18,8 @@ from typing import Final, NamedTuple
 from msgspec import Struct
 
 from ebbtide import telemetry
-from ebbtide.coordinator.dispatch.rebalancer import Rebalancer
+from ebbtide.coordinator.dispatch.rebalancer import Rebalancer, free
 from ebbtide.coordinator.dispatch.speeds import PrefillSpeeds
-from ebbtide.coordinator.fleet.release_requests import free
 from ebbtide.coordinator.rules.host_view import HostView, may_take
 from ebbtide.coordinator.rules.move_costs import leaving
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState

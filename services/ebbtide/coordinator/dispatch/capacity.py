@@ -176,8 +176,6 @@ def memory_slots(peaks: PeakTokens, *, kv_tokens: int, most: int, running: int, 
     `kv_tokens`: that fit into its memory, 0 if it does not say; `most`: the slots that it is set to; `made`: tokens of
     the running rollouts' responses, on average. At least one: a rollout that fits nowhere else has to run alone.
 
-    Decides how many rollouts a worker takes, by what its memory holds of keys and values.
-
     Each rollout is counted with the most tokens that it will probably hold at one moment: a response that grows needs
     more later, and one that may end soon needs that less probably. For rollouts that began together the sum is the peak
     of their memory. For rollouts of all ages it is somewhat more than they hold at a time (a tenth, if lengths are

@@ -22,13 +22,12 @@ from typing import ClassVar, Final, NamedTuple, TypeAlias
 from ebbtide.coordinator.dispatch.borrowed_hosts import BorrowedHosts
 from ebbtide.coordinator.dispatch.capacity import FOUND_S, LossWatch, MemoryOffers
 from ebbtide.coordinator.dispatch.forecast_sender import ForecastSender
-from ebbtide.coordinator.dispatch.installs import InstallSender
+from ebbtide.coordinator.dispatch.installs import EngineChanges, InstallSender
 from ebbtide.coordinator.dispatch.rebalancer import Rebalancer, borrowable
 from ebbtide.coordinator.dispatch.speeds import PrefillSpeeds
 from ebbtide.coordinator.dispatch.unserved_work import DeadLetters, RunFailure, UnservedWork
 from ebbtide.coordinator.dispatch.worker_allocator import WorkerAllocator
-from ebbtide.coordinator.fleet.engine_changes import EngineChanges
-from ebbtide.coordinator.fleet.worker_trust import WorkerTrust
+from ebbtide.coordinator.fleet.worker_health import WorkerTrust
 from ebbtide.coordinator.rules.host_view import HostView
 from ebbtide.coordinator.rules.overload import Work
 from ebbtide.coordinator.rules.placement import Placement, place
@@ -437,8 +436,6 @@ _ONE_IN: Final = 8
 def kept_slots(total: int, running: int, *, most: int, asked_s: float) -> int:
     """Slots that batch rollouts leave free. `total`: slots of the run's workers; `running`: interactive rollouts in
     them, which have their slots already; `asked_s`: seconds since an interactive rollout was queued.
-
-    Decides how many free slots of a run's workers are kept for interactive rollouts.
 
     Where all slots are full of batch rollouts, a person waits until one of these ends. A kept slot takes that wait
     away. It costs throughput, so slots are kept only while people ask, and only a small part of all.

@@ -6,7 +6,7 @@ are learnt again.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import inf
 from typing import Final
 
@@ -405,3 +405,39 @@ def _context(session: WorkerSession) -> float:
     """Mean tokens of prompt and response of the worker's rollouts."""
     tokens = sum(one.rollout.length + one.stored - one.start for one in session.attempts.values())
     return tokens / max(1, len(session.attempts))
+
+
+#: After so long without the attempt it is asked for again.
+_REMIND_S: Final = 15.0
+
+
+def free(session: WorkerSession, attempts: Iterable[RunningAttempt], reason: str, now: float) -> None:
+    """Ask the worker for these attempts, unless it was asked already.
+
+    Invariant: an attempt is asked back on account of its worker once (`WorkerSession.freed`), and again only if it is
+    not handed back for long. A worker that still keeps it is given up (`WorkerHealth`).
+    """
+    refs = [
+        one.ref
+        for one in attempts
+        if not one.leaving and not one.target and one.session is session and one.attempt_id not in session.freed
+    ]
+    if refs and not session.gone:
+        _ask(session, refs, reason, now)
+
+
+def remind(session: WorkerSession, now: float) -> None:
+    """Ask again for what the worker still has long after the request."""
+    if not session.freed:
+        return
+    late: dict[str, list[AttemptRef]] = {}
+    for name, freed in session.freed.items():
+        if now - freed.last >= _REMIND_S:
+            late.setdefault(freed.reason, []).append(session.attempts[name].ref)
+    for reason, refs in late.items():
+        _ask(session, refs, reason, now)
+
+
+def _ask(session: WorkerSession, refs: Sequence[AttemptRef], reason: str, now: float) -> None:
+    session.free(refs, reason, now)
+    log.info("freed", worker_id=session.worker_id, rollouts=len(refs), reason=reason)

@@ -9,10 +9,9 @@ from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 from ebbtide import telemetry
-from ebbtide.coordinator.dispatch.installs import fits_nowhere, unservable
-from ebbtide.coordinator.fleet.engine_changes import EngineChanges
+from ebbtide.coordinator.dispatch.installs import EngineChanges, fits_nowhere, unservable
+from ebbtide.coordinator.fleet.worker_health import WorkerTrust
 from ebbtide.coordinator.fleet.worker_registry import SCORERS
-from ebbtide.coordinator.fleet.worker_trust import WorkerTrust
 from ebbtide.coordinator.rules.placement import outlived, outsized
 from ebbtide.coordinator.rules.rollout_queue import unscored
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState

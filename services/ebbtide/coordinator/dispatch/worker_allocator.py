@@ -14,11 +14,10 @@ from typing import Final
 import msgspec
 
 from ebbtide import telemetry
-from ebbtide.coordinator.dispatch.rebalancer import Rebalancer
+from ebbtide.coordinator.dispatch.installs import EngineChanges
+from ebbtide.coordinator.dispatch.rebalancer import Rebalancer, free, remind
 from ebbtide.coordinator.dispatch.speeds import PrefillSpeeds
-from ebbtide.coordinator.fleet.engine_changes import EngineChanges
-from ebbtide.coordinator.fleet.release_requests import free, remind
-from ebbtide.coordinator.fleet.worker_trust import WorkerTrust
+from ebbtide.coordinator.fleet.worker_health import WorkerTrust
 from ebbtide.coordinator.rules.fair_share import (
     REST,
     Demand,

@@ -2,7 +2,8 @@
 
 Invariant: the store decides who leads, and checks each write. The lease tells standbys when to take over and clients
 where to call: a coordinator whose lease may be over reports that it does not serve, until the store has renewed it.
-When the process dies, the lease expires.
+When the process dies, the lease expires. The store counts the lease's time, so that no two clocks are compared; a
+leader's belief ends before its lease does, because it counts from before it asked for the renewal.
 """
 
 import asyncio
@@ -16,7 +17,6 @@ from ebbtide import telemetry
 from ebbtide.coordinator import metrics
 from ebbtide.errors import StoreUnavailable
 from ebbtide.runtime import race
-from ebbtide.scheduling.health.leader_election import LOOK_S, RENEW_S, TTL_S, LeaderTenure, StandbyWatch
 from ebbtide.store.link.store_faults import TermSuperseded
 from ebbtide.store.store import Store
 
@@ -102,3 +102,44 @@ class Election:
                 await self._lease.release(patience_s=_RELEASE_S)
         self._leads = False
         metrics.leads.set(0)
+
+
+#: How long a lease lasts, and how often it is renewed: three renewals may fail.
+TTL_S: Final = 2.0
+RENEW_S: Final = 0.5
+#: How often a standby checks the lease.
+LOOK_S: Final = 0.2
+#: A standby needs answers for so long before it believes that the lease is free: after an absence of the store, a live
+#: leader needs time to reach it again and renew.
+STEADY_S: Final = TTL_S
+#: A longer pause between answers was an absence, of the store or of the standby.
+_GAP_S: Final = 1.0
+
+
+class StandbyWatch:
+    """Tracks what a standby sees of the lease."""
+
+    def __init__(self) -> None:
+        self._seen = self._since = float("-inf")
+
+    def free(self, now: float, *, held: bool) -> bool:
+        """Whether to take over, given the store's answer whether the lease is held."""
+        if now - self._seen > _GAP_S:
+            self._since = now
+        self._seen = now
+        return not held and now - self._since >= STEADY_S
+
+
+class LeaderTenure:
+    """Tracks a leader's own lease."""
+
+    def __init__(self, now: float) -> None:
+        self.renewed = now  # when it asked for the last renewal that succeeded
+
+    def rest_s(self, now: float) -> float:
+        """For how long it certainly still leads; 0.0 once another may have taken over."""
+        return max(0.0, self.renewed + TTL_S - now)
+
+    def patience_s(self, now: float) -> float:
+        """How long a renewal may take: until the lease ends, and then until the next renewal is due."""
+        return max(self.rest_s(now), RENEW_S)

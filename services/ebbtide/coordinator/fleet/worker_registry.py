@@ -6,21 +6,20 @@ gone has no attempts. When this process dies, workers keep their attempts and at
 
 import asyncio
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Final
 
 import msgspec
 
 from ebbtide import telemetry
 from ebbtide.coordinator import metrics
-from ebbtide.coordinator.fleet.closing_sessions import DRAIN_S, ClosingSessions
-from ebbtide.coordinator.fleet.engine_changes import may_change, refused
-from ebbtide.coordinator.fleet.worker_health import SuspectWorker, WorkerHealth
-from ebbtide.coordinator.fleet.worker_trust import WorkerTrust
+from ebbtide.coordinator.dispatch.installs import may_change, refused
+from ebbtide.coordinator.fleet.worker_health import SuspectWorker, WorkerHealth, WorkerTrust
 from ebbtide.coordinator.rules.overload import Work
 from ebbtide.coordinator.rules.placement import blames
 from ebbtide.coordinator.settings import CoordinatorSettings
-from ebbtide.coordinator.state.attempt_adoption import adopt
+from ebbtide.coordinator.state.attempt_records import adopt
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.run_events import RunEvents
 from ebbtide.coordinator.state.running_attempt import OrphanedAttempt, RunningAttempt
@@ -391,3 +390,48 @@ def _lost_at_most(attempt: RunningAttempt, session: WorkerSession, now: float) -
     if started and (rate := session.beat.tokens_per_s / started):
         most = min(most, math.ceil(2 * rate * (now - session.progressed)))
     return max(0, most)
+
+
+#: How long a lost worker's last tokens may take to be stored before its attempts end.
+DRAIN_S: Final = 0.1
+
+
+class ClosingSessions:
+    """Waits for the last tokens of lost workers before their attempts end.
+
+    Invariant: a session is here from its loss until its append stream has ended, `DRAIN_S` at most; its append stream
+    is served meanwhile. Lost with the process: the workers send again.
+    """
+
+    def __init__(self) -> None:
+        self._closing: dict[str, WorkerSession] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def get(self, session_id: str) -> WorkerSession | None:
+        """A session that is over, with tokens still to be stored."""
+        return self._closing.get(session_id)
+
+    def add(
+        self, session: WorkerSession, lost: Sequence[RunningAttempt], orphaned: OrphanedAttempt, due: float
+    ) -> None:
+        """Let the `lost` attempts be `due` once the append stream of their worker has ended."""
+        self._closing[session.session_id] = session
+        task = asyncio.create_task(self._drain(session, lost, orphaned, due), name=f"drain {session.worker_id}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _drain(
+        self, session: WorkerSession, lost: Sequence[RunningAttempt], orphaned: OrphanedAttempt, due: float
+    ) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(DRAIN_S):
+                await session.drained.wait()
+        self._closing.pop(session.session_id, None)
+        for attempt in lost:
+            if attempt.orphaned is orphaned:
+                attempt.set_due(due)
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)

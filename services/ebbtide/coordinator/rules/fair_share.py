@@ -147,7 +147,7 @@ def allot(
 ) -> dict[str, str]:
     """The run of each worker; one that no run wants stays. `rest_owed_s`: `Demand.owed_s` of the run "".
 
-    Assigns a run to each worker. A worker holds the weights of one run at a time, so runs share workers, not slots.
+    A worker holds the weights of one run at a time, so runs share workers, not slots.
 
     Each run is due a number of workers, usually a fraction: its share of the fleet, corrected by the tokens that it is
     owed or owes (`ShareAccounts`). Workers change from the run furthest above its due to the run furthest below, if

@@ -87,12 +87,10 @@ def leaving(lent: LentHost, tokens: Sequence[int], *, room: int, prefill: float,
     The cheapest leave first while there is room; the others only if the reclaim lasts, or will last, for long. All
     leave at once if the lender asked for it: it keeps the device until they have ended elsewhere.
 
-    Weighs a reclaim of a borrowed worker's host against moving its rollouts. The host may be reclaimed at any moment,
-    and only its guard can forecast for how long.
-
-    Most reclaims end within a second, and waiting costs less than moving. So a paused worker keeps its rollouts until
-    the wait will probably cost more than the moves. The forecast alone is not trusted: no reclaim is acted upon at its
-    very beginning, and one that outlasts its forecast refutes it.
+    A host may be reclaimed at any moment, and only its guard can forecast for how long. Most reclaims end within a
+    second, and waiting costs less than moving. So a paused worker keeps its rollouts until the wait will probably cost
+    more than the moves. The forecast alone is not trusted: no reclaim is acted upon at its very beginning, and one that
+    outlasts its forecast refutes it.
     """
     if not lent.ripe:
         return []

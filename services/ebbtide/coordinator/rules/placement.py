@@ -396,9 +396,8 @@ def exchanged(
 ) -> list[BorrowedPlace]:
     """The places, with those on risky hosts given to the least at risk. Each host gets as many as before.
 
-    Gives the places of risky hosts, which are borrowed or often lost, to the rollouts that risk least, among those
-    placed in a round and the next in the queue. Long rollouts go to steady hosts, or wait for one: they are most likely
-    to be interrupted, and cost most to move.
+    Risky hosts are borrowed or often lost. Candidates are the rollouts placed in a round and the next in the queue.
+    Long rollouts go to steady hosts, or wait for one: they are most likely to be interrupted, and cost most to move.
     """
     made = list(places)
     lent = [at for at, place in enumerate(places) if place.host.risky and _free(place)]
@@ -468,8 +467,6 @@ def matched(places: Sequence[BorrowedPlace], rest: Callable[[QueuedRollout], flo
     before. `rest`: tokens that a rollout will probably still make.
 
     Rollouts that need their very worker stay, and interactive ones.
-
-    Gives the longest of the rollouts that are placed in one round to the fastest of their workers.
 
     A step ends with its last rollout, so a slow worker gets no long work where a faster one has a place: of two
     rollouts that change places, the later end comes sooner. Only clear differences count: expected lengths are means of

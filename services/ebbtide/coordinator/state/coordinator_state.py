@@ -18,11 +18,9 @@ from ebbtide.coordinator.rules.fair_share import ChangeoverTimes
 from ebbtide.coordinator.rules.liveness import Returning
 from ebbtide.coordinator.rules.overload import Overload, Work
 from ebbtide.coordinator.state.dispatch_wakeups import DispatchWakeups
-from ebbtide.coordinator.state.fault_pause import FaultPause
-from ebbtide.coordinator.state.run_state import RunState
-from ebbtide.coordinator.state.session_index import SessionIndex
+from ebbtide.coordinator.state.run_state import FaultPause, RunState
 from ebbtide.coordinator.state.worker_reports import AttachReport
-from ebbtide.coordinator.state.worker_session import WorkerSession
+from ebbtide.coordinator.state.worker_session import SessionIndex, WorkerSession
 from ebbtide.rpc.run_endings import RunEndings
 from ebbtide.types.run import RunSpec
 

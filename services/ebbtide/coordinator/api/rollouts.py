@@ -1,13 +1,18 @@
-"""Implements the `Rollouts` service: rollouts, episodes and trajectories."""
+"""Serves `ebbtide.v1.Rollouts`: rollouts, episodes and trajectories; deletes requests after their time."""
+# ruff: noqa: N802, ARG002 - gRPC names the methods and hands each a context
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, aclosing
+from typing import Any, Final, TypeAlias
 
+import grpc
 from msgspec.structs import replace
 
+from ebbtide import telemetry
 from ebbtide.coordinator import metrics
 from ebbtide.coordinator.api.key_accounts import KeyAccounts
+from ebbtide.coordinator.api.lists import AT_ONCE, records_from_proto
 from ebbtide.coordinator.api.request_checks import (
     check_batch,
     check_cursor,
@@ -16,16 +21,14 @@ from ebbtide.coordinator.api.request_checks import (
     check_reason,
     check_rollouts,
     check_trajectory,
+    in_doubt,
 )
-from ebbtide.coordinator.api.request_retention import RequestRetention
-from ebbtide.coordinator.api.store_doubts import in_doubt
 from ebbtide.coordinator.coordinator_parts import CoordinatorParts
 from ebbtide.coordinator.fleet.worker_registry import SCORERS
-from ebbtide.coordinator.list_pace import AT_ONCE
 from ebbtide.coordinator.state.attempt_records import new_entry, place_of_group
 from ebbtide.coordinator.state.notifier import follow, follow_pages
 from ebbtide.coordinator.state.run_state import RunState
-from ebbtide.errors import EbbtideError, InvalidRequest, NotFound, NotReady
+from ebbtide.errors import EbbtideError, InvalidRequest, NotFound, NotReady, StoreUnavailable
 from ebbtide.rpc.caller_turns import stream_turn
 from ebbtide.store.rollout_rows import AccountCharge, RolloutState
 from ebbtide.store.unexpected_data import WritesRefused
@@ -44,6 +47,76 @@ from ebbtide.types.rollout import (
     TrajectoryOutcome,
 )
 from ebbtide.types.run import LeaseRef, is_gateway
+from ebbtide.v1 import rollouts_pb2, rollouts_pb2_grpc, runs_pb2
+from ebbtide.wire.record_conversion import from_proto, to_proto
+
+log = telemetry.get_logger(__name__)
+#: Longest time between two rounds. What is due takes store memory until then.
+_LOOK_S: Final = 5.0
+#: Rounds in the shortest of the two times.
+_ROUNDS: Final = 4
+
+
+class RequestRetention:
+    """Deletes finished requests and ended sessions after their time, and drops sessions that nobody continues.
+
+    Invariant: the store says what is due, by its own clock, so a restart delays nothing that is due by more than a
+    round. `_bare` has the runs that are known to have neither requests nor sessions: these are not asked for. It is
+    lost with the process; the next one asks for each run once.
+    """
+
+    def __init__(self, parts: CoordinatorParts) -> None:
+        self._state, self._store, self._attempts = parts.state, parts.store, parts.attempts
+        self._notifier = parts.notifier
+        self.kept_s, self.idle_s = parts.settings.request_kept_s, parts.settings.session_idle_s
+        self._bare: set[str] = set()
+
+    def note(self, run_id: str, lease: LeaseRef) -> None:
+        """Note, before a store call under this lease, that the run may have requests or sessions from now on."""
+        if is_gateway(lease.role):
+            self._bare.discard(run_id)
+
+    async def expire_for_ever(self) -> None:
+        """Look after all runs regularly, and after a store that was away soon."""
+        pause_s = min(_LOOK_S, self.kept_s / _ROUNDS, self.idle_s / _ROUNDS)
+        while True:
+            await asyncio.sleep(pause_s)
+            try:
+                await self.round()
+            except StoreUnavailable as error:
+                log.warning("store away", reason=str(error))
+
+    async def round(self) -> None:
+        """Delete what is due now, of all runs."""
+        live = self._state.at_work(self._state.clock())
+        self._bare &= self._state.runs.keys()
+        for run in live:
+            if run.run_id not in self._bare:
+                async with self._attempts.while_it_lives(run):
+                    await self._expire(run)
+
+    async def _expire(self, run: RunState) -> None:
+        self._bare.add(run.run_id)  # unless a request comes meanwhile
+        try:
+            left = True
+            while left:
+                async with run.changing():
+                    found = await self._store.sessions.expire(run.run_id, kept_s=self.kept_s, idle_s=self.idle_s)
+                    self.forget(run, found.ended)
+                left = found.due > 0
+        except BaseException:
+            self._bare.discard(run.run_id)
+            raise
+        if found.left:
+            self._bare.discard(run.run_id)
+
+    def forget(self, run: RunState, ended: list[tuple[str, str]]) -> None:
+        """Stop requests that the store cancelled, as (rollout, attempt or ""), and notify the readers of their tokens.
+        Call with the run's lock held.
+        """
+        self._attempts.over(run, ended)
+        for rollout_id, _ in ended:
+            self._notifier.notify("tokens", run.run_id, rollout_id)
 
 
 class RolloutService:
@@ -266,3 +339,87 @@ def _check_episode(episode: Episode, field: str) -> None:
     if trajectory.episode_id != episode.episode_id:
         raise InvalidRequest(f"must be the episode's ({episode.episode_id})", field=f"{field}.trajectory.episode_id")
     check_trajectory(trajectory, f"{field}.trajectory")
+
+
+Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
+
+SERVICE = "ebbtide.v1.Rollouts"
+#: Bytes of rollouts that come in one message, unless one has more: a quarter of what a message may have.
+_GROUP_BYTES: Final = 1 << 20
+
+
+class RolloutsServicer(rollouts_pb2_grpc.RolloutsServicer):
+    def __init__(self, rollouts: RolloutService) -> None:
+        self._rollouts = rollouts
+
+    async def Submit(self, request: rollouts_pb2.SubmitRequest, context: Context) -> rollouts_pb2.SubmitResponse:
+        asked = await records_from_proto(request.rollouts, RolloutRequest, field="rollouts")
+        key = from_proto(request.key, MeteredKey, field="key") if request.HasField("key") else None
+        outcomes = await self._rollouts.submit(_lease(request.lease), asked, from_proto(request, SubmitOrder), key)
+        return rollouts_pb2.SubmitResponse(outcomes=[outcome.value for outcome in outcomes])  # type: ignore[misc]
+
+    async def ListKeyUsage(
+        self, request: rollouts_pb2.ListKeyUsageRequest, context: Context
+    ) -> rollouts_pb2.ListKeyUsageResponse:
+        found = await self._rollouts.key_usage(request.run_id, request.owner)
+        return rollouts_pb2.ListKeyUsageResponse(usage=[to_proto(one, rollouts_pb2.KeyUsage) for one in found])
+
+    async def WatchFinished(
+        self, request: rollouts_pb2.WatchFinishedRequest, context: Context
+    ) -> AsyncIterator[rollouts_pb2.FinishedRollout]:
+        async with aclosing(self._rollouts.finished(request.run_id, check_cursor(request.cursor))) as pages:
+            async for page in pages:
+                for message in finished_messages(page, grouped=request.grouped):
+                    yield message
+
+    async def StreamTokens(
+        self, request: rollouts_pb2.StreamTokensRequest, context: Context
+    ) -> AsyncIterator[rollouts_pb2.TokenChunk]:
+        async for chunk in self._rollouts.tokens(request.run_id, request.rollout_id, request.offset):
+            yield to_proto(chunk, rollouts_pb2.TokenChunk)
+
+    async def Acknowledge(self, request: rollouts_pb2.AcknowledgeRequest, context: Context) -> runs_pb2.Empty:
+        await self._rollouts.acknowledge(_lease(request.lease), list(request.rollout_ids), request.drop_reason)
+        return runs_pb2.Empty()
+
+    async def Cancel(self, request: rollouts_pb2.CancelRequest, context: Context) -> runs_pb2.Empty:
+        await self._rollouts.cancel(_lease(request.lease), list(request.rollout_ids), request.reason)
+        return runs_pb2.Empty()
+
+    async def CompleteEpisodes(self, request: rollouts_pb2.CompleteEpisodesRequest, context: Context) -> runs_pb2.Empty:
+        episodes = await records_from_proto(request.episodes, Episode, field="episodes")
+        await self._rollouts.complete(_lease(request.lease), episodes)
+        return runs_pb2.Empty()
+
+    async def WatchTrajectories(
+        self, request: rollouts_pb2.WatchTrajectoriesRequest, context: Context
+    ) -> AsyncIterator[rollouts_pb2.Trajectory]:
+        async for one in self._rollouts.trajectories(request.run_id, check_cursor(request.cursor)):
+            yield to_proto(one, rollouts_pb2.Trajectory)
+
+    async def CommitTrajectories(
+        self, request: rollouts_pb2.CommitTrajectoriesRequest, context: Context
+    ) -> runs_pb2.Empty:
+        outcomes = await records_from_proto(request.outcomes, TrajectoryOutcome, field="outcomes")
+        await self._rollouts.commit(_lease(request.lease), outcomes)
+        return runs_pb2.Empty()
+
+
+def finished_messages(page: list[FinishedRollout], *, grouped: bool) -> Iterator[rollouts_pb2.FinishedRollout]:
+    """The messages of a page: one for each, or for as many as may come together."""
+    first, size = None, 0
+    for one in page:
+        message = to_proto(one, rollouts_pb2.FinishedRollout)
+        size += message.ByteSize()
+        if first is not None and grouped and size <= _GROUP_BYTES:
+            first.others.append(message)
+            continue
+        if first is not None:
+            yield first
+        first, size = message, message.ByteSize()
+    if first is not None:
+        yield first
+
+
+def _lease(message: runs_pb2.LeaseRef) -> LeaseRef:
+    return from_proto(message, LeaseRef, field="lease")

@@ -1,28 +1,35 @@
-"""Implements the `Runs` service: runs and their leases."""
+"""Serves `ebbtide.v1.Runs`: runs, their leases, versions and events."""
+# ruff: noqa: N802, ARG002 - gRPC names the methods and hands each a context
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import aclosing, contextmanager, suppress
 from pathlib import PurePath
-from typing import Final
+from statistics import fmean
+from typing import Any, Final, TypeAlias
 
+import grpc
 import msgspec
+from msgspec import Struct
 
 from ebbtide import telemetry
-from ebbtide.coordinator.api.request_checks import check_batch, check_lease, check_number
-from ebbtide.coordinator.api.run_outlooks import run_outlook
-from ebbtide.coordinator.api.run_quota import RunQuota
+from ebbtide.auth.admission import caller_name, check_claim
+from ebbtide.coordinator.api.lists import ListPage, paced, records_from_proto
+from ebbtide.coordinator.api.request_checks import check_batch, check_cursor, check_lease, check_number
+from ebbtide.coordinator.api.work_left_reader import WorkLeftReader
 from ebbtide.coordinator.coordinator_parts import CoordinatorParts
-from ebbtide.coordinator.list_pace import paced
 from ebbtide.coordinator.rules.fair_share import check_floor
 from ebbtide.coordinator.rules.move_costs import MoveLedger
-from ebbtide.coordinator.state.coordinator_state import StoreIncarnation
+from ebbtide.coordinator.state.coordinator_state import CoordinatorState, StoreIncarnation
 from ebbtide.coordinator.state.notifier import follow
 from ebbtide.coordinator.state.run_state import RunState
-from ebbtide.errors import InvalidRequest, LeaseSuperseded, NotFound, NotReady
+from ebbtide.coordinator.state.worker_session import WorkerSession
+from ebbtide.errors import InvalidRequest, LeaseSuperseded, NoCapacity, NotFound, NotReady
 from ebbtide.rpc.caller_turns import stream_turn
 from ebbtide.rpc.run_endings import EndedRun, RunsEnded, check_held
-from ebbtide.scheduling.steps.run_claims import ClaimableRun, choose
+from ebbtide.store.store import Store
 from ebbtide.store.unexpected_data import UNEXPECTED
 from ebbtide.types.fleet import WorkerKind
 from ebbtide.types.ids import check_id
@@ -32,15 +39,55 @@ from ebbtide.types.run import (
     ROLES,
     AttemptSpan,
     LeaseRef,
+    LongRollout,
     Run,
     RunEvent,
     RunMoves,
+    RunOutlook,
     RunShare,
     RunSpec,
     RunStatus,
     check_spec,
 )
+from ebbtide.types.text_bounds import MAX_EVENT_BYTES, shortened
 from ebbtide.types.weights import DIGEST_BYTES, PolicyVersion
+from ebbtide.v1 import runs_pb2, runs_pb2_grpc, types_pb2
+from ebbtide.wire.record_conversion import from_proto, to_proto
+
+
+class ClaimableRun(Struct, frozen=True, kw_only=True):
+    """A live run as one role sees it."""
+
+    run_id: str
+    holder: str = ""  # of the role; "": it is free
+    renewed_s: float = 0.0  # since the holder renewed its lease
+    paired: bool = False  # the other role is held
+
+
+def choose(runs: Iterable[ClaimableRun], *, role: str, holder: str, waited_s: float) -> str:
+    """The id of `holder`'s run, of `runs`, oldest first: its own; else one that lacks only this role; else any that
+    lacks it, if the holders of all older ones renewed within the `waited_s` for which the caller has asked. Raises
+    `NotReady`.
+
+    A run continues only while both its roles are held. So a process that restarts under another name must return to the
+    run whose other role still waits for it, and not begin a younger one while its former lease runs out.
+    """
+    known = list(runs)
+    for run in known:
+        if run.holder == holder:
+            return run.run_id
+    for run in known:
+        if run.paired and not run.holder:
+            return run.run_id
+    for run in known:
+        if not run.holder:
+            return run.run_id
+        if run.renewed_s > waited_s:
+            raise NotReady(
+                f"{run.holder} may have left run {run.run_id} without a {role}; that is seen to first, ask again"
+            )
+    raise NotReady(f"no run wants a {role}; submit one, or wait")
+
 
 log = telemetry.get_logger(__name__)
 #: Runs that are read together for a list.
@@ -354,4 +401,195 @@ def _moves(ledger: MoveLedger) -> RunMoves:
         promised_tokens=ledger.promised_tokens,
         made_tokens=ledger.made_tokens,
         stopped=not ledger.trusted,
+    )
+
+
+Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
+
+SERVICE = "ebbtide.v1.Runs"
+
+
+class RunsServicer(runs_pb2_grpc.RunsServicer):
+    def __init__(self, runs: RunService, work: WorkLeftReader, *, lease_ttl_s: float) -> None:
+        self._runs, self._work, self._ttl_s = runs, work, lease_ttl_s
+
+    async def SubmitRun(self, request: runs_pb2.SubmitRunRequest, context: Context) -> runs_pb2.Run:
+        spec = from_proto(request.spec, RunSpec, field="spec")
+        return to_proto(await self._runs.submit(request.run_id, spec, caller_name()), runs_pb2.Run)
+
+    async def GetRun(self, request: runs_pb2.GetRunRequest, context: Context) -> runs_pb2.Run:
+        return to_proto(await self._runs.get(request.run_id), runs_pb2.Run)
+
+    async def ListRuns(self, request: runs_pb2.ListRunsRequest, context: Context) -> runs_pb2.ListRunsResponse:
+        page = ListPage(runs_pb2.Run, request.page_size)
+        async with aclosing(self._runs.list(request.cursor, newest_first=not request.page_size)) as runs:
+            async for cursor, run in runs:
+                if not page.add(cursor, run):
+                    break
+        if request.page_size:
+            return runs_pb2.ListRunsResponse(runs=page.messages, next=page.next)
+        return runs_pb2.ListRunsResponse(runs=page.messages[::-1])
+
+    async def CancelRun(self, request: runs_pb2.CancelRunRequest, context: Context) -> runs_pb2.Run:
+        return to_proto(await self._runs.cancel(request.run_id), runs_pb2.Run)
+
+    async def WatchRun(self, request: runs_pb2.WatchRunRequest, context: Context) -> AsyncIterator[runs_pb2.RunEvent]:
+        async for event in self._runs.watch(request.run_id, check_cursor(request.cursor)):
+            yield to_proto(event, runs_pb2.RunEvent)
+
+    async def ReadTimeline(
+        self, request: runs_pb2.ReadTimelineRequest, context: Context
+    ) -> AsyncIterator[runs_pb2.AttemptSpan]:
+        cursor = check_cursor(request.cursor)
+        async for span in self._runs.timeline(request.run_id, cursor, requests=request.requests):
+            yield to_proto(span, runs_pb2.AttemptSpan)
+
+    async def ClaimRun(self, request: runs_pb2.ClaimRunRequest, context: Context) -> runs_pb2.Lease:
+        check_claim(request.role)
+        waited_s = request.waited_s if request.HasField("waited_s") else math.inf
+        lease, run = await self._runs.claim(request.run_id, request.role, request.holder, waited_s)
+        return self._lease(to_proto(lease, runs_pb2.LeaseRef), run)
+
+    async def RenewLease(self, request: runs_pb2.LeaseRef, context: Context) -> runs_pb2.Lease:
+        run = await self._runs.renew(from_proto(request, LeaseRef))
+        return self._lease(request, run)
+
+    def _lease(self, ref: runs_pb2.LeaseRef, run: Run) -> runs_pb2.Lease:
+        incarnation = self._runs.incarnation
+        return runs_pb2.Lease(
+            ref=ref,
+            ttl_s=self._ttl_s,
+            run=to_proto(run, runs_pb2.Run),
+            store_life=incarnation.name,
+            durable_after_s=self._runs.durability_lag_s(),
+        )
+
+    async def ReleaseLease(self, request: runs_pb2.LeaseRef, context: Context) -> runs_pb2.Empty:
+        await self._runs.release(from_proto(request, LeaseRef))
+        return runs_pb2.Empty()
+
+    async def ReserveVersion(self, request: runs_pb2.LeaseRef, context: Context) -> runs_pb2.ReserveVersionResponse:
+        version, seed = await self._runs.reserve_version(from_proto(request, LeaseRef))
+        return runs_pb2.ReserveVersionResponse(version=version, publisher_seed=seed)
+
+    async def AnnounceVersion(self, request: runs_pb2.AnnounceVersionRequest, context: Context) -> runs_pb2.Empty:
+        lease = from_proto(request.lease, LeaseRef, field="lease")
+        await self._runs.announce(lease, from_proto(request.version, PolicyVersion, field="version"))
+        return runs_pb2.Empty()
+
+    async def ReadWorkLeft(self, request: runs_pb2.ReadWorkLeftRequest, context: Context) -> runs_pb2.WorkLeft:
+        lease = check_lease(from_proto(request.lease, LeaseRef, field="lease"), role="trainer")
+        found = await self._work.read(lease.run_id, groups=request.groups, fleet=request.fleet, wait_s=request.wait_s)
+        return to_proto(found, runs_pb2.WorkLeft)
+
+    async def ReleaseWorker(self, request: runs_pb2.ReleaseWorkerRequest, context: Context) -> runs_pb2.Empty:
+        lease = from_proto(request.lease, LeaseRef, field="lease")
+        await self._runs.release_worker(lease, check_id(request.worker_id, field="worker_id"))
+        return runs_pb2.Empty()
+
+    async def Report(self, request: runs_pb2.ReportRequest, context: Context) -> runs_pb2.Empty:
+        for index, event in enumerate(request.events):
+            if event.ByteSize() > MAX_EVENT_BYTES:
+                raise InvalidRequest(f"more than {MAX_EVENT_BYTES} bytes", field=f"events[{index}]")
+        events = await records_from_proto(request.events, RunEvent, field="events")
+        await self._runs.report(from_proto(request.lease, LeaseRef, field="lease"), events)
+        return runs_pb2.Empty()
+
+    async def WatchEnded(
+        self, request: types_pb2.WatchEndedRequest, context: Context
+    ) -> AsyncIterator[types_pb2.RunsEnded]:
+        async for ended in self._runs.watch_ended(request.held):
+            yield to_proto(ended, types_pb2.RunsEnded)
+
+    async def FinishRun(self, request: runs_pb2.FinishRunRequest, context: Context) -> runs_pb2.Run:
+        lease = from_proto(request.lease, LeaseRef, field="lease")
+        status = request.status or RunStatus.FINISHED
+        return to_proto(await self._runs.finish(lease, status, shortened(request.message)), runs_pb2.Run)
+
+
+#: Runs end seldom.
+_RETRY_AFTER_S: Final = 30.0
+
+
+class RunQuota:
+    """Bounds the live runs of each user, by the name in the token that submitted them.
+
+    Invariant: runs that are being submitted count, so calls at the same time do not pass the limit together. What is
+    remembered here can be read from the store again.
+    """
+
+    def __init__(self, state: CoordinatorState, store: Store, *, limit: int) -> None:
+        self._state, self._store, self._limit = state, store, limit
+        self._submitters: dict[str, str | None] = {}  # of live runs; None: not known, asked again
+        self._submitting = Counter[tuple[str, str]]()  # (run, submitter) of calls that have not ended
+
+    @contextmanager
+    def submitting(self, run_id: str, submitter: str) -> Iterator[None]:
+        """Count a run while it is submitted."""
+        self._submitting[run_id, submitter] += 1
+        try:
+            yield
+        finally:
+            self._submitting -= Counter([(run_id, submitter)])
+
+    async def check(self, run_id: str, submitter: str) -> None:
+        """Raise `NoCapacity` if the submitter has as many live runs as it may have. A run that exists is no new one."""
+        if run_id in self._state.runs:
+            return
+        await self._learn()
+        counted = {name for name in self._state.runs if self._submitters.get(name) == submitter}
+        counted |= {name for name, other in self._submitting if other == submitter}
+        if len(counted - {run_id}) < self._limit or await self._exists(run_id):
+            return
+        who = f"user {submitter} has" if submitter else "callers whose tokens have no name have"
+        raise NoCapacity(
+            f"{who} {self._limit} live runs, as many as max_runs_per_user of the coordinator allows; end one "
+            "(ebbtide runs, ebbtide cancel), or ask an operator to raise it",
+            retry_after_s=_RETRY_AFTER_S,
+        )
+
+    async def _learn(self) -> None:
+        """Read who submitted the live runs that are not known here: those of a former coordinator."""
+        known = {name: who for name, who in self._submitters.items() if who is not None}
+        self._submitters = {name: who for name, who in known.items() if name in self._state.runs}
+        while unknown := self._state.runs.keys() - self._submitters.keys():  # others may come meanwhile
+            for name in unknown:
+                self._submitters[name] = None
+                with suppress(NotFound, NotReady, *UNEXPECTED):  # gone, of a later release, or broken
+                    self._submitters[name] = (await self._store.runs.read(name)).submitter
+
+    async def _exists(self, run_id: str) -> bool:
+        try:
+            await self._store.runs.read(run_id)
+        except NotFound:
+            return False
+        except (NotReady, *UNEXPECTED):
+            return True
+        return True
+
+
+def run_outlook(run: RunState, sessions: Iterable[WorkerSession]) -> RunOutlook | None:
+    """What is expected now; None while the run's responses have taught nothing. `sessions`: of the fleet."""
+    forecasts, judge = run.tail.forecasts, run.tail.judge
+    if not forecasts.known:
+        return None
+    speeds = [one.rollout_tokens_per_s for one in sessions if one.run_id == run.run_id and one.rollout_tokens_per_s]
+    speed, count = fmean(speeds) if speeds else 0.0, forecasts.coverage.count
+    return RunOutlook(
+        half_s=judge.end.half / speed if speed else 0.0,
+        ninth_s=judge.end.ninth / speed if speed else 0.0,
+        tail=judge.end.tail,
+        longest=tuple(
+            LongRollout(
+                rollout_id=name,
+                stored=attempt.stored,
+                expected_tokens=round(outlook.expected),
+                longest_tokens=round(outlook.longest),
+            )
+            for name, outlook in judge.latest
+            if (attempt := run.running.get(name)) is not None
+        ),
+        alike=forecasts.learner.alike,
+        forecast=count.ended,
+        covered=count.covered,
     )

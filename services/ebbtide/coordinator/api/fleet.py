@@ -9,10 +9,10 @@ from typing import Any, Final, TypeAlias
 import grpc
 import msgspec
 
+from ebbtide.coordinator.api.lists import ListPage
 from ebbtide.coordinator.appends.append_streams import AppendStreams
 from ebbtide.coordinator.fleet.flush_intervals import FlushIntervals
 from ebbtide.coordinator.fleet.worker_registry import WorkerRegistry
-from ebbtide.coordinator.servicers.list_page import ListPage
 from ebbtide.coordinator.state.worker_reports import (
     AttachReport,
     DrainNotice,
