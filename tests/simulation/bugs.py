@@ -10,11 +10,11 @@ from typing import Any, Final
 
 import msgspec
 
-from ebbtide.coordinator.appends.token_readers import TokenReader
-from ebbtide.coordinator.failover.run_recovery import RunRecovery
 from ebbtide.coordinator.fleet import worker_registry
 from ebbtide.coordinator.rules import host_view
 from ebbtide.coordinator.rules.liveness import Liveness
+from ebbtide.coordinator.run_recovery import RunRecovery
+from ebbtide.coordinator.token_readers import TokenReader
 from ebbtide.errors import StoreUnavailable
 from ebbtide.rollout_worker.generation.generation import Assignment, Generation, ResponseEnding
 from ebbtide.rollout_worker.generation.local_attempts import LocalAttempts

@@ -2,10 +2,10 @@
 
 from typing import Any, Final
 
-from ebbtide.coordinator.appends.append_batcher import AppendBatcher
+from ebbtide.coordinator.append_streams import AppendBatcher
 from ebbtide.coordinator.dispatch.worker_allocator import WorkerAllocator
-from ebbtide.coordinator.failover.election import STEADY_S, TTL_S, LeaderTenure, StandbyWatch
-from ebbtide.coordinator.failover.run_recovery import RunRecovery
+from ebbtide.coordinator.election import STEADY_S, TTL_S, LeaderTenure, StandbyWatch
+from ebbtide.coordinator.run_recovery import RunRecovery
 from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.rpc.server import Server
 from ebbtide.store.topics.run_topic import RunTopic

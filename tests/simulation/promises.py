@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from ebbtide.coordinator.failover.election import LOOK_S, STEADY_S
+from ebbtide.coordinator.election import LOOK_S, STEADY_S
 from ebbtide.coordinator.rules.liveness import JUDGE_EVERY_S, TIMEOUT_S
 from tests.simulation.loop import Proc, SimLoop
 from tests.simulation.monitor import Monitor

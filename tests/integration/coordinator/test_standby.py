@@ -13,7 +13,7 @@ import redis.asyncio
 
 from ebbtide.auth.security import ClientSecurity, ServerSettings
 from ebbtide.client import Client
-from ebbtide.coordinator.failover.election import TTL_S
+from ebbtide.coordinator.election import TTL_S
 from ebbtide.coordinator.service import Coordinator
 from ebbtide.coordinator.settings import CoordinatorSettings
 from ebbtide.errors import StandingBy, Unavailable

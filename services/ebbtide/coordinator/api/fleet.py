@@ -10,7 +10,7 @@ import grpc
 import msgspec
 
 from ebbtide.coordinator.api.lists import ListPage
-from ebbtide.coordinator.appends.append_streams import AppendStreams
+from ebbtide.coordinator.append_streams import AppendStreams
 from ebbtide.coordinator.fleet.flush_intervals import FlushIntervals
 from ebbtide.coordinator.fleet.worker_registry import WorkerRegistry
 from ebbtide.coordinator.state.worker_reports import (

@@ -20,9 +20,9 @@ from ebbtide.coordinator.dispatch.dispatch_round import (
     SlotFill,
     gather_s,
 )
-from ebbtide.coordinator.failover.run_recovery import RunRecovery
 from ebbtide.coordinator.fleet.worker_registry import WorkerRegistry
 from ebbtide.coordinator.rules.overload import Work
+from ebbtide.coordinator.run_recovery import RunRecovery
 from ebbtide.coordinator.state.attempt_transitions import AttemptTransitions
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.run_state import RunState

@@ -1,7 +1,7 @@
 """Judges workers: which of them are silent or stalled, were lost too often, and may get work."""
 
 from collections import deque
-from collections.abc import Iterable, Set
+from collections.abc import Iterable
 from math import inf
 from typing import Final, NamedTuple
 
@@ -281,15 +281,16 @@ class _Loss(NamedTuple):
     before: _Record | None  # the worker's record before the loss
 
 
-class Flapping:
-    """Quarantines workers that are lost too often.
+class WorkerTrust:
+    """Says which workers may get work, and why none may. Those that are lost too often are quarantined.
 
     Invariant: a worker has one strike for each short attachment that it lost without notice, unless a large part of the
     fleet was lost with it: then the network or the coordinator failed. All strikes are forgiven `_FORGIVEN_S` after the
-    last. Lost with the process: all workers start without strikes.
+    last. Lost with the process: all are trusted.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, state: CoordinatorState) -> None:
+        self._state = state
         self._records: dict[str, _Record] = {}
         self._attached: dict[str, float] = {}  # since when
         self._lately: deque[_Loss] = deque()
@@ -334,43 +335,9 @@ class Flapping:
         """The workers that get no work now."""
         return {worker_id for worker_id in self._records if self.quarantined_s(worker_id, now)}
 
-    def _record(self, worker_id: str, now: float) -> _Record | None:
-        record = self._records.get(worker_id)
-        return record if record is not None and now - record.lost < _FORGIVEN_S else None
-
-
-class WorkerTrust:
-    """Says which workers may get work, and why none may.
-
-    Invariant: a worker that was lost too often is quarantined (`Flapping`). Lost with the process: all are trusted.
-    """
-
-    def __init__(self, state: CoordinatorState) -> None:
-        self._state, self._flapping = state, Flapping()
-
-    def attached(self, worker_id: str, now: float) -> None:
-        """Note that the worker attached; it may have been attached already."""
-        self._flapping.attached(worker_id, now)
-
-    def left(self, worker_id: str) -> None:
-        """Note that the worker left as announced."""
-        self._flapping.left(worker_id)
-
-    def lost(self, worker_id: str, now: float) -> None:
-        """Note that the worker was lost without notice."""
-        self._flapping.lost(worker_id, now)
-
     def trusts(self, session: WorkerSession, now: float) -> bool:
         """Whether the worker may get rollouts at all."""
-        return not session.draining and not session.given_up and not self.quarantined_s(session, now)
-
-    def quarantined(self, now: float) -> Set[str]:
-        """The names of workers that were lost too often, and get no work now."""
-        return self._flapping.quarantined(now)
-
-    def quarantined_s(self, session: WorkerSession, now: float) -> float:
-        """For how much longer a worker that was lost too often gets no work; 0.0 for any other."""
-        return self._flapping.quarantined_s(session.worker_id, now)
+        return not session.draining and not session.given_up and not self.quarantined_s(session.worker_id, now)
 
     def lacking(self, now: float) -> str:
         """Why no attached worker may get work; "" if one may."""
@@ -382,3 +349,7 @@ class WorkerTrust:
         given_up = sum(bool(session.given_up) for session in sessions)
         but = f" or are given up ({given_up}): their hosts cost more than they bring" if given_up else ""
         return f"waits for workers: of {len(sessions)} attached, all drain or were lost too often{but}"
+
+    def _record(self, worker_id: str, now: float) -> _Record | None:
+        record = self._records.get(worker_id)
+        return record if record is not None and now - record.lost < _FORGIVEN_S else None

@@ -103,7 +103,7 @@ class WorkerRegistry:
         if hello.run_id and hello.run_id not in self._state.runs:
             session.tell_run_ended(hello.run_id)
         self._health.heard(session, now)
-        quarantined_s = self.trust.quarantined_s(session, now)
+        quarantined_s = self.trust.quarantined_s(session.worker_id, now)
         text = f"worker {hello.worker_id} attached"
         text += f"; it was lost too often, and gets no work for {quarantined_s:.0f} s" if quarantined_s else ""
         self._run_events.of_worker(session, text, "shunned" if quarantined_s else "attached")
@@ -338,7 +338,7 @@ class WorkerRegistry:
         return bool(staying) and not any(session.samples_min_p for session in staying)
 
     def _listed(self, session: WorkerSession, state: WorkerState, now: float) -> Worker:
-        beat, quarantined_s = session.beat, self.trust.quarantined_s(session, now)
+        beat, quarantined_s = session.beat, self.trust.quarantined_s(session.worker_id, now)
         if quarantined_s and state not in {WorkerState.DRAINING, WorkerState.LOST, WorkerState.SUSPECTED}:
             state = WorkerState.SHUNNED
         return Worker(
