@@ -13,9 +13,8 @@ from benchmarks.rivals.rlboost.pending_balance import PendingBalance
 from ebbtide.coordinator.rules.placement import Placement
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.worker_session import WorkerSession
-from ebbtide.simulator.world.rival_decider import POLL_S, fits
-from ebbtide.simulator.world.simulated_rollout import SimulatedRollout
-from ebbtide.simulator.world.virtual_coordinator import VirtualCoordinator
+from ebbtide.simulator.world.rival_policies import POLL_S, fits
+from ebbtide.simulator.world.virtual_coordinator import SimulatedRollout, VirtualCoordinator
 
 
 class GroupSweeps(PendingBalance):

@@ -10,7 +10,7 @@ from ebbtide.coordinator.state.running_attempt import RunningAttempt
 from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.scheduling.throughput import WorkerThroughput
 from ebbtide.simulator.scenario.draws.machine_events import pool_of
-from ebbtide.simulator.world.rival_decider import POLL_S, RivalDecider, ask_back, fits
+from ebbtide.simulator.world.rival_policies import POLL_S, RivalDecider, ask_back, fits
 from ebbtide.simulator.world.virtual_coordinator import VirtualCoordinator
 
 #: Between two looks at the engines' queues. A rollout that was sent since the last look is not known to wait.

@@ -11,7 +11,7 @@ from ebbtide.coordinator.rules.placement import Placement
 from ebbtide.coordinator.rules.rollout_queue import QueuedRollout
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.worker_session import WorkerSession
-from ebbtide.simulator.world.rival_decider import RivalDecider, fits
+from ebbtide.simulator.world.rival_policies import RivalDecider, fits
 from ebbtide.simulator.world.virtual_coordinator import VirtualCoordinator
 
 #: Episodes whose engine is remembered.

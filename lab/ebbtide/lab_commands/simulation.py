@@ -21,16 +21,20 @@ from ebbtide.cli.views.tables import amount, cell, clock, data_table, plain, pri
 from ebbtide.cli.views.timeline import fetch_events
 from ebbtide.cli.waiting import Waiting
 from ebbtide.errors import EbbtideError, InvalidRequest
-from ebbtide.simulator.engines.known_hardware import GPUS, MODELS
-from ebbtide.simulator.engines.roofline import DeviceSheet, ModelShape, kv_room
+from ebbtide.simulator.engines.roofline import GPUS, MODELS, DeviceSheet, ModelShape, kv_room
 from ebbtide.simulator.outcome import Outcome, SimulationProgress
-from ebbtide.simulator.recording.recorded_run import RecordedRun, WeightSizes
-from ebbtide.simulator.recording.recording_file import write_record
+from ebbtide.simulator.recording.recorded_run import RecordedRun, WeightSizes, write_record
 from ebbtide.simulator.recording.run_recorder import record_run
-from ebbtide.simulator.report.figures_file import figures_file, ratios
-from ebbtide.simulator.report.scenario_figures import Figures, ScenarioFigures, figures
-from ebbtide.simulator.report.seed_spread import SeedSpread, quantile
 from ebbtide.simulator.scenario.example_files import example_files
+from ebbtide.simulator.scenario_figures import (
+    Figures,
+    ScenarioFigures,
+    SeedSpread,
+    figures,
+    figures_file,
+    quantile,
+    ratios,
+)
 from ebbtide.simulator.seed_processes import Simulate, simulate_seeds
 from ebbtide.simulator.simulate import SeedTask, scenario_name, simulate_task
 
@@ -370,7 +374,7 @@ def _write(options: SimulateOptions, outcomes: Sequence[Sequence[Outcome]]) -> N
         with _named(options.json):
             options.json.write_bytes(figures_file(outcomes))
     if options.png is not None:
-        from ebbtide.simulator.report.outcome_picture import write_outcome_picture
+        from ebbtide.simulator.outcome_picture import write_outcome_picture
 
         with _named(options.png):
             write_outcome_picture([of_fleet[0] for of_fleet in outcomes], options.png)

@@ -10,8 +10,7 @@ from msgspec.structs import replace
 
 from ebbtide.cli.waiting import Waiting
 from ebbtide.errors import InvalidRequest
-from ebbtide.profiling.engine_fit import fit_engine
-from ebbtide.profiling.trainer_fit import fit_trainer
+from ebbtide.profiling.profile_fits import fit_engine, fit_trainer
 from ebbtide.simulator.engines.engine_profile import EngineProfile
 from ebbtide.simulator.engines.profile_files import write_profile
 from ebbtide.simulator.engines.trainer_profile import TrainerProfile

@@ -14,19 +14,15 @@ from ebbtide.simulator.engines.engine_profile import EngineProfile
 from ebbtide.simulator.engines.profile_files import read_profile
 from ebbtide.simulator.engines.trainer_profile import TrainerProfile
 from ebbtide.simulator.outcome import Outcome
+from ebbtide.simulator.recording.recorded_run import read_record
 from ebbtide.simulator.recording.recorded_scenario import recorded_fleet, with_recorded_work
-from ebbtide.simulator.recording.recording_file import read_record
-from ebbtide.simulator.scenario.reading.cross_checks import unknown_policy
-from ebbtide.simulator.scenario.reading.known_names import EngineLimits, KnownNames, ProfileKind
-from ebbtide.simulator.scenario.reading.scenario_reader import read_scenario
 from ebbtide.simulator.scenario.scenario import PolicyChoice, Scenario
+from ebbtide.simulator.scenario.scenario_checks import EngineLimits, KnownNames, ProfileKind, unknown_policy
+from ebbtide.simulator.scenario.scenario_reader import read_scenario
 from ebbtide.simulator.world.ebbtide_policy import EbbtidePolicy
 from ebbtide.simulator.world.elastic_policy import ElasticPolicy
-from ebbtide.simulator.world.policy import Policy
-from ebbtide.simulator.world.profiles import NamedProfiles
-from ebbtide.simulator.world.restart_policy import RestartPolicy
-from ebbtide.simulator.world.simulation import Say, Simulation
-from ebbtide.simulator.world.verl_policy import VerlPolicy
+from ebbtide.simulator.world.rival_policies import RestartPolicy, VerlPolicy
+from ebbtide.simulator.world.simulation import NamedProfiles, Policy, Say, Simulation
 
 #: By the name that a scenario's `[policy]` gives. Each is a record of its parameters.
 POLICIES: Final[Mapping[str, type[Struct]]] = {

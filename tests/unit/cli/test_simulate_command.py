@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from ebbtide.cli.__main__ import main
 from ebbtide.errors import EbbtideError, InvalidRequest
 from ebbtide.lab_commands.simulation import SimulateOptions, run
-from ebbtide.simulator.engines.known_hardware import GPUS, MODELS
+from ebbtide.simulator.engines.roofline import GPUS, MODELS
 from ebbtide.simulator.simulate import SeedTask
 from tests.fakes import stub_simulation
 from tests.support.waiting import wait_until

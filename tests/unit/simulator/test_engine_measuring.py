@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ebbtide.profiling.engine_fit import fit_step_costs
 from ebbtide.profiling.engine_measuring import EngineMeasuring, plan_blocks
+from ebbtide.profiling.profile_fits import fit_step_costs
 from ebbtide.rollout_worker.engine import EngineCapacity, EngineRequest, TokenDelta
 from ebbtide.simulator.engines.engine_profile import StepCosts
 from ebbtide.types.rollout import FinishReason

@@ -6,11 +6,9 @@ import numpy as np
 import pytest
 
 from ebbtide.errors import InvalidRequest
-from ebbtide.profiling.engine_fit import fit_step_costs
 from ebbtide.profiling.engine_measuring import MeasuredSteps, StepGroup
 from ebbtide.profiling.measured_learning import LearnerWork
-from ebbtide.profiling.non_negative_fit import least_squares
-from ebbtide.profiling.trainer_fit import fit_trainer_costs
+from ebbtide.profiling.profile_fits import fit_step_costs, fit_trainer_costs, least_squares
 from ebbtide.simulator.engines.engine_profile import StepCosts
 
 COSTS = StepCosts(base_s=0.02, token_s=1e-4, sequence_s=5e-5, context_s=1e-7, pair_s=1e-9)

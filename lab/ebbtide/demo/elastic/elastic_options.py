@@ -9,8 +9,8 @@ from msgspec import Meta, Struct
 
 from ebbtide.demo.coserving.request_traffic import parse_window
 from ebbtide.errors import InvalidRequest
-from ebbtide.simulator.scenario.draws.machine_presence import Presence, presences
-from ebbtide.simulator.scenario.inputs.spot_trace import SpotTrace, read_spot_trace
+from ebbtide.simulator.scenario.draws.machine_events import Presence, presences
+from ebbtide.simulator.scenario.input_tables import SpotTrace, read_spot_trace
 from ebbtide.simulator.scenario.machine_pool import MachinePool, SpotTraceSpec
 
 #: Longer than any run of the demo.

@@ -16,7 +16,7 @@ from msgspec import Struct
 from ebbtide.demo.elastic.elastic_options import MachinePlan
 from ebbtide.local_cluster.launcher import Program
 from ebbtide.local_cluster.local_cluster import LocalCluster
-from ebbtide.simulator.scenario.draws.machine_presence import Presence
+from ebbtide.simulator.scenario.draws.machine_events import Presence
 
 
 class MachineStay(Struct, kw_only=True):

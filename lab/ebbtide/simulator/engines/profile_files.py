@@ -9,8 +9,8 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from ebbtide.errors import InvalidRequest
-from ebbtide.simulator.engines.derived_profile import derived_engine, derived_trainer
 from ebbtide.simulator.engines.engine_profile import EngineProfile
+from ebbtide.simulator.engines.roofline import derived_engine, derived_trainer
 from ebbtide.simulator.engines.trainer_profile import TrainerProfile
 from ebbtide.types.parse import parse
 

@@ -5,8 +5,8 @@ Invariant: at most one sequence is cut, that is, read in part. No other starts b
 
 from typing import Final
 
+from ebbtide.simulator.engines.decoding_batch import EngineSequence
 from ebbtide.simulator.engines.engine_profile import EngineProfile
-from ebbtide.simulator.engines.engine_sequence import EngineSequence
 from ebbtide.simulator.engines.kv_prefixes import KvPrefix, KvPrefixes
 
 #: Behind a prompt's name, the name of its last block.

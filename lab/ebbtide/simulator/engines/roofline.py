@@ -1,4 +1,4 @@
-"""Derives profiles from data sheets and model configurations: what a step reads and computes, over what devices can do.
+"""Derives profiles of engines and trainers from data sheets of GPUs and configurations of models.
 
 Five efficiencies stand for all that data sheets do not say. They are fitted to published times of vLLM's steps for
 Qwen3-8B and Qwen3-14B on one H100 (`tests/unit/simulator/test_roofline.py` has them all) and judged on Qwen3-32B on two
@@ -6,8 +6,13 @@ and Qwen3-30B-A3B on one and two. Efficiencies of prefill, training and PCIe are
 and copies; calibrate them where it matters.
 """
 
-from typing import Final, NamedTuple
+import re
+from typing import Annotated, Final, NamedTuple
 
+from msgspec import Meta, Struct
+
+from ebbtide.checked_files.record_check import suggestion
+from ebbtide.errors import InvalidRequest
 from ebbtide.simulator.engines.engine_profile import EngineDelays, EngineProfile, KvCapacity, StepCosts
 from ebbtide.simulator.engines.trainer_profile import TrainerCosts, TrainerDelays, TrainerProfile
 
@@ -139,3 +144,127 @@ def profile_name(model: str, device: str, gpus: int) -> str:
 def _update_bytes(model: ModelShape) -> float:
     """AdamW reads weight, gradient and two moments in float32, and writes three of them."""
     return 7 * 4 * (model.weights + model.experts)
+
+
+#: NVIDIA H100 SXM data sheet: 80 GB HBM3 at 3.35 TB/s, 989 TFLOP/s bf16 without sparsity, PCIe 5.0 x16 (64 GB/s).
+H100: Final = DeviceSheet("H100", 80e9, 3.35e12, 989e12, 64e9)
+#: The H800 SXM has the H100's memory and cores, and slower links between GPUs.
+H800: Final = DeviceSheet("H800", 80e9, 3.35e12, 989e12, 64e9)
+#: Key and value, bf16.
+_KV: Final = 2 * 2
+#: What DeepSeek-V3's attention keeps of a token in each layer: 512 of the latent and 64 of the position, bf16.
+_LATENT: Final = (512 + 64) * 2
+
+
+def _dense(name: str, weights: float, layers: int, heads: int, kv_heads: int) -> ModelShape:
+    """A model with grouped queries and heads of 128; `weights` of its safetensors."""
+    kv_bytes = _KV * layers * kv_heads * 128
+    return ModelShape(name, weights, layers=layers, heads=heads, head_dim=128, kv_bytes=kv_bytes)
+
+
+#: From the models' config.json and the sizes of their safetensors on Hugging Face.
+QWEN3_8B: Final = _dense("Qwen3-8B", 8.19e9, 36, 32, 8)
+QWEN3_14B: Final = _dense("Qwen3-14B", 14.77e9, 40, 40, 8)
+QWEN3_32B: Final = _dense("Qwen3-32B", 32.76e9, 64, 64, 8)
+QWEN25_7B: Final = _dense("Qwen2.5-7B", 7.62e9, 28, 28, 4)
+QWEN25_14B: Final = _dense("Qwen2.5-14B", 14.77e9, 48, 40, 8)
+QWEN25_32B: Final = _dense("Qwen2.5-32B", 32.76e9, 64, 40, 8)
+QWEN2_VL_72B: Final = _dense("Qwen2-VL-72B", 73.4e9, 80, 64, 8)
+#: 48 layers of 128 experts, 8 of them for a token: 3 matrices of 2048 x 768 each.
+QWEN3_30B_A3B: Final = ModelShape(
+    "Qwen3-30B-A3B",
+    weights=30.53e9 - 48 * 128 * 3 * 2048 * 768,
+    experts=48 * 128 * 3 * 2048 * 768,
+    expert_share=8 / 128,
+    layers=48,
+    heads=32,
+    head_dim=128,
+    kv_bytes=48 * _KV * 4 * 128,
+)
+#: 26 of 27 layers with 64 experts, 6 of them for a token: 3 matrices of 2048 x 1408 each.
+MOONLIGHT: Final = ModelShape(
+    "Moonlight-16B-A3B",
+    weights=15.96e9 - 26 * 64 * 3 * 2048 * 1408,
+    experts=26 * 64 * 3 * 2048 * 1408,
+    expert_share=6 / 64,
+    layers=27,
+    heads=16,
+    head_dim=192,
+    kv_bytes=27 * _LATENT,
+)
+#: 60 of 61 layers with 384 experts, 8 of them for a token: 3 matrices of 7168 x 2048 each; FP8 weights.
+KIMI_K2: Final = ModelShape(
+    "Kimi-K2",
+    weights=1.026e12 - 60 * 384 * 3 * 7168 * 2048,
+    experts=60 * 384 * 3 * 7168 * 2048,
+    expert_share=8 / 384,
+    layers=61,
+    heads=64,
+    head_dim=192,
+    kv_bytes=61 * _LATENT,
+    weight_bytes=1.0,
+)
+#: By whose names profiles are derived.
+GPUS: Final = (H100, H800)
+MODELS: Final = (
+    *(QWEN3_8B, QWEN3_14B, QWEN3_32B, QWEN3_30B_A3B),
+    *(QWEN25_7B, QWEN25_14B, QWEN25_32B, QWEN2_VL_72B, MOONLIGHT, KIMI_K2),
+)
+
+
+#: The roofline's exchange between GPUs is that of one host.
+_MOST_TP: Final = 8
+_NAME: Final = re.compile(r"(?P<gpu>[a-z0-9]+)x(?P<gpus>[1-9]\d{0,4})-(?P<model>.+)")
+_GPUS: Final = {gpu.name.lower(): gpu for gpu in GPUS}
+_MODELS: Final = {model.name.lower(): model for model in MODELS}
+
+
+class EngineOn(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An engine as a scenario may state it. Its text is the profile's name."""
+
+    model: str
+    gpu: str
+    tp: Annotated[int, Meta(ge=1, le=_MOST_TP)] = 1  # GPUs of one host that share each layer (tensor parallelism)
+
+    def __str__(self) -> str:
+        return profile_name(self.model, self.gpu, self.tp)
+
+
+class TrainerOn(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A trainer as a scenario may state it. Its text is the profile's name."""
+
+    model: str
+    gpu: str
+    gpus: Annotated[int, Meta(ge=1, le=99_999)]
+
+    def __str__(self) -> str:
+        return profile_name(self.model, self.gpu, self.gpus)
+
+
+def derived_engine(name: str) -> EngineProfile:
+    """The profile of a name such as `h100x2-qwen3-14b`. Raises `InvalidRequest` if it is unknown or has no room."""
+    model, gpu, gpus = _parts(name)
+    if gpus > _MOST_TP:
+        raise InvalidRequest(f"has {gpus} GPUs; an engine has at most {_MOST_TP}, those of a host", field=name)
+    if kv_room(model, gpu, gpus) < model.kv_bytes:
+        told = f"{model.name}'s {model.bytes / 1e9:.0f} GB leave no memory for keys and values on {gpus} {gpu.name}"
+        raise InvalidRequest(f"{told}; take more GPUs, or a profile of your own", field=name)
+    return roofline_engine(model, gpu, gpus)
+
+
+def derived_trainer(name: str) -> TrainerProfile:
+    """The profile of a name such as `h100x8-qwen3-14b`. Raises `InvalidRequest` for what is not known."""
+    return roofline_trainer(*_parts(name))
+
+
+def _parts(name: str) -> tuple[ModelShape, DeviceSheet, int]:
+    found = _NAME.fullmatch(name.lower())
+    if found is None:
+        form = "GPU, x, number of GPUs, - and model, as in h100x2-qwen3-14b"
+        raise InvalidRequest(f"names no profile; write {form}, or a path that ends with .toml", field=name)
+    gpu, model = found["gpu"], found["model"]
+    if gpu not in _GPUS:
+        raise InvalidRequest(f"no GPU is called {gpu!r}{suggestion(gpu, list(_GPUS))}", field=name)
+    if model not in _MODELS:
+        raise InvalidRequest(f"no model is called {model!r}{suggestion(model, list(_MODELS))}", field=name)
+    return _MODELS[model], _GPUS[gpu], int(found["gpus"])

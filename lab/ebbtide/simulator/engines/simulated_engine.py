@@ -17,12 +17,10 @@ from math import inf
 from typing import NamedTuple
 
 from ebbtide.errors import InvalidRequest
-from ebbtide.simulator.engines.decoding_batch import DecodingBatch
+from ebbtide.simulator.engines.decoding_batch import DecodingBatch, EngineSequence, StepRun
 from ebbtide.simulator.engines.engine_profile import EngineProfile
-from ebbtide.simulator.engines.engine_sequence import EngineSequence
 from ebbtide.simulator.engines.kv_prefixes import KvPrefixes
 from ebbtide.simulator.engines.prompt_reader import PromptReader
-from ebbtide.simulator.engines.step_run import StepRun
 
 
 class EngineEventKind(Enum):

@@ -4,7 +4,7 @@ from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta, Struct
 
-from ebbtide.simulator.scenario.bounds import (
+from ebbtide.simulator.scenario.quantity_spec import (
     Dollars,
     EngineReference,
     Factor,

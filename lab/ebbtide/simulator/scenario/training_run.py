@@ -4,8 +4,17 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from ebbtide.simulator.scenario.bounds import Dollars, Gbps, Name, Seconds, Tokens, TrainerReference
-from ebbtide.simulator.scenario.quantity_spec import MATH_RESPONSES, LengthSpec, QuantitySpec
+from ebbtide.simulator.scenario.quantity_spec import (
+    MATH_RESPONSES,
+    Dollars,
+    Gbps,
+    LengthSpec,
+    Name,
+    QuantitySpec,
+    Seconds,
+    Tokens,
+    TrainerReference,
+)
 from ebbtide.types.run import ShareSpec
 
 

@@ -11,8 +11,7 @@ from ebbtide.scheduling.long_tail.rounds.group_rounds import MOST_EXCESS, GroupR
 from ebbtide.scheduling.throughput import WorkerThroughput
 from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.training_run import TrainingRun
-from ebbtide.simulator.world.training.continued_rounds import ContinuedRounds
-from ebbtide.simulator.world.training.step_rounds import Rounds, WholeGroups
+from ebbtide.simulator.world.training.step_rounds import ContinuedRounds, Rounds, WholeGroups
 from ebbtide.simulator.world.training.trainer_loan import FixedWindow, LoanWindow
 from ebbtide.simulator.world.virtual_coordinator import Decider, VirtualCoordinator
 

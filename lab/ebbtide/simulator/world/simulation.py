@@ -1,40 +1,132 @@
-"""Builds a scenario's world, lets time pass in it, and tells what it came to."""
+"""Builds a simulation of a scenario under a policy, with profiles, and lets its time pass.
+
+All policies see the same state: the coordinator's. What a rival is not told, its own docstring says.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import inf
+from pathlib import Path
+from typing import Protocol
 
 from ebbtide.coordinator.settings import CoordinatorSettings
-from ebbtide.simulator.outcome import Outcome, SimulationProgress
+from ebbtide.simulator.engines.engine_profile import EngineProfile
+from ebbtide.simulator.engines.profile_files import read_profile
+from ebbtide.simulator.engines.trainer_profile import SampleLength, TrainerProfile
+from ebbtide.simulator.outcome import Outcome, SimulationBooks, SimulationProgress
 from ebbtide.simulator.scenario.draws.workload import Turn, Workload
-from ebbtide.simulator.scenario.inputs.price_table import fixed_price
+from ebbtide.simulator.scenario.input_tables import fixed_price
 from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.scenario import Scenario
 from ebbtide.simulator.scenario.training_run import TrainingRun
-from ebbtide.simulator.world.books import SimulationBooks
 from ebbtide.simulator.world.fleet.attempt_host import FlushTerms
-from ebbtide.simulator.world.fleet.machine_pools import MachinesOfPool
-from ebbtide.simulator.world.fleet.planned_faults import PlannedFaults
+from ebbtide.simulator.world.fleet.machine_pools import MachinesOfPool, PlannedFaults
 from ebbtide.simulator.world.fleet.simulated_worker import SimulatedWorker, WorkerTerms
-from ebbtide.simulator.world.fleet.version_pulls import VersionPulls
-from ebbtide.simulator.world.policy import Policy
-from ebbtide.simulator.world.profiles import Profiles
-from ebbtide.simulator.world.training.simulated_driver import SimulatedDriver, StepProgress
-from ebbtide.simulator.world.training.simulated_scoring import SimulatedScoring
-from ebbtide.simulator.world.training.simulated_trainer import SimulatedTrainer
-from ebbtide.simulator.world.training.step_rounds import Sample
+from ebbtide.simulator.world.fleet.version_pulls import VersionPulls, WeightTerms
+from ebbtide.simulator.world.training.simulated_driver import SimulatedDriver, SimulatedScoring, StepProgress
+from ebbtide.simulator.world.training.simulated_trainer import SimulatedTrainer, TrainingTimes
+from ebbtide.simulator.world.training.step_rounds import Rounds, Sample
 from ebbtide.simulator.world.training.trainer_loan import FixedWindow, LoanWindow, TrainerLoan
-from ebbtide.simulator.world.virtual_coordinator import RunAccount, VirtualCoordinator
+from ebbtide.simulator.world.virtual_coordinator import Decider, RunAccount, VirtualCoordinator
 from ebbtide.simulator.world.virtual_time import VirtualTime
 from ebbtide.types.fleet import WorkerKind
 from ebbtide.types.tail_spec import TailSpec
+
+_BYTES_PER_GB = 1e9
+_BYTES_PER_GBIT = 125e6
+
+
+class Profiles(Protocol):
+    """The profiles that a scenario names."""
+
+    def engine(self, reference: str) -> EngineProfile: ...
+
+    def training(self, run: TrainingRun) -> TrainingTimes: ...
+
+    def weights(self, run: TrainingRun) -> WeightTerms: ...
+
+
+class NamedProfiles(Profiles):
+    """Profiles from files. `folder`: what relative paths start from."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = Path(folder)
+
+    def engine(self, reference: str) -> EngineProfile:
+        return read_profile(EngineProfile, reference, beside=self._folder)
+
+    def training(self, run: TrainingRun) -> TrainingTimes:
+        return ProfiledTraining(self._trainer(run), run)
+
+    def weights(self, run: TrainingRun) -> WeightTerms:
+        return version_bytes(self._trainer(run))
+
+    def _trainer(self, run: TrainingRun) -> TrainerProfile:
+        return read_profile(TrainerProfile, run.trainer, beside=self._folder)
+
+
+class ProfiledTraining(TrainingTimes):
+    """A trainer's times by its profile, and the link on which its versions leave."""
+
+    def __init__(self, profile: TrainerProfile, run: TrainingRun) -> None:
+        self._profile, self._every = profile, run.checkpoint_every
+        #: Stale tokens need the trainer's own logprobs, which a forward computes first.
+        self._forwards = 1 if run.max_staleness else 0
+        self._upload_s = version_bytes(profile).patch_bytes / (run.publish_gbps * _BYTES_PER_GBIT)
+
+    def start_s(self) -> float:
+        return self._profile.delays.start_s
+
+    def gradient_s(self, lengths: Sequence[int]) -> float:
+        samples = [SampleLength(length) for length in lengths]
+        return self._profile.gradient_s(samples, forwards=self._forwards) if samples else 0.0
+
+    def update_s(self) -> float:
+        return self._profile.costs.update_s
+
+    def snapshot_s(self) -> float:
+        return self._profile.delays.snapshot_s
+
+    def publish_s(self) -> float:
+        return self._profile.publish_s() + self._upload_s
+
+    def checkpoint_s(self, step: int) -> float | None:
+        return self._profile.delays.checkpoint_s if self._every and step % self._every == 0 else None
+
+
+def version_bytes(profile: TrainerProfile) -> WeightTerms:
+    """The bytes of a version, whole and as a patch."""
+    dense = int(profile.weights_gb * _BYTES_PER_GB)
+    patch = int(dense * profile.patch_share)
+    return WeightTerms(dense_bytes=dense, patch_bytes=patch if patch < dense else 0)
+
+
+class Policy(Protocol):
+    """A policy for a whole scenario."""
+
+    @property
+    def stream_batch(self) -> int | None:
+        """The fewest samples that a trainer learns from before a step's last rollout ends; None: it waits for that."""
+        ...
+
+    def decider(self, coordinator: VirtualCoordinator) -> Decider:
+        """What decides where rollouts run."""
+        ...
+
+    def rounds(self, run: TrainingRun) -> Rounds:
+        """Which rollouts a step of the run begins with, and when it has enough."""
+        ...
+
+    def window(self, decider: Decider, lent: MachinePool) -> LoanWindow:
+        """For how long the trainer's devices generate in each step, as the pool `lent`."""
+        ...
+
 
 Say = Callable[[SimulationProgress], None]
 #: How often people hear of progress, in simulated seconds.
 _SAY_EVERY_S = 10.0
 #: Steps of a run that only time ends.
 _ENDLESS = 1_000_000
-_BYTES_PER_GBIT = 125e6
 
 
 class Simulation:

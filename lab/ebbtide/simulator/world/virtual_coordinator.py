@@ -28,18 +28,47 @@ from ebbtide.coordinator.state.running_attempt import RunningAttempt
 from ebbtide.coordinator.state.worker_reports import AttachReport
 from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.errors import InvalidRequest
-from ebbtide.simulator.world.books import SimulationBooks
+from ebbtide.scheduling.steps.step_pacing import VersionBounds
+from ebbtide.simulator.outcome import SimulationBooks
 from ebbtide.simulator.world.fleet.attempt_host import Response
 from ebbtide.simulator.world.fleet.simulated_worker import SimulatedWorker
 from ebbtide.simulator.world.fleet.version_pulls import VersionPulls
-from ebbtide.simulator.world.simulated_rollout import SimulatedRollout
-from ebbtide.simulator.world.virtual_time import VirtualTime
-from ebbtide.simulator.world.virtual_wakeups import VirtualWakeups
+from ebbtide.simulator.world.virtual_time import VirtualTime, VirtualWakeups
 from ebbtide.store.rollout_rows import EndReason
 from ebbtide.types.end_cause import EndCause
 from ebbtide.types.run import BatchSpec, EnvironmentSpec, RunSpec, Sampling, ShareSpec
 from ebbtide.types.tail_spec import TailSpec
 from ebbtide.types.weights import PolicyVersion
+
+#: As `requeue.lua`: workers remembered per rollout, the newest.
+_AVOIDED: Final = 16
+
+
+class SimulatedRollout(Struct, kw_only=True, eq=False, gc=False):
+    """One turn of an episode. Lengths in tokens."""
+
+    rollout_id: str
+    episode_id: str
+    run: str
+    step: int
+    group: int  # number of its prompt in the step
+    bounds: VersionBounds
+    prompt: int
+    length: int  # of the whole response: what its model would say, however often it is interrupted
+    prefix: str  # names the first turn's prompt, which the samples of a group share
+    after: tuple[str, ...] = ()  # the rollouts of the turns before, the last one first
+    place: int = 0
+    stored: int = 0
+    attempts: int = 0
+    no_progress: int = 0
+    avoid: tuple[str, ...] = ()
+    home: str = ""
+
+    def avoid_worker(self, worker: str) -> None:
+        """Remember a worker that fell silent with it."""
+        if worker not in self.avoid:
+            self.avoid = (worker, *self.avoid)[:_AVOIDED]
+
 
 #: The model has one policy per run.
 _POLICY: Final = "policy"

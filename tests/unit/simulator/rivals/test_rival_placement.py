@@ -15,7 +15,7 @@ from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.worker_reports import AttachReport
 from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.scheduling.steps.step_pacing import VersionBounds
-from ebbtide.simulator.world.verl_policy import GroupTurns
+from ebbtide.simulator.world.rival_policies import GroupTurns
 from ebbtide.simulator.world.virtual_coordinator import VirtualCoordinator
 from ebbtide.types.fleet import PROTOCOL_VERSION, EngineInfo, WorkerKind
 from ebbtide.types.run import EnvironmentSpec, RunSpec

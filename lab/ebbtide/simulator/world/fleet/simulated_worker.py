@@ -22,7 +22,7 @@ from ebbtide.coordinator.state.worker_reports import (
 from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.simulator.engines.engine_profile import EngineProfile
 from ebbtide.simulator.engines.simulated_engine import SimulatedEngine
-from ebbtide.simulator.world.books import GONE, SimulationBooks
+from ebbtide.simulator.outcome import GONE, SimulationBooks
 from ebbtide.simulator.world.fleet.attempt_host import AttemptHost, AttemptStore, FlushTerms
 from ebbtide.simulator.world.virtual_time import Alarm, VirtualTime
 from ebbtide.types.end_cause import EndCause

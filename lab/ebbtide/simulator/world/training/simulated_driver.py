@@ -1,20 +1,77 @@
-"""Models a run's driver: it submits steps as the live one does, and plays their episodes turn by turn.
+"""Plays a run's driver: it submits the turns of each step's samples, scores responses, and says when a step has enough.
 
-Invariant: an episode of `_episodes` has a rollout that the coordinator knows, or its environment is at work.
-`open_steps` and `training_bounds` decide what may be submitted, as they do live.
+`RewardLimits` decides how long a scoring may take, as it does live. A scoring that would last longer than the ceiling
+is one that never ends; shorter ones are of right answers.
+
+Invariant of `SimulatedScoring`: at most `scorers` scorings run. Those that wait are in the order of arrival.
+
+Invariant of `SimulatedDriver`: an episode of `_episodes` has a rollout that the coordinator knows, or its environment
+is at work. `open_steps` and `training_bounds` decide what may be submitted, as they do live.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import Protocol
 
 from msgspec import Struct
 
 from ebbtide.scheduling.steps.step_pacing import VersionBounds, continued, open_steps, training_bounds
 from ebbtide.simulator.scenario.draws.workload import Turn
-from ebbtide.simulator.world.simulated_rollout import SimulatedRollout
-from ebbtide.simulator.world.training.simulated_scoring import SimulatedScoring, WaitingScoring
+from ebbtide.simulator.scenario.training_run import SimulatedRewards
 from ebbtide.simulator.world.training.step_rounds import RoundChange, Rounds, Sample, StepRound
+from ebbtide.simulator.world.virtual_coordinator import SimulatedRollout
 from ebbtide.simulator.world.virtual_time import VirtualTime
+
+
+class WaitingScoring(Struct, eq=False):
+    """A response that has ended."""
+
+    step: int
+    takes_s: float
+    scored: Callable[[], None]
+
+
+class SimulatedScoring:
+    def __init__(self, rewards: SimulatedRewards, time: VirtualTime) -> None:
+        self._time, self._after = time, rewards.when == "after"
+        self._free = rewards.scorers or inf
+        self._limit_s = rewards.timeout_s or inf
+        self._held: dict[int, list[WaitingScoring]] = {}  # by step, where all its responses are scored together
+        self._queue: deque[WaitingScoring] = deque()
+
+    def score(self, scoring: WaitingScoring, *, generating: Callable[[], bool]) -> None:
+        """Scores a response once there is room; where the run scores behind its rollout, once none of its step is
+        `generating`."""
+        if self._after:
+            self._held.setdefault(scoring.step, []).append(scoring)
+            if not generating():
+                self._all_ended(scoring.step)
+            return
+        self._queue.append(scoring)
+        self._begin()
+
+    def _all_ended(self, step: int) -> None:
+        self._queue += self._held.pop(step, ())
+        self._begin()
+
+    def _begin(self) -> None:
+        while self._queue and self._free > 0:
+            self._free -= 1
+            self._run(self._queue.popleft())
+
+    def _run(self, scoring: WaitingScoring) -> None:
+        took_s = min(scoring.takes_s, self._limit_s)
+
+        def ended() -> None:
+            self._free += 1
+            scoring.scored()
+            self._begin()
+
+        if took_s > 0.0:
+            self._time.after(took_s, ended)
+        else:
+            ended()
 
 
 class StepProgress(Struct, eq=False):

@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from math import inf
 from typing import Protocol
 
-from ebbtide.simulator.outcome import StepOutcome
-from ebbtide.simulator.world.books import SimulationBooks
+from ebbtide.simulator.outcome import SimulationBooks, StepOutcome
 from ebbtide.simulator.world.training.simulated_driver import StepProgress
 from ebbtide.simulator.world.training.trainer_loan import TrainerLoan
 from ebbtide.simulator.world.virtual_time import VirtualTime

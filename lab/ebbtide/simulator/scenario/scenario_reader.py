@@ -1,22 +1,29 @@
-"""Reads all files that a scenario names."""
+"""Reads a scenario with all files that it names, or refuses it by file, line, field and remedy."""
 
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Final, TypeVar
 
+import msgspec
+
+from ebbtide.checked_files.record_check import checked
 from ebbtide.checked_files.refusals import FileRefused, UnreadableFile
 from ebbtide.checked_files.toml_places import TomlPath
-from ebbtide.simulator.scenario.draws.quantity_draws import curve, mean_of
-from ebbtide.simulator.scenario.inputs.grant_tape import read_grants
-from ebbtide.simulator.scenario.inputs.input_tables import InputTables
-from ebbtide.simulator.scenario.inputs.price_table import read_prices
-from ebbtide.simulator.scenario.inputs.quantile_table import read_quantiles
-from ebbtide.simulator.scenario.inputs.spot_trace import SpotTrace, read_spot_trace
+from ebbtide.simulator.scenario.draws.workload import curve, mean_of
+from ebbtide.simulator.scenario.input_tables import (
+    InputTables,
+    SpotTrace,
+    read_grants,
+    read_prices,
+    read_quantiles,
+    read_spot_trace,
+)
 from ebbtide.simulator.scenario.machine_pool import SpotTraceSpec
 from ebbtide.simulator.scenario.quantity_spec import QuantitySpec
-from ebbtide.simulator.scenario.reading.scenario_source import ScenarioSource
-from ebbtide.simulator.scenario.scenario import ScenarioSpec
+from ebbtide.simulator.scenario.scenario import Scenario, ScenarioSpec
+from ebbtide.simulator.scenario.scenario_checks import KnownNames, check_engines, check_names
+from ebbtide.simulator.scenario.scenario_source import ScenarioSource
 from ebbtide.simulator.scenario.training_run import TrainingRun
 
 T = TypeVar("T")
@@ -111,3 +118,30 @@ def _anybody(trace: SpotTrace, start_s: float, end_s: float) -> bool:
     changes = [(one.at_s, there := there + (1 if one.joins else -1)) for one in trace.events] or trace.counts
     before = [number for at_s, number in changes if at_s <= start_s]
     return bool(before and before[-1]) or any(number for at_s, number in changes if start_s < at_s <= end_s)
+
+
+_ANY: Final = KnownNames()
+
+
+def read_scenario(path: Path, known: KnownNames = _ANY) -> Scenario:
+    """Read a scenario file. Raises `FileRefused` with file, line, column, field and remedy of each problem."""
+    return _build(ScenarioSource(path), known)
+
+
+def parse_scenario(text: str, path: Path, known: KnownNames = _ANY) -> Scenario:
+    """Read a scenario from a text, as if it stood in the file `path`. Raises `FileRefused`."""
+    return _build(ScenarioSource(path, text=text), known)
+
+
+def _build(source: ScenarioSource, known: KnownNames) -> Scenario:
+    table = checked(ScenarioSpec, source.table, (), source.note)
+    source.refuse_noted()
+    spec = msgspec.convert(table, ScenarioSpec)
+    check_names(spec, source, known)
+    tables = read_tables(spec, source)
+    source.refuse_noted()
+    check_means(spec, tables, source)
+    check_engines(spec, tables, source, known)
+    source.refuse_noted()
+    parts = {name: getattr(spec, name) for name in spec.__struct_fields__}
+    return Scenario(**parts, folder=str(source.folder), tables=tables)

@@ -1,18 +1,79 @@
 """Checks what the type of one value cannot express: values against each other, and names of what there must be."""
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final, Literal, TypeAlias
+
+from msgspec import Struct
 
 from ebbtide.checked_files.record_check import checked, suggestion
 from ebbtide.checked_files.toml_places import TomlPath
-from ebbtide.simulator.scenario.bounds import MOST_STEP_ROLLOUTS
-from ebbtide.simulator.scenario.fault_plan import PlannedFault
+from ebbtide.simulator.scenario.draws.workload import curve
+from ebbtide.simulator.scenario.input_tables import InputTables
 from ebbtide.simulator.scenario.machine_pool import MachinePool
-from ebbtide.simulator.scenario.reading.known_names import KnownNames, ProfileKind
-from ebbtide.simulator.scenario.reading.quantity_checks import Wrong, quantity_problems
-from ebbtide.simulator.scenario.reading.scenario_source import ScenarioSource
-from ebbtide.simulator.scenario.scenario import ScenarioSpec, is_path
+from ebbtide.simulator.scenario.quantity_spec import MOST_STEP_ROLLOUTS, QuantitySpec
+from ebbtide.simulator.scenario.scenario import PlannedFault, ScenarioSpec, is_path
+from ebbtide.simulator.scenario.scenario_source import ScenarioSource
 from ebbtide.simulator.scenario.training_run import TrainingRun
+
+ProfileKind: TypeAlias = Literal["engine", "trainer"]
+
+
+class EngineLimits(Struct, frozen=True, kw_only=True):
+    """What an engine can hold."""
+
+    kv_tokens: int  # in whole blocks
+    sequences: int  # that run at once
+    batched_tokens: int  # of one step
+
+
+class KnownNames(Struct, frozen=True, kw_only=True):
+    """What there is to name. None: any name passes, for callers who check it later."""
+
+    policies: Mapping[str, type[Struct]] | None = None  # and the parameters of each
+    single_run: frozenset[str] = frozenset()  # policies that know one run
+    #: Of the profile that a scenario in the folder names. None: limits are not checked.
+    engine_limits: Callable[[str, Path], EngineLimits] | None = None
+    #: What is wrong with the profile that a scenario in the folder names; nothing if it is a good one.
+    profile_problem: Callable[[ProfileKind, str, Path], str] | None = None
+
+
+#: Where something is wrong, and what.
+Wrong: TypeAlias = tuple[TomlPath, str]
+
+
+def quantity_problems(spec: QuantitySpec, most: float | None) -> Iterator[Wrong]:
+    """Yield all problems, at paths below the quantity. `most`: a bound that the quantity's owner has."""
+    cap = min(limit for limit in (spec.most, most, float("inf")) if limit is not None)
+    yield from _family_problems(spec)
+    if (spec.low is None) != (spec.high is None):
+        yield ("low" if spec.low is not None else "high",), "state both low and high"
+    elif spec.low is not None and spec.high is not None and spec.low > spec.high:
+        yield ("low",), f"must be at most high, {spec.high:.12g}"
+    if spec.least > cap:
+        yield ("least",), f"must be at most {cap:.12g}, the longest"
+    if spec.mean is not None and not spec.least < spec.mean < cap:
+        yield ("mean",), f"must be between {spec.least:.12g} and {cap:.12g}, the least and the most"
+    if spec.value is not None and not spec.least <= spec.value * spec.stretch <= cap:
+        yield ("value",), f"must be from {spec.least:.12g} to {cap:.12g}, the least and the most"
+
+
+def _family_problems(spec: QuantitySpec) -> Iterator[Wrong]:
+    families = [name for name in ("value", "file", "low", "median") if getattr(spec, name) is not None]
+    if len(families) > 1:
+        yield (families[1],), f"states {' and '.join(families)}; they are different distributions, so keep one"
+    if families and families != ["median"]:
+        for name in ("sigma", "tail_sigma"):
+            if getattr(spec, name):
+                yield (name,), f"is for log-normal values, and {families[0]} states others; take one out"
+    if spec.mean is not None:
+        for name in ("value", "median"):
+            if getattr(spec, name) is not None:
+                yield (name,), f"both {name} and mean set the scale; take one out"
+        if spec.stretch != 1.0:
+            yield ("stretch",), "both stretch and mean set the scale; take one out"
+    if not families and spec.mean is None:
+        yield (), "state a value, a file, low and high, a median or a mean"
 
 
 def check_names(spec: ScenarioSpec, source: ScenarioSource, known: KnownNames) -> None:
@@ -161,3 +222,41 @@ def _size_problems(spec: ScenarioSpec, fault: PlannedFault) -> Iterator[Wrong]:
     for pool in spec.fleet:
         if pool.name == (fault.pool or spec.fleet[0].name) and fault.machines > (pool.workers or fault.machines):
             yield ("machines",), f"must be at most the {pool.workers} machines of the pool {pool.name!r}"
+
+
+#: One draw of a standard normal in a billion lies beyond. No simulation has as many rollouts.
+_RARE: Final = 6.0
+
+
+def check_engines(spec: ScenarioSpec, tables: InputTables, source: ScenarioSource, known: KnownNames) -> None:
+    """Note pools whose engines could not run their slots, or a rollout of any run even alone."""
+    if known.engine_limits is None:
+        return
+    most = {run.name: most_tokens(run, tables) for run in spec.run}
+    longest = max(most, key=lambda name: most[name])
+    found: dict[str, EngineLimits] = {}
+    for index, pool in enumerate(spec.fleet):
+        if pool.engine not in found:
+            found[pool.engine] = known.engine_limits(pool.engine, source.folder)
+        limits = found[pool.engine]
+        if min(pool.slots, limits.sequences) > limits.batched_tokens:
+            told = f"must be at most {limits.batched_tokens}, the batched_tokens of the engine; lower it"
+            source.note(("fleet", index, "slots"), told)
+        # The last token of a response is never read.
+        if most[longest] - 1 > limits.kv_tokens:
+            told = (
+                f"its kv.tokens hold {limits.kv_tokens} tokens, and a rollout of run {longest!r} may have "
+                f"{most[longest]}; take another profile, or lower the run's cap or context"
+            )
+            source.note(("fleet", index, "engine"), told)
+
+
+def most_tokens(run: TrainingRun, tables: InputTables) -> int:
+    """The most tokens that a rollout of the run may have, prompt and response together."""
+    around, quantiles = run.environment, tables.quantiles
+    prompt = curve(run.prompt_tokens, quantiles, run.context - 1)(_RARE)
+    response = curve(run.lengths, quantiles, run.cap)(_RARE)
+    turns = max(1.0, curve(around.turns, quantiles, 1000.0)(_RARE))
+    added = curve(around.adds_tokens, quantiles)(_RARE)
+    whole = max(1, round(prompt)) + round(turns) * max(1, round(response)) + (round(turns) - 1) * round(added)
+    return min(run.context, whole)

@@ -1,4 +1,4 @@
-"""Draws simulated scenarios in time: machines of each pool, what each machine does, and where training steps end.
+"""Draws what simulations came to.
 
 The same outcomes give the same bytes with the same matplotlib: nothing in the file tells a time or a version.
 """
@@ -11,6 +11,7 @@ from ebbtide.simulator.outcome import Outcome, Span
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
 
 _DOTS_PER_INCH: Final = 120
 #: Inches. A machine takes two pixels at least; more machines than fit are left out, and the picture says so.

@@ -1,10 +1,12 @@
-"""Gives a rival what all of them need: workers that serve the one run, versions, and rounds in virtual time.
+"""Decides as simpler systems do: restarts lost work, or deals whole groups to engines in turn.
 
 Rivals know one run. Their rules are handed the coordinator's state, and change it by its own methods.
 """
 
 from collections.abc import Sequence
 from typing import Final
+
+from msgspec import Struct
 
 from ebbtide.coordinator.dispatch.installs import EngineChanges, InstallSender
 from ebbtide.coordinator.rules.host_view import admits
@@ -14,6 +16,11 @@ from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.running_attempt import RunningAttempt
 from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.errors import InvalidRequest
+from ebbtide.simulator.scenario.machine_pool import MachinePool
+from ebbtide.simulator.scenario.training_run import TrainingRun
+from ebbtide.simulator.world.ebbtide_policy import EbbtideDecider
+from ebbtide.simulator.world.training.step_rounds import Rounds, WholeGroups
+from ebbtide.simulator.world.training.trainer_loan import FixedWindow, LoanWindow
 from ebbtide.simulator.world.virtual_coordinator import Decider, VirtualCoordinator
 
 #: How often a rival looks without a change: RLBoost's public code polls its engines about as often.
@@ -76,3 +83,76 @@ def ask_back(source: WorkerSession, target: WorkerSession, attempts: Sequence[Ru
     for attempt in attempts:
         attempt.move_to(target.worker_id)
     source.ask_back([attempt.ref for attempt in attempts])
+
+
+class GroupTurns(RivalDecider):
+    """Each group goes to the next engine, whole and at once; the engine queues what it cannot run yet. Invariant: a
+    group's engine is in `_engines`, until that engine is lost."""
+
+    poll_s = IDLE_POLL_S
+
+    def __init__(self, coordinator: VirtualCoordinator, *, keeps: bool = False) -> None:
+        super().__init__(coordinator, keeps=keeps)
+        self._engines: dict[int, str] = {}  # group -> session
+        self._turn = self._newest = 0
+
+    def place(self, run: RunState, engines: Sequence[WorkerSession], now: float) -> list[Placement]:
+        del now
+        if run.newest != self._newest:  # another step's groups
+            self._newest, self._engines, self._turn = run.newest, {}, 0
+        present = {engine.session_id for engine in engines}
+        placements = []
+        for one in list(run.queue):
+            if not fits(one, engines[0], run):
+                continue
+            engine = self._engines.get(one.group)
+            if engine not in present:
+                engine = engines[self._turn % len(engines)].session_id
+                self._engines[one.group] = engine
+                self._turn += 1
+            placements.append(Placement(one.rollout_id, engine))
+        return placements
+
+
+class VerlPolicy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """veRL as others measured it: co-located and synchronous, whole groups in turn, nothing moves (Seer, arXiv
+    2511.14617, section 2; RLBoost, arXiv 2510.19225, section 7).
+
+    It is not told lengths, tokens made, or how many rollouts an engine has. Pools of kind "trainer" without a window
+    are its engines.
+    """
+
+    @property
+    def stream_batch(self) -> int | None:
+        return None
+
+    def decider(self, coordinator: VirtualCoordinator) -> Decider:
+        return GroupTurns(coordinator)
+
+    def rounds(self, run: TrainingRun) -> Rounds:
+        return WholeGroups(run.prompts, run.group)
+
+    def window(self, decider: Decider, lent: MachinePool) -> LoanWindow:
+        del decider
+        return FixedWindow(lent.window_s)
+
+
+class RestartPolicy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Ebbtide's placement without moves, and without stored tokens: what a lost worker had is generated again.
+
+    It is not told tokens made. It knows learnt speeds for placement, as Ebbtide does.
+    """
+
+    @property
+    def stream_batch(self) -> int | None:
+        return None
+
+    def decider(self, coordinator: VirtualCoordinator) -> Decider:
+        return EbbtideDecider(coordinator, balance=False, keeps=False)
+
+    def rounds(self, run: TrainingRun) -> Rounds:
+        return WholeGroups(run.prompts, run.group)
+
+    def window(self, decider: Decider, lent: MachinePool) -> LoanWindow:
+        del decider
+        return FixedWindow(lent.window_s)
