@@ -39,9 +39,8 @@ from benchmarks.rivals.changed_rounds import NO_KINDS, NO_LOSSES, NO_MEMORY, Cha
 from benchmarks.simulator.published.paper_setting import FLUSH_S, PaperProfiles, PaperTimes, co_located
 from benchmarks.turn_routing.routed_fleet import RoutedFleet
 from benchmarks.turn_routing.routed_trials import BASE
+from ebbtide.coordinator.rules import placement, turn_routing
 from ebbtide.coordinator.settings import CoordinatorSettings
-from ebbtide.scheduling.dispatch import placement
-from ebbtide.scheduling.dispatch.turns import turn_routing
 from ebbtide.simulator.scenario.input_tables import InputTables, QuantileTable, read_quantiles, read_spot_trace
 from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.quantity_spec import LengthSpec, QuantitySpec

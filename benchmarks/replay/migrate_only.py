@@ -13,11 +13,11 @@ from typing import Final, TypeAlias
 from msgspec import Struct
 
 from benchmarks.replay.learnt_rates import LearntRates
+from ebbtide.coordinator.rules.host_view import admits
+from ebbtide.coordinator.rules.placement import Placement
+from ebbtide.coordinator.rules.rollout_queue import QueuedRollout
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.worker_session import WorkerSession
-from ebbtide.scheduling.dispatch.host_view import admits
-from ebbtide.scheduling.dispatch.placement import Placement
-from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout
 from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.training_run import TrainingRun
 from ebbtide.simulator.world.rival_policies import RivalDecider

@@ -17,7 +17,7 @@ PLANTED = {
     "Layers": ("common/ebbtide/types/planted.py", "import ebbtide.rpc.status_table"),
     "Inside the coordinator": (
         "services/ebbtide/coordinator/state/planted.py",
-        "import ebbtide.coordinator.dispatcher.dispatcher",
+        "import ebbtide.coordinator.dispatch.dispatcher",
     ),
     "Inside the worker": (
         "services/ebbtide/rollout_worker/engine/planted.py",
@@ -34,16 +34,12 @@ PLANTED = {
     ),
     "Inside the trainer": ("services/ebbtide/trainer/ranks/planted.py", "import ebbtide.trainer.training"),
     "Decisions of one kind": (
-        "common/ebbtide/scheduling/health/planted.py",
-        "import ebbtide.scheduling.steps.run_claims",
+        "common/ebbtide/scheduling/elastic/planted.py",
+        "import ebbtide.scheduling.steps.group_policy",
     ),
     "Each service decides": (
         "services/ebbtide/coordinator/planted_decision.py",
         "import ebbtide.scheduling.distribution",
-    ),
-    "Workers and relays decide": (
-        "services/ebbtide/weight_relay/planted_decision.py",
-        "import ebbtide.scheduling.dispatch",
     ),
     "The views show": ("services/ebbtide/cli/views/planted.py", "import ebbtide.cli.commands.up_command"),
     "The product imports nothing of the lab": (
@@ -55,7 +51,7 @@ PLANTED = {
     "The simulator needs no client": ("lab/ebbtide/simulator/planted.py", "import ebbtide.store.store"),
     "Only trainers, drivers, gateways": ("services/ebbtide/weight_relay/planted.py", "import ebbtide.client"),
     "The product does not run on": ("services/ebbtide/cli/planted_too.py", "import tests.support.waiting"),
-    "Decisions and weights are pure": ("common/ebbtide/scheduling/planted.py", "import time"),
+    "Decisions and weights are pure": ("services/ebbtide/coordinator/rules/planted.py", "import time"),
     "redis belongs": ("services/ebbtide/coordinator/planted.py", "import redis.asyncio"),
     "grpc belongs": ("services/ebbtide/coordinator/planted_too.py", "from grpc import aio"),
     "vllm belongs": ("services/ebbtide/rollout_worker/planted.py", "import vllm"),

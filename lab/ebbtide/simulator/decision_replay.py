@@ -20,7 +20,7 @@ from msgspec import Struct
 from msgspec.structs import asdict
 
 from ebbtide.coordinator.decision_log import CallRecord, LogHead, read_log
-from ebbtide.coordinator.dispatcher.round_deeds import SlotFill
+from ebbtide.coordinator.dispatch.dispatch_round import SlotFill
 from ebbtide.coordinator.recording import (
     CALLS,
     AttemptInFile,
@@ -30,12 +30,12 @@ from ebbtide.coordinator.recording import (
     Recorder,
     name_of,
 )
+from ebbtide.coordinator.rules.rollout_queue import QueuedRollout, RolloutQueue
 from ebbtide.coordinator.state.run_events import SilentRunEvents
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.running_attempt import RunningAttempt
 from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.errors import EbbtideError, Internal, InvalidRequest
-from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout, RolloutQueue
 
 #: What a record that contradicts the model makes the model raise.
 _CONTRADICTIONS: Final = (

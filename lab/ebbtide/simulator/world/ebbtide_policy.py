@@ -4,13 +4,11 @@ from typing import Annotated, Final, Literal
 
 from msgspec import Meta, Struct
 
-from ebbtide.coordinator.dispatcher.dispatch_round import DispatchRound
-from ebbtide.coordinator.dispatcher.round_deeds import DeadLetters, RunFailure, SlotFill
+from ebbtide.coordinator.dispatch.dispatch_round import DeadLetters, DispatchRound, RunFailure, SlotFill, gather_s
 from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.errors import InvalidRequest
-from ebbtide.scheduling.dispatch.round_pacing import gather_s
-from ebbtide.scheduling.dispatch.throughput import WorkerThroughput
 from ebbtide.scheduling.long_tail.rounds.group_rounds import MOST_EXCESS, GroupRounds
+from ebbtide.scheduling.throughput import WorkerThroughput
 from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.training_run import TrainingRun
 from ebbtide.simulator.world.training.step_rounds import ContinuedRounds, Rounds, WholeGroups

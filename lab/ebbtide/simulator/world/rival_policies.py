@@ -8,15 +8,14 @@ from typing import Final
 
 from msgspec import Struct
 
-from ebbtide.coordinator.dispatcher.install_sender import InstallSender
-from ebbtide.coordinator.fleet.engine_changes import EngineChanges
+from ebbtide.coordinator.dispatch.installs import EngineChanges, InstallSender
+from ebbtide.coordinator.rules.host_view import admits
+from ebbtide.coordinator.rules.placement import Placement
+from ebbtide.coordinator.rules.rollout_queue import QueuedRollout
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.running_attempt import RunningAttempt
 from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.errors import InvalidRequest
-from ebbtide.scheduling.dispatch.host_view import admits
-from ebbtide.scheduling.dispatch.placement import Placement
-from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout
 from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.training_run import TrainingRun
 from ebbtide.simulator.world.ebbtide_policy import EbbtideDecider

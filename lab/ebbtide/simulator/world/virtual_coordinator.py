@@ -15,8 +15,10 @@ from typing import Final, Protocol
 from msgspec import Struct
 
 from ebbtide.coordinator.fleet.flush_intervals import FlushIntervals
+from ebbtide.coordinator.fleet.worker_health import WorkerTrust
 from ebbtide.coordinator.fleet.worker_registry import WorkerRegistry
-from ebbtide.coordinator.fleet.worker_trust import WorkerTrust
+from ebbtide.coordinator.rules.placement import Placement, dead_letter_message
+from ebbtide.coordinator.rules.rollout_queue import QueuedRollout
 from ebbtide.coordinator.settings import CoordinatorSettings
 from ebbtide.coordinator.state.attempt_records import due_orphans, queued_again, started
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
@@ -26,9 +28,6 @@ from ebbtide.coordinator.state.running_attempt import RunningAttempt
 from ebbtide.coordinator.state.worker_reports import AttachReport
 from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.errors import InvalidRequest
-from ebbtide.scheduling.dispatch.attempt_endings import dead_letter_message
-from ebbtide.scheduling.dispatch.placement import Placement
-from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout
 from ebbtide.scheduling.steps.step_pacing import VersionBounds
 from ebbtide.simulator.outcome import SimulationBooks
 from ebbtide.simulator.world.fleet.attempt_host import Response
