@@ -180,7 +180,7 @@ class Puller:
         """Prepare for patches in the background: a process's first one takes seconds."""
 
         def work() -> None:
-            from ebbtide.weights.patch.tile_codec import warm_up
+            from ebbtide.weights.patch import warm_up
 
             warm_up()
 

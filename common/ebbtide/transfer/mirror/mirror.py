@@ -33,12 +33,12 @@ from ebbtide.transfer.mirror.element_changes import ElementChanges, leads
 from ebbtide.transfer.mirror.mirror_memory import Buffer, MirrorMemory, PrivateMemory, SharedMemory
 from ebbtide.types.weights import DIGEST_BYTES, Manifest, TensorEntry
 from ebbtide.weights import FileLayout, NamedTensor, Place, TileTask, places, same_geometry, tile_digest
-from ebbtide.weights.geometry.file_layout import Bytes
-from ebbtide.weights.patch.tile_format import unit_width
+from ebbtide.weights.geometry import Bytes
+from ebbtide.weights.tensors import unit_width
 from ebbtide.weights.tiles import tile_size
 
 if TYPE_CHECKING:
-    from ebbtide.weights.patch.tile_codec import TileCodec
+    from ebbtide.weights.patch import TileCodec
 
 _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 _CONTEXT: Final = "ebbtide 2026-11 geometry"
@@ -66,7 +66,7 @@ class _Scratch(threading.local):
     def codec(self, width: int) -> "TileCodec":
         """For units of `width` bytes. Its modules are imported late, with the first patch."""
         if width not in self._codecs:
-            from ebbtide.weights.patch.tile_codec import TileCodec
+            from ebbtide.weights.patch import TileCodec
 
             self._codecs[width] = TileCodec(width)
         return self._codecs[width]
