@@ -10,7 +10,7 @@ from aiohttp import web
 
 from ebbtide.errors import ChunkCorrupt, Unavailable, VersionUnavailable
 from ebbtide.transfer import Mirror
-from ebbtide.transfer.sources.static_source import BlobSpan, StaticIndex, StaticSource, spans
+from ebbtide.transfer.static_source import BlobSpan, StaticIndex, StaticSource, spans
 from ebbtide.types.weights import BlobSource
 from ebbtide.weights.static_index import HEAD, RECORD
 from tests.integration.transfer.conftest import needed
