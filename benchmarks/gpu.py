@@ -35,8 +35,8 @@ from ebbtide.errors import EbbtideError  # noqa: E402
 from ebbtide.trainer.learning.gpu_changes import KeptTensor, KeptTensors, find_changes  # noqa: E402
 from ebbtide.trainer.learning.trainer_memory import CudaRoom, TrainerMemory  # noqa: E402
 from ebbtide.types.weights import TILE_BYTES  # noqa: E402
-from ebbtide.weights.found_changes import Found  # noqa: E402
-from ebbtide.weights.patch.tile_codec import TileCodec  # noqa: E402
+from ebbtide.weights.patch import TileCodec  # noqa: E402
+from ebbtide.weights.version_encoding import Found  # noqa: E402
 from tests.e2e.facts import facts_of  # noqa: E402
 
 CHECKS = (

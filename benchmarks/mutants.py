@@ -39,8 +39,7 @@ from ebbtide.weights import (
     split_patch,
     tile_digest,
 )
-from ebbtide.weights.patch.alphabet import Array
-from ebbtide.weights.patch.tile_codec import TileCodec
+from ebbtide.weights.patch import Array, TileCodec
 from ebbtide.wire.record_conversion import from_proto, to_proto
 
 _SIGNER: Final = Signer(bytes(range(32)))

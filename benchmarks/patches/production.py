@@ -7,7 +7,7 @@ hashes it, and writes it.
 from ebbtide.transfer import Mirror
 from ebbtide.types.weights import Manifest, PolicyVersion
 from ebbtide.weights import NamedTensor, TileTask, patched_tiles, seal_manifest, slice_tiles
-from ebbtide.weights.patch.alphabet import Array
+from ebbtide.weights.patch import Array
 from ebbtide.weights.version_encoding import Described, Encoded, Encoding, encode_version
 
 

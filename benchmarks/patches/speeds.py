@@ -12,7 +12,7 @@ from benchmarks.patches.production import Production
 from benchmarks.patches.synthetic import rate_for, step
 from ebbtide.types.weights import TILE_BYTES
 from ebbtide.weights import tile_digest
-from ebbtide.weights.patch.tile_codec import TileCodec
+from ebbtide.weights.patch import TileCodec
 
 #: Spread of the masters, as in networks of a few hundred to a few thousand columns.
 SPREAD: Final = 0.02

@@ -10,7 +10,7 @@ from typing import Final
 
 import numpy as np
 
-from ebbtide.weights.patch.alphabet import Array
+from ebbtide.weights.patch import Array
 
 #: Standard deviations of the masters.
 SPREADS: Final = (0.01, 0.02, 0.04, 0.08)

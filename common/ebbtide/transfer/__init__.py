@@ -3,12 +3,12 @@
 Workers and the SDK share it, so it needs only numpy and grpc, and aiohttp where a static copy is read.
 """
 
-from ebbtide.transfer.mirror.element_changes import ElementChanges
-from ebbtide.transfer.mirror.mirror import Mirror
-from ebbtide.transfer.mirror.shared_folder import check_folder
+from ebbtide.transfer.blob_cache import BlobCache
+from ebbtide.transfer.element_changes import ElementChanges
+from ebbtide.transfer.mirror import Mirror
 from ebbtide.transfer.puller import Pulled, Puller
-from ebbtide.transfer.sources.blob_cache import BlobCache
-from ebbtide.transfer.sources.tile_source import GrpcSource, Opener, TileSource, check_peer, opener
+from ebbtide.transfer.shared_folder import check_folder
+from ebbtide.transfer.sources import GrpcSource, Opener, TileSource, check_peer, opener
 
 __all__ = [
     "BlobCache",

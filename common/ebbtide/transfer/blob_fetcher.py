@@ -18,9 +18,9 @@ from typing import Final, Generic, TypeVar
 from msgspec import Struct, field
 
 from ebbtide.errors import ChunkCorrupt, EbbtideError, NoCapacity, NotReady, Unavailable
-from ebbtide.transfer.mirror.digest_threads import DigestThreads
-from ebbtide.transfer.sources.blob_cache import BlobCache
-from ebbtide.transfer.sources.source_pool import OpenSource, SourcePool
+from ebbtide.transfer.blob_cache import BlobCache
+from ebbtide.transfer.digest_threads import DigestThreads
+from ebbtide.transfer.sources import OpenSource, SourcePool
 from ebbtide.transfer.version_finder import FoundVersion
 from ebbtide.weights import check_tile
 

@@ -83,7 +83,7 @@ class TensorPatch(Struct, frozen=True, kw_only=True):
     """The changes of one `TensorEntry`, tile by tile.
 
     Size 0: the tile equals the base's. The tile's full size: the dense tile of the new version, under its own digest.
-    In between: a tile patch (`ebbtide.weights.patch.tile_format`).
+    In between: a tile patch (`ebbtide.weights.patch`).
     """
 
     sizes: tuple[int, ...]  # bytes per tile

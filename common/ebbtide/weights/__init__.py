@@ -5,34 +5,35 @@ read files.
 """
 
 from ebbtide.weights.fetch_plan import Place, Planner, TileTask, Way, places
-from ebbtide.weights.geometry.file_layout import FileLayout
-from ebbtide.weights.geometry.slices import places_of
-from ebbtide.weights.manifest.manifest import (
+from ebbtide.weights.geometry import FileLayout, places_of
+from ebbtide.weights.manifest import (
     ManifestLimits,
+    Signer,
+    blob_sizes,
     build_manifest,
     check_manifest,
+    check_patch,
+    check_patch_signature,
+    check_signature,
+    patch_root,
+    patched_tiles,
     root_digest,
+    same_geometry,
     seal_manifest,
+    seal_patch,
 )
-from ebbtide.weights.manifest.manifest_parts import (
+from ebbtide.weights.manifest_parts import (
     ManifestJoiner,
     ManifestPart,
     PatchJoiner,
     PatchPart,
+    mark_missing,
+    read_missing,
     split_manifest,
     split_patch,
+    staged_sizes,
 )
-from ebbtide.weights.manifest.patch_manifest import (
-    blob_sizes,
-    check_patch,
-    patch_root,
-    patched_tiles,
-    same_geometry,
-    seal_patch,
-)
-from ebbtide.weights.missing import mark_missing, read_missing, staged_sizes
 from ebbtide.weights.model_config import check_config, end_tokens, read_config
-from ebbtide.weights.signing import Signer, check_patch_signature, check_signature
 from ebbtide.weights.tensors import NamedTensor, as_array, named_tensor
 from ebbtide.weights.tiles import check_tile, describe, slice_tiles, tile_digest, tile_size, tile_sizes
 

@@ -7,8 +7,7 @@ from blake3 import blake3
 
 from ebbtide.errors import ChunkCorrupt, InvalidRequest
 from ebbtide.types.weights import TILE_BYTES, Manifest, TensorEntry
-from ebbtide.weights.dtypes import carrier
-from ebbtide.weights.tensors import NamedTensor
+from ebbtide.weights.tensors import NamedTensor, carrier
 
 
 def tile_digest(data: bytes | memoryview) -> bytes:

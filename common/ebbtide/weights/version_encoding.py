@@ -8,19 +8,30 @@ encoding needs one tile's memory per thread, whatever the version's size. Change
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate, count
+from typing import TypeAlias
 
 import numpy as np
 from msgspec import Struct
 
 from ebbtide.errors import InvalidRequest, NotFound
 from ebbtide.types.weights import TILE_BYTES, TensorEntry, TensorPatch
-from ebbtide.weights.dtypes import carrier
-from ebbtide.weights.found_changes import Found
-from ebbtide.weights.patch.alphabet import Array
-from ebbtide.weights.patch.tile_codec import TileCodec
-from ebbtide.weights.patch.tile_format import SPARSE_HEAD, Kind, TilePatch, read_tile, unit_width
-from ebbtide.weights.tensors import NamedTensor
+from ebbtide.weights.patch import SPARSE_HEAD, Array, Kind, TileCodec, TilePatch, read_tile
+from ebbtide.weights.tensors import NamedTensor, carrier, unit_width
 from ebbtide.weights.tiles import tensor_entry, tensor_size, tile_count, tile_digest
+
+#: For each tile: positions of its changes (in units of the tile, ascending), and their differences (unsigned units; new
+#: - base modulo 2^bits). None: only the tile's new bits are known.
+Found: TypeAlias = Sequence[tuple[Array, Array] | None]
+
+
+def apply_found(found: Found, base: Array, into: Array, tile_bytes: int = TILE_BYTES) -> None:
+    """Write the new version of `base` to `into` (flat bytes of one length), except for tiles whose changes are None."""
+    for number, changes in enumerate(found):
+        if changes is not None:
+            tile = slice(number * tile_bytes, (number + 1) * tile_bytes)
+            np.copyto(into[tile], base[tile])
+            positions, differences = changes
+            into[tile].view(differences.dtype)[positions] += differences
 
 
 class Described(Struct, frozen=True):

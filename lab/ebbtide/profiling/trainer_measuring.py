@@ -112,7 +112,7 @@ class TrainerMeasuring:
     def measured(self, start_s: float, folder: Path, device: str) -> TrainerMeasurements:
         from ebbtide.client.publisher.tensor_snapshots import TensorSnapshot
         from ebbtide.trainer.learning.local_learning import device_name
-        from ebbtide.weights.patch.tile_codec import warm_up
+        from ebbtide.weights.patch import warm_up
         from ebbtide.weights.version_encoding import Described, encode_version
 
         warm_up()  # compiles the kernels

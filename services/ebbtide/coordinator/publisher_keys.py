@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 
 from ebbtide.store.store import Store
 from ebbtide.types.weights import KEY_BYTES
-from ebbtide.weights.signing import Signer
+from ebbtide.weights.manifest import Signer
 
 #: Public keys remembered: each worker is told the run's key with every version.
 _KEPT: Final = 1024

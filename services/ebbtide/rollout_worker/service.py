@@ -33,7 +33,7 @@ from ebbtide.rpc.channel import check_address, open_channel, open_socket
 from ebbtide.rpc.leader_channel import LeaderChannel, addresses
 from ebbtide.runtime import Shutdown
 from ebbtide.transfer import check_folder as check_mirrors
-from ebbtide.transfer.mirror.digest_threads import DigestThreads
+from ebbtide.transfer.digest_threads import DigestThreads
 from ebbtide.types.fleet import EngineInfo, WorkerKind
 from ebbtide.types.ids import check_id
 from ebbtide.v1.grants_pb2_grpc import GrantsStub

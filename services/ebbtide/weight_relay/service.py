@@ -16,7 +16,7 @@ from ebbtide.rpc.channel import check_address
 from ebbtide.rpc.leader_channel import addresses
 from ebbtide.scheduling.distribution.link_turns import parse_limits
 from ebbtide.scheduling.distribution.source_ranking import BlobOrigin
-from ebbtide.transfer.sources.tile_source import check_peer
+from ebbtide.transfer.sources import check_peer
 from ebbtide.types.weights import Holder
 from ebbtide.weight_relay.holder_table import HolderTable
 from ebbtide.weight_relay.intake.anchor_builder import AnchorBuilder

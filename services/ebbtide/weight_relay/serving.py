@@ -13,7 +13,7 @@ from ebbtide.errors import ChunkCorrupt, InvalidRequest, PermissionDenied, Versi
 from ebbtide.scheduling.distribution.link_turns import LinkAsk, LinkRate, LinkTurns
 from ebbtide.scheduling.distribution.retained_bytes import Node
 from ebbtide.scheduling.distribution.version_paths import find_ways
-from ebbtide.transfer.sources.tile_source import check_peer
+from ebbtide.transfer.sources import check_peer
 from ebbtide.transfer.version_finder import FoundVersion, WayRequest
 from ebbtide.types.weights import (
     NAME_CHARS,

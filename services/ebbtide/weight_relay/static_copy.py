@@ -1,6 +1,6 @@
 """Writes and follows static copies of versions: files that any web server or object store serves by ranges.
 
-    index, NNNNN.blobs  the blobs, as in `ebbtide.weights.manifest.static_index`; patches' blobs before dense tiles
+    index, NNNNN.blobs  the blobs, as in `ebbtide.transfer.static_source`; patches' blobs before dense tiles
     version-N.msgpack   the manifest of version N, and the patches to it
     versions.msgpack    the list of versions
 
@@ -26,13 +26,13 @@ from ebbtide.runtime import fsync
 from ebbtide.scheduling.distribution.retained_bytes import Stream
 from ebbtide.scheduling.distribution.version_paths import PatchStep, find_ways
 from ebbtide.transfer import opener
-from ebbtide.transfer.sources.source_pool import UNLISTED, OpenSource, SourcePool
-from ebbtide.transfer.sources.static_source import StaticSource
+from ebbtide.transfer.sources import UNLISTED, OpenSource, SourcePool
+from ebbtide.transfer.static_source import StaticSource
 from ebbtide.transfer.version_finder import FoundVersion, WayLists, WayRequest
 from ebbtide.types.weights import FoundWay, Holder, Manifest, Patch, VersionInfo
 from ebbtide.weight_relay.library.version_index import dense_bytes
 from ebbtide.weights import ManifestLimits, blob_sizes, check_manifest, check_patch, check_tile, tile_sizes
-from ebbtide.weights.manifest.static_index import HEAD, INDEX, RECORD, blobs_file, index_records
+from ebbtide.weights.static_index import HEAD, INDEX, RECORD, blobs_file, index_records
 
 T = TypeVar("T")
 

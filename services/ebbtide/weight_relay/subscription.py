@@ -33,7 +33,7 @@ from ebbtide.errors import (
 from ebbtide.rpc.backoff import pauses
 from ebbtide.scheduling.distribution.retained_bytes import Stream
 from ebbtide.transfer.blob_fetcher import BlobBatch, BlobFetcher, FetchMeans
-from ebbtide.transfer.mirror.digest_threads import DigestThreads
+from ebbtide.transfer.digest_threads import DigestThreads
 from ebbtide.transfer.version_finder import FoundVersion, WayRequest
 from ebbtide.types.weights import TILE_BYTES, FoundWay, Manifest, Patch
 from ebbtide.weight_relay import metrics

@@ -9,7 +9,7 @@ from ebbtide.rpc.channel import open_channel
 from ebbtide.rpc.status_table import translated
 from ebbtide.scheduling.distribution.retained_bytes import Stream
 from ebbtide.transfer import GrpcSource, opener
-from ebbtide.transfer.sources.source_pool import UNLISTED, OpenSource, SourcePool
+from ebbtide.transfer.sources import UNLISTED, OpenSource, SourcePool
 from ebbtide.transfer.version_finder import FoundVersion, VersionFinder, WayLists, WayRequest, is_usable
 from ebbtide.types.weights import FoundWay, Holder, Manifest, VersionInfo
 from ebbtide.v1 import weights_pb2 as pb

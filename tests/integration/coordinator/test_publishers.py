@@ -10,7 +10,7 @@ from google.protobuf.message import Message
 from ebbtide.errors import InvalidRequest, LeaseSuperseded
 from ebbtide.store.store_keys import PUBLISHERS
 from ebbtide.v1 import runs_pb2, types_pb2
-from ebbtide.weights.signing import Signer
+from ebbtide.weights.manifest import Signer
 from tests.fakes.scripted_worker import ScriptedWorker
 from tests.integration.coordinator.conftest import Cluster, ScriptedRun, take
 from tests.support.redis_servers import EmbeddedRedis

@@ -10,9 +10,9 @@ from aiohttp import web
 
 from ebbtide.errors import ChunkCorrupt, Unavailable, VersionUnavailable
 from ebbtide.transfer import Mirror
-from ebbtide.transfer.sources.static_source import BlobSpan, StaticIndex, StaticSource, spans
+from ebbtide.transfer.static_source import BlobSpan, StaticIndex, StaticSource, spans
 from ebbtide.types.weights import BlobSource
-from ebbtide.weights.manifest.static_index import HEAD, RECORD
+from ebbtide.weights.static_index import HEAD, RECORD
 from tests.integration.transfer.conftest import needed
 from tests.integration.transfer.test_puller import NEWEST, pull
 from tests.unit.transfer.filling import assert_right

@@ -4,9 +4,8 @@ from typing import Any
 
 import pytest
 
-from ebbtide.transfer import Mirror
+from ebbtide.transfer import Mirror, sources
 from ebbtide.transfer.blob_fetcher import BlobFetcher
-from ebbtide.transfer.sources import source_pace, source_pool
 from ebbtide.types.weights import BlobSource
 from tests.integration.transfer.test_puller import FIRST, pull
 from tests.shaped_link import ShapedLink
@@ -18,8 +17,8 @@ MIB = 1 << 20
 async def test_a_peer_on_a_slow_line_is_left_for_the_relay(
     big: list[Link], serve: Any, pullers: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(source_pace, "LONG_S", 0.5)  # and all else as much faster than life
-    monkeypatch.setattr(source_pool, "_SLOW_BYTES_PER_S", 8 * MIB)
+    monkeypatch.setattr(sources, "LONG_S", 0.5)  # and all else as much faster than life
+    monkeypatch.setattr(sources, "_SLOW_BYTES_PER_S", 8 * MIB)
     relay, peer = await serve(big), await serve(big)
     relay.script.ways = [FIRST]
     async with ShapedLink(peer.address, 3 * MIB) as link:

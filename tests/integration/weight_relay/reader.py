@@ -7,8 +7,8 @@ import numpy as np
 
 from ebbtide.types.weights import FoundWay, Manifest
 from ebbtide.weights import Place, Planner, TileTask, Way, check_manifest, check_patch, check_tile, places, tile_size
-from ebbtide.weights.patch.tile_codec import TileCodec
-from ebbtide.weights.patch.tile_format import unit_width
+from ebbtide.weights.patch import TileCodec
+from ebbtide.weights.tensors import unit_width
 from tests.integration.weight_relay.lines import Version
 from tests.integration.weight_relay.wire import Wire
 

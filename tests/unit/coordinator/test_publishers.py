@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from ebbtide.coordinator.publisher_keys import PublisherKeys
-from ebbtide.weights.signing import Signer
+from ebbtide.weights.manifest import Signer
 
 SECRET = bytes(range(32))
 

@@ -161,7 +161,7 @@ PAIRS: dict[type[Struct], type[Message]] = {
     OpenGroup: runs_pb2.OpenGroup,
     WorkLeft: runs_pb2.WorkLeft,
 }
-#: Travels in parts that have messages of their own: `ebbtide.weights.manifest.manifest_parts`.
+#: Travels in parts that have messages of their own: `ebbtide.weights.manifest_parts`.
 IN_PARTS = {Patch}
 #: Does not travel: what the guard writes into its page, and a window whose parts travel.
 LOCAL = {Budget, FlushWindow}

@@ -15,10 +15,10 @@ from ebbtide.errors import (
     Unavailable,
     VersionUnavailable,
 )
+from ebbtide.transfer.blob_cache import BlobCache
 from ebbtide.transfer.blob_fetcher import BlobBatch, BlobFetcher, FetchMeans
-from ebbtide.transfer.mirror.digest_threads import DigestThreads
-from ebbtide.transfer.sources.blob_cache import BlobCache
-from ebbtide.transfer.sources.source_pool import UNLISTED, OpenSource, SourcePool
+from ebbtide.transfer.digest_threads import DigestThreads
+from ebbtide.transfer.sources import UNLISTED, OpenSource, SourcePool
 from ebbtide.transfer.version_finder import FoundVersion
 from ebbtide.types.weights import Holder
 from ebbtide.weights import tile_digest
@@ -164,7 +164,7 @@ async def test_known_blobs_are_handed_over_and_not_fetched(bench: Bench) -> None
 async def test_why_the_last_source_failed_is_told(
     bench: Bench, error: EbbtideError, told: type[EbbtideError], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ebbtide.transfer.sources.source_pool._BUSY_S", 0.0)
+    monkeypatch.setattr("ebbtide.transfer.sources._BUSY_S", 0.0)
     bench.peer.mangle = failing(DIGESTS[3], Unavailable("broke off"))
     bench.relay.mangle = failing(DIGESTS[3], error)
     with pytest.raises(told):

@@ -265,7 +265,7 @@ puller = Puller(None, "", holder=lambda: Holder(name="x"), patience_s=0.0, open_
 assert "numba" not in sys.modules
 puller.warm_up()
 puller._threads._pool.shutdown()
-assert "ebbtide.weights.patch.compiled_kernels" in sys.modules or "ebbtide.weights.patch.numpy_kernels" in sys.modules
+assert "ebbtide.weights.compiled_kernels" in sys.modules or "ebbtide.weights.numpy_kernels" in sys.modules
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -142,7 +142,7 @@ def test_what_was_written_before_the_machine_started_anew_is_not_believed(
 ) -> None:
     boot, folder = tmp_path / "boot_id", tmp_path / "mirrors"
     boot.write_text("one")
-    monkeypatch.setattr("ebbtide.transfer.mirror.mirror._BOOT", boot)
+    monkeypatch.setattr("ebbtide.transfer.mirror._BOOT", boot)
 
     def leave_behind() -> None:
         if child := os.fork():

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from ebbtide.transfer.sources.source_pool import OpenSource
+from ebbtide.transfer.sources import OpenSource
 from tests.unit.transfer.test_pool import Scene, source
 
 KIB = 1 << 10

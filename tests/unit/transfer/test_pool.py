@@ -15,7 +15,7 @@ from ebbtide.errors import (
     Unavailable,
     VersionUnavailable,
 )
-from ebbtide.transfer.sources.source_pool import OpenSource, SourcePool
+from ebbtide.transfer.sources import OpenSource, SourcePool
 from ebbtide.types.weights import BlobSource, Holder
 
 

@@ -7,8 +7,8 @@ from ebbtide.auth.role_tokens import mint
 from ebbtide.auth.roles import Role
 from ebbtide.auth.security import ClientSecurity
 from ebbtide.errors import InvalidRequest, NotReady
-from ebbtide.transfer.sources.static_source import StaticSource
-from ebbtide.transfer.sources.tile_source import GrpcSource, check_peer, opener
+from ebbtide.transfer.sources import GrpcSource, check_peer, opener
+from ebbtide.transfer.static_source import StaticSource
 from ebbtide.types.weights import BlobSource, Holder
 
 READER = Holder(name="me", site="here", host="mine")

@@ -12,8 +12,8 @@ from ebbtide.errors import VersionUnavailable
 from ebbtide.types.weights import FoundWay
 from ebbtide.weight_relay.service import WeightRelay
 from ebbtide.weights import Planner, TileTask, Way, check_patch, places, tile_digest
-from ebbtide.weights.patch.tile_codec import TileCodec
-from ebbtide.weights.patch.tile_format import unit_width
+from ebbtide.weights.patch import TileCodec
+from ebbtide.weights.tensors import unit_width
 from tests.integration.weight_relay.lines import Line, Version
 from tests.support.waiting import wait_until
 from tests.unit.weight_relay.relays import SMALL, held, patches, publish, publish_all, relay_at

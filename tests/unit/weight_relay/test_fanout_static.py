@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ebbtide.errors import ChunkCorrupt, InvalidRequest
-from ebbtide.transfer.sources.static_source import StaticIndex
+from ebbtide.transfer.static_source import StaticIndex
 from ebbtide.types.weights import PolicyVersion
 from ebbtide.weight_relay.static_copy import StaticCopyWriter, StaticVersion
 from ebbtide.weights import build_manifest, named_tensor, slice_tiles, tile_digest

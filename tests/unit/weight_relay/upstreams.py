@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 
 from ebbtide.errors import EbbtideError, Unavailable, VersionUnavailable
 from ebbtide.scheduling.distribution.retained_bytes import Stream
-from ebbtide.transfer.sources.source_pool import UNLISTED, OpenSource, SourcePool
+from ebbtide.transfer.sources import UNLISTED, OpenSource, SourcePool
 from ebbtide.transfer.version_finder import FoundVersion, WayLists, WayRequest
 from ebbtide.types.weights import BlobSource, FoundWay, Holder, Manifest, VersionInfo
 from tests.integration.weight_relay.lines import Line

@@ -7,8 +7,8 @@ from msgspec import Struct
 
 from ebbtide.types.weights import Manifest, Patch, PolicyVersion, TensorPatch
 from ebbtide.weights import NamedTensor, build_manifest, seal_patch, slice_tiles, tile_digest
-from ebbtide.weights.patch.tile_codec import TileCodec
-from ebbtide.weights.patch.tile_format import unit_width
+from ebbtide.weights.patch import TileCodec
+from ebbtide.weights.tensors import unit_width
 
 TILE = 64
 #: name, dtype, shape, and the pieces that it is published in: none, or (start, shape) of each.
@@ -115,6 +115,6 @@ def whole(link: Link) -> dict[str, bytes]:
 
 
 def _bytes(dtype: str, shape: Sequence[int]) -> int:
-    from ebbtide.weights.dtypes import carrier
+    from ebbtide.weights.tensors import carrier
 
     return carrier(dtype).itemsize * int(np.prod(shape, dtype=np.int64))

@@ -10,11 +10,17 @@ import pytest
 from ebbtide.errors import InvalidRequest, NotFound
 from ebbtide.types.weights import Patch, PolicyVersion
 from ebbtide.weights import NamedTensor, check_patch, describe, patched_tiles, seal_manifest, seal_patch, slice_tiles
-from ebbtide.weights.dtypes import CARRIERS
-from ebbtide.weights.found_changes import Found, apply_found
-from ebbtide.weights.patch.tile_codec import TileCodec
-from ebbtide.weights.patch.tile_format import unit_width
-from ebbtide.weights.version_encoding import Described, Encoded, Encoding, encode_version, same_pieces
+from ebbtide.weights.patch import TileCodec
+from ebbtide.weights.tensors import CARRIERS, unit_width
+from ebbtide.weights.version_encoding import (
+    Described,
+    Encoded,
+    Encoding,
+    Found,
+    apply_found,
+    encode_version,
+    same_pieces,
+)
 from tests.unit.weights.chain import TILE, chain
 from tests.unit.weights.patch.changes import changed, units
 

@@ -11,7 +11,7 @@ import pytest
 from ebbtide.errors import InvalidRequest
 from ebbtide.types.weights import Box, PolicyVersion, TensorEntry
 from ebbtide.weights import ManifestJoiner, ManifestPart, check_manifest, seal_manifest
-from ebbtide.weights.geometry.pieces import check_pieces
+from ebbtide.weights.geometry import check_pieces
 
 VERSION = PolicyVersion(policy="policy", version=1, root=bytes(32))
 

@@ -7,8 +7,8 @@ import pytest
 
 from ebbtide.types.weights import Patch
 from ebbtide.weights import Place, Planner, TileTask, Way, places, tile_digest
-from ebbtide.weights.patch.tile_codec import TileCodec
-from ebbtide.weights.patch.tile_format import unit_width
+from ebbtide.weights.patch import TileCodec
+from ebbtide.weights.tensors import unit_width
 from tests.unit.weights.chain import TILE, Link, chain
 
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from ebbtide.errors import InvalidRequest
 from ebbtide.types.weights import PolicyVersion
 from ebbtide.weights import NamedTensor, as_array, build_manifest, named_tensor
-from ebbtide.weights.geometry.sharded_tensors import own_part
+from ebbtide.weights.tensors import own_part
 
 
 class Mesh:

@@ -8,7 +8,7 @@ import pytest
 from ebbtide.errors import InvalidRequest
 from ebbtide.types.weights import Box, Manifest, PolicyVersion
 from ebbtide.weights import NamedTensor, Place, build_manifest, places, places_of
-from ebbtide.weights.dtypes import carrier
+from ebbtide.weights.tensors import carrier
 from tests.unit.weights.chain import chain
 
 SHAPES = [((), ()), ((1,), (0,)), ((40,), (0,)), ((7, 9), (1,)), ((5, 4, 6), (0, 2)), ((3, 2, 3, 5), (1, 3))]
@@ -70,7 +70,7 @@ def test_whole_tensors_are_all_tiles() -> None:
 
 
 def test_slices_of_huge_tensors_take_no_time_or_memory_of_their_size() -> None:
-    from ebbtide.weights.geometry.slices import _before
+    from ebbtide.weights.geometry import _before
 
     shape = (1 << 20, 1 << 20)
     count = _before(np.array([0, 5 << 20, 1 << 40]), shape, ((10, 20), (3, 4)))

@@ -22,7 +22,7 @@ from ebbtide.client.publisher.version_upload import UploadBase, UploadResult, Ve
 from ebbtide.client.service_peer import ServicePeer
 from ebbtide.errors import NotReady
 from ebbtide.types.weights import PolicyVersion
-from ebbtide.weights.patch.tile_codec import warm_up
+from ebbtide.weights.patch import warm_up
 from ebbtide.weights.version_encoding import Described
 
 __all__ = ["Authority", "PublishReport", "Publisher", "Publishing", "Tensors"]

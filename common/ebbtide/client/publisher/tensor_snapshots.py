@@ -18,9 +18,8 @@ from msgspec.structs import replace
 
 from ebbtide.errors import InvalidRequest
 from ebbtide.weights import NamedTensor, named_tensor
-from ebbtide.weights.dtypes import dtype_name
-from ebbtide.weights.found_changes import Found, apply_found
-from ebbtide.weights.geometry.sharded_tensors import Part, is_sharded, own_part
+from ebbtide.weights.tensors import Part, dtype_name, is_sharded, own_part
+from ebbtide.weights.version_encoding import Found, apply_found
 
 #: Tensors by name, or pairs of name and tensor; read once, one tensor at a time.
 Tensors = Mapping[str, Any] | Iterable[NamedTensor | tuple[str, Any]]

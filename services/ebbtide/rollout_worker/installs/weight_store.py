@@ -22,7 +22,7 @@ from ebbtide.rollout_worker.installs.host_mirrors import HostMirrors, host_name,
 from ebbtide.rollout_worker.installs.peers import PeerBlobs, PeerListener
 from ebbtide.rollout_worker.settings import WorkerSettings
 from ebbtide.transfer import BlobCache, ElementChanges, Mirror, Pulled, Puller, opener
-from ebbtide.transfer.mirror.digest_threads import DigestThreads
+from ebbtide.transfer.digest_threads import DigestThreads
 from ebbtide.types.fleet import WorkerKind
 from ebbtide.types.weights import Holder, Manifest, PolicyVersion
 from ebbtide.v1.weights_pb2_grpc import WeightsStub

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ebbtide.types.weights import TILE_BYTES
-from ebbtide.weights.found_changes import Found
-from ebbtide.weights.patch.alphabet import Array
+from ebbtide.weights.patch import Array
+from ebbtide.weights.version_encoding import Found
 
 #: unit's width -> torch's integer. Differences wrap as in unsigned ones, which torch hardly supports.
 _UNITS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32}

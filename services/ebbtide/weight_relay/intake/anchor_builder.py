@@ -22,7 +22,7 @@ from ebbtide.weight_relay.library.version_index import Ends, StageProgress
 from ebbtide.weight_relay.library.version_library import VersionLibrary, named
 from ebbtide.weight_relay.library.version_retirement import VersionRetirement
 from ebbtide.weights import Planner, TileTask, Way, places, tile_sizes
-from ebbtide.weights.patch.tile_format import unit_width
+from ebbtide.weights.tensors import unit_width
 
 log = telemetry.get_logger(__name__)
 

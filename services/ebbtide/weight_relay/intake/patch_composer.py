@@ -28,7 +28,8 @@ from ebbtide.weight_relay.library.version_index import Ends, PatchEdge, StagePro
 from ebbtide.weight_relay.library.version_library import VersionLibrary
 from ebbtide.weight_relay.library.version_retirement import VersionRetirement
 from ebbtide.weights import Place, Planner, TileTask, Way, blob_sizes, places, seal_patch, tile_digest
-from ebbtide.weights.patch.tile_format import SPARSE_HEAD, Kind, read_tile, unit_width
+from ebbtide.weights.patch import SPARSE_HEAD, Kind, read_tile
+from ebbtide.weights.tensors import unit_width
 
 log = telemetry.get_logger(__name__)
 #: Bytes of chains composed per second until the first is timed: the rate of one slow core.

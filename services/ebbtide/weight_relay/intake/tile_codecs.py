@@ -13,8 +13,8 @@ from ebbtide.errors import InvalidRequest
 from ebbtide.types.weights import Manifest, Patch
 from ebbtide.weight_relay.library.version_index import Ends
 from ebbtide.weights import Place, Planner, TileTask, Way, tile_digest
-from ebbtide.weights.patch.tile_codec import TileCodec, warm_up
-from ebbtide.weights.patch.tile_format import unit_width
+from ebbtide.weights.patch import TileCodec, warm_up
+from ebbtide.weights.tensors import unit_width
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -25,7 +25,7 @@ from ebbtide.weights import (
     tile_size,
     tile_sizes,
 )
-from ebbtide.weights.patch.tile_format import unit_width
+from ebbtide.weights.tensors import unit_width
 
 #: The least bytes that a file takes on disk, and that the budget counts for it.
 BLOCK: Final = 4096

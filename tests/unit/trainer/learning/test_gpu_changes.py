@@ -12,9 +12,8 @@ from ebbtide.client.publisher.tensor_snapshots import TensorSnapshot
 from ebbtide.trainer.learning import gpu_changes
 from ebbtide.trainer.learning.gpu_changes import KeptTensor, KeptTensors, has_room
 from ebbtide.weights import NamedTensor, describe, named_tensor
-from ebbtide.weights.found_changes import Found, apply_found
-from ebbtide.weights.patch.tile_format import Kind
-from ebbtide.weights.version_encoding import Described, Encoded, Encoding, encode_version
+from ebbtide.weights.patch import Kind
+from ebbtide.weights.version_encoding import Described, Encoded, Encoding, Found, apply_found, encode_version
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device here")
 DEVICES = ["cpu", pytest.param("cuda", marks=CUDA)]

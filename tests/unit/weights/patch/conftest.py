@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from ebbtide.weights.patch.tile_codec import TileCodec
+from ebbtide.weights.patch import TileCodec
 
 
 @pytest.fixture(params=[False, True], ids=["plain", "compiled"])

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from ebbtide.errors import InvalidRequest
-from ebbtide.weights.patch.tile_codec import TileCodec
-from ebbtide.weights.patch.tile_format import Kind, read_tile, write_tile
+from ebbtide.weights.patch import Kind, TileCodec, read_tile, write_tile
 from tests.unit.weights.patch.changes import Array, changed, units
 
 Codecs = Callable[[int], TileCodec]

@@ -10,10 +10,7 @@ import zstandard
 
 from ebbtide.errors import InvalidRequest
 from ebbtide.weights import tile_digest
-from ebbtide.weights.patch.alphabet import alphabet
-from ebbtide.weights.patch.frames import Frames
-from ebbtide.weights.patch.tile_codec import TileCodec
-from ebbtide.weights.patch.tile_format import SPARSE_HEAD, TILE_HEAD, Kind, read_tile, write_tile
+from ebbtide.weights.patch import SPARSE_HEAD, TILE_HEAD, Frames, Kind, TileCodec, alphabet, read_tile, write_tile
 from tests.unit.weights.patch.changes import Array, changed, units
 
 Codecs = Callable[[int], TileCodec]

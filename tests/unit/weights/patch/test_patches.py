@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from ebbtide.errors import InvalidRequest
-from ebbtide.weights.dtypes import CARRIERS
-from ebbtide.weights.patch.tile_codec import TileCodec
-from ebbtide.weights.patch.tile_format import TILE_HEAD, unit_width
+from ebbtide.weights.patch import TILE_HEAD, TileCodec
+from ebbtide.weights.tensors import CARRIERS, unit_width
 from tests.unit.weights.patch.changes import Array, changed, units
 
 STRIDE = 2048

@@ -10,8 +10,7 @@ import pytest
 import zstandard
 
 from ebbtide.errors import InvalidRequest
-from ebbtide.weights.patch.tile_codec import TileCodec
-from ebbtide.weights.patch.tile_format import TILE_HEAD, Kind
+from ebbtide.weights.patch import TILE_HEAD, Kind, TileCodec
 from tests.unit.weights.patch.changes import changed, pairs, specials, units
 
 Codecs = Callable[[int], TileCodec]
@@ -143,10 +142,10 @@ def test_no_patch_is_larger_than_the_best_of_the_others() -> None:
 
 
 def test_without_numba_the_plain_kernels_serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ebbtide.weights.patch.tile_codec.find_spec", lambda name: None)
-    assert TileCodec(2)._kernels.__name__ == "ebbtide.weights.patch.numpy_kernels"
+    monkeypatch.setattr("ebbtide.weights.patch.find_spec", lambda name: None)
+    assert TileCodec(2)._kernels.__name__ == "ebbtide.weights.numpy_kernels"
 
 
 def test_numba_is_imported_for_the_first_codec_and_not_before() -> None:
-    code = "import sys, ebbtide.weights.patch.tile_codec; sys.exit('numba' in sys.modules)"
+    code = "import sys, ebbtide.weights.patch; sys.exit('numba' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,28 +1,244 @@
-"""Encodes, checks, applies and composes the patches of one tile."""
+"""Makes exact patches between tiles of two policy versions, in about as few bytes as the changes' entropy allows.
 
+Pure functions over numpy arrays and bytes; numba compiles the kernels where it is installed, and is imported at their
+first use.
+
+A *tile patch* turns one tile into that of another version. A header of 12 bytes precedes its payload; all numbers are
+little-endian and unsigned:
+
+   u8 format 1 · u8 kind · u8 bytes of a unit (1, 2, 4) · u8 zero · u32 units · u32 bytes of the payload
+
+A unit is the unsigned integer that carries an element's bits; an element of 8 bytes is two units of 4.
+
+   SAME    nothing
+   SPARSE  u32 changes · u32 bytes of the symbols' frame · that frame · raw bits (`Alphabet`)
+   XOR     a frame of base ^ new
+   DENSE   the new tile
+   PACKED  a frame of the new tile
+   SERIES  2 to 16 tile patches of the kinds SPARSE and XOR, to be applied in this order
+
+A *frame* is a zstd frame (RFC 8878) of a single segment, with its content size, without magic number and checksum.
+"""
+
+import enum
+import struct
 from collections.abc import Callable, Sequence
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import groupby
 from types import ModuleType
-from typing import Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
+import zstandard
+from msgspec import Struct
 
 from ebbtide.errors import InvalidRequest
 from ebbtide.types.weights import TILE_BYTES
-from ebbtide.weights.patch.alphabet import Array, alphabet
-from ebbtide.weights.patch.frames import Frames
-from ebbtide.weights.patch.tile_format import (
-    MAX_PARTS,
-    SPARSE_HEAD,
-    Bytes,
-    Kind,
-    TilePatch,
-    read_series,
-    read_tile,
-    write_tile,
-)
+
+Bytes: TypeAlias = bytes | bytearray | memoryview
+
+FORMAT: Final = 1
+TILE_HEAD: Final = struct.Struct("<BBBBII")
+SPARSE_HEAD: Final = struct.Struct("<II")
+#: Parts of a series: patch chains seldom mix kinds that cannot be added up, and each part costs a pass.
+MAX_PARTS: Final = 16
+
+
+class Kind(enum.IntEnum):
+    SAME = 0
+    SPARSE = 1
+    XOR = 2
+    DENSE = 3
+    PACKED = 4
+    SERIES = 5
+
+
+_KINDS: Final = {int(kind): kind for kind in Kind}
+
+
+class TilePatch(Struct, frozen=True):
+    """A tile patch with a checked header and an unchecked payload."""
+
+    kind: Kind
+    width: int
+    units: int
+    payload: memoryview
+
+
+def write_tile(kind: Kind, width: int, units: int, *payload: Bytes) -> bytes:
+    """Return a tile patch: header and payload."""
+    size = sum(len(part) for part in payload)
+    return b"".join((TILE_HEAD.pack(FORMAT, kind, width, 0, units, size), *payload))
+
+
+def read_tile(data: Bytes, width: int, units: int) -> TilePatch:
+    """Check the header of a tile patch for `units` units of `width` bytes. Raises `InvalidRequest`."""
+    tile, rest = _take_tile(memoryview(data), width, units)
+    if len(rest):
+        raise InvalidRequest(f"{len(rest)} bytes follow the tile", field="patch")
+    return tile
+
+
+def read_series(tile: TilePatch) -> list[TilePatch]:
+    """Return the parts of a series, their headers checked. Raises `InvalidRequest`."""
+    parts: list[TilePatch] = []
+    rest = tile.payload
+    while len(rest):
+        part, rest = _take_tile(rest, tile.width, tile.units)
+        if part.kind not in {Kind.SPARSE, Kind.XOR} or len(parts) == MAX_PARTS:
+            raise InvalidRequest(f"a series has at most {MAX_PARTS} parts, SPARSE or XOR", field="patch")
+        parts.append(part)
+    if len(parts) < 2:
+        raise InvalidRequest("a series has at least two parts", field="patch")
+    return parts
+
+
+def _take_tile(data: memoryview, width: int, units: int) -> tuple[TilePatch, memoryview]:
+    if len(data) < TILE_HEAD.size:
+        raise InvalidRequest("ends within the header of a tile", field="patch")
+    form, kind, found_width, zero, found_units, size = TILE_HEAD.unpack_from(data)
+    if form != FORMAT or zero or kind not in _KINDS:
+        raise InvalidRequest(f"format {form}, kind {kind} of a tile is unknown here", field="patch")
+    if (found_width, found_units) != (width, units) or units * width > TILE_BYTES:
+        text = f"a tile of {found_units} units of {found_width} bytes is not one of {units} of {width}"
+        raise InvalidRequest(text, field="patch")
+    end = TILE_HEAD.size + size
+    if end > len(data):
+        raise InvalidRequest("ends within the payload of a tile", field="patch")
+    return TilePatch(_KINDS[kind], width, units, data[TILE_HEAD.size : end]), data[end:]
+
+
+Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+#: Positions (uint32) and differences (unsigned units) of changes, in arrays that can be longer.
+Changes: TypeAlias = tuple[Array, Array]
+
+#: A gap that no tile can hold; the decoder reads it for symbols that do not exist.
+NO_GAP: Final = (1 << 24) - 1
+
+
+class Alphabet(Struct, frozen=True):
+    """The tables (int64) that map a change to a symbol and raw bits, for units of `width` bytes: 1, 2 or 4.
+
+    A change is a gap (unchanged units since the change before it) and a difference d = new - base modulo 2^bits, taken
+    as signed and folded to x = zigzag(d) - 1, so that +1, -1, +2, ... are 1, 0, 3, ... . Gap and x each fall into
+    classes by bit length, as in exponential Golomb codes; a class has as many raw bits as distinguish its members. The
+    *symbol* of a change, a byte, is gap class x value classes + value class. Huffman codes it as one letter: coded
+    apart, classes of less than a bit (nearly all differences are +-1) would each cost a whole bit. The *raw bits* of a
+    change are those of the gap below those of x; changes follow each other from bit 0 of byte 0, padded with zero bits
+    to a byte.
+
+       bits of a unit   gap classes                               value classes
+       8                21: bit lengths 0 to 20                   9: bit lengths 0 to 8
+       16               15: bit lengths 0 to 13, and the rest     17: bit lengths 0 to 16
+       32               15: bit lengths 0 to 13, and the rest     17: bit lengths 0, 1-2, 3-4, ... 31-32
+    """
+
+    width: int
+    #: 65 entries each, by leading zeros of 64 bits: the share in the symbol << 32 | number of raw bits.
+    gaps: Array
+    values: Array
+    #: 256 entries: (least x + 1) << 40 | (least gap + 1) << 16 | raw bits of x << 8 | raw bits of the gap.
+    symbols: Array
+    max_bits: int  # raw bits of one change at most
+
+    def raw_bytes(self, changes: int) -> int:
+        """Return the most bytes that the raw bits of so many changes can take."""
+        return -(-changes * self.max_bits // 8)
+
+
+@cache
+def alphabet(width: int) -> Alphabet:
+    """Return the alphabet for units of `width` bytes: 1, 2 or 4."""
+    gap_bits = (TILE_BYTES // width).bit_length() - 1
+    gap_lengths = gap_bits if width == 1 else 13
+    group = 2 if width == 4 else 1
+    value_classes = -(-8 * width // group) + 1
+    gaps, values = np.zeros(65, np.int64), np.zeros(65, np.int64)
+    symbols = np.full(256, NO_GAP << 16, np.int64)
+    members: dict[int, int] = {}
+    for length in range(gap_bits + 1):
+        rest = length > gap_lengths
+        index = min(length, gap_lengths + 1)
+        bits = gap_bits if rest else max(length - 1, 0)
+        gaps[64 - length] = index * value_classes << 32 | bits
+        members[index] = (1 if rest else (1 << length >> 1) + 1) << 16 | bits
+    for length in range(8 * width + 1):
+        index = -(-length // group)
+        bits = max(length - 1, 0) if group == 1 else index * group
+        values[64 - length] = index << 32 | bits
+        least = 1 << length >> 1 if group == 1 else 0
+        for gap, entry in members.items():
+            symbols[gap * value_classes + index] = (least + 1) << 40 | bits << 8 | entry
+    most = int((symbols & 255).max() + (symbols >> 8 & 255).max())
+    return Alphabet(width, gaps, values, symbols, most)
+
+
+_FORM: Final = zstandard.FORMAT_ZSTD1_MAGICLESS
+_BARE: Final = {"format": _FORM, "write_content_size": True, "write_checksum": False, "write_dict_id": False}
+#: So large that every frame is a single segment, which decodes without a window.
+_WINDOW_LOG: Final = TILE_BYTES.bit_length() - 1
+#: Symbols repeat only by chance: these settings search for repeats as little as zstd can and leave the work to Huffman.
+_LETTERS: Final = {"window_log": _WINDOW_LOG, "hash_log": 6, "min_match": 7, "target_length": 0, "strategy": 1}
+#: Units of each of the four slices in the sample that decides whether to compress a whole tile.
+_SLICE: Final = 4096
+
+
+class Frames:
+    """Packs and unpacks zstd frames of known size, so that the memory to decode one is settled beforehand.
+
+    For one thread at a time. Invariant: calls leave no state for later calls.
+    """
+
+    def __init__(self) -> None:
+        letters = zstandard.ZstdCompressionParameters(**_BARE, **_LETTERS)
+        blocks = zstandard.ZstdCompressionParameters.from_level(3, window_log=_WINDOW_LOG, **_BARE)
+        samples = zstandard.ZstdCompressionParameters.from_level(1, window_log=_WINDOW_LOG, **_BARE)
+        self._letters = zstandard.ZstdCompressor(compression_params=letters)
+        self._samples = zstandard.ZstdCompressor(compression_params=samples)
+        self._blocks = zstandard.ZstdCompressor(compression_params=blocks)
+        self._reader = zstandard.ZstdDecompressor(max_window_size=TILE_BYTES, format=_FORM)
+
+    def pack_symbols(self, symbols: Array) -> bytes:
+        return self._letters.compress(symbols.data)
+
+    def pack_below(self, block: Callable[[slice], Array], units: int, below: int) -> bytes | None:
+        """Return the frame of a block of units if it has fewer than `below` bytes, else None; mostly by a sample."""
+        if units > 8 * _SLICE:
+            starts = range(0, units - _SLICE + 1, (units - _SLICE) // 3)
+            sample = np.concatenate([block(slice(start, start + _SLICE)) for start in starts])
+            if len(self._samples.compress(sample.view(np.uint8).data)) * units > 1.2 * below * len(sample):
+                return None
+        frame = self.pack(block(slice(None)))
+        return frame if len(frame) < below else None
+
+    def pack(self, block: Array) -> bytes:
+        return self._blocks.compress(block.view(np.uint8).data)
+
+    def unpack(self, frame: Bytes, size: int) -> bytes:
+        """Return the `size` bytes, at most a tile, of a frame, and allocate nothing else.
+
+        Raises `InvalidRequest` for frames of another size, with options that we never write, or with trailing data.
+        """
+        header = _header(size)
+        if frame[: len(header)] != header:  # zstd would allocate the size that the frame states
+            raise InvalidRequest(f"has a frame that is not of {size} bytes", field="patch")
+        try:
+            found = self._reader.decompress(frame, max_output_size=size, allow_extra_data=False)
+        except zstandard.ZstdError as error:
+            raise InvalidRequest(f"has a frame that cannot be read ({error})", field="patch") from None
+        if len(found) != size:
+            raise InvalidRequest(f"has a frame of {len(found)} bytes, not {size}", field="patch")
+        return found
+
+
+def _header(size: int) -> bytes:
+    """Return the only header that we write for a frame of `size` bytes: a single segment (RFC 8878, 3.1.1.1)."""
+    if size < 256:
+        return struct.pack("<BB", 0x20, size)
+    return struct.pack("<BH", 0x60, size - 256) if size < 65536 + 256 else struct.pack("<BI", 0xA0, size)
+
 
 #: If fewer than one unit in so many changes, XOR and PACKED can only win if the changes are regular.
 _CROWDED: Final = 16
@@ -235,4 +451,4 @@ def _kernels(compiled: bool | None) -> ModuleType:
     """Import numba's kernels or numpy's, which give the same bytes. Late, because importing numba takes a second."""
     if compiled is None:
         compiled = find_spec("numba") is not None
-    return import_module(f"ebbtide.weights.patch.{'compiled' if compiled else 'numpy'}_kernels")
+    return import_module(f"ebbtide.weights.{'compiled' if compiled else 'numpy'}_kernels")

@@ -1,31 +1,101 @@
-"""Builds, seals and checks manifests: the tensors of one policy version and their tiles' digests, under a root digest.
+"""Builds, seals, signs and checks manifests (a version's tensors, their tiles' digests) and the patches between them.
 
-The root is BLAKE3 (256 bits, in key derivation mode, with our own context) over a canonical encoding of run, version,
-parent, step and all tensors in order. Every field is fixed-width little-endian or preceded by its length, so no two
-manifests share an encoding. The root does not cover the model's configuration, which has its own signature, so readers
-that do not know that field compute the same root.
+Each has a root digest: BLAKE3 (256 bits, in key derivation mode) over a canonical encoding. A context for each kind
+tells a manifest from a patch. A manifest's root covers run, version, parent, step and all tensors in order. Every field
+is fixed-width little-endian or preceded by its length, so no two manifests share an encoding. The root does not cover
+the model's configuration, which has its own signature, so readers that do not know that field compute the same root.
+A publisher signs roots, which bind everything else, with its key: Ed25519 (RFC 8032).
 """
 
 import math
 import re
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Final
 
 import msgspec
 from blake3 import blake3
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from msgspec import Meta, Struct
 
-from ebbtide.errors import ChunkCorrupt, InvalidRequest
+from ebbtide.errors import ChunkCorrupt, InvalidRequest, PermissionDenied
 from ebbtide.types.ids import check_id
-from ebbtide.types.weights import DIGEST_BYTES, TILE_BYTES, Manifest, PolicyVersion, TensorEntry
-from ebbtide.weights.dtypes import carrier
-from ebbtide.weights.geometry.pieces import check_pieces
+from ebbtide.types.weights import (
+    DIGEST_BYTES,
+    KEY_BYTES,
+    SIGNATURE_BYTES,
+    TILE_BYTES,
+    Manifest,
+    Patch,
+    PolicyVersion,
+    TensorEntry,
+    TensorPatch,
+)
+from ebbtide.weights.geometry import check_pieces
 from ebbtide.weights.model_config import check_config
-from ebbtide.weights.tensors import NamedTensor
+from ebbtide.weights.tensors import NamedTensor, carrier
 from ebbtide.weights.tiles import describe, tile_count, tile_size
 
-_CONTEXT: Final = "ebbtide 2026-11 manifest"
+_CONFIG_CONTEXT: Final = "ebbtide 2026-11 model configuration"
+
+
+class Signer:
+    """A publisher's private key."""
+
+    def __init__(self, seed: bytes) -> None:
+        """Take the key's 32 secret bytes. Raises `InvalidRequest` for another length."""
+        if len(seed) != KEY_BYTES:
+            raise InvalidRequest(f"must have {KEY_BYTES} bytes", field="publisher_seed")
+        self._key = Ed25519PrivateKey.from_private_bytes(seed)
+        self.public = self._key.public_key().public_bytes_raw()
+
+    def sign(self, manifest: Manifest) -> Manifest:
+        """Return the manifest with signatures of its root and of its configuration, if it has one."""
+        signature = self._key.sign(manifest.version.root)
+        of_config = self._key.sign(_bound(manifest)) if manifest.config else b""
+        return msgspec.structs.replace(manifest, publisher=self.public, signature=signature, config_signature=of_config)
+
+    def sign_patch(self, patch: Patch) -> Patch:
+        """Return the patch with a signature of its root."""
+        return msgspec.structs.replace(patch, signature=self._key.sign(patch.root))
+
+
+def check_signature(manifest: Manifest, publisher: bytes = b"") -> None:
+    """Raise `PermissionDenied` unless the manifest's own key signed it, and that key is `publisher` where given.
+
+    `check_manifest` checks the root itself.
+    """
+    if publisher and manifest.publisher != publisher:
+        raise PermissionDenied("the manifest is signed by another key than the run's publisher's")
+    _check_signed(manifest.publisher, manifest.signature, manifest.version.root, "manifest")
+    if manifest.config:
+        _check_signed(manifest.publisher, manifest.config_signature, _bound(manifest), "model's configuration")
+
+
+def _bound(manifest: Manifest) -> bytes:
+    """Return a digest of a version's root and its configuration together."""
+    bound = blake3(derive_key_context=_CONFIG_CONTEXT)
+    bound.update(manifest.version.root)  # has a fixed length
+    bound.update(manifest.config)
+    return bound.digest()
+
+
+def check_patch_signature(patch: Patch, publisher: bytes) -> None:
+    """Raise `PermissionDenied` unless `publisher` signed the patch. `check_patch` checks the root itself."""
+    _check_signed(publisher, patch.signature, patch.root, "patch")
+
+
+def _check_signed(key: bytes, signature: bytes, root: bytes, what: str) -> None:
+    if len(key) != KEY_BYTES or len(signature) != SIGNATURE_BYTES:
+        raise PermissionDenied(f"the {what} is not signed")
+    try:
+        Ed25519PublicKey.from_public_bytes(key).verify(signature, root)
+    except (InvalidSignature, ValueError):
+        raise PermissionDenied(f"the signature of the {what} is not that of its publisher's key") from None
+
+
+_MANIFEST_CONTEXT: Final = "ebbtide 2026-11 manifest"
 #: Dots only inside: parameters are named so, but a name must not leave its folder or be a hidden file.
 _NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,511}")
 _METADATA: Final = "__metadata__"  # safetensors reserves this key of its header
@@ -66,7 +136,7 @@ def seal_manifest(
 
 def root_digest(manifest: Manifest) -> bytes:
     """Compute the digest, 32 bytes, of the whole version. Ignores `manifest.version.root` itself."""
-    root = blake3(derive_key_context=_CONTEXT)
+    root = blake3(derive_key_context=_MANIFEST_CONTEXT)
     version = manifest.version
     for text in (manifest.run_id, version.policy):
         _add_text(root, text)
@@ -211,3 +281,92 @@ def _check_piece(entry: TensorEntry, limits: ManifestLimits) -> None:
             raise InvalidRequest("is a piece that does not lie within its tensor", field=entry.name)
     if math.prod(entry.full) > limits.bytes:
         raise InvalidRequest(f"is a piece of more than {limits.bytes} bytes", field=entry.name)
+
+
+_PATCH_CONTEXT: Final = "ebbtide 2026-11 patch"
+
+
+def seal_patch(patch: Patch) -> Patch:
+    """Return the patch with its root digest."""
+    return msgspec.structs.replace(patch, root=patch_root(patch))
+
+
+def patch_root(patch: Patch) -> bytes:
+    """Compute the digest, 32 bytes, of run, both versions with their roots, and all tiles of a patch."""
+    root = blake3(derive_key_context=_PATCH_CONTEXT)
+    for text in (patch.run_id, patch.version.policy):
+        encoded = text.encode()
+        root.update(struct.pack("<Q", len(encoded)) + encoded)
+    for version in (patch.base, patch.version):
+        root.update(struct.pack("<QQQ", version.version, version.parent, version.step) + version.root)
+    root.update(struct.pack("<QQQ", patch.changed, patch.elements, len(patch.tensors)))
+    for tensor in patch.tensors:
+        root.update(struct.pack(f"<QQ{len(tensor.sizes)}Q", len(tensor.digests), len(tensor.sizes), *tensor.sizes))
+        root.update(b"".join(tensor.digests))
+    return root.digest()
+
+
+def same_geometry(one: Manifest, other: Manifest) -> bool:
+    """Tell whether the tensors of two versions agree in all but digests, as a patch between them requires."""
+    if one.tile_bytes != other.tile_bytes or len(one.tensors) != len(other.tensors):
+        return False
+    return all(
+        (a.name, a.dtype, a.shape, a.start, a.full) == (b.name, b.dtype, b.shape, b.start, b.full)
+        for a, b in zip(one.tensors, other.tensors, strict=True)
+    )
+
+
+def check_patch(patch: Patch, target: Manifest) -> None:
+    """Refuse a patch that is malformed, does not lead to `target` (a checked manifest) or does not match its root.
+
+    Raises `InvalidRequest` naming the field, `ChunkCorrupt` if only the root digest is wrong, and `PermissionDenied`
+    if another key than the target's publisher's signed it. Patches that a relay composed are not signed.
+    """
+    check_head(patch.run_id, patch.base, target.tile_bytes)
+    if (patch.run_id, patch.version) != (target.run_id, target.version):
+        raise InvalidRequest("is not a patch to the version of the manifest", field="patch.version")
+    if patch.base.policy != patch.version.policy or patch.base.version == patch.version.version:
+        raise InvalidRequest("must be another version of the same policy", field="patch.base")
+    if len(patch.tensors) != len(target.tensors):
+        raise InvalidRequest(f"has {len(patch.tensors)} tensors, not {len(target.tensors)}", field="patch.tensors")
+    if not 0 <= patch.changed <= patch.elements < 1 << 63:
+        raise InvalidRequest("must be from 0 to all elements", field="patch.changed")
+    sizes: dict[bytes, int] = {}
+    for entry, tensor in zip(target.tensors, patch.tensors, strict=True):
+        check_tensor_patch(entry, tensor, target.tile_bytes)
+        for _, size, digest in patched_tiles(tensor):
+            if sizes.setdefault(digest, size) != size:
+                raise InvalidRequest("gives one tile patch two sizes", field=entry.name)
+    if patch_root(patch) != patch.root:
+        raise ChunkCorrupt("the patch does not match its root digest: fetch or send it again")
+    if patch.signature:
+        check_patch_signature(patch, target.publisher)
+
+
+def check_tensor_patch(entry: TensorEntry, tensor: TensorPatch, tile_bytes: int) -> None:
+    """Raise `InvalidRequest` naming the tensor unless this is a patch of the entry's tiles."""
+    if len(tensor.sizes) != len(entry.digests):
+        raise InvalidRequest(f"has a patch of {len(tensor.sizes)} tiles", field=entry.name)
+    if len(tensor.digests) != sum(1 for size in tensor.sizes if size):
+        raise InvalidRequest("has a patch with other digests than tiles", field=entry.name)
+    if any(len(digest) != DIGEST_BYTES for digest in tensor.digests):
+        raise InvalidRequest(f"has a digest that is not {DIGEST_BYTES} bytes", field=entry.name)
+    for index, size, digest in patched_tiles(tensor):
+        most = tile_size(entry, index, tile_bytes)
+        if not 0 <= size <= most:
+            raise InvalidRequest(f"has a patch of {size} bytes for a tile of {most}", field=entry.name)
+        if size == most and digest != entry.digests[index]:
+            raise InvalidRequest("has a dense tile that is not in the version", field=entry.name)
+
+
+def patched_tiles(tensor: TensorPatch) -> Iterator[tuple[int, int, bytes]]:
+    """Yield index, size and digest of each tile that differs from the base's."""
+    digests = iter(tensor.digests)
+    for index, size in enumerate(tensor.sizes):
+        if size:
+            yield index, size, next(digests)
+
+
+def blob_sizes(patch: Patch) -> dict[bytes, int]:
+    """Return every distinct tile patch and dense tile of a checked patch with its bytes, in the order of first use."""
+    return {digest: size for tensor in patch.tensors for _, size, digest in patched_tiles(tensor)}

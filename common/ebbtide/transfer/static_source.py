@@ -1,6 +1,6 @@
 """Reads blobs from a static copy on any web server or object store that honours byte ranges.
 
-Below its URL lie the files of `ebbtide.weights.manifest.static_index`. The puller checks each blob.
+Below its URL lie the files of `ebbtide.weights.static_index`. The puller checks each blob.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from ebbtide.errors import ChunkCorrupt, EbbtideError, Unavailable, VersionUnavailable
 from ebbtide.types.weights import TILE_BYTES
-from ebbtide.weights.manifest.static_index import HEAD, INDEX, RECORD, blobs_file, index_records
+from ebbtide.weights.static_index import HEAD, INDEX, RECORD, blobs_file, index_records
 
 #: As many blobs as a manifest may have tiles.
 _MOST_INDEX: Final = len(HEAD) + RECORD.size * (4 << 20)

@@ -17,7 +17,7 @@ import numpy as np
 
 from ebbtide.types.weights import Manifest, TensorEntry
 from ebbtide.weights import Place
-from ebbtide.weights.dtypes import carrier
+from ebbtide.weights.tensors import carrier
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 #: Above this share, the changes (8 bytes of position, and the value) take as many bytes as all two-byte elements.

@@ -1,6 +1,6 @@
-"""Splits manifests and patches into parts and joins them again, because those of a large policy exceed a message."""
+"""Cuts manifests and patches into parts for the wire, and marks the blobs that a staged version still lacks."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from typing import Annotated, Any, Final, TypeVar
 
 from msgspec import Meta, Struct
@@ -18,8 +18,15 @@ from ebbtide.types.weights import (
     TensorEntry,
     TensorPatch,
 )
-from ebbtide.weights.manifest.manifest import ManifestLimits, ManifestTally, check_entry, check_head
-from ebbtide.weights.manifest.patch_manifest import check_tensor_patch
+from ebbtide.weights.manifest import (
+    ManifestLimits,
+    ManifestTally,
+    blob_sizes,
+    check_entry,
+    check_head,
+    check_tensor_patch,
+)
+from ebbtide.weights.tiles import tile_sizes
 
 T = TypeVar("T")
 
@@ -163,3 +170,28 @@ class PatchJoiner:
         if self._head is None:
             raise InvalidRequest("no part of a patch came", field="patch.head")
         return Patch(tensors=tuple(self._tensors), **_fields(self._head))
+
+
+def staged_sizes(manifest: Manifest, patch: Patch | None) -> dict[bytes, int]:
+    """Return every distinct blob that a staged version needs with its bytes, in the order of first use: the patch's
+    blobs, or without a patch all dense tiles."""
+    return tile_sizes(manifest) if patch is None else blob_sizes(patch)
+
+
+def mark_missing(blobs: Collection[bytes], held: Container[bytes]) -> bytes:
+    """Return the bits of the blobs that are not held, as `PutTilesResponse` carries them."""
+    bits = bytearray((len(blobs) + 7) // 8)
+    for at, digest in enumerate(blobs):
+        if digest not in held:
+            bits[at // 8] |= 1 << at % 8
+    return bytes(bits.rstrip(b"\0"))
+
+
+def read_missing(blobs: Collection[bytes], answers: Sequence[bytes]) -> list[bytes]:
+    """Return the blobs that every answer calls missing, in order. Staged blobs never go, so the last answer would be
+    enough; but callers that put at the same time do not know which one was last."""
+    return [
+        digest
+        for at, digest in enumerate(blobs)
+        if all(at // 8 < len(bits) and bits[at // 8] >> at % 8 & 1 for bits in answers)
+    ]

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ebbtide.weights.patch.alphabet import Alphabet, Array, Changes
+from ebbtide.weights.patch import Alphabet, Array, Changes
 
 
 def code(base: Array, new: Array, letters: Alphabet, symbols: Array, raw: Array) -> tuple[int, int]:

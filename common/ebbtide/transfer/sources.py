@@ -1,22 +1,169 @@
-"""Chooses the source for each batch of one pull.
+"""Opens sources of blobs, measures how fast they send, and chooses among them.
 
-Invariant: only the nearest sources that have not failed are asked, each time the one with the fewest streams. A farther
-one is asked only when all nearer ones have failed, were busy for long, or are far slower. The relay comes last if it is
-not listed. A source that failed is asked again only if the relay names it in an answer to a later request.
+No source is trusted: the puller checks what it sends.
 """
 
 import asyncio
 import logging
+import math
+import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from typing import Final
+from typing import Final, Protocol, TypeAlias
 
-from ebbtide.errors import EbbtideError, NoCapacity, NotReady, Unavailable
-from ebbtide.transfer.sources.source_pace import SourcePace
-from ebbtide.transfer.sources.tile_source import Opener, TileSource
+from ebbtide.auth.security import ClientSecurity
+from ebbtide.errors import EbbtideError, InvalidRequest, NoCapacity, NotReady, Unavailable
+from ebbtide.rpc.channel import open_channel
+from ebbtide.rpc.status_table import translated
 from ebbtide.transfer.version_finder import FoundVersion
 from ebbtide.types.weights import FAR, BlobSource, Holder, distance
+from ebbtide.v1 import weights_pb2 as pb
+from ebbtide.v1.weights_pb2_grpc import WeightsStub
+
+#: Time of waiting over which the latest rate is taken.
+LONG_S: Final = 5.0
+#: Fewer bytes measure a link's delay, not its rate.
+_MANY_BYTES: Final = 1 << 20
+
+
+class PaceWatch:
+    """Sums the seconds between its starts and stops."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+        self._before = 0.0
+
+    def start(self, now: float) -> None:
+        self._since = now
+
+    def stop(self, now: float) -> None:
+        self._before, self._since = self.seconds(now), None
+
+    def seconds(self, now: float) -> float:
+        return self._before + (0.0 if self._since is None else now - self._since)
+
+
+class SourcePace:
+    """Measures how fast a source sends.
+
+    Invariant: a source counts as slow only by the time in which a stream waited for it. Its rate counts all the time in
+    which it was read, its readers' own work included. So neither figure flatters the source that is preferred.
+
+    `reading` runs while a source has streams, `waiting` while one of them waits for it.
+    """
+
+    def __init__(self) -> None:
+        self.reading, self.waiting = PaceWatch(), PaceWatch()
+        self.bytes_per_s = 0.0  # over all reading; 0: not known
+        self.lately = math.inf  # bytes/s over the last `LONG_S` of waiting
+        self._bytes = 0
+        self._marked = 0.0, 0  # the waiting and the bytes when `lately` was last computed
+
+    def came(self, size: int, now: float) -> None:
+        """Count bytes that have come."""
+        self._bytes += size
+        if self._bytes >= _MANY_BYTES and (seconds := self.reading.seconds(now)):
+            self.bytes_per_s = self._bytes / seconds
+        waited, (since, before) = self.waiting.seconds(now), self._marked
+        if waited - since >= LONG_S:
+            self.lately = (self._bytes - before) / (waited - since)
+            self._marked = waited, self._bytes
+
+    def forget(self) -> None:
+        """Drop the latest rate."""
+        self.lately = math.inf
+
+
+_PEER: Final = re.compile(r"(?:(?P<name>[A-Za-z0-9_.-]{1,253})|\[[0-9A-Fa-f:.]{2,45}\]):(?P<port>[0-9]{1,5})")
+#: Prefixes that gRPC reads as another kind of address, although they look like a host's name.
+_SCHEMES: Final = frozenset({"unix", "unix-abstract", "dns", "ipv4", "ipv6", "vsock", "xds", "google-c2p"})
+
+
+class TileSource(Protocol):
+    """Streams blobs, in several streams at once if asked."""
+
+    def tiles(self, digests: Sequence[bytes]) -> AsyncGenerator[tuple[bytes, bytes], None]:
+        """Yield digest and data of blobs, in any order. Raises `Unavailable` when it breaks, `VersionUnavailable` if it
+        lacks one of them."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+#: Opens a source for a reader.
+Opener: TypeAlias = Callable[[BlobSource, Holder], TileSource]
+
+
+class GrpcSource:
+    """A Weights service: a relay, or a peer."""
+
+    def __init__(
+        self, stub: WeightsStub, target: str, reader: Holder, channel: "Closable | None" = None, *, run_id: str = ""
+    ) -> None:
+        """`channel` is closed with it, if given. `run_id`: the run of all blobs asked for, if it is known."""
+        self._stub, self._target, self._reader, self._channel = stub, target, reader, channel
+        self._run_id = run_id
+        self._closed = False
+
+    async def tiles(self, digests: Sequence[bytes]) -> AsyncGenerator[tuple[bytes, bytes], None]:
+        if self._closed:
+            raise Unavailable(f"source of weights at {self._target} was closed")
+        reader = self._reader
+        request = pb.FetchTilesRequest(digests=digests, reader=reader.name, site=reader.site, run_id=self._run_id)
+        call = self._stub.FetchTiles(request)
+        try:
+            with translated("source of weights", self._target):
+                async for tile in call:
+                    yield tile.digest, tile.data
+        finally:
+            call.cancel()
+
+    async def close(self) -> None:
+        self._closed = True
+        if self._channel is not None:
+            await self._channel.close()
+
+
+class Closable(Protocol):
+    async def close(self) -> None: ...
+
+
+def check_peer(address: str, *, field: str) -> str:
+    """Return `address` if it is the host:port of a service, and no other address that gRPC understands; raise
+    `InvalidRequest` naming `field` otherwise. One caller's address may be given to a whole fleet."""
+    found = _PEER.fullmatch(address)
+    if found is None or int(found["port"]) >= 1 << 16 or (found["name"] or "").lower() in _SCHEMES:
+        raise InvalidRequest(f"{address!r} is no address of a peer: give host:port", field=field)
+    return address
+
+
+def opener(security: ClientSecurity) -> Opener:
+    """Return an opener: of static copies by URL if the relay names them so, and of holders by host:port.
+
+    Before it connects, the opener raises `InvalidRequest` for any other address, and `NotReady` for a holder that must
+    not see the token."""
+
+    def open_source(source: BlobSource, reader: Holder) -> TileSource:
+        if source.static:
+            return _static_copy(source.address)
+        address = check_peer(source.address, field="address")
+        security.check_peers()
+        channel = open_channel(address, security)
+        return GrpcSource(WeightsStub(channel), source.address, reader, channel)
+
+    return open_source
+
+
+def _static_copy(url: str) -> TileSource:
+    if not url.startswith(("http://", "https://")):
+        raise InvalidRequest(f"{url!r} is no URL of a static copy: give http:// or https://", field="address")
+    try:
+        from ebbtide.transfer.static_source import StaticSource
+    except ImportError:
+        raise NotReady("static copies are read with aiohttp, which is not installed: pip install aiohttp") from None
+    return StaticSource(url)
+
 
 log = logging.getLogger(__name__)
 
@@ -120,6 +267,14 @@ class OpenSource:
 
 
 class SourcePool:
+    """Chooses the source for each batch of one pull.
+
+    Invariant: only the nearest sources that have not failed are asked, each time the one with the fewest streams. A
+    farther one is asked only when all nearer ones have failed, were busy for long, or are far slower. The relay comes
+    last if it is not listed. A source that failed is asked again only if the relay names it in an answer to a later
+    request.
+    """
+
     def __init__(
         self, relay: OpenSource, open_source: Opener, reader: Holder, rates: dict[int, float] | None = None
     ) -> None:

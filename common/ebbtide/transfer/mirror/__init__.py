@@ -1,1 +1,0 @@
-"""Keeps a host's copy of a version in shared memory, and changes it tile by tile."""

@@ -1,1 +1,0 @@
-"""Reads blobs from relays, peers and static copies, and chooses among them."""

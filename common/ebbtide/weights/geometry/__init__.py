@@ -1,1 +1,0 @@
-"""Locates the elements, pieces and tiles of tensors."""

@@ -1,1 +1,0 @@
-"""Describes a policy version's tensors and tiles, and cuts manifests and patches into parts for the wire."""
