@@ -4,7 +4,8 @@ from typing import Annotated, Final, Literal
 
 from msgspec import Meta, Struct
 
-from ebbtide.coordinator.dispatch.dispatch_round import DeadLetters, DispatchRound, RunFailure, SlotFill, gather_s
+from ebbtide.coordinator.dispatch.dispatch_round import DispatchRound, SlotFill, gather_s
+from ebbtide.coordinator.dispatch.unserved_work import DeadLetters, RunFailure
 from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.errors import InvalidRequest
 from ebbtide.scheduling.long_tail.rounds.group_rounds import MOST_EXCESS, GroupRounds

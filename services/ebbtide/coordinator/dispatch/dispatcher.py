@@ -11,15 +11,8 @@ from typing import Final
 
 from ebbtide import telemetry
 from ebbtide.coordinator import metrics
-from ebbtide.coordinator.dispatch.dispatch_round import (
-    TICK_S,
-    DeadLetters,
-    Deed,
-    DispatchRound,
-    RunFailure,
-    SlotFill,
-    gather_s,
-)
+from ebbtide.coordinator.dispatch.dispatch_round import TICK_S, Deed, DispatchRound, SlotFill, gather_s
+from ebbtide.coordinator.dispatch.unserved_work import DeadLetters, RunFailure
 from ebbtide.coordinator.fleet.worker_registry import WorkerRegistry
 from ebbtide.coordinator.rules.overload import Work
 from ebbtide.coordinator.run_recovery import RunRecovery
