@@ -65,10 +65,10 @@ class LenderVerdict(NamedTuple):
 
 
 class _Host(Struct):
-    since: float  # when it was borrowed or given up, or last had no forecast
+    changed_at: float  # when it was borrowed or given up, or last had no forecast
     seen: float
-    wanted: bool = True
-    reason: str = ""
+    borrow: bool = True
+    cause: str = ""
     until: float = 0.0  # not borrowed again before
     pause_s: float = 0.5 * _PAUSE_S  # the last one
 
@@ -89,11 +89,11 @@ class LenderSelection:
             host = self._hosts.setdefault(lender.worker_id, _Host(now, now))
             host.seen = now
             if not lender.known:
-                host.since = now if host.wanted else host.since
-            elif host.wanted:
+                host.changed_at = now if host.borrow else host.changed_at
+            elif host.borrow:
                 self._judge(host, lender, brought[lender.worker_id], now)
             elif now >= host.until and brought[lender.worker_id] > _SURE * lender.disturbance:
-                host.wanted, host.since, host.reason = True, now, ""
+                host.borrow, host.changed_at, host.cause = True, now, ""
         for worker_id, host in list(self._hosts.items()):
             if now - host.seen > _REMEMBERED_S:
                 del self._hosts[worker_id]
@@ -102,7 +102,7 @@ class LenderSelection:
     def verdict(self, worker_id: str) -> LenderVerdict:
         """The last verdict; an unknown worker is borrowed."""
         host = self._hosts.get(worker_id)
-        return LenderVerdict(host.wanted, host.reason) if host else LenderVerdict(wanted=True)
+        return LenderVerdict(host.borrow, host.cause) if host else LenderVerdict(wanted=True)
 
     def _lately(self, wanting: int, now: float) -> float:
         faded = 0.5 ** ((now - self._asked) / _HALF_LIFE_S) if self._asked is not None else 0.0
@@ -115,7 +115,7 @@ class LenderSelection:
 
         def order(lender: Lender) -> tuple[bool, float, str]:
             host = self._hosts.get(lender.worker_id)
-            return host is not None and not host.wanted, lender.disturbance / (lender.share or 1e-9), lender.worker_id
+            return host is not None and not host.borrow, lender.disturbance / (lender.share or 1e-9), lender.worker_id
 
         brought = {}
         for lender in sorted(lenders, key=order):
@@ -125,22 +125,22 @@ class LenderSelection:
         return brought
 
     def _judge(self, host: _Host, lender: Lender, brought: float, now: float) -> None:
-        lasted_s, disturbance = now - host.since, lender.disturbance
+        lasted_s, disturbance = now - host.changed_at, lender.disturbance
         used_up = disturbance >= 1.0
         costs = disturbance > max(_CHANCE, _SURE * brought) and lasted_s >= _DWELL_S
         if not used_up and not costs:
             return
         needed = brought > 0.0 or not lender.share
         if used_up:
-            host.reason = "its requests used up their error budget beside rollouts"
+            host.cause = "its requests used up their error budget beside rollouts"
         elif needed:
-            host.reason = f"it takes {disturbance:.0%} of the error budget, and brings {brought:.0%} of its speed"
+            host.cause = f"it takes {disturbance:.0%} of the error budget, and brings {brought:.0%} of its speed"
         else:
-            host.reason = "others have room for all rollouts"
+            host.cause = "others have room for all rollouts"
         if needed:
             forgiven = lasted_s > _FORGIVEN * host.pause_s and host.pause_s >= _PAUSE_S
             host.pause_s = _PAUSE_S if forgiven else min(_LONGEST_PAUSE_S, 2.0 * host.pause_s)
-        host.wanted, host.since, host.until = False, now, now + (host.pause_s if needed else _PAUSE_S)
+        host.borrow, host.changed_at, host.until = False, now, now + (host.pause_s if needed else _PAUSE_S)
 
 
 def _filled(lender: Lender, rollouts: float) -> float:

@@ -38,6 +38,95 @@ from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.scheduling.throughput import WorkerThroughput
 
+#: Pause after the first change, so that a burst is decided in one round. A round looks at all workers: with more than
+#: `_GATHER_FLEET` of them it is longer in proportion, up to `_GATHER_MOST_S`.
+_GATHER_S: Final = 0.01
+_GATHER_FLEET: Final = 64
+_GATHER_MOST_S: Final = 0.1
+#: Longest pause between rounds, because some decisions depend on time alone.
+TICK_S: Final = 0.25
+#: Least time between two looks at workers' runs and versions: filling slots is more urgent.
+_ARRANGE_S: Final = 0.05
+#: How often the queue is searched for rollouts that no worker's context has room for.
+_MEASURE_EVERY_S: Final = 1.0
+
+
+def gather_s(workers: int) -> float:
+    """How long changes are gathered before a round."""
+    return min(_GATHER_MOST_S, _GATHER_S * max(1.0, workers / _GATHER_FLEET))
+
+
+class RoundPacing:
+    def __init__(self) -> None:
+        self._arranged = self._measured = -math.inf
+        self._unarranged = False
+
+    def arranges(self, now: float) -> bool:
+        """Whether the round that begins now looks at workers' runs and versions; else the next one comes soon."""
+        due = self._arranged + _ARRANGE_S <= now
+        self._unarranged = not due
+        if due:
+            self._arranged = now
+        return due
+
+    def measures(self, now: float) -> bool:
+        """Whether the round that begins now searches the queues for rollouts that are too long."""
+        due = now - self._measured >= _MEASURE_EVERY_S
+        if due:
+            self._measured = now
+        return due
+
+    def pause_s(self, held_s: float) -> float:
+        """Seconds until the next round if nothing changes. `held_s`: see `StartPacing.held_s`."""
+        pause = _ARRANGE_S if self._unarranged else TICK_S
+        return min(pause, held_s) if held_s else pause
+
+
+#: A turn of the event loop that takes longer shows that the coordinator is behind.
+_BEHIND_S: Final = 0.05
+_TURNS: Final = 3.0
+_LONGEST_S: Final = 1.0
+
+
+class StartPacing:
+    """Decides whether rollouts may start while the coordinator is behind with what workers send.
+
+    Rollouts that start make workers send more. So after a slow turn of the event loop none starts for some such turns.
+    At least one batch starts in each `_LONGEST_S`.
+    """
+
+    def __init__(self) -> None:
+        self._held_until = -math.inf
+
+    def held_s(self, now: float) -> float:
+        """For how many seconds no rollout may start; 0: one may."""
+        return max(0.0, self._held_until - now)
+
+    def note_turn(self, turn_s: float, now: float) -> bool:
+        """Note how long the event loop's turn took after a batch of starts. Whether none may start now."""
+        if turn_s > _BEHIND_S:
+            self._held_until = now + min(_LONGEST_S, _TURNS * turn_s)
+        return self.held_s(now) > 0.0
+
+
+#: A person reads an answer, and asks again within about so long.
+ASKED_LATELY_S: Final = 120.0
+#: At most one in so many slots is kept. Fleets with fewer slots keep none.
+_ONE_IN: Final = 8
+
+
+def kept_slots(total: int, running: int, *, most: int, asked_s: float) -> int:
+    """Slots that batch rollouts leave free. `total`: slots of the run's workers; `running`: interactive rollouts in
+    them, which have their slots already; `asked_s`: seconds since an interactive rollout was queued.
+
+    Where all slots are full of batch rollouts, a person waits until one of these ends. A kept slot takes that wait
+    away. It costs throughput, so slots are kept only while people ask, and only a small part of all.
+    """
+    if asked_s > ASKED_LATELY_S:
+        return 0
+    return max(0, min(most, total // _ONE_IN) - running)
+
+
 #: Views kept beyond the attached sessions, before those of sessions that are over are dropped.
 _SPARE: Final = 64
 
@@ -145,33 +234,6 @@ class HostViews:
 
 def _ready(run: RunState, session: WorkerSession) -> bool:
     return session.target is not None and session.target[0] == run.run_id and session.version_of(run.run_id) > 0
-
-
-#: A turn of the event loop that takes longer shows that the coordinator is behind.
-_BEHIND_S: Final = 0.05
-_TURNS: Final = 3.0
-_LONGEST_S: Final = 1.0
-
-
-class StartPacing:
-    """Decides whether rollouts may start while the coordinator is behind with what workers send.
-
-    Rollouts that start make workers send more. So after a slow turn of the event loop none starts for some such turns.
-    At least one batch starts in each `_LONGEST_S`.
-    """
-
-    def __init__(self) -> None:
-        self._held_until = -math.inf
-
-    def held_s(self, now: float) -> float:
-        """For how many seconds no rollout may start; 0: one may."""
-        return max(0.0, self._held_until - now)
-
-    def note_turn(self, turn_s: float, now: float) -> bool:
-        """Note how long the event loop's turn took after a batch of starts. Whether none may start now."""
-        if turn_s > _BEHIND_S:
-            self._held_until = now + min(_LONGEST_S, _TURNS * turn_s)
-        return self.held_s(now) > 0.0
 
 
 #: Rollouts placed by one store call: their prompts and partials come back in its reply.
@@ -381,65 +443,3 @@ class DispatchRound:
             self._unserved.warn_if_lacking(run, now, measure=measure)
             yield None
         self._unserved.forget_ended()
-
-
-#: Pause after the first change, so that a burst is decided in one round. A round looks at all workers: with more than
-#: `_GATHER_FLEET` of them it is longer in proportion, up to `_GATHER_MOST_S`.
-_GATHER_S: Final = 0.01
-_GATHER_FLEET: Final = 64
-_GATHER_MOST_S: Final = 0.1
-#: Longest pause between rounds, because some decisions depend on time alone.
-TICK_S: Final = 0.25
-#: Least time between two looks at workers' runs and versions: filling slots is more urgent.
-_ARRANGE_S: Final = 0.05
-#: How often the queue is searched for rollouts that no worker's context has room for.
-_MEASURE_EVERY_S: Final = 1.0
-
-
-def gather_s(workers: int) -> float:
-    """How long changes are gathered before a round."""
-    return min(_GATHER_MOST_S, _GATHER_S * max(1.0, workers / _GATHER_FLEET))
-
-
-class RoundPacing:
-    def __init__(self) -> None:
-        self._arranged = self._measured = -math.inf
-        self._unarranged = False
-
-    def arranges(self, now: float) -> bool:
-        """Whether the round that begins now looks at workers' runs and versions; else the next one comes soon."""
-        due = self._arranged + _ARRANGE_S <= now
-        self._unarranged = not due
-        if due:
-            self._arranged = now
-        return due
-
-    def measures(self, now: float) -> bool:
-        """Whether the round that begins now searches the queues for rollouts that are too long."""
-        due = now - self._measured >= _MEASURE_EVERY_S
-        if due:
-            self._measured = now
-        return due
-
-    def pause_s(self, held_s: float) -> float:
-        """Seconds until the next round if nothing changes. `held_s`: see `StartPacing.held_s`."""
-        pause = _ARRANGE_S if self._unarranged else TICK_S
-        return min(pause, held_s) if held_s else pause
-
-
-#: A person reads an answer, and asks again within about so long.
-ASKED_LATELY_S: Final = 120.0
-#: At most one in so many slots is kept. Fleets with fewer slots keep none.
-_ONE_IN: Final = 8
-
-
-def kept_slots(total: int, running: int, *, most: int, asked_s: float) -> int:
-    """Slots that batch rollouts leave free. `total`: slots of the run's workers; `running`: interactive rollouts in
-    them, which have their slots already; `asked_s`: seconds since an interactive rollout was queued.
-
-    Where all slots are full of batch rollouts, a person waits until one of these ends. A kept slot takes that wait
-    away. It costs throughput, so slots are kept only while people ask, and only a small part of all.
-    """
-    if asked_s > ASKED_LATELY_S:
-        return 0
-    return max(0, min(most, total // _ONE_IN) - running)

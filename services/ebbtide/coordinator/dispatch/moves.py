@@ -158,8 +158,8 @@ class _Side:
     def __init__(self, engine: EngineLoad) -> None:
         self.engine = engine
         self.key = engine.host.worker_id
-        self.running = engine.host.running
-        self.pending = engine.host.pending
+        self.load = engine.host.running
+        self.unstarted = engine.host.pending
         self.arriving = 0  # rollouts that move here in this round
         self.stalled = engine.quiet_s >= _STALLED_S
         self._rollouts: list[RunningRollout] | None = None
@@ -170,15 +170,15 @@ class _Side:
         """Its unstarted rollouts, without the first one while it makes tokens: that is being prefilled, as it would be
         anywhere.
         """
-        return self.pending if self.stalled else max(0, self.pending - 1)
+        return self.unstarted if self.stalled else max(0, self.unstarted - 1)
 
     def refresh(self) -> None:
-        started = max(0, self.running - self.pending)
+        started = max(0, self.load - self.unstarted)
         self.now_rate = self.rate(started) if started else 0.0
         host = self.engine.host
         closed = host.held or host.shut or self.stalled
         most = pending_limit(host) if started + 1 >= self.engine.seen_from else _TRIES
-        room = self.running < host.slots and not self.pending and self.arriving < most and not closed
+        room = self.load < host.slots and not self.unstarted and self.arriving < most and not closed
         self.next_rate = self.rate(started + 1) if room else 0.0
 
     def rate(self, running: int) -> float:
@@ -220,8 +220,8 @@ class _Side:
 
     def give(self, one: RunningRollout, target: "_Side") -> None:
         self.rollouts().remove(one)
-        self.running -= 1
-        target.running += 1
+        self.load -= 1
+        target.load += 1
         target.arriving += 1
         self.refresh()
         target.refresh()
@@ -246,7 +246,7 @@ def _moved_waiting(sides: list[_Side], now: float, costs: MoveCosts, passed: set
             continue
         one, target = found
         moves.append(RolloutMove(one.attempt_id, source.key, target.key, now - one.since))
-        source.pending -= 1
+        source.unstarted -= 1
         source.give(one, target)
         if not source.waiting:
             queues.remove(source)
@@ -275,7 +275,7 @@ def _stuck(source: _Side, rooms: list[_Side], now: float, costs: MoveCosts) -> t
         target = max(fit, key=lambda side: (side.next_rate, side.key), default=None)
         if target is None:
             continue
-        again_s = costs.read_s(one.cached, target.engine.host.prefill) * (1 + target.running)
+        again_s = costs.read_s(one.cached, target.engine.host.prefill) * (1 + target.load)
         if source.stalled or late_s >= again_s:
             return one, target
     return None
@@ -320,7 +320,7 @@ def _fits(one: RunningRollout, host: HostView) -> bool:
 
 def _openness(side: _Side) -> tuple[float, int, str]:
     """The more, the sooner a rollout goes there: where it is fastest; of equals, the emptiest; then the last key."""
-    return side.next_rate, -side.running, side.key
+    return side.next_rate, -side.load, side.key
 
 
 class _Order:
@@ -376,7 +376,7 @@ class _StepMoves:
 
     def __init__(self, sides: Sequence[_Side], lengths: LengthCurve, costs: MoveCosts, passed: Collection[str]) -> None:
         self._costs = costs
-        self._running = max(1, sum(side.running for side in sides))
+        self._running = max(1, sum(side.load for side in sides))
         self._prefill = median(side.engine.host.prefill for side in sides)
         weights = _weights(sides, passed)
         terms = {side.key: side.terms(costs) for side in sides if side.key in weights}
@@ -443,7 +443,7 @@ class _StepMoves:
             gain_s += finish.weight(source.key, at) * risk_s
         # Reading holds up those who run at the target: what that costs all rollouts on average has to come back, and a
         # part of what one rollout has on average of the time that is left, so that no move is made for a trifle.
-        lost_s = (costs.handover_s + read_s * target.running) / self._running
+        lost_s = (costs.handover_s + read_s * target.load) / self._running
         if not gain_s > max(costs.margin * lost_s, costs.least_part * finish.end_s / self._running):
             return None
         return RolloutMove(one.attempt_id, source.key, target.key, gain_s)

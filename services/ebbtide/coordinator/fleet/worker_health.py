@@ -43,16 +43,16 @@ class WorkerActivity(Struct, frozen=True, kw_only=True, gc=False):
 
 
 class _Watched(Struct):
-    """A worker as judged last; unnoted fields as in `WorkerActivity`."""
+    """A worker as judged last. `generating`, `paused`: its `WorkerActivity.started` and `held`."""
 
-    since: float  # begin of the wait for a token, or a hold's end
+    waits_since: float  # begin of the wait for a token, or a hold's end
     learnt: float  # when `gap_s` was updated
     heard: float
     made: float = -inf
-    started: int = 0
+    generating: int = 0
     read_s: float = 0.0  # how long the prefill may take
     flush_s: float = 0.0
-    held: bool = False
+    paused: bool = False
     busy: bool = False
     gap_s: float = 0.0  # longest lately
     first_s: float = 0.0  # as `gap_s`, for first tokens
@@ -79,15 +79,15 @@ class TokenProgress:
         one = self._watched.get(session)
         if one is None:
             return
-        if one.busy and not one.held:
+        if one.busy and not one.paused:
             one.gap_s, one.learnt = one.gap_s * 0.5 ** ((now - one.learnt) / _HALF_LIFE_S), now
-            gap_s = now - max(one.since, one.made)  # tokens made in between were only late
-            if one.started:
+            gap_s = now - max(one.waits_since, one.made)  # tokens made in between were only late
+            if one.generating:
                 one.gap_s = max(one.gap_s, gap_s)
             else:
                 one.first_s = max(one.first_s / 2, gap_s, self._floor_s / _FACTOR)
-                one.started = 1  # tokens before the next judgement are not first ones
-        one.since = now
+                one.generating = 1  # tokens before the next judgement are not first ones
+        one.waits_since = now
 
     def forget(self, session: str) -> None:
         self._watched.pop(session, None)
@@ -95,15 +95,15 @@ class TokenProgress:
     def quiet_s(self, session: str, now: float) -> float:
         """How long tokens of the worker have been waited for, while it was heard; 0.0 if none are expected."""
         one = self._watched.get(session)
-        return max(0.0, min(now, one.heard + self._pause_s) - one.since) if one is not None and one.busy else 0.0
+        return max(0.0, min(now, one.heard + self._pause_s) - one.waits_since) if one is not None and one.busy else 0.0
 
     def allowed_s(self, session: str) -> float:
         """How long the wait for the worker may be now."""
         one = self._watched.get(session)
-        if one is None or one.held:
+        if one is None or one.paused:
             return self._ceiling_s
-        usual = one.gap_s if one.started else max(one.gap_s, one.first_s)
-        if not one.started and not one.first_s:
+        usual = one.gap_s if one.generating else max(one.gap_s, one.first_s)
+        if not one.generating and not one.first_s:
             return self._ceiling_s  # no first token was seen yet
         return min(self._ceiling_s, max(self._floor_s, _FACTOR * usual) + one.read_s + one.flush_s)
 
@@ -118,17 +118,17 @@ class TokenProgress:
         for doing in doings:
             one = self._watched.get(doing.session)
             if one is None:
-                one = self._watched[doing.session] = _Watched(since=now, learnt=now, heard=doing.heard)
+                one = self._watched[doing.session] = _Watched(waits_since=now, learnt=now, heard=doing.heard)
             silent = max(0.0, doing.heard - one.heard - self._pause_s)
             paused = asleep if doing.reclaimed or asleep > self._floor_s / 2 else 0.0
-            one.since = min(now, one.since + max(silent, paused))
+            one.waits_since = min(now, one.waits_since + max(silent, paused))
             one.heard, one.made = doing.heard, doing.made
             busy = not doing.excused and doing.started + doing.pending > 0
-            if not busy or not one.busy or one.held != doing.held:
-                one.since = now
-            elif one.started and not doing.started:
-                one.since = now  # the started ones have ended; the wait for the next first token begins
-            one.busy, one.started, one.held = busy, doing.started, doing.held
+            if not busy or not one.busy or one.paused != doing.held:
+                one.waits_since = now
+            elif one.generating and not doing.started:
+                one.waits_since = now  # the started ones have ended; the wait for the next first token begins
+            one.busy, one.generating, one.paused = busy, doing.started, doing.held
             one.read_s, one.flush_s = doing.unread / _READ_TOKENS_PER_S, doing.flush_s
             if busy and self._too_long(doing.session, one, now, late_s):
                 found.append(doing.session)
