@@ -18,7 +18,7 @@ class EndCause(IntEnum):
     WORKER_SUSPECTED = 9  # its worker was silent or made no token; the rollout avoids that worker from now on
     NOT_HELD = 10  # no worker reported it after a restart, or its worker dropped it
     UNSAID = 11  # handed back without a reason
-    NO_MEMORY = 12  # its engine's memory was full of others' keys and values; said by workers up to release 0.3
+    NO_MEMORY = 12  # its engine's memory was full of others' keys and values; said by workers of the commit before
     SHORT_CONTEXT = 13  # it filled its engine's context, which is shorter than the run's
 
 

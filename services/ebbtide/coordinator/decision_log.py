@@ -24,7 +24,7 @@ from ebbtide.errors import InvalidRequest
 log = telemetry.get_logger(__name__)
 T = TypeVar("T")
 #: Grows when the meaning of records changes.
-FORMAT: Final = 2
+FORMAT: Final = 3
 #: A record of the largest run, whose queue is read again, has some 20 MB.
 _MOST_RECORD_BYTES: Final = 64 << 20
 _BUFFER_BYTES: Final = 64 << 10

@@ -133,6 +133,8 @@ class StepWindow:
         if len(spots) < 2 or not self._lengths:
             return ""
         _, speed, name = min(spots)
+        if speed >= _remote(left, step, coming=step.missing > left.open + left.ended):
+            return ""  # without it nobody elsewhere generates the step
         without_s = self._planned(left, step, less=speed).end_s
         return name if without_s <= (1.0 + _HELPS) * self._planned(left, step).end_s else ""
 

@@ -219,9 +219,24 @@ def _run(run_id: str, record: list[bytes], counts: list[bytes], age_ms: int, hol
     )
 
 
-def _spec(run_id: str, data: bytes) -> RunSpec:
+#: Tables and keys that a spec of the commit before may have, and that nobody reads any more.
+_GONE: Final = (("tail", "adaptive_rewards"),)
+
+
+def _decoded(data: bytes) -> RunSpec:
     try:
         return msgspec.json.decode(data, type=RunSpec)
+    except msgspec.ValidationError:
+        tree = msgspec.json.decode(data)
+        gone = [tree[table].pop(key) for table, key in _GONE if isinstance(tree, dict) and key in tree.get(table, {})]
+        if not gone:
+            raise
+        return msgspec.json.decode(msgspec.json.encode(tree), type=RunSpec)
+
+
+def _spec(run_id: str, data: bytes) -> RunSpec:
+    try:
+        return _decoded(data)
     except msgspec.ValidationError as error:
         raise NotReady(
             f"the spec of run {run_id} is of another release of Ebbtide, and this one cannot read it ({error}); "

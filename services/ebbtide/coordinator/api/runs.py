@@ -261,7 +261,7 @@ class RunService:
             return None
         try:
             status = (await self._store.runs.read(run_id)).status
-        except (NotFound, *UNEXPECTED):
+        except (NotFound, NotReady, *UNEXPECTED):
             return None
         return EndedRun(run_id, status) if status.ended else None
 

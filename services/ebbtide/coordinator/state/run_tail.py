@@ -1,7 +1,7 @@
 """Keeps a run's forecasts of lengths and the ranks of what it has queued, from what its `RunState` hears.
 
 Evaluation and requests of gateways' clients are left out: their lengths are not those that a step waits for. A fault in
-forecasts ends them for the run, and nothing else: the run goes on in the order of its submission.
+forecasts ends them for the run: it goes on in the order of its submission, with the lengths that were learnt by then.
 
 Invariant: `forecasts` has the training rollouts that the run's queue and attempts have, but for those that `_unread` is
 still to name after a mirror was read again. Lost with the process, and built anew when the mirror is read: see
@@ -146,7 +146,7 @@ class RunTail:
         except Exception:
             log.exception("no lengths are forecast for this run any more", run_id=self._run_id)
             self._failed = True
-            self.forecasts, self._unread = RunForecasts(1), iter(())
+            self.forecasts, self._unread = RunForecasts(1, learner=self.forecasts.learner), iter(())
 
     def _takes(self, one: QueuedRollout) -> bool:
         return not (self._failed or one.request or one.evaluation)

@@ -34,8 +34,8 @@ class AttemptForecast(NamedTuple):
 
     def differs(self, told: "AttemptForecast") -> bool:
         """Whether it is news to one who was told `told`, and has counted the tokens since then."""
-        before = max(1, told.stored + told.longest_tokens)
-        now = max(1, self.stored + self.longest_tokens)
+        before = max(1, told.stored + told.expected_tokens)
+        now = max(1, self.stored + self.expected_tokens)
         return not before / _CHANGED <= now <= before * _CHANGED
 
 

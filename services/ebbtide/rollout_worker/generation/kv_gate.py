@@ -13,6 +13,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from functools import partial
 from hashlib import blake2b
 from math import ceil, inf
 from typing import Final
@@ -32,6 +33,8 @@ _BURSTS: Final = 2
 _MOST_AHEAD: Final = 64
 #: While no memory was freed and nobody came, those that wait are looked at so often: others draw near their ends.
 _LOOK_S: Final = 0.25
+#: What came so long ago goes before interactive requests that came later.
+_LONG_S: Final = 300.0
 #: A decision later, what came at once counts for so much.
 _FADING: Final = 0.9
 
@@ -172,7 +175,7 @@ class KvGate:
         now, waiting = time.monotonic(), list[KvContext]()
         if not parking and now >= self._looks_at:
             self._looks_at = now + _LOOK_S
-            waiting = [one.context for one in sorted(self._waiting.values(), key=_rank)]
+            waiting = [one.context for one in sorted(self._waiting.values(), key=partial(_rank, now=now))]
         lead = min(_MOST_AHEAD, _SPARE_TOKENS + _BURSTS * ceil(self._burst))
         self._rules, self._burst = replace(self._rules, lead=lead), max(1.0, _FADING * self._burst)
         decision = divide_memory(staying, waiting, self._rules)
@@ -200,5 +203,5 @@ def _less(forecast: float | None, tokens: int) -> float | None:
     return forecast - tokens if forecast is not None and forecast > tokens else None
 
 
-def _rank(ticket: KvTicket) -> tuple[bool, float]:
-    return not ticket.first, ticket.context.since_s
+def _rank(ticket: KvTicket, *, now: float) -> tuple[bool, float]:
+    return not (ticket.first or now - ticket.context.since_s > _LONG_S), ticket.context.since_s

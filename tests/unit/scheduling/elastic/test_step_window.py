@@ -211,6 +211,11 @@ def test_one_spot_engine_too_many_is_named_and_never_the_last_one(taught: StepWi
     assert taught.surplus(one, step(one)) == ""
 
 
+def test_no_spot_engine_is_too_many_while_none_elsewhere_has_the_version(taught: StepWindow) -> None:
+    new = told(0, local=0, versions=(0, 0))
+    assert taught.surplus(new, step(new, missing=new.open, complete=0)) == ""
+
+
 def test_columns_of_different_lengths_are_refused() -> None:
     with pytest.raises(ValueError, match="differ in length"):
         told(0, speeds=(1.0,))
