@@ -108,7 +108,7 @@ protos-check: env ## Whether peers of the last release still understand; ARGS=--
 	@$(BIN)/python -m protos.breaking $(ARGS)
 
 types: env ## Strict types, and who may import whom
-	@$(BIN)/mypy common services tests examples benchmarks protos && $(BIN)/lint-imports
+	@$(BIN)/mypy common services lab tests examples benchmarks protos && $(BIN)/lint-imports
 
 env: $(CODE) ## The environment alone
 

@@ -39,19 +39,14 @@ from benchmarks.rivals.changed_rounds import NO_KINDS, NO_LOSSES, NO_MEMORY, Cha
 from benchmarks.simulator.published.paper_setting import FLUSH_S, PaperProfiles, PaperTimes, co_located
 from benchmarks.turn_routing.routed_fleet import RoutedFleet
 from benchmarks.turn_routing.routed_trials import BASE
+from ebbtide.coordinator.rules import placement, turn_routing
 from ebbtide.coordinator.settings import CoordinatorSettings
-from ebbtide.scheduling.dispatch import placement
-from ebbtide.scheduling.dispatch.turns import turn_routing
-from ebbtide.simulator.scenario.inputs.input_tables import InputTables
-from ebbtide.simulator.scenario.inputs.quantile_table import QuantileTable, read_quantiles
-from ebbtide.simulator.scenario.inputs.spot_trace import read_spot_trace
+from ebbtide.simulator.scenario.input_tables import InputTables, QuantileTable, read_quantiles, read_spot_trace
 from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.quantity_spec import LengthSpec, QuantitySpec
 from ebbtide.simulator.scenario.scenario import Scenario
 from ebbtide.simulator.scenario.training_run import SimulatedEnvironment, SimulatedRewards, TrainingRun
-from ebbtide.simulator.world.policy import Policy
-from ebbtide.simulator.world.profiles import Profiles
-from ebbtide.simulator.world.simulation import Simulation
+from ebbtide.simulator.world.simulation import Policy, Profiles, Simulation
 
 #: Of RollPacker's figure of sandboxes, the rest never ends; cut after so many seconds.
 _SANDBOX, _CEILING_S = "sandbox", 30.0

@@ -22,7 +22,9 @@ def code_of(checkout: Path) -> dict[str, str]:
     """The environment of a program that runs the product's code of a checkout, and these benchmarks. Its generated
     code must be there: `make env` makes it.
     """
-    return {"PYTHONPATH": os.pathsep.join(map(str, (checkout / "common", checkout / "services", ROOT)))}
+    return {
+        "PYTHONPATH": os.pathsep.join(map(str, (checkout / "common", checkout / "services", checkout / "lab", ROOT)))
+    }
 
 
 class House:

@@ -8,8 +8,8 @@ from benchmarks.elastic.window_oracle import OraclePolicy
 from benchmarks.rivals.rlboost.rlboost_policy import RLBoostPolicy
 from benchmarks.rivals.verl_hybrid_policy import VerlHybridPolicy
 from ebbtide.simulator.world.elastic_policy import ElasticPolicy
-from ebbtide.simulator.world.policy import Policy
-from ebbtide.simulator.world.verl_policy import VerlPolicy
+from ebbtide.simulator.world.rival_policies import VerlPolicy
+from ebbtide.simulator.world.simulation import Policy
 
 #: The public code's T_init, about half of it and twice it, for windows that stay.
 FIXED_S: Final = (60.0, 150.0, 300.0)

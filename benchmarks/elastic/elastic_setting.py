@@ -17,18 +17,14 @@ from benchmarks.simulator.published.paper_setting import FLUSH_S, PaperProfiles,
 from benchmarks.simulator.published.rlboost_runs import CAP
 from ebbtide.coordinator.settings import CoordinatorSettings
 from ebbtide.simulator.engines.engine_profile import EngineProfile
-from ebbtide.simulator.engines.known_hardware import H100, QWEN3_8B, QWEN3_14B, QWEN3_32B
-from ebbtide.simulator.engines.roofline import FITTED, ModelShape, roofline_engine
-from ebbtide.simulator.scenario.draws.quantity_draws import curve
-from ebbtide.simulator.scenario.inputs.input_tables import InputTables
-from ebbtide.simulator.scenario.inputs.quantile_table import read_quantiles
-from ebbtide.simulator.scenario.inputs.spot_trace import TraceEvent, read_spot_trace
+from ebbtide.simulator.engines.roofline import FITTED, H100, QWEN3_8B, QWEN3_14B, QWEN3_32B, ModelShape, roofline_engine
+from ebbtide.simulator.scenario.draws.workload import curve
+from ebbtide.simulator.scenario.input_tables import InputTables, TraceEvent, read_quantiles, read_spot_trace
 from ebbtide.simulator.scenario.machine_pool import MachinePool, SpotTraceSpec
 from ebbtide.simulator.scenario.quantity_spec import LengthSpec, QuantitySpec
 from ebbtide.simulator.scenario.scenario import Scenario
 from ebbtide.simulator.scenario.training_run import TrainingRun
-from ebbtide.simulator.world.policy import Policy
-from ebbtide.simulator.world.simulation import Simulation
+from ebbtide.simulator.world.simulation import Policy, Simulation
 
 RUN: Final = "grpo"
 #: A trace's first hours, in which its fleet grows, are left out; of a short one the first fifth.

@@ -22,7 +22,7 @@ from benchmarks.elastic.elastic_part import PartFindings, PartTerms
 from benchmarks.elastic.elastic_setting import ElasticCase, Fleet, simulation
 from benchmarks.log_level import errors_only
 from ebbtide.simulator.world.elastic_policy import ElasticPolicy
-from ebbtide.simulator.world.policy import Policy
+from ebbtide.simulator.world.simulation import Policy
 
 OURS: Final = "ebbtide"
 NEVER: Final = "never lent"

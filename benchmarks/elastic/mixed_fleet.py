@@ -35,7 +35,7 @@ from benchmarks.rivals.clairvoyant_policy import ToldSpeed
 from ebbtide.simulator.scenario.draws.machine_events import pool_of
 from ebbtide.simulator.scenario.draws.workload import Workload
 from ebbtide.simulator.world.ebbtide_policy import EbbtidePolicy
-from ebbtide.simulator.world.policy import Policy
+from ebbtide.simulator.world.simulation import Policy
 
 OURS: Final = "ebbtide"
 ORACLE: Final = "speeds told"

@@ -15,14 +15,12 @@ from benchmarks.simulator.published.rlboost_points import RLBoostPaper
 from benchmarks.simulator.published.rlboost_runs import CAP
 from ebbtide.coordinator.settings import CoordinatorSettings
 from ebbtide.simulator.engines.engine_profile import EngineProfile, StepCosts
-from ebbtide.simulator.engines.known_hardware import H100, QWEN3_14B, QWEN3_32B
-from ebbtide.simulator.engines.roofline import roofline_engine
+from ebbtide.simulator.engines.roofline import H100, QWEN3_14B, QWEN3_32B, roofline_engine
 from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.quantity_spec import LengthSpec, QuantitySpec
 from ebbtide.simulator.scenario.scenario import Scenario
 from ebbtide.simulator.scenario.training_run import TrainingRun
-from ebbtide.simulator.world.policy import Policy
-from ebbtide.simulator.world.simulation import Simulation
+from ebbtide.simulator.world.simulation import Policy, Simulation
 
 RUN: Final = "grpo"
 FAST, SLOW = "fast", "slow"

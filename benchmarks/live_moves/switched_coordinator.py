@@ -11,7 +11,7 @@ from typing import Any, Final
 from unittest.mock import patch
 
 from ebbtide.coordinator.__main__ import main as coordinator_main
-from ebbtide.coordinator.dispatcher.rebalancer import Rebalancer
+from ebbtide.coordinator.dispatch.rebalancer import Rebalancer
 
 SWITCH_FILE: Final = "EBBTIDE_BENCHMARK_SWITCH_FILE"
 ON: Final = "on"

@@ -12,8 +12,7 @@ from benchmarks.replay.report import table
 from benchmarks.replay.run import UNEVEN, run_level, unknown
 from benchmarks.replay.setting import CAP_HELP, CAP_TOKENS, Setting
 from ebbtide.checked_files.refusals import FileRefused
-from ebbtide.simulator.scenario.inputs.quantile_table import read_quantiles
-from ebbtide.simulator.scenario.inputs.spot_trace import read_spot_trace
+from ebbtide.simulator.scenario.input_tables import read_quantiles, read_spot_trace
 
 
 def main() -> int:

@@ -17,15 +17,15 @@ from typing import Final
 
 from msgspec import Struct
 
+from ebbtide.coordinator.rules.placement import Placement
+from ebbtide.coordinator.rules.rollout_queue import QueuedRollout
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.running_attempt import RunningAttempt
 from ebbtide.coordinator.state.worker_session import WorkerSession
-from ebbtide.scheduling.dispatch.placement import Placement
-from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout
 from ebbtide.simulator.engines.engine_profile import StepCosts
 from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.training_run import TrainingRun
-from ebbtide.simulator.world.rival_decider import RivalDecider, ask_back, fits
+from ebbtide.simulator.world.rival_policies import RivalDecider, ask_back, fits
 from ebbtide.simulator.world.training.step_rounds import Rounds, WholeGroups
 from ebbtide.simulator.world.training.trainer_loan import FixedWindow, LoanWindow
 from ebbtide.simulator.world.virtual_coordinator import Decider, VirtualCoordinator

@@ -14,8 +14,8 @@ from msgspec import Struct
 
 from ebbtide.coordinator.state.worker_reports import HeartbeatReport
 from ebbtide.coordinator.state.worker_session import WorkerSession
-from ebbtide.scheduling.dispatch.throughput import WorkerThroughput
 from ebbtide.scheduling.elastic.engine_pace import EnginePace, fitted_pace
+from ebbtide.scheduling.throughput import WorkerThroughput
 from ebbtide.types.fleet import WorkerState
 
 #: Between two looks at heartbeats, and between two fits of the kind's pace.

@@ -13,14 +13,14 @@ from typing import Final, TypeAlias
 from msgspec import Struct
 
 from benchmarks.replay.learnt_rates import LearntRates
+from ebbtide.coordinator.rules.host_view import admits
+from ebbtide.coordinator.rules.placement import Placement
+from ebbtide.coordinator.rules.rollout_queue import QueuedRollout
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.worker_session import WorkerSession
-from ebbtide.scheduling.dispatch.host_view import admits
-from ebbtide.scheduling.dispatch.placement import Placement
-from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout
 from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.training_run import TrainingRun
-from ebbtide.simulator.world.rival_decider import RivalDecider
+from ebbtide.simulator.world.rival_policies import RivalDecider
 from ebbtide.simulator.world.training.step_rounds import Rounds, WholeGroups
 from ebbtide.simulator.world.training.trainer_loan import FixedWindow, LoanWindow
 from ebbtide.simulator.world.virtual_coordinator import Decider, VirtualCoordinator

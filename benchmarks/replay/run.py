@@ -21,8 +21,7 @@ from benchmarks.replay.setting import (
     Setting,
 )
 from benchmarks.replay.trace_scenario import ReplayCase, serving_machines
-from ebbtide.simulator.scenario.inputs.quantile_table import read_quantiles
-from ebbtide.simulator.scenario.inputs.spot_trace import read_spot_trace
+from ebbtide.simulator.scenario.input_tables import read_quantiles, read_spot_trace
 
 HOUR_S: Final = 3_600.0
 #: For a quick look at everything: so much of a trace, and so small a part of its machines and of a step's rollouts.

@@ -10,7 +10,7 @@ from benchmarks.replay.migrate_only import MigrateOnlyPolicy
 from benchmarks.rivals.ablated_policy import AblatedPolicy
 from benchmarks.rivals.rlboost.rlboost_policy import RLBoostPolicy
 from ebbtide.simulator.world.ebbtide_policy import EbbtidePolicy
-from ebbtide.simulator.world.policy import Policy
+from ebbtide.simulator.world.simulation import Policy
 
 #: The longest response: what a distribution says above it is cut off.
 CAP_TOKENS: Final = 32_768

@@ -8,17 +8,14 @@ from msgspec import Struct
 
 from benchmarks.replay.setting import Compared, Setting
 from ebbtide.simulator.engines.engine_profile import EngineProfile, KvCapacity, StepCosts
-from ebbtide.simulator.scenario.draws.machine_events import MachineChange, machine_events
-from ebbtide.simulator.scenario.draws.machine_presence import presences
-from ebbtide.simulator.scenario.inputs.input_tables import InputTables
-from ebbtide.simulator.scenario.inputs.quantile_table import QuantileTable
-from ebbtide.simulator.scenario.inputs.spot_trace import SpotTrace
+from ebbtide.simulator.scenario.draws.machine_events import MachineChange, machine_events, presences
+from ebbtide.simulator.scenario.input_tables import InputTables, QuantileTable, SpotTrace
 from ebbtide.simulator.scenario.machine_pool import MachinePool, SpotTraceSpec
 from ebbtide.simulator.scenario.quantity_spec import LengthSpec, QuantitySpec
 from ebbtide.simulator.scenario.scenario import Scenario
 from ebbtide.simulator.scenario.training_run import TrainingRun
 from ebbtide.simulator.world.fleet.version_pulls import WeightTerms
-from ebbtide.simulator.world.profiles import Profiles
+from ebbtide.simulator.world.simulation import Profiles
 from ebbtide.simulator.world.training.simulated_trainer import TrainingTimes
 
 _POOL: Final = "spot"

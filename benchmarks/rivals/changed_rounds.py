@@ -10,14 +10,13 @@ from functools import partial
 from math import inf
 from typing import Any, Final, NamedTuple
 
-from ebbtide.coordinator.dispatcher import rebalancer, round_deeds
-from ebbtide.coordinator.dispatcher.fleet_speeds import FleetSpeeds
-from ebbtide.coordinator.dispatcher.memory_offers import MemoryOffers
-from ebbtide.coordinator.dispatcher.rebalancer import Rebalancer
+from ebbtide.coordinator.dispatch import dispatch_round, rebalancer
+from ebbtide.coordinator.dispatch.capacity import LossRates, MemoryOffers
+from ebbtide.coordinator.dispatch.rebalancer import Rebalancer
+from ebbtide.coordinator.dispatch.speeds import FleetSpeeds
+from ebbtide.coordinator.rules.placement import place
 from ebbtide.coordinator.state.worker_session import WorkerSession
-from ebbtide.scheduling.dispatch.mixed_fleet.loss_rates import LossRates
-from ebbtide.scheduling.dispatch.placement import place
-from ebbtide.scheduling.dispatch.throughput import WorkerThroughput
+from ebbtide.scheduling.throughput import WorkerThroughput
 from ebbtide.simulator.world.ebbtide_policy import EbbtideDecider, EbbtidePolicy
 from ebbtide.simulator.world.virtual_coordinator import Decider, VirtualCoordinator
 
@@ -52,7 +51,7 @@ NO_LOSSES: Final = Replaced(LossRates, "spell_s", lambda *_: inf)
 
 def placing(**terms: Any) -> Replaced:
     """`place` with terms of its own."""
-    return Replaced(round_deeds, "place", partial(place, **terms))
+    return Replaced(dispatch_round, "place", partial(place, **terms))
 
 
 def learning(speed: Callable[[], WorkerThroughput]) -> Replaced:

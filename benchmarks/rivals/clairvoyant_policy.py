@@ -9,18 +9,18 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from benchmarks.rivals.ablated_policy import FREE_MOVES
+from ebbtide.coordinator.dispatch.moves import EngineLoad, RunningRollout, rebalance
+from ebbtide.coordinator.rules.host_view import HostView
+from ebbtide.coordinator.rules.placement import Placement, place
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.running_attempt import RunningAttempt
 from ebbtide.coordinator.state.worker_session import WorkerSession
-from ebbtide.scheduling.dispatch.host_view import HostView
-from ebbtide.scheduling.dispatch.placement import Placement, place
-from ebbtide.scheduling.dispatch.rollout_moves import EngineLoad, RunningRollout, rebalance
-from ebbtide.scheduling.dispatch.throughput import WorkerThroughput
 from ebbtide.scheduling.long_tail.length_learner import EDGES, LengthCurve
+from ebbtide.scheduling.throughput import WorkerThroughput
 from ebbtide.simulator.engines.engine_profile import StepCosts
 from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.training_run import TrainingRun
-from ebbtide.simulator.world.rival_decider import RivalDecider, ask_back
+from ebbtide.simulator.world.rival_policies import RivalDecider, ask_back
 from ebbtide.simulator.world.training.step_rounds import Rounds, WholeGroups
 from ebbtide.simulator.world.training.trainer_loan import FixedWindow, LoanWindow
 from ebbtide.simulator.world.virtual_coordinator import Decider, VirtualCoordinator

@@ -8,12 +8,12 @@ from typing import Annotated, TypeAlias
 
 from msgspec import Meta, Struct
 
+from ebbtide.coordinator.rules.placement import Placement
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.worker_session import WorkerSession
-from ebbtide.scheduling.dispatch.placement import Placement
 from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.training_run import TrainingRun
-from ebbtide.simulator.world.rival_decider import IDLE_POLL_S, RivalDecider, fits
+from ebbtide.simulator.world.rival_policies import IDLE_POLL_S, RivalDecider, fits
 from ebbtide.simulator.world.training.step_rounds import RoundChange, Rounds, Sample, StepRound
 from ebbtide.simulator.world.training.trainer_loan import FixedWindow, LoanWindow
 from ebbtide.simulator.world.virtual_coordinator import Decider, VirtualCoordinator

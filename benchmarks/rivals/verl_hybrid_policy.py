@@ -16,10 +16,10 @@ from msgspec import Struct
 from ebbtide.simulator.outcome import StepOutcome
 from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.training_run import TrainingRun
+from ebbtide.simulator.world.rival_policies import GroupTurns
 from ebbtide.simulator.world.training.simulated_driver import StepProgress
 from ebbtide.simulator.world.training.step_rounds import Rounds, WholeGroups
 from ebbtide.simulator.world.training.trainer_loan import LoanWindow
-from ebbtide.simulator.world.verl_policy import GroupTurns
 from ebbtide.simulator.world.virtual_coordinator import Decider, VirtualCoordinator
 
 _POLL_S: Final = 2.0

@@ -10,7 +10,7 @@ import uvloop
 
 from benchmarks.scale.loop_probe import LoopProbe, answering_loop
 from ebbtide.coordinator.__main__ import main
-from ebbtide.coordinator.dispatcher.rebalancer import Rebalancer
+from ebbtide.coordinator.dispatch.rebalancer import Rebalancer
 
 #: Methods that balance the fleet: together they may take a tenth of a core.
 _BALANCING: Final = ("due", "_observe_all", "_begin_round", "decide")

@@ -13,12 +13,11 @@ from benchmarks.simulator.fitting_inputs import (
 )
 from benchmarks.simulator.profile_block import GRID
 from benchmarks.simulator.real_settings import RealSession
-from ebbtide.rollout_worker.engine.measuring import MeasuredSteps, StepGroup
+from ebbtide.profiling.engine_measuring import MeasuredSteps, StepGroup
+from ebbtide.profiling.measured_learning import LearnerWork
+from ebbtide.profiling.profile_fits import fit_step_costs, fit_trainer_costs
 from ebbtide.simulator.engines.engine_profile import EngineDelays, EngineProfile, KvCapacity, StepCosts
-from ebbtide.simulator.engines.fits.engine_fit import fit_step_costs
-from ebbtide.simulator.engines.fits.trainer_fit import fit_trainer_costs
 from ebbtide.simulator.engines.trainer_profile import SampleLength, TrainerDelays, TrainerProfile
-from ebbtide.trainer.learning.measured_learning import LearnerWork
 from ebbtide.trainer.learning.sample_deal import micro_parts
 from ebbtide.types.run import TrainerSpec
 

@@ -19,7 +19,7 @@ from ebbtide.demo.foreign_load import cores, share_of_others
 from ebbtide.demo.token_accounts import read_attempts
 from ebbtide.errors import EbbtideError
 from ebbtide.runtime import race
-from ebbtide.simulator.recording.recorded_steps import installs
+from ebbtide.simulator.recording.run_recorder import installs
 from ebbtide.types.run import AttemptSpan, RunStatus
 
 

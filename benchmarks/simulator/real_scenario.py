@@ -13,13 +13,10 @@ from benchmarks.simulator.real_settings import RealSession
 from benchmarks.simulator.served_pool import GRANTS, granted, users_record
 from ebbtide.simulator.engines.engine_profile import EngineProfile
 from ebbtide.simulator.engines.profile_files import write_profile
-from ebbtide.simulator.scenario.fault_plan import PlannedFault
-from ebbtide.simulator.scenario.inputs.grant_tape import GrantTape
-from ebbtide.simulator.scenario.inputs.input_tables import InputTables
-from ebbtide.simulator.scenario.inputs.known_turns import KnownTurn, KnownTurns
+from ebbtide.simulator.scenario.input_tables import GrantTape, InputTables, KnownTurn, KnownTurns
 from ebbtide.simulator.scenario.machine_pool import GrantTapeSpec, MachinePool
 from ebbtide.simulator.scenario.quantity_spec import QuantitySpec
-from ebbtide.simulator.scenario.scenario import Scenario
+from ebbtide.simulator.scenario.scenario import PlannedFault, Scenario
 from ebbtide.simulator.scenario.training_run import TrainingRun
 
 #: No setting takes as long. A simulation that does not end is a failure.

@@ -13,7 +13,7 @@ from benchmarks.simulator.served_users import UsersRecord
 from ebbtide.errors import InvalidRequest
 from ebbtide.serving_guard.governor.budget_decider import LatencyTargets
 from ebbtide.simulator.engines.engine_profile import EngineProfile
-from ebbtide.simulator.scenario.inputs.grant_tape import GrantTape
+from ebbtide.simulator.scenario.input_tables import GrantTape
 
 #: The scenario's name of the tape.
 GRANTS: Final = "grants.csv"

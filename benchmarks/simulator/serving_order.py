@@ -22,8 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import arguments
-from benchmarks.pair.virtual.pair_costs import PairCosts
-from benchmarks.pair.virtual.pair_costs_fit import pair_costs_text
+from benchmarks.pair.virtual.pair_costs import PairCosts, pair_costs_text
 from benchmarks.pair.virtual.served_engine import ServedCall
 from benchmarks.pair.virtual.serving_policies import latency_percentile, resolved_targets, served_tpot, served_ttft
 from benchmarks.simulator.measured_pair import FITTED_ON, MeasuredResult, fitted_costs, played_blocks, read_result

@@ -9,7 +9,7 @@ from msgspec import Struct
 from benchmarks.turn_routing.session_crowd import RUN, CrowdCounts, SessionCrowd
 from benchmarks.turn_routing.session_work import RESPONSE, SessionWork, mean_context
 from ebbtide.simulator.engines.engine_profile import EngineProfile, KvCapacity, StepCosts
-from ebbtide.simulator.world.books import SimulationBooks
+from ebbtide.simulator.outcome import SimulationBooks
 from ebbtide.simulator.world.fleet.simulated_worker import SimulatedWorker, WorkerTerms
 from ebbtide.simulator.world.fleet.version_pulls import VersionPulls, WeightTerms
 from ebbtide.simulator.world.virtual_coordinator import Decider, RunAccount, VirtualCoordinator

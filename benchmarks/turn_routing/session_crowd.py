@@ -11,8 +11,7 @@ from msgspec import Struct
 from benchmarks.turn_routing.session_work import SessionWork
 from ebbtide.scheduling.steps.step_pacing import VersionBounds
 from ebbtide.simulator.scenario.draws.workload import Turn
-from ebbtide.simulator.world.simulated_rollout import SimulatedRollout
-from ebbtide.simulator.world.virtual_coordinator import VirtualCoordinator
+from ebbtide.simulator.world.virtual_coordinator import SimulatedRollout, VirtualCoordinator
 from ebbtide.simulator.world.virtual_time import VirtualTime
 
 RUN = "sessions"

@@ -10,15 +10,15 @@ from typing import Any, Final
 
 import msgspec
 
-from ebbtide.coordinator.appends.token_readers import TokenReader
-from ebbtide.coordinator.failover.run_recovery import RunRecovery
 from ebbtide.coordinator.fleet import worker_registry
+from ebbtide.coordinator.rules import host_view
+from ebbtide.coordinator.rules.liveness import Liveness
+from ebbtide.coordinator.run_recovery import RunRecovery
+from ebbtide.coordinator.token_readers import TokenReader
 from ebbtide.errors import StoreUnavailable
 from ebbtide.rollout_worker.generation.generation import Assignment, Generation, ResponseEnding
 from ebbtide.rollout_worker.generation.local_attempts import LocalAttempts
 from ebbtide.rollout_worker.generation.outbox import Outbox
-from ebbtide.scheduling.dispatch import host_view
-from ebbtide.scheduling.health.liveness import Liveness
 from ebbtide.store.topics.append_topic import AppendTopic
 from ebbtide.types.tokens import TOKEN_BYTES
 from tests.simulation.fleet_bugs import FLEET_BUGS

@@ -2,12 +2,12 @@
 
 from typing import Any, Final
 
-from ebbtide.coordinator.appends.append_batcher import AppendBatcher
-from ebbtide.coordinator.dispatcher.worker_allocator import WorkerAllocator
-from ebbtide.coordinator.failover.run_recovery import RunRecovery
+from ebbtide.coordinator.append_streams import AppendBatcher
+from ebbtide.coordinator.dispatch.worker_allocator import WorkerAllocator
+from ebbtide.coordinator.election import STEADY_S, TTL_S, LeaderTenure, StandbyWatch
+from ebbtide.coordinator.run_recovery import RunRecovery
 from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.rpc.server import Server
-from ebbtide.scheduling.health.leader_election import STEADY_S, TTL_S, LeaderTenure, StandbyWatch
 from ebbtide.store.topics.run_topic import RunTopic
 from tests.simulation.planting import Bug, both, lua, python
 

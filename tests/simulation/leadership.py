@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
-from ebbtide.scheduling.health.leader_election import TTL_S
+from ebbtide.coordinator.election import TTL_S
 from ebbtide.store.lua_scripts import script
 from ebbtide.store.store_keys import LEADER, TERM
 from tests.simulation.loop import Proc, SimLoop

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from ebbtide.scheduling.health.leader_election import LOOK_S, STEADY_S
-from ebbtide.scheduling.health.liveness import JUDGE_EVERY_S, TIMEOUT_S
+from ebbtide.coordinator.election import LOOK_S, STEADY_S
+from ebbtide.coordinator.rules.liveness import JUDGE_EVERY_S, TIMEOUT_S
 from tests.simulation.loop import Proc, SimLoop
 from tests.simulation.monitor import Monitor
 from tests.simulation.network import Network, Wire

@@ -9,8 +9,7 @@ import pytest
 from benchmarks import migration
 from benchmarks.arguments import output
 from benchmarks.synthetic import CALM, CHURNY, write_lengths, write_trace
-from ebbtide.simulator.scenario.inputs.quantile_table import read_quantiles
-from ebbtide.simulator.scenario.inputs.spot_trace import read_spot_trace
+from ebbtide.simulator.scenario.input_tables import read_quantiles, read_spot_trace
 
 #: Figures that readers of the file rely on, whatever else is in there.
 FIGURES = {

@@ -55,7 +55,7 @@ def test_every_link_of_a_page_resolves(page: Path) -> None:
 
 @pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/architecture.md", "docs/development.md"])
 def test_every_file_that_a_page_about_the_code_names_is_there(page: str) -> None:
-    tops = ("benchmarks", "common", "examples", "protos", "services", "tests")
+    tops = ("benchmarks", "common", "examples", "lab", "protos", "services", "tests")
     there = {path.as_posix() for top in tops for path in (ROOT / top).rglob("*.*")}
     for name in _FILE.findall((ROOT / page).read_text()):
         assert any(path.endswith(f"/{name}") for path in there), f"{page} names {name}, and there is no such file"
@@ -111,7 +111,7 @@ def test_a_result_that_is_missing_or_quick_or_of_changed_code_and_not_said_to_be
 
 
 def test_every_module_on_the_map_is_there() -> None:
-    tops = (ROOT / "common", ROOT / "services")
+    tops = (ROOT / "common", ROOT / "services", ROOT / "lab")
     there = {part for top in tops for path in top.rglob("*.py") for part in path.relative_to(top).with_suffix("").parts}
     code = _CODE.findall((ROOT / "docs" / "architecture.md").read_text())[0]
     assert not set(_MODULE.findall(code)) - there

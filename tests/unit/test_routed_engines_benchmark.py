@@ -10,10 +10,10 @@ from benchmarks.turn_routing.engines.engine_sessions import BlockFigures
 from benchmarks.turn_routing.engines.engine_trials import engine_figures
 from benchmarks.turn_routing.engines.ruled_coordinator import OURS, RULES, NamedRule, Rule, placing_by
 from benchmarks.turn_routing.session_work import SessionWork
+from ebbtide.coordinator.rules.placement import Placement
+from ebbtide.coordinator.rules.rollout_queue import QueuedRollout
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.worker_session import WorkerSession
-from ebbtide.scheduling.dispatch.placement import Placement
-from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout
 from ebbtide.scheduling.steps.step_pacing import VersionBounds
 from tests.unit.coordinator.virtual_fleet import VirtualFleet
 from tests.unit.simulator.rivals.test_rival_placement import Coordinator

@@ -43,7 +43,7 @@ from ebbtide.demo.token_accounts import LedgerAttempt
 from ebbtide.errors import EbbtideError, InvalidRequest
 from ebbtide.simulator.engines.engine_profile import EngineProfile, KvCapacity, StepCosts
 from ebbtide.simulator.outcome import Outcome, StepOutcome, TokenCounts
-from ebbtide.simulator.recording.recorded_steps import installs
+from ebbtide.simulator.recording.run_recorder import installs
 from ebbtide.types.end_cause import EndCause
 from ebbtide.types.run import AttemptSpan, RunEvent, check_spec
 

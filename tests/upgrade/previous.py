@@ -26,7 +26,7 @@ class Previous:
         subprocess.run(["tar", "-xf", archive, "-C", folder], check=True)
         archive.unlink()
         self._compile()
-        roots = [folder / "common", folder / "services", folder]
+        roots = [folder / "common", folder / "services", folder / "lab", folder]
         # Behind these the checkout's own roots still stand, but each package is found in the first that has it.
         self.environment = {"PYTHONPATH": os.pathsep.join(map(str, roots)), "PYTHONSAFEPATH": "1"}
 

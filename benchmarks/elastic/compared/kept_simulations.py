@@ -23,7 +23,7 @@ _ROOT: Final = Path(__file__).parents[3]
 _CODE: Final = (
     "common/ebbtide/scheduling",
     "services/ebbtide/coordinator",
-    "services/ebbtide/simulator",
+    "lab/ebbtide/simulator",
     "benchmarks/elastic/assumptions.py",
     "benchmarks/elastic/elastic_policies.py",
     "benchmarks/elastic/elastic_setting.py",

@@ -13,8 +13,8 @@ from random import Random
 from statistics import NormalDist, fmean
 from typing import Final, NamedTuple
 
-from ebbtide.simulator.scenario.draws.quantity_draws import Curve, curve
-from ebbtide.simulator.scenario.inputs.quantile_table import QuantileTable, read_quantiles
+from ebbtide.simulator.scenario.draws.workload import Curve, curve
+from ebbtide.simulator.scenario.input_tables import QuantileTable, read_quantiles
 from ebbtide.simulator.scenario.quantity_spec import MATH_RESPONSES, QuantitySpec
 
 TRACES: Final = Path(__file__).parents[4] / "shared" / "traces"

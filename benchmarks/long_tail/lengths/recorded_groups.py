@@ -4,18 +4,26 @@ from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from statistics import fmean
-from typing import Final
+from typing import Annotated, Final
+
+from msgspec import Meta, Struct
 
 from benchmarks.long_tail.lengths.lengths_part import LOADS, MOMENTS, Coverage, LengthSetting, covered, ended_groups
 from ebbtide.errors import InvalidRequest
 from ebbtide.scheduling.long_tail.length_learner import LengthLearner
-from ebbtide.simulator.scenario.inputs.csv_rows import read_rows
+from ebbtide.simulator.scenario.input_tables import CsvTable
 
 #: Each fifth of the groups is asked about once the other ones have taught.
 _FOLDS: Final = 5
 #: With fewer groups no share of one in ten can be told.
 _FEWEST: Final = 50
-_LONGEST: Final = 1e9
+_LONGEST: Final = 10**9
+
+
+class _Sample(Struct):
+    group: str
+    sample: str
+    output_tokens: Annotated[int, Meta(ge=1, le=_LONGEST)]
 
 
 def recorded_groups(path: Path) -> list[list[int]]:
@@ -23,10 +31,8 @@ def recorded_groups(path: Path) -> list[list[int]]:
     `InvalidRequest` if it has too few groups.
     """
     groups: dict[str, list[int]] = {}
-    with read_rows(path, path.name) as rows:
-        rows.need("group", "sample", "output_tokens")
-        for row in rows:
-            groups.setdefault(row.text("group"), []).append(row.whole("output_tokens", most=int(_LONGEST)))
+    for one in CsvTable(path, path.name).rows(_Sample):
+        groups.setdefault(one.group, []).append(one.output_tokens)
     if len(groups) < _FEWEST:
         raise InvalidRequest(
             f"{path.name} has {len(groups)} groups; name a file with at least {_FEWEST}", field="lengths"

@@ -9,14 +9,14 @@ from statistics import quantiles
 from time import thread_time
 from typing import Any, Final
 
-from ebbtide.coordinator.dispatcher.round_deeds import Deed, SlotFill
+from ebbtide.coordinator.dispatch.dispatch_round import Deed, SlotFill
 from ebbtide.coordinator.fleet.worker_registry import WorkerRegistry
 from ebbtide.coordinator.recording import DecidingParts
+from ebbtide.coordinator.rules.rollout_queue import QueuedRollout
 from ebbtide.coordinator.settings import CoordinatorSettings
 from ebbtide.coordinator.state.attempt_records import started
 from ebbtide.coordinator.state.run_events import SilentRunEvents
 from ebbtide.coordinator.state.worker_reports import AttachReport, InstalledReport
-from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout
 from ebbtide.scheduling.steps.step_pacing import VersionBounds
 from ebbtide.types.fleet import PROTOCOL_VERSION, EngineInfo, WorkerKind
 from ebbtide.types.run import BatchSpec, EnvironmentSpec, RunSpec, Sampling

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from benchmarks.long_tail.order.slot_rules import SlotSample
-from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout, RolloutQueue
+from ebbtide.coordinator.rules.rollout_queue import QueuedRollout, RolloutQueue
 from ebbtide.scheduling.long_tail.length_learner import LengthLearner
 from ebbtide.scheduling.long_tail.run_forecasts import KnownGroup, RunForecasts
 from ebbtide.scheduling.long_tail.start_ranks import StartRanks

@@ -22,8 +22,7 @@ from ebbtide.driver.environment_processes import EnvironmentProcesses
 from ebbtide.driver.environments import EpisodeClock
 from ebbtide.driver.host_process import TookTooLong, host_plan
 from ebbtide.driver.settings import DriverSettings, EnvironmentSettings
-from ebbtide.simulator.scenario.inputs.input_tables import InputTables
-from ebbtide.simulator.scenario.inputs.quantile_table import QuantileTable
+from ebbtide.simulator.scenario.input_tables import InputTables, QuantileTable
 from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.quantity_spec import LengthSpec, QuantitySpec
 from ebbtide.simulator.scenario.scenario import Scenario

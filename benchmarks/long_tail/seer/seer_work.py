@@ -25,11 +25,10 @@ from benchmarks.simulator.published.seer_points import (
     seer_run,
     unstated_of,
 )
-from ebbtide.simulator.scenario.inputs.input_tables import InputTables
-from ebbtide.simulator.scenario.inputs.known_turns import KnownTurn, KnownTurns
+from ebbtide.simulator.scenario.input_tables import InputTables, KnownTurn, KnownTurns
 from ebbtide.simulator.world.ebbtide_policy import EbbtidePolicy
-from ebbtide.simulator.world.policy import Policy
-from ebbtide.simulator.world.verl_policy import VerlPolicy
+from ebbtide.simulator.world.rival_policies import VerlPolicy
+from ebbtide.simulator.world.simulation import Policy
 
 #: What draft tokens cost, as a multiple of the roofline: one value for all models, chosen by the three published
 #: figures of speculation alone.

@@ -16,8 +16,8 @@ from typing import Final
 from benchmarks import arguments
 from benchmarks.pair.virtual.pair_costs import PairCosts
 from benchmarks.pair.virtual.serving_policies import OURS, UNGUARDED, played_alone, resolved_targets
+from ebbtide.coordinator.rules.move_costs import SHORT_S
 from ebbtide.demo.coserving.request_traffic import TraceLengths, TrafficRequest, faster, laps, read_trace
-from ebbtide.scheduling.dispatch.reclaim_risk import SHORT_S
 from ebbtide.serving_guard.governor.budget_decider import LatencyTargets
 
 #: The coordinator moves nothing for a shorter reclaim, so a shorter standstill decides nothing.

@@ -3,10 +3,8 @@
 The defaults are of no measured engine. Costs that were fitted to a real pair (`benchmarks/pair/virtual`) are a file.
 """
 
-import math
-import tomllib
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta, Struct
@@ -17,9 +15,6 @@ Seconds = Annotated[float, Meta(ge=0, le=3600)]
 Count = Annotated[int, Meta(ge=0, le=1 << 40)]
 Speed = Annotated[float, Meta(gt=0, le=1)]
 CoreShare = Annotated[float, Meta(ge=0, le=0.95)]
-
-#: No profile is longer.
-_MOST_BYTES: Final = 1 << 20
 
 
 class PairMemory(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -104,8 +99,6 @@ class PairCosts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         for field in ("prefill_s", "decode_s", "step_s"):
             if not getattr(self, field):
                 raise InvalidRequest("must be above 0 seconds, because no work is free", field=field)
-        if not all(math.isfinite(value) for one in self.residuals for value in (one.measured, one.modelled)):
-            raise InvalidRequest("must be finite numbers", field="residuals")
         self._check_stray()
         memory = self.memory
         needed = (memory.served_token_bytes, memory.rollout_token_bytes, memory.rollout_kv_mib)
@@ -123,15 +116,13 @@ class PairCosts(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def read_pair_costs(path: Path) -> PairCosts:
-    """Read a profile (TOML). Raises `InvalidRequest` that names the file, the field and what is wrong."""
+    """Read a profile (JSON). Raises `InvalidRequest` that names the file, the field and what is wrong."""
     try:
-        text = path.read_bytes()
-        if len(text) > _MOST_BYTES:
-            raise InvalidRequest(f"is longer than {_MOST_BYTES >> 20} MiB, so it is no profile", field=str(path))
-        found = msgspec.convert(tomllib.loads(text.decode()), PairCosts)
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+        return msgspec.json.decode(path.read_bytes(), type=PairCosts).checked()
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, InvalidRequest) as error:
         raise InvalidRequest(f"cannot be read as a pair's costs: {error}", field=str(path)) from None
-    try:
-        return found.checked()
-    except InvalidRequest as error:
-        raise InvalidRequest(str(error), field=str(path)) from None
+
+
+def pair_costs_text(costs: PairCosts) -> str:
+    """The profile as JSON; `read_pair_costs` reads the same costs back."""
+    return msgspec.json.format(msgspec.json.encode(costs), indent=2).decode() + "\n"

@@ -8,7 +8,6 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
@@ -188,21 +187,3 @@ def _busy_s(blocks: Sequence[Sequence[MeasuredRequest]]) -> float:
             total += max(0.0, one.last - max(until, one.sent))
             until = max(until, one.last)
     return total
-
-
-def pair_costs_text(costs: PairCosts) -> str:
-    """The profile as TOML; `read_pair_costs` reads the same costs back."""
-    fields = msgspec.to_builtins(costs)
-    tables = {name: fields.pop(name) for name in ("stray", "memory")}
-    residuals = fields.pop("residuals")
-    lines = [f"{name} = {_toml(value)}" for name, value in fields.items()]
-    for table, values in tables.items():
-        lines += ["", f"[{table}]", *(f"{name} = {_toml(value)}" for name, value in values.items())]
-    for one in residuals:
-        lines += ["", "[[residuals]]", *(f"{name} = {_toml(value)}" for name, value in one.items())]
-    return "\n".join(lines) + "\n"
-
-
-def _toml(value: str | float) -> str:
-    # A JSON string is a TOML basic string; a number in Python's shortest form reads back as the same number.
-    return msgspec.json.encode(value).decode() if isinstance(value, str) else repr(value)

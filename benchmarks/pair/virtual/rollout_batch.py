@@ -3,8 +3,7 @@
 Rollouts never run out: another one takes the place of each that ends. Steps are filled as `BudgetedScheduler` of the
 rollout worker fills them, and victims are chosen by the same decision, `choose_victims`.
 
-Invariant: running and waiting rollouts together are `slots`. `_ahead` steps were taken in which every running rollout
-made one token and which are not yet in its record; `_calm` more may follow before anything else can happen.
+Invariant: running and waiting rollouts together are `slots`.
 """
 
 from collections import deque
@@ -49,8 +48,7 @@ class RolloutBatch:
         self._waiting: deque[_Rollout] = deque()
         self._plan: list[tuple[_Rollout, int]] = []
         self._limit = UNLIMITED
-        self._ahead = self._calm = self._steps = self._drawn = 0
-        self._lazy = False
+        self._steps = self._drawn = 0
         self.made = self.reread = self.wasted = 0
         self._refill()
 
@@ -61,16 +59,10 @@ class RolloutBatch:
     @property
     def blocks(self) -> int:
         """Blocks of keys and values that are in use."""
-        self._settle()
         return sum(self._in_blocks(one.computed) for one in self._running)
 
     def begin(self, tokens: int, sequences: int) -> int:
         """Begin a step of at most so many tokens and sequences. Returns its tokens; 0: nothing fits."""
-        running = len(self._running)
-        self._lazy = self._calm > 0 and tokens >= running <= sequences
-        if self._lazy:
-            return running
-        self._settle()
         self._make_room()
         self._plan, left = [], tokens
         for one in sorted(self._running, key=lambda one: one.turn)[:sequences]:
@@ -84,13 +76,6 @@ class RolloutBatch:
 
     def end(self) -> int:
         """End the step. Returns the tokens that it made."""
-        if self._lazy:
-            made = len(self._running)
-            self._ahead, self._calm = self._ahead + 1, self._calm - 1
-            if self._calm <= 0:
-                self._settle()
-            self.made += made
-            return made
         made = 0
         self._steps += 1
         for one, count in self._plan:
@@ -107,8 +92,7 @@ class RolloutBatch:
         """Use at most so many blocks from now on. Victims wait, and are read again."""
         if blocks == self._limit:
             return
-        self._settle()
-        self._limit, self._calm = blocks, 0
+        self._limit = blocks
         while self._running and (lack := self.blocks - blocks) > 0:
             self._preempt(lack)
 
@@ -121,13 +105,10 @@ class RolloutBatch:
             excess -= self._in_blocks(one.computed)
             self.wasted += one.context - one.prompt
             self._running.remove(one)
-        self._calm = 0
         self._refill()
 
     def lose_cache(self) -> None:
         """All keys and values are gone."""
-        self._settle()
-        self._calm = 0
         for one in list(self._running):
             self._wait(one)
 
@@ -183,33 +164,11 @@ class RolloutBatch:
         one.computed = 0
         self._waiting.appendleft(one)
 
-    def _settle(self) -> None:
-        """Write the steps ahead into the records."""
-        if self._ahead:
-            self._steps += self._ahead
-            for one in self._running:
-                one.context += self._ahead
-                one.computed += self._ahead
-                one.turn = self._steps
-            self._ahead = 0
-            self._leave()
-
     def _leave(self) -> None:
-        """Replace the rollouts that have ended, and count the steps that will be alike."""
+        """Replace the rollouts that have ended."""
         if any(one.context >= one.end for one in self._running):
             self._running = [one for one in self._running if one.context < one.end]
             self._refill()
-        alike = not self._waiting and all(one.context - one.computed == 1 for one in self._running)
-        self._calm = self._alike() if alike and self._running else 0
-
-    def _alike(self) -> int:
-        """Steps until the first rollout ends or the blocks may not suffice."""
-        steps = min(one.end - one.context for one in self._running)
-        if self._limit >= UNLIMITED:
-            return steps
-        running = len(self._running)
-        free = self._limit - sum(self._in_blocks(one.computed) for one in self._running)
-        return max(0, min(steps, (free - running) * self._block // running))
 
     def _refill(self) -> None:
         shape = self._shape

@@ -84,7 +84,7 @@ class ServingPolicy(Struct, frozen=True, kw_only=True):
 
     name: str
     decider: Callable[[LatencyTargets, StepLimits], BudgetDecider]
-    memory: Callable[..., MemoryBudget]  # called as `serving_guard.server_mode` calls it
+    memory: Callable[..., MemoryBudget]  # called as `serving_guard.server_lender` calls it
     aborts: bool = False  # a cut of memory aborts rollouts whole
     lends: bool = True
 

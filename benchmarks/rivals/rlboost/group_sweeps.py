@@ -10,12 +10,11 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from benchmarks.rivals.rlboost.pending_balance import PendingBalance
+from ebbtide.coordinator.rules.placement import Placement
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.worker_session import WorkerSession
-from ebbtide.scheduling.dispatch.placement import Placement
-from ebbtide.simulator.world.rival_decider import POLL_S, fits
-from ebbtide.simulator.world.simulated_rollout import SimulatedRollout
-from ebbtide.simulator.world.virtual_coordinator import VirtualCoordinator
+from ebbtide.simulator.world.rival_policies import POLL_S, fits
+from ebbtide.simulator.world.virtual_coordinator import SimulatedRollout, VirtualCoordinator
 
 
 class GroupSweeps(PendingBalance):

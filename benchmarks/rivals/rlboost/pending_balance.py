@@ -4,13 +4,13 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
+from ebbtide.coordinator.rules.placement import Placement
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.running_attempt import RunningAttempt
 from ebbtide.coordinator.state.worker_session import WorkerSession
-from ebbtide.scheduling.dispatch.placement import Placement
-from ebbtide.scheduling.dispatch.throughput import WorkerThroughput
+from ebbtide.scheduling.throughput import WorkerThroughput
 from ebbtide.simulator.scenario.draws.machine_events import pool_of
-from ebbtide.simulator.world.rival_decider import POLL_S, RivalDecider, ask_back, fits
+from ebbtide.simulator.world.rival_policies import POLL_S, RivalDecider, ask_back, fits
 from ebbtide.simulator.world.virtual_coordinator import VirtualCoordinator
 
 #: Between two looks at the engines' queues. A rollout that was sent since the last look is not known to wait.

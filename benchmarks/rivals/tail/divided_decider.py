@@ -5,13 +5,12 @@ from collections.abc import Sequence
 from benchmarks.rivals.tail.kv_pool import KvPool
 from benchmarks.rivals.tail.speculation_pace import SpeculationPace
 from benchmarks.rivals.tail.step_members import EngineView, StepMember, StepMembers
+from ebbtide.coordinator.rules.placement import Placement
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.worker_session import WorkerSession
-from ebbtide.scheduling.dispatch.placement import Placement
 from ebbtide.simulator.world.fleet.attempt_host import Response
-from ebbtide.simulator.world.rival_decider import RivalDecider
-from ebbtide.simulator.world.simulated_rollout import SimulatedRollout
-from ebbtide.simulator.world.virtual_coordinator import VirtualCoordinator
+from ebbtide.simulator.world.rival_policies import RivalDecider
+from ebbtide.simulator.world.virtual_coordinator import SimulatedRollout, VirtualCoordinator
 
 #: Rounds come at least so often, as multiples of the shortest pause between two.
 _SELDOM = 2.0

@@ -6,8 +6,8 @@ from msgspec import Meta, Struct
 
 from benchmarks.rivals.tail.kv_pool import KvPool
 from benchmarks.rivals.tail.speculation_pace import SpeculationPace
-from ebbtide.simulator.scenario.bounds import Factor
 from ebbtide.simulator.scenario.machine_pool import MachinePool
+from ebbtide.simulator.scenario.quantity_spec import Factor
 from ebbtide.simulator.scenario.training_run import TrainingRun
 from ebbtide.simulator.world.training.step_rounds import Rounds, WholeGroups
 from ebbtide.simulator.world.training.trainer_loan import FixedWindow, LoanWindow

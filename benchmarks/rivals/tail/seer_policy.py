@@ -11,7 +11,7 @@ from benchmarks.rivals.tail.kv_pool import KvPool
 from benchmarks.rivals.tail.speculation_pace import SpeculationPace
 from benchmarks.rivals.tail.step_members import EngineView, StepMember
 from ebbtide.coordinator.state.run_state import RunState
-from ebbtide.simulator.scenario.bounds import Tokens
+from ebbtide.simulator.scenario.quantity_spec import Tokens
 from ebbtide.simulator.world.virtual_coordinator import Decider, VirtualCoordinator
 
 #: A round comes late by its pause, so a chunk's memory has so many tokens more for each second of it.

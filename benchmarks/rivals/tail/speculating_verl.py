@@ -9,12 +9,12 @@ from benchmarks.rivals.tail.speculation_pace import SpeculationPace
 from benchmarks.rivals.tail.step_members import StepMembers
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.worker_session import WorkerSession
-from ebbtide.simulator.scenario.bounds import Factor
 from ebbtide.simulator.scenario.machine_pool import MachinePool
+from ebbtide.simulator.scenario.quantity_spec import Factor
 from ebbtide.simulator.scenario.training_run import TrainingRun
+from ebbtide.simulator.world.rival_policies import GroupTurns
 from ebbtide.simulator.world.training.step_rounds import Rounds, WholeGroups
 from ebbtide.simulator.world.training.trainer_loan import FixedWindow, LoanWindow
-from ebbtide.simulator.world.verl_policy import GroupTurns
 from ebbtide.simulator.world.virtual_coordinator import Decider, VirtualCoordinator
 
 

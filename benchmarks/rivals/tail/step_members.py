@@ -9,10 +9,10 @@ from collections.abc import Iterable, Sequence
 
 from msgspec import Struct
 
+from ebbtide.coordinator.rules.rollout_queue import QueuedRollout
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.running_attempt import RunningAttempt
 from ebbtide.coordinator.state.worker_session import WorkerSession
-from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout
 from ebbtide.simulator.engines.simulated_engine import SimulatedEngine
 from ebbtide.simulator.world.virtual_coordinator import VirtualCoordinator
 

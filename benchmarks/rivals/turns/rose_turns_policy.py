@@ -6,12 +6,12 @@ from typing import Annotated, Final
 from msgspec import Meta, Struct
 
 from benchmarks.rivals.turns.turn_decider import TurnDecider, TurnRule, least_loaded
+from ebbtide.coordinator.rules.rollout_queue import QueuedRollout
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.worker_session import WorkerSession
-from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout
 from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.training_run import TrainingRun
-from ebbtide.simulator.world.rival_decider import ask_back
+from ebbtide.simulator.world.rival_policies import ask_back
 from ebbtide.simulator.world.training.step_rounds import Rounds, WholeGroups
 from ebbtide.simulator.world.training.trainer_loan import FixedWindow, LoanWindow
 from ebbtide.simulator.world.virtual_coordinator import Decider, VirtualCoordinator

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from msgspec import Struct
 
 from benchmarks.rivals.turns.turn_decider import TurnDecider, TurnRule, has_room, least_loaded
+from ebbtide.coordinator.rules.rollout_queue import QueuedRollout
 from ebbtide.coordinator.state.worker_session import WorkerSession
-from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout
 from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.training_run import TrainingRun
 from ebbtide.simulator.world.training.step_rounds import Rounds, WholeGroups

@@ -7,11 +7,11 @@ place by it.
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
+from ebbtide.coordinator.rules.placement import Placement
+from ebbtide.coordinator.rules.rollout_queue import QueuedRollout
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.worker_session import WorkerSession
-from ebbtide.scheduling.dispatch.placement import Placement
-from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout
-from ebbtide.simulator.world.rival_decider import RivalDecider, fits
+from ebbtide.simulator.world.rival_policies import RivalDecider, fits
 from ebbtide.simulator.world.virtual_coordinator import VirtualCoordinator
 
 #: Episodes whose engine is remembered.

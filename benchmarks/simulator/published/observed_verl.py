@@ -8,9 +8,9 @@ from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.training_run import TrainingRun
+from ebbtide.simulator.world.rival_policies import GroupTurns
 from ebbtide.simulator.world.training.step_rounds import RoundChange, Rounds, Sample, StepRound, WholeGroups
 from ebbtide.simulator.world.training.trainer_loan import FixedWindow, LoanWindow
-from ebbtide.simulator.world.verl_policy import GroupTurns
 from ebbtide.simulator.world.virtual_coordinator import Decider, VirtualCoordinator
 
 #: Beginnings are looked for so often: a hundredth of the shortest rollout phase that is judged by them.

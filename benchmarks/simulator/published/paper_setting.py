@@ -9,14 +9,12 @@ from benchmarks.log_level import errors_only
 from ebbtide.coordinator.settings import CoordinatorSettings
 from ebbtide.simulator.engines.engine_profile import EngineProfile
 from ebbtide.simulator.outcome import Outcome
-from ebbtide.simulator.scenario.fault_plan import PlannedFault
-from ebbtide.simulator.scenario.inputs.input_tables import InputTables
+from ebbtide.simulator.scenario.input_tables import InputTables
 from ebbtide.simulator.scenario.machine_pool import MachinePool
-from ebbtide.simulator.scenario.scenario import Scenario
+from ebbtide.simulator.scenario.scenario import PlannedFault, Scenario
 from ebbtide.simulator.scenario.training_run import TrainingRun
 from ebbtide.simulator.world.fleet.version_pulls import WeightTerms
-from ebbtide.simulator.world.policy import Policy
-from ebbtide.simulator.world.simulation import Simulation
+from ebbtide.simulator.world.simulation import Policy, Simulation
 
 #: Tokens are stored so seldom, since only what is lost with a worker depends on it: seconds.
 FLUSH_S = 1.0

@@ -12,8 +12,8 @@ import msgspec
 
 from benchmarks.simulator.published.published_point import Paper, PointKind, PublishedPoint, UnstatedValue, Use
 from benchmarks.simulator.published.rlboost_runs import CAP, BoostedRun, BoostUnstated, RunFigures, run_figures
-from ebbtide.simulator.engines.known_hardware import QWEN3_8B, QWEN3_14B
-from ebbtide.simulator.scenario.fault_plan import PlannedFault
+from ebbtide.simulator.engines.roofline import QWEN3_8B, QWEN3_14B
+from ebbtide.simulator.scenario.scenario import PlannedFault
 
 _SHORT_CAP: Final = 5_120
 #: The first step shows a window that is not adapted yet.

@@ -17,17 +17,16 @@ from benchmarks.rivals.rlboost.rlboost_policy import RLBoostPolicy
 from benchmarks.rivals.rlboost.seeding_window import SeedingWindow
 from benchmarks.simulator.published.paper_setting import FLUSH_S, PaperProfiles, PaperTimes, co_located, simulated
 from ebbtide.simulator.engines.engine_profile import EngineProfile
-from ebbtide.simulator.engines.known_hardware import H100, QWEN3_8B, QWEN3_14B
-from ebbtide.simulator.engines.roofline import FITTED, ModelShape, roofline_engine
+from ebbtide.simulator.engines.roofline import FITTED, H100, QWEN3_8B, QWEN3_14B, ModelShape, roofline_engine
 from ebbtide.simulator.outcome import Outcome
-from ebbtide.simulator.scenario.draws.quantity_draws import curve
-from ebbtide.simulator.scenario.fault_plan import PlannedFault
+from ebbtide.simulator.scenario.draws.workload import curve
 from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.quantity_spec import LengthSpec, QuantitySpec
+from ebbtide.simulator.scenario.scenario import PlannedFault
 from ebbtide.simulator.scenario.training_run import TrainingRun
+from ebbtide.simulator.world.rival_policies import VerlPolicy
 from ebbtide.simulator.world.training.step_rounds import Rounds
 from ebbtide.simulator.world.training.trainer_loan import LoanWindow
-from ebbtide.simulator.world.verl_policy import VerlPolicy
 from ebbtide.simulator.world.virtual_coordinator import Decider, VirtualCoordinator
 
 CAP: Final = 14_336

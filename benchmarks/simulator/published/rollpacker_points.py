@@ -16,8 +16,7 @@ from benchmarks.rivals.rollpacker_policy import RollPackerPolicy
 from benchmarks.simulator.published.paper_hardware import published_engine
 from benchmarks.simulator.published.paper_setting import PaperProfiles, PaperTimes, co_located, simulated
 from benchmarks.simulator.published.published_point import Paper, PublishedPoint, UnstatedValue, Use
-from ebbtide.simulator.engines.known_hardware import H800, QWEN25_7B, QWEN25_14B, QWEN25_32B
-from ebbtide.simulator.engines.roofline import ModelShape
+from ebbtide.simulator.engines.roofline import H800, QWEN25_7B, QWEN25_14B, QWEN25_32B, ModelShape
 from ebbtide.simulator.outcome import StepOutcome
 from ebbtide.simulator.scenario.quantity_spec import MATH_RESPONSES, QuantitySpec
 from ebbtide.simulator.scenario.training_run import TrainingRun

@@ -10,8 +10,7 @@ from benchmarks.simulator.published.paper_hardware import published_engine
 from benchmarks.simulator.published.paper_setting import PaperProfiles, PaperTimes, co_located, simulated
 from benchmarks.simulator.published.published_point import Paper, PointKind, PublishedPoint, UnstatedValue, Use
 from ebbtide.simulator.engines.engine_profile import EngineProfile
-from ebbtide.simulator.engines.known_hardware import H800, KIMI_K2, MOONLIGHT, QWEN2_VL_72B
-from ebbtide.simulator.engines.roofline import ModelShape
+from ebbtide.simulator.engines.roofline import H800, KIMI_K2, MOONLIGHT, QWEN2_VL_72B, ModelShape
 from ebbtide.simulator.outcome import Outcome
 from ebbtide.simulator.scenario.quantity_spec import LengthSpec, QuantitySpec
 from ebbtide.simulator.scenario.training_run import TrainingRun

@@ -12,10 +12,10 @@ from unittest.mock import patch
 
 from benchmarks.rivals.turns.spreading_policies import LeastLoadedTurns, StickyTurns
 from ebbtide.coordinator.__main__ import main as coordinator_main
-from ebbtide.coordinator.dispatcher.round_deeds import SlotFill
+from ebbtide.coordinator.dispatch.dispatch_round import SlotFill
+from ebbtide.coordinator.rules.placement import Placement
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.worker_session import WorkerSession
-from ebbtide.scheduling.dispatch.placement import Placement
 
 RULE_FILE: Final = "EBBTIDE_BENCHMARK_RULE_FILE"
 #: The coordinator's own rule.

@@ -281,7 +281,7 @@ class Client:
         """Take the lease of a role on a run, or on any run that needs the role.
 
         A `holder` that claims again ends its former lease at once; without one, this client is the holder. With `wait`,
-        waits until a lease is free, and prefers runs that have begun (`ebbtide.scheduling.steps.run_claims`); else
+        waits until a lease is free, and prefers runs that have begun (`ebbtide.coordinator.api.runs`); else
         raises `NotReady` or `NotFound`.
         """
         request = runs_pb2.ClaimRunRequest(run_id=run_id or "", role=role, holder=holder or self._holder)

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from importlib.metadata import entry_points
 from typing import Annotated
 
 import typer
@@ -11,10 +12,8 @@ from ebbtide.cli.commands import (
     fleet_commands,
     guard_commands,
     local_commands,
-    profile_commands,
     run_commands,
     service_commands,
-    simulate_commands,
     tokens_commands,
 )
 from ebbtide.errors import EbbtideError, InvalidRequest, Unauthenticated
@@ -46,14 +45,14 @@ def _options(
 
 
 local_commands.register(app)
-profile_commands.register(app)
 run_commands.register(app)
 fleet_commands.register(app)
 guard_commands.register(app)
-simulate_commands.register(app)
 certs_commands.register(app)
 tokens_commands.register(app)
 service_commands.register(app)
+for _beside in entry_points(group="ebbtide.commands"):  # demos, simulations, profiles: what is beside the product
+    _beside.load()(app)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

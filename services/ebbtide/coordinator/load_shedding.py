@@ -5,8 +5,8 @@ from typing import Final
 
 from ebbtide import telemetry
 from ebbtide.coordinator import metrics
+from ebbtide.coordinator.rules.overload import TICK_S, Overload, Work
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
-from ebbtide.scheduling.health.overload import TICK_S, Overload, Work
 
 log = telemetry.get_logger(__name__)
 #: The lag's gauge shows the largest of so many ticks: a second.

@@ -23,9 +23,9 @@ from typing import Any, ClassVar, Final, TypeVar, cast, get_args, get_origin, ge
 import msgspec
 
 from ebbtide.coordinator.decision_log import FORMAT, CallRecord, DecisionLog, LogHead
-from ebbtide.coordinator.dispatcher.dispatch_round import DispatchRound
-from ebbtide.coordinator.dispatcher.round_deeds import Deed, SlotFill
-from ebbtide.coordinator.fleet.worker_trust import WorkerTrust
+from ebbtide.coordinator.dispatch.dispatch_round import Deed, DispatchRound, SlotFill
+from ebbtide.coordinator.fleet.worker_health import WorkerTrust
+from ebbtide.coordinator.rules.rollout_queue import RolloutQueue
 from ebbtide.coordinator.settings import CoordinatorSettings
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.run_events import RunEvents
@@ -33,7 +33,6 @@ from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.running_attempt import RunningAttempt
 from ebbtide.coordinator.state.worker_reports import AttachReport
 from ebbtide.coordinator.state.worker_session import WorkerSession
-from ebbtide.scheduling.dispatch.rollout_queue import RolloutQueue
 from ebbtide.types.run import RunSpec
 from ebbtide.v1 import fleet_pb2
 

@@ -5,33 +5,31 @@ from typing import Any
 
 from ebbtide import telemetry
 from ebbtide.auth.tls import read_file
-from ebbtide.coordinator.api.request_retention import RequestRetention
-from ebbtide.coordinator.api.rollout_service import RolloutService
-from ebbtide.coordinator.api.run_service import RunService
-from ebbtide.coordinator.api.session_service import SessionService
+from ebbtide.coordinator.api import fleet as fleet_wire
+from ebbtide.coordinator.api import rollouts as rollouts_wire
+from ebbtide.coordinator.api import runs as runs_wire
+from ebbtide.coordinator.api import sessions as sessions_wire
+from ebbtide.coordinator.api.rollouts import RequestRetention, RolloutService
+from ebbtide.coordinator.api.runs import RunService
+from ebbtide.coordinator.api.sessions import SessionService
 from ebbtide.coordinator.api.work_left_reader import WorkLeftReader
-from ebbtide.coordinator.appends.append_streams import AppendStreams
-from ebbtide.coordinator.appends.token_readers import TokenReaders
+from ebbtide.coordinator.append_streams import AppendStreams
 from ebbtide.coordinator.coordinator_parts import CoordinatorParts
-from ebbtide.coordinator.dispatcher.dispatcher import Dispatcher
-from ebbtide.coordinator.failover.election import Election
-from ebbtide.coordinator.failover.run_recovery import RunRecovery
-from ebbtide.coordinator.failover.store_incarnations import StoreIncarnations
+from ebbtide.coordinator.dispatch.dispatcher import Dispatcher
+from ebbtide.coordinator.election import Election
 from ebbtide.coordinator.fleet.flush_intervals import FlushIntervals
 from ebbtide.coordinator.fleet.worker_registry import WorkerRegistry
 from ebbtide.coordinator.load_shedding import watch_lag
 from ebbtide.coordinator.metrics import measure_for_ever
 from ebbtide.coordinator.publisher_keys import PublisherKeys
 from ebbtide.coordinator.recording import DecidingParts
-from ebbtide.coordinator.servicers import fleet_servicer as fleet_wire
-from ebbtide.coordinator.servicers import rollouts_servicer as rollouts_wire
-from ebbtide.coordinator.servicers import runs_servicer as runs_wire
-from ebbtide.coordinator.servicers import sessions_servicer as sessions_wire
+from ebbtide.coordinator.run_recovery import RunRecovery, StoreIncarnations
 from ebbtide.coordinator.settings import CoordinatorSettings
 from ebbtide.coordinator.state.attempt_transitions import AttemptTransitions
 from ebbtide.coordinator.state.client_writes import ClientWrites
 from ebbtide.coordinator.state.notifier import Notifier
 from ebbtide.coordinator.state.run_event_writer import RunEventWriter
+from ebbtide.coordinator.token_readers import TokenReaders
 from ebbtide.errors import StoreUnavailable
 from ebbtide.rpc.caller_turns import end_turn
 from ebbtide.rpc.server import Service

@@ -5,8 +5,8 @@ from typing import Annotated
 from msgspec import Meta
 
 from ebbtide.auth.security import ServerSettings
+from ebbtide.coordinator.rules.liveness import TIMEOUT_S
 from ebbtide.runtime import ProcessSettings
-from ebbtide.scheduling.health.liveness import TIMEOUT_S
 
 
 class CoordinatorSettings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -12,15 +12,18 @@ import shutil
 import socket
 import sys
 import tempfile
+import tomllib
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from importlib.metadata import version
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final
 
 from msgspec import Struct
 from msgspec.structs import replace
 
+from ebbtide.client.client import read_spec
 from ebbtide.environments import BUILT_IN
 from ebbtide.errors import InvalidRequest
 from ebbtide.free_ports import free_port
@@ -334,6 +337,11 @@ def _cpu_engine() -> dict[str, object]:
     if "cpu" not in version("vllm"):
         return {}
     return {"vllm_threads": 1, "vllm_dtype": "float32", "vllm_enforce_eager": True}
+
+
+def demo_run() -> RunSpec:
+    """Returns the demo's run, whose base model a cluster serves where no model is named."""
+    return read_spec(tomllib.loads(files("ebbtide.local_cluster").joinpath("demo.toml").read_text()))
 
 
 async def base_model(

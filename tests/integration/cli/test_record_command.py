@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from ebbtide.cli.simulation import fetch_recording
 from ebbtide.errors import NotFound, NotReady
-from ebbtide.simulator.recording.recorded_work import known_turns
-from ebbtide.simulator.recording.recording_file import read_record
+from ebbtide.lab_commands.simulation import fetch_recording
+from ebbtide.simulator.recording.recorded_run import read_record
+from ebbtide.simulator.recording.recorded_scenario import known_turns
 from ebbtide.types.tokens import unpack_ids
 from tests.chaos.cluster import SCRIPT, TOKEN, Cluster
 from tests.chaos.load import RUN, SPEC, Load, make_requests

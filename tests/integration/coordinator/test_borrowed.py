@@ -8,8 +8,9 @@ from typing import Any, Final
 
 import pytest
 
-from ebbtide.coordinator.fleet import release_requests, worker_health
-from ebbtide.scheduling.dispatch import reclaim_risk
+from ebbtide.coordinator.dispatch import rebalancer
+from ebbtide.coordinator.fleet import worker_health
+from ebbtide.coordinator.rules import move_costs
 from ebbtide.types.end_cause import EndCause
 from ebbtide.types.run import BorrowSpec
 from ebbtide.types.tokens import TOKEN_BYTES
@@ -101,7 +102,7 @@ async def test_a_long_one_moves_everything_once_and_no_token_is_made_twice(clust
 
 
 async def test_what_is_not_handed_back_is_asked_for_again(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(release_requests, "_AGAIN_S", 0.3)
+    monkeypatch.setattr(rebalancer, "_AGAIN_S", 0.3)
     _, worker = await busy(cluster)
     await cluster.worker("steady")
     await says(worker, granted=False, spell_s=300.0)
@@ -278,7 +279,7 @@ class Mill:
 async def test_however_often_hosts_are_taken_back_no_token_is_lost_and_every_rollout_ends_once(
     cluster: Any, monkeypatch: pytest.MonkeyPatch, steady: int, rollouts: int
 ) -> None:
-    monkeypatch.setattr(reclaim_risk, "SHORT_S", 0.1)
+    monkeypatch.setattr(move_costs, "SHORT_S", 0.1)
     made, run, length = Counter[str](), await cluster.run(), 24
     mills = [
         Mill(await lent(cluster, f"lent{number}", slots=6), length, made, random.Random(number)) for number in range(4)
@@ -314,7 +315,7 @@ async def test_however_often_hosts_are_taken_back_no_token_is_lost_and_every_rol
 async def test_what_a_trainer_waits_for_leaves_its_device_at_once(
     cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reclaim_risk, "SHORT_S", 1_000.0)
+    monkeypatch.setattr(move_costs, "SHORT_S", 1_000.0)
     _, worker = await busy(cluster)
     steady = await cluster.worker("steady")
     await says(worker, granted=False, spell_s=0.0)

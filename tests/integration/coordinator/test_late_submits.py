@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
+from ebbtide.coordinator.api.lists import AT_ONCE
 from ebbtide.coordinator.fleet import worker_registry
-from ebbtide.coordinator.list_pace import AT_ONCE
+from ebbtide.coordinator.rules.overload import Work
 from ebbtide.errors import InvalidRequest, NoCapacity
-from ebbtide.scheduling.health.overload import Work
 from ebbtide.store.lua_scripts import LuaScript, script
 from ebbtide.store.store_keys import run_key
 from ebbtide.v1 import rollouts_pb2, runs_pb2, types_pb2

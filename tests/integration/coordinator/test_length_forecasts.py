@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ebbtide.coordinator.dispatcher import forecast_sender
+from ebbtide.coordinator.dispatch import forecast_sender
 from ebbtide.types.run import BatchSpec
 from ebbtide.types.tail_spec import TailSpec
 from ebbtide.v1 import types_pb2

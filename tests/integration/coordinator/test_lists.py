@@ -50,7 +50,7 @@ async def test_a_page_has_no_more_entries_than_asked_for_and_names_the_next(clus
 
 async def test_a_user_has_no_more_live_runs_than_allowed(cluster_with: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     caller = ["ann"]
-    monkeypatch.setattr("ebbtide.coordinator.servicers.runs_servicer.caller_name", lambda: caller[0], raising=False)
+    monkeypatch.setattr("ebbtide.coordinator.api.runs.caller_name", lambda: caller[0], raising=False)
     async with cluster_with(max_runs_per_user=2) as cluster:
         first = await cluster.run("a1", version=False)
         await cluster.run("a2", version=False)

@@ -105,8 +105,8 @@ async def test_a_longer_context_that_comes_late_is_that_of_later_rollouts_and_th
 async def test_a_worker_with_a_longer_context_that_left_is_waited_for_and_the_run_says_so(
     cluster: Any, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr("ebbtide.coordinator.dispatcher.unserved_work._LONGER_GRACE_S", 0.1)
-    monkeypatch.setattr("ebbtide.scheduling.dispatch.round_pacing._MEASURE_EVERY_S", 0.1)
+    monkeypatch.setattr("ebbtide.coordinator.dispatch.unserved_work._LONGER_GRACE_S", 0.1)
+    monkeypatch.setattr("ebbtide.coordinator.dispatch.dispatch_round._MEASURE_EVERY_S", 0.1)
     monkeypatch.setattr("ebbtide.coordinator.fleet.worker_registry._LOST_KEPT_S", 0.0)
     longer = engine()
     longer.max_model_len = 512

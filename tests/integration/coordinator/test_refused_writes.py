@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from ebbtide.coordinator.dispatch.dispatch_round import StartPacing
 from ebbtide.errors import StoreUnavailable
-from ebbtide.scheduling.dispatch.start_pacing import StartPacing
 from ebbtide.store.unexpected_data import WritesRefused
 from ebbtide.v1 import fleet_pb2, types_pb2
 from tests.support.redis_servers import EmbeddedRedis

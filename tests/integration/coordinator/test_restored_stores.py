@@ -221,7 +221,7 @@ async def test_a_forgotten_rollout_goes_on_where_it_is_once_it_is_submitted_agai
 
 
 async def test_a_forgotten_rollout_that_nobody_submits_again_is_ended_after_a_while(rig: Rig, monkeypatch: Any) -> None:
-    monkeypatch.setattr("ebbtide.coordinator.failover.store_incarnations.DOUBT_S", 0.5)
+    monkeypatch.setattr("ebbtide.coordinator.run_recovery.DOUBT_S", 0.5)
     run, worker = await rig.cluster.run(), await rig.cluster.worker("w1")
     rig.mark()
     await run.submit("lost")

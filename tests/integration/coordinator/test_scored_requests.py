@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from ebbtide.coordinator.dispatcher import unserved_work
+from ebbtide.coordinator.dispatch import unserved_work
 from ebbtide.coordinator.fleet import worker_registry
 from ebbtide.errors import InvalidRequest, NoCapacity, NotReady
 from ebbtide.store.store_keys import run_key

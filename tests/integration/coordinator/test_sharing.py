@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from benchmarks.sharing import OVERTAKEN, SCENES, WORKERS, Stage, overtaken, play
-from ebbtide.coordinator.dispatcher import worker_allocator
+from ebbtide.coordinator.dispatch import worker_allocator
 from ebbtide.errors import AlreadyExists, InvalidRequest, NotReady
 from ebbtide.store.store_keys import run_key
 from ebbtide.types.end_cause import EndCause
@@ -129,7 +129,7 @@ async def test_what_is_wrong_with_a_share_is_named(cluster: Any) -> None:
 async def test_a_worker_that_goes_over_hands_its_rollouts_on_with_their_tokens(
     cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ebbtide.scheduling.dispatch.move_costs._LEAVE_S", 0.2)
+    monkeypatch.setattr("ebbtide.coordinator.rules.move_costs._LEAVE_S", 0.2)
     low = await cluster.run("low")
     worker = await cluster.worker("w1", slots=2)
     await low.submit("l1", "l2", "l3")

@@ -13,13 +13,13 @@ import redis.asyncio
 
 from ebbtide.auth.security import ClientSecurity, ServerSettings
 from ebbtide.client import Client
+from ebbtide.coordinator.election import TTL_S
 from ebbtide.coordinator.service import Coordinator
 from ebbtide.coordinator.settings import CoordinatorSettings
 from ebbtide.errors import StandingBy, Unavailable
 from ebbtide.rpc.channel import open_channel
 from ebbtide.rpc.leader_channel import LeaderChannel
 from ebbtide.rpc.status_table import translated
-from ebbtide.scheduling.health.leader_election import TTL_S
 from ebbtide.store.store_keys import LEADER, SCHEMA
 from ebbtide.types.rollout import RolloutRequest
 from ebbtide.types.run import Sampling

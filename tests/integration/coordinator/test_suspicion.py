@@ -4,9 +4,9 @@ import asyncio
 import time
 from typing import Any
 
-from ebbtide.coordinator.dispatcher import unserved_work
+from ebbtide.coordinator.dispatch import unserved_work
+from ebbtide.coordinator.fleet import worker_health
 from ebbtide.errors import NotFound
-from ebbtide.scheduling.health import flapping
 from ebbtide.types.end_cause import EndCause
 from ebbtide.types.fleet import WorkerState
 from ebbtide.types.tokens import pack_ids
@@ -204,7 +204,7 @@ async def shunned(cluster: Any, worker_id: str, **more: Any) -> Any:
 
 async def test_a_worker_that_is_shunned_pulls_weights_and_is_waited_for(cluster: Any, monkeypatch: Any) -> None:
     """Nobody else could take what it could."""
-    monkeypatch.setattr(flapping, "_SHORTEST_S", 2.5)
+    monkeypatch.setattr(worker_health, "_SHORTEST_S", 2.5)
     monkeypatch.setattr(unserved_work, "_LONGER_GRACE_S", 0.2)
     run, small = await cluster.run(), await cluster.worker("w2")
     small.beats()

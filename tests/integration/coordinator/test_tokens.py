@@ -181,8 +181,8 @@ async def test_a_rollout_that_never_gets_a_token_becomes_a_dead_letter_with_evid
 async def test_a_prompt_longer_than_every_context_becomes_a_dead_letter_with_evidence(
     cluster: Any, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr("ebbtide.coordinator.dispatcher.unserved_work._LONGER_GRACE_S", 0.1)
-    monkeypatch.setattr("ebbtide.scheduling.dispatch.round_pacing._MEASURE_EVERY_S", 0.0)
+    monkeypatch.setattr("ebbtide.coordinator.dispatch.unserved_work._LONGER_GRACE_S", 0.1)
+    monkeypatch.setattr("ebbtide.coordinator.dispatch.dispatch_round._MEASURE_EVERY_S", 0.0)
     run = await cluster.run()
     await run.submit("long", prompt_ids=pack_ids([1] * 256))  # nobody is there yet to say that it is too long
     await run.submit("short")

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from ebbtide.cli.__main__ import app
-from ebbtide.cli.commands.local_commands import demo, demo_coserving
 from ebbtide.cli.commands.service_commands import BESIDE, SERVICES
 from ebbtide.demo.coserving.coserving_options import CoservingOptions
 from ebbtide.demo.demo import DemoOptions, demo_spec
 from ebbtide.errors import InvalidRequest
+from ebbtide.lab_commands.demo_commands import demo, demo_coserving
 from tests.fakes.scripted_settings import ENGINE
 
 SPEC = """

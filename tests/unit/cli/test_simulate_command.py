@@ -11,9 +11,9 @@ import pytest
 from msgspec.structs import replace
 
 from ebbtide.cli.__main__ import main
-from ebbtide.cli.simulation import SimulateOptions, run
 from ebbtide.errors import EbbtideError, InvalidRequest
-from ebbtide.simulator.engines.known_hardware import GPUS, MODELS
+from ebbtide.lab_commands.simulation import SimulateOptions, run
+from ebbtide.simulator.engines.roofline import GPUS, MODELS
 from ebbtide.simulator.simulate import SeedTask
 from tests.fakes import stub_simulation
 from tests.support.waiting import wait_until

@@ -9,9 +9,9 @@ from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 
-from ebbtide.cli.simulation import SimulationScreen, print_simulation, progress_text, simulation_table
+from ebbtide.lab_commands.simulation import SimulationScreen, print_simulation, progress_text, simulation_table
 from ebbtide.simulator.outcome import SimulationProgress
-from ebbtide.simulator.report.scenario_figures import figures
+from ebbtide.simulator.scenario_figures import figures
 from tests.fakes.simulated_outcomes import empty_outcome, outcome
 
 
@@ -47,7 +47,6 @@ def test_what_does_not_exist_is_a_dash_and_rows_that_nobody_has_are_left_out() -
     assert found["step, median"] == ["-", "15 s", "-"]
     assert found["cost per million tokens"] == ["-", "$5,000.00", "-"]
     assert found["unfinished rollouts"] == ["64", "0", "0.00"]
-    assert "SLO attained" not in found
     assert "preemptions by engines" not in found
 
 

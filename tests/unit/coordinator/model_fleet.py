@@ -2,12 +2,12 @@
 
 from collections.abc import Callable
 
+from ebbtide.coordinator.rules.rollout_queue import QueuedRollout
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.running_attempt import RunningAttempt
 from ebbtide.coordinator.state.worker_reports import AttachReport
 from ebbtide.coordinator.state.worker_session import WorkerSession
-from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout
 from ebbtide.scheduling.steps.step_pacing import VersionBounds
 from ebbtide.types.fleet import PROTOCOL_VERSION, EngineInfo, WorkerKind
 from ebbtide.types.run import EnvironmentSpec, RunSpec

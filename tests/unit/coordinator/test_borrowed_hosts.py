@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from ebbtide.coordinator.dispatcher.borrowed_hosts import Lender, LenderSelection
-from ebbtide.scheduling.dispatch.throughput import WorkerThroughput
+from ebbtide.coordinator.dispatch.borrowed_hosts import Lender, LenderSelection
+from ebbtide.scheduling.throughput import WorkerThroughput
 from ebbtide.serving_guard.governor.traffic_rhythm import TrafficRhythm
 
 MANY = 1_000

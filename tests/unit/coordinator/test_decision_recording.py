@@ -13,8 +13,8 @@ from structlog.testing import capture_logs
 
 from ebbtide.coordinator import decision_log
 from ebbtide.coordinator.decision_log import FORMAT, CallRecord, DecisionLog, LogHead, packed, read_log
-from ebbtide.coordinator.dispatcher.dispatch_round import DispatchRound
-from ebbtide.coordinator.fleet.worker_trust import WorkerTrust
+from ebbtide.coordinator.dispatch.dispatch_round import DispatchRound
+from ebbtide.coordinator.fleet.worker_health import WorkerTrust
 from ebbtide.coordinator.recording import (
     CALLS,
     RecordedAttempt,

@@ -6,16 +6,14 @@ from typing import Any
 
 import pytest
 
-from ebbtide.coordinator.dispatcher import worker_allocator
-from ebbtide.coordinator.dispatcher.host_views import HostViews
-from ebbtide.coordinator.dispatcher.install_sender import InstallSender
-from ebbtide.coordinator.dispatcher.prefill_speeds import PrefillSpeeds
-from ebbtide.coordinator.dispatcher.rebalancer import Rebalancer
-from ebbtide.coordinator.dispatcher.worker_allocator import WorkerAllocator
-from ebbtide.coordinator.fleet.engine_changes import EngineChanges
-from ebbtide.coordinator.fleet.worker_health import SuspectWorker
+from ebbtide.coordinator.dispatch import worker_allocator
+from ebbtide.coordinator.dispatch.dispatch_round import HostViews, gather_s
+from ebbtide.coordinator.dispatch.installs import EngineChanges, InstallSender
+from ebbtide.coordinator.dispatch.rebalancer import Rebalancer
+from ebbtide.coordinator.dispatch.speeds import PrefillSpeeds
+from ebbtide.coordinator.dispatch.worker_allocator import WorkerAllocator
+from ebbtide.coordinator.fleet.worker_health import SuspectWorker, WorkerTrust
 from ebbtide.coordinator.fleet.worker_registry import WorkerRegistry
-from ebbtide.coordinator.fleet.worker_trust import WorkerTrust
 from ebbtide.coordinator.settings import CoordinatorSettings
 from ebbtide.coordinator.state.attempt_records import _bounds
 from ebbtide.coordinator.state.attempt_transitions import AttemptTransitions
@@ -24,7 +22,6 @@ from ebbtide.coordinator.state.notifier import Notifier
 from ebbtide.coordinator.state.run_events import SilentRunEvents
 from ebbtide.coordinator.state.running_attempt import OrphanedAttempt
 from ebbtide.coordinator.state.worker_session import WorkerSession
-from ebbtide.scheduling.dispatch.round_pacing import gather_s
 from ebbtide.store.rollout_rows import EndedAttempt, EndReason, RequeuedRollout
 from ebbtide.types.end_cause import EndCause
 from tests.unit.coordinator.model_fleet import ModelFleet, rollout

@@ -91,11 +91,11 @@ def test_a_round_says_when_the_next_one_is_due() -> None:
 def test_what_decides_reads_no_clock_but_the_one_that_the_state_was_given() -> None:
     allowed = {
         "state/coordinator_state.py",  # where it is chosen
-        "state/ended_histories.py",  # compares the wall clock with times in the store
+        "state/attempt_transitions.py",  # compares the wall clock with times in the store
     }
     readers = {
         path.relative_to(ROOT).as_posix()
-        for room in ("state", "dispatcher", "fleet")
+        for room in ("state", "dispatch", "rules", "fleet")
         for path in (ROOT / room).glob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Import) and any(name.name == "time" for name in node.names)

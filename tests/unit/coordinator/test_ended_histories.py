@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from ebbtide.coordinator.state.ended_histories import EndedHistories
+from ebbtide.coordinator.state.attempt_transitions import EndedHistories
 from ebbtide.errors import Internal, StoreUnavailable
 from ebbtide.store.topics.run_topic import EndedHistory
 

@@ -1,6 +1,6 @@
 """How finished rollouts come together in messages."""
 
-from ebbtide.coordinator.servicers.rollouts_servicer import finished_messages
+from ebbtide.coordinator.api.rollouts import finished_messages
 from ebbtide.types.rollout import FinishedRollout, FinishReason
 
 

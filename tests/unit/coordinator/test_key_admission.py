@@ -5,7 +5,7 @@ import random
 import pytest
 from msgspec.structs import replace
 
-from ebbtide.coordinator.api.key_admission import KeyCharge, KeyEntry, admit_charge
+from ebbtide.coordinator.api.key_accounts import KeyCharge, KeyEntry, admit_charge
 from ebbtide.errors import BudgetSpent, RateLimited
 from ebbtide.types.key_usage import KeyBalance, KeyLimits
 

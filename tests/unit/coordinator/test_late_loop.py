@@ -2,8 +2,8 @@
 
 import pytest
 
+from ebbtide.coordinator.fleet.worker_health import WorkerTrust
 from ebbtide.coordinator.fleet.worker_registry import WorkerRegistry
-from ebbtide.coordinator.fleet.worker_trust import WorkerTrust
 from ebbtide.coordinator.settings import CoordinatorSettings
 from ebbtide.coordinator.state.run_events import SilentRunEvents
 from ebbtide.coordinator.state.worker_reports import HeartbeatReport

@@ -6,17 +6,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from ebbtide.coordinator.dispatcher.fleet_speeds import FleetSpeeds
-from ebbtide.coordinator.dispatcher.loss_watch import LossWatch
-from ebbtide.coordinator.dispatcher.memory_offers import MemoryOffers
+from ebbtide.coordinator.dispatch.capacity import LossWatch, MemoryOffers
+from ebbtide.coordinator.dispatch.speeds import FleetSpeeds
+from ebbtide.coordinator.rules.rollout_queue import QueuedRollout
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.running_attempt import RunningAttempt
 from ebbtide.coordinator.state.worker_reports import AttachReport, HeartbeatReport
 from ebbtide.coordinator.state.worker_session import WorkerSession
-from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout
-from ebbtide.scheduling.dispatch.throughput import WorkerThroughput
 from ebbtide.scheduling.long_tail.length_learner import EndedGroup
 from ebbtide.scheduling.steps.step_pacing import VersionBounds
+from ebbtide.scheduling.throughput import WorkerThroughput
 from ebbtide.types.fleet import PROTOCOL_VERSION, EngineInfo, WorkerKind
 from ebbtide.types.run import EnvironmentSpec, RunSpec
 

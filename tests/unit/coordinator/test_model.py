@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from ebbtide.coordinator.dispatcher.host_views import HostViews
-from ebbtide.coordinator.dispatcher.prefill_speeds import PrefillSpeeds
-from ebbtide.coordinator.dispatcher.rebalancer import Rebalancer
+from ebbtide.coordinator.dispatch.dispatch_round import HostViews
+from ebbtide.coordinator.dispatch.rebalancer import Rebalancer
+from ebbtide.coordinator.dispatch.speeds import PrefillSpeeds
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.running_attempt import OrphanedAttempt
 from ebbtide.coordinator.state.worker_reports import HeartbeatReport

@@ -19,7 +19,7 @@ ROOT: Final = Path(coordinator.__file__).parent
 MODEL: Final = frozenset(
     {
         "state/coordinator_state.py", "state/dispatch_wakeups.py", "state/run_state.py", "state/running_attempt.py",
-        "state/session_index.py", "state/worker_session.py",
+        "state/worker_session.py",
     }
 )  # fmt: skip
 #: Methods that change a dict, list, set, deque, Counter, queue or event, and those of a `RolloutQueue`.

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ebbtide.coordinator.dispatcher.prefill_speeds import PrefillSpeeds
+from ebbtide.coordinator.dispatch.speeds import PrefillSpeeds
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.worker_reports import AttachReport, HeartbeatReport
 from ebbtide.coordinator.state.worker_session import WorkerSession

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ebbtide.coordinator.api.request_retention import RequestRetention
+from ebbtide.coordinator.api.rollouts import RequestRetention
 from ebbtide.errors import StoreUnavailable
 from ebbtide.store.topics.session_topic import ExpiredRequests
 from ebbtide.types.run import LeaseRef

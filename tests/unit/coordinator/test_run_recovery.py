@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ebbtide.coordinator.failover.run_recovery import RunRecovery
+from ebbtide.coordinator.run_recovery import RunRecovery
 from ebbtide.coordinator.state.dispatch_wakeups import DispatchWakeups
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.errors import StoreUnavailable

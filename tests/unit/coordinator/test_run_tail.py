@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from ebbtide.coordinator.dispatcher import dispatch_round
-from ebbtide.coordinator.dispatcher.round_deeds import SlotFill
+from ebbtide.coordinator.dispatch import dispatch_round
+from ebbtide.coordinator.dispatch.dispatch_round import SlotFill
+from ebbtide.coordinator.rules.rollout_queue import QueuedRollout, RolloutQueue
 from ebbtide.coordinator.state import run_tail
 from ebbtide.coordinator.state.dispatch_wakeups import DispatchWakeups
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.running_attempt import RunningAttempt
-from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout, RolloutQueue
 from ebbtide.scheduling.long_tail.length_learner import LengthLearner
 from ebbtide.scheduling.long_tail.run_forecasts import RunForecasts
 from ebbtide.scheduling.steps.step_pacing import VersionBounds

@@ -5,15 +5,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from ebbtide.coordinator.dispatcher.rebalancer import Rebalancer
+from ebbtide.coordinator.dispatch.rebalancer import Rebalancer
+from ebbtide.coordinator.rules.host_view import HostView
+from ebbtide.coordinator.rules.rollout_queue import QueuedRollout
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.running_attempt import RunningAttempt
 from ebbtide.coordinator.state.worker_reports import AttachReport, HeartbeatReport
 from ebbtide.coordinator.state.worker_session import WorkerSession
-from ebbtide.scheduling.dispatch.host_view import HostView
-from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout
-from ebbtide.scheduling.dispatch.throughput import WorkerThroughput
 from ebbtide.scheduling.steps.step_pacing import VersionBounds
+from ebbtide.scheduling.throughput import WorkerThroughput
 from ebbtide.types.fleet import PROTOCOL_VERSION, EngineInfo, WorkerKind, WorkerState
 from ebbtide.types.run import EnvironmentSpec, RunSpec
 

@@ -3,8 +3,8 @@
 import time
 from typing import Any
 
-from ebbtide.coordinator.failover.store_incarnations import StoreIncarnations
-from ebbtide.coordinator.state.attempt_adoption import keep_unconfirmed
+from ebbtide.coordinator.run_recovery import StoreIncarnations
+from ebbtide.coordinator.state.attempt_records import keep_unconfirmed
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.worker_reports import AttachReport

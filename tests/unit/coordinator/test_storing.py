@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-from ebbtide.coordinator.appends.append_batcher import AppendBatcher
-from ebbtide.coordinator.appends.stream_attempts import FoundAttempts
-from ebbtide.coordinator.appends.token_readers import TokenReaders
+from ebbtide.coordinator.append_streams import AppendBatcher, FoundAttempts
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.notifier import Notifier
 from ebbtide.coordinator.state.worker_reports import AttachReport
+from ebbtide.coordinator.token_readers import TokenReaders
 from ebbtide.errors import Internal, StoreUnavailable
 from ebbtide.types.append_delta import AppendAck, AppendColumns, joined
 from ebbtide.types.fleet import PROTOCOL_VERSION, AppendStatus, EngineInfo, WorkerKind

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from ebbtide.coordinator.appends.stream_attempts import FoundAttempts, StreamAttempts
+from ebbtide.coordinator.append_streams import FoundAttempts, StreamAttempts
 from ebbtide.coordinator.state.running_attempt import RunningAttempt
 from ebbtide.errors import InvalidRequest
 from ebbtide.types.append_delta import AppendDelta

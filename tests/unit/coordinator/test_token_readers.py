@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from ebbtide.coordinator.appends import token_readers
-from ebbtide.coordinator.appends.token_readers import WAITING_TOKENS, TokenReader, TokenReaders
+from ebbtide.coordinator import token_readers
 from ebbtide.coordinator.state.notifier import Notifier
+from ebbtide.coordinator.token_readers import WAITING_TOKENS, TokenReader, TokenReaders
 from ebbtide.errors import NotFound
 from ebbtide.types.append_delta import AppendAck, AppendColumns
 from ebbtide.types.fleet import AppendStatus

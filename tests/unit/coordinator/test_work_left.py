@@ -9,7 +9,7 @@ from ebbtide.coordinator.api.work_left_reader import WorkLeftReader
 from ebbtide.coordinator.state.running_attempt import RunningAttempt
 from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.errors import InvalidRequest, LeaseSuperseded
-from ebbtide.scheduling.dispatch.throughput import WorkerThroughput
+from ebbtide.scheduling.throughput import WorkerThroughput
 from ebbtide.types.work_left import MOST_GROUPS, WorkLeft
 from tests.unit.coordinator.model_fleet import ModelFleet, rollout
 

@@ -4,8 +4,8 @@ from collections import Counter
 
 import pytest
 
+from ebbtide.coordinator.rules.overload import Work
 from ebbtide.coordinator.state.worker_reports import InstalledReport, ReleasedReport
-from ebbtide.scheduling.health.overload import Work
 from ebbtide.types.end_cause import EndCause
 from ebbtide.types.run import EnvironmentSpec, RunSpec
 from tests.unit.coordinator.virtual_fleet import VERSION, VirtualFleet

@@ -6,8 +6,8 @@ from typing import Any, Final
 
 from msgspec.structs import replace
 
-from ebbtide.coordinator.dispatcher.dispatch_round import DispatchRound
-from ebbtide.coordinator.dispatcher.round_deeds import DeadLetters, SlotFill
+from ebbtide.coordinator.dispatch.dispatch_round import DispatchRound, SlotFill
+from ebbtide.coordinator.dispatch.unserved_work import DeadLetters
 from ebbtide.coordinator.fleet.worker_registry import WorkerRegistry
 from ebbtide.coordinator.recording import DecidingParts
 from ebbtide.coordinator.settings import CoordinatorSettings

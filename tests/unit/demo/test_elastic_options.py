@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from ebbtide.cli.commands.local_commands import demo_elastic
 from ebbtide.demo.elastic.elastic_demo import elastic_spec
 from ebbtide.demo.elastic.elastic_options import ElasticOptions, most_at_once, plan_machines
 from ebbtide.errors import InvalidRequest
+from ebbtide.lab_commands.demo_commands import demo_elastic
 
 
 @pytest.fixture

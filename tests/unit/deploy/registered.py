@@ -33,11 +33,11 @@ class Metric(NamedTuple):
 def registered() -> dict[str, Metric]:
     """By name, in the order of the programs' folders and of the source."""
     found: dict[str, Metric] = {}
-    for root in (ROOT / "common" / "ebbtide", ROOT / "services" / "ebbtide"):
+    for root in (ROOT / "common" / "ebbtide", ROOT / "services" / "ebbtide", ROOT / "lab" / "ebbtide"):
         for path in sorted(root.rglob("*.py")):
             source = path.read_text()
             if "telemetry" in source or path.name == "telemetry.py":
-                program = path.relative_to(root).parts[0] if root.parent.name == "services" else SERVERS
+                program = path.relative_to(root).parts[0] if root.parent.name != "common" else SERVERS
                 found |= {metric.name: metric for metric in in_source(source, program)}
     return found
 

@@ -51,7 +51,7 @@ def uses() -> Iterator[Use]:
 @cache
 def sources() -> str:
     return "\n".join(
-        path.read_text() for root in ("common", "services") for path in sorted((ROOT / root).rglob("*.py"))
+        path.read_text() for root in ("common", "services", "lab") for path in sorted((ROOT / root).rglob("*.py"))
     )
 
 

@@ -5,13 +5,19 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from benchmarks.pair.virtual.pair_costs import CostResidual, PairCosts, PairMemory, StrayProcess, read_pair_costs
+from benchmarks.pair.virtual.pair_costs import (
+    CostResidual,
+    PairCosts,
+    PairMemory,
+    StrayProcess,
+    pair_costs_text,
+    read_pair_costs,
+)
 from benchmarks.pair.virtual.pair_costs_fit import (
     MeasuredRequest,
     StepSample,
     fit_rollout_steps,
     fit_served,
-    pair_costs_text,
     residuals,
 )
 from benchmarks.pair.virtual.serving_policies import played_alone
@@ -84,7 +90,7 @@ def test_a_profile_reads_back_as_it_was_written(tmp_path: Path) -> None:
         stray=StrayProcess(least=0.1, most=0.5),
         residuals=(CostResidual(figure="ttft_p99_ms", measured=100.5, modelled=1e-7, requests=300),),
     )
-    path = tmp_path / "pair.toml"
+    path = tmp_path / "pair.json"
     path.write_text(pair_costs_text(costs))
     assert read_pair_costs(path) == costs
 
@@ -92,25 +98,22 @@ def test_a_profile_reads_back_as_it_was_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("prefill_s = -1.0", "prefill_s"),
-        ("prefill_s = 0.0", "prefill_s"),
-        ("noise = nan", "noise"),
-        ("decode_s = inf", "decode_s"),
-        ("serving_beside = 1.5", "serving_beside"),
-        ("slots = 0", "slots"),
-        ("speed = 1", "speed"),
-        ("[memory]\nlimit_mib = 10", "memory.limit_mib"),
-        ("[stray]\nleast = 0.5\nmost = 0.1", "stray.most"),
-        ("[stray]\nmost = 0.1\nburst_s = 0.0", "stray.spell_s, burst_s"),
-        ("[stray]\nmost = 1.0", "most"),
-        ("prefill_s =\nslots = 1", "line 1"),
-        ("source = '\udc80'", "cannot be read"),
-        (f"source = '{'x' * (1 << 20)}'", "no profile"),
-        ("[[residuals]]\nfigure='f'\nmeasured=nan\nmodelled=1.0\nrequests=1", "residuals"),
+        ('{"prefill_s": -1.0}', "prefill_s"),
+        ('{"prefill_s": 0.0}', "prefill_s"),
+        ('{"noise": 3.0}', "noise"),
+        ('{"serving_beside": 1.5}', "serving_beside"),
+        ('{"slots": 0}', "slots"),
+        ('{"speed": 1}', "speed"),
+        ('{"memory": {"limit_mib": 10}}', "memory.limit_mib"),
+        ('{"stray": {"least": 0.5, "most": 0.1}}', "stray.most"),
+        ('{"stray": {"most": 0.1, "burst_s": 0.0}}', "stray.spell_s, burst_s"),
+        ('{"stray": {"most": 1.0}}', "most"),
+        ('{"prefill_s": ', "truncated"),
+        ('{"source": "\udc80"}', "cannot be read"),
     ],
 )
 def test_a_profile_that_makes_no_sense_is_refused_by_file_and_field(tmp_path: Path, text: str, said: str) -> None:
-    path = tmp_path / "pair.toml"
+    path = tmp_path / "pair.json"
     path.write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(InvalidRequest, match=said) as refused:
         read_pair_costs(path)
@@ -118,5 +121,5 @@ def test_a_profile_that_makes_no_sense_is_refused_by_file_and_field(tmp_path: Pa
 
 
 def test_a_profile_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequest, match=r"no\.toml"):
-        read_pair_costs(tmp_path / "no.toml")
+    with pytest.raises(InvalidRequest, match=r"no\.json"):
+        read_pair_costs(tmp_path / "no.json")

@@ -50,13 +50,25 @@ POLICIES = ("alone", "unguarded", "rose:600,1,0.2,1", "rose:600,1,0.2,0", "ours"
 Judged = tuple[dict[str, Any], PairCosts]
 
 
+class Page:
+    """Looks at the rollout engine's page after each second in which it stepped."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.moments = [BudgetMoment(at_s=0.0)]
+
+    def stepped(self, _began: float, now: float, made: int) -> None:
+        while now > len(self.moments):
+            self.moments.append(BudgetMoment(at_s=float(len(self.moments)), generated=self.tokens))
+        self.tokens += made
+
+
 def measured(policy: str) -> Cell:
     requests = made_up(TrafficBursts(prompt=300, output=16), 80.0, seed=1)
+    page = Page()
     pair = serving_policy(policy, COSTS).play(requests, COSTS, LatencyTargets(ttft_s=0.4, tpot_s=0.03), seed=9)
-    moments = [BudgetMoment(at_s=0.0)]
-    while len(pair.done) < len(requests):  # the rollout engine's page is looked at every second
-        pair.run(until=moments[-1].at_s + 1.0)
-        moments.append(BudgetMoment(at_s=pair.now, generated=pair.harvested))
+    pair.stepped = page.stepped
+    pair.run()
     answers = [
         ServedAnswer(
             due=one.asked.at,
@@ -68,7 +80,7 @@ def measured(policy: str) -> Cell:
         )
         for one in sorted(pair.done, key=lambda one: one.asked.at)
     ]
-    block = Block(policy=policy, seconds=pair.now, answers=answers, harvested=pair.harvested, moments=moments)
+    block = Block(policy=policy, seconds=pair.now, answers=answers, harvested=pair.harvested, moments=page.moments)
     return Cell(policy=policy, blocks=[block])
 
 
@@ -92,7 +104,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def judged(result: Path) -> Judged:
     """What the program writes of it, and the profile of the fitted costs."""
-    out, profile = result.with_name("order.json"), result.with_name("pair.toml")
+    out, profile = result.with_name("order.json"), result.with_name("pair.json")
     assert main([str(result), "--least", "50", "--seeds", "1", "--out", str(out), "--profile", str(profile)]) == 0
     return json.loads(out.read_text()), read_pair_costs(profile)
 

@@ -121,7 +121,7 @@ def test_rollouts_never_hold_more_memory_than_they_are_allowed(name: str) -> Non
     block = SCARCE.memory.block_tokens * SCARCE.memory.rollout_token_bytes
     requests = made_up(TrafficBursts(prompt=900, output=30), 60.0, seed=4)
     pair = serving_policy(name, SCARCE).play(requests, SCARCE, TARGETS, seed=0, shape=RolloutShape())
-    held = []
+    held: list[tuple[int, int]] = []
     pair.stepped = lambda *_: held.append((pair.guard.allowed.kv_bytes, pair.batch.blocks * block))
     pair.run()
     # A step under way when a cut came ends with what it had.

@@ -8,9 +8,16 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from ebbtide.scheduling.fair_share.allotment import WorkerPost, allot
-from ebbtide.scheduling.fair_share.share_accounts import REST, RunDue, ShareAccounts, WorkerDemand
-from ebbtide.scheduling.fair_share.shares import Demand, entitled
+from ebbtide.coordinator.rules.fair_share import (
+    REST,
+    Demand,
+    RunDue,
+    ShareAccounts,
+    WorkerDemand,
+    WorkerPost,
+    allot,
+    entitled,
+)
 
 
 @dataclass

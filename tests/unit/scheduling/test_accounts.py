@@ -2,7 +2,7 @@
 
 import pytest
 
-from ebbtide.scheduling.fair_share.share_accounts import (
+from ebbtide.coordinator.rules.fair_share import (
     CHANGE_S,
     ChangeoverTimes,
     RunDue,

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from ebbtide.scheduling.fair_share.allotment import WorkerPost, allot
-from ebbtide.scheduling.fair_share.shares import Demand
+from ebbtide.coordinator.rules.fair_share import Demand, WorkerPost, allot
 from tests.unit.scheduling.shared_fleet import Fleet, Worker, fleet
 
 

@@ -8,14 +8,14 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from ebbtide.scheduling.dispatch.host_view import HostView
-from ebbtide.scheduling.dispatch.move_costs import COSTS, MoveCosts
-from ebbtide.scheduling.dispatch.rollout_moves import EngineLoad, MoveSearch, RolloutMove, RunningRollout, rebalance
-from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout
-from ebbtide.scheduling.dispatch.speed_curves import KindCurve, SeenEngine
-from ebbtide.scheduling.dispatch.throughput import WorkerThroughput
+from ebbtide.coordinator.dispatch.moves import EngineLoad, MoveSearch, RolloutMove, RunningRollout, rebalance
+from ebbtide.coordinator.dispatch.speeds import KindCurve, SeenEngine
+from ebbtide.coordinator.rules.host_view import HostView
+from ebbtide.coordinator.rules.move_costs import COSTS, MoveCosts
+from ebbtide.coordinator.rules.rollout_queue import QueuedRollout
 from ebbtide.scheduling.long_tail.length_learner import LengthCurve, LengthLearner
 from ebbtide.scheduling.steps.step_pacing import VersionBounds
+from ebbtide.scheduling.throughput import WorkerThroughput
 from tests.unit.scheduling.long_tail.drawn_lengths import known_lengths
 
 NOW = 1_000.0

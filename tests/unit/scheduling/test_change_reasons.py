@@ -2,7 +2,7 @@
 
 import pytest
 
-from ebbtide.scheduling.fair_share.change_reasons import LeftRun, change_reason
+from ebbtide.coordinator.rules.fair_share import LeftRun, change_reason
 
 
 @pytest.mark.parametrize(

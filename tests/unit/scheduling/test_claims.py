@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from ebbtide.coordinator.api.runs import ClaimableRun, choose
 from ebbtide.errors import NotReady
-from ebbtide.scheduling.steps.run_claims import ClaimableRun, choose
 
 
 def run(run_id: str, holder: str = "", renewed_s: float = 0.0, *, paired: bool = False) -> ClaimableRun:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ebbtide.scheduling.health.flush_pacing import flush_interval_s, interactive_interval_s
+from ebbtide.coordinator.fleet.flush_intervals import flush_interval_s, interactive_interval_s
 
 
 @pytest.mark.parametrize(("workers", "interval_s"), [(0, 0.0), (1, 0.0), (250, 0.0), (500, 0.5), (1000, 1.0)])

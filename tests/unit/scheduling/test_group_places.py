@@ -1,6 +1,6 @@
 """Where a group stands in the queue."""
 
-from ebbtide.scheduling.dispatch.group_places import GroupPlaces
+from ebbtide.coordinator.rules.rollout_queue import GroupPlaces
 
 
 def test_rollouts_that_come_later_have_their_groups_place() -> None:

@@ -5,9 +5,9 @@ import random
 import msgspec
 import pytest
 
-from ebbtide.scheduling.dispatch.kept_slots import ASKED_LATELY_S, kept_slots
-from ebbtide.scheduling.dispatch.placement import place
-from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout, RolloutQueue
+from ebbtide.coordinator.dispatch.dispatch_round import ASKED_LATELY_S, kept_slots
+from ebbtide.coordinator.rules.placement import place
+from ebbtide.coordinator.rules.rollout_queue import QueuedRollout, RolloutQueue
 from tests.unit.scheduling.test_placement import host, waiting
 
 

@@ -1,6 +1,6 @@
 """When a coordinator that waits takes over, and when one that leads has to doubt that it does."""
 
-from ebbtide.scheduling.health.leader_election import (
+from ebbtide.coordinator.election import (
     LOOK_S,
     RENEW_S,
     STEADY_S,

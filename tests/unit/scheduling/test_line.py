@@ -5,7 +5,7 @@ from collections import Counter
 import msgspec
 import pytest
 
-from ebbtide.scheduling.dispatch.rollout_queue import PARTS, QueuedRollout, RolloutQueue
+from ebbtide.coordinator.rules.rollout_queue import PARTS, QueuedRollout, RolloutQueue
 from ebbtide.scheduling.steps.step_pacing import VersionBounds
 
 

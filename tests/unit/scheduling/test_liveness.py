@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from ebbtide.scheduling.dispatch.attempt_endings import blames, dead_letter_message
-from ebbtide.scheduling.health.liveness import JUDGE_EVERY_S, Liveness, Returning
+from ebbtide.coordinator.rules.liveness import JUDGE_EVERY_S, Liveness, Returning
+from ebbtide.coordinator.rules.placement import blames, dead_letter_message
 from ebbtide.types.end_cause import EndCause
 
 

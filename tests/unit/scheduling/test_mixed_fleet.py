@@ -6,15 +6,14 @@ from typing import Any
 
 import pytest
 
-from ebbtide.scheduling.dispatch.host_view import HostView
-from ebbtide.scheduling.dispatch.mixed_fleet.loss_rates import LossRates, Pool
-from ebbtide.scheduling.dispatch.mixed_fleet.memory_slots import PeakTokens, memory_slots
-from ebbtide.scheduling.dispatch.placement import place
-from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout, RolloutQueue
-from ebbtide.scheduling.dispatch.speed_curves import KindCurve, SeenEngine, SpeedCurve
-from ebbtide.scheduling.dispatch.throughput import WorkerThroughput
+from ebbtide.coordinator.dispatch.capacity import LossRates, PeakTokens, Pool, memory_slots
+from ebbtide.coordinator.dispatch.speeds import KindCurve, SeenEngine, SpeedCurve
+from ebbtide.coordinator.rules.host_view import HostView
+from ebbtide.coordinator.rules.placement import place
+from ebbtide.coordinator.rules.rollout_queue import QueuedRollout, RolloutQueue
 from ebbtide.scheduling.long_tail.length_learner import LengthCurve, LengthLearner
 from ebbtide.scheduling.steps.step_pacing import VersionBounds
+from ebbtide.scheduling.throughput import WorkerThroughput
 from ebbtide.types.fleet import WorkerKind
 from tests.unit.scheduling.long_tail.drawn_lengths import known_lengths
 

@@ -1,6 +1,6 @@
 """A rule that promises too much stops itself, and goes on once it keeps its promises again. Moves stay few."""
 
-from ebbtide.scheduling.dispatch.move_ledger import MoveLedger
+from ebbtide.coordinator.rules.move_costs import MoveLedger
 
 
 def judged(ledger: MoveLedger, moves: int, *, promised: float = 100.0, made: float) -> None:

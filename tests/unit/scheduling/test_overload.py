@@ -2,7 +2,7 @@
 
 import pytest
 
-from ebbtide.scheduling.health.overload import TICK_S, WINDOW_S, HeartbeatDelay, Overload, Work
+from ebbtide.coordinator.rules.overload import TICK_S, WINDOW_S, HeartbeatDelay, Overload, Work
 
 
 class Loop:

@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from ebbtide.scheduling.dispatch.host_view import HostView, admits
-from ebbtide.scheduling.dispatch.placement import outsized, place
-from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout, RolloutQueue
-from ebbtide.scheduling.dispatch.turns.cached_prefixes import CachedPrefix, Prefixes
+from ebbtide.coordinator.rules.host_view import HostView, admits
+from ebbtide.coordinator.rules.placement import outsized, place
+from ebbtide.coordinator.rules.rollout_queue import QueuedRollout, RolloutQueue
+from ebbtide.coordinator.rules.turn_routing import CachedPrefix, Prefixes
 from ebbtide.scheduling.steps.step_pacing import VersionBounds
 
 

@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from ebbtide.scheduling.dispatch.turns.prefill_speed import PrefillSpeed
+from ebbtide.coordinator.dispatch.speeds import PrefillSpeed
 
 ASSUMED = 5_000.0
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from ebbtide.scheduling.health.token_progress import CEILING_S, LATE_S, PAUSE_S, TokenProgress, WorkerActivity
+from ebbtide.coordinator.fleet.worker_health import CEILING_S, LATE_S, PAUSE_S, TokenProgress, WorkerActivity
 
 _TICK_S = 0.25
 

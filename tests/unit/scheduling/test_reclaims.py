@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 
-from ebbtide.scheduling.dispatch.host_view import HostView, may_take
-from ebbtide.scheduling.dispatch.move_costs import COSTS
-from ebbtide.scheduling.dispatch.placement import place
-from ebbtide.scheduling.dispatch.reclaim_risk import SHORT_S, LentHost, interrupted, leaving, risk_s
-from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout, RolloutQueue
-from ebbtide.scheduling.dispatch.turns.cached_prefixes import CachedPrefix
+from ebbtide.coordinator.rules.host_view import HostView, may_take
+from ebbtide.coordinator.rules.move_costs import COSTS, SHORT_S, LentHost, interrupted, leaving, risk_s
+from ebbtide.coordinator.rules.placement import place
+from ebbtide.coordinator.rules.rollout_queue import QueuedRollout, RolloutQueue
+from ebbtide.coordinator.rules.turn_routing import CachedPrefix
 from ebbtide.scheduling.steps.step_pacing import VersionBounds
 
 #: Tokens/s of a prefill.

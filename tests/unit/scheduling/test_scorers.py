@@ -2,9 +2,9 @@
 
 import msgspec
 
-from ebbtide.scheduling.dispatch.host_view import HostView, may_take
-from ebbtide.scheduling.dispatch.placement import Placement, place
-from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout, RolloutQueue, unscored
+from ebbtide.coordinator.rules.host_view import HostView, may_take
+from ebbtide.coordinator.rules.placement import Placement, place
+from ebbtide.coordinator.rules.rollout_queue import QueuedRollout, RolloutQueue, unscored
 from tests.unit.scheduling.test_placement import cached, host, waiting
 
 

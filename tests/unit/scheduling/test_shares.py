@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
+from ebbtide.coordinator.rules.fair_share import Demand, check_floor, entitled
 from ebbtide.errors import NotReady
-from ebbtide.scheduling.fair_share.shares import Demand, check_floor, entitled
 from ebbtide.types.run import ShareSpec
 
 

@@ -1,6 +1,6 @@
 """Rollouts start at once, but not while the coordinator is behind; and never wait for ever."""
 
-from ebbtide.scheduling.dispatch.start_pacing import StartPacing
+from ebbtide.coordinator.dispatch.dispatch_round import StartPacing
 
 
 def test_rollouts_start_at_once_while_turns_are_short() -> None:

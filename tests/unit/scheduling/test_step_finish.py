@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from ebbtide.scheduling.dispatch.step_finish import EngineTerms, StepFinish
+from ebbtide.coordinator.dispatch.step_finish import EngineTerms, StepFinish
 from ebbtide.scheduling.long_tail.length_learner import LengthCurve, LengthLearner
 from tests.unit.scheduling.long_tail.drawn_lengths import known_lengths
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ebbtide.scheduling.dispatch.throughput import WorkerThroughput
+from ebbtide.scheduling.throughput import WorkerThroughput
 
 
 def true_rate(running: float, context: float, *, plateau: float, slope: float) -> float:

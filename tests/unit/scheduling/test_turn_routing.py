@@ -5,11 +5,10 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from ebbtide.scheduling.dispatch.host_view import HostView
-from ebbtide.scheduling.dispatch.placement import place
-from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout, RolloutQueue
-from ebbtide.scheduling.dispatch.turns.cached_prefixes import CachedPrefix, CachedPrefixes, Prefixes
-from ebbtide.scheduling.dispatch.turns.turn_routing import TERMS
+from ebbtide.coordinator.rules.host_view import HostView
+from ebbtide.coordinator.rules.placement import place
+from ebbtide.coordinator.rules.rollout_queue import QueuedRollout, RolloutQueue
+from ebbtide.coordinator.rules.turn_routing import TERMS, CachedPrefix, CachedPrefixes, Prefixes
 from ebbtide.scheduling.steps.step_pacing import VersionBounds
 
 #: Tokens that take a second to read, by the costs that rules assume.

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from ebbtide.scheduling.dispatch.host_view import admits
-from ebbtide.scheduling.dispatch.target_versions import (
+from ebbtide.coordinator.dispatch.installs import (
     ServedVersion,
     fits_nowhere,
     target_versions,
     unservable,
 )
+from ebbtide.coordinator.rules.host_view import admits
 from ebbtide.scheduling.steps.step_pacing import VersionBounds
 
 

@@ -5,14 +5,12 @@ import pytest
 from benchmarks.rivals.rlboost.rlboost_policy import RLBoostPolicy
 from ebbtide.simulator.engines.engine_profile import EngineDelays
 from ebbtide.simulator.outcome import Outcome
-from ebbtide.simulator.scenario.fault_plan import PlannedFault
 from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.quantity_spec import LengthSpec
-from ebbtide.simulator.scenario.scenario import Scenario
+from ebbtide.simulator.scenario.scenario import PlannedFault, Scenario
 from ebbtide.simulator.scenario.training_run import TrainingRun
 from ebbtide.simulator.world.elastic_policy import ElasticPolicy
-from ebbtide.simulator.world.policy import Policy
-from ebbtide.simulator.world.simulation import Simulation
+from ebbtide.simulator.world.simulation import Policy, Simulation
 from ebbtide.simulator.world.training.step_rounds import Sample, WholeGroups
 from tests.fakes.simulated_profiles import ENGINE, PlainProfiles, PlainTimes
 

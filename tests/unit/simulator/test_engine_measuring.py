@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from ebbtide.profiling.engine_measuring import EngineMeasuring, plan_blocks
+from ebbtide.profiling.profile_fits import fit_step_costs
 from ebbtide.rollout_worker.engine import EngineCapacity, EngineRequest, TokenDelta
-from ebbtide.rollout_worker.engine.measuring import EngineMeasuring, plan_blocks
 from ebbtide.simulator.engines.engine_profile import StepCosts
-from ebbtide.simulator.engines.fits.engine_fit import fit_step_costs
 from ebbtide.types.rollout import FinishReason
 from tests.fakes.instant_loop import InstantLoop
 from tests.fakes.scripted_engine import ScriptedEngine

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from ebbtide.simulator.scenario.reading.scenario_reader import read_scenario
+from ebbtide.simulator.scenario.scenario_reader import read_scenario
 from ebbtide.simulator.simulate import known_names, simulate
 
 EXAMPLES = sorted((Path(__file__).parents[3] / "examples" / "scenarios").glob("*.toml"))

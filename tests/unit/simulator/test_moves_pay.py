@@ -15,8 +15,13 @@ from benchmarks.replay.run import UNEVEN, TitledCase, figures, replay
 from benchmarks.replay.setting import BALANCE, FAIR, MIGRATE, RESTART, Setting
 from benchmarks.replay.trace_scenario import PlateauProfiles, ReplayCase, trace_scenario
 from benchmarks.synthetic import Churn, write_trace
-from ebbtide.simulator.scenario.inputs.quantile_table import QuantileTable, read_quantiles
-from ebbtide.simulator.scenario.inputs.spot_trace import SpotTrace, TraceEvent, read_spot_trace
+from ebbtide.simulator.scenario.input_tables import (
+    QuantileTable,
+    SpotTrace,
+    TraceEvent,
+    read_quantiles,
+    read_spot_trace,
+)
 from ebbtide.simulator.world.simulation import Simulation
 
 TRACES = Path(__file__).parents[4] / "shared" / "traces"

@@ -6,7 +6,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from ebbtide.simulator.outcome import Span
-from ebbtide.simulator.report.outcome_picture import write_outcome_picture
+from ebbtide.simulator.outcome_picture import write_outcome_picture
 from tests.fakes.simulated_outcomes import empty_outcome, outcome
 
 

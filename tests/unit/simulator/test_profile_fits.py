@@ -6,12 +6,10 @@ import numpy as np
 import pytest
 
 from ebbtide.errors import InvalidRequest
-from ebbtide.rollout_worker.engine.measuring import MeasuredSteps, StepGroup
+from ebbtide.profiling.engine_measuring import MeasuredSteps, StepGroup
+from ebbtide.profiling.measured_learning import LearnerWork
+from ebbtide.profiling.profile_fits import fit_step_costs, fit_trainer_costs, least_squares
 from ebbtide.simulator.engines.engine_profile import StepCosts
-from ebbtide.simulator.engines.fits.engine_fit import fit_step_costs
-from ebbtide.simulator.engines.fits.non_negative_fit import least_squares
-from ebbtide.simulator.engines.fits.trainer_fit import fit_trainer_costs
-from ebbtide.trainer.learning.measured_learning import LearnerWork
 
 COSTS = StepCosts(base_s=0.02, token_s=1e-4, sequence_s=5e-5, context_s=1e-7, pair_s=1e-9)
 

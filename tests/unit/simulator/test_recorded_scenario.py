@@ -13,7 +13,7 @@ from ebbtide.simulator.engines.trainer_profile import TrainerProfile
 from ebbtide.simulator.recording.recorded_run import RecordedRun, WeightSizes
 from ebbtide.simulator.recording.recorded_scenario import recorded_fleet, with_recorded_work
 from ebbtide.simulator.recording.run_recorder import record_run
-from ebbtide.simulator.scenario.draws.machine_presence import presences
+from ebbtide.simulator.scenario.draws.machine_events import presences
 from ebbtide.simulator.scenario.draws.workload import Workload
 from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.scenario import Scenario

@@ -24,8 +24,7 @@ from benchmarks.replay.trace_scenario import (
     serving_machines,
     trace_scenario,
 )
-from ebbtide.simulator.scenario.inputs.quantile_table import QuantileTable
-from ebbtide.simulator.scenario.inputs.spot_trace import SpotTrace, TraceEvent
+from ebbtide.simulator.scenario.input_tables import QuantileTable, SpotTrace, TraceEvent
 from tests.unit.simulator.level_bound import drawn_steps, ends, levelled
 
 #: Half of the responses have few tokens, and one in eight has thousands.

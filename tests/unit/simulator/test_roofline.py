@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 
 import pytest
 
-from ebbtide.simulator.engines import known_hardware as known
+from ebbtide.simulator.engines import roofline as known
 from ebbtide.simulator.engines.roofline import ModelShape, roofline_engine, roofline_trainer
 
 

@@ -4,8 +4,7 @@ import pytest
 from msgspec.structs import replace
 
 from ebbtide.errors import NotReady
-from ebbtide.simulator.recording.attempt_speeds import WorkerLoad, measured_engine
-from ebbtide.simulator.recording.run_recorder import record_run
+from ebbtide.simulator.recording.run_recorder import WorkerLoad, measured_engine, record_run
 from ebbtide.types.run import RunStatus
 from tests.fakes.run_histories import BASE_S, ROLLOUT_S, history, span, version
 

@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from ebbtide.simulator.report.seed_spread import quantile, spread
+from ebbtide.simulator.scenario_figures import quantile, spread
 
 
 def test_few_seeds_show_their_extremes() -> None:

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 
-from ebbtide.simulator.world.fleet.shared_links import SharedLinks
+from ebbtide.simulator.world.fleet.version_pulls import SharedLinks
 from ebbtide.simulator.world.virtual_time import VirtualTime
 
 

@@ -4,8 +4,8 @@ import re
 from pathlib import Path
 from typing import Final
 
-from ebbtide.cli.commands.simulate_commands import simulate
-from ebbtide.simulator.scenario.reading.scenario_reader import parse_scenario
+from ebbtide.lab_commands.simulate_commands import simulate
+from ebbtide.simulator.scenario.scenario_reader import parse_scenario
 
 ROOT: Final = Path(__file__).parents[3]
 PAGE: Final = (ROOT / "docs" / "simulate.md").read_text()

@@ -8,8 +8,8 @@ import pytest
 from ebbtide.checked_files.refusals import FileRefused
 from ebbtide.errors import InvalidRequest
 from ebbtide.simulator.engines.profile_files import write_profile
-from ebbtide.simulator.recording.recorded_profiles import engine_of, trainer_of
-from ebbtide.simulator.recording.recording_file import write_record
+from ebbtide.simulator.recording.recorded_run import write_record
+from ebbtide.simulator.recording.recorded_scenario import engine_of, trainer_of
 from ebbtide.simulator.recording.run_recorder import record_run
 from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.quantity_spec import LengthSpec

@@ -11,12 +11,10 @@ import pytest
 from ebbtide.errors import InvalidRequest
 from ebbtide.simulator.engines.engine_profile import EngineDelays, EngineProfile
 from ebbtide.simulator.outcome import Outcome, PoolOutcome, StepOutcome
-from ebbtide.simulator.scenario.fault_plan import PlannedFault
-from ebbtide.simulator.scenario.inputs.grant_tape import GrantTape
-from ebbtide.simulator.scenario.inputs.input_tables import InputTables
+from ebbtide.simulator.scenario.input_tables import GrantTape, InputTables
 from ebbtide.simulator.scenario.machine_pool import GrantTapeSpec, MachinePool
 from ebbtide.simulator.scenario.quantity_spec import LengthSpec, QuantitySpec
-from ebbtide.simulator.scenario.scenario import Scenario
+from ebbtide.simulator.scenario.scenario import PlannedFault, Scenario
 from ebbtide.simulator.scenario.training_run import SimulatedEnvironment, TrainingRun
 from ebbtide.simulator.world.ebbtide_policy import EbbtidePolicy
 from ebbtide.simulator.world.simulation import Simulation

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from ebbtide.errors import InvalidRequest
-from ebbtide.trainer.trainer_measuring import measure_trainer, plan_steps
+from ebbtide.profiling.trainer_measuring import measure_trainer, plan_steps
 from ebbtide.types.run import BatchSpec, EnvironmentSpec, RunSpec, Sampling, TrainerSpec
 from tests.tiny_model import save_tiny_model
 

@@ -1,6 +1,6 @@
 """Texts that are too long."""
 
-from ebbtide.scheduling.dispatch.attempt_endings import dead_letter_message
+from ebbtide.coordinator.rules.placement import dead_letter_message
 from ebbtide.types.text_bounds import MAX_EVENT_BYTES, shortened
 
 

@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 from msgspec import Struct
 
-from ebbtide.scheduling.dispatch.throughput import ThroughputPoint
+from ebbtide.scheduling.throughput import ThroughputPoint
 
 #: What is seen for longer than this counts no more: engines that are seldom seen at some load count there too.
 _MOST_WEIGHT_S: Final = 10.0

@@ -12,9 +12,15 @@ from rich.console import Console
 from ebbtide.cli.interrupts import INTERRUPTED
 from ebbtide.cli.interrupts import run as run_interruptible
 from ebbtide.cli.waiting import Waiting
-from ebbtide.demo.demo import DemoOptions, demo_spec
 from ebbtide.errors import InvalidRequest
-from ebbtide.local_cluster.local_cluster import ClusterShape, LocalCluster, base_model, free_address, local_cluster
+from ebbtide.local_cluster.local_cluster import (
+    ClusterShape,
+    LocalCluster,
+    base_model,
+    demo_run,
+    free_address,
+    local_cluster,
+)
 from ebbtide.rollout_worker.engine.checkpoint_facts import check_directory
 from ebbtide.rollout_worker.settings import WorkerSettings
 from ebbtide.settings import read
@@ -72,7 +78,7 @@ async def _boot(cluster: LocalCluster, shape: ClusterShape, cache: Path, console
     silent = nullcontext() if console.is_terminal else Waiting(waited_for)
     with console.status("booting") as status, silent:
         if shape.model == Path():
-            found = await base_model(cluster, demo_spec(DemoOptions()), cache, tell)
+            found = await base_model(cluster, demo_run(), cache, tell)
             shape = msgspec.structs.replace(shape, model=found)
             status.update("booting")
         told = ""

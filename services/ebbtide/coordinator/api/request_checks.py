@@ -1,13 +1,15 @@
 """Refuses invalid requests as early as possible, each by the name of its field."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Final
 
 import numpy as np
 
-from ebbtide.coordinator.list_pace import paced
+from ebbtide.coordinator.api.lists import paced
+from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.run_state import RunState
-from ebbtide.errors import InvalidRequest
+from ebbtide.errors import EbbtideError, InvalidRequest, StoreUnavailable
 from ebbtide.types.fleet import EngineInfo
 from ebbtide.types.ids import check_id
 from ebbtide.types.prompt_scores import check_records
@@ -176,3 +178,16 @@ def check_cursor(cursor: str, *, field: str = "cursor") -> str:
     if cursor and not given:
         raise InvalidRequest("is none that was given out here; leave it empty to begin", field=field)
     return cursor
+
+
+@contextmanager
+def in_doubt(state: CoordinatorState, *refusals: type[EbbtideError]) -> Iterator[None]:
+    """Turn a refusal into `StoreUnavailable` while the store may have forgotten what the caller saw stored: workers and
+    leases send it again, and then the repeated call succeeds.
+    """
+    try:
+        yield
+    except refusals as error:
+        if not state.doubtful:
+            raise
+        raise StoreUnavailable(f"the store came back and may have forgotten something ({error}); ask again") from None

@@ -11,14 +11,14 @@ from typing import Final, NamedTuple
 
 from msgspec import Struct, field
 
+from ebbtide.coordinator.rules.rollout_queue import QueuedRollout
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.errors import InvalidRequest, LeaseSuperseded
 from ebbtide.rpc.caller_turns import end_turn
-from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout
-from ebbtide.scheduling.dispatch.throughput import ThroughputPoint, WorkerThroughput
 from ebbtide.scheduling.elastic.engine_pace import EnginePace, fitted_pace, relative_speed
+from ebbtide.scheduling.throughput import ThroughputPoint, WorkerThroughput
 from ebbtide.types.fleet import WorkerKind, WorkerState
 from ebbtide.types.work_left import MOST_GROUPS, MOST_WAIT_S, OpenGroup, WorkLeft
 

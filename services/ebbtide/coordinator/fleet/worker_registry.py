@@ -6,19 +6,20 @@ gone has no attempts. When this process dies, workers keep their attempts and at
 
 import asyncio
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Final
 
 import msgspec
 
 from ebbtide import telemetry
 from ebbtide.coordinator import metrics
-from ebbtide.coordinator.fleet.closing_sessions import DRAIN_S, ClosingSessions
-from ebbtide.coordinator.fleet.engine_changes import may_change, refused
-from ebbtide.coordinator.fleet.worker_health import SuspectWorker, WorkerHealth
-from ebbtide.coordinator.fleet.worker_trust import WorkerTrust
+from ebbtide.coordinator.dispatch.installs import may_change, refused
+from ebbtide.coordinator.fleet.worker_health import SuspectWorker, WorkerHealth, WorkerTrust
+from ebbtide.coordinator.rules.overload import Work
+from ebbtide.coordinator.rules.placement import blames
 from ebbtide.coordinator.settings import CoordinatorSettings
-from ebbtide.coordinator.state.attempt_adoption import adopt
+from ebbtide.coordinator.state.attempt_records import adopt
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.run_events import RunEvents
 from ebbtide.coordinator.state.running_attempt import OrphanedAttempt, RunningAttempt
@@ -33,8 +34,6 @@ from ebbtide.coordinator.state.worker_reports import (
 )
 from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.errors import NotFound, NotReady
-from ebbtide.scheduling.dispatch.attempt_endings import blames
-from ebbtide.scheduling.health.overload import Work
 from ebbtide.store.rollout_rows import EndReason
 from ebbtide.types.end_cause import EndCause
 from ebbtide.types.fleet import PROTOCOL_VERSION, AttemptRef, EngineInfo, Worker, WorkerState, check_attempt
@@ -104,7 +103,7 @@ class WorkerRegistry:
         if hello.run_id and hello.run_id not in self._state.runs:
             session.tell_run_ended(hello.run_id)
         self._health.heard(session, now)
-        quarantined_s = self.trust.quarantined_s(session, now)
+        quarantined_s = self.trust.quarantined_s(session.worker_id, now)
         text = f"worker {hello.worker_id} attached"
         text += f"; it was lost too often, and gets no work for {quarantined_s:.0f} s" if quarantined_s else ""
         self._run_events.of_worker(session, text, "shunned" if quarantined_s else "attached")
@@ -339,7 +338,7 @@ class WorkerRegistry:
         return bool(staying) and not any(session.samples_min_p for session in staying)
 
     def _listed(self, session: WorkerSession, state: WorkerState, now: float) -> Worker:
-        beat, quarantined_s = session.beat, self.trust.quarantined_s(session, now)
+        beat, quarantined_s = session.beat, self.trust.quarantined_s(session.worker_id, now)
         if quarantined_s and state not in {WorkerState.DRAINING, WorkerState.LOST, WorkerState.SUSPECTED}:
             state = WorkerState.SHUNNED
         return Worker(
@@ -391,3 +390,48 @@ def _lost_at_most(attempt: RunningAttempt, session: WorkerSession, now: float) -
     if started and (rate := session.beat.tokens_per_s / started):
         most = min(most, math.ceil(2 * rate * (now - session.progressed)))
     return max(0, most)
+
+
+#: How long a lost worker's last tokens may take to be stored before its attempts end.
+DRAIN_S: Final = 0.1
+
+
+class ClosingSessions:
+    """Waits for the last tokens of lost workers before their attempts end.
+
+    Invariant: a session is here from its loss until its append stream has ended, `DRAIN_S` at most; its append stream
+    is served meanwhile. Lost with the process: the workers send again.
+    """
+
+    def __init__(self) -> None:
+        self._closing: dict[str, WorkerSession] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def get(self, session_id: str) -> WorkerSession | None:
+        """A session that is over, with tokens still to be stored."""
+        return self._closing.get(session_id)
+
+    def add(
+        self, session: WorkerSession, lost: Sequence[RunningAttempt], orphaned: OrphanedAttempt, due: float
+    ) -> None:
+        """Let the `lost` attempts be `due` once the append stream of their worker has ended."""
+        self._closing[session.session_id] = session
+        task = asyncio.create_task(self._drain(session, lost, orphaned, due), name=f"drain {session.worker_id}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _drain(
+        self, session: WorkerSession, lost: Sequence[RunningAttempt], orphaned: OrphanedAttempt, due: float
+    ) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(DRAIN_S):
+                await session.drained.wait()
+        self._closing.pop(session.session_id, None)
+        for attempt in lost:
+            if attempt.orphaned is orphaned:
+                attempt.set_due(due)
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)

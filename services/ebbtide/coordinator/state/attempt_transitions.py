@@ -5,6 +5,7 @@ in the store what had been done, and the next one reads it.
 """
 
 import math
+import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -15,20 +16,19 @@ import msgspec
 
 from ebbtide import telemetry
 from ebbtide.coordinator import metrics
+from ebbtide.coordinator.rules.placement import Placement, dead_letter_message
 from ebbtide.coordinator.state.attempt_records import draft_group, due_orphans, queued_again, started
 from ebbtide.coordinator.state.client_writes import ClientWrites
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
-from ebbtide.coordinator.state.ended_histories import EndedHistories
 from ebbtide.coordinator.state.notifier import Notifier
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.running_attempt import RunningAttempt
 from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.errors import LeaseSuperseded, NotFound, StoreUnavailable
 from ebbtide.rpc.run_endings import EndedRun
-from ebbtide.scheduling.dispatch.attempt_endings import dead_letter_message
-from ebbtide.scheduling.dispatch.placement import Placement
 from ebbtide.store.rollout_rows import EndedAttempt, EndReason, PlacedRollout, RequeuedRollout
 from ebbtide.store.store import Store
+from ebbtide.store.topics.run_topic import EndedHistory
 from ebbtide.store.unexpected_data import UNEXPECTED, WritesRefused
 from ebbtide.types.fleet import AttemptRef
 from ebbtide.types.ids import new_fence
@@ -310,3 +310,43 @@ def _assignment(attempt: RunningAttempt, given: PlacedRollout, run: RunState) ->
         longest_tokens=expected.longest_tokens,
         max_model_len=run.context,
     )
+
+
+class EndedHistories:
+    """Bounds what ended runs keep of their past: beyond a number of bytes, those that ended first lose events and
+    timeline.
+
+    Invariant: `_kept` has the ended runs that were swept by this coordinator. A new one sweeps all of them again, and
+    so learns them again. Records stay until they expire.
+    """
+
+    def __init__(self, store: Store, *, most_bytes: int, keep_s: float) -> None:
+        """`most_bytes`: of all ended runs together; `keep_s`: seconds after which a record expires by itself."""
+        self._store: Final = store
+        self._most, self._keep_s = most_bytes, keep_s
+        self._kept: dict[str, EndedHistory] = {}
+
+    async def add(self, run_id: str) -> None:
+        """Take in a run that has ended. Raises `StoreUnavailable`."""
+        if (history := await self._store.runs.ended_history(run_id)) is not None:
+            self._kept[run_id] = history
+
+    async def bound(self) -> None:
+        """Delete the oldest histories until the others fit. Raises `StoreUnavailable`."""
+        expired = time.time() - self._keep_s
+        self._kept = {run_id: one for run_id, one in self._kept.items() if one.ended > expired and one.size}
+        total = sum(one.size for one in self._kept.values())
+        for one in sorted(self._kept.values(), key=lambda one: one.ended):
+            if total <= self._most:
+                return
+            del self._kept[one.run_id]
+            total -= one.size
+            try:
+                await self._store.runs.drop_history(one.run_id)
+            except UNEXPECTED as error:  # the next coordinator tries again
+                log.error("history of an ended run not deleted", run_id=one.run_id, reason=str(error))  # noqa: TRY400 - the reason says all
+            except StoreUnavailable:
+                self._kept[one.run_id] = one
+                raise
+            else:
+                log.info("history of an ended run deleted", run_id=one.run_id, bytes=one.size)

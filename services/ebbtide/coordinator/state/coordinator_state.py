@@ -14,16 +14,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Final
 
+from ebbtide.coordinator.rules.fair_share import ChangeoverTimes
+from ebbtide.coordinator.rules.liveness import Returning
+from ebbtide.coordinator.rules.overload import Overload, Work
 from ebbtide.coordinator.state.dispatch_wakeups import DispatchWakeups
-from ebbtide.coordinator.state.fault_pause import FaultPause
-from ebbtide.coordinator.state.run_state import RunState
-from ebbtide.coordinator.state.session_index import SessionIndex
+from ebbtide.coordinator.state.run_state import FaultPause, RunState
 from ebbtide.coordinator.state.worker_reports import AttachReport
-from ebbtide.coordinator.state.worker_session import WorkerSession
+from ebbtide.coordinator.state.worker_session import SessionIndex, WorkerSession
 from ebbtide.rpc.run_endings import RunEndings
-from ebbtide.scheduling.fair_share.share_accounts import ChangeoverTimes
-from ebbtide.scheduling.health.liveness import Returning
-from ebbtide.scheduling.health.overload import Overload, Work
 from ebbtide.types.run import RunSpec
 
 #: Ended runs that are remembered after their data was deleted. A store forgets what happened in some seconds.

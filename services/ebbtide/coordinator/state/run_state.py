@@ -14,8 +14,11 @@ from collections.abc import Set as AbstractSet
 from contextlib import asynccontextmanager, contextmanager
 from typing import ClassVar, Final
 
+from ebbtide import telemetry
+from ebbtide.coordinator.rules.move_costs import MoveLedger
+from ebbtide.coordinator.rules.rollout_queue import GroupPlaces, QueuedRollout, RolloutQueue
+from ebbtide.coordinator.rules.turn_routing import CachedPrefixes, Prefixes
 from ebbtide.coordinator.state.dispatch_wakeups import DispatchWakeups
-from ebbtide.coordinator.state.fault_pause import FaultPause
 from ebbtide.coordinator.state.run_tail import RunTail
 from ebbtide.coordinator.state.running_attempt import (
     FinishedAttempt,
@@ -25,10 +28,6 @@ from ebbtide.coordinator.state.running_attempt import (
 )
 from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.errors import LeaseSuperseded, StoreUnavailable
-from ebbtide.scheduling.dispatch.group_places import GroupPlaces
-from ebbtide.scheduling.dispatch.move_ledger import MoveLedger
-from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout, RolloutQueue
-from ebbtide.scheduling.dispatch.turns.cached_prefixes import CachedPrefixes, Prefixes
 from ebbtide.scheduling.elastic.ended_responses import EndedResponses
 from ebbtide.store.rollout_rows import EndReason
 from ebbtide.store.unexpected_data import UNEXPECTED, WritesRefused
@@ -36,6 +35,7 @@ from ebbtide.types.end_cause import EndCause
 from ebbtide.types.run import RunShare, RunSpec
 from ebbtide.types.weights import PolicyVersion
 
+log = telemetry.get_logger(__name__)
 #: Finishes per run that are remembered; the worker of an older one asks for it by itself.
 _FINISHES: Final = 1 << 16
 #: Episodes per run that may go on although their newest rollout was acknowledged: the newest ones are remembered.
@@ -44,6 +44,30 @@ _ACKNOWLEDGED: Final = 1 << 12
 _INSTALL_FAILURES: Final = 3
 #: Its decisions rest for so long once the store refused its writes: the first time, and at most.
 _REFUSED_S, _LONGEST_REFUSED_S = 0.2, 5.0
+
+
+#: A pause takes so long: the first time, and at most. A new fault within `_SOON_S` of the last pause doubles it.
+_PAUSE_S, _LONGEST_PAUSE_S, _SOON_S = 1.0, 60.0, 10.0
+
+
+class FaultPause:
+    """Leaves one run alone for a while when the store gives an unexpected reply for it, and logs each such pause."""
+
+    def __init__(self, run_id: str, first_s: float = _PAUSE_S, longest_s: float = _LONGEST_PAUSE_S) -> None:
+        self._run_id, self._first_s, self._longest_s = run_id, first_s, longest_s
+        self._pause_s, self._until = 0.0, -math.inf
+
+    def lasts(self, now: float) -> bool:
+        return now < self._until
+
+    def begin(self, error: Exception, now: float) -> float:
+        """Pause, unless a pause lasts already. Returns for how many seconds from now."""
+        if not self.lasts(now):
+            again = now < self._until + _SOON_S
+            self._pause_s = min(self._longest_s, 2 * self._pause_s) if again else self._first_s
+            self._until = now + self._pause_s
+            log.error("run paused", run_id=self._run_id, seconds=self._pause_s, reason=str(error))
+        return self._until - now
 
 
 class RunState:

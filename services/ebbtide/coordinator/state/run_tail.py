@@ -14,8 +14,8 @@ from itertools import islice
 from typing import Final
 
 from ebbtide import telemetry
+from ebbtide.coordinator.rules.rollout_queue import QueuedRollout, Rank, RolloutQueue
 from ebbtide.coordinator.state.running_attempt import RunningAttempt
-from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout, Rank, RolloutQueue
 from ebbtide.scheduling.long_tail.length_learner import LengthCurve, LengthOutlook
 from ebbtide.scheduling.long_tail.run_forecasts import KnownGroup, RunForecasts
 from ebbtide.scheduling.long_tail.start_ranks import StartRanks

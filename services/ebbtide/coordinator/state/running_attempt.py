@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import msgspec
 from msgspec import Struct
 
-from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout
+from ebbtide.coordinator.rules.rollout_queue import QueuedRollout
 from ebbtide.store.rollout_rows import EndReason
 from ebbtide.types.fleet import AttemptRef
 

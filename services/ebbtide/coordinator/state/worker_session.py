@@ -8,23 +8,73 @@ attempts.
 """
 
 import asyncio
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Final, NamedTuple
 
 import msgspec
 
+from ebbtide.coordinator.rules.move_costs import LentHost
 from ebbtide.coordinator.state.dispatch_wakeups import DispatchWakeups
 from ebbtide.coordinator.state.running_attempt import RunningAttempt
-from ebbtide.coordinator.state.session_index import SessionIndex
 from ebbtide.coordinator.state.worker_reports import AttachReport, HeartbeatReport
-from ebbtide.scheduling.dispatch.reclaim_risk import LentHost
 from ebbtide.scheduling.steps.step_pacing import VersionBounds
 from ebbtide.types.fleet import AttemptRef, EngineInfo, FlushPace, FlushWindow, WorkerKind, WorkerState
 from ebbtide.types.weights import PolicyVersion
 from ebbtide.v1 import fleet_pb2
 from ebbtide.wire.record_conversion import to_proto
+
+
+class SessionIndex:
+    """Finds the attached sessions that serve a run, and whether one of them has a free slot.
+
+    Invariant: exactly the attached sessions are here, each under its `run_id`. Sessions keep it up to date themselves.
+    """
+
+    def __init__(self) -> None:
+        self._by_run: defaultdict[str, dict[str, WorkerSession]] = defaultdict(dict)
+        self._with_room: defaultdict[str, set[str]] = defaultdict(set)
+
+    def serving(self, run_id: str) -> "Collection[WorkerSession]":
+        """The sessions that are to serve the run; with "", those that serve none."""
+        found = self._by_run.get(run_id)
+        return found.values() if found else ()
+
+    def has_room(self, run_id: str) -> bool:
+        """Whether a session that serves the run has a free slot."""
+        return bool(self._with_room.get(run_id))
+
+    def add(self, session: "WorkerSession") -> None:
+        self._by_run[session.run_id][session.session_id] = session
+        self.count(session)
+
+    def remove(self, session: "WorkerSession") -> None:
+        self._forget(session, session.run_id)
+
+    def moved(self, session: "WorkerSession", former: str) -> None:
+        """Note that a session serves another run than the `former`."""
+        if session.session_id in self._by_run.get(former, ()):
+            self._forget(session, former)
+            self.add(session)
+
+    def count(self, session: "WorkerSession") -> None:
+        """Note that a session has become full, or is full no longer."""
+        if session.session_id not in self._by_run.get(session.run_id, ()):
+            return
+        if len(session.attempts) < session.slots:
+            self._with_room[session.run_id].add(session.session_id)
+        else:
+            self._with_room[session.run_id].discard(session.session_id)
+
+    def _forget(self, session: "WorkerSession", run_id: str) -> None:
+        """Remove a session; a run without sessions leaves nothing behind."""
+        sessions, room = self._by_run[run_id], self._with_room[run_id]
+        sessions.pop(session.session_id, None)
+        room.discard(session.session_id)
+        if not sessions:
+            del self._by_run[run_id], self._with_room[run_id]
+
 
 #: Bytes of assignments per message: with one more rollout of the largest size it is well under the message limit.
 _BATCH_BYTES: Final = 256 << 10

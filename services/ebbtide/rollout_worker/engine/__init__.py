@@ -147,8 +147,10 @@ class Engine(Protocol):
     async def install(self, version: int, weights: Path, changes: Path | None = None) -> float:
         """Replace the weights. Requests go on under the new version; those without a token start again.
 
-        `weights`: a safetensors file of all tensors of the version. `changes`: the change from the installed version,
-        as `version_files` describes it, for engines that apply it in place. Neither is read or mapped after the return.
+        `weights`: a safetensors file of all tensors of the version. `changes`: the same for the change from the
+        installed version, for engines that apply it in place. It has, for each changed tensor NAME, the tensors
+        `NAME.indices` (i64, one dimension, ascending positions in the flat tensor) and `NAME.values` (its data type).
+        Neither file is read or mapped after the return.
 
         Returns the seconds for which generation stood still. Raises `InvalidRequest` if the old version is still whole
         and serving, `EngineFailed` if it may not be.

@@ -4,8 +4,8 @@ from random import Random
 
 import pytest
 
-from ebbtide.scheduling.dispatch.throughput import ThroughputPoint, WorkerThroughput
 from ebbtide.scheduling.elastic.engine_pace import EnginePace, fitted_pace, relative_speed
+from ebbtide.scheduling.throughput import ThroughputPoint, WorkerThroughput
 
 _TRUE = EnginePace(step_s=0.01, rollout_s=8e-5, context_s=3e-8)
 

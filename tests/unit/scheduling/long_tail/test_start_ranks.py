@@ -2,7 +2,7 @@
 
 from random import Random
 
-from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout, RolloutQueue
+from ebbtide.coordinator.rules.rollout_queue import QueuedRollout, RolloutQueue
 from ebbtide.scheduling.long_tail.run_forecasts import RunForecasts
 from ebbtide.scheduling.long_tail.start_ranks import StartRanks
 from ebbtide.scheduling.steps.step_pacing import VersionBounds

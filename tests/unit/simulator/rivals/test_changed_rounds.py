@@ -13,7 +13,7 @@ from benchmarks.rivals.changed_rounds import (
     replaced,
     told,
 )
-from ebbtide.scheduling.dispatch.throughput import WorkerThroughput
+from ebbtide.scheduling.throughput import WorkerThroughput
 from ebbtide.simulator.scenario.scenario import Scenario
 from ebbtide.simulator.world.simulation import Simulation
 from tests.fakes.simulated_profiles import PlainProfiles

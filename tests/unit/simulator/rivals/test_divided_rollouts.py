@@ -13,9 +13,8 @@ from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.quantity_spec import LengthSpec, QuantitySpec
 from ebbtide.simulator.scenario.scenario import Scenario
 from ebbtide.simulator.scenario.training_run import TrainingRun
-from ebbtide.simulator.world.policy import Policy
-from ebbtide.simulator.world.simulation import Simulation
-from ebbtide.simulator.world.verl_policy import VerlPolicy
+from ebbtide.simulator.world.rival_policies import VerlPolicy
+from ebbtide.simulator.world.simulation import Policy, Simulation
 from tests.fakes.simulated_profiles import ENGINE, PlainProfiles
 
 CROWDED: EngineProfile = replace(

@@ -8,10 +8,9 @@ from msgspec.structs import replace
 from benchmarks.rivals.policies import COMPARED
 from ebbtide.errors import InvalidRequest
 from ebbtide.simulator.outcome import Outcome
-from ebbtide.simulator.scenario.fault_plan import PlannedFault
 from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.quantity_spec import LengthSpec
-from ebbtide.simulator.scenario.scenario import PolicyChoice, Scenario
+from ebbtide.simulator.scenario.scenario import PlannedFault, PolicyChoice, Scenario
 from ebbtide.simulator.scenario.training_run import TrainingRun
 from ebbtide.simulator.simulate import POLICIES, policy_of
 from ebbtide.simulator.world.simulation import Simulation

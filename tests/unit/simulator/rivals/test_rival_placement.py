@@ -8,14 +8,14 @@ from typing import cast
 from benchmarks.rivals.rlboost.group_sweeps import GroupSweeps
 from benchmarks.rivals.rlboost.pending_balance import PendingBalance
 from benchmarks.rivals.rollpacker_policy import FewestResponses
+from ebbtide.coordinator.rules.placement import Placement
+from ebbtide.coordinator.rules.rollout_queue import QueuedRollout
 from ebbtide.coordinator.state.attempt_records import started
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.worker_reports import AttachReport
 from ebbtide.coordinator.state.worker_session import WorkerSession
-from ebbtide.scheduling.dispatch.placement import Placement
-from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout
 from ebbtide.scheduling.steps.step_pacing import VersionBounds
-from ebbtide.simulator.world.verl_policy import GroupTurns
+from ebbtide.simulator.world.rival_policies import GroupTurns
 from ebbtide.simulator.world.virtual_coordinator import VirtualCoordinator
 from ebbtide.types.fleet import PROTOCOL_VERSION, EngineInfo, WorkerKind
 from ebbtide.types.run import EnvironmentSpec, RunSpec

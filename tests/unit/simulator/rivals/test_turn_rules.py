@@ -3,7 +3,7 @@
 from benchmarks.rivals.turns.rose_turns_policy import RoseTurnsPolicy
 from benchmarks.rivals.turns.spreading_policies import LeastLoadedPolicy, StickyPolicy
 from benchmarks.rivals.turns.turn_decider import TurnDecider
-from ebbtide.scheduling.dispatch.rollout_queue import QueuedRollout
+from ebbtide.coordinator.rules.rollout_queue import QueuedRollout
 from ebbtide.scheduling.steps.step_pacing import VersionBounds
 from tests.unit.simulator.rivals.test_rival_placement import Coordinator
 

@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Final
 
 from ebbtide.checked_files.refusals import FileRefused, Problem
-from ebbtide.simulator.scenario.reading.known_names import KnownNames
-from ebbtide.simulator.scenario.reading.scenario_reader import parse_scenario
 from ebbtide.simulator.scenario.scenario import Scenario
+from ebbtide.simulator.scenario.scenario_checks import KnownNames
+from ebbtide.simulator.scenario.scenario_reader import parse_scenario
 
 _ANY: Final = KnownNames()
 

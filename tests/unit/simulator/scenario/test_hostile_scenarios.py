@@ -11,8 +11,8 @@ from msgspec.structs import replace
 from ebbtide.checked_files.refusals import MOST_PROBLEMS, FileRefused
 from ebbtide.simulator.scenario.draws.machine_events import machine_events
 from ebbtide.simulator.scenario.draws.workload import Workload
-from ebbtide.simulator.scenario.reading.scenario_reader import parse_scenario, read_scenario
 from ebbtide.simulator.scenario.scenario import Scenario
+from ebbtide.simulator.scenario.scenario_reader import parse_scenario, read_scenario
 from tests.unit.simulator.scenario.hostile_files import HANDWRITTEN, files
 from tests.unit.simulator.scenario.scenario_texts import FULL, TABLES, write_tables
 

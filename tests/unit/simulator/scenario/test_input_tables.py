@@ -7,10 +7,13 @@ from pathlib import Path
 import pytest
 
 from ebbtide.checked_files.refusals import MOST_PROBLEMS, FileRefused
-from ebbtide.simulator.scenario.inputs.grant_tape import read_grants
-from ebbtide.simulator.scenario.inputs.price_table import fixed_price, read_prices
-from ebbtide.simulator.scenario.inputs.quantile_table import read_quantiles
-from ebbtide.simulator.scenario.inputs.spot_trace import read_spot_trace
+from ebbtide.simulator.scenario.input_tables import (
+    fixed_price,
+    read_grants,
+    read_prices,
+    read_quantiles,
+    read_spot_trace,
+)
 
 EXAMPLES = Path(__file__).parents[4] / "examples" / "scenarios"
 READERS = {
@@ -22,14 +25,14 @@ READERS = {
     ("kind", "text", "told"),
     [
         ("spot", "t_s,event\n0,add\n", "1: node: is no column; the table has 't_s,event' and needs 't_s,event,node'"),
-        ("spot", "t_s,count\n0,1\n5,two\n", "3:3: count: is 'two'; it must be a number from 0 to 20000"),
-        ("spot", "t_s,count\n0,1\n5,1.5\n", "3:3: count: is 1.5; it must be a whole number"),
+        ("spot", "t_s,count\n0,1\n5,two\n", "3:3: count: is 'two'; it must be a whole number from 0 to 20000"),
+        ("spot", "t_s,count\n0,1\n5,1.5\n", "3:3: count: is '1.5'; it must be a whole number"),
         ("spot", "t_s,count\n5,1\n0,2\n", "3:1: t_s: is 0 after 5; rows must be sorted by t_s"),
         ("spot", "t_s,count\n0,0\n5,0\n", "1: no machine ever joins; there is nothing to simulate"),
         ("spot", "t_s,count\nnan,1\n", "2:1: t_s: is 'nan'; it must be a number from 0 to 100000000"),
         ("spot", "t_s,count\n-1,1\n", "2:1: t_s: is '-1'; it must be a number from 0 to 100000000"),
         ("spot", "t_s,count\n0,1,2\n", "2: has 3 cells; the head has 2 columns; the row must have as many"),
-        ("spot", "t_s,event,node\n0,ad,a\n", "2:3: event: is 'ad'; it must be add or remove"),
+        ("spot", "t_s,event,node\n0,ad,a\n", "2:3: event: is 'ad'; it must be one of add, remove"),
         ("spot", "t_s,event,node\n0,add,a\n1,add,a\n", "3:7: node: 'a' joins, but is there already; correct"),
         ("spot", "t_s,event,node\n0,remove,a\n", "2:10: node: 'a' leaves, but is not there; correct"),
         ("spot", "t_s,event,node\n0,add,a b\n", "2:7: node: is 'a b'; it must be 1 to 64 of"),
@@ -46,6 +49,7 @@ READERS = {
         ("grants", "t_s,share\n0,1.5\n1,0\n", "2:3: share: is '1.5'; it must be a number from 0 to 1"),
         ("grants", "t_s,share\n0,0.001\n1,0\n", "2:3: share: is 0.001; it must be 0, or from 0.01 to 1"),
         ("grants", "t_s,share\n0,0\n1,1\n", "1: no share is above 0; leave out machines that are never lent"),
+        ("grants", '"t_s,share\n', "1: unexpected end of data; it must be a table"),
         ("grants", 't_s,share\n0,"1\n', "2: unexpected end of data; it must be a table"),
     ],
 )

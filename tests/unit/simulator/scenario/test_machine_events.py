@@ -8,11 +8,9 @@ import pytest
 from msgspec.structs import replace
 
 from ebbtide.simulator.scenario.draws.machine_events import MachineChange, MachineEvent, machine_events, machine_speed
-from ebbtide.simulator.scenario.fault_plan import PlannedFault, struck
-from ebbtide.simulator.scenario.inputs.input_tables import InputTables
-from ebbtide.simulator.scenario.inputs.spot_trace import SpotTrace, TraceEvent
+from ebbtide.simulator.scenario.input_tables import InputTables, SpotTrace, TraceEvent
 from ebbtide.simulator.scenario.machine_pool import MachinePool, SpotTraceSpec
-from ebbtide.simulator.scenario.scenario import Scenario
+from ebbtide.simulator.scenario.scenario import PlannedFault, Scenario, struck
 from ebbtide.simulator.scenario.training_run import TrainingRun
 from ebbtide.types.ids import check_id
 

@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 from msgspec import Struct
 
-from ebbtide.simulator.scenario.fault_plan import PlannedFault
 from ebbtide.simulator.scenario.machine_pool import GrantTapeSpec, MachinePool, SpotTraceSpec
 from ebbtide.simulator.scenario.quantity_spec import LengthSpec
-from ebbtide.simulator.scenario.scenario import PolicyChoice, ScenarioSpec
+from ebbtide.simulator.scenario.scenario import PlannedFault, PolicyChoice, ScenarioSpec
 from ebbtide.simulator.scenario.training_run import SimulatedEnvironment, TrainingRun
 from ebbtide.simulator.simulate import POLICIES
 from tests.unit.simulator.scenario.scenario_texts import SHORT, problems

@@ -8,9 +8,9 @@ from msgspec import Struct
 
 from ebbtide.checked_files.refusals import MOST_PROBLEMS, FileRefused
 from ebbtide.simulator.scenario.quantity_spec import LengthSpec
-from ebbtide.simulator.scenario.reading.known_names import EngineLimits, KnownNames
-from ebbtide.simulator.scenario.reading.scenario_reader import parse_scenario, read_scenario
 from ebbtide.simulator.scenario.scenario import is_path
+from ebbtide.simulator.scenario.scenario_checks import EngineLimits, KnownNames
+from ebbtide.simulator.scenario.scenario_reader import parse_scenario, read_scenario
 from tests.unit.simulator.scenario.scenario_texts import FULL, SHORT, problems, scenario, write_tables
 
 EXAMPLES = Path(__file__).parents[4] / "examples" / "scenarios"

@@ -9,8 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from ebbtide.simulator.scenario.draws.workload import Turn, Workload
-from ebbtide.simulator.scenario.inputs.input_tables import InputTables
-from ebbtide.simulator.scenario.inputs.quantile_table import QuantileTable
+from ebbtide.simulator.scenario.input_tables import InputTables, QuantileTable
 from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.quantity_spec import MATH_RESPONSES, LengthSpec, QuantitySpec
 from ebbtide.simulator.scenario.scenario import Scenario

@@ -1,9 +1,7 @@
 """Brings versions into the processes of one vLLM engine: before generation stops, while it stands still, and after.
 
-A version's files are checked in the worker's process and on its CPU before generation stops; engine processes read the
-same files. `weights` is a safetensors file of all tensors. `changes` has, for each changed tensor NAME, the tensors
-`NAME.indices` (i64, one dimension, ascending positions in the flat tensor) and `NAME.values` (its data type), relative
-to the version before.
+A version's files (`Engine.install`) are checked in the worker's process and on its CPU before generation stops; engine
+processes read the same files.
 
 Invariant: an engine process has a version's files open only between `prepare` and `finish`; only `apply` writes. The
 worker's process imports this before torch is prepared: nothing here imports torch or vLLM at once.

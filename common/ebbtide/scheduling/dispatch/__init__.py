@@ -1,1 +1,0 @@
-"""Decides which queued rollout goes to which worker, in which order, and which one moves."""

@@ -1,1 +1,0 @@
-"""Tells unlike workers of one pool apart: by memory, and by how often they are lost."""

@@ -1,1 +1,0 @@
-"""Decides where an episode's next turn runs."""

@@ -1,1 +1,0 @@
-"""Decides what share of the fleet each run is due, and which run each worker serves."""

@@ -1,0 +1,1 @@
+"""Defines the commands of what stands beside the product: demos, simulations and profiles."""

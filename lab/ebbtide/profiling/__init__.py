@@ -1,0 +1,1 @@
+"""Measures an engine or a trainer, and fits the profile that simulations use."""

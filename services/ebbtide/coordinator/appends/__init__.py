@@ -1,1 +1,0 @@
-"""Takes workers' tokens in: from a message to stored and acknowledged tokens."""

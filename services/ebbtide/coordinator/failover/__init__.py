@@ -1,1 +1,0 @@
-"""Takes the fleet over: elects the leader, reads runs back, and reconciles a store that forgot."""

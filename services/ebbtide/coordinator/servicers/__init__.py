@@ -1,1 +1,0 @@
-"""Translates the four services' messages to and from calls."""

@@ -1,1 +1,0 @@
-"""Fits the costs of engines and trainers to measured steps."""

@@ -1,1 +1,0 @@
-"""Turns simulated outcomes into figures with their spread over seeds, a file and a picture."""

@@ -1,1 +1,0 @@
-"""Reads the tables that a scenario names: spot traces, quantiles, prices and served requests."""
