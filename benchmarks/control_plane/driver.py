@@ -9,8 +9,7 @@ from typing import Any, Final
 from benchmarks.control_plane.responses import LONGEST, response
 from ebbtide.auth.security import ClientSecurity
 from ebbtide.client.service_peer import ServicePeer
-from ebbtide.types.run import EnvironmentSpec, RunSpec, ShareSpec
-from ebbtide.types.tail_spec import TailSpec
+from ebbtide.types.run import EnvironmentSpec, RunSpec, ShareSpec, TailSpec
 from ebbtide.types.tokens import pack_ids, unpack_tokens
 from ebbtide.v1 import rollouts_pb2, runs_pb2, types_pb2
 from ebbtide.v1.rollouts_pb2_grpc import RolloutsStub

@@ -19,7 +19,7 @@ from ebbtide.errors import StoreUnavailable
 from ebbtide.rollout_worker.generation.generation import Assignment, Generation, ResponseEnding
 from ebbtide.rollout_worker.generation.local_attempts import LocalAttempts
 from ebbtide.rollout_worker.generation.outbox import Outbox
-from ebbtide.store.topics.append_topic import AppendTopic
+from ebbtide.store.topics.rollout_topic import AppendTopic
 from ebbtide.types.tokens import TOKEN_BYTES
 from tests.simulation.fleet_bugs import FLEET_BUGS
 from tests.simulation.planting import Bug, lua, python

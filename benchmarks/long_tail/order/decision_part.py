@@ -19,8 +19,7 @@ from ebbtide.coordinator.state.run_events import SilentRunEvents
 from ebbtide.coordinator.state.worker_reports import AttachReport, InstalledReport
 from ebbtide.scheduling.steps.step_pacing import VersionBounds
 from ebbtide.types.fleet import PROTOCOL_VERSION, EngineInfo, WorkerKind
-from ebbtide.types.run import BatchSpec, EnvironmentSpec, RunSpec, Sampling
-from ebbtide.types.tail_spec import TailSpec
+from ebbtide.types.run import BatchSpec, EnvironmentSpec, RunSpec, Sampling, TailSpec
 from ebbtide.types.weights import PolicyVersion
 
 _WORKERS, _SLOTS, _QUEUED, _GROUP = 1_000, 16, 100_000, 8

@@ -28,8 +28,7 @@ from ebbtide.simulator.scenario.quantity_spec import LengthSpec, QuantitySpec
 from ebbtide.simulator.scenario.scenario import Scenario
 from ebbtide.simulator.scenario.training_run import SimulatedEnvironment, SimulatedRewards, TrainingRun
 from ebbtide.simulator.simulate import simulate
-from ebbtide.types.run import EnvironmentSpec, RunSpec
-from ebbtide.types.tail_spec import TailSpec
+from ebbtide.types.run import EnvironmentSpec, RunSpec, TailSpec
 
 #: Lengths of responses with code: median and 90 % of RollPacker's figure, at its cap for 7B models.
 _LENGTHS: Final = LengthSpec(median=663, sigma=0.72, tail_sigma=0.95, tail_from=1.05, correlation=0.5)

@@ -10,11 +10,10 @@ from ebbtide.store.link.store_connection import StoreConnection
 from ebbtide.store.migrations import Schema
 from ebbtide.store.record_codec import text_pairs
 from ebbtide.store.topics.account_topic import AccountTopic
-from ebbtide.store.topics.append_topic import AppendTopic
 from ebbtide.store.topics.event_topic import EventTopic
 from ebbtide.store.topics.leadership_topic import LeadershipTopic
 from ebbtide.store.topics.lease_topic import LeaseTopic
-from ebbtide.store.topics.rollout_topic import RolloutTopic
+from ebbtide.store.topics.rollout_topic import AppendTopic, RolloutTopic
 from ebbtide.store.topics.run_topic import RunTopic
 from ebbtide.store.topics.session_topic import SessionTopic
 from ebbtide.store.topics.span_topic import SpanTopic

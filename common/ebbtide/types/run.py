@@ -12,7 +12,6 @@ from msgspec.structs import force_setattr
 from ebbtide.errors import InvalidRequest
 from ebbtide.types.end_cause import EndCause
 from ebbtide.types.ids import check_id
-from ebbtide.types.tail_spec import TailSpec
 from ebbtide.types.weights import PolicyVersion
 
 Positive = Annotated[int, Meta(ge=1)]
@@ -39,6 +38,24 @@ _STREAMED: Final = {
     "epochs": (1, "another pass would need all groups again, after an update"),
     "kl_coefficient": (0.0, "the KL term is divided by another number of tokens, which needs second gradients"),
 }
+
+
+class TailSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What shortens the tail of a run's steps (`[tail]` of its spec)."""
+
+    #: Who starts first. "lengths": one sample of each group, then the longest ones by forecast. With `max_staleness` 0
+    #: a step ends sooner so. "submitted": groups start one after another, as they were submitted.
+    order: Literal["lengths", "submitted"] = "submitted"
+    #: "grouped": workers whose `vllm.speculation` allows it draft from the tokens that they have of a rollout's group.
+    speculation: Literal["grouped", "off"] = "off"
+    #: Most seconds of the scoring of one response; None: those of `batch.episode_timeout_s`.
+    reward_timeout_s: Annotated[float, Meta(gt=0)] | None = None
+    #: "whole_groups": a step trains on the groups that are whole first. The others go on, and are trained on at most
+    #: `batch.max_staleness` steps later. Generation does not run ahead of training otherwise.
+    rounds: Literal["off", "whole_groups"] = "off"
+    #: Groups on their way at the begin of a step, as a multiple of `batch.groups_per_step`. More of them make shorter
+    #: steps, and older tokens.
+    rounds_excess: Annotated[float, Meta(ge=1, le=2)] = 2.0
 
 
 class RunStatus(IntEnum):

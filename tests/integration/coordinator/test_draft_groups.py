@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ebbtide.types.rollout import RolloutKind
-from ebbtide.types.tail_spec import TailSpec
+from ebbtide.types.run import TailSpec
 from ebbtide.v1 import runs_pb2, types_pb2
 from tests.support.waiting import wait_until
 

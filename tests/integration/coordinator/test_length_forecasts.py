@@ -3,8 +3,7 @@
 from typing import Any
 
 from ebbtide.coordinator.dispatch import forecast_sender
-from ebbtide.types.run import BatchSpec
-from ebbtide.types.tail_spec import TailSpec
+from ebbtide.types.run import BatchSpec, TailSpec
 from ebbtide.v1 import types_pb2
 from tests.support.waiting import wait_until
 

@@ -13,8 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from ebbtide.client import Client
-from ebbtide.types.run import Run, RunEvent, RunSpec, RunStatus
-from ebbtide.types.tail_spec import TailSpec
+from ebbtide.types.run import Run, RunEvent, RunSpec, RunStatus, TailSpec
 from tests.support.waiting import wait_until
 
 MakeSpec = Callable[..., RunSpec]

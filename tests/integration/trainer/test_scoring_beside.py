@@ -15,8 +15,7 @@ from ebbtide.driver.scoring.reward_clock import OutOfTime
 from ebbtide.driver.settings import DriverSettings, EnvironmentSettings
 from ebbtide.environments import StepResult
 from ebbtide.scheduling.long_tail.final_turns import LEARNT
-from ebbtide.types.run import EnvironmentSpec, RunSpec
-from ebbtide.types.tail_spec import TailSpec
+from ebbtide.types.run import EnvironmentSpec, RunSpec, TailSpec
 from tests.support.waiting import wait_until
 
 LIMIT_S = 60.0

@@ -17,8 +17,7 @@ from ebbtide.coordinator.state.running_attempt import RunningAttempt
 from ebbtide.scheduling.long_tail.length_learner import LengthLearner
 from ebbtide.scheduling.long_tail.run_forecasts import RunForecasts
 from ebbtide.scheduling.steps.step_pacing import VersionBounds
-from ebbtide.types.run import BatchSpec, EnvironmentSpec, RunSpec, Sampling
-from ebbtide.types.tail_spec import TailSpec
+from ebbtide.types.run import BatchSpec, EnvironmentSpec, RunSpec, Sampling, TailSpec
 from tests.unit.coordinator.virtual_fleet import VERSION, VirtualFleet
 
 CAP = 1 << 16

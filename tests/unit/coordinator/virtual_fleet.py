@@ -18,8 +18,7 @@ from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.types.end_cause import EndCause
 from ebbtide.types.fleet import PROTOCOL_VERSION, WorkerKind
 from ebbtide.types.rollout import RolloutKind, RolloutRequest
-from ebbtide.types.run import EnvironmentSpec, RunSpec, Sampling
-from ebbtide.types.tail_spec import TailSpec
+from ebbtide.types.run import EnvironmentSpec, RunSpec, Sampling, TailSpec
 from ebbtide.types.weights import PolicyVersion
 from tests.unit.coordinator.model_fleet import ENGINE
 

@@ -69,10 +69,10 @@ from ebbtide.types.run import (
     RunSpec,
     Sampling,
     ShareSpec,
+    TailSpec,
     TrainerSpec,
 )
 from ebbtide.types.session import Session, SessionEnd, SessionState, SessionTurn, TurnPage, UnverifiedSession
-from ebbtide.types.tail_spec import TailSpec
 from ebbtide.types.weights import (
     BlobSource,
     FoundWay,

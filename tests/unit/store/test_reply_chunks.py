@@ -7,7 +7,7 @@ import pytest
 import redis.exceptions
 from redis.asyncio.connection import Connection
 
-from ebbtide.store.link.reply_chunks import ReplyChunks
+from ebbtide.store.link.dialer import ReplyChunks
 
 
 class Wire:

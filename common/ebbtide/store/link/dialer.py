@@ -4,6 +4,7 @@ import asyncio
 from typing import Any, Final, Protocol, cast
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
+import hiredis
 import redis.exceptions
 from redis.asyncio import ConnectionPool
 from redis.asyncio.connection import AbstractConnection, Connection, SSLConnection
@@ -218,3 +219,32 @@ def _public(url: str) -> str:
 
 def _unusable(where: str, why: str) -> InvalidRequest:
     return InvalidRequest(f"{where!r} cannot be used: {why}", field="store_url")
+
+
+class ReplyChunks:
+    """The replies to commands that are sent from now on, chunk by chunk: all that came together are there at once.
+
+    Nothing else may read from the link. redis-py's reader goes through several coroutines for each reply, and most of
+    the coordinator's calls are small.
+    """
+
+    def __init__(self, link: AbstractConnection) -> None:
+        connected: Any = link  # redis-py hands both parts to its own parsers alone
+        self._stream = connected._reader  # noqa: SLF001
+        self._parser = hiredis.Reader(
+            protocolError=redis.exceptions.InvalidResponse,
+            replyError=connected._parser.parse_error,  # noqa: SLF001
+        )
+
+    async def next(self) -> list[Any]:
+        """The replies that came together, perhaps none; errors among them as exceptions. Raises `ConnectionError` of
+        redis once the server closed the link.
+        """
+        data = await self._stream.read(1 << 16)
+        if not data:
+            raise redis.exceptions.ConnectionError("the store closed the connection")
+        self._parser.feed(data)
+        replies: list[Any] = []
+        while (reply := self._parser.gets()) is not False:
+            replies.append(reply)
+        return replies

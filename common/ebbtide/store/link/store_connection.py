@@ -20,9 +20,8 @@ import redis.exceptions
 from redis.asyncio.connection import AbstractConnection
 
 from ebbtide.errors import StoreUnavailable
-from ebbtide.store.link.dialer import dialer, greet
+from ebbtide.store.link.dialer import ReplyChunks, dialer, greet
 from ebbtide.store.link.durability_watch import DurabilityWatch
-from ebbtide.store.link.reply_chunks import ReplyChunks
 from ebbtide.store.link.store_faults import TermSuperseded, estranges, fault
 from ebbtide.store.lua_scripts import LuaScript
 

@@ -1,4 +1,4 @@
-"""Moves rollouts from submit to end: queued, running, finished, over. Each move is one script, safe to repeat."""
+"""Moves rollouts from submit to end: queued, running with its tokens, finished, over. Each is one repeatable script."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -6,7 +6,7 @@ from typing import Final
 
 import msgspec
 
-from ebbtide.errors import AlreadyExists, InvalidRequest, NoCapacity
+from ebbtide.errors import AlreadyExists, InvalidRequest, LeaseSuperseded, NoCapacity
 from ebbtide.store.link.store_faults import StoreRefused
 from ebbtide.store.record_codec import body_digest, pack, text_pairs, unpack
 from ebbtide.store.rollout_rows import (
@@ -22,6 +22,8 @@ from ebbtide.store.rollout_rows import (
     RolloutState,
 )
 from ebbtide.store.topics.topic import Topic
+from ebbtide.types.append_delta import AppendAck, AppendColumns
+from ebbtide.types.fleet import AppendStatus
 from ebbtide.types.prompt_scores import record_count
 from ebbtide.types.rollout import RolloutKind, RolloutRequest, SubmitOrder, SubmitOutcome
 from ebbtide.types.run import LeaseRef, is_gateway
@@ -220,3 +222,26 @@ def _open(row: list[bytes | int]) -> OpenRollout:
 def _workers(listed: bytes) -> frozenset[str]:
     """The workers of a text with a comma after each name."""
     return frozenset(listed.decode().split(",")[:-1])
+
+
+_encode = msgspec.json.Encoder().encode
+
+
+class AppendTopic(Topic):
+    async def append(self, deltas: AppendColumns, *, new: bool = False) -> dict[int, AppendAck]:
+        """Store new tokens, acknowledge stored ones, refuse gaps and old attempts. Safe to repeat. It costs less
+        if they are `new`: all are expected to follow what is stored.
+
+        Returns, by place, the acknowledgements of the deltas that were not stored as sent. Raises `NotFound`.
+        """
+        # A few large arguments are cheaper than many small ones on both sides.
+        finishes = [part for index, reason in deltas.finishes.items() for part in (index + 1, reason.name)]
+        columns = _encode((deltas.rollouts, deltas.attempts, deltas.ends, deltas.counts, finishes, new))
+        try:
+            others = await self._write("append", deltas.run_id, columns, deltas.tokens)
+        except LeaseSuperseded:  # the run has ended, and its attempts with it
+            return deltas.superseded()
+        return {
+            place - 1: AppendAck(deltas.attempts[place - 1], AppendStatus(status), stored, bool(finished))
+            for place, status, stored, finished in zip(*[iter(others)] * 4, strict=True)
+        }

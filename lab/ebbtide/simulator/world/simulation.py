@@ -30,7 +30,7 @@ from ebbtide.simulator.world.training.trainer_loan import FixedWindow, LoanWindo
 from ebbtide.simulator.world.virtual_coordinator import Decider, RunAccount, VirtualCoordinator
 from ebbtide.simulator.world.virtual_time import VirtualTime
 from ebbtide.types.fleet import WorkerKind
-from ebbtide.types.tail_spec import TailSpec
+from ebbtide.types.run import TailSpec
 
 _BYTES_PER_GB = 1e9
 _BYTES_PER_GBIT = 125e6

@@ -36,8 +36,7 @@ from ebbtide.simulator.world.fleet.version_pulls import VersionPulls
 from ebbtide.simulator.world.virtual_time import VirtualTime, VirtualWakeups
 from ebbtide.store.rollout_rows import EndReason
 from ebbtide.types.end_cause import EndCause
-from ebbtide.types.run import BatchSpec, EnvironmentSpec, RunSpec, Sampling, ShareSpec
-from ebbtide.types.tail_spec import TailSpec
+from ebbtide.types.run import BatchSpec, EnvironmentSpec, RunSpec, Sampling, ShareSpec, TailSpec
 from ebbtide.types.weights import PolicyVersion
 
 #: As `requeue.lua`: workers remembered per rollout, the newest.
