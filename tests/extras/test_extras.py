@@ -17,6 +17,7 @@ from typing import Any, Final
 import httpx
 import pytest
 
+from ebbtide.cli.commands.service_commands import BESIDE, SERVICES
 from ebbtide.client import SyncClient
 from tests.support.redis_servers import EmbeddedRedis
 
@@ -146,6 +147,8 @@ def test_a_gateway_needs_its_own_extra_alone(python: str, tiny_model: Path) -> N
 def test_the_command_line_needs_its_own_extra_alone(python: str) -> None:
     assert "submit" in run(python, "-m", "ebbtide.cli", "--help").stdout
     assert "--dir" in run(python, "-m", "ebbtide.cli", "certs", "init", "--help").stdout
+    for name in (*SERVICES, *BESIDE, "base-model", "health"):
+        assert "usage" in run(python, "-m", "ebbtide.cli", name, "--help").stdout.lower(), name
 
 
 @pytest.mark.parametrize("python", ["simulate"], indirect=True)

@@ -4,8 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-
 from ebbtide.errors import InvalidRequest
 from ebbtide.types.model_path import no_directory
 from ebbtide.types.spec_file import NO_LORA
@@ -50,6 +48,8 @@ def _check(directory: Path, field: str) -> None:
 
 def _check_whole(path: Path, field: str) -> None:
     """Checks the header, without reading the weights."""
+    from safetensors import SafetensorError, safe_open
+
     try:
         with safe_open(path, framework="numpy"):
             pass

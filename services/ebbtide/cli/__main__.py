@@ -52,7 +52,10 @@ certs_commands.register(app)
 tokens_commands.register(app)
 service_commands.register(app)
 for _beside in entry_points(group="ebbtide.commands"):  # demos, simulations, profiles: what is beside the product
-    _beside.load()(app)
+    try:
+        _beside.load()(app)
+    except ImportError as _error:
+        print(f"ebbtide: the commands of {_beside.name} are missing: {_error}", file=sys.stderr)  # noqa: T201 - a command
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -94,7 +94,7 @@ INTERRUPTED = """
 import sys
 from pathlib import Path
 from tests.unit.cli.test_simulate_command import simulated
-from ebbtide.cli.commands.simulation.simulate_command import SimulateOptions
+from ebbtide.lab_commands.simulation import SimulateOptions
 sys.exit(simulated(SimulateOptions(scenario=Path(sys.argv[1]), seeds=3, jobs=2)))
 """
 

@@ -11,7 +11,7 @@ from msgspec import Meta, Struct
 
 from ebbtide.errors import EbbtideError, InvalidRequest
 from ebbtide.settings import load
-from ebbtide.trainer.base_model.base_model import BaseModelPlan, base_model_path, is_made
+from ebbtide.trainer.base_model.base_model_plan import BaseModelPlan, base_model_path, is_made
 from ebbtide.types.parse import parse
 from ebbtide.types.run import EnvironmentSpec
 
