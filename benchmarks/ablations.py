@@ -35,11 +35,11 @@ from benchmarks.replay.run import UNEVEN
 from benchmarks.replay.setting import BALANCE
 from benchmarks.replay.trace_scenario import PlateauProfiles, ReplayCase, trace_scenario
 from benchmarks.rivals.ablated_policy import AblatedPolicy
-from benchmarks.rivals.changed_rounds import NO_KINDS, NO_LOSSES, NO_MEMORY, ChangedPolicy, Replaced
+from benchmarks.rivals.changed_rounds import NO_KINDS, NO_MEMORY, ChangedPolicy, Replaced
 from benchmarks.simulator.published.paper_setting import FLUSH_S, PaperProfiles, PaperTimes, co_located
 from benchmarks.turn_routing.routed_fleet import RoutedFleet
 from benchmarks.turn_routing.routed_trials import BASE
-from ebbtide.coordinator.rules import placement, turn_routing
+from ebbtide.coordinator.rules import turn_routing
 from ebbtide.coordinator.settings import CoordinatorSettings
 from ebbtide.simulator.scenario.input_tables import InputTables, QuantileTable, read_quantiles, read_spot_trace
 from ebbtide.simulator.scenario.machine_pool import MachinePool
@@ -88,7 +88,6 @@ def _part(*parts: Replaced, without: str = "", **moot: str) -> Mechanism:
 
 _ONE_TURN = dict.fromkeys(("spot", "mixed", "tail", "memory"), "episodes have one turn")
 _ALIKE = dict.fromkeys(("tail", "memory", "agents"), "workers are alike")
-_STAYS = dict.fromkeys(("tail", "memory", "agents"), "no worker is lost")
 _SESSIONS = {"agents": "sessions are not in groups"}
 _HOLDS = {"spot": "memory holds all", "tail": "memory holds all"}
 _BLIND = Replaced(turn_routing.TurnRouter, "cached", lambda *_: None)
@@ -101,9 +100,7 @@ MECHANISMS: Final = {
         Setup(), Setup(), dict.fromkeys(("spot", "mixed", "tail", "agents", "memory"), "not simulated")
     ),
     "turn routing": _part(_BLIND, **_ONE_TURN),
-    "loss rates": _part(NO_LOSSES, **_STAYS),
     "memory-aware offers": _part(NO_MEMORY, **_HOLDS),
-    "longest to the fastest": _part(Replaced(placement, "matched", lambda places, _: list(places)), **_ALIKE),
     "speeds by kind": _part(NO_KINDS, **_ALIKE),
     "learnt speeds": _part(without="learns"),
     "moves": _part(without="balances"),

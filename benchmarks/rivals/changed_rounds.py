@@ -7,11 +7,10 @@ else; between rounds they are themselves, so other simulations of this process m
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from math import inf
 from typing import Any, Final, NamedTuple
 
 from ebbtide.coordinator.dispatch import dispatch_round, rebalancer
-from ebbtide.coordinator.dispatch.capacity import LossRates, MemoryOffers
+from ebbtide.coordinator.dispatch.capacity import MemoryOffers
 from ebbtide.coordinator.dispatch.rebalancer import Rebalancer
 from ebbtide.coordinator.dispatch.speeds import FleetSpeeds
 from ebbtide.coordinator.rules.placement import place
@@ -45,8 +44,6 @@ def replaced(parts: Sequence[Replaced]) -> Iterator[None]:
 NO_KINDS: Final = Replaced(FleetSpeeds, "_kind", lambda _, session: (session.worker_id, ""))
 #: Workers have as many slots as they are set to, whatever their memory holds.
 NO_MEMORY: Final = Replaced(MemoryOffers, "update", lambda *_: iter(()))
-#: Workers count as if none were ever lost.
-NO_LOSSES: Final = Replaced(LossRates, "spell_s", lambda *_: inf)
 
 
 def placing(**terms: Any) -> Replaced:

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from ebbtide.coordinator.dispatch.capacity import LossWatch, MemoryOffers
+from ebbtide.coordinator.dispatch.capacity import MemoryOffers
 from ebbtide.coordinator.dispatch.speeds import FleetSpeeds
 from ebbtide.coordinator.rules.rollout_queue import QueuedRollout
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
@@ -179,79 +179,3 @@ def test_the_speeds_of_a_fleet_are_fitted_every_few_seconds_alone(fleet: Fleet) 
     assert fit(fleet_speeds, [session], {"f1": learnt(90)}, fleet.now)
     assert not fit(fleet_speeds, [session], {"f1": learnt(30)}, fleet.now + 1.0)
     assert fit(fleet_speeds, [session], {"f1": learnt(30)}, fleet.now + 6.0)
-
-
-def watched(fleet: Fleet, watch: LossWatch, seconds: float) -> None:
-    until = fleet.now + seconds
-    while fleet.now < until:
-        fleet.now += 1.0
-        watch.look(fleet.state.sessions.values(), fleet.now)
-
-
-def test_workers_that_are_lost_make_their_pool_a_risk(fleet: Fleet) -> None:
-    watch, steady = LossWatch(), fleet.attach("r", kind=WorkerKind.RESERVED)
-    for number in range(12):
-        session = fleet.attach(f"spot{number}")
-        watched(fleet, watch, 300.0)
-        fleet.state.detach(session)
-    watched(fleet, watch, 30.0)
-    assert watch.spell_s(fleet.attach("spot")) == pytest.approx(600.0, rel=0.3)  # the assumed hour counts, too
-    assert watch.spell_s(steady) > 7 * 24 * HOUR
-
-
-def test_a_worker_that_attaches_again_or_was_asked_to_leave_was_not_lost(fleet: Fleet) -> None:
-    watch, calm = LossWatch(), LossWatch()
-    session = fleet.attach("w")
-    for _ in range(20):
-        watched(fleet, watch, 60.0)
-        fleet.state.detach(session)
-        watched(fleet, watch, 5.0)
-        session = fleet.attach("w")
-    session.drain("asked")
-    watched(fleet, watch, 2.0)
-    fleet.state.detach(session)
-    watched(fleet, watch, 60.0)
-    assert watch.spell_s(session) > calm.spell_s(session)
-
-
-def test_nothing_is_learnt_of_a_time_in_which_the_coordinator_did_not_look(fleet: Fleet) -> None:
-    watch = LossWatch()
-    sessions = [fleet.attach(f"w{number}") for number in range(9)]
-    watched(fleet, watch, 5.0)
-    before = watch.spell_s(sessions[0])
-    fleet.state.detach(sessions[-1])
-    watched(fleet, watch, 3.0)
-    for session in sessions[:-1]:
-        fleet.state.detach(session)
-    fleet.now += 10 * HOUR
-    watched(fleet, watch, 60.0)
-    assert watch.spell_s(fleet.attach("u")) == pytest.approx(before, rel=0.05)
-
-
-def test_workers_that_all_go_at_once_and_come_again_were_not_lost(fleet: Fleet) -> None:
-    watch, names = LossWatch(), [f"w{number}" for number in range(9)]
-    for _ in range(3):
-        sessions = [fleet.attach(name) for name in names]
-        watched(fleet, watch, 60.0)
-        for session in sessions:
-            fleet.state.detach(session)
-        watched(fleet, watch, 60.0)
-    for name in names[:-1]:
-        fleet.attach(name)
-    watched(fleet, watch, 5.0)
-    late = fleet.attach(names[-1])
-    watched(fleet, watch, 60.0)
-    assert watch.spell_s(late) > LossWatch().spell_s(late)
-
-
-def test_losses_of_a_pool_fade_while_it_has_no_workers(fleet: Fleet) -> None:
-    watch = LossWatch()
-    for number in range(12):
-        session = fleet.attach(f"spot{number}")
-        watched(fleet, watch, 60.0)
-        fleet.state.detach(session)
-    watched(fleet, watch, 30.0)
-    lossy = watch.spell_s(session)
-    watched(fleet, watch, 8 * HOUR)
-    assert lossy < 0.5 * HOUR
-    assert watch.spell_s(session) > 4 * lossy

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ebbtide.coordinator.dispatch.capacity import LossRates, PeakTokens, Pool, memory_slots
+from ebbtide.coordinator.dispatch.capacity import PeakTokens, memory_slots
 from ebbtide.coordinator.dispatch.speeds import KindCurve, SeenEngine, SpeedCurve
 from ebbtide.coordinator.rules.host_view import HostView
 from ebbtide.coordinator.rules.placement import place
@@ -14,12 +14,9 @@ from ebbtide.coordinator.rules.rollout_queue import QueuedRollout, RolloutQueue
 from ebbtide.scheduling.long_tail.length_learner import LengthCurve, LengthLearner
 from ebbtide.scheduling.steps.step_pacing import VersionBounds
 from ebbtide.scheduling.throughput import WorkerThroughput
-from ebbtide.types.fleet import WorkerKind
 from tests.unit.scheduling.long_tail.drawn_lengths import known_lengths
 
 STEP_S, ROLLOUT_S = 0.02, 0.0005
-HOUR = 3600.0
-SPOT, RESERVED = Pool(WorkerKind.SPOT, "a"), Pool(WorkerKind.RESERVED, "a")
 
 
 def seen(*loads: int, slowness: float = 1.0) -> WorkerThroughput:
@@ -163,39 +160,6 @@ def test_peaks_never_fall_below_what_is_held_now() -> None:
             assert peaks.of(made) >= 100.0 + made
 
 
-def test_losses_are_learnt_by_pool() -> None:
-    rates = LossRates()
-    assert rates.spell_s(RESERVED) == inf
-    for _ in range(4 * 60):
-        rates.observe(SPOT, workers=10, lost=0, seconds=60.0)
-        rates.observe(RESERVED, workers=10, lost=0, seconds=60.0)
-    assert rates.spell_s(SPOT) > 24 * HOUR
-    assert rates.spell_s(RESERVED) == inf
-    for minute in range(4 * 60):
-        rates.observe(SPOT, workers=10, lost=minute % 6 == 0, seconds=60.0)
-    assert rates.spell_s(SPOT) == pytest.approx(HOUR, rel=0.6)  # ten losses an hour of ten workers
-    assert rates.spell_s(Pool(WorkerKind.SPOT, "b")) == pytest.approx(3 * HOUR)  # nothing is known of another site
-    assert rates.spell_s(RESERVED) == inf
-
-
-def test_a_reserved_pool_that_loses_workers_is_not_taken_for_steady() -> None:
-    rates = LossRates()
-    for minute in range(120):
-        rates.observe(RESERVED, workers=4, lost=minute % 30 == 0, seconds=60.0)
-    assert rates.spell_s(RESERVED) < 6 * HOUR
-
-
-def test_pools_that_were_hardly_there_do_not_displace_others() -> None:
-    rates = LossRates()
-    for _ in range(60):
-        rates.observe(RESERVED, workers=4, lost=1, seconds=60.0)
-    known = rates.spell_s(RESERVED)
-    for number in range(1000):
-        rates.observe(Pool(WorkerKind.SPOT, f"site {number}"), workers=1, lost=1, seconds=1.0)
-    assert len(rates.pools) == 256
-    assert rates.spell_s(RESERVED) == known
-
-
 def waiting(number: int, made: int = 0, **more: Any) -> QueuedRollout:
     return QueuedRollout(
         rollout_id=f"r{number}", episode_id=f"e{number}", bounds=VersionBounds(0, 0), length=100 + made, made=made,
@@ -215,18 +179,6 @@ def placed(rollouts: list[QueuedRollout], *hosts: HostView) -> dict[str, str]:
     return dict(place(queue, hosts, {}, rest=lambda one: 1000.0 + one.made))
 
 
-def test_the_longest_rollouts_go_to_the_fastest_workers() -> None:
-    found = placed([waiting(0), waiting(1), waiting(2, 8000), waiting(3, 9000)], host("fast", 90), host("slow", 30))
-    assert found == {"r2": "fast", "r3": "fast", "r0": "slow", "r1": "slow"}
-
-
-def test_a_long_rollout_that_the_fast_worker_cannot_take_stays_where_it_can_go() -> None:
-    barred = waiting(3, 9000, avoid=frozenset({"fast"}))
-    found = placed([waiting(0), waiting(1), waiting(2), barred], host("fast", 90), host("slow", 30))
-    assert found["r3"] == "slow"
-    assert len(found) == 4
-
-
 @pytest.mark.parametrize("rates", [(50.0, 48.0), (0.0, 0.0)])
 def test_among_like_workers_the_order_of_the_queue_decides(rates: tuple[float, float]) -> None:
     first, second = rates
@@ -234,19 +186,6 @@ def test_among_like_workers_the_order_of_the_queue_decides(rates: tuple[float, f
     plain = [waiting(number) for number in range(4)]
     fleet = host("a", first), host("b", second)
     assert placed(rollouts, *fleet) == placed(plain, *fleet)
-
-
-def test_long_rollouts_go_to_workers_that_are_seldom_lost() -> None:
-    rollouts = [waiting(0, 20_000), waiting(1), waiting(2), waiting(3, 30_000)]
-    fleet = host("spot", 50.0, spell_s=HOUR, found_s=5.0), host("reserved", 50.0)
-    found = placed(rollouts, *fleet)
-    assert found == {"r0": "reserved", "r3": "reserved", "r1": "spot", "r2": "spot"}
-
-
-def test_a_faster_worker_that_may_be_lost_is_worth_more_than_a_steady_slow_one() -> None:
-    fleet = host("spot", 90.0, spell_s=3 * HOUR, found_s=5.0, slots=8), host("reserved", 30.0, slots=8)
-    found = placed([waiting(0), waiting(1)], *fleet)
-    assert set(found.values()) == {"spot"}
 
 
 def test_every_rollout_is_placed_once_and_no_worker_gets_more_than_its_slots() -> None:

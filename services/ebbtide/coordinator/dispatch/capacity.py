@@ -1,11 +1,9 @@
-"""Learns how long workers of each pool stay, and decides how many rollouts a worker's memory has room for."""
+"""Decides how many rollouts a worker's memory has room for."""
 
 from bisect import bisect_right
-from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from itertools import accumulate
-from math import exp, inf
-from typing import Final, NamedTuple
+from typing import Final
 
 from msgspec import Struct
 
@@ -14,127 +12,6 @@ from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.worker_reports import HeartbeatReport
 from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.scheduling.long_tail.length_learner import LengthCurve
-from ebbtide.types.fleet import WorkerKind
-
-#: Losses and time of so long ago count a third.
-_MEMORY_S: Final = 4 * 3600.0
-#: What is assumed weighs as much as so long a time of one worker.
-_ASSUMED_S: Final = 3600.0
-#: Seconds between two losses of one usual spot worker. Recorded fleets of two clouds (`p3` and `g4dn` of Bamboo,
-#: NSDI 2023) have a median life of an hour; calmer markets are more common.
-_SPOT_SPELL_S: Final = 3 * 3600.0
-#: Workers that stay longer than this on average count as never lost.
-_STEADY_S: Final = 7 * 24 * 3600.0
-#: Pools that are remembered. Workers name their sites freely, and the list must not grow without end.
-_POOLS: Final = 256
-
-
-class Pool(NamedTuple):
-    kind: WorkerKind
-    site: str
-
-
-class LossRates:
-    """Learns how often workers of each pool are lost: losses over the time for which its workers were there.
-
-    A pool is all workers of one kind at one site. Spot markets change within hours, so older losses fade. A pool of
-    which little was seen is taken for a usual one of its kind.
-
-    Invariant: `_seen` has the faded losses and worker-seconds of at most `_POOLS` pools, both from the same time. Lost
-    with the process; hours of a fleet teach them again.
-    """
-
-    def __init__(self) -> None:
-        self._seen: dict[Pool, tuple[float, float]] = {}  # losses, worker-seconds
-
-    @property
-    def pools(self) -> Collection[Pool]:
-        """Those that are remembered."""
-        return self._seen.keys()
-
-    def observe(self, pool: Pool, *, workers: int, lost: int, seconds: float) -> None:
-        """Learn that of so many workers so many were lost within `seconds`. Call it for all `pools`: what was seen of
-        one without workers fades, too.
-        """
-        losses, there_s = self._seen.get(pool, (0.0, 0.0))
-        fade = exp(-seconds / _MEMORY_S)
-        self._seen[pool] = (fade * losses + lost, fade * there_s + workers * seconds)
-        if len(self._seen) > _POOLS:
-            del self._seen[min(self._seen, key=lambda one: self._seen[one][1])]
-
-    def spell_s(self, pool: Pool) -> float:
-        """For how long a worker of the pool stays on average, in seconds; inf: it is practically never lost."""
-        losses, there_s = self._seen.get(pool, (0.0, 0.0))
-        assumed = _ASSUMED_S / _SPOT_SPELL_S if pool.kind is WorkerKind.SPOT else 0.0
-        rate = (losses + assumed) / (there_s + _ASSUMED_S)
-        return 1.0 / rate if rate * _STEADY_S > 1.0 else inf
-
-
-#: Seconds without a token until the rollouts of a worker that was lost without notice are queued: some heartbeats.
-FOUND_S: Final = 5.0
-#: Rates change over hours.
-_LOOK_EVERY_S: Final = 1.0
-#: A worker that is away for longer is lost.
-_AWAY_S: Final = 10.0
-#: A look after a longer pause than this learns nothing: workers may have come and gone unseen.
-_BLIND_S: Final = 30.0
-#: Reasons to drain of workers that people asked: as the coordinator notes it, and as the worker says it then.
-_ON_REQUEST: Final = frozenset({"asked to leave", "asked"})
-
-
-class _Left(NamedTuple):
-    pool: Pool
-    at: float
-
-
-class LossWatch:
-    """Learns how often workers of each pool are lost, from those that are no longer attached.
-
-    Invariant: `_there` has the workers of the last look, and `_away` those that left since and may come again under
-    their name: a worker that attaches again soon was not lost. One that people asked to leave was not lost either.
-    While no worker is attached, none is counted as lost: the link to all of them may be cut. Lost with the process: the
-    rates are learnt again.
-    """
-
-    def __init__(self) -> None:
-        self._rates = LossRates()
-        self._there: dict[str, tuple[Pool, bool]] = {}  # whether it was asked to leave
-        self._away: dict[str, _Left] = {}
-        self._looked = -inf
-
-    def look(self, sessions: Collection[WorkerSession], now: float) -> None:
-        """Learn from the workers that are attached now."""
-        seconds = now - self._looked
-        if seconds < _LOOK_EVERY_S:
-            return
-        there = {one.worker_id: (_pool(one), one.reason in _ON_REQUEST) for one in sessions}
-        if seconds <= _BLIND_S:
-            self._learn(there, now, seconds)
-        else:
-            self._away.clear()
-        self._there, self._looked = there, now
-
-    def _learn(self, there: dict[str, tuple[Pool, bool]], now: float, seconds: float) -> None:
-        left = {
-            name: _Left(pool, now) for name, (pool, asked) in self._there.items() if name not in there and not asked
-        }
-        away = {name: one for name, one in (self._away | left).items() if name not in there}
-        if not there:
-            away = {name: one._replace(at=now) for name, one in away.items()}
-        lost = Counter(one.pool for one in away.values() if now - one.at >= _AWAY_S)
-        self._away = {name: one for name, one in away.items() if now - one.at < _AWAY_S}
-        workers = Counter(pool for pool, _ in there.values())
-        for pool in sorted({*workers, *lost, *self._rates.pools}):
-            self._rates.observe(pool, workers=workers[pool], lost=lost[pool], seconds=seconds)
-
-    def spell_s(self, session: WorkerSession) -> float:
-        """For how long the worker will stay on average, in seconds; inf: it is practically never lost."""
-        return self._rates.spell_s(_pool(session))
-
-
-def _pool(session: WorkerSession) -> Pool:
-    return Pool(session.hello.kind, session.hello.site)
-
 
 #: Lengths of responses for which the peak is tabulated, each so many times the one before.
 _GROWTH: Final = 1.25

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar, Final, NamedTuple, TypeAlias
 
 from ebbtide.coordinator.dispatch.borrowed_hosts import BorrowedHosts
-from ebbtide.coordinator.dispatch.capacity import FOUND_S, LossWatch, MemoryOffers
+from ebbtide.coordinator.dispatch.capacity import MemoryOffers
 from ebbtide.coordinator.dispatch.forecast_sender import ForecastSender
 from ebbtide.coordinator.dispatch.installs import EngineChanges, InstallSender
 from ebbtide.coordinator.dispatch.rebalancer import Rebalancer, borrowable
@@ -150,11 +150,8 @@ class HostViews:
         trust: WorkerTrust,
         moves: Rebalancer,
         prefills: PrefillSpeeds,
-        spell_s: Callable[[WorkerSession], float] = lambda _: math.inf,
     ) -> None:
-        """`spell_s`: for how long a worker will stay, on average, in seconds."""
         self._state, self._trust, self._moves, self._prefills = state, trust, moves, prefills
-        self._spell_s = spell_s
         self._seen: dict[str, _Seen] = {}
 
     def of(self, run: RunState, now: float) -> list[tuple[WorkerSession, HostView]]:
@@ -225,8 +222,7 @@ class HostViews:
             shut=session.reclaimed or (said is not None and said.asleep),
             borrowed=session.borrowed,
             share=said.share if said else 1.0,
-            spell_s=said.spell_s if said else self._spell_s(session),
-            found_s=0.0 if said else FOUND_S,
+            spell_s=said.spell_s if said else math.inf,
             scores=session.scores_prompts,
             min_p=session.samples_min_p,
         )
@@ -352,8 +348,8 @@ class DispatchRound:
         self._allocator = WorkerAllocator(
             state, trust, self._moves, changes, self._prefills, run_events, slice_s=slice_s
         )
-        self._losses, self._memory = LossWatch(), MemoryOffers(state)
-        self._hosts = HostViews(state, trust, self._moves, self._prefills, self._losses.spell_s)
+        self._memory = MemoryOffers(state)
+        self._hosts = HostViews(state, trust, self._moves, self._prefills)
         self._installs = InstallSender(state, changes, public_key)
         self._forecasts = ForecastSender(state)
         self._unserved = UnservedWork(state, trust, changes, run_events)
@@ -391,7 +387,6 @@ class DispatchRound:
             yield None
             self._prefills.learn(self._state.sessions.values())
             yield from self._moves.learn(now)
-            self._losses.look(self._state.sessions.values(), now)
             yield from self._memory.update(now)
             self._borrowed.judge(now)
             yield from self._allocator.hand_over(now)

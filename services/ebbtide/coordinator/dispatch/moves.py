@@ -186,7 +186,7 @@ class _Side:
         return max(_LEAST_SHARE, self.engine.host.share) * self.engine.speed.rate(running, self.engine.context)
 
     def risk_s(self, one: RunningRollout, rest: float, rate: float, costs: MoveCosts) -> float:
-        """Seconds that the rollout may lose here to a reclaim or a loss; `rate`: its tokens/s."""
+        """Seconds that the rollout may lose here to a reclaim; `rate`: its tokens/s."""
         host = self.engine.host
         rate /= host.share or 1.0
         return risk_s(
@@ -195,7 +195,6 @@ class _Side:
             rate=rate,
             spell_s=host.spell_s,
             prefill=host.prefill,
-            found_s=host.found_s,
             costs=costs,
         )
 
@@ -436,7 +435,7 @@ class _StepMoves:
         if finish.ends_s(source.key, rest) < costs.sooner * (costs.handover_s + moved.ends_s(rest)):
             return None
         gain_s = moved.gain_s
-        if source.engine.host.risky or target.engine.host.risky:
+        if source.engine.host.borrowed or target.engine.host.borrowed:
             risk_s = source.risk_s(one, rest, source.now_rate, costs) - target.risk_s(
                 one, rest, target.next_rate, costs
             )

@@ -28,15 +28,9 @@ class HostView(Struct, frozen=True, kw_only=True, gc=False):
     shut: bool = False  # takes nothing
     borrowed: bool = False  # its host also serves users
     share: float = 1.0  # of the time, in which the host lends itself
-    spell_s: float = inf  # for how long it will lend itself now, or stay, on average
-    found_s: float = 0.0  # until its rollouts are queued again if it is lost then
+    spell_s: float = inf  # for how long it will lend itself now, on average
     scores: bool = False  # its engine scores prompts
     min_p: bool = False  # its engine samples with `min_p`
-
-    @property
-    def risky(self) -> bool:
-        """Whether rollouts are likely to be interrupted there."""
-        return self.borrowed or self.spell_s < inf
 
 
 def admits(bounds: VersionBounds, version: int) -> bool:

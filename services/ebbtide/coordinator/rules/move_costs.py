@@ -118,13 +118,12 @@ def risk_s(
     rate: float,
     spell_s: float,
     prefill: float,
-    found_s: float = 0.0,
     costs: MoveCosts = COSTS,
 ) -> float:
-    """Expected seconds that a rollout of `tokens` with `rest` to come loses to a move after a long reclaim, or after a
-    loss of its worker that is found `found_s` later. `prefill`: see `MoveCosts`.
+    """Expected seconds that a rollout of `tokens` with `rest` to come loses to a move after a long reclaim. `prefill`:
+    see `MoveCosts`.
     """
-    return interrupted(rest, rate, spell_s) * (found_s + costs.move_s(tokens, prefill))
+    return interrupted(rest, rate, spell_s) * costs.move_s(tokens, prefill)
 
 
 #: Of what was judged before, so much still counts after each further move: some twenty moves decide.

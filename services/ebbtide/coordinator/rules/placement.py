@@ -1,6 +1,6 @@
 """Places queued rollouts in queue order: at the worker that a move chose, else by what workers' caches have of the
-episode (`turn_routing.py`), else where they will run fastest. Long rollouts prefer fast workers, and steady
-ones to those that are borrowed or often lost.
+episode (`turn_routing.py`), else where they will run fastest. Long rollouts prefer steady workers to those
+that are borrowed.
 
 After a loss what is read again is the cost. Such rollouts are spread by what each engine has still to read, those with
 most tokens to come first; where a sibling runs, its prompt need not be read (`siblings`).
@@ -69,10 +69,9 @@ def place(
     rollout without progress in its last attempt goes only where no other such is pending, so that one that kills
     workers is told from its neighbours. A held worker gets only what no other has room for.
 
-    With `rest`, a rollout prefers hosts whose context has room for all of it, and the longest go to the fastest of the
-    hosts that were found for them. Then the places of risky hosts go to the rollouts that risk least by a reclaim or a
-    loss, among those placed and the next in the queue; a displaced rollout takes the other's place, or waits a while if
-    a steady host could take it.
+    With `rest`, a rollout prefers hosts whose context has room for all of it. Then the places of borrowed hosts go to
+    the rollouts that risk least by a reclaim, among those placed and the next in the queue; a displaced rollout takes
+    the other's place, or waits a while if a steady host could take it.
     """
     router = TurnRouter(prefixes, hosts, rest=rest, now=now, costs=costs, terms=terms)
     rooms = _Rooms(hosts, pending_limit, borrowable, router, siblings, costs, rest)
@@ -84,8 +83,7 @@ def place(
         filling.fill(one for one in queue.interactive() if one.rollout_id not in placed)
     places = filling.places
     if rest is not None:
-        places = matched(places, rest)
-        if any(place.host.risky for place in places):
+        if any(place.host.borrowed for place in places):
             places = exchanged(places, behind, hosts, rest, now)
         places.sort(key=lambda place: _urgency(place.one, rest))
     return [Placement(one.rollout_id, host.worker_id) for one, host, _ in places]
@@ -394,22 +392,22 @@ def exchanged(
     rest: Callable[[QueuedRollout], float],
     now: float,
 ) -> list[BorrowedPlace]:
-    """The places, with those on risky hosts given to the least at risk. Each host gets as many as before.
+    """The places, with those on borrowed hosts given to the least at risk. Each host gets as many as before.
 
     Risky hosts are borrowed or often lost. Candidates are the rollouts placed in a round and the next in the queue.
     Long rollouts go to steady hosts, or wait for one: they are most likely to be interrupted, and cost most to move.
     """
     made = list(places)
-    lent = [at for at, place in enumerate(places) if place.host.risky and _free(place)]
+    lent = [at for at, place in enumerate(places) if place.host.borrowed and _free(place)]
     if not lent:
         return made
     common = places[lent[0]].host
-    steady = [host for host in hosts if not host.risky and not host.shut]
+    steady = [host for host in hosts if not host.borrowed and not host.shut]
     risks = {at: _risk_s(places[at].one, common, rest) for at in lent}
     others: list[tuple[float, int, QueuedRollout]] = [
         (_risk_s(place.one, common, rest), at, place.one)
         for at, place in enumerate(places)
-        if not place.host.risky and _free(place)
+        if not place.host.borrowed and _free(place)
     ]
     if steady:
         first = len(places)
@@ -455,55 +453,7 @@ def _free(place: BorrowedPlace) -> bool:
 
 def _risk_s(one: QueuedRollout, host: HostView, rest: Callable[[QueuedRollout], float]) -> float:
     rate, prefill = host.rate, host.prefill
-    return risk_s(one.length, rest(one), rate=rate, spell_s=host.spell_s, prefill=prefill, found_s=host.found_s)
-
-
-#: A worker is faster, and a rollout longer, if it is so by this factor.
-_CLEARLY: Final = 1.25
-
-
-def matched(places: Sequence[BorrowedPlace], rest: Callable[[QueuedRollout], float]) -> list[BorrowedPlace]:
-    """The places, where longer rollouts have taken those of shorter ones at faster workers. Each worker gets as many as
-    before. `rest`: tokens that a rollout will probably still make.
-
-    Rollouts that need their very worker stay, and interactive ones.
-
-    A step ends with its last rollout, so a slow worker gets no long work where a faster one has a place: of two
-    rollouts that change places, the later end comes sooner. Only clear differences count: expected lengths are means of
-    wide distributions, and rollouts of which nothing is known yet all look alike.
-    """
-    made = list(places)
-    free = [at for at, place in enumerate(places) if _may_swap(place)]
-    speeds = {at: _speed(places[at].host) for at in free}
-    if not free or max(speeds.values()) <= _CLEARLY * min(speeds.values()):
-        return made
-    rests = {at: rest(places[at].one) for at in free}
-    slow = sorted(free, key=lambda at: (-rests[at], at))
-    short = sorted(free, key=lambda at: (rests[at], at))
-    moved = set[int]()
-    for at in slow:
-        if at in moved:
-            continue
-        for other in short:
-            if rests[at] <= _CLEARLY * rests[other]:
-                break
-            if other in moved or speeds[other] <= _CLEARLY * speeds[at]:
-                continue
-            if may_take(places[at].one, places[other].host) and may_take(places[other].one, places[at].host):
-                made[at] = BorrowedPlace(places[other].one, places[at].host, bound=False)
-                made[other] = BorrowedPlace(places[at].one, places[other].host, bound=False)
-                moved |= {at, other}
-                break
-    return made
-
-
-def _may_swap(place: BorrowedPlace) -> bool:
-    one = place.one
-    return not (place.bound or one.no_progress or one.interactive)
-
-
-def _speed(host: HostView) -> float:
-    return host.rate * host.share
+    return risk_s(one.length, rest(one), rate=rate, spell_s=host.spell_s, prefill=prefill)
 
 
 #: Causes that may lie with the rollout itself.

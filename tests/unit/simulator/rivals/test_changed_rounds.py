@@ -4,7 +4,6 @@ import pytest
 
 from benchmarks.rivals.changed_rounds import (
     NO_KINDS,
-    NO_LOSSES,
     NO_MEMORY,
     ChangedPolicy,
     Replaced,
@@ -20,7 +19,7 @@ from tests.fakes.simulated_profiles import PlainProfiles
 from tests.unit.simulator.rivals.test_policies import RUN, SPOT
 
 ALL = (
-    *(NO_KINDS, NO_LOSSES, NO_MEMORY),
+    *(NO_KINDS, NO_MEMORY),
     *(placing(pending_limit=lambda _: 1), told(lambda _: WorkerThroughput())),
 )
 
