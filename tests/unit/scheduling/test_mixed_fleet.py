@@ -193,7 +193,7 @@ def test_every_rollout_is_placed_once_and_no_worker_gets_more_than_its_slots() -
     for _ in range(200):
         rollouts = [waiting(number, draw.choice((0, 0, 500, 9000))) for number in range(draw.randrange(1, 30))]
         fleet = [
-            host(f"w{at}", draw.choice((30.0, 90.0)), slots=draw.randrange(1, 8), spell_s=draw.choice((inf, HOUR)))
+            host(f"w{at}", draw.choice((30.0, 90.0)), slots=draw.randrange(1, 8), spell_s=draw.choice((inf, 3600.0)))
             for at in range(draw.randrange(1, 6))
         ]
         found = placed(rollouts, *fleet)
