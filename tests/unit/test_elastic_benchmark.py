@@ -149,7 +149,7 @@ def test_a_part_that_fails_leaves_the_others_figures_and_the_benchmark_ends_with
     assert told["failed"] == {"gradient": "RuntimeError: no engine"}
     assert told["skipped"].keys() == set(FIGURES) - {"switch_steps_p99"}
     assert told["skipped"]["streamed_gradient_error"] == "part gradient failed: RuntimeError: no engine"
-    assert told["skipped"]["real_tokens_over_rose"] == "part rose was not run"
+    assert told["skipped"]["mixed_fleet_over_oracle"] == "part mixed was not run"
 
 
 def test_the_simulation_that_fails_is_named(tmp_path: Path) -> None:

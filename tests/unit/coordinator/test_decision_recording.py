@@ -216,8 +216,8 @@ def test_what_is_no_recording_is_refused_with_a_remedy(tmp_path: Path, capsys: p
     files = {
         b"{}": "record 0 is damaged, or no file of record_decisions",
         b"\xff" * 64: "record 0 would have 4294967295 bytes",
-        packed(LogHead(FORMAT + 1, "9.9")): "has format 3 of release 9.9; this release reads format 2",
-        framed({"format": 1, "release": "0.2.0"}): "has format 1 of release 0.2.0; this release reads format 2",
+        packed(LogHead(FORMAT + 1, "9.9")): "has format 4 of release 9.9; this release reads format 3",
+        framed({"format": 1, "release": "0.2.0"}): "has format 1 of release 0.2.0; this release reads format 3",
         framed({"format": 9, "release": "9.9", "further": 1}): "has format 9 of release 9.9",
         packed(LogHead(FORMAT, "0")) + (3).to_bytes(4, "big") + b"abc": "record 1 is damaged",
     }

@@ -164,7 +164,7 @@ def test_the_dashboard_is_one_that_grafana_takes() -> None:
 
 def test_panels_of_served_engines_leave_trainers_devices_out() -> None:
     """Their guards have the same metrics of what is borrowed, and no load."""
-    source = (ROOT / "common" / "ebbtide" / "loans" / "metrics.py").read_text()
+    source = (ROOT / "services" / "ebbtide" / "serving_guard" / "borrowers.py").read_text()
     shared = {name for metric in in_source(source, "serving_guard") for name in metric.series}
     shown = [target["expr"] for panel in panels() for target in panel["targets"]]
     found = [text for text in shown if shared & {name for name, _ in parse(text).metrics}]

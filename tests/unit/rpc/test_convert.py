@@ -38,7 +38,7 @@ from ebbtide.types.grants import (
     Latency,
     ModelLatency,
 )
-from ebbtide.types.key_usage import KeyLimits, KeyUsage, MeteredKey
+from ebbtide.types.key_usage import KeyBalance, KeyLimits, KeyUsage, MeteredKey
 from ebbtide.types.loans import DeviceStatus, LoanState, OwnerWish
 from ebbtide.types.rollout import (
     Episode,
@@ -164,7 +164,7 @@ PAIRS: dict[type[Struct], type[Message]] = {
 #: Travels in parts that have messages of their own: `ebbtide.weights.manifest_parts`.
 IN_PARTS = {Patch}
 #: Does not travel: what the guard writes into its page, and a window whose parts travel.
-LOCAL = {Budget, FlushWindow}
+LOCAL = {Budget, FlushWindow, KeyBalance}
 each_pair = pytest.mark.parametrize(("record", "message"), PAIRS.items(), ids=lambda kind: kind.__name__)
 SPEC = RunSpec(name="n", model="m", environment=EnvironmentSpec(name="e"))
 

@@ -102,7 +102,7 @@ def test_a_worker_that_joins_late_gets_running_rollouts_and_they_make_what_was_p
     simulation = Simulation(trace_scenario(case, BALANCE), 0, BALANCE.policy, PlateauProfiles(setting))
     simulation.run(lambda _: None)
     (run,) = simulation._coordinator.state.runs.values()
-    assert 10 <= run.moves.moves <= 60  # the third part of the rollouts, as far as that pays
-    assert run.moves.judged > 10
+    assert 6 <= run.moves.moves <= 60  # up to the third part of the rollouts, as far as that pays
+    assert run.moves.judged > 5
     assert 0.8 < run.moves.kept < 1.2
     assert run.moves.trusted
