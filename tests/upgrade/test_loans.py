@@ -26,14 +26,8 @@ def stack() -> Iterator[ExitStack]:
         yield made
 
 
-def lender(
-    grant_dir: Path, previous: Previous, environment: dict[str, str]
-) -> AbstractContextManager[TrainerGuardProcess]:
+def lender(grant_dir: Path, environment: dict[str, str]) -> AbstractContextManager[TrainerGuardProcess]:
     """The guard of a trainer's device, of this commit or of the one before."""
-    older = environment.items() >= previous.environment.items()
-    if older and (previous.folder / "services/ebbtide/device_arbiter").exists():  # it was a program of its own
-        program = ("ebbtide.device_arbiter",)
-        return trainer_guard_process(grant_dir, environment=environment, program=program, silent_s=_SILENT_S)
     return trainer_guard_process(grant_dir, environment=environment, trainer_silent_s=_SILENT_S)
 
 
@@ -54,7 +48,7 @@ async def test_a_device_is_lent_and_taken_back_whichever_of_the_three_is_older(
     previous: Previous, grant_dir: Path, stack: ExitStack, older: set[str]
 ) -> None:
     environment = {name: {**os.environ, **(previous.environment if name in older else {})} for name in PROGRAMS}
-    guard = stack.enter_context(lender(grant_dir, previous, environment["guard"]))
+    guard = stack.enter_context(lender(grant_dir, environment["guard"]))
     await guard.ready()
     worker = stack.enter_context(Borrowing(grant_dir, environment=environment["worker"]))
     await steps_on(worker)  # nobody owns the device
@@ -76,18 +70,18 @@ async def test_a_trainer_keeps_its_device_while_its_guard_is_upgraded_and_rolled
 ) -> None:
     new = dict(os.environ)
     old = {**new, **previous.environment}
-    guard = stack.enter_context(lender(grant_dir, previous, old))
+    guard = stack.enter_context(lender(grant_dir, old))
     await guard.ready()
     worker = stack.enter_context(Borrowing(grant_dir, environment=old))
     await steps_on(worker)
     with owner_process(grant_dir, environment=new):
         stood = worker.page.steps().steps
         for environment in (new, old):
-            with lender(grant_dir, previous, environment) as second:
+            with lender(grant_dir, environment) as second:
                 assert second.process.wait(20) == 1, "two of them do not lend one device"
             assert await has_state(guard, "held")
             guard.end(how)
-            guard = stack.enter_context(lender(grant_dir, previous, environment))
+            guard = stack.enter_context(lender(grant_dir, environment))
             await guard.ready()
             await wait_until(lambda: has_state(guard, "held"), 20, what="the trainer has its device")  # noqa: B023
             assert (await guard.status()).lease == 1

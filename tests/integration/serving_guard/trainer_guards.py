@@ -71,16 +71,8 @@ PROGRAM = ("ebbtide.serving_guard", "--owner", "trainer")
 
 
 class TrainerGuardProcess:
-    """`program`: another one that lends a trainer's device."""
-
-    def __init__(
-        self,
-        folder: Path,
-        environment: Mapping[str, str] | None = None,
-        program: Sequence[str] = PROGRAM,
-        **settings: object,
-    ) -> None:
-        self.folder, self._settings, self._environment, self._program = folder, settings, environment, program
+    def __init__(self, folder: Path, environment: Mapping[str, str] | None = None, **settings: object) -> None:
+        self.folder, self._settings, self._environment = folder, settings, environment
         self._ready = folder.parent / "trainer-guard.json"
         self.process = self._started()
 
@@ -93,7 +85,7 @@ class TrainerGuardProcess:
             **self._settings,
         }
         flags = [text for name, value in given.items() for text in (f"--{name.replace('_', '-')}", str(value))]
-        return subprocess.Popen([sys.executable, "-m", *self._program, *flags], env=self._environment)
+        return subprocess.Popen([sys.executable, "-m", *PROGRAM, *flags], env=self._environment)
 
     async def ready(self) -> None:
         await wait_until(lambda: self._ready.exists() or self.process.poll() is not None, 20)
@@ -120,10 +112,9 @@ def trainer_guard_process(
     folder: Path,
     *,
     environment: Mapping[str, str] | None = None,
-    program: Sequence[str] = PROGRAM,
     **settings: object,
 ) -> Iterator[TrainerGuardProcess]:
-    guard = TrainerGuardProcess(folder, environment, program, **settings)
+    guard = TrainerGuardProcess(folder, environment, **settings)
     try:
         yield guard
     finally:
