@@ -29,13 +29,13 @@ async def test_groups_are_told_as_they_run_and_end(cluster: Any) -> None:
     await worker.add("a", 3, 2, 1)
     await wait_until(lambda: _finished(run), what="the response has ended")
     left = await ask(run, groups=1)
-    assert list(left.groups[0].finished) == [5]
+    assert (list(left.groups[0].running), list(left.groups[0].waiting)) == ([], [0])
     assert (left.open, list(left.engines), list(left.spot)) == (1, ["w1"], [True])
 
 
 async def _finished(run: Any) -> bool:
     left = await ask(run)
-    return bool(left.groups[0].finished)
+    return not left.groups[0].running
 
 
 async def test_a_call_waits_until_an_engine_comes(cluster: Any) -> None:
