@@ -395,7 +395,8 @@ def exchanged(
     """The places, with those on borrowed hosts given to the least at risk. Each host gets as many as before.
 
     Candidates are the rollouts placed in a round and the next in the queue. Long rollouts go to steady hosts, or
-    wait for one: they are most likely to be interrupted, and cost most to move. """
+    wait for one: they are most likely to be interrupted, and cost most to move.
+    """
     made = list(places)
     lent = [at for at, place in enumerate(places) if place.host.borrowed and _free(place)]
     if not lent:
