@@ -167,3 +167,11 @@ async def test_those_that_wait_are_looked_at_when_memory_was_freed_and_seldom_el
     await door.go(0)
     await wait_until(lambda: "big" in door.inside)
     await door.go(1)
+
+
+def test_what_waited_for_minutes_goes_before_requests_that_came_later() -> None:
+    rollout = SimpleNamespace(first=False, context=SimpleNamespace(since_s=0.0))
+    request = SimpleNamespace(first=True, context=SimpleNamespace(since_s=100.0))
+    for now, ahead in ((200.0, request), (301.0, rollout)):
+        ranks = {id(one): kv_gate._rank(one, now=now) for one in (rollout, request)}  # type: ignore[arg-type]
+        assert min((rollout, request), key=lambda one: ranks[id(one)]) is ahead
