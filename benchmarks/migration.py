@@ -35,7 +35,7 @@ from benchmarks.conditions import conditions  # noqa: E402
 from benchmarks.replay.report import LEGEND  # noqa: E402
 from benchmarks.replay.setting import CAP_HELP, CAP_TOKENS  # noqa: E402
 from benchmarks.synthetic import CALM, CHURNY, write_lengths, write_trace  # noqa: E402
-from ebbtide.checked_files.refusals import FileRefused  # noqa: E402
+from ebbtide.checked_files import FileRefused  # noqa: E402
 from ebbtide.simulator.scenario.input_tables import read_quantiles, read_spot_trace  # noqa: E402
 
 Tell = Callable[[str], None]

@@ -40,7 +40,7 @@ from ebbtide.weights import (
     tile_digest,
 )
 from ebbtide.weights.patch import Array, TileCodec
-from ebbtide.wire.record_conversion import from_proto, to_proto
+from ebbtide.wire import from_proto, to_proto
 
 _SIGNER: Final = Signer(bytes(range(32)))
 #: Name, shape, and where it lies in which shape, if it is a piece of a sharded tensor.

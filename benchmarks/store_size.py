@@ -8,9 +8,9 @@ import asyncio
 import json
 from typing import Final
 
-from ebbtide.store.link.store_connection import StoreConnection
+from ebbtide.append_stream import AppendColumns
+from ebbtide.store.connection import StoreConnection
 from ebbtide.store.store import Store
-from ebbtide.types.append_delta import AppendColumns
 from ebbtide.types.rollout import Episode, RolloutRequest, Trajectory
 from ebbtide.types.run import EnvironmentSpec, LeaseRef, RunSpec, Sampling
 from ebbtide.types.tokens import pack_ids, pack_tokens
@@ -64,7 +64,7 @@ async def complete(store: Store, lease: LeaseRef, requests: list[RolloutRequest]
             reward=1.0,
         )
         episode = Episode(episode_id=one.episode_id, rollout_ids=(one.rollout_id,), trajectory=trajectory)
-        await store.trajectories.complete(lease, episode, vouched=True)
+        await store.trajectories.complete(lease, episode, trusted=True)
 
 
 async def measure(length: int) -> dict[str, float]:

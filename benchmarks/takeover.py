@@ -9,7 +9,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import math
 import sys
 import tempfile
 import time
@@ -25,7 +24,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.arguments import count, output, result
 from benchmarks.conditions import conditions
-from ebbtide.store.store_keys import TERM, run_key
+from benchmarks.control_plane.measures import percentile
+from ebbtide.store.scripts import TERM, run_key
 from ebbtide.types.run import AttemptSpan
 from tests.chaos.cluster import Cluster
 from tests.chaos.load import RUN, Load
@@ -179,11 +179,6 @@ def _figures(found: Sequence[Takeover]) -> dict[str, Any]:
             for name, share in (("p50", 0.5), ("p99", 0.99))
         },
     }
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """By nearest rank: of a hundred or fewer, p99 is the largest."""
-    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -13,7 +13,6 @@ alone. Ends with 1 if a ratio is above what is promised.
 import argparse
 import asyncio
 import json
-import math
 import secrets
 import subprocess
 import sys
@@ -32,6 +31,7 @@ sys.path[:0] = [str(ROOT)]  # run as a script, from anywhere
 from benchmarks import arguments  # noqa: E402 - after the path
 from benchmarks.conditions import conditions  # noqa: E402
 from benchmarks.control_plane.house import House  # noqa: E402
+from benchmarks.control_plane.measures import percentile  # noqa: E402
 from benchmarks.tenancy.abuse import KINDS, RUDE, RUN  # noqa: E402
 from benchmarks.tenancy.calls import TOKEN  # noqa: E402
 from benchmarks.tenancy.probe import WORKER_TOKEN  # noqa: E402
@@ -135,11 +135,6 @@ class Block(House):
 async def _ready(process: asyncio.subprocess.Process) -> None:
     if process.stdout is None or (await process.stdout.readline()).strip() != b"READY":
         raise RuntimeError("a program of the benchmark did not start; its output says why")
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """By nearest rank."""
-    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
 def compared(alone: Mapping[str, Sequence[float]], beside: Mapping[str, Sequence[float]]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ebbtide.client import Client, Lease
-from ebbtide.types.rollout import FinishedRollout, RolloutRequest
+from ebbtide.types.rollout import FinishedRollout, FinishReason, RolloutRequest
 from ebbtide.types.run import RunEvent, Sampling
 from ebbtide.types.tokens import IdArray, TokenArray, pack_ids, unpack_tokens
 
@@ -87,14 +87,16 @@ async def run_steps(lease: Lease, steps: int, sampling: Sampling) -> None:
         await lease.submit_rollouts(submitted)
         rollouts = await gather(finished, {request.rollout_id for request in submitted})
         groups: dict[str, list[TokenArray]] = {request.group_id: [] for request in submitted}
-        for rollout in rollouts:
-            if rollout.tokens:
-                groups[rollout.group_id].append(unpack_tokens(rollout.tokens))
+        # A dead letter has no tokens, or a part of a response.
+        dead = {rollout.rollout_id for rollout in rollouts if rollout.reason is FinishReason.DEAD_LETTERED}
+        trained = [rollout for rollout in rollouts if rollout.rollout_id not in dead]
+        for rollout in trained:
+            groups[rollout.group_id].append(unpack_tokens(rollout.tokens))
         # In a thread, so that the lease is renewed meanwhile.
         mean = await asyncio.to_thread(train, model, optimizer, groups, prompts)
         version = await lease.publish(model.state_dict(), step=step + 1, parent=version.version)
-        await lease.acknowledge([rollout.rollout_id for rollout in rollouts if rollout.tokens])
-        await lease.acknowledge([rollout.rollout_id for rollout in rollouts if not rollout.tokens], "dead_lettered")
+        await lease.acknowledge([rollout.rollout_id for rollout in trained])
+        await lease.acknowledge(dead, "dead_lettered")
         await lease.report([RunEvent(kind="step", key=str(step), values={"step": step, "reward": mean})])
         print(f"step {step}: reward {mean:.3f}, version {version.version}", flush=True)  # noqa: T201
 

@@ -1,4 +1,4 @@
-"""Submit a run, follow it and say how it ended, with `pip install ebbtide` alone: python submit_and_watch.py RUN.toml
+"""Submit a run, follow it and say how it ended, with the SDK alone: python submit_and_watch.py RUN.toml
 
 EBBTIDE_COORDINATOR (127.0.0.1:7600) and EBBTIDE_TOKEN say where the cluster is, and who asks.
 """

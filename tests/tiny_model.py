@@ -8,7 +8,7 @@ def save_tiny_model(directory: Path, *, head: int = 16) -> Path:
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from ebbtide.trainer.base_model.character_tokenizer import character_tokenizer
+    from ebbtide.trainer.base_model.base_model import character_tokenizer
     from ebbtide.trainer.learning.network import save_network
 
     tokenizer = character_tokenizer()

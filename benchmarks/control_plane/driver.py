@@ -14,7 +14,7 @@ from ebbtide.types.tokens import pack_ids, unpack_tokens
 from ebbtide.v1 import rollouts_pb2, runs_pb2, types_pb2
 from ebbtide.v1.rollouts_pb2_grpc import RolloutsStub
 from ebbtide.v1.runs_pb2_grpc import RunsStub
-from ebbtide.wire.record_conversion import to_proto
+from ebbtide.wire import to_proto
 
 RUN: Final = "load"
 #: Tokens of a response, drawn evenly: about as long in the mean as those of DeepSeek-R1 when it serves. Of the first

@@ -1,5 +1,6 @@
 """CPU seconds of processes, and percentiles."""
 
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,11 +16,12 @@ def cpu_s(pid: int) -> float:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least `share` of `values` do not exceed; not a number without values."""
+    """By nearest rank: the smallest value that at least `share` of `values` do not exceed, so that p99 of a hundred or
+    fewer is the largest. Not a number without values.
+    """
     if not values:
         return float("nan")
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, max(0, -int(-share * len(ordered) // 1) - 1))]
+    return sorted(values)[min(len(values), max(1, math.ceil(share * len(values)))) - 1]
 
 
 def spread(values: Sequence[float], unit: str, scale: float = 1.0) -> dict[str, float]:

@@ -7,9 +7,9 @@ from benchmarks.elastic.elastic_setting import MODELS, ElasticCase, Fleet
 from benchmarks.elastic.window_oracle import OraclePolicy
 from benchmarks.rivals.rlboost.rlboost_policy import RLBoostPolicy
 from benchmarks.rivals.verl_hybrid_policy import VerlHybridPolicy
-from ebbtide.simulator.world.elastic_policy import ElasticPolicy
 from ebbtide.simulator.world.rival_policies import VerlPolicy
 from ebbtide.simulator.world.simulation import Policy
+from ebbtide.simulator.world.training.elastic_window import ElasticPolicy
 
 #: The public code's T_init, about half of it and twice it, for windows that stay.
 FIXED_S: Final = (60.0, 150.0, 300.0)
@@ -84,7 +84,7 @@ CODE: Final = "rlboost code"
 CODE_KEEPS: Final = "rlboost code, keeps all"
 VERL: Final = "verl hybrid"
 COMPARED: Final[dict[str, ComparedPolicy]] = {
-    OURS: ComparedPolicy("the window of scheduling/elastic", lambda _: ElasticPolicy(), _lent),
+    OURS: ComparedPolicy("the trainer's window (StepWindow)", lambda _: ElasticPolicy(), _lent),
     PAPER: ComparedPolicy(
         "RLBoost's Algorithms 1 and 2, with memory", lambda case: _rlboost(case, whole_groups=True), _lent
     ),

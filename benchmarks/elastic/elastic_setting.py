@@ -18,12 +18,12 @@ from benchmarks.simulator.published.rlboost_runs import CAP
 from ebbtide.coordinator.settings import CoordinatorSettings
 from ebbtide.simulator.engines.engine_profile import EngineProfile
 from ebbtide.simulator.engines.roofline import FITTED, H100, QWEN3_8B, QWEN3_14B, QWEN3_32B, ModelShape, roofline_engine
-from ebbtide.simulator.scenario.draws.workload import curve
 from ebbtide.simulator.scenario.input_tables import InputTables, TraceEvent, read_quantiles, read_spot_trace
 from ebbtide.simulator.scenario.machine_pool import MachinePool, SpotTraceSpec
 from ebbtide.simulator.scenario.quantity_spec import LengthSpec, QuantitySpec
 from ebbtide.simulator.scenario.scenario import Scenario
 from ebbtide.simulator.scenario.training_run import TrainingRun
+from ebbtide.simulator.scenario.workload import curve
 from ebbtide.simulator.world.simulation import Policy, Simulation
 
 RUN: Final = "grpo"

@@ -21,8 +21,8 @@ from benchmarks.elastic.elastic_figures import result_of
 from benchmarks.elastic.elastic_part import PartFindings, PartTerms
 from benchmarks.elastic.elastic_setting import ElasticCase, Fleet, simulation
 from benchmarks.log_level import errors_only
-from ebbtide.simulator.world.elastic_policy import ElasticPolicy
 from ebbtide.simulator.world.simulation import Policy
+from ebbtide.simulator.world.training.elastic_window import ElasticPolicy
 
 OURS: Final = "ebbtide"
 NEVER: Final = "never lent"

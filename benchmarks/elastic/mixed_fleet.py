@@ -32,8 +32,8 @@ from benchmarks.elastic.mixed_setting import (
 from benchmarks.log_level import errors_only
 from benchmarks.rivals.changed_rounds import NO_KINDS, ChangedPolicy, told
 from benchmarks.rivals.clairvoyant_policy import ToldSpeed
-from ebbtide.simulator.scenario.draws.machine_events import pool_of
-from ebbtide.simulator.scenario.draws.workload import Workload
+from ebbtide.simulator.scenario.machine_events import pool_of
+from ebbtide.simulator.scenario.workload import Workload
 from ebbtide.simulator.world.ebbtide_policy import EbbtidePolicy
 from ebbtide.simulator.world.simulation import Policy
 

@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ebbtide.scheduling.long_tail.rounds.group_rounds import GroupRounds
+from ebbtide.driver.group_rounds import GroupRounds
 
 Floats = NDArray[np.float64]
 

@@ -22,7 +22,7 @@ def make_checkpoint(
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from ebbtide.trainer.base_model.character_tokenizer import character_tokenizer
+    from ebbtide.trainer.base_model.base_model import character_tokenizer
 
     torch.manual_seed(seed)
     config = Qwen3Config(

@@ -11,7 +11,7 @@ from benchmarks import arguments
 from benchmarks.replay.report import table
 from benchmarks.replay.run import UNEVEN, run_level, unknown
 from benchmarks.replay.setting import CAP_HELP, CAP_TOKENS, Setting
-from ebbtide.checked_files.refusals import FileRefused
+from ebbtide.checked_files import FileRefused
 from ebbtide.simulator.scenario.input_tables import read_quantiles, read_spot_trace
 
 

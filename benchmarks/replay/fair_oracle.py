@@ -25,7 +25,7 @@ from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.simulator.engines.engine_profile import StepCosts
 from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.training_run import TrainingRun
-from ebbtide.simulator.world.rival_policies import RivalDecider, ask_back, fits
+from ebbtide.simulator.world.rival_policies import RivalDecider, fits, request_release
 from ebbtide.simulator.world.training.step_rounds import Rounds, WholeGroups
 from ebbtide.simulator.world.training.trainer_loan import FixedWindow, LoanWindow
 from ebbtide.simulator.world.virtual_coordinator import Decider, VirtualCoordinator
@@ -156,7 +156,7 @@ class FairOracle(RivalDecider):
         for session in engines:
             if self._stays(session) and now >= self._lost_s(session) - _LEAVE_S - 1e-6:
                 self._left.add(session.session_id)
-                session.ask_back([one.ref for one in session.attempts.values()])
+                session.outbox.request_release([one.ref for one in session.attempts.values()])
                 self._urgent = now + _QUEUED_S
         if now - self._looked < _LOOK_S and now < self._urgent:
             return
@@ -187,7 +187,7 @@ class FairOracle(RivalDecider):
             session, attempt = next(shortest)
             if self._rest_of(attempt) > _SHORTER * self._rest(one):
                 break
-            session.ask_back([attempt.ref])
+            session.outbox.request_release([attempt.ref])
 
     def _balance(self, sessions: Sequence[WorkerSession], engines: Sequence[_Engine], now: float) -> None:
         """Move rollouts away from the engine that ends last, as long as that brings forward its end."""
@@ -215,7 +215,7 @@ class FairOracle(RivalDecider):
         if best is None:
             return False
         _, attempt, target, left = best
-        ask_back(last.session, target.session, [attempt])
+        request_release(last.session, target.session, [attempt])
         last.rollouts.remove(left)
         target.add(left, left.context)
         return True

@@ -12,11 +12,12 @@ from typing import Final
 
 from msgspec import Struct
 
+from ebbtide.coordinator.forecasts.engine_pace import fitted_pace
+from ebbtide.coordinator.forecasts.throughput import WorkerThroughput
 from ebbtide.coordinator.state.worker_reports import HeartbeatReport
 from ebbtide.coordinator.state.worker_session import WorkerSession
-from ebbtide.scheduling.elastic.engine_pace import EnginePace, fitted_pace
-from ebbtide.scheduling.throughput import WorkerThroughput
 from ebbtide.types.fleet import WorkerState
+from ebbtide.types.remaining_work import EnginePace
 
 #: Between two looks at heartbeats, and between two fits of the kind's pace.
 _LOOK_S: Final = 0.25
@@ -163,7 +164,7 @@ class LearntRates:
 
 def _disturbed(session: WorkerSession, now: float) -> bool:
     """Whether the worker is held up now: it is held, installs, or waits for the store."""
-    stored_late = session.storing > 0 and now - session.progressed > _STORING_S
+    stored_late = session.append_stream.storing > 0 and now - session.append_stream.progressed > _STORING_S
     return session.beat.held or session.state is WorkerState.INSTALLING or stored_late
 
 

@@ -13,9 +13,9 @@ from typing import Final, TypeAlias
 from msgspec import Struct
 
 from benchmarks.replay.learnt_rates import LearntRates
-from ebbtide.coordinator.rules.host_view import admits
 from ebbtide.coordinator.rules.placement import Placement
 from ebbtide.coordinator.rules.rollout_queue import QueuedRollout
+from ebbtide.coordinator.rules.worker_view import admits
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.simulator.scenario.machine_pool import MachinePool
@@ -157,7 +157,7 @@ def _matched(placed: list[tuple[QueuedRollout, _Room]], run: RunState) -> list[t
     speeds = {at: placed[at][1].view.rate for at in free}
     if not free or max(speeds.values()) <= _CLEARLY * min(speeds.values()):
         return placed
-    rests = {at: run.tail.lengths.rest(placed[at][0].made, placed[at][0].budget or None) for at in free}
+    rests = {at: run.lengths.curve.rest(placed[at][0].made, placed[at][0].budget or None) for at in free}
     short = sorted(free, key=lambda at: (rests[at], at))
     made, moved = list(placed), set[int]()
     for at in sorted(free, key=lambda at: (-rests[at], at)):

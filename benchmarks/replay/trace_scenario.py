@@ -8,8 +8,8 @@ from msgspec import Struct
 
 from benchmarks.replay.setting import Compared, Setting
 from ebbtide.simulator.engines.engine_profile import EngineProfile, KvCapacity, StepCosts
-from ebbtide.simulator.scenario.draws.machine_events import MachineChange, machine_events, presences
 from ebbtide.simulator.scenario.input_tables import InputTables, QuantileTable, SpotTrace
+from ebbtide.simulator.scenario.machine_events import MachineChange, machine_events, presences
 from ebbtide.simulator.scenario.machine_pool import MachinePool, SpotTraceSpec
 from ebbtide.simulator.scenario.quantity_spec import LengthSpec, QuantitySpec
 from ebbtide.simulator.scenario.scenario import Scenario

@@ -7,8 +7,8 @@ from typing import Final
 from msgspec.structs import replace
 
 from benchmarks.rivals.changed_rounds import ChangedDecider, Replaced, learning, placing
+from ebbtide.coordinator.forecasts.throughput import WorkerThroughput
 from ebbtide.coordinator.rules.move_costs import COSTS
-from ebbtide.scheduling.throughput import WorkerThroughput
 from ebbtide.simulator.world.ebbtide_policy import EbbtidePolicy
 from ebbtide.simulator.world.virtual_coordinator import Decider, VirtualCoordinator
 

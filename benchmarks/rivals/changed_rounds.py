@@ -10,12 +10,12 @@ from functools import partial
 from typing import Any, Final, NamedTuple
 
 from ebbtide.coordinator.dispatch import dispatch_round, rebalancer
-from ebbtide.coordinator.dispatch.capacity import MemoryOffers
+from ebbtide.coordinator.dispatch.capacity import SlotLimits
 from ebbtide.coordinator.dispatch.rebalancer import Rebalancer
 from ebbtide.coordinator.dispatch.speeds import FleetSpeeds
+from ebbtide.coordinator.forecasts.throughput import WorkerThroughput
 from ebbtide.coordinator.rules.placement import place
 from ebbtide.coordinator.state.worker_session import WorkerSession
-from ebbtide.scheduling.throughput import WorkerThroughput
 from ebbtide.simulator.world.ebbtide_policy import EbbtideDecider, EbbtidePolicy
 from ebbtide.simulator.world.virtual_coordinator import Decider, VirtualCoordinator
 
@@ -43,7 +43,7 @@ def replaced(parts: Sequence[Replaced]) -> Iterator[None]:
 #: Workers that are alike teach nothing of each other.
 NO_KINDS: Final = Replaced(FleetSpeeds, "_kind", lambda _, session: (session.worker_id, ""))
 #: Workers have as many slots as they are set to, whatever their memory holds.
-NO_MEMORY: Final = Replaced(MemoryOffers, "update", lambda *_: iter(()))
+NO_MEMORY: Final = Replaced(SlotLimits, "update", lambda *_: iter(()))
 
 
 def placing(**terms: Any) -> Replaced:

@@ -10,17 +10,17 @@ from msgspec.structs import replace
 
 from benchmarks.rivals.ablated_policy import FREE_MOVES
 from ebbtide.coordinator.dispatch.moves import EngineLoad, RunningRollout, rebalance
-from ebbtide.coordinator.rules.host_view import HostView
+from ebbtide.coordinator.forecasts.length_learner import EDGES, LengthCurve
+from ebbtide.coordinator.forecasts.throughput import WorkerThroughput
 from ebbtide.coordinator.rules.placement import Placement, place
+from ebbtide.coordinator.rules.worker_view import WorkerView
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.running_attempt import RunningAttempt
 from ebbtide.coordinator.state.worker_session import WorkerSession
-from ebbtide.scheduling.long_tail.length_learner import EDGES, LengthCurve
-from ebbtide.scheduling.throughput import WorkerThroughput
 from ebbtide.simulator.engines.engine_profile import StepCosts
 from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.training_run import TrainingRun
-from ebbtide.simulator.world.rival_policies import RivalDecider, ask_back
+from ebbtide.simulator.world.rival_policies import RivalDecider, request_release
 from ebbtide.simulator.world.training.step_rounds import Rounds, WholeGroups
 from ebbtide.simulator.world.training.trainer_loan import FixedWindow, LoanWindow
 from ebbtide.simulator.world.virtual_coordinator import Decider, VirtualCoordinator
@@ -61,11 +61,11 @@ class LongestFirst(RivalDecider):
 
     def place(self, run: RunState, engines: Sequence[WorkerSession], now: float) -> list[Placement]:
         """The rollouts with most tokens left go where they run fastest."""
-        hosts = [self._host(run, engine) for engine in engines]
-        if not run.queue or all(host.running >= host.slots for host in hosts):
+        workers = [self._view(run, engine) for engine in engines]
+        if not run.queue or all(worker.running >= worker.slots for worker in workers):
             return []
         queued = sorted(run.queue, key=lambda one: (one.made - self._length(one.rollout_id), one.place))
-        return place(queued, hosts, {}, pending_limit=lambda host: host.slots, now=now)
+        return place(queued, workers, {}, pending_limit=lambda worker: worker.slots, now=now)
 
     def move(self, run: RunState, engines: Sequence[WorkerSession], now: float) -> None:
         if len(engines) < 2 or now - self._looked < _LOOK_S:
@@ -76,15 +76,15 @@ class LongestFirst(RivalDecider):
         by_id = {engine.session_id: engine for engine in engines}
         for move in rebalance(loads, _TOLD, now=now, costs=_USEFUL_MOVES):
             source = by_id[move.source]
-            ask_back(source, by_id[move.target], [source.attempts[move.attempt_id]])
+            request_release(source, by_id[move.target], [source.attempts[move.attempt_id]])
 
     def _load(self, run: RunState, engine: WorkerSession, coming: Counter[str]) -> EngineLoad:
-        host = self._host(run, engine)
+        worker = self._view(run, engine)
         leaving = sum(bool(a.target) for a in engine.attempts.values())
-        host = replace(host, running=host.running - leaving + coming[engine.worker_id])
+        worker = replace(worker, running=worker.running - leaving + coming[engine.worker_id])
         contexts = [a.length for a in engine.attempts.values()]
         return EngineLoad(
-            host=host,
+            worker=worker,
             speed=self._speed(engine),
             context=sum(contexts) / max(1, len(contexts)),
             rollouts=lambda: [self._running(a) for a in engine.attempts.values() if not a.target],
@@ -101,13 +101,13 @@ class LongestFirst(RivalDecider):
             started=attempt.started,
         )
 
-    def _host(self, run: RunState, engine: WorkerSession) -> HostView:
+    def _view(self, run: RunState, engine: WorkerSession) -> WorkerView:
         running, version = len(engine.attempts), engine.version_of(run.run_id)
         speed, slots = self._speed(engine), engine.hello.slots
         spare = self._coordinator.worker(engine.session_id).terms.profile.costs.spare
-        return HostView(
-            worker_id=engine.session_id,
-            name=engine.worker_id,
+        return WorkerView(
+            session_id=engine.session_id,
+            worker_id=engine.worker_id,
             slots=min(slots, spare) if self._up_to_plateau and spare else slots,
             running=running,
             pending=len(engine.pending),

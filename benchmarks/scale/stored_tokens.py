@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 import redis
 
 from benchmarks.control_plane.responses import response
-from ebbtide.store.store_keys import run_key
+from ebbtide.store.scripts import run_key
 from ebbtide.types.tokens import TOKEN_BYTES
 from tests.support.redis_servers import EmbeddedRedis
 

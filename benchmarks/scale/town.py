@@ -23,7 +23,7 @@ from benchmarks.control_plane.measures import cpu_s
 from benchmarks.scale.loop_probe import ask
 from ebbtide.auth.role_tokens import mint
 from ebbtide.auth.roles import Role
-from ebbtide.store.store_keys import TERM
+from ebbtide.store.scripts import TERM
 
 D = TypeVar("D", bound=Driver)
 _TOKEN_S: Final = 86400.0

@@ -15,9 +15,8 @@ def make_random_policy(path: Path, seed: int) -> Path:
     """Writes the checkpoint to `path`. The same seed gives the same bytes."""
     import torch
 
-    from ebbtide.trainer.base_model.base_model import new_network
+    from ebbtide.trainer.base_model.base_model import character_tokenizer, new_network
     from ebbtide.trainer.base_model.base_model_plan import BaseModelPlan
-    from ebbtide.trainer.base_model.character_tokenizer import character_tokenizer
     from ebbtide.trainer.learning.network import save_network
 
     tokenizer = character_tokenizer()

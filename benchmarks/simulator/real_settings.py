@@ -161,7 +161,7 @@ async def measure(
             tell("A real-time class is not permitted here: programs beside this one will show in the figures")
         async with bound_fleet(directory or Path(temporary), seed) as (fleet, client):
             bound = {"engine_core": fleet.engine_core, "other_core": fleet.other_core, "real_time": permitted}
-            under = conditions() | bound | {"turns": TURNS, "slice_s": SLICE_S}
+            under = conditions() | bound | {"turns": TURNS, "timeslice_s": SLICE_S}
             session = begun or RealSession(seed=seed, quick=quick, conditions=under)
             tell(f"engines on core {fleet.engine_core} in {TURNS} turns, all else on core {fleet.other_core}")
             await RealMeasuring(fleet, client, session, out, tell).all(settings)

@@ -9,7 +9,7 @@ from ebbtide.types.rollout import RolloutKind, RolloutRequest
 from ebbtide.types.run import EnvironmentSpec, RunSpec, Sampling
 from ebbtide.types.tokens import pack_ids
 from ebbtide.v1 import rollouts_pb2, rollouts_pb2_grpc, runs_pb2, runs_pb2_grpc, types_pb2
-from ebbtide.wire.record_conversion import to_proto
+from ebbtide.wire import to_proto
 
 #: Variable with the token of a program's user.
 TOKEN: Final = "EBBTIDE_TENANT_TOKEN"  # noqa: S105 - its name

@@ -9,10 +9,10 @@ from functools import partial
 from msgspec import Struct
 
 from benchmarks.turn_routing.session_work import SessionWork
-from ebbtide.scheduling.steps.step_pacing import VersionBounds
-from ebbtide.simulator.scenario.draws.workload import Turn
+from ebbtide.simulator.scenario.workload import Turn
 from ebbtide.simulator.world.virtual_coordinator import SimulatedRollout, VirtualCoordinator
 from ebbtide.simulator.world.virtual_time import VirtualTime
+from ebbtide.step_pacing import VersionBounds
 
 RUN = "sessions"
 

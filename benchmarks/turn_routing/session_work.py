@@ -12,7 +12,7 @@ from typing import Final
 
 from msgspec import Struct
 
-from ebbtide.simulator.scenario.draws.workload import Turn
+from ebbtide.simulator.scenario.workload import Turn
 
 #: Tokens, on average: of a response, of a first prompt, and of what the environment adds to a turn.
 RESPONSE: Final = 512.0

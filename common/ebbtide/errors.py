@@ -9,32 +9,32 @@ class InvalidRequest(EbbtideError):
     """Fix the call; `field` names what is wrong, and `text` says why."""
 
     def __init__(self, message: str, *, field: str = "") -> None:
-        super().__init__(f"{field}: {message}" if field and not message.startswith(f"{field}:") else message)
-        self.field, self.text = field, message.removeprefix(f"{field}: ")
+        super().__init__(f"{field}: {message}" if field else message)
+        self.field, self.text = field, message
 
 
 class NotFound(EbbtideError):
-    """Register again, or give up."""
+    """Attach again, or give up."""
 
 
 class AlreadyExists(EbbtideError):
-    """The id belongs to another body: choose another."""
+    """The id belongs to another body: choose another one."""
 
 
 class Unauthenticated(EbbtideError):
-    """The call has no valid token."""
+    """The call has no valid token: set one."""
 
 
 class PermissionDenied(EbbtideError):
-    """The token is valid, but not for this call."""
+    """The token is valid, but not for this call: use one whose role and run permit it."""
 
 
 class Superseded(EbbtideError):
-    """The fence is an old one."""
+    """The fence is an old one: stop what it was for."""
 
 
 class LeaseSuperseded(Superseded):
-    """Step down."""
+    """Another holder has the lease: step down."""
 
 
 class NotReady(EbbtideError):
@@ -42,7 +42,7 @@ class NotReady(EbbtideError):
 
 
 class VersionUnavailable(NotReady):
-    """The policy version is not there yet, or no longer."""
+    """The policy version is not there yet, or no longer: wait, then retry."""
 
 
 class NoCapacity(EbbtideError):
@@ -66,19 +66,19 @@ class Unavailable(EbbtideError):
 
 
 class Draining(Unavailable):
-    """The service leaves."""
+    """The service leaves: retry, elsewhere or later."""
 
 
 class StandingBy(Unavailable):
-    """Another coordinator leads."""
+    """Another coordinator leads: ask the one whose health says SERVING."""
 
 
 class StoreUnavailable(Unavailable):
-    """The store is out of reach, or full."""
+    """The store is out of reach, or full: retry."""
 
 
 class ChunkCorrupt(EbbtideError):
-    """Fetch again."""
+    """Fetch or send the tile again."""
 
 
 class Internal(EbbtideError):

@@ -7,7 +7,8 @@ odd during the write, so that no reader takes half of one. The worker writes the
 grant. The engine writes the *steps*. All times are nanoseconds of CLOCK_MONOTONIC, which all processes of a host share.
 A step may begin only while the budget has tokens, and neither budget nor lease has run out. So if any of the three dies
 or freezes, the engine stands still when the lease or the budget runs out. The page outlives all of them. A new engine
-resets its part. A writer that died during a write leaves a budget that cannot be read, which counts as none.
+resets its part, and so does a worker that announces one before it boots. A writer that died during a write leaves a
+budget that cannot be read, which counts as none.
 
 The engine writes that it steps before it reads the budget. The guard takes the budget away before it reads whether the
 engine steps. There is a fence between the two on each side, so at least one sees the other. No reader waits for a
@@ -199,7 +200,7 @@ class Page:
         _futex_wait(self._bell, self._halves[2 * _BELL], timeout_s)
 
     def enter(self, pid: int, kv_total: int, block_bytes: int = 0) -> None:
-        """Reset the engine's part for a new engine."""
+        """Reset the engine's part for a new engine. `pid` 0: it is not there yet."""
         for word in range(_STEPPING, _BLOCK_BYTES + 1):
             self._words[word] = 0
         self._words[_KV_BLOCKS] = -1

@@ -9,6 +9,7 @@ Exit codes: 0 ended when asked, 1 failed (the last log line says why), 2 bad set
 
 import asyncio
 import contextlib
+import contextvars
 import ctypes
 import json
 import logging
@@ -35,7 +36,8 @@ T = TypeVar("T")
 
 _expires = telemetry.gauge(
     "credentials_expire_timestamp_seconds",
-    "Unix time at which the first of this kind that the program uses expires",
+    "Unix time at which the first credential of its kind in this program's files ends; `kind`: certificate, "
+    "authority, token (signed)",
     ("kind",),
 )
 _PR_SET_PDEATHSIG: Final = 1
@@ -47,14 +49,19 @@ _CRASH_GRACE_S: Final = 10.0
 class ProcessSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of every service process. Services' settings inherit them."""
 
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="least level logged")] = "info"
-    metrics_port: Annotated[int, Meta(ge=-1, le=65535, description="Prometheus port; 0: any, -1: off")] = -1
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="minimum log level")] = "info"
+    metrics_port: Annotated[
+        int, Meta(ge=-1, le=65535, description="port of the Prometheus metrics; 0 picks a free port, -1 disables them")
+    ] = -1
     metrics_host: Annotated[
-        str, Meta(description="address that the Prometheus port is bound to; who reaches it can read it, without TLS")
+        str,
+        Meta(
+            description="address to bind the Prometheus port to; whoever reaches it can read the metrics, without TLS"
+        ),
     ] = "127.0.0.1"
-    ready_file: Annotated[str, Meta(description="file to write once ready: JSON with address, metrics, pid")] = ""
+    ready_file: Annotated[str, Meta(description="file to write once ready, JSON with address, metrics and pid")] = ""
     die_with_parent: Annotated[
-        int, Meta(ge=0, description="pid of the parent process whose death kills this one; 0: none")
+        int, Meta(ge=0, description="pid of the parent process; its death kills this one; 0 for none")
     ] = 0
 
 
@@ -150,7 +157,7 @@ async def _supervise(main: Callable[[Shutdown], Awaitable[None]], name: str, set
 
 def _tell_expiries(settings: ProcessSettings) -> None:
     """Export expiry times. A scrape reads the present files; a file that is gone keeps its last time."""
-    from ebbtide.auth.credential_expiry import expiries
+    from ebbtide.auth.security import expiries
 
     def ask(kind: str) -> float:
         known.update(expiries(settings))
@@ -236,17 +243,18 @@ def _innermost(error: BaseException) -> BaseException:
 class Aside:
     """Runs functions one after another in one thread of its own.
 
-    The thread lasts as long as the process, so children that die with their starting thread live on. Unlike an
-    executor's, it does not delay the process's end.
+    The thread lasts until `close` or the process's end, so children that die with their starting thread live on. Unlike
+    an executor's, it does not delay the process's end.
     """
 
     def __init__(self, name: str) -> None:
-        self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         threading.Thread(target=self._serve, name=name, daemon=True).start()
 
     def _serve(self) -> None:
-        while True:
-            self._work.get()()
+        while (work := self._work.get()) is not None:
+            work()
+            del work  # what it held is freed now, and not when the next work comes
 
     async def do(self, work: Callable[[], T]) -> T:
         """The result of `work`, or its error. A cancelled caller does not stop it."""
@@ -261,11 +269,22 @@ class Aside:
                 settle = partial(done.set_exception, error)
             else:
                 settle = partial(done.set_result, result)
+            if done.cancelled():  # nobody is told, so nothing is kept until the loop runs again
+                return
             with contextlib.suppress(RuntimeError):  # the loop may be gone
                 loop.call_soon_threadsafe(lambda: None if done.done() else settle())
 
-        self._work.put(run)
+        self._work.put(partial(contextvars.copy_context().run, run))  # logs say whose work it is
         return await done
+
+    async def close(self, timeout_s: float) -> None:
+        """Waits at most `timeout_s` for what was begun. The thread ends after it. Nothing may be begun any more."""
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await self.do(lambda: None)
+        finally:
+            self._work.put(None)
 
 
 def notify(state: str) -> None:

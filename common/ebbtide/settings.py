@@ -11,6 +11,7 @@ import argparse
 import difflib
 import math
 import os
+import re
 import sys
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,10 +28,11 @@ S = TypeVar("S", bound=Struct)
 _CONFIG = "config"
 
 
-def load(kind: type[S], *, prog: str, argv: Sequence[str] | None = None, description: str = "") -> S:
-    """The settings of `prog`, whose last word names the service. Bad ones exit with status 2 and one line."""
+def load(kind: type[S], *, prog: str, program: str = "", argv: Sequence[str] | None = None, description: str = "") -> S:
+    """The settings of `program`, in variables and files by its name, which is by default the last word of `prog`: the
+    command that runs it. Bad settings exit with status 2 and one line."""
     try:
-        return read(kind, prog=prog, argv=argv, description=description)
+        return read(kind, prog=prog, program=program, argv=argv, description=description)
     except InvalidRequest as error:
         print(f"{prog}: {error}\n(see {prog} --help)", file=sys.stderr)  # noqa: T201 - before there are logs
         raise SystemExit(2) from None
@@ -40,17 +42,43 @@ def read(
     kind: type[S],
     *,
     prog: str,
+    program: str = "",
     argv: Sequence[str] | None = None,
     description: str = "",
     environ: Mapping[str, str] | None = None,
 ) -> S:
     """Like `load`, but raises `InvalidRequest` whose field is the bad flag, variable or key."""
     environ = os.environ if environ is None else environ
-    source = _Source(prog.rsplit(maxsplit=1)[-1], list(_fields(kind)))
+    source = _Source(program or prog.rsplit(maxsplit=1)[-1], list(_fields(kind)))
     flags = source.flags(prog, description, sys.argv[1:] if argv is None else argv)
     values = source.environment(environ)
     path = flags.pop((_CONFIG,), None) or environ.get(f"{source.prefix}CONFIG") or environ.get("EBBTIDE_CONFIG")
     return _build(kind, {**(source.file(Path(path)) if path else {}), **values, **flags}, source.prefix)
+
+
+class Setting(NamedTuple):
+    """A setting as its users see it. `flag` is empty for a secret, `default` for a setting that is required."""
+
+    flag: str
+    variables: tuple[str, ...]
+    kind: Any  # its type, with bounds
+    default: str
+    meaning: str
+
+
+def described(kind: type[Struct], service: str) -> list[Setting]:
+    """The settings of a program, in their order."""
+    prefix = _Source(service, []).prefix
+    return [
+        Setting(
+            flag="" if field.mark("secret") else field.flag,
+            variables=tuple(field.variables(prefix)),
+            kind=field.hint,
+            default="" if field.default is NODEFAULT else _shown(field.default),
+            meaning=field.meta.description or "",
+        )
+        for field in _fields(kind)
+    ]
 
 
 class _Field(NamedTuple):
@@ -87,12 +115,26 @@ class _Source:
         self.prefix = f"EBBTIDE_{service.upper().replace('-', '_')}_"
 
     def flags(self, prog: str, description: str, argv: Sequence[str]) -> Values:
-        parser = _Parser(prog=prog, description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS)
-        parser.add_argument("--config", metavar="FILE", help="TOML file of settings (env EBBTIDE_CONFIG)")
+        parser = _Parser(
+            prog=prog,
+            description=description,
+            add_help=False,
+            allow_abbrev=False,
+            argument_default=argparse.SUPPRESS,
+            exit_on_error=False,
+        )
+        parser.add_argument("-h", "--help", action="help", help="Show this message and exit.")
+        own = f"{self.prefix}CONFIG"
+        parser.add_argument(
+            "--config", metavar="<path>", help=f"TOML file of settings. [env var: {own}, EBBTIDE_CONFIG]"
+        )
         for field in self.fields:
             if not field.mark("secret"):
                 _add_flag(parser, field, self.prefix)
-        given, unknown = parser.parse_known_args(argv)
+        try:
+            given, unknown = parser.parse_known_args(argv)
+        except argparse.ArgumentError as error:
+            raise InvalidRequest(error.message, field=error.argument_name or "") from None
         known = {field.flag: field for field in self.fields}
         for name in (text.partition("=")[0] for text in unknown):
             if name in known:
@@ -141,21 +183,31 @@ class _Source:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        name, _, text = message.removeprefix("argument ").partition(": ")
-        raise InvalidRequest(text, field=name) if text else InvalidRequest(message)
+        raise InvalidRequest(message)
 
 
 def _add_flag(parser: argparse.ArgumentParser, field: _Field, prefix: str) -> None:
     default = "required" if field.default is NODEFAULT else f"default: {_shown(field.default)}"
-    text = f"{field.meta.description or ''} ({default}; env {', '.join(field.variables(prefix))})"
+    text = f"{_sentence(field.meta.description or '')} [env var: {', '.join(field.variables(prefix))}] [{default}]"
     if field.hint is bool:
         parser.add_argument(
             field.flag, dest=field.key, action=argparse.BooleanOptionalAction, help=text.replace("%", "%%")
         )
         return
     names = _names(field.hint)
-    metavar = "{" + ",".join(names) + "}" if names else getattr(_bare(field.hint), "__name__", "value").upper()
+    metavar = "{" + ",".join(names) + "}" if names else f"<{_kind(_bare(field.hint))}>"
     parser.add_argument(field.flag, dest=field.key, metavar=metavar, help=text.replace("%", "%%"))
+
+
+def _sentence(description: str) -> str:
+    """With a full stop, and a capital letter unless it begins with a name such as vLLM or with a form such as A=B."""
+    begins_with_a_word = re.match(r"[a-z]+[ ,;-]", description)
+    return f"{description[0].upper() if begins_with_a_word else description[:1]}{description[1:]}."
+
+
+def _kind(hint: Any) -> str:
+    origin = get_origin(hint) or hint
+    return {tuple: "list", dict: "json"}.get(origin, getattr(origin, "__name__", "value"))
 
 
 def _fields(kind: type[Struct], defaults: Struct | None = None, prefix: tuple[str, ...] = ()) -> Iterator[_Field]:

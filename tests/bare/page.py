@@ -1,10 +1,10 @@
-"""The commands of `docs/bare-metal.md`: its shell blocks whose first line is `# on HOST, HOST`."""
+"""The commands of `docs/deploy/bare-metal.md`: its shell blocks whose first line is `# on HOST, HOST`."""
 
 import re
 from pathlib import Path
 from typing import Final, NamedTuple
 
-PAGE: Final = Path(__file__).parents[2] / "docs" / "bare-metal.md"
+PAGE: Final = Path(__file__).parents[2] / "docs" / "deploy" / "bare-metal.md"
 #: Where the commands of a checkout run; all others are hosts of the cluster.
 ADMIN: Final = "admin"
 _BLOCK: Final = re.compile(r"^```sh\n# on ([a-z, ]+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -19,7 +19,7 @@ from ebbtide.auth.security import ClientSecurity
 from ebbtide.client import Client
 from ebbtide.ledger import AttemptRecord, read_ledger
 from ebbtide.local_cluster.launcher import Program, ProgramProcess
-from ebbtide.store.store_keys import LEADER
+from ebbtide.store.scripts import LEADER
 from tests.fakes.links import Way
 from tests.fakes.scripted_settings import ScriptedSettings, engine_settings, former_settings
 from tests.support.redis_servers import EmbeddedRedis

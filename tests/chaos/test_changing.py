@@ -45,7 +45,7 @@ async def begin(client: Client, run_id: str, model: Path, elements: int, *, roll
 async def boot(cluster: Cluster, own: Path, **worker: Any) -> Client:
     cluster.script = replace(SCRIPT, model=str(own), boot_s=0.5, step_s=0.01)
     cluster.worker_settings = worker
-    return await cluster.boot(workers=1, slice_s=1.0)
+    return await cluster.boot(workers=1, timeslice_s=1.0)
 
 
 async def finished(client: Client, run_id: str, count: int) -> None:

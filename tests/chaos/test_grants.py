@@ -49,7 +49,7 @@ async def going(worker: Borrowing, steps: int = 5) -> None:
 
 
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
-async def test_without_its_guard_a_worker_stands_still_by_itself(
+async def test_without_its_guard_a_worker_pauses_by_itself(
     guard: GuardProcess, grant_dir: Path, fault: signal.Signals
 ) -> None:
     with Borrowing(grant_dir) as worker:

@@ -2,7 +2,7 @@
 
 from random import Random
 
-from ebbtide.store.store_keys import run_key
+from ebbtide.store.scripts import run_key
 from tests.chaos.cluster import FLUSH_TOKENS, Cluster
 from tests.chaos.load import RUN, Begin
 from tests.chaos.test_killed_store import quiet

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from ebbtide.client import Client, Lease
 from ebbtide.errors import EbbtideError
-from ebbtide.store.store_keys import FLEET_KEYS, PUBLISHERS, RUN_KEYS
+from ebbtide.store.scripts import FLEET_KEYS, PUBLISHERS, RUN_KEYS
 from ebbtide.types.run import RunStatus
 from tests.chaos.cluster import SCRIPT, Cluster
 from tests.chaos.load import SPEC, make_requests
@@ -137,7 +137,7 @@ async def served(client: Client, *run_ids: str) -> None:
 
 async def test_fifty_cancelled_runs_leave_nothing_but_records_that_expire(cluster: Cluster) -> None:
     house = House(cluster)
-    client = await house.boot(slice_s=0.3)
+    client = await house.boot(timeslice_s=0.3)
     took = []
     for first in range(0, RUNS, AT_ONCE):
         run_ids = [f"run-{number}" for number in range(first, first + AT_ONCE)]

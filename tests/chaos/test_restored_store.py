@@ -1,6 +1,7 @@
 """The store is brought back from a backup that was made while the run was live: the run goes on from there to its end.
 
-Both ways of docs/operations.md. With the disk goes what the store acknowledged since; drivers and trainers begin again.
+Both ways of docs/deploy/redis.md. With the disk goes what the store acknowledged since; drivers and trainers
+begin again.
 """
 
 import shutil

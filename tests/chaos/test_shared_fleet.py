@@ -60,7 +60,7 @@ class Side:
 
 
 async def _two(cluster: Cluster, stack: AsyncExitStack) -> list[Side]:
-    client = await cluster.boot(workers=0, slice_s=0.5)
+    client = await cluster.boot(workers=0, timeslice_s=0.5)
     sides = [await Side.begin(client, run_id, first) for run_id, first in (("one", 0), ("two", 1000))]
     for side in sides:
         stack.push_async_callback(side.close)

@@ -3,8 +3,8 @@
     python -m tests.clients [CLIENT ...] [--write] [--allow-missing] [--record CLIENT]
 
 What a client shows of an answer is compared with its session's trace. Prints a table, and writes it into
-docs/clients.md with `--write`. Exit status 1: a client was answered wrongly, or not at all, or could not be installed;
-with `--allow-missing` only its row tells of the last.
+docs/guides/clients.md with `--write`. Exit status 1: a client was answered wrongly, or not at all, or could not be
+installed; with `--allow-missing` only its row tells of the last.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from tests.clients.page import ClientRow, table, write_table
 from tests.clients.recorder import recording
 from tests.clients.stand import Stand, clients_stand
 
-_PAGE: Final = ROOT / "docs" / "clients.md"
+_PAGE: Final = ROOT / "docs" / "guides" / "clients.md"
 _RUNS: Final = ROOT / "runs" / "clients"
 
 
@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m tests.clients", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("clients", nargs="*", metavar="CLIENT", help=f"default: all of {', '.join(plans)}")
-    parser.add_argument("--write", action="store_true", help="write the table into docs/clients.md")
+    parser.add_argument("--write", action="store_true", help="write the table into docs/guides/clients.md")
     parser.add_argument("--allow-missing", action="store_true", help="let clients be missing that cannot be installed")
     parser.add_argument("--record", default="", metavar="CLIENT", help="keep the bodies that it sends")
     options = parser.parse_args(argv)

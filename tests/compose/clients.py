@@ -1,4 +1,4 @@
-"""Clients of the gateway's published port: a person with `ebbtide chat`, and agents with the plain `openai` client.
+"""Clients of the gateway's published port: a person with `ebbtide run chat`, and agents with the plain `openai` client.
 
 Agents show tokens of role `agent` that are for one run. They come back after the gateway's process was killed.
 """
@@ -40,12 +40,12 @@ class GatewayClients:
         self.url, self._folder = url, folder
 
     async def chat(self, run_id: str) -> str:
-        """What `ebbtide chat` prints of an answer. Raises `Failed`."""
+        """What `ebbtide run chat` prints of an answer. Raises `Failed`."""
         flags = ["--gateway", self.url, "--token-file", str(self._folder / "token"), "--max-tokens", "16"]
-        command = [sys.executable, "-m", "ebbtide.cli", "chat", run_id, "stone", *flags]
+        command = [sys.executable, "-m", "ebbtide.cli", "run", "chat", run_id, "stone", *flags]
         done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=False)
         if done.returncode or not done.stdout.strip():
-            raise Failed(f"ebbtide chat ended with status {done.returncode}: {done.stdout}{done.stderr}")
+            raise Failed(f"ebbtide run chat ended with status {done.returncode}: {done.stdout}{done.stderr}")
         return done.stdout.strip()
 
     async def ask(self, run_id: str) -> int:

@@ -68,7 +68,7 @@ async def run_and_break(podman: Podman, client: Client, clients: GatewayClients,
 
     Raises `Failed`.
     """
-    words = ("submit", str(SPEC), "--watch", "--run-id", "first")
+    words = ("run", "submit", str(SPEC), "--watch", "--run-id", "first")
     watched = asyncio.create_task(asyncio.to_thread(command_line, podman, *words))
     run = await _appears(client, "first", watched)
     progress = RunProgress(run.run_id, run=run)
@@ -108,7 +108,7 @@ def _learnt(printed: str, rewards: Sequence[float], tell: Tell) -> None:
     steps = [line.strip() for line in printed.splitlines() if "reward" in line]
     if not steps:
         raise Failed(f"the command showed no step of the run:\n{printed[-2000:]}")
-    tell(f"`cli submit --watch` showed {len(steps)} lines of steps; the first and the last:")
+    tell(f"`cli run submit --watch` showed {len(steps)} lines of steps; the first and the last:")
     tell(f"  {steps[0]}")
     tell(f"  {steps[-1]}")
     if not rewards[0] < rewards[-1]:
@@ -174,7 +174,7 @@ async def _stop_midway(client: Client, run_id: str, container: dict[str, Any], f
 
 
 async def _ask(clients: GatewayClients, run_id: str, tell: Tell) -> None:
-    tell(f"`ebbtide chat` printed {await clients.chat(run_id)!r}")
+    tell(f"`ebbtide run chat` printed {await clients.chat(run_id)!r}")
     tell(f"an agent was answered under version {await clients.ask(run_id)}")
     await clients.check_strangers(run_id)
 
@@ -227,8 +227,8 @@ async def go_on_after_down(podman: Podman, client: Client, user: WheelUser, tell
 
 def cancel_from_wheel(user: WheelUser, other: str, tell: Tell) -> None:
     """Submit a run from the wheel's command, see it beside another, and cancel it. Raises `Failed`."""
-    words = ("submit", "run.toml", "--no-check", "--run-id", "unwanted")
-    said = [user.command(*words), user.command("cancel", "unwanted"), user.command("runs", "--json")]
+    words = ("run", "submit", "run.toml", "--no-check", "--run-id", "unwanted")
+    said = [user.command(*words), user.command("run", "cancel", "unwanted"), user.command("run", "list", "--json")]
     if said[0].strip() != "unwanted" or "cancelled" not in said[1] or f'"{other}"' not in said[2]:
         raise Failed(f"the wheel's commands said {said}")
     tell(f"the wheel's command: {said[1].strip()}")

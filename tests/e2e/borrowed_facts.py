@@ -23,8 +23,9 @@ from tests.support.waiting import wait_until
 
 STEP_TOKENS = 64
 SLOTS = 16
-STOPS = 50
-LENGTH = 150
+STOPS = 40
+#: Enough steps for all stops, which take some more each on a busy machine; the longest prompt has 300 tokens.
+LENGTH = 200
 EVER = 1e9
 FULL = Budget(STEP_TOKENS, SLOTS, EVER)
 #: Steps of an engine without a guard that are made up of the same requests: it is paused until it has them all.
@@ -85,7 +86,8 @@ async def stopped(watched: Watched) -> Facts:
         late.append(behind)
         made = page.steps()
         assert page.await_budget(0.002) == Budget()
-        assert page.steps() == made
+        now = page.steps()  # what runs and waits is told a moment after a step's end
+        assert (now.steps, now.scheduled, now.busy_s) == (made.steps, made.scheduled, made.busy_s)
     steps = page.steps()
     mean_step = (steps.busy_s - boot.busy_s) / (steps.steps - boot.steps)
     return {"reclaims": reclaims, "late": late, "two_steps": began, "mean_step": mean_step}

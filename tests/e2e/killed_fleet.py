@@ -84,7 +84,7 @@ class Fleet:
         self.client: Client = await self.cluster.boot(workers=0)
         self.trainer = await Trainer.start(self.cluster)
         async with self.run("measured") as run:  # no worker has a part in it
-            assert (await run.publish(self.policy.base))["kind"] == "anchor"
+            assert (await run.publish(self.policy.base))["kind"] == "keyframe"
             report = await run.publish(self.policy.beside)
             assert report["kind"] == "patch"
             self.patch_bytes = report["bytes_sent"]

@@ -53,6 +53,18 @@ async def one_sleep(
     }
 
 
+async def one_release(engine: VllmEngine, keeper: Keeper, asker: Asker, device: Device, checkpoint: Path) -> Facts:
+    """The cache goes and comes back under requests; weights stay."""
+    sleeping = WeightSleep(engine, Mirror(engine, checkpoint / "model.safetensors"))  # type: ignore[arg-type]
+    running = asyncio.create_task(asker.ask_all())
+    await wait_until(lambda: keeper.page.steps().running > 8)
+    awake = await free(device)
+    await sleeping.keep_cache(wanted=False)
+    without = await free(device)
+    await sleeping.keep_cache(wanted=True)
+    return {"freed": without - awake, "taken": without - await free(device), "answers": await running}
+
+
 async def main(checkpoint: str, path: str) -> None:
     borrowed = BorrowedEngine(Path(path), 256)
     engine = VllmEngine(checkpoint, 16, SETTINGS, borrowed)
@@ -65,6 +77,7 @@ async def main(checkpoint: str, path: str) -> None:
         facts["whole"] = await asker.ask_all()
         levels = (Residency.HOST, Residency.AWAY, Residency.HOST)
         facts["sleeps"] = [await one_sleep(level, engine, keeper, asker, device, Path(checkpoint)) for level in levels]
+        facts["release"] = await one_release(engine, keeper, asker, device, Path(checkpoint))
         print(json.dumps(facts))  # noqa: T201 - the test reads it
     finally:
         await engine.stop()

@@ -1,4 +1,4 @@
-"""A short demo-agent with real vLLM engines: an agent is trained through the gateway, and a worker is killed."""
+"""A short `ebbtide demo agent` on real engines: an agent is trained through the gateway, and a worker is killed."""
 
 import json
 import subprocess
@@ -20,7 +20,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]
     """The report of a short demo, and what it printed."""
     folder = tmp_path_factory.mktemp("demo-agent")
     command = tethered(
-        sys.executable, "-m", "ebbtide.cli", "demo-agent", "--run-dir", str(folder), "--steps", str(STEPS)
+        sys.executable, "-m", "ebbtide.cli", "demo", "agent", "--run-dir", str(folder), "--steps", str(STEPS)
     )
     done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"

@@ -20,7 +20,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str,
     """The report of a demo of two steps, what it printed, and its directory."""
     folder = tmp_path_factory.mktemp("demo")
     options = ["--run-dir", str(folder), "--steps", "2", "--eval-problems", "20", "--window", "0:12"]
-    command = tethered(sys.executable, "-m", "ebbtide.cli", "demo-coserving", *options)
+    command = tethered(sys.executable, "-m", "ebbtide.cli", "demo", "coserving", *options)
     done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return json.loads((folder / "report.json").read_text()), done.stdout, folder

@@ -1,4 +1,4 @@
-"""A short demo-elastic on real engines: a trainer that generates, spot workers that go, and a fixed pool beside it."""
+"""A short `ebbtide demo elastic` on real engines: a trainer that generates, spot workers that go, and a fixed pool."""
 
 import asyncio
 import json
@@ -38,7 +38,7 @@ TRACE = "t_s,event,node\n0,add,a\n180,remove,a\n240,add,b\n36000,remove,b\n"
 
 
 def demo_command(folder: Path, *options: str) -> tuple[str, ...]:
-    return tethered(sys.executable, "-m", "ebbtide.cli", "demo-elastic", "--run-dir", str(folder), *options)
+    return tethered(sys.executable, "-m", "ebbtide.cli", "demo", "elastic", "--run-dir", str(folder), *options)
 
 
 def started(folder: Path) -> "subprocess.Popen[bytes]":

@@ -13,11 +13,11 @@ from ebbtide.demo.token_accounts import read_attempts, settle
 from ebbtide.grants import Page, page_path, socket_path
 from ebbtide.local_cluster.local_cluster import ClusterShape, LocalCluster, free_address, local_cluster
 from ebbtide.rpc.channel import open_socket
-from ebbtide.types.loans import DeviceStatus
+from ebbtide.types.grants import DeviceStatus
 from ebbtide.types.run import Run, RunEvent, RunSpec, RunStatus
 from ebbtide.v1.loans_pb2 import WatchDeviceRequest
 from ebbtide.v1.loans_pb2_grpc import LoansStub
-from ebbtide.wire.record_conversion import from_proto
+from ebbtide.wire import from_proto
 from tests.support.waiting import wait_until
 from tests.tiny_model import save_tiny_model
 
@@ -89,7 +89,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("model"), head=32)
 
 
-async def test_a_run_trains_with_no_other_worker_and_no_token_is_made_twice(tmp_path: Path, model: Path) -> None:
+async def test_a_run_trains_with_no_other_worker_and_no_token_is_regenerated(tmp_path: Path, model: Path) -> None:
     async with generating(tmp_path / "cluster", model) as (cluster, client):
         run_id = (await client.submit(spec_of(model, tmp_path / "output"), "r")).run_id
         async with asyncio.timeout(400):

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from tests.e2e.facts import facts_of
+from tests.e2e.tolerances import within
 
 #: What rounding may do to a logprob where a token is verified in another batch than it would be generated in.
-CLOSE = 1e-3
+CLOSE = within(1e-3)
 
 pytestmark = pytest.mark.timeout(900)  # the first test waits for two engines
 

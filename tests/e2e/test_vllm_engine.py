@@ -14,12 +14,13 @@ import pytest
 
 from ebbtide.types.rollout import FinishReason
 from tests.e2e.facts import Facts, facts_of
+from tests.e2e.tolerances import within
 from tests.support.waiting import wait_until
 
 CUTS = [1, 5, 9, 13, 17, 21, 25, 29, 33, 37, 41, 45]
-EXACT = 1e-3
+EXACT = within(1e-3)
 #: Of the same weights, reached in different ways.
-PARITY = 1e-5
+PARITY = within(1e-5)
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -52,9 +53,9 @@ def tied(make_checkpoint: Callable[..., Path]) -> tuple[Facts, Facts]:
     return ask(first, second, make_checkpoint(5)), ask(second)
 
 
-def same(one: Facts, other: Facts, start: int = 0, within: float = EXACT) -> bool:
+def same(one: Facts, other: Facts, start: int = 0, apart: float = EXACT) -> bool:
     """Whether `other` is `one` from token `start` on."""
-    close = all(abs(a - b) <= within for a, b in zip(one["logprobs"][start:], other["logprobs"], strict=True))
+    close = all(abs(a - b) <= apart for a, b in zip(one["logprobs"][start:], other["logprobs"], strict=True))
     return bool(one["ids"][start:] == other["ids"]) and close
 
 
@@ -106,7 +107,7 @@ def test_no_stop_token_comes_within_min_tokens(updated: Facts) -> None:
 
 def check_parity(updated: Facts, fresh: Facts) -> None:
     for name in ("single", "single_resumed"):
-        assert same(updated[name], fresh[name], within=PARITY)
+        assert same(updated[name], fresh[name], apart=PARITY)
     for name in ("batch", "batch_resumed"):
         for one, other in zip(updated[name], fresh[name], strict=True):
             assert same(one, other)
@@ -202,7 +203,7 @@ def test_the_end_of_sequence_token_is_known(fresh: Facts) -> None:
 
 
 def test_the_tokenizer_is_loaded_before_the_first_stop_string_wants_it(fresh: Facts) -> None:
-    from ebbtide.trainer.base_model.character_tokenizer import character_tokenizer
+    from ebbtide.trainer.base_model.base_model import character_tokenizer
 
     assert fresh["text"] == character_tokenizer().decode([50, 51])
 

@@ -8,10 +8,11 @@ import pytest
 from ebbtide.rollout_worker.engine.vllm import cpu_build
 from tests.e2e.exact_changes import write_changes
 from tests.e2e.facts import Facts, facts_of
+from tests.e2e.tolerances import within
 
-EXACT = 1e-5
+EXACT = within(1e-5)
 #: Ranks add up in another order.
-CLOSE = 1e-3
+CLOSE = within(1e-3)
 
 GROUPS = ["tensor_parallel", "pipeline_parallel", "experts_sharded", "fused_in_checkpoint"]
 
@@ -30,8 +31,8 @@ def seen(checkpoints: Path) -> Facts:
     return facts_of("loader_facts", checkpoints)
 
 
-def same(one: Facts, other: Facts, within: float) -> bool:
-    close = all(abs(a - b) <= within for a, b in zip(one["logprobs"], other["logprobs"], strict=True))
+def same(one: Facts, other: Facts, apart: float) -> bool:
+    close = all(abs(a - b) <= apart for a, b in zip(one["logprobs"], other["logprobs"], strict=True))
     return bool(one["ids"] == other["ids"]) and close
 
 

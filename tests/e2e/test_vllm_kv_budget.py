@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.facts import Facts, facts_of
+from tests.e2e.tolerances import within
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -19,7 +20,7 @@ def facts(make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPat
 def assert_the_same(whole: list[Facts], other: list[Facts]) -> None:
     assert [answer["ids"] for answer in other] == [answer["ids"] for answer in whole]
     for one, two in zip(whole, other, strict=True):
-        assert two["logprobs"] == pytest.approx(one["logprobs"], abs=1e-3)
+        assert two["logprobs"] == pytest.approx(one["logprobs"], abs=within(1e-3))
         assert two["finish"] == one["finish"]
 
 
@@ -53,7 +54,7 @@ def test_with_room_for_one_they_go_one_by_one_and_all_are_finished(facts: Facts)
     assert_the_same(facts["whole"], facts["one_by_one"])
 
 
-def test_an_engine_that_stands_still_gives_its_blocks_back_too(facts: Facts) -> None:
+def test_an_engine_that_is_paused_gives_its_blocks_back_too(facts: Facts) -> None:
     assert facts["standing"]["used"] > 2
     assert facts["standing"]["seconds"] < 0.5
     assert_the_same(facts["whole"], facts["after_standing"])

@@ -7,9 +7,10 @@ import pytest
 
 from tests.e2e.facts import Facts, facts_of
 from tests.e2e.scoring_facts import ALTERNATIVES, PROMPTS
+from tests.e2e.tolerances import within
 
 #: Of logprobs in float32 that two programs compute, or one program in batches of other sizes.
-EXACT = 1e-4
+EXACT = within(1e-4)
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -37,3 +37,10 @@ def test_requests_that_were_under_way_and_later_ones_are_answered_as_ever(facts:
     for sleep in facts["sleeps"]:
         for answers in (sleep["answers"], sleep["after"]):
             assert [one["ids"] for one in answers] == [one["ids"] for one in facts["whole"]], sleep["level"]
+
+
+def test_all_memory_of_the_cache_alone_is_the_devices_again_and_requests_go_on_behind_it(facts: Facts) -> None:
+    release = facts["release"]
+    assert facts["cache"] - SLACK <= release["freed"] <= facts["cache"] + SLACK
+    assert release["taken"] <= release["freed"] + SLACK
+    assert [one["ids"] for one in release["answers"]] == [one["ids"] for one in facts["whole"]]

@@ -20,6 +20,7 @@ from tests.support.waiting import wait_until
 
 RUN = "r"
 LENGTH = 400
+WINDOW = 32
 PROMPTS = [[20 + i, 21, 22, 23 + i] for i in range(8)]
 SAMPLING = Sampling(temperature=0.0, max_tokens=LENGTH, ignore_eos=True)
 
@@ -107,3 +108,36 @@ async def test_a_response_that_fills_a_short_context_ends_as_on_an_engine_with_a
         mixed, alone = (found[f"{name}{number}"] for name in ("mixed", "alone"))
         assert unpack_tokens(mixed.tokens)["id"].tolist() == unpack_tokens(alone.tokens)["id"].tolist()
         assert len(unpack_tokens(mixed.tokens)) == LENGTH
+
+
+async def test_a_killed_worker_regenerates_at_most_a_flush_window_of_each_response(
+    cluster: Cluster, make_checkpoint: Callable[..., Path]
+) -> None:
+    """Also while its engine delivers tokens several together: what it holds back counts to the window."""
+    base = make_checkpoint(1)
+    config = cluster.directory / "worker.toml"
+    config.write_text(engine_config() + "stream_interval = 8\n")
+    flags: dict[str, Any] = {"engine": "vllm", "model": base, "config": config, "flush_tokens": WINDOW}
+    client = await cluster.boot(workers=0)
+    await asyncio.gather(cluster.worker("w1", **flags), cluster.worker("w2", **flags))
+    await client.submit({"name": "e2e", "model": str(base), "environment": {"name": "none"}}, RUN)
+    lease = await client.acquire(RUN, holder="test")
+    await lease.publish(load_file(base / "model.safetensors"), step=0)
+    await lease.submit_rollouts([request("cut", number) for number in range(8)])
+
+    def begun() -> bool:
+        records = cluster.ledger()
+        return len(records) == 8 and all(record.generated >= 2 * WINDOW for record in records)
+
+    await wait_until(begun, timeout=60)
+    killed = "w1" if cluster.ledger("w1") else "w2"
+    cluster.kill(killed)
+    found = await asyncio.wait_for(finishes(lease, 8), 120)
+    made, resumed = {record.rollout_id: record for record in cluster.ledger(killed)}, 0
+    for record in cluster.ledger():
+        if record.start > 0 and (cut := made.get(record.rollout_id)) is not None and cut is not record:
+            resumed += 1
+            assert cut.start + cut.generated - record.start <= WINDOW
+    assert resumed, "the killed worker had responses under way"
+    assert all(len(unpack_tokens(finish.tokens)) == LENGTH for finish in found.values())
+    await lease.release()

@@ -1,10 +1,13 @@
 """The SDK installs without an extra and works; each service installs with its own extra alone, and starts.
 
-The extras of trainer and worker are gigabytes: `make test-bare` installs the trainer's, and on the worker vLLM's CPU
-build from its pins instead.
+The trainer's is installed behind the PyTorch that `TORCH` names, as in `make env`. What the worker's brings is
+gigabytes: it is resolved, alone and together with the trainer's, and not installed. `make test-bare` installs vLLM's
+CPU build.
 """
 
 import os
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +20,7 @@ from typing import Any, Final
 import httpx
 import pytest
 
-from ebbtide.cli.commands.service_commands import BESIDE, SERVICES
+from ebbtide.cli.commands.serve import SERVICES
 from ebbtide.client import SyncClient
 from tests.support.redis_servers import EmbeddedRedis
 
@@ -33,6 +36,8 @@ FOREIGN: Final = {
     "gateway": ("torch", "vllm", "redis", "numba", "matplotlib"),
     "cli": ("torch", "vllm", "redis", "numba", "matplotlib"),
     "simulate": ("torch", "vllm", "numba", "httptools", "aiohttp"),
+    "fast": ("torch", "vllm", "redis", "uvloop", "jwt"),
+    "trainer": ("vllm", "redis", "httptools", "typer", "matplotlib"),
 }
 pytestmark = [pytest.mark.extras, pytest.mark.timeout(900)]
 
@@ -51,6 +56,8 @@ def python(request: pytest.FixtureRequest, wheel: Path, tmp_path: Path) -> str:
     extra = request.param
     venv.create(tmp_path / "env", with_pip=True)
     python = str(tmp_path / "env" / "bin" / "python")
+    if extra == "trainer":
+        run(python, "-m", "pip", "install", "-q", *shlex.split(os.environ.get("TORCH", "torch==2.13.0")))
     run(python, "-m", "pip", "install", "-q", f"{wheel}[{extra}]" if extra else str(wheel))
     for module in FOREIGN[extra]:
         code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is not None)"
@@ -145,10 +152,10 @@ def test_a_gateway_needs_its_own_extra_alone(python: str, tiny_model: Path) -> N
 
 @pytest.mark.parametrize("python", ["cli"], indirect=True)
 def test_the_command_line_needs_its_own_extra_alone(python: str) -> None:
-    assert "submit" in run(python, "-m", "ebbtide.cli", "--help").stdout
+    assert "submit" in run(python, "-m", "ebbtide.cli", "run", "--help").stdout
     assert "--dir" in run(python, "-m", "ebbtide.cli", "certs", "init", "--help").stdout
-    for name in (*SERVICES, *BESIDE, "base-model", "health"):
-        assert "usage" in run(python, "-m", "ebbtide.cli", name, "--help").stdout.lower(), name
+    for words in (*(("serve", name) for name in SERVICES), ("weights", "export"), ("base-model",), ("health",)):
+        assert "usage" in run(python, "-m", "ebbtide.cli", *words, "--help").stdout.lower(), words
 
 
 @pytest.mark.parametrize("python", ["simulate"], indirect=True)
@@ -159,3 +166,44 @@ def test_a_simulation_needs_its_own_extra_alone(python: str, tmp_path: Path) -> 
     flags = [str(word) for pair in files.items() for word in pair]
     assert "step, median" in run(python, "-m", "ebbtide.cli", "simulate", example, *flags).stdout
     assert all(file.stat().st_size > 0 for file in files.values())
+
+
+@pytest.mark.parametrize("python", ["fast"], indirect=True)
+def test_patches_are_compiled_with_one_small_extra(python: str) -> None:
+    code = """
+import numpy as np
+from ebbtide.weights.patch import TileCodec
+base = np.arange(4096, dtype=np.uint16)
+new = base.copy()
+new[7] += 1
+patched = base.copy()
+TileCodec(2).apply(TileCodec(2).encode(base, new), patched)
+print(np.array_equal(patched, new))
+"""
+    assert run(python, "-c", code).stdout == "True\n"
+
+
+@pytest.mark.parametrize("python", ["trainer"], indirect=True)
+def test_trainer_and_driver_need_their_own_extra_alone(python: str) -> None:
+    assert "--rank-timeout-s" in run(python, "-m", "ebbtide.trainer", "--help").stdout
+    assert "--environments-allowed" in run(python, "-m", "ebbtide.driver", "--help").stdout
+    code = "import ebbtide.trainer.learning.local_learning, ebbtide.driver.service"
+    assert run(python, "-c", code).returncode == 0
+
+
+@pytest.mark.parametrize("extras", ["worker", "worker,trainer,cli"])
+def test_a_gpu_host_gets_the_vllm_that_was_tried_and_a_torch_that_fits_it(
+    wheel: Path, extras: str, tmp_path: Path
+) -> None:
+    if (uv := shutil.which("uv")) is None:
+        pytest.skip("needs uv, which resolves by metadata alone: pip downloads gigabytes to read it")
+    asked = tmp_path / "asked.txt"
+    asked.write_text(f"ebbtide[{extras}] @ {wheel.as_uri()}\n")
+    options = ("--python-version", "3.11", "--python-platform", "x86_64-manylinux_2_36", "--no-annotate")
+    run(uv, "pip", "compile", "--quiet", *options, "--output-file", str(tmp_path / "found.txt"), str(asked))
+    found = (tmp_path / "found.txt").read_text().splitlines()
+    lock = (ROOT / "requirements" / "cuda.txt").read_text()
+    for name in ("vllm", "torch"):
+        (pin,) = (line for line in found if line.startswith(f"{name}=="))
+        assert f"\n{pin} " in lock
+    assert any(line.startswith("reasoning-gym==") for line in found) == ("trainer" in extras)

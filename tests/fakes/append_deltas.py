@@ -2,11 +2,10 @@
 
 from collections.abc import Sequence
 
-from ebbtide.types.append_delta import AppendAck, AppendDelta
+from ebbtide.append_stream import AppendAck, AppendDelta, AppendReceiver
 from ebbtide.types.fleet import AppendStatus, AttemptRef
 from ebbtide.types.tokens import TOKEN_BYTES
 from ebbtide.v1 import fleet_pb2
-from ebbtide.wire.append_columns import AppendReceiver
 
 
 def deltas(receiver: AppendReceiver, request: fleet_pb2.AppendRequest) -> list[AppendDelta]:

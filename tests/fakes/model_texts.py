@@ -12,7 +12,7 @@ from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast
 from ebbtide.gateway.model import ServedModel
 from ebbtide.gateway.parsers import OutputParsers
 from ebbtide.gateway.templates import TemplateSandbox
-from ebbtide.trainer.base_model.character_tokenizer import character_tokenizer
+from ebbtide.trainer.base_model.base_model import character_tokenizer
 
 START, END, THINK, UNTHINK = "<|im_start|>", "<|im_end|>", "<think>", "</think>"
 CORPUS = [

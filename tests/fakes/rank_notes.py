@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from ebbtide.errors import Unavailable
-from ebbtide.trainer.ranks.rank_board import RankBoard
+from ebbtide.trainer.ranks.rank_world import RankBoard
 
 
 class SharedNotes(RankBoard):

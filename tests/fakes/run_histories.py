@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from ebbtide.types.end_cause import EndCause
-from ebbtide.types.fleet import Worker, WorkerKind, WorkerState
+from ebbtide.types.fleet import EndCause, Worker, WorkerKind, WorkerState
 from ebbtide.types.run import AttemptSpan, BatchSpec, EnvironmentSpec, Run, RunEvent, RunSpec, RunStatus, TrainerSpec
 
 #: A rollout gets a token each so many seconds, and so many more for each rollout that runs on its worker.

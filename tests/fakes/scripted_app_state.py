@@ -5,7 +5,7 @@ from typing import Any, cast
 from ebbtide.gateway.access import KeyRing, RequestLimits, RequestSlots, SessionLimits
 from ebbtide.gateway.http.route import AppState
 from ebbtide.gateway.runs import RunCatalog, RunDirectory
-from ebbtide.gateway.sessions.player import SessionCache
+from ebbtide.gateway.sessions.turn_player import SessionCache
 from tests.fakes.scripted_rollouts import ScriptedCatalog
 
 _SESSIONS = SessionLimits()

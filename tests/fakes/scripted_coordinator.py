@@ -9,7 +9,7 @@ from ebbtide.errors import Draining, LeaseSuperseded, NotReady
 from ebbtide.rpc.server import Server
 from ebbtide.types.run import EnvironmentSpec, RunSpec
 from ebbtide.v1 import fleet_pb2_grpc, rollouts_pb2, rollouts_pb2_grpc, runs_pb2, runs_pb2_grpc, types_pb2
-from ebbtide.wire.record_conversion import to_proto
+from ebbtide.wire import to_proto
 
 TOKEN = "a-token-of-tests"
 

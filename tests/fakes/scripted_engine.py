@@ -24,9 +24,8 @@ from ebbtide.grants import Page
 from ebbtide.rollout_worker.engine import Boxes, EngineFailed, EngineRequest, Shapes, TokenDelta, checkpoint_facts
 from ebbtide.rollout_worker.settings import WorkerSettings
 from ebbtide.types.fleet import DraftingState, EngineInfo
-from ebbtide.types.prompt_scores import ScoreArray, score_places
 from ebbtide.types.rollout import FinishReason
-from ebbtide.types.tokens import pack_ids
+from ebbtide.types.tokens import ScoreArray, pack_ids, score_places
 from tests.fakes.scripted_memory import ScriptedMemory
 from tests.fakes.scripted_settings import ScriptedSettings, read_script
 
@@ -226,6 +225,9 @@ class ScriptedEngine:
                     return
         finally:
             self._feeds.pop(feed, None)
+
+    def deliver(self, request_id: str | None = None) -> None:
+        """It holds nothing back."""
 
     def forget(self, names: Sequence[str]) -> None:
         """It caches nothing."""

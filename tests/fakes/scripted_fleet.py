@@ -4,16 +4,14 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+from ebbtide.append_stream import AppendAck, AppendDelta, AppendReceiver
 from ebbtide.errors import NotFound, StoreUnavailable
-from ebbtide.types.append_delta import AppendAck, AppendDelta
-from ebbtide.types.end_cause import EndCause
-from ebbtide.types.fleet import PROTOCOL_VERSION, AppendStatus
+from ebbtide.types.fleet import PROTOCOL_VERSION, AppendStatus, EndCause
 from ebbtide.types.run import Sampling
 from ebbtide.types.tokens import TOKEN_BYTES, pack_ids, unpack_tokens
 from ebbtide.types.weights import PolicyVersion
 from ebbtide.v1 import fleet_pb2, fleet_pb2_grpc, types_pb2
-from ebbtide.wire.append_columns import AppendReceiver
-from ebbtide.wire.record_conversion import to_proto
+from ebbtide.wire import to_proto
 from tests.fakes.append_deltas import answer, deltas
 from tests.fakes.scripted_relay import POLICY, RUN
 from tests.support.waiting import wait_until

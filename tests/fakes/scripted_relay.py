@@ -25,7 +25,7 @@ from ebbtide.weights import (
     split_patch,
     tile_digest,
 )
-from ebbtide.wire.record_conversion import to_proto
+from ebbtide.wire import to_proto
 from tests.fakes.links import Way
 from tests.unit.weights.chain import Link
 
@@ -83,7 +83,7 @@ class Relay(weights_pb2_grpc.WeightsServicer):
         if request.version not in self.manifests:
             raise VersionUnavailable(f"version {request.version} is not here")
         self.told.append(request)
-        way = weights_pb2.Way(start=request.version, anchor=True, size=1024)
+        way = weights_pb2.Way(start=request.version, keyframe=True, size=1024)
         return weights_pb2.FindWayResponse(ways=[way], sources=self.sources, again_s=1.0)
 
     def GetPatch(self, request: Any, context: Any) -> Any:

@@ -11,12 +11,10 @@ from ebbtide.errors import AlreadyExists, EbbtideError, NotFound
 from ebbtide.gateway.model import ServedModel
 from ebbtide.gateway.parsers import OutputDelta, OutputParser, OutputParsers, ToolCallDelta, call_id
 from ebbtide.gateway.templates import TemplateSandbox
-from ebbtide.types.key_usage import KeyUsage, MeteredKey
-from ebbtide.types.prompt_scores import ScoreArray, pack_scores
 from ebbtide.types.rollout import FinishReason, RolloutRequest, TokenChunk
 from ebbtide.types.run import EnvironmentSpec, Run, RunShare, RunSpec, RunStatus
-from ebbtide.types.session import Session, SessionEnd
-from ebbtide.types.tokens import TOKEN_BYTES, pack_tokens, unpack_ids
+from ebbtide.types.session import KeyUsage, MeteredKey, Session, SessionEnd
+from ebbtide.types.tokens import TOKEN_BYTES, ScoreArray, pack_scores, pack_tokens, unpack_ids
 from ebbtide.types.weights import PolicyVersion
 from tests.fakes.model_texts import CHATML, byte_level_tokenizer, served_model
 from tests.fakes.scripted_engine import script_scores

@@ -5,10 +5,9 @@ import asyncio
 from msgspec.structs import replace
 
 from ebbtide.errors import BudgetSpent, NotFound, NotReady
-from ebbtide.types.key_usage import MeteredKey
 from ebbtide.types.rollout import Trajectory
 from ebbtide.types.run import Run
-from ebbtide.types.session import Session, SessionEnd, SessionState, SessionTurn, TurnPage
+from ebbtide.types.session import MeteredKey, Session, SessionEnd, SessionState, SessionTurn, TurnPage
 
 
 class ScriptedSessions:

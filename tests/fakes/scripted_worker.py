@@ -5,16 +5,14 @@ from typing import Any
 
 import grpc
 
+from ebbtide.append_stream import AppendAck, AppendDelta, AppendSender, acks
 from ebbtide.rpc.channel import write
 from ebbtide.rpc.status_table import translated
-from ebbtide.types.append_delta import AppendAck, AppendDelta
-from ebbtide.types.end_cause import EndCause
-from ebbtide.types.fleet import PROTOCOL_VERSION, AttemptRef
+from ebbtide.types.fleet import PROTOCOL_VERSION, AttemptRef, EndCause
 from ebbtide.types.rollout import FinishReason
 from ebbtide.types.tokens import pack_tokens
 from ebbtide.v1 import fleet_pb2, fleet_pb2_grpc, types_pb2
-from ebbtide.wire.append_columns import AppendSender, acks
-from ebbtide.wire.record_conversion import from_proto
+from ebbtide.wire import from_proto
 from tests.support.waiting import wait_until
 
 
@@ -119,7 +117,7 @@ class ScriptedWorker:
     async def beat(self, **beat: Any) -> None:
         await self.say(heartbeat=fleet_pb2.Heartbeat(**({"state": types_pb2.WORKER_STATE_READY} | beat)))
 
-    async def hand_back(self, *rollout_ids: str, cause: int = EndCause.UNSAID, reason: str = "") -> None:
+    async def hand_back(self, *rollout_ids: str, cause: int = EndCause.NOT_STATED, reason: str = "") -> None:
         refs = [self.assigned.pop(rollout_id).attempt for rollout_id in rollout_ids]
         released = fleet_pb2.Released(attempts=refs, reason=reason, cause=types_pb2.EndCause.ValueType(cause))
         await self.say(released=released)

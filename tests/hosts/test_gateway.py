@@ -66,7 +66,7 @@ def agent(cluster: Cluster, tmp_path: Path) -> Iterator[Agent]:
         agent.close()
 
 
-async def test_an_answer_goes_on_behind_a_cut_between_gateway_and_coordinator(
+async def test_an_answer_continues_after_a_cut_between_gateway_and_coordinator(
     cluster: Cluster, run: ShortRun, agent: Agent
 ) -> None:
     await cluster.boot(**SCRIPTED)

@@ -35,6 +35,7 @@ def run(cluster: Cluster, tmp_path: Path) -> Iterator[ShortRun]:
 async def test_a_run_on_real_engines_outlives_a_cut(cluster: Cluster, run: ShortRun) -> None:
     await cluster.boot(model=run.model, **ENGINE)
     run.submit(steps=12)
+    await wait_until(lambda: all(cluster.ledger(host) for host in "ab"), timeout=60, what="both generate")
     await run.past(2)
     cluster.network.cut("b")
     await wait_until(lambda: cluster.logged("coordinator", "lost", "suspected"), timeout=60, what="b is missed")

@@ -16,6 +16,8 @@ from typing import Any, Final
 #: Strings hash alike in every process, or a set of them would not be in the same order again.
 _HASH_SEED: Final = "0"
 _PROGRESS_S: Final = 10.0
+#: A process keeps some 9 MB of each seed.
+_SEEDS_OF_A_PROCESS: Final = 100
 
 
 def say(text: str) -> None:
@@ -70,7 +72,7 @@ def _outcomes(seeds: range, jobs: int) -> Iterator[Any]:
     if jobs == 1:
         yield from map(run_seed, seeds)
         return
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), max_tasks_per_child=_SEEDS_OF_A_PROCESS) as pool:
         yield from pool.map(run_seed, seeds, chunksize=1)
 
 

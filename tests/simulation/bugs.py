@@ -11,7 +11,7 @@ from typing import Any, Final
 import msgspec
 
 from ebbtide.coordinator.fleet import worker_registry
-from ebbtide.coordinator.rules import host_view
+from ebbtide.coordinator.rules import worker_view
 from ebbtide.coordinator.rules.liveness import Liveness
 from ebbtide.coordinator.run_recovery import RunRecovery
 from ebbtide.coordinator.token_readers import TokenReader
@@ -19,7 +19,7 @@ from ebbtide.errors import StoreUnavailable
 from ebbtide.rollout_worker.generation.generation import Assignment, Generation, ResponseEnding
 from ebbtide.rollout_worker.generation.local_attempts import LocalAttempts
 from ebbtide.rollout_worker.generation.outbox import Outbox
-from ebbtide.store.topics.rollout_topic import AppendTopic
+from ebbtide.store.rollouts import AppendTopic
 from ebbtide.types.tokens import TOKEN_BYTES
 from tests.simulation.fleet_bugs import FLEET_BUGS
 from tests.simulation.planting import Bug, lua, python
@@ -48,7 +48,7 @@ def _stays_stale(refresh: Any) -> Any:
     async def wrong(self: RunRecovery, run: Any) -> None:
         if not run.running and not run.queue:
             await refresh(self, run)
-        run.stale = False
+        run.mirror.stale = False
 
     return wrong
 
@@ -171,7 +171,7 @@ BUGS: Final[dict[str, Bug]] = {
     "a silence that is never judged": python((Liveness, "silent", lambda _: lambda self, now: [])),
     "version bounds that bind nobody": python(
         (Assignment, "admits", lambda _: lambda self, version: True),
-        (host_view, "admits", lambda _: lambda bounds, version: version > 0),
+        (worker_view, "admits", lambda _: lambda bounds, version: version > 0),
     ),
     "an attempt that lives on though superseded": python(
         (Outbox, "settle", _keeps_superseded), (worker_registry, "adopt", _adopts_anything)

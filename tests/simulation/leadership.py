@@ -10,8 +10,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from ebbtide.coordinator.election import TTL_S
-from ebbtide.store.lua_scripts import script
-from ebbtide.store.store_keys import LEADER, TERM
+from ebbtide.store.scripts import LEADER, TERM, script
 from tests.simulation.loop import Proc, SimLoop
 
 #: Scripts that compare the fleet's term, not that of a run.
@@ -38,11 +37,15 @@ class Leadership:
         lease = data.get(LEADER.encode())
         return lease is None or (lease.expireat is not None and lease.expireat <= store_time)
 
+    def is_superseded(self, proc: Proc) -> bool:
+        """Whether it led and another one took over: it can do nothing but end."""
+        return proc in self._until and proc is not self.holder
+
     def before(self, command: list[bytes], data: dict[bytes, Any]) -> None:
         """A command is about to be done."""
         self._wrong = ""
         name = self._scripts.get(command[1]) if len(command) > 4 else None
-        if name is None:
+        if name is None or (name == "lead" and command[7] == b"look"):
             return
         term, have = command[4], data.get(TERM.encode())
         if name == "lead" and command[7] in {b"seize", b"wait"}:
@@ -55,7 +58,7 @@ class Leadership:
     def seen(self, command: list[bytes], reply: Any, client: Proc | None) -> None:
         """It was done."""
         name = self._scripts.get(command[1]) if len(command) > 4 else None
-        if name is None or isinstance(reply, Exception):
+        if name is None or isinstance(reply, Exception) or (name == "lead" and command[7] == b"look"):
             return
         if self._wrong and (name != "lead" or reply == b""):
             self._fail(self._wrong)

@@ -33,7 +33,7 @@ class Proc:
         self.clock = 0.0  # by how much its wall clock is off
         self.cost: tuple[float, float] | None = None
         self.struck = False  # something was done to it
-        self.former: Proc | None = None  # the process of this name beside which it was started
+        self.former: Proc | None = None  # the process that had this name before it, which may be alive
         self.woken = 0.0  # when it last went on after a stop
         self.busy = self.able = False
         self.ready: deque[asyncio.Handle] = deque()

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ebbtide.store.lua_scripts import script
+from ebbtide.store.scripts import script
 from ebbtide.types.tokens import TOKEN, TOKEN_BYTES
 from tests.simulation.engine import TAG_MASK, tag_of
 from tests.simulation.leadership import Leadership

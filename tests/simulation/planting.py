@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 
-from ebbtide.store import lua_scripts
+from ebbtide.store import scripts
 
 Bug = Callable[[], Any]
 #: Scripts whose text is edited, where it is found; `lib` is part of all of them.
@@ -20,7 +20,7 @@ def lua(*edits: tuple[str, str]) -> Bug:
 
     @contextmanager
     def planted() -> Iterator[None]:
-        kept = {name: lua_scripts.script(name) for name in _NAMES}
+        kept = {name: scripts.script(name) for name in _NAMES}
         before = {name: (one.text, one.sha) for name, one in kept.items()}
         try:
             for old, new in edits:
@@ -28,7 +28,7 @@ def lua(*edits: tuple[str, str]) -> Bug:
                 if not hit:
                     raise ValueError(f"no script says {old!r} any more; plant this bug again")
                 for name in hit:
-                    made = lua_scripts.LuaScript(name, kept[name].text.decode().replace(old, new))
+                    made = scripts.LuaScript(name, kept[name].text.decode().replace(old, new))
                     vars(kept[name]).update(text=made.text, sha=made.sha)
             yield
         finally:

@@ -33,13 +33,19 @@ _HELD_S: Final = 15.0
 _REPLACED_S: Final = STEADY_S + LOOK_S + 1.0 + _LOOK_S
 #: So long after a coordinator and the store could reach each other again it has a connection.
 _REJOINED_S: Final = 6.0
+#: While the clock of a store that syncs every second is set back, it syncs nothing: only the kernel writes to the disk,
+#: within so long, and a coordinator that took over waits for that before it serves.
+_UNSYNCED_S: Final = 31.0
 #: For so long the coordinator lets messages gather for one call to the store.
 _GATHERED_S: Final = 0.005
 
 
 def _has_twin(proc: Proc) -> bool:
     """Whether another process of its name lives: they take the worker's session from each other, again and again."""
-    return proc.former is not None and proc.former.alive
+    former = proc.former
+    while former and not former.alive:  # the one between was killed: the first may live on
+        former = former.former
+    return former is not None
 
 
 class Promises:
@@ -61,6 +67,9 @@ class Promises:
         # A message's way must be short beside the interval, or several are on their way at once, whatever is promised.
         self._prompt = 4 * (2 * network.most_s + _GATHERED_S) <= plan.flush_interval_ms / 1000
         self._core: tuple[Proc, ...] = ()
+        self._forgetful = plan.forgetful
+        self._latest = 0.0  # the latest time that the store's clock showed
+        self._served = 0.0  # when a coordinator that took over meanwhile serves
         self._unwell = 0.0  # when coordinator or store were last not well
         self._silent: dict[Proc, float] = {}  # since when
         self._held: dict[Proc, float] = {}  # since when, as it says
@@ -95,9 +104,13 @@ class Promises:
     # -- silence -------------------------------------------------------------------------------------------------
 
     def _look_at_core(self) -> None:
-        core = (self._proc[self._leader()], self._proc["redis"])
-        if core != self._core or not all(map(self._well, core)) or not self._joined(*core):
-            self._core, self._unwell = core, self._loop.now
+        now, redis = self._loop.now, self._proc["redis"]
+        core = (self._proc[self._leader()], redis)
+        self._latest = max(self._latest, now + redis.clock)
+        if core != self._core and self._forgetful and now + redis.clock < self._latest:
+            self._served = now + _UNSYNCED_S
+        if core != self._core or not all(map(self._well, core)) or not self._joined(*core) or now < self._served:
+            self._core, self._unwell = core, now
 
     def _well(self, proc: Proc) -> bool:
         return proc.alive and not proc.stopped and proc.cost is None
@@ -159,7 +172,8 @@ class Promises:
         free = leadership.is_free(self._monitor.store.data, time.time() + redis.clock)
         for name in self._apart:
             proc = self._proc[name]
-            if not (self._well(proc) and self._well(redis) and self._joined(proc, redis)):
+            there = self._well(proc) and self._well(redis) and self._joined(proc, redis)
+            if not there or leadership.is_superseded(proc):
                 self._apart[name] = now
         able = any(now - since > _REJOINED_S for since in self._apart.values())
         if not (free and able):

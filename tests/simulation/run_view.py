@@ -3,8 +3,8 @@
 import math
 from typing import Any
 
-from ebbtide.store.record_codec import unpack
-from ebbtide.store.store_keys import run_key, run_prefix
+from ebbtide.store.records import unpack
+from ebbtide.store.scripts import run_key, run_prefix
 from ebbtide.types.tokens import TOKEN_BYTES
 from ebbtide.types.weights import PolicyVersion
 from tests.simulation.plan import Wanted, batch_of, key_of, weights_mark

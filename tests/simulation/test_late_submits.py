@@ -3,11 +3,12 @@
 import asyncio
 import time
 from typing import Final
+from unittest.mock import patch
 
-from ebbtide.client.lease_journal import LeaseJournal
-from ebbtide.store.link.store_connection import StoreConnection
+from ebbtide.client.held_lease import LeaseJournal
+from ebbtide.store.connection import StoreConnection
+from ebbtide.store.scripts import run_key, run_prefix
 from ebbtide.store.store import Store
-from ebbtide.store.store_keys import run_key, run_prefix
 from ebbtide.types.rollout import RolloutRequest, SubmitOrder, SubmitOutcome
 from ebbtide.types.run import EnvironmentSpec, LeaseRef, RunSpec, Sampling
 from ebbtide.types.tokens import pack_ids
@@ -72,7 +73,9 @@ async def live_a_day(world: World) -> None:
 
 def test_a_submit_is_recognised_a_day_after_its_rollouts_were_over_and_the_store_does_not_grow() -> None:
     world = World(0)
-    with world.patched():
+    # Nothing here waits until a write is durable: four looks a second, for a day, would be most of the test's time.
+    seldom = patch.multiple("ebbtide.store.durability", _LOOK_S=60.0, _REST_S=30.0)
+    with world.patched(), seldom:
         asyncio.set_event_loop(world.loop)
         try:
             world.start("redis")

@@ -17,7 +17,7 @@ from ebbtide.coordinator.settings import CoordinatorSettings
 from ebbtide.rollout_worker.service import serve as serve_worker
 from ebbtide.rollout_worker.settings import WorkerSettings
 from ebbtide.runtime import ProcessSettings, Shutdown
-from ebbtide.store.store_keys import LEADER
+from ebbtide.store.scripts import LEADER
 from ebbtide.types.fleet import WorkerKind
 from ebbtide.weight_relay.__main__ import serve as serve_relay
 from ebbtide.weight_relay.settings import RelaySettings
@@ -165,7 +165,7 @@ class World:
             return
         former = self.proc.get(name)
         proc = self.proc[name] = Proc(name, self.loop)
-        proc.former = former if former and former.alive else None
+        proc.former = former
         self.note("start", name)
         if name == "redis":
             self.store.start(proc)

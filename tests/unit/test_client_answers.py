@@ -72,7 +72,7 @@ def test_lost_answers_prompts_and_history_are_named(reader: TraceReader) -> None
 
 def test_the_table_stands_between_its_marks(tmp_path: Path) -> None:
     page = tmp_path / "clients.md"
-    own = (Path(__file__).parents[2] / "docs" / "clients.md").read_text().split("\n")
+    own = (Path(__file__).parents[2] / "docs" / "guides" / "clients.md").read_text().split("\n")
     marks = [line for line in own if line.startswith("<!--")]
     page.write_text("\n".join(["before", marks[0], "old", marks[1], "behind"]))
     write_table(page, [ClientRow(client="a|b", version="1", ran="chat", result="right", right=True)])

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,15 @@ import yaml
 from ebbtide.auth.role_tokens import public_keys, verify
 from ebbtide.auth.roles import Role
 from ebbtide.cli.__main__ import app
-from ebbtide.cli.commands.service_commands import SERVICES as COMMANDS
+from ebbtide.cli.commands.serve import SERVICES as COMMANDS
 from ebbtide.cli.credentials.signing_keys import issue
 from ebbtide.client.client import read_spec
 from ebbtide.coordinator.settings import CoordinatorSettings
 from ebbtide.driver.settings import DriverSettings
 from ebbtide.gateway.settings import GatewaySettings
-from ebbtide.rollout_worker.settings import WorkerSettings
+from ebbtide.gpu_memory import GpuDevice
+from ebbtide.local_cluster.gpu_placement import EngineNeed, place_devices
+from ebbtide.rollout_worker.settings import VllmSettings, WorkerSettings
 from ebbtide.serving_guard.settings import GuardSettings
 from ebbtide.settings import read
 from ebbtide.trainer.settings import TrainerSettings
@@ -67,6 +70,7 @@ SECRETS = {
     "token-keys": "/secrets/keys",
     "public-keys": "/secrets/public",
 }
+PAGE = (ROOT / "docs/deploy/compose.md").read_text()
 DOCKERFILE = (ROOT / "deploy/docker/Dockerfile").read_text()
 
 
@@ -106,8 +110,8 @@ def module(name: str) -> str:
 
 def loaded(name: str) -> Any:
     """The settings with which a service starts. Raises `InvalidRequest` for a variable that is no setting."""
-    (command,) = [command for command, (found, _) in COMMANDS.items() if found == f"{module(name)}.__main__"]
-    return read(KINDS[module(name)], prog=f"ebbtide {command}", argv=[], environ=SERVICES[name]["environment"])
+    (command,) = [command for command, one in COMMANDS.items() if one.module == f"{module(name)}.__main__"]
+    return read(KINDS[module(name)], prog=f"ebbtide serve {command}", argv=[], environ=SERVICES[name]["environment"])
 
 
 @pytest.mark.parametrize("name", SERVICES)
@@ -386,7 +390,7 @@ def test_up_alone_is_a_whole_cluster_and_profiles_add_to_it() -> None:
 
 
 def test_the_page_takes_down_what_any_profile_has_started_and_lists_every_variable() -> None:
-    page = (ROOT / "docs/compose.md").read_text()
+    page = (ROOT / "docs/deploy/compose.md").read_text()
     commands = [line.partition("#")[0] for line in page.splitlines() if line.startswith("docker compose --profile")]
     downs = [line for line in commands if " down" in line]
     assert [set(re.findall(r"--profile (\w+)", line)) for line in downs] == [set(ADDED), set(ADDED)]
@@ -401,6 +405,30 @@ def test_gpus_are_reserved_by_the_gpu_profile_alone_each_by_its_id() -> None:
     reserved = [SERVICES[name]["deploy"]["resources"]["reservations"]["devices"] for name in sorted(ADDED["gpu"])]
     assert [device["device_ids"] for (device,) in reserved] == [["0"], ["1"]]
     assert {name for name, service in SERVICES.items() if service.get("shm_size")} == {*WORKERS, "serving-engine"}
+
+
+def test_on_cards_trainer_and_worker_are_where_up_puts_them_and_on_one_card_their_sizes_add_up() -> None:
+    trainer, worker = ({"0"}, {"1"})
+    placement = place_devices(imitated(2), [need(0)], ranks=1, trainer_bytes=0)
+    assert [{str(device.index) for device in share.devices} for share in placement.values()] == [trainer, worker]
+    kv_mib, fraction = map(float, re.findall(r"these\nare (\d+) and (\d\.\d+);", PAGE)[0])
+    shared = place_devices(imitated(1), [need(int(kv_mib))], ranks=1, trainer_bytes=11 * 10**9)["worker"]
+    assert shared.kv_cache_mib == kv_mib
+    assert fraction - 0.01 < shared.utilization <= fraction
+    assert loaded("worker-gpu").vllm == VllmSettings()
+
+
+def need(kv_mib: int) -> EngineNeed:
+    """Of a worker with Qwen3-0.6B in bf16."""
+    return EngineNeed(name="worker", weights_bytes=1_200_000_000, kv_cache_mib=kv_mib)
+
+
+def imitated(count: int) -> list[GpuDevice]:
+    size = 80 * 10**9
+    return [
+        GpuDevice(index=index, uuid=f"GPU-{index}", name="H100", total_bytes=size, free_bytes=size)
+        for index in range(count)
+    ]
 
 
 def test_every_volume_is_named_and_made_for_the_containers_user() -> None:
@@ -430,7 +458,11 @@ def test_what_an_image_starts_is_in_the_context_of_its_build() -> None:
         if target.startswith("/usr/local/"):  # what user 10001 reads, whatever the cloner's umask
             assert line.startswith("--chmod=0755 " if target.endswith("/bin/") else "--chmod=0644 ")
     ignored = (ROOT / ".dockerignore").read_text()
-    assert {"!deploy/docker/ebbtide-*", "!examples/compose.toml"} <= set(ignored.splitlines())
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"][
+        "packages"
+    ]
+    code = {f"!{Path(package).parts[0]}" for package in packages}
+    assert {*code, "!deploy/docker/ebbtide-*", "!examples/compose.toml"} <= set(ignored.splitlines())
     assert "COPY --chmod=0644 examples/compose.toml /usr/local/share/ebbtide-compose.toml" in DOCKERFILE
     assert "--spec /usr/local/share/ebbtide-compose.toml" in (ROOT / "deploy/docker/ebbtide-setup").read_text()
     assert all(os.access(path, os.X_OK) for path in (ROOT / "deploy/docker").glob("ebbtide-*"))

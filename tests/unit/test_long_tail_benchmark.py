@@ -154,7 +154,7 @@ def test_weights_for_censoring_restore_a_distribution_whose_censoring_is_indepen
     assert float((ended * weights).sum() / weights.sum()) == pytest.approx(1000.0, rel=0.05)
 
 
-def test_the_race_shortens_what_is_trained_on_and_whole_groups_do_not() -> None:
+def test_the_race_shortens_what_is_trained_on_and_complete_groups_do_not() -> None:
     rows = {row.rule: row for row in biases(0.3, 3)}
     assert rows["race"].length < -0.2
     assert rows["race"].gradient < -0.2
@@ -166,7 +166,7 @@ def test_the_race_shortens_what_is_trained_on_and_whole_groups_do_not() -> None:
 
 
 @pytest.mark.parametrize("rule", [race, whole_groups])
-def test_each_step_of_the_toy_model_trains_on_as_many_whole_groups(rule: Rule) -> None:
+def test_each_step_of_the_toy_model_trains_on_as_many_complete_groups(rule: Rule) -> None:
     steps = rule(np.random.default_rng(2), 0.5, 12)
     assert all(one.lengths.shape == (PROMPTS, GROUP) for one in steps)
 

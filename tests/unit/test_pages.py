@@ -1,4 +1,4 @@
-"""Links between the pages lead to a file and a heading that are there, and pages about the code name its files."""
+"""Links between the pages lead to a file and a heading that are there, and paths that pages name begin at the root."""
 
 import json
 import re
@@ -20,10 +20,15 @@ from ebbtide.weight_relay.settings import RelaySettings
 ROOT: Final = Path(__file__).parents[2]
 RESULTS: Final = ROOT / "benchmarks" / "RESULTS.md"
 PAGES: Final = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", RESULTS, *sorted((ROOT / "docs").rglob("*.md"))]
+#: Those that people write, and that speak of the present code alone.
+WRITTEN: Final = [page for page in PAGES if page != RESULTS and page.parent.name != "reference"]
+CONCEPTS: Final = sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs" / "concepts").glob("*.md"))
 _CODE: Final = re.compile(r"```.*?```", re.DOTALL)
 _LINK: Final = re.compile(r"\]\(([^)\s]+)\)")
-_FILE: Final = re.compile(r"[\w/]+\.(?:py|lua|proto)\b")
-_MODULE: Final = re.compile(r"[a-z]+(?:_[a-z]+)+")
+_INLINE: Final = re.compile(r"`([^`\n]+)`")
+_PATH: Final = re.compile(r"[\w.-]+(?:/[\w.-]+)*/?")
+#: How a path begins, by a folder at the root that no build and no run writes.
+_OURS: Final = re.compile(r"(?:benchmarks|common|deploy|docs|examples|lab|protos|requirements|services|tests)/")
 _HEADING: Final = re.compile(r"^#+ (.+)$", re.MULTILINE)
 SERVICES: Final[dict[str, type[msgspec.Struct]]] = {
     "coordinator": CoordinatorSettings,
@@ -53,17 +58,39 @@ def test_every_link_of_a_page_resolves(page: Path) -> None:
         assert not anchor or anchor in anchors(target), f"{page.name} links to {link}, and there is no such heading"
 
 
-@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/architecture.md", "docs/development.md"])
-def test_every_file_that_a_page_about_the_code_names_is_there(page: str) -> None:
-    tops = ("benchmarks", "common", "examples", "lab", "protos", "services", "tests")
-    there = {path.as_posix() for top in tops for path in (ROOT / top).rglob("*.*")}
-    for name in _FILE.findall((ROOT / page).read_text()):
-        assert any(path.endswith(f"/{name}") for path in there), f"{page} names {name}, and there is no such file"
+def lost_paths(text: str, *, about_code: bool) -> list[str]:
+    """The words in backticks that are paths of the repository and are not there. A page about the code names modules
+    and folders by their whole path from the root, since a reader cannot find `rules/` otherwise; `runs/` is output.
+    """
+    words = [word.partition("::")[0] for inline in _INLINE.findall(_CODE.sub("", text)) for word in inline.split()]
+    return [
+        word
+        for word in words
+        if _PATH.fullmatch(word)
+        and (
+            _OURS.match(word)
+            or (about_code and word.endswith((".py", ".lua", ".proto", "/")) and not word.startswith("runs/"))
+        )
+        and not (ROOT / word).exists()
+    ]
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_path_that_a_page_names_is_there(page: Path) -> None:
+    about_code = str(page.relative_to(ROOT)) in {"CONTRIBUTING.md", "docs/development.md", *CONCEPTS}
+    assert not lost_paths(page.read_text(), about_code=about_code)
+
+
+def test_a_path_that_is_gone_or_does_not_begin_at_the_root_is_noticed() -> None:
+    text = "`tests/unit/test_pages.py::test_x`, `tests/gone.py`, `rules/`, `make -C common/nowhere`, `runs/up/`, `docs`"
+    assert lost_paths(text, about_code=False) == ["tests/gone.py", "common/nowhere"]
+    assert lost_paths(text, about_code=True) == ["tests/gone.py", "rules/", "common/nowhere"]
 
 
 @pytest.mark.parametrize("kind", SERVICES)
 def test_the_table_of_services_names_settings_that_they_have(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = re.findall(rf"^\| `{kind}(?: --[^`]+)?` \|.*$", (ROOT / "docs/operations.md").read_text(), re.MULTILINE)
+    page = (ROOT / "docs/deploy/operations.md").read_text()
+    rows = re.findall(rf"^\| `{kind}(?: --[^`]+)?` \|.*$", page, re.MULTILINE)
     assert len(rows) == (2 if kind == "serving-guard" else 1), "a guard has a row for each owner"
     with pytest.raises(SystemExit):
         read(SERVICES[kind], prog=kind, argv=["--help"], environ={})
@@ -110,8 +137,30 @@ def test_a_result_that_is_missing_or_quick_or_of_changed_code_and_not_said_to_be
     assert not unproved(page)
 
 
-def test_every_module_on_the_map_is_there() -> None:
-    tops = (ROOT / "common", ROOT / "services", ROOT / "lab")
-    there = {part for top in tops for path in top.rglob("*.py") for part in path.relative_to(top).with_suffix("").parts}
-    code = _CODE.findall((ROOT / "docs" / "architecture.md").read_text())[0]
-    assert not set(_MODULE.findall(code)) - there
+def test_the_map_names_every_room_and_no_other() -> None:
+    page = (ROOT / "docs" / "concepts" / "architecture.md").read_text()
+    (code,) = [block for block in _CODE.findall(page) if "common/ebbtide/" in block]
+    places = dict(
+        re.findall(r"^(common|services|lab)/ebbtide/(.*?)(?=^\w+/ebbtide/|\Z)", code, re.MULTILINE | re.DOTALL)
+    )
+    for top in ("common", "services", "lab"):
+        there = {folder.name for folder in (ROOT / top / "ebbtide").iterdir() if (folder / "__init__.py").exists()}
+        left = {name for line in places[top].splitlines() for name in re.findall(r"^  (\w+/(?:  \w+/)*) ", line)}
+        named = {name for names in left for name in re.findall(r"\w+", names)}
+        assert named == there - {"v1"}, f"{top}/ebbtide has other rooms than the map in docs/concepts/architecture.md"
+
+
+def test_the_rooms_inside_a_program_that_the_map_names_are_there() -> None:
+    page = (ROOT / "docs" / "concepts" / "architecture.md").read_text()
+    (code,) = [block for block in _CODE.findall(page) if "common/ebbtide/" in block]
+    for room, words in re.findall(r"^  (\w+)/ +(.*)$", code, re.MULTILINE):
+        (folder,) = [
+            ROOT / top / "ebbtide" / room
+            for top in ("common", "services", "lab")
+            if (ROOT / top / "ebbtide" / room).is_dir()
+        ]
+        for inner in re.findall(r"(?<![\w/])(\w+)/(?!\w)", words):
+            beside = folder.parent / inner
+            assert (folder / inner).is_dir() or beside.is_dir(), (
+                f"the map names {room}/{inner}, and there is no such room"
+            )

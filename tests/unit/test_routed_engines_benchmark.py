@@ -14,7 +14,7 @@ from ebbtide.coordinator.rules.placement import Placement
 from ebbtide.coordinator.rules.rollout_queue import QueuedRollout
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.worker_session import WorkerSession
-from ebbtide.scheduling.steps.step_pacing import VersionBounds
+from ebbtide.step_pacing import VersionBounds
 from tests.unit.coordinator.virtual_fleet import VirtualFleet
 from tests.unit.simulator.rivals.test_rival_placement import Coordinator
 
@@ -58,7 +58,7 @@ def test_the_file_names_the_rule_that_places(tmp_path: Path, rule: str, placed: 
         if found is None:
             return None
         fleet.start(found)
-        return [name.worker_id.removeprefix("s-").split("-")[0] for name in found]
+        return [name.session_id.removeprefix("s-").split("-")[0] for name in found]
 
     first = place("a", "b", "c")
     assert first == (None if placed is None else ["w0", "w1", "w0"])

@@ -10,7 +10,9 @@ import sys
 import threading
 import time
 import urllib.request
+import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -251,6 +253,35 @@ async def test_what_is_done_aside_is_done_in_turn_in_one_thread_though_nobody_wa
     with pytest.raises(StoreUnavailable, match="second"):
         await asyncio.gather(aside.do(lambda: _fail("second")), asyncio.to_thread(go.set))
     assert await aside.do(lambda: [*done, threading.current_thread().name]) == ["aside", "aside"]
+
+
+async def test_what_was_begun_aside_is_waited_for_at_the_end_but_not_for_ever() -> None:
+    aside, go, done = Aside("aside that ends"), threading.Event(), list[str]()
+    waiting = asyncio.ensure_future(aside.do(partial(_wait_and_note, go, done)))
+    await asyncio.sleep(0)
+    await aside.close(timeout_s=0.01)
+    assert not waiting.done()
+    go.set()
+    await waiting
+    await wait_until(lambda: not any(thread.name == "aside that ends" for thread in threading.enumerate()), timeout=30)
+    assert done == ["first"]
+
+
+async def test_what_was_done_aside_is_let_go_before_the_next_comes() -> None:
+    class Held:
+        pass
+
+    aside, held = Aside("aside"), Held()
+    known = weakref.ref(held)
+    await aside.do(partial(id, held))
+    assert known() is held
+    del held
+    await wait_until(lambda: known() is None, timeout=30)
+
+
+def _wait_and_note(go: threading.Event, done: list[str]) -> None:
+    go.wait()
+    done.append("first")
 
 
 def _fail(text: str) -> None:

@@ -149,17 +149,23 @@ def test_variables_of_others_and_empty_ones_are_left_alone() -> None:
     assert read(env={"EBBTIDE_COORDINATOR_QUEUE": "3", "EBBTIDE_WORKER_FLUSH_TOKENS": "", "HOME": "/"}) == read()
 
 
+def test_variables_are_named_after_the_program_where_the_command_has_another_name() -> None:
+    environ = {"EBBTIDE_RELAY": "r:1", "EBBTIDE_WORKER_FLUSH_TOKENS": "7"}
+    found = settings.read(Settings, prog="ebbtide worker run", program="worker", argv=[], environ=environ)
+    assert found.flush_tokens == 7
+
+
 def test_help_tells_description_default_and_variables(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         settings.load(Settings, prog="ebbtide worker", argv=["--help"], description="Generates.")
     text = " ".join(capsys.readouterr().out.split())
     assert ended.value.code == 0
     assert "Generates." in text
-    assert "tokens at 100 % of a flush (default: 32; env EBBTIDE_WORKER_FLUSH_TOKENS)" in text
-    assert "--relay STR address of the relay (required; env EBBTIDE_WORKER_RELAY, EBBTIDE_RELAY)" in text
+    assert "Tokens at 100 % of a flush. [env var: EBBTIDE_WORKER_FLUSH_TOKENS] [default: 32]" in text
+    assert "--relay <str> Address of the relay. [env var: EBBTIDE_WORKER_RELAY, EBBTIDE_RELAY] [required]" in text
     assert "--kind {reserved,spot}" in text
-    assert "(default: reserved;" in text
-    assert "(default: 127.0.0.1:7600;" in text
+    assert "[default: reserved]" in text
+    assert "[default: 127.0.0.1:7600]" in text
     assert "--server-token " not in text
 
 

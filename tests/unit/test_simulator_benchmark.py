@@ -44,7 +44,7 @@ from ebbtide.errors import EbbtideError, InvalidRequest
 from ebbtide.simulator.engines.engine_profile import EngineProfile, KvCapacity, StepCosts
 from ebbtide.simulator.outcome import Outcome, StepOutcome, TokenCounts
 from ebbtide.simulator.recording.run_recorder import installs
-from ebbtide.types.end_cause import EndCause
+from ebbtide.types.fleet import EndCause
 from ebbtide.types.run import AttemptSpan, RunEvent, check_spec
 
 SETTING = RealSetting(name="two steps", workers=2, steps=2, prompts=1, group=2)
@@ -117,7 +117,7 @@ def test_each_response_counts_once_with_its_whole_length() -> None:
     assert resumes(SPANS) == 1
 
 
-def test_tokens_after_the_stored_ones_were_made_twice_and_the_stored_ones_moved() -> None:
+def test_tokens_after_the_stored_ones_were_regenerated_and_the_stored_ones_moved() -> None:
     attempts = {"s1.g0.0.t0": [LedgerAttempt("w1", 0, 46), LedgerAttempt("w2", 40, 60)]}
     found = measured_tokens(attempts, SPANS, {"w1"})
     assert found == MeasuredTokens(generated=106, kept=200, twice=6, moved=40)

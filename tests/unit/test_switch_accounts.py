@@ -10,8 +10,7 @@ from benchmarks.elastic.switches.device_watch import DeviceWatch
 from benchmarks.elastic.switches.switch_accounts import findings, read_switches
 from benchmarks.elastic.switches.switch_run import MAX_TOKENS, RUN, ProgramKill, SwitchedRun
 from ebbtide.ledger import Ledger
-from ebbtide.types.end_cause import EndCause
-from ebbtide.types.fleet import AttemptRef
+from ebbtide.types.fleet import AttemptRef, EndCause
 from ebbtide.types.run import AttemptSpan, EnvironmentSpec, Run, RunEvent, RunSpec, RunStatus, TrainerSpec
 
 _HALF = MAX_TOKENS // 2
@@ -88,7 +87,7 @@ def test_a_planned_cut_that_costs_nothing_passes(found: Found) -> None:
     assert seen.switch_over_step_p99 == pytest.approx(0.8), "by the clock, in steps"
 
 
-def test_a_token_that_is_made_twice_on_a_planned_cut_is_found(found: Found) -> None:
+def test_a_token_that_is_regenerated_on_a_planned_cut_is_found(found: Found) -> None:
     found.made["a1"] = 0, _HALF + 1
     assert any("made twice without" in failure for failure in findings(found.run()).failures())
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from benchmarks.tenants import compared, figures, percentile, table
+from benchmarks.control_plane.measures import percentile
+from benchmarks.tenants import compared, figures, table
 
 ALONE = {"ack": [0.001 * number for number in range(1, 101)]}
 BESIDE = {"ack": [0.002 * number for number in range(1, 101)]}

@@ -8,7 +8,7 @@ from typing import Final
 
 import pytest
 
-from tests.unit.deploy.registered import ROOT
+from ebbtide.reference.registered_metrics import ROOT
 
 #: Names the revision to upgrade from, and to roll back to.
 VARIABLE: Final = "EBBTIDE_PREVIOUS"

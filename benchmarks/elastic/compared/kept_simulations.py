@@ -21,7 +21,8 @@ from benchmarks.log_level import errors_only
 
 _ROOT: Final = Path(__file__).parents[3]
 _CODE: Final = (
-    "common/ebbtide/scheduling",
+    "common/ebbtide/step_pacing.py",
+    "services/ebbtide/trainer/lending",
     "services/ebbtide/coordinator",
     "lab/ebbtide/simulator",
     "benchmarks/elastic/assumptions.py",

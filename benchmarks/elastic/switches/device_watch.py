@@ -10,10 +10,10 @@ from ebbtide.errors import EbbtideError, InvalidRequest
 from ebbtide.grants import Page, page_path, socket_path
 from ebbtide.rpc.channel import open_socket
 from ebbtide.rpc.status_table import translated
-from ebbtide.types.loans import DeviceStatus
+from ebbtide.types.grants import DeviceStatus
 from ebbtide.v1.loans_pb2 import WatchDeviceRequest
 from ebbtide.v1.loans_pb2_grpc import LoansStub
-from ebbtide.wire.record_conversion import from_proto
+from ebbtide.wire import from_proto
 
 #: Interval of looks.
 _LOOK_S: Final = 0.05

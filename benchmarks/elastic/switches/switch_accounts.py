@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from benchmarks.elastic.switches.switch_run import FLUSH_TOKENS, MAX_TOKENS, ProgramKill, SwitchedRun
 from ebbtide.demo.token_accounts import read_attempts
-from ebbtide.types.end_cause import EndCause
+from ebbtide.types.fleet import EndCause
 from ebbtide.types.run import AttemptSpan, RunEvent, RunStatus
 
 #: A worker that ends so has lost what it had not sent. All other ends are planned, and cost nothing.

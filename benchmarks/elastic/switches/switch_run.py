@@ -116,7 +116,7 @@ async def _booted(directory: Path, window_s: float) -> AsyncIterator[tuple[Local
         relay=relay,
         flush_tokens=FLUSH_TOKENS,
         flush_interval_ms=FLUSH_INTERVAL_MS,
-        worker_config=config,
+        worker_configs=(config,),
         heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S,
         generate=True,
         window_s=window_s,

@@ -15,13 +15,13 @@ from collections.abc import AsyncGenerator
 from typing import Any, Final
 
 from benchmarks.long_tail.admission.admitted_work import BLOCK, WorkItem, unpacked_works
+from ebbtide.append_stream import AppendAck
 from ebbtide.rollout_worker.engine import EngineRequest, TokenDelta
 from ebbtide.rollout_worker.engine.vllm.vllm_engine import VllmEngine
 from ebbtide.rollout_worker.generation.generation import Assignment
 from ebbtide.rollout_worker.generation.local_attempts import LocalAttempts, ReleaseReason
 from ebbtide.rollout_worker.generation.outbox import Outbox
 from ebbtide.rollout_worker.settings import VllmSettings
-from ebbtide.types.append_delta import AppendAck
 from ebbtide.types.fleet import AppendStatus, AttemptRef, EngineInfo
 from ebbtide.types.run import Sampling
 from ebbtide.types.tokens import pack_ids, token_count

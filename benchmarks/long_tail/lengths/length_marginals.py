@@ -13,9 +13,9 @@ from random import Random
 from statistics import NormalDist, fmean
 from typing import Final, NamedTuple
 
-from ebbtide.simulator.scenario.draws.workload import Curve, curve
 from ebbtide.simulator.scenario.input_tables import QuantileTable, read_quantiles
 from ebbtide.simulator.scenario.quantity_spec import MATH_RESPONSES, QuantitySpec
+from ebbtide.simulator.scenario.workload import Curve, curve
 
 TRACES: Final = Path(__file__).parents[4] / "shared" / "traces"
 #: Files of quantiles, with the cap under which the lengths were recorded.

@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from benchmarks.long_tail.lengths.length_marginals import NamedMarginal, known_marginals, marginal_named
 from benchmarks.long_tail.lengths.played_lengths import held_back
-from ebbtide.scheduling.long_tail.length_learner import EndedGroup, LengthLearner
+from ebbtide.coordinator.forecasts.length_learner import EndedGroup, LengthLearner
 
 #: Intervals are between these quantiles.
 _LOW, _HIGH = 0.1, 0.9
@@ -102,7 +102,7 @@ def coverage(setting: LengthSetting, steps: int, folder: Path | None = None) -> 
     alike = list[float]()
     for _ in range(steps):
         learner = taught(marginal, draw, setting)
-        alike.append(learner.alike)
+        alike.append(learner.intraclass_correlation)
         groups = marginal.groups(draw, _GROUPS, setting.size, setting.correlation or 0.0)
         for moment in MOMENTS:
             hits[moment] += covered(learner, draw, groups, _slots(setting), moment, marginal.cap)

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from heapq import heapify, heapreplace
 from typing import NamedTuple
 
-from ebbtide.scheduling.long_tail.length_learner import UnfinishedGroup
+from ebbtide.coordinator.forecasts.length_learner import UnfinishedGroup
 
 
 class HeldBack(NamedTuple):

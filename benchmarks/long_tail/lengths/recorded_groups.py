@@ -9,8 +9,8 @@ from typing import Annotated, Final
 from msgspec import Meta, Struct
 
 from benchmarks.long_tail.lengths.lengths_part import LOADS, MOMENTS, Coverage, LengthSetting, covered, ended_groups
+from ebbtide.coordinator.forecasts.length_learner import LengthLearner
 from ebbtide.errors import InvalidRequest
-from ebbtide.scheduling.long_tail.length_learner import LengthLearner
 from ebbtide.simulator.scenario.input_tables import CsvTable
 
 #: Each fifth of the groups is asked about once the other ones have taught.
@@ -56,7 +56,7 @@ def _coverage(name: str, groups: Sequence[Sequence[int]], load: int, cap: int) -
         asked = [groups[at] for at in order[fold::_FOLDS]]
         learner = LengthLearner()
         learner.groups_ended(ended_groups((groups[at] for n, at in enumerate(order) if n % _FOLDS != fold), cap))
-        alike.append(learner.alike)
+        alike.append(learner.intraclass_correlation)
         slots = max(1, sum(map(len, asked)) // load)
         for moment in MOMENTS:
             hits[moment] += covered(learner, draw, asked, slots, moment, cap)

@@ -9,15 +9,15 @@ from statistics import quantiles
 from time import thread_time
 from typing import Any, Final
 
-from ebbtide.coordinator.dispatch.dispatch_round import Deed, SlotFill
+from ebbtide.coordinator.dispatch.dispatch_round import Action, SlotFill
 from ebbtide.coordinator.fleet.worker_registry import WorkerRegistry
 from ebbtide.coordinator.recording import DecidingParts
 from ebbtide.coordinator.rules.rollout_queue import QueuedRollout
+from ebbtide.coordinator.run_events import SilentRunEvents
 from ebbtide.coordinator.settings import CoordinatorSettings
 from ebbtide.coordinator.state.attempt_records import started
-from ebbtide.coordinator.state.run_events import SilentRunEvents
 from ebbtide.coordinator.state.worker_reports import AttachReport, InstalledReport
-from ebbtide.scheduling.steps.step_pacing import VersionBounds
+from ebbtide.step_pacing import VersionBounds
 from ebbtide.types.fleet import PROTOCOL_VERSION, EngineInfo, WorkerKind
 from ebbtide.types.run import BatchSpec, EnvironmentSpec, RunSpec, Sampling, TailSpec
 from ebbtide.types.weights import PolicyVersion
@@ -48,9 +48,9 @@ class FullFleet:
             tail=TailSpec(order="lengths" if order == "lengths" else "submitted"),
         )
         self.run = self._parts.state.add_run("r", spec)
-        with self.run.rereading():
-            self.run.note_reconciled()
-        self.run.announce(_VERSION)
+        with self.run.mirror.rereading():
+            self.run.mirror.note_reconciled()
+        self.run.versions.announce(_VERSION)
         engine = EngineInfo(model="m", vocab_size=1_000, max_model_len=2 * _CAP)
         for number in range(workers):
             hello = AttachReport(
@@ -61,7 +61,7 @@ class FullFleet:
                 engine=engine,
             )
             registry.attach(hello)
-        for _ in self._rounds.turns(self.now):
+        for _ in self._rounds.steps(self.now):
             pass
         for session in list(self._parts.state.sessions.values()):
             registry.hear(session, InstalledReport(version=_VERSION, run_id="r"))
@@ -92,22 +92,22 @@ class FullFleet:
         for _ in range(round(seconds / _ROUND_S)):
             self.now += _ROUND_S
             self._generate()
-            steps: Iterator[Deed] = self._rounds.turns(self.now)
+            steps: Iterator[Action] = self._rounds.steps(self.now)
             while True:
                 begin_s = thread_time()
-                deed = next(steps, self)
+                action = next(steps, self)
                 found.append(1e3 * (thread_time() - begin_s))
-                if deed is self:
+                if action is self:
                     break
-                if isinstance(deed, SlotFill):
-                    found += self._fill(deed)
+                if isinstance(action, SlotFill):
+                    found += self._fill(action)
         return found
 
-    def _fill(self, deed: SlotFill) -> list[float]:
+    def _fill(self, action: SlotFill) -> list[float]:
         found = list[float]()
-        while deed.due(self.now):
+        while action.due(self.now):
             begin_s = thread_time()
-            placements = deed.place(self.now)
+            placements = action.place(self.now)
             found.append(1e3 * (thread_time() - begin_s))
             if not placements:
                 break
@@ -120,7 +120,7 @@ class FullFleet:
                     )
                     self.run.start(attempt, self._parts.state.sessions[session_id])
                     attempt.begin(self.now)
-            deed.note_turn(0.0, self.now)
+            action.note_turn(0.0, self.now)
         return found
 
     def _generate(self) -> None:

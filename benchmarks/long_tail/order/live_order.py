@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 
 from benchmarks.long_tail.order.slot_rules import SlotSample
+from ebbtide.coordinator.forecasts.length_learner import LengthLearner
+from ebbtide.coordinator.forecasts.run_forecasts import KnownGroup, RunForecasts
+from ebbtide.coordinator.forecasts.start_ranks import StartRanks
 from ebbtide.coordinator.rules.rollout_queue import QueuedRollout, RolloutQueue
-from ebbtide.scheduling.long_tail.length_learner import LengthLearner
-from ebbtide.scheduling.long_tail.run_forecasts import KnownGroup, RunForecasts
-from ebbtide.scheduling.long_tail.start_ranks import StartRanks
-from ebbtide.scheduling.steps.step_pacing import VersionBounds
+from ebbtide.step_pacing import VersionBounds
 
 #: A moment of the model is a chunk's end. Live, several renewals lie between two of them.
 _RENEWALS = 4

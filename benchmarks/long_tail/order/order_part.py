@@ -25,7 +25,7 @@ from benchmarks.long_tail.order.slot_rules import (
     SlotSample,
     TrueLengths,
 )
-from ebbtide.scheduling.long_tail.length_learner import LengthLearner
+from ebbtide.coordinator.forecasts.length_learner import LengthLearner
 
 _GROUPS, _SIZE = 64, 8
 #: Samples for each slot: few slots and many.

@@ -17,7 +17,7 @@ def run_rival(
     argv: Sequence[str] | None = None,
 ) -> None:
     """Takes the guard's own flags."""
-    settings = load(GuardSettings, prog="ebbtide serving-guard", argv=argv, description=description)
+    settings = load(GuardSettings, prog="ebbtide serve serving-guard", argv=argv, description=description)
 
     async def work(shutdown: Shutdown) -> None:
         from ebbtide.serving_guard.server_lender import ServerLender

@@ -55,7 +55,9 @@ class VirtualGuard:
         self.reclaims: list[float] = []  # seconds from such an arrival to the end of the step
         if memory is not None:
             kv_bytes = costs.memory.rollout_kv_mib * _MIB
-            memory.joined(_WORKER, Hello(protocol_version=GRANTS_VERSION, worker_id=_WORKER, kv_bytes=kv_bytes))
+            memory.joined(
+                _WORKER, Hello(protocol_version=GRANTS_VERSION, worker_id=_WORKER, slots=1, kv_bytes=kv_bytes)
+            )
         self.decide(0.0)
 
     @property

@@ -4,13 +4,13 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
+from ebbtide.coordinator.forecasts.throughput import WorkerThroughput
 from ebbtide.coordinator.rules.placement import Placement
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.running_attempt import RunningAttempt
 from ebbtide.coordinator.state.worker_session import WorkerSession
-from ebbtide.scheduling.throughput import WorkerThroughput
-from ebbtide.simulator.scenario.draws.machine_events import pool_of
-from ebbtide.simulator.world.rival_policies import POLL_S, RivalDecider, ask_back, fits
+from ebbtide.simulator.scenario.machine_events import pool_of
+from ebbtide.simulator.world.rival_policies import POLL_S, RivalDecider, fits, request_release
 from ebbtide.simulator.world.virtual_coordinator import VirtualCoordinator
 
 #: Between two looks at the engines' queues. A rollout that was sent since the last look is not known to wait.
@@ -106,7 +106,7 @@ class PendingBalance(RivalDecider):
         longest = max(engines, key=lambda one: len(waiting[one.session_id]))
         if not idle or not waiting[longest.session_id]:
             return False
-        ask_back(longest, idle[0], waiting[longest.session_id][-1:])
+        request_release(longest, idle[0], waiting[longest.session_id][-1:])
         return True
 
     def _waiting(self, engine: WorkerSession, now: float) -> list[RunningAttempt]:
@@ -128,12 +128,12 @@ class PendingBalance(RivalDecider):
         busiest = max(engines, key=lambda one: len(executing[one.session_id]))
         plateau = self._last_table.plateau(_context(busiest))
         if plateau:
-            ask_back(busiest, idle[0], executing[busiest.session_id][plateau:])
+            request_release(busiest, idle[0], executing[busiest.session_id][plateau:])
 
     def _record(self, run: RunState, engines: Sequence[WorkerSession]) -> None:
         """Record throughput against batch size."""
-        if run.newest != self._step:
-            self._step, self._last_table, self.table = run.newest, self.table, WorkerThroughput()
+        if run.versions.newest != self._step:
+            self._step, self._last_table, self.table = run.versions.newest, self.table, WorkerThroughput()
         for engine in engines:
             beat, running = engine.beat, len(engine.attempts) - len(engine.pending)
             tokens, before, uptime_s = self._seen.get(engine.session_id, (0, 0, 0.0))

@@ -76,4 +76,4 @@ class DividedDecider(RivalDecider):
             if target is not None:
                 attempt.move_to(target.session.worker_id)
         if attempts:
-            view.session.ask_back([attempt.ref for attempt in attempts])
+            view.session.outbox.request_release([attempt.ref for attempt in attempts])

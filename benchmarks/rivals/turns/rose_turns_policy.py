@@ -11,7 +11,7 @@ from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.training_run import TrainingRun
-from ebbtide.simulator.world.rival_policies import ask_back
+from ebbtide.simulator.world.rival_policies import request_release
 from ebbtide.simulator.world.training.step_rounds import Rounds, WholeGroups
 from ebbtide.simulator.world.training.trainer_loan import FixedWindow, LoanWindow
 from ebbtide.simulator.world.virtual_coordinator import Decider, VirtualCoordinator
@@ -52,12 +52,12 @@ class AffineTurns(TurnRule):
             held = [attempt for attempt in engine.attempts.values() if not attempt.target]
             if target is not None and held and (_stalled(engine, now) or engine.reclaimed):
                 loads[target.session_id] += len(held)
-                ask_back(engine, target, held)
+                request_release(engine, target, held)
 
 
 def _stalled(engine: WorkerSession, now: float) -> bool:
     begun = [attempt.given for attempt in engine.attempts.values()]
-    return bool(begun) and now - max(engine.progressed, min(begun)) > _STALLED_S
+    return bool(begun) and now - max(engine.append_stream.progressed, min(begun)) > _STALLED_S
 
 
 class RoseTurnsPolicy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -19,11 +19,11 @@ from benchmarks.simulator.published.paper_setting import FLUSH_S, PaperProfiles,
 from ebbtide.simulator.engines.engine_profile import EngineProfile
 from ebbtide.simulator.engines.roofline import FITTED, H100, QWEN3_8B, QWEN3_14B, ModelShape, roofline_engine
 from ebbtide.simulator.outcome import Outcome
-from ebbtide.simulator.scenario.draws.workload import curve
 from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.quantity_spec import LengthSpec, QuantitySpec
 from ebbtide.simulator.scenario.scenario import PlannedFault
 from ebbtide.simulator.scenario.training_run import TrainingRun
+from ebbtide.simulator.scenario.workload import curve
 from ebbtide.simulator.world.rival_policies import VerlPolicy
 from ebbtide.simulator.world.training.step_rounds import Rounds
 from ebbtide.simulator.world.training.trainer_loan import LoanWindow

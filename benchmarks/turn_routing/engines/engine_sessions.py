@@ -14,7 +14,7 @@ from msgspec import Struct
 from benchmarks.turn_routing.engines.engine_fleet import CONTEXT, VOCABULARY, EngineFleet, PromptTokens
 from benchmarks.turn_routing.session_work import SessionWork
 from ebbtide.client import Lease
-from ebbtide.simulator.scenario.draws.workload import Turn
+from ebbtide.simulator.scenario.workload import Turn
 from ebbtide.types.rollout import RolloutRequest
 from ebbtide.types.run import Sampling
 from ebbtide.types.tokens import pack_ids, unpack_tokens

@@ -43,7 +43,7 @@ def placing_by(rule: Rule) -> Iterator[None]:
     ours = SlotFill.place
 
     def ruled(self: SlotFill, now: float) -> list[Placement]:
-        engines = [session for session, host in self._hosts.of(self.run, now) if not host.shut]
+        engines = [session for session, worker in self._views.of(self.run, now) if not worker.shut]
         placed = rule(self.run, engines, now)
         return ours(self, now) if placed is None else placed
 

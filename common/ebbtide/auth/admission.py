@@ -2,21 +2,102 @@
 
 A caller shows a token: the cluster's shared secret, which stands for every role, or a signed token, which stands for
 one role and perhaps one run. If clients show certificates, token and certificate must both permit the call. The check
-happens when a call begins; a stream goes on when its token expires.
+happens when a call begins; a stream continues when its token expires.
+
+A message is about the runs in its fields named `run_id`, at any depth. The fields are found by the contracts'
+descriptors, once per type: a new RPC needs no change here.
 """
 
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextvars import ContextVar
-from typing import Any, Final
+from functools import cache
+from typing import Any, Final, Self
 
-from ebbtide.auth.reloaded_files import ReloadedFiles
-from ebbtide.auth.role_tokens import Claims, Keys, is_signed
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.descriptor_pool import Default
+from google.protobuf.message import Message
+
+from ebbtide.auth.credential_files import ReloadedFiles, read_file, roles_of_peer
+from ebbtide.auth.role_tokens import Claims, Keys, VerifiedTokens, is_signed, public_keys
 from ebbtide.auth.roles import AMONG_PEERS, Role, is_open, may_claim, permitted, told
-from ebbtide.auth.run_scope import OfOneRun, can_name_run, check_run, no_run_named
-from ebbtide.auth.security import AUTHORIZATION, TokenCheck
-from ebbtide.auth.tls import roles_of_peer
-from ebbtide.auth.verified_tokens import VerifiedTokens
-from ebbtide.errors import PermissionDenied, Unauthenticated
+from ebbtide.auth.security import AUTHORIZATION, ServerSettings, TokenCheck
+from ebbtide.errors import InvalidRequest, PermissionDenied, Unauthenticated
+
+_RUN: Final = "run_id"
+
+
+def runs_named(message: Message) -> Iterator[str]:
+    """The run ids that are set in a message, at any depth."""
+    for field, value in message.ListFields():
+        if not _leads_to_run(field):
+            continue
+        if field.message_type is None:
+            yield value
+        elif isinstance(value, Message):
+            yield from runs_named(value)
+        else:
+            for one in value.values() if field.message_type.GetOptions().map_entry else value:
+                yield from runs_named(one)
+
+
+@cache
+def can_name_run(method: str) -> bool:
+    """Whether requests of a method (`/package.Service/Method`) have a field for a run's id."""
+    service, _, name = method.strip("/").partition("/")
+    try:
+        return _has_run(Default().FindMethodByName(f"{service}.{name}").input_type, frozenset())
+    except KeyError:
+        return False
+
+
+class OfOneRun:
+    """The requests of a caller whose token is for one run. Raises `PermissionDenied` for a message about another run,
+    and if the first message names no run.
+    """
+
+    def __init__(self, requests: AsyncIterator[Message], run_id: str) -> None:
+        self._requests, self._run_id, self._first = aiter(requests), run_id, True
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Message:
+        message = await anext(self._requests)
+        check_run(message, self._run_id, needed=self._first)
+        self._first = False
+        return message
+
+
+def check_run(message: Message, run_id: str, *, needed: bool = True) -> None:
+    """Raise `PermissionDenied` for a message about another run and, if `needed`, for a message about no run."""
+    found = set(runs_named(message))
+    if found - {run_id}:
+        raise PermissionDenied("the token is for another run than the call; use a token for that run, or for every run")
+    if needed and not found:
+        raise no_run_named()
+
+
+def no_run_named() -> PermissionDenied:
+    return PermissionDenied(
+        "the token is for one run, and the call names none: name the run, or use a token that is not bound to one"
+    )
+
+
+@cache
+def _leads_to_run(field: FieldDescriptor) -> bool:
+    if field.message_type is None:
+        return field.name == _RUN
+    return _has_run(field.message_type, frozenset())
+
+
+def _has_run(kind: Descriptor, above: frozenset[Any]) -> bool:
+    if kind.full_name in above:
+        return False
+    return any(
+        field.name == _RUN if field.message_type is None else _has_run(field.message_type, above | {kind.full_name})
+        for field in kind.fields
+    )
+
 
 Metadata = Iterable[tuple[str, str | bytes]] | None
 _SCHEME: Final = "Bearer "
@@ -135,3 +216,30 @@ class Anyone:
     def checked(self, _method: str, request: Any, _context: Any) -> Any:
         _CALLER_ROLES.set(None)
         return request
+
+
+def admission_of(settings: ServerSettings) -> Admission:
+    """The check before every call of a server with these settings. Raises `InvalidRequest` for settings that admit
+    nobody, or the wrong callers.
+    """
+    if not settings.token_keys and not settings.present_token():
+        raise InvalidRequest("is required: set EBBTIDE_TOKEN_FILE, or EBBTIDE_TOKEN_KEYS", field="token")
+    shared = ReloadedFiles((settings.token_file,), lambda: _secret(settings)) if settings.present_token() else None
+    keys = ReloadedFiles((settings.token_keys,), lambda: _keys(settings)) if settings.token_keys else None
+    return Admission(shared, keys, certificates=bool(settings.tls_ca))
+
+
+def _secret(settings: ServerSettings) -> TokenCheck | None:
+    """The check of the shared secret; None while the token is a signed one. The program shows a signed token to other
+    services, and they must not be able to use it as a secret here.
+    """
+    if not is_signed(settings.present_token()):
+        return TokenCheck(settings.bearer())
+    if not settings.token_keys:
+        text = "is a signed token: set EBBTIDE_TOKEN_KEYS to the file of public keys that verify it"
+        raise InvalidRequest(text, field="token")
+    return None
+
+
+def _keys(settings: ServerSettings) -> Keys:
+    return public_keys(read_file(settings.token_keys, "token_keys"), field="token_keys")

@@ -2,6 +2,9 @@
 
 A public key verifies but cannot mint. Clocks of machines may differ by a minute. The SDK only carries tokens and
 installs without PyJWT, so PyJWT is imported where it is needed.
+
+`VerifiedTokens` verifies signed tokens once, and remembers what they claim. Invariant: only tokens that the present
+keys verified are remembered. A restart verifies again.
 """
 
 import base64
@@ -26,7 +29,7 @@ from msgspec import Struct
 from ebbtide.auth.roles import Role
 from ebbtide.errors import InvalidRequest, Unauthenticated
 from ebbtide.types.ids import check_id
-from ebbtide.types.key_usage import KeyLimits
+from ebbtide.types.session import KeyLimits
 
 _ALGORITHM: Final = "EdDSA"
 #: Issuer, audience and type: JWTs for other uses that the same key signs are refused.
@@ -187,3 +190,22 @@ def signing_key(pem: bytes, *, field: str) -> Ed25519PrivateKey:
     if not isinstance(key, Ed25519PrivateKey):
         raise InvalidRequest("is no Ed25519 private key in PEM; ebbtide tokens key makes one", field=field)
     return key
+
+
+#: Tokens to remember: to check a signature takes a tenth of a millisecond. Beyond so many all are verified again.
+_MOST_KNOWN: Final = 4096
+
+
+class VerifiedTokens:
+    def __init__(self) -> None:
+        self._known: dict[str, Claims] = {}
+        self._known_by: Keys | None = None
+
+    def claims(self, token: str, keys: Keys) -> Claims:
+        """The claims of a token that one of `keys` signed. Raises `Unauthenticated` for others and expired ones."""
+        if keys is not self._known_by or len(self._known) >= _MOST_KNOWN:
+            self._known, self._known_by = {}, keys
+        claims = self._known.get(token)
+        if claims is None or claims.expires + SKEW_S <= time.time():
+            claims = self._known[token] = verify(token, keys)
+        return claims

@@ -1,20 +1,20 @@
-"""Defines the security settings of servers and clients. Without TLS nothing leaves the loopback unless allowed."""
+"""Defines the security settings of servers and clients. Without TLS nothing leaves the loopback unless allowed.
+
+`expiries` finds when a program's certificates and tokens expire. Without a metric, the first sign is that all calls
+fail. The SDK installs without what verifies tokens, so that is imported where it is needed.
+"""
 
 import hmac
 import ipaddress
-from typing import TYPE_CHECKING, Annotated, Any, Final, Self
+from collections.abc import Iterator
+from typing import Annotated, Any, Final, Self
 
 import grpc
 from msgspec import Meta, Struct
 
-from ebbtide.auth.reloaded_files import ReloadedFiles
+from ebbtide.auth.credential_files import Pair, ReloadedFiles, read_authority, read_file, read_pair
 from ebbtide.auth.roles import AMONG_PEERS
-from ebbtide.auth.tls import Pair, read_authority, read_file, read_pair
 from ebbtide.errors import InvalidRequest, NotReady
-
-if TYPE_CHECKING:
-    from ebbtide.auth.admission import Admission
-    from ebbtide.auth.role_tokens import Keys
 
 AUTHORIZATION: Final = "authorization"
 #: gRPC refuses more than 8 KiB of headers.
@@ -29,11 +29,13 @@ def _shared(description: str, *, secret: bool = False) -> Meta:
 class Credentials(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings that servers and clients share. A token is always needed: given, or in a file."""
 
-    token: Annotated[str, _shared("secret that a cluster shares, or a signed token of a role", secret=True)] = ""
-    token_file: Annotated[str, _shared("file that holds the token; read again when it changes")] = ""
-    tls_ca: Annotated[str, _shared("PEM file of the authorities that the other side's certificate must come from")] = ""
-    tls_cert: Annotated[str, _shared("PEM file of the own certificate chain; read again when it changes")] = ""
-    tls_key: Annotated[str, _shared("PEM file of the own private key; read again when it changes")] = ""
+    token: Annotated[str, _shared("shared secret of the cluster, or a signed token of a role", secret=True)] = ""
+    token_file: Annotated[str, _shared("file that holds the token; reloaded when it changes")] = ""
+    tls_ca: Annotated[
+        str, _shared("PEM file of the authorities that must have signed the other side's certificate")
+    ] = ""
+    tls_cert: Annotated[str, _shared("PEM file of this program's certificate chain; reloaded when it changes")] = ""
+    tls_key: Annotated[str, _shared("PEM file of this program's private key; reloaded when it changes")] = ""
     allow_insecure: Annotated[bool, _shared("allow addresses other than loopback without TLS")] = False
 
     def __rich_repr__(self) -> list[tuple[str, Any]]:
@@ -45,12 +47,12 @@ class Credentials(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     def bearer(self) -> str:
         """The value of the authorization header. Raises `InvalidRequest` if there is no usable token."""
-        token = self._token()
+        token = self.present_token()
         if not token:
             raise InvalidRequest("is required: set EBBTIDE_TOKEN or EBBTIDE_TOKEN_FILE", field="token")
         return f"Bearer {token}"
 
-    def _token(self) -> str:
+    def present_token(self) -> str:
         """The token, or an empty text."""
         if self.token and self.token_file:
             raise InvalidRequest("both token and token_file are set; leave one out", field="token_file")
@@ -78,45 +80,19 @@ class ServerSettings(Credentials, frozen=True, kw_only=True, forbid_unknown_fiel
     unless it is a signed token: such a token is for the program's own calls.
     """
 
-    listen: Annotated[str, Meta(description="address: host:port (port 0: any free one) or unix:path")] = "127.0.0.1:0"
-    max_streams: Annotated[int, Meta(ge=1, description="RPCs at once on one connection")] = 1024
-    max_unary_s: Annotated[float, Meta(gt=0, description="longest time that a unary call may take")] = 60.0
+    listen: Annotated[
+        str, Meta(description="address to listen on, host:port or unix:path; port 0 picks a free port")
+    ] = "127.0.0.1:0"
+    max_streams: Annotated[int, Meta(ge=1, description="maximum concurrent RPCs on one connection")] = 1024
+    max_unary_s: Annotated[float, Meta(gt=0, description="maximum seconds of a unary call")] = 60.0
     token_keys: Annotated[
-        str, _shared("PEM file of public keys; then callers need tokens that these have signed (ebbtide tokens)")
+        str, _shared("PEM file of public keys; callers then need tokens that these have signed (see ebbtide tokens)")
     ] = ""
 
     @classmethod
     def at(cls, listen: str) -> Self:
         """Defaults at another address, for a service's settings."""
         return cls(listen=listen)
-
-    def admission(self) -> "Admission":
-        """The check before every call. Raises `InvalidRequest` for settings that admit nobody, or the wrong callers."""
-        from ebbtide.auth.admission import Admission
-
-        if not self.token_keys and not self._token():
-            raise InvalidRequest("is required: set EBBTIDE_TOKEN_FILE, or EBBTIDE_TOKEN_KEYS", field="token")
-        shared = ReloadedFiles((self.token_file,), self._secret) if self._token() else None
-        keys = ReloadedFiles((self.token_keys,), self._keys) if self.token_keys else None
-        return Admission(shared, keys, certificates=bool(self.tls_ca))
-
-    def _secret(self) -> "TokenCheck | None":
-        """The check of the shared secret; None while the token is a signed one. The program shows a signed token to
-        other services, and they must not be able to use it as a secret here.
-        """
-        from ebbtide.auth.role_tokens import is_signed
-
-        if not is_signed(self._token()):
-            return TokenCheck(self.bearer())
-        if not self.token_keys:
-            text = "is a signed token: set EBBTIDE_TOKEN_KEYS to the file of public keys that verify it"
-            raise InvalidRequest(text, field="token")
-        return None
-
-    def _keys(self) -> "Keys":
-        from ebbtide.auth.role_tokens import public_keys
-
-        return public_keys(read_file(self.token_keys, "token_keys"), field="token_keys")
 
     def credentials(self) -> grpc.ServerCredentials | None:
         """TLS credentials, or None for a server without TLS. Raises `InvalidRequest` if that is not allowed.
@@ -164,7 +140,7 @@ class ClientSecurity(Credentials, frozen=True, kw_only=True, forbid_unknown_fiel
         """
         from ebbtide.auth.role_tokens import is_signed, unverified
 
-        token = self._token()
+        token = self.present_token()
         if is_signed(token) and (role := unverified(token).role) not in AMONG_PEERS:
             raise NotReady(f"a token of role {role} may be shown to relays, but not to workers that serve their peers")
 
@@ -206,3 +182,50 @@ def refuse_clear(address: str, *, allowed: bool, field: str) -> None:
             "configure TLS, or set allow_insecure if you trust the network",
             field=field,
         )
+
+
+CERTIFICATE: Final = "certificate"
+AUTHORITY: Final = "authority"
+TOKEN: Final = "token"  # noqa: S105 - a kind of credential
+
+
+def expiries(settings: Struct) -> dict[str, float]:
+    """The Unix times at which the first certificate, authority and signed token of these settings expire, by the files'
+    present content. Of several authorities in one file the last to expire counts: all are trusted. Credentials that are
+    not set, cannot be read or never expire are left out.
+    """
+    found: dict[str, list[float]] = {CERTIFICATE: [], AUTHORITY: [], TOKEN: []}
+    for credentials in _credentials(settings):
+        found[CERTIFICATE] += _certificate_expiries(credentials.tls_cert)[:1]
+        found[AUTHORITY] += _certificate_expiries(credentials.tls_ca)[-1:]
+        found[TOKEN] += _token_expiries(credentials)
+    return {kind: min(ends) for kind, ends in found.items() if ends}
+
+
+def _credentials(settings: Any) -> Iterator[Credentials]:
+    if isinstance(settings, Credentials):
+        yield settings
+    elif isinstance(settings, Struct):
+        for name in settings.__struct_fields__:
+            yield from _credentials(getattr(settings, name))
+
+
+def _certificate_expiries(path: str) -> list[float]:
+    """The expiry times of a file's certificates, earliest first."""
+    from cryptography import x509
+
+    try:
+        found = x509.load_pem_x509_certificates(read_file(path, "tls_cert")) if path else []
+    except (InvalidRequest, ValueError):
+        return []
+    return sorted(one.not_valid_after_utc.timestamp() for one in found)
+
+
+def _token_expiries(credentials: Credentials) -> list[float]:
+    from ebbtide.auth.role_tokens import is_signed, unverified
+
+    try:
+        token = credentials.bearer().removeprefix("Bearer ")
+        return [unverified(token).expires] if is_signed(token) else []
+    except InvalidRequest:
+        return []

@@ -9,8 +9,7 @@ A trainer claims a run and works under its lease (`Lease`). `SyncClient` is the 
 """
 
 from ebbtide.client.client import Client
-from ebbtide.client.gateway_lease import GatewayLease
-from ebbtide.client.lease import Lease
+from ebbtide.client.lease import GatewayLease, Lease
 from ebbtide.client.sync_client import SyncClient, SyncLease
 
 __all__ = ["Client", "GatewayLease", "Lease", "SyncClient", "SyncLease"]

@@ -10,26 +10,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from ebbtide.auth.security import ClientSecurity
-from ebbtide.client.gateway_lease import GatewayLease
 from ebbtide.client.held_lease import LEAVE_S
-from ebbtide.client.lease import Lease
+from ebbtide.client.lease import GatewayLease, Lease
 from ebbtide.client.service_peer import ServicePeer
 from ebbtide.errors import NoCapacity, NotFound, NotReady
 from ebbtide.rpc.backoff import pauses
 from ebbtide.rpc.channel import DURABLE_TIMEOUT_S, check_address
 from ebbtide.types.fleet import Worker
 from ebbtide.types.ids import new_fence, new_run_id
-from ebbtide.types.key_usage import KeyUsage
 from ebbtide.types.parse import parse
 from ebbtide.types.rollout import TokenChunk
 from ebbtide.types.run import GATEWAY, AttemptSpan, Run, RunEvent, RunSpec, check_spec
+from ebbtide.types.session import KeyUsage
 from ebbtide.types.spec_file import SpecFile
 from ebbtide.types.weights import Box, Manifest, VersionInfo, WeightsState
 from ebbtide.v1 import fleet_pb2, rollouts_pb2, runs_pb2, types_pb2
 from ebbtide.v1.fleet_pb2_grpc import FleetStub
 from ebbtide.v1.rollouts_pb2_grpc import RolloutsStub
 from ebbtide.v1.runs_pb2_grpc import RunsStub
-from ebbtide.wire.record_conversion import from_proto, to_proto
+from ebbtide.wire import from_proto, to_proto
 
 if TYPE_CHECKING:
     from ebbtide.client.publisher.publisher import Publisher

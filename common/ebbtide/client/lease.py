@@ -1,35 +1,156 @@
-"""Makes the calls of a run's trainer or driver under its lease, until another holder claims the run."""
+"""Makes the calls of a run's trainer or driver, or of a gateway, under a lease, until another holder claims the run.
+
+Rollouts are submitted and cancelled in messages that fit. What the store may still forget is sent again by the lease.
+So a gateway that dies loses nothing that was acknowledged: another one submits the same rollouts again, under the same
+ids, and reads on.
+"""
 
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
+import msgspec
 from msgspec.structs import replace
 
-from ebbtide.client.held_lease import LEAVE_S
-from ebbtide.client.rollout_lease import RolloutLease, in_batches, trajectory_size
+from ebbtide.client.held_lease import LEAVE_S, HeldLease
 from ebbtide.client.service_peer import ServicePeer
-from ebbtide.errors import EbbtideError, InvalidRequest
+from ebbtide.errors import EbbtideError, InvalidRequest, NoCapacity, RateLimited
 from ebbtide.rpc.channel import DURABLE_TIMEOUT_S
 from ebbtide.types.ids import new_fence
-from ebbtide.types.rollout import Episode, FinishedRollout, Trajectory, TrajectoryOutcome
+from ebbtide.types.remaining_work import RemainingWork
+from ebbtide.types.rollout import (
+    Episode,
+    FinishedRollout,
+    RolloutRequest,
+    SampledResponse,
+    SubmitOrder,
+    SubmitOutcome,
+    TokenChunk,
+    Trajectory,
+    TrajectoryOutcome,
+)
 from ebbtide.types.run import Run, RunEvent, RunStatus
-from ebbtide.types.session import Session, UnverifiedSession
+from ebbtide.types.session import (
+    KeyUsage,
+    MeteredKey,
+    Session,
+    SessionEnd,
+    SessionState,
+    SessionTurn,
+    TurnPage,
+    UnverifiedSession,
+)
 from ebbtide.types.weights import PolicyVersion
-from ebbtide.types.work_left import WorkLeft
 from ebbtide.v1 import rollouts_pb2, runs_pb2, sessions_pb2, types_pb2
+from ebbtide.v1.rollouts_pb2_grpc import RolloutsStub
 from ebbtide.v1.runs_pb2_grpc import RunsStub
 from ebbtide.v1.sessions_pb2_grpc import SessionsStub
-from ebbtide.wire.record_conversion import from_proto, to_proto
+from ebbtide.wire import from_proto, to_proto
 
 if TYPE_CHECKING:
     from ebbtide.client.publisher.publisher import Publisher, Publishing, Tensors
     from ebbtide.client.publisher.rank_exchange import RankExchange
     from ebbtide.client.relay_client import RelayClient
 
+
 T = TypeVar("T")
+#: Half of a message's 4 MiB, so that ids and framing fit beside the payload.
+_BATCH_BYTES: Final = 2 << 20
+#: Small enough for the store to take in one script without delaying other calls.
+_BATCH_ITEMS: Final = 1024
+
+
+class RolloutLease(HeldLease):
+    """Base of the leases under which rollouts are submitted."""
+
+    def __init__(self, peer: ServicePeer, claimed: runs_pb2.Lease) -> None:
+        super().__init__(peer, claimed)
+        self._rollouts = RolloutsStub(peer.channel)
+
+    async def submit_rollouts(
+        self,
+        rollouts: Iterable[RolloutRequest],
+        *,
+        wait: bool = True,
+        step: int | None = None,
+        first_step: int = 0,
+        key: MeteredKey | None = None,
+    ) -> list[SubmitOutcome]:
+        """Queue rollouts, idempotent by id; returns an outcome for each, in order.
+
+        With `wait`, waits for room in the queue or quota as long as the lease lasts; otherwise raises `NoCapacity`.
+        Raises `InvalidRequest` naming the field, `AlreadyExists` for the id of another rollout.
+
+        `step`: that the rollouts are for, the same whenever they are asked for. `first_step`: no holder submits more
+        rollouts of lower steps to the run. Both let a later holder that submits the same ids again learn what is over,
+        however long ago that was. Without a step it learns this of the ids that ended last.
+
+        `key`: of a gateway's client, whose account is charged. Raises `RateLimited` or `BudgetSpent` beyond its limits.
+        """
+        outcomes: list[SubmitOutcome] = []
+        for batch in in_batches(rollouts, lambda item: len(item.prompt_ids) + 256):
+            request = rollouts_pb2.SubmitRequest(
+                lease=self._fence,
+                rollouts=[to_proto(item, rollouts_pb2.RolloutRequest) for item in batch],
+                key=to_proto(key, rollouts_pb2.MeteredKey) if key else None,
+            )
+            while True:
+                try:
+                    answer = await self._submit(request, self._journal.order(step=step, first_step=first_step))
+                    break
+                except NoCapacity as error:
+                    if not wait or isinstance(error, RateLimited):
+                        raise
+                    await self._pause(error.retry_after_s)
+            outcomes.extend(SubmitOutcome(outcome) for outcome in answer.outcomes)
+        return outcomes
+
+    async def _submit(self, request: rollouts_pb2.SubmitRequest, order: SubmitOrder) -> rollouts_pb2.SubmitResponse:
+        """Submit under a number that no other submit has: what was refused comes again under another one."""
+        request.sequence, request.settled, request.first_step = order.sequence, order.settled, order.first_step
+        if order.step is not None:
+            request.step = order.step
+        try:
+            return await self._kept(self._rollouts.Submit, request, order.sequence)
+        except BaseException:
+            self._journal.settle(order.sequence)
+            raise
+
+    async def cancel_rollouts(self, rollout_ids: Iterable[str], reason: str = "") -> None:
+        """End rollouts in any state; training rollouts count as dropped with `reason` (default "cancelled").
+        Requests of gateways finish as they are, and stay readable.
+        """
+        for batch in in_batches(rollout_ids):
+            request = rollouts_pb2.CancelRequest(lease=self._fence, rollout_ids=batch, reason=reason)
+            await self._kept(self._rollouts.Cancel, request)
+
+
+def in_batches(items: Iterable[T], size: Callable[[T], int] = lambda _: 0) -> Iterator[list[T]]:
+    """Cut `items`, in order, into lists that fit a message; `size` gives an item's payload in bytes."""
+    batch: list[T] = []
+    total = 0
+    for item in items:
+        weight = size(item)
+        if batch and (len(batch) >= _BATCH_ITEMS or total + weight > _BATCH_BYTES):
+            yield batch
+            batch, total = [], 0
+        batch.append(item)
+        total += weight
+    if batch:
+        yield batch
+
+
+def trajectory_size(end: Trajectory) -> int:
+    """Bytes that a trajectory takes in a message, about."""
+    return 256 + len(end.prompt_ids) + len(end.tokens) + len(end.loss_mask) + sum(map(_response_size, end.responses))
+
+
+def _response_size(one: SampledResponse) -> int:
+    return 64 + 5 * len(one.sampling.stop_token_ids)
+
+
 log = logging.getLogger(__name__)
 
 
@@ -166,13 +287,13 @@ class Lease(RolloutLease):
         )
         return from_proto(await self._kept(SessionsStub(self._peer.channel).PostVerdict, request), Session)
 
-    async def work_left(self, *, groups: int, fleet: str = "", wait_s: float = 0.0) -> WorkLeft:
+    async def remaining_work(self, *, groups: int, fleet: str = "", wait_s: float = 0.0) -> RemainingWork:
         """What the run still generates, of the oldest `groups` open groups, and the engines that serve it.
 
         Returns at once if `fleet` is not the present one, else when it changes, or after `wait_s` (at most 20 s).
         """
-        request = runs_pb2.ReadWorkLeftRequest(lease=self._fence, groups=groups, fleet=fleet, wait_s=wait_s)
-        return from_proto(await self._call(self._runs.ReadWorkLeft, request), WorkLeft)
+        request = runs_pb2.ReadRemainingWorkRequest(lease=self._fence, groups=groups, fleet=fleet, wait_s=wait_s)
+        return from_proto(await self._call(self._runs.ReadWorkLeft, request), RemainingWork)
 
     async def release_worker(self, worker_id: str) -> None:
         """Have a spot worker of the run hand over and leave. Raises `NotReady` if the run may not, and `NotFound`."""
@@ -214,3 +335,118 @@ def _config(model: str) -> bytes:
 def _episode_size(episode: Episode) -> int:
     ids = sum(len(name) + 2 for name in episode.rollout_ids)
     return ids + (trajectory_size(episode.trajectory) if episode.trajectory else 256)
+
+
+#: Sessions per page of a list.
+_SESSION_PAGE = 500
+
+
+class GatewayLease(RolloutLease):
+    """Made by `Client.claim_gateway`; renews itself until it is released. Each gateway has its own, by its holder.
+
+    `submit_rollouts` takes rollouts of the kind `REQUEST` only. Once another process has claimed under the same holder,
+    or the run has ended, `lost` is set, and every call but `tokens` raises `LeaseSuperseded`. All calls are idempotent
+    and are repeated while the coordinator is away; after the client's patience they raise `Unavailable`.
+    """
+
+    def __init__(self, peer: ServicePeer, claimed: runs_pb2.Lease) -> None:
+        super().__init__(peer, claimed)
+        self._sessions = SessionsStub(peer.channel)
+
+    async def tokens(self, rollout_id: str, offset: int = 0) -> AsyncGenerator[TokenChunk, None]:
+        """Yield a rollout's tokens from `offset` as they are stored; the last chunk has a reason, and for a dead letter
+        a message. Raises `NotFound` after the time that requests are kept, and `LeaseSuperseded` if the run ends first.
+        """
+        from ebbtide.types.tokens import token_count  # numpy, which programs that submit do not need
+
+        request = rollouts_pb2.StreamTokensRequest(run_id=self.run_id, rollout_id=rollout_id, offset=offset)
+        async for message in self._peer.follow(lambda: self._rollouts.StreamTokens(request)):
+            request.offset = message.offset + token_count(message.tokens)
+            chunk = from_proto(message, TokenChunk)
+            yield chunk
+            if chunk.reason is not None:
+                return
+
+    async def refreshed(self) -> Run:
+        """Return the run's present state, which `run` tells until the next renewal. Raises `NotFound`."""
+        request = runs_pb2.GetRunRequest(run_id=self.run_id)
+        self.run = from_proto(await self._peer.call(RunsStub(self._peer.channel).GetRun, request), Run)
+        return self.run
+
+    async def key_usage(self, owner: str) -> KeyUsage:
+        """Return what the keys of an owner have used of the run; nothing if they have no limits."""
+        request = rollouts_pb2.ListKeyUsageRequest(run_id=self.run_id, owner=owner)
+        found = (await self._call(self._rollouts.ListKeyUsage, request)).usage
+        return from_proto(found[0], KeyUsage) if found else KeyUsage(owner=owner)
+
+    # -- sessions ------------------------------------------------------------------------------------------------
+
+    async def open_session(self, session_id: str, owner: str, *, group_id: str = "", record: bytes = b"") -> Session:
+        """Open a session, or return it as it is stored. `group_id`: of its trajectories; empty: the session's id.
+
+        Raises `NotFound` if the id is another owner's, `NotReady` if the session has ended and was forgotten, and
+        `NoCapacity` while the run's quota is used up.
+        """
+        request = sessions_pb2.OpenSessionRequest(
+            lease=self._fence, session_id=session_id, owner=owner, group_id=group_id, record=record
+        )
+        return from_proto(await self._kept(self._sessions.OpenSession, request), Session)
+
+    async def add_turn(
+        self, session_id: str, owner: str, turn: SessionTurn, *, key: MeteredKey | None = None, tokens: int = 0
+    ) -> SessionTurn:
+        """Add a turn, before its rollouts are submitted, or return the one of this request as it is stored.
+
+        `key`, `tokens`: the client's key, and what the turn may come to; raises `RateLimited` or `BudgetSpent` if a
+        submit of its rollouts would be refused now.
+        Raises `NotFound` if there is no such session of the owner, `NotReady` if it has ended, `AlreadyExists` if a
+        rollout is another turn's, and `NoCapacity` for too many turns, or while the run's quota is used up.
+        """
+        request = sessions_pb2.AddTurnRequest(
+            lease=self._fence,
+            session_id=session_id,
+            owner=owner,
+            request_id=turn.request_id,
+            rollout_ids=turn.rollout_ids,
+            record=turn.record,
+            key=to_proto(key, rollouts_pb2.MeteredKey) if key else None,
+            tokens=tokens,
+        )
+        return from_proto(await self._kept(self._sessions.AddTurn, request), SessionTurn)
+
+    async def read_turns(self, session_id: str, owner: str, after: int = 0) -> TurnPage:
+        """Return a session and its turns after a number, about 2 MiB of them at most. Raises `NotFound`."""
+        request = sessions_pb2.ReadTurnsRequest(lease=self._fence, session_id=session_id, owner=owner, after=after)
+        return from_proto(await self._call(self._sessions.ReadTurns, request), TurnPage)
+
+    async def end_session(self, how: SessionEnd) -> Session:
+        """End a session as trajectories of the run or dropped, or return how it ended. Its rollouts are deleted.
+
+        Trajectories that do not fit into one message travel in several. Raises `NotFound`, and `InvalidRequest` naming
+        the field of a trajectory.
+        """
+        *first, last = list(in_batches(how.trajectories, trajectory_size)) or [[]]
+        for batch in first:
+            part = SessionEnd(session_id=how.session_id, owner=how.owner, trajectories=tuple(batch), more=True)
+            session = await self._end(part)
+            if session.state is not SessionState.OPEN:
+                return session
+        return await self._end(msgspec.structs.replace(how, trajectories=tuple(last)))
+
+    async def _end(self, how: SessionEnd) -> Session:
+        request = to_proto(how, sessions_pb2.EndSessionRequest)
+        request.lease.CopyFrom(self._fence)
+        return from_proto(await self._kept(self._sessions.EndSession, request), Session)
+
+    async def sessions(self, owner: str) -> list[Session]:
+        """Return the owner's sessions, without records, in the order in which they were opened."""
+        request, found = (
+            sessions_pb2.ListSessionsRequest(lease=self._fence, owner=owner, page_size=_SESSION_PAGE),
+            list[Session](),
+        )
+        while True:
+            answer = await self._call(self._sessions.ListSessions, request)
+            found += [from_proto(session, Session) for session in answer.sessions]
+            if not answer.next:
+                return found
+            request.cursor = answer.next

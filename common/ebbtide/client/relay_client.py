@@ -19,7 +19,7 @@ from ebbtide.types.weights import Box, Holder, Manifest, VersionInfo, WeightsSta
 from ebbtide.v1 import weights_pb2 as pb
 from ebbtide.v1.weights_pb2_grpc import WeightsStub
 from ebbtide.weights import NamedTensor, as_array, places_of
-from ebbtide.wire.record_conversion import from_proto
+from ebbtide.wire import from_proto
 
 
 class RelayClient:

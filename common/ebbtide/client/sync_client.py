@@ -11,7 +11,6 @@ from ebbtide.auth.security import ClientSecurity
 from ebbtide.client.client import Client, Role
 from ebbtide.client.lease import Lease
 from ebbtide.types.fleet import Worker
-from ebbtide.types.key_usage import KeyUsage
 from ebbtide.types.rollout import (
     Episode,
     FinishedRollout,
@@ -22,6 +21,7 @@ from ebbtide.types.rollout import (
     TrajectoryOutcome,
 )
 from ebbtide.types.run import AttemptSpan, Run, RunEvent, RunSpec, RunStatus
+from ebbtide.types.session import KeyUsage
 from ebbtide.types.weights import Box, Manifest, PolicyVersion, VersionInfo, WeightsState
 
 if TYPE_CHECKING:

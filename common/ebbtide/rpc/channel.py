@@ -6,6 +6,8 @@ stay on the former one, which closes after its last call.
 
 A server takes a bounded number of calls of one connection. What is beyond it waits inside gRPC, unary calls too, while
 their deadlines run. So a connection gets no more than `STREAMS` streams, and further ones get connections of their own.
+
+gRPC silently ignores unknown options, of channels and of servers alike, so tests check their effect.
 """
 
 import asyncio
@@ -16,10 +18,63 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import grpc
 
-from ebbtide.auth.reloaded_files import ReloadedFiles
+from ebbtide.auth.credential_files import ReloadedFiles
 from ebbtide.auth.security import AUTHORIZATION, ClientSecurity
-from ebbtide.errors import InvalidRequest
-from ebbtide.rpc.channel_options import KEEPALIVE_S, client_options
+from ebbtide.errors import InvalidRequest, Unavailable
+from ebbtide.rpc.status_table import translated
+
+Options = list[tuple[str, int]]
+
+#: Size of one message, both ways. Larger data (weights, big batches) travels in several messages.
+MAX_MESSAGE_BYTES: Final = 4 << 20
+#: A client pings this often, also while idle, and gives up after the timeout: it notices a frozen or unplugged peer
+#: within 15 s.
+KEEPALIVE_S: Final = 10.0
+KEEPALIVE_TIMEOUT_S: Final = 5.0
+#: Calls that a server has not begun yet, of all connections.
+MAX_PENDING: Final = 1 << 16
+
+
+def client_options(keepalive_s: float = KEEPALIVE_S) -> Options:
+    return [
+        *_common(keepalive_s),
+        # Reconnect soon after a service's restart, even after a long absence.
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 1000),
+        ("grpc.max_reconnect_backoff_ms", 2000),
+        ("grpc.enable_retries", 0),  # callers retry: only they know which calls are safe to repeat
+        ("grpc.use_local_subchannel_pool", 1),  # channels do not share connections
+    ]
+
+
+def server_options(keepalive_s: float = KEEPALIVE_S, *, max_streams: int = 1024, window_bytes: int = 0) -> Options:
+    """`window_bytes`: bytes that a client may have under way per stream; 0: gRPC finds the number by pings, which costs
+    a server of many small messages a tenth of its time.
+    """
+    fixed = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", window_bytes)] if window_bytes else []
+    return [
+        *_common(keepalive_s),
+        *fixed,
+        # Without this, a server answers clients' pings with too_many_pings.
+        ("grpc.http2.min_ping_interval_without_data_ms", round(keepalive_s * 500)),
+        ("grpc.max_concurrent_streams", max_streams),
+        # Of calls that arrive faster than the server begins them, gRPC cancels some beyond 1,000.
+        ("grpc.server.max_pending_requests", MAX_PENDING),
+        ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING),
+        ("grpc.so_reuseport", 0),  # else two servers could silently share one port
+    ]
+
+
+def _common(keepalive_s: float) -> Options:
+    return [
+        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.keepalive_time_ms", round(keepalive_s * 1000)),
+        ("grpc.keepalive_timeout_ms", round(KEEPALIVE_TIMEOUT_S * 1000)),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+    ]
+
 
 #: Deadline of unary calls that name none.
 DEFAULT_TIMEOUT_S: Final = 30.0
@@ -131,7 +186,7 @@ class _Call:
         return call
 
 
-class Outer(grpc.aio.Channel):
+class DelegatingChannel(grpc.aio.Channel):
     """A channel that makes its calls on other channels: `_call` begins them, `_present` is the one in use."""
 
     def _call(self, kind: str, method: str, args: tuple[Any, ...], options: Any) -> Any:
@@ -168,7 +223,7 @@ class Outer(grpc.aio.Channel):
         await self.close()
 
 
-class Channel(Outer):
+class Channel(DelegatingChannel):
     """A series of gRPC channels. Every call carries `metadata()` and, if unary, a deadline.
 
     Invariant: new calls begin on `_connections`, which have the present `_credentials`: unary calls on the first. A
@@ -252,3 +307,18 @@ class Channel(Outer):
         for one in (*self._connections, *self._former):
             await one.inner.close(grace)
         await asyncio.gather(*self._closing)
+
+
+async def check_serving(address: str, security: ClientSecurity, *, timeout_s: float) -> None:
+    """Return if the server at `address` says SERVING within `timeout_s`. Otherwise raise `Unavailable`, or
+    `Unauthenticated` for an unknown token.
+    """
+    from grpc_health.v1 import health_pb2, health_pb2_grpc  # the SDK installs without it
+
+    async with open_channel(address, security) as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        with translated("server", address):
+            answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
+    if answer.status != health_pb2.HealthCheckResponse.SERVING:
+        name = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+        raise Unavailable(f"the server at {address} answers but does not serve: {name}")

@@ -20,7 +20,7 @@ from google.protobuf.wrappers_pb2 import Int32Value, StringValue
 from ebbtide.auth.security import ClientSecurity
 from ebbtide.errors import InvalidRequest, Unavailable
 from ebbtide.rpc.backoff import pauses
-from ebbtide.rpc.channel import Channel, Outer, check_address, open_channel
+from ebbtide.rpc.channel import Channel, DelegatingChannel, check_address, open_channel
 from ebbtide.rpc.status_table import translated
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class _Coordinator:
         self.calls: dict[Any, None] = {}  # oldest first
 
 
-class LeaderChannel(Outer):
+class LeaderChannel(DelegatingChannel):
     """`target` is the address to which calls go now."""
 
     def __init__(self, text: str, security: ClientSecurity, *, field: str = "coordinator") -> None:

@@ -75,7 +75,8 @@ def from_rpc_error(error: grpc.aio.AioRpcError, *, service: str = "service", tar
     if kind is None:
         return _from_transport(error.code(), text, f"{service} at {target}" if target else service)
     if issubclass(kind, errors.InvalidRequest):
-        return kind(text, field=unquote(sent.get(_FIELD, "")))
+        field = unquote(sent.get(_FIELD, ""))
+        return kind(text.removeprefix(f"{field}: "), field=field)  # a status has both, for clients without metadata
     if issubclass(kind, errors.NoCapacity):
         wait = sent.get(_RETRY, "")
         return kind(text, retry_after_s=int(wait) / 1000 if wait.isdecimal() else 1.0)

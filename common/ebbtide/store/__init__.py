@@ -1,1 +1,1 @@
-"""Talks to Redis, as the only package: names keys, and runs scripts (`lua/`) through typed wrappers (`topics`)."""
+"""Talks to Redis, as the only package: names keys, and runs scripts (`lua/`) through typed wrappers."""

@@ -30,8 +30,8 @@ from ebbtide.transfer.digest_threads import DigestThreads
 from ebbtide.transfer.element_changes import ElementChanges
 from ebbtide.transfer.mirror import Mirror
 from ebbtide.transfer.sources import UNLISTED, GrpcSource, Opener, OpenSource, SourcePool
-from ebbtide.transfer.version_finder import FoundVersion, VersionFinder, WayRequest, is_usable
-from ebbtide.types.weights import FoundWay, Holder, Manifest, PolicyVersion
+from ebbtide.transfer.version_finder import FoundVersion, PathRequest, VersionFinder, is_usable
+from ebbtide.types.weights import FetchPath, Holder, Manifest, PolicyVersion
 from ebbtide.v1.weights_pb2_grpc import WeightsStub
 from ebbtide.weights import ManifestLimits, Place, Planner, TileTask, Way, blob_sizes, places, same_geometry, tile_sizes
 
@@ -116,7 +116,7 @@ def _sizes(ways: Iterable[Way]) -> dict[bytes, int]:
     """Return the bytes of every blob of some ways."""
     sizes: dict[bytes, int] = {}
     for way in ways:
-        if way.anchor:
+        if way.keyframe:
             sizes |= tile_sizes(way.start)
         for patch in way.patches:
             sizes |= blob_sizes(patch)
@@ -194,13 +194,13 @@ class Pull:
     ) -> None:
         """`bytes_per_s`: the reader's rate lately; 0: not known."""
         self.reused: int | None = None  # tiles that were the version's already
-        self.ways: list[FoundWay] = []  # that were used, the latest last
+        self.ways: list[FetchPath] = []  # that were used, the latest last
         self._order, self._finder, self._means, self._bytes_per_s = order, finder, means, bytes_per_s
         self._threads, self._wanted = means.threads, order.places()
         self._pool = SourcePool(relay, open_source, reader, means.rates)
         self.sink = MirrorSink(order, means)
-        self._lists: dict[FoundWay, Way] = {}
-        self._refused: set[FoundWay] = set()
+        self._lists: dict[FetchPath, Way] = {}
+        self._refused: set[FetchPath] = set()
         self._scratch = False
 
     async def close(self) -> None:
@@ -245,9 +245,9 @@ class Pull:
     def _have(self) -> list[int]:
         return self._order.mirror.versions(self._order.target.run_id, self._order.target.version.policy)
 
-    def _request(self, have: list[int], *, done: bool = False) -> WayRequest:
+    def _request(self, have: list[int], *, done: bool = False) -> PathRequest:
         target = self._order.target
-        return WayRequest(
+        return PathRequest(
             run_id=target.run_id,
             policy=target.version.policy,
             version=target.version.version,
@@ -286,11 +286,11 @@ class Pull:
             found = await self._ask(have)
         return work
 
-    async def _way(self, found: FoundWay) -> Way:
+    async def _way(self, found: FetchPath) -> Way:
         if found not in self._lists:
             target, publisher = self._order.target, self._order.publisher
             manifests, patches = await self._finder.way(found, target, publisher=publisher)
-            self._lists[found] = Way(manifests[0], patches, found.anchor)
+            self._lists[found] = Way(manifests[0], patches, found.keyframe)
         if found not in self.ways:
             self.ways.append(found)
         return self._lists[found]
@@ -308,7 +308,7 @@ class Pulled(Struct, frozen=True, kw_only=True):
     tiles: int  # made
     reused: int  # tiles that were the version's already
     digests_s: float  # of the threads' time
-    ways: tuple[FoundWay, ...]  # that were used, the latest last
+    ways: tuple[FetchPath, ...]  # that were used, the latest last
 
     @property
     def bytes(self) -> int:
@@ -428,7 +428,7 @@ class Puller:
         `kept`: the mirror still has all of it and serves it; otherwise the holder is reported as unreachable.
         """
         holder = self._holder()
-        request = WayRequest(
+        request = PathRequest(
             run_id=run_id,
             policy=version.policy,
             holder=holder if kept else replace(holder, address="", lasting=False),

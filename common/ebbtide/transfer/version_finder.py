@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from ebbtide.errors import ChunkCorrupt, InvalidRequest
 from ebbtide.rpc.status_table import translated
-from ebbtide.types.weights import BlobSource, FoundWay, Holder, Manifest, Patch, PolicyVersion
+from ebbtide.types.weights import BlobSource, FetchPath, Holder, Manifest, Patch, PolicyVersion
 from ebbtide.v1 import weights_pb2 as pb
 from ebbtide.v1.weights_pb2_grpc import WeightsStub
 from ebbtide.weights import (
@@ -30,12 +30,12 @@ from ebbtide.weights import (
     check_signature,
     same_geometry,
 )
-from ebbtide.wire.record_conversion import from_proto, to_proto
+from ebbtide.wire import from_proto, to_proto
 
 A = TypeVar("A")
 T = TypeVar("T")
 #: The manifests of the versions that a way passes, first to last, and the patches between them.
-WayLists: TypeAlias = tuple[tuple[Manifest, ...], tuple[Patch, ...]]
+PathLists: TypeAlias = tuple[tuple[Manifest, ...], tuple[Patch, ...]]
 
 _MANIFESTS: Final = 4
 #: Longest chain of patches that is followed: each step costs a manifest, and relays compose longer ones.
@@ -54,7 +54,7 @@ _Versions: TypeAlias = Annotated[tuple[int, ...], Meta(max_length=1024)]
 _Addresses: TypeAlias = Annotated[tuple[Annotated[str, Meta(max_length=512)], ...], Meta(max_length=64)]
 
 
-class WayRequest(Struct, frozen=True, kw_only=True):
+class PathRequest(Struct, frozen=True, kw_only=True):
     """FindWay's request; see weights.proto. A relay records nothing of a request without a holder."""
 
     run_id: str
@@ -76,7 +76,7 @@ class WayRequest(Struct, frozen=True, kw_only=True):
 class FoundVersion(Struct, frozen=True):
     """FindWay's answer."""
 
-    ways: tuple[FoundWay, ...] = ()
+    ways: tuple[FetchPath, ...] = ()
     sources: tuple[BlobSource, ...] = ()
     again_s: float = 0.0
 
@@ -86,7 +86,7 @@ class VersionFinder:
         self._relay, self._target, self._holder = relay, target, holder
         self._manifests: OrderedDict[tuple[str, str, int], Manifest] = OrderedDict()
 
-    async def find(self, request: WayRequest) -> FoundVersion:
+    async def find(self, request: PathRequest) -> FoundVersion:
         """Ask for ways and sources, as this finder's holder if the request names none. Raises `VersionUnavailable`."""
         if request.holder is None:
             request = replace(request, holder=self._holder())
@@ -140,7 +140,7 @@ class VersionFinder:
         while len(self._manifests) > _MANIFESTS:
             self._manifests.popitem(last=False)
 
-    async def way(self, found: FoundWay, target: Manifest, *, publisher: bytes = b"") -> WayLists:
+    async def way(self, found: FetchPath, target: Manifest, *, publisher: bytes = b"") -> PathLists:
         """Fetch the lists of a way to `target`. Raises `InvalidRequest` for one that does not lead there, and as
         `manifest`."""
         version = target.version
@@ -189,6 +189,6 @@ async def _together(call: Callable[[A], Awaitable[T]], arguments: Sequence[A]) -
             task.cancel()
 
 
-def is_usable(way: FoundWay, have: Iterable[int]) -> bool:
-    """Whether a way begins at a version that the requester holds, or at an anchor."""
-    return way.anchor or way.start in have
+def is_usable(way: FetchPath, have: Iterable[int]) -> bool:
+    """Whether a way begins at a version that the requester holds, or at a keyframe."""
+    return way.keyframe or way.start in have

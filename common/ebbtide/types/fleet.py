@@ -1,4 +1,4 @@
-"""Defines workers, their engines and their attempts as the fleet sees them."""
+"""Defines workers, their engines and their attempts as the fleet sees them, and why attempts end."""
 
 from enum import IntEnum
 from math import ceil
@@ -9,11 +9,63 @@ from msgspec import Meta, Struct
 from ebbtide.types.ids import check_id
 from ebbtide.types.weights import PolicyVersion
 
+
+class EndCause(IntEnum):
+    """Numbers as in `EndCause` of the protos, which the store keeps too. Never reuse one."""
+
+    FINISHED = 1
+    CANCELLED = 2  # by the run's lease holder, or because the rollout ended otherwise
+    RUN_ENDED = 3
+    MOVED = 4  # the coordinator moved it to another worker
+    WRONG_VERSION = 5  # its worker has no installed version that the rollout allows
+    WORKER_LEAVES = 6  # its worker drains, is preempted or shuts down
+    FAILED = 7  # its worker refused it or failed to generate it
+    WORKER_LOST = 8  # its worker's stream ended
+    WORKER_SUSPECTED = 9  # its worker was silent or made no token; the rollout avoids that worker from now on
+    NOT_HELD = 10  # no worker reported it after a restart, or its worker dropped it
+    NOT_STATED = 11  # handed back without a reason
+    NO_MEMORY = 12  # its engine's memory was full of others' keys and values; said by workers of the commit before
+    SHORT_CONTEXT = 13  # it filled its engine's context, which is shorter than the run's
+
+
+#: Causes that a worker may name when it hands back an attempt.
+RELEASE_CAUSES: Final = frozenset(
+    {
+        EndCause.MOVED,
+        EndCause.WRONG_VERSION,
+        EndCause.WORKER_LEAVES,
+        EndCause.FAILED,
+        EndCause.NOT_STATED,
+        EndCause.NO_MEMORY,
+        EndCause.SHORT_CONTEXT,
+    }
+)
+
+
 #: Grows when the meaning of the streams changes. Peers with different numbers refuse each other at attach.
 PROTOCOL_VERSION: Final = 2
 #: A worker sends the tokens of its interactive rollouts so often, unless it is told another interval: people take text
 #: that comes so for a steady flow.
 INTERACTIVE_FLUSH_S: Final = 0.05
+
+
+class EndReason(Struct, frozen=True):
+    """Why attempts end."""
+
+    cause: EndCause
+    text: str  # the same for people, in spans and dead letters
+    blame: bool = False  # the rollout itself may be the reason
+    noticed_s: float | None = None  # seconds from the worker's last sign of life to its loss, if it was lost
+
+    @property
+    def avoid(self) -> bool:
+        """Whether the rollout must not return to that worker."""
+        return self.cause is EndCause.WORKER_SUSPECTED
+
+    @property
+    def moved(self) -> bool:
+        """Whether the coordinator moved the attempt."""
+        return self.cause is EndCause.MOVED
 
 
 class WorkerKind(IntEnum):
@@ -29,7 +81,7 @@ class WorkerState(IntEnum):
     DRAINING = 4
     LOST = 5
     SUSPECTED = 6
-    SHUNNED = 7
+    QUARANTINED = 7
 
 
 class AppendStatus(IntEnum):
@@ -122,7 +174,7 @@ class Worker(Struct, frozen=True, kw_only=True):
     engine: EngineInfo | None = None
     waiting: int = 0
     plateau: int = 0
-    shunned_s: float = 0.0
+    quarantined_s: float = 0.0
     reason: str = ""
     borrowed: BorrowedState | None = None
     given_up: bool = False

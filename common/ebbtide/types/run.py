@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
@@ -10,7 +10,7 @@ from msgspec import Meta, Struct
 from msgspec.structs import force_setattr
 
 from ebbtide.errors import InvalidRequest
-from ebbtide.types.end_cause import EndCause
+from ebbtide.types.fleet import EndCause
 from ebbtide.types.ids import check_id
 from ebbtide.types.weights import PolicyVersion
 
@@ -41,20 +41,23 @@ _STREAMED: Final = {
 
 
 class TailSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What shortens the tail of a run's steps (`[tail]` of its spec)."""
+    """What shortens the tail of a run's steps: the wait for its last responses."""
 
-    #: Who starts first. "lengths": one sample of each group, then the longest ones by forecast. With `max_staleness` 0
-    #: a step ends sooner so. "submitted": groups start one after another, as they were submitted.
+    #: Queue order. `"lengths"`: one sample of each group first, then those that are forecast to become longest. It
+    #: helps with `max_staleness` 0, several samples for each slot, and samples of a prompt that are alike in length.
+    #: `"submitted"`: groups start in the order of their submission.
     order: Literal["lengths", "submitted"] = "submitted"
-    #: "grouped": workers whose `vllm.speculation` allows it draft from the tokens that they have of a rollout's group.
+    #: `"grouped"`: workers whose `vllm.speculation` allows it draft tokens from the responses of a rollout's group. No
+    #: gain was found on CPU engines, and no GPU was tried: measure it on your model.
     speculation: Literal["grouped", "off"] = "off"
-    #: Most seconds of the scoring of one response; None: those of `batch.episode_timeout_s`.
+    #: Limit on the reward computation of one response, at most `batch.episode_timeout_s`, which holds without it.
+    #: Refused for built-in environments, which run in threads and cannot be cut.
     reward_timeout_s: Annotated[float, Meta(gt=0)] | None = None
-    #: "whole_groups": a step trains on the groups that are whole first. The others go on, and are trained on at most
-    #: `batch.max_staleness` steps later. Generation does not run ahead of training otherwise.
+    #: `"whole_groups"`: a step trains on the groups that are complete first; the others continue, and are trained on at
+    #: most `batch.max_staleness` steps later, which must be at least 1. Generation does not run ahead otherwise.
     rounds: Literal["off", "whole_groups"] = "off"
-    #: Groups on their way at the begin of a step, as a multiple of `batch.groups_per_step`. More of them make shorter
-    #: steps, and older tokens.
+    #: Groups in flight at the start of a step, as a multiple of `batch.groups_per_step`. More of them make shorter
+    #: steps and older tokens.
     rounds_excess: Annotated[float, Meta(ge=1, le=2)] = 2.0
 
 
@@ -73,113 +76,179 @@ class RunStatus(IntEnum):
 class Sampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Sampling parameters, with the fields and bounds of `types.proto`."""
 
-    temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0
-    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Meta(ge=0)] = 0
-    max_tokens: Annotated[int, Meta(ge=1, le=1 << 20)] = 512
+    temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0  # the built-in trainer needs at least 0.01
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0  # nucleus: the share of probability that is sampled from
+    top_k: Annotated[int, Meta(ge=0)] = 0  # likeliest tokens that are sampled from; 0 turns it off
+    max_tokens: Annotated[int, Meta(ge=1, le=1 << 20)] = 512  # of one response
+    #: At most `max_tokens`. No end token is sampled before; the trainer's probabilities leave end tokens out there,
+    #: too.
     min_tokens: Natural = 0
+    #: Strings that end a response, matched on decoded text: at most 128, of 1 to 128 characters each.
     stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    seed: int | None = None
-    structured_output: str = ""
-    without_logprobs: bool = False
+    stop_token_ids: tuple[int, ...] = ()  # token ids that end a response, at most 128
+    ignore_eos: bool = False  # continue after the end-of-sequence token
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] = 1.0  # the built-in trainer needs 1
+    presence_penalty: float = 0.0  # refused unless 0: another worker could not continue such a rollout exactly
+    frequency_penalty: float = 0.0  # refused unless 0, for the same reason
+    seed: int | None = None  # refused, for the same reason
+    structured_output: str = ""  # refused, for the same reason
+    without_logprobs: bool = False  # refused in a spec, since training needs logprobs; a request may have it
+    #: Tokens below this share of the likeliest one's probability are left out; 0 turns it off. Only workers that draft
+    #: no tokens take such rollouts.
     min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
 
 
 class EnvironmentSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    name: str
-    params: dict[str, Any] = {}
-    #: Name -> `package.module:function`. They give sessions of agents their rewards.
+    """The task of a run's episodes."""
+
+    name: str  # `reasoning_gym`, `number_guessing`, `agents`, or `package.module:factory` of your own
+    params: dict[str, Any] = {}  # parameters of the environment
+    #: Of `agents` alone: a table of names, each with `"package.module:function"`. They give sessions their rewards.
     verifiers: dict[str, str] = {}
-    verifier: str = ""  # of the sessions whose end names none
+    verifier: str = ""  # the verifier of sessions whose end names none
 
 
 class BatchSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Sizes of a step, and how far generation may run ahead of training."""
 
-    groups_per_step: Positive = 32
-    group_size: Annotated[int, Meta(ge=2, le=4096)] = 8
+    groups_per_step: Positive = 32  # prompts in an optimiser step
+    group_size: Annotated[int, Meta(ge=2, le=4096)] = 8  # samples of each prompt
+    #: Versions by which a step's tokens may be older than its weights. 0 is strictly on-policy.
     max_staleness: Natural = 0
+    #: What becomes of a group with a failed episode. `"replace"`: the episode is played again, three times in all for
+    #: each sample, and then as with `"shrink"`. `"shrink"`: the group is trained with the samples that it has, if there
+    #: are at least two. `"drop"`: the group is dropped.
     incomplete_group: Literal["replace", "shrink", "drop"] = "replace"
+    #: Limit on an episode's time in environment code. Generation is not counted.
     episode_timeout_s: Annotated[float, Meta(gt=0)] = 300.0
-    max_turns: Positive = 16
+    max_turns: Positive = 16  # of an episode
 
 
 class TrainerSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The trainer and its hyperparameters."""
+
+    #: `"grpo"` is the built-in trainer, `"package.module:function"` one of yours, and `"external"` says that trainer
+    #: and driver come from outside the cluster.
     name: str = GRPO
-    steps: Positive = 100
-    learning_rate: Annotated[float, Meta(gt=0, le=1)] = 1e-6
-    warmup_steps: Natural = 0
-    weight_decay: Annotated[float, Meta(ge=0)] = 0.0
-    max_grad_norm: Annotated[float, Meta(gt=0)] = 1.0
-    clip_low: Annotated[float, Meta(gt=0, lt=1)] = 0.2
-    clip_high: Annotated[float, Meta(gt=0)] = 0.2
+    steps: Positive = 100  # optimiser steps of the run
+    learning_rate: Annotated[float, Meta(gt=0, le=1)] = 1e-6  # of AdamW
+    warmup_steps: Natural = 0  # steps over which the learning rate rises linearly
+    weight_decay: Annotated[float, Meta(ge=0)] = 0.0  # of AdamW
+    max_grad_norm: Annotated[float, Meta(gt=0)] = 1.0  # norm to which gradients are clipped
+    clip_low: Annotated[float, Meta(gt=0, lt=1)] = 0.2  # the ratio is clipped from below at `1 - clip_low`
+    clip_high: Annotated[float, Meta(gt=0)] = 0.2  # and from above at `1 + clip_high`
+    #: Weight of the KL term to the run's `model`. Above 0 a second copy of the network is loaded.
     kl_coefficient: Annotated[float, Meta(ge=0)] = 0.0
-    importance_cap: Annotated[float, Meta(gt=0)] = 2.0
-    minibatches: Positive = 1
-    epochs: Positive = 1
-    micro_batch_tokens: Positive = 16384
-    normalize_std: bool = True
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    checkpoint_every: Positive = 10
-    permute_rewards: bool = False
-    #: Gradients are computed on groups as they become whole, and re-weighted once they are all there.
+    importance_cap: Annotated[float, Meta(gt=0)] = 2.0  # upper bound of a stale token's importance weight
+    minibatches: Positive = 1  # updates in a pass over a step's samples
+    epochs: Positive = 1  # passes over a step's samples
+    micro_batch_tokens: Positive = 16384  # tokens in one forward pass; those of padding count, without `packing`
+    normalize_std: bool = True  # divide advantages by the group's standard deviation
+    #: Of computation and published weights; master weights and optimiser state stay float32. `"auto"`: bfloat16 on GPUs
+    #: that compute in it, float32 elsewhere. Set it if the run's trainer may move between a CPU and a GPU.
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    checkpoint_every: Positive = 10  # steps between checkpoints; the last step always has one
+    permute_rewards: bool = False  # control experiment: rewards are permuted inside each group
+    #: Compute gradients on each group as it becomes complete, with one update at the end of the step. Needs
+    #: `minibatches` and `epochs` 1 and `kl_coefficient` 0.
     streaming: bool = False
-    #: Spot workers that make its steps no shorter are asked to leave, one after a step.
+    #: With `streaming` and a trainer that lends its device: spot workers that make the steps no shorter are asked to
+    #: hand over and leave, at most one before each step, and none while other runs are live.
     releases: bool = False
+    #: Of the learning rate after the warm-up: it stays, or falls to 0 at the end of `steps`, linearly or by a cosine.
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    #: Keep only what enters each layer, and compute its activations again in the backward pass: about a third more
+    #: computation, and much longer micro-batches. Not set: on GPUs.
+    gradient_checkpointing: bool | None = None
+    #: Put the samples of a micro-batch behind one another into one row, in place of padding; attention stays within
+    #: each sample. Not set: on GPUs in bfloat16, for networks that allow it. On CPUs short samples are faster padded.
+    packing: bool | None = None
+    #: Weigh tokens of the trainer's own version, too, by how much likelier the trainer finds them than the engine did,
+    #: at most `importance_cap`, and take their ratio to the trainer's logprobs from before the step (Yao et al., "Your
+    #: Efficient RL Framework Secretly Brings You Off-Policy RL Training", 2025). Off: their ratio is taken to the
+    #: engine's logprobs, and clipping alone bounds the mismatch. Off is the default because it costs no forward pass
+    #: with several updates, and is what all measured runs had. Turn it on if `logprob_gap_p99` of the `step` events
+    #: comes near ln(1 + `clip_high`): mismatch alone clips tokens then.
+    truncated_importance_sampling: bool = False
+
+
+class SlotPriority(StrEnum):
+    """Who gets free slots while rollouts of another kind wait, too."""
+
+    BEFORE = "before"
+    SHARED = "shared"
+    BACKGROUND = "background"
+
+    @classmethod
+    def _missing_(cls, value: object) -> "SlotPriority | None":
+        """Reads the former words of specs that a store has had since before an upgrade; a spec's file may not use
+        them."""
+        return {"beside": cls.SHARED, "behind": cls.BACKGROUND}.get(str(value))
 
 
 class EvaluationSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    problems: Natural = 0
+    """Evaluation on problems that are never trained on."""
+
+    problems: Natural = 0  # problems of each evaluation; 0: no evaluation
+    #: Steps between evaluations, besides those before the first and after the last step. 0: only these two.
     every: Natural = 0
-    #: Evaluation's share of the places while training waits, too: three of four, one of two, or one of eight. Either
-    #: kind takes places that the other does not use.
-    priority: Literal["before", "beside", "behind"] = "before"
+    #: Evaluation's share of the free slots while training waits, too: 3 of 4, 1 of 2, or 1 of 8. Either kind takes
+    #: slots that the other does not use.
+    priority: SlotPriority = SlotPriority.BEFORE
 
 
 class BorrowSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    #: The run's rollouts on borrowed workers at once; None: no limit.
+    """What the run may take of borrowed workers."""
+
+    #: The run's rollouts on borrowed workers at once. 0: none; not set: no limit.
     max_rollouts: Annotated[int, Meta(ge=0, le=1 << 20)] | None = None
 
 
 class ShareSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A run's share of a fleet that other runs use, too."""
 
-    #: Relative to the other runs of the same `priority`. Sums of floats are exact enough within these bounds.
-    weight: Annotated[float, Meta(ge=1e-6, le=1e6)] = 1.0
-    floor: Annotated[float, Meta(ge=0, le=1)] = 0.0  # share of the whole fleet that it has whenever it has work
-    ceiling: Annotated[float, Meta(gt=0, le=1)] | None = None  # share that it never exceeds; None: no limit
-    priority: Annotated[int, Meta(ge=-10, le=10)] = 0  # runs of a higher one go first
+    # Sums of floats are exact enough within these bounds.
+    weight: Annotated[float, Meta(ge=1e-6, le=1e6)] = 1.0  # relative to the other runs of the same `priority`
+    #: Share of the whole fleet that the run has while it has work. The floors of all live runs add up to 1 at most.
+    floor: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    #: Share that the run never exceeds, even when the rest is idle. Not set: no limit.
+    ceiling: Annotated[float, Meta(gt=0, le=1)] | None = None
+    priority: Annotated[int, Meta(ge=-10, le=10)] = 0  # higher ones go first, except for the floors of others
 
 
 class RequestSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the requests of gateways' clients get of a run."""
 
-    #: Requests' share of the places while other rollouts wait, too: three of four, one of two, or one of eight.
-    priority: Literal["before", "beside", "behind"] = "before"
+    #: Requests' share of the free slots while other rollouts wait, too: 3 of 4, 1 of 2, or 1 of 8.
+    priority: SlotPriority = SlotPriority.BEFORE
 
 
 class RunSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    name: str
+    """A run as submitted."""
+
+    name: str  # at most 100 characters of `A-Z a-z 0-9 . _ -`
+    #: Directory of a Hugging Face checkpoint (safetensors and tokenizer), which trainer and driver read at this path.
+    #: Fetch a model of the Hub first: `hf download Qwen/Qwen3-8B --local-dir models/Qwen3-8B`.
     model: str
-    policy: str = "policy"
-    seed: Natural = 0
+    policy: str = "policy"  # name of the weight stream that the run trains
+    seed: Natural = 0  # of problems and of the order of samples
     environment: EnvironmentSpec
     sampling: Sampling = Sampling()
     batch: BatchSpec = BatchSpec()
     trainer: TrainerSpec = TrainerSpec()
     evaluation: EvaluationSpec = EvaluationSpec()
-    output: str = "runs"
+    output: str = "runs"  # directory on the trainer's machine; checkpoints go to `OUTPUT/RUN/checkpoints`
+    #: Limit on the run's data in the store: prompts, 12 bytes for each token, trajectories, events, timeline, and ids
+    #: that are over.
     quota_bytes: Annotated[int, Meta(ge=1 << 20)] = 256 << 20
     borrow: BorrowSpec = BorrowSpec()
     share: ShareSpec = ShareSpec()
     requests: RequestSpec = RequestSpec()
     tail: TailSpec = TailSpec()
-    #: Prompt plus response, in tokens, at which its responses end; 0: the longest that its workers have.
+    #: Prompt plus response, in tokens, at which a response ends on any worker. 0: the longest context that a worker of
+    #: the run has had since the coordinator started; a warning says when a longer one comes. Set it where workers'
+    #: contexts differ and the longest may come last: longer rollouts then wait for such a worker instead of ending as
+    #: dead letters after 30 s.
     max_model_len: Annotated[int, Meta(ge=0, lt=1 << 32)] = 0
 
     @property
@@ -222,7 +291,9 @@ class RunOutlook(Struct, frozen=True, kw_only=True):
     ninth_s: float = 0.0  # with nine tenths
     tail: float = 0.0  # share of `half_s` in which none waits for a worker
     longest: tuple[LongRollout, ...] = ()
-    alike: float = 0.0  # share of the lengths' variance that the samples of a group have in common, as learnt
+    intraclass_correlation: float = (
+        0.0  # share of the lengths' variance that the samples of a group have in common, as learnt
+    )
     forecast: int = 0  # responses that ended, and whose length had been forecast at their start
     covered: int = 0  # of these, within the interval that four in five are to be in
 
@@ -254,6 +325,27 @@ class Run(Struct, frozen=True, kw_only=True):
     moves: RunMoves | None = None
 
 
+class WorkerChange(StrEnum):
+    """What happened to a worker, as the label `state` of an event of kind "worker" says."""
+
+    ATTACHED = "attached"
+    QUARANTINED = "quarantined"  # it attached, and gets no work for a while
+    DRAINING = "draining"
+    LEFT = "left"  # it had handed everything over
+    LOST = "lost"
+    SUSPECTED = "suspected"
+    CHANGED = "changed"  # its engine was restarted
+    WENT_OVER = "went_over"  # to another run
+    BORROWED = "borrowed"  # its host is borrowed again
+    GIVEN_UP = "given_up"  # its host is not borrowed now
+
+    @classmethod
+    def _missing_(cls, value: object) -> "WorkerChange | None":
+        """Reads the former word for `QUARANTINED`: a store keeps a run's events longer than a coordinator lives, so
+        those that it wrote before its upgrade still have it."""
+        return cls.QUARANTINED if value == "shunned" else None
+
+
 class RunEvent(Struct, frozen=True, kw_only=True):
     kind: str
     cursor: str = ""
@@ -262,6 +354,17 @@ class RunEvent(Struct, frozen=True, kw_only=True):
     values: dict[str, float] = {}
     labels: dict[str, str] = {}
     age_s: float = 0.0
+
+    @property
+    def worker_change(self) -> WorkerChange | None:
+        """What happened to the worker of the label `worker`; None: another kind of event, or a change of a later
+        revision."""
+        if self.kind != "worker" or "worker" not in self.labels:
+            return None
+        try:
+            return WorkerChange(self.labels.get("state", ""))
+        except ValueError:
+            return None
 
 
 class AttemptSpan(Struct, frozen=True, kw_only=True):
@@ -278,7 +381,7 @@ class AttemptSpan(Struct, frozen=True, kw_only=True):
     end: str  # in words, for people
     first_version: int = 0
     last_version: int = 0
-    cause: int = EndCause.UNSAID  # an `EndCause`; one of a later release counts as UNSAID
+    cause: int = EndCause.NOT_STATED  # an `EndCause`; one of a later release counts as NOT_STATED
     # Of its rollout, as submitted.
     group_id: str = ""
     episode_id: str = ""
@@ -289,7 +392,7 @@ class AttemptSpan(Struct, frozen=True, kw_only=True):
     request: bool = False  # of a gateway's client
 
     def __post_init__(self) -> None:
-        force_setattr(self, "cause", EndCause(self.cause) if self.cause in set(EndCause) else EndCause.UNSAID)
+        force_setattr(self, "cause", EndCause(self.cause) if self.cause in set(EndCause) else EndCause.NOT_STATED)
 
     @property
     def finished(self) -> bool:
@@ -370,7 +473,9 @@ def _rounds_problems(spec: RunSpec) -> Iterator[InvalidRequest]:
     if spec.from_agents or spec.external:
         yield InvalidRequest("only a run with a driver of its own has rounds; leave it out", field="tail.rounds")
     if spec.batch.max_staleness < 1:
-        text = "must be at least 1 with tail.rounds: groups that go on are trained later; raise it, or leave that out"
+        text = (
+            "must be at least 1 with tail.rounds: groups that continue are trained later; raise it, or leave that out"
+        )
         yield InvalidRequest(text, field="batch.max_staleness")
 
 

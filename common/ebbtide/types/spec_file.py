@@ -1,4 +1,4 @@
-"""Reads a run's spec from a TOML file, and tells everything that is wrong in it at once."""
+"""Reads a run's spec from a TOML file, lists everything that is wrong in it at once, and says where to get a model."""
 
 import re
 from pathlib import Path
@@ -6,13 +6,22 @@ from typing import Final
 
 import msgspec
 
-from ebbtide.checked_files.record_check import checked
-from ebbtide.checked_files.refusals import MOST_PROBLEMS, FileRefused, Problem
-from ebbtide.checked_files.text_files import read_text
-from ebbtide.checked_files.toml_file import TomlFile
-from ebbtide.checked_files.toml_places import TomlPath
+from ebbtide.checked_files import MOST_PROBLEMS, FileRefused, Problem, TomlFile, TomlPath, checked, read_text
 from ebbtide.errors import InvalidRequest
 from ebbtide.types.run import RunSpec, spec_problems
+
+#: OWNER/NAME, as the Hugging Face Hub calls models. A relative path may look the same.
+_HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
+
+
+def no_directory(model: str) -> str:
+    """What is wrong with a `model` that is no directory here, and the remedy."""
+    told = f"{model[:200]!r} is no directory; give the path of a local checkpoint"
+    if not _HUB_NAME.fullmatch(model):
+        return told
+    folder = f"models/{model.partition('/')[2]}"
+    return f"{told}. From the Hugging Face Hub: hf download {model} --local-dir {folder}, then give {folder}"
+
 
 NO_LORA: Final = "LoRA adapters are not supported yet; merge the adapter into its base model and give that"
 #: How other trainers' files call their settings of adapters.
@@ -45,7 +54,7 @@ class SpecFile:
 
     def note(self, problem: InvalidRequest) -> None:
         """Note a problem at the value of its field."""
-        self._note(_path(problem.field), str(problem).removeprefix(f"{problem.field}: "))
+        self._note(_path(problem.field), problem.text)
 
     @property
     def model(self) -> str:

@@ -148,11 +148,11 @@ def distance(one: Holder | BlobSource, other: Holder | BlobSource) -> int:
     return SAME_SITE if one.site == other.site else FAR
 
 
-class FoundWay(Struct, frozen=True, kw_only=True):
+class FetchPath(Struct, frozen=True, kw_only=True):
     """A way to a version, as a chain of versions."""
 
     start: int
-    anchor: bool  # the dense tiles of `start` can be fetched
+    keyframe: bool  # the dense tiles of `start` can be fetched
     via: tuple[int, ...] = ()  # versions to patch through, the wanted one last; empty: `start` is the wanted one
     size: int = 0  # bytes to fetch
 
@@ -170,7 +170,7 @@ class VersionState(Struct, frozen=True, kw_only=True):
     """A version at a relay, and the patches that lead to it."""
 
     info: VersionInfo
-    anchor: bool = False  # its dense tiles are at the relay
+    keyframe: bool = False  # its dense tiles are at the relay
     patches: tuple[PatchState, ...] = ()
     age_s: float = 0.0
 

@@ -1,6 +1,6 @@
 """Plans which blobs to fetch for each tile of a wanted version, whatever the reader holds already.
 
-A *way* leads to the wanted version from a start, through patches one after another; an anchor's dense tiles can be
+A *way* leads to the wanted version from a start, through patches one after another; a keyframe's dense tiles can be
 fetched too. A tile takes the cheapest way that starts at its present bytes, known by their digest. Tiles that a dead
 process left half updated, or that differ for any other reason, are therefore repaired like all others.
 """
@@ -22,7 +22,7 @@ class Way(Struct, frozen=True):
 
     start: Manifest
     patches: tuple[Patch, ...]
-    anchor: bool  # the dense tiles of `start` can be fetched
+    keyframe: bool  # the dense tiles of `start` can be fetched
 
 
 class TileTask(Struct, frozen=True):
@@ -72,7 +72,7 @@ class Planner:
         length, digest = tile_size(entry, tile, self._target.tile_bytes), entry.digests[tile]
         for way in self._ways:
             start = way.start.tensors[tensor].digests[tile]
-            if now != start and not way.anchor:
+            if now != start and not way.keyframe:
                 continue
             dense = b"" if now == start else start
             size = length if dense else 0

@@ -330,7 +330,7 @@ class TileCodec:
 
         Differences add up modulo 2^bits, XORs combine by XOR, and a dense tile replaces everything before it; adjacent
         XOR and SPARSE patches stay side by side in a series. Raises `InvalidRequest` as `check` does, and for a series
-        of more than 16 parts: take an anchor then.
+        of more than 16 parts: take a keyframe then.
         """
         for patch in patches:
             self.check(patch, units)
@@ -341,7 +341,7 @@ class TileCodec:
         joined = [self._join(kind, list(group), units) for kind, group in groupby(parts, key=lambda part: part.kind)]
         joined = [patch for patch in joined if read_tile(patch, self._dtype.itemsize, units).kind != Kind.SAME]
         if len(joined) > MAX_PARTS:
-            raise InvalidRequest(f"would be a series of {len(joined)} parts: take an anchor", field="patches")
+            raise InvalidRequest(f"would be a series of {len(joined)} parts: take a keyframe", field="patches")
         if len(joined) > 1:
             return self._write(Kind.SERIES, units, *joined)
         return joined[0] if joined else self._write(Kind.SAME, units)

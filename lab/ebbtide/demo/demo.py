@@ -46,6 +46,7 @@ class DemoOptions(Struct, frozen=True, kw_only=True):
     seed: int | None = None
     steps: int | None = None
     workers: Annotated[int, Meta(ge=1)] = 2
+    gpus: str = ""  # a count or a list of those to use; empty: all
     temperature: float | None = None
     top_p: float | None = None
     eval_problems: int | None = None
@@ -99,7 +100,7 @@ def run(options: DemoOptions) -> int:
 async def run_demo(options: DemoOptions) -> tuple[DemoReport, Timeline, Path]:
     """Runs the whole job. Returns the report, the timeline, and the report's file. Raises `EbbtideError`."""
     spec, screen = demo_spec(options), RunScreen("Ebbtide demo")
-    async with shown_cluster(options.run_dir, _RUN_ID, screen) as cluster:
+    async with shown_cluster(options.run_dir, _RUN_ID, screen, options.gpus) as cluster:
         demo = _Demo(options, spec, cluster, screen)
         run, progress, timeline = await cluster.launcher.during(demo.run())
     report, _ = report_of(cluster, screen, run, progress, kills=demo.kills.done)
@@ -107,10 +108,13 @@ async def run_demo(options: DemoOptions) -> tuple[DemoReport, Timeline, Path]:
 
 
 @asynccontextmanager
-async def shown_cluster(directory: Path, run_id: str, screen: RunScreen) -> AsyncIterator[LocalCluster]:
-    """Gives a cluster in `directory`, cleared of the former run, and draws `screen` until the cluster has ended."""
+async def shown_cluster(directory: Path, run_id: str, screen: RunScreen, gpus: str = "") -> AsyncIterator[LocalCluster]:
+    """Gives a cluster in `directory`, cleared of the former run, and draws `screen` until the cluster has ended.
+
+    `gpus`: those that it may use, as in `local_cluster`.
+    """
     async with screen.shown():
-        async with local_cluster(directory, screen.note) as cluster:
+        async with local_cluster(directory, screen.note, gpus=gpus) as cluster:
             shutil.rmtree(directory / run_id, ignore_errors=True)
             yield cluster
             screen.phase("shutdown")

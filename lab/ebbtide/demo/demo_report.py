@@ -192,7 +192,10 @@ def summary(report: DemoReport, path: Path) -> Iterator[tuple[str, str]]:
         yield "killed", f"{kill.program} after step {kill.step}{middle}"
     yield "resumed", resumed_text(report)
     again, most = report.tokens_generated_twice, report.tokens_generated_twice_at_most_per_rollout
-    yield "tokens", f"{report.tokens_generated:,} generated, {again:,} of them twice (at most {most} of one rollout)"
+    yield (
+        "tokens",
+        f"{report.tokens_generated:,} generated, {again:,} of them regenerated (at most {most} in one rollout)",
+    )
     yield "saved", f"{report.tokens_saved:,} tokens that a rollout took along to another worker"
     rates = ", ".join(f"{name} {rate:,.0f}" for name, rate in report.tokens_per_s.items())
     yield "tokens/s", f"{rates} (while it had work)"

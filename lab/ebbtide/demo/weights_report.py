@@ -76,12 +76,12 @@ def told(figures: WeightsFigures) -> Iterator[tuple[str, str]]:
     if figures.trainer_stop_s is not None:
         of_step = figures.publish_step_s
         whole = f", and {1000 * of_step:,.0f} ms of a step went to publishing" if of_step is not None else ""
-        yield "publishing", f"the trainer stood still {1000 * figures.trainer_stop_s:,.0f} ms for the copy{whole}"
+        yield "publishing", f"the trainer paused {1000 * figures.trainer_stop_s:,.0f} ms for the copy{whole}"
     stop_s, worst_s, share = figures.install_stop_s, figures.install_stop_worst_s, figures.install_stop_share_of_step
     if stop_s is not None and worst_s is not None:
         part = f", {share:.2%} of a step" if share is not None else ""
         worst = f"at most {1000 * worst_s:,.0f} ms, {figures.installs} installs"
-        yield "installing", f"generation stood still {1000 * stop_s:,.0f} ms per version{part} ({worst})"
+        yield "installing", f"generation paused {1000 * stop_s:,.0f} ms per version{part} ({worst})"
 
 
 def _updates(installs: Iterable[WorkerInstall]) -> Iterator[WorkerInstall]:

@@ -1,4 +1,4 @@
-"""Runs `ebbtide simulate` and `ebbtide record`, and shows what they found."""
+"""Runs `ebbtide simulate` and `ebbtide run record`, and shows what they found."""
 
 import importlib.util
 import os
@@ -25,7 +25,7 @@ from ebbtide.simulator.engines.roofline import GPUS, MODELS, DeviceSheet, ModelS
 from ebbtide.simulator.outcome import Outcome, SimulationProgress
 from ebbtide.simulator.recording.recorded_run import RecordedRun, WeightSizes, write_record
 from ebbtide.simulator.recording.run_recorder import record_run
-from ebbtide.simulator.scenario.example_files import example_files
+from ebbtide.simulator.scenario.scenario_reader import example_files
 from ebbtide.simulator.scenario_figures import (
     Figures,
     ScenarioFigures,
@@ -121,10 +121,10 @@ _REST: Final = (
     _Row("cost_per_step", "cost per step", _dollars, always=False),
     _Row("cost_per_million_tokens", "cost per million tokens", _dollars, always=False),
     _Row("tokens_lost", "tokens lost", _count),
-    _Row("tokens_twice", "tokens made twice", _count),
+    _Row("tokens_twice", "tokens regenerated", _count),
     _Row("twice_share", "  of all tokens", _share),
     _Row("tokens_moved", "tokens moved", _count),
-    _Row("tokens_reread", "tokens read again", _count),
+    _Row("tokens_reread", "tokens re-prefilled", _count),
     _Row("tokens_dropped", "tokens dropped on purpose", _count, always=False),
     _Row("moves", "moves", _count),
     _Row("losses", "machines lost", _count),

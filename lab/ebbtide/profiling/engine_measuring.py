@@ -275,10 +275,11 @@ def measure_vllm(settings: WorkerSettings, *, seconds: float, tell: Callable[[st
 
 async def _measure(settings: WorkerSettings, seconds: float, tell: Callable[[str], None]) -> EngineMeasurements:
     from ebbtide.rollout_worker.engine.vllm.vllm_engine import VllmEngine
+    from ebbtide.rollout_worker.service import with_slots
 
     root = check_directory(settings.model)
     weights = _one_file(root, tell)
-    engine = VllmEngine(settings.model, settings.slots, settings.vllm)
+    engine = VllmEngine(settings.model, with_slots(settings).slots, settings.vllm)
     try:
         began = time.monotonic()
         info = await engine.start()

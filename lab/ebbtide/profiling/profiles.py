@@ -27,7 +27,7 @@ def profile_engine(model: Path, out: Path, *, minutes: float, device: str, optio
     from ebbtide.settings import read
 
     _check_out(out)
-    settings = read(WorkerSettings, prog="ebbtide rollout-worker", argv=["--model", str(model), *options])
+    settings = read(WorkerSettings, prog="ebbtide serve rollout-worker", argv=["--model", str(model), *options])
     with Waiting("the engine") as waiting:
         measured = measure_vllm(settings, seconds=60 * minutes, tell=_telling(waiting))
     profile = fit_engine(

@@ -153,15 +153,19 @@ class TrainerMeasuring:
         seconds, trainer = time.monotonic() - began, self._spec.trainer
         rng = Random(f"{self._spec.seed}/{number}")  # as the learner shuffles
         parts = [part for _ in range(trainer.epochs) for part in minibatches(samples, trainer.minibatches, rng)]
-        micro = [part for one in parts for part in micro_parts(one, trainer.micro_batch_tokens)]
-        sizes = [(len(part), max(sample.length for sample in part)) for part in micro]
+        packed = self._learning.packed
+        micro = [part for one in parts for part in micro_parts(one, trainer.micro_batch_tokens, packed=packed)]
+        if packed:
+            sizes = [(1, sample.length) for part in micro for sample in part]
+        else:
+            sizes = [(len(part), max(sample.length for sample in part)) for part in micro]
         return LearnerWork(
             seconds=seconds,
             updates=len(parts),
             micro_batches=len(micro),
             tokens=sum(rows * longest for rows, longest in sizes),
             pairs=sum(rows * longest * longest / 2 for rows, longest in sizes),
-            forwards=int(step.stale),
+            forwards=int(step.stale or (trainer.truncated_importance_sampling and len(parts) > 1)),
         )
 
     def _samples(self, step: MeasuredStep) -> Iterator["TrainingSample"]:

@@ -1,8 +1,8 @@
 """Takes recorded decisions again: `python -m ebbtide.simulator.decision_replay FILE` plays what a coordinator's
-decisions were handed into a fresh model, and compares what the rounds decide there with what was decided live.
+decisions were handed into a fresh state, and compares what the rounds decide there with what was decided live.
 
 Decisions differ after a change of the code that decides; or because something that decisions depend on was not
-recorded, which is a defect. The model follows the record, so that one difference is not the cause of all later ones.
+recorded, which is a defect. The state follows the record, so that one difference is not the cause of all later ones.
 """
 
 import json
@@ -29,15 +29,16 @@ from ebbtide.coordinator.recording import (
     RecordedTrust,
     Recorder,
     name_of,
+    parts_of,
 )
 from ebbtide.coordinator.rules.rollout_queue import QueuedRollout, RolloutQueue
-from ebbtide.coordinator.state.run_events import SilentRunEvents
+from ebbtide.coordinator.run_events import SilentRunEvents
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.running_attempt import RunningAttempt
 from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.errors import EbbtideError, Internal, InvalidRequest
 
-#: What a record that contradicts the model makes the model raise.
+#: What a record that contradicts the state makes the state raise.
 _CONTRADICTIONS: Final = (
     EbbtideError,
     ArithmeticError,
@@ -47,7 +48,11 @@ _CONTRADICTIONS: Final = (
     TypeError,
     ValueError,
 )
-_WORDS: Final = {"RunState": "run", "WorkerSession": "session", "RunningAttempt": "attempt"}
+_WORDS: Final = {
+    **dict.fromkeys(("RunState", "RunMirror", "RunVersions", "RunEpisodes"), "run"),
+    **dict.fromkeys(("WorkerSession", "SessionAppends"), "session"),
+    "RunningAttempt": "attempt",
+}
 #: Calls that begin a round, take a step of it, and place a batch.
 BEGIN, STEP, PLACE = "RecordedRounds.begin", "RecordedRounds.step", "SlotFill.place"
 
@@ -68,7 +73,7 @@ class ReplayReport(Struct):
     placements: int = 0  # as recorded
     placements_equal: int = 0  # of these: the same rollout in the same batch to the same worker
     placements_added: int = 0  # only the replay made them
-    decisions: int = 0  # others, as recorded: runs of workers, installs, moves, hand-backs
+    decisions: int = 0  # others, as recorded: runs of workers, installs, moves, hand-backs, ends
     decisions_equal: int = 0
     decisions_added: int = 0
     first_difference: DecisionDifference | None = None
@@ -80,13 +85,13 @@ class ReplayReport(Struct):
 
 
 class ReplayedCoordinator:
-    """A model without store, streams and workers, which follows one record."""
+    """A state without store, streams and workers, which follows one record."""
 
     def __init__(self) -> None:
         self.report = ReplayReport()
         #: What records name, by the name of its class and its own; runs beyond their end, too.
         self._named: dict[tuple[str, str | int], Any] = {}
-        self._fill: SlotFill | None = None  # the deed under way
+        self._fill: SlotFill | None = None  # the action under way
         self._at, self._readings = 0.0, iter(tuple[float, ...]())
         self._decided: list[Any] = []  # by the replayed call
 
@@ -118,7 +123,7 @@ class ReplayedCoordinator:
             trust,
             _no_key,
             SilentRunEvents(),
-            slice_s=head.slice_s,
+            timeslice_s=head.timeslice_s,
             balance=head.rebalance,
             interactive_slots=head.interactive_slots,
         )
@@ -136,13 +141,14 @@ class ReplayedCoordinator:
         if call.owner != "SlotFill":
             owner = self._called(call.owner, record.owner)
         elif (owner := self._fill) is None or owner.run.run_id != record.owner:
-            return  # the replay came to another deed: it places nothing of this run now
+            return  # the replay came to another action: it places nothing of this run now
         result = getattr(owner, call.method.__name__)(**asdict(given))
         if call.name == STEP:
-            self._fill = next((deed for deed in result if isinstance(deed, SlotFill)), None)
+            self._fill = next((action for action in result if isinstance(action, SlotFill)), None)
         for kind in (RunState, WorkerSession, RunningAttempt):
             if isinstance(result, kind):
                 self._named[kind.__name__, name_of(result)] = result
+        self._named |= {(kind, name_of(part)): part for kind, part in parts_of(result)}
 
     def _called(self, kind: str, name: str | int) -> Any:
         if (one := self._named.get((kind, name))) is None:

@@ -20,9 +20,9 @@ from ebbtide.simulator.scenario.scenario import PolicyChoice, Scenario
 from ebbtide.simulator.scenario.scenario_checks import EngineLimits, KnownNames, ProfileKind, unknown_policy
 from ebbtide.simulator.scenario.scenario_reader import read_scenario
 from ebbtide.simulator.world.ebbtide_policy import EbbtidePolicy
-from ebbtide.simulator.world.elastic_policy import ElasticPolicy
 from ebbtide.simulator.world.rival_policies import RestartPolicy, VerlPolicy
 from ebbtide.simulator.world.simulation import NamedProfiles, Policy, Say, Simulation
+from ebbtide.simulator.world.training.elastic_window import ElasticPolicy
 
 #: By the name that a scenario's `[policy]` gives. Each is a record of its parameters.
 POLICIES: Final[Mapping[str, type[Struct]]] = {
@@ -117,5 +117,5 @@ def _profile_problem(kind: ProfileKind, reference: str, folder: Path) -> str:
         else:
             read_profile(TrainerProfile, reference, beside=folder)
     except InvalidRequest as error:
-        return str(error).removeprefix(f"{error.field}: ")
+        return error.text
     return ""

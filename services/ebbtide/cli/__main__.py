@@ -3,23 +3,35 @@
 import sys
 from collections.abc import Sequence
 from importlib.metadata import entry_points
-from typing import Annotated
+from typing import Annotated, Any, Final
 
 import typer
+import typer.core
 
-from ebbtide.cli.commands import (
-    certs_commands,
-    fleet_commands,
-    guard_commands,
-    local_commands,
-    run_commands,
-    service_commands,
-    tokens_commands,
-)
+from ebbtide.cli.commands import certs, guard, run, serve, tokens, up, worker
 from ebbtide.errors import EbbtideError, InvalidRequest, Unauthenticated
+
+#: In the order in which a user meets them.
+_ORDER: Final = (
+    *("up", "base-model"),
+    *("run", "worker", "serve"),
+    *("demo", "simulate", "profile"),
+    *("guard", "weights", "health"),
+    *("tokens", "certs"),
+)
+
+
+class _Ordered(typer.core.TyperGroup):
+    """Lists its commands in their order; without it, all groups would follow all commands."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        names = super().list_commands(ctx)
+        return sorted(names, key=lambda name: _ORDER.index(name) if name in _ORDER else len(_ORDER))
+
 
 app = typer.Typer(
     name="ebbtide",
+    cls=_Ordered,
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
@@ -41,16 +53,11 @@ def _options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Run the rollouts of LLM post-training wherever a GPU is free. Nothing is generated twice."""
+    """Run the rollouts of LLM post-training on preemptible, reserved and borrowed GPUs."""
 
 
-local_commands.register(app)
-run_commands.register(app)
-fleet_commands.register(app)
-guard_commands.register(app)
-certs_commands.register(app)
-tokens_commands.register(app)
-service_commands.register(app)
+for _noun in (up, run, worker, serve, guard, tokens, certs):
+    _noun.register(app)
 for _beside in entry_points(group="ebbtide.commands"):  # demos, simulations, profiles: what is beside the product
     try:
         _beside.load()(app)

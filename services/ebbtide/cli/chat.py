@@ -1,4 +1,4 @@
-"""Runs `ebbtide chat`: a talk with a run's policy through a gateway, on a terminal or through a pipe.
+"""Runs `ebbtide run chat`: a talk with a run's policy through a gateway, on a terminal or through a pipe.
 
 HTTP by the standard library alone. Calls block, so that Ctrl-C ends a wait at once. Control characters in answers are
 replaced, because a policy may write any text.
@@ -98,10 +98,8 @@ class GatewayConnection:
             text = f"{self.url} shows a certificate that is not trusted ({error.verify_message}); name its authority"
             raise InvalidRequest(text, field="--tls-ca") from None
         except OSError as error:
-            text = (
-                f"no gateway answers at {self.url} ({_text(error)}); start one (ebbtide gateway), or name another by "
-            )
-            raise Unavailable(f"{text}--gateway") from None
+            remedy = "start one (`ebbtide serve gateway`) or name another by --gateway"
+            raise Unavailable(f"no gateway answers at {self.url} ({_text(error)}); {remedy}") from None
         connection.sock.settimeout(_BEGIN_S)
         return connection
 

@@ -30,7 +30,7 @@ Coordinator = Annotated[
     str | None,
     typer.Option(
         envvar="EBBTIDE_COORDINATOR",
-        help="Address of the coordinator. Separate several by commas.",
+        help="Address of the coordinator; separate several by commas.",
         show_default="127.0.0.1:7600",
     ),
 ]
@@ -41,13 +41,13 @@ TokenFile = Annotated[
     Path | None,
     typer.Option(
         envvar="EBBTIDE_TOKEN_FILE",
-        help="File with the cluster's token. EBBTIDE_TOKEN may hold it instead.",
+        help="File that holds the cluster's token; EBBTIDE_TOKEN may hold it instead.",
     ),
 ]
 RunId = Annotated[str, typer.Argument(metavar="RUN", help="Id of the run.")]
-Watch = Annotated[bool, typer.Option("--watch", "-w", help="Watch until Ctrl-C.")]
-Every = Annotated[float, typer.Option(min=0.1, help="With --watch: seconds between two looks.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the state once, as JSON.")]
+Watch = Annotated[bool, typer.Option("--watch", "-w", help="Refresh until Ctrl-C.")]
+Every = Annotated[float, typer.Option(min=0.1, help="With --watch: refresh interval in seconds.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def with_client(
@@ -118,7 +118,7 @@ def token_explained() -> Iterator[None]:
     except InvalidRequest as error:
         if error.field != "token":
             raise
-        raise InvalidRequest(f"{error}; of a cluster of `ebbtide up`: {_SOURCE}", field="token") from None
+        raise InvalidRequest(f"{error.text}; of a cluster of `ebbtide up`: {_SOURCE}", field="token") from None
 
 
 @contextmanager

@@ -11,12 +11,13 @@ import msgspec
 
 from ebbtide.cli.waiting import Waiting
 from ebbtide.errors import EbbtideError, InvalidRequest
-from ebbtide.types.model_path import no_directory
 from ebbtide.types.run import RunSpec, to_mapping
-from ebbtide.types.spec_file import SpecFile
+from ebbtide.types.spec_file import SpecFile, no_directory
 
 _REFUSED: Final = 2
 _NOT_INSTALLED: Final = 3
+#: How the answer of an accepted run begins that a person should hear of.
+_WARNING: Final = '{"warning": '
 
 
 def check(path: Path, *, deep: bool = True) -> RunSpec:
@@ -41,8 +42,8 @@ def check(path: Path, *, deep: bool = True) -> RunSpec:
 
 
 def check_deeply(spec: RunSpec, patience_s: float = 120.0) -> None:
-    """Raises `InvalidRequest` for a model, trainer or environment that an installed trainer refuses, and for an
-    environment that takes longer than `patience_s` seconds."""
+    """Prints a warning, if there is one. Raises `InvalidRequest` for a model, trainer or environment that an installed
+    trainer refuses, and for an environment that takes longer than `patience_s` seconds."""
     with tempfile.TemporaryDirectory(prefix="ebbtide-") as folder:
         file = Path(folder) / "spec.json"
         file.write_text(json.dumps(to_mapping(spec)))
@@ -62,3 +63,5 @@ def check_deeply(spec: RunSpec, patience_s: float = 120.0) -> None:
     if done.returncode not in (0, _NOT_INSTALLED):
         last = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
         raise EbbtideError(f"the environment {spec.environment.name!r} could not be tried: {last}")
+    if done.returncode == 0 and (said := done.stdout.strip().splitlines()) and said[-1].startswith(_WARNING):
+        print(f"ebbtide: {json.loads(said[-1])['warning']}", file=sys.stderr)  # noqa: T201 - for people

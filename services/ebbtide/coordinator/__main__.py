@@ -26,14 +26,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     os.environ.setdefault("GRPC_EXPERIMENTS", _GRPC_EXPERIMENTS)  # gRPC reads it as it is imported
     from ebbtide.coordinator.settings import CoordinatorSettings
 
-    settings = load(CoordinatorSettings, prog="ebbtide coordinator", argv=argv, description=main.__doc__ or "")
+    settings = load(CoordinatorSettings, prog="ebbtide serve coordinator", argv=argv, description=main.__doc__ or "")
     run(lambda shutdown: serve(settings, shutdown), "coordinator", settings)
 
 
 async def serve(settings: "CoordinatorSettings", shutdown: Shutdown) -> None:
     from ebbtide.coordinator.service import Coordinator
     from ebbtide.errors import StandingBy
-    from ebbtide.object_aging import age_objects
+    from ebbtide.gc_pauses import age_objects
     from ebbtide.rpc.server import Server
     from ebbtide.telemetry import rpc_observer
 

@@ -1,4 +1,4 @@
-"""Serves workers' append streams: checks each message, stores it and acknowledges it.
+"""Serves workers' append streams: checks each message, stores and acknowledges it, and confirms it once it is durable.
 
 A message is checked whole before any of it is stored; the tokens' bytes are not inspected. While the store is away a
 message waits, and with it only its own stream. A stream ends when the store came back, so that the worker sends again
@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Final, NamedTuple, Self
 
+from ebbtide.append_stream import MAX_DELTAS, AppendAck, AppendColumns, AppendReceiver, joined
 from ebbtide.coordinator import metrics
 from ebbtide.coordinator.fleet.worker_registry import WorkerRegistry
 from ebbtide.coordinator.rules.overload import Work
@@ -24,16 +25,12 @@ from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.coordinator.token_readers import TokenReaders
 from ebbtide.errors import InvalidRequest, NotFound, StoreUnavailable
 from ebbtide.rpc.backoff import pauses
-from ebbtide.store.link.store_connection import StoreConnection
-from ebbtide.store.rollout_rows import EndReason
+from ebbtide.store.connection import StoreConnection
+from ebbtide.store.records import UNEXPECTED
 from ebbtide.store.store import Store
-from ebbtide.store.unexpected_data import UNEXPECTED
-from ebbtide.types.append_delta import AppendAck, AppendColumns, joined
-from ebbtide.types.end_cause import EndCause
-from ebbtide.types.fleet import AppendStatus
+from ebbtide.types.fleet import AppendStatus, EndCause, EndReason
 from ebbtide.types.tokens import TOKEN_BYTES
 from ebbtide.v1 import fleet_pb2
-from ebbtide.wire.append_columns import MAX_DELTAS, AppendReceiver
 
 #: Numbers opened between two looks for attempts that are over without a finish: so many more are in memory.
 _OPENED: Final = 64
@@ -149,7 +146,7 @@ class AppendBatcher:
             message.left = True
             if not message.answer.done():  # until then the worker's attempts are not re-queued
                 hold = ExitStack()
-                hold.enter_context(session.appending())
+                hold.enter_context(session.append_stream.streaming())
                 message.answer.add_done_callback(lambda _: hold.close())
             raise
         finally:
@@ -164,7 +161,7 @@ class AppendBatcher:
                 again = time.monotonic() + (_GATHER_LATE_S if late else _GATHER_S)
                 run = self._state.runs.get(run_id)
                 if run is not None:
-                    await run.answerable.wait()
+                    await run.mirror.answerable.wait()
                 if await self._call(run, messages := _next_batch(queue)):
                     waits = pauses(0.05, 1.0)
                 else:
@@ -204,7 +201,7 @@ class AppendBatcher:
     async def _stored(self, run: RunState | None, messages: list[_Message]) -> dict[int, AppendAck]:
         deltas = joined([one.deltas for one in messages])
         attempts = [attempt for one in messages for attempt in one.attempts]
-        if run is not None and not run.reconciled.is_set():  # its data is broken: it pauses
+        if run is not None and not run.mirror.reconciled.is_set():  # its data is broken: it pauses
             _supersede(run, deltas)
         elif run is not None:
             try:
@@ -212,7 +209,7 @@ class AppendBatcher:
             except NotFound:
                 pass  # the run's record has expired, and its attempts with it
             except UNEXPECTED as error:
-                run.pause(error)
+                run.mirror.pause(error)
                 _supersede(run, deltas)
             else:
                 self._take_in(run, deltas, attempts, others)
@@ -336,13 +333,13 @@ class AppendStreams:
                 session = self._fleet.session(request.session or name)
                 if session.session_id != name:
                     name = session.session_id
-                    stack.enter_context(session.appending())
+                    stack.enter_context(session.append_stream.streaming())
                     cut.by(session)
-                session.message_came()
+                session.append_stream.message_came()
                 try:
                     answer = await self._append(session, receiver, attempts, request)
                 finally:
-                    session.message_answered()
+                    session.append_stream.message_answered()
                 yield answer
 
     async def _append(
@@ -360,7 +357,7 @@ class AppendStreams:
         incarnation = self._state.incarnation
         if works:
             if request.tokens:
-                session.tokens_came(self._state.clock())
+                session.append_stream.tokens_came(self._state.clock())
             runs = self._state.runs
             found = [attempts.of(runs.get(columns.run_id), columns, places) for places, columns in works]
             pairs = zip(works, found, strict=True)
@@ -388,19 +385,19 @@ class Cut:
 
     def by(self, session: WorkerSession) -> None:
         """End the stream once this session, which it turned out to serve, is to `resend`."""
-        session.stream_opened()
+        session.append_stream.stream_opened()
         self._stop()
         self._session, self._watch = session, asyncio.create_task(self._wait(session))
 
     async def _wait(self, session: WorkerSession) -> None:
-        await session.resend.wait()
+        await session.append_stream.resend.wait()
         if self._reading is not None:
             self._made = True
             self._reading.cancel()
 
     async def next(self, messages: AsyncIterator[fleet_pb2.AppendRequest]) -> fleet_pb2.AppendRequest | None:
         """The next message; None at the end. Raises `StoreUnavailable` once the worker is to send again."""
-        if self._session is not None and self._session.resend.is_set():
+        if self._session is not None and self._session.append_stream.resend.is_set():
             raise _again()
         self._reading = reading = asyncio.current_task()
         try:
@@ -447,7 +444,7 @@ async def _twice(answers: Responses, incarnation: StoreIncarnation, link: StoreC
             out.put_nowait(None)
 
     async def confirm() -> None:
-        """Confirm what a later look at the store shows to be durable."""
+        """Confirm what a later sample of the store shows to be durable."""
         while not incarnation.over.is_set():  # else the stream ends, and the worker sends again
             came.clear()
             if not unsure:

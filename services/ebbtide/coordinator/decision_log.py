@@ -4,8 +4,8 @@ All are MessagePack of `msgspec` structs: JSON has no infinity. The file has nam
 runs' specs, but no prompts and no tokens.
 
 Invariant: the file never has more than `most_bytes`: it ends there, and the coordinator goes on without it. If the
-process is killed, what it buffered is lost: less than the last `_FLUSH_S` before the last record. An incomplete last
-record is left then, which readers pass over.
+process is killed, what it buffered is lost: at most the records of the last 0.5 s before the last one. An
+incomplete last record is left then, which readers pass over.
 """
 
 import math
@@ -24,7 +24,7 @@ from ebbtide.errors import InvalidRequest
 log = telemetry.get_logger(__name__)
 T = TypeVar("T")
 #: Grows when the meaning of records changes.
-FORMAT: Final = 3
+FORMAT: Final = 5
 #: A record of the largest run, whose queue is read again, has some 20 MB.
 _MOST_RECORD_BYTES: Final = 64 << 20
 _BUFFER_BYTES: Final = 64 << 10
@@ -39,20 +39,20 @@ class LogHead(Struct, frozen=True):
     format: int
     release: str  # that wrote it
     #: As the settings have them.
-    slice_s: float = 0.0
+    timeslice_s: float = 0.0
     rebalance: bool = True
     interactive_slots: int = 0
 
 
 class CallRecord(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """An outermost call of a method of the model, or of a round."""
+    """An outermost call of a method of the state, or of a round."""
 
     at: float  # seconds on the coordinator's clock when it was over
     method: str
     owner: str | int  # whose method: a run's or a session's id, an attempt's serial number
     given: Any  # its arguments by name: a struct when written, a map when read
     readings: tuple[float, ...] = ()  # of the clock, in the call
-    #: Placements, or what workers were told: (method, owner, arguments).
+    #: Placements, what workers were told, or what ends runs and rollouts: (method or kind, owner, arguments).
     decided: list[Any] = []
 
 

@@ -17,7 +17,7 @@ from ebbtide import telemetry
 from ebbtide.coordinator import metrics
 from ebbtide.errors import StoreUnavailable
 from ebbtide.runtime import race
-from ebbtide.store.link.store_faults import TermSuperseded
+from ebbtide.store.connection import TermSuperseded
 from ebbtide.store.store import Store
 
 log = telemetry.get_logger(__name__)
@@ -43,8 +43,8 @@ class Election:
         while waits:
             asked = time.monotonic()
             try:
-                held = await self._lease.leader()
-                if watch.free(time.monotonic(), held=held is not None):
+                held = await self._lease.leader(TTL_S)
+                if watch.free(time.monotonic(), held=bool(held)):
                     await self._store.check()
                     asked = time.monotonic()
                     held = await self._lease.take(address, TTL_S)
@@ -104,7 +104,8 @@ class Election:
         metrics.leads.set(0)
 
 
-#: How long a lease lasts, and how often it is renewed: three renewals may fail.
+#: How long a lease lasts, and how often it is renewed: three renewals may fail. All coordinators of a fleet need the
+#: same value, as a standby shortens a lease of more than that.
 TTL_S: Final = 2.0
 RENEW_S: Final = 0.5
 #: How often a standby checks the lease.

@@ -9,9 +9,8 @@ from ebbtide import telemetry
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.errors import StoreUnavailable
-from ebbtide.store.rollout_rows import EndReason
-from ebbtide.store.unexpected_data import UNEXPECTED
-from ebbtide.types.fleet import BorrowedState, Worker, WorkerState
+from ebbtide.store.records import UNEXPECTED
+from ebbtide.types.fleet import BorrowedState, EndReason, Worker, WorkerState
 
 if TYPE_CHECKING:  # a simulator counts too, without a store
     from ebbtide.store.store import Store
@@ -22,96 +21,123 @@ _RUNS_SHOWN: Final = 200
 _MEASURE_EVERY_S: Final = 15.0
 _WAITS: Final = (0.05, 0.1, 0.25, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 5.0, 10.0, 30.0)
 
-leads = telemetry.gauge("coordinator_leads", "1 while this coordinator holds the lease of the fleet, else 0")
+leads = telemetry.gauge("coordinator_leads", "1 while this coordinator holds the fleet's lease, else 0")
 runs = telemetry.gauge("coordinator_runs", "live runs")
 queued = telemetry.gauge("coordinator_rollouts_queued", "rollouts waiting for a worker")
-running = telemetry.gauge("coordinator_rollouts_running", "rollouts given to workers")
-workers = telemetry.gauge("coordinator_workers", "workers attached, or lost within the last minute", ("state",))
-run_share = telemetry.gauge("coordinator_run_share", "a live run's share of the tokens made lately", ("run",))
-run_due = telemetry.gauge("coordinator_run_share_due", "the share of the fleet that a live run is due now", ("run",))
+running = telemetry.gauge("coordinator_rollouts_running", "rollouts assigned to workers")
+workers = telemetry.gauge(
+    "coordinator_workers",
+    "workers attached, or lost within the last minute; `state`: booting, ready, installing, draining, lost, "
+    "suspected, quarantined",
+    ("state",),
+)
+run_share = telemetry.gauge("coordinator_run_share", "a live run's share of the tokens made recently", ("run",))
+run_due = telemetry.gauge("coordinator_run_share_due", "share of the fleet that a live run is due now", ("run",))
 run_workers = telemetry.gauge("coordinator_run_workers", "workers that are to serve a live run", ("run",))
 _labelled: set[str] = set()  # runs with a label in these gauges
 attempts = telemetry.counter("coordinator_attempts_total", "attempts started")
-resumptions = telemetry.counter("coordinator_resumptions_total", "attempts that went on from stored tokens")
-requeued = telemetry.counter("coordinator_requeued_total", "attempts that ended without a finish")
+resumptions = telemetry.counter("coordinator_resumptions_total", "attempts that continued from stored tokens")
+requeued = telemetry.counter("coordinator_requeued_total", "attempts that ended without a finish, moves included")
 moved = telemetry.counter("coordinator_moved_total", "attempts taken from a worker to balance the fleet")
 balanced = telemetry.counter(
-    "coordinator_balanced_total", "running rollouts asked back so that the step ends sooner on another worker"
+    "coordinator_balanced_total", "running rollouts recalled so that the step ends sooner on another worker"
 )
 moves_kept = telemetry.gauge(
-    "coordinator_moves_kept", "of the tokens that rollouts should make after moves, the share that they made; least run"
+    "coordinator_moves_kept",
+    "share of the tokens promised by recent moves that their rollouts made until the moves paid back; of the "
+    "live runs the least",
 )
 moves_stopped = telemetry.gauge(
-    "coordinator_moves_stopped", "live runs whose running rollouts stay, since moves made too little of their promises"
+    "coordinator_moves_stopped",
+    "live runs whose running rollouts stay where they are, since recent moves made less than 0.6 of what they promised",
 )
 reclaims = telemetry.counter(
-    "coordinator_reclaims_total", "times that a borrowed worker's host took itself back for long enough to be told"
+    "coordinator_reclaims_total", "reclaims of borrowed workers that lasted long enough to be reported"
 )
 loop_lag = telemetry.gauge(
-    "coordinator_loop_lag_seconds", "by which the event loop was late at most, within the last second"
+    "coordinator_loop_lag_seconds", "lag of the coordinator's event loop, at most within the last second"
 )
 heartbeat_delay = telemetry.gauge(
-    "coordinator_heartbeat_delay_seconds", "by how much later than soonest heartbeats are taken in, in the median"
+    "coordinator_heartbeat_delay_seconds",
+    "delay of heartbeats against the earliest, median of the last second: messages queue where it grows",
 )
-shedding = telemetry.gauge("coordinator_shedding", "1 while this work waits, since the coordinator is late", ("kind",))
-borrowed = telemetry.gauge("coordinator_borrowed_workers", "borrowed workers attached, by what they may do", ("state",))
+shedding = telemetry.gauge(
+    "coordinator_shedding",
+    "1 while this work waits because the coordinator is late; `kind`, in the order in which they give way: "
+    "starts, moves, forecasts, views (and submits of more than 64 rollouts), acknowledgements; heartbeats "
+    "never wait",
+    ("kind",),
+)
+borrowed = telemetry.gauge(
+    "coordinator_borrowed_workers",
+    "attached borrowed workers; `state`: granted, reclaimed, asleep, given_up",
+    ("state",),
+)
 tokens_resumed = telemetry.counter(
-    "coordinator_tokens_resumed_total", "stored tokens that attempts went on from: saved, not generated again"
+    "coordinator_tokens_resumed_total", "stored tokens from which attempts continued: saved, not generated again"
 )
 tokens_lost = telemetry.counter(
-    "coordinator_tokens_lost_total", "tokens lost with workers that went without notice, at most"
+    "coordinator_tokens_lost_total", "tokens lost at most with workers that went without notice"
 )
 rollout_attempts = telemetry.histogram(
-    "coordinator_rollout_attempts", "attempts per rollout that a worker finished", buckets=(1, 2, 3, 5, 10)
+    "coordinator_rollout_attempts", "attempts of each rollout that a worker finished", buckets=(1, 2, 3, 5, 10)
 )
 detection_seconds = telemetry.histogram(
     "coordinator_detection_seconds", "a worker's last sign of life to its loss", buckets=_WAITS
 )
 resume_seconds = telemetry.histogram(
-    "coordinator_resume_seconds", "rollout back in line to the first token of its next attempt", buckets=_WAITS
+    "coordinator_resume_seconds", "rollout back in the queue to the first token of its next attempt", buckets=_WAITS
 )
-finished = telemetry.counter("coordinator_finished_total", "rollouts finished by workers")
-dead_letters = telemetry.counter("coordinator_dead_letters_total", "rollouts given up")
+finished = telemetry.counter("coordinator_finished_total", "rollouts that workers finished")
+dead_letters = telemetry.counter("coordinator_dead_letters_total", "rollouts that became dead letters")
 tokens = telemetry.counter("coordinator_tokens_appended_total", "tokens received from workers, repeats included")
-appends = telemetry.counter("coordinator_append_acks_total", "deltas answered", ("outcome",))
+appends = telemetry.counter(
+    "coordinator_append_acks_total", "answered deltas; `outcome`: stored, gap, superseded", ("outcome",)
+)
 append_seconds = telemetry.histogram("coordinator_append_seconds", "append message received to acknowledged")
 interactive_rollouts = telemetry.gauge(
     "coordinator_interactive_rollouts",
-    "interactive rollouts given to workers",
+    "interactive rollouts assigned to workers",
 )
 interactive_flush_seconds = telemetry.gauge(
     "coordinator_interactive_flush_seconds",
-    "time between two messages for interactive rollouts; above 0.05 more are generated than interactive_rollouts",
+    "least time between two messages of a worker for its interactive rollouts; above 0.05: there are more of "
+    "them than `interactive_rollouts`",
 )
 interactive_slots = telemetry.gauge(
-    "coordinator_interactive_slots_kept", "slots that batch rollouts leave free for interactive ones"
+    "coordinator_interactive_slots_reserved", "free slots reserved for interactive rollouts (`interactive_slots`)"
 )
-token_readers = telemetry.gauge("coordinator_token_readers", "open streams of a rollout's tokens")
+token_readers = telemetry.gauge("coordinator_token_readers", "open `StreamTokens` streams")
 token_chunks = telemetry.counter(
-    "coordinator_token_chunks_total", "messages to readers of tokens, by where the tokens came from", ("kind",)
+    "coordinator_token_chunks_total",
+    "messages to `StreamTokens` readers; `kind`: `pushed` from the append, `read` from the store",
+    ("kind",),
 )
-placement_seconds = telemetry.histogram("coordinator_placement_seconds", "rollout queued to given to a worker")
+placement_seconds = telemetry.histogram("coordinator_placement_seconds", "rollout queued to assigned")
 interactive_placement_seconds = telemetry.histogram(
-    "coordinator_interactive_placement_seconds", "interactive rollout queued to given to a worker"
+    "coordinator_interactive_placement_seconds", "interactive rollout queued to assigned"
 )
 engine_starts = telemetry.counter(
     "coordinator_engine_starts_total", "engines of workers restarted for another architecture"
 )
 install_seconds = telemetry.histogram(
-    "coordinator_install_seconds", "policy versions as workers report them", ("phase",)
+    "coordinator_install_seconds",
+    "duration of installs as workers report them; `phase`: `pull` during generation, `pause` without",
+    ("phase",),
 )
 store_away_seconds = telemetry.gauge(
-    "coordinator_store_away_seconds", "for how long the store has owed an answer, or was out of reach"
+    "coordinator_store_away_seconds", "how long the store has not answered; 0: it answers"
 )
-store_bytes = telemetry.gauge("coordinator_store_bytes", "memory that the store uses")
-store_limit_bytes = telemetry.gauge("coordinator_store_limit_bytes", "memory that the store may use; 0: no limit")
-quota_used = telemetry.gauge("coordinator_quota_used", "the largest share that a live run has used of its quota")
+store_bytes = telemetry.gauge("coordinator_store_bytes", "memory that Redis uses (`used_memory`)")
+store_limit_bytes = telemetry.gauge("coordinator_store_limit_bytes", "Redis's `maxmemory`; 0: no limit")
+quota_used = telemetry.gauge("coordinator_quota_used", "largest share of its quota that a live run has used")
 trajectories = telemetry.gauge("coordinator_trajectories_waiting", "trajectories that no trainer has committed yet")
 length_forecasts = telemetry.counter(
     "coordinator_length_forecasts_total", "responses that ended, and whose length had been forecast at their start"
 )
 length_forecasts_covered = telemetry.counter(
-    "coordinator_length_forecasts_covered_total", "of these, within the interval that four in five are to be in"
+    "coordinator_length_forecasts_covered_total",
+    "responses whose length was within its forecast interval, which is to hold four in five",
 )
 requests = telemetry.counter("coordinator_requests_total", "completions that gateways' clients asked for")
 sessions = telemetry.gauge("coordinator_sessions", "open sessions of gateways' clients")
@@ -132,7 +158,7 @@ def observe(live: Iterable[RunState], fleet: Iterable[Worker]) -> None:
     states = list(live)
     _observe_shares(states[:_RUNS_SHOWN])
     for run in states:
-        covered, ended = run.tail.forecasts.coverage.take()
+        covered, ended = run.lengths.forecasts.coverage.take()
         length_forecasts.inc(ended)
         length_forecasts_covered.inc(covered)
         balanced.inc(run.moves.take_moves())
@@ -166,7 +192,7 @@ async def measure_for_ever(state: CoordinatorState, store: "Store") -> None:
 
 async def measure(state: CoordinatorState, store: "Store") -> None:
     """Set the gauges, without runs whose data is broken. Raises `StoreUnavailable`."""
-    room = await store.room()
+    room = await store.memory_usage()
     held = dict[RunState, tuple[int, int, int]]()
     for run in state.at_work(state.clock()):
         with suppress(*UNEXPECTED):

@@ -1,16 +1,17 @@
 """Records what decisions were handed, and what was decided, so that a replay can take them again.
 
-The model's classes have recorded ones beside them, which list the methods that decisions depend on. The outermost call
+The state's classes have recorded ones beside them, which list the methods that decisions depend on. The outermost call
 of such a method is one record: whose method it is, its arguments, the clock readings in it, and what it decided, if it
 is a step of a round. Runs, sessions and attempts stand in the file by their names.
 
 Invariant: recorded calls do not wait, so one ends before the next begins, and the records stand in the order in which
-the model changed. What a recorded call changes by further recorded calls is part of it, and not recorded again.
+the state changed. What a recorded call changes by further recorded calls is part of it, and not recorded again.
 """
 
 import inspect
 import operator
 import time
+import weakref
 from abc import ABC
 from collections.abc import Callable, Iterator, Mapping
 from functools import reduce, wraps
@@ -23,25 +24,29 @@ from typing import Any, ClassVar, Final, TypeVar, cast, get_args, get_origin, ge
 import msgspec
 
 from ebbtide.coordinator.decision_log import FORMAT, CallRecord, DecisionLog, LogHead
-from ebbtide.coordinator.dispatch.dispatch_round import Deed, DispatchRound, SlotFill
+from ebbtide.coordinator.dispatch.dispatch_round import Action, DispatchRound, SlotFill
+from ebbtide.coordinator.dispatch.unserved_work import DeadLetters, RunFailure
 from ebbtide.coordinator.fleet.worker_health import WorkerTrust
 from ebbtide.coordinator.rules.rollout_queue import RolloutQueue
+from ebbtide.coordinator.run_events import RunEvents
 from ebbtide.coordinator.settings import CoordinatorSettings
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
-from ebbtide.coordinator.state.run_events import RunEvents
+from ebbtide.coordinator.state.run_episodes import RunEpisodes
+from ebbtide.coordinator.state.run_mirror import RunMirror
 from ebbtide.coordinator.state.run_state import RunState
+from ebbtide.coordinator.state.run_versions import RunVersions
 from ebbtide.coordinator.state.running_attempt import RunningAttempt
+from ebbtide.coordinator.state.worker_messages import Install
 from ebbtide.coordinator.state.worker_reports import AttachReport
-from ebbtide.coordinator.state.worker_session import WorkerSession
+from ebbtide.coordinator.state.worker_session import SessionAppends, WorkerSession
 from ebbtide.types.run import RunSpec
-from ebbtide.v1 import fleet_pb2
 
 T = TypeVar("T")
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class Recorder:
-    """Sees the calls, and hands each to `write` when it is over. `clock`: of the recorded model."""
+    """Sees the calls, and hands each to `write` when it is over. `clock`: of the recorded state."""
 
     def __init__(self, write: Callable[[CallRecord], None], clock: Callable[[], float]) -> None:
         self._write, self._read_clock = write, clock
@@ -51,7 +56,7 @@ class Recorder:
         self._attempts = 0
 
     def clock(self) -> float:
-        """The clock of the recorded model."""
+        """The clock of the recorded state."""
         now = self._read_clock()
         if self.inside:
             self._readings.append(now)
@@ -89,21 +94,31 @@ class AttemptInFile(ABC):  # noqa: B024 - it has no instances of its own
 
 AttemptInFile.register(RunningAttempt)
 #: What has another form in the file, where types of arguments mention it.
-_IN_OTHER_FORM: Final = (RunningAttempt, RunState, WorkerSession, RolloutQueue, Exception, fleet_pb2.Install)
+_IN_OTHER_FORM: Final = (RunningAttempt, RunState, WorkerSession, RolloutQueue, Exception, Install)
 
 
 def name_of(one: Any) -> str | int:
-    """The name of a part of the model among those of its class; "" for what there is one of."""
+    """The name of a part of the state among those of its class; "" for what there is one of."""
     match one:
         case RecordedAttempt():
             return one.serial
-        case WorkerSession():
+        case WorkerSession() | SessionAppends():
             return one.session_id
-        case RunState():
+        case RunState() | RunMirror() | RunVersions() | RunEpisodes():
             return one.run_id
         case SlotFill():
             return one.run.run_id
     return ""
+
+
+def parts_of(one: Any) -> list[tuple[str, Any]]:
+    """The parts of a run or a session, whose calls are recorded too, each with the name of its class in the state."""
+    match one:
+        case RunState():
+            return [("RunMirror", one.mirror), ("RunVersions", one.versions), ("RunEpisodes", one.episodes)]
+        case WorkerSession():
+            return [("SessionAppends", one.append_stream)]
+    return []
 
 
 def _in_file(value: Any) -> Any:
@@ -116,7 +131,7 @@ def _in_file(value: Any) -> Any:
             return {key: _in_file(one) for key, one in value.items()}
         case Exception():
             return str(value)
-        case fleet_pb2.Install():
+        case Install():
             return value.version.version
     return value
 
@@ -141,9 +156,9 @@ class RecordedCall:
     def __init__(self, method: Callable[..., Any], *, decides: bool = False) -> None:
         self.method, self.decides = method, decides
         self.name: Final = method.__qualname__
-        self.owner: Final = self.name.partition(".")[0]  # the class of the model
-        model = {one.__name__: one for one in (RunState, WorkerSession)}  # which attempts name, and do not import
-        types = get_type_hints(method, localns=model, include_extras=True)
+        self.owner: Final = self.name.partition(".")[0]  # the class of the state
+        classes = {one.__name__: one for one in (RunState, WorkerSession)}  # which attempts name, and do not import
+        types = get_type_hints(method, localns=classes, include_extras=True)
         parameters = list(inspect.signature(method).parameters.values())[1:]
         fields = [
             (one.name, _read_as(types[one.name]), *([] if one.default is one.empty else [one.default]))
@@ -200,7 +215,7 @@ def told(method: Method) -> Method:
     return cast("Method", note)
 
 
-# The recorded model.
+# The recorded state.
 
 
 class RecordedAttempt(RunningAttempt, kw_only=True, eq=False):
@@ -224,16 +239,51 @@ class RecordedAttempt(RunningAttempt, kw_only=True, eq=False):
         return cast("RecordedRunState", self.run).recorder
 
 
+class _OfRun:
+    """A part of a run. It does not keep the run: the coordinator collects no cycles."""
+
+    recorder: Recorder
+    _run: "weakref.ref[RecordedRunState]"
+
+    def belong_to(self, run: "RecordedRunState") -> None:
+        self.recorder, self._run = run.recorder, weakref.ref(run)
+
+    @property
+    def ended(self) -> bool:
+        run = self._run()
+        return run is None or run.ended
+
+
+class RecordedRunMirror(RunMirror, _OfRun):
+    set_stale = recorded_live(RunMirror.set_stale)
+    pause = recorded_live(RunMirror.pause)
+    doubt = recorded_live(RunMirror.doubt)
+    note_reconciled = recorded_live(RunMirror.note_reconciled)
+
+
+class RecordedRunVersions(RunVersions, _OfRun):
+    announce = recorded_live(RunVersions.announce)
+    note_installed = recorded_live(RunVersions.note_installed)
+    note_architecture = recorded_live(RunVersions.note_architecture)
+    note_misfit = recorded_live(RunVersions.note_misfit)
+    note_failed_install = recorded_live(RunVersions.note_failed_install)
+    note_tokens_stored = recorded_live(RunVersions.note_tokens_stored)
+
+
+class RecordedRunEpisodes(RunEpisodes, _OfRun):
+    forget = recorded_live(RunEpisodes.forget)
+
+
 class RecordedRunState(RunState):
     attempt_class: ClassVar[type[RunningAttempt]] = RecordedAttempt
     recorder: Recorder
 
+    mirror_class: ClassVar[type[RunMirror]] = RecordedRunMirror
+    versions_class: ClassVar[type[RunVersions]] = RecordedRunVersions
+    episodes_class: ClassVar[type[RunEpisodes]] = RecordedRunEpisodes
+
     new_attempt = recorded(RunState.new_attempt)
-    set_stale = recorded_live(RunState.set_stale)
-    pause = recorded_live(RunState.pause)
     reread = recorded_live(RunState.reread)
-    doubt = recorded_live(RunState.doubt)
-    note_reconciled = recorded_live(RunState.note_reconciled)
     note_context = recorded_live(RunState.note_context)
     admit = recorded_live(RunState.admit)
     take_queued = recorded_live(RunState.take_queued)
@@ -243,19 +293,24 @@ class RecordedRunState(RunState):
     finish = recorded_live(RunState.finish)
     unfinish = recorded_live(RunState.unfinish)
     accept_tokens = recorded_live(RunState.accept_tokens)
-    forget_episode = recorded_live(RunState.forget_episode)
     unconfirm = recorded_live(RunState.unconfirm)
     confirm = recorded_live(RunState.confirm)
     drop_unconfirmed = recorded_live(RunState.drop_unconfirmed)
-    announce = recorded_live(RunState.announce)
-    note_installed = recorded_live(RunState.note_installed)
-    note_architecture = recorded_live(RunState.note_architecture)
-    note_misfit = recorded_live(RunState.note_misfit)
-    note_failed_install = recorded_live(RunState.note_failed_install)
-    note_tokens_stored = recorded_live(RunState.note_tokens_stored)
+
+
+class RecordedAppends(SessionAppends):
+    recorder: Recorder
+
+    def belong_to(self, session: "RecordedSession") -> None:
+        self.recorder = session.recorder
+
+    message_came = recorded(SessionAppends.message_came)
+    tokens_came = recorded(SessionAppends.tokens_came)
+    message_answered = recorded(SessionAppends.message_answered)
 
 
 class RecordedSession(WorkerSession):
+    appends_class: ClassVar[type[SessionAppends]] = RecordedAppends
     recorder: Recorder
 
     serve = told(WorkerSession.serve)
@@ -264,9 +319,6 @@ class RecordedSession(WorkerSession):
     tell_borrowed = told(WorkerSession.tell_borrowed)
     hear = recorded(WorkerSession.hear)
     drain = recorded(WorkerSession.drain)
-    message_came = recorded(WorkerSession.message_came)
-    tokens_came = recorded(WorkerSession.tokens_came)
-    message_answered = recorded(WorkerSession.message_answered)
     keep_serving = recorded(WorkerSession.keep_serving)
     note_installed = recorded(WorkerSession.note_installed)
     note_install_failed = recorded(WorkerSession.note_install_failed)
@@ -292,11 +344,15 @@ class RecordedState(CoordinatorState):
     def _make_run(self, run_id: str, spec: RunSpec) -> RunState:
         run = RecordedRunState(run_id, spec, self.wakeups, self.clock)
         run.recorder = self.recorder
+        for _, part in parts_of(run):
+            part.belong_to(run)
         return run
 
     def _make_session(self, session_id: str, hello: AttachReport, now: float) -> WorkerSession:
         session = RecordedSession(session_id, hello, now, self.wakeups, self._index)
         session.recorder = self.recorder
+        for _, part in parts_of(session):
+            part.belong_to(session)
         return session
 
 
@@ -324,21 +380,27 @@ class RecordedFill(SlotFill, _OfState):
 
 class RecordedRounds(DispatchRound, _OfState):
     fill_class: ClassVar[type[SlotFill]] = RecordedFill
-    _steps: Iterator[Deed] = iter(())
+    _steps: Iterator[Action] = iter(())
 
-    def turns(self, now: float) -> Iterator[Deed]:
+    def steps(self, now: float) -> Iterator[Action]:
         self.begin(now)
-        while deeds := self.step():
-            yield from deeds
+        while actions := self.step():
+            yield from actions
 
     @recorded
     def begin(self, now: float) -> None:
-        self._steps = super().turns(now)
+        self._steps = super().steps(now)
 
     @deciding
-    def step(self) -> tuple[Deed, ...]:
-        """The next deed; none if the round is over."""
-        return tuple(islice(self._steps, 1))
+    def step(self) -> tuple[Action, ...]:
+        """The next action; none if the round is over. What ends runs and rollouts is a decision, too."""
+        actions = tuple(islice(self._steps, 1))
+        for action in actions:
+            if isinstance(action, DeadLetters):
+                self.recorder.decide(("DeadLetters", name_of(action.run), list(action.letters)))
+            elif isinstance(action, RunFailure):
+                self.recorder.decide(("RunFailure", name_of(action.run), action.message))
+        return actions
 
 
 class DecidingParts:
@@ -351,7 +413,9 @@ class DecidingParts:
         self._settings = settings
         self._log: DecisionLog | None = None
         if settings.record_decisions:
-            head = LogHead(FORMAT, version("ebbtide"), settings.slice_s, settings.rebalance, settings.interactive_slots)
+            head = LogHead(
+                FORMAT, version("ebbtide"), settings.timeslice_s, settings.rebalance, settings.interactive_slots
+            )
             path, most_bytes = Path(settings.record_decisions), settings.record_decisions_bytes
             self._log = DecisionLog(path, head, most_bytes=most_bytes)
             self.state: CoordinatorState = RecordedState(Recorder(self._log.write, clock or time.monotonic))
@@ -369,7 +433,7 @@ class DecidingParts:
             self.trust,
             public_key,
             run_events,
-            slice_s=settings.slice_s,
+            timeslice_s=settings.timeslice_s,
             balance=settings.rebalance,
             interactive_slots=settings.interactive_slots,
         )

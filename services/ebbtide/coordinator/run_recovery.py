@@ -6,21 +6,29 @@ at no attached worker, wait `grace_s` for their worker and are then re-queued li
 
 import asyncio
 import math
+import secrets
 from collections.abc import Awaitable, Callable, Set
 from contextlib import aclosing
+from functools import lru_cache
 from typing import Final
 
+import msgspec
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
+
 from ebbtide import telemetry
-from ebbtide.coordinator.state.attempt_records import draft_group, place_of_group, stored_entry
+from ebbtide.coordinator.rules.rollout_queue import QueuedRollout
+from ebbtide.coordinator.state.attempt_records import draft_group, new_entry, place_of_group
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.running_attempt import OrphanedAttempt, RunningAttempt
 from ebbtide.errors import Internal, LeaseSuperseded, NotFound, NotReady
-from ebbtide.store.rollout_rows import AttemptFate, EndReason, OpenRollout, RolloutState
+from ebbtide.store.records import UNEXPECTED, AttemptStatus, OpenRollout, RolloutState
 from ebbtide.store.store import Store
-from ebbtide.store.unexpected_data import UNEXPECTED
-from ebbtide.types.end_cause import EndCause
+from ebbtide.types.fleet import EndCause, EndReason
 from ebbtide.types.run import Run
+from ebbtide.types.weights import KEY_BYTES
+from ebbtide.weights.manifest import Signer
 
 #: Workers and leases send again within seconds what the store forgot; slow ones get this long.
 DOUBT_S: Final = 30.0
@@ -76,10 +84,10 @@ class StoreIncarnations:
             return False
         ended = run.unfinish(self._store.link.durability.former_before)
         held = [one for one in run.running.values() if one.session is not None and not one.leaving]
-        for attempt, fate in await self._adopt(run, held, newer=True):
-            if fate is AttemptFate.OVER and attempt in ended:
+        for attempt, status in await self._adopt(run, held, newer=True):
+            if status is AttemptStatus.OVER and attempt in ended:
                 run.end(attempt.rollout.rollout_id)  # the store has its finish; its worker will ask
-            if fate is AttemptFate.UNKNOWN:
+            if status is AttemptStatus.UNKNOWN:
                 run.unconfirm(attempt, self._state.clock() + DOUBT_S, newer=True)
         log.info("run settled", run_id=run.run_id, attempts=len(held), forgotten=len(run.unconfirmed))
         return True
@@ -89,7 +97,7 @@ class StoreIncarnations:
         run's data is broken, they are not.
         """
         name, runs = self._state.incarnation.name, self._state.runs.values()
-        if self._reconciled != name and not self._state.skipped and all(run.reconciled.is_set() for run in runs):
+        if self._reconciled != name and not self._state.skipped and all(run.mirror.reconciled.is_set() for run in runs):
             await self._store.runs.keep_incarnation(name)
             self._reconciled = name
 
@@ -97,21 +105,21 @@ class StoreIncarnations:
         """Ask whether unconfirmed rollouts came again. Call with the run's lock held, before its rollouts are read."""
         for newer in (True, False):
             held = [u.attempt for u in run.unconfirmed.values() if u.newer is newer and u.attempt.session is not None]
-            for attempt, fate in await self._adopt(run, held, newer=newer):
-                if fate is AttemptFate.OVER:
+            for attempt, status in await self._adopt(run, held, newer=newer):
+                if status is AttemptStatus.OVER:
                     run.drop_unconfirmed(attempt)
 
     async def _adopt(
         self, run: RunState, held: list[RunningAttempt], *, newer: bool
-    ) -> list[tuple[RunningAttempt, AttemptFate]]:
-        found: list[tuple[RunningAttempt, AttemptFate]] = []
+    ) -> list[tuple[RunningAttempt, AttemptStatus]]:
+        found: list[tuple[RunningAttempt, AttemptStatus]] = []
         for at in range(0, len(held), _AT_ONCE):
             page = [(one, one.session.worker_id) for one in held[at : at + _AT_ONCE] if one.session is not None]
             names = [(one.rollout.rollout_id, one.attempt_id, worker_id) for one, worker_id in page]
             adopted = await self._store.rollouts.adopt(run.run_id, names, newer=newer)
             for (one, _), answer in zip(page, adopted, strict=True):
                 one.believe_stored(answer.stored)
-                found.append((one, answer.fate))
+                found.append((one, answer.status))
         return found
 
     def resume_confirmed(self, run: RunState) -> None:
@@ -184,7 +192,7 @@ class RunRecovery:
             await self.live(run_id)
         except _BROKEN as error:
             if (run := self._state.runs.get(run_id)) is not None:
-                run.pause(error)
+                run.mirror.pause(error)
             else:
                 self._skip(run_id, error)
 
@@ -202,7 +210,7 @@ class RunRecovery:
         """Mirror a live run."""
         found = self._state.add_run(run.run_id, run.spec)
         if run.counters.get("tokens_stored", 0):
-            found.note_tokens_stored()
+            found.versions.note_tokens_stored()
         await self.refresh(found)
         return found
 
@@ -226,7 +234,7 @@ class RunRecovery:
         try:
             if reading is not None:
                 await asyncio.shield(reading)
-            if not run.stale or run.ended:
+            if not run.mirror.stale or run.ended:
                 return
             reading = self._reading(run) or self._begin_reading(run)
             await asyncio.shield(reading)
@@ -257,7 +265,7 @@ class RunRecovery:
         await asyncio.gather(*readings, return_exceptions=True)
 
     async def _reread(self, run: RunState) -> None:
-        async with run.lock:
+        async with run.mirror.lock:
             live = run.ended or await self._refresh(run)
         if not live:
             log.warning("run over or gone in the store", run_id=run.run_id)
@@ -267,15 +275,15 @@ class RunRecovery:
 
     async def _refresh(self, run: RunState) -> bool:
         incarnation = self._state.incarnation
-        with run.rereading() as ended:
-            known = run.reconciled.is_set()
+        with run.mirror.rereading() as ended:
+            known = run.mirror.reconciled.is_set()
             if not await (self._store.runs.lives(run.run_id) if known else self._incarnations.reconcile(run)):
                 return False
             await self._incarnations.confirm(run)
             await self._read(run, ended)
         self._incarnations.resume_confirmed(run)
         if incarnation is self._state.incarnation:
-            run.note_reconciled()
+            run.mirror.note_reconciled()
         return True
 
     async def _read(self, run: RunState, ended: Set[str]) -> None:
@@ -295,7 +303,7 @@ class RunRecovery:
             running.pop(rollout_id, None)
         for attempt in run.reread(known, queue, running):  # held by workers alone
             if attempt.session is not None:
-                attempt.session.cancel([attempt.ref])
+                attempt.session.outbox.cancel([attempt.ref])
                 attempt.unassign()
 
     def _attempt(self, row: OpenRollout, run: RunState, group: int) -> RunningAttempt:
@@ -304,7 +312,7 @@ class RunRecovery:
             return before
         now = self._state.clock()
         due, reason = self._until, "its worker did not come back to the restarted coordinator"
-        if not run.reconciled.is_set() and due < (later := now + self._grace_s):
+        if not run.mirror.reconciled.is_set() and due < (later := now + self._grace_s):
             due, reason = later, "the store forgot how it continued, and its worker does not report it"
         return run.new_attempt(
             row.attempt_id,
@@ -315,3 +323,53 @@ class RunRecovery:
             orphaned=OrphanedAttempt(due, EndReason(EndCause.NOT_HELD, reason)),
             group_id=draft_group(run, row.request),
         )
+
+
+#: Public keys remembered: each worker is told the run's key with every version.
+_KEPT: Final = 1024
+
+
+class PublisherKeys:
+    """Derives the key that each run signs its weights with from one secret of the fleet. Call `keep` first.
+
+    Invariant: a run's key depends only on the secret and the run's id. It survives restarts of the coordinator and of
+    the store, and stays the same for a run that the store forgot and that is submitted again: relays and workers trust
+    the first key that they saw. The store owns the secret; this copy is put back if the store lost it. It is lost with
+    the process, and read again by the next. Only a run's trainer gets the run's seed, which reveals neither the secret
+    nor other seeds; neither is logged.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._secret = secrets.token_bytes(KEY_BYTES)
+        self._public = lru_cache(_KEPT)(lambda run_id: Signer(self._derive(run_id)).public)
+
+    async def keep(self) -> None:
+        """Take the store's secret, or give it this one. Raises `StoreUnavailable`."""
+        found = await self._store.runs.secret(self._secret)
+        if found != self._secret:
+            self._secret = found
+            self._public.cache_clear()
+
+    async def seed(self, run_id: str) -> bytes:
+        """The run's Ed25519 seed, final once a later write to the store is durable. Raises `StoreUnavailable`."""
+        await self.keep()
+        return self._derive(run_id)
+
+    def public(self, run_id: str) -> bytes:
+        """The public key that the run's manifests must be signed with."""
+        return self._public(run_id)
+
+    def _derive(self, run_id: str) -> bytes:
+        """HKDF-Expand (RFC 5869, section 2.3): the secret is uniform, so the extract step is not needed."""
+        return HKDFExpand(SHA256(), KEY_BYTES, b"ebbtide publisher " + run_id.encode()).derive(self._secret)
+
+
+def stored_entry(row: OpenRollout, *, group: int, now: float) -> QueuedRollout:
+    """The queue entry of a rollout that the store already has."""
+    fresh = new_entry(row.request, place=row.place, group=group, length=row.prompt_len, now=now, step=row.step)
+    budget = max(1, row.request.sampling.max_tokens - row.stored)
+    length = row.prompt_len + row.stored
+    return msgspec.structs.replace(
+        fresh, length=length, avoid=row.avoid, no_progress=row.barren, made=row.stored, budget=budget
+    )

@@ -4,39 +4,36 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from ebbtide import telemetry
-from ebbtide.auth.tls import read_file
+from ebbtide.auth.credential_files import read_file
 from ebbtide.coordinator.api import fleet as fleet_wire
 from ebbtide.coordinator.api import rollouts as rollouts_wire
 from ebbtide.coordinator.api import runs as runs_wire
 from ebbtide.coordinator.api import sessions as sessions_wire
-from ebbtide.coordinator.api.rollouts import RequestRetention, RolloutService
+from ebbtide.coordinator.api.calls import CoordinatorParts
+from ebbtide.coordinator.api.remaining_work import RemainingWorkReader
+from ebbtide.coordinator.api.rollouts import RolloutService
 from ebbtide.coordinator.api.runs import RunService
-from ebbtide.coordinator.api.sessions import SessionService
-from ebbtide.coordinator.api.work_left_reader import WorkLeftReader
+from ebbtide.coordinator.api.sessions import RequestRetention, SessionService
 from ebbtide.coordinator.append_streams import AppendStreams
-from ebbtide.coordinator.coordinator_parts import CoordinatorParts
-from ebbtide.coordinator.dispatch.dispatcher import Dispatcher
+from ebbtide.coordinator.attempt_transitions import AttemptTransitions, ClientWrites
+from ebbtide.coordinator.dispatch.dispatcher import Dispatcher, watch_lag
 from ebbtide.coordinator.election import Election
 from ebbtide.coordinator.fleet.flush_intervals import FlushIntervals
 from ebbtide.coordinator.fleet.worker_registry import WorkerRegistry
-from ebbtide.coordinator.load_shedding import watch_lag
 from ebbtide.coordinator.metrics import measure_for_ever
-from ebbtide.coordinator.publisher_keys import PublisherKeys
 from ebbtide.coordinator.recording import DecidingParts
-from ebbtide.coordinator.run_recovery import RunRecovery, StoreIncarnations
+from ebbtide.coordinator.run_events import RunEventWriter
+from ebbtide.coordinator.run_recovery import PublisherKeys, RunRecovery, StoreIncarnations
 from ebbtide.coordinator.settings import CoordinatorSettings
-from ebbtide.coordinator.state.attempt_transitions import AttemptTransitions
-from ebbtide.coordinator.state.client_writes import ClientWrites
 from ebbtide.coordinator.state.notifier import Notifier
-from ebbtide.coordinator.state.run_event_writer import RunEventWriter
 from ebbtide.coordinator.token_readers import TokenReaders
 from ebbtide.errors import StoreUnavailable
-from ebbtide.rpc.caller_turns import end_turn
+from ebbtide.rpc.fair_limiter import end_turn
 from ebbtide.rpc.server import Service
 from ebbtide.runtime import race
-from ebbtide.store.link.dialer import with_password
-from ebbtide.store.link.store_connection import StoreConnection
-from ebbtide.store.store import Condition, Store
+from ebbtide.store.connection import StoreConnection
+from ebbtide.store.dialer import with_password
+from ebbtide.store.store import ServerInfo, Store
 from ebbtide.types.ids import new_fence
 from ebbtide.v1.fleet_pb2_grpc import add_FleetServicer_to_server
 from ebbtide.v1.rollouts_pb2_grpc import add_RolloutsServicer_to_server
@@ -78,7 +75,7 @@ class Coordinator:
             self.store,
             self._notifier,
             self.writes,
-            no_progress_limit=settings.barren_attempts,
+            no_progress_limit=settings.max_stalled_attempts,
             keep_ended_s=settings.keep_ended_s,
             keep_ended_bytes=settings.keep_ended_bytes,
         )
@@ -116,7 +113,7 @@ class Coordinator:
         runs, rollouts = RunService(parts), RolloutService(parts, self.retention)
         sessions = SessionService(parts, self.retention)
         appending = AppendStreams(self.state, self.store, self.fleet, self._notifier, parts.readers)
-        work = WorkLeftReader(self.state, self.rounds.speed)
+        work = RemainingWorkReader(self.state, self.rounds.speed)
         on_wire = runs_wire.RunsServicer(runs, work, lease_ttl_s=settings.lease_ttl_s)
         fleet = fleet_wire.FleetServicer(self.fleet, appending, self._flushes, heartbeat_s=settings.heartbeat_s)
         return [
@@ -132,7 +129,7 @@ class Coordinator:
         """
         log.info("waiting for the store", at=self.link.where)
         await self.link.open(patience_s=self._settings.store_boot_s)
-        _judge(await self.store.condition(), self.link)
+        _judge(await self.store.server_info(), self.link)
         if self._settings.standby:
             await self.leading.stand_by(address, heard)
         else:
@@ -180,7 +177,7 @@ class Coordinator:
         self._parts.close()
 
 
-def _judge(condition: Condition, link: StoreConnection) -> None:
+def _judge(condition: ServerInfo, link: StoreConnection) -> None:
     """Warn of what the store does not guarantee. Raises `StoreUnavailable` if a restart would wipe its replicas."""
     log.info("store", version=condition.version, fsync=condition.fsync, durable_after_s=condition.durable_after_s)
     if condition.wipes:

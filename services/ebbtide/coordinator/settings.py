@@ -22,77 +22,103 @@ class CoordinatorSettings(ProcessSettings, frozen=True, kw_only=True, forbid_unk
         ),
     ] = "redis://127.0.0.1:6379/0"
     store_password_file: Annotated[
-        str, Meta(description="file that holds the store's password, in place of one in store_url; read at the start")
+        str, Meta(description="file that holds the store's password, in place of one in store_url; read at start")
     ] = ""
     store_patience_s: Annotated[
-        float, Meta(gt=0, description="how long a call waits for a store that is away, before it fails")
+        float, Meta(gt=0, description="seconds that a call waits for an unreachable store before it fails")
     ] = 3.0
-    store_boot_s: Annotated[float, Meta(gt=0, description="how long a start waits for the store")] = 30.0
+    store_boot_s: Annotated[float, Meta(gt=0, description="seconds that a start waits for the store")] = 30.0
     store_replicas: Annotated[
-        int, Meta(ge=0, description="so many of the store's replicas must have a write before it is acknowledged")
+        int, Meta(ge=0, description="number of the store's replicas that must have a write before it is acknowledged")
     ] = 0
     standby: Annotated[
         bool,
-        Meta(description="wait while another coordinator leads, and take over when it is gone; without, take over now"),
+        Meta(
+            description="wait while another coordinator leads and take over when it is gone; otherwise take over at "
+            "once"
+        ),
     ] = False
-    heartbeat_s: Annotated[float, Meta(gt=0, description="pause between a worker's heartbeats")] = 1.0
+    heartbeat_s: Annotated[float, Meta(gt=0, description="seconds between heartbeats of a worker")] = 1.0
     heartbeat_timeout_s: Annotated[
-        float, Meta(gt=0, description="a worker silent for so long is lost; its rollouts go elsewhere")
+        float,
+        Meta(gt=0, description="seconds of silence after which a worker is lost and its rollouts resume elsewhere"),
     ] = TIMEOUT_S
     reattach_grace_s: Annotated[
-        float, Meta(ge=0, description="how long attempts wait for a worker whose stream broke")
+        float, Meta(ge=0, description="seconds that attempts wait for a worker whose stream broke")
     ] = 0.0
     recover_grace_s: Annotated[
-        float, Meta(ge=0, description="how long attempts wait for their workers after the coordinator's start")
+        float, Meta(ge=0, description="seconds that attempts wait for their workers after the coordinator starts")
     ] = 5.0
-    lease_ttl_s: Annotated[float, Meta(gt=0, description="a lease not renewed for so long may be claimed")] = 10.0
-    max_open: Annotated[int, Meta(ge=1, description="rollouts queued and running, per run")] = 65536
+    lease_ttl_s: Annotated[
+        float, Meta(gt=0, description="seconds without renewal after which a lease may be claimed")
+    ] = 10.0
+    max_open: Annotated[int, Meta(ge=1, description="maximum queued and running rollouts of a run")] = 65536
     max_runs_per_user: Annotated[
-        int, Meta(ge=1, description="live runs per user, by the name in the token; callers without a name count as one")
+        int,
+        Meta(
+            ge=1,
+            description="maximum live runs of a user, by the name in the token; callers without a name count as one "
+            "user",
+        ),
     ] = 100
     calls_per_user: Annotated[
         int,
-        Meta(ge=0, description="calls of one user, by the name in the token, that are worked on at once; others wait"),
+        Meta(ge=0, description="maximum concurrent calls of a user, by the name in the token; further calls wait"),
     ] = 4
     request_kept_s: Annotated[
         float,
-        Meta(
-            ge=1, description="how long a gateway's finished requests, without a session, and ended sessions are kept"
-        ),
+        Meta(ge=1, description="seconds to keep finished requests without a session, and ended sessions, of gateways"),
     ] = 600.0
     session_idle_s: Annotated[
-        float, Meta(ge=1, description="a gateway's session that is not used for so long is dropped as abandoned")
+        float, Meta(ge=1, description="seconds without use after which a gateway session is dropped")
     ] = 3600.0
-    barren_attempts: Annotated[
-        int, Meta(ge=1, description="attempts in a row without a new token that make a rollout a dead letter")
+    max_stalled_attempts: Annotated[
+        int,
+        Meta(ge=1, description="consecutive attempts without a new token after which a rollout becomes a dead letter"),
     ] = 5
-    rebalance: Annotated[bool, Meta(description="move rollouts between workers where they end sooner by it")] = True
-    slice_s: Annotated[
+    rebalance: Annotated[
+        bool, Meta(description="move running rollouts between workers where they end sooner that way")
+    ] = True
+    timeslice_s: Annotated[
         float,
-        Meta(gt=0, description="turns of runs at one worker last about so long, or ten times what a change takes"),
+        Meta(gt=0, description="seconds that a run's turn at a worker lasts, or ten times what a change takes"),
     ] = 2.0
     flushes_per_s: Annotated[
         float,
-        Meta(ge=0, description="flushes that all workers may send together; larger fleets flush less often; 0: any"),
+        Meta(
+            ge=0,
+            description="maximum flushes a second of all workers together; larger fleets flush less often; 0 sets no "
+            "limit",
+        ),
     ] = 1000.0
     interactive_rollouts: Annotated[
         int,
-        Meta(ge=0, description="so many interactive rollouts at once flush every 50 ms; more flush less often; 0: any"),
+        Meta(
+            ge=0,
+            description="interactive rollouts that may flush every 50 ms at once; more of them flush less often; 0 "
+            "sets no limit",
+        ),
     ] = 200
     interactive_slots: Annotated[
         int,
         Meta(
             ge=0,
-            description="slots that batch rollouts leave free while people ask a run's policy; at most an eighth",
+            description="slots reserved for interactive requests while people use a run's policy; at most an eighth "
+            "of all",
         ),
     ] = 2
     record_decisions: Annotated[
-        str, Meta(description="file for what decisions are handed, and what is decided, to replay them; empty: none")
+        str,
+        Meta(
+            description="file to record the inputs and outcomes of decisions to, for replays; an empty string "
+            "disables it"
+        ),
     ] = ""
     record_decisions_bytes: Annotated[
-        int, Meta(ge=1 << 16, description="most bytes of that file; then recording ends, and the coordinator goes on")
+        int,
+        Meta(ge=1 << 16, description="maximum bytes of that file; recording ends there, and the coordinator continues"),
     ] = 256 << 20
-    keep_ended_s: Annotated[float, Meta(ge=1, description="how long an ended run's record is kept")] = 7 * 86400.0
+    keep_ended_s: Annotated[float, Meta(ge=1, description="seconds to keep the record of an ended run")] = 7 * 86400.0
     keep_ended_bytes: Annotated[
-        int, Meta(ge=0, description="bytes of events and timelines that all ended runs keep together")
+        int, Meta(ge=0, description="maximum bytes of events and timelines of all ended runs together")
     ] = 256 << 20

@@ -12,9 +12,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from contextlib import contextmanager
 from typing import Final
 
+from ebbtide.append_stream import AppendAck, AppendColumns
 from ebbtide.coordinator import metrics
 from ebbtide.coordinator.state.notifier import Notifier, notified_or_late
-from ebbtide.types.append_delta import AppendAck, AppendColumns
 from ebbtide.types.rollout import FinishReason, TokenChunk
 from ebbtide.types.tokens import TOKEN_BYTES, token_count
 

@@ -9,16 +9,16 @@ from ebbtide.settings import load
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the environments of runs, one run after another, and submit their rollouts."""
-    settings = load(DriverSettings, prog="ebbtide driver", argv=argv, description=main.__doc__ or "")
+    settings = load(DriverSettings, prog="ebbtide serve driver", argv=argv, description=main.__doc__ or "")
     run(lambda shutdown: serve(settings, shutdown), "driver", settings)
 
 
 async def serve(settings: DriverSettings, shutdown: Shutdown) -> None:
-    from ebbtide.claimed_runs import run_loop
+    from ebbtide import run_client
     from ebbtide.driver.service import drive
 
     hide_memory()  # environment code may run as this user, if `environments.trust` says so
-    await run_loop.serve(settings, shutdown, "driver", lambda client, lease: drive(client, lease, settings))
+    await run_client.serve(settings, shutdown, "driver", lambda client, lease: drive(client, lease, settings))
 
 
 if __name__ == "__main__":

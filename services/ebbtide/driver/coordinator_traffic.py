@@ -11,9 +11,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Final, Generic, NamedTuple, TypeVar
 
-from ebbtide.claimed_runs.run_loop import RunFailed
 from ebbtide.client import Lease
 from ebbtide.errors import AlreadyExists, EbbtideError, InvalidRequest, NoCapacity
+from ebbtide.run_client import RunFailed
 from ebbtide.types.rollout import Episode, FinishedRollout, RolloutRequest, SubmitOutcome
 
 A = TypeVar("A")

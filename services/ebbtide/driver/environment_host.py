@@ -137,7 +137,7 @@ class EnvironmentHost:
         try:
             return self._do(call.request)
         except InvalidRequest as error:
-            return HostReply(error=str(error), field=error.field)
+            return HostReply(error=error.text, field=error.field)
         except MemoryError:
             return HostReply(error="MemoryError", exhausted=True)
         except BaseException as error:  # noqa: BLE001 - it fails its own episode alone

@@ -14,15 +14,14 @@ from typing import Final
 
 import msgspec
 
-from ebbtide.claimed_runs.run_loop import RunFailed
 from ebbtide.driver.environment_host import HostPlan, HostReply, LoadSource, OpenEpisode, Request, StepEpisode
 from ebbtide.driver.environments import LOADING_S, EnvironmentFailed, EpisodeClock, checked_reply
 from ebbtide.driver.host_process import HostEnded, HostProcess, IsolationRefused, TookTooLong
-from ebbtide.driver.scoring.reward_scorer import RewardScorer
-from ebbtide.driver.scoring.scoring_processes import Scoring, ScoringProcesses
+from ebbtide.driver.scoring import RewardScorer, Scoring, ScoringProcesses
 from ebbtide.driver.settings import DriverSettings
 from ebbtide.environments import Message, Split, StepResult, checked_result
 from ebbtide.errors import InvalidRequest
+from ebbtide.run_client import RunFailed
 from ebbtide.types.run import RunSpec
 
 

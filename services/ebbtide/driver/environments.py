@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final, Protocol, TypeVar
 
-from ebbtide.claimed_runs.run_loop import RunFailed
 from ebbtide.driver.environment_host import HostReply
 from ebbtide.driver.host_process import HostEnded, TookTooLong
 from ebbtide.environments import Environment, EnvironmentSource, Message, Split, StepResult, checked_result
 from ebbtide.errors import InvalidRequest
+from ebbtide.run_client import RunFailed
 from ebbtide.telemetry import histogram
 
 # Runs environment code in threads of its own: an exception or an endless call ends one call, not the driver.
@@ -108,7 +108,7 @@ def _serve(calls: "queue.SimpleQueue[_Call | None]") -> None:
 #: Loading an environment's data may take minutes; longer means that it hangs.
 LOADING_S: Final = 600.0
 
-_environment_s = histogram("driver_environment_seconds", "Duration of calls of environment code")
+_environment_s = histogram("driver_environment_seconds", "duration of calls of environment code")
 
 
 class EnvironmentFailed(Exception):

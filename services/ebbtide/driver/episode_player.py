@@ -6,14 +6,14 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 
-from ebbtide.claimed_runs.run_loop import Conversations, RunFailed
 from ebbtide.driver.coordinator_traffic import CoordinatorTraffic
 from ebbtide.driver.environments import EnvironmentFailed, Environments, EpisodeClock, EpisodeEnvironment
 from ebbtide.driver.host_process import TookTooLong
-from ebbtide.driver.scoring.reward_clock import OutOfTime
+from ebbtide.driver.scoring import OutOfTime
 from ebbtide.environments import Split, StepResult
 from ebbtide.errors import AlreadyExists, InvalidRequest
-from ebbtide.scheduling.steps.step_pacing import VersionBounds
+from ebbtide.run_client import Conversations, RunFailed
+from ebbtide.step_pacing import VersionBounds
 from ebbtide.telemetry import counter
 from ebbtide.types.rollout import DropReason, FinishedRollout, FinishReason, RolloutKind, RolloutRequest, Trajectory
 from ebbtide.types.run import RunSpec
@@ -24,7 +24,9 @@ T = TypeVar("T")
 #: The coordinator refused the prompt, such as one too long for every engine.
 PROMPT_REFUSED: Final = "environment_prompt_refused"
 
-_episodes = counter("driver_episodes_total", "Episodes ended", ("kind", "outcome"))
+_episodes = counter(
+    "driver_episodes_total", "ended episodes; `kind`: train, eval; `outcome`: scored, failed", ("kind", "outcome")
+)
 
 
 @dataclass(frozen=True, kw_only=True)

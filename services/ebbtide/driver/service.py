@@ -1,26 +1,48 @@
-"""Drives one run, after a check of what it names, its environment and its tokens."""
+"""Drives one run, after a check of what it names, its environment and its tokens.
+
+In a run whose episodes agents play through gateways there is nothing to submit, and only its end to be seen to.
+"""
 
 import asyncio
 from functools import partial
 
-from ebbtide.claimed_runs.run_loop import Conversations, RunFailed, RunFollower, check_permitted, load_conversations
 from ebbtide.client import Client, Lease
-from ebbtide.driver.agents_run import end_agents_run
 from ebbtide.driver.coordinator_traffic import CoordinatorTraffic
 from ebbtide.driver.environment_processes import EnvironmentProcesses
 from ebbtide.driver.environments import LOADING_S, Environments, EpisodeClock, ThreadedEnvironments
 from ebbtide.driver.episode_player import EpisodePlayer
 from ebbtide.driver.host_process import TookTooLong, host_plan
 from ebbtide.driver.settings import DriverSettings
-from ebbtide.driver.step_submitter import StepSubmitter
+from ebbtide.driver.steps import StepSubmitter
 from ebbtide.driver.verdicts import SessionVerdicts, VerifierProcesses
 from ebbtide.environments import EnvironmentSource, load_source, needs_isolation
-from ebbtide.errors import InvalidRequest
+from ebbtide.errors import InvalidRequest, NotReady
+from ebbtide.rpc.backoff import pauses
+from ebbtide.run_client import Conversations, RunFailed, RunFollower, load_conversations
+from ebbtide.run_settings import check_permitted
 from ebbtide.runtime import race
 from ebbtide.telemetry import get_logger
 from ebbtide.types.run import RunSpec
 
 log = get_logger(__name__)
+
+
+async def end_agents_run(lease: Lease, following: RunFollower) -> None:
+    """Ends the run once the trainer has trained its last step, and committed all sessions. `following` must follow it.
+
+    Sessions that end later find the run ended.
+    """
+    steps = lease.run.spec.trainer.steps
+    await following.catch_up(lease)
+    await following.until(lambda: steps in following.checkpoints)
+    for pause in pauses(first_s=0.05, cap_s=1.0):
+        try:
+            await lease.finish()
+        except NotReady:  # a session ended meanwhile, and the trainer is about to drop it
+            await asyncio.sleep(pause)
+        else:
+            log.info("the run of agents has ended", run_id=lease.run_id)
+            return
 
 
 async def drive(client: Client, lease: Lease, settings: DriverSettings) -> None:

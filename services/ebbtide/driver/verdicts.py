@@ -12,7 +12,6 @@ import msgspec
 import numpy as np
 
 from ebbtide import telemetry
-from ebbtide.claimed_runs.run_loop import Conversations
 from ebbtide.client import Lease
 from ebbtide.driver.environment_host import BranchText, HostPlan, HostReply, LoadVerifier, VerifySession
 from ebbtide.driver.environments import LOADING_S
@@ -21,6 +20,7 @@ from ebbtide.driver.settings import DriverSettings
 from ebbtide.environments.session_verifiers import checked_reward
 from ebbtide.errors import InvalidRequest, NotFound
 from ebbtide.rpc.backoff import pauses
+from ebbtide.run_client import Conversations
 from ebbtide.runtime import race
 from ebbtide.types.rollout import DropReason, Trajectory
 from ebbtide.types.session import UnverifiedSession

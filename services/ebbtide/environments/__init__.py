@@ -99,7 +99,7 @@ def load_source(name: str, params: Mapping[str, Any], seed: int) -> EnvironmentS
     """Loads the source `name`: a built-in one, or `package.module:factory`, called as `factory(params, seed)`.
 
     It imports and calls whatever it is given: check a run's name before
-    (`ebbtide.claimed_runs.run_loop`). Raises `InvalidRequest` naming the field.
+    (`ebbtide.run_client`). Raises `InvalidRequest` naming the field.
     """
     if name not in BUILT_IN and ":" not in name:
         raise InvalidRequest(
@@ -138,7 +138,7 @@ def parse_params(kind: type[P], params: Mapping[str, Any]) -> P:
     try:
         return parse(kind, params)
     except InvalidRequest as error:
-        raise InvalidRequest(str(error), field=f"environment.params.{error.field}".rstrip(".")) from None
+        raise InvalidRequest(error.text, field=f"environment.params.{error.field}".rstrip(".")) from None
 
 
 def _import_factory(name: str) -> Callable[[Mapping[str, Any], int], EnvironmentSource]:

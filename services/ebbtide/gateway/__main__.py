@@ -33,11 +33,11 @@ def return_freed_memory() -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Serve runs' policies over HTTP, to clients of OpenAI's, Anthropic's, vLLM's and SGLang's routes."""
-    settings = load(GatewaySettings, prog="ebbtide gateway", argv=argv, description=main.__doc__ or "")
+    settings = load(GatewaySettings, prog="ebbtide serve gateway", argv=argv, description=main.__doc__ or "")
     try:
         settings.checked()
     except InvalidRequest as error:
-        print(f"ebbtide gateway: {error}", file=sys.stderr)  # noqa: T201 - before there are logs
+        print(f"ebbtide serve gateway: {error}", file=sys.stderr)  # noqa: T201 - before there are logs
         raise SystemExit(2) from None
 
     async def gateway(shutdown: Shutdown) -> None:

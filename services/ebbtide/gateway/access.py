@@ -17,17 +17,15 @@ from typing import Annotated, Final
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
-from ebbtide.auth.reloaded_files import ReloadedFiles
-from ebbtide.auth.role_tokens import Claims, Keys, is_signed
+from ebbtide.auth.credential_files import ReloadedFiles
+from ebbtide.auth.role_tokens import Claims, Keys, VerifiedTokens, is_signed
 from ebbtide.auth.roles import Role
 from ebbtide.auth.security import TokenCheck
-from ebbtide.auth.verified_tokens import VerifiedTokens
 from ebbtide.errors import NoCapacity, PermissionDenied, Unauthenticated
 from ebbtide.gateway.prompt_threads import MOST_WAITING
 from ebbtide.gateway.request import TextRequest
 from ebbtide.types.ids import MAX_ID, check_session_name
-from ebbtide.types.key_usage import KeyLimits, MeteredKey
-from ebbtide.types.session import MAX_TURNS
+from ebbtide.types.session import MAX_TURNS, KeyLimits, MeteredKey
 
 #: Roles whose tokens may ask for text.
 ASKS: Final = frozenset({Role.AGENT, Role.USER, Role.OPERATOR, Role.TRAINER})
@@ -39,34 +37,37 @@ _LONGEST: Final = 4096
 class RequestLimits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Bounds on what clients may ask for. More is refused, never cut."""
 
-    body_bytes: Annotated[int, Meta(ge=1024, description="bytes of one request's body")] = 8 << 20
+    body_bytes: Annotated[int, Meta(ge=1024, description="maximum bytes of a request's body")] = 8 << 20
     bodies_bytes: Annotated[
-        int, Meta(ge=1024, description="bytes of all bodies whose prompts are not encoded yet; at least body_bytes")
+        int,
+        Meta(ge=1024, description="maximum bytes of all bodies whose prompts are not encoded yet; at least body_bytes"),
     ] = 256 << 20
     bodies_bytes_per_key: Annotated[
-        int, Meta(ge=1024, description="bytes of such bodies under one key; at least body_bytes")
+        int, Meta(ge=1024, description="maximum bytes of such bodies of one key; at least body_bytes")
     ] = 128 << 20
     body_s: Annotated[float, Meta(gt=0, description="seconds within which a body must arrive")] = 30.0
-    header_bytes: Annotated[int, Meta(ge=1024, description="bytes of a request's line and headers")] = 64 << 10
+    header_bytes: Annotated[int, Meta(ge=1024, description="maximum bytes of a request's line and headers")] = 64 << 10
     header_s: Annotated[float, Meta(gt=0, description="seconds within which line and headers must arrive")] = 15.0
-    json_depth: Annotated[int, Meta(ge=4, le=500, description="objects and lists inside each other in a body")] = 64
-    json_containers: Annotated[int, Meta(ge=1 << 16, description="objects and lists in a body")] = 100_000
-    prompt_tokens: Annotated[int, Meta(ge=0, description="tokens of one prompt; 0: what the model's context holds")] = 0
+    json_depth: Annotated[int, Meta(ge=4, le=500, description="maximum nesting of objects and lists in a body")] = 64
+    json_containers: Annotated[int, Meta(ge=1 << 16, description="maximum objects and lists in a body")] = 100_000
+    prompt_tokens: Annotated[
+        int, Meta(ge=0, description="maximum tokens of a prompt; 0 allows what the model's context holds")
+    ] = 0
     prompts_waiting: Annotated[
-        int, Meta(ge=1, description="prompts that wait until they are encoded; of further ones some are refused")
+        int, Meta(ge=1, description="maximum prompts that wait for encoding; some of any further ones are refused")
     ] = MOST_WAITING
-    messages: Annotated[int, Meta(ge=1, description="messages of one chat")] = 4096
-    tools: Annotated[int, Meta(ge=1, description="tools of one chat")] = 256
-    requests_per_key: Annotated[int, Meta(ge=1, description="requests under way at once under one key")] = 1024
-    requests: Annotated[int, Meta(ge=1, description="requests under way at once in this gateway")] = 4096
+    messages: Annotated[int, Meta(ge=1, description="maximum messages of a chat")] = 4096
+    tools: Annotated[int, Meta(ge=1, description="maximum tools of a chat")] = 256
+    requests_per_key: Annotated[int, Meta(ge=1, description="maximum concurrent requests of one key")] = 1024
+    requests: Annotated[int, Meta(ge=1, description="maximum concurrent requests in this gateway")] = 4096
     completions_per_key: Annotated[
-        int, Meta(ge=128, description="completions of all requests under way under one key; each is a stream")
+        int, Meta(ge=128, description="maximum concurrent completions of one key; each is a stream")
     ] = 4096
-    completions: Annotated[int, Meta(ge=128, description="completions of requests under way in this gateway")] = 16384
-    request_s: Annotated[float, Meta(gt=0, description="seconds that one request may take in all")] = 21600.0
-    call_s: Annotated[float, Meta(gt=0, description="seconds that a call may take that generates nothing")] = 120.0
+    completions: Annotated[int, Meta(ge=128, description="maximum concurrent completions in this gateway")] = 16384
+    request_s: Annotated[float, Meta(gt=0, description="maximum seconds of a request")] = 21600.0
+    call_s: Annotated[float, Meta(gt=0, description="maximum seconds of a call that generates nothing")] = 120.0
     keep_alive_s: Annotated[
-        float, Meta(gt=0, description="seconds without a token after which a stream shows that it lives")
+        float, Meta(gt=0, description="seconds without a token after which a stream sends a keep-alive")
     ] = 15.0
 
     @property
@@ -78,13 +79,14 @@ class RequestLimits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class SessionLimits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Bounds on the sessions of one key. A session that is full can be ended, and goes on no more."""
 
-    turns: Annotated[int, Meta(ge=1, le=MAX_TURNS, description="turns of one session")] = 1024
-    per_key: Annotated[int, Meta(ge=1, description="open sessions of one key in one run")] = 10_000
+    turns: Annotated[int, Meta(ge=1, le=MAX_TURNS, description="maximum turns of a session")] = 1024
+    per_key: Annotated[int, Meta(ge=1, description="maximum open sessions of one key in one run")] = 10_000
     session_bytes: Annotated[
-        int, Meta(ge=1 << 16, description="bytes that one session takes here: 16 a sampled token, 4 KiB a turn")
+        int,
+        Meta(ge=1 << 16, description="maximum bytes of a session here: 16 for each sampled token, 4 KiB for each turn"),
     ] = 64 << 20
     shelf_bytes: Annotated[
-        int, Meta(ge=1 << 20, description="bytes of sessions to keep in memory; others are read again")
+        int, Meta(ge=1 << 20, description="bytes of sessions to keep in memory; others are reloaded when needed")
     ] = 256 << 20
 
 

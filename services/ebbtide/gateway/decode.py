@@ -22,9 +22,8 @@ import numpy as np
 from msgspec import Struct
 
 from ebbtide.gateway.parsers import OutputDelta, OutputParser, ToolCallDelta
-from ebbtide.types.prompt_scores import PromptScores
 from ebbtide.types.rollout import FinishReason
-from ebbtide.types.tokens import TOKEN, TokenArray
+from ebbtide.types.tokens import TOKEN, PromptScores, TokenArray
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -54,7 +54,7 @@ def load_output_parsers(tokenizer: Any, names: ParserNames) -> "OutputParsers | 
         return OutputParsers(tokenizer, names)
     except ImportError as error:
         field = "tool_parser" if names.tool else "reasoning_parser"
-        raise InvalidRequest(f"needs vllm beside the gateway: {error}", field=field) from error
+        raise InvalidRequest(f"needs vllm in the gateway's environment: {error}", field=field) from error
 
 
 def call_id(seed: str, index: int) -> str:

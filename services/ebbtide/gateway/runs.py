@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Final
 
 from ebbtide.client import Client
-from ebbtide.client.gateway_lease import GatewayLease
+from ebbtide.client.lease import GatewayLease
 from ebbtide.errors import EbbtideError, InvalidRequest, LeaseSuperseded, NotFound
 from ebbtide.gateway.access import ClientKey
 from ebbtide.gateway.model import ServedModel, context_of, read_model_config
 from ebbtide.gateway.parsers import ParserNames
-from ebbtide.gateway.player import RequestPlayer
 from ebbtide.gateway.prompt_threads import PromptThreads
+from ebbtide.gateway.request_player import RequestPlayer
 from ebbtide.gateway.templates import TemplateSandbox
 from ebbtide.telemetry import get_logger
 from ebbtide.types.run import Run

@@ -19,10 +19,10 @@ from ebbtide.gateway.http.server import HttpServer
 from ebbtide.gateway.parsers import ParserNames
 from ebbtide.gateway.prompt_threads import PromptThreads
 from ebbtide.gateway.runs import RunCatalog, RunDirectory
-from ebbtide.gateway.sessions.player import SessionCache
+from ebbtide.gateway.sessions.turn_player import SessionCache
 from ebbtide.gateway.settings import GatewaySettings
 from ebbtide.gateway.templates import TemplateSandbox
-from ebbtide.object_aging import age_objects
+from ebbtide.gc_pauses import age_objects
 from ebbtide.runtime import Shutdown
 from ebbtide.telemetry import get_logger
 from ebbtide.types.ids import new_fence

@@ -4,10 +4,9 @@ from typing import Annotated, Final
 
 from msgspec import Meta, Struct
 
-from ebbtide.auth.reloaded_files import ReloadedFiles
+from ebbtide.auth.credential_files import ReloadedFiles, read_authority, read_file, read_pair
 from ebbtide.auth.role_tokens import is_signed, public_keys
 from ebbtide.auth.security import ClientSecurity, TokenCheck, refuse_clear
-from ebbtide.auth.tls import read_authority, read_file, read_pair
 from ebbtide.errors import InvalidRequest
 from ebbtide.gateway.access import KeyRing, RequestLimits, SessionLimits
 from ebbtide.runtime import ProcessSettings
@@ -15,26 +14,27 @@ from ebbtide.runtime import ProcessSettings
 _KEYS: Final = "door.token_keys"
 
 
-class DoorSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TlsSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How clients come in: over TLS if there is a certificate, each with a key."""
 
     tls_cert: Annotated[str, Meta(description="PEM file of the certificate chain that clients see")] = ""
-    tls_key: Annotated[str, Meta(description="PEM file of its private key")] = ""
+    tls_key: Annotated[str, Meta(description="PEM file of that certificate's private key")] = ""
     client_ca: Annotated[
-        str, Meta(description="PEM file of authorities; with it clients must show certificates, too")
+        str, Meta(description="PEM file of authorities; clients must then present certificates as well")
     ] = ""
     allow_insecure: Annotated[bool, Meta(description="listen on addresses other than loopback without TLS")] = False
     request_id_header: Annotated[
         str,
         Meta(
             min_length=1,
-            description="header of the id under which a client comes back; another behind proxies that add their own",
+            description="header of the request id under which a client reconnects; change it behind proxies that set "
+            "their own",
         ),
     ] = "X-Request-ID"
     token_keys: Annotated[
         str,
         Meta(
-            description="PEM file of public keys; clients' keys are tokens that these have signed (ebbtide tokens)",
+            description="PEM file of public keys; clients' keys are tokens that these have signed (see ebbtide tokens)",
             extra={"shared": True},
         ),
     ] = ""
@@ -43,31 +43,40 @@ class DoorSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 class GatewaySettings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of one gateway."""
 
-    listen: Annotated[str, Meta(description="address for clients: host:port (port 0: any free one)")] = "127.0.0.1:7640"
+    listen: Annotated[str, Meta(description="address for clients, host:port; port 0 picks a free port")] = (
+        "127.0.0.1:7640"
+    )
     coordinator: Annotated[
         str, Meta(description="address of the coordinator; separate several by commas", extra={"shared": True})
     ] = "127.0.0.1:7600"
     security: ClientSecurity = ClientSecurity()
-    door: DoorSettings = DoorSettings()
+    door: TlsSettings = TlsSettings()
     limits: RequestLimits = RequestLimits()
     sessions: SessionLimits = SessionLimits()
-    holder: Annotated[str, Meta(description="unique name of this gateway; empty: of host, process and chance")] = ""
-    patience_s: Annotated[float, Meta(gt=0, description="requests wait so long for a coordinator that is away")] = 600.0
+    holder: Annotated[
+        str, Meta(description="unique name of this gateway; by default one made of host, process and a random part")
+    ] = ""
+    patience_s: Annotated[
+        float, Meta(gt=0, description="seconds that requests wait for an unreachable coordinator")
+    ] = 600.0
     drain_s: Annotated[
-        float, Meta(ge=0, description="requests under way get so long to finish when the gateway is asked to end")
+        float,
+        Meta(ge=0, description="seconds that requests in flight have to finish when the gateway is asked to stop"),
     ] = 30.0
     idle_s: Annotated[
-        float, Meta(gt=0, description="a run that nobody asks of for so long is opened again by its next request")
+        float, Meta(gt=0, description="seconds without a request after which a run is reopened by its next request")
     ] = 300.0
     model_roots: Annotated[
         tuple[str, ...], Meta(description="folders in which a run's model may be", extra={"shared": True})
     ] = ("/",)
     max_model_len: Annotated[
-        int, Meta(ge=0, description="tokens of prompt and response together, at most; 0: what the model states")
+        int, Meta(ge=0, description="maximum tokens of prompt and response together; 0 takes the model's own limit")
     ] = 0
-    tool_parser: Annotated[str, Meta(description="vLLM's name of the models' parser of tool calls; empty: none")] = ""
-    reasoning_parser: Annotated[str, Meta(description="vLLM's name of the models' parser of reasoning")] = ""
-    template_processes: Annotated[int, Meta(ge=1, description="processes that render chat templates")] = 2
+    tool_parser: Annotated[
+        str, Meta(description="name in vLLM of the models' tool call parser; an empty string disables it")
+    ] = ""
+    reasoning_parser: Annotated[str, Meta(description="name in vLLM of the models' reasoning parser")] = ""
+    template_processes: Annotated[int, Meta(ge=1, description="number of processes that render chat templates")] = 2
 
     def checked(self) -> None:
         """Raise `InvalidRequest` naming the first invalid field, before anything is started."""

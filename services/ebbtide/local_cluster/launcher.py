@@ -187,6 +187,11 @@ class Launcher:
     def process(self, name: str) -> ProgramProcess:
         return self._processes[name]
 
+    def keeps(self, name: str) -> bool:
+        """Whether the program runs, or is to be started again. Raises `KeyError` for one that was never started."""
+        watcher = self._watchers.get(name)
+        return self._processes[name].running() or (watcher is not None and not watcher.done())
+
     @property
     def booting(self) -> list[str]:
         """Names of the programs that run and are not ready yet. Any thread may ask: it reaps none that has ended."""

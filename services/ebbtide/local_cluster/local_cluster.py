@@ -1,7 +1,8 @@
 """Runs a whole cluster on this machine: its programs, their settings, and the order in which they end.
 
-Invariant: the cluster writes only in its directory (sockets excepted, if the directory's path is too long for them).
-One cluster at a time works there; it holds the lock on `cluster.lock`, and clears at its start what a former one left.
+Invariant: the cluster writes only in its directory, except for sockets if the directory's path is too long for them,
+and for mirrors of weights where shared memory has room (`host_resources`). One cluster at a time works there; it holds
+the lock on `cluster.lock`, and clears at its start what a former one left.
 """
 
 import fcntl
@@ -27,6 +28,25 @@ from ebbtide.client.client import read_spec
 from ebbtide.environments import BUILT_IN
 from ebbtide.errors import InvalidRequest
 from ebbtide.free_ports import free_port
+from ebbtide.gpu_memory import GpuDevice, visible_devices
+from ebbtide.local_cluster.gpu_placement import (
+    TRAINER,
+    DeviceShare,
+    Placement,
+    chosen_devices,
+    place_devices,
+    told,
+)
+from ebbtide.local_cluster.host_resources import (
+    CheckpointSize,
+    MirrorFolder,
+    checkpoint_size,
+    engine_need,
+    mirror_folder,
+    torch_on_gpus,
+    trainer_bytes,
+    vllm_on_gpus,
+)
 from ebbtide.local_cluster.launcher import Launcher, Program, launcher, redis_command, tethered
 from ebbtide.local_cluster.serving_engine import serving_engine
 from ebbtide.types.run import RunSpec, to_mapping
@@ -41,8 +61,13 @@ _MAX_SOCKET_PATH: Final = 100
 #: Waiting threads sleep: on cores that other programs use too, spinning ones train ten times slower.
 _SLEEPING: Final = {"OMP_WAIT_POLICY": "PASSIVE"}
 _CLEARED: Final = ("logs", "ready", "redis", "relay", "ledgers")
-#: Not in /dev/shm, where the mirrors of killed workers would stay. Each worker makes its own, only for itself.
-_MIRRORS: Final = "mirrors"
+#: Within which an owner lends its GPU to an engine that boots: a trainer's step may have to end first.
+_LOAN_S: Final = 600.0
+#: Rollouts of a worker at once: a GPU is busy only with many.
+_SLOTS: Final = 64
+_GPU_SLOTS: Final = 256
+#: Names of engines that are no workers by number, as placements have them.
+SERVING, LENT = "serving", "worker on the trainer's GPU"
 _GRANTS: Final = "grants"
 _BASE_MODEL_MODULE: Final = "ebbtide.trainer.base_model"
 
@@ -50,7 +75,7 @@ _BASE_MODEL_MODULE: Final = "ebbtide.trainer.base_model"
 class ClusterShape(Struct, frozen=True, kw_only=True):
     model: Path
     workers: int = 2
-    slots: int = 64
+    slots: int = 0  # rollouts of a worker at once; 0: 64, and 256 on GPUs
     ranks: int = 1  # processes of the trainer
     coordinator: str
     standby: str = ""  # address of a second coordinator; empty: none
@@ -59,8 +84,13 @@ class ClusterShape(Struct, frozen=True, kw_only=True):
     tool_parser: str = ""  # the gateway's, by vLLM's name; empty: none
     flush_tokens: int = 8
     flush_interval_ms: int = 100
-    worker_config: Path | None = None  # TOML file of settings for the workers
-    borrowed: bool = False  # the workers run beside a serving engine, by grants of its guard
+    worker_configs: tuple[Path, ...] = ()  # TOML files of settings for the workers, which take them in turn
+    trainer_config: Path | None = None  # TOML file of settings for the trainer
+    served: Path | None = None  # checkpoint of a serving engine beside the cluster; None: there is none
+    served_name: str = "served"  # by which its users call it
+    #: The workers run beside the serving engine, by grants of its guard. On a GPU they boot by a grant too, so `boot`
+    #: leaves it to `add_worker` to start them, once there is a guard.
+    borrowed: bool = False
     window_s: float = 0.0  # with `generate`: the trainer's setting of this name
     device_cores: tuple[int, ...] = ()  # of the trainer and of workers that borrow its device; empty: any
     machines: tuple[int, ...] = ()  # a core for each of the other workers, in turn; empty: any core
@@ -74,6 +104,15 @@ class ClusterShape(Struct, frozen=True, kw_only=True):
         """The coordinators' addresses, as programs take them."""
         return ",".join(filter(None, (self.coordinator, self.standby)))
 
+    def config(self, number: int) -> Path | None:
+        """The file of settings of a worker, counted from 0."""
+        return self.worker_configs[number % len(self.worker_configs)] if self.worker_configs else None
+
+    @property
+    def places(self) -> int:
+        """The number of workers that run at the same time at most, without the one on the trainer's device."""
+        return max(self.workers, len(self.machines))
+
     @property
     def allowed_environments(self) -> str:
         """The environments that runs may name, as programs take them."""
@@ -83,9 +122,22 @@ class ClusterShape(Struct, frozen=True, kw_only=True):
 class LocalCluster:
     """Programs in one directory; made by `local_cluster()`, and running from `boot` on."""
 
-    def __init__(self, directory: Path, redis_socket: Path, launched: Launcher) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        redis_socket: Path,
+        launched: Launcher,
+        mirrors: MirrorFolder,
+        *,
+        devices: tuple[GpuDevice, ...] = (),
+        notify: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """`devices`: the GPUs that its programs may use; `notify` is told where they run."""
         self.directory = directory
         self.launcher = launched
+        self.placement: Placement = {}
+        self._mirrors, self._devices, self._notify = mirrors, devices, notify
+        self._holders: dict[int, str] = {}  # place -> the last worker there
         self.token_file = directory / "token"
         self.grants = redis_socket.parent.parent / _GRANTS
         self._redis_socket = redis_socket
@@ -101,25 +153,38 @@ class LocalCluster:
         """worker -> its record of generated tokens, for all workers ever started."""
         return {name: self._ledger(name) for name in self.workers}
 
-    async def boot(self, shape: ClusterShape) -> None:
-        """Starts everything. Raises `LaunchFailed`."""
+    def _plan(self, shape: ClusterShape) -> None:
         self.shape = shape
+        self.placement = placement_of(shape, self._devices)
+        for line in told(self.placement):
+            self._notify(line)
+        self._notify(self._mirrors.choose(checkpoint_size(shape.model).mirror_bytes))
+
+    async def boot(self, shape: ClusterShape) -> None:
+        """Starts everything but a guard of the serving engine.
+
+        Raises `LaunchFailed`, or `InvalidRequest` if GPUs are too few or too small.
+        """
+        self._plan(shape)
         self.token_file.touch(0o600)
         self.token_file.write_text(secrets.token_urlsafe(32))
         await self.launcher.start(self._redis())
         await self.launcher.start(self._coordinator("coordinator", shape.coordinator))
         if shape.standby:
             await self.launcher.start(self._coordinator("coordinator-2", shape.standby))
-        workers = [self.next_worker(borrowed=shape.borrowed) for _ in range(shape.workers)]
-        workers += [self.next_worker(borrowed=True, cores=shape.device_cores)] if shape.generate else []
+        at_once = 0 if shape.borrowed and self.placement else shape.workers
+        workers = [self.next_worker(borrowed=shape.borrowed) for _ in range(at_once)]
+        workers += [self.lent_worker()] if shape.generate else []
         gateways = [self._gateway()] if shape.gateway else []
         guards = [self._trainer_guard()] if shape.generate else []
-        await self.launcher.start_all([self._relay(), *guards, self._trainer(), self._driver(), *gateways, *workers])
+        serving = [self._serving(shape.served)] if shape.served else []
+        services = [self._relay(), *guards, self._trainer(), self._driver(), *gateways]
+        await self.launcher.start_all([*serving, *services, *workers])
 
-    async def serve(self, model: Path, served_name: str) -> str:
-        """Starts a serving engine, and waits until it answers. Returns its URL. Raises `LaunchFailed`."""
-        program = serving_engine(model, served_name, free_address(), self.log("serving"), stage=_SERVING)
-        return f"http://{(await self.launcher.start(program)).address}"
+    @property
+    def serving_url(self) -> str:
+        """The URL of the serving engine."""
+        return f"http://{self.launcher.process(SERVING).address}"
 
     async def guard(self, upstream: str, **settings: object) -> str:
         """Starts a serving-guard in front of an engine. Returns the URL for its users. Raises `LaunchFailed`."""
@@ -138,6 +203,10 @@ class LocalCluster:
         program = self.next_worker(borrowed=self.shape.borrowed)
         await self.launcher.start(program)
         return program.name
+
+    def _serving(self, model: Path) -> Program:
+        log, share, name = self.log(SERVING), self.placement.get(SERVING), self.shape.served_name
+        return serving_engine(model, name, free_address(), log, share=share, stage=_SERVING, name=SERVING)
 
     def _redis(self) -> Program:
         data = self.directory / "redis"
@@ -187,8 +256,13 @@ class LocalCluster:
         threads = max(1, (len(cores) or os.cpu_count() or 1) // ranks)
         lending: dict[str, object] = {"generate": True, "grant_dir": self.grants} if self.shape.generate else {}
         lending |= {"window_s": self.shape.window_s} if self.shape.window_s else {}
-        flags = {"threads": threads, "ranks": ranks, **lending, **self._permissions("trainer")}
-        return replace(self._service("trainer", "ebbtide.trainer", _RUN, **flags), cores=cores)
+        flags: dict[str, object] = {"ranks": ranks, **lending, **self._permissions("trainer")}
+        if (config := self.shape.trainer_config) is not None:
+            flags |= {"config": config}
+        if config is None or "threads" not in tomllib.loads(config.read_text()):
+            flags |= {"threads": threads}
+        program = self._service(TRAINER, "ebbtide.trainer", _RUN, **flags)
+        return _seeing(self.placement.get(TRAINER), replace(program, cores=cores))
 
     def _trainer_guard(self) -> Program:
         """It outlives the trainer, as everywhere."""
@@ -208,29 +282,62 @@ class LocalCluster:
         """Settings that trainer and driver share. The cluster serves its user alone, whose files runs may use."""
         return {"holder": holder, "environments_allowed": self.shape.allowed_environments, "output_roots": "/"}
 
-    def next_worker(self, *, borrowed: bool = False, cores: tuple[int, ...] = ()) -> Program:
-        """Returns one more worker, to be started. Without `cores` it has those that the shape deals out."""
-        self._workers += 1
-        name = self.workers[-1]
+    def next_worker(self, *, borrowed: bool = False, core: int | None = None) -> Program:
+        """Returns one more worker, to be started: on the machine with this core, or in the first place that is free."""
         shape = self.shape
-        if shape.machines and not cores:
-            cores = (shape.machines[(self._workers - 1) % len(shape.machines)],)
-        flags: dict[str, object] = {"config": shape.worker_config} if shape.worker_config else _cpu_engine()
+        place = self._free_place() if core is None else shape.machines.index(core)
+        cores = (shape.machines[place % len(shape.machines)],) if shape.machines else ()
+        share = self.placement.get(_place(place))
+        program = self._worker(shape.config(place), share, borrowed=borrowed)
+        self._holders[place] = program.name
+        return replace(program, cores=cores)
+
+    def lent_worker(self) -> Program:
+        """Returns the worker on the trainer's device, to be started."""
+        shape = self.shape
+        program = self._worker(shape.config(shape.places), self.placement.get(LENT), borrowed=True)
+        return replace(program, cores=shape.device_cores)
+
+    def _free_place(self) -> int:
+        """The first place without a worker that runs, or is to be started again. Where all have one, and no GPU is
+        dealt out, a new one."""
+        for place in range(self.shape.places):
+            if place not in self._holders or not self._runs(self._holders[place]):
+                return place
+        if self.placement:
+            raise InvalidRequest(
+                f"no GPU is left for a worker beside {', '.join(self._holders.values())}", field="--gpus"
+            )
+        return max(self._holders, default=-1) + 1
+
+    def _runs(self, worker: str) -> bool:
+        try:
+            return self.launcher.keeps(worker)
+        except KeyError:
+            return True  # not yet: it is to be started
+
+    def _worker(self, config: Path | None, share: DeviceShare | None, *, borrowed: bool) -> Program:
+        self._workers += 1
+        name, shape = self.workers[-1], self.shape
+        flags: dict[str, object] = {"config": config} if config else _cpu_engine()
         flags |= {"kind": "borrowed", "grant_dir": self.grants} if borrowed else {"kind": "spot"}
+        if share is not None and share.kv_cache_mib:
+            flags |= {"vllm_kv_cache_mib": share.kv_cache_mib, "vllm_gpu_memory_utilization": share.utilization}
         program = self._service(
             name,
             "ebbtide.rollout_worker",
             _WORKERS,
             worker_id=name,
             model=shape.model,
-            slots=shape.slots,
+            slots=shape.slots or (_GPU_SLOTS if share else _SLOTS),
             flush_tokens=shape.flush_tokens,
             flush_interval_ms=shape.flush_interval_ms,
             counter_file=self._ledger(name),
-            mirror_dir=self.directory / _MIRRORS,
+            mirror_dir=self._mirrors.path,
             **flags,
         )
-        return replace(program, cores=cores)
+        lent_s = _LOAN_S if borrowed and share else 0.0
+        return _seeing(share, replace(program, boot_s=lent_s + checkpoint_size(shape.model).boot_s))
 
     def _service(self, name: str, module: str, stage: int, **settings: object) -> Program:
         ready = self.directory / "ready" / f"{name}.json"
@@ -242,7 +349,7 @@ class LocalCluster:
             log=self.log(name),
             ready_file=ready,
             stage=stage,
-            boot_s=180.0,
+            boot_s=CheckpointSize().boot_s,
         )
 
     def _environment(self) -> dict[str, str]:
@@ -265,16 +372,55 @@ class LocalCluster:
         return self.directory / "ledgers" / f"{name}.ledger"
 
 
+def usable_devices(gpus: str) -> tuple[GpuDevice, ...]:
+    """Returns the GPUs that are visible here and that `--gpus` leaves. Raises `InvalidRequest`."""
+    return chosen_devices(visible_devices(), gpus)
+
+
+def placement_of(shape: ClusterShape, devices: tuple[GpuDevice, ...]) -> Placement:
+    """Decides which of the devices the cluster's programs use. Raises `InvalidRequest` if they are too few.
+
+    Builds without CUDA use none. Then their programs see what this process sees, as on a machine without GPUs.
+    """
+    if not devices:
+        return {}
+    engines = [
+        engine_need(
+            _place(place), shape.model, shape.config(place), beside=SERVING if shape.borrowed and shape.served else ""
+        )
+        for place in range(shape.places)
+    ]
+    if shape.generate:
+        engines.append(engine_need(LENT, shape.model, shape.config(shape.places), beside=TRAINER))
+    if shape.served:
+        engines.insert(0, engine_need(SERVING, shape.served, None))
+    engines = [engine for engine in engines if vllm_on_gpus() or not engine.is_vllm]
+    ranks = shape.ranks if torch_on_gpus() else 0
+    if not ranks:
+        engines = [engine for engine in engines if engine.beside != TRAINER]
+    needed = trainer_bytes(shape.model, shape.trainer_config)
+    return place_devices(devices, engines, ranks=ranks, trainer_bytes=needed)
+
+
+def _place(number: int) -> str:
+    """The name of a worker's place, counted from 0, in placements."""
+    return f"worker-{number + 1}"
+
+
 @asynccontextmanager
-async def local_cluster(directory: Path, notify: Callable[[str], None]) -> AsyncIterator[LocalCluster]:
+async def local_cluster(
+    directory: Path, notify: Callable[[str], None], *, gpus: str = ""
+) -> AsyncIterator[LocalCluster]:
     """Gives a cluster in `directory`, not booted yet. Its processes are gone once the block is left.
 
-    `notify` gets a line for each program that ends unasked. Raises `InvalidRequest` if another cluster uses the
-    directory, or it is not writable.
+    `notify` gets a line for each program that ends unasked, and says what runs where. `gpus`: a count or a list of the
+    GPUs to use (see `chosen_devices`); empty: all that are visible. Raises `InvalidRequest` if another cluster uses the
+    directory, or it is not writable, or there are no such GPUs.
     """
-    with _prepared(directory) as redis_socket:
+    devices = usable_devices(gpus)
+    with _prepared(directory) as redis_socket, mirror_folder(directory) as mirrors:
         async with launcher(notify) as launched:
-            yield LocalCluster(directory, redis_socket, launched)
+            yield LocalCluster(directory, redis_socket, launched, mirrors, devices=devices, notify=notify)
 
 
 @contextmanager
@@ -290,17 +436,12 @@ def _prepared(directory: Path) -> Iterator[Path]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise InvalidRequest("another cluster runs in it; name another directory", field=str(directory)) from None
-        for name in (*_CLEARED, _MIRRORS, _GRANTS):
+        for name in (*_CLEARED, _GRANTS):
             shutil.rmtree(directory / name, ignore_errors=True)
         for name in _CLEARED:
             (directory / name).mkdir()
-        try:
-            with _socket_path(directory) as path:
-                yield path
-        finally:
-            shutil.rmtree(
-                directory / _MIRRORS, ignore_errors=True
-            )  # killed workers leave them, as large as the weights
+        with _socket_path(directory) as path:
+            yield path
 
 
 @contextmanager
@@ -321,6 +462,11 @@ def free_address(wanted: str = "127.0.0.1:0") -> str:
     if port != "0":
         return wanted
     return f"{host}:{free_port(host)}"
+
+
+def _seeing(share: DeviceShare | None, program: Program) -> Program:
+    """Returns the program with its GPUs alone in its environment; unchanged without a share."""
+    return replace(program, environment=program.environment | share.environment) if share else program
 
 
 def _flags(settings: dict[str, object]) -> Iterator[str]:

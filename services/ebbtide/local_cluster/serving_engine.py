@@ -8,6 +8,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
+from ebbtide.local_cluster.gpu_placement import DeviceShare
+from ebbtide.local_cluster.host_resources import checkpoint_size
 from ebbtide.local_cluster.launcher import Program, tethered
 
 #: Waiting threads must sleep where two engines share cores: spinning ones make both fifty times slower.
@@ -24,6 +26,8 @@ _CPU: Final = (
     "--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor",
 )  # fmt: skip
 _HEALTH_S: Final = 1.0
+#: vLLM's server imports and compiles more than a worker does.
+_COMPILE_S: Final = 60.0
 
 
 def serving_engine(
@@ -34,6 +38,7 @@ def serving_engine(
     *,
     threads: int = 0,
     kv_mib: int = 0,
+    share: DeviceShare | None = None,
     dtype: str = "bfloat16",
     stage: int = 0,
     name: str = "serving",
@@ -41,6 +46,7 @@ def serving_engine(
     """Returns the server of `model` at `address` (host:port); it is ready once it answers.
 
     `threads` and `dtype`: of a CPU engine; 0 threads: as cores. `kv_mib`: memory for keys and values; 0: vLLM's choice.
+    `share`: its part of the GPUs; None: all of those that this process sees.
     """
     host, _, port = address.rpartition(":")
     on_cpu = "cpu" in version("vllm")
@@ -49,17 +55,20 @@ def serving_engine(
         "--host", host, "--port", port, "--max-model-len", "8192", "--max-num-seqs", "64",
         "--disable-uvicorn-access-log", *((*_CPU, "--dtype", dtype) if on_cpu else ()),
     )  # fmt: skip
+    if share is not None and share.kv_cache_mib:
+        kv_mib = kv_mib or share.kv_cache_mib
+        command += ("--gpu-memory-utilization", str(share.utilization))
     if kv_mib:
         command += ("--kv-cache-memory-bytes", str(kv_mib << 20))
     cpu = _SHARED_CORES | {"OMP_NUM_THREADS": str(threads or os.cpu_count() or 1)} if on_cpu else {}
     return Program(
         name=name,
         command=tethered(*command),
-        environment={**os.environ, **_QUIET, **_TIED, **cpu},
+        environment={**os.environ, **_QUIET, **_TIED, **cpu, **(share.environment if share else {})},
         log=log,
         ready=lambda: address if answers(address) else None,
         stage=stage,
-        boot_s=240.0,
+        boot_s=_COMPILE_S + checkpoint_size(model).boot_s,
     )
 
 

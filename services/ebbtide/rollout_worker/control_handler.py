@@ -24,10 +24,9 @@ from ebbtide.rollout_worker.generation.outbox import Outbox
 from ebbtide.rollout_worker.guard_link import GuardLink
 from ebbtide.rollout_worker.installs.installer import Installer
 from ebbtide.rollout_worker.settings import WorkerSettings
-from ebbtide.types.end_cause import EndCause
-from ebbtide.types.fleet import PROTOCOL_VERSION, AttemptRef, FlushPace, WorkerState
+from ebbtide.types.fleet import PROTOCOL_VERSION, AttemptRef, EndCause, FlushPace, WorkerState
 from ebbtide.v1 import fleet_pb2, types_pb2
-from ebbtide.wire.record_conversion import to_proto
+from ebbtide.wire import to_proto
 
 log = telemetry.get_logger(__name__)
 

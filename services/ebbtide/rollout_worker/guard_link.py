@@ -32,7 +32,7 @@ from ebbtide.types.fleet import BorrowedState
 from ebbtide.types.grants import GRANTS_VERSION, BorrowerReport, Grant, Hello, Residency
 from ebbtide.v1 import grants_pb2
 from ebbtide.v1.grants_pb2_grpc import GrantsStub
-from ebbtide.wire.record_conversion import from_proto, to_proto
+from ebbtide.wire import from_proto, to_proto
 
 if TYPE_CHECKING:
     from ebbtide.rollout_worker.engine.vllm.vllm_engine import VllmEngine
@@ -68,6 +68,9 @@ class WeightSleep:
     - On a CPU build weights lie in host memory anyway: HOST means that the engine gives up all memory of keys and
       values, and AWAY that of the weights too.
 
+    An engine whose grant leaves it no keys and values gives their memory back, and keeps its weights where they are:
+    on a GPU too, where a smaller part would free nothing.
+
     From AWAY, an install of the version that the engine served, or of the target by now, brings the weights back
     from the host's mirror.
     """
@@ -76,6 +79,7 @@ class WeightSleep:
         self._engine, self._installer = engine, installer
         self._moving = asyncio.Lock()
         self.residency = Residency.AWAKE
+        self.has_cache = True  # while the weights are awake: whether there is memory for keys and values
         #: Duration of the last wake-up from either level; 0: there was none yet.
         self.wake_host_s = self.wake_away_s = 0.0
         self._hindrance = ""  # why the weights did not come back lately
@@ -93,6 +97,14 @@ class WeightSleep:
                 await self._wake()
             elif wanted > self.residency:
                 await self._go_down(wanted)
+
+    async def keep_cache(self, *, wanted: bool) -> None:
+        """Have memory for keys and values or none, if the weights are awake. Raises `EngineFailed`."""
+        async with self._moving:
+            if self.residency is not Residency.AWAKE or wanted is self.has_cache:
+                return
+            await (self._engine.take_cache() if wanted else self._engine.release_cache())
+            self.has_cache = wanted
 
     async def _go_down(self, wanted: Residency) -> None:
         by_stages = self._engine.by_stages
@@ -124,6 +136,7 @@ class WeightSleep:
         elif was is Residency.HOST:
             await self._engine.wake()
         self.residency, self._hindrance = Residency.AWAKE, ""
+        self.has_cache = self.has_cache or was is not Residency.AWAKE  # a wake-up brings all memory
         took_s = time.monotonic() - start
         if was is Residency.AWAY:
             self.wake_away_s = took_s
@@ -205,11 +218,17 @@ class GuardLink:
             self._wished.clear()
             if self._sleeping is not None:
                 await self._sleeping.be(self._lease.residency)
+                await self._sleeping.keep_cache(wanted=self._cached)
                 self._news.set()
 
     @property
     def _at(self) -> Residency:
         return self._sleeping.residency if self._sleeping is not None else Residency.AWAKE
+
+    @property
+    def _cached(self) -> bool:
+        """Whether the newest grant leaves memory for keys and values."""
+        return bool(self._page.kv_blocks)
 
     async def _borrow(self) -> None:
         call = self._stub.Borrow()
@@ -231,7 +250,8 @@ class GuardLink:
             self._reason = ""
             log.info("guard found", target=self._target)
         self._lease.take(grant)
-        if self._sleeping is not None and grant.residency is not self._at:
+        sleeping = self._sleeping
+        if sleeping is not None and (grant.residency is not self._at or sleeping.has_cache is not self._cached):
             self._wished.set()
         self._look()
 

@@ -11,14 +11,18 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
+from msgspec.structs import replace
+
 from ebbtide import telemetry
 from ebbtide.errors import InvalidRequest, Unavailable
 from ebbtide.grants import Page, check_folder, page_path, socket_path
 from ebbtide.ledger import Ledger
+from ebbtide.rollout_worker.boot_loan import BootLoan
 from ebbtide.rollout_worker.control_handler import ControlHandler, ControlOutbox, throttle
 from ebbtide.rollout_worker.device_lease import DeviceLease
 from ebbtide.rollout_worker.engine import Engine
 from ebbtide.rollout_worker.engine.changing_engine import ChangingEngine
+from ebbtide.rollout_worker.engine.checkpoint_facts import check_directory
 from ebbtide.rollout_worker.engine.vllm.borrowed_engine import BorrowedEngine
 from ebbtide.rollout_worker.engine.vllm.cpu_build import is_cpu_build
 from ebbtide.rollout_worker.generation.local_attempts import LocalAttempts
@@ -27,11 +31,11 @@ from ebbtide.rollout_worker.guard_link import GuardLink, WeightSleep
 from ebbtide.rollout_worker.installs.installer import Installer, InstallReports
 from ebbtide.rollout_worker.installs.peers import check_reachable
 from ebbtide.rollout_worker.installs.weight_store import WeightStore
-from ebbtide.rollout_worker.settings import WorkerSettings
+from ebbtide.rollout_worker.settings import CPU_SLOTS, GPU_SLOTS, WorkerSettings
 from ebbtide.rollout_worker.streams import ControlSession
 from ebbtide.rpc.channel import check_address, open_channel, open_socket
 from ebbtide.rpc.leader_channel import LeaderChannel, addresses
-from ebbtide.runtime import Shutdown
+from ebbtide.runtime import Shutdown, race
 from ebbtide.transfer import check_folder as check_mirrors
 from ebbtide.transfer.digest_threads import DigestThreads
 from ebbtide.types.fleet import EngineInfo, WorkerKind
@@ -99,8 +103,9 @@ def _borrowed(settings: WorkerSettings, worker_id: str) -> BorrowedEngine | None
     return BorrowedEngine(page_path(folder, worker_id), settings.step_tokens)
 
 
-async def serve(shutdown: Shutdown, settings: WorkerSettings) -> None:
-    """Run one worker until it has left. Raises the failure that ends it."""
+async def serve(shutdown: Shutdown, settings: WorkerSettings, *, booted: Callable[[], None] | None = None) -> None:
+    """Run one worker until it has left. `booted` is called when its engine is up. Raises the failure that ends it."""
+    settings = with_slots(settings)
     worker_id = check_id(settings.worker_id or f"{socket.gethostname()}-{os.getpid()}", field="worker_id")
     telemetry.bind(worker_id=worker_id)
     check_reachable(settings)
@@ -112,11 +117,25 @@ async def serve(shutdown: Shutdown, settings: WorkerSettings) -> None:
     engine = make_engine(settings, borrowed)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(engine.stop)
-        # The engine starts first: it may fork its processes, which is safe only without other threads.
-        info = await engine.start()
+        announced = None
+        if borrowed and settings.engine == "vllm" and borrowed.sleeps:
+            _prepare(engine)  # the announcement already asks vLLM for the device
+            announced = await _announced(stack, shutdown, settings, worker_id, borrowed)
+            if announced is None:
+                return
+            info = await engine.start(aside=True)
+        else:
+            # The engine starts first: it may fork its processes, which is safe only without other threads.
+            info = await engine.start()
+        if booted is not None:
+            booted()
         log.info("engine ready", model=info.model, max_model_len=info.max_model_len)
         coordinator = await stack.enter_async_context(LeaderChannel(settings.coordinator, settings.client))
         worker, store = await _assemble(stack, shutdown, settings, worker_id, engine, info, borrowed)
+        if announced is not None:
+            loan, announcing = announced
+            await loan.succeeded()  # by the stream of the link, so that the guard knows of the engine all the time
+            await _end(announcing)
         telling = shutdown.spawn(store.tell_relay(), "presence")
         stack.push_async_callback(_end, telling)  # before the channel to the relay closes
         await stack.enter_async_context(store.listener.serving(worker.leaving))
@@ -134,6 +153,35 @@ async def serve(shutdown: Shutdown, settings: WorkerSettings) -> None:
             shutdown.spawn(watch(settings.notices, settings.metadata_url, worker.leave), "notices")
         await worker.leaving.wait()
         await _leave(worker, session, streams)
+
+
+def with_slots(settings: WorkerSettings) -> WorkerSettings:
+    """The settings with a number of slots. Raises `InvalidRequest` if vLLM is to be the engine and is not there."""
+    if settings.slots:
+        return settings
+    on_gpu = settings.engine == "vllm" and not is_cpu_build()
+    return replace(settings, slots=GPU_SLOTS if on_gpu else CPU_SLOTS)
+
+
+def _prepare(engine: Engine) -> None:
+    from ebbtide.rollout_worker.engine.vllm.vllm_engine import VllmEngine
+
+    if isinstance(engine, VllmEngine):
+        engine.set_environment()
+
+
+async def _announced(
+    stack: AsyncExitStack, shutdown: Shutdown, settings: WorkerSettings, worker_id: str, borrowed: BorrowedEngine
+) -> tuple[BootLoan, asyncio.Task[None]] | None:
+    """Wait until the borrowed engine may boot. Returns what goes on telling the guard of it; None: the process is to
+    end. Raises `InvalidRequest` for an engine whose needs are not known."""
+    borrowed.learn(check_directory(settings.model), settings.vllm)
+    target = socket_path(borrowed.path.parent)
+    stub = GrantsStub(await stack.enter_async_context(open_socket(target)))
+    loan = BootLoan(stub, str(target), borrowed, worker_id=worker_id)
+    announcing = shutdown.spawn(loan.run(), "announcement")
+    stack.push_async_callback(_end, announcing)
+    return None if await race(loan.permission(), shutdown.requested.wait()) else (loan, announcing)
 
 
 async def _assemble(
@@ -157,6 +205,7 @@ async def _assemble(
         fail=shutdown.fail,
         slots=settings.slots,
         by_memory=settings.admit_by_memory,
+        stream_interval=settings.stream_interval,
     )
     stack.push_async_callback(attempts.close)
     relay = await stack.enter_async_context(open_channel(settings.relay, settings.client))
@@ -234,6 +283,7 @@ def _outbox(settings: WorkerSettings) -> Outbox:
         flush_tokens=settings.flush_tokens,
         flush_interval_s=settings.flush_interval_ms / 1000,
         step_tokens=1 + settings.vllm.speculation_tokens if drafts else 1,
+        stream_interval=settings.stream_interval,
         jitter=lambda: random.uniform(*JITTER),
     )
 

@@ -11,6 +11,12 @@ from ebbtide.runtime import ProcessSettings
 from ebbtide.types.fleet import WorkerKind
 
 _SHARED: Final = {"shared": True}
+#: Rollouts at once without `slots`: a GPU needs that many to be busy.
+CPU_SLOTS: Final = 32
+GPU_SLOTS: Final = 256
+#: Tokens of a step of an engine that is not borrowed, on a GPU: of vLLM's own choices for servers, that for large GPUs.
+#: Without it vLLM takes 2,048 where it is not started as a server.
+BATCHED_TOKENS: Final = 8192
 _SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108 - the folder below it is this user's alone, or refused
 
 
@@ -22,19 +28,54 @@ def shared_folder() -> str:
 class VllmSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of the vLLM engine; all others go into `engine_args`."""
 
-    dtype: Annotated[str, Meta(description="auto, float32, bfloat16 or float16")] = "auto"
-    tensor_parallel_size: Annotated[int, Meta(ge=1, description="devices that share one model")] = 1
-    gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1, description="share of a device's memory to use")] = 0.9
-    max_model_len: Annotated[int, Meta(ge=0, description="prompt plus response, tokens; 0: the model's own")] = 0
-    enforce_eager: Annotated[bool, Meta(description="no compilation: boots faster, runs slower")] = False
-    kv_cache_mib: Annotated[int, Meta(ge=0, description="memory for keys and values, MiB; 0: by the memory share")] = 0
-    threads: Annotated[int, Meta(ge=0, description="OpenMP threads of a CPU engine; 0: as vLLM decides")] = 0
+    dtype: Annotated[str, Meta(description="data type of the weights: auto, float32, bfloat16 or float16")] = "auto"
+    tensor_parallel_size: Annotated[int, Meta(ge=1, description="number of devices that share one model")] = 1
+    gpu_memory_utilization: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=1,
+            description="fraction of a device's memory to use; a borrowed engine's follows from its weights and "
+            "kv_cache_mib",
+        ),
+    ] = 0.9
+    max_model_len: Annotated[
+        int, Meta(ge=0, description="maximum tokens of prompt and response together; 0 takes the model's own limit")
+    ] = 0
+    enforce_eager: Annotated[bool, Meta(description="skip compilation: boots faster, runs slower")] = False
+    kv_cache_mib: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="memory for the KV cache, MiB; 0 leaves it to the fraction of memory; required for a borrowed "
+            "engine on a GPU",
+        ),
+    ] = 0
+    threads: Annotated[int, Meta(ge=0, description="OpenMP threads of a CPU engine; 0 leaves the choice to vLLM")] = 0
+    stream_interval: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="tokens of a rollout that vLLM delivers together, at most a quarter of flush_tokens; those of "
+            "interactive ones come singly",
+        ),
+    ] = 8
     speculation: Annotated[
-        Literal["off", "grouped"], Meta(description="grouped: draft tokens from rollouts' groups, where runs allow it")
+        Literal["off", "grouped"],
+        Meta(
+            description="speculative decoding; grouped drafts tokens from rollouts of the same group, where runs "
+            "allow it"
+        ),
     ] = "off"
-    speculation_tokens: Annotated[int, Meta(ge=1, le=32, description="tokens of a draft, at most")] = 4
-    speculation_mib: Annotated[int, Meta(ge=1, description="memory for groups' tokens to draft from, MiB")] = 512
-    engine_args: Annotated[str, Meta(description="further engine arguments of vLLM, a JSON object")] = ""
+    speculation_tokens: Annotated[int, Meta(ge=1, le=32, description="maximum tokens of a draft")] = 4
+    speculation_mib: Annotated[int, Meta(ge=1, description="memory for the tokens of groups to draft from, MiB")] = 512
+    engine_args: Annotated[
+        str,
+        Meta(
+            description="further engine arguments of vLLM, a JSON object; on GPUs max_num_batched_tokens is 8192 "
+            "unless it is given here"
+        ),
+    ] = ""
 
 
 class WorkerSettings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -44,40 +85,86 @@ class WorkerSettings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_
     OMP_WAIT_POLICY=PASSIVE; a borrowed one sets it itself, and works best with `vllm.threads` of 1.
     """
 
-    coordinator: Annotated[str, Meta(description="coordinators, comma-separated", extra=_SHARED)] = "127.0.0.1:7600"
+    coordinator: Annotated[
+        str, Meta(description="address of the coordinator; separate several by commas", extra=_SHARED)
+    ] = "127.0.0.1:7600"
     relay: Annotated[str, Meta(description="address of the weight-relay", extra=_SHARED)] = "127.0.0.1:7610"
     client: ClientSecurity = ClientSecurity()
-    worker_id: Annotated[str, Meta(description="its name in the fleet; empty: one made up")] = ""
-    kind: Annotated[WorkerKind, Meta(description="reserved, spot or borrowed")] = WorkerKind.RESERVED
-    site: Annotated[str, Meta(description="cluster or region that it belongs to")] = ""
-    engine: Annotated[str, Meta(description="what generates: vllm, or package.module:factory of your own")] = "vllm"
-    engine_options: Annotated[str, Meta(description="text for the factory of an engine of your own")] = ""
+    worker_id: Annotated[str, Meta(description="name of this worker in the fleet; generated by default")] = ""
+    kind: Annotated[WorkerKind, Meta(description="kind of instance: reserved, spot or borrowed")] = WorkerKind.RESERVED
+    site: Annotated[str, Meta(description="cluster or region that the worker belongs to")] = ""
+    engine: Annotated[str, Meta(description="engine that generates: vllm, or package.module:factory of your own")] = (
+        "vllm"
+    )
+    engine_options: Annotated[str, Meta(description="text that is passed to the factory of your own engine")] = ""
     model: Annotated[str, Meta(description="checkpoint directory that the engine boots from")] = ""
     change_architecture: Annotated[
-        bool, Meta(description="restart the engine for runs of another architecture; never of a borrowed worker")
+        bool, Meta(description="restart the engine for runs of another architecture; a borrowed worker never does")
     ] = True
-    change_max_mib: Annotated[int, Meta(ge=0, description="largest weights to restart for, MiB; 0: no limit")] = 0
-    grant_dir: Annotated[str, Meta(description="folder shared with the host's serving-guard; if borrowed")] = ""
-    step_tokens: Annotated[int, Meta(ge=1, description="most tokens of a borrowed step; a reclaim waits for it")] = 256
-    slots: Annotated[int, Meta(ge=1, description="rollouts held at most")] = 32
+    change_max_mib: Annotated[
+        int, Meta(ge=0, description="maximum weights to restart the engine for, MiB; 0 sets no limit")
+    ] = 0
+    grant_dir: Annotated[
+        str, Meta(description="folder shared with the serving-guard of this host; for borrowed workers")
+    ] = ""
+    step_tokens: Annotated[
+        int, Meta(ge=1, description="maximum tokens of a step on a borrowed device; a reclaim waits for the step")
+    ] = 256
+    slots: Annotated[
+        int, Meta(ge=0, description="maximum concurrent rollouts; 0 takes 256 for vLLM on GPUs, and 32 elsewhere")
+    ] = 0
     admit_by_memory: Annotated[
-        bool, Meta(description="rollouts wait until the engine has memory for them, so that it preempts none")
+        bool, Meta(description="hold rollouts back until the engine has memory for them, so that it preempts none")
     ] = True
-    flush_tokens: Annotated[int, Meta(ge=1, description="unstored tokens of a rollout for which the engine waits")] = 32
-    flush_interval_ms: Annotated[int, Meta(ge=1, description="time in which a token is usually stored")] = 250
-    drain_timeout_s: Annotated[float, Meta(gt=0, description="longest time to hand everything over at the end")] = 20.0
-    notices: Annotated[Literal["none", "aws", "gcp", "azure"], Meta(description="cloud of preemption notices")] = "none"
+    flush_tokens: Annotated[
+        int, Meta(ge=1, description="unstored tokens of a rollout at which the engine waits for the coordinator")
+    ] = 32
+    flush_interval_ms: Annotated[int, Meta(ge=1, description="milliseconds within which a token is usually stored")] = (
+        250
+    )
+    drain_timeout_s: Annotated[
+        float, Meta(gt=0, description="maximum seconds to hand over all rollouts at the end")
+    ] = 20.0
+    notices: Annotated[
+        Literal["none", "aws", "gcp", "azure"], Meta(description="cloud whose preemption notices the worker watches")
+    ] = "none"
     metadata_url: Annotated[
-        str, Meta(pattern="^https?://[^/]", description="the cloud's metadata server, as http://HOST")
+        str, Meta(pattern="^https?://[^/]", description="metadata server of the cloud, as http://HOST")
     ] = "http://169.254.169.254"
-    pull_patience_s: Annotated[float, Meta(gt=0, description="how long the relay may be away during a pull")] = 30.0
+    pull_patience_s: Annotated[
+        float, Meta(gt=0, description="seconds that the relay may be unreachable during a pull")
+    ] = 30.0
     mirror_dir: Annotated[
-        str, Meta(description="folder of weights that the workers of a host share; empty: memory of this worker's own")
+        str,
+        Meta(
+            description="folder of weights that the workers of a host share; by default each worker keeps its own in "
+            "memory"
+        ),
     ] = field(default_factory=shared_folder)
-    peer_listen: Annotated[str, Meta(description="serve weights to others at host:port (port 0: any); empty: no")] = ""
-    peer_advertise: Annotated[str, Meta(description="its address for others (port 0: bound); empty: peer_listen")] = ""
+    peer_listen: Annotated[
+        str,
+        Meta(
+            description="address to serve weights to other workers at, host:port; port 0 picks a free port, an empty "
+            "string disables it"
+        ),
+    ] = ""
+    peer_advertise: Annotated[
+        str,
+        Meta(
+            description="address at which others reach it, where it differs from peer_listen; port 0 stands for the "
+            "bound port"
+        ),
+    ] = ""
     token_keys: Annotated[str, Meta(description="PEM file of public keys for readers' tokens", extra=_SHARED)] = ""
-    peer_readers: Annotated[int, Meta(ge=1, description="other workers served at once, at most")] = 64
-    peer_cache_mib: Annotated[int, Meta(ge=1, description="memory for the newest patches to be served, MiB")] = 256
-    counter_file: Annotated[str, Meta(description="ledger of generated tokens (ebbtide.ledger); empty: none")] = ""
+    peer_readers: Annotated[int, Meta(ge=1, description="maximum concurrent workers that fetch weights here")] = 64
+    peer_cache_mib: Annotated[int, Meta(ge=1, description="memory for the newest patches to serve, MiB")] = 256
+    counter_file: Annotated[
+        str, Meta(description="ledger file of generated tokens (see ebbtide.ledger); an empty string disables it")
+    ] = ""
     vllm: VllmSettings = VllmSettings()
+
+    @property
+    def stream_interval(self) -> int:
+        """Tokens of a batch rollout that the engine delivers together. A quarter of the window may wait in the engine:
+        so `Outbox` holds generation at the same three quarters as for single tokens."""
+        return max(1, min(self.vllm.stream_interval, self.flush_tokens // 4)) if self.engine == "vllm" else 1

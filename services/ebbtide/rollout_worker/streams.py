@@ -19,6 +19,7 @@ from pathlib import PurePath
 from typing import Any, Final, NamedTuple
 
 from ebbtide import telemetry
+from ebbtide.append_stream import AppendAck, AppendSender, acks
 from ebbtide.errors import (
     EbbtideError,
     Internal,
@@ -38,14 +39,11 @@ from ebbtide.rpc.backoff import pauses
 from ebbtide.rpc.channel import write, write_first
 from ebbtide.rpc.leader_channel import LeaderChannel
 from ebbtide.runtime import race
-from ebbtide.types.append_delta import AppendAck
-from ebbtide.types.end_cause import EndCause
-from ebbtide.types.fleet import PROTOCOL_VERSION, AttemptRef, FlushPace
+from ebbtide.types.fleet import PROTOCOL_VERSION, AttemptRef, EndCause, FlushPace
 from ebbtide.types.weights import PolicyVersion
 from ebbtide.v1 import fleet_pb2
 from ebbtide.v1.fleet_pb2_grpc import FleetStub
-from ebbtide.wire.append_columns import AppendSender, acks
-from ebbtide.wire.record_conversion import from_proto
+from ebbtide.wire import from_proto
 
 log = telemetry.get_logger(__name__)
 
@@ -290,7 +288,7 @@ class AppendClient:
         while True:
             await self._until_due()
             await stream.room()
-            message = self._outbox.take(time.monotonic())
+            message = await self._attempts.message()
             if message.deltas:
                 await stream.send(message)
 

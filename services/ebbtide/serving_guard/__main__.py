@@ -11,11 +11,11 @@ from ebbtide.settings import load
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Lend a device to the workers beside it: a serving engine's within its SLO, or a trainer's between its steps."""
-    settings = load(GuardSettings, prog="ebbtide serving-guard", argv=argv, description=main.__doc__ or "")
+    settings = load(GuardSettings, prog="ebbtide serve serving-guard", argv=argv, description=main.__doc__ or "")
     try:
         settings.checked()
     except InvalidRequest as error:
-        print(f"ebbtide serving-guard: {error}", file=sys.stderr)  # noqa: T201 - before there are logs
+        print(f"ebbtide serve serving-guard: {error}", file=sys.stderr)  # noqa: T201 - before there are logs
         raise SystemExit(2) from None
 
     async def guard(shutdown: Shutdown) -> None:

@@ -27,14 +27,16 @@ log = telemetry.get_logger(__name__)
 _RECLAIM_BUCKETS = (0.0005, 0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.0)
 
 BORROWERS = telemetry.gauge("guard_borrowers", "workers that borrow")
-HARVESTED = telemetry.counter("guard_harvested_tokens_total", "tokens that rollouts made here")
+HARVESTED = telemetry.counter("guard_harvested_tokens_total", "tokens that rollouts generated here")
 GPU_SECONDS = telemetry.counter("guard_harvested_seconds_total", "seconds in which rollout steps ran")
 RECLAIM_SECONDS = telemetry.histogram(
     "guard_reclaim_seconds",
-    "the owner needs its device, to the end of the rollout step under way",
+    "a request's arrival, or a trainer's take-back, to the end of the rollout step in progress",
     buckets=_RECLAIM_BUCKETS,
 )
-ENFORCED = telemetry.counter("guard_enforced_total", "workers stopped, continued or killed", ("kind",))
+ENFORCED = telemetry.counter(
+    "guard_enforced_total", "workers that the guard had to stop, continue or kill (`kind`)", ("kind",)
+)
 
 #: A worker reports every 0.1 s. A worker that is silent for this long is frozen, and no budget is kept for it.
 SILENT_S: Final = 1.0
@@ -94,7 +96,8 @@ class Loan:
         self._arrivals: list[tuple[float, int]] = []  # of requests that met a step; the steps that had ended by then
         self._seen = page.steps()
         self._rate_from: tuple[float, int] = (now, 0)  # when `tokens_per_s` was last computed, and the tokens by then
-        self.page.write_budget(Budget())
+        if hello.slots:  # else the page holds what a worker writes for the warm-up of an engine that boots
+            self.page.write_budget(Budget())
         self.steps_when_taken = self._seen.steps
 
     @property
@@ -104,7 +107,18 @@ class Loan:
     def granted(self, now: float) -> bool:
         """Whether it may have a budget at all."""
         fit = self.stopped_at is None and self.gone_at is None and now - self.heard_at <= SILENT_S
-        return fit and (self.report is None or self.report.residency is Residency.AWAKE)
+        return fit and self.hello.slots > 0 and (self.report is None or self.report.residency is Residency.AWAKE)
+
+    @property
+    def boots(self) -> bool:
+        """Whether its engine is not there yet, and on its way: steps until its first Hello with slots are its own."""
+        report = self.report
+        return not self.hello.slots and report is not None and report.moving and report.residency is Residency.AWAY
+
+    @property
+    def waits(self) -> bool:
+        """Whether its engine is not there yet, and not on its way: what the page says was another engine's."""
+        return not self.hello.slots and not self.boots
 
     @property
     def wanted(self) -> bool:
@@ -118,8 +132,10 @@ class Loan:
         return self.report.wake_host_s if self.report.residency is Residency.HOST else self.report.wake_away_s
 
     def write(self, budget: Budget, now: float, *, idle: bool = False) -> None:
-        """Allow the next step this budget, cut to what the engine can take. `idle`: the owner leaves
-        the device idle."""
+        """Allow the next step this budget, cut to what the engine can take; none to one that is not there yet. `idle`:
+        the owner leaves the device idle."""
+        if not self.hello.slots:
+            return
         if budget.tokens and budget.sequences:
             tokens = min(budget.tokens, self.hello.step_tokens or budget.tokens)
             budget = Budget(tokens, min(budget.sequences, self.hello.slots or budget.sequences), budget.until)
@@ -142,7 +158,7 @@ class Loan:
 
     def stepping_since(self) -> float | None:
         """When the step under way began; None: no step is under way."""
-        if self.stopped_at is not None:
+        if self.stopped_at is not None or self.waits:
             return None
         steps = self.page.steps()
         return steps.began if steps.stepping else None

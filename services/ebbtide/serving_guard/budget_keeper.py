@@ -1,6 +1,6 @@
-"""Keeps the budget: asks the governor at each event of user traffic, and writes its decision into the pages.
+"""Asks the deciders at each event of user traffic, and keeps what they decided in force in the borrowers' pages.
 
-Invariant: after each event the pages hold what the governor decided at it, or less. An arrival is written before
+Invariant: after each event the pages hold what was decided at it, or less. An arrival is written before
 anything else is done for the request. Without events the budget is decided again at the time that the decision names
 and before it runs out. So if this process stands still, the budget runs out by itself. An observation from outside
 holds for a limited time.
@@ -18,10 +18,10 @@ from ebbtide.serving_guard.governor.budget_decider import (
     NOTHING_INSIDE,
     BudgetDecider,
     BudgetDecision,
-    GovernorPanel,
     LearntCosts,
+    MultiModelGovernor,
 )
-from ebbtide.serving_guard.request_books import RequestBooks
+from ebbtide.serving_guard.slo_stats import SloStats
 from ebbtide.types.grants import Budget
 
 #: How often pages are read while steps may run, and while the end of a step is awaited.
@@ -45,16 +45,16 @@ class BudgetKeeper:
 
     def __init__(
         self,
-        panel: GovernorPanel,
+        deciders: MultiModelGovernor,
         borrowers: BorrowerTable,
-        books: RequestBooks,
+        stats: SloStats,
         *,
         model: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._panel, self._borrowers, self._books = panel, borrowers, books
+        self._deciders, self._borrowers, self._stats = deciders, borrowers, stats
         self._model, self._clock = model, clock
-        self._deciders: dict[str, tuple[BudgetDecider, bool]] = {}  # of each request inside, and whether it streams
+        self._inside: dict[str, tuple[BudgetDecider, bool]] = {}  # each request's decider, and whether it streams
         self._decision = _NOTHING
         self._blind = False
         self._seen_until = inf  # the last observation holds until then
@@ -93,36 +93,36 @@ class BudgetKeeper:
     # Traffic: events from the proxy.
 
     def arrived(self, request: str, model: str, prompt_tokens: int, now: float, streamed: bool) -> None:
-        decider = self._panel.of(model or self._model)
-        self._deciders[request] = decider, streamed
-        self._panel.came(now, decider)
+        decider = self._deciders.of(model or self._model)
+        self._inside[request] = decider, streamed
+        self._deciders.came(now, decider)
         decider.arrived(now, request, prompt_tokens, streamed=streamed)
         self._take_back(now)
-        self._books.arrived(request, model or self._model, prompt_tokens, now, streamed=streamed)
+        self._stats.arrived(request, model or self._model, prompt_tokens, now, streamed=streamed)
 
     def ready(self, request: str) -> Awaitable[None] | None:
         since = self.stepping_since()
-        if since is None or (known := self._deciders.get(request)) is None:
+        if since is None or (known := self._inside.get(request)) is None:
             return None
         hold_s = known[0].hold_s(self._clock(), since)
         return self._hold(hold_s) if hold_s > 0 else None
 
     def produced(self, request: str, tokens: int, now: float) -> None:
-        decider, streamed = self._deciders.get(request, (None, False))
+        decider, streamed = self._inside.get(request, (None, False))
         if decider is None or not streamed:  # an answer in one piece does not show when its first token was made
             return
         decider.produced(now, request, tokens)
-        self._books.produced(request, tokens, now)
+        self._stats.produced(request, tokens, now)
         self._decide_soon()
 
     def ended(self, request: str, ok: bool, now: float) -> None:
-        decider, _ = self._deciders.pop(request, (None, False))
+        decider, _ = self._inside.pop(request, (None, False))
         if decider is None:
             return
         decider.ended(now, request, ok)
-        self._panel.went(now, decider)
-        model = self._books.model(request)
-        self._books.ended(request, self.learnt(model), now, ok=ok)
+        self._deciders.went(now, decider)
+        model = self._stats.model(request)
+        self._stats.ended(request, self.learnt(model), now, ok=ok)
         self._decide_soon()
 
     # Mode observe: counts from the engine's metrics.
@@ -132,8 +132,8 @@ class BudgetKeeper:
         traffic is unknown after `holds_s`."""
         self._blind, self._seen_until = False, now + holds_s
         before = self._decision.budget.tokens
-        self._panel.observed(now, inside, waiting)
-        self._books.observed(inside, waiting, now)
+        self._deciders.observed(now, inside, waiting)
+        self._stats.observed(inside, waiting, now)
         if before and inside:
             self._take_back(now)
         else:
@@ -157,12 +157,12 @@ class BudgetKeeper:
         if known is None or now - known[0] > _LEARNT_S:
             if len(self._learnt) > _MODELS:
                 self._learnt.clear()
-            known = self._learnt[model] = now, self._panel.learnt(now, model)
+            known = self._learnt[model] = now, self._deciders.learnt(now, model)
         return known[1]
 
     def idle_s(self, wake_s: float = 0.0) -> float:
         """How long borrowing will probably be possible from now on; 0: it is not, or does not pay for a wake-up."""
-        if not self._decision.budget.tokens or (wake_s and not self._panel.pays(self._clock(), wake_s)):
+        if not self._decision.budget.tokens or (wake_s and not self._deciders.pays(self._clock(), wake_s)):
             return 0.0
         return self.learnt().forecast.spell_s
 
@@ -201,7 +201,7 @@ class BudgetKeeper:
     def _decide(self, now: float) -> None:
         if self._closed:
             return
-        decision = _NOTHING if self._blind or now > self._seen_until else self._panel.decide(now)
+        decision = _NOTHING if self._blind or now > self._seen_until else self._deciders.decide(now)
         self._share(decision, now)
         if decision.state != self._decision.state:
             metrics.DECISIONS.labels(decision.state).inc()
@@ -241,7 +241,7 @@ class BudgetKeeper:
                 stepped = True
                 # A step that was stopped on its way does not show how long steps take.
                 if not any(ended - ran_s <= at <= ended for at in loan.account.strikes):
-                    self._panel.stepped(max(now, ended), tokens, seconds)
+                    self._deciders.stepped(max(now, ended), tokens, seconds)
             watched = watched or loan.yielding
             busy = busy or bool(loan.budget.tokens) or loan.stepping_since() is not None
         if stepped:

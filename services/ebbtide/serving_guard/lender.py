@@ -23,17 +23,17 @@ from ebbtide.errors import InvalidRequest, Superseded
 from ebbtide.grants import socket_path
 from ebbtide.rpc.server import Server, Service
 from ebbtide.runtime import Shutdown
-from ebbtide.scheduling.elastic.device_ownership import OwnerLease
 from ebbtide.serving_guard import borrower_processes
 from ebbtide.serving_guard.borrower_processes import BorrowerProcess
 from ebbtide.serving_guard.borrowers import ENFORCED, UNREADABLE, AllowedMemory, BorrowerTable, Loan, borrower_status
+from ebbtide.serving_guard.device_ownership import OwnerLease
 from ebbtide.serving_guard.servicer import GRANTS, GrantServicer
 from ebbtide.serving_guard.settings import GuardSettings
 from ebbtide.telemetry import rpc_observer
 from ebbtide.types.grants import GRANT_S, Borrower, BorrowerReport, Forecast, Grant, GuardStatus, Hello, Residency
 from ebbtide.v1 import grants_pb2 as pb
 from ebbtide.v1.grants_pb2_grpc import add_GrantsServicer_to_server
-from ebbtide.wire.record_conversion import from_proto, to_proto
+from ebbtide.wire import from_proto, to_proto
 
 log = telemetry.get_logger(__name__)
 
@@ -254,8 +254,13 @@ class Enforcer:
         return loan.stepping_since() is not None
 
     def _violation(self, loan: Loan, now: float) -> str:
-        """Why the engine has to be stopped; empty: it does not have to."""
-        if loan.taken_at is None or not any(borrower_processes.alive(process) for process in loan.processes):
+        """Why the engine has to be stopped; empty: it does not have to, as one that boots, which was permitted to, or
+        one that is not there."""
+        if (
+            loan.taken_at is None
+            or not loan.hello.slots
+            or not any(borrower_processes.alive(process) for process in loan.processes)
+        ):
             return ""
         steps = loan.page.steps()
         begun = steps.steps - loan.steps_when_taken

@@ -19,11 +19,10 @@ from msgspec.structs import replace
 from ebbtide import telemetry
 from ebbtide.errors import InvalidRequest
 from ebbtide.grants import Page
-from ebbtide.scheduling.elastic.device_ownership import DeviceOwnership
-from ebbtide.scheduling.elastic.loan_forecast import LoanForecast
 from ebbtide.serving_guard import borrower_processes
 from ebbtide.serving_guard.borrower_processes import BorrowerProcess
 from ebbtide.serving_guard.borrowers import ENFORCED, BorrowerTable, Loan
+from ebbtide.serving_guard.device_ownership import DeviceOwnership, LoanForecast
 from ebbtide.types.grants import Budget, Forecast, Residency
 
 log = telemetry.get_logger(__name__)
@@ -31,7 +30,11 @@ log = telemetry.get_logger(__name__)
 _RETURNS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 
 DEVICE_HELD = telemetry.gauge("guard_device_held", "1 while the trainer has its device")
-DEVICE_SECONDS = telemetry.counter("guard_device_seconds_total", "seconds by who may use the device", ("state",))
+DEVICE_SECONDS = telemetry.counter(
+    "guard_device_seconds_total",
+    "seconds by who may use the device; `state`: held (the trainer), lent (rollout engines)",
+    ("state",),
+)
 TAKE_BACKS = telemetry.counter("guard_take_backs_total", "times that the trainer took its device back")
 COMPUTE_BACK_SECONDS = telemetry.histogram(
     "guard_compute_back_seconds", "a take-back until no engine steps any more", buckets=_RETURNS
@@ -39,7 +42,11 @@ COMPUTE_BACK_SECONDS = telemetry.histogram(
 MEMORY_BACK_SECONDS = telemetry.histogram(
     "guard_memory_back_seconds", "a take-back until engines have given up memory", buckets=_RETURNS
 )
-OWNERS_REFUSED = telemetry.counter("guard_owners_refused_total", "trainers that were refused the device", ("reason",))
+OWNERS_REFUSED = telemetry.counter(
+    "guard_owners_refused_total",
+    "trainers that were refused the device; `reason`: superseded (an older lease), owned (by another run)",
+    ("reason",),
+)
 
 
 class DeviceReturn(Struct, frozen=True, kw_only=True):
@@ -57,6 +64,8 @@ class DeviceTenant(Struct, frozen=True, kw_only=True):
     processes: tuple[BorrowerProcess, ...]
     stepping: bool
     holding: bool  # it has memory that it was to give up
+    boots: bool = False  # the processes are its worker's, as the engine's own are not there yet
+    waits: bool = False  # nor do they have anything of the device
 
 
 class ReturnWatch:
@@ -68,14 +77,14 @@ class ReturnWatch:
     has given everything back. One that was killed has no page any more for a while before that.
 
     Invariant: `_grants` has the newest grant of each loan at the take-back. A worker's report counts as an answer if it
-    follows a later grant. `_met` has the processes of all engines that were seen, until they are gone. Nothing of this
-    outlives the process.
+    follows a later grant. `_met` has the processes of all engines that were seen, until they are gone, and those of a
+    worker whose engine boots, until it says that the engine is there. Nothing of this outlives the process.
     """
 
     def __init__(self, folder: Path, borrowers: BorrowerTable, held: Residency) -> None:
         self._folder, self._borrowers, self._held_at = folder, borrowers, held
         self._grants: dict[Loan, int] = {}
-        self._met: dict[BorrowerProcess, str] = {}  # the workers' names
+        self._met: dict[BorrowerProcess, DeviceTenant] = {}
 
     def taken_back(self) -> None:
         """From now on engines have to give the device back."""
@@ -92,16 +101,19 @@ class ReturnWatch:
     def tenants(self) -> Iterator[DeviceTenant]:
         """All engines of the folder whose processes live."""
         found = list(self._present())
-        there = {process: one.worker_id for one in found for process in one.processes}
+        there = {process: one for one in found for process in one.processes}
+        booted = {loan.worker_id for loan in self._borrowers.all() if loan.hello.slots}
         self._met = {
-            process: name
-            for process, name in (self._met | there).items()
-            if process in there or borrower_processes.alive(process)
+            process: one
+            for process, one in (self._met | {key: one for key, one in there.items() if not one.waits}).items()
+            if (process in there or borrower_processes.alive(process)) and not (one.boots and one.worker_id in booted)
         }
         yield from found
-        for process, name in self._met.items():
+        for process, one in self._met.items():
             if process not in there:
-                yield DeviceTenant(worker_id=name, processes=(process,), stepping=False, holding=self._gives_up())
+                yield DeviceTenant(
+                    worker_id=one.worker_id, processes=(process,), stepping=False, holding=self._gives_up()
+                )
 
     def _present(self) -> Iterator[DeviceTenant]:
         loans = self._borrowers.all()
@@ -119,6 +131,8 @@ class ReturnWatch:
             processes=loan.processes,
             stepping=loan.stepping_since() is not None,
             holding=self._holds(loan),
+            boots=not loan.hello.slots,
+            waits=loan.waits,
         )
 
     def _holds(self, loan: Loan) -> bool:

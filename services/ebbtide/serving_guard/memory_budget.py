@@ -1,10 +1,11 @@
-"""Decides how much memory rollouts may use beside the served engine, and where their weights stay.
+"""Divides memory, not steps, between serving and the borrowers: reads what is free, and asks the rules of `memory`.
 
 Invariant: the KV cache that all borrowers may hold, that of serving and a headroom for serving's growth together never
 exceed the stated limit for the pair. Memory that cannot be read counts as none. Serving's use is computed from the
 tokens inside if its traffic passes the guard, and read from the engine's metrics otherwise. On a GPU the device reports
 its free memory: vLLM never shrinks its KV cache, so only sleep frees memory there. The place of the
-weights is a wish: an engine that cannot fulfil it goes on.
+weights is a wish: an engine that cannot fulfil it goes on. Of several borrowers on a device one moves at a time: what
+is promised to one, or about to be freed by it, is no reason for another to move.
 """
 
 from collections.abc import Callable
@@ -14,7 +15,14 @@ from ebbtide import telemetry
 from ebbtide.errors import InvalidRequest
 from ebbtide.gpu_memory import Device, host_memory, open_device
 from ebbtide.serving_guard.borrowers import UNREADABLE, AllowedMemory
-from ebbtide.serving_guard.governor.memory import NORMAL, DeviceMemory, KvAllowance, KvBudget, ResidencyPlan
+from ebbtide.serving_guard.governor.memory import (
+    NORMAL,
+    DeviceMemory,
+    KvAllowance,
+    KvBudget,
+    ResidencyPlan,
+    waking_pays,
+)
 from ebbtide.types.grants import BorrowerReport, Hello, Residency
 
 log = telemetry.get_logger(__name__)
@@ -28,8 +36,11 @@ _ROOM: Final = 0.1
 class _Borrower:
     def __init__(self, hello: Hello, device: Device | None) -> None:
         self.hello, self.device = hello, device
-        self.report = BorrowerReport()
+        # What its first report will say: without slots the engine is not there yet.
+        self.report = BorrowerReport(residency=Residency.AWAKE if hello.slots else Residency.AWAY)
         self.weights = ResidencyPlan()
+        self.wish = self.report.residency  # as last granted
+        self.rising = False  # it was told to come to the device, and may be on its way
         self.unreadable = False
         self.needs = 0  # bytes of KV cache of one rollout, as last seen while nothing limited them
 
@@ -82,6 +93,7 @@ class MemoryBudget:
         """Take a borrower's report; its KV cache counts at once."""
         if (borrower := self._borrowers.get(worker_id)) is not None:
             borrower.report = report
+            borrower.rising = borrower.rising or (report.moving and not borrower.hello.slots)  # by a former guard
             if self._allowance(now).phase == NORMAL and report.running:
                 borrower.needs = report.kv_bytes_used // report.running
 
@@ -97,7 +109,8 @@ class MemoryBudget:
                 log.warning("memory cannot be read: nothing is granted", worker_id=worker_id, reason=str(error))
             borrower.unreadable = True
             return AllowedMemory(0, UNREADABLE, borrower.report.residency)
-        borrower.unreadable = False
+        borrower.unreadable, borrower.wish = False, at
+        borrower.rising = _rises(borrower, at)
         full = sum(other.hello.kv_bytes for other in self._borrowers.values())
         share = allowance.kv_bytes * borrower.hello.kv_bytes // full if full else 0
         # A device keeps the KV cache as long as the weights: taking it from an awake engine would free nothing.
@@ -123,14 +136,21 @@ class MemoryBudget:
 
     def _residency(self, now: float, borrower: _Borrower, allowance: KvAllowance, idle_s: float) -> Residency:
         report = borrower.report
-        return borrower.weights.decide(
+        memory = self._on_device(borrower) if borrower.device else self._on_host(allowance)
+        at = borrower.weights.decide(
             now,
             at=report.residency,
-            memory=self._on_device(borrower) if borrower.device else self._on_host(allowance),
+            memory=memory,
             idle_s=idle_s,
             wake_host_s=report.wake_host_s,
             wake_away_s=report.wake_away_s,
         )
+        # What it has taken on its way is no reason to turn back; a waking engine does if serving wants the device.
+        wanted = not borrower.hello.slots or waking_pays(
+            report.residency, idle_s=idle_s, wake_host_s=report.wake_host_s, wake_away_s=report.wake_away_s
+        )
+        on = borrower.rising and report.moving and at is report.residency and memory.short <= 0 and wanted
+        return Residency.AWAKE if on else at
 
     def _on_host(self, allowance: KvAllowance) -> DeviceMemory:
         room = int(self.limit * _ROOM)
@@ -142,14 +162,32 @@ class MemoryBudget:
         free, total = device.memory() if device else (0, 0)
         host_free, host_total = self._host()
         reserve, host_reserve = int(total * _RESERVE), int(host_total * _RESERVE)
+        coming, going = self._moving_beside(borrower)
         return DeviceMemory(
-            short=max(0, reserve - free),
-            spare=max(0, free - reserve),
+            short=max(0, reserve - free - going),
+            spare=max(0, free - reserve - coming),
             weights=hello.weights_bytes + hello.kv_bytes,
             host_short=max(0, host_reserve - host_free),
             host_spare=max(0, host_free - host_reserve),
             device=True,
         )
+
+    def _moving_beside(self, borrower: _Borrower) -> tuple[int, int]:
+        """Bytes that other borrowers of its device were told to take, and to give up, and have not yet."""
+        coming = going = 0
+        for other in self._borrowers.values():
+            if other is borrower or other.hello.device != borrower.hello.device:
+                continue
+            needed, awake = other.hello.weights_bytes + other.hello.kv_bytes, other.report.residency is Residency.AWAKE
+            coming += needed if other.rising and not awake else 0
+            going += needed if other.wish is not Residency.AWAKE and awake else 0
+        return coming, going
+
+
+def _rises(borrower: _Borrower, at: Residency) -> bool:
+    """Whether it is on its way to the device with this wish, or goes on in spite of it: a boot does not turn back."""
+    report = borrower.report
+    return report.residency is not Residency.AWAKE and (at is Residency.AWAKE or (borrower.rising and report.moving))
 
 
 def _needed(borrower: _Borrower, full: int) -> int:

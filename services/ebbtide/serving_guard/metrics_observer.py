@@ -24,7 +24,7 @@ from ebbtide import telemetry
 from ebbtide.serving_guard import metrics
 from ebbtide.serving_guard.budget_keeper import BudgetKeeper
 from ebbtide.serving_guard.memory_budget import MemoryBudget
-from ebbtide.serving_guard.request_books import RequestBooks
+from ebbtide.serving_guard.slo_stats import SloStats
 
 log = telemetry.get_logger(__name__)
 
@@ -78,14 +78,14 @@ class MetricsObserver:
         self,
         url: str,
         keeper: BudgetKeeper,
-        books: RequestBooks,
+        stats: SloStats,
         memory: MemoryBudget,
         *,
         interval_s: float,
         borrowed: Callable[[], bool] = lambda: True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._url, self._keeper, self._books, self._memory = url, keeper, books, memory
+        self._url, self._keeper, self._stats, self._memory = url, keeper, stats, memory
         self._interval_s, self._borrowed, self._clock = interval_s, borrowed, clock
         self._last: MetricsSample | None = None
         self._unstarted = 0  # requests inside without a first token
@@ -156,12 +156,12 @@ class MetricsObserver:
         self._record_latencies(last, sample, ended)
 
     def _record_latencies(self, last: MetricsSample, sample: MetricsSample, ended: int) -> None:
-        self._books.finished(ended, max(0, sample.failed - last.failed))
+        self._stats.finished(ended, max(0, sample.failed - last.failed))
         learnt = self._keeper.learnt()
         tpot = next((name for name in _TPOT if name in sample.histograms), _TPOT[0])
         for kind, name, target in (("ttft", _TTFT, learnt.ttft_target_s), ("tpot", tpot, learnt.tpot_target_s)):
             before, after = last.histograms.get(name, {}), sample.histograms.get(name, {})
-            self._books.served(kind, list(between(before, after)), target)
+            self._stats.served(kind, list(between(before, after)), target)
 
     def _fail(self, error: Exception) -> None:
         metrics.OBSERVE_FAILURES.inc()

@@ -14,13 +14,13 @@ from ebbtide.runtime import Shutdown
 from ebbtide.serving_guard import metrics
 from ebbtide.serving_guard.borrowers import AllowedMemory, BorrowerTable, Loan
 from ebbtide.serving_guard.budget_keeper import BudgetKeeper
-from ebbtide.serving_guard.governor.budget_decider import GovernorPanel, Makes
+from ebbtide.serving_guard.governor.budget_decider import Makes, MultiModelGovernor
 from ebbtide.serving_guard.governor.governor import Governor
 from ebbtide.serving_guard.lender import GrantIssuer, Lender
 from ebbtide.serving_guard.memory_budget import MemoryBudget
-from ebbtide.serving_guard.request_books import RequestBooks
 from ebbtide.serving_guard.servicer import LOANS, NoLoans
 from ebbtide.serving_guard.settings import GuardSettings
+from ebbtide.serving_guard.slo_stats import SloStats
 from ebbtide.types.grants import GuardStatus, ModelLatency
 from ebbtide.v1.loans_pb2_grpc import add_LoansServicer_to_server
 
@@ -59,10 +59,10 @@ class ServerLender(Lender):
             serving_kv_mib=settings.serving_kv_mib,
             bytes_per_token=settings.serving_kv_bytes_per_token,
         )
-        self._books = RequestBooks(time.monotonic(), targets)
+        self._stats = SloStats(time.monotonic(), targets)
         borrowers = BorrowerTable(Path(settings.grant_dir), self._memory)
-        panel = GovernorPanel(decides, targets, settings.limits())
-        keeper = BudgetKeeper(panel, borrowers, self._books, model=settings.model)
+        deciders = MultiModelGovernor(decides, targets, settings.limits())
+        keeper = BudgetKeeper(deciders, borrowers, self._stats, model=settings.model)
         issuer = GrantIssuer(borrowers, memory=self._memory_of, forecast=lambda: keeper.learnt().forecast)
         no_loans = (add_LoansServicer_to_server, NoLoans(), LOANS)
         super().__init__(settings, borrowers, keeper, issuer, [no_loans])
@@ -74,18 +74,18 @@ class ServerLender(Lender):
         return self._front.address or super().address
 
     def status(self) -> GuardStatus:
-        now, books, decision, model = time.monotonic(), self._books, self._keeper.decision, self._settings.model
+        now, stats, decision, model = time.monotonic(), self._stats, self._keeper.decision, self._settings.model
         learnt = self._keeper.learnt()
-        ttft, tpot = books.latencies(learnt, model)
+        ttft, tpot = stats.latencies(learnt, model)
         return GuardStatus(
             model=model,
             mode=self._settings.mode,
             state=decision.state,
-            inside=books.inside,
-            waiting=books.waiting,
-            load=books.load(now),
-            requests=books.requests,
-            failed=books.failed,
+            inside=stats.inside,
+            waiting=stats.waiting,
+            load=stats.load(now),
+            requests=stats.requests,
+            failed=stats.failed,
             ttft=ttft,
             tpot=tpot,
             slack_s=decision.slack_s,
@@ -95,16 +95,16 @@ class ServerLender(Lender):
             forecast=learnt.forecast,
             memory_limit=self._memory.limit,
             serving_kv_bytes=self._memory.serving_bytes,
-            uptime_s=now - books.began,
+            uptime_s=now - stats.began,
             models=tuple(self._other_models()),
         )
 
     def _other_models(self) -> Iterator[ModelLatency]:
-        models = self._books.models
+        models = self._stats.models
         main = self._settings.model if self._settings.model in models else ""
         for model in models:
             if model != main:
-                ttft, tpot = self._books.latencies(self._keeper.learnt(model), model)
+                ttft, tpot = self._stats.latencies(self._keeper.learnt(model), model)
                 yield ModelLatency(model=model, ttft=ttft, tpot=tpot)
 
     async def start(self, shutdown: Shutdown) -> None:
@@ -146,7 +146,7 @@ class ServerLender(Lender):
         return MetricsObserver(
             url,
             self._keeper,
-            self._books,
+            self._stats,
             self._memory,
             interval_s=self._settings.observe_ms / 1000,
             borrowed=lambda: bool(self._borrowers.all()),
@@ -155,12 +155,12 @@ class ServerLender(Lender):
     async def _tick(self) -> None:
         while True:
             if self._settings.mode == "proxy":
-                self._memory.tokens_inside(time.monotonic(), self._books.tokens_inside)
+                self._memory.tokens_inside(time.monotonic(), self._stats.tokens_inside)
             self._issuer.send_changes()
             await asyncio.sleep(_TICK_S)
 
     async def _gauges(self) -> None:
         while True:
-            metrics.LOAD.set(self._books.load(time.monotonic()))
+            metrics.LOAD.set(self._stats.load(time.monotonic()))
             metrics.BUDGET_TOKENS.set(self._keeper.decision.budget.tokens)
             await asyncio.sleep(_GAUGES_S)

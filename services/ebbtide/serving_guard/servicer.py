@@ -10,12 +10,11 @@ from typing import Any, Final, NoReturn, TypeAlias
 import grpc
 
 from ebbtide.errors import InvalidRequest, NotReady
-from ebbtide.types.grants import GuardStatus
-from ebbtide.types.loans import DeviceStatus
+from ebbtide.types.grants import DeviceStatus, GuardStatus
 from ebbtide.v1 import grants_pb2, loans_pb2
 from ebbtide.v1.grants_pb2_grpc import GrantsServicer
 from ebbtide.v1.loans_pb2_grpc import LoansServicer
-from ebbtide.wire.record_conversion import to_proto
+from ebbtide.wire import to_proto
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 

@@ -18,32 +18,50 @@ from ebbtide.serving_guard.governor.budget_decider import LatencyTargets, StepLi
 from ebbtide.types.grants import Residency
 from ebbtide.types.parse import parse
 
-TtftMs: TypeAlias = Annotated[float, Meta(ge=0, description="target of the time to the first token; 0: by factor")]
-TpotMs: TypeAlias = Annotated[float, Meta(ge=0, description="target of the time per later token; 0: by factor")]
+TtftMs: TypeAlias = Annotated[
+    float, Meta(ge=0, description="target of the time to first token (TTFT), ms; 0 derives it from ttft_factor")
+]
+TpotMs: TypeAlias = Annotated[
+    float, Meta(ge=0, description="target of the time per output token (TPOT), ms; 0 derives it from tpot_factor")
+]
 TtftFactor: TypeAlias = Annotated[
-    float, Meta(ge=0, description="that target as a factor over the engine's unloaded latency, learnt; 0: 1.6")
+    float, Meta(ge=0, description="TTFT target as a factor over the engine's learnt unloaded latency; 0 stands for 1.6")
 ]
 TpotFactor: TypeAlias = Annotated[
-    float, Meta(ge=0, description="that target as a factor over the engine's unloaded latency, learnt; 0: 1.27")
+    float,
+    Meta(ge=0, description="TPOT target as a factor over the engine's learnt unloaded latency; 0 stands for 1.27"),
 ]
-Percentile: TypeAlias = Annotated[float, Meta(gt=0, le=100, description="percentile of requests that meet both")]
+Percentile: TypeAlias = Annotated[
+    float, Meta(gt=0, le=100, description="percentile of requests that must meet both targets")
+]
 AimTtft: TypeAlias = Annotated[
     float,
-    Meta(ge=0, le=1, description="part of the TTFT target that rollouts may use; 0: none while a request waits for it"),
+    Meta(
+        ge=0,
+        le=1,
+        description="fraction of the TTFT target that rollouts may use; 0 gives them none while a request waits for "
+        "its first token",
+    ),
 ]
 AimTpot: TypeAlias = Annotated[
     float,
     Meta(
         ge=0,
         le=1,
-        description="part of the room between unloaded time per token and target for rollouts; 0: idle time only",
+        description="fraction of the slack between the unloaded time per token and its target that rollouts may use; "
+        "0 gives them idle time only",
     ),
 ]
 AimGap: TypeAlias = Annotated[
-    float, Meta(ge=1, description="longest pause between two tokens beside rollouts, as a multiple of the TPOT target")
+    float,
+    Meta(ge=1, description="maximum pause between two tokens while rollouts run, as a multiple of the TPOT target"),
 ]
 AimSlowed: TypeAlias = Annotated[
-    float, Meta(ge=1, description="most that rollouts slow a request's tokens down, as a multiple of the unloaded time")
+    float,
+    Meta(
+        ge=1,
+        description="maximum slowdown of a request's tokens by rollouts, as a multiple of the unloaded time per token",
+    ),
 ]
 _DEFAULT: Final = LatencyTargets()
 
@@ -101,7 +119,7 @@ def _read_slo(path: Path, model: str, table: Any, default: Slo) -> Slo:
         made = parse(Slo, {**_slo_defaults(default, table), **table})
         made.targets()
     except InvalidRequest as error:
-        raise InvalidRequest(str(error).removeprefix(f"{error.field}: "), field=f"{where}.{error.field}") from None
+        raise InvalidRequest(error.text, field=f"{where}.{error.field}") from None
     return made
 
 
@@ -124,56 +142,73 @@ class ProxySettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """
 
     max_header_bytes: Annotated[
-        int, Meta(ge=1024, description="bytes of a request's target and headers; more: answered with 431")
+        int,
+        Meta(ge=1024, description="maximum bytes of a request's target and headers; larger ones are answered with 431"),
     ] = 64 << 10
-    max_headers: Annotated[int, Meta(ge=8, description="headers of a request; more: answered with 431")] = 128
-    max_body_bytes: Annotated[int, Meta(ge=1024, description="bytes of a request's body; more: answered with 413")] = (
-        256 << 20
+    max_headers: Annotated[int, Meta(ge=8, description="maximum headers of a request; more are answered with 431")] = (
+        128
     )
+    max_body_bytes: Annotated[
+        int, Meta(ge=1024, description="maximum bytes of a request's body; larger ones are answered with 413")
+    ] = 256 << 20
     keep_body_bytes: Annotated[
-        int, Meta(ge=0, description="bytes of an inference request kept to estimate its prompt; longer: streamed on")
+        int,
+        Meta(
+            ge=0,
+            description="bytes of an inference request that are kept to estimate its prompt; longer ones are streamed "
+            "on",
+        ),
     ] = 1 << 20
     buffer_bytes: Annotated[
         int,
         Meta(ge=4096, description="bytes waiting for one slow reader before the engine's answer is read no further"),
     ] = 256 << 10
     max_held_bytes: Annotated[
-        int, Meta(ge=1 << 20, description="bytes held for all clients; beyond, those who hold most are cut")
+        int,
+        Meta(
+            ge=1 << 20, description="maximum bytes held for all clients; beyond it, the clients that hold most are cut"
+        ),
     ] = 512 << 20
     header_timeout_s: Annotated[
-        float, Meta(gt=0, description="seconds from a request's first byte to its headers' end; then 408")
+        float,
+        Meta(
+            gt=0,
+            description="seconds from a request's first byte to the end of its headers; later ones are answered with "
+            "408",
+        ),
     ] = 10.0
     body_timeout_s: Annotated[
-        float, Meta(gt=0, description="seconds in which a body that is not complete brings nothing; then 408")
+        float, Meta(gt=0, description="seconds without a byte of an incomplete body after which the answer is 408")
     ] = 30.0
     min_body_rate: Annotated[
         int,
         Meta(
-            ge=0, description="bytes per second that a body brings on average, after body_timeout_s; 0: any; else 408"
+            ge=0,
+            description="minimum bytes per second of a body on average, after body_timeout_s; slower ones are "
+            "answered with 408; 0 sets no limit",
         ),
     ] = 256
-    idle_timeout_s: Annotated[
-        float, Meta(gt=0, description="seconds for which a connection without a request is kept")
-    ] = 75.0
+    idle_timeout_s: Annotated[float, Meta(gt=0, description="seconds to keep a connection without a request")] = 75.0
     stall_timeout_s: Annotated[
-        float, Meta(gt=0, description="seconds for which a client may leave its answer unread; then it is dropped")
+        float, Meta(gt=0, description="seconds that a client may leave its answer unread before it is dropped")
     ] = 60.0
     max_connections: Annotated[
-        int, Meta(ge=1, description="clients' connections; at the bound the longest idle one makes room")
+        int, Meta(ge=1, description="maximum connections of clients; at the limit the longest idle one is closed")
     ] = 4096
     max_per_client: Annotated[
-        int, Meta(ge=0, description="connections of one client address; 0: no bound, as behind a balancer")
+        int,
+        Meta(ge=0, description="maximum connections of one client address; 0 sets no limit, as behind a load balancer"),
     ] = 2048
     connect_timeout_s: Annotated[float, Meta(gt=0, description="seconds to connect to the engine")] = 5.0
     keep_upstream_s: Annotated[
         float,
-        Meta(ge=0, description="seconds for which an idle connection to the engine is kept; less than the engine does"),
+        Meta(ge=0, description="seconds to keep an idle connection to the engine; less than the engine keeps it"),
     ] = 3.0
     max_hold_s: Annotated[
-        float, Meta(ge=0, description="seconds for which a request may wait for a rollout step to end; 0: never")
+        float, Meta(ge=0, description="maximum seconds that a request waits for a rollout step to end; 0 never waits")
     ] = 0.5
     drain_s: Annotated[
-        float, Meta(ge=0, description="seconds that requests under way have left when the guard is asked to end")
+        float, Meta(ge=0, description="seconds that requests in flight have to finish when the guard is asked to stop")
     ] = 30.0
 
 
@@ -189,18 +224,20 @@ class TrainerDeviceSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fi
     give_up: Annotated[
         Literal["nothing", "cache", "weights"],
         Meta(
-            description="what engines give up while the trainer has the device: keys and values (on a GPU all of its "
-            "memory, with the weights in the host's), or the weights too, which come back from the host's mirror; "
-            "nothing where both fit beside each other"
+            description="what engines release while the trainer has the device: the KV cache (on a GPU all of its "
+            "memory, with the weights moved to the host), or the weights too, which come back from the host's "
+            "mirror; nothing where both fit at the same time"
         ),
     ] = "cache"
     memory_s: Annotated[
-        float, Meta(gt=0, description="how long a worker may take to give up memory before it is killed")
+        float, Meta(gt=0, description="seconds that a worker may take to give up memory before it is killed")
     ] = 60.0
     settle_s: Annotated[
-        float, Meta(ge=0, description="how long a new guard waits for the device's owner before it lends")
+        float, Meta(ge=0, description="seconds that a new guard waits for the device's owner before it lends")
     ] = 5.0
-    silent_s: Annotated[float, Meta(gt=0, description="silence of the owner after which its device is lent")] = 15.0
+    silent_s: Annotated[
+        float, Meta(gt=0, description="seconds of silence of the owner after which its device is lent")
+    ] = 15.0
 
     @property
     def residency(self) -> Residency:
@@ -214,19 +251,19 @@ class GuardSettings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_f
     owner: Annotated[
         Literal["server", "trainer"],
         Meta(
-            description="whose device is lent: a serving engine's, as far as its users leave it idle, or a trainer's "
-            "between its steps"
+            description="owner of the device that is lent: server, whose engine is idle at times, or trainer, between "
+            "its steps"
         ),
     ] = "server"
-    listen: Annotated[str, Meta(description="address of the proxy: host:port (port 0: any free one)")] = (
+    listen: Annotated[str, Meta(description="address of the proxy, host:port; port 0 picks a free port")] = (
         "127.0.0.1:8100"
     )
     upstream: Annotated[str, Meta(description="URL of the serving engine")] = "http://127.0.0.1:8000"
     grant_dir: Annotated[
         str,
         Meta(
-            description="folder shared with the workers beside it, and with a trainer, this user's own: the socket and "
-            "the pages"
+            description="folder shared with the workers of this host, and with a trainer, this user's own: the socket "
+            "and the pages"
         ),
     ]
     mode: Annotated[
@@ -237,7 +274,7 @@ class GuardSettings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_f
         ),
     ] = "proxy"
     model: Annotated[
-        str, Meta(description="name of the served model, for status and slo_file; empty: as requests name it")
+        str, Meta(description="name of the served model, for status and slo_file; by default the name in requests")
     ] = ""
     ttft_ms: TtftMs = 0.0
     tpot_ms: TpotMs = 0.0
@@ -251,34 +288,38 @@ class GuardSettings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_f
     slo_file: Annotated[
         str, Meta(description="TOML file with a table for each served model whose SLO differs; keys as these flags")
     ] = ""
-    step_tokens: Annotated[int, Meta(ge=1, description="tokens of all rollout steps at once, at most")] = 256
-    sequences: Annotated[int, Meta(ge=1, description="rollouts in all rollout steps at once, at most")] = 64
+    step_tokens: Annotated[int, Meta(ge=1, description="maximum tokens of all concurrent rollout steps")] = 256
+    sequences: Annotated[int, Meta(ge=1, description="maximum rollouts of all concurrent rollout steps")] = 64
     hold_ms: Annotated[
-        float, Meta(ge=0, description="how long a request may wait for the rollout step under way, if that pays")
+        float,
+        Meta(ge=0, description="milliseconds that a request may wait for the rollout step in flight, if that pays"),
     ] = 20.0
     memory_limit_mib: Annotated[
-        int, Meta(ge=0, description="memory for both engines' keys and values; 0: none stated")
+        int, Meta(ge=0, description="memory for the KV caches of both engines, MiB; 0 if it is not stated")
     ] = 0
     serving_kv_mib: Annotated[
-        int, Meta(ge=0, description="the part of it that the serving engine's pool takes; 0: unknown")
+        int, Meta(ge=0, description="part of that memory that the serving engine's pool takes, MiB; 0 if it is unknown")
     ] = 0
     serving_kv_bytes_per_token: Annotated[
-        int, Meta(ge=0, description="bytes of keys and values of one served token; 0: unknown")
+        int, Meta(ge=0, description="bytes of KV cache of one served token; 0 if they are unknown")
     ] = 0
     yield_ms: Annotated[
-        int, Meta(ge=10, description="how long after its predicted step a worker may go on before it is stopped")
+        int,
+        Meta(
+            ge=10,
+            description="milliseconds after its predicted step for which a worker may continue before it is stopped",
+        ),
     ] = 250
     kill_s: Annotated[
-        float, Meta(gt=0, description="how long a stopped worker waits for a budget before it is killed")
+        float, Meta(gt=0, description="seconds that a stopped worker waits for a budget before it is killed")
     ] = 10.0
-    max_stops: Annotated[
-        int, Meta(ge=1, description="how often in ten minutes a worker is stopped; then it is killed")
-    ] = 3
+    max_stops: Annotated[int, Meta(ge=1, description="stops within ten minutes after which a worker is killed")] = 3
     observe_ms: Annotated[
-        int, Meta(ge=5, description="mode observe: how often the engine's metrics are read while rollouts run")
+        int,
+        Meta(ge=5, description="mode observe: milliseconds between reads of the engine's metrics while rollouts run"),
     ] = 50
     metrics_url: Annotated[
-        str, Meta(description="mode observe: the engine's metrics; empty: /metrics of the upstream")
+        str, Meta(description="mode observe: URL of the engine's metrics; by default /metrics of the upstream")
     ] = ""
     proxy: ProxySettings = ProxySettings()
     trainer: TrainerDeviceSettings = TrainerDeviceSettings()

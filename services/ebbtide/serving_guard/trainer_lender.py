@@ -13,18 +13,26 @@ from typing import Any, Final
 from ebbtide import telemetry
 from ebbtide.errors import InvalidRequest, NotReady, Superseded
 from ebbtide.gpu_memory import Device, open_device
-from ebbtide.scheduling.elastic.device_ownership import DeviceClaim, DeviceOwnership, OwnerLease
 from ebbtide.serving_guard.borrowers import AllowedMemory, BorrowerTable, Loan
+from ebbtide.serving_guard.device_ownership import DeviceClaim, DeviceOwnership, OwnerLease
 from ebbtide.serving_guard.lender import GrantIssuer, LeaseRecord, Lender, await_news, first_message
 from ebbtide.serving_guard.loan_keeper import OWNERS_REFUSED, LoanKeeper, ReturnWatch
 from ebbtide.serving_guard.servicer import LOANS, LoanServicer
 from ebbtide.serving_guard.settings import GuardSettings
-from ebbtide.types.grants import BorrowerReport, GuardStatus, Hello, Residency
+from ebbtide.types.grants import (
+    LOANS_VERSION,
+    BorrowerReport,
+    DeviceStatus,
+    GuardStatus,
+    Hello,
+    LoanState,
+    OwnerWish,
+    Residency,
+)
 from ebbtide.types.ids import check_id
-from ebbtide.types.loans import LOANS_VERSION, DeviceStatus, LoanState, OwnerWish
 from ebbtide.v1 import loans_pb2 as pb
 from ebbtide.v1.loans_pb2_grpc import add_LoansServicer_to_server
-from ebbtide.wire.record_conversion import from_proto, to_proto
+from ebbtide.wire import from_proto, to_proto
 
 log = telemetry.get_logger(__name__)
 
@@ -189,19 +197,24 @@ _TELL_S: Final = 30.0
 class _Borrowing:
     def __init__(self, hello: Hello, device: Device | None) -> None:
         self.hello, self.device = hello, device
-        self.residency = Residency.AWAKE
+        self.residency = Residency.AWAKE if hello.slots else Residency.AWAY  # as its first report will say
+        self.moving = False
+        self.rising = False  # it was told to come to the device, and may be on its way
         self.told_at = float("-inf")
 
 
 class PhasedMemory:
     """Says how much memory engines may use: all of theirs while the device is lent, and what the settings leave them
     while the trainer has it. `lent()`: whether engines have the device now. `held`: where weights are to be while they
-    have not.
+    have not. An engine that is not booted yet has nothing there, and boots while the device is lent, whatever `held`
+    is.
 
     An engine on a GPU comes back once the device has room for it: the trainer may still be moving its own memory away,
-    or have kept it. Until then its grants leave the weights where they are, so that it does not fail on its way.
+    or have kept it. Until then its grants leave the weights where they are, so that it does not fail on its way. What
+    another engine was told to take, or takes, is no room for it.
 
-    Invariant: the wish in a grant follows the present state of the device. Memory that cannot be read counts as none.
+    Invariant: the wish in a grant follows the present state of the device, but what an engine on its way has taken
+    already does not turn it back. Memory that cannot be read counts as none.
     """
 
     def __init__(
@@ -216,16 +229,21 @@ class PhasedMemory:
         self._borrowers: dict[str, _Borrowing] = {}
 
     def joined(self, worker_id: str, hello: Hello) -> None:
-        """Raises `InvalidRequest` for an engine whose device cannot be read, if it is to give memory up."""
-        reads = hello.device and self._held_at is not Residency.AWAKE
+        """Raises `InvalidRequest` for an engine whose device cannot be read, if it is to give memory up, or to boot."""
+        reads = hello.device and (self._held_at is not Residency.AWAKE or not hello.slots)
         self._borrowers[worker_id] = _Borrowing(hello, self._open(hello.device) if reads else None)
 
     def left(self, worker_id: str) -> None:
         self._borrowers.pop(worker_id, None)
 
     def reported(self, now: float, worker_id: str, report: BorrowerReport) -> None:  # noqa: ARG002 - the interface
+        """Raises `InvalidRequest` for an engine that is still to boot on a device that cannot be read."""
         if (borrower := self._borrowers.get(worker_id)) is not None:
-            borrower.residency = report.residency
+            borrower.residency, borrower.moving = report.residency, report.moving
+            boots = report.moving and not borrower.hello.slots  # maybe permitted by a former guard
+            borrower.rising = (borrower.rising or boots) and report.residency is not Residency.AWAKE
+            if borrower.device is None and borrower.hello.device and report.residency is not Residency.AWAKE:
+                borrower.device = self._open(borrower.hello.device)
 
     def engine_bytes(self) -> int:
         """Of one device that the largest engine on a GPU needs to come back; 0: there is none, or none gives up."""
@@ -234,20 +252,29 @@ class PhasedMemory:
     def allowed(self, loan: Loan) -> AllowedMemory:
         """The memory in a borrower's next grant."""
         phase = _LENT if self._lent() else _HELD
-        if self._held_at is Residency.AWAKE:
+        borrower = self._borrowers.get(loan.worker_id)
+        at = borrower.residency if borrower is not None else Residency.AWAKE
+        if self._held_at is Residency.AWAKE and at is Residency.AWAKE:
             return AllowedMemory(loan.hello.kv_bytes, phase, Residency.AWAKE)
         if phase is _HELD:
-            return AllowedMemory(0, _HELD, self._held_at)
-        borrower = self._borrowers.get(loan.worker_id)
-        if borrower is not None and not self._fits(borrower):
-            return AllowedMemory(0, _CROWDED, borrower.residency)
+            if borrower is not None:
+                borrower.rising = borrower.rising and borrower.moving  # a boot does not turn back
+            return AllowedMemory(0, _HELD, max(at, self._held_at))
+        if borrower is not None:
+            borrower.rising = (borrower.rising and borrower.moving) or (
+                at is not Residency.AWAKE and self._fits(borrower)
+            )
+            if at is not Residency.AWAKE and not borrower.rising:
+                return AllowedMemory(0, _CROWDED, at)
         return AllowedMemory(loan.hello.kv_bytes, _LENT, Residency.AWAKE)
 
     def _fits(self, borrower: _Borrowing) -> bool:
-        """Whether the engine has its memory, or the device has room for it."""
-        if borrower.device is None or borrower.residency is Residency.AWAKE:
+        """Whether the device has room for the engine, and for those that are on their way there."""
+        if borrower.device is None:
             return True
+        beside = [one for one in self._borrowers.values() if one is not borrower and one.rising]
         needed, free, total = _needed(borrower.hello), 0, 0
+        needed += sum(_needed(one.hello) for one in beside if one.hello.device == borrower.hello.device)
         try:
             free, total = borrower.device.memory()
         except Exception as error:  # noqa: BLE001 - whatever fails in NVML, the trainer goes on

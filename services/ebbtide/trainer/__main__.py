@@ -3,36 +3,38 @@
 import asyncio
 import os
 import sys
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, MutableMapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from ebbtide.claimed_runs.run_loop import RankLost
-from ebbtide.client import Client, Lease
 from ebbtide.errors import InvalidRequest
 from ebbtide.runtime import Shutdown, race, run
 from ebbtide.settings import load
-from ebbtide.trainer.ranks.rank_place import RankPlace, place_of
+from ebbtide.trainer.ranks.rank_launcher import RankLost, RankPlace, place_of
 from ebbtide.trainer.settings import TrainerSettings
 
 if TYPE_CHECKING:
+    from ebbtide.client import Client, Lease
     from ebbtide.trainer.lending.shared_loan import LendingRanks
-    from ebbtide.trainer.ranks.rank_board import RankBoard
     from ebbtide.trainer.ranks.rank_group import RankGroup
-    from ebbtide.trainer.ranks.rank_world import RankWorld
+    from ebbtide.trainer.ranks.rank_world import RankBoard, RankWorld
+
+
+#: torch's settings of its allocator: the present name and the former one.
+_ALLOCATOR: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train runs, one after another, and publish their policy versions."""
     argv = sys.argv[1:] if argv is None else argv
-    settings = load(TrainerSettings, prog="ebbtide trainer", argv=argv, description=main.__doc__ or "")
+    settings = load(TrainerSettings, prog="ebbtide serve trainer", argv=argv, description=main.__doc__ or "")
     try:
         place = place_of(os.environ, settings.ranks)
         settings.check_generate()
     except InvalidRequest as error:
-        raise SystemExit(f"ebbtide trainer: {error}") from None
+        raise SystemExit(f"ebbtide serve trainer: {error}") from None
     quiet = msgspec.structs.replace(settings, metrics_port=-1, ready_file="")  # rank 0 reports for all
     if place is None and settings.ranks > 1 and "WORLD_SIZE" not in os.environ:
         from ebbtide.trainer.ranks.rank_launcher import launch
@@ -46,6 +48,7 @@ async def serve(settings: TrainerSettings, shutdown: Shutdown, place: RankPlace 
     from ebbtide.trainer.learning.torch_threads import limit_threads
 
     limit_threads(settings.threads)  # before anything imports torch
+    _grow_segments(os.environ)
 
     from ebbtide.trainer.learning.local_learning import choose_device
 
@@ -53,13 +56,18 @@ async def serve(settings: TrainerSettings, shutdown: Shutdown, place: RankPlace 
     await (_work(settings, shutdown, None) if place is None else _together(settings, shutdown, place, device))
 
 
+def _grow_segments(environ: MutableMapping[str, str]) -> None:
+    """Lets CUDA's allocator grow its segments, unless the user chose: micro-batches differ in size, and the holes that
+    they leave in fixed ones are lost to the next. torch reads this when it is loaded."""
+    if not any(name in environ for name in _ALLOCATOR):
+        environ[_ALLOCATOR[0]] = "expandable_segments:True"
+
+
 async def _together(settings: TrainerSettings, shutdown: Shutdown, place: RankPlace, device: str) -> None:
-    from ebbtide.trainer.lending.lending_places import tell_places
-    from ebbtide.trainer.lending.shared_loan import LendingRanks
-    from ebbtide.trainer.ranks.rank_board import RankBoard
+    from ebbtide.trainer.lending.shared_loan import LendingRanks, tell_places
+    from ebbtide.trainer.ranks.rank_faults import noting_faults
     from ebbtide.trainer.ranks.rank_group import RankGroup
-    from ebbtide.trainer.ranks.rank_pulse import RankPulse
-    from ebbtide.trainer.ranks.rank_world import RankWorld
+    from ebbtide.trainer.ranks.rank_world import RankBoard, RankPulse, RankWorld
 
     world = await asyncio.to_thread(RankWorld, place, device)
     loop = asyncio.get_running_loop()
@@ -71,7 +79,8 @@ async def _together(settings: TrainerSettings, shutdown: Shutdown, place: RankPl
     board = RankBoard()
     leaders = await tell_places(board, place.rank, place.size, settings.grant_dir)
     if place.rank:
-        await _follow(world, settings, shutdown, board if place.rank in leaders else None)
+        following = _follow(world, settings, shutdown, board if place.rank in leaders else None)
+        await noting_faults(following, RankBoard())
     else:
         crew = await asyncio.to_thread(RankGroup, world)
         lending = LendingRanks(board, leaders) if len(leaders) > 1 else None
@@ -85,7 +94,7 @@ async def _together(settings: TrainerSettings, shutdown: Shutdown, place: RankPl
 
 async def _follow(world: "RankWorld", settings: TrainerSettings, shutdown: Shutdown, board: "RankBoard | None") -> None:
     """Follows rank 0. `board`: this rank speaks for its host's guard, too."""
-    from ebbtide.trainer.lending.loan_follower import LoanFollower
+    from ebbtide.trainer.lending.shared_loan import LoanFollower
     from ebbtide.trainer.ranks.rank_group import follow
 
     works = [follow(world, settings, shutdown)]
@@ -100,13 +109,20 @@ async def _work(
     crew: "RankGroup | None",
     lending: "LendingRanks | None" = None,
 ) -> None:
-    from ebbtide.claimed_runs import run_loop
+    from ebbtide import run_client
     from ebbtide.trainer.service import train
 
-    def work(client: Client, lease: Lease) -> Coroutine[None, None, None]:
-        return train(client, lease, settings, crew, lending)
+    def work(client: "Client", lease: "Lease") -> Coroutine[None, None, None]:
+        training = train(client, lease, settings, crew, lending)
+        if crew is None:
+            return training
 
-    await run_loop.serve(settings, shutdown, "trainer", work)
+        from ebbtide.trainer.ranks.rank_faults import failing_together
+        from ebbtide.trainer.ranks.rank_world import RankBoard
+
+        return failing_together(training, lease, RankBoard())
+
+    await run_client.serve(settings, shutdown, "trainer", work)
 
 
 if __name__ == "__main__":

@@ -4,15 +4,19 @@ import asyncio
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from ebbtide.claimed_runs.run_loop import check_listed, check_permitted
 from ebbtide.client import Client, Lease
 from ebbtide.errors import InvalidRequest, PermissionDenied
+from ebbtide.run_settings import check_listed, check_permitted
+from ebbtide.telemetry import get_logger
 from ebbtide.trainer.settings import TrainerSettings
-from ebbtide.types.run import GRPO, RunSpec
+from ebbtide.types.ids import new_fence
+from ebbtide.types.run import GRPO, RunEvent, RunSpec
 
 if TYPE_CHECKING:
     from ebbtide.trainer.lending.shared_loan import LendingRanks
     from ebbtide.trainer.ranks.rank_group import RankGroup
+
+log = get_logger(__name__)
 
 
 async def train(
@@ -34,7 +38,19 @@ async def train(
         return
     from ebbtide.trainer.training import train_run
 
+    await _warn_of_memory(lease, settings, crew)
     await train_run(client, lease, settings, crew, lending)
+
+
+async def _warn_of_memory(lease: Lease, settings: TrainerSettings, crew: "RankGroup | None") -> None:
+    """Reports a warning if the run will hardly fit into the GPUs. Raises `InvalidRequest` if it cannot."""
+    from ebbtide.trainer.memory_estimate import check_memory
+
+    ranks, spec = crew.world.size if crew is not None else 1, lease.run.spec
+    warning = await asyncio.to_thread(check_memory, spec, settings, ranks=ranks, longest=spec.sampling.max_tokens)
+    if warning:
+        log.warning("the run will hardly fit", reason=warning)
+        await lease.report([RunEvent(kind="warning", key=new_fence(), message=warning)])
 
 
 def check_trainable(spec: RunSpec, settings: TrainerSettings) -> None:

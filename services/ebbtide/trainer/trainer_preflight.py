@@ -1,8 +1,8 @@
 """Checks a run's model, trainer and environment before submit: `python -m ebbtide.trainer.trainer_preflight SPEC.json`.
 
 It runs as a process of its own, as the command line may be installed without the trainer. What runs may name it reads
-where a trainer started here would. Exit status 0: accepted; 2: refused, with {"field", "message"} as JSON on stdout; 3:
-the trainer is not installed.
+where a trainer started here would. Exit status 0: accepted, perhaps with {"warning"} as JSON on stdout; 2: refused,
+with {"field", "message"}; 3: the trainer is not installed.
 """
 
 import json
@@ -12,41 +12,53 @@ from pathlib import Path
 
 import msgspec
 
-from ebbtide.claimed_runs.model_directory import check_model_directory
-from ebbtide.claimed_runs.run_loop import load_conversations
 from ebbtide.client.client import read_spec
 from ebbtide.environments import Message
 from ebbtide.errors import InvalidRequest
+from ebbtide.run_client import check_model_directory, load_conversations
 from ebbtide.settings import read
+from ebbtide.trainer.memory_estimate import check_memory
 from ebbtide.trainer.service import check_trainable, load_trainer
 from ebbtide.trainer.settings import TrainerSettings
 from ebbtide.types.run import RunSpec
 
 
-def check(spec: RunSpec, settings: TrainerSettings) -> None:
-    """Raises `InvalidRequest` naming the spec's field. Of an external run it checks only the model."""
+def check(spec: RunSpec, settings: TrainerSettings) -> str:
+    """Returns a warning, or nothing. Raises `InvalidRequest` naming the spec's field. Of an external run it checks only
+    the model."""
     from ebbtide.environments import load_source
     from ebbtide.environments.session_verifiers import load_verifier
 
     check_model_directory(Path(spec.model))
     if spec.external:
-        return
+        return ""
     check_trainable(spec, settings)
     if not spec.built_in:
         load_trainer(spec.trainer.name)
     if spec.from_agents:
         for verifier in spec.environment.verifiers.values():
             load_verifier(verifier)
-        return
+        return _memory_warning(spec, settings, spec.sampling.max_tokens)
     source = load_source(spec.environment.name, spec.environment.params, spec.seed)
     opening = source.make("train", 0).reset()
     if spec.evaluation.problems:
         source.make("eval", spec.evaluation.problems - 1)
-    _check_room(spec, opening)
+    longest = _check_room(spec, opening)
+    return _memory_warning(spec, settings, longest)
 
 
-def _check_room(spec: RunSpec, opening: Sequence[Message]) -> None:
-    """Raises `InvalidRequest` if prompt and response exceed the run's context, or this the model's."""
+def _memory_warning(spec: RunSpec, settings: TrainerSettings, longest: int) -> str:
+    """Says if the run does not fit into this host's GPUs. The trainer may have others, or more ranks, and refuses for
+    itself."""
+    try:
+        return check_memory(spec, settings, ranks=settings.ranks, longest=longest)
+    except InvalidRequest as error:
+        return f"a trainer that was started here would refuse the run: {error}"
+
+
+def _check_room(spec: RunSpec, opening: Sequence[Message]) -> int:
+    """Returns the tokens of prompt and response. Raises `InvalidRequest` if they exceed the run's context, or this the
+    model's."""
     conversations = load_conversations(spec.model)
     if 0 < conversations.context < spec.max_model_len:
         raise InvalidRequest(
@@ -57,15 +69,16 @@ def _check_room(spec: RunSpec, opening: Sequence[Message]) -> None:
     if 0 < context < prompt + wanted:
         whose = "run's max_model_len" if spec.max_model_len else "model's context"
         raise InvalidRequest(
-            f"{wanted} tokens do not fit behind a prompt of {prompt} into the {whose} of {context}; at most "
+            f"{wanted} tokens do not fit after a prompt of {prompt} into the {whose} of {context}; at most "
             f"{context - prompt} do",
             field="sampling.max_tokens",
         )
+    return prompt + wanted
 
 
 def _settings() -> TrainerSettings:
     """Reads the trainer's settings. Relative roots are left out: they lie in the trainer's working directory."""
-    settings = read(TrainerSettings, prog="ebbtide trainer", argv=[])
+    settings = read(TrainerSettings, prog="ebbtide serve trainer", argv=[])
     roots = {
         name: tuple(root for root in getattr(settings, name) if Path(root).is_absolute()) or ("/",)
         for name in ("model_roots", "output_roots")
@@ -76,12 +89,14 @@ def _settings() -> TrainerSettings:
 def main(argv: Sequence[str] | None = None) -> None:
     (path,) = sys.argv[1:] if argv is None else argv
     try:
-        check(read_spec(json.loads(Path(path).read_text())), _settings())
+        warning = check(read_spec(json.loads(Path(path).read_text())), _settings())
     except InvalidRequest as error:
-        print(json.dumps({"field": error.field, "message": str(error)}))  # noqa: T201 - the answer
+        print(json.dumps({"field": error.field, "message": error.text}))  # noqa: T201 - the answer
         sys.exit(2)
     except ModuleNotFoundError:
         sys.exit(3)
+    if warning:
+        print(json.dumps({"warning": warning}))  # noqa: T201 - the answer
 
 
 if __name__ == "__main__":

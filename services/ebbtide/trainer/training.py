@@ -13,37 +13,35 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Any, Final, ParamSpec, TypeVar
 
-from ebbtide.claimed_runs.run_loop import CHECKPOINT, RunFollower
 from ebbtide.client import Client, Lease
 from ebbtide.client.publisher.publisher import Publishing, PublishReport
 from ebbtide.errors import AlreadyExists
-from ebbtide.runtime import race
+from ebbtide.run_client import CHECKPOINT, RunFollower
+from ebbtide.runtime import Aside, race
 from ebbtide.telemetry import counter, gauge, get_logger
 from ebbtide.trainer import training_checkpoint
 from ebbtide.trainer.collectors import SessionCollector, TrajectoryCollector
-from ebbtide.trainer.device_loan import DeviceLoan, OwnDevice, TrainingDevice
 from ebbtide.trainer.learning.local_learning import LocalLearning, choose_device
-from ebbtide.trainer.lending.device_window import DeviceWindow
-from ebbtide.trainer.lending.memory_loan import MemoryLoan
-from ebbtide.trainer.lending.own_window import OwnWindow, TrainingWindow
+from ebbtide.trainer.lending.device_loan import DeviceLoan, MemoryLoan, OwnDevice, ReportedDevice, TrainingDevice
+from ebbtide.trainer.lending.device_window import DeviceWindow, OwnWindow, TrainingWindow
 from ebbtide.trainer.lending.shared_loan import LendingRanks, SharedLoan
 from ebbtide.trainer.ranks.rank_group import RankGroup, RankZeroLearning
-from ebbtide.trainer.reported_device import ReportedDevice
 from ebbtide.trainer.settings import TrainerSettings
-from ebbtide.trainer.training_checkpoint import CheckpointError, TrainingState
+from ebbtide.trainer.training_checkpoint import CheckpointError, Store, TrainingState
 from ebbtide.types.ids import new_fence
 from ebbtide.types.run import RunEvent
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 TRAIN: Final = "train"
 _PHASES: Final = ("wait", TRAIN, "publish", "checkpoint")
 
-_seconds = counter("trainer_seconds_total", "Where the trainer's time went", ("phase",))
+_seconds = counter("trainer_seconds_total", "where the trainer's time went, by phase", ("phase",))
 
 
 class StepClock:
@@ -91,14 +89,34 @@ log = get_logger(__name__)
 _STARVED_S: Final = 20.0
 #: Share of the quota in use from which an early checkpoint frees consumed trajectories.
 _FULL: Final = 0.5
+#: Time for a checkpoint that is being written when the training ends, so that a restart resumes from it. `ebbtide up`
+#: kills its programs after 10 s.
+_WRITE_S: Final = 5.0
 #: More open groups than a run can have.
 _ALL_GROUPS: Final = 1 << 30
 
-_steps = counter("trainer_steps_total", "Optimiser steps taken")
-_tokens = counter("trainer_tokens_total", "Sampled tokens trained on")
-_overlapped = counter("trainer_overlapped_seconds_total", "Training before the last group of its step was there")
-_streamed = counter("trainer_streamed_groups_total", "Groups whose gradient was added on its own, or with some others")
-_reward = gauge("trainer_reward", "Mean reward of the last step")
+_steps = counter("trainer_steps_total", "optimiser steps taken")
+_tokens = counter("trainer_tokens_total", "sampled tokens trained on")
+_overlapped = counter(
+    "trainer_overlapped_seconds_total",
+    "training before the last group of its step was complete; only with `trainer.streaming`",
+)
+_streamed = counter(
+    "trainer_streamed_groups_total",
+    "groups whose gradient was added as they became complete; only with `trainer.streaming`",
+)
+_reward = gauge("trainer_reward", "mean reward of the last step")
+
+
+@cache
+def _thread() -> Aside:
+    return Aside("learning")
+
+
+async def _compute(work: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
+    """Computes in one thread for all runs of the process: before a run loads its model, the step of a cancelled one is
+    over, and its memory is free."""
+    return await _thread().do(partial(work, *args, **named))
 
 
 @dataclass
@@ -128,10 +146,13 @@ async def train_run(
     async def work() -> None:
         await device.take_back()  # the model's weights need its memory
         learning, collector, resumed = await TrainingStart(lease, settings, crew, following, lineage).begin()
-        left = partial(lease.work_left, groups=_ALL_GROUPS)
+        left = partial(lease.remaining_work, groups=_ALL_GROUPS)
         memory = MemoryLoan(device, learning, left) if reported and learning.on_gpu else None
         training = Training(client, lease, settings, following, lineage, learning, collector, memory or device)
-        await race(training.run(resumed), *([memory.run()] if memory else []))
+        try:
+            await race(training.run(resumed), *([memory.run()] if memory else []))
+        finally:  # several ranks do not wait: one may be gone, and its part of the checkpoint with it
+            await training.close(_WRITE_S if crew is None else 0.0)
 
     await race(following.run(), work(), *([loan.run(), reported.run()] if loan and reported else []))
 
@@ -172,12 +193,15 @@ class Training:
             self._window = DeviceWindow(lease, following, collector, device, self._relieve, fixed_s=settings.window_s)
         self._spec = lease.run.spec
         self._trained: _Trained | None = None
+        self._writer = Aside("checkpoint")
+        self._tasks = asyncio.TaskGroup()  # beside the steps: of one `run`
+        self._storing: asyncio.Task[None] | None = None  # makes a checkpoint durable
 
     async def run(self, resumed: list[RunEvent]) -> None:
         """Reports `resumed`, then trains until cancelled: the driver ends the run."""
         await self._commit(resumed)
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._read())
+        async with self._tasks:
+            self._tasks.create_task(self._read())
             while (publishing := await self._publish()) is not None:
                 try:
                     self._following.announced(await publishing)
@@ -185,7 +209,8 @@ class Training:
                     log.warning("taking the next number", reason=str(error))
             await self._window.open()
             while self._collector.step < self._spec.trainer.steps:
-                await self._step(tasks)
+                await self._step()
+            await self._stored()
             # The driver evaluates the last version and ends the run. Late trajectories are dropped and committed.
             while True:
                 await self._following.until(lambda: bool(self._collector.uncommitted))
@@ -196,7 +221,7 @@ class Training:
             self._collector.add(trajectory)
             await self._following.notify()
 
-    async def _step(self, tasks: asyncio.TaskGroup) -> None:
+    async def _step(self) -> None:
         step, clock = self._collector.step, StepClock()
         training = self._train_streamed if self._spec.trainer.streaming else self._train_whole
         values = await training(step, clock)
@@ -207,7 +232,7 @@ class Training:
             await clock.measure("publish", self._announced(trained))
             await self._checkpoint(trained)
         else:
-            trained.told = tasks.create_task(self._tell(trained))
+            trained.told = self._tasks.create_task(self._tell(trained))
             self._trained = trained
         _steps.inc()
         _overlapped.inc(clock.overlapped_s())
@@ -222,7 +247,7 @@ class Training:
         await self._settle_before(clock)
         trajectories = self._collector.take(self._following.steps)
         steps, version = dict(self._following.steps), self._version(step)
-        training = asyncio.to_thread(self._learning.step, trajectories, step=step, steps=steps, version=version)
+        training = _compute(self._learning.step, trajectories, step=step, steps=steps, version=version)
         values = await clock.measure(TRAIN, training)
         window = self._window.trained(trajectories, learning_s=clock.learning_s())
         return values | window
@@ -242,13 +267,13 @@ class Training:
                 await self._settle_before(clock)
                 count, version = collector.new_groups(), self._version(step)
                 groups = collector.hand_out(following.steps)
-                await clock.measure(TRAIN, asyncio.to_thread(learning.add_groups, groups, step=step, version=version))
+                await clock.measure(TRAIN, _compute(learning.add_groups, groups, step=step, version=version))
                 _streamed.inc(count)
             clock.whole()
         finally:
             whole.cancel()
         trajectories, steps = collector.take(following.steps), dict(following.steps)
-        finishing = asyncio.to_thread(learning.finish_step, trajectories, step=step, steps=steps)
+        finishing = _compute(learning.finish_step, trajectories, step=step, steps=steps)
         values = await clock.measure(TRAIN, finishing)
         window = self._window.trained(trajectories, learning_s=clock.learning_s())
         return values | window
@@ -305,12 +330,14 @@ class Training:
 
     async def _relieve(self) -> None:
         """Takes a checkpoint if the quota has no room for the missing trajectories: it frees consumed ones."""
+        await self._stored()
         if self._collector.uncommitted:
             run = await self._client.run(self._lease.run_id)
             if run.counters.get("bytes", 0) > _FULL * self._spec.quota_bytes:
                 log.warning("checkpointing early: the run's quota_bytes is small for checkpoint_every")
                 await self._settle()
                 await self._checkpoint(None)
+                await self._stored()
 
     async def _publish(self) -> Publishing | None:
         """Starts to publish the weights unless their step's were announced before. They may change afterwards."""
@@ -318,7 +345,7 @@ class Training:
         if step in self._following.versions:
             return None
         parent = self._following.versions.get(step - 1, 0)
-        if (exchange := await asyncio.to_thread(self._learning.exchange)) is not None:
+        if (exchange := await _compute(self._learning.exchange)) is not None:
             self._lease.publisher(exchange)
         return await self._lease.publishing(self._learning.tensors(), step=step, parent=parent)
 
@@ -328,8 +355,13 @@ class Training:
             trained.values |= publish_values(trained.publishing.report)
 
     async def _checkpoint(self, trained: _Trained | None) -> None:
-        """Makes the training durable, then lets the coordinator count and delete its trajectories."""
+        """Copies the training, reports the step, and begins to make the copy durable beside the next steps.
+
+        A checkpoint waits for the one before: there is one copy at most, and outcomes are committed in their order.
+        """
         collector, step = self._collector, self._collector.step
+        clock = StepClock() if trained is None else trained.clock
+        await clock.measure("checkpoint", self._stored())
         events = [] if trained is None else [self._event(trained)]
         state = TrainingState(
             run_id=self._lease.run_id,
@@ -341,10 +373,15 @@ class Training:
             reports=tuple(events),
         )
         keep = self._settings.keep_checkpoints
-        clock = StepClock() if trained is None else trained.clock
-        path = await clock.measure(
-            "checkpoint", asyncio.to_thread(self._learning.checkpoint, checkpoints_of(self._lease), state, keep=keep)
-        )
+        copying = _compute(self._learning.begin_checkpoint, checkpoints_of(self._lease), state, keep=keep)
+        store = await clock.measure("checkpoint", copying)
+        self._storing = self._tasks.create_task(self._store(store, step, len(state.consumed)))
+        if trained is not None:
+            await self._lease.report([self._event(trained)])
+
+    async def _store(self, store: Store, step: int, count: int) -> None:
+        """Makes a checkpoint durable, then lets the coordinator count and delete the trajectories that it holds."""
+        path = await self._writer.do(store)
         saved = RunEvent(
             kind=CHECKPOINT,
             key=f"{self._lineage}.{step}",
@@ -352,8 +389,13 @@ class Training:
             values={"step": float(step)},
             labels={"path": str(path.resolve())},
         )
-        events = [] if trained is None else [self._event(trained)]
-        await self._commit([*events, saved], count=len(state.consumed))
+        await self._commit([saved], count=count)
+
+    async def _stored(self) -> None:
+        """Waits until the checkpoint that is being written is durable, and its trajectories committed."""
+        if self._storing is not None:
+            await self._storing
+            self._storing = None
 
     async def _commit(self, events: list[RunEvent], *, count: int | None = None) -> None:
         """Reports, then commits the first `count` outcomes (default: all): after the last commit the run may end."""
@@ -361,6 +403,10 @@ class Training:
         await self._lease.report(events)
         await self._lease.commit(outcomes)
         self._collector.committed(len(outcomes))
+
+    async def close(self, timeout_s: float) -> None:
+        """Waits at most `timeout_s` for a checkpoint that is being written. The training must be over."""
+        await self._writer.close(timeout_s)
 
     def _event(self, trained: _Trained) -> RunEvent:
         """Makes the step's event; `step` counts the optimiser steps in the new weights, as their version does."""
@@ -434,24 +480,24 @@ class TrainingStart:
         """
         while True:
             found = await asyncio.to_thread(training_checkpoint.prepare, self._folder)
-            source = found or Path(self._spec.model)
             try:
-                learning = await asyncio.to_thread(self._learn, source)
-                if found is None:
-                    return learning, None
-                state = await asyncio.to_thread(learning.resume, found, run_id=self._lease.run_id)
+                return await self._read(found)
             except Exception:
                 if found is None or training_checkpoint.latest(self._folder) == found:
                     raise
-            else:
-                return learning, state
+
+    async def _read(self, found: Path | None) -> tuple[LocalLearning, TrainingState | None]:
+        learning = await _compute(self._learn, found or Path(self._spec.model))
+        if found is None:
+            return learning, None
+        return learning, await _compute(learning.resume, found, run_id=self._lease.run_id)
 
     def _learn(self, source: Path) -> LocalLearning:
-        keep = self._settings.keep_published
+        kept: dict[str, Any] = {"keep_published": self._settings.keep_published, "offload": self._settings.offload}
         if self._crew is None:
             device = choose_device(self._settings.device)
-            return LocalLearning(self._spec, source=source, device=device, keep_published=keep)
-        return RankZeroLearning(self._crew, self._spec, run_id=self._lease.run_id, source=source, keep_published=keep)
+            return LocalLearning(self._spec, source=source, device=device, **kept)
+        return RankZeroLearning(self._crew, self._spec, run_id=self._lease.run_id, source=source, **kept)
 
     def _check_lineage(self, state: TrainingState | None) -> None:
         """Raises `CheckpointError` if the checkpoint is not this run's, or not its newest."""

@@ -10,7 +10,7 @@ from ebbtide.weight_relay.settings import RelaySettings
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Serve policy versions until told to end."""
-    settings = load(RelaySettings, prog="ebbtide weight-relay", argv=argv, description=main.__doc__ or "")
+    settings = load(RelaySettings, prog="ebbtide serve weight-relay", argv=argv, description=main.__doc__ or "")
     run(lambda shutdown: serve(settings, shutdown), "weight-relay", settings)
 
 

@@ -16,7 +16,7 @@ from ebbtide.settings import load
 if TYPE_CHECKING:
     from ebbtide.types.weights import Patch
     from ebbtide.weight_relay.static_copy import StaticVersion
-    from ebbtide.weight_relay.upstream import Upstream
+    from ebbtide.weight_relay.subscription import Upstream
 
 
 #: Makes what is entered while the relay is waited for.
@@ -28,29 +28,30 @@ _MOST: Final = 1024
 class ExportSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The settings of an export."""
 
-    run: Annotated[str, Meta(description="run whose version it is")]
-    folder: Annotated[str, Meta(description="directory of the copy, of one policy of one run; it is made")]
+    run: Annotated[str, Meta(description="run whose policy version is exported")]
+    folder: Annotated[str, Meta(description="folder of the copy, of one policy of one run; created if missing")]
     relay: Annotated[str, Meta(description="address of the weight-relay")] = "127.0.0.1:7610"
     policy: Annotated[str, Meta(description="policy of the run")] = "policy"
-    version: Annotated[int, Meta(ge=0, description="version; 0: the newest")] = 0
-    dense: Annotated[bool, Meta(description="with all dense tiles, for those who hold no earlier version")] = True
+    version: Annotated[int, Meta(ge=0, description="version to export; 0 takes the newest")] = 0
+    dense: Annotated[bool, Meta(description="include all dense tiles, for readers that hold no earlier version")] = True
     security: ClientSecurity = ClientSecurity()
 
 
 def main(argv: Sequence[str] | None = None, waiting: Waits = nullcontext) -> None:
     """Add a version to a folder that any web server or object store can serve to workers and relays."""
-    settings = load(ExportSettings, prog="ebbtide weights-export", argv=argv, description=main.__doc__ or "")
+    prog, description = "ebbtide weights export", main.__doc__ or ""
+    settings = load(ExportSettings, prog=prog, program="weights-export", argv=argv, description=description)
     try:
         asyncio.run(export(settings, waiting))
     except EbbtideError as error:
-        print(f"ebbtide weights-export: {error}", file=sys.stderr)  # noqa: T201 - for people
+        print(f"{prog}: {error}", file=sys.stderr)  # noqa: T201 - for people
         raise SystemExit(1) from None
 
 
 async def export(settings: ExportSettings, waiting: Waits = nullcontext) -> None:
     """Copy the version that `settings` name. Raises `VersionUnavailable` if the relay does not have it."""
     from ebbtide.types.weights import Holder
-    from ebbtide.weight_relay.upstream import RelayUpstream
+    from ebbtide.weight_relay.subscription import RelayUpstream
     from ebbtide.weights import ManifestLimits
 
     relay = RelayUpstream(settings.relay, settings.security, Holder(name="weights-export"), ManifestLimits())
@@ -64,13 +65,13 @@ async def export(settings: ExportSettings, waiting: Waits = nullcontext) -> None
 
 async def _look_up(relay: "Upstream", settings: ExportSettings) -> "StaticVersion":
     """The manifest, and the patch from the version's parent if the relay has it."""
-    from ebbtide.types.weights import FoundWay
+    from ebbtide.types.weights import FetchPath
     from ebbtide.weight_relay.static_copy import StaticVersion
 
     manifest = await relay.manifest((settings.run, settings.policy), settings.version)
     patches: tuple[Patch, ...] = ()
     if parent := manifest.version.parent:
-        step = FoundWay(start=parent, anchor=False, via=(manifest.version.version,))
+        step = FetchPath(start=parent, keyframe=False, via=(manifest.version.version,))
         try:
             _, patches = await relay.way(step, manifest)
         except VersionUnavailable:
@@ -93,7 +94,9 @@ async def _copy(relay: "Upstream", version: "StaticVersion", folder: Path, waiti
                 await asyncio.to_thread(writer.add, *tile)
         await asyncio.to_thread(writer.finish)
     except VersionUnavailable as error:
-        text = f"{error}; only anchors have all dense tiles (`ebbtide weights {version.manifest.run_id}` shows them)"
+        text = (
+            f"{error}; only keyframes have all dense tiles (`ebbtide run weights {version.manifest.run_id}` shows them)"
+        )
         raise VersionUnavailable(text) from None
     finally:
         writer.close()

@@ -11,12 +11,11 @@ from itertools import islice
 from typing import Final
 
 from ebbtide.errors import NoCapacity
-from ebbtide.scheduling.distribution.retained_bytes import Node, Stream
-from ebbtide.scheduling.distribution.source_ranking import ORIGIN, BlobOrigin, SourceComplaints, VersionCopy
-from ebbtide.scheduling.distribution.version_copies import VersionCopies
-from ebbtide.transfer.version_finder import WayRequest
+from ebbtide.transfer.version_finder import PathRequest
 from ebbtide.types.weights import BlobSource, Holder, HolderState
 from ebbtide.weight_relay import metrics
+from ebbtide.weight_relay.retention import Node, Stream
+from ebbtide.weight_relay.source_ranking import ORIGIN, BlobOrigin, SourceComplaints, VersionCopies, VersionCopy
 
 #: How often holders report while they fetch or serve, and after which silence they count as gone.
 AGAIN_S: Final = 5.0
@@ -44,7 +43,7 @@ class HolderTable:
         self._complaints = SourceComplaints()
         self._order = 0
 
-    def told(self, request: WayRequest, version: int, *, peer: bool = True) -> list[BlobSource]:
+    def told(self, request: PathRequest, version: int, *, peer: bool = True) -> list[BlobSource]:
         """Record that a holder wants or has `version`, and name sources for it, best first.
 
         This relay is the source without an address. Failures that a caller reports count for this answer alone unless
@@ -122,7 +121,7 @@ class HolderTable:
     def _of(self, run_id: str) -> _RunCopies:
         return self._runs.get(run_id, _RunCopies())
 
-    def _copy(self, request: WayRequest, holder: Holder, node: Node, now: float) -> VersionCopy:
+    def _copy(self, request: PathRequest, holder: Holder, node: Node, now: float) -> VersionCopy:
         run_id, key = request.run_id, (node, holder.name)
         copy = self._of(run_id).get(key)
         if copy is None and self._count >= MAX_COPIES:

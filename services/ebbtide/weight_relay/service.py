@@ -14,25 +14,24 @@ from ebbtide.auth.security import is_loopback
 from ebbtide.errors import EbbtideError, InvalidRequest
 from ebbtide.rpc.channel import check_address
 from ebbtide.rpc.leader_channel import addresses
-from ebbtide.scheduling.distribution.link_turns import parse_limits
-from ebbtide.scheduling.distribution.source_ranking import BlobOrigin
 from ebbtide.transfer.sources import check_peer
 from ebbtide.types.weights import Holder
 from ebbtide.weight_relay.holder_table import HolderTable
-from ebbtide.weight_relay.intake.anchor_builder import AnchorBuilder
+from ebbtide.weight_relay.intake.keyframe_builder import KeyframeBuilder
 from ebbtide.weight_relay.intake.patch_composer import PatchComposer
 from ebbtide.weight_relay.intake.tile_codecs import TileCodecs
 from ebbtide.weight_relay.intake.version_intake import VersionIntake
+from ebbtide.weight_relay.library.garbage_collector import GarbageCollector
 from ebbtide.weight_relay.library.publisher_trust import PublisherTrust, known_keys
 from ebbtide.weight_relay.library.relay_disk import RelayDisk
 from ebbtide.weight_relay.library.run_ends import EndedRuns, RunEndFollower, source_of
 from ebbtide.weight_relay.library.version_library import VersionLibrary
-from ebbtide.weight_relay.library.version_retirement import VersionRetirement
 from ebbtide.weight_relay.servicer import RelayServicer
 from ebbtide.weight_relay.serving import FanOut, LinkTable, VersionReader
 from ebbtide.weight_relay.settings import RelaySettings
-from ebbtide.weight_relay.subscription import Subscription
-from ebbtide.weight_relay.upstream import RelayUpstream, Upstream
+from ebbtide.weight_relay.source_ranking import BlobOrigin
+from ebbtide.weight_relay.subscription import RelayUpstream, Subscription, Upstream
+from ebbtide.weight_relay.upload_scheduler import parse_limits
 from ebbtide.weights import ManifestLimits
 
 log = telemetry.get_logger(__name__)
@@ -55,11 +54,11 @@ class WeightRelay:
         )
         # Fetches and commits have the other half of the cores.
         self.codecs = TileCodecs(settings.codec_threads or max(1, (os.cpu_count() or 1) // 2))
-        self.retirement = VersionRetirement(self.library, self.keys, self.holders)
-        self.anchors = AnchorBuilder(self.library, self.retirement, self.codecs)
-        self.composer = PatchComposer(self.library, self.retirement, self.codecs)
-        self.intake = VersionIntake(self.library, self.retirement, self.keys, self.codecs, self.ended, self.anchors)
-        self.reader = VersionReader(self.library, self.retirement, self.composer)
+        self.collector = GarbageCollector(self.library, self.keys, self.holders)
+        self.keyframes = KeyframeBuilder(self.library, self.collector, self.codecs)
+        self.composer = PatchComposer(self.library, self.collector, self.codecs)
+        self.intake = VersionIntake(self.library, self.collector, self.keys, self.codecs, self.ended, self.keyframes)
+        self.reader = VersionReader(self.library, self.collector, self.composer)
         self._upstream = _upstream(settings, self.library.limits) if settings.upstream else None
         self._subscription = (
             Subscription(
@@ -71,7 +70,7 @@ class WeightRelay:
         links = LinkTable(limits, settings.egress_limit)
         self.fanout = FanOut(self.reader, self.library.index, self.holders, links, self._subscription)
         self.ends = RunEndFollower(
-            self.retirement, self.ended, self.fanout.forget, source_of(settings), keep_ended_s=settings.keep_ended_s
+            self.collector, self.ended, self.fanout.forget, source_of(settings), keep_ended_s=settings.keep_ended_s
         )
         self.servicer = RelayServicer(self.intake, self.reader, self.fanout, self.ends, self.library.limits)
 
@@ -82,10 +81,10 @@ class WeightRelay:
         """
         await self.keys.open()
         await self.library.open()
-        self.retirement.spare_found()
+        self.collector.spare_found()
         async with self.library.lock:
-            await self.retirement.tidy()
-        self.anchors.consider()
+            await self.collector.tidy()
+        self.keyframes.consider()
 
     async def run(self) -> None:
         """Follow the upstream and the ends of runs, and drop what is too old or abandoned, for ever."""
@@ -100,7 +99,7 @@ class WeightRelay:
         if self._upstream is not None:
             with suppress(asyncio.CancelledError):
                 await self._upstream.close()
-        await self.anchors.close()
+        await self.keyframes.close()
         await self.composer.close()
         await self.library.close()
         await asyncio.to_thread(self.codecs.close)
@@ -113,10 +112,10 @@ class WeightRelay:
         while True:
             await asyncio.sleep(self.library.settings.stage_ttl_s / 4)
             try:
-                await self.library.finish(self.retirement.drop_dead_stages())
+                await self.library.finish(self.collector.drop_dead_stages())
             except (EbbtideError, OSError) as error:
                 log.warning("sweep failed", error=str(error))
-            self.anchors.consider()
+            self.keyframes.consider()
 
 
 def _upstream(settings: RelaySettings, limits: ManifestLimits) -> Upstream:

@@ -8,7 +8,7 @@ import grpc
 
 from ebbtide.auth.admission import is_among_peers
 from ebbtide.errors import InvalidRequest
-from ebbtide.transfer.version_finder import WayRequest
+from ebbtide.transfer.version_finder import PathRequest
 from ebbtide.types.ids import check_id
 from ebbtide.types.weights import DIGEST_BYTES, PolicyVersion
 from ebbtide.v1 import weights_pb2 as pb
@@ -19,7 +19,7 @@ from ebbtide.weight_relay.intake.version_intake import VersionIntake
 from ebbtide.weight_relay.library.run_ends import RunEndFollower
 from ebbtide.weight_relay.serving import FanOut, VersionReader
 from ebbtide.weights import ManifestLimits, ManifestPart, split_manifest, split_patch
-from ebbtide.wire.record_conversion import from_proto, to_proto
+from ebbtide.wire import from_proto, to_proto
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
@@ -81,7 +81,7 @@ class RelayServicer(WeightsServicer):
             yield to_proto(part, pb.PatchPart)
 
     async def FindWay(self, request: pb.FindWayRequest, context: Context) -> pb.FindWayResponse:
-        asked = from_proto(request, WayRequest)
+        asked = from_proto(request, PathRequest)
         check_id(asked.run_id, field="run_id")
         check_id(asked.policy, field="policy")
         found = await self._fanout.find(asked, peer=is_among_peers())

@@ -10,15 +10,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterat
 from typing import Final
 
 from ebbtide.errors import ChunkCorrupt, InvalidRequest, PermissionDenied, VersionUnavailable
-from ebbtide.scheduling.distribution.link_turns import LinkAsk, LinkRate, LinkTurns
-from ebbtide.scheduling.distribution.retained_bytes import Node
-from ebbtide.scheduling.distribution.version_paths import find_ways
 from ebbtide.transfer.sources import check_peer
-from ebbtide.transfer.version_finder import FoundVersion, WayRequest
+from ebbtide.transfer.version_finder import FoundVersion, PathRequest
 from ebbtide.types.weights import (
     NAME_CHARS,
     SITE_CHARS,
-    FoundWay,
+    FetchPath,
     LinkState,
     Manifest,
     Patch,
@@ -30,11 +27,14 @@ from ebbtide.types.weights import (
 from ebbtide.weight_relay import metrics
 from ebbtide.weight_relay.holder_table import AGAIN_S, HolderTable
 from ebbtide.weight_relay.intake.patch_composer import PatchComposer
+from ebbtide.weight_relay.library.garbage_collector import GarbageCollector
 from ebbtide.weight_relay.library.relay_disk import disk_errors
 from ebbtide.weight_relay.library.version_index import PatchEdge, VersionIndex
 from ebbtide.weight_relay.library.version_library import VersionLibrary
-from ebbtide.weight_relay.library.version_retirement import VersionRetirement
+from ebbtide.weight_relay.retention import Node
 from ebbtide.weight_relay.subscription import Subscription
+from ebbtide.weight_relay.upload_scheduler import LinkAsk, LinkRate, UploadScheduler
+from ebbtide.weight_relay.version_paths import find_paths
 
 #: How often a reader that waits for a blob keeps its stage alive, as a share of a stage's lifetime.
 _SIGN_OF_LIFE: Final = 0.25
@@ -46,8 +46,8 @@ OTHERS: Final = "others"
 class VersionReader:
     """Reads manifests, patches, ways and blobs of committed and arriving versions, and announces new versions."""
 
-    def __init__(self, library: VersionLibrary, retirement: VersionRetirement, composer: PatchComposer) -> None:
-        self._library, self._retirement, self._composer = library, retirement, composer
+    def __init__(self, library: VersionLibrary, collector: GarbageCollector, composer: PatchComposer) -> None:
+        self._library, self._collector, self._composer = library, collector, composer
 
     def manifest(self, run_id: str, policy: str, version: int) -> Manifest:
         """The manifest of a committed or arriving version (0: the newest). Raises `VersionUnavailable`."""
@@ -75,8 +75,8 @@ class VersionReader:
         *,
         scratch: bool = False,
         bytes_per_s: float = 0.0,
-    ) -> list[FoundWay]:
-        """Ways to a version (0: the newest) from those in `have`, cheapest first; with `scratch` from anchors too.
+    ) -> list[FetchPath]:
+        """Ways to a version (0: the newest) from those in `have`, cheapest first; with `scratch` from keyframes too.
 
         Composes the patches of the cheapest way if a reader that fetches at `bytes_per_s` (0: unknown) gains by it.
         Raises `VersionUnavailable` if the version is not here.
@@ -84,10 +84,10 @@ class VersionReader:
         stream, index = (run_id, policy), self._library.index
         number = self.manifest(run_id, policy, version).version.version
         held = list(have)
-        found = find_ways(*index.graph(stream), number, held, scratch=scratch)
+        found = find_paths(*index.graph(stream), number, held, scratch=scratch)
         if found and len(found[0].via) > 1:
             await self._composer.improve(stream, found[0], bytes_per_s)
-            found = find_ways(*index.graph(stream), number, held, scratch=scratch)
+            found = find_paths(*index.graph(stream), number, held, scratch=scratch)
         if not found:
             raise VersionUnavailable(f"no way leads to version {number} of {policy} any more; ask for a newer one")
         return found
@@ -102,7 +102,7 @@ class VersionReader:
             with disk_errors():
                 data = await asyncio.to_thread(self._library.read_verified, digest)
         except (FileNotFoundError, ChunkCorrupt) as error:
-            raise await self._library.finish(self._retirement.withdraw_blob(digest, str(error))) from None
+            raise await self._library.finish(self._collector.withdraw_blob(digest, str(error))) from None
         metrics.BYTES_OUT.inc(len(data))
         return data
 
@@ -151,7 +151,7 @@ class LinkTable:
     ) -> None:
         """`limits`: bytes per second by site, "*" for any other; `egress_limit`: in all; 0 or none: no limit."""
         self._limits, self._clock = limits, clock
-        self._turns = LinkTurns(total=egress_limit, rate_of=self._limit, now=clock())
+        self._turns = UploadScheduler(total=egress_limit, rate_of=self._limit, now=clock())
         self._sent: dict[str, LinkRate] = {}
         self._waiting: dict[LinkAsk, asyncio.Future[None]] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -232,7 +232,7 @@ class FanOut:
             await self._subscription.forget(run_id)
         self.holders.forget(run_id)
 
-    async def find(self, asked: WayRequest, *, peer: bool = True) -> FoundVersion:
+    async def find(self, asked: PathRequest, *, peer: bool = True) -> FoundVersion:
         """Record a holder, and return ways and sources for it.
 
         `peer`: other readers may be sent to the caller. Otherwise an address is refused, since a reader that is sent
@@ -284,7 +284,7 @@ class FanOut:
             for number, holding in sorted(index.stream(stream).items()):
                 patches = [_patch(edge) for (_, version), edge in sorted(edges.items()) if version == number]
                 age_s = max(0.0, now - holding.since)
-                yield VersionState(info=holding.info, anchor=holding.anchor, patches=tuple(patches), age_s=age_s)
+                yield VersionState(info=holding.info, keyframe=holding.keyframe, patches=tuple(patches), age_s=age_s)
 
 
 def _patch(edge: PatchEdge) -> PatchState:

@@ -23,14 +23,14 @@ from msgspec import Struct
 from ebbtide.auth.security import ClientSecurity
 from ebbtide.errors import ChunkCorrupt, InvalidRequest, Unavailable, VersionUnavailable
 from ebbtide.runtime import fsync
-from ebbtide.scheduling.distribution.retained_bytes import Stream
-from ebbtide.scheduling.distribution.version_paths import PatchStep, find_ways
 from ebbtide.transfer import opener
 from ebbtide.transfer.sources import UNLISTED, OpenSource, SourcePool
 from ebbtide.transfer.static_source import StaticSource
-from ebbtide.transfer.version_finder import FoundVersion, WayLists, WayRequest
-from ebbtide.types.weights import FoundWay, Holder, Manifest, Patch, VersionInfo
+from ebbtide.transfer.version_finder import FoundVersion, PathLists, PathRequest
+from ebbtide.types.weights import FetchPath, Holder, Manifest, Patch, VersionInfo
 from ebbtide.weight_relay.library.version_index import dense_bytes
+from ebbtide.weight_relay.retention import Stream
+from ebbtide.weight_relay.version_paths import PatchStep, find_paths
 from ebbtide.weights import ManifestLimits, blob_sizes, check_manifest, check_patch, check_tile, tile_sizes
 from ebbtide.weights.static_index import HEAD, INDEX, RECORD, blobs_file, index_records
 
@@ -187,13 +187,13 @@ class StaticUpstream:
             seen |= set(listed)
             await asyncio.sleep(POLL_S)
 
-    async def find(self, request: WayRequest) -> FoundVersion:
+    async def find(self, request: PathRequest) -> FoundVersion:
         """Ways to a version (0: the newest). Raises `VersionUnavailable` if it is not there."""
         if request.done:
             return FoundVersion()  # a static copy keeps no account of its readers
         stream = request.stream
         number = request.version or await self._newest(stream)
-        anchors: dict[int, int] = {}
+        keyframes: dict[int, int] = {}
         steps: list[PatchStep] = []
         seen: set[int] = set(request.have)
         open_ends = {number}
@@ -206,25 +206,25 @@ class StaticUpstream:
                         raise
                     continue  # a copy may begin with a version that has a parent
                 if found.dense:
-                    anchors[end] = dense_bytes(found.manifest)
+                    keyframes[end] = dense_bytes(found.manifest)
                 steps += [PatchStep(patch.base.version, end, patch.size) for patch in found.patches]
             seen |= open_ends
-            open_ends = {step.base for step in steps} - seen - set(anchors)
+            open_ends = {step.base for step in steps} - seen - set(keyframes)
             if not open_ends:
                 break
-        ways = find_ways(anchors, steps, number, request.have, scratch=request.scratch)
+        ways = find_paths(keyframes, steps, number, request.have, scratch=request.scratch)
         return FoundVersion(tuple(ways), (), POLL_S)
 
     async def manifest(self, stream: Stream, version: int) -> Manifest:
         return (await self._version(stream, version or await self._newest(stream))).manifest
 
-    async def way(self, found: FoundWay, target: Manifest) -> WayLists:
-        """The lists of a way. `target` stands for its first manifest if that is no anchor's, which may not be there.
+    async def way(self, found: FetchPath, target: Manifest) -> PathLists:
+        """The lists of a way. `target` stands for its first manifest if that is no keyframe's, which may not be there.
 
         Raises `VersionUnavailable` if the copy lacks one of them.
         """
         stream = target.run_id, target.version.policy
-        manifests = [await self.manifest(stream, found.start) if found.anchor else target]
+        manifests = [await self.manifest(stream, found.start) if found.keyframe else target]
         patches: list[Patch] = []
         for base, number in pairwise((found.start, *found.via)):
             version = await self._version(stream, number)

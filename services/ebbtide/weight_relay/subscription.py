@@ -8,18 +8,19 @@ versions again, and finds on disk the blobs that came.
 
 Readers of an arriving version see only what was checked: the manifest by its root and signature, each blob by its
 digest. Progress lies in the relay's stages and on its disk alone. So an arrival that breaks, or whose process dies,
-starts again and asks for the rest.
+starts again and asks for the rest. `Upstream` calls the relay that this relay follows, and checks every answer.
 """
 
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Container, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import chain
-from typing import Final, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 from ebbtide import telemetry
+from ebbtide.auth.security import ClientSecurity
 from ebbtide.errors import (
     ChunkCorrupt,
     EbbtideError,
@@ -29,19 +30,99 @@ from ebbtide.errors import (
     NotReady,
     Unauthenticated,
     Unavailable,
+    VersionUnavailable,
 )
 from ebbtide.rpc.backoff import pauses
-from ebbtide.scheduling.distribution.retained_bytes import Stream
+from ebbtide.rpc.channel import open_channel
+from ebbtide.rpc.status_table import translated
+from ebbtide.transfer import GrpcSource, opener
 from ebbtide.transfer.blob_fetcher import BlobBatch, BlobFetcher, FetchMeans
 from ebbtide.transfer.digest_threads import DigestThreads
-from ebbtide.transfer.version_finder import FoundVersion, WayRequest
-from ebbtide.types.weights import TILE_BYTES, FoundWay, Manifest, Patch
+from ebbtide.transfer.sources import UNLISTED, OpenSource, SourcePool
+from ebbtide.transfer.version_finder import FoundVersion, PathLists, PathRequest, VersionFinder, is_usable
+from ebbtide.types.weights import TILE_BYTES, FetchPath, Holder, Manifest, Patch, VersionInfo
+from ebbtide.v1 import weights_pb2 as pb
+from ebbtide.v1.weights_pb2_grpc import WeightsStub
 from ebbtide.weight_relay import metrics
 from ebbtide.weight_relay.holder_table import AGAIN_S, LOST_S, HolderTable
 from ebbtide.weight_relay.intake.version_intake import VersionIntake
 from ebbtide.weight_relay.library.run_ends import EndedRuns
 from ebbtide.weight_relay.library.version_index import VersionIndex
-from ebbtide.weight_relay.upstream import Upstream, best_way
+from ebbtide.weight_relay.retention import Stream
+from ebbtide.weights import ManifestLimits
+from ebbtide.wire import from_proto
+
+
+class Upstream(Protocol):
+    """A relay or a static copy that is followed. All calls raise the service's errors."""
+
+    target: str
+
+    async def close(self) -> None: ...
+
+    def pool(self) -> SourcePool:
+        """Sources of blobs, the upstream the last of them. The caller closes the pool."""
+        ...
+
+    def watch(self) -> AsyncIterator[VersionInfo]:
+        """Yield the versions that the upstream holds, of all runs, then each new one."""
+        ...
+
+    async def find(self, request: PathRequest) -> FoundVersion:
+        """Ways and sources. The upstream hears that this relay wants the version, or has it (`done`)."""
+        ...
+
+    async def manifest(self, stream: Stream, version: int) -> Manifest:
+        """The manifest of a version (0: the newest), checked but for its signature."""
+        ...
+
+    async def way(self, found: FetchPath, target: Manifest) -> PathLists:
+        """The manifests and patches of a way, checked but for their signatures."""
+        ...
+
+
+class RelayUpstream:
+    """The relay at `target`, called by `holder`; an `Upstream`."""
+
+    def __init__(self, target: str, security: ClientSecurity, holder: Holder, limits: ManifestLimits) -> None:
+        self.target, self._holder, self._limits = target, holder, limits
+        self._channel, self._open_source = open_channel(target, security), opener(security)
+        self._stub = WeightsStub(self._channel)
+        self._finder = VersionFinder(self._stub, target, lambda: holder)
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    def pool(self) -> SourcePool:
+        itself = OpenSource(GrpcSource(self._stub, self.target, self._holder), "upstream", self.target, UNLISTED)
+        return SourcePool(itself, self._open_source, self._holder)
+
+    async def watch(self) -> AsyncIterator[VersionInfo]:
+        call = self._stub.WatchVersions(pb.WatchVersionsRequest())
+        try:
+            with translated("upstream relay", self.target):
+                async for message in call:
+                    yield from_proto(message, VersionInfo)
+        finally:
+            call.cancel()
+
+    async def find(self, request: PathRequest) -> FoundVersion:
+        return await self._finder.find(request)
+
+    async def manifest(self, stream: Stream, version: int) -> Manifest:
+        return await self._finder.manifest(*stream, version, limits=self._limits)
+
+    async def way(self, found: FetchPath, target: Manifest) -> PathLists:
+        return await self._finder.way(found, target)
+
+
+def best_path(found: FoundVersion, have: Sequence[int]) -> FetchPath:
+    """The cheapest usable way. Raises `VersionUnavailable` if there is none."""
+    for way in found.ways:
+        if is_usable(way, have):
+            return way
+    raise VersionUnavailable("the upstream relay knows no way to the version")
+
 
 log = telemetry.get_logger(__name__)
 
@@ -129,8 +210,8 @@ class Subscription:
     async def _resolve(self, stream: Stream, version: int) -> int:
         """The number of a version that the upstream has; `version` 0: its newest."""
         have = tuple(sorted(self._index.whole(stream)))
-        request = WayRequest(run_id=stream[0], policy=stream[1], version=version, have=have)
-        way = best_way(await self._upstream.find(request), have)
+        request = PathRequest(run_id=stream[0], policy=stream[1], version=version, have=have)
+        way = best_path(await self._upstream.find(request), have)
         return (way.start, *way.via)[-1]
 
     def _arrivals(self, stream: Stream) -> "_Arrivals":
@@ -162,7 +243,7 @@ class Subscription:
             await asyncio.sleep(AGAIN_S * 0.8)
             for stream in list(self._streams):
                 newest = max(self._index.whole(stream), default=0)
-                request = WayRequest(run_id=stream[0], policy=stream[1], version=newest, have=(newest,), done=True)
+                request = PathRequest(run_id=stream[0], policy=stream[1], version=newest, have=(newest,), done=True)
                 if newest:
                     with suppress(EbbtideError):  # the next report comes soon
                         await self._upstream.find(request)
@@ -356,7 +437,7 @@ class VersionArrival:
         self._intake, self._index, self._upstream = intake, index, upstream
         self._began, self._means = began, means
         self._pool = upstream.pool()
-        self._known: dict[tuple[FoundWay, bool], list[ArrivalStep]] = {}
+        self._known: dict[tuple[FetchPath, bool], list[ArrivalStep]] = {}
         self._have: tuple[int, ...] = ()
         self._scratch = False
 
@@ -371,12 +452,12 @@ class VersionArrival:
         """
         self._have = tuple(sorted(self._index.whole(self.stream)))
         found = await self._find()
-        steps = await self._steps(best_way(found, self._have))
+        steps = await self._steps(best_path(found, self._have))
         try:
             missing = [await self._intake.begin(*step, arriving=True) for step in steps]
         except NotReady as error:
             self._scratch = True
-            raise Unavailable(f"a base was dropped meanwhile, so come from an anchor ({error})") from None
+            raise Unavailable(f"a base was dropped meanwhile, so come from a keyframe ({error})") from None
         await self._began(frozenset(manifest.version.version for manifest, _ in steps))
         sink = StageSink(self._intake, list(zip(steps, missing, strict=True)))
         await sink.commit()
@@ -386,8 +467,8 @@ class VersionArrival:
         with suppress(EbbtideError):  # the upstream hears of it again
             await self._upstream.find(self._request(done=True))
 
-    def _request(self, *, done: bool = False) -> WayRequest:
-        return WayRequest(
+    def _request(self, *, done: bool = False) -> PathRequest:
+        return PathRequest(
             run_id=self.stream[0],
             policy=self.stream[1],
             version=self.version,
@@ -400,7 +481,7 @@ class VersionArrival:
     async def _find(self) -> FoundVersion:
         return await self._pool.ask(lambda: self._upstream.find(self._request()))
 
-    async def _steps(self, found: FoundWay) -> list[ArrivalStep]:
+    async def _steps(self, found: FetchPath) -> list[ArrivalStep]:
         """The manifests and patches of a way, fetched once. They are few bytes beside its blobs."""
         dense = found.start not in self._have
         if (found, dense) not in self._known:

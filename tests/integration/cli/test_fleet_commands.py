@@ -50,7 +50,7 @@ async def start(cluster: Cluster, *words: str) -> asyncio.subprocess.Process:
 async def test_a_drained_worker_hands_over_without_loss_and_the_runs_past_tells_of_it(
     cluster: Cluster, load: Load, tmp_path: Path
 ) -> None:
-    status, out, err = await ebbtide(cluster, "drain", "w1", "--within", "20s")
+    status, out, err = await ebbtide(cluster, "worker", "drain", "w1", "--within", "20s")
     assert status == 0, err
     told = re.fullmatch(r"w1 has left after [\d.]+ s; it handed over (\d+) rollouts\n", out)
     assert told, out
@@ -59,7 +59,7 @@ async def test_a_drained_worker_hands_over_without_loss_and_the_runs_past_tells_
     await load.all_finished()
     assert load.generated_twice() == 0
 
-    status, out, err = await ebbtide(cluster, "timeline", RUN, "--out", str(tmp_path / "past"))
+    status, out, err = await ebbtide(cluster, "run", "timeline", RUN, "--out", str(tmp_path / "past"))
     assert (status, len(out.splitlines())) == (0, 2), err
     events = json.loads((tmp_path / "past" / "timeline.json").read_bytes())["traceEvents"]
     pids = {one["args"]["name"]: one["pid"] for one in events if one["name"] == "process_name"}
@@ -72,7 +72,7 @@ async def test_a_drained_worker_hands_over_without_loss_and_the_runs_past_tells_
     assert {"w1 draining", "w1 left", "version 1"} <= {one["name"] for one in events if one["ph"] == "i"}
     assert (tmp_path / "past" / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
-    _, out, _ = await ebbtide(cluster, "runs", RUN)
+    _, out, _ = await ebbtide(cluster, "run", "show", RUN)
     resumed = re.search(r"(\d+) resumed midway", out)
     assert resumed, out
     assert 0 < int(resumed[1]) <= len(cut)
@@ -84,7 +84,7 @@ async def test_a_drained_worker_hands_over_without_loss_and_the_runs_past_tells_
 
 async def test_the_fleet_is_watched_until_interrupted(cluster: Cluster, load: Load) -> None:
     busy = asyncio.create_task(load.keep_open(64))  # both workers generate for as long as it takes
-    process = await start(cluster, "workers", "--watch", "--every", "0.1")
+    process = await start(cluster, "worker", "list", "--watch", "--every", "0.1")
     assert process.stdout is not None
     seen = [(await process.stdout.readline()).decode() for _ in range(6)]
     busy.cancel()
@@ -98,7 +98,7 @@ async def test_the_fleet_is_watched_until_interrupted(cluster: Cluster, load: Lo
 
 
 async def test_draining_nobody_is_refused_in_one_line(cluster: Cluster, load: Load) -> None:
-    status, out, err = await ebbtide(cluster, "drain", "w7")
+    status, out, err = await ebbtide(cluster, "worker", "drain", "w7")
     assert (status, out) == (1, "")
     assert err.startswith("ebbtide: no worker w7 is attached")
     assert len(err.splitlines()) == 1

@@ -59,7 +59,7 @@ async def status(*words: str) -> tuple[int | None, str, str]:
 async def test_the_guard_of_a_folder_is_asked_without_a_token(folder: Path) -> None:
     code, out, err = await status("--grant-dir", str(folder))
     assert (code, err) == (0, "")
-    assert "chat: idle, 0 inside (0 wait)" in out
+    assert "chat: idle, 0 in flight (0 wait)" in out
     assert "256 tokens of 32 rollouts" in out
     assert "4,321" in out
 
@@ -91,7 +91,7 @@ async def test_where_no_guard_answers_it_says_how_to_start_one(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ((), "--grant-dir: name the guard's folder"),
+        ((), "--grant-dir: name either the guard's folder or its --address"),
         (("--grant-dir", "x", "--json", "--watch"), "--json: excludes --watch"),
     ],
 )

@@ -1,5 +1,6 @@
 """A program that runs only while nothing is inside the serving engine."""
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -17,7 +18,8 @@ from ebbtide.types.grants import Budget
 from tests.support.waiting import wait_until
 
 SLEEP = "import time; time.sleep(600)"
-PARENT = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {SLEEP!r}]); {SLEEP}"
+#: Says so once its child runs: one that is stopped between fork and exec keeps its parent from stopping, too.
+PARENT = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {SLEEP!r}]); print(flush=True); {SLEEP}"
 
 
 @pytest.fixture
@@ -27,15 +29,18 @@ def page(tmp_path: Path) -> Page:
 
 @pytest.fixture
 async def program() -> AsyncIterator[subprocess.Popen[bytes]]:
-    started = start(PARENT)
-    await wait_until(lambda: len(group(started)) == 2, what="both processes")
-    yield started
-    os.killpg(started.pid, signal.SIGKILL)
-    started.wait()
+    with start(PARENT) as started:
+        try:
+            assert started.stdout is not None
+            await asyncio.wait_for(asyncio.to_thread(started.stdout.readline), 30)
+            assert len(group(started)) == 2
+            yield started
+        finally:
+            os.killpg(started.pid, signal.SIGKILL)
 
 
 def start(code: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True)
 
 
 def group(started: subprocess.Popen[bytes]) -> list[psutil.Process]:
@@ -51,7 +56,7 @@ def runs(started: subprocess.Popen[bytes]) -> bool:
     return all(one.status() != psutil.STATUS_STOPPED for one in group(started))
 
 
-async def test_it_stands_still_without_a_budget_and_goes_on_where_nothing_is_inside(
+async def test_it_pauses_without_a_budget_and_resumes_where_nothing_is_inside(
     page: Page, program: subprocess.Popen[bytes]
 ) -> None:
     with pausing(page, lambda: program.pid) as made:
@@ -112,11 +117,10 @@ async def test_a_program_that_was_started_anew_is_stopped_too(page: Page, progra
     pids = [program.pid]
     with pausing(page, lambda: pids[-1]) as made:
         await wait_until(lambda: stopped(program), what="the first")
-        later = start(SLEEP)
-        try:
-            pids.append(later.pid)
-            await wait_until(lambda: stopped(later), what="the second")
-            assert not any(one.training for one in made.moments)
-        finally:
-            later.kill()
-            later.wait()
+        with start(SLEEP) as later:
+            try:
+                pids.append(later.pid)
+                await wait_until(lambda: stopped(later), what="the second")
+                assert not any(one.training for one in made.moments)
+            finally:
+                later.kill()

@@ -64,7 +64,7 @@ async def test_lengths_groups_workers_and_steps_of_the_file_are_those_of_the_run
 
     await train(load, cluster)
     file = tmp_path / "run.json"
-    status, out, err = await ebbtide(cluster, "record", RUN, str(file))
+    status, out, err = await ebbtide(cluster, "run", "record", RUN, str(file))
     assert status == 0, err
     assert out == f"{file}: {len(load.requests)} rollouts of {STEPS} steps, on 3 workers\n"
 

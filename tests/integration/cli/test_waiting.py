@@ -15,7 +15,7 @@ import pytest
 
 from ebbtide.types.fleet import Worker, WorkerKind, WorkerState
 from ebbtide.v1 import fleet_pb2
-from ebbtide.wire.record_conversion import to_proto
+from ebbtide.wire import to_proto
 from tests.fakes.scripted_coordinator import TOKEN, Script, ScriptedCoordinator
 
 SPEC = """
@@ -62,13 +62,13 @@ async def ebbtide(*words: str, token: str = TOKEN, **environment: str) -> tuple[
 @pytest.mark.parametrize(
     ("words", "option"),
     [
-        (["submit", "RUN.toml", "--no-check"], "coordinator"),
-        (["runs"], "coordinator"),
-        (["watch", "r"], "coordinator"),
-        (["cancel", "r"], "coordinator"),
-        (["workers", "--watch"], "coordinator"),
-        (["drain", "w"], "coordinator"),
-        (["weights", "r", "--watch"], "relay"),
+        (["run", "submit", "RUN.toml", "--no-check"], "coordinator"),
+        (["run", "list"], "coordinator"),
+        (["run", "watch", "r"], "coordinator"),
+        (["run", "cancel", "r"], "coordinator"),
+        (["worker", "list", "--watch"], "coordinator"),
+        (["worker", "drain", "w"], "coordinator"),
+        (["run", "weights", "r", "--watch"], "relay"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -89,7 +89,7 @@ async def test_without_a_cluster_it_says_so_within_ten_seconds_and_what_it_waits
 
 
 async def test_a_connection_that_is_refused_is_told_with_the_remedy(nobody: str) -> None:
-    status, _, err = await ebbtide("watch", "r", "--coordinator", "127.0.0.1:1")
+    status, _, err = await ebbtide("run", "watch", "r", "--coordinator", "127.0.0.1:1")
     assert status == 1
     assert "127.0.0.1:1 cannot be reached" in err
     assert REMEDY in err
@@ -97,7 +97,7 @@ async def test_a_connection_that_is_refused_is_told_with_the_remedy(nobody: str)
 
 async def test_a_missing_and_a_wrong_token_end_alike(coordinator: ScriptedCoordinator) -> None:
     for token, told in (("", "token: is required: set"), ("another", "the token is missing or wrong; set")):
-        for words in (["runs"], ["watch", "r"]):
+        for words in (["run", "list"], ["run", "watch", "r"]):
             status, out, err = await ebbtide(*words, token=token, EBBTIDE_COORDINATOR=coordinator.address)
             assert (status, out) == (2, "")
             where = "EBBTIDE_TOKEN or EBBTIDE_TOKEN_FILE; of a cluster of `ebbtide up`: `source runs/up/env`"
@@ -111,7 +111,7 @@ async def test_a_coordinator_that_answers_late_is_waited_for_and_named(
 ) -> None:
     coordinator.script.slow_s = 3.0
     (tmp_path / "RUN.toml").write_text(SPEC)
-    words = ["submit", str(tmp_path / "RUN.toml"), "--no-check", "--run-id", "run"]
+    words = ["run", "submit", str(tmp_path / "RUN.toml"), "--no-check", "--run-id", "run"]
     status, out, err = await ebbtide(*words, EBBTIDE_COORDINATOR=coordinator.address)
     assert (status, out) == (0, "run\n")
     where = f"the coordinator at {coordinator.address}"
@@ -128,7 +128,7 @@ async def test_a_watched_cluster_that_goes_away_is_waited_for_and_named(coordina
     await coordinator.stop()
     coordinator.script = Listing()  # type: ignore[abstract]
     await coordinator.start()
-    watching = await start("workers", "--watch", "--every", "0.1", EBBTIDE_COORDINATOR=coordinator.address)
+    watching = await start("worker", "list", "--watch", "--every", "0.1", EBBTIDE_COORDINATOR=coordinator.address)
     assert watching.stdout is not None
     assert watching.stderr is not None
     assert b" w " in await watching.stdout.readline()
@@ -143,7 +143,7 @@ async def test_a_watched_cluster_that_goes_away_is_waited_for_and_named(coordina
 
 
 async def test_a_gateway_that_answers_late_is_named(nobody: str) -> None:
-    asking = await start("chat", "r", "hello", "--gateway", f"http://{nobody}")
+    asking = await start("run", "chat", "r", "hello", "--gateway", f"http://{nobody}")
     assert asking.stderr is not None
     told = (await asking.stderr.readline()).decode()
     asking.kill()

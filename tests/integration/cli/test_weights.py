@@ -1,4 +1,4 @@
-"""`ebbtide weights` against a relay on a real socket."""
+"""`ebbtide run weights` against a relay on a real socket."""
 
 import asyncio
 import json
@@ -31,7 +31,7 @@ class Described(WeightsServicer):
         patch = pb.PatchState(base=1, size=1_000_000, density=0.03)
         holder = pb.HolderState(holder=pb.Holder(name="w1"), policy="policy", version=2, done=True, install_s=0.5)
         return pb.DescribeVersionsResponse(
-            versions=[pb.VersionState(info=infos[0], anchor=True), pb.VersionState(info=infos[1], patches=[patch])],
+            versions=[pb.VersionState(info=infos[0], keyframe=True), pb.VersionState(info=infos[1], patches=[patch])],
             holders=[holder],
             links=[pb.LinkState(site="north", bytes=1_000_000)],
         )
@@ -61,7 +61,7 @@ async def ebbtide(*words: str, token: str = TOKEN) -> tuple[int | None, str, str
 
 
 async def test_versions_holders_and_links_are_told(relay: str) -> None:
-    status, out, err = await ebbtide("weights", "r", "--relay", relay)
+    status, out, err = await ebbtide("run", "weights", "r", "--relay", relay)
     assert (status, err) == (0, "")
     rows = [line.split() for line in out.splitlines()]
     assert "2 versions, the newest 2 of 50 MB; a patch from 1 takes 50x less; 1 have it" in out
@@ -70,16 +70,16 @@ async def test_versions_holders_and_links_are_told(relay: str) -> None:
 
 
 async def test_programs_get_json(relay: str) -> None:
-    status, out, err = await ebbtide("weights", "r", "--relay", relay, "--json")
+    status, out, err = await ebbtide("run", "weights", "r", "--relay", relay, "--json")
     assert (status, err) == (0, "")
     told = json.loads(out)
     assert [one["info"]["version"]["version"] for one in told["versions"]] == [1, 2]
-    status, _, err = await ebbtide("weights", "r", "--relay", relay, "--json", "--watch")
+    status, _, err = await ebbtide("run", "weights", "r", "--relay", relay, "--json", "--watch")
     assert (status, err) == (2, "ebbtide: --json: excludes --watch; call it again and again\n")
 
 
 async def test_it_is_watched_until_interrupted(relay: str) -> None:
-    process = await start("weights", "r", "--relay", relay, "--watch", "--every", "0.1")
+    process = await start("run", "weights", "r", "--relay", relay, "--watch", "--every", "0.1")
     assert process.stdout is not None
     seen = [(await process.stdout.readline()).decode() for _ in range(10)]
     process.send_signal(signal.SIGINT)
@@ -98,7 +98,7 @@ async def test_it_is_watched_until_interrupted(relay: str) -> None:
 async def test_what_cannot_be_told_is_said_in_one_line(
     relay: str, words: tuple[str, ...], token: str, ends: int, said: str
 ) -> None:
-    status, out, err = await ebbtide("weights", *words, "--relay", relay, token=token)
+    status, out, err = await ebbtide("run", "weights", *words, "--relay", relay, token=token)
     assert (status, out) == (ends, "")
     assert err.startswith("ebbtide: ")
     assert said in err
@@ -107,7 +107,7 @@ async def test_what_cannot_be_told_is_said_in_one_line(
 
 @pytest.mark.timeout(60)
 async def test_a_relay_that_is_not_there_is_named_with_its_address() -> None:
-    status, out, err = await ebbtide("weights", "r", "--relay", "127.0.0.1:9")
+    status, out, err = await ebbtide("run", "weights", "r", "--relay", "127.0.0.1:9")
     assert (status, out) == (1, "")
     assert err.splitlines()[-1].startswith("ebbtide: weight-relay at 127.0.0.1:9 cannot be reached")
 

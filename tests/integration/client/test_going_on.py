@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ebbtide.client import Client
-from ebbtide.client.publisher import version_assembler, version_staging
+from ebbtide.client.publisher import version_upload
 from ebbtide.errors import ChunkCorrupt
 from ebbtide.v1 import weights_pb2 as pb
 from ebbtide.weight_relay import servicer
@@ -43,7 +43,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
 
 async def publish_two(both: Client, reader: Reader) -> None:
-    """An anchor, and a patch to it."""
+    """A keyframe, and a patch to it."""
     first = model()
     for weights in (first, step(first)):
         async with both.claim("run") as lease:
@@ -59,7 +59,7 @@ async def test_a_version_is_begun_once(both: Client, reader: Reader, calls: Call
 async def test_a_version_with_a_damaged_blob_is_begun_once(
     both: Client, reader: Reader, calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    blob, spoilt = version_staging._blob, list[bytes]()
+    blob, spoilt = version_upload._blob, list[bytes]()
 
     def spoils_one(encoding: Encoding, digest: bytes) -> bytes:
         data = blob(encoding, digest)
@@ -68,7 +68,7 @@ async def test_a_version_with_a_damaged_blob_is_begun_once(
         spoilt.append(digest)
         return bytes([data[0] ^ 1]) + data[1:]
 
-    monkeypatch.setattr(version_staging, "_blob", spoils_one)
+    monkeypatch.setattr(version_upload, "_blob", spoils_one)
     async with both.claim("run") as lease:
         version = await lease.publish(model(), step=0)
     assert same(await reader.read(version.version), model())
@@ -77,8 +77,8 @@ async def test_a_version_with_a_damaged_blob_is_begun_once(
 
 
 async def test_a_blob_that_is_always_damaged_is_named(both: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(version_staging, "_blob", lambda encoding, digest: b"x")
-    monkeypatch.setattr(version_assembler, "pauses", lambda: repeat(0.01))
+    monkeypatch.setattr(version_upload, "_blob", lambda encoding, digest: b"x")
+    monkeypatch.setattr(version_upload, "pauses", lambda: repeat(0.01))
     async with both.claim("run") as lease:
         with pytest.raises(ChunkCorrupt):
             await lease.publish(model(), step=0)
@@ -114,7 +114,7 @@ async def test_a_version_of_more_blobs_than_one_answer_names_is_begun_once(
 async def test_a_relay_that_started_again_is_told_of_the_version_again(
     both: Client, server: Any, reader: Reader, calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    blob, restarted = version_staging._blob, list[None]()
+    blob, restarted = version_upload._blob, list[None]()
     loop = asyncio.get_running_loop()
 
     async def restart() -> None:
@@ -127,7 +127,7 @@ async def test_a_relay_that_started_again_is_told_of_the_version_again(
             asyncio.run_coroutine_threadsafe(restart(), loop).result()
         return blob(encoding, digest)
 
-    monkeypatch.setattr(version_staging, "_blob", restarts_once)
+    monkeypatch.setattr(version_upload, "_blob", restarts_once)
     async with both.claim("run") as lease:
         version = await lease.publish(model(), step=0)
     assert same(await reader.read(version.version), model())

@@ -51,7 +51,7 @@ async def test_a_keeper_of_tensors_publishes_the_same_and_follows_what_stays_of_
     assert reports[:6] == reports[6:]
     assert all(sent[:6])
     assert all(again in {0, once} for once, again in zip(sent[:6], sent[6:], strict=True))  # 0: it has these blobs
-    assert [kind for kind, _ in reports[:6]] == ["anchor", "patch", "patch", "patch", "anchor", "patch"]
+    assert [kind for kind, _ in reports[:6]] == ["keyframe", "patch", "patch", "patch", "keyframe", "patch"]
     assert known == [[], *[[True] * 5] * 3, [True, True, False, False, True], [True] * 5, *[[]] * 6]
 
 

@@ -46,7 +46,7 @@ async def test_what_changed_is_sent_and_read_bit_for_bit_by_who_follows_and_by_w
             assert report.dense_bytes == dense
             assert min(report.pause_s, report.encode_s, report.upload_s) > 0
             if number == 0:
-                assert (report.kind, report.base, report.bytes_sent, report.density) == ("anchor", 0, dense, 1.0)
+                assert (report.kind, report.base, report.bytes_sent, report.density) == ("keyframe", 0, dense, 1.0)
             else:
                 assert (report.kind, report.base) == ("patch", number)
                 assert 0 < report.bytes_sent < dense / 15
@@ -80,7 +80,7 @@ async def test_versions_go_one_after_another_and_are_announced_in_order(both: Cl
         versions = [await way for way in ways]
     assert [version.step for version in sorted(versions, key=lambda one: one.version)] == [0, 1, 2, 3, 4]
     assert announced(script) == [1, 2, 3, 4, 5]
-    assert [way.report.kind for way in ways] == ["anchor", *["patch"] * 4]
+    assert [way.report.kind for way in ways] == ["keyframe", *["patch"] * 4]
 
 
 async def test_every_kind_of_tensor_is_taken_whole_or_in_pieces(both: Client, reader: Reader) -> None:
@@ -131,7 +131,7 @@ async def test_where_a_patch_leads_nowhere_all_is_published(
         await lease.publish(given(first), step=0)
         publishing = await lease.publishing(given(second), step=1)
         await publishing
-        assert (publishing.report.kind, publishing.report.base) == ("anchor", 0)
+        assert (publishing.report.kind, publishing.report.base) == ("keyframe", 0)
         third = await lease.publishing(given(second), step=2)
         await third
         assert (third.report.kind, third.report.base) == ("patch", 2)
@@ -149,7 +149,7 @@ async def test_a_relay_that_lost_the_base_is_given_all_of_the_version(
         await server.forget()
         publishing = await lease.publishing(given(weights[1]), step=1)
         await publishing
-        assert (publishing.report.kind, publishing.report.bytes_sent) == ("anchor", publishing.report.dense_bytes)
+        assert (publishing.report.kind, publishing.report.bytes_sent) == ("keyframe", publishing.report.dense_bytes)
         assert same(await reader.read(2), weights[1])
         assert (await lease.publish(given(weights[2]), step=2)).version == 3
         assert same(await reader.read(3), weights[2])
@@ -179,7 +179,7 @@ async def test_a_relay_that_starts_again_in_between_gets_the_rest(
         monkeypatch.setattr(VersionIntake, "put", spy)
         publishing = await lease.publishing(second, step=1)
         version = await publishing
-        assert publishing.report.kind == ("patch" if patched else "anchor")
+        assert publishing.report.kind == ("patch" if patched else "keyframe")
     assert restarting
     assert same(await reader.read(version.version), second)
 

@@ -2,11 +2,14 @@
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
+import textwrap
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -16,7 +19,7 @@ import pytest
 from ebbtide.auth.security import ClientSecurity
 from ebbtide.client import Client
 from ebbtide.errors import InvalidRequest, LeaseSuperseded, NotFound, NotReady
-from ebbtide.types.rollout import FinishReason, RolloutRequest, SubmitOutcome
+from ebbtide.types.rollout import FinishedRollout, FinishReason, RolloutRequest, SubmitOutcome
 from ebbtide.types.run import RunEvent, RunStatus, Sampling
 from ebbtide.types.tokens import pack_ids, unpack_tokens
 from tests.fakes.scripted_settings import ScriptedSettings, engine_flags
@@ -203,3 +206,37 @@ async def test_the_example_trainer_trains_and_finishes(real: Client, cluster: Cl
     assert (ended.status, ended.newest.version if ended.newest else 0) == (RunStatus.FINISHED, 3)
     _, tensors = await real.fetch_weights(ended.run_id)
     assert tensors["lm_head.weight"].shape == (64, 16)
+
+
+async def test_the_trainer_of_the_readme_trains_and_finishes(real: Client, cluster: Cluster) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[3] / "README.md").read_text(), re.DOTALL)
+    weights, versions = np.zeros(3, np.float32), list[set[int]]()
+
+    async def collect(
+        finished: AsyncIterator[FinishedRollout], wanted: set[str]
+    ) -> tuple[list[FinishedRollout], list[FinishedRollout]]:
+        found = dict[str, FinishedRollout]()
+        while found.keys() != wanted:
+            rollout = await anext(finished)
+            found[rollout.rollout_id] = rollout
+        return list(found.values()), []
+
+    def train(found: list[FinishedRollout]) -> None:
+        versions.append({int(version) for one in found for version in unpack_tokens(one.tokens)["version"]})
+        weights[:] += 1
+
+    def connect() -> Client:
+        return Client(cluster.coordinator.address, cluster.relay.address, security=ClientSecurity(token=TOKEN))
+
+    def requests(step: int, version: int) -> list[RolloutRequest]:
+        return rollouts([f"s{step}.{number}" for number in range(4)], version)
+
+    names: dict[str, Any] = {"Client": connect, "spec": SPEC, "steps": 2, "requests": requests, "collect": collect}
+    names |= {"asyncio": asyncio, "train": train, "model": SimpleNamespace(state_dict=lambda: {"w": weights})}
+    exec(f"async def run():\n{textwrap.indent(code, '    ')}", names)  # noqa: S102 - the page is ours
+    await names["run"]()
+    (ended,) = await real.runs()
+    assert (ended.status, ended.counters["trained"]) == (RunStatus.FINISHED, 8)
+    assert versions == [{1}, {2}]
+    _, tensors = await real.fetch_weights(ended.run_id)
+    assert bytes(tensors["w"].data) == np.full(3, 2, np.float32).tobytes()

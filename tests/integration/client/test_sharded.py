@@ -65,7 +65,7 @@ async def test_shards_of_every_kind_make_up_the_gathered_model_bit_for_bit(relay
                 assert torch.equal(found[name], tensor), (kind, version, name)
         reader.close()
         first, second, third = (told[kind, version] for version in (1, 2, 3))
-        assert (first["kind"], second["kind"], third["kind"]) == ("anchor", "patch", "patch")
+        assert (first["kind"], second["kind"], third["kind"]) == ("keyframe", "patch", "patch")
         assert 0 < first["sent"] <= 2 * first["dense"]  # replicas outside of a mesh may both send theirs
         assert first["dense"] == second["dense"]
         assert 0 < second["sent"] < second["dense"] / 2

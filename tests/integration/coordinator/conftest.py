@@ -16,12 +16,12 @@ from ebbtide.errors import NotReady
 from ebbtide.rpc.channel import open_channel
 from ebbtide.rpc.server import Server
 from ebbtide.rpc.status_table import translated
-from ebbtide.store.link.store_faults import TermSuperseded
+from ebbtide.store.connection import TermSuperseded
 from ebbtide.types.rollout import RolloutKind, RolloutRequest
 from ebbtide.types.run import EnvironmentSpec, RunSpec, Sampling
 from ebbtide.types.tokens import pack_ids
 from ebbtide.v1 import rollouts_pb2, rollouts_pb2_grpc, runs_pb2, runs_pb2_grpc, types_pb2
-from ebbtide.wire.record_conversion import to_proto
+from ebbtide.wire import to_proto
 from tests.fakes.scripted_worker import ScriptedWorker, tokens
 from tests.support.waiting import wait_until
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from ebbtide.auth.security import ClientSecurity
 from ebbtide.client import Client, GatewayLease
-from ebbtide.store.store_keys import run_key
+from ebbtide.store.scripts import run_key
 from ebbtide.types.rollout import RolloutKind, RolloutRequest, TokenChunk, Trajectory
 from ebbtide.types.run import Sampling
 from ebbtide.types.tokens import pack_ids

@@ -10,12 +10,11 @@ import pytest
 from ebbtide.errors import InvalidRequest
 from ebbtide.rpc.channel import write
 from ebbtide.rpc.status_table import translated
-from ebbtide.types.end_cause import EndCause
-from ebbtide.types.fleet import PROTOCOL_VERSION, AppendStatus
+from ebbtide.types.fleet import PROTOCOL_VERSION, AppendStatus, EndCause
 from ebbtide.types.run import EnvironmentSpec, RunEvent, RunSpec, Sampling
 from ebbtide.v1 import fleet_pb2, rollouts_pb2, runs_pb2, types_pb2
 from ebbtide.v1.fleet_pb2_grpc import FleetStub
-from ebbtide.wire.record_conversion import to_proto
+from ebbtide.wire import to_proto
 from tests.support.waiting import wait_until
 
 

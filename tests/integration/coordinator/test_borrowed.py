@@ -11,7 +11,7 @@ import pytest
 from ebbtide.coordinator.dispatch import rebalancer
 from ebbtide.coordinator.fleet import worker_health
 from ebbtide.coordinator.rules import move_costs
-from ebbtide.types.end_cause import EndCause
+from ebbtide.types.fleet import EndCause
 from ebbtide.types.run import BorrowSpec
 from ebbtide.types.tokens import TOKEN_BYTES
 from ebbtide.v1 import fleet_pb2, fleet_pb2_grpc, types_pb2
@@ -84,7 +84,7 @@ async def test_a_short_reclaim_moves_nothing(cluster: Any) -> None:
     assert not steady.assigned
 
 
-async def test_a_long_one_moves_everything_once_and_no_token_is_made_twice(cluster: Any) -> None:
+async def test_a_long_one_moves_everything_once_and_no_token_is_regenerated(cluster: Any) -> None:
     run, worker = await busy(cluster)
     steady = await cluster.worker("steady")
     await says(worker, granted=False, spell_s=300.0)
@@ -101,7 +101,7 @@ async def test_a_long_one_moves_everything_once_and_no_token_is_made_twice(clust
     assert all(one.rollout.no_progress == 0 for one in cluster.coordinator.state.runs["r"].running.values())
 
 
-async def test_what_is_not_handed_back_is_asked_for_again(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_is_not_released_is_asked_for_again(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rebalancer, "_AGAIN_S", 0.3)
     _, worker = await busy(cluster)
     await cluster.worker("steady")
@@ -113,7 +113,7 @@ async def test_what_is_not_handed_back_is_asked_for_again(cluster: Any, monkeypa
     assert len(worker.asked) <= asked + 2  # one that was on its way
 
 
-async def test_who_never_hands_back_is_suspected(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_never_releases_is_suspected(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_health, "_OBEYS_S", 0.5)
     _, worker = await busy(cluster)
     steady = await cluster.worker("steady")

@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from ebbtide.coordinator import metrics
-from ebbtide.store.rollout_rows import OpenRollout
+from ebbtide.store.records import OpenRollout
 from ebbtide.v1 import rollouts_pb2, runs_pb2, types_pb2
 from tests.support.redis_servers import EmbeddedRedis
 from tests.support.waiting import wait_until

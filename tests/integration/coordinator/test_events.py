@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ebbtide.store.lua_scripts import LuaScript, script
+from ebbtide.store.scripts import LuaScript, script
 from ebbtide.v1 import fleet_pb2, runs_pb2, types_pb2
 from tests.support.waiting import wait_until
 
@@ -28,7 +28,7 @@ async def test_what_drivers_and_trainers_rebuild_themselves_from_is_never_trimme
         )
 
     assert "KEPT_PER_CHATTER, CHATTER_BYTES = 160," in frugal("report").text.decode()
-    monkeypatch.setattr("ebbtide.store.topics.topic.script", frugal)
+    monkeypatch.setattr("ebbtide.store.connection.script", frugal)
     run = await cluster.run()
     facts = ("step", "evaluation", "checkpoint", "group_dropped", "attached")
     await report(run, *facts)

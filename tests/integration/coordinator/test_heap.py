@@ -3,18 +3,19 @@
 import asyncio
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ebbtide.types.end_cause import EndCause
+from ebbtide.types.fleet import EndCause
 from ebbtide.v1 import runs_pb2, types_pb2
 from tests.fakes import cycles as fakes
 from tests.support.waiting import wait_until
 
 STOP = types_pb2.FINISH_REASON_STOP
 #: The product's code that runs in a coordinator.
-OURS = ("ebbtide.coordinator", "ebbtide.scheduling", "ebbtide.store", "ebbtide.types")
+OURS = ("ebbtide.coordinator", "ebbtide.step_pacing", "ebbtide.store", "ebbtide.types")
 
 
 @pytest.fixture(autouse=True)
@@ -66,6 +67,15 @@ async def test_rollouts_that_change_workers_and_workers_that_come_and_go_leave_n
 
 
 async def test_a_run_that_ends_leaves_no_cycle(cluster: Any) -> None:
+    await run_and_cancel(cluster)
+
+
+async def test_nor_does_one_whose_decisions_are_recorded(cluster_with: Any, tmp_path: Path) -> None:
+    async with cluster_with(record_decisions=str(tmp_path / "decisions")) as cluster:
+        await run_and_cancel(cluster)
+
+
+async def run_and_cancel(cluster: Any) -> None:
     worker = await cluster.worker("w", slots=16)
     cycles()
     for number in range(3):
@@ -82,19 +92,19 @@ async def test_a_run_that_ends_leaves_no_cycle(cluster: Any) -> None:
 async def test_of_episodes_that_are_over_nothing_is_remembered_and_of_acknowledged_ones_the_newest(
     cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ebbtide.coordinator.state.run_state._ACKNOWLEDGED", 4)
+    monkeypatch.setattr("ebbtide.coordinator.state.run_episodes._ACKNOWLEDGED", 4)
     run, worker = await cluster.run(), await cluster.worker("w", slots=16)
     worker.beats()
     await run.send(*(run.request(f"a{n}", group_id=f"g{n // 4}", episode_id=f"e{n}") for n in range(16)))
     await finish(worker, *(f"a{n}" for n in range(15)))
     await run.finished(15)
-    mirror = cluster.coordinator.state.runs[run.run_id]
-    assert (len(mirror.prefixes), mirror.group_place("g0", 99), mirror.group_place("g3", 99)) == (16, 1, 13)
+    episodes = cluster.coordinator.state.runs[run.run_id].episodes
+    assert (len(episodes.prefixes), episodes.group_place("g0", 99), episodes.group_place("g3", 99)) == (16, 1, 13)
     await run.acknowledge(*(f"a{n}" for n in range(8)))
     for n in range(8, 15):
         await run.complete(f"e{n}", f"a{n}")
-    assert set(mirror.prefixes) == {"e4", "e5", "e6", "e7", "e15"}  # which may have another turn, and which runs
-    assert [mirror.group_place(f"g{n}", 90 + n) for n in range(4)] == [90, 5, 92, 13]
+    assert set(episodes.prefixes) == {"e4", "e5", "e6", "e7", "e15"}  # which may have another turn, and which runs
+    assert [episodes.group_place(f"g{n}", 90 + n) for n in range(4)] == [90, 5, 92, 13]
 
 
 async def submitted(run: Any, prefix: str, count: int) -> list[str]:

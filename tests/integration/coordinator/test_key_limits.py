@@ -7,11 +7,10 @@ import pytest
 from ebbtide.client import GatewayLease
 from ebbtide.coordinator.api import key_accounts
 from ebbtide.errors import BudgetSpent, InvalidRequest, NoCapacity, RateLimited
-from ebbtide.store.store_keys import run_key
-from ebbtide.types.key_usage import KeyLimits, KeyUsage, MeteredKey
+from ebbtide.store.scripts import run_key
 from ebbtide.types.rollout import RolloutRequest, SubmitOutcome
 from ebbtide.types.run import Sampling
-from ebbtide.types.session import SessionTurn
+from ebbtide.types.session import KeyLimits, KeyUsage, MeteredKey, SessionTurn
 from ebbtide.v1 import rollouts_pb2, runs_pb2, types_pb2
 from tests.integration.coordinator.gateways import OWNER, answer, asked, gateway
 from tests.integration.coordinator.test_scored_requests import SCORES, score, scores, to_score

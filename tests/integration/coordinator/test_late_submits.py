@@ -5,12 +5,11 @@ from typing import Any
 
 import pytest
 
-from ebbtide.coordinator.api.lists import AT_ONCE
+from ebbtide.coordinator.api.calls import AT_ONCE
 from ebbtide.coordinator.fleet import worker_registry
 from ebbtide.coordinator.rules.overload import Work
 from ebbtide.errors import InvalidRequest, NoCapacity
-from ebbtide.store.lua_scripts import LuaScript, script
-from ebbtide.store.store_keys import run_key
+from ebbtide.store.scripts import LuaScript, run_key, script
 from ebbtide.v1 import rollouts_pb2, runs_pb2, types_pb2
 from tests.support.waiting import wait_until
 
@@ -29,7 +28,7 @@ def frugal(monkeypatch: pytest.MonkeyPatch) -> None:
         text = script(name).text.decode().replace(bounds, f"LEAST_KEPT, MOST_KEPT, QUOTA_OF_ONE = {KEPT}, {KEPT},")
         return LuaScript(name, text.replace("REMEMBERED_S = 10", "REMEMBERED_S = 0"))
 
-    monkeypatch.setattr("ebbtide.store.topics.topic.script", changed)
+    monkeypatch.setattr("ebbtide.store.connection.script", changed)
 
 
 async def submit(run: Any, *rollout_ids: str, **order: Any) -> list[int]:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ebbtide.coordinator.dispatch import forecast_sender
+from ebbtide.coordinator.dispatch import dispatch_round
 from ebbtide.types.run import BatchSpec, TailSpec
 from ebbtide.v1 import types_pb2
 from tests.support.waiting import wait_until
@@ -58,7 +58,7 @@ async def test_a_run_that_orders_nothing_starts_groups_as_they_were_submitted(cl
 async def test_workers_are_told_what_is_to_come_at_the_assignment_and_when_it_has_changed(
     cluster: Any, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(forecast_sender, "_EVERY_S", 0.0)
+    monkeypatch.setattr(dispatch_round, "_TELL_EVERY_S", 0.0)
     run = await cluster.run(**BY_LENGTHS)
     worker = await cluster.worker("w1", slots=4, capabilities=["forecasts"])
     for number in range(3):

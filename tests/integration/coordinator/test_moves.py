@@ -8,7 +8,7 @@ import pytest
 from ebbtide.coordinator.dispatch import rebalancer
 from ebbtide.coordinator.dispatch.moves import rebalance
 from ebbtide.coordinator.rules.move_costs import MoveCosts
-from ebbtide.types.end_cause import EndCause
+from ebbtide.types.fleet import EndCause
 from ebbtide.v1 import fleet_pb2, types_pb2
 from tests.support.waiting import wait_until
 

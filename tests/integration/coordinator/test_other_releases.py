@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from ebbtide.errors import NotReady
-from ebbtide.store.store_keys import run_key
+from ebbtide.store.scripts import run_key
 from ebbtide.v1 import runs_pb2
 
 

@@ -13,7 +13,7 @@ from ebbtide.auth.security import ClientSecurity
 from ebbtide.rpc.channel import open_channel
 from ebbtide.types.run import EnvironmentSpec, RunSpec
 from ebbtide.v1 import runs_pb2, runs_pb2_grpc, types_pb2
-from ebbtide.wire.record_conversion import to_proto
+from ebbtide.wire import to_proto
 from tests.support.waiting import wait_until
 
 TOKEN = "a token"

@@ -8,7 +8,7 @@ import pytest
 from google.protobuf.message import Message
 
 from ebbtide.errors import InvalidRequest, LeaseSuperseded
-from ebbtide.store.store_keys import PUBLISHERS
+from ebbtide.store.scripts import PUBLISHERS
 from ebbtide.v1 import runs_pb2, types_pb2
 from ebbtide.weights.manifest import Signer
 from tests.fakes.scripted_worker import ScriptedWorker

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ebbtide.errors import EbbtideError, InvalidRequest, NoCapacity, StoreUnavailable
-from ebbtide.object_aging import set_aside
+from ebbtide.gc_pauses import set_aside
 from tests.support.redis_servers import EmbeddedRedis
 from tests.support.waiting import wait_until
 
@@ -87,14 +87,14 @@ async def test_a_refused_episode_leaves_nothing(
 
 async def test_a_run_that_could_not_be_read_leaves_nothing(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     run = await small.run()
-    held, mirror = Held(small, monkeypatch), small.coordinator.state.runs["r"]
+    held, live = Held(small, monkeypatch), small.coordinator.state.runs["r"]
 
     async def away(run_id: str) -> bool:
         raise StoreUnavailable("away")
 
     with monkeypatch.context() as broken:
         broken.setattr(small.coordinator.store.runs, "lives", away)
-        mirror.stale = True
+        live.mirror.stale = True
         with pytest.raises(EbbtideError, match="away"):
             await run.announce(step=1)
     await held.freed()

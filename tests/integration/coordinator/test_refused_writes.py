@@ -12,7 +12,7 @@ import pytest
 
 from ebbtide.coordinator.dispatch.dispatch_round import StartPacing
 from ebbtide.errors import StoreUnavailable
-from ebbtide.store.unexpected_data import WritesRefused
+from ebbtide.store.records import WritesRefused
 from ebbtide.v1 import fleet_pb2, types_pb2
 from tests.support.redis_servers import EmbeddedRedis
 from tests.support.waiting import wait_until
@@ -43,7 +43,7 @@ async def test_a_full_store_has_no_mirror_read_again_and_is_asked_ever_more_seld
     cluster_with: Any, own_redis: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with cluster_with(own_redis.url) as cluster:
-        run, mirror = await cluster.run(), cluster.coordinator.state.runs["r"]
+        run, live = await cluster.run(), cluster.coordinator.state.runs["r"]
         await run.submit("a", "b")
         read, placed = (counted(cluster, monkeypatch, name) for name in ("open_rollouts", "place"))
         own_redis.command("CONFIG", "SET", "maxmemory", "1")
@@ -51,7 +51,7 @@ async def test_a_full_store_has_no_mirror_read_again_and_is_asked_ever_more_seld
         with pytest.raises(StoreUnavailable, match="full"):
             await run.submit("c")
         await wait_until(lambda: placed["r"] == 4, what="the fourth try")
-        assert not mirror.stale
+        assert not live.mirror.stale
         assert not read
         assert not worker.assigned
         before = time.monotonic()
@@ -123,20 +123,20 @@ async def test_a_long_reading_of_one_mirror_delays_no_other_run(cluster: Any, mo
     await reading.wait()
     await other.submit("a")
     await wait_until(lambda: any("a" in worker.assigned for worker in workers), what="the other run's rollout starts")
-    mirror = cluster.coordinator.state.runs["long"]
-    assert mirror.stale, "nothing is placed by it until it is read"
-    mirror.mark_stale()  # what this reading may have missed
+    live = cluster.coordinator.state.runs["long"]
+    assert live.mirror.stale, "nothing is placed by it until it is read"
+    live.mirror.mark_stale()  # what this reading may have missed
     go_on.set()
-    await wait_until(lambda: not mirror.stale)
+    await wait_until(lambda: not live.mirror.stale)
 
 
 async def test_patience_is_not_begun_anew_when_a_mirror_is_read_again(cluster: Any) -> None:
-    run, mirror = await cluster.run(), cluster.coordinator.state.runs["r"]
+    run, live = await cluster.run(), cluster.coordinator.state.runs["r"]
     await run.submit("a")
-    queued = mirror.queue.get("a")
-    mirror.mark_stale()
-    await wait_until(lambda: mirror.queue.get("a") is not queued, what="it is read again")
-    assert mirror.queue.get("a").since == queued.since
+    queued = live.queue.get("a")
+    live.mirror.mark_stale()
+    await wait_until(lambda: live.queue.get("a") is not queued, what="it is read again")
+    assert live.queue.get("a").since == queued.since
 
 
 async def test_a_rollout_that_finishes_as_it_is_queued_again_leaves_the_mirror_as_it_is(

@@ -166,7 +166,7 @@ async def test_a_cancelled_request_ends_with_the_tokens_it_has(cluster: Any) -> 
 
 
 async def test_a_request_that_no_worker_can_make_ends_with_the_evidence(cluster_with: Any) -> None:
-    async with cluster_with(barren_attempts=1) as cluster:
+    async with cluster_with(max_stalled_attempts=1) as cluster:
         await cluster.run()
         worker = await cluster.worker("w1")
         async with gateway(cluster) as lease:
@@ -291,7 +291,7 @@ async def test_while_people_ask_a_slot_is_kept_for_the_next_question(cluster: An
         await worker.has("i1")  # before the batch rollouts that wait
         await worker.add("i1", 0, 4, STOP)
         rounds = cluster.coordinator.rounds
-        await wait_until(lambda: rounds.kept_slots == 1)
+        await wait_until(lambda: rounds.reserved_slots == 1)
         assert "b8" not in worker.assigned
         await lease.submit_rollouts([asked("i2", interactive=True)])
         await worker.has("i2")

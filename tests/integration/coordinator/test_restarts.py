@@ -7,7 +7,7 @@ import grpc
 import pytest
 
 from ebbtide.errors import Draining, StoreUnavailable, Unavailable
-from ebbtide.store.link.durability import _FSYNC_S
+from ebbtide.store.durability import _FSYNC_S
 from ebbtide.v1 import fleet_pb2, rollouts_pb2, types_pb2
 from ebbtide.v1.fleet_pb2 import AppendAck
 from tests.support.redis_servers import EmbeddedRedis
@@ -177,7 +177,9 @@ async def test_a_finish_in_flight_across_a_store_restart_is_called_durable_in_th
         await worker.has("a")
         own_redis.kill()
         finishing = asyncio.create_task(worker.add("a", 0, 4, STOP))
-        await wait_until(lambda: any(session.storing for session in cluster.coordinator.state.sessions.values()))
+        await wait_until(
+            lambda: any(session.append_stream.storing for session in cluster.coordinator.state.sessions.values())
+        )
         own_redis.start()
         assert (await finishing).finished
         assert not worker.durable, "the answer began before the restart"
@@ -261,7 +263,7 @@ async def test_under_everysec_an_answer_is_called_durable_only_once_it_is(
 async def test_appends_are_no_longer_called_durable_at_once_when_the_store_stops_to_sync_each(
     cluster_with: Any, own_redis: Any, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr("ebbtide.store.link.durability._UNSYNCED_S", 0.2)
+    monkeypatch.setattr("ebbtide.store.durability._UNSYNCED_S", 0.2)
     async with cluster_with(own_redis.url) as cluster:
         run, worker = await cluster.run(), await cluster.worker("w1")
         await run.submit("a")
@@ -331,20 +333,20 @@ async def test_what_ended_is_remembered_only_while_the_mirror_is_read(cluster: A
     worker = await cluster.worker("w1")
     await run.submit("a", "b")
     await worker.has("a", "b")
-    mirror = cluster.coordinator.state.runs["r"]
+    live = cluster.coordinator.state.runs["r"]
     await worker.add("a", 0, 1, STOP)
-    assert mirror._ended_lately is None
+    assert live.mirror._ended_lately is None
     versions = cluster.coordinator.store.runs.versions
     held: list[Any] = []
 
     async def meanwhile(run_id: str) -> Any:
         await worker.add("b", 0, 1, STOP)
-        held.append(mirror._ended_lately)
+        held.append(live.mirror._ended_lately)
         return await versions(run_id)
 
     monkeypatch.setattr(cluster.coordinator.store.runs, "versions", meanwhile)
-    mirror.mark_stale()
-    await wait_until(lambda: held and mirror._ended_lately is None)
+    live.mirror.mark_stale()
+    await wait_until(lambda: held and live.mirror._ended_lately is None)
     assert held == [{"b"}]
-    assert not mirror.running
-    assert not mirror.queue
+    assert not live.running
+    assert not live.queue

@@ -11,8 +11,8 @@ import pytest
 from ebbtide.coordinator.service import Coordinator
 from ebbtide.coordinator.settings import CoordinatorSettings
 from ebbtide.errors import InvalidRequest, StoreUnavailable, Unavailable
-from ebbtide.store.link.durability import _FSYNC_S, DurabilityPromise
-from ebbtide.store.store_keys import RUN_KEYS, run_key, run_prefix
+from ebbtide.store.durability import _FSYNC_S, DurabilityPromise
+from ebbtide.store.scripts import RUN_KEYS, run_key, run_prefix
 from ebbtide.types.fleet import AppendStatus
 from ebbtide.types.session import SessionEnd, SessionTurn
 from ebbtide.v1 import runs_pb2, types_pb2
@@ -67,7 +67,7 @@ class Rig:
 @pytest.fixture
 async def rig(tmp_path: Path, cluster_with: Any, monkeypatch: Any) -> AsyncIterator[Rig]:
     monkeypatch.setitem(_FSYNC_S, "always", 0.2)  # so that the journal's length is exact
-    monkeypatch.setattr("ebbtide.store.link.durability_watch._LOOK_S", 0.1)
+    monkeypatch.setattr("ebbtide.store.durability._SAMPLE_S", 0.1)
     with EmbeddedRedis(tmp_path / "redis") as redis:
         async with cluster_with(redis.url) as cluster:
             yield Rig(redis, cluster)
@@ -246,7 +246,9 @@ async def test_a_forgotten_finish_does_not_keep_an_episode_from_being_completed(
     seen = await run.finished(2)
     await rig.forget()
     await rig.again(worker)
-    await wait_until(rig.cluster.coordinator.state.runs["r"].reconciled.is_set)  # else its worker would have to ask
+    await wait_until(
+        rig.cluster.coordinator.state.runs["r"].mirror.reconciled.is_set
+    )  # else its worker would have to ask
     await run.complete("e.a", "a")  # the driver saw it
     await wait_until(lambda: worker.cancelled == ["a"])
     assert (await worker.add("b", 0, 4, STOP)).finished
@@ -302,7 +304,7 @@ async def test_finishes_become_durable_at_a_store_that_came_back_with_weaker_pro
     rig.mark()
     rig.promise(0.0)
     await rig.forget()
-    await wait_until(rig.cluster.coordinator.state.runs["r"].reconciled.is_set)
+    await wait_until(rig.cluster.coordinator.state.runs["r"].mirror.reconciled.is_set)
     await rig.again(worker)
     await worker.exchange(worker.message(worker.delta("a", 4, 1, STOP)))
     assert not worker.durable
@@ -334,7 +336,7 @@ async def test_a_lease_that_could_not_be_renewed_while_the_store_was_away_is_not
     await rig.cluster.coordinator.store.leases.renew(lease_of(run), 0.05)
     rig.mark()
     await rig.forget()
-    await wait_until(rig.cluster.coordinator.state.runs["r"].reconciled.is_set)
+    await wait_until(rig.cluster.coordinator.state.runs["r"].mirror.reconciled.is_set)
     held = await rig.cluster.coordinator.store.leases.held("r")
     assert held["trainer"].rest_s > 0.5
 

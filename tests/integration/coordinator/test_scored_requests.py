@@ -4,17 +4,16 @@ from typing import Any
 
 import pytest
 
+from ebbtide.append_stream import AppendDelta
 from ebbtide.coordinator.dispatch import unserved_work
 from ebbtide.coordinator.fleet import worker_registry
 from ebbtide.errors import InvalidRequest, NoCapacity, NotReady
-from ebbtide.store.store_keys import run_key
-from ebbtide.types.append_delta import AppendDelta
+from ebbtide.store.scripts import run_key
 from ebbtide.types.fleet import AttemptRef
-from ebbtide.types.prompt_scores import MAX_RECORDS, pack_scores
 from ebbtide.types.rollout import FinishReason, RolloutKind, RolloutRequest, SubmitOutcome
 from ebbtide.types.run import Sampling
-from ebbtide.types.tokens import pack_ids, pack_tokens
-from ebbtide.wire.record_conversion import from_proto
+from ebbtide.types.tokens import MAX_RECORDS, pack_ids, pack_scores, pack_tokens
+from ebbtide.wire import from_proto
 from tests.fakes.scripted_engine import script_scores
 from tests.fakes.scripted_settings import ScriptedSettings
 from tests.fakes.scripted_worker import ScriptedWorker

@@ -13,7 +13,7 @@ from ebbtide.types.rollout import SampledResponse, SubmitOutcome, Trajectory
 from ebbtide.types.run import LeaseRef, Sampling
 from ebbtide.types.session import MAX_TURN_RECORD, SessionEnd, SessionState, SessionTurn
 from ebbtide.v1 import sessions_pb2, sessions_pb2_grpc, types_pb2
-from ebbtide.wire.record_conversion import from_proto
+from ebbtide.wire import from_proto
 from tests.fakes.scripted_worker import tokens
 from tests.integration.coordinator.gateways import OWNER, answer, asked, branch, gateway, keys, pass_time
 from tests.support.waiting import wait_until
@@ -210,7 +210,7 @@ async def test_a_trajectory_says_how_each_of_its_responses_was_sampled(cluster: 
 
 async def test_a_list_looks_at_no_session_of_another_owner(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     run = await cluster.run()
-    monkeypatch.setattr("ebbtide.store.topics.session_topic._LOOKED_AT", 2)
+    monkeypatch.setattr("ebbtide.store.sessions._LOOKED_AT", 2)
     async with gateway(cluster) as lease:
         for number in range(6):
             await lease.open_session(f"other-{number}", "another")

@@ -9,13 +9,13 @@ import pytest
 from benchmarks.sharing import OVERTAKEN, SCENES, WORKERS, Stage, overtaken, play
 from ebbtide.coordinator.dispatch import worker_allocator
 from ebbtide.errors import AlreadyExists, InvalidRequest, NotReady
-from ebbtide.store.store_keys import run_key
-from ebbtide.types.end_cause import EndCause
+from ebbtide.store.scripts import run_key
+from ebbtide.types.fleet import EndCause
 from ebbtide.types.rollout import RolloutKind
-from ebbtide.types.run import EvaluationSpec, Run, ShareSpec
+from ebbtide.types.run import EvaluationSpec, Run, ShareSpec, SlotPriority
 from ebbtide.types.tokens import token_count
 from ebbtide.v1 import runs_pb2, types_pb2
-from ebbtide.wire.record_conversion import from_proto
+from ebbtide.wire import from_proto
 from tests.integration.coordinator.conftest import TOKEN
 from tests.support.waiting import wait_until
 
@@ -29,7 +29,7 @@ async def record(cluster: Any, run_id: str) -> Run:
 @pytest.mark.timeout(180)
 async def test_three_runs_get_token_shares_by_their_weights_and_no_group_is_left_behind(cluster_with: Any) -> None:
     """A short look at what `benchmarks/sharing.py` measures over a minute; a busy machine makes it coarse."""
-    async with cluster_with(slice_s=1.0) as cluster, Stage(cluster.server.address, TOKEN) as stage:
+    async with cluster_with(timeslice_s=1.0) as cluster, Stage(cluster.server.address, TOKEN) as stage:
         await stage.submit({"a": ShareSpec(), "b": ShareSpec(), "c": ShareSpec(weight=2.0)})
         stage.attach()
         await wait_until(lambda: all(one.groups for one in stage.drivers.values()), 60, what="every run ends groups")
@@ -59,7 +59,7 @@ async def test_over_a_minute_each_run_gets_what_it_was_promised_within_a_twentie
 async def test_a_floor_holds_under_overload(cluster_with: Any) -> None:
     runs = {"low": ShareSpec(weight=0.01, floor=0.3, priority=-1)}
     runs |= {f"high{number}": ShareSpec(weight=10.0, priority=1) for number in range(3)}
-    async with cluster_with(slice_s=1.0) as cluster, Stage(cluster.server.address, TOKEN) as stage:
+    async with cluster_with(timeslice_s=1.0) as cluster, Stage(cluster.server.address, TOKEN) as stage:
         await stage.submit(runs)
         stage.attach()
         await wait_until(lambda: all(one.groups for one in stage.drivers.values()), 60, what="every run ends groups")
@@ -182,9 +182,9 @@ async def test_a_later_turn_of_a_group_goes_before_groups_that_came_later(cluste
     assert set(worker.assigned) == {"a.t1"}
 
 
-@pytest.mark.parametrize(("setting", "most"), [("before", 7), ("behind", 2)])
-async def test_evaluation_and_training_both_go_on_where_both_wait(cluster: Any, setting: str, most: int) -> None:
-    run = await cluster.run(evaluation=EvaluationSpec(problems=1, priority=setting))  # type: ignore[arg-type]
+@pytest.mark.parametrize(("setting", "most"), [(SlotPriority.BEFORE, 7), (SlotPriority.BACKGROUND, 2)])
+async def test_evaluation_and_training_both_run_where_both_wait(cluster: Any, setting: SlotPriority, most: int) -> None:
+    run = await cluster.run(evaluation=EvaluationSpec(problems=1, priority=setting))
     await run.submit(*(f"t{number:02}" for number in range(20)))
     await run.submit(*(f"e{number:02}" for number in range(20)), kind=RolloutKind.EVAL, priority=-1)
     worker = await cluster.worker("w1", slots=1)

@@ -20,7 +20,7 @@ from ebbtide.errors import StandingBy, Unavailable
 from ebbtide.rpc.channel import open_channel
 from ebbtide.rpc.leader_channel import LeaderChannel
 from ebbtide.rpc.status_table import translated
-from ebbtide.store.store_keys import LEADER, SCHEMA
+from ebbtide.store.scripts import LEADER, SCHEMA
 from ebbtide.types.rollout import RolloutRequest
 from ebbtide.types.run import Sampling
 from ebbtide.types.tokens import pack_ids

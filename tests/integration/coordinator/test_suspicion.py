@@ -7,8 +7,7 @@ from typing import Any
 from ebbtide.coordinator.dispatch import unserved_work
 from ebbtide.coordinator.fleet import worker_health
 from ebbtide.errors import NotFound
-from ebbtide.types.end_cause import EndCause
-from ebbtide.types.fleet import WorkerState
+from ebbtide.types.fleet import EndCause, WorkerState
 from ebbtide.types.tokens import pack_ids
 from ebbtide.v1 import fleet_pb2, types_pb2
 from tests.support.waiting import wait_until
@@ -158,7 +157,7 @@ async def test_silence_is_for_the_heartbeat_timeout_to_judge_and_lateness_is_no_
     assert (await run.get()).counters["attempts"] == 2
 
 
-async def test_a_worker_that_comes_and_goes_is_shunned_for_a_while(cluster: Any) -> None:
+async def test_a_worker_that_comes_and_goes_is_quarantined_for_a_while(cluster: Any) -> None:
     run = await cluster.run()
     await run.submit("a")
     for _ in range(2):
@@ -168,8 +167,8 @@ async def test_a_worker_that_comes_and_goes_is_shunned_for_a_while(cluster: Any)
         await wait_until(lambda: listed(cluster, "w1").state is WorkerState.LOST)
     unsteady = await cluster.worker("w1")
     shown = listed(cluster, "w1")
-    assert shown.state is WorkerState.SHUNNED
-    assert 4 < shown.shunned_s <= 5
+    assert shown.state is WorkerState.QUARANTINED
+    assert 4 < shown.quarantined_s <= 5
     assert "lost too often" in (await run.get()).message
     steady = await cluster.worker("w2")
     await steady.has("a")
@@ -177,7 +176,7 @@ async def test_a_worker_that_comes_and_goes_is_shunned_for_a_while(cluster: Any)
     assert (await run.get()).message == ""
 
 
-async def test_a_worker_whose_streams_are_replaced_is_not_shunned(cluster: Any) -> None:
+async def test_a_worker_whose_streams_are_replaced_is_not_quarantined(cluster: Any) -> None:
     run, worker = await cluster.run(), await cluster.worker("w1")
     await run.submit("a")
     await worker.has("a")
@@ -185,15 +184,15 @@ async def test_a_worker_whose_streams_are_replaced_is_not_shunned(cluster: Any) 
     for _ in range(4):
         again = await cluster.worker("w1", held=held)
         assert [ref.rollout_id for ref in again.attached.adopted] == ["a"]
-    assert listed(cluster, "w1").shunned_s == 0
+    assert listed(cluster, "w1").quarantined_s == 0
     for _ in range(2):
         again = await cluster.worker("w1")  # another process, that has nothing
         await again.has("a")
     await cluster.worker("w1")
-    assert listed(cluster, "w1").shunned_s > 0
+    assert listed(cluster, "w1").quarantined_s > 0
 
 
-async def shunned(cluster: Any, worker_id: str, **more: Any) -> Any:
+async def quarantined(cluster: Any, worker_id: str, **more: Any) -> Any:
     """A worker that was lost twice in a row, and is back."""
     for _ in range(2):
         unsteady = await cluster.worker(worker_id, **more)
@@ -202,26 +201,26 @@ async def shunned(cluster: Any, worker_id: str, **more: Any) -> Any:
     return await cluster.worker(worker_id, **more)
 
 
-async def test_a_worker_that_is_shunned_pulls_weights_and_is_waited_for(cluster: Any, monkeypatch: Any) -> None:
+async def test_a_worker_that_is_quarantined_pulls_weights_and_is_waited_for(cluster: Any, monkeypatch: Any) -> None:
     """Nobody else could take what it could."""
     monkeypatch.setattr(worker_health, "_SHORTEST_S", 2.5)
     monkeypatch.setattr(unserved_work, "_LONGER_GRACE_S", 0.2)
     run, small = await cluster.run(), await cluster.worker("w2")
     small.beats()
     engine = fleet_pb2.EngineInfo(model="m", vocab_size=1000, max_model_len=10_000)
-    large = await shunned(cluster, "w1", engine=engine)
+    large = await quarantined(cluster, "w1", engine=engine)
     large.beats()
     await run.submit("a", prompt_ids=pack_ids([1] * 1000))
     await wait_until(lambda: large.installed, what="it pulls")
-    assert listed(cluster, "w1").state is WorkerState.SHUNNED
+    assert listed(cluster, "w1").state is WorkerState.QUARANTINED
     await large.has("a")
-    assert listed(cluster, "w1").shunned_s == 0
+    assert listed(cluster, "w1").quarantined_s == 0
     assert await run.count("dead_lettered") == 0
 
 
-async def test_no_run_is_left_to_a_worker_that_is_shunned(cluster_with: Any) -> None:
-    async with cluster_with(slice_s=0.2) as cluster:
-        steady, unsteady = await cluster.worker("w2", slots=1), await shunned(cluster, "w1")
+async def test_no_run_is_left_to_a_worker_that_is_quarantined(cluster_with: Any) -> None:
+    async with cluster_with(timeslice_s=0.2) as cluster:
+        steady, unsteady = await cluster.worker("w2", slots=1), await quarantined(cluster, "w1")
         cluster.coordinator.state.changes.learn("w2", 0.01)  # else turns are long, for changes might cost much
         for run_id in ("one", "two"):
             run = await cluster.run(run_id)
@@ -235,7 +234,7 @@ async def test_no_run_is_left_to_a_worker_that_is_shunned(cluster_with: Any) -> 
             del steady.assigned[name]
         assert len(served) < 2000  # both had work all the while
         assert unsteady.assigned == {}
-        assert listed(cluster, "w1").state is WorkerState.SHUNNED
+        assert listed(cluster, "w1").state is WorkerState.QUARANTINED
 
 
 async def test_a_planned_leave_is_held_against_nobody(cluster: Any) -> None:
@@ -247,7 +246,7 @@ async def test_a_planned_leave_is_held_against_nobody(cluster: Any) -> None:
         await worker.break_streams()
         await wait_until(lambda: listed(cluster, "w1").state is WorkerState.LOST)
     await cluster.worker("w1")
-    assert listed(cluster, "w1").shunned_s == 0
+    assert listed(cluster, "w1").quarantined_s == 0
 
 
 async def test_a_poison_rollout_is_dead_lettered_alone(cluster: Any) -> None:

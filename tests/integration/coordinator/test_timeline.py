@@ -5,9 +5,8 @@ from typing import Any
 import pytest
 
 from ebbtide.errors import InvalidRequest, NotFound
-from ebbtide.store.store_keys import run_key
-from ebbtide.types.end_cause import EndCause
-from ebbtide.types.fleet import WorkerState
+from ebbtide.store.scripts import run_key
+from ebbtide.types.fleet import EndCause, WorkerState
 from ebbtide.types.rollout import DropReason, RolloutKind
 from ebbtide.types.tokens import pack_ids
 from ebbtide.v1 import fleet_pb2, rollouts_pb2, runs_pb2, types_pb2
@@ -92,7 +91,7 @@ async def test_a_span_with_a_cause_of_a_later_release_is_read(cluster: Any) -> N
     fields = {"r": "a", "a": "a1", "w": "w1", "f": 0, "l": 0, "b": 1, "v": b"", "o": "", "e": 2, "why": "new", "c": 99}
     await link.call("XADD", key, "*", *(part for field in fields.items() for part in field))
     (span,) = await spans(cluster, 1)
-    assert (EndCause(span.cause), span.end, span.HasField("step")) == (EndCause.UNSAID, "new", False)
+    assert (EndCause(span.cause), span.end, span.HasField("step")) == (EndCause.NOT_STATED, "new", False)
 
 
 async def test_what_no_timeline_can_have_is_refused(cluster: Any) -> None:

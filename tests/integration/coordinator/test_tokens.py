@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from ebbtide.errors import InvalidRequest, NotFound
-from ebbtide.types.end_cause import EndCause
+from ebbtide.types.fleet import EndCause
 from ebbtide.types.tokens import pack_ids, unpack_tokens
 from ebbtide.v1 import fleet_pb2, rollouts_pb2, types_pb2
 from ebbtide.v1.fleet_pb2 import AppendAck
@@ -149,7 +149,7 @@ async def test_a_silent_worker_is_lost_and_its_rollouts_go_elsewhere(cluster_wit
 
 
 async def test_released_attempts_go_on_elsewhere_and_do_not_count_against_their_rollout(cluster_with: Any) -> None:
-    async with cluster_with(barren_attempts=1) as cluster:
+    async with cluster_with(max_stalled_attempts=1) as cluster:
         run = await cluster.run()
         first = await cluster.worker("w1")
         await run.submit("a")
@@ -162,7 +162,7 @@ async def test_released_attempts_go_on_elsewhere_and_do_not_count_against_their_
 
 
 async def test_a_rollout_that_never_gets_a_token_becomes_a_dead_letter_with_evidence(cluster_with: Any) -> None:
-    async with cluster_with(barren_attempts=2) as cluster:
+    async with cluster_with(max_stalled_attempts=2) as cluster:
         run = await cluster.run()
         await run.submit("a", "b")
         for number in range(3):
@@ -248,7 +248,7 @@ async def test_turns_of_one_episode_prefer_one_worker(cluster: Any) -> None:
 async def test_the_stores_answer_to_a_placement_is_bounded_in_bytes(
     cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ebbtide.store.topics.rollout_topic._PLACE_BYTES", 500, raising=False)
+    monkeypatch.setattr("ebbtide.store.rollouts._PLACE_BYTES", 500, raising=False)
     rollouts, answers = cluster.coordinator.store.rollouts, list[int]()
     place = rollouts.place
 

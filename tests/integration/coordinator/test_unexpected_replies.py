@@ -9,7 +9,7 @@ from prometheus_client import REGISTRY
 
 from ebbtide.coordinator.metrics import measure
 from ebbtide.errors import EbbtideError, Internal, InvalidRequest, Unavailable
-from ebbtide.store.store_keys import run_key, run_prefix
+from ebbtide.store.scripts import run_key, run_prefix
 from ebbtide.types.run import ShareSpec
 from ebbtide.v1 import fleet_pb2, runs_pb2, types_pb2
 from tests.support.redis_servers import EmbeddedRedis
@@ -47,7 +47,7 @@ def loops_run(cluster: Any) -> bool:
 
 
 def paused(cluster: Any) -> list[Any]:
-    return [run for run in cluster.coordinator.state.runs.values() if run.paused(time.monotonic())]
+    return [run for run in cluster.coordinator.state.runs.values() if run.mirror.paused(time.monotonic())]
 
 
 async def stored(cluster: Any, run_id: str) -> set[str]:
@@ -102,20 +102,20 @@ async def test_a_run_with_broken_data_pauses_and_others_go_on(cluster: Any, name
     broken, other = await cluster.run("broken"), await cluster.run("other")
     await broken.submit("a")
     await spoil(cluster, "broken", name)
-    cluster.coordinator.state.runs["broken"].mark_stale()
+    cluster.coordinator.state.runs["broken"].mirror.mark_stale()
     await cluster.worker("w1")
     await cluster.worker("w2")
-    mirror = cluster.coordinator.state.runs["broken"]
-    await wait_until(lambda: mirror.stale and mirror in set(paused(cluster)), what="the broken run pauses")
+    live = cluster.coordinator.state.runs["broken"]
+    await wait_until(lambda: live.mirror.stale and live in set(paused(cluster)), what="the broken run pauses")
     await other.submit("b")
     await wait_until(lambda: "b" in running(cluster, "other"), what="the other run's rollout is placed")
-    assert "a" not in mirror.running
+    assert "a" not in live.running
     with pytest.raises(EbbtideError):
         await broken.submit("c")
     assert await other.submit("d") == [1]
     assert loops_run(cluster)
     await mend(cluster, "broken", name)
-    await wait_until(lambda: "a" in mirror.running, what="the mended run goes on")
+    await wait_until(lambda: "a" in live.running, what="the mended run goes on")
     assert loops_run(cluster)
 
 
@@ -161,8 +161,8 @@ async def test_tokens_of_other_runs_go_on_when_the_store_came_back(
             assert (refused.status.name, stored.status.name, stored.stored) == ("SUPERSEDED", "STORED", 2)
             assert loops_run(cluster)
             await mend(cluster, "broken", name)
-            mirror = cluster.coordinator.state.runs["broken"]
-            await wait_until(mirror.reconciled.is_set, what="the mended run is reconciled")
+            live = cluster.coordinator.state.runs["broken"]
+            await wait_until(live.mirror.reconciled.is_set, what="the mended run is reconciled")
 
 
 async def test_attempts_of_a_broken_run_hold_back_no_tokens_of_others_after_a_restart(cluster: Any) -> None:

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from ebbtide.auth.security import ClientSecurity
 from ebbtide.client import Client, GatewayLease, Lease
 from ebbtide.errors import InvalidRequest, NotFound, NotReady
-from ebbtide.store.store_keys import run_key
+from ebbtide.store.scripts import run_key
 from ebbtide.types.rollout import Trajectory
 from ebbtide.types.session import SessionEnd, SessionState, SessionTurn, UnverifiedSession
 from ebbtide.v1 import types_pb2

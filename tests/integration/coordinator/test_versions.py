@@ -128,7 +128,7 @@ async def test_several_runs_share_the_fleet(cluster: Any) -> None:
 
 
 async def test_one_worker_alternates_between_runs_that_both_have_work(cluster_with: Any) -> None:
-    async with cluster_with(slice_s=0.2) as cluster:
+    async with cluster_with(timeslice_s=0.2) as cluster:
         runs = [await cluster.run("one"), await cluster.run("two")]
         for run in runs:
             await run.submit(*(f"{run.run_id}.{number}" for number in range(40)))

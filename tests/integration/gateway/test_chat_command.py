@@ -1,4 +1,4 @@
-"""`ebbtide chat` before a real gateway."""
+"""`ebbtide run chat` before a real gateway."""
 
 import asyncio
 import os
@@ -18,7 +18,19 @@ async def test_a_message_is_answered_by_the_policy(stand: GatewayStand, tmp_path
     (tmp_path / "model" / "chat_template.jinja").write_text(TEMPLATE)
     await stand.gateway("g1")
     url = f"http://{stand.cluster.process['g1'].address}"
-    command = [sys.executable, "-m", "ebbtide.cli", "chat", "spell", "hi", "--max-tokens", "12", "--gateway", url]
+    command = [
+        sys.executable,
+        "-m",
+        "ebbtide.cli",
+        "run",
+        "chat",
+        "spell",
+        "hi",
+        "--max-tokens",
+        "12",
+        "--gateway",
+        url,
+    ]
     process = await asyncio.create_subprocess_exec(
         *command,
         env=os.environ | {"EBBTIDE_TOKEN": TOKEN},

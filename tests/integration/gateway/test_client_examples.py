@@ -1,4 +1,4 @@
-"""The examples of docs/gateway.md work as they stand there, with the clients that they are for."""
+"""The examples of the guides to the gateway and its clients work as they stand, with the clients that they are for."""
 
 import asyncio
 import re
@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import pytest
 
-from ebbtide.auth.reloaded_files import ReloadedFiles
+from ebbtide.auth.credential_files import ReloadedFiles
 from ebbtide.auth.security import ClientSecurity, TokenCheck
 from ebbtide.gateway.access import KeyRing, RequestLimits
 from ebbtide.gateway.http.app import make_app
@@ -19,14 +19,14 @@ from ebbtide.gateway.templates import TemplateSandbox
 from tests.fakes.scripted_app_state import scripted_app_state
 from tests.fakes.scripted_rollouts import ScriptedCatalog, ScriptedSource, scripted_model, scripted_run
 
-PAGE: Final = Path(__file__).parents[3] / "docs" / "gateway.md"
+GUIDES: Final = Path(__file__).parents[3] / "docs" / "guides"
 ANSWER: Final = "The dog sleeps on in Zürich."
 KEY: Final = "the-key"
 
 
-def examples(heading: str) -> list[str]:
+def examples(heading: str, page: str = "clients.md") -> list[str]:
     """The code of a section."""
-    section = PAGE.read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    section = re.split(r"^#+ ", (GUIDES / page).read_text().partition(f"# {heading}\n")[2], flags=re.MULTILINE)[0]
     return re.findall(r"```(?:python)?\n(.*?)```", section, re.DOTALL)
 
 
@@ -56,7 +56,7 @@ async def play(source: ScriptedSource, tmp_path: Path) -> AsyncIterator[Callable
         if code.startswith("curl"):
             return subprocess.run(["bash", "-c", fitted], check=True, capture_output=True, text=True).stdout
         variables: dict[str, Any] = {}
-        exec(compile(fitted, "docs/gateway.md", "exec"), variables)  # noqa: S102 - the page is ours
+        exec(compile(fitted, "example", "exec"), variables)  # noqa: S102 - the page is ours
         return variables
 
     yield lambda code: asyncio.to_thread(run, code)
@@ -116,7 +116,7 @@ async def test_a_client_of_sglang_gets_ids_logprobs_and_versions(
 async def test_a_harness_adds_up_the_logprobs_of_a_continuation(
     play: Callable[[str], Any], source: ScriptedSource
 ) -> None:
-    (code,) = examples("Scored prompts")
+    (code,) = examples("Scored prompts", "agents-and-gateway.md")
     variables = await play(code)
     (rollout,) = source.submitted
     own = source.scores(rollout)["logprob"][:, 0].tolist()

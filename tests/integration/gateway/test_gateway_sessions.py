@@ -9,7 +9,7 @@ import numpy as np
 import openai
 import pytest
 
-from ebbtide.trainer.learning.experience import samples_of
+from ebbtide.trainer.learning.training_batches import samples_of
 from ebbtide.types.rollout import Trajectory
 from ebbtide.types.run import TrainerSpec
 from ebbtide.types.tokens import unpack_ids, unpack_tokens

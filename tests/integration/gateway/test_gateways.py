@@ -13,7 +13,7 @@ import pytest
 
 from ebbtide.auth.roles import Role
 from ebbtide.cli.credentials import signing_keys
-from ebbtide.types.key_usage import KeyLimits
+from ebbtide.types.session import KeyLimits
 from tests.chaos.cluster import TOKEN
 from tests.fakes.model_texts import byte_level_tokenizer
 from tests.integration.gateway.conftest import GatewayStand

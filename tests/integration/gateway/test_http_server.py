@@ -20,7 +20,7 @@ from ebbtide.cli.credentials import certificates
 from ebbtide.errors import InvalidRequest
 from ebbtide.gateway.access import RequestLimits
 from ebbtide.gateway.http.server import HttpServer
-from ebbtide.gateway.settings import DoorSettings, GatewaySettings
+from ebbtide.gateway.settings import GatewaySettings, TlsSettings
 from tests.support.waiting import wait_until
 
 Send = Callable[[dict[str, Any]], Awaitable[None]]
@@ -132,10 +132,10 @@ async def test_it_waits_for_requests_that_it_cancels() -> None:
         writer.close()
 
 
-def issued(folder: Path) -> DoorSettings:
+def issued(folder: Path) -> TlsSettings:
     certificates.init(folder, 2)
     certificates.issue(folder, "gateway", [Role.GATEWAY], ["127.0.0.1"], 1)
-    return DoorSettings(tls_cert=str(folder / "gateway.pem"), tls_key=str(folder / "gateway.key"))
+    return TlsSettings(tls_cert=str(folder / "gateway.pem"), tls_key=str(folder / "gateway.key"))
 
 
 async def serial(server: HttpServer) -> int:

@@ -19,7 +19,7 @@ from ebbtide.gateway.parsers import (
     load_output_parsers,
 )
 from ebbtide.gateway.templates import TemplateSandbox
-from ebbtide.trainer.base_model.character_tokenizer import character_tokenizer
+from ebbtide.trainer.base_model.base_model import character_tokenizer
 from tests.fakes.model_texts import byte_level_tokenizer, served_model
 
 # vLLM's and torch's own imports warn.

@@ -124,7 +124,7 @@ async def test_heartbeats_tell_what_the_guard_forecasts(house: House, guard: Gua
     await worker.end()
 
 
-async def test_a_worker_whose_guard_falls_silent_stands_still_by_itself(
+async def test_a_worker_whose_guard_falls_silent_pauses_by_itself(
     house: House, guard: Guard, folder: Path, expected: Expected
 ) -> None:
     worker = await working(house, guard, folder)
@@ -246,7 +246,7 @@ async def test_an_install_does_not_wait_for_ever(house: House, folder: Path, mon
     await worker.end()
 
 
-async def test_a_drain_hands_over_while_the_worker_stands_still(house: House, guard: Guard, folder: Path) -> None:
+async def test_a_drain_hands_over_while_the_worker_is_paused(house: House, guard: Guard, folder: Path) -> None:
     worker = await working(house, guard, folder)
     guard.allow(0)
     made = await still(house, guard)
@@ -257,9 +257,7 @@ async def test_a_drain_hands_over_while_the_worker_stands_still(house: House, gu
     assert house.coordinator.length("r") == made
 
 
-async def test_a_worker_that_stands_still_hands_a_rollout_back_when_told(
-    house: House, guard: Guard, folder: Path
-) -> None:
+async def test_a_worker_that_is_paused_releases_a_rollout_when_told(house: House, guard: Guard, folder: Path) -> None:
     worker = await working(house, guard, folder)
     guard.allow(0)
     made = await still(house, guard)

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from ebbtide.client import Client
 from ebbtide.ledger import read_ledger
-from ebbtide.types.end_cause import EndCause
+from ebbtide.types.fleet import EndCause
 from ebbtide.types.rollout import FinishReason, RolloutRequest
 from ebbtide.types.run import RunEvent, Sampling
 from ebbtide.types.tokens import pack_ids, unpack_tokens
@@ -48,7 +48,7 @@ def undisturbed(request: RolloutRequest, number: int) -> tuple[list[int], Finish
     return (ids[: ids.index(1) + 1], FinishReason.STOP) if 1 in ids else (ids, FinishReason.LENGTH)
 
 
-async def test_a_worker_hands_back_what_fills_its_context_and_goes_on_with_what_it_is_given(
+async def test_a_worker_releases_what_fills_its_context_and_goes_on_with_what_it_is_given(
     house: House, expected: Callable[[int], list[int]]
 ) -> None:
     await house.worker(script={"max_model_len": SHORT})
@@ -64,7 +64,7 @@ async def test_a_worker_hands_back_what_fills_its_context_and_goes_on_with_what_
     assert house.coordinator.finished == {}
 
 
-async def test_a_worker_hands_back_what_is_longer_than_the_context_that_it_is_told(house: House) -> None:
+async def test_a_worker_releases_what_is_longer_than_the_context_that_it_is_told(house: House) -> None:
     await house.worker(script={"max_model_len": LONG})
     house.coordinator.assign("r1", Sampling(max_tokens=1000), max_model_len=len(PROMPT) - 1)
     await wait_until(lambda: "r1" in house.coordinator.released())

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ebbtide.rollout_worker.engine.checkpoint_facts import architecture
-from ebbtide.types.end_cause import EndCause
+from ebbtide.types.fleet import EndCause
 from ebbtide.types.run import Sampling
 from ebbtide.types.weights import PolicyVersion
 from tests.fakes.scripted_engine import ScriptedEngine
@@ -42,7 +42,7 @@ async def test_an_install_waits_for_rollouts_that_forbid_it(house: House) -> Non
     assert set(house.coordinator.versions("r1")) == {1}
 
 
-async def test_a_waiting_install_gives_way_to_another_wish(house: House) -> None:
+async def test_a_waiting_install_gives_way_to_another_target(house: House) -> None:
     await house.worker()
     first = house.relay.manifests[1].version
     house.coordinator.assign("r1", Sampling(max_tokens=4000), max_version=1)
@@ -54,7 +54,7 @@ async def test_a_waiting_install_gives_way_to_another_wish(house: House) -> None
     assert set(house.coordinator.versions("r1")) == {1}
 
 
-async def test_what_the_installed_version_may_not_generate_is_handed_back(house: House) -> None:
+async def test_what_the_installed_version_may_not_generate_is_released(house: House) -> None:
     await house.worker()
     house.coordinator.assign("newer", Sampling(max_tokens=4), min_version=2)
     house.coordinator.assign("other", Sampling(max_tokens=4), policy="another")

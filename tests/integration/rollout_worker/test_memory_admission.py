@@ -36,7 +36,9 @@ async def test_an_engine_without_admission_takes_memory_from_running_rollouts(ho
     await wait_until(lambda: beat(house).preemptions > 0)
 
 
-async def test_admission_spares_the_engine_from_it_and_no_token_is_made_twice(house: House, expected: Expected) -> None:
+async def test_admission_spares_the_engine_from_it_and_no_token_is_regenerated(
+    house: House, expected: Expected
+) -> None:
     await house.worker(script=MEMORY)
     await finish_all(house, expected)
     beats = len(house.coordinator.heard["heartbeat"])
@@ -47,9 +49,7 @@ async def test_admission_spares_the_engine_from_it_and_no_token_is_made_twice(ho
     assert house.coordinator.released() == {}
 
 
-async def test_a_rollout_that_waits_for_memory_is_handed_back_at_once_as_it_came(
-    house: House, expected: Expected
-) -> None:
+async def test_a_rollout_that_waits_for_memory_is_released_at_once_as_it_came(house: House, expected: Expected) -> None:
     await house.worker(script=MEMORY)
     house.coordinator.assign("runs", Sampling(max_tokens=3000), expected_tokens=600)
     await wait_until(lambda: house.coordinator.length("runs") > 8)
@@ -93,7 +93,7 @@ async def test_a_forecast_that_comes_later_lets_a_rollout_in_that_waited(house: 
     assert house.coordinator.ids("waits") == expected(house.coordinator.length("waits"))
 
 
-async def test_a_drain_hands_back_those_that_run_and_those_that_wait(house: House, expected: Expected) -> None:
+async def test_a_drain_releases_those_that_run_and_those_that_wait(house: House, expected: Expected) -> None:
     worker = await house.worker(script=MEMORY)
     for name in ("runs", "waits", "waits too"):
         house.coordinator.assign(name, Sampling(max_tokens=3000), expected_tokens=600)

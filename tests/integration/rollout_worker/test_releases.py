@@ -7,8 +7,7 @@ import pytest
 
 from ebbtide.ledger import read_ledger
 from ebbtide.rollout_worker import metrics
-from ebbtide.types.end_cause import EndCause
-from ebbtide.types.fleet import WorkerState
+from ebbtide.types.fleet import EndCause, WorkerState
 from ebbtide.types.run import Sampling
 from ebbtide.v1 import fleet_pb2, types_pb2
 from tests.fakes.scripted_engine import ScriptedEngine
@@ -43,7 +42,7 @@ async def test_a_released_rollout_comes_back_with_every_token_that_was_made(hous
     assert "moved" not in house.coordinator.finished
 
 
-async def test_a_released_rollout_is_handed_back_only_once_its_tokens_are_stored(house: House) -> None:
+async def test_a_rollout_is_released_only_once_its_tokens_are_stored(house: House) -> None:
     await house.worker()
     house.coordinator.assign("r1", Sampling(max_tokens=4000))
     await wait_until(lambda: house.in_engine() == 1)

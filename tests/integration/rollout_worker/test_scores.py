@@ -3,8 +3,8 @@
 from typing import Any
 
 from ebbtide.ledger import read_ledger
-from ebbtide.types.prompt_scores import PromptScores, unpack_scores
 from ebbtide.types.run import Sampling
+from ebbtide.types.tokens import PromptScores, unpack_scores
 from tests.fakes.scripted_engine import follow, script_scores
 from tests.fakes.scripted_fleet import PROMPT
 from tests.fakes.scripted_settings import ScriptedSettings

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ebbtide.grants import Page, page_path
-from ebbtide.trainer.device_loan import DeviceLoan
+from ebbtide.trainer.lending.device_loan import DeviceLoan
 from ebbtide.types.run import Sampling
 from tests.integration.serving_guard.trainer_guards import trainer_guard_process
 from tests.support.waiting import wait_until

@@ -50,6 +50,12 @@ class Sleeper:
     async def give_up_weights(self) -> None:
         pass
 
+    async def release_cache(self) -> None:
+        pass
+
+    async def take_cache(self) -> None:
+        pass
+
 
 class Host:
     """A guard as it is, but for the traffic: its memory, its loans and its grants; and a worker with an engine whose

@@ -6,7 +6,7 @@ import pytest
 
 from ebbtide.auth.security import ClientSecurity
 from ebbtide.errors import Unauthenticated, Unavailable
-from ebbtide.rpc.health_check import check_serving
+from ebbtide.rpc.channel import check_serving
 from tests.integration.rpc.conftest import TOKEN
 
 SECURITY = ClientSecurity(token=TOKEN)

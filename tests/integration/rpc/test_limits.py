@@ -8,8 +8,7 @@ import pytest
 
 from ebbtide.auth.security import ServerSettings
 from ebbtide.errors import InvalidRequest, Unavailable
-from ebbtide.rpc.channel import DEFAULT_TIMEOUT_S, STREAMS
-from ebbtide.rpc.channel_options import MAX_MESSAGE_BYTES
+from ebbtide.rpc.channel import DEFAULT_TIMEOUT_S, MAX_MESSAGE_BYTES, STREAMS
 from ebbtide.rpc.status_table import translated
 from ebbtide.v1 import runs_pb2
 from tests.support.waiting import wait_until

@@ -18,9 +18,9 @@ from google.protobuf.descriptor_pool import Default
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
+from ebbtide.auth.admission import can_name_run
 from ebbtide.auth.role_tokens import mint, signing_key
 from ebbtide.auth.roles import TABLE, Role
-from ebbtide.auth.run_scope import can_name_run
 from ebbtide.auth.security import ServerSettings
 from ebbtide.cli.credentials import certificates, signing_keys
 from tests.integration.rpc.services import Services

@@ -14,7 +14,7 @@ from ebbtide.rpc.channel import open_socket
 from ebbtide.types.grants import GuardStatus
 from ebbtide.v1 import grants_pb2 as pb
 from ebbtide.v1.grants_pb2_grpc import GrantsStub
-from ebbtide.wire.record_conversion import from_proto
+from ebbtide.wire import from_proto
 from tests.support.waiting import wait_until
 
 

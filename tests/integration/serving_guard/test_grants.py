@@ -26,7 +26,7 @@ async def guard(grant_dir: Path, engine: ServingEngine) -> AsyncIterator[GuardPr
         yield made
 
 
-async def test_a_worker_steps_while_nobody_is_served_and_stands_still_while_somebody_is(
+async def test_a_worker_steps_while_nobody_is_served_and_pauses_while_somebody_is(
     guard: GuardProcess, grant_dir: Path, engine: ServingEngine
 ) -> None:
     with Borrowing(grant_dir) as worker:

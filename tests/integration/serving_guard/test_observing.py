@@ -25,7 +25,7 @@ async def guard(grant_dir: Path, engine: ServingEngine) -> AsyncIterator[GuardPr
         yield made
 
 
-async def test_a_worker_stands_still_while_the_metrics_say_that_somebody_is_served(
+async def test_a_worker_pauses_while_the_metrics_say_that_somebody_is_served(
     guard: GuardProcess, grant_dir: Path, engine: ServingEngine
 ) -> None:
     with Borrowing(grant_dir) as worker:

@@ -10,9 +10,7 @@ from pathlib import Path
 import pytest
 
 from ebbtide.errors import EbbtideError, LeaseSuperseded, Unavailable
-from ebbtide.trainer.lending.lending_places import own_place
-from ebbtide.trainer.lending.loan_follower import LoanFollower
-from ebbtide.trainer.lending.shared_loan import LendingRanks, SharedLoan
+from ebbtide.trainer.lending.shared_loan import LendingRanks, LoanFollower, SharedLoan, own_place
 from tests.fakes.rank_notes import SharedNotes
 from tests.integration.serving_guard.borrower import Borrowing
 from tests.integration.serving_guard.trainer_guards import TrainerGuardProcess, rank_processes, trainer_guard_process

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from ebbtide.errors import LeaseSuperseded
-from ebbtide.trainer import device_loan
-from ebbtide.trainer.device_loan import DeviceLoan
+from ebbtide.trainer.lending import device_loan
+from ebbtide.trainer.lending.device_loan import DeviceLoan
 from ebbtide.types.grants import Residency
 from tests.integration.serving_guard.borrower import Borrowing
 from tests.integration.serving_guard.guards import guard_process

@@ -12,10 +12,10 @@ from pathlib import Path
 from ebbtide.free_ports import free_port
 from ebbtide.grants import socket_path
 from ebbtide.rpc.channel import open_socket
-from ebbtide.types.loans import DeviceStatus
+from ebbtide.types.grants import DeviceStatus
 from ebbtide.v1.loans_pb2 import WatchDeviceRequest
 from ebbtide.v1.loans_pb2_grpc import LoansStub
-from ebbtide.wire.record_conversion import from_proto
+from ebbtide.wire import from_proto
 from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[3]
@@ -24,7 +24,7 @@ OWNER = """
 import asyncio, sys
 from pathlib import Path
 from ebbtide import telemetry
-from ebbtide.trainer.device_loan import DeviceLoan
+from ebbtide.trainer.lending.device_loan import DeviceLoan
 
 async def own(folder, run_id, lease):
     loan = DeviceLoan(Path(folder), run_id=run_id, lease=int(lease))
@@ -43,10 +43,10 @@ import asyncio, os, sys
 from pathlib import Path
 from torch.distributed import TCPStore
 from ebbtide import telemetry
-from ebbtide.trainer.lending.lending_places import tell_places
-from ebbtide.trainer.lending.loan_follower import LoanFollower
+from ebbtide.trainer.lending.shared_loan import tell_places
+from ebbtide.trainer.lending.shared_loan import LoanFollower
 from ebbtide.trainer.lending.shared_loan import LendingRanks, SharedLoan
-from ebbtide.trainer.ranks.rank_board import RankBoard
+from ebbtide.trainer.ranks.rank_world import RankBoard
 
 async def rank(number, folder, lease):
     if not number:

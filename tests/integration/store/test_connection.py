@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from ebbtide.errors import StoreUnavailable
-from ebbtide.store.link.store_connection import StoreConnection
-from ebbtide.store.lua_scripts import LuaScript
+from ebbtide.store.connection import StoreConnection
+from ebbtide.store.scripts import LuaScript
 from ebbtide.store.store import Store
 from tests.fakes.clocks import compiler
 from tests.fakes.disks import StallingDisk
@@ -81,7 +81,7 @@ async def test_a_call_begun_in_one_life_of_the_store_is_not_sent_in_another(link
 
 async def test_what_is_to_be_durable_is_not_called_so_in_another_life(link: Any, server: Any) -> None:
     await link.call("CONFIG", "SET", "appendfsync", "everysec")
-    assert (await Store(link, "term").condition()).durable_after_s == 2.0
+    assert (await Store(link, "term").server_info()).durable_after_s == 2.0
     await link.call("SET", "rare", "1")
     waiting = asyncio.create_task(link.durable())
     await asyncio.sleep(0)
@@ -130,24 +130,24 @@ async def test_a_store_that_wants_a_password_says_so(link: Any, server: Any) -> 
 
 
 async def test_the_condition_of_a_store_is_told(link: Any) -> None:
-    condition = await Store(link, "term").condition()
+    condition = await Store(link, "term").server_info()
     assert condition.fsync == "always"
     assert not condition.evicts
     await link.call("CONFIG", "SET", "maxmemory", "100mb")
     await link.call("CONFIG", "SET", "maxmemory-policy", "allkeys-lru")
     await link.call("CONFIG", "SET", "appendfsync", "everysec")
-    condition = await Store(link, "term").condition()
+    condition = await Store(link, "term").server_info()
     assert (condition.fsync, condition.evicts, condition.skips_fsync) == ("everysec", True, False)
     await link.call("CONFIG", "SET", "no-appendfsync-on-rewrite", "yes")
     await link.call("CONFIG", "SET", "appendfsync", "always")
-    condition = await Store(link, "term").condition()
+    condition = await Store(link, "term").server_info()
     assert (condition.durable_after_s, condition.skips_fsync) == (30.0, True)
 
 
 async def test_a_connection_that_is_cut_before_its_first_answer_is_given_up(
     server: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ebbtide.store.link.dialer._CONNECT_S", 0.2)
+    monkeypatch.setattr("ebbtide.store.dialer._CONNECT_S", 0.2)
     address, silent = tmp_path / "way.sock", []
     listening = await asyncio.start_unix_server(lambda _, writer: silent.append(writer), address)
     link = StoreConnection(f"unix://{address}", patience_s=10)
@@ -172,7 +172,7 @@ async def test_nothing_is_durable_while_an_fsync_does_not_end(tmp_path: Any, mon
     link = StoreConnection(server.url, patience_s=10)
     try:
         await link.open()
-        assert (await Store(link, "term").condition()).durable_after_s == 2.0
+        assert (await Store(link, "term").server_info()).durable_after_s == 2.0
         disk.stall()
         await link.call("SET", "k", "1")
         waiting = asyncio.create_task(link.durable())

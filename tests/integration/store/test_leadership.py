@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 import redis.asyncio
 
-from ebbtide.store.link.store_connection import StoreConnection
-from ebbtide.store.link.store_faults import TermSuperseded
-from ebbtide.store.lua_scripts import script
+from ebbtide.store.connection import StoreConnection, TermSuperseded
+from ebbtide.store.scripts import FLEET, LEADER, run_prefix, script
 from ebbtide.store.store import Store
-from ebbtide.store.store_keys import FLEET, LEADER, run_prefix
 from ebbtide.types.run import EnvironmentSpec, RunSpec
 from tests.support.redis_servers import EmbeddedRedis
 from tests.support.waiting import wait_until
@@ -60,9 +58,9 @@ async def all_of_it(url: str) -> dict[Any, Any]:
 
 
 async def test_nobody_leads_a_store_that_is_new(new: Store) -> None:
-    assert await new.leadership.leader() is None
+    assert await new.leadership.leader(30.0) == ""
     assert await new.leadership.take("new:1", 30.0) == ""
-    assert await new.leadership.leader() == "new:1"
+    assert await new.leadership.leader(30.0) == "new:1"
 
 
 async def test_a_lease_that_another_holds_is_not_taken_and_its_holder_is_named(old: Store, new: Store) -> None:
@@ -79,7 +77,14 @@ async def test_a_lease_that_is_not_renewed_ends_by_the_stores_clock(old: Store, 
 
 
 async def _free(store: Store) -> bool:
-    return await store.leadership.leader() is None
+    return not await store.leadership.leader(30.0)
+
+
+async def test_a_lease_of_more_than_its_time_to_live_ends_once_a_standby_has_looked(old: Store, new: Store) -> None:
+    """The store's clock was set back, and the leader has died."""
+    assert await new.leadership.leader(0.2) == "old:1"  # it was taken for 30 s
+    await wait_until(lambda: _free(new))
+    assert await new.leadership.take("new:1", 30.0) == ""
 
 
 async def test_of_two_that_wait_one_gets_it(old: Store, new: Store, redis_url: str) -> None:
@@ -109,7 +114,7 @@ async def test_seizing_ends_who_led_at_once(old: Store, new: Store) -> None:
     with pytest.raises(TermSuperseded):
         await old.leadership.release(patience_s=3.0)
     assert old.link.superseded.is_set()
-    assert await new.leadership.leader() == "new:1"
+    assert await new.leadership.leader(30.0) == "new:1"
 
 
 @pytest.mark.parametrize("name", WRITERS)
@@ -143,5 +148,5 @@ async def test_it_cannot_make_a_run_that_the_other_would_not_know_of(old: Store,
 async def test_a_store_that_forgot_who_leads_is_told_again(old: Store, redis_server: EmbeddedRedis) -> None:
     redis_server.command("FLUSHALL")
     await old.leadership.renew("old:1", 30.0, patience_s=3.0)
-    assert await old.leadership.leader() == "old:1"
+    assert await old.leadership.leader(30.0) == "old:1"
     assert await old.runs.submit("r", SPEC)

@@ -9,10 +9,9 @@ import pytest
 from ebbtide.coordinator.service import Coordinator
 from ebbtide.coordinator.settings import CoordinatorSettings
 from ebbtide.errors import StoreUnavailable
-from ebbtide.store.link.store_connection import StoreConnection
-from ebbtide.store.link.store_faults import TermSuperseded
-from ebbtide.store.migrations import STEPS, MigrationStep, Schema
-from ebbtide.store.store_keys import INDEX, NEWEST_SCHEMA, SCHEMA, TERM, run_key
+from ebbtide.store.connection import StoreConnection, TermSuperseded
+from ebbtide.store.scripts import INDEX, NEWEST_SCHEMA, SCHEMA, TERM, run_key
+from ebbtide.store.store import STEPS, MigrationStep, Schema
 from ebbtide.types.run import EnvironmentSpec, RunSpec
 
 Change = Callable[[StoreConnection, str], Awaitable[None]]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ebbtide.errors import InvalidRequest, StoreUnavailable
-from ebbtide.store.link.store_connection import StoreConnection
+from ebbtide.store.connection import StoreConnection
 from ebbtide.store.store import Store
 from tests.support.redis_servers import EmbeddedRedis, EmbeddedSentinel
 from tests.support.waiting import wait_until
@@ -78,7 +78,7 @@ async def test_a_failover_is_followed_and_gives_another_life(pair: Any, tmp_path
             f"redis+sentinel://127.0.0.1:1,127.0.0.1:{sentinel.port}/ebbtide", patience_s=30, replicas=1
         )
         await link.open()
-        assert (await Store(link, "term").condition()).durable_after_s == 0.0
+        assert (await Store(link, "term").server_info()).durable_after_s == 0.0
         life = link.incarnation
         await link.call("SET", "k", "1")
         await wait_until(lambda: b"num-slaves\r\n$1\r\n1\r\n" in sentinel.command("SENTINEL", "masters"))
@@ -104,18 +104,18 @@ async def test_a_failover_without_confirmation_may_lose_the_newest_seconds(pair:
     with EmbeddedSentinel(tmp_path / "s", pair[0]) as sentinel:
         link = StoreConnection(sentinel.url, patience_s=10)
         await link.open()
-        assert (await Store(link, "term").condition()).durable_after_s == 5.0
+        assert (await Store(link, "term").server_info()).durable_after_s == 5.0
         await link.close()
 
 
 async def test_behind_a_plain_address_a_write_is_durable_once_the_replica_has_it(
     pair: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ebbtide.store.link.durability._UNCONFIRMED_S", 1.0)
+    monkeypatch.setattr("ebbtide.store.durability._UNCONFIRMED_S", 1.0)
     primary, replica = pair
     link = StoreConnection(primary.url, patience_s=10)
     await link.open()
-    assert (await Store(link, "term").condition()).durable_after_s == 1.0
+    assert (await Store(link, "term").server_info()).durable_after_s == 1.0
     replica.freeze()
     try:
         await link.call("SET", "k", "1")
@@ -134,7 +134,7 @@ async def test_one_replica_that_confirms_does_not_speak_for_another(pair: Any, t
         for replicas, claim in ((1, 5.0), (2, 0.0)):
             link = StoreConnection(pair[0].url, patience_s=10, replicas=replicas)
             await link.open()
-            assert (await Store(link, "term").condition()).durable_after_s == claim
+            assert (await Store(link, "term").server_info()).durable_after_s == claim
             await link.close()
 
 
@@ -142,7 +142,7 @@ async def test_a_store_that_would_wipe_its_replicas_is_found_out(pair: Any) -> N
     pair[0].command("CONFIG", "SET", "appendonly", "no")
     link = StoreConnection(pair[0].url, patience_s=10)
     await link.open()
-    assert (await Store(link, "term").condition()).wipes
+    assert (await Store(link, "term").server_info()).wipes
     await link.close()
 
 

@@ -4,9 +4,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from ebbtide.store.link.store_connection import StoreConnection
+from ebbtide.store.connection import StoreConnection
+from ebbtide.store.scripts import run_key
 from ebbtide.store.store import Store
-from ebbtide.store.store_keys import run_key
 from ebbtide.types.run import EnvironmentSpec, RunSpec
 
 SPEC = RunSpec(name="n", model="m", environment=EnvironmentSpec(name="e"))

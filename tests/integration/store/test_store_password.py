@@ -12,7 +12,7 @@ from ebbtide.coordinator.service import dialled_url
 from ebbtide.coordinator.settings import CoordinatorSettings
 from ebbtide.errors import InvalidRequest, StoreUnavailable
 from ebbtide.local_cluster.launcher import redis_binary
-from ebbtide.store.link.store_connection import StoreConnection
+from ebbtide.store.connection import StoreConnection
 
 SERVICE = yaml.safe_load((Path(__file__).parents[3] / "docker-compose.yml").read_text())["services"]["redis"]
 PASSWORD = "pass/word@with:signs%"

@@ -11,7 +11,7 @@ import pytest
 from ebbtide.errors import StoreUnavailable
 from ebbtide.types.run import EnvironmentSpec, RunSpec
 from ebbtide.v1 import runs_pb2, types_pb2
-from ebbtide.wire.record_conversion import to_proto
+from ebbtide.wire import to_proto
 from tests.integration.tenants.test_limits import Gated
 from tests.support.waiting import wait_until
 

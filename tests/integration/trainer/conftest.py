@@ -52,7 +52,8 @@ class Program:
         command = [sys.executable, *self.runner, f"ebbtide.{self._module}"]
         command += [*self._flags, "--ready-file", str(self._ready)]
         command += ["--server-listen", self.address] if self._listens else []
-        environment = {**os.environ, "EBBTIDE_TOKEN": TOKEN, "PYTHONPATH": str(Path(__file__).parent)}
+        path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+        environment = {**os.environ, "EBBTIDE_TOKEN": TOKEN, "PYTHONPATH": path}
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=log)
 

@@ -29,9 +29,11 @@ from ebbtide.client.publisher.tensor_snapshots import TensorSnapshot
 from ebbtide.client.relay_client import RelayClient
 from ebbtide.client.service_peer import ServicePeer
 from ebbtide.errors import InvalidRequest
+from ebbtide.trainer.learning import learner
 from ebbtide.trainer.learning.local_learning import LocalLearning
+from ebbtide.trainer.learning.sampled_logprobs import CHUNK_LOGITS
 from ebbtide.trainer.ranks.rank_group import RankFollower, RankGroup, RankZeroLearning
-from ebbtide.trainer.ranks.rank_place import place_of
+from ebbtide.trainer.ranks.rank_launcher import place_of
 from ebbtide.trainer.ranks.rank_world import RankWorld
 from ebbtide.trainer.training_checkpoint import TrainingState
 from ebbtide.types.rollout import Trajectory
@@ -61,6 +63,8 @@ class Job(Struct, frozen=True, kw_only=True):
     fails: bool = False
     groups: int = 3  # of a step
     order: int | None = None
+    offload: bool = False
+    chunk_logits: int = CHUNK_LOGITS  # that the head computes at once; of several jobs, the first one's
 
 
 class Held(Struct, frozen=True, kw_only=True):
@@ -140,7 +144,8 @@ def train(learning: LocalLearning, job: Job) -> list[dict[str, float]]:
 
 def alone(job: Job) -> list[dict[str, float]]:
     """The job in this process."""
-    return train(LocalLearning(job.spec, source=Path(job.checkpoint or job.spec.model), device=job.device), job)
+    source = Path(job.checkpoint or job.spec.model)
+    return train(LocalLearning(job.spec, source=source, device=job.device, offload=job.offload), job)
 
 
 def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -174,7 +179,9 @@ async def lead(world: RankWorld, jobs: list[Job]) -> list[list[dict[str, float]]
     for job in jobs:
         source = Path(job.checkpoint or job.spec.model)
         try:
-            learning = await asyncio.to_thread(RankZeroLearning, crew, job.spec, run_id=job.run, source=source)
+            learning = await asyncio.to_thread(
+                RankZeroLearning, crew, job.spec, run_id=job.run, source=source, offload=job.offload
+            )
         except InvalidRequest:
             if not job.fails:
                 raise
@@ -198,6 +205,7 @@ def held() -> Held:
 
 async def main(file: Path) -> None:
     jobs = msgspec.json.decode(await asyncio.to_thread(file.read_bytes), type=list[Job])
+    learner.CHUNK_LOGITS = jobs[0].chunk_logits  # type: ignore[attr-defined]
     place = place_of(os.environ, 1)
     assert place is not None
     torch.set_num_threads(1)

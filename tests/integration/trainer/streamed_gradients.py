@@ -31,10 +31,11 @@ def together(jobs: list[Job], folder: Path) -> list[Told]:
         "MASTER_PORT": str(free_port()),
         "GLOO_SOCKET_IFNAME": "lo",
     }
-    common |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[3])}
+    paths = (str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", ""))
+    common |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     ranks = [subprocess.Popen(script, env=os.environ | common | {"RANK": str(rank)}) for rank in range(2)]
     try:
-        assert [rank.wait(110) for rank in ranks] == [0, 0]
+        assert [rank.wait(300) for rank in ranks] == [0, 0]
     finally:
         for rank in ranks:
             rank.kill()

@@ -7,12 +7,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ebbtide.claimed_runs.run_loop import load_conversations
 from ebbtide.driver.environment_host import BranchText
 from ebbtide.driver.host_process import HostProcess, IsolationRefused, host_plan
 from ebbtide.driver.service import drive
 from ebbtide.driver.verdicts import VerdictFailed, VerifierProcesses
 from ebbtide.errors import InvalidRequest
+from ebbtide.run_client import load_conversations
 from ebbtide.runtime import race
 from ebbtide.types.rollout import Trajectory
 from ebbtide.types.run import EnvironmentSpec, RunSpec

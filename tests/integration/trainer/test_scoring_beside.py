@@ -10,11 +10,9 @@ import pytest
 from ebbtide.driver.environment_processes import EnvironmentProcesses, ProcessEpisode
 from ebbtide.driver.environments import EnvironmentFailed, EpisodeClock
 from ebbtide.driver.host_process import TookTooLong, host_plan
-from ebbtide.driver.scoring.cpu_waits import CpuWaits
-from ebbtide.driver.scoring.reward_clock import OutOfTime
+from ebbtide.driver.scoring import LEARNT, CpuWaits, OutOfTime
 from ebbtide.driver.settings import DriverSettings, EnvironmentSettings
 from ebbtide.environments import StepResult
-from ebbtide.scheduling.long_tail.final_turns import LEARNT
 from ebbtide.types.run import EnvironmentSpec, RunSpec, TailSpec
 from tests.support.waiting import wait_until
 

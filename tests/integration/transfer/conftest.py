@@ -12,7 +12,7 @@ from ebbtide.errors import Unavailable, VersionUnavailable
 from ebbtide.rpc.channel import open_channel
 from ebbtide.rpc.server import Server
 from ebbtide.transfer import BlobCache, Puller, opener
-from ebbtide.types.weights import TILE_BYTES, BlobSource, FoundWay, Holder, Manifest, Patch
+from ebbtide.types.weights import TILE_BYTES, BlobSource, FetchPath, Holder, Manifest, Patch
 from ebbtide.v1 import weights_pb2 as pb
 from ebbtide.v1.weights_pb2_grpc import WeightsServicer, WeightsStub, add_WeightsServicer_to_server
 from ebbtide.weights import (
@@ -25,7 +25,7 @@ from ebbtide.weights import (
     split_manifest,
     split_patch,
 )
-from ebbtide.wire.record_conversion import to_proto
+from ebbtide.wire import to_proto
 from tests.unit.weights.chain import Link, chain, link
 
 SECURITY = ClientSecurity(token="a-token-of-tests")
@@ -40,8 +40,8 @@ class Script(WeightsServicer):
     def __init__(self, links: Sequence[Link]) -> None:
         self.links = {link.manifest.version.version: link for link in links}
         self.blobs = {digest: blob for link in links for digest, blob in link.blobs.items()}
-        self.ways: list[FoundWay] = []
-        self.scratch_ways: list[FoundWay] = []
+        self.ways: list[FetchPath] = []
+        self.scratch_paths: list[FetchPath] = []
         self.sources: list[BlobSource] = []
         self.asked: list[pb.FindWayRequest] = []
         self.fetched: list[bytes] = []
@@ -56,7 +56,7 @@ class Script(WeightsServicer):
         self.asked.append(request)
         if request.version not in self.links:
             raise VersionUnavailable("not here")
-        ways = [*self.ways, *(self.scratch_ways if request.scratch else [])]
+        ways = [*self.ways, *(self.scratch_paths if request.scratch else [])]
         found = [to_proto(way, pb.Way) for way in ways if (way.via or (way.start,))[-1] == request.version]
         sources = [to_proto(source, pb.BlobSource) for source in self.sources if source.address not in request.failed]
         return pb.FindWayResponse(ways=found, sources=sources, again_s=self.again_s)
@@ -180,13 +180,13 @@ async def pullers() -> AsyncIterator[Callable[..., Puller]]:
         await channel.close()
 
 
-def needed(links: Sequence[Link], way: FoundWay) -> int:
-    """Bytes that a way costs one who has what it starts from, or nothing if it is an anchor."""
+def needed(links: Sequence[Link], way: FetchPath) -> int:
+    """Bytes that a way costs one who has what it starts from, or nothing if it is a keyframe."""
     by_number = {link.manifest.version.version: link for link in links}
     patches = tuple(patch for number in way.via if (patch := by_number[number].patch) is not None)
     target = by_number[(way.via or (way.start,))[-1]].manifest
-    held = {} if way.anchor else {place: digest_at(by_number[way.start].manifest, place) for place in places(target)}
-    tasks = Planner(target, [Way(by_number[way.start].manifest, patches, way.anchor)]).tasks(places(target), held)
+    held = {} if way.keyframe else {place: digest_at(by_number[way.start].manifest, place) for place in places(target)}
+    tasks = Planner(target, [Way(by_number[way.start].manifest, patches, way.keyframe)]).tasks(places(target), held)
     wanted = {digest for task in tasks if isinstance(task, TileTask) for digest in task.blobs}
     sizes = {digest: len(blob) for link in links for digest, blob in link.blobs.items()}
     assert all(sizes[digest] == size for patch in patches for digest, size in blob_sizes(patch).items())

@@ -12,7 +12,7 @@ import pytest
 
 from ebbtide.errors import ChunkCorrupt, NoCapacity, Unavailable
 from ebbtide.transfer import Mirror
-from ebbtide.types.weights import FoundWay
+from ebbtide.types.weights import FetchPath
 from tests.integration.transfer.conftest import SECURITY, breaking, needed
 from tests.integration.transfer.test_puller import FIRST, NEWEST, pull
 from tests.support.waiting import wait_until
@@ -62,7 +62,7 @@ async def test_a_source_that_dies_is_replaced_in_the_middle(
 
 async def test_a_source_that_stalls_is_replaced(big: list[Link], serve: Any, pullers: Any) -> None:
     relay, peer = await serve(big), await serve(big)
-    relay.script.ways = [FoundWay(start=1, anchor=False, via=(2,))]
+    relay.script.ways = [FetchPath(start=1, keyframe=False, via=(2,))]
     relay.script.sources = [peer.source("peer", site="here")]
     peer.script.gate_after = 5
     mirror = Mirror(big[0].manifest, None)

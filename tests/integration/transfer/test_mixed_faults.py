@@ -10,7 +10,7 @@ import pytest
 
 from ebbtide.errors import EbbtideError, InvalidRequest, NoCapacity, Unavailable, VersionUnavailable
 from ebbtide.transfer import BlobCache, Mirror, Opener, TileSource
-from ebbtide.types.weights import BlobSource, FoundWay, Holder
+from ebbtide.types.weights import BlobSource, FetchPath, Holder
 from ebbtide.weights import places
 from tests.integration.transfer.conftest import Script, digest_at
 from tests.integration.transfer.test_puller import FIRST, pull
@@ -45,10 +45,10 @@ def moody(rng: np.random.Generator, script: Script) -> Callable[[bytes, bytes], 
     return mangle
 
 
-def ways_to(number: int, rng: np.random.Generator) -> list[FoundWay]:
+def ways_to(number: int, rng: np.random.Generator) -> list[FetchPath]:
     start = int(rng.integers(1, number + 1))
-    ways = [FoundWay(start=start, anchor=True, via=tuple(range(start + 1, number + 1)))]
-    ways += [FoundWay(start=base, anchor=False, via=tuple(range(base + 1, number + 1))) for base in range(1, number)]
+    ways = [FetchPath(start=start, keyframe=True, via=tuple(range(start + 1, number + 1)))]
+    ways += [FetchPath(start=base, keyframe=False, via=tuple(range(base + 1, number + 1))) for base in range(1, number)]
     rng.shuffle(ways)
     return ways
 

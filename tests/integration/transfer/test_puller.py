@@ -10,16 +10,16 @@ import pytest
 
 from ebbtide.errors import ChunkCorrupt, InvalidRequest, PermissionDenied, VersionUnavailable
 from ebbtide.transfer import BlobCache, ElementChanges, Mirror
-from ebbtide.types.weights import FoundWay, Patch, TensorPatch
+from ebbtide.types.weights import FetchPath, Patch, TensorPatch
 from ebbtide.weights import Signer, places, places_of, seal_patch
 from tests.integration.transfer.conftest import needed
 from tests.support.waiting import wait_until
 from tests.unit.transfer.filling import assert_right, bring, content
 from tests.unit.weights.chain import Link, whole
 
-FIRST = FoundWay(start=1, anchor=True)
-ALONG = FoundWay(start=1, anchor=True, via=(2, 3, 4, 5))
-NEWEST = FoundWay(start=5, anchor=True)
+FIRST = FetchPath(start=1, keyframe=True)
+ALONG = FetchPath(start=1, keyframe=True, via=(2, 3, 4, 5))
+NEWEST = FetchPath(start=5, keyframe=True)
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ async def pull(puller: Any, mirror: Mirror, link: Link, **options: Any) -> Any:
         return await puller.pull("run", version, mirror, manifest, **options)
 
 
-async def test_a_late_joiner_takes_the_cheapest_way(
+async def test_a_late_joiner_takes_the_cheapest_path(
     links: list[Link], mirror: Mirror, serve: Any, pullers: Any
 ) -> None:
     relay = await serve(links)
@@ -53,8 +53,8 @@ async def test_who_follows_takes_patches_alone(links: list[Link], mirror: Mirror
     relay.script.ways = [FIRST]
     await pull(puller, mirror, links[0])
     for number in (2, 4):
-        way = FoundWay(
-            start=number - 1 if number == 2 else 2, anchor=False, via=tuple(range(number // 2 + 1, number + 1))
+        way = FetchPath(
+            start=number - 1 if number == 2 else 2, keyframe=False, via=tuple(range(number // 2 + 1, number + 1))
         )
         relay.script.ways = [way]
         done = await pull(puller, mirror, links[number - 1])
@@ -72,7 +72,7 @@ async def test_what_is_there_already_costs_nothing(links: list[Link], mirror: Mi
     assert (done.bytes, done.tiles, relay.script.fetched) == (0, 0, [])
 
 
-async def test_a_mirror_whose_tiles_are_of_two_versions_goes_two_ways(
+async def test_a_mirror_whose_tiles_are_of_two_versions_goes_two_paths(
     links: list[Link], mirror: Mirror, serve: Any, pullers: Any
 ) -> None:
     from tests.unit.transfer.filling import blobs_of, tasks_to
@@ -82,7 +82,10 @@ async def test_a_mirror_whose_tiles_are_of_two_versions_goes_two_ways(
         mirror.apply(task, blobs_of(links))
     mirror.remember("run", "policy", [2, 4])
     relay = await serve(links)
-    relay.script.ways = [FoundWay(start=4, anchor=False, via=(5,)), FoundWay(start=2, anchor=False, via=(3, 4, 5))]
+    relay.script.ways = [
+        FetchPath(start=4, keyframe=False, via=(5,)),
+        FetchPath(start=2, keyframe=False, via=(3, 4, 5)),
+    ]
     await pull(pullers(relay), mirror, links[4])
     assert_right(mirror, links[4])
     assert list(relay.script.asked[0].have) == [2, 4]
@@ -90,7 +93,7 @@ async def test_a_mirror_whose_tiles_are_of_two_versions_goes_two_ways(
     assert not dense & set(relay.script.fetched)
 
 
-async def test_what_no_way_reaches_is_asked_for_from_anchors(
+async def test_what_no_way_reaches_is_asked_for_from_keyframes(
     links: list[Link], mirror: Mirror, serve: Any, pullers: Any
 ) -> None:
     bring(mirror, links, 4)
@@ -100,13 +103,13 @@ async def test_what_no_way_reaches_is_asked_for_from_anchors(
         file.write(b"?")
     mirror.mend(list(places(links[0].manifest)))
     relay = await serve(links)
-    relay.script.ways = [FoundWay(start=4, anchor=False, via=(5,))]
-    relay.script.scratch_ways = [NEWEST]
+    relay.script.ways = [FetchPath(start=4, keyframe=False, via=(5,))]
+    relay.script.scratch_paths = [NEWEST]
     done = await pull(pullers(relay), mirror, links[4])
     assert_right(mirror, links[4])
     assert [ask.scratch for ask in relay.script.asked] == [False, True, False]
     assert done.bytes < needed(links, NEWEST)
-    relay.script.ways, relay.script.scratch_ways = [], []
+    relay.script.ways, relay.script.scratch_paths = [], []
     with pytest.raises(VersionUnavailable, match="no way"):
         await pull(pullers(relay), mirror, links[3])
 
@@ -119,8 +122,8 @@ async def test_damage_that_nobody_noticed_is_found_and_repaired(
     changed = next(place for place in places(links[0].manifest) if _sizes(links[4], place[0])[place[1]])
     mirror.layout.write(mirror._file, *changed, mirror.layout.read(mirror._file, *changed) ^ np.uint8(1))
     relay = await serve(links)
-    relay.script.ways = [FoundWay(start=4, anchor=False, via=(5,))]
-    relay.script.scratch_ways = [NEWEST]
+    relay.script.ways = [FetchPath(start=4, keyframe=False, via=(5,))]
+    relay.script.scratch_paths = [NEWEST]
     await pull(pullers(relay), mirror, links[4])
     assert_right(mirror, links[4])
 
@@ -143,12 +146,12 @@ async def test_patches_that_lie_are_given_up_for_dense_tiles(
     mirror.remember("run", "policy", [4])
     relay = await serve(links)
     relay.script.patch = forged
-    relay.script.ways = [FoundWay(start=4, anchor=False, via=(5,))]
-    relay.script.scratch_ways = [NEWEST]
+    relay.script.ways = [FetchPath(start=4, keyframe=False, via=(5,))]
+    relay.script.scratch_paths = [NEWEST]
     done = await pull(pullers(relay), mirror, links[4])
     assert_right(mirror, links[4])
     assert done.bytes
-    relay.script.scratch_ways = []
+    relay.script.scratch_paths = []
     bring(mirror, links, 4)
     mirror.remember("run", "policy", [4])
     with pytest.raises(ChunkCorrupt):
@@ -180,7 +183,7 @@ async def test_changes_are_collected_on_the_way(
     bring(mirror, links, 3)
     mirror.remember("run", "policy", [3])
     relay = await serve(links)
-    relay.script.ways = [FoundWay(start=3, anchor=False, via=(4, 5))]
+    relay.script.ways = [FetchPath(start=3, keyframe=False, via=(4, 5))]
     changes = ElementChanges(links[0].manifest, share=1.0)
     await pull(pullers(relay), mirror, links[4], changes=changes)
     changes.write(tmp_path / "changes")
@@ -228,7 +231,7 @@ async def test_patch_blobs_are_kept_for_peers(big: list[Link], serve: Any, pulle
     mirror, cache = Mirror(big[0].manifest, None), BlobCache(8 << 20)
     bring(mirror, big, 1)
     mirror.remember("run", "policy", [1])
-    relay.script.ways = [FoundWay(start=1, anchor=False, via=(2,))]
+    relay.script.ways = [FetchPath(start=1, keyframe=False, via=(2,))]
     done = await pull(pullers(relay, cache), mirror, big[1])
     assert big[1].patch is not None
     assert done.bytes == cache.size == big[1].patch.size
@@ -269,7 +272,7 @@ async def test_a_start_that_nobody_signed_is_no_start(
     signer = Signer(bytes(32))
     relay = await serve(links)
     relay.script.links[5] = msgspec.structs.replace(links[4], manifest=signer.sign(links[4].manifest))
-    relay.script.ways = [FoundWay(start=4, anchor=True, via=(5,))]
+    relay.script.ways = [FetchPath(start=4, keyframe=True, via=(5,))]
     puller = pullers(relay)
     manifest = await puller.manifest("run", "policy", 5, publisher=signer.public)
     with pytest.raises(PermissionDenied):

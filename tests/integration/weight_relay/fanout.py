@@ -23,7 +23,7 @@ from ebbtide.weight_relay.servicer import SERVICE
 from ebbtide.weight_relay.settings import RelaySettings
 from ebbtide.weights import NamedTensor, Signer, named_tensor, seal_manifest, seal_patch
 from ebbtide.weights.version_encoding import Described, encode_version
-from ebbtide.wire.record_conversion import from_proto
+from ebbtide.wire import from_proto
 
 TOKEN = "a-token-of-tests"
 SECURITY = ClientSecurity(token=TOKEN)

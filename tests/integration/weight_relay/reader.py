@@ -5,7 +5,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from ebbtide.types.weights import FoundWay, Manifest
+from ebbtide.types.weights import FetchPath, Manifest
 from ebbtide.weights import Place, Planner, TileTask, Way, check_manifest, check_patch, check_tile, places, tile_size
 from ebbtide.weights.patch import TileCodec
 from ebbtide.weights.tensors import unit_width
@@ -38,7 +38,7 @@ class Reader:
         found = await self._wire.ways(version, have, bytes_per_s=bytes_per_s)
         return await self.follow(version, found, held)
 
-    async def follow(self, version: int, found: Iterable[FoundWay], held: Version | None) -> Tiles:
+    async def follow(self, version: int, found: Iterable[FetchPath], held: Version | None) -> Tiles:
         target = await self._wire.manifest(version)
         check_manifest(target)
         ways = [await self._way(way, target) for way in found]
@@ -49,14 +49,14 @@ class Reader:
             tiles[task.place] = await self._made(task, target, tiles.get(task.place, b""))
         return tiles
 
-    async def _way(self, way: FoundWay, target: Manifest) -> Way:
+    async def _way(self, way: FetchPath, target: Manifest) -> Way:
         patches, base = [], way.start
         for number in way.via:
             manifest = target if number == target.version.version else await self._wire.manifest(number)
             patches.append(await self._wire.patch(base, manifest))
             check_patch(patches[-1], manifest)
             base = number
-        return Way(start=await self._wire.manifest(way.start), patches=tuple(patches), anchor=way.anchor)
+        return Way(start=await self._wire.manifest(way.start), patches=tuple(patches), keyframe=way.keyframe)
 
     async def _made(self, task: TileTask, target: Manifest, tile: bytes) -> bytes:
         blobs = await self._wire.fetch(task.blobs)

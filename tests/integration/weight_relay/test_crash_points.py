@@ -1,6 +1,6 @@
 """A crash before any one of the relay's file operations leaves all of a version, or nothing that can be seen.
 
-So it is with patches, with anchors made of them and let go, and with what arrives.
+So it is with patches, with keyframes made of them and let go, and with what arrives.
 """
 
 import shutil
@@ -26,14 +26,14 @@ def put(disk: RelayDisk, version: Version) -> None:
     disk.sync_tiles(blobs)
     if version.patch:
         disk.put_patch(version.patch)
-    disk.put_manifest(version.manifest, anchor=version.patch is None)
+    disk.put_manifest(version.manifest, keyframe=version.patch is None)
 
 
 def dense(version: Version) -> Version:
     return Version(version.manifest, None, version.tensors, {}, version.tiles)
 
 
-def prepare_anchors(root: Path) -> None:
+def prepare_keyframes(root: Path) -> None:
     with closing(RelayDisk(root)) as disk:
         put(disk, LINE[1])
 
@@ -52,15 +52,15 @@ def prepare_chain(root: Path) -> None:
             put(disk, version)
 
 
-def anchor_and_let_go(root: Path) -> None:
-    """A patch comes, version 4 becomes an anchor out of it, the chain before goes, its last first as a passage."""
+def keyframe_and_let_go(root: Path) -> None:
+    """A patch comes, version 4 becomes a keyframe out of it, the chain before goes, its last first as a passage."""
     with closing(RelayDisk(root)) as disk:
         put(disk, LINE[4])
         for digest, data in LINE[4].tiles.items():
             disk.put_tile(digest, data)
         disk.sync_tiles(LINE[4].tiles)
-        disk.mark(STREAM, 4, anchor=True)
-        disk.mark(STREAM, 1, anchor=False)
+        disk.mark(STREAM, 4, keyframe=True)
+        disk.mark(STREAM, 1, keyframe=False)
         disk.drop_tiles(LINE[1].tiles.keys() - LINE[4].tiles.keys())
         for number in (1, 2, 3):
             disk.drop_manifest(*STREAM, number)
@@ -79,7 +79,7 @@ def arrive(root: Path) -> None:
 
 def used(found: RecoveredDisk, on_disk: set[str]) -> set[str]:
     """The blobs that must be there, by what was found."""
-    tiles = [tile_sizes(item.manifest) for item in found.versions.get(STREAM, {}).values() if item.anchor]
+    tiles = [tile_sizes(item.manifest) for item in found.versions.get(STREAM, {}).values() if item.keyframe]
     patches = [blob_sizes(patch) for patch, _ in found.patches.get(STREAM, {}).values()]
     names = {digest.hex() for blobs in tiles + patches for digest in blobs}
     coming = {digest.hex() for item in found.stages if item.patch for digest in blob_sizes(item.patch)}
@@ -116,12 +116,12 @@ def outcomes_of(tmp_path: Path, prepare: Callable[[Path], None], work: Callable[
 
 
 def test_a_crash_at_any_operation_leaves_whole_versions(tmp_path: Path) -> None:
-    assert outcomes_of(tmp_path, prepare_anchors, publish_dense_and_let_go) == [(1,), (1, 2), (2,)]
+    assert outcomes_of(tmp_path, prepare_keyframes, publish_dense_and_let_go) == [(1,), (1, 2), (2,)]
 
 
-def test_a_crash_while_an_anchor_is_made_leaves_every_version_a_way(tmp_path: Path) -> None:
+def test_a_crash_while_a_keyframe_is_made_leaves_every_version_a_path(tmp_path: Path) -> None:
     whole = (1, 2, 3, 4)
-    assert sorted({tuple(sorted(found)) for found in outcomes_of(tmp_path, prepare_chain, anchor_and_let_go)}) == [
+    assert sorted({tuple(sorted(found)) for found in outcomes_of(tmp_path, prepare_chain, keyframe_and_let_go)}) == [
         (1, 2, 3),
         whole,
         (2, 3, 4),
@@ -136,7 +136,7 @@ def test_a_crash_while_a_version_arrives_loses_nothing_that_was_committed(tmp_pa
 
 
 def test_a_manifest_is_renamed_only_after_its_tiles_are_durable(tmp_path: Path) -> None:
-    prepare_anchors(tmp_path)
+    prepare_keyframes(tmp_path)
     with pytest.MonkeyPatch.context() as patch:
         crasher = Crasher(patch, 1000)
         publish_dense_and_let_go(tmp_path)
@@ -158,7 +158,7 @@ def test_a_patch_is_durable_before_the_version_that_stands_on_it(tmp_path: Path)
 
 @pytest.mark.parametrize("what", ["tiles", "versions"])
 def test_a_file_cut_at_any_byte_takes_its_version_with_it(what: str, tmp_path: Path) -> None:
-    prepare_anchors(tmp_path / "whole")
+    prepare_keyframes(tmp_path / "whole")
     for length in range(1000):
         root = Path(shutil.copytree(tmp_path / "whole", tmp_path / str(length)))
         path = next(path for path in sorted((root / what).rglob("*")) if path.is_file())

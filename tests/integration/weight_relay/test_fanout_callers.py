@@ -14,9 +14,9 @@ from ebbtide.cli.credentials import signing_keys
 from ebbtide.errors import PermissionDenied
 from ebbtide.rpc.channel import open_channel
 from ebbtide.rpc.status_table import translated
-from ebbtide.scheduling.distribution.source_ranking import SEVERAL
 from ebbtide.v1 import weights_pb2 as pb
 from ebbtide.v1.weights_pb2_grpc import WeightsStub
+from ebbtide.weight_relay.source_ranking import SEVERAL
 from tests.integration.weight_relay.fanout import RunningRelay, Version, running
 
 STRANGERS = [(Role.USER, "run"), (Role.TRAINER, "run"), (Role.USER, ""), (Role.OPERATOR, "")]

@@ -83,7 +83,7 @@ async def test_what_a_relay_knows_of_a_run_is_told(relay: RunningRelay) -> None:
     await relay.find("w0", 2, site="a", address="w0:1", have=[1])
     await relay.find("w1", 2, site="a", done=True, install_s=0.5)
     state = await relay.describe()
-    assert [(item.info.version.version, item.anchor) for item in state.versions] == [(1, True), (2, False)]
+    assert [(item.info.version.version, item.keyframe) for item in state.versions] == [(1, True), (2, False)]
     [patch] = state.versions[1].patches
     assert second.patch is not None
     assert (patch.base, patch.size, patch.composed) == (1, second.patch.size, False)

@@ -13,7 +13,7 @@ from aiohttp import web
 from ebbtide.errors import VersionUnavailable
 from ebbtide.free_ports import free_port
 from ebbtide.rpc.status_table import translated
-from ebbtide.types.weights import FoundWay, Holder
+from ebbtide.types.weights import FetchPath, Holder
 from ebbtide.weight_relay import static_copy
 from ebbtide.weight_relay.export import ExportSettings, export
 from ebbtide.weights import ManifestLimits
@@ -149,7 +149,7 @@ async def test_a_chain_of_three_relays_hands_a_version_on_while_it_comes(home: R
         assert link.received <= 1.03 * version.size
 
 
-async def test_a_seed_that_is_dead_is_replaced_by_this_relay_and_shunned(home: RunningRelay) -> None:
+async def test_a_seed_that_is_dead_is_replaced_by_this_relay_and_avoided(home: RunningRelay) -> None:
     version = Version(1)
     await version.publish(home.relay)
     dead = f"127.0.0.1:{free_port()}"
@@ -239,10 +239,10 @@ async def test_a_static_copy_may_begin_with_a_version_that_has_a_parent(web_serv
     first = Version(1)
     second = Version(2, base=first)
     url = f"{web_server}/run"
-    async with running(tmp_path / "home", anchor_every=1) as home:
+    async with running(tmp_path / "home", keyframe_every=1) as home:
         for version in (first, second):
             await version.publish(home.relay)
-        await wait_until(lambda: 2 in home.relay.library.index.anchors(STREAM), what="the anchor")
+        await wait_until(lambda: 2 in home.relay.library.index.keyframes(STREAM), what="the keyframe")
         folder = tmp_path / "copies" / "run"
         await export(ExportSettings(run="run", folder=str(folder), relay=home.address, security=SECURITY))
     assert not (folder / "version-1.msgpack").exists()
@@ -250,10 +250,10 @@ async def test_a_static_copy_may_begin_with_a_version_that_has_a_parent(web_serv
         await wait_until(lambda: away.versions() == [2])
     upstream = static_copy.StaticUpstream(url, SECURITY, Holder(name="reader"), ManifestLimits())
     target = await upstream.manifest(STREAM, 2)
-    _, patches = await upstream.way(FoundWay(start=1, anchor=False, via=(2,)), target)
+    _, patches = await upstream.way(FetchPath(start=1, keyframe=False, via=(2,)), target)
     assert len(patches) == 1
     with pytest.raises(VersionUnavailable, match="no patch from version 7 to 2"):
-        await upstream.way(FoundWay(start=7, anchor=False, via=(2,)), target)
+        await upstream.way(FetchPath(start=7, keyframe=False, via=(2,)), target)
     await upstream.close()
 
 
@@ -263,7 +263,7 @@ async def test_only_what_is_here_can_be_exported(home: RunningRelay, tmp_path: P
     for version in (first, second):
         await version.publish(home.relay)
     settings: dict[str, Any] = {"run": "run", "relay": home.address, "security": SECURITY}
-    with pytest.raises(VersionUnavailable, match="only anchors"):
+    with pytest.raises(VersionUnavailable, match="only keyframes"):
         await export(ExportSettings(folder=str(tmp_path / "a"), version=2, **settings))
     with pytest.raises(VersionUnavailable, match="no parent"):
         await export(ExportSettings(folder=str(tmp_path / "b"), version=1, dense=False, **settings))

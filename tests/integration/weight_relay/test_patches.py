@@ -33,27 +33,27 @@ async def test_who_holds_the_base_fetches_the_patch_alone(wire: Any) -> None:
     assert reader.fetched * 10 < sum(map(len, line[2].tiles.values()))
 
 
-async def test_who_holds_nothing_gets_an_anchor_and_what_leads_on(wire: Any) -> None:
+async def test_who_holds_nothing_gets_a_keyframe_and_what_leads_on(wire: Any) -> None:
     line = Line(3)
     await publish_all(wire, line)
     assert await Reader(wire).pull(3) == tiles_by_place(line[3])
-    assert [(way.start, way.anchor, way.via) for way in await wire.ways(3)] == [(1, True, (2, 3))]
+    assert [(way.start, way.keyframe, way.via) for way in await wire.ways(3)] == [(1, True, (2, 3))]
 
 
 async def test_a_chain_of_twenty_leads_from_each_version_to_the_newest(process: Any, wire: Any) -> None:
     process.end(signal.SIGTERM)
-    await process.start("--keep-versions", "30", "--anchor-every", "30", "--anchor-share", "9")
+    await process.start("--keep-versions", "30", "--keyframe-every", "30", "--keyframe-share", "9")
     line = Line(21, sizes=SMALL)
     await publish_all(wire, line)
     for number in (1, 2, 11, 20):
         reader = Reader(wire)
         assert await reader.pull(21, line[number], bytes_per_s=1e12) == tiles_by_place(line[21])
-    assert await Reader(wire).pull(5, line[9]) == tiles_by_place(line[5])  # back again, over the anchor
+    assert await Reader(wire).pull(5, line[9]) == tiles_by_place(line[5])  # back again, over the keyframe
 
 
 async def test_a_composed_patch_does_what_its_chain_does_in_fewer_bytes(process: Any, wire: Any) -> None:
     process.end(signal.SIGTERM)
-    await process.start("--keep-versions", "30", "--anchor-every", "30", "--anchor-share", "9")
+    await process.start("--keep-versions", "30", "--keyframe-every", "30", "--keyframe-share", "9")
     line = Line(8, share=0.2, sizes=SIZES)
     await publish_all(wire, line)
     by_chain, composed = Reader(wire), Reader(wire)
@@ -64,31 +64,31 @@ async def test_a_composed_patch_does_what_its_chain_does_in_fewer_bytes(process:
     assert composed.fetched < 0.8 * by_chain.fetched
     assert not (await wire.patch(1, line[8].manifest)).signature
     process.end(signal.SIGKILL)
-    await process.start("--keep-versions", "30", "--anchor-every", "30", "--anchor-share", "9")
+    await process.start("--keep-versions", "30", "--keyframe-every", "30", "--keyframe-share", "9")
     assert [way.via for way in await wire.ways(8, [1])] == [(8,)]
 
 
-async def test_a_relay_makes_an_anchor_of_a_long_way_by_itself(process: Any, wire: Any) -> None:
+async def test_a_relay_makes_a_keyframe_of_a_long_way_by_itself(process: Any, wire: Any) -> None:
     process.end(signal.SIGTERM)
-    await process.start("--keep-versions", "2", "--anchor-every", "3")
+    await process.start("--keep-versions", "2", "--keyframe-every", "3")
     line = Line(5)
     for version in list(line)[:4]:
         await publish(wire, version)
-    await wait_until(lambda: process.manifests()[-1].stem == "0000000004", what="the anchor")
+    await wait_until(lambda: process.manifests()[-1].stem == "0000000004", what="the keyframe")
 
     async def direct() -> bool:
         reader = Reader(wire)
         assert await reader.pull(4) == tiles_by_place(line[4])
         return reader.fetched == sum(map(len, line[4].tiles.values()))
 
-    await wait_until(direct, what="the anchor being the way")
+    await wait_until(direct, what="the keyframe being the way")
     await publish(wire, line[5])
     names = {digest.hex() for digest in [*line[4].tiles, *line[5].blobs]}
     await wait_until(lambda: process.tiles() == names, what="the end of what led there")
     for _ in range(2):
         assert await Reader(wire).pull(5) == tiles_by_place(line[5])
         process.end(signal.SIGKILL)
-        await process.start("--keep-versions", "2", "--anchor-every", "3")
+        await process.start("--keep-versions", "2", "--keyframe-every", "3")
 
 
 async def test_the_graph_is_found_again_after_a_restart(process: Any, wire: Any) -> None:
@@ -209,7 +209,7 @@ async def test_a_version_that_its_patch_does_not_make_is_withdrawn_with_what_it_
     process: Any, wire: Any
 ) -> None:
     process.end(signal.SIGTERM)
-    await process.start("--anchor-every", "3")
+    await process.start("--keyframe-every", "3")
     line = Line(5, sizes=SMALL)
     other = Line(2, sizes=SMALL, seed=4)
     await publish_all(wire, Line(2, sizes=SMALL))

@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator, Iterable
 from typing import TypeVar
 
 from ebbtide.client.service_peer import ServicePeer
-from ebbtide.types.weights import FoundWay, Manifest, Patch
+from ebbtide.types.weights import FetchPath, Manifest, Patch
 from ebbtide.v1 import types_pb2, weights_pb2
 from ebbtide.v1.weights_pb2_grpc import WeightsStub
 from ebbtide.weights import (
@@ -15,7 +15,7 @@ from ebbtide.weights import (
     split_manifest,
     split_patch,
 )
-from ebbtide.wire.record_conversion import from_proto, to_proto
+from ebbtide.wire import from_proto, to_proto
 
 T = TypeVar("T")
 
@@ -69,13 +69,13 @@ class Wire:
 
     async def ways(
         self, version: int, have: Iterable[int] = (), *, bytes_per_s: float = 0.0, scratch: bool = False
-    ) -> list[FoundWay]:
+    ) -> list[FetchPath]:
         request = weights_pb2.FindWayRequest(
             run_id="run", policy="policy", version=version, have=have, bytes_per_s=bytes_per_s, scratch=scratch
         )
         with self._peer.translated():
             answer = await self.stub.FindWay(request)
-        return [from_proto(way, FoundWay) for way in answer.ways]
+        return [from_proto(way, FetchPath) for way in answer.ways]
 
     async def fetch(self, digests: Iterable[bytes], most: int = 1000) -> dict[bytes, bytes]:
         """The first `most` tiles of a fetch, which then is broken off."""

@@ -1,4 +1,4 @@
-"""`ebbtide chat`: what is asked of a gateway, what a person sees, and which errors name which remedy."""
+"""`ebbtide run chat`: what is asked of a gateway, what a person sees, and which errors name which remedy."""
 
 import json
 import threading

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from ebbtide.cli.__main__ import app
-from ebbtide.cli.commands.service_commands import BESIDE, SERVICES
+from ebbtide.cli.commands.serve import SERVICES
 from ebbtide.demo.coserving.coserving_options import CoservingOptions
 from ebbtide.demo.demo import DemoOptions, demo_spec
 from ebbtide.errors import InvalidRequest
-from ebbtide.lab_commands.demo_commands import demo, demo_coserving
+from ebbtide.lab_commands.demo import demo, demo_coserving
 from tests.fakes.scripted_settings import ENGINE
 
 SPEC = """
@@ -42,10 +42,33 @@ def test_help_names_every_command_and_is_quick() -> None:
     # Against what cannot be left out, so that a busy machine is no excuse and no obstacle; 0.25 s on an idle one.
     assert time.monotonic() - began < 3 * imports + 0.3
     assert done.returncode == 0
-    runs = ["submit", "runs", "watch", "chat", "timeline", "cancel", "weights", "usage"]
-    fleet = ["workers", "drain", "profile", "simulate", "record"]
-    people = ["demo", "demo-agent", "demo-coserving", "guard", "up", "base-model", *runs, *fleet]
-    assert [name for name in (*people, *SERVICES, *BESIDE) if f" {name} " not in done.stdout] == []
+    listed = re.findall(r"^│ ([a-z][a-z-]*) ", done.stdout, re.MULTILINE)
+    assert listed == [
+        *("up", "base-model", "run", "worker", "serve", "demo", "simulate", "profile"),
+        *("guard", "weights", "health", "tokens", "certs"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("noun", "verbs"),
+    [
+        ("run", "submit list show watch cancel chat timeline weights usage record"),
+        ("worker", "list drain"),
+        ("serve", " ".join(SERVICES)),
+        ("demo", "agent coserving elastic"),
+        ("weights", "export"),
+        ("profile", "engine trainer"),
+    ],
+)
+def test_help_of_a_noun_names_its_verbs(noun: str, verbs: str) -> None:
+    assert re.findall(r"^│ ([a-z][a-z-]*) ", ebbtide(noun, "--help").stdout, re.MULTILINE) == verbs.split()
+
+
+@pytest.mark.parametrize("former", ["submit", "runs", "workers", "coordinator", "demo-agent", "weights-export"])
+def test_a_command_that_is_not_there_is_refused(former: str) -> None:
+    done = ebbtide(former)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"No such command '{former}'" in done.stderr
 
 
 def test_help_imports_nothing_heavy() -> None:
@@ -55,10 +78,18 @@ def test_help_imports_nothing_heavy() -> None:
     assert heavy.isdisjoint(done.stdout.split())
 
 
+@pytest.mark.parametrize("view", ["fleet", "run", "tables", "timeline", "weights_screen"])
+def test_a_view_imports_neither_the_sdk_nor_what_services_run_on(view: str) -> None:
+    code = f"import sys, ebbtide.cli.views.{view}; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    heavy = {"grpc", "numpy", "uvloop", "structlog", "matplotlib", "ebbtide.client", "ebbtide.environments"}
+    assert heavy.isdisjoint(done.stdout.split())
+
+
 @pytest.mark.parametrize("name", SERVICES)
 def test_a_service_gets_its_flags_and_refuses_unknown_ones_by_name(name: str) -> None:
-    assert "--ready-file" in ebbtide(name, "--help").stdout
-    done = ebbtide(name, "--no-such-flag")
+    assert "--ready-file" in ebbtide("serve", name, "--help").stdout
+    done = ebbtide("serve", name, "--no-such-flag")
     assert done.returncode == 2
     assert "--no-such-flag: unknown flag" in done.stderr
 
@@ -88,7 +119,7 @@ def test_a_bad_spec_is_refused_in_one_line_that_names_the_field(tmp_path: Path, 
     first_table = change if change.startswith("[") else ""
     text = f"{head}{'' if first_table else change}\n[environment]{tables}\n{first_table}"
     (tmp_path / "RUN.toml").write_text(text)
-    done = ebbtide("submit", str(tmp_path / "RUN.toml"), "--no-check")
+    done = ebbtide("run", "submit", str(tmp_path / "RUN.toml"), "--no-check")
     assert done.returncode == 2
     assert said in done.stderr
     assert len(done.stderr.splitlines()) == 1
@@ -98,7 +129,7 @@ def test_all_that_is_wrong_with_a_spec_is_told_at_once_and_what_to_do_about_a_mo
     (tmp_path / "RUN.toml").write_text(
         f"{SPEC.replace('nowhere', 'Qwen/Qwen3-8B')}[sampling]\nmin_tokens = 600\n[trainer]\nstep = 3\n"
     )
-    done = ebbtide("submit", str(tmp_path / "RUN.toml"))
+    done = ebbtide("run", "submit", str(tmp_path / "RUN.toml"))
     assert done.returncode == 2
     first, second, third = done.stderr.replace(f"{tmp_path}/", "").splitlines()
     assert first.startswith("ebbtide: RUN.toml:3:9: model: 'Qwen/Qwen3-8B' is no directory; ")
@@ -108,26 +139,26 @@ def test_all_that_is_wrong_with_a_spec_is_told_at_once_and_what_to_do_about_a_mo
 
 
 def test_without_a_token_it_is_told_where_to_put_one() -> None:
-    done = ebbtide("runs")
+    done = ebbtide("run", "list")
     where = "set EBBTIDE_TOKEN or EBBTIDE_TOKEN_FILE; of a cluster of `ebbtide up`: `source runs/up/env`"
     assert (done.returncode, done.stderr) == (2, f"ebbtide: token: is required: {where}\n")
 
 
 def test_a_token_file_that_is_not_there_is_named() -> None:
-    done = ebbtide("runs", "--token-file", "no/such/file")
+    done = ebbtide("run", "list", "--token-file", "no/such/file")
     assert done.returncode == 2
     assert "--token-file: 'no/such/file' cannot be read" in done.stderr
 
 
 def test_a_token_file_that_holds_no_text_is_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "token").write_bytes(bytes(range(256)))
-    done = ebbtide("runs", "--token-file", str(tmp_path / "token"))
+    done = ebbtide("run", "list", "--token-file", str(tmp_path / "token"))
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
     assert "token: must be printable ASCII" in done.stderr
 
 
 def test_a_duration_that_is_none_is_refused_before_anybody_is_asked() -> None:
-    done = ebbtide("drain", "worker-1", "--within", "soon")
+    done = ebbtide("worker", "drain", "worker-1", "--within", "soon")
     assert (done.returncode, done.stderr) == (
         2,
         "ebbtide: --within: 'soon' is no duration: write 30, 30s, 2m or 1h\n",
@@ -171,6 +202,15 @@ def test_worker_settings_with_a_slip_are_refused_before_anything_boots(tmp_path:
     )
 
 
+def test_ranks_in_a_trainers_file_that_are_not_the_clusters_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "worker.toml").write_text(f'engine = "{ENGINE}"\n')
+    (config := tmp_path / "trainer.toml").write_text("ranks = 8\n")
+    words = ["--model", str(tmp_path), "--worker-config", str(tmp_path / "worker.toml")]
+    done = ebbtide("up", *words, "--trainer-config", str(config), "--ranks", "2", "--run-dir", str(tmp_path / "up"))
+    told = "ranks is 8, and --ranks 2: leave it out of the file, and give --ranks"
+    assert (done.returncode, done.stderr) == (2, f"ebbtide: --trainer-config: {told}\n")
+
+
 def test_the_demos_options_change_the_demos_spec(tmp_path: Path) -> None:
     options = DemoOptions(run_dir=tmp_path, seed=5, steps=7, control=True, temperature=0.7, top_p=0.9, eval_problems=9)
     spec = demo_spec(options)
@@ -194,7 +234,7 @@ def test_an_option_out_of_range_is_refused_by_its_field() -> None:
 
 
 def test_every_option_of_the_demo_reaches_it() -> None:
-    flags = set(demo.__annotations__) - {"return", "kill"} | {"kill_worker"}
+    flags = set(demo.__annotations__) - {"return", "context", "kill"} | {"kill_worker"}
     assert flags == set(DemoOptions.__struct_fields__)
 
 
@@ -202,9 +242,16 @@ def test_every_option_of_the_demo_beside_a_served_model_reaches_it() -> None:
     assert set(demo_coserving.__annotations__) - {"return"} == set(CoservingOptions.__struct_fields__)
 
 
+def test_an_option_before_the_name_of_a_demo_is_refused(tmp_path: Path) -> None:
+    done = ebbtide("demo", "--run-dir", str(tmp_path), "agent")
+    assert done.returncode == 2
+    assert "--run-dir: comes before agent; options of a demo follow its name" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("window", ["1:", "5:2", "a:b", "-1:3", "0:inf", "7"])
 def test_a_window_that_is_none_is_refused_before_anything_is_started(tmp_path: Path, window: str) -> None:
-    done = ebbtide("demo-coserving", "--run-dir", str(tmp_path), f"--window={window}")
+    done = ebbtide("demo", "coserving", "--run-dir", str(tmp_path), f"--window={window}")
     assert done.returncode == 2
     assert done.stderr.startswith(f"ebbtide: --window: {window!r} is no window")
     assert list(tmp_path.iterdir()) == []
@@ -235,7 +282,17 @@ def test_it_tells_its_version() -> None:
 
 @pytest.mark.parametrize(
     "words",
-    [[], ["runs"], ["guard"], ["guard", "status"], ["profile", "engine"], ["certs", "show"]],
+    [
+        [],
+        ["run"],
+        ["run", "list"],
+        ["demo"],
+        ["demo", "agent"],
+        ["guard"],
+        ["guard", "status"],
+        ["profile", "engine"],
+        ["certs", "show"],
+    ],
     ids=str,
 )
 def test_h_is_help_everywhere(words: list[str]) -> None:
@@ -245,7 +302,7 @@ def test_h_is_help_everywhere(words: list[str]) -> None:
 
 
 def test_a_shell_can_complete_its_commands() -> None:
-    asked = {"_EBBTIDE_COMPLETE": "complete_bash", "COMP_WORDS": "ebbtide sub", "COMP_CWORD": "1"}
+    asked = {"_EBBTIDE_COMPLETE": "complete_bash", "COMP_WORDS": "ebbtide run sub", "COMP_CWORD": "2"}
     assert ebbtide(**asked).stdout == "submit\n"
     chosen = ebbtide("--show-completion", "bash", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
     assert "_EBBTIDE_COMPLETE=complete_bash" in chosen.stdout
@@ -253,5 +310,5 @@ def test_a_shell_can_complete_its_commands() -> None:
 
 
 def test_json_excludes_watching() -> None:
-    done = ebbtide("workers", "--watch", "--json", EBBTIDE_TOKEN="t")
+    done = ebbtide("worker", "list", "--watch", "--json", EBBTIDE_TOKEN="t")
     assert (done.returncode, done.stderr) == (2, "ebbtide: --json: excludes --watch; call it again and again\n")

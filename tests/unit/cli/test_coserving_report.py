@@ -75,7 +75,7 @@ def test_programs_that_have_no_part_in_it_are_told_of() -> None:
     quiet = judged([answer(100.0 + at) for at in range(10)])
     assert "disturbed" not in dict(told(quiet))
     noisy = replace(quiet, alone=replace(quiet.alone, others=0.31), beside=replace(quiet.beside, others=0.6))
-    assert "31% of the cores alone, 60% beside" in dict(told(noisy))["disturbed"]
+    assert "31% of the cores alone, 60% during the run" in dict(told(noisy))["disturbed"]
 
 
 def test_overlapping_requests_are_counted_together_and_failed_ones_not() -> None:

@@ -1,4 +1,4 @@
-"""`ebbtide drain` as a person meets it: it says how far it is, and what became of it."""
+"""`ebbtide worker drain` as a person meets it: it says how far it is, and what became of it."""
 
 import io
 from collections.abc import Iterator

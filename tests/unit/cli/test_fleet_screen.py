@@ -65,7 +65,11 @@ def test_what_is_not_known_yet_is_no_number() -> None:
     ("state", "more", "said"),
     [
         (WorkerState.SUSPECTED, {"reason": "no token for 4 s"}, ("suspected with 40 rollouts", "no token for 4 s")),
-        (WorkerState.SHUNNED, {"shunned_s": 19.7, "reason": "lost 3 times"}, ("gets no work for 20 s", "lost 3 times")),
+        (
+            WorkerState.QUARANTINED,
+            {"quarantined_s": 19.7, "reason": "lost 3 times"},
+            ("gets no work for 20 s", "lost 3 times"),
+        ),
         (WorkerState.DRAINING, {}, ("hands over",)),
         (WorkerState.LOST, {"reason": "its stream broke"}, ("lost with 40 rollouts", "its stream broke", "987,654")),
         (WorkerState.LOST, {"reason": "it closed its stream", "running": 0}, ("gone", "it closed its stream")),
@@ -109,7 +113,7 @@ def test_of_a_borrowed_worker_it_is_shown_what_its_host_lends_and_for_how_long()
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({"borrowed": BorrowedState(share=0.2, spell_s=40.0)}, ("stands still for its host", "20% -40 s")),
+        ({"borrowed": BorrowedState(share=0.2, spell_s=40.0)}, ("paused for its host", "20% -40 s")),
         ({"borrowed": BorrowedState(asleep=True)}, ("sleeps",)),
         ({"given_up": True, "reason": "others have room for all"}, ("is given up: others have room for all",)),
     ],

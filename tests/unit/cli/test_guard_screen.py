@@ -74,7 +74,7 @@ def test_each_borrower_tells_what_it_harvested_and_how_fast_it_gave_the_engine_b
 
 def test_load_slack_and_the_next_steps_budget_are_told() -> None:
     told = shown(STATUS)
-    assert "chat: shared, 3 inside (1 wait), load 35%, 1 borrower at 3,344 tokens/s" in told
+    assert "chat: shared, 3 in flight (1 wait), load 35%, 1 borrower at 3,344 tokens/s" in told
     assert "96 tokens of 24 rollouts" in told
     assert "12.3 ms" in told
     assert "5,306 in 1:00:05, 2 failed" in told
@@ -95,7 +95,7 @@ def test_the_small_picture_has_latencies_and_what_is_granted_and_fits_below_anot
 def test_without_requests_and_borrowers_it_says_so() -> None:
     told = shown(GuardStatus(state="idle"))
     assert "no borrower" in told
-    assert "nobody is inside" in told
+    assert "no request is in flight" in told
     assert "none" in told
     assert "memory" not in told
 
@@ -108,7 +108,7 @@ def test_a_trainers_device_is_shown_by_who_has_it_and_without_what_only_served_e
     assert f"{state}: " in told.replace("trainer's device: ", ""), "the state is explained"
     assert "1,234,567 tokens in 345.7 GPU-seconds" in told
     for text in (told, next(lines(device))):
-        for word in ("TTFT", "slack", "inside", "budget", "next step", "served model"):
+        for word in ("TTFT", "slack", "in flight", "budget", "next step", "served model"):
             assert word not in text, word
 
 

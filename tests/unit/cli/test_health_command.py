@@ -2,7 +2,7 @@
 
 import pytest
 
-from ebbtide.cli.commands.health_command import main
+from ebbtide.cli.health import main
 
 
 def test_a_server_that_is_not_there_is_status_1(

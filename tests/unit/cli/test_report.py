@@ -148,7 +148,7 @@ def test_bytes_of_versions_are_told_against_dense_ones(report: DemoReport) -> No
         == "60 kB per version, 6.0% of 1 MB dense, as 5.0% of the elements change; 2 of 2 versions by patches"
     )
     assert weights.publish_step_s == 0.5
-    assert said["publishing"] == "the trainer stood still 40 ms for the copy, and 500 ms of a step went to publishing"
+    assert said["publishing"] == "the trainer paused 40 ms for the copy, and 500 ms of a step went to publishing"
 
 
 def test_an_installs_stop_is_told_as_a_share_of_the_step_without_the_boots(report: DemoReport) -> None:
@@ -157,7 +157,7 @@ def test_an_installs_stop_is_told_as_a_share_of_the_step_without_the_boots(repor
     assert weights.install_stop_s == pytest.approx(0.04)
     assert weights.install_stop_share_of_step == pytest.approx(0.04 / 5.0)
     said = dict(summary(report, Path("report.json")))["installing"]
-    assert said == "generation stood still 40 ms per version, 0.80% of a step (at most 60 ms, 2 installs)"
+    assert said == "generation paused 40 ms per version, 0.80% of a step (at most 60 ms, 2 installs)"
 
 
 def test_weights_of_which_nothing_is_known_are_left_out(progress: RunProgress) -> None:

@@ -9,10 +9,11 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 
+from ebbtide.auth.admission import admission_of
 from ebbtide.auth.role_tokens import public_keys, verify
 from ebbtide.auth.security import ClientSecurity, ServerSettings
 from ebbtide.cli.__main__ import main
-from ebbtide.types.key_usage import KeyLimits
+from ebbtide.types.session import KeyLimits
 
 Ask = Callable[..., tuple[int, str, str]]
 
@@ -41,7 +42,7 @@ def test_what_is_issued_is_what_servers_and_clients_take(ask: Ask, tmp_path: Pat
     settings = ServerSettings(listen="10.0.0.1:7600", token_keys="keys/tokens.pub", **pair)  # type: ignore[arg-type]
     assert settings.credentials() is not None
     bearer = ClientSecurity(token_file="worker.jwt").bearer()
-    settings.admission().admit("/ebbtide.v1.Fleet/Control", [("authorization", bearer)])
+    admission_of(settings).admit("/ebbtide.v1.Fleet/Control", [("authorization", bearer)])
     for secret in ("ca/ca.key", "ca/c.key", "keys/tokens.key", "worker.jwt"):
         assert (tmp_path / secret).stat().st_mode & 0o077 == 0
 
@@ -130,7 +131,7 @@ def test_one_that_cannot_be_read_holds_up_none_of_the_others(ask: Ask) -> None:
         (("certs", "renew", "--dir", "ca", "ca"), "make another authority"),
         (("certs", "renew", "--dir", "ca", "nobody"), "nobody.pem: cannot be read"),
         (("certs", "show", "--dir", "nowhere"), "ebbtide certs init makes one"),
-        (("tokens", "key", "--dir", "keys"), "--rotate makes another"),
+        (("tokens", "key", "--dir", "keys"), "--rotate adds another"),
         (("tokens", "issue", "--dir", "nowhere", "--role", "user"), "ebbtide tokens key makes one"),
         (
             ("tokens", "issue", "--dir", "keys", "--role", "operator", "--run", "r"),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ebbtide.checked_files.refusals import FileRefused
+from ebbtide.checked_files import FileRefused
 from ebbtide.cli.submit_preflight import check
 
 SPEC = 'name = "mine"\nmodel = "."\n[environment]\nname = "spell"\n[sampling]\nmax_tokens = 900\n'
@@ -22,7 +22,7 @@ def spec(tmp_path: Path) -> Path:
 
 def test_what_the_trainer_refuses_is_told_at_its_place_in_the_file(spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(command: list[str], **_: Any) -> "subprocess.CompletedProcess[str]":
-        answer = {"field": "sampling.max_tokens", "message": "sampling.max_tokens: does not fit"}
+        answer = {"field": "sampling.max_tokens", "message": "does not fit"}
         return subprocess.CompletedProcess(command, 2, stdout=json.dumps(answer), stderr="")
 
     monkeypatch.setattr("subprocess.run", run)

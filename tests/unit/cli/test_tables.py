@@ -11,12 +11,12 @@ from ebbtide.types.run import EnvironmentSpec, Run, RunOutlook, RunSpec, RunStat
 def test_records_as_json_have_all_fields_and_names_for_enums() -> None:
     spec = RunSpec(name="n", model="m", environment=EnvironmentSpec(name="e", params={"sizes": [1, 2]}))
     run = Run(run_id="r", spec=spec, status=RunStatus.RUNNING, outlook=RunOutlook(half_s=float("inf")))
-    worker = Worker(worker_id="w", kind=WorkerKind.SPOT, state=WorkerState.SHUNNED, slots=4)
+    worker = Worker(worker_id="w", kind=WorkerKind.SPOT, state=WorkerState.QUARANTINED, slots=4)
     told_run, told_worker = json.loads(to_json([run, worker]))
     assert set(told_run) == set(Run.__struct_fields__)
     assert (told_run["status"], told_run["spec"]["environment"]["params"]) == ("running", {"sizes": [1, 2]})
     assert told_run["outlook"]["half_s"] is None  # JSON has no infinity
-    assert (told_worker["kind"], told_worker["state"]) == ("spot", "shunned")
+    assert (told_worker["kind"], told_worker["state"]) == ("spot", "quarantined")
 
 
 def test_bytes_are_hexadecimal_and_times_have_their_zone() -> None:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from ebbtide.claimed_runs.device_turns import HELD, LENT, device_event
 from ebbtide.cli.views.timeline import Timeline, chains, chrome_trace, fetch, make_timeline, pack, write
 from ebbtide.errors import InvalidRequest
-from ebbtide.types.end_cause import EndCause
+from ebbtide.types.device_turns import HELD, LENT, device_event
+from ebbtide.types.fleet import EndCause
 from ebbtide.types.run import AttemptSpan, EnvironmentSpec, Run, RunEvent, RunSpec, RunStatus
 
 SPEC = RunSpec(name="demo", model="m", environment=EnvironmentSpec(name="e"))
@@ -120,6 +120,13 @@ def test_each_worker_is_a_process_and_each_attempt_a_span_with_what_is_known_of_
     (cut,) = [one for one in spans if one["cat"] == "cut"]
     assert cut["args"]["end"] == "worker lost: its stream broke"
     assert {one["tid"] for one in spans if names[one["pid"]] == "w1"} == {1, 2}
+
+
+def test_a_quarantine_is_marked_also_where_an_earlier_coordinator_stored_it(tmp_path: Path) -> None:
+    changes = [worker_event("w1", "shunned", 2.0), worker_event("w1", "quarantined", 3.0)]
+    made = make_timeline("r", SPANS, [*changes, worker_event("w1", "a change of tomorrow", 4.0)])
+    assert [one["name"] for one in events(made, "i")] == ["w1 quarantined", "w1 quarantined"]
+    assert all(path.stat().st_size for path in write(made, tmp_path))
 
 
 def test_an_arrow_leads_from_each_attempt_of_a_rollout_to_the_next(timeline: Timeline) -> None:

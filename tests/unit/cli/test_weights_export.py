@@ -1,4 +1,4 @@
-"""`ebbtide weights-export` as a person meets it: it says that it waits for the relay only while it does."""
+"""`ebbtide weights export` as a person meets it: it says that it waits for the relay only while it does."""
 
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
@@ -43,8 +43,8 @@ def test_an_export_waits_for_the_relays_answers_and_not_for_its_own_writing(
         noted(StaticCopyWriter, name)
     noted(LineUpstream, "manifest")
     monkeypatch.setattr(Blobs, "tiles", tiles)
-    monkeypatch.setattr("ebbtide.weight_relay.upstream.RelayUpstream", lambda *_: LineUpstream(line, 1))
-    done = CliRunner().invoke(app, ["weights-export", "--run", "run", "--folder", str(tmp_path), "--version", "1"])
+    monkeypatch.setattr("ebbtide.weight_relay.subscription.RelayUpstream", lambda *_: LineUpstream(line, 1))
+    done = CliRunner().invoke(app, ["weights", "export", "--run", "run", "--folder", str(tmp_path), "--version", "1"])
     assert "version 1: 2 blobs" in done.output, done.output
     relay, own = ["the weight-relay"], list[str]()
     written = [("tile", relay), ("add", own)] * 2

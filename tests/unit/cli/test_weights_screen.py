@@ -23,10 +23,10 @@ from ebbtide.types.weights import (
 from tests.support.waiting import wait_until
 
 
-def version(number: int, *patches: PatchState, anchor: bool = False, policy: str = "policy") -> VersionState:
+def version(number: int, *patches: PatchState, keyframe: bool = False, policy: str = "policy") -> VersionState:
     record = PolicyVersion(policy=policy, version=number, step=number - 1, root=bytes([number]) * 32)
     info = VersionInfo(run_id="r", version=record, size=200_000_000, tensors=3)
-    return VersionState(info=info, anchor=anchor, patches=patches, age_s=65.0)
+    return VersionState(info=info, keyframe=keyframe, patches=patches, age_s=65.0)
 
 
 def holder(name: str, number: int, *, done: bool = True, install_s: float = 0.0) -> HolderState:
@@ -36,7 +36,7 @@ def holder(name: str, number: int, *, done: bool = True, install_s: float = 0.0)
 
 STATE = WeightsState(
     versions=(
-        version(1, anchor=True),
+        version(1, keyframe=True),
         version(
             3, PatchState(base=2, size=4_000_000, density=0.0321), PatchState(base=1, size=7_000_000, composed=True)
         ),
@@ -54,12 +54,12 @@ def shown(state: WeightsState, width: int = 200) -> list[list[str]]:
 
 def test_versions_are_shown_with_each_way_to_them() -> None:
     rows = shown(STATE)
-    assert ["1", "0", "1:05", "200", "MB", "anchor"] in rows
+    assert ["1", "0", "1:05", "200", "MB", "keyframe"] in rows
     assert ["3", "2", "1:05", "200", "MB", "2", "4", "MB", "50x", "3.21%"] in rows
     assert ["1", "7", "MB", "28.6x", "0.00%", "composed"] in rows
 
 
-def test_holders_are_shown_with_what_they_have_and_how_long_they_stood_still() -> None:
+def test_holders_are_shown_with_what_they_have_and_how_long_they_paused() -> None:
     rows = shown(STATE)
     assert ["w1", "north", "3", "has", "42", "ms", "2", "s"] in rows
     assert ["w2", "north", "3", "fetches", "-", "2", "s"] in rows
@@ -136,5 +136,5 @@ async def test_where_the_output_is_no_terminal_each_look_is_plain_lines(capsys: 
     await asyncio.gather(watching, return_exceptions=True)
     said = capsys.readouterr().out
     assert said.count("version 3: step 2; 200 MB; from 2 4 MB (50x smaller, 3.21% changed); from 1 7 MB") >= 2
-    assert "w2 at north fetches version 3; stood still -; heard 2 s ago" in said
+    assert "w2 at north fetches version 3; paused -; heard 2 s ago" in said
     assert "to site north: 1.23 MB sent, lately 2 MB/s, limit 12.5 MB/s" in said

@@ -3,7 +3,7 @@
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from ebbtide.client.lease_journal import JournalEntry, LeaseJournal
+from ebbtide.client.held_lease import JournalEntry, LeaseJournal
 from ebbtide.types.rollout import MAX_UNSETTLED, SubmitOrder
 
 
@@ -46,7 +46,7 @@ async def test_only_what_was_acknowledged_just_before_a_renewal_of_the_same_life
     assert await all_owed(journal, 6.1) == ["d", "e"]
 
 
-async def test_what_is_owed_stays_owed_however_often_the_lease_is_renewed_and_is_in_doubt_again_once_sent() -> None:
+async def test_what_is_owed_stays_owed_however_often_the_lease_is_renewed_and_is_unconfirmed_again_once_sent() -> None:
     journal = filled("ab")
     journal.renewed("B", 2.0, 3.0)
     first = journal.owed()

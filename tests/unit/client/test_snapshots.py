@@ -3,6 +3,8 @@
 import gc
 import sys
 import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -68,12 +70,23 @@ def test_ranks_that_are_not_the_first_take_pieces_alone() -> None:
 def test_a_gpus_tensors_are_copied_into_locked_pages_and_waited_for(
     refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No GPU here: its runtime is told to, and what it was told is looked at. It keeps its last error for a kernel."""
+    """No GPU here: its runtime is told to, and what it was told is looked at. It keeps its last error for a kernel.
+
+    Pages are locked and unlocked with the tensor's own device selected, whose name is `cpu` here: never with a thread's
+    first one, which may be another rank's.
+    """
     told: list[tuple[str, Any]] = []
     errors: list[str] = []
+    selected = ["cuda:0"]  # a thread's first device
+
+    @contextmanager
+    def select(device: str) -> Iterator[None]:
+        selected.append(device)
+        yield
+        selected.pop()
 
     def register(address: int, size: int, flags: int) -> int:
-        told.append(("lock", (address, size)))
+        told.append(("lock", selected[-1]))
         errors.extend(["no such pages"] * refused)
         return int(refused)
 
@@ -82,8 +95,9 @@ def test_a_gpus_tensors_are_copied_into_locked_pages_and_waited_for(
             raise RuntimeError(f"{device}: {errors.pop()}")
 
     runtime = SimpleNamespace(
-        cudaHostRegister=register, cudaHostUnregister=lambda address: told.append(("unlock", address))
+        cudaHostRegister=register, cudaHostUnregister=lambda address: told.append(("unlock", selected[-1]))
     )
+    monkeypatch.setattr(torch.cuda, "device", select)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch, "ones", kernel)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: told.append(("wait", str(device))))
@@ -94,7 +108,7 @@ def test_a_gpus_tensors_are_copied_into_locked_pages_and_waited_for(
         told.clear()
         snapshot.take({"large": large + number, "turned": large.reshape(100, 1000).T, "small": torch.tensor(number)})
         assert (told[0], told[-1]) == (("wait", "cpu"), ("wait", "cpu"))
-        assert len([one for one in told if one[0] == "lock"]) == (0 if number else 2)
+        assert [device for what, device in told if what == "lock"] == ([] if number else ["cpu", "cpu"])
         found = [bytes(tensor.data) for tensor in snapshot.tensors]
         assert found[0] == bytes(named_tensor("w", large + number).data)
         assert found[1] == bytes(named_tensor("w", large.reshape(100, 1000).T).data)
@@ -104,7 +118,7 @@ def test_a_gpus_tensors_are_copied_into_locked_pages_and_waited_for(
     told.clear()
     del snapshot
     gc.collect()
-    assert len(told) == (0 if refused else 2)
+    assert told == ([] if refused else [("unlock", "cpu")] * 2)
 
 
 @pytest.mark.parametrize("kept", [False, True])

@@ -8,7 +8,7 @@ from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.running_attempt import RunningAttempt
 from ebbtide.coordinator.state.worker_reports import AttachReport
 from ebbtide.coordinator.state.worker_session import WorkerSession
-from ebbtide.scheduling.steps.step_pacing import VersionBounds
+from ebbtide.step_pacing import VersionBounds
 from ebbtide.types.fleet import PROTOCOL_VERSION, EngineInfo, WorkerKind
 from ebbtide.types.run import EnvironmentSpec, RunSpec
 from ebbtide.types.weights import PolicyVersion
@@ -26,9 +26,9 @@ class ModelFleet:
     def add_run(self, run_id: str) -> RunState:
         """A run with version 1."""
         run = self.state.add_run(run_id, RunSpec(name=run_id, model="m", environment=EnvironmentSpec(name="e")))
-        run.announce(self.version(1, run))
-        with run.rereading():
-            run.note_reconciled()
+        run.versions.announce(self.version(1, run))
+        with run.mirror.rereading():
+            run.mirror.note_reconciled()
         return run
 
     def version(self, number: int, run: RunState | None = None) -> PolicyVersion:

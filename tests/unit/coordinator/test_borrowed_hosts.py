@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from ebbtide.coordinator.dispatch.borrowed_hosts import Lender, LenderSelection
-from ebbtide.scheduling.throughput import WorkerThroughput
+from ebbtide.coordinator.forecasts.throughput import WorkerThroughput
 from ebbtide.serving_guard.governor.traffic_rhythm import TrafficRhythm
 
 MANY = 1_000

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from ebbtide.coordinator.state.client_writes import ClientWrites
+from ebbtide.coordinator.attempt_transitions import ClientWrites
 from ebbtide.errors import StoreUnavailable
 
 

@@ -6,24 +6,23 @@ from typing import Any
 
 import pytest
 
+from ebbtide.coordinator.attempt_transitions import AttemptTransitions, ClientWrites
 from ebbtide.coordinator.dispatch import worker_allocator
-from ebbtide.coordinator.dispatch.dispatch_round import HostViews, gather_s
+from ebbtide.coordinator.dispatch.dispatch_round import WorkerViews, gather_s
 from ebbtide.coordinator.dispatch.installs import EngineChanges, InstallSender
 from ebbtide.coordinator.dispatch.rebalancer import Rebalancer
 from ebbtide.coordinator.dispatch.speeds import PrefillSpeeds
 from ebbtide.coordinator.dispatch.worker_allocator import WorkerAllocator
 from ebbtide.coordinator.fleet.worker_health import SuspectWorker, WorkerTrust
 from ebbtide.coordinator.fleet.worker_registry import WorkerRegistry
+from ebbtide.coordinator.run_events import SilentRunEvents
 from ebbtide.coordinator.settings import CoordinatorSettings
 from ebbtide.coordinator.state.attempt_records import _bounds
-from ebbtide.coordinator.state.attempt_transitions import AttemptTransitions
-from ebbtide.coordinator.state.client_writes import ClientWrites
 from ebbtide.coordinator.state.notifier import Notifier
-from ebbtide.coordinator.state.run_events import SilentRunEvents
 from ebbtide.coordinator.state.running_attempt import OrphanedAttempt
 from ebbtide.coordinator.state.worker_session import WorkerSession
-from ebbtide.store.rollout_rows import EndedAttempt, EndReason, RequeuedRollout
-from ebbtide.types.end_cause import EndCause
+from ebbtide.store.records import EndedAttempt, RequeuedRollout
+from ebbtide.types.fleet import EndCause, EndReason
 from tests.unit.coordinator.model_fleet import ModelFleet, rollout
 
 WORKERS = 200
@@ -57,7 +56,7 @@ class Scene(ModelFleet):
         trust = WorkerTrust(self.state)
         self.registry = WorkerRegistry(CoordinatorSettings(), self.state, trust, SilentRunEvents())
         self.installs = InstallSender(self.state, EngineChanges(self.state), lambda _: b"k" * 32)
-        self.hosts = HostViews(self.state, trust, Rebalancer(self.state, on=True), PrefillSpeeds())
+        self.hosts = WorkerViews(self.state, trust, Rebalancer(self.state, on=True), PrefillSpeeds())
 
     @property
     def first(self) -> WorkerSession:
@@ -67,14 +66,14 @@ class Scene(ModelFleet):
         """All workers install what they are told."""
         self.installs.send(self.run, 1.0)
         for session in self.state.sessions.values():
-            session.note_installed("r", self.version(self.run.newest))
+            session.note_installed("r", self.version(self.run.versions.newest))
 
 
 @pytest.fixture
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The workers whose view was made, or whose version was decided, in order."""
     found: list[str] = []
-    for owner, name in ((HostViews, "_host"), (InstallSender, "_served")):
+    for owner, name in ((WorkerViews, "_view"), (InstallSender, "_served")):
         before = getattr(owner, name)
 
         def looked(self: Any, run: Any, session: WorkerSession, *, before: Any = before) -> Any:
@@ -107,7 +106,7 @@ def test_only_workers_without_the_newest_version_are_told_to_install(looks: list
     scene.installs.send(scene.run, 1.0)
     assert looks == ["w0"]
     assert scene.first.target == ("r", 1)
-    scene.run.announce(scene.version(2))
+    scene.run.versions.announce(scene.version(2))
     scene.installs.send(scene.run, 1.0)
     assert {session.target for session in scene.state.sessions.values()} == {("r", 2)}
 
@@ -115,7 +114,7 @@ def test_only_workers_without_the_newest_version_are_told_to_install(looks: list
 def test_a_worker_stays_at_an_old_version_while_a_rollout_with_that_ceiling_waits() -> None:
     scene = Scene(3)
     scene.install()
-    scene.run.announce(scene.version(2))
+    scene.run.versions.announce(scene.version(2))
     scene.install()
     scene.run.admit(rollout("old", bounds=(1, 1)))
     scene.installs.send(scene.run, 1.0)
@@ -161,7 +160,7 @@ def test_others_have_their_turn_while_a_fleet_goes_over_to_another_run(monkeypat
     sessions, moves = list(scene.state.sessions.values()), Rebalancer(scene.state, on=True)
     allocator = WorkerAllocator(
         scene.state, WorkerTrust(scene.state), moves, EngineChanges(scene.state), PrefillSpeeds(), SilentRunEvents(),
-        slice_s=1.0,
+        timeslice_s=1.0,
     )  # fmt: skip
     for session in sessions:
         for number in range(4):

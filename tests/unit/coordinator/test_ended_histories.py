@@ -4,9 +4,9 @@ import time
 
 import pytest
 
-from ebbtide.coordinator.state.attempt_transitions import EndedHistories
+from ebbtide.coordinator.attempt_transitions import EndedHistories
 from ebbtide.errors import Internal, StoreUnavailable
-from ebbtide.store.topics.run_topic import EndedHistory
+from ebbtide.store.runs import EndedHistory
 
 
 class Store:

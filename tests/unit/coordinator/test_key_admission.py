@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from ebbtide.coordinator.api.key_accounts import KeyCharge, KeyEntry, admit_charge
 from ebbtide.errors import BudgetSpent, RateLimited
-from ebbtide.types.key_usage import KeyBalance, KeyLimits
+from ebbtide.types.session import KeyBalance, KeyLimits
 
 ONE = KeyCharge(requests=1, tokens=10)
 NIGHT_S = 3600.0

@@ -4,8 +4,8 @@ import pytest
 
 from ebbtide.coordinator.fleet.worker_health import WorkerTrust
 from ebbtide.coordinator.fleet.worker_registry import WorkerRegistry
+from ebbtide.coordinator.run_events import SilentRunEvents
 from ebbtide.coordinator.settings import CoordinatorSettings
-from ebbtide.coordinator.state.run_events import SilentRunEvents
 from ebbtide.coordinator.state.worker_reports import HeartbeatReport
 from tests.unit.coordinator.model_fleet import ModelFleet
 

@@ -8,7 +8,7 @@ from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.running_attempt import RunningAttempt
 from ebbtide.coordinator.state.worker_reports import AttachReport
 from ebbtide.coordinator.state.worker_session import WorkerSession
-from ebbtide.scheduling.steps.step_pacing import VersionBounds
+from ebbtide.step_pacing import VersionBounds
 from ebbtide.types.fleet import PROTOCOL_VERSION, EngineInfo, WorkerKind
 from ebbtide.types.run import BorrowSpec, EnvironmentSpec, RunSpec
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from ebbtide.coordinator.api.lists import AT_ONCE, paced
+from ebbtide.coordinator.api.calls import AT_ONCE, paced
 
 
 @pytest.mark.parametrize("count", [0, 1, AT_ONCE, AT_ONCE + 1, 3 * AT_ONCE, 3 * AT_ONCE + 7])

@@ -6,16 +6,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from ebbtide.coordinator.dispatch.capacity import MemoryOffers
+from ebbtide.coordinator.dispatch.capacity import SlotLimits
 from ebbtide.coordinator.dispatch.speeds import FleetSpeeds
+from ebbtide.coordinator.forecasts.length_learner import EndedGroup
+from ebbtide.coordinator.forecasts.throughput import WorkerThroughput
 from ebbtide.coordinator.rules.rollout_queue import QueuedRollout
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.running_attempt import RunningAttempt
 from ebbtide.coordinator.state.worker_reports import AttachReport, HeartbeatReport
 from ebbtide.coordinator.state.worker_session import WorkerSession
-from ebbtide.scheduling.long_tail.length_learner import EndedGroup
-from ebbtide.scheduling.steps.step_pacing import VersionBounds
-from ebbtide.scheduling.throughput import WorkerThroughput
+from ebbtide.step_pacing import VersionBounds
 from ebbtide.types.fleet import PROTOCOL_VERSION, EngineInfo, WorkerKind
 from ebbtide.types.run import EnvironmentSpec, RunSpec
 
@@ -54,7 +54,7 @@ class Fleet:
 
     def learn(self, *lengths: int) -> None:
         """As many responses of each length have ended."""
-        self.run.tail.forecasts.learner.groups_ended([EndedGroup(lengths=lengths)] * 500)
+        self.run.lengths.forecasts.learner.groups_ended([EndedGroup(lengths=lengths)] * 500)
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def fleet() -> Fleet:
     return Fleet()
 
 
-def offered(fleet: Fleet, session: WorkerSession, offers: MemoryOffers, **beat: Any) -> int:
+def offered(fleet: Fleet, session: WorkerSession, offers: SlotLimits, **beat: Any) -> int:
     """What the worker offers after its next heartbeat."""
     fleet.now += 3.0
     session.hear(msgspec.structs.replace(HeartbeatReport(), uptime_s=fleet.now, **beat), fleet.now)
@@ -72,7 +72,7 @@ def offered(fleet: Fleet, session: WorkerSession, offers: MemoryOffers, **beat: 
 
 def test_a_worker_offers_the_slots_that_its_memory_holds(fleet: Fleet) -> None:
     fleet.learn(2000)
-    offers = MemoryOffers(fleet.state)
+    offers = SlotLimits(fleet.state)
     small, large = fleet.attach("small", kv_tokens=21_000), fleet.attach("large", kv_tokens=1_000_000)
     silent = fleet.attach("silent")
     assert (offered(fleet, large, offers), silent.slots) == (64, 64)
@@ -81,7 +81,7 @@ def test_a_worker_offers_the_slots_that_its_memory_holds(fleet: Fleet) -> None:
 
 def test_a_worker_where_rollouts_wait_for_memory_offers_no_further_slot(fleet: Fleet) -> None:
     fleet.learn(500)
-    offers, session = MemoryOffers(fleet.state), fleet.attach("w", kv_tokens=58_000)
+    offers, session = SlotLimits(fleet.state), fleet.attach("w", kv_tokens=58_000)
     for number in range(3):
         fleet.begin(session, f"a{number}")
     assert offered(fleet, session, offers) > 3
@@ -91,7 +91,7 @@ def test_a_worker_where_rollouts_wait_for_memory_offers_no_further_slot(fleet: F
 
 def test_a_worker_with_long_rollouts_offers_fewer_slots_and_more_again_when_they_end(fleet: Fleet) -> None:
     fleet.learn(500, 8000)
-    offers, session = MemoryOffers(fleet.state), fleet.attach("w", kv_tokens=58_000)
+    offers, session = SlotLimits(fleet.state), fleet.attach("w", kv_tokens=58_000)
     at_first = offered(fleet, session, offers)
     for number in range(7):
         fleet.begin(session, f"a{number}", made=7500)
@@ -105,7 +105,7 @@ def test_a_worker_with_long_rollouts_offers_fewer_slots_and_more_again_when_they
 
 def test_a_worker_is_looked_at_only_after_a_heartbeat(fleet: Fleet) -> None:
     fleet.learn(2000)
-    offers, session = MemoryOffers(fleet.state), fleet.attach("w", kv_tokens=21_000)
+    offers, session = SlotLimits(fleet.state), fleet.attach("w", kv_tokens=21_000)
     list(offers.update(fleet.now))
     before = session.revision
     for _ in range(8):

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from ebbtide.coordinator.dispatch.dispatch_round import HostViews
+from ebbtide.coordinator.attempt_transitions import changing
+from ebbtide.coordinator.dispatch.dispatch_round import WorkerViews
 from ebbtide.coordinator.dispatch.rebalancer import Rebalancer
 from ebbtide.coordinator.dispatch.speeds import PrefillSpeeds
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.running_attempt import OrphanedAttempt
+from ebbtide.coordinator.state.worker_messages import Install, ReleaseReason
 from ebbtide.coordinator.state.worker_reports import HeartbeatReport
 from ebbtide.errors import Internal
-from ebbtide.store.rollout_rows import EndReason
-from ebbtide.types.end_cause import EndCause
-from ebbtide.v1 import fleet_pb2, types_pb2
+from ebbtide.types.fleet import EndCause, EndReason
 from tests.unit.coordinator.model_fleet import ENGINE, ModelFleet, rollout
 
 LOST = OrphanedAttempt(0.0, EndReason(EndCause.WORKER_LOST, "lost"))
@@ -48,9 +48,9 @@ class Happening(ModelFleet):
         self.draw, self.number = random.Random(seed), 0
         self.views = self.fresh_views()
 
-    def fresh_views(self) -> HostViews:
+    def fresh_views(self) -> WorkerViews:
         trusting: Any = SimpleNamespace(quarantined=lambda _: set())
-        return HostViews(self.state, trusting, Rebalancer(self.state, on=True), PrefillSpeeds())
+        return WorkerViews(self.state, trusting, Rebalancer(self.state, on=True), PrefillSpeeds())
 
     def happen(self) -> None:
         self.number += 1
@@ -83,7 +83,7 @@ class Happening(ModelFleet):
 
     def install(self) -> None:
         if run_id := self.session.run_id:
-            message = fleet_pb2.Install(version=types_pb2.PolicyVersion(version=1), run_id=run_id)
+            message = Install(version=self.version(1), run_id=run_id, model="m", publisher=b"")
             self.session.install(run_id, message, 0.0, restart=False)
 
     def installed(self) -> None:
@@ -130,7 +130,7 @@ class Happening(ModelFleet):
 
     def free(self) -> None:
         self.attempt.assign(self.session)
-        self.session.free([self.attempt.ref], "why", 0.0)
+        self.session.free([self.attempt.ref], ReleaseReason.ANOTHER_RUN, 0.0)
 
     def make_tokens(self) -> None:
         self.attempt.begin(0.0)
@@ -140,7 +140,7 @@ class Happening(ModelFleet):
         kept = dict(self.draw.sample(attempts, len(attempts) // 2))
         queue = self.some.new_queue()
         queue.add(rollout("q"))
-        for one in self.some.reread(self.some.versions, queue, kept):
+        for one in self.some.reread(self.some.versions.available, queue, kept):
             one.unassign()
 
 
@@ -165,11 +165,11 @@ EVENTS: dict[str, Callable[[ModelFleet], object]] = {
     "a rollout ends": lambda fleet: fleet.run.end("x"),
     "a worker hands a rollout back": lambda fleet: fleet.run.running["x"].orphan(LOST),
     "a rollout begins while others wait": _started,
-    "a version is announced": lambda fleet: fleet.run.announce(fleet.version(2)),
+    "a version is announced": lambda fleet: fleet.run.versions.announce(fleet.version(2)),
     "a version is installed": lambda fleet: fleet.attach("w").note_installed("r", fleet.version(1)),
     "an install fails": lambda fleet: next(iter(fleet.state.sessions.values())).note_install_failed(),
     "an engine restarts": lambda fleet: next(iter(fleet.state.sessions.values())).note_restarted(ENGINE),
-    "a mirror is stale": lambda fleet: fleet.run.mark_stale(),
+    "a mirror is stale": lambda fleet: fleet.run.mirror.mark_stale(),
     "a worker attaches": lambda fleet: fleet.attach("new"),
     "a worker leaves": lambda fleet: fleet.state.detach(next(iter(fleet.state.sessions.values()))),
     "a run ends": lambda fleet: fleet.state.drop_run(fleet.run),
@@ -208,14 +208,14 @@ def test_a_run_that_fails_again_soon_pauses_for_twice_as_long_and_later_for_the_
     run, now, pauses = ModelFleet().run, 100.0, list[float]()
     fault = Internal("broken")
     for _ in range(8):
-        pauses.append(run.pause(fault, now))
-        assert run.pause(fault, now + pauses[-1] / 2) == pauses[-1] / 2  # it pauses already
-        assert run.stale
-        assert run.paused(now)
+        pauses.append(run.mirror.pause(fault, now))
+        assert run.mirror.pause(fault, now + pauses[-1] / 2) == pauses[-1] / 2  # it pauses already
+        assert run.mirror.stale
+        assert run.mirror.paused(now)
         now += pauses[-1]
-        assert not run.paused(now)
+        assert not run.mirror.paused(now)
     assert pauses == [1, 2, 4, 8, 16, 32, 60, 60]
-    assert run.pause(fault, now + 3600) == 1
+    assert run.mirror.pause(fault, now + 3600) == 1
 
 
 async def test_each_pause_is_logged_once_also_if_a_clients_call_causes_it() -> None:
@@ -223,7 +223,7 @@ async def test_each_pause_is_logged_once_also_if_a_clients_call_causes_it() -> N
     with capture_logs() as logs:
         for _ in range(2):
             with pytest.raises(Internal):
-                async with run.changing():
+                async with changing(run):
                     raise Internal("broken")
     assert [(one["event"], one["run_id"], one["seconds"]) for one in logs] == [("run paused", run.run_id, 1)]
 

@@ -5,7 +5,7 @@ import hmac
 from types import SimpleNamespace
 from typing import Any
 
-from ebbtide.coordinator.publisher_keys import PublisherKeys
+from ebbtide.coordinator.run_recovery import PublisherKeys
 from ebbtide.weights.manifest import Signer
 
 SECRET = bytes(range(32))

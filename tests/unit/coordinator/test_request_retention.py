@@ -7,12 +7,18 @@ from typing import Any
 
 import pytest
 
-from ebbtide.coordinator.api.rollouts import RequestRetention
+from ebbtide.coordinator.api import sessions
+from ebbtide.coordinator.api.sessions import RequestRetention
 from ebbtide.errors import StoreUnavailable
-from ebbtide.store.topics.session_topic import ExpiredRequests
+from ebbtide.store.sessions import ExpiredRequests
 from ebbtide.types.run import LeaseRef
 
 NOTHING = ExpiredRequests(0, False, [])
+
+
+@pytest.fixture(autouse=True)
+def scripted_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "changing", lambda run: run.changing())
 
 
 class Run:

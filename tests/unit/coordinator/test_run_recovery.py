@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ebbtide.coordinator.run_recovery import RunRecovery
-from ebbtide.coordinator.state.dispatch_wakeups import DispatchWakeups
+from ebbtide.coordinator.state.notifier import DispatchWakeups
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.errors import StoreUnavailable
 from ebbtide.types.run import EnvironmentSpec, RunSpec
@@ -27,7 +27,7 @@ class Recovery(RunRecovery):
 
     async def _reread(self, run: RunState) -> None:
         self.read.append(run)
-        run.stale = False
+        run.mirror.stale = False
         await self.go_on.wait()
         if self.last is not None:
             last, self.last = self.last, None
@@ -54,7 +54,7 @@ async def test_a_mirror_that_is_stale_again_as_its_reading_ends_is_read_again() 
     late = list[asyncio.Task[None]]()
 
     def stale_again() -> None:
-        run.stale = True
+        run.mirror.stale = True
         late.append(asyncio.create_task(recovery.refresh(run)))  # it runs after the task, and before its callbacks
 
     recovery.last = stale_again
@@ -62,7 +62,7 @@ async def test_a_mirror_that_is_stale_again_as_its_reading_ends_is_read_again() 
     await recovery.refresh(run)
     await asyncio.gather(*late)
     assert recovery.read == [run, run]
-    assert not run.stale
+    assert not run.mirror.stale
 
 
 async def test_a_caller_as_a_failed_reading_ends_does_not_get_its_error() -> None:
@@ -70,7 +70,7 @@ async def test_a_caller_as_a_failed_reading_ends_does_not_get_its_error() -> Non
     late = list[asyncio.Task[None]]()
 
     def fail() -> None:
-        run.stale = True
+        run.mirror.stale = True
         late.append(asyncio.create_task(recovery.refresh(run)))
         raise StoreUnavailable("away")
 

@@ -6,14 +6,15 @@ import msgspec
 import pytest
 
 from ebbtide.coordinator.dispatch.rebalancer import Rebalancer
-from ebbtide.coordinator.rules.host_view import HostView
+from ebbtide.coordinator.forecasts.throughput import WorkerThroughput
 from ebbtide.coordinator.rules.rollout_queue import QueuedRollout
+from ebbtide.coordinator.rules.worker_view import WorkerView
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.running_attempt import RunningAttempt
+from ebbtide.coordinator.state.worker_messages import Release
 from ebbtide.coordinator.state.worker_reports import AttachReport, HeartbeatReport
 from ebbtide.coordinator.state.worker_session import WorkerSession
-from ebbtide.scheduling.steps.step_pacing import VersionBounds
-from ebbtide.scheduling.throughput import WorkerThroughput
+from ebbtide.step_pacing import VersionBounds
 from ebbtide.types.fleet import PROTOCOL_VERSION, EngineInfo, WorkerKind, WorkerState
 from ebbtide.types.run import EnvironmentSpec, RunSpec
 
@@ -27,7 +28,7 @@ class Scene:
     def __init__(self) -> None:
         self.state = CoordinatorState()
         self.run = self.state.add_run("r", RunSpec(name="r", model="m", environment=EnvironmentSpec(name="e")))
-        self.run.note_reconciled()
+        self.run.mirror.note_reconciled()
         self.moves = Rebalancer(self.state, on=True)
         self.now = 100.0
         self.session = self.attach("w1")
@@ -67,8 +68,8 @@ class Scene:
     def look(self, times: int = 4) -> None:
         for _ in range(times):
             self.now += 0.26
-            if not self.session.storing:
-                self.session.tokens_came(self.now)
+            if not self.session.append_stream.storing:
+                self.session.append_stream.tokens_came(self.now)
             assert self.moves.due(self.now)
             list(self.moves.learn(self.now))
 
@@ -108,15 +109,15 @@ def test_nothing_is_learnt_while_a_worker_is_held_installs_or_its_engine_rests(s
 @pytest.mark.parametrize("when", [0, 2])
 def test_nothing_is_learnt_while_the_store_is_waited_for(scene: Scene, when: int) -> None:
     scene.look(when)
-    scene.run.doubt()
+    scene.run.mirror.doubt()
     scene.look(1)
-    scene.run.note_reconciled()
+    scene.run.mirror.note_reconciled()
     scene.beat(3)
     scene.look()
     assert scene.rate() == 0.0
-    scene.session.message_came()
+    scene.session.append_stream.message_came()
     scene.look(2)
-    scene.session.message_answered()
+    scene.session.append_stream.message_answered()
     scene.beat(3)
     scene.look()
     assert scene.rate() == 0.0
@@ -152,19 +153,19 @@ def test_a_worker_that_left_since_it_was_looked_at_is_neither_asked_nor_chosen(s
     scene.beat()
     scene.look()
 
-    def host(session: WorkerSession) -> HostView:
-        return HostView(
-            worker_id=session.session_id, name=session.worker_id, slots=64, running=len(session.attempts),
+    def worker(session: WorkerSession) -> WorkerView:
+        return WorkerView(
+            session_id=session.session_id, worker_id=session.worker_id, slots=64, running=len(session.attempts),
             pending=len(session.pending), installed=1, target=1, max_model_len=10_000,
         )  # fmt: skip
 
-    hosts = [(session, host(session)) for session in (scene.session, other)]
-    for session, _ in hosts:
+    workers = [(session, worker(session)) for session in (scene.session, other)]
+    for session, _ in workers:
         if session.worker_id == gone:
             scene.state.detach(session)
-    scene.moves.decide(scene.run, hosts, scene.now)
-    sent = [scene.session.outbox.get_nowait() for _ in range(scene.session.outbox.qsize())]
-    asked = [ref.rollout_id for message in sent if message for ref in message.release.attempts]
+    scene.moves.decide(scene.run, workers, scene.now)
+    sent = scene.session.outbox.take()
+    asked = [ref.rollout_id for message in sent if isinstance(message, Release) for ref in message.attempts]
     assert asked == ([] if gone else ["q"])
 
 
@@ -227,7 +228,7 @@ def test_a_prompt_that_is_being_read_counts_once_it_has_been_read(scene: Scene) 
     assert scene.rate() == pytest.approx(RATE, rel=0.1)
 
 
-def crowd(scene: Scene) -> list[tuple[WorkerSession, HostView]]:
+def crowd(scene: Scene) -> list[tuple[WorkerSession, WorkerView]]:
     """A worker that makes a token of each of its rollouts in a second, and an idle one on which one alone makes 30."""
     idle = scene.attach("w2")
     for name, load, tokens in (("w1", RUNNING, RUNNING), ("w2", 1, 30)):
@@ -238,8 +239,8 @@ def crowd(scene: Scene) -> list[tuple[WorkerSession, HostView]]:
     return [
         (
             session,
-            HostView(
-                worker_id=session.session_id, name=session.worker_id, slots=64, running=len(session.attempts),
+            WorkerView(
+                session_id=session.session_id, worker_id=session.worker_id, slots=64, running=len(session.attempts),
                 installed=1, target=1, max_model_len=20_000,
             ),
         )
@@ -248,36 +249,36 @@ def crowd(scene: Scene) -> list[tuple[WorkerSession, HostView]]:
 
 
 def asked(scene: Scene) -> list[str]:
-    sent = [scene.session.outbox.get_nowait() for _ in range(scene.session.outbox.qsize())]
-    return [ref.rollout_id for message in sent if message for ref in message.release.attempts]
+    sent = scene.session.outbox.take()
+    return [ref.rollout_id for message in sent if isinstance(message, Release) for ref in message.attempts]
 
 
 def test_running_rollouts_leave_a_crowded_worker_and_are_counted(scene: Scene) -> None:
-    hosts = crowd(scene)
-    scene.moves.decide(scene.run, hosts, scene.now)
+    workers = crowd(scene)
+    scene.moves.decide(scene.run, workers, scene.now)
     gone = asked(scene)
     assert gone
     assert scene.run.moves.take_moves() == len(gone) == scene.run.moves.moves
-    scene.moves.decide(scene.run, hosts, scene.now)
+    scene.moves.decide(scene.run, workers, scene.now)
     assert not set(asked(scene)) & set(gone)  # none is asked for twice
 
 
 def test_no_running_rollout_moves_to_slots_that_the_queue_will_fill(scene: Scene) -> None:
-    hosts = crowd(scene)
+    workers = crowd(scene)
     queued = QueuedRollout(rollout_id="q", episode_id="q", bounds=VersionBounds(0, 0), length=100, place=9)
     scene.run.queue.add(queued)
-    scene.moves.decide(scene.run, hosts, scene.now)
+    scene.moves.decide(scene.run, workers, scene.now)
     assert asked(scene) == []
-    scene.moves.decide(scene.run, hosts, scene.now, kept_slots=2 * 64)  # they are not for such rollouts
+    scene.moves.decide(scene.run, workers, scene.now, reserved_slots=2 * 64)  # they are not for such rollouts
     assert asked(scene)
 
 
 def test_a_rule_that_promised_too_much_moves_one_rollout_a_minute(scene: Scene) -> None:
-    hosts = crowd(scene)
+    workers = crowd(scene)
     for _ in range(20):
         scene.run.moves.judge(100.0, 10.0)
-    scene.moves.decide(scene.run, hosts, scene.now)
+    scene.moves.decide(scene.run, workers, scene.now)
     assert len(asked(scene)) == 1
     scene.now += 30.0
-    scene.moves.decide(scene.run, hosts, scene.now)
+    scene.moves.decide(scene.run, workers, scene.now)
     assert asked(scene) == []

@@ -9,7 +9,7 @@ from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.worker_reports import AttachReport
 from ebbtide.coordinator.state.worker_session import WorkerSession
-from ebbtide.store.rollout_rows import AdoptedAttempt, AttemptFate
+from ebbtide.store.records import AdoptedAttempt, AttemptStatus
 from ebbtide.types.fleet import PROTOCOL_VERSION, AttemptRef, EngineInfo, WorkerKind
 from ebbtide.types.run import EnvironmentSpec, RunSpec
 
@@ -23,7 +23,7 @@ class Store:
 
     async def adopt(self, run_id: str, names: list[Any], *, newer: bool) -> list[AdoptedAttempt]:
         self.meanwhile()
-        return [AdoptedAttempt(AttemptFate.OVER, 0) for _ in names]
+        return [AdoptedAttempt(AttemptStatus.OVER, 0) for _ in names]
 
 
 def scene() -> tuple[CoordinatorState, RunState, WorkerSession]:

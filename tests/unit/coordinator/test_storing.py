@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from ebbtide.append_stream import AppendAck, AppendColumns, joined
 from ebbtide.coordinator.append_streams import AppendBatcher, FoundAttempts
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.notifier import Notifier
 from ebbtide.coordinator.state.worker_reports import AttachReport
 from ebbtide.coordinator.token_readers import TokenReaders
 from ebbtide.errors import Internal, StoreUnavailable
-from ebbtide.types.append_delta import AppendAck, AppendColumns, joined
 from ebbtide.types.fleet import PROTOCOL_VERSION, AppendStatus, EngineInfo, WorkerKind
 from ebbtide.types.rollout import FinishReason, TokenChunk
 from ebbtide.types.run import EnvironmentSpec, RunSpec
@@ -51,7 +51,7 @@ class House:
         self.state, self.store = CoordinatorState(), Store()
         for name in ("run", "other"):
             spec = RunSpec(name=name, model="m", environment=EnvironmentSpec(name="none"))
-            self.state.add_run(name, spec).note_reconciled()
+            self.state.add_run(name, spec).mirror.note_reconciled()
         engine = EngineInfo(model="m", vocab_size=9, max_model_len=99)
         hello = AttachReport(
             worker_id="w", kind=WorkerKind.SPOT, protocol_version=PROTOCOL_VERSION, slots=4, engine=engine
@@ -111,11 +111,11 @@ async def test_a_store_that_is_away_is_asked_again_for_all_but_what_nobody_waits
     await house.called()
     left.cancel()
     await wait_until(left.done, what="the broken stream")
-    assert not house.session.drained.is_set()
+    assert not house.session.append_stream.drained.is_set()
     house.store.go.set()
     assert await stays == {}
     assert house.store.rollouts == [["a", "b"], ["b"]]
-    assert house.session.drained.is_set()
+    assert house.session.append_stream.drained.is_set()
 
 
 async def test_what_a_stream_brought_before_it_broke_is_seen_to_before_its_worker_counts_as_drained(
@@ -128,10 +128,10 @@ async def test_what_a_stream_brought_before_it_broke_is_seen_to_before_its_worke
     await asyncio.sleep(0)  # it is in line
     behind.cancel()
     await wait_until(behind.done, what="the broken stream")
-    assert not house.session.drained.is_set()
+    assert not house.session.append_stream.drained.is_set()
     house.store.go.set()
     assert await first == {}
-    await house.session.drained.wait()
+    await house.session.append_stream.drained.wait()
     assert house.store.rollouts == [["a"], ["b"]]
 
 
@@ -147,39 +147,39 @@ async def test_an_unexpected_reply_ends_the_attempts_of_its_run_and_no_stream(ho
     house.store.errors = [Internal("broken")]
     for one in [house.keep("a"), house.keep("b")]:
         assert (await one)[0].status is AppendStatus.SUPERSEDED
-    paused = {run_id for run_id, run in house.state.runs.items() if run.paused(time.monotonic())}
+    paused = {run_id for run_id, run in house.state.runs.items() if run.mirror.paused(time.monotonic())}
     assert paused == {"run"}
     assert await house.keep("x", run="other") == {}
 
 
 async def test_a_run_that_is_not_reconciled_holds_back_its_own_messages_alone(house: House) -> None:
     other = house.state.runs["other"]
-    other.doubt()
+    other.mirror.doubt()
     held = house.keep("x", run="other")
     assert await house.keep("a") == {}
     assert not held.done()
-    other.note_reconciled()
+    other.mirror.note_reconciled()
     assert await held == {}
 
 
 async def test_a_run_that_pauses_before_it_is_reconciled_holds_nobody_back(house: House) -> None:
     run = house.state.runs["run"]
-    run.doubt()
+    run.mirror.doubt()
     held = house.keep("a")
     assert await house.keep("x", run="other") == {}
-    run.pause(Internal("broken"))
+    run.mirror.pause(Internal("broken"))
     assert (await held)[0].status is AppendStatus.SUPERSEDED
-    run.doubt()  # the store came back once more
+    run.mirror.doubt()  # the store came back once more
     assert (await house.keep("a"))[0].status is AppendStatus.SUPERSEDED
-    with pytest.raises(Internal), run.rereading():
+    with pytest.raises(Internal), run.mirror.rereading():
         raise Internal("broken")
     assert (await house.keep("a"))[0].status is AppendStatus.SUPERSEDED
     assert house.store.rollouts == [["x"]]
-    with run.rereading():
+    with run.mirror.rereading():
         held = house.keep("a")
         await house.keep("x", run="other")
         assert not held.done()  # it may be reconciled now
-    run.note_reconciled()
+    run.mirror.note_reconciled()
     assert await held == {}
 
 

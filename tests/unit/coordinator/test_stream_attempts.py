@@ -4,14 +4,13 @@ from collections.abc import Sequence
 
 import pytest
 
+from ebbtide.append_stream import AppendDelta, AppendReceiver, AppendSender
 from ebbtide.coordinator.append_streams import FoundAttempts, StreamAttempts
 from ebbtide.coordinator.state.running_attempt import RunningAttempt
 from ebbtide.errors import InvalidRequest
-from ebbtide.types.append_delta import AppendDelta
 from ebbtide.types.fleet import AttemptRef
 from ebbtide.types.rollout import FinishReason
 from ebbtide.types.tokens import TOKEN_BYTES
-from ebbtide.wire.append_columns import AppendReceiver, AppendSender
 from tests.unit.coordinator.model_fleet import ModelFleet
 
 

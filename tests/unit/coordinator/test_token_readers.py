@@ -6,11 +6,11 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from ebbtide.append_stream import AppendAck, AppendColumns
 from ebbtide.coordinator import token_readers
 from ebbtide.coordinator.state.notifier import Notifier
 from ebbtide.coordinator.token_readers import WAITING_TOKENS, TokenReader, TokenReaders
 from ebbtide.errors import NotFound
-from ebbtide.types.append_delta import AppendAck, AppendColumns
 from ebbtide.types.fleet import AppendStatus
 from ebbtide.types.rollout import FinishReason, TokenChunk
 from ebbtide.types.tokens import TOKEN_BYTES, pack_tokens, token_count, unpack_tokens

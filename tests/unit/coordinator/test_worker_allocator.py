@@ -6,7 +6,7 @@ import pytest
 
 from ebbtide.coordinator.rules.overload import Work
 from ebbtide.coordinator.state.worker_reports import InstalledReport, ReleasedReport
-from ebbtide.types.end_cause import EndCause
+from ebbtide.types.fleet import EndCause
 from ebbtide.types.run import EnvironmentSpec, RunSpec
 from tests.unit.coordinator.virtual_fleet import VERSION, VirtualFleet
 
@@ -34,7 +34,7 @@ def test_a_worker_changes_runs_only_if_that_is_worth_reading_its_rollouts_elsewh
 
 
 def test_a_run_takes_no_more_workers_while_its_own_wait_for_the_coordinator() -> None:
-    fleet = VirtualFleet(slice_s=5.0)
+    fleet = VirtualFleet(timeslice_s=5.0)
     workers = [fleet.attach(f"w{number}") for number in range(4)]
     add_run(fleet, "s")
     fleet.submit(32, run_id="r", length=8)
@@ -59,7 +59,7 @@ def test_a_run_takes_no_more_workers_while_its_own_wait_for_the_coordinator() ->
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_two_runs_take_turns_at_an_odd_worker_however_long_its_rollouts_take_to_read(workers: int) -> None:
-    fleet = VirtualFleet(slice_s=2.0)
+    fleet = VirtualFleet(timeslice_s=2.0)
     sessions = [fleet.attach(f"w{number}") for number in range(workers)]
     add_run(fleet, "s")
     for run_id in ("r", "s"):
@@ -77,7 +77,7 @@ def test_two_runs_take_turns_at_an_odd_worker_however_long_its_rollouts_take_to_
                 attempt.begin(fleet.now)
             for attempt in session.attempts.values():
                 attempt.run.accept_tokens([attempt], [attempt.stored + 1])
-            session.tokens_came(fleet.now)
+            session.append_stream.tokens_came(fleet.now)
             served[session.run_id] += 1
         fleet.beat(*sessions)
     assert min(served["r"], served["s"]) > 0.4 * sum(served.values())
@@ -86,6 +86,6 @@ def test_two_runs_take_turns_at_an_odd_worker_however_long_its_rollouts_take_to_
 def add_run(fleet: VirtualFleet, run_id: str) -> None:
     spec = RunSpec(name=run_id, model="m", environment=EnvironmentSpec(name="e"))
     run = fleet.state.add_run(run_id, spec)
-    with run.rereading():
-        run.note_reconciled()
-    run.announce(VERSION)
+    with run.mirror.rereading():
+        run.mirror.note_reconciled()
+    run.versions.announce(VERSION)

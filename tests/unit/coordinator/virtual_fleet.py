@@ -10,13 +10,13 @@ from ebbtide.coordinator.dispatch.dispatch_round import DispatchRound, SlotFill
 from ebbtide.coordinator.dispatch.unserved_work import DeadLetters
 from ebbtide.coordinator.fleet.worker_registry import WorkerRegistry
 from ebbtide.coordinator.recording import DecidingParts
+from ebbtide.coordinator.run_events import SilentRunEvents
 from ebbtide.coordinator.settings import CoordinatorSettings
 from ebbtide.coordinator.state.attempt_records import due_orphans, new_entry, queued_again, started
-from ebbtide.coordinator.state.run_events import SilentRunEvents
+from ebbtide.coordinator.state.worker_messages import Install
 from ebbtide.coordinator.state.worker_reports import AttachReport, HeartbeatReport, InstalledReport, ReleasedReport
 from ebbtide.coordinator.state.worker_session import WorkerSession
-from ebbtide.types.end_cause import EndCause
-from ebbtide.types.fleet import PROTOCOL_VERSION, WorkerKind
+from ebbtide.types.fleet import PROTOCOL_VERSION, EndCause, WorkerKind
 from ebbtide.types.rollout import RolloutKind, RolloutRequest
 from ebbtide.types.run import EnvironmentSpec, RunSpec, Sampling, TailSpec
 from ebbtide.types.weights import PolicyVersion
@@ -42,9 +42,9 @@ class VirtualFleet:
             max_model_len=context,
         )
         self.run = self.state.add_run("r", spec)
-        with self.run.rereading():
-            self.run.note_reconciled()
-        self.run.announce(VERSION)
+        with self.run.mirror.rereading():
+            self.run.mirror.note_reconciled()
+        self.run.versions.announce(VERSION)
         self.placed: list[tuple[float, str, str]] = []
         self.letters: list[str] = []
         self.unfilled: set[str] = set()  # runs whose rollouts do not start
@@ -60,7 +60,9 @@ class VirtualFleet:
         )
         session, _, _ = self.registry.attach(hello)
         self.round()
-        assert session.outbox.get_nowait().install.run_id == "r"  # type: ignore[union-attr]
+        told = session.outbox.take()[0]
+        assert isinstance(told, Install)
+        assert told.run_id == "r"
         self.registry.hear(session, InstalledReport(version=VERSION, run_id="r"))
         return session
 
@@ -89,24 +91,24 @@ class VirtualFleet:
                 for one in attempts:
                     again = queued_again(one, stored=one.stored, avoid=avoid, no_progress=0, now=self.now)
                     run.put_back(one, again)
-        for deed in self.rounds.turns(self.now):
-            if isinstance(deed, SlotFill):
-                if deed.run.run_id not in self.unfilled:
-                    self._fill(deed)
-            elif isinstance(deed, DeadLetters):
-                self.letters += [rollout_id for rollout_id, _ in deed.letters]
+        for action in self.rounds.steps(self.now):
+            if isinstance(action, SlotFill):
+                if action.run.run_id not in self.unfilled:
+                    self._fill(action)
+            elif isinstance(action, DeadLetters):
+                self.letters += [rollout_id for rollout_id, _ in action.letters]
 
-    def _fill(self, deed: SlotFill) -> None:
-        while deed.due(self.now) and (placements := deed.place(self.now)):
+    def _fill(self, action: SlotFill) -> None:
+        while action.due(self.now) and (placements := action.place(self.now)):
             for rollout_id, session_id in placements:
-                queued = deed.run.take_queued(rollout_id)
+                queued = action.run.take_queued(rollout_id)
                 assert queued is not None
                 number, session = len(self.placed), self.state.sessions[session_id]
                 self.placed.append((self.now, rollout_id, session.worker_id))
                 made = queued.made
-                attempt = started(deed.run, queued, f"a{number}", stored=made, number=1, max_tokens=64, now=self.now)
-                deed.run.start(attempt, session)
-            deed.note_turn(0.0, self.now)
+                attempt = started(action.run, queued, f"a{number}", stored=made, number=1, max_tokens=64, now=self.now)
+                action.run.start(attempt, session)
+            action.note_turn(0.0, self.now)
 
     def beat(self, *sessions: WorkerSession) -> None:
         for session in sessions:
@@ -126,7 +128,7 @@ def lived(**settings: Any) -> VirtualFleet:
         fleet.round(0.25)
         fleet.beat(stays)
         for session in (gone, stays):
-            session.tokens_came(fleet.now)
+            session.append_stream.tokens_came(fleet.now)
         for _ in fleet.registry.judge(fleet.now):
             pass
     for attempt in list(stays.attempts.values()):

@@ -171,4 +171,4 @@ async def test_the_trace_to_show_is_of_a_session_that_went_on_at_another_worker(
         assert player.played.shown.trace == await gateway.trace("g1.1.0")
         told = list(shown_lines(player.played, lambda ids: "".join(map(chr, ids))))
         assert told[0] == "Session g1.1.0 of group g1, reward 1"
-        assert told[9].strip() == "begun at worker-2, went on at worker-1 behind 9 stored tokens"
+        assert told[9].strip() == "begun at worker-2, resumed on worker-1 after 9 stored tokens"

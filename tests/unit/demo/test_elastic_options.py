@@ -8,7 +8,7 @@ import pytest
 from ebbtide.demo.elastic.elastic_demo import elastic_spec
 from ebbtide.demo.elastic.elastic_options import ElasticOptions, most_at_once, plan_machines
 from ebbtide.errors import InvalidRequest
-from ebbtide.lab_commands.demo_commands import demo_elastic
+from ebbtide.lab_commands.demo import demo_elastic
 
 
 @pytest.fixture

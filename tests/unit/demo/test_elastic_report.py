@@ -4,10 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from ebbtide.claimed_runs.device_turns import HELD, LENT, RETURNING, DeviceTurn
 from ebbtide.cli.views.run import RunProgress
 from ebbtide.demo.demo_report import make_report
-from ebbtide.demo.elastic.elastic_picture import write_elastic_picture
+from ebbtide.demo.elastic.elastic_picture import owner_strips, write_elastic_picture
 from ebbtide.demo.elastic.elastic_report import (
     ELASTIC,
     FIXED,
@@ -19,9 +18,9 @@ from ebbtide.demo.elastic.elastic_report import (
     elastic_summary,
     step_tokens,
 )
-from ebbtide.demo.elastic.owner_strip import owner_strips
 from ebbtide.demo.elastic.spot_machines import MachineStay
 from ebbtide.demo.token_accounts import TokenAccounts
+from ebbtide.types.device_turns import HELD, LENT, RETURNING, DeviceTurn
 from ebbtide.types.run import EnvironmentSpec, Run, RunEvent, RunSpec, RunStatus
 
 PRICES = MachinePrices(reserved=36.0, spot=18.0)

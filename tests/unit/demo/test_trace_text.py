@@ -118,7 +118,7 @@ def test_a_shown_trace_names_what_each_turn_adds_samples_and_by_which_version() 
     assert "turn 2 (continued): a prompt of 22 tokens, mask 0*2 1*16 0*4" in shown
     assert f"{CALL!r}\n             16 tokens of version 3, logprob -8.00 in all" in shown
     assert "added    105 115 32 55  'is 7'" in shown
-    assert "trained on: 18 of 22 tokens, loss mask 1*16 0*4 1*2 behind a prompt of 2" in shown
+    assert "trained on: 18 of 22 tokens, loss mask 1*16 0*4 1*2 after a prompt of 2" in shown
 
 
 def test_masks_and_long_lists_of_ids_are_shortened() -> None:

@@ -9,8 +9,8 @@ from typing import Any, Final, NamedTuple
 import pytest
 import yaml
 
+from ebbtide.reference.registered_metrics import ROOT, in_source, registered
 from tests.unit.deploy.promql import parse
-from tests.unit.deploy.registered import ROOT, in_source, registered
 
 PROMETHEUS: Final = ROOT / "deploy" / "prometheus"
 DASHBOARD: Final = ROOT / "deploy" / "grafana" / "ebbtide.json"

@@ -171,7 +171,7 @@ def test_waiting_ends_as_the_memory_that_may_be_used_changes(page: Page) -> None
     assert time.monotonic() - begun < 10
 
 
-def test_the_bell_goes_on_behind_the_largest_number(page: Page) -> None:
+def test_the_bell_continues_after_the_largest_number(page: Page) -> None:
     page._halves[2 * _BELL] = 0xFFFF_FFFF
     page.write_budget(Budget(16, 4, ahead()))
     assert page._halves[2 * _BELL] == 0

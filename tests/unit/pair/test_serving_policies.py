@@ -58,7 +58,7 @@ def test_rose_admits_rollouts_until_the_least_slack_is_used_up() -> None:
 def test_rose_halves_the_rollouts_memory_once_and_gives_it_back_at_the_next_rl_step() -> None:
     setting = RoseSetting(step_s=100.0, watermark=0.5, headroom=0.2)
     memory = RoseMemory(setting, limit_mib=100, serving_kv_mib=50, bytes_per_token=MIB)
-    memory.joined("w", Hello(protocol_version=GRANTS_VERSION, worker_id="w", kv_bytes=200 * MIB))
+    memory.joined("w", Hello(protocol_version=GRANTS_VERSION, worker_id="w", slots=8, kv_bytes=200 * MIB))
     seen = []
     for now, tokens in ((1.0, 5), (2.0, 11), (3.0, 40), (4.0, 0), (99.0, 0), (101.0, 0)):
         memory.tokens_inside(now, tokens)

@@ -17,9 +17,9 @@ from ebbtide.rollout_worker import guard_link
 from ebbtide.serving_guard import budget_keeper, server_lender
 from ebbtide.serving_guard.borrowers import BorrowerTable
 from ebbtide.serving_guard.budget_keeper import BudgetKeeper
-from ebbtide.serving_guard.governor.budget_decider import GovernorPanel, LatencyTargets, StepLimits
+from ebbtide.serving_guard.governor.budget_decider import LatencyTargets, MultiModelGovernor, StepLimits
 from ebbtide.serving_guard.memory_budget import MemoryBudget
-from ebbtide.serving_guard.request_books import RequestBooks
+from ebbtide.serving_guard.slo_stats import SloStats
 from ebbtide.types.grants import GRANTS_VERSION, Hello
 
 COSTS = PairCosts()
@@ -65,8 +65,8 @@ async def live(tmp_path: Path) -> list[tuple[Any, ...]]:
         return made[-1]
 
     borrowers = BorrowerTable(tmp_path, MemoryBudget())
-    panel = GovernorPanel(make, {"": TARGETS}, LIMITS)
-    keeper = BudgetKeeper(panel, borrowers, RequestBooks(time.monotonic()))
+    deciders = MultiModelGovernor(make, {"": TARGETS}, LIMITS)
+    keeper = BudgetKeeper(deciders, borrowers, SloStats(time.monotonic()))
     page = Page(page_path(tmp_path, "w"), create=True)
     page.enter(os.getpid(), 8)
     page.renew(time.monotonic() + 600)

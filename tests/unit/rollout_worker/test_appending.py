@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from ebbtide.rollout_worker.generation.outbox import Outbox
+from ebbtide.append_stream import AppendAck
+from ebbtide.rollout_worker.generation.outbox import Outbox, OutboxMessage
 from ebbtide.rollout_worker.streams import _IN_FLIGHT, AppendClient
 from ebbtide.rpc.status_table import translated
-from ebbtide.types.append_delta import AppendAck
 from ebbtide.types.fleet import AttemptRef
 from ebbtide.types.rollout import FinishReason
 from ebbtide.types.tokens import TOKEN_BYTES
@@ -59,6 +59,9 @@ class Worker:
     def Append(self) -> Call:
         self.calls.append(Call())
         return self.calls[-1]
+
+    async def message(self) -> OutboxMessage:
+        return self.outbox.take(asyncio.get_running_loop().time())
 
     def settle(self, acks: Iterable[AppendAck], *, durable: bool) -> None:
         self.settled.append((list(acks), durable))

@@ -5,12 +5,12 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
+from ebbtide.append_stream import AppendAck
 from ebbtide.ledger import Ledger
 from ebbtide.rollout_worker.engine import EngineRequest, TokenDelta
 from ebbtide.rollout_worker.generation.generation import Assignment
 from ebbtide.rollout_worker.generation.local_attempts import LocalAttempts
 from ebbtide.rollout_worker.generation.outbox import Outbox
-from ebbtide.types.append_delta import AppendAck
 from ebbtide.types.fleet import AppendStatus, AttemptRef, EngineInfo
 from ebbtide.types.run import Sampling
 from ebbtide.types.tokens import pack_ids
@@ -25,6 +25,8 @@ class OneTokenEngine:
     async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenDelta, None]:
         yield TokenDelta([5], [-0.5], [1], None)
         await asyncio.Event().wait()
+
+    def deliver(self, request_id: str | None = None) -> None: ...
 
     def decode(self, ids: list[int]) -> str:
         return ""

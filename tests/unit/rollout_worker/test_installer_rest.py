@@ -72,7 +72,7 @@ class Lender:
         return self.wakes
 
 
-async def test_a_wish_that_was_taken_back_during_the_pull_leaves_all_as_it_was() -> None:
+async def test_a_target_that_was_taken_back_during_the_pull_leaves_all_as_it_was() -> None:
     lender = Lender()
     async with installing(Worker(lender)) as worker:
         assert worker.installer.rest()

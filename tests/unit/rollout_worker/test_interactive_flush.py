@@ -6,8 +6,8 @@ from collections import defaultdict
 
 import pytest
 
+from ebbtide.append_stream import AppendAck, AppendDelta
 from ebbtide.rollout_worker.generation.outbox import MESSAGE_DELTAS, Outbox
-from ebbtide.types.append_delta import AppendAck, AppendDelta
 from ebbtide.types.fleet import INTERACTIVE_FLUSH_S, FlushPace
 from ebbtide.types.rollout import FinishReason
 from ebbtide.types.tokens import TOKEN_BYTES

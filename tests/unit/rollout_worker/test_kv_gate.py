@@ -10,8 +10,8 @@ import pytest
 
 from ebbtide.rollout_worker.engine import EngineRequest
 from ebbtide.rollout_worker.generation import kv_gate
+from ebbtide.rollout_worker.generation.chunk_admission import divide_memory
 from ebbtide.rollout_worker.generation.kv_gate import KvGate, KvTicket
-from ebbtide.scheduling.long_tail.chunk_admission import divide_memory
 from ebbtide.types.fleet import EngineInfo
 from ebbtide.types.tokens import pack_ids
 from tests.support.waiting import wait_until

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
+from ebbtide.append_stream import AppendAck, AppendDelta
 from ebbtide.rollout_worker.generation.outbox import MESSAGE_DELTAS, MESSAGE_TOKENS, Outbox
-from ebbtide.types.append_delta import AppendAck, AppendDelta
 from ebbtide.types.fleet import AppendStatus, AttemptRef, FlushPace
 from ebbtide.types.rollout import FinishReason
 from ebbtide.types.tokens import TOKEN_BYTES
@@ -268,6 +268,42 @@ def test_the_window_holds_what_an_engine_makes_until_it_stops_however_many_it_ma
         made, due = made + step, due or outbox.due == 1.0
     assert made + step <= 32  # the step that the engine is in
     assert due, "tokens were sent before the engine was held"
+
+
+@pytest.mark.parametrize(("step", "interval"), [(1, 8), (5, 8), (1, 4)])
+def test_the_window_holds_what_an_engine_holds_back_too(step: int, interval: int) -> None:
+    """It delivers once it has `interval` tokens, and makes `step` in each step until it has stopped."""
+    outbox = Outbox(flush_tokens=32, flush_interval_s=0.1, step_tokens=step, stream_interval=interval)
+    outbox.open(ref("a"), b"")
+    made = held = 0
+    for _ in range(64):
+        stopping = bool(outbox.behind)
+        made, held = made + step, held + step
+        if held >= interval:
+            outbox.append("a", tokens(held, made - held), 1.0)
+            held = 0
+        if stopping:
+            break
+    assert outbox.behind
+    assert made <= 32
+
+
+def test_while_tokens_may_be_held_back_all_are_due_once_in_an_interval() -> None:
+    outbox = Outbox(flush_tokens=32, flush_interval_s=0.1, stream_interval=8)
+    outbox.open(ref("a"), b"")
+    assert outbox.due == math.inf
+    outbox.append("a", tokens(1), 1.0)
+    assert outbox.take(outbox.due).deltas, "the first token goes soon"
+    for _ in range(3):
+        before = outbox.due
+        assert not outbox.takes_all(before - 0.01)
+        assert outbox.takes_all(before), "nothing is known to be unsent"
+        assert not outbox.take(before).deltas
+        assert before < outbox.due <= before + 0.1
+    outbox.finish("a", FinishReason.STOP, 2.0)
+    outbox.take(outbox.due)
+    outbox.take(outbox.due)
+    assert outbox.due == math.inf
 
 
 @pytest.mark.parametrize("end", ["finish", "drop", "superseded"])

@@ -5,8 +5,8 @@ import random
 
 import pytest
 
+from ebbtide.append_stream import AppendAck, AppendDelta
 from ebbtide.rollout_worker.generation.outbox import Outbox, OutboxMessage
-from ebbtide.types.append_delta import AppendAck, AppendDelta
 from ebbtide.types.rollout import FinishReason
 from ebbtide.types.tokens import TOKEN_BYTES
 from tests.unit.rollout_worker.test_outbox import GAP, STORED, ref, tokens

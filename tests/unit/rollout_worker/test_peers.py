@@ -25,7 +25,7 @@ def filled() -> tuple[Mirror, dict[bytes, bytes]]:
     manifest: Manifest = build_manifest("run", PolicyVersion(policy="policy", version=1), [tensor], 64)
     mirror = Mirror(manifest, None)
     tiles = {tile_digest(tile): bytes(tile) for tile in slice_tiles(tensor, 64)}
-    way = Way(manifest, (), anchor=True)
+    way = Way(manifest, (), keyframe=True)
     for task in Planner(manifest, [way]).tasks(places(manifest), {}):
         mirror.apply(task, tiles)  # type: ignore[arg-type]  # there is a way for each place
     return mirror, tiles

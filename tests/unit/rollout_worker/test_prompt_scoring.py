@@ -11,10 +11,9 @@ from ebbtide.rollout_worker.engine import TokenDelta
 from ebbtide.rollout_worker.generation.generation import Assignment, PromptScoring
 from ebbtide.rollout_worker.generation.outbox import MESSAGE_TOKENS, Outbox
 from ebbtide.types.fleet import AttemptRef, EngineInfo
-from ebbtide.types.prompt_scores import MAX_RECORDS, unpack_scores
 from ebbtide.types.rollout import FinishReason
 from ebbtide.types.run import Sampling
-from ebbtide.types.tokens import TOKEN_BYTES, pack_ids, pack_tokens
+from ebbtide.types.tokens import MAX_RECORDS, TOKEN_BYTES, pack_ids, pack_tokens, unpack_scores
 from tests.fakes.scripted_engine import script_scores
 from tests.fakes.scripted_settings import ScriptedSettings
 

@@ -36,6 +36,12 @@ class Recorder:
         self.asked.append("weights")
         await self.going.wait()
 
+    async def release_cache(self) -> None:
+        self.asked.append("release")
+
+    async def take_cache(self) -> None:
+        self.asked.append("take")
+
     def rest(self) -> bool:
         return self.may_rest
 
@@ -167,3 +173,24 @@ async def test_a_wake_up_waits_for_the_way_down_to_end() -> None:
     recorder.going.set()
     await asyncio.gather(down, up)
     assert sleeping.residency is AWAKE
+
+
+async def test_an_engine_without_a_cache_keeps_its_weights_and_takes_the_cache_back_once() -> None:
+    recorder = Recorder()
+    sleeping = asleep_by(recorder)
+    for wanted in (True, False, False, True, True):
+        await sleeping.keep_cache(wanted=wanted)
+    assert recorder.asked == ["release", "take"]
+    assert sleeping.residency is AWAKE
+
+
+async def test_an_engine_that_wakes_has_its_cache_whatever_it_gave_up_before_it_slept() -> None:
+    recorder = Recorder()
+    sleeping = asleep_by(recorder)
+    await sleeping.keep_cache(wanted=False)
+    await sleeping.be(HOST)
+    await sleeping.keep_cache(wanted=True)
+    assert recorder.asked == ["release", "cache"], "asleep it has none"
+    await sleeping.be(AWAKE)
+    await sleeping.keep_cache(wanted=True)
+    assert recorder.asked == ["release", "cache", "wake"]

@@ -11,7 +11,7 @@ from tests.fakes.scripted_settings import ENGINE
 
 
 def read(url: str) -> WorkerSettings:
-    return settings.read(WorkerSettings, prog="ebbtide rollout-worker", argv=["--metadata-url", url], environ={})
+    return settings.read(WorkerSettings, prog="ebbtide serve rollout-worker", argv=["--metadata-url", url], environ={})
 
 
 @pytest.mark.parametrize("url", ["ftp://169.254.169.254", "169.254.169.254", "file:///etc/passwd", "http://"])

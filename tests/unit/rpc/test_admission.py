@@ -9,11 +9,11 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-from ebbtide.auth.admission import Admission, caller_name, check_claim, is_among_peers
+from ebbtide.auth.admission import Admission, admission_of, caller_name, check_claim, is_among_peers
+from ebbtide.auth.credential_files import roles_of_peer
 from ebbtide.auth.role_tokens import SKEW_S, key_id, mint, public_keys, signing_key, unverified, verify
 from ebbtide.auth.roles import Role
 from ebbtide.auth.security import ClientSecurity, ServerSettings
-from ebbtide.auth.tls import roles_of_peer
 from ebbtide.cli.credentials import signing_keys
 from ebbtide.errors import AlreadyExists, InvalidRequest, PermissionDenied, Unauthenticated
 from tests.support.waiting import wait_until
@@ -77,7 +77,7 @@ def test_a_public_key_is_no_secret_to_sign_with() -> None:
 
 
 async def test_a_token_is_refused_once_it_has_expired_however_often_it_was_good(keys: str) -> None:
-    admission = ServerSettings(token_keys=keys).admission()
+    admission = admission_of(ServerSettings(token_keys=keys))
     metadata = bearing(mint(KEY, Role.USER, ttl_s=3 - SKEW_S))
     admission.admit(GET, metadata)
 
@@ -94,8 +94,8 @@ async def test_a_token_is_refused_once_it_has_expired_however_often_it_was_good(
 
 def test_a_server_with_keys_takes_the_shared_secret_only_where_that_is_set_too(keys: str) -> None:
     with pytest.raises(Unauthenticated, match="EBBTIDE_TOKEN"):
-        ServerSettings(token_keys=keys).admission().admit(GET, bearing("secret"))
-    both = ServerSettings(token_keys=keys, token="secret").admission()
+        admission_of(ServerSettings(token_keys=keys)).admit(GET, bearing("secret"))
+    both = admission_of(ServerSettings(token_keys=keys, token="secret"))
     both.admit(CLAIM, bearing("secret"))
     both.admit(GET, bearing(mint(KEY, Role.USER, ttl_s=60)))
     with pytest.raises(PermissionDenied, match="ClaimRun is for gateway or trainer"):
@@ -105,18 +105,18 @@ def test_a_server_with_keys_takes_the_shared_secret_only_where_that_is_set_too(k
 def test_a_programs_own_signed_token_is_no_secret_for_others(keys: str) -> None:
     """A relay's token, read from the environment that its server shares with its calls upstream."""
     own = mint(KEY, Role.RELAY, ttl_s=60)
-    admission = ServerSettings(token_keys=keys, token=own).admission()
+    admission = admission_of(ServerSettings(token_keys=keys, token=own))
     with pytest.raises(PermissionDenied):
         admission.admit(CLAIM, bearing(own))
     with pytest.raises(InvalidRequest, match="EBBTIDE_TOKEN_KEYS"):
-        ServerSettings(token=own).admission()
+        admission_of(ServerSettings(token=own))
     assert ClientSecurity(token=own).bearer() == f"Bearer {own}"
 
 
 def test_a_signed_token_that_takes_the_secrets_place_in_its_file_is_no_secret(keys: str, tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text("secret")
-    admission = ServerSettings(token_keys=keys, token_file=str(file)).admission()
+    admission = admission_of(ServerSettings(token_keys=keys, token_file=str(file)))
     admission.admit(CLAIM, bearing("secret"))
     own = mint(KEY, Role.RELAY, ttl_s=60)
     file.write_text(own)
@@ -129,13 +129,13 @@ def test_a_signed_token_that_takes_the_secrets_place_in_its_file_is_no_secret(ke
 
 def test_a_server_that_could_tell_nobody_from_anybody_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="EBBTIDE_TOKEN_FILE, or EBBTIDE_TOKEN_KEYS"):
-        ServerSettings().admission()
+        admission_of(ServerSettings())
 
 
 def test_a_token_of_one_run_is_refused_before_a_request_that_could_name_none_is_read(keys: str) -> None:
     from ebbtide.v1 import runs_pb2  # noqa: F401 - as every server of the method has: its descriptor is looked at
 
-    admission = ServerSettings(token_keys=keys).admission()
+    admission = admission_of(ServerSettings(token_keys=keys))
     mine = bearing(mint(KEY, Role.USER, ttl_s=60, run_id="run-a"))
     admission.admit(GET, mine)
     admission.admit("/grpc.health.v1.Health/Check", mine)
@@ -146,7 +146,7 @@ def test_a_token_of_one_run_is_refused_before_a_request_that_could_name_none_is_
 def test_the_texts_of_refusals_tell_no_other_run(keys: str) -> None:
     from ebbtide.v1.runs_pb2 import GetRunRequest
 
-    admission = ServerSettings(token_keys=keys).admission()
+    admission = admission_of(ServerSettings(token_keys=keys))
     metadata = bearing(mint(KEY, Role.USER, ttl_s=60, run_id="run-a"))
     context = SimpleNamespace(invocation_metadata=lambda: metadata)
     assert admission.checked(GET, GetRunRequest(run_id="run-a"), context).run_id == "run-a"
@@ -157,7 +157,7 @@ def test_the_texts_of_refusals_tell_no_other_run(keys: str) -> None:
 
 
 def test_the_name_of_the_caller_is_that_in_the_token(keys: str) -> None:
-    admission = ServerSettings(token_keys=keys).admission()
+    admission = admission_of(ServerSettings(token_keys=keys))
     for name in ("ann", ""):
         metadata = bearing(mint(KEY, Role.USER, ttl_s=60, name=name))
         admission.checked(LIST, "request", SimpleNamespace(invocation_metadata=lambda given=metadata: given))
@@ -167,7 +167,7 @@ def test_the_name_of_the_caller_is_that_in_the_token(keys: str) -> None:
 @pytest.mark.parametrize(("role", "leases"), [(Role.TRAINER, {"trainer", "driver"}), (Role.GATEWAY, {"gateway"})])
 def test_a_caller_claims_the_leases_of_its_own_role_alone(keys: str, role: Role, leases: set[str]) -> None:
     metadata = bearing(mint(KEY, role, ttl_s=60))
-    ServerSettings(token_keys=keys).admission().checked(
+    admission_of(ServerSettings(token_keys=keys)).checked(
         CLAIM, "request", SimpleNamespace(invocation_metadata=lambda: metadata)
     )
     for lease in ("trainer", "driver", "gateway"):
@@ -179,7 +179,7 @@ def test_a_caller_claims_the_leases_of_its_own_role_alone(keys: str, role: Role,
 
 
 def test_a_certificate_of_a_role_narrows_the_shared_secret_and_one_without_does_not() -> None:
-    admission = Admission(ServerSettings(token="t").admission()._shared, certificates=True)
+    admission = Admission(admission_of(ServerSettings(token="t"))._shared, certificates=True)
 
     def context(*uris: bytes) -> Any:
         return SimpleNamespace(invocation_metadata=lambda: bearing("t"), auth_context=lambda: {"peer_uri": uris})
@@ -193,7 +193,7 @@ def test_a_certificate_of_a_role_narrows_the_shared_secret_and_one_without_does_
 
 
 def test_with_the_shared_secret_the_certificate_tells_whether_workers_may_be_sent_to_the_caller() -> None:
-    admission = Admission(ServerSettings(token="t").admission()._shared, certificates=True)
+    admission = Admission(admission_of(ServerSettings(token="t"))._shared, certificates=True)
     find = "/ebbtide.v1.Weights/FindWay"
     for names, peer in [([], True), ([b"worker"], True), ([b"relay"], True), ([b"user"], False), ([b"trainer"], False)]:
         uris = [b"ebbtide:role:" + name for name in names]
@@ -216,7 +216,7 @@ def test_servers_are_given_public_keys_alone(tmp_path: Path) -> None:
     signing_keys.make(tmp_path)
     private = (tmp_path / "tokens.key").read_bytes()
     with pytest.raises(InvalidRequest, match=r"token_keys: .*private key"):
-        ServerSettings(token_keys=str(tmp_path / "tokens.key")).admission()
+        admission_of(ServerSettings(token_keys=str(tmp_path / "tokens.key")))
     with pytest.raises(InvalidRequest, match="no public key"):
         public_keys(b"-----BEGIN CERTIFICATE-----", field="token_keys")
     with pytest.raises(InvalidRequest, match="no Ed25519 private key"):

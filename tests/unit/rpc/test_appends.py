@@ -4,13 +4,12 @@ import random
 
 import pytest
 
+from ebbtide.append_stream import MAX_DELTAS, AppendAck, AppendDelta, AppendReceiver, AppendSender, acks
 from ebbtide.errors import InvalidRequest
-from ebbtide.types.append_delta import AppendAck, AppendDelta
 from ebbtide.types.fleet import AppendStatus, AttemptRef
 from ebbtide.types.rollout import FinishReason
 from ebbtide.types.tokens import TOKEN_BYTES
 from ebbtide.v1 import fleet_pb2
-from ebbtide.wire.append_columns import MAX_DELTAS, AppendReceiver, AppendSender, acks
 from tests.fakes.append_deltas import answer, deltas
 
 STORED, GAP, SUPERSEDED = AppendStatus.STORED, AppendStatus.GAP, AppendStatus.SUPERSEDED

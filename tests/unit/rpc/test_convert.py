@@ -4,7 +4,7 @@ import inspect
 import math
 import pkgutil
 import time
-from enum import IntEnum
+from enum import Enum
 from importlib import import_module
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -16,10 +16,12 @@ from msgspec import Meta, Struct
 
 import ebbtide.types
 from ebbtide.errors import InvalidRequest
+from ebbtide.types.device_turns import DeviceTurn
 from ebbtide.types.fleet import (
     AttemptRef,
     BorrowedState,
     DraftingState,
+    EndReason,
     EngineInfo,
     FlushPace,
     FlushWindow,
@@ -31,15 +33,17 @@ from ebbtide.types.grants import (
     Borrower,
     BorrowerReport,
     Budget,
+    DeviceStatus,
     Forecast,
     Grant,
     GuardStatus,
     Hello,
     Latency,
+    LoanState,
     ModelLatency,
+    OwnerWish,
 )
-from ebbtide.types.key_usage import KeyBalance, KeyLimits, KeyUsage, MeteredKey
-from ebbtide.types.loans import DeviceStatus, LoanState, OwnerWish
+from ebbtide.types.remaining_work import EnginePace, OpenGroup, RemainingWork
 from ebbtide.types.rollout import (
     Episode,
     FinishedRollout,
@@ -72,10 +76,21 @@ from ebbtide.types.run import (
     TailSpec,
     TrainerSpec,
 )
-from ebbtide.types.session import Session, SessionEnd, SessionState, SessionTurn, TurnPage, UnverifiedSession
+from ebbtide.types.session import (
+    KeyBalance,
+    KeyLimits,
+    KeyUsage,
+    MeteredKey,
+    Session,
+    SessionEnd,
+    SessionState,
+    SessionTurn,
+    TurnPage,
+    UnverifiedSession,
+)
 from ebbtide.types.weights import (
     BlobSource,
-    FoundWay,
+    FetchPath,
     Holder,
     HolderState,
     LinkState,
@@ -89,9 +104,8 @@ from ebbtide.types.weights import (
     VersionState,
     WeightsState,
 )
-from ebbtide.types.work_left import OpenGroup, WorkLeft
 from ebbtide.v1 import fleet_pb2, grants_pb2, loans_pb2, rollouts_pb2, runs_pb2, sessions_pb2, types_pb2, weights_pb2
-from ebbtide.wire.record_conversion import from_proto, to_proto
+from ebbtide.wire import from_proto, to_proto
 
 PAIRS: dict[type[Struct], type[Message]] = {
     AttemptRef: fleet_pb2.AttemptRef,
@@ -141,7 +155,7 @@ PAIRS: dict[type[Struct], type[Message]] = {
     TensorPatch: weights_pb2.TensorPatch,
     Holder: weights_pb2.Holder,
     BlobSource: weights_pb2.BlobSource,
-    FoundWay: weights_pb2.Way,
+    FetchPath: weights_pb2.Way,
     VersionState: weights_pb2.VersionState,
     PatchState: weights_pb2.PatchState,
     HolderState: weights_pb2.HolderState,
@@ -159,12 +173,13 @@ PAIRS: dict[type[Struct], type[Message]] = {
     LoanState: loans_pb2.LoanState,
     DeviceStatus: loans_pb2.DeviceStatus,
     OpenGroup: runs_pb2.OpenGroup,
-    WorkLeft: runs_pb2.WorkLeft,
+    RemainingWork: runs_pb2.RemainingWork,
 }
 #: Travels in parts that have messages of their own: `ebbtide.weights.manifest_parts`.
 IN_PARTS = {Patch}
-#: Does not travel: what the guard writes into its page, and a window whose parts travel.
-LOCAL = {Budget, FlushWindow, KeyBalance}
+#: Does not travel: what the guard writes into its page, and what travels in parts: why attempts end, a window, a pace,
+#: a device's turn.
+LOCAL = {Budget, DeviceTurn, EndReason, EnginePace, FlushWindow, KeyBalance}
 each_pair = pytest.mark.parametrize(("record", "message"), PAIRS.items(), ids=lambda kind: kind.__name__)
 SPEC = RunSpec(name="n", model="m", environment=EnvironmentSpec(name="e"))
 
@@ -189,7 +204,7 @@ def fill(hint: Any, at_least: int = 0) -> Any:  # noqa: PLR0911 - a value for ea
         return {"key ü": [1, None, {"deep": 1.5}] if args[1] is Any else fill(args[1])}
     if issubclass(hint, Struct):
         return hint(**{name: fill(of) for name, of in get_type_hints(hint, include_extras=True).items()})
-    if issubclass(hint, IntEnum):
+    if issubclass(hint, Enum):
         return list(hint)[-1]
     return {bool: True, int: at_least + 3, float: 0.5, str: "text ü", bytes: b"\x00\xff"}[hint]
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from ebbtide.auth.credential_expiry import AUTHORITY, CERTIFICATE, TOKEN, expiries
 from ebbtide.auth.role_tokens import mint, signing_key
 from ebbtide.auth.roles import Role
+from ebbtide.auth.security import AUTHORITY, CERTIFICATE, TOKEN, expiries
 from ebbtide.cli.credentials import certificates, signing_keys
 from ebbtide.weight_relay.settings import RelaySettings
 

@@ -9,9 +9,10 @@ from typing import Any, cast
 import grpc
 import pytest
 
+from ebbtide.auth.admission import admission_of
 from ebbtide.auth.security import ServerSettings
 from ebbtide.errors import NoCapacity
-from ebbtide.rpc.gate import Gate
+from ebbtide.rpc.server import Gate
 
 
 class Request:
@@ -62,7 +63,7 @@ async def test_a_failed_call_is_freed_with_its_request(kind: str, token: str) ->
     async def continuation(details: Any) -> Any:
         return inner
 
-    gate = Gate(ServerSettings(token="t").admission(), max_unary_s=9.0)
+    gate = Gate(admission_of(ServerSettings(token="t")), max_unary_s=9.0)
     handler: Any = await gate.intercept_service(continuation, cast("Any", Details(token)))
     behaviour = getattr(handler, kind)
 

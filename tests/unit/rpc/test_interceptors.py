@@ -6,8 +6,9 @@ from typing import Any, cast
 
 import grpc
 
+from ebbtide.auth.admission import admission_of
 from ebbtide.auth.security import ServerSettings
-from ebbtide.rpc.gate import Gate
+from ebbtide.rpc.server import Gate
 
 MESSAGES = 20_000
 
@@ -35,7 +36,7 @@ async def test_a_message_of_a_stream_passes_the_gate_in_microseconds() -> None:
     async def continuation(details: Any) -> Any:
         return inner
 
-    gate = Gate(ServerSettings(token="t").admission(), max_unary_s=1.0)
+    gate = Gate(admission_of(ServerSettings(token="t")), max_unary_s=1.0)
     handler: Any = await gate.intercept_service(continuation, cast("Any", Details()))
     assert await gate.intercept_service(continuation, cast("Any", Details())) is handler  # wrapped once
     stream = cast("Any", handler).stream_stream

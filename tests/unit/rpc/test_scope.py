@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from google.protobuf.message import Message
 
-from ebbtide.auth.run_scope import OfOneRun, can_name_run, check_run, runs_named
+from ebbtide.auth.admission import OfOneRun, can_name_run, check_run, runs_named
 from ebbtide.errors import PermissionDenied
 from ebbtide.v1 import fleet_pb2, rollouts_pb2, runs_pb2, weights_pb2
 from ebbtide.v1.fleet_pb2 import Attach, AttemptRef, HeldAttempt, Opened

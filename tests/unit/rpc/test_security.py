@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from ebbtide.auth.admission import admission_of
 from ebbtide.auth.security import ClientSecurity, ServerSettings, TokenCheck, is_loopback
 from ebbtide.errors import InvalidRequest, Unauthenticated
 from ebbtide.rpc.channel import check_address, open_channel
@@ -88,7 +89,7 @@ def test_the_comparison_takes_the_whole_value_as_text_or_bytes() -> None:
 
 
 def test_the_first_authorization_of_a_call_counts() -> None:
-    admission = ServerSettings(token="t").admission()
+    admission = admission_of(ServerSettings(token="t"))
     admission.admit("/ebbtide.v1.Runs/GetRun", [("x", "y"), ("authorization", "Bearer t")])
     for metadata in (None, [], [("authorization", "wrong"), ("authorization", "Bearer t")]):
         with pytest.raises(Unauthenticated):

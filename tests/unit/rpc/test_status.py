@@ -9,7 +9,7 @@ from grpc import StatusCode
 from ebbtide import errors
 from ebbtide.errors import EbbtideError, Internal, InvalidRequest, NoCapacity, Unavailable
 from ebbtide.rpc.status_table import CODES, from_rpc_error, to_status, translated
-from ebbtide.store.unexpected_data import WritesRefused
+from ebbtide.store.records import WritesRefused
 
 TREE = [
     kind
@@ -68,7 +68,14 @@ def test_trailing_metadata_is_ascii_whatever_the_field_is_called() -> None:
     assert all(value.isascii() and value.isprintable() for _, value in status.metadata)
     arrived = sent_over(InvalidRequest("bad", field="schlüssel\r\nx: y"))
     assert isinstance(arrived, InvalidRequest)
-    assert arrived.field == "schlüssel\r\nx: y"
+    assert (arrived.field, arrived.text) == ("schlüssel\r\nx: y", "bad")
+
+
+def test_a_field_and_its_text_arrive_apart_and_a_status_shows_both() -> None:
+    status, arrived = to_status(sent := InvalidRequest("n is too large", field="n")), sent_over(sent)
+    assert status.details == str(arrived) == "n: n is too large"
+    assert isinstance(arrived, InvalidRequest)
+    assert (arrived.field, arrived.text) == ("n", "n is too large")
 
 
 def test_retry_after_survives_and_garbage_in_it_does_not_hurt() -> None:

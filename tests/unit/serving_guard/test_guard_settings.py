@@ -11,7 +11,7 @@ from ebbtide.settings import read
 
 
 def settings(*flags: str) -> GuardSettings:
-    return read(GuardSettings, prog="ebbtide serving-guard", argv=["--grant-dir", "g", *flags], environ={})
+    return read(GuardSettings, prog="ebbtide serve serving-guard", argv=["--grant-dir", "g", *flags], environ={})
 
 
 @pytest.mark.parametrize(

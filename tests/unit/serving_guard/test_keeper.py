@@ -15,13 +15,13 @@ from ebbtide.serving_guard.budget_keeper import BudgetKeeper
 from ebbtide.serving_guard.governor.budget_decider import (
     BudgetDecider,
     BudgetDecision,
-    GovernorPanel,
     LatencyTargets,
     LearntCosts,
+    MultiModelGovernor,
     StepLimits,
 )
 from ebbtide.serving_guard.memory_budget import MemoryBudget
-from ebbtide.serving_guard.request_books import RequestBooks
+from ebbtide.serving_guard.slo_stats import SloStats
 from ebbtide.types.grants import GRANTS_VERSION, BorrowerReport, Budget, Hello
 from tests.support.waiting import wait_until
 
@@ -79,8 +79,8 @@ class Scene:
         self.made: list[FakePolicy] = []
         self.folder = folder
         self.borrowers = BorrowerTable(folder, MemoryBudget())
-        panel = GovernorPanel(self.make, {"": LatencyTargets(), **targets}, StepLimits())
-        self.keeper = BudgetKeeper(panel, self.borrowers, RequestBooks(time.monotonic()))
+        deciders = MultiModelGovernor(self.make, {"": LatencyTargets(), **targets}, StepLimits())
+        self.keeper = BudgetKeeper(deciders, self.borrowers, SloStats(time.monotonic()))
 
     def make(self, targets: LatencyTargets, limits: StepLimits) -> FakePolicy:
         self.made.append(FakePolicy(targets, limits))

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ebbtide.errors import Superseded
-from ebbtide.scheduling.elastic.device_ownership import DeviceOwnership, OwnerLease
+from ebbtide.serving_guard.device_ownership import DeviceOwnership, OwnerLease
 from ebbtide.serving_guard.lender import LeaseRecord
 
 OLD, NEW = OwnerLease("r", 1, "a"), OwnerLease("r", 2, "b")

@@ -15,7 +15,7 @@ MIB = 1 << 20
 
 
 def hello(kv_mib: int = 64, **changes: object) -> Hello:
-    fields = {"protocol_version": 1, "worker_id": "w", "kv_bytes": kv_mib * MIB, "weights_bytes": 10 * MIB}
+    fields = {"protocol_version": 1, "worker_id": "w", "kv_bytes": kv_mib * MIB, "weights_bytes": 10 * MIB, "slots": 8}
     return Hello(**(fields | changes))  # type: ignore[arg-type]
 
 
@@ -176,3 +176,88 @@ def test_nvml_says_how_much_of_a_gpu_is_free() -> None:
     uuid = pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(0))
     free, total = open_device(uuid).memory()
     assert 0 < free <= total
+
+
+class Pair:
+    """Two borrowing engines beside a served one on a device of 1,000 bytes, and the time. An engine takes what it said,
+    and `more` that it did not say; it does as its grant wishes, at once."""
+
+    def __init__(self, *, served: int, pool: int, more: int) -> None:
+        self._served, self._takes = served, pool + more
+        self.at = {"a": Residency.AWAKE, "b": Residency.AWAKE}
+        self.wakes = {"a": 0, "b": 0}
+        self.awake_s = {"a": 0.0, "b": 0.0}
+        self._now = 0.0
+        self._budget = MemoryBudget(device=lambda _: self, host=lambda: (5000, 10000))
+        for name in self.at:
+            self._budget.joined(name, hello(worker_id=name, device="GPU-1", kv_bytes=pool, weights_bytes=0))
+
+    def memory(self) -> tuple[int, int]:
+        """As a `Device`."""
+        return 1000 - self._served - self._takes * sum(at is Residency.AWAKE for at in self.at.values()), 1000
+
+    def play(self, seconds: float) -> None:
+        """Grants every 50 ms, in an endless idle time."""
+        end = self._now + seconds
+        while self._now < end:
+            for name, at in self.at.items():
+                self._budget.reported(self._now, name, BorrowerReport(residency=at, wake_host_s=0.2))
+            wished = {name: self._budget.allowed(self._now, name, idle_s=1e6).residency for name in self.at}
+            for name, wish in wished.items():
+                self.wakes[name] += wish is Residency.AWAKE and self.at[name] is not Residency.AWAKE
+                self.awake_s[name] += 0.05 * (wish is Residency.AWAKE)
+            self.at = wished
+            self._now += 0.05
+
+
+def test_of_two_engines_that_do_not_fit_together_one_stays_awake() -> None:
+    pair = Pair(served=300, pool=400, more=0)
+    pair.play(600.0)
+    assert max(pair.awake_s.values()) > 590.0
+    assert sum(pair.wakes.values()) <= 1
+
+
+def test_engines_that_take_more_than_they_said_do_not_sleep_and_wake_for_ever() -> None:
+    """Each fits by what it said, and lacks a part of the reserve once it runs: one goes, and comes ever less often."""
+    pair = Pair(served=160, pool=390, more=25)
+    pair.play(3600.0)
+    assert sum(pair.wakes.values()) <= 7, "after 1, 2, 4, 8, 16 and 32 minutes"
+    assert sum(pair.wakes.values()) >= 3, "what was lacking may be there again"
+    assert max(pair.awake_s.values()) > 3590.0
+
+
+def test_engines_that_leave_five_per_cent_free_stay_awake() -> None:
+    pair = Pair(served=170, pool=380, more=10)
+    pair.play(60.0)
+    assert pair.wakes == {"a": 0, "b": 0}
+    assert set(pair.at.values()) == {Residency.AWAKE}
+
+
+def test_an_engine_that_was_announced_is_not_there_before_its_first_report() -> None:
+    memory = MemoryBudget(device=lambda _: Gpu(100), host=lambda: (500, 1000))
+    memory.joined("w", hello(slots=0, device="GPU-1", kv_bytes=100, weights_bytes=50))
+    assert memory.allowed(0.0, "w", idle_s=1e6).residency is Residency.AWAY
+
+
+def test_of_two_engines_one_boots_at_a_time_and_what_it_took_does_not_turn_it_back() -> None:
+    gpu = Gpu(200)
+    memory = MemoryBudget(device=lambda _: gpu, host=lambda: (500, 1000))
+    for name in "ab":
+        memory.joined(name, hello(worker_id=name, slots=0, device="GPU-1", kv_bytes=100, weights_bytes=50))
+    away, awake = Residency.AWAY, Residency.AWAKE
+
+    def wish(now: float, name: str, at: Residency, *, moving: bool = False) -> Residency:
+        memory.reported(now, name, BorrowerReport(residency=at, moving=moving, wake_away_s=1.0))
+        return memory.allowed(now, name, idle_s=1e6).residency
+
+    assert [wish(0.0, "a", away), wish(0.0, "b", away)] == [awake, away]
+    gpu.free = 180
+    assert [wish(0.1, "a", away, moving=True), wish(0.1, "b", away)] == [awake, away], "its weights come"
+    gpu.free = 100
+    assert [wish(0.2, "a", away, moving=True), wish(0.2, "b", away)] == [awake, away]
+    memory.joined("a", hello(worker_id="a", slots=0, device="GPU-1", kv_bytes=100, weights_bytes=50))
+    gpu.free = 200  # another program gave memory back
+    assert wish(0.3, "a", away, moving=True) is awake, "its stream broke, and it still boots"
+    assert wish(0.3, "b", away) is away, "the first one has not all of its memory"
+    wish(0.4, "a", awake)
+    assert wish(0.4, "b", away) is awake

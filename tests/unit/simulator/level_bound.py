@@ -11,7 +11,7 @@ from math import inf
 
 from benchmarks.replay.setting import BALANCE, Setting
 from benchmarks.replay.trace_scenario import ReplayCase, trace_scenario
-from ebbtide.simulator.scenario.draws.workload import Workload
+from ebbtide.simulator.scenario.workload import Workload
 
 
 def ends(

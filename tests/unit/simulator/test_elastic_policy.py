@@ -9,8 +9,8 @@ from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.quantity_spec import LengthSpec
 from ebbtide.simulator.scenario.scenario import PlannedFault, Scenario
 from ebbtide.simulator.scenario.training_run import TrainingRun
-from ebbtide.simulator.world.elastic_policy import ElasticPolicy
 from ebbtide.simulator.world.simulation import Policy, Simulation
+from ebbtide.simulator.world.training.elastic_window import ElasticPolicy
 from ebbtide.simulator.world.training.step_rounds import Sample, WholeGroups
 from tests.fakes.simulated_profiles import ENGINE, PlainProfiles, PlainTimes
 

@@ -39,7 +39,7 @@ def test_a_sequence_that_comes_in_the_middle_of_a_step_is_read_in_the_next_one()
     assert told(one, 0.75) == [(0.25, "started", "a"), (0.75, "started", "b")]
 
 
-def test_one_that_is_handed_back_in_the_middle_of_a_step_loses_that_steps_token() -> None:
+def test_one_that_is_released_in_the_middle_of_a_step_loses_that_steps_token() -> None:
     one = engine()
     admit(one, "a")
     admit(one, "b")
@@ -90,7 +90,7 @@ def test_twice_the_speed_takes_half_the_time() -> None:
     assert told(one, 9.0)[-1] == (0.5, "finished", "a")
 
 
-def test_the_youngest_is_preempted_when_memory_is_exhausted_and_read_again() -> None:
+def test_the_youngest_is_preempted_when_memory_is_exhausted_and_re_prefilled() -> None:
     one = engine(engine_profile(tokens=4 * 16, prefix_cache=False))
     admit(one, "a", prompt=16, length=33)
     admit(one, "b", prompt=16, length=33)
@@ -139,7 +139,7 @@ def test_other_weights_make_the_cache_worthless() -> None:
     assert one.made("a") == 8
 
 
-def test_it_stands_still_while_it_is_held() -> None:
+def test_it_pauses_while_it_is_held() -> None:
     one = engine()
     admit(one, "a")
     one.hold(0.3)

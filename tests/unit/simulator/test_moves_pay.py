@@ -42,8 +42,15 @@ def played(trace: SpotTrace, lengths: QuantileTable, policies: Any, *, hours: fl
     return replay([TitledCase(title, case, policies)], lambda _: None)[0]
 
 
-@pytest.mark.parametrize("stretch", [1.0, 4.0])
-@pytest.mark.parametrize("uneven", [False, True])
+@pytest.mark.parametrize(
+    ("stretch", "uneven"),
+    [
+        (1.0, True),
+        (4.0, False),
+        pytest.param(1.0, False, marks=pytest.mark.nightly),
+        pytest.param(4.0, True, marks=pytest.mark.nightly),
+    ],
+)
 def test_with_four_machines_and_long_responses_moves_pay_and_are_few(
     tmp_path: Path, stretch: float, uneven: bool
 ) -> None:

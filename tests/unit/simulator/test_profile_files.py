@@ -56,7 +56,7 @@ def test_a_faulty_file_is_refused_by_file_and_key(tmp_path: Path, old: str, new:
         (
             EngineProfile,
             "h100x8-kimi-k2",
-            r"Kimi-K2's 1026 GB leave no memory for keys and values on 8 H100; take",
+            r"Kimi-K2's 1026 GB leave no memory for the KV cache on 8 H100; take",
         ),
     ],
 )

@@ -6,18 +6,18 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from ebbtide.checked_files.refusals import FileRefused
+from ebbtide.checked_files import FileRefused
 from ebbtide.simulator.engines.engine_profile import EngineProfile
 from ebbtide.simulator.engines.profile_files import read_profile
 from ebbtide.simulator.engines.trainer_profile import TrainerProfile
 from ebbtide.simulator.recording.recorded_run import RecordedRun, WeightSizes
 from ebbtide.simulator.recording.recorded_scenario import recorded_fleet, with_recorded_work
 from ebbtide.simulator.recording.run_recorder import record_run
-from ebbtide.simulator.scenario.draws.machine_events import presences
-from ebbtide.simulator.scenario.draws.workload import Workload
+from ebbtide.simulator.scenario.machine_events import presences
 from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.scenario import Scenario
 from ebbtide.simulator.scenario.training_run import TrainingRun
+from ebbtide.simulator.scenario.workload import Workload
 from tests.fakes.run_histories import BASE_S, ROLLOUT_S, history
 
 

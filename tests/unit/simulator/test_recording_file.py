@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ebbtide.checked_files.refusals import FileRefused
+from ebbtide.checked_files import FileRefused
 from ebbtide.simulator.recording.recorded_run import read_record, write_record
 from ebbtide.simulator.recording.run_recorder import record_run
 from tests.fakes.run_histories import history

@@ -66,7 +66,7 @@ def test_published_steps_are_predicted(points: list[Point], usual: float, worst:
     assert max(errors) < worst
 
 
-def test_memory_for_keys_and_values_is_what_the_weights_leave() -> None:
+def test_memory_for_the_kv_cache_is_what_the_weights_leave() -> None:
     # Seer's setting: 0.9 of eight GPUs with 80 GB less 147 GB of weights, at 327,680 bytes a token.
     assert roofline_engine(known.QWEN2_VL_72B, known.H800, 8).kv.tokens == pytest.approx(1.31e6, rel=0.01)
     assert roofline_engine(known.MOONLIGHT, known.H800, 1).kv.tokens == pytest.approx(1.29e6, rel=0.01)

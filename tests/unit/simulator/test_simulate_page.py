@@ -1,14 +1,15 @@
-"""docs/simulate.md names every option of the command, and its scenario and examples are valid."""
+"""docs/guides/simulate.md names every option of the command, and its scenario and examples are valid."""
 
 import re
 from pathlib import Path
 from typing import Final
 
-from ebbtide.lab_commands.simulate_commands import simulate
+from ebbtide.lab_commands import simulation
+from ebbtide.lab_commands.simulate import simulate
 from ebbtide.simulator.scenario.scenario_reader import parse_scenario
 
 ROOT: Final = Path(__file__).parents[3]
-PAGE: Final = (ROOT / "docs" / "simulate.md").read_text()
+PAGE: Final = (ROOT / "docs" / "guides" / "simulate.md").read_text()
 
 
 def test_all_options_of_the_command_are_there() -> None:
@@ -28,3 +29,14 @@ def test_the_examples_of_the_page_are_there() -> None:
     assert len(set(named)) == 3
     for name in named:
         assert (ROOT / name).is_file()
+
+
+def test_the_rows_that_the_page_explains_are_rows_of_the_table() -> None:
+    section = PAGE.partition("\n## Read the answer\n")[2].partition("\n## ")[0]
+    named = [
+        name for row in re.findall(r"^\| (`.*?) \| ", section, re.MULTILINE) for name in re.findall("`([^`]+)`", row)
+    ]
+    shown = [row.label for row in (*simulation._SPEED, *simulation._OF_RUN, *simulation._REST, simulation._IDLE)]
+    assert len(named) == 11
+    for name in named:
+        assert any(name in label for label in shown), f"no row says {name}"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ebbtide.checked_files.refusals import FileRefused
+from ebbtide.checked_files import FileRefused
 from ebbtide.errors import InvalidRequest
 from ebbtide.simulator.engines.profile_files import write_profile
 from ebbtide.simulator.recording.recorded_run import write_record

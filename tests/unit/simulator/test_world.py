@@ -78,7 +78,7 @@ def test_generation_runs_ahead_by_the_staleness_that_the_run_allows() -> None:
     assert outcome.simulated_s < simulated(run=(training(steps=4),)).simulated_s
 
 
-def test_groups_that_go_on_shorten_steps_and_no_response_is_made_twice_or_dropped() -> None:
+def test_groups_that_go_on_shorten_steps_and_no_response_is_regenerated_or_dropped() -> None:
     run = training(max_staleness=3, steps=6, lengths=LengthSpec(median=200, sigma=1.2, most=4000))
     rounds = EbbtidePolicy(rounds_of_steps="whole_groups")
     found = simulated(run=(run,), policy=rounds)

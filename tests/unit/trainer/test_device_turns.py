@@ -2,9 +2,8 @@
 
 import asyncio
 
-from ebbtide.claimed_runs.device_turns import HELD, LENT, RETURNING, DeviceTurn, device_event, device_turns
-from ebbtide.trainer.device_loan import OwnDevice
-from ebbtide.trainer.reported_device import ReportedDevice
+from ebbtide.trainer.lending.device_loan import OwnDevice, ReportedDevice
+from ebbtide.types.device_turns import HELD, LENT, RETURNING, DeviceTurn, device_event, device_turns
 from ebbtide.types.run import RunEvent
 from tests.support.waiting import wait_until
 

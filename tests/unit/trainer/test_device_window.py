@@ -13,13 +13,12 @@ import pytest
 from msgspec.structs import replace
 
 from ebbtide.errors import Unavailable
-from ebbtide.scheduling.elastic import step_window
 from ebbtide.trainer.collectors import TrajectoryCollector
-from ebbtide.trainer.lending import device_window
+from ebbtide.trainer.lending import device_window, step_window
 from ebbtide.trainer.lending.device_window import DeviceWindow
+from ebbtide.types.remaining_work import OpenGroup, RemainingWork
 from ebbtide.types.rollout import Trajectory
 from ebbtide.types.run import RunSpec
-from ebbtide.types.work_left import OpenGroup, WorkLeft
 from tests.support.waiting import wait_until
 from tests.unit.trainer.trained_runs import make_spec, make_trajectories
 
@@ -54,13 +53,13 @@ class Told:
     def __init__(self, spec: RunSpec) -> None:
         self.run = self
         self.spec, self.dropped = spec, Counter[int]()
-        self.left = WorkLeft()
+        self.left = RemainingWork()
         self.questions = 0
         self.failure: Exception | None = None
         self.restless = False  # its fleet changes all the time
         self._news = asyncio.Condition()
 
-    async def work_left(self, *, groups: int, fleet: str, wait_s: float) -> WorkLeft:
+    async def remaining_work(self, *, groups: int, fleet: str, wait_s: float) -> RemainingWork:
         self.questions += 1
         if self.failure is not None:
             raise self.failure
@@ -80,7 +79,7 @@ class Told:
         async with self._news:
             await self._news.wait_for(predicate)
 
-    async def says(self, left: WorkLeft) -> None:
+    async def says(self, left: RemainingWork) -> None:
         async with self._news:
             self.left = left
             self._news.notify_all()
@@ -90,9 +89,9 @@ class Told:
             self._news.notify_all()
 
 
-def engines(*elsewhere: str, open_groups: int = GROUPS, fleet: str = "f", **more: Any) -> WorkLeft:
+def engines(*elsewhere: str, open_groups: int = GROUPS, fleet: str = "f", **more: Any) -> RemainingWork:
     names = (*elsewhere, "mine")
-    return WorkLeft(
+    return RemainingWork(
         fleet=fleet,
         groups=(OPEN,) * open_groups,
         open=open_groups,
@@ -280,7 +279,7 @@ async def test_a_step_tells_for_how_long_its_device_was_lent(streams: RunSpec) -
     assert values["window_missing_groups"] == GROUPS - 1
 
 
-def test_ready_tokens_are_those_of_whole_groups_without_gradients(streams: RunSpec) -> None:
+def test_ready_tokens_are_those_of_complete_groups_without_gradients(streams: RunSpec) -> None:
     collector = TrajectoryCollector(step=0, max_staleness=0)
     made = make_trajectories(streams, 0, 1)
     for one in made:

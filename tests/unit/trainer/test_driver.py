@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from ebbtide.claimed_runs.run_loop import RunFailed, load_conversations
 from ebbtide.driver.service import drive
 from ebbtide.driver.settings import DriverSettings, EnvironmentSettings
 from ebbtide.environments import BUILT_IN, Message, Split, StepResult
 from ebbtide.errors import InvalidRequest
+from ebbtide.run_client import RunFailed, load_conversations
 from ebbtide.types.rollout import RolloutRequest, TrajectoryOutcome
 from ebbtide.types.run import RunSpec, RunStatus
 from ebbtide.types.tokens import unpack_ids, unpack_tokens
@@ -163,7 +163,10 @@ async def test_a_step_is_over_once_its_groups_are_and_no_later_driver_begins_the
     cluster = make_cluster(make_spec(tiny_model, trainer={"steps": 4}), echo)
     await drive_to_end(cluster, make_client(cluster))
     of_training = [one for one in cluster.steps if one[0] is not None]
-    assert dict(of_training) == {0: 0, 1: 0, 2: 1, 3: 2}
+    assert {step for step, _ in of_training} == {0, 1, 2, 3}
+    # A step begins while the one before is trained, or when that is over already.
+    assert all(max(0, step - 1) <= first <= step for step, first in of_training if step is not None)
+    assert [first for _, first in of_training] == sorted(first for _, first in of_training)
     assert len(of_training) < len(cluster.steps)  # evaluations have no step
 
 
@@ -273,7 +276,7 @@ def reached(cluster: Any, driver: "asyncio.Task[None]", count: int) -> bool:
 
 
 @pytest.mark.parametrize("turns", [1, 2])
-async def test_a_driver_that_starts_again_at_any_deed_submits_the_same_and_loses_nothing(
+async def test_a_driver_that_starts_again_at_any_action_submits_the_same_and_loses_nothing(
     turns: int, tiny_model: Path, behaviour: Behaviour, make_cluster: Any, make_client: Any
 ) -> None:
     behaviour.turns = turns

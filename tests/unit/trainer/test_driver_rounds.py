@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from ebbtide.claimed_runs.run_loop import load_conversations
 from ebbtide.driver.service import drive
 from ebbtide.errors import InvalidRequest
+from ebbtide.run_client import load_conversations
 from ebbtide.types.rollout import RolloutRequest, TrajectoryOutcome
 from ebbtide.types.run import RunSpec, RunStatus, check_spec
 from tests.support.waiting import wait_until
@@ -105,7 +105,7 @@ async def test_a_slow_group_is_trained_a_step_later_with_all_of_its_samples(
     assert opened[1] == {"step": 1.0, "begun": 5.0, "carried": 1.0, "oldest": 1.0}
 
 
-async def test_a_driver_that_dies_at_any_deed_loses_no_group_and_trains_none_twice(
+async def test_a_driver_that_dies_at_any_action_loses_no_group_and_trains_none_twice(
     tiny_model: Path, make_cluster: Any, make_client: Any
 ) -> None:
     whole = slow_cluster(make_cluster, rounds_spec(tiny_model))

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from ebbtide.claimed_runs.run_loop import RunFailed
 from ebbtide.driver import coordinator_traffic as module
 from ebbtide.driver.coordinator_traffic import AlreadyCompleted, CallBatches, CoordinatorTraffic
 from ebbtide.errors import InvalidRequest
+from ebbtide.run_client import RunFailed
 from ebbtide.runtime import race
 from ebbtide.types.rollout import Episode, RolloutRequest
 from ebbtide.types.run import EnvironmentSpec, RunSpec, Sampling

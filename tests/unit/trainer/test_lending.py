@@ -10,8 +10,9 @@ from msgspec.structs import replace
 from ebbtide.errors import InvalidRequest, LeaseSuperseded
 from ebbtide.rpc.backoff import pauses
 from ebbtide.serving_guard.trainer_lender import REJOIN_S
-from ebbtide.trainer import device_loan, training
+from ebbtide.trainer import training
 from ebbtide.trainer.learning.local_learning import LocalLearning
+from ebbtide.trainer.lending import device_loan
 from ebbtide.trainer.service import train
 from ebbtide.trainer.settings import TrainerSettings
 from tests.support.waiting import wait_until

@@ -11,11 +11,11 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from ebbtide.claimed_runs.run_loop import load_conversations
-from ebbtide.claimed_runs.settings import AllowedEnvironments
 from ebbtide.cli.submit_preflight import check_deeply
 from ebbtide.environments.number_guessing import NumberGuessingSource
 from ebbtide.errors import InvalidRequest
+from ebbtide.run_client import load_conversations
+from ebbtide.run_settings import AllowedEnvironments
 from ebbtide.trainer import trainer_preflight
 from ebbtide.trainer.service import check_trainable
 from ebbtide.trainer.settings import TrainerSettings

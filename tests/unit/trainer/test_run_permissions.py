@@ -10,13 +10,12 @@ import msgspec
 import pytest
 from reasoning_gym.factory import DATASETS
 
-from ebbtide.claimed_runs.run_loop import check_permitted
-from ebbtide.claimed_runs.settings import AllowedEnvironments, WorkSettings
 from ebbtide.cli.submit_preflight import check_deeply
 from ebbtide.driver.service import drive
 from ebbtide.driver.settings import DriverSettings
 from ebbtide.environments import EVALUATING, needs_isolation
 from ebbtide.errors import InvalidRequest
+from ebbtide.run_settings import AllowedEnvironments, WorkSettings, check_permitted
 from ebbtide.settings import read
 from ebbtide.trainer.service import train
 from ebbtide.trainer.settings import TrainerSettings
@@ -73,7 +72,7 @@ def test_built_in_environments_are_allowed_and_a_list_may_hold_patterns() -> Non
     assert field_refused(own, WorkSettings()) == "environment.name"
     check_permitted(own, WorkSettings(environments=AllowedEnvironments(allowed=("sums:*",))))
     for name in ("EBBTIDE_ENVIRONMENTS_ALLOWED", "EBBTIDE_DRIVER_ENVIRONMENTS_ALLOWED"):
-        found = read(DriverSettings, prog="ebbtide driver", argv=[], environ={name: "sums:Sums, more:*"})
+        found = read(DriverSettings, prog="ebbtide serve driver", argv=[], environ={name: "sums:Sums, more:*"})
         assert found.environments.allowed == ("sums:Sums", "more:*")
 
 

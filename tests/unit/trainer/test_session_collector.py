@@ -8,7 +8,7 @@ import pytest
 
 from ebbtide.errors import InvalidRequest
 from ebbtide.trainer.collectors import SessionCollector
-from ebbtide.trainer.learning.experience import samples_of, summary
+from ebbtide.trainer.learning.training_batches import samples_of, summary
 from ebbtide.types.rollout import Trajectory
 from ebbtide.types.run import RunSpec, TrainerSpec, check_spec
 from ebbtide.types.tokens import pack_ids, pack_tokens
@@ -74,7 +74,7 @@ def test_a_group_is_whole_by_its_sessions_and_not_by_their_branches() -> None:
     assert made.whole_groups() == 1
 
 
-def test_a_step_takes_the_first_whole_groups_and_leaves_the_others_for_the_next() -> None:
+def test_a_step_takes_the_first_complete_groups_and_leaves_the_others_for_the_next() -> None:
     made = collector()
     add(made, session("x.a"), session("g.a"), session("g.b"), session("h.a"), session("h.b"), session("i.a"))
     add(made, session("i.b"), session("x.b"))

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ebbtide.claimed_runs.run_loop import Conversations
 from ebbtide.driver.environment_host import BranchText
 from ebbtide.driver.verdicts import SessionVerdicts, VerdictFailed, branch_texts
 from ebbtide.errors import LeaseSuperseded, NotFound
+from ebbtide.run_client import Conversations
 from ebbtide.types.rollout import Trajectory
 from ebbtide.types.session import UnverifiedSession
 from ebbtide.types.tokens import TOKEN, pack_ids

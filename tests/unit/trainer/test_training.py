@@ -1,6 +1,8 @@
 """The training loop against a cluster in memory: exact resumes, and books that add up."""
 
 import asyncio
+import shutil
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from ebbtide.driver.service import drive
 from ebbtide.driver.settings import DriverSettings
 from ebbtide.errors import InvalidRequest, PermissionDenied
 from ebbtide.trainer import training_checkpoint
+from ebbtide.trainer.learning import network
 from ebbtide.trainer.learning.local_learning import LocalLearning
 from ebbtide.trainer.service import train
 from ebbtide.trainer.training_checkpoint import CheckpointError, latest
@@ -99,7 +102,7 @@ async def test_the_final_checkpoint_loads_with_transformers_and_holds_the_publis
     assert not [file for file in path.rglob("*") if file.suffix in {".bin", ".pt", ".pkl", ".pth"}]
 
 
-async def test_a_trainer_that_starts_again_at_any_deed_gives_bitwise_the_same_weights_and_trains_nothing_twice(
+async def test_a_trainer_that_starts_again_at_any_action_gives_bitwise_the_same_weights_and_trains_nothing_twice(
     tiny_model: Path, tmp_path: Path, make_cluster: Any, make_client: Any
 ) -> None:
     whole = make_cluster(make_spec(tiny_model, tmp_path / "whole"), lambda request: None)
@@ -312,11 +315,72 @@ async def test_bfloat16_publishes_half_the_bytes_and_keeps_float32_masters(
         assert name.endswith("norm.weight") or not torch.equal(tensor, cluster.weights[1][name])
 
 
+async def test_a_training_that_ends_finishes_the_checkpoint_that_it_writes(
+    tiny_model: Path, tmp_path: Path, make_cluster: Any, make_client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go = threading.Event(), threading.Event()
+    save = network.save_network
+
+    def slow(*given: Any, **named: Any) -> None:
+        begun.set()
+        go.wait()
+        save(*given, **named)
+
+    monkeypatch.setattr(training_checkpoint, "save_network", slow)
+    cluster = make_cluster(make_spec(tiny_model, tmp_path), lambda request: None)
+    training = asyncio.create_task(train(make_client(cluster), cluster.lease("trainer"), SETTINGS))
+    feeding = asyncio.create_task(feed(cluster))
+    await wait_until(begun.is_set, timeout=30)
+    training.cancel()
+    await asyncio.sleep(0)
+    go.set()
+    feeding.cancel()
+    await asyncio.wait({training, feeding})
+    assert [path.name for path in (tmp_path / "run-1" / "checkpoints").iterdir()] == ["step-000002"]
+    await wait_until(lambda: not any(thread.name == "checkpoint" for thread in threading.enumerate()), timeout=30)
+
+
+async def test_a_run_loads_its_model_once_the_step_of_a_cancelled_one_is_over(
+    tiny_model: Path, tmp_path: Path, make_cluster: Any, make_client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go, told = threading.Event(), threading.Event(), list[str]()
+    step, load, prepare = LocalLearning.step, LocalLearning._load, training_checkpoint.prepare
+
+    def slow(*given: Any, **named: Any) -> Any:
+        begun.set()
+        go.wait()
+        found = step(*given, **named)
+        told.append("step is over")
+        return found
+
+    def noted(name: str, work: Any) -> Any:
+        def note(*given: Any) -> Any:
+            told.append(name)
+            return work(*given)
+
+        return note
+
+    monkeypatch.setattr(LocalLearning, "step", slow)
+    monkeypatch.setattr(LocalLearning, "_load", noted("loads", load))
+    monkeypatch.setattr(training_checkpoint, "prepare", noted("prepares", prepare))
+    cluster = make_cluster(make_spec(tiny_model, tmp_path), lambda request: None)
+    trainings = [asyncio.create_task(train(make_client(cluster), cluster.lease("trainer"), SETTINGS))]
+    feeding = asyncio.create_task(feed(cluster))
+    await wait_until(begun.is_set, timeout=30)
+    trainings[0].cancel()
+    trainings.append(asyncio.create_task(train(make_client(cluster), cluster.lease("trainer"), SETTINGS)))
+    await wait_until(lambda: told.count("prepares") == 2, timeout=30)
+    go.set()
+    await wait_until(lambda: told.count("loads") == 2, timeout=30)
+    feeding.cancel()
+    trainings[1].cancel()
+    await asyncio.wait([*trainings, feeding])
+    assert told[:5] == ["prepares", "loads", "prepares", "step is over", "loads"]
+
+
 async def test_a_run_whose_checkpoint_is_gone_fails_and_does_not_wait_for_what_was_deleted(
     tiny_model: Path, tmp_path: Path, make_cluster: Any, make_client: Any
 ) -> None:
-    import shutil
-
     cluster = make_cluster(make_spec(tiny_model, tmp_path), lambda request: None)
     first = asyncio.create_task(train(make_client(cluster), cluster.lease("trainer"), SETTINGS))
     feeding = asyncio.create_task(feed(cluster))

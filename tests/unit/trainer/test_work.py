@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from ebbtide.claimed_runs import run_loop
-from ebbtide.claimed_runs.run_loop import RunFailed
-from ebbtide.claimed_runs.settings import WorkSettings
+from ebbtide import run_client
 from ebbtide.errors import InvalidRequest, LeaseSuperseded, Unavailable
+from ebbtide.run_client import RunFailed
+from ebbtide.run_settings import WorkSettings
 from ebbtide.runtime import ProcessSettings, Shutdown, race
 from ebbtide.types.run import EnvironmentSpec, RunSpec, RunStatus
 from tests.support.waiting import wait_until
@@ -47,8 +47,8 @@ class Runs:
 def serve(make_cluster: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Awaitable[Runs]]:
     async def serve(works: list[Any], *, stop: Callable[[Runs], bool] | None = None, **settings: Any) -> Runs:
         runs = Runs(make_cluster, works)
-        monkeypatch.setattr(run_loop, "Client", lambda *args, **kwargs: runs)
-        monkeypatch.setattr(run_loop, "_PAUSE_S", 0.01)
+        monkeypatch.setattr(run_client, "Client", lambda *args, **kwargs: runs)
+        monkeypatch.setattr(run_client, "_PAUSE_S", 0.01)
         shutdown = Shutdown("driver", ProcessSettings())
 
         async def end() -> None:
@@ -58,7 +58,7 @@ def serve(make_cluster: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., A
             await asyncio.Event().wait()
 
         async with asyncio.timeout(5):
-            await race(run_loop.serve(WorkSettings(**settings), shutdown, "driver", runs.work), end())
+            await race(run_client.serve(WorkSettings(**settings), shutdown, "driver", runs.work), end())
         return runs
 
     return serve

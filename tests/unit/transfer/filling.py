@@ -19,11 +19,11 @@ def patches_of(links: Sequence[Link]) -> tuple[Patch, ...]:
 def tasks_to(
     mirror: Mirror, links: Sequence[Link], number: int, wanted: Sequence[Place] | None = None, *, start: int = 1
 ) -> list[TileTask]:
-    """The tasks to version `number`: by patches where a tile is that of an earlier version, from the anchor `start`
+    """The tasks to version `number`: by patches where a tile is that of an earlier version, from the keyframe `start`
     where it is not."""
     target = links[number - 1].manifest
     ways = [
-        Way(links[base - 1].manifest, patches_of(links[base:number]), anchor=base == start)
+        Way(links[base - 1].manifest, patches_of(links[base:number]), keyframe=base == start)
         for base in range(1, number + 1)
     ]
     found = Planner(target, ways).tasks(places(target) if wanted is None else wanted, mirror.held())

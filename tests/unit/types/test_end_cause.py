@@ -3,10 +3,10 @@
 import pytest
 
 from ebbtide.coordinator.state.worker_reports import ReleasedReport
-from ebbtide.types.end_cause import HAND_BACKS, EndCause
+from ebbtide.types.fleet import RELEASE_CAUSES, EndCause
 from ebbtide.types.run import AttemptSpan
 from ebbtide.v1 import fleet_pb2, runs_pb2, types_pb2
-from ebbtide.wire.record_conversion import from_proto
+from ebbtide.wire import from_proto
 
 
 def test_the_wire_has_every_cause_under_the_same_number() -> None:
@@ -18,7 +18,7 @@ def heard(**said: object) -> ReleasedReport:
     return from_proto(fleet_pb2.Released(**said), ReleasedReport)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("cause", sorted(HAND_BACKS))
+@pytest.mark.parametrize("cause", sorted(RELEASE_CAUSES))
 def test_a_hand_back_means_its_cause_whatever_the_text_says(cause: EndCause) -> None:
     assert heard(cause=int(cause), reason="version: of nothing").cause is cause
 
@@ -33,6 +33,6 @@ def test_a_span_with_a_cause_of_a_later_release_has_none_that_decides() -> None:
     message = runs_pb2.AttemptSpan(**fields, begin_s=1.0, end_s=2.0, end="finished", cause=types_pb2.END_CAUSE_MOVED)  # type: ignore[arg-type]
     assert from_proto(message, AttemptSpan).cause is EndCause.MOVED
     message.cause = types_pb2.EndCause.ValueType(99)
-    assert from_proto(message, AttemptSpan).cause is EndCause.UNSAID
+    assert from_proto(message, AttemptSpan).cause is EndCause.NOT_STATED
     message.cause = types_pb2.END_CAUSE_FINISHED
     assert from_proto(message, AttemptSpan).finished

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ebbtide.types.model_path import no_directory
+from ebbtide.types.spec_file import no_directory
 
 
 @pytest.mark.parametrize("model", ["Qwen/Qwen3-8B", "org/a.b_c-1"])

@@ -4,17 +4,18 @@ import numpy as np
 import pytest
 
 from ebbtide.errors import InvalidRequest, Unavailable
-from ebbtide.types.prompt_scores import (
+from ebbtide.types.tokens import (
     MAX_RECORDS,
     SCORE,
+    TOKEN_BYTES,
     ScoreArray,
     check_records,
     pack_scores,
+    pack_tokens,
     record_count,
     score_places,
     unpack_scores,
 )
-from ebbtide.types.tokens import TOKEN_BYTES, pack_tokens
 
 TOKEN = pack_tokens([9], [-0.5], 4)
 

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from ebbtide.checked_files.refusals import MOST_PROBLEMS, FileRefused
+from ebbtide.checked_files import MOST_PROBLEMS, FileRefused
 from ebbtide.client.client import read_spec
 from ebbtide.errors import InvalidRequest
-from ebbtide.types.run import RunSpec
+from ebbtide.types.run import EvaluationSpec, RunSpec, SlotPriority
 from ebbtide.types.spec_file import SpecFile
+from ebbtide.v1 import types_pb2
+from ebbtide.wire import from_proto
 
 GOOD = """\
 name = "mine"
@@ -41,6 +43,22 @@ def test_what_bounds_cannot_express_is_told_beside_it_except_of_tables_with_a_sl
         "7:1: sampling.max_tokns: is unknown; did you mean max_tokens?",
         "10:9: share.floor: must be at most share.ceiling (0.4)",
     ]
+
+
+def test_a_priority_is_one_of_three_words_and_a_file_has_no_former_one(tmp_path: Path) -> None:
+    (tmp_path / "RUN.toml").write_text(f'{GOOD}[evaluation]\npriority = "background"\n')
+    assert read_spec(tmp_path / "RUN.toml").evaluation.priority is SlotPriority.BACKGROUND
+    words = "it must be one of before, shared, background"
+    assert problems(tmp_path, f'{GOOD}[evaluation]\npriority = "backgruond"\n[requests]\npriority = "behind"\n') == [
+        f"7:12: evaluation.priority: is 'backgruond'; {words}; did you mean background?",
+        f"9:12: requests.priority: is 'behind'; {words}",
+    ]
+
+
+@pytest.mark.parametrize(("former", "now"), [("beside", SlotPriority.SHARED), ("behind", SlotPriority.BACKGROUND)])
+def test_a_stored_spec_with_a_former_word_is_still_read(former: str, now: SlotPriority) -> None:
+    stored = types_pb2.EvaluationSpec(problems=3, priority=former)
+    assert from_proto(stored, EvaluationSpec) == EvaluationSpec(problems=3, priority=now)
 
 
 def test_several_faults_of_one_table_are_told(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Texts that are too long."""
 
 from ebbtide.coordinator.rules.placement import dead_letter_message
-from ebbtide.types.text_bounds import MAX_EVENT_BYTES, shortened
+from ebbtide.types.ids import MAX_EVENT_BYTES, shortened
 
 
 def test_a_text_that_fits_is_left_alone() -> None:

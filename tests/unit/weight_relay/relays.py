@@ -38,8 +38,8 @@ def held(relay: WeightRelay) -> list[int]:
     return sorted(relay.library.index.stream(("run", "policy")))
 
 
-def anchors(relay: WeightRelay) -> list[int]:
-    return sorted(relay.library.index.anchors(("run", "policy")))
+def keyframes(relay: WeightRelay) -> list[int]:
+    return sorted(relay.library.index.keyframes(("run", "policy")))
 
 
 def patches(relay: WeightRelay) -> list[tuple[int, int]]:

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from ebbtide.errors import NotReady, VersionUnavailable
-from ebbtide.scheduling.distribution.retained_bytes import Stream
 from ebbtide.weight_relay.library.relay_disk import RelayDisk
+from ebbtide.weight_relay.retention import Stream
 from ebbtide.weight_relay.service import WeightRelay
 from tests.fakes.clocks import SetClock
 from tests.integration.weight_relay.lines import Line
@@ -102,10 +102,10 @@ async def test_a_stage_that_somebody_reads_is_no_dead_one(tmp_path: Path) -> Non
     clock.now = 500.0
     await relay.reader.tile(first)
     clock.now = 1000.0
-    await relay.retirement.drop_dead_stages()
+    await relay.collector.drop_dead_stages()
     assert await relay.intake.begin(line[1].manifest, arriving=True) == [second]
     clock.now = 2000.0
-    await relay.retirement.drop_dead_stages()
+    await relay.collector.drop_dead_stages()
     await wait_until(lambda: not list((tmp_path / "tiles").iterdir()), what="the end of a silent stage")
     await relay.close()
 

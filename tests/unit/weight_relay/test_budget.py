@@ -56,7 +56,7 @@ async def test_small_tiles_take_whole_blocks_of_the_budget(tmp_path: Path) -> No
 
 
 async def test_what_the_budget_counts_is_given_back_when_it_goes(tmp_path: Path) -> None:
-    relay = relay_at(tmp_path, keep_versions=1, anchor_every=99, anchor_share=99.0)
+    relay = relay_at(tmp_path, keep_versions=1, keyframe_every=99, keyframe_share=99.0)
     await relay.open()
     line, counted = Line(6, sizes=SMALL), []
     for version in line:

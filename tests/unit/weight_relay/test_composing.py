@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from ebbtide.errors import VersionUnavailable
-from ebbtide.types.weights import FoundWay
+from ebbtide.types.weights import FetchPath
 from ebbtide.weight_relay.service import WeightRelay
 from ebbtide.weights import Planner, TileTask, Way, check_patch, places, tile_digest
 from ebbtide.weights.patch import TileCodec
@@ -22,12 +22,12 @@ SLOW, FAST = 1.0, 1e12
 
 
 async def opened(folder: Path, **settings: Any) -> WeightRelay:
-    relay = relay_at(folder, keep_versions=30, anchor_every=99, anchor_share=99.0, **settings)
+    relay = relay_at(folder, keep_versions=30, keyframe_every=99, keyframe_share=99.0, **settings)
     await relay.open()
     return relay
 
 
-async def follow(relay: WeightRelay, found: FoundWay, base: Version, target: Version) -> None:
+async def follow(relay: WeightRelay, found: FetchPath, base: Version, target: Version) -> None:
     """Bring the base's tiles to the target by the way's patches, and compare."""
     steps, number = [], found.start
     for via in found.via:
@@ -35,7 +35,7 @@ async def follow(relay: WeightRelay, found: FoundWay, base: Version, target: Ver
         check_patch(patch, relay.reader.manifest("run", "policy", via))
         steps.append(patch)
         number = via
-    way = Way(start=base.manifest, patches=tuple(steps), anchor=False)
+    way = Way(start=base.manifest, patches=tuple(steps), keyframe=False)
     held = {(i, j): base.manifest.tensors[i].digests[j] for i, j in places(base.manifest)}
     for task in Planner(target.manifest, [way]).tasks(places(target.manifest), held):
         assert isinstance(task, TileTask)
@@ -104,7 +104,7 @@ async def test_no_patch_is_composed_where_room_lacks(tmp_path: Path) -> None:
 async def test_what_waits_for_its_turn_keeps_what_it_is_composed_of(tmp_path: Path) -> None:
     line, relay = (
         Line(4, share=0.3, sizes=SMALL),
-        relay_at(tmp_path, keep_versions=1, anchor_every=99, anchor_share=99.0),
+        relay_at(tmp_path, keep_versions=1, keyframe_every=99, keyframe_share=99.0),
     )
     await relay.open()
     for number in (1, 2, 3):

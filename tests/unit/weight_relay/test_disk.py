@@ -12,7 +12,7 @@ from ebbtide.weight_relay.settings import RelaySettings
 from ebbtide.weights import tile_sizes
 from tests.integration.weight_relay.lines import Line
 from tests.support.waiting import wait_until
-from tests.unit.weight_relay.relays import SMALL, anchors, held, publish, relay_at
+from tests.unit.weight_relay.relays import SMALL, held, keyframes, publish, relay_at
 
 
 def test_a_directory_that_cannot_be_written_is_refused_by_field(tmp_path: Path) -> None:
@@ -66,16 +66,16 @@ async def test_damaged_versions_and_strange_files_do_not_keep_a_relay_from_start
 
 
 async def test_a_copy_made_while_versions_come_and_go_has_all_that_is_whole_in_it(tmp_path: Path) -> None:
-    """As docs/operations.md has it: what names tiles is copied before the tiles."""
+    """As docs/deploy/redis.md has it: what names tiles is copied before the tiles."""
     relay, line, copy = (
-        relay_at(tmp_path / "data", keep_versions=2, anchor_every=2),
+        relay_at(tmp_path / "data", keep_versions=2, keyframe_every=2),
         Line(7, sizes=SMALL),
         tmp_path / "copy",
     )
     await relay.open()
     for version in list(line)[:5]:
         await publish(relay, version)
-    await wait_until(lambda: anchors(relay)[-1:] == [5], what="an anchor")
+    await wait_until(lambda: keyframes(relay)[-1:] == [5], what="a keyframe")
     for name in ("keys", "versions"):
         shutil.copytree(tmp_path / "data" / name, copy / name)
     shutil.copy(tmp_path / "data" / "format", copy)
@@ -92,7 +92,7 @@ async def test_a_copy_made_while_versions_come_and_go_has_all_that_is_whole_in_i
     assert set(held(restored)) <= set(copied)
     for number in held(restored):
         manifest = restored.reader.manifest("run", "policy", number)
-        if number in anchors(restored):
+        if number in keyframes(restored):
             for digest, size in tile_sizes(manifest).items():
                 assert len(await restored.reader.tile(digest)) == size
     await publish(restored, line[6])  # and goes on

@@ -71,7 +71,7 @@ async def house_at(folder: Path, **settings: Any) -> AsyncIterator[House]:
     relay = relay_at(folder, clock)
     await relay.open()
     ends = RunEndFollower(
-        relay.retirement,
+        relay.collector,
         relay.ended,
         relay.fanout.forget,
         source,  # type: ignore[arg-type]
@@ -121,11 +121,11 @@ async def test_a_version_whose_run_ends_while_it_is_checked_is_not_taken(
         beginning = asyncio.create_task(house.relay.intake.begin(line[1].manifest, arriving=arriving))
         await wait_until(checking.is_set)
         house.relay.ended.add(EndedRun("run", CANCELLED))
-        await house.relay.retirement.forget_run("run")
+        await house.relay.collector.forget_run("run")
         checked.set()
         with pytest.raises(LeaseSuperseded, match="has ended"):
             await beginning
-        assert not house.relay.retirement.held()
+        assert not house.relay.collector.held()
         assert not house.files()
 
 

@@ -5,15 +5,15 @@ from pathlib import Path
 import pytest
 
 from ebbtide.errors import InvalidRequest
-from ebbtide.transfer.version_finder import WayRequest
+from ebbtide.transfer.version_finder import PathRequest
 from ebbtide.types.weights import Holder
 from tests.integration.weight_relay.lines import Line
 from tests.unit.weight_relay.relays import SMALL, publish, relay_at
 
 
-def done(address: str = "w0:1", run_id: str = "run") -> WayRequest:
+def done(address: str = "w0:1", run_id: str = "run") -> PathRequest:
     holder = Holder(name="w0", address=address)
-    return WayRequest(run_id=run_id, policy="policy", version=1, holder=holder, done=True)
+    return PathRequest(run_id=run_id, policy="policy", version=1, holder=holder, done=True)
 
 
 @pytest.mark.parametrize(

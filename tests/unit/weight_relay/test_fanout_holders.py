@@ -5,13 +5,13 @@ import time
 import pytest
 
 from ebbtide.errors import InvalidRequest, NoCapacity
-from ebbtide.scheduling.distribution.source_ranking import SEVERAL, BlobOrigin
-from ebbtide.transfer.version_finder import WayRequest
+from ebbtide.transfer.version_finder import PathRequest
 from ebbtide.types.weights import NAME_CHARS, SITE_CHARS, Holder, WeightsState
 from ebbtide.v1 import weights_pb2 as pb
 from ebbtide.weight_relay import holder_table as module
 from ebbtide.weight_relay.holder_table import AGAIN_S, LOST_S, HolderTable
-from ebbtide.wire.record_conversion import from_proto, to_proto
+from ebbtide.weight_relay.source_ranking import SEVERAL, BlobOrigin
+from ebbtide.wire import from_proto, to_proto
 from tests.fakes.clocks import SetClock
 
 STREAM = ("run", "policy")
@@ -29,12 +29,12 @@ def holders(clock: SetClock) -> HolderTable:
 
 def ask(
     name: str, *, run: str = "run", site: str = "a", done: bool = False, lasting: bool = False, **more: object
-) -> WayRequest:
+) -> PathRequest:
     holder = Holder(name=name, site=site, address=f"{name}:1", lasting=lasting)
-    return WayRequest(run_id=run, policy="policy", holder=holder, done=done, **more)  # type: ignore[arg-type]
+    return PathRequest(run_id=run, policy="policy", holder=holder, done=done, **more)  # type: ignore[arg-type]
 
 
-def addresses(holders: HolderTable, request: WayRequest) -> list[str]:
+def addresses(holders: HolderTable, request: PathRequest) -> list[str]:
     return [source.address for source in holders.told(request, 5)]
 
 
@@ -84,7 +84,7 @@ def test_who_has_a_version_in_its_engine_alone_needs_the_way_from_it_and_is_noth
     holders.told(ask("w0"), 5)
     assert addresses(holders, ask("w1")) == ["w0:1"]
     held = Holder(name="w0", site="a", lasting=True)  # without an address
-    assert holders.told(WayRequest(run_id="run", policy="policy", holder=held, done=True), 5) == []
+    assert holders.told(PathRequest(run_id="run", policy="policy", holder=held, done=True), 5) == []
     assert holders.needed() == {(STREAM, 5)}
     assert addresses(holders, ask("w1")) == [""]
     assert (holders.fetching(STREAM, 5), holders.lasting(STREAM, 5)) == (1, 0)
@@ -126,7 +126,7 @@ def test_the_longest_names_of_all_that_are_shown_fit_into_a_message(holders: Hol
             host="\U0001d11e" * 256,
             address="a" * 510 + ":1",
         )
-        holders.told(WayRequest(run_id="r" * 64, policy="p" * 64, holder=long), 5)
+        holders.told(PathRequest(run_id="r" * 64, policy="p" * 64, holder=long), 5)
     states, more = holders.states("r" * 64)
     message = to_proto(WeightsState(holders=tuple(states), more_holders=more), pb.DescribeVersionsResponse)
     assert more == 1
@@ -145,7 +145,7 @@ def test_no_number_that_cannot_be_is_taken_from_a_holder(field: str, number: flo
     holder = pb.Holder(name="w0", address="w0:1")
     request = pb.FindWayRequest(run_id="run", policy="policy", holder=holder, **{field: number})  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match=field):
-        from_proto(request, WayRequest)
+        from_proto(request, PathRequest)
 
 
 def test_holders_are_bounded(holders: HolderTable, clock: SetClock, monkeypatch: pytest.MonkeyPatch) -> None:

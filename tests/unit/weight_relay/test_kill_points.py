@@ -1,4 +1,4 @@
-"""A relay killed before any file operation, while it takes patches, makes an anchor and composes, comes back whole."""
+"""A relay killed before any file operation, while it takes patches, makes a keyframe and composes, comes back whole."""
 
 import asyncio
 import os
@@ -13,23 +13,23 @@ from ebbtide.weights import tile_digest, tile_sizes
 from tests.integration.weight_relay.crashes import Crash, Crasher
 from tests.integration.weight_relay.lines import Line
 from tests.support.waiting import wait_until
-from tests.unit.weight_relay.relays import SMALL, anchors, held, patches, publish, publish_all, relay_at
+from tests.unit.weight_relay.relays import SMALL, held, keyframes, patches, publish, publish_all, relay_at
 
 LINE = Line(5, sizes=SMALL, share=0.3)
 STREAM = "run", "policy"
 
 
 async def work(folder: Path) -> None:
-    """Version 4 comes by a patch and is made an anchor, version 5 comes, and the way from 1 is composed."""
-    relay = relay_at(folder, anchor_every=3, anchor_share=9.0, keep_versions=9, codec_threads=1)
+    """Version 4 comes by a patch and is made a keyframe, version 5 comes, and the way from 1 is composed."""
+    relay = relay_at(folder, keyframe_every=3, keyframe_share=9.0, keep_versions=9, codec_threads=1)
     try:
         await relay.open()
         await publish(relay, LINE[4])
         await settled(relay)
         await publish(relay, LINE[5])
         await relay.reader.ways("run", "policy", 3, [1], bytes_per_s=1.0)
-        if relay.anchors._task is not None:
-            await relay.anchors._task
+        if relay.keyframes._task is not None:
+            await relay.keyframes._task
     except EbbtideError as error:
         raise Crash from error  # composing is given up where its files are
     finally:
@@ -37,8 +37,8 @@ async def work(folder: Path) -> None:
 
 
 async def settled(relay: WeightRelay) -> None:
-    if relay.anchors._task is not None:
-        await relay.anchors._task
+    if relay.keyframes._task is not None:
+        await relay.keyframes._task
 
 
 async def die(relay: WeightRelay) -> None:
@@ -53,13 +53,13 @@ async def die(relay: WeightRelay) -> None:
 
 async def check(folder: Path, at_least: int) -> tuple[int, ...]:
     """All that is found again can be read, and is what was published."""
-    relay = relay_at(folder, anchor_every=99, anchor_share=9.0, keep_versions=9)
+    relay = relay_at(folder, keyframe_every=99, keyframe_share=9.0, keep_versions=9)
     await relay.open()
     found = held(relay)
     assert found[:at_least] == list(range(1, at_least + 1))
     for number in found:
         assert await relay.reader.ways("run", "policy", number, [])
-    for number in anchors(relay):
+    for number in keyframes(relay):
         for digest in tile_sizes(LINE[number].manifest):
             assert tile_digest(await relay.reader.tile(digest)) == digest
     for base, version in patches(relay):
@@ -74,7 +74,7 @@ async def check(folder: Path, at_least: int) -> tuple[int, ...]:
 
 async def test_a_relay_killed_at_any_operation_comes_back_with_all_that_was_committed(tmp_path: Path) -> None:
     whole = tmp_path / "whole"
-    relay = relay_at(whole, anchor_every=99, anchor_share=9.0, keep_versions=9)
+    relay = relay_at(whole, keyframe_every=99, keyframe_share=9.0, keep_versions=9)
     await relay.open()
     await publish_all(relay, Line(3, sizes=SMALL, share=0.3))
     await relay.close()
@@ -96,15 +96,15 @@ async def test_a_relay_killed_at_any_operation_comes_back_with_all_that_was_comm
     assert at > 50
     relay = relay_at(root)
     await relay.open()
-    assert anchors(relay) == [1, 4]
+    assert keyframes(relay) == [1, 4]
     assert (1, 3) in patches(relay)
     await relay.close()
 
 
-async def test_an_anchor_that_its_disk_cannot_take_is_made_when_it_can(
+async def test_a_keyframe_that_its_disk_cannot_take_is_made_when_it_can(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    relay = relay_at(tmp_path, anchor_every=2, anchor_share=9.0, keep_versions=9)
+    relay = relay_at(tmp_path, keyframe_every=2, keyframe_share=9.0, keep_versions=9)
     await relay.open()
     real, broken = os.rename, True
 
@@ -119,10 +119,10 @@ async def test_an_anchor_that_its_disk_cannot_take_is_made_when_it_can(
     await publish(relay, LINE[2])
     await publish(relay, LINE[3])
     await settled(relay)
-    assert anchors(relay) == [1]
+    assert keyframes(relay) == [1]
     with pytest.raises(VersionUnavailable):
         relay.reader.manifest("run", "policy", 4)
     broken = False
     await publish(relay, LINE[4])
-    await wait_until(lambda: anchors(relay) == [1, 4], what="the anchor")
+    await wait_until(lambda: keyframes(relay) == [1, 4], what="the keyframe")
     await relay.close()

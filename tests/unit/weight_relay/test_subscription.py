@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ebbtide.errors import EbbtideError, Internal, InvalidRequest, NoCapacity, Unauthenticated, VersionUnavailable
-from ebbtide.transfer.version_finder import WayRequest
+from ebbtide.transfer.version_finder import PathRequest
 from ebbtide.types.weights import BlobSource, Holder
 from ebbtide.weight_relay import subscription
 from ebbtide.weight_relay.service import WeightRelay
@@ -109,7 +109,7 @@ async def test_what_was_asked_for_is_not_given_up_before_its_reader_is_known(tmp
         await relay.ask(1)
         upstream.publish(3)
         await wait_until(upstream.news.empty)
-        request = WayRequest(run_id="run", policy="policy", version=1, holder=Holder(name="reader"))
+        request = PathRequest(run_id="run", policy="policy", version=1, holder=Holder(name="reader"))
         assert await relay.ask(1) == 1
         relay.holders.told(request, 1)
         upstream.blobs.open.set()

@@ -1,4 +1,4 @@
-"""Anchors whose making finds a patch that is wrong, or a version that goes meanwhile."""
+"""Keyframes whose making finds a patch that is wrong, or a version that goes meanwhile."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,20 +7,20 @@ from typing import Any
 import msgspec
 import pytest
 
-from ebbtide.scheduling.distribution.retention import RetentionPlan
 from ebbtide.types.weights import Manifest, Patch, TensorPatch
 from ebbtide.weight_relay.library.version_index import PatchEdge
+from ebbtide.weight_relay.retention import RetentionPlan
 from ebbtide.weight_relay.service import WeightRelay
 from ebbtide.weights import blob_sizes, seal_patch
 from tests.integration.weight_relay.lines import SIGNER, Line
 from tests.support.waiting import wait_until
-from tests.unit.weight_relay.relays import SMALL, anchors, held, patches, publish_all, put, relay_at
+from tests.unit.weight_relay.relays import SMALL, held, keyframes, patches, publish_all, put, relay_at
 
 STREAM = "run", "policy"
 
 
-async def opened(folder: Path, *, anchor_every: int = 99) -> WeightRelay:
-    relay = relay_at(folder, keep_versions=9, anchor_every=anchor_every, anchor_share=99.0)
+async def opened(folder: Path, *, keyframe_every: int = 99) -> WeightRelay:
+    relay = relay_at(folder, keep_versions=9, keyframe_every=keyframe_every, keyframe_share=99.0)
     await relay.open()
     return relay
 
@@ -49,8 +49,8 @@ async def test_a_composed_patch_that_is_wrong_goes_and_its_version_stays(tmp_pat
     assert line[2].patch is not None
     lead(relay, between(line[1].manifest, line[5].manifest, line[2].patch.tensors), {}, composed=True)
     await relay.close()
-    relay = await opened(tmp_path, anchor_every=1)
-    await wait_until(lambda: anchors(relay) == [1, 5] or held(relay) != [1, 2, 3, 4, 5], what="the anchor")
+    relay = await opened(tmp_path, keyframe_every=1)
+    await wait_until(lambda: keyframes(relay) == [1, 5] or held(relay) != [1, 2, 3, 4, 5], what="the keyframe")
     assert held(relay) == [1, 2, 3, 4, 5]
     assert patches(relay) == [(1, 2), (2, 3), (3, 4), (4, 5)]
     for digest, tile in line[5].tiles.items():
@@ -71,14 +71,14 @@ async def test_a_published_patch_that_is_wrong_takes_no_version_along_to_which_a
     )
     lead(relay, between(line[1].manifest, line[3].manifest, dense), line[3].tiles, composed=True)
     await relay.close()
-    relay = await opened(tmp_path, anchor_every=1)
-    await wait_until(lambda: anchors(relay) == [1, 3] or held(relay) != [1, 2, 3], what="the anchor")
+    relay = await opened(tmp_path, keyframe_every=1)
+    await wait_until(lambda: keyframes(relay) == [1, 3] or held(relay) != [1, 2, 3], what="the keyframe")
     assert held(relay) == [1, 2, 3]
     assert patches(relay) == [(1, 2), (1, 3)]
     await relay.close()
 
 
-async def test_a_version_that_goes_while_its_anchor_is_made_costs_no_other_anchor(
+async def test_a_version_that_goes_while_its_keyframe_is_made_costs_no_other_keyframe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     relay = await opened(tmp_path)
@@ -88,22 +88,22 @@ async def test_a_version_that_goes_while_its_anchor_is_made_costs_no_other_ancho
             await put(relay, version)
             await relay.intake.commit(run_id, version.manifest.version)
     await relay.close()
-    relay = relay_at(tmp_path, keep_versions=9, anchor_every=1)
-    follow, gone = relay.retirement.follow, set[Any]()
+    relay = relay_at(tmp_path, keep_versions=9, keyframe_every=1)
+    follow, gone = relay.collector.follow, set[Any]()
 
     async def loses_one(plan: RetentionPlan) -> None:
         await follow(plan)
         for making in [] if gone else list(relay.library.index.making):
             gone.add(making.stream)
-            await relay.retirement._remove(making.stream, 2)
+            await relay.collector._remove(making.stream, 2)
 
-    monkeypatch.setattr(relay.retirement, "follow", loses_one)
+    monkeypatch.setattr(relay.collector, "follow", loses_one)
     await relay.open()
-    task = relay.anchors._task
+    task = relay.keyframes._task
     assert task is not None
-    await wait_until(task.done, what="the anchors' rest")
+    await wait_until(task.done, what="the keyframes' rest")
     (first,) = gone
     (second,) = {("run", "policy"), ("other", "policy")} - gone
     assert sorted(relay.library.index.stream(first)) == [1]
-    assert sorted(relay.library.index.anchors(second)) == [1, 2]
+    assert sorted(relay.library.index.keyframes(second)) == [1, 2]
     await relay.close()

@@ -4,10 +4,10 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 
 from ebbtide.errors import EbbtideError, Unavailable, VersionUnavailable
-from ebbtide.scheduling.distribution.retained_bytes import Stream
 from ebbtide.transfer.sources import UNLISTED, OpenSource, SourcePool
-from ebbtide.transfer.version_finder import FoundVersion, WayLists, WayRequest
-from ebbtide.types.weights import BlobSource, FoundWay, Holder, Manifest, VersionInfo
+from ebbtide.transfer.version_finder import FoundVersion, PathLists, PathRequest
+from ebbtide.types.weights import BlobSource, FetchPath, Holder, Manifest, VersionInfo
+from ebbtide.weight_relay.retention import Stream
 from tests.integration.weight_relay.lines import Line
 
 
@@ -62,13 +62,13 @@ class LineUpstream:
         while True:
             yield VersionInfo(run_id="run", version=self._line[await self.news.get()].manifest.version)
 
-    async def find(self, request: WayRequest) -> FoundVersion:
+    async def find(self, request: PathRequest) -> FoundVersion:
         if request.done:
             return FoundVersion()
         number = request.version or self.newest
         if number > self.newest or number in self.gone:
             raise VersionUnavailable(f"version {number} is not there")
-        return FoundVersion((FoundWay(start=number, anchor=True),), tuple(self._peers), 1.0)
+        return FoundVersion((FetchPath(start=number, keyframe=True),), tuple(self._peers), 1.0)
 
     async def manifest(self, stream: Stream, version: int) -> Manifest:
         self.asked.append(version)
@@ -76,5 +76,5 @@ class LineUpstream:
             raise Unavailable("broken")
         return self._line[version].manifest
 
-    async def way(self, found: FoundWay, target: Manifest) -> WayLists:
+    async def way(self, found: FetchPath, target: Manifest) -> PathLists:
         return (target,), ()

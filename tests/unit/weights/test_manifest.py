@@ -22,7 +22,7 @@ from ebbtide.weights import (
     tile_digest,
     tile_sizes,
 )
-from ebbtide.wire.record_conversion import from_proto, to_proto
+from ebbtide.wire import from_proto, to_proto
 
 
 def all_tiles(tensors: list[NamedTensor], tile_bytes: int = 16) -> dict[bytes, bytes]:

@@ -37,10 +37,10 @@ def made(task: TileTask, now: bytes, dtype: str, blobs: dict[bytes, bytes]) -> b
 def test_any_mixture_becomes_the_wanted_version(links: list[Link], seed: int) -> None:
     rng = np.random.default_rng(seed)
     wanted = links[-1]
-    start, anchor = rng.integers(len(links), size=2)
+    start, keyframe = rng.integers(len(links), size=2)
     ways = [
-        Way(links[start].manifest, patches(links[start + 1 :]), anchor=False),
-        Way(links[anchor].manifest, patches(links[anchor + 1 :]), anchor=True),
+        Way(links[start].manifest, patches(links[start + 1 :]), keyframe=False),
+        Way(links[keyframe].manifest, patches(links[keyframe + 1 :]), keyframe=True),
     ]
     mixture = {
         place: tiles(links[rng.integers(len(links))])[place] if rng.random() < 0.8 else b"?"
@@ -59,12 +59,12 @@ def test_any_mixture_becomes_the_wanted_version(links: list[Link], seed: int) ->
 def test_what_is_right_already_costs_nothing(links: list[Link]) -> None:
     wanted = links[2]
     held = {place: tile_digest(data) for place, data in tiles(wanted).items()}
-    way = Way(wanted.manifest, (), anchor=True)
+    way = Way(wanted.manifest, (), keyframe=True)
     assert list(Planner(wanted.manifest, [way]).tasks(places(wanted.manifest), held)) == []
 
 
 def test_a_dense_tile_hides_what_came_before_it(links: list[Link]) -> None:
-    way = Way(links[0].manifest, patches(links[1:]), anchor=True)
+    way = Way(links[0].manifest, patches(links[1:]), keyframe=True)
     tasks = list(Planner(links[-1].manifest, [way]).tasks(places(links[-1].manifest), {}))
     assert all(isinstance(task, TileTask) and task.dense for task in tasks)
     final = {digest for entry in links[-1].manifest.tensors for digest in entry.digests}
@@ -73,16 +73,16 @@ def test_a_dense_tile_hides_what_came_before_it(links: list[Link]) -> None:
     assert all(task.patches == () and task.cost == task.length for task in hidden)
 
 
-def test_the_cheaper_of_two_ways_is_taken(links: list[Link]) -> None:
+def test_the_cheaper_of_two_paths_is_taken(links: list[Link]) -> None:
     held = {place: tile_digest(data) for place, data in tiles(links[4]).items()}
-    long = Way(links[4].manifest, patches(links[5:]), anchor=False)
-    anchor = Way(links[5].manifest, (), anchor=True)
-    for task in Planner(links[5].manifest, [anchor, long]).tasks(places(links[5].manifest), held):
+    long = Way(links[4].manifest, patches(links[5:]), keyframe=False)
+    keyframe = Way(links[5].manifest, (), keyframe=True)
+    for task in Planner(links[5].manifest, [keyframe, long]).tasks(places(links[5].manifest), held):
         assert isinstance(task, TileTask)
         assert task.cost <= task.length
 
 
 def test_a_place_that_no_way_leads_to_is_named(links: list[Link]) -> None:
-    way = Way(links[0].manifest, patches(links[1:]), anchor=False)
+    way = Way(links[0].manifest, patches(links[1:]), keyframe=False)
     everything = list(places(links[-1].manifest))
     assert list(Planner(links[-1].manifest, [way]).tasks(everything, {})) == everything

@@ -16,9 +16,13 @@ from msgspec import Struct
 
 from ebbtide.client.publisher.rank_exchange import RankExchange, RankStart, SingleRank
 from ebbtide.client.publisher.tensor_snapshots import Tensors, TensorSnapshot
-from ebbtide.client.publisher.version_assembler import VersionAssembler
-from ebbtide.client.publisher.version_staging import VersionStaging
-from ebbtide.client.publisher.version_upload import UploadBase, UploadResult, VersionUpload
+from ebbtide.client.publisher.version_upload import (
+    UploadBase,
+    UploadResult,
+    VersionAssembler,
+    VersionStaging,
+    VersionUpload,
+)
 from ebbtide.client.service_peer import ServicePeer
 from ebbtide.errors import NotReady
 from ebbtide.types.weights import PolicyVersion
@@ -48,8 +52,8 @@ class PublishReport(Struct, frozen=True, kw_only=True):
     """The figures of a published version: bytes and elements of all ranks, seconds of this one."""
 
     version: PolicyVersion
-    kind: Literal["patch", "anchor"]
-    base: int  # the version that the patch changes; 0: an anchor
+    kind: Literal["patch", "keyframe"]
+    base: int  # the version that the patch changes; 0: a keyframe
     bytes_sent: int
     dense_bytes: int
     density: float  # share of elements that changed; 1 without a base
@@ -92,7 +96,7 @@ class Publisher:
     Invariant: `_base` is the last version that the relay confirmed, and `_shadow` holds its bits; `_spare` is the
     memory for the next one and has no other user. A failed version does not change `_base`. The task `_last` completes
     each version's exchanges with the other ranks, even if the caller is cancelled. A closed publisher holds no weights.
-    When the process dies, the next publisher has no base and begins with an anchor.
+    When the process dies, the next publisher has no base and begins with a keyframe.
     """
 
     def __init__(
@@ -266,7 +270,7 @@ def _report(made: UploadResult, pause_s: float) -> PublishReport:
     end = made.end
     return PublishReport(
         version=end.version,
-        kind="patch" if end.base else "anchor",
+        kind="patch" if end.base else "keyframe",
         base=end.base,
         bytes_sent=end.sent,
         dense_bytes=end.dense,

@@ -53,9 +53,10 @@ class RankFailure(Struct, frozen=True):
     @classmethod
     def of(cls, error: BaseException) -> "RankFailure":
         kind = type(error) if isinstance(error, EbbtideError) else Internal
-        field = error.field if isinstance(error, InvalidRequest) else ""
+        if isinstance(error, InvalidRequest):
+            return cls(kind.__name__, error.text, error.field)
         retry_after_s = error.retry_after_s if isinstance(error, NoCapacity) else 0.0
-        return cls(kind.__name__, str(error) or type(error).__name__, field, retry_after_s)
+        return cls(kind.__name__, str(error) or type(error).__name__, retry_after_s=retry_after_s)
 
     def error(self) -> EbbtideError:
         if self.kind == InvalidRequest.__name__:
@@ -95,7 +96,7 @@ class RankEnd(Struct, frozen=True, kw_only=True):
     """The version is announced. Bytes and elements are of all ranks."""
 
     version: PolicyVersion
-    base: int  # 0: an anchor
+    base: int  # 0: a keyframe
     sent: int  # bytes
     dense: int  # bytes of the whole version
     changed: int  # elements

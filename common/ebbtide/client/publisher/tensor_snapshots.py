@@ -61,7 +61,7 @@ class TensorSnapshot:
     def __init__(self) -> None:
         self.tensors: tuple[NamedTensor, ...] = ()
         self._buffers: list[Bytes] = []
-        self._pinned: list[bool] = []
+        self._writers: list[str] = []  # the GPU that writes to each buffer, such as cuda:1; empty: none
         self._kept: dict[int, KeptCopies] = {}
         self._before: dict[int, tuple[KeptCopies, Bytes]] = {}  # for the next `take`, with their bits on the host
         self._origins: dict[int, Bytes] = {}  # the base's bits of tensors that followed, until `fetch`
@@ -92,11 +92,13 @@ class TensorSnapshot:
                     _settle(part.local.device, devices)
                 try:
                     taken.append(self._take(len(taken), name, part, keeper, before))
-                except (RuntimeError, NotImplementedError) as error:  # torch's, for sparse tensors or lack of memory
+                except (RuntimeError, NotImplementedError) as error:  # torch's, for sparse tensors
+                    if _is_device_fault(error):
+                        raise
                     raise InvalidRequest(f"its elements cannot be read ({error})", field=name) from None
         for device in devices.values():
             sys.modules["torch"].cuda.synchronize(device)
-        del self._buffers[len(taken) :], self._pinned[len(taken) :]
+        del self._buffers[len(taken) :], self._writers[len(taken) :]
         self.tensors = tuple(taken)
 
     def fetch(self) -> list[Found | None]:
@@ -110,14 +112,14 @@ class TensorSnapshot:
         return found
 
     @property
-    def room(self) -> list[tuple[int, bool]]:
-        """The bytes of each tensor's memory, and whether a GPU writes to it."""
-        return [(len(buffer), pinned) for buffer, pinned in zip(self._buffers, self._pinned, strict=True)]
+    def room(self) -> list[tuple[int, str]]:
+        """The bytes of each tensor's memory, and the GPU that writes to it, such as cuda:1; empty: none."""
+        return [(len(buffer), writer) for buffer, writer in zip(self._buffers, self._writers, strict=True)]
 
-    def make_room(self, room: Sequence[tuple[int, bool]]) -> None:
+    def make_room(self, room: Sequence[tuple[int, str]]) -> None:
         """Allocate such memory, so that the next `take` does not wait for it."""
-        for place, (size, pinned) in enumerate(room):
-            self._buffer(place, size, pinned=pinned).fill(0)  # the system provides memory at the first write
+        for place, (size, writer) in enumerate(room):
+            self._buffer(place, size, writer).fill(0)  # the system provides memory at the first write
 
     def _take(
         self,
@@ -133,7 +135,7 @@ class TensorSnapshot:
 
     def _from_host(self, place: int, name: str, part: Part) -> NamedTensor:
         found = named_tensor(name, part.local)
-        buffer = self._buffer(place, found.data.nbytes, pinned=False)
+        buffer = self._buffer(place, found.data.nbytes, "")
         np.copyto(buffer, np.frombuffer(found.data, np.uint8))
         start, full = (found.start, found.full) if isinstance(part.local, NamedTensor) else (part.start, part.full)
         return replace(found, data=buffer.data, start=start, full=full)
@@ -148,7 +150,8 @@ class TensorSnapshot:
         """Describe a torch tensor, with memory for its bits."""
         value = part.local
         dtype = dtype_name(str(value.dtype), field=name)
-        data = self._buffer(place, value.numel() * value.element_size(), pinned=_on_gpu(value)).data
+        writer = str(value.device) if _on_gpu(value) else ""
+        data = self._buffer(place, value.numel() * value.element_size(), writer).data
         return NamedTensor(
             name=name, dtype=dtype, shape=tuple(value.shape), data=data, start=part.start, full=part.full
         )
@@ -164,13 +167,13 @@ class TensorSnapshot:
             self._kept[place] = new
         return new is not None
 
-    def _buffer(self, place: int, size: int, *, pinned: bool) -> Bytes:
+    def _buffer(self, place: int, size: int, writer: str) -> Bytes:
         if place == len(self._buffers):
             self._buffers.append(np.empty(0, np.uint8))
-            self._pinned.append(False)
-        if (len(self._buffers[place]), self._pinned[place]) != (size, pinned):
+            self._writers.append("")
+        if (len(self._buffers[place]), self._writers[place]) != (size, writer):
             self._buffers[place] = np.empty(0, np.uint8)  # frees the old memory first
-            self._buffers[place], self._pinned[place] = _allocate(size, pinned=pinned), pinned
+            self._buffers[place], self._writers[place] = allocate(size, writer), writer
         return self._buffers[place]
 
 
@@ -187,10 +190,19 @@ def _pairs(tensors: Tensors) -> Iterator[tuple[str, Any]]:
 
 
 def _part(name: str, value: Any, first: bool) -> Part | None:
+    if isinstance(value, Part):
+        return value
     if is_sharded(value):
         return own_part(name, value)
     piece = isinstance(value, NamedTensor) and bool(value.full)
     return Part(value) if first or piece else None
+
+
+def _is_device_fault(error: Exception) -> bool:
+    """Whether the device failed, or is full, whatever tensor was read."""
+    torch = sys.modules.get("torch")
+    kinds = (getattr(torch, name, ()) for name in ("OutOfMemoryError", "AcceleratorError"))  # the latter since 2.8
+    return isinstance(error, tuple(kinds))
 
 
 def _settle(device: Any, devices: dict[str, Any]) -> None:
@@ -204,25 +216,32 @@ def _on_gpu(value: Any) -> bool:
     return getattr(getattr(value, "device", None), "type", "") == "cuda"
 
 
-def _allocate(size: int, *, pinned: bool) -> Bytes:
-    """Allocate memory; `pinned`: if possible in locked pages, which a GPU writes to by itself.
+def allocate(size: int, writer: str) -> Bytes:
+    """Allocate memory; for a GPU `writer` if possible in locked pages, which it writes to by itself.
 
     torch rounds its own pinned memory up to powers of two, which is too much for whole models.
     """
-    if not pinned or size < _PINNED_BYTES:
+    if not writer or size < _PINNED_BYTES:
         return np.empty(size, np.uint8)
     buffer = np.frombuffer(mmap.mmap(-1, size), np.uint8)
     torch, address = sys.modules["torch"], buffer.ctypes.data
-    runtime = torch.cuda.cudart()
-    if int(runtime.cudaHostRegister(address, size, 0)) == 0:
-        weakref.finalize(buffer, runtime.cudaHostUnregister, address)
-    else:
-        _forget_error(torch)
+    # A thread begins with device 0 selected, where the call would open a context: on a GPU that is another rank's.
+    with torch.cuda.device(writer):
+        if int(torch.cuda.cudart().cudaHostRegister(address, size, 0)) == 0:
+            weakref.finalize(buffer, _unlock, torch, address, writer)
+        else:
+            _forget_error(torch)
     return buffer
 
 
+def _unlock(torch: Any, address: int, writer: str) -> None:
+    """Release locked pages, in whatever thread the last user of a buffer ends."""
+    with torch.cuda.device(writer):
+        torch.cuda.cudart().cudaHostUnregister(address)
+
+
 def _forget_error(torch: Any) -> None:
-    """Clear this thread's last CUDA error, which torch would blame on the next kernel.
+    """Clear this thread's last CUDA error, which torch would blame on the next kernel of the selected device.
 
     torch has no call for that, but reads the error after each kernel that it starts: start one.
     """

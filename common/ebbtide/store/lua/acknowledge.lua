@@ -1,4 +1,4 @@
--- ARGV: term, role, fence, drop reason ('' if trained), vouched (see complete), then ids. All or nothing; ids that are over are skipped.
+-- ARGV: term, role, fence, drop reason ('' if trained), trusted (see complete), then ids. All or nothing; ids that are over are skipped.
 -- Returns the episodes of the others.
 local bad = barred(ARGV[1], ARGV[2], ARGV[3]); if bad then return bad end
 local kinds, episodes = {}, {}

@@ -1,4 +1,4 @@
--- ARGV: term, role, fence, episode, drop reason, packed trajectory or '', vouched ('1': the driver saw that its rollouts
+-- ARGV: term, role, fence, episode, drop reason, packed trajectory or '', trusted ('1': the driver saw that its rollouts
 -- finished, which the store may have forgotten), then its rollouts' ids. Ends an episode, once; all or nothing.
 -- Returns {1 or 0 for a repeat, id, attempt of each rollout that still ran}.
 local bad = barred(ARGV[1], ARGV[2], ARGV[3]); if bad then return bad end

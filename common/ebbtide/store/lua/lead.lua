@@ -1,5 +1,5 @@
--- ARGV: term, address, the lease's time to live in ms, how. 'seize': lead at once, which bars the former leader; 'wait': lead if the
--- lease is free; 'renew'; 'release'. Returns the address of another holder of the lease, or ''.
+-- ARGV: term, address, the lease's time to live in ms, how. 'look'; 'seize': lead at once, which bars the former leader; 'wait': lead
+-- if the lease is free; 'renew'; 'release'. Returns the address of another holder of the lease ('look': of any), or ''.
 local how = ARGV[4]
 if how == 'renew' or how == 'release' then
   local bad = deposed(ARGV[1])
@@ -12,7 +12,12 @@ if how == 'release' then
   return ''
 end
 local term, address = string.match(redis.call('GET', LEADER) or '', '^(%S*) (.*)$')
-if how == 'wait' and term and term ~= ARGV[1] then return address end
+if term and (how == 'look' or how == 'wait' and term ~= ARGV[1]) then
+  -- The store's clock was set back: the lease of a leader that died would last until the clock has caught up.
+  if redis.call('PTTL', LEADER) > tonumber(ARGV[3]) then redis.call('PEXPIRE', LEADER, ARGV[3]) end
+  return address
+end
+if how == 'look' then return '' end
 redis.call('SET', TERM, ARGV[1])
 redis.call('SET', LEADER, ARGV[1] .. ' ' .. ARGV[2], 'PX', ARGV[3])
 return ''

@@ -1,4 +1,4 @@
-"""Runs `ebbtide demo-agent`: trains an agent of several turns through a gateway while a worker is killed, and reports.
+"""Runs `ebbtide demo agent`: trains an agent of several turns through a gateway while a worker is killed, and reports.
 
 Invariant: that of `ebbtide.demo.demo`. Agents know the gateway's URL, the trainer knows sessions and rewards; only
 the demo knows both.
@@ -57,6 +57,7 @@ class AgentDemoOptions(Struct, frozen=True, kw_only=True):
     seed: int | None = None
     steps: int | None = None
     workers: Annotated[int, Meta(ge=1)] = 2
+    gpus: str = ""  # a count or a list of those to use; empty: all
     control: bool = False
     kill_worker: bool = True
 
@@ -89,8 +90,8 @@ def run(options: AgentDemoOptions) -> int:
 
 async def run_agent_demo(options: AgentDemoOptions) -> tuple[AgentReport, Sequence[str], Path]:
     """Runs the whole job. Returns the report, a session's trace, and the report's file. Raises `EbbtideError`."""
-    spec, screen = agent_spec(options), RunScreen("Ebbtide demo-agent")
-    async with shown_cluster(options.run_dir, _RUN_ID, screen) as cluster:
+    spec, screen = agent_spec(options), RunScreen("Ebbtide demo agent")
+    async with shown_cluster(options.run_dir, _RUN_ID, screen, options.gpus) as cluster:
         demo = _AgentDemo(options, spec, cluster, screen)
         run, progress, played = await cluster.launcher.during(demo.run())
     training, _ = report_of(cluster, screen, run, progress, kills=demo.kills.done)

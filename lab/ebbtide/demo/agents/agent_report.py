@@ -66,7 +66,7 @@ def shown_lines(played: PlayedSessions, decode: Decode) -> Iterator[str]:
     if played.shown is None:
         return
     moves = {
-        one.rollout: f"begun at {one.source}, went on at {one.target} behind {one.offset} stored tokens"
+        one.rollout: f"begun at {one.source}, resumed on {one.target} after {one.offset} stored tokens"
         for one in played.shown.moves
     }
     yield from trace_lines(played.shown.trace, decode, reward=played.shown.reward, moves=moves)
@@ -91,7 +91,7 @@ def agent_summary(report: AgentReport, path: Path) -> Iterator[tuple[str, str]]:
     for kill in training.kills:
         yield "killed", f"{kill.program} after step {kill.step}, in the middle of {kill.generating} completions"
     yield "resumed", resumed_text(training)
-    yield "tokens", f"{training.tokens_generated:,} generated, {training.tokens_generated_twice:,} of them twice"
+    yield "tokens", f"{training.tokens_generated:,} generated, {training.tokens_generated_twice:,} of them regenerated"
     if training.logprob_gap is not None:
         yield "logprob gap", f"{training.logprob_gap:.5f} between workers and trainer, mean absolute"
     yield "seconds", ", ".join(f"{name} {seconds:.0f}" for name, seconds in training.seconds.items())

@@ -99,7 +99,7 @@ def trace_lines(trace: Mapping[str, Any], decode: Decode, *, reward: float, move
     for branch in trace["branches"]:
         mask = branch["loss_mask"]
         count = f"{sum(mask)} of {len(mask)} tokens"
-        yield f"trained on: {count}, loss mask {runs_of(mask)} behind a prompt of {len(branch['prompt_token_ids'])}"
+        yield f"trained on: {count}, loss mask {runs_of(mask)} after a prompt of {len(branch['prompt_token_ids'])}"
 
 
 def runs_of(mask: Sequence[int]) -> str:

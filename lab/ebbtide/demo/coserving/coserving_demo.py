@@ -1,4 +1,4 @@
-"""Runs `ebbtide demo-coserving`: serves a model under replayed traffic while a training run borrows its idle time.
+"""Runs `ebbtide demo coserving`: serves a model under replayed traffic while a training run borrows its idle time.
 
 Invariant: a process of its own sends the traffic through the guard, independently of the run. All files lie in the run
 directory. The demo's programs die with it, and the next demo clears the directory.
@@ -102,7 +102,7 @@ def run(options: CoservingOptions) -> int:
 async def run_coserving(options: CoservingOptions) -> tuple[CoservingOutcome, Path]:
     """Runs the whole demo. Returns its results, and the report's file. Raises `EbbtideError`."""
     sent, spec, screen = traffic(options), _spec(options), RunScreen("Ebbtide beside a served model")
-    async with shown_cluster(options.run_dir, _RUN_ID, screen) as cluster:
+    async with shown_cluster(options.run_dir, _RUN_ID, screen, options.gpus) as cluster:
         demo = _Demo(options, spec, sent, cluster, screen)
         run, progress = await cluster.launcher.during(demo.run())
     outcome = demo.outcome(*report_of(cluster, screen, run, progress))
@@ -140,6 +140,8 @@ class _Demo:
         self._screen.phase("beside")
         ttft_s, tpot_s = self._targets
         url = await self._cluster.guard(upstream, model=_SERVED, ttft_ms=1e3 * ttft_s, tpot_ms=1e3 * tpot_s)
+        if not self._cluster.workers:  # on a GPU
+            await self._cluster.add_worker()
         async with Client(address, relay, token=self._cluster.token_file.read_text()) as client:
             run, progress = await self._beside(client, spec, url)
         check_finished(run)
@@ -147,7 +149,7 @@ class _Demo:
 
     def outcome(self, report: DemoReport, accounts: TokenAccounts) -> CoservingOutcome:
         replay = ReplayRecord(
-            title="serving alone, then beside a training run",
+            title="serving alone, then during a training run",
             answers=tuple(self._answers),
             moments=tuple(self._moments),
             stretches=tuple(self._stretches),
@@ -161,18 +163,24 @@ class _Demo:
         return CoservingOutcome(coserving=found, run=report, replay=replay)
 
     async def _boot(self, model: Path, address: str, relay: str) -> str:
-        """Boots everything but the guard. Returns the serving engine's URL. Raises `LaunchFailed`."""
+        """Boots everything but the guard, and what boots only by its grants. Returns the serving engine's URL.
+
+        Raises `LaunchFailed`.
+        """
         served = await asyncio.to_thread(served_model, self._options.cache)
         shape = ClusterShape(
-            model=model, workers=1, coordinator=address, relay=relay, borrowed=True, lease_ttl_s=_LEASE_S, slots=64
+            model=model,
+            workers=1,
+            coordinator=address,
+            relay=relay,
+            served=served,
+            served_name=_SERVED,
+            borrowed=True,
+            lease_ttl_s=_LEASE_S,
+            slots=64,
         )
-        serving = asyncio.create_task(self._cluster.serve(served, _SERVED))
-        try:
-            await self._cluster.boot(shape)
-            return await serving
-        finally:
-            serving.cancel()
-            await asyncio.wait({serving})
+        await self._cluster.boot(shape)
+        return self._cluster.serving_url
 
     async def _alone(self, upstream: str) -> None:
         """Replays the window with nothing beside it, and derives the targets from its latencies."""
@@ -217,7 +225,7 @@ class _Demo:
                     users.result()  # raises what went wrong in them
                 run = await following
                 self._end_users()
-                self._add("beside a training run", await users, begin)
+                self._add("during a training run", await users, begin)
             finally:
                 users.cancel()
                 following.cancel()

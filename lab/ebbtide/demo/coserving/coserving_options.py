@@ -1,4 +1,4 @@
-"""Defines the options of `ebbtide demo-coserving`, and makes its traffic from them."""
+"""Defines the options of `ebbtide demo coserving`, and makes its traffic from them."""
 
 from pathlib import Path
 from typing import Annotated
@@ -20,6 +20,7 @@ class CoservingOptions(Struct, frozen=True, kw_only=True):
     run_dir: Path = Path("runs/demo-coserving")
     cache: Path = Path(".cache/base-models")
     seed: int | None = None
+    gpus: str = ""  # a count or a list of those to use; empty: all
     steps: int = 16
     eval_problems: int = 160
     trace: Path | None = None

@@ -126,13 +126,13 @@ def told(found: CoservingReport) -> Iterator[tuple[str, str]]:
     alone, beside = found.alone, found.beside
     verdict = "ATTAINED" if found.slo_attained else "MISSED"
     targets = f"TTFT {found.ttft_target_ms:,.0f} ms and TPOT {found.tpot_target_ms:,.1f} ms"
-    kept = f"{beside.attained:.2%} of {beside.requests:,} requests beside the run within {targets}"
+    kept = f"{beside.attained:.2%} of {beside.requests:,} requests during the run within {targets}"
     yield "SLO", f"{verdict}: {kept} (alone {alone.attained:.2%} of {alone.requests:,}); {beside.failed} failed"
-    yield "traffic", f"{found.traffic}; load {alone.load:.0%} alone, {beside.load:.0%} beside"
+    yield "traffic", f"{found.traffic}; load {alone.load:.0%} alone, {beside.load:.0%} during the run"
     for name in ("TTFT", "TPOT"):
         pairs = [[getattr(one, f"{name.lower()}_p{share}_ms") for one in (alone, beside)] for share in (50, 95, 99)]
         shares = [f"p{share} {_ms(a)} → {_ms(b)}" for share, (a, b) in zip((50, 95, 99), pairs, strict=True)]
-        yield name, f"{', '.join(shares)} ms (alone → beside)"
+        yield name, f"{', '.join(shares)} ms (alone → during the run)"
     yield (
         "harvested",
         f"{found.tokens_harvested:,} tokens ({found.harvested_per_s:,.0f}/s), {found.tokens_lost:,} of them lost",
@@ -143,7 +143,7 @@ def told(found: CoservingReport) -> Iterator[tuple[str, str]]:
     times = f"{found.reclaims:,} times, p50 {found.reclaim_p50_ms:,.1f} ms, p99 {found.reclaim_p99_ms:,.1f} ms"
     yield "taken back", f"{times} from a request's arrival to the last rollout step's end; {found.stops} by force"
     if max(alone.others, beside.others) > _DISTURBING:
-        taken = f"{alone.others:.0%} of the cores alone, {beside.others:.0%} beside"
+        taken = f"{alone.others:.0%} of the cores alone, {beside.others:.0%} during the run"
         yield "disturbed", f"foreign programs took {taken}, which changes all figures"
 
 

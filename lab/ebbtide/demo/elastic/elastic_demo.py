@@ -1,8 +1,9 @@
-"""Runs `ebbtide demo-elastic`: one run on an elastic pool, then the same run on a fixed pool of the same machines.
+"""Runs `ebbtide demo elastic`: one run on an elastic pool, then the same run on a fixed pool of the same machines.
 
 In the elastic pool the trainer lends its device between its steps, and spot machines come and go by a trace. In the
-fixed pool the trainer's device only trains. A machine is a core: trainer and engine of one device share the first one,
-and each other worker has one of its own. What belongs to no machine may run on any core, in both pools alike.
+fixed pool the trainer's device only trains. A machine is a core, and a GPU where there are GPUs: trainer and engine of
+one device share the first one, and each other worker has one of its own. What belongs to no machine may run on any
+core, in both pools alike.
 
 Invariant: that of `ebbtide.demo.demo`, for each of the two clusters. One is gone before the other is started.
 """
@@ -14,7 +15,6 @@ from typing import Any, Final
 from msgspec.structs import replace
 from rich.console import Console
 
-from ebbtide.claimed_runs.device_turns import LENT
 from ebbtide.cli.interrupts import run_demo_command
 from ebbtide.cli.views.run import RunProgress, RunScreen, follow
 from ebbtide.cli.views.tables import fact_table
@@ -31,7 +31,7 @@ from ebbtide.demo.demo import (
 )
 from ebbtide.demo.demo_report import KillRecord
 from ebbtide.demo.elastic.elastic_options import ElasticOptions, MachinePlan, plan_machines
-from ebbtide.demo.elastic.elastic_picture import write_elastic_picture
+from ebbtide.demo.elastic.elastic_picture import owner_strips, write_elastic_picture
 from ebbtide.demo.elastic.elastic_report import (
     ELASTIC,
     FIXED,
@@ -42,12 +42,13 @@ from ebbtide.demo.elastic.elastic_report import (
     elastic_summary,
     step_tokens,
 )
-from ebbtide.demo.elastic.owner_strip import owner_strips
 from ebbtide.demo.elastic.spot_machines import SpotMachines
 from ebbtide.demo.foreign_load import cores, share_of_others
 from ebbtide.environments import needs_isolation
+from ebbtide.local_cluster.host_resources import vllm_on_gpus
 from ebbtide.local_cluster.launcher import LaunchFailed
-from ebbtide.local_cluster.local_cluster import ClusterShape, LocalCluster, free_address
+from ebbtide.local_cluster.local_cluster import ClusterShape, LocalCluster, free_address, usable_devices
+from ebbtide.types.device_turns import LENT
 from ebbtide.types.run import Run, RunSpec
 
 _WIDEST: Final = 120
@@ -74,7 +75,8 @@ def run(options: ElasticOptions) -> int:
 
 async def run_elastic(options: ElasticOptions) -> tuple[ElasticReport, Path]:
     """Runs both pools. Returns the report, and its file. Raises `EbbtideError`."""
-    plan, spec = plan_machines(options), elastic_spec(options)
+    gpus = len(usable_devices(options.gpus)) if vllm_on_gpus() else 0
+    plan, spec = plan_machines(options, gpus=gpus), elastic_spec(options)
     elastic, spec = await _run_pool(ELASTIC, options, plan, spec)
     fixed, _ = await _run_pool(FIXED, options, plan, spec)
     prices = MachinePrices(reserved=options.reserved_price, spot=options.spot_price)
@@ -91,8 +93,8 @@ def elastic_spec(options: ElasticOptions) -> RunSpec:
 async def _run_pool(name: str, options: ElasticOptions, plan: MachinePlan, spec: RunSpec) -> tuple[PoolRun, RunSpec]:
     """Runs the whole job on one pool. Returns what became of it, and the spec with its base model."""
     directory = options.run_dir / name
-    screen = RunScreen(f"Ebbtide demo-elastic, {'1' if name == ELASTIC else '2'} of 2: the {name} pool")
-    async with shown_cluster(directory, name, screen) as cluster:
+    screen = RunScreen(f"Ebbtide demo elastic, {'1' if name == ELASTIC else '2'} of 2: the {name} pool")
+    async with shown_cluster(directory, name, screen, options.gpus) as cluster:
         pool = _Pool(name, options, plan, replace(spec, output=str(directory)), cluster, screen)
         run, progress, timeline = await cluster.launcher.during(pool.run())
     report, _ = report_of(cluster, screen, run, progress, kills=pool.losses(progress))

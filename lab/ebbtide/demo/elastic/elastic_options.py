@@ -1,4 +1,4 @@
-"""Defines the options of `ebbtide demo-elastic`, and plans its machines from them: cores, and who has them when."""
+"""Defines the options of `ebbtide demo elastic`, and plans its machines from them: cores, and who has them when."""
 
 import os
 from importlib.resources import as_file, files
@@ -9,8 +9,8 @@ from msgspec import Meta, Struct
 
 from ebbtide.demo.coserving.request_traffic import parse_window
 from ebbtide.errors import InvalidRequest
-from ebbtide.simulator.scenario.draws.machine_events import Presence, presences
 from ebbtide.simulator.scenario.input_tables import SpotTrace, read_spot_trace
+from ebbtide.simulator.scenario.machine_events import Presence, presences
 from ebbtide.simulator.scenario.machine_pool import MachinePool, SpotTraceSpec
 
 #: Longer than any run of the demo.
@@ -27,6 +27,7 @@ class ElasticOptions(Struct, frozen=True, kw_only=True):
     cache: Path = Path(".cache/base-models")
     spec: Path | None = None
     seed: int | None = None
+    gpus: str = ""  # a count or a list of those to use; empty: all
     steps: Annotated[int, Meta(ge=2)] = 14  # the first one is not counted
     eval_problems: int = 0
     trace: Path | None = None
@@ -53,13 +54,16 @@ class MachinePlan(Struct, frozen=True, kw_only=True):
         return sum(stay.begin_s <= 0 for stay in self.stays)
 
 
-def plan_machines(options: ElasticOptions) -> MachinePlan:
-    """Plans the machines. Raises `InvalidRequest` naming the option, the file or what the machine lacks."""
+def plan_machines(options: ElasticOptions, *, gpus: int = 0) -> MachinePlan:
+    """Plans the machines. With `gpus` each has one of its own beside the trainer's, or a single one is shared by all.
+
+    Raises `InvalidRequest` naming the option, the file or what the machine lacks.
+    """
     device, *others = sorted(os.sched_getaffinity(0))
     if not others:
         raise InvalidRequest("the trainer's device and a worker need a core each; run it on two cores", field="cores")
     trace, name = _trace(options)
-    stays = spot_stays(options, trace, most=len(others))
+    stays = spot_stays(options, trace, most=min(len(others), max(1, gpus - 1)) if gpus else len(others))
     if not stays:
         raise InvalidRequest("no machine is there in this part of the trace; name another", field="--window")
     pace = f"{options.speed:g} s of it in a second"

@@ -1,11 +1,15 @@
-"""Draws both pools of the elastic demo: who had which machine when, and tokens over time and over money."""
+"""Draws both pools of the elastic demo: who had which machine when, and tokens over time and over money;
+and, for the terminal, who had which when in characters."""
 
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from ebbtide.claimed_runs.device_turns import HELD, DeviceTurn
 from ebbtide.cli.views.timeline import OWNERS, TURN_COLOURS
 from ebbtide.demo.elastic.elastic_report import ElasticReport, PoolRun, spent
+from ebbtide.types.device_turns import HELD, LENT, RETURNING, DeviceTurn
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -101,3 +105,47 @@ def _draw_tokens(axes: "Axes", report: ElasticReport, *, money: bool) -> None:
     axes.set_ylabel("thousand tokens trained on")
     axes.set_ylim(bottom=0)
     axes.legend(frameon=False)
+
+
+_NAMES: Final = 18  # columns of the rows' names
+_BARS: Final = {HELD: "█", LENT: "░", RETURNING: "▒"}
+_LEGEND: Final = "█ trains  ░ generates  ▒ comes back   · boots  ━ is there  (blank) is gone   ┊ a step ends"
+
+
+def owner_strips(runs: list[PoolRun], width: int = 100) -> list[str]:
+    """Draws all runs on one scale of time: a row for the trainer's device, one for steps, one for each spot core."""
+    end_s = max(run.counted[1] for run in runs)
+    columns = max(10, width - _NAMES - 1)
+    lines = [line for run in runs for line in _strip(run, columns, end_s)]
+    return [*lines, f"{'':{_NAMES}} 0 to {end_s:.0f} s; {_LEGEND}"]
+
+
+def _strip(run: PoolRun, columns: int, end_s: float) -> Iterator[str]:
+    steps = {min(columns - 1, int(at_s / end_s * columns)) for at_s in run.step_at_s.values()}
+    yield f"{run.name:{_NAMES}} {''.join('┊' if column in steps else ' ' for column in range(columns)).rstrip()}"
+    yield _strip_row(run, "trainer's device", partial(_owner_bar, run), columns, end_s)
+    for core in sorted({stay.core for stay in run.stays}):
+        yield _strip_row(run, f"spot core {core}", partial(_machine_bar, run, core), columns, end_s)
+    if reserved := run.reserved - 1:
+        name = "reserved workers" if reserved > 1 else "reserved worker"
+        yield _strip_row(run, name, lambda _: "━", columns, end_s)
+
+
+def _strip_row(run: PoolRun, name: str, of: Callable[[float], str], columns: int, end_s: float) -> str:
+    """Draws what `of` says of the middle of each column, up to the run's last step."""
+    middles = ((column + 0.5) * end_s / columns for column in range(columns))
+    cells = [of(at_s) for at_s in middles if at_s <= run.counted[1]]
+    return f"{f'  {name}':{_NAMES}} {''.join(cells).rstrip()}"
+
+
+def _owner_bar(run: PoolRun, at_s: float) -> str:
+    if not run.turns:
+        return _BARS[HELD]
+    return next((_BARS[turn.state] for turn in run.turns if turn.begin_s <= at_s < turn.end_s), " ")
+
+
+def _machine_bar(run: PoolRun, core: int, at_s: float) -> str:
+    for stay in run.stays:
+        if stay.core == core and stay.begin_s <= at_s < (math.inf if stay.end_s is None else stay.end_s):
+            return "━" if stay.ready_s is not None and at_s >= stay.ready_s else "·"
+    return " "

@@ -6,9 +6,9 @@ from typing import Final
 
 from msgspec import Struct
 
-from ebbtide.claimed_runs.device_turns import HELD, LENT, RETURNING, DeviceTurn
 from ebbtide.demo.demo_report import DemoReport
 from ebbtide.demo.elastic.spot_machines import MachineStay
+from ebbtide.types.device_turns import HELD, LENT, RETURNING, DeviceTurn
 
 _HOUR_S: Final = 3600.0
 #: From this share of the cores on, the report mentions other programs.
@@ -160,7 +160,7 @@ def elastic_summary(report: ElasticReport, path: Path) -> Iterator[tuple[str, st
         yield f"{run.name} run", _run(run)
     disturbed = max(ours.others, theirs.others)
     if disturbed > _DISTURBING:
-        taken = f"{ours.others:.0%} of the cores beside elastic, {theirs.others:.0%} beside fixed"
+        taken = f"{ours.others:.0%} of the cores during elastic, {theirs.others:.0%} during fixed"
         yield "disturbed", f"foreign programs took {taken}, which changes all figures"
     yield "report", f"{path}, {path.with_suffix('.png')}"
 
@@ -170,7 +170,7 @@ def _run(run: PoolRun) -> str:
     sums = "the sums agree" if found.rollouts_accounted_for else "THE SUMS DO NOT AGREE"
     dropped = sum(found.rollouts_dropped.values())
     counts = f"{found.rollouts_submitted:,} rollouts = {found.rollouts_trained:,} trained + {dropped:,} dropped: {sums}"
-    tokens = f"{found.tokens_generated:,} tokens generated, {found.tokens_generated_twice:,} of them twice"
+    tokens = f"{found.tokens_generated:,} tokens generated, {found.tokens_generated_twice:,} of them regenerated"
     ends = f"reward {found.rewards[0]:.2f} to {found.rewards[-1]:.2f}" if found.rewards else "no reward"
     return f"{counts}; {tokens}; {found.rollouts_resumed_midway:,} resumed midway; {ends}"
 

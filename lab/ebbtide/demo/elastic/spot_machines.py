@@ -16,7 +16,7 @@ from msgspec import Struct
 from ebbtide.demo.elastic.elastic_options import MachinePlan
 from ebbtide.local_cluster.launcher import Program
 from ebbtide.local_cluster.local_cluster import LocalCluster
-from ebbtide.simulator.scenario.draws.machine_events import Presence
+from ebbtide.simulator.scenario.machine_events import Presence
 
 
 class MachineStay(Struct, kw_only=True):
@@ -64,7 +64,7 @@ class SpotMachines:
             for planned in later:
                 await asyncio.sleep(planned.begin_s - self._now())
                 core = await self._free.get()
-                program = self._cluster.next_worker(cores=(core,))
+                program = self._cluster.next_worker(core=core)
                 stay = self._came(program.name, core)
                 self._notify(f"a spot machine comes and boots {stay.worker}")
                 machines.create_task(self._stay(stay, planned, program))

@@ -11,7 +11,7 @@ from typing import Annotated, Final, NamedTuple
 
 from msgspec import Meta, Struct
 
-from ebbtide.checked_files.record_check import suggestion
+from ebbtide.checked_files import suggestion
 from ebbtide.errors import InvalidRequest
 from ebbtide.simulator.engines.engine_profile import EngineDelays, EngineProfile, KvCapacity, StepCosts
 from ebbtide.simulator.engines.trainer_profile import TrainerCosts, TrainerDelays, TrainerProfile
@@ -222,8 +222,8 @@ _MODELS: Final = {model.name.lower(): model for model in MODELS}
 class EngineOn(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An engine as a scenario may state it. Its text is the profile's name."""
 
-    model: str
-    gpu: str
+    model: str  # one of those that `ebbtide simulate --list` shows
+    gpu: str  # likewise
     tp: Annotated[int, Meta(ge=1, le=_MOST_TP)] = 1  # GPUs of one host that share each layer (tensor parallelism)
 
     def __str__(self) -> str:
@@ -233,9 +233,9 @@ class EngineOn(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class TrainerOn(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A trainer as a scenario may state it. Its text is the profile's name."""
 
-    model: str
-    gpu: str
-    gpus: Annotated[int, Meta(ge=1, le=99_999)]
+    model: str  # one of those that `ebbtide simulate --list` shows
+    gpu: str  # likewise
+    gpus: Annotated[int, Meta(ge=1, le=99_999)]  # number of GPUs
 
     def __str__(self) -> str:
         return profile_name(self.model, self.gpu, self.gpus)
@@ -247,7 +247,7 @@ def derived_engine(name: str) -> EngineProfile:
     if gpus > _MOST_TP:
         raise InvalidRequest(f"has {gpus} GPUs; an engine has at most {_MOST_TP}, those of a host", field=name)
     if kv_room(model, gpu, gpus) < model.kv_bytes:
-        told = f"{model.name}'s {model.bytes / 1e9:.0f} GB leave no memory for keys and values on {gpus} {gpu.name}"
+        told = f"{model.name}'s {model.bytes / 1e9:.0f} GB leave no memory for the KV cache on {gpus} {gpu.name}"
         raise InvalidRequest(f"{told}; take more GPUs, or a profile of your own", field=name)
     return roofline_engine(model, gpu, gpus)
 

@@ -7,8 +7,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from ebbtide.checked_files.refusals import FileRefused, Problem
-from ebbtide.checked_files.text_files import read_text
+from ebbtide.checked_files import FileRefused, Problem, read_text
 from ebbtide.errors import InvalidRequest
 from ebbtide.simulator.scenario.quantity_spec import MOST_STEP_ROLLOUTS
 from ebbtide.types.parse import parse
@@ -123,7 +122,7 @@ class LeftOut(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class RecordedRun(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A run as `ebbtide record` keeps it."""
+    """A run as `ebbtide run record` keeps it."""
 
     format: Literal[1]
     spec: RecordedSpec
@@ -139,7 +138,7 @@ class RecordedRun(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 #: A million rollouts take about 60 MB.
 _MOST_BYTES: Final = 128 << 20
-_REMEDY: Final = "record the run again with `ebbtide record`"
+_REMEDY: Final = "record the run again with `ebbtide run record`"
 
 
 def write_record(recorded: RecordedRun, path: Path) -> None:
@@ -162,8 +161,7 @@ def read_record(path: Path) -> RecordedRun:
         recorded = parse(RecordedRun, found)
         _check(recorded)
     except InvalidRequest as error:
-        told = str(error).removeprefix(f"{error.field}: ")
-        raise _refused(path, text, error.field, f"{told}; {_REMEDY}") from None
+        raise _refused(path, text, error.field, f"{error.text}; {_REMEDY}") from None
     return recorded
 
 

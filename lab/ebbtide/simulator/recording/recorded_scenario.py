@@ -10,7 +10,7 @@ from typing import Final, Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ebbtide.checked_files.refusals import FileRefused, Problem
+from ebbtide.checked_files import FileRefused, Problem
 from ebbtide.simulator.engines.engine_profile import EngineDelays, EngineProfile, FitErrors, KvCapacity, StepCosts
 from ebbtide.simulator.engines.profile_files import write_profile
 from ebbtide.simulator.engines.trainer_profile import TrainerCosts, TrainerDelays, TrainerProfile

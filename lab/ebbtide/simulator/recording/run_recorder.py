@@ -22,7 +22,7 @@ from ebbtide.simulator.recording.recorded_run import (
 )
 from ebbtide.simulator.scenario_figures import quantile
 from ebbtide.types.fleet import Worker, WorkerKind
-from ebbtide.types.run import AttemptSpan, BatchSpec, Run, RunEvent
+from ebbtide.types.run import AttemptSpan, BatchSpec, Run, RunEvent, WorkerChange
 
 #: Shorter attempts say more of flushes than of the engine: a flush window is 32 tokens by default.
 _LEAST_TOKENS: Final = 32
@@ -305,7 +305,7 @@ def _numbers(names: Iterable[str]) -> dict[str, int]:
 
 
 #: States in the run's events with which a worker is gone.
-_ENDS: Final = frozenset({"left", "lost", "suspected"})
+_ENDS: Final = frozenset({WorkerChange.LEFT, WorkerChange.LOST, WorkerChange.SUSPECTED})
 _KINDS: Final[dict[WorkerKind, Literal["reserved", "spot", "borrowed"]]] = {
     WorkerKind.RESERVED: "reserved",
     WorkerKind.SPOT: "spot",
@@ -355,13 +355,13 @@ def record_fleet(
 def _presences(events: Iterable[RunEvent], by_worker: Mapping[str, list[AttemptSpan]]) -> dict[str, _Presence]:
     found = {worker: _Presence() for worker in by_worker}
     for event in sorted(events, key=lambda event: event.age_s):
-        presence = found.get(event.labels.get("worker", "")) if event.kind == "worker" else None
+        change, presence = event.worker_change, found.get(event.labels.get("worker", ""))
         if presence is None:
             continue
-        if event.labels.get("state") == "attached":
+        if change is WorkerChange.ATTACHED:
             presence.came(event.age_s)
-        elif event.labels.get("state") in _ENDS:
-            presence.went(event.age_s, drained=event.labels["state"] == "left")
+        elif change in _ENDS:
+            presence.went(event.age_s, drained=change is WorkerChange.LEFT)
     for presence in found.values():
         if not presence.spells:
             presence.came(0.0)

@@ -23,9 +23,7 @@ from typing import (
 import msgspec
 from msgspec import Meta, Struct
 
-from ebbtide.checked_files.record_check import shown, wanted
-from ebbtide.checked_files.refusals import MOST_PROBLEMS, FileRefused, Problem
-from ebbtide.checked_files.text_files import read_text
+from ebbtide.checked_files import MOST_PROBLEMS, FileRefused, Problem, read_text, shown, wanted
 
 #: A million requests are about 20 MB.
 _MOST_BYTES: Final = 32 << 20

@@ -4,7 +4,7 @@ from typing import Annotated, ClassVar, Final, TypeAlias
 
 from msgspec import Meta, Struct
 
-from ebbtide.checked_files.record_check import OrTable
+from ebbtide.checked_files import OrTable
 from ebbtide.simulator.engines.roofline import EngineOn, TrainerOn
 
 #: Rollouts of one step, over all of its groups: the simulator holds them all at once.
@@ -36,44 +36,49 @@ Spread: TypeAlias = Annotated[float, Meta(ge=0, le=5)]
 
 
 class QuantitySpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A distribution of one family: constant, table, uniform or log-normal.
-
-    In a scenario a number alone stands for a constant, and a text alone for a file.
-    A log-normal value is `median * exp(sigma * u)` for a standard normal `u`. Above `tail_from` it is also multiplied
-    by `exp(tail_sigma * (u - tail_from))`, a heavier tail.
+    """A distribution of one family: constant, table, uniform or log-normal. A number alone stands for a constant, and a
+    text alone for a file.
     """
 
     shorthand: ClassVar[dict[type, str]] = {int: "value", float: "value", str: "file"}
 
     value: Amount | None = None  # a constant
-    file: Reference | None = None  # a table `quantile,VALUE` or `VALUE,cdf`; straight lines between its rows
-    low: Amount | None = None  # uniform from here
-    high: Amount | None = None  # to here
-    median: Annotated[float, Meta(gt=0, le=1e9)] | None = None
-    sigma: Spread | None = None
-    tail_sigma: Spread = 0.0
-    tail_from: Annotated[float, Meta(ge=-5, le=5)] = 0.0
-    mean: Annotated[float, Meta(gt=0, le=1e9)] | None = None  # of the values between `least` and `most`: sets the scale
-    stretch: Factor = 1.0  # of all values, before `least` and `most`
-    least: Amount = 0.0
-    most: Amount | None = None
+    #: A table `quantile,VALUE` or `VALUE,cdf`, with VALUE one of `output_tokens`, `tokens`, `seconds`, `turns`,
+    #: `value`; straight lines between its rows. What a cdf leaves out lies log-uniformly between its last value and the
+    #: cap.
+    file: Reference | None = None
+    low: Amount | None = None  # lower end of a uniform distribution
+    high: Amount | None = None  # its upper end
+    median: Annotated[float, Meta(gt=0, le=1e9)] | None = (
+        None  # of a log-normal: `median * exp(sigma * u)`, u standard normal
+    )
+    sigma: Spread | None = None  # of a log-normal
+    tail_sigma: Spread = 0.0  # a heavier tail: above `tail_from` a factor `exp(tail_sigma * (u - tail_from))`
+    tail_from: Annotated[float, Meta(ge=-5, le=5)] = 0.0  # the `u` at which that tail starts
+    mean: Annotated[float, Meta(gt=0, le=1e9)] | None = (
+        None  # scale of a file or log-normal, under `least`, `most` and cap
+    )
+    stretch: Factor = 1.0  # factor on all values, before `least` and `most`
+    least: Amount = 0.0  # lower bound of the values
+    most: Amount | None = None  # upper bound of the values
 
 
 class LengthSpec(QuantitySpec, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Response lengths in tokens: their distribution, and how far the prompt decides them.
+    """Response lengths in tokens: a quantity, and how far the prompt decides them.
 
-    Lengths are drawn by a Gaussian copula: each is a quantile of `u = sqrt(c) z + sqrt(1 - c) e`, with `z` the prompt's
-    and `e` the sample's own standard normal, and c the `correlation`. Over epochs a prompt's `z` has the correlation
-    `repeats` with its earlier ones.
+    Lengths are drawn by a Gaussian copula, which leaves the distribution as it is: each is a quantile of
+    `u = sqrt(c) z + sqrt(1 - c) e`, with `z` the prompt's and `e` the sample's own standard normal, and c the
+    `correlation`. Over epochs a prompt's `z` has the correlation `repeats` with its earlier ones.
     """
 
-    #: Share of the variance of `u` that the samples of a prompt have in common. Papers report a strong correlation
-    #: within groups and no coefficient (Seer, section 2), so one half is an assumption.
+    #: Intraclass correlation of the samples of a prompt: the share of the variance of `u` that they have in common.
+    #: Papers report a strong one and no coefficient (Seer, section 2), so the default is an assumption: compare
+    #: several.
     correlation: Share = 0.5
-    #: Share of the responses that never end by themselves, as in loops: they run into the cap. Trainers know it as the
-    #: share of responses that were cut, if the cap is far beyond the others. Those with the greatest `u` are endless.
+    #: Share of the responses that never end by themselves, as in loops: they run into any cap. They are those with the
+    #: greatest `u`, of the prompts whose responses are long.
     endless: Annotated[float, Meta(ge=0, lt=1)] = 0.0
-    #: A policy changes little from epoch to epoch, so prompts keep most of their difficulty. An assumption, too.
+    #: Correlation of a prompt's part over epochs: a policy changes little from one to the next. An assumption, too.
     repeats: Share = 0.8
 
 

@@ -13,24 +13,22 @@ from ebbtide.simulator.scenario.training_run import TrainingRun
 
 
 class PlannedFault(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A `[[fault]]`: what befalls machines of a pool, or a run's trainer.
+    """A fault at a named time, of machines of a pool or of a run's trainer."""
 
-    `kill`: they are gone without a word, so their silence tells. `crash`: their connections break at once. `drain`:
-    they get a notice of `for_s` and then are gone. `freeze`: they do nothing for `for_s`. `partition`: nobody
-    reaches them for `for_s`, and they stand still: a worker waits until its tokens are taken. `slow`: for `for_s`
-    they work at `speed` times their speed. `trainer`: the trainer of `run` dies and is back after `for_s`, at its
-    last checkpoint.
-    """
-
+    #: `"kill"`: machines are gone silently, as when power fails. `"crash"`: their connections break at once. `"drain"`:
+    #: they get a notice of `for_s` and then are gone. `"freeze"`: they do nothing for `for_s`. `"partition"`: nobody
+    #: reaches them for `for_s`, and generation pauses there, since a worker waits until its tokens are acknowledged.
+    #: `"slow"`: they work at `speed` for `for_s`. `"trainer"`: the trainer of `run` dies, and is back after `for_s` at
+    #: its last checkpoint.
     kind: Literal["kill", "crash", "drain", "freeze", "partition", "slow", "trainer"]
-    at_s: Seconds  # of the scenario, or of the step if there is one
-    step: Annotated[int, Meta(ge=0, le=1_000_000)] | None = None  # counted from 0: `at_s` counts from its begin
+    at_s: Seconds  # from the start of the scenario, or of `step`
+    step: Annotated[int, Meta(ge=0, le=1_000_000)] | None = None  # step, counted from 0, from whose start `at_s` counts
     run: Name | None = None  # whose step, or whose trainer; not needed where the scenario has one run
-    pool: Name | None = None
-    machines: Annotated[int, Meta(ge=1, le=20_000)] = 1  # drawn by the seed from those that are there
-    for_s: Seconds = 30.0
-    speed: Annotated[float, Meta(ge=0.01, le=1)] = 0.5  # a machine that is slower yet is as good as frozen
-    back_s: Seconds | None = None  # after which others take the place of those that are gone; none: never
+    pool: Name | None = None  # whose machines; not needed where the scenario has one pool
+    machines: Annotated[int, Meta(ge=1, le=20_000)] = 1  # how many, drawn by the seed from those that are there
+    for_s: Seconds = 30.0  # length of a freeze, partition, slow time or notice, or of a trainer's absence
+    speed: Annotated[float, Meta(ge=0.01, le=1)] = 0.5  # of slow machines, as a share of their own
+    back_s: Seconds | None = None  # after which others replace those that are gone; none: never
 
 
 def struck(fault: PlannedFault, index: int, present: Sequence[str], seed: int) -> list[str]:
@@ -46,17 +44,21 @@ LONGEST_H: Final = 1_000.0
 class PolicyChoice(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Who decides: Ebbtide's own code, or a rival by name. Each policy checks its own parameters."""
 
-    name: Name = "ebbtide"
-    params: dict[str, bool | int | float | str] = {}
+    name: Name = "ebbtide"  # see the table below
+    params: dict[str, bool | int | float | str] = {}  # parameters of the policy
 
 
 class ScenarioSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A scenario as its file states it."""
 
-    name: Label
-    extends: str = ""  # a scenario in the same folder, whose keys hold where this one does not state them
-    hours: Annotated[float, Meta(gt=0, le=LONGEST_H)] | None = None  # whichever comes first, time or steps
-    steps: Annotated[int, Meta(ge=1, le=1_000_000)] | None = None  # of each run that names no number itself
+    name: Label  # for reports
+    #: A scenario in the same folder. Its top-level keys hold where this file does not state them; `[[fleet]]`,
+    #: `[[run]]` and `[[fault]]` of this file replace all of that one's.
+    extends: str = ""
+    #: Virtual hours after which the simulation ends, if not by `steps` first. One of both is required; without `hours`
+    #: the simulation is given up after 1,000 h.
+    hours: Annotated[float, Meta(gt=0, le=LONGEST_H)] | None = None
+    steps: Annotated[int, Meta(ge=1, le=1_000_000)] | None = None  # of each run that states no number itself
     fleet: Annotated[tuple[MachinePool, ...], Meta(min_length=1, max_length=100)]
     run: Annotated[tuple[TrainingRun, ...], Meta(min_length=1, max_length=200)]
     fault: Annotated[tuple[PlannedFault, ...], Meta(max_length=1_000)] = ()

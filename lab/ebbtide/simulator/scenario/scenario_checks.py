@@ -6,15 +6,14 @@ from typing import Any, Final, Literal, TypeAlias
 
 from msgspec import Struct
 
-from ebbtide.checked_files.record_check import checked, suggestion
-from ebbtide.checked_files.toml_places import TomlPath
-from ebbtide.simulator.scenario.draws.workload import curve
+from ebbtide.checked_files import TomlPath, checked, suggestion
 from ebbtide.simulator.scenario.input_tables import InputTables
 from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.quantity_spec import MOST_STEP_ROLLOUTS, QuantitySpec
 from ebbtide.simulator.scenario.scenario import PlannedFault, ScenarioSpec, is_path
 from ebbtide.simulator.scenario.scenario_source import ScenarioSource
 from ebbtide.simulator.scenario.training_run import TrainingRun
+from ebbtide.simulator.scenario.workload import curve
 
 ProfileKind: TypeAlias = Literal["engine", "trainer"]
 

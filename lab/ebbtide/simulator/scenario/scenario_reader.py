@@ -7,10 +7,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from ebbtide.checked_files.record_check import checked
-from ebbtide.checked_files.refusals import FileRefused, UnreadableFile
-from ebbtide.checked_files.toml_places import TomlPath
-from ebbtide.simulator.scenario.draws.workload import curve, mean_of
+from ebbtide.checked_files import FileRefused, TomlPath, UnreadableFile, checked
 from ebbtide.simulator.scenario.input_tables import (
     InputTables,
     SpotTrace,
@@ -25,6 +22,7 @@ from ebbtide.simulator.scenario.scenario import Scenario, ScenarioSpec
 from ebbtide.simulator.scenario.scenario_checks import KnownNames, check_engines, check_names
 from ebbtide.simulator.scenario.scenario_source import ScenarioSource
 from ebbtide.simulator.scenario.training_run import TrainingRun
+from ebbtide.simulator.scenario.workload import curve, mean_of
 
 T = TypeVar("T")
 #: Arrivals and losses that a repeated trace may make.
@@ -145,3 +143,13 @@ def _build(source: ScenarioSource, known: KnownNames) -> Scenario:
     source.refuse_noted()
     parts = {name: getattr(spec, name) for name in spec.__struct_fields__}
     return Scenario(**parts, folder=str(source.folder), tables=tables)
+
+
+#: In a wheel beside this package; in a working copy where readers look for examples.
+_FOLDERS: Final = (Path(__file__).parent / "examples", Path(__file__).parents[4] / "examples" / "scenarios")
+
+
+def example_files() -> list[Path]:
+    """Returns the scenario files, by name; none if they were left out of the installation."""
+    folder = next((folder for folder in _FOLDERS if folder.is_dir()), None)
+    return sorted(folder.glob("*.toml")) if folder else []

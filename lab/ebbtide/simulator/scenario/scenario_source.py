@@ -3,10 +3,7 @@
 from pathlib import Path
 from typing import Any, Final
 
-from ebbtide.checked_files.refusals import MOST_PROBLEMS, FileRefused, Problem, UnreadableFile
-from ebbtide.checked_files.text_files import read_text
-from ebbtide.checked_files.toml_file import TomlFile
-from ebbtide.checked_files.toml_places import TomlPath
+from ebbtide.checked_files import MOST_PROBLEMS, FileRefused, Problem, TomlFile, TomlPath, UnreadableFile, read_text
 
 #: 200 runs have their place in it, and are read within 50 ms. Tables belong into files of their own.
 _MOST_BYTES: Final = 48 << 10

@@ -6,10 +6,10 @@ from msgspec import Meta, Struct
 
 from ebbtide.coordinator.dispatch.dispatch_round import DispatchRound, SlotFill, gather_s
 from ebbtide.coordinator.dispatch.unserved_work import DeadLetters, RunFailure
+from ebbtide.coordinator.forecasts.throughput import WorkerThroughput
 from ebbtide.coordinator.state.worker_session import WorkerSession
+from ebbtide.driver.group_rounds import MOST_EXCESS, GroupRounds
 from ebbtide.errors import InvalidRequest
-from ebbtide.scheduling.long_tail.rounds.group_rounds import MOST_EXCESS, GroupRounds
-from ebbtide.scheduling.throughput import WorkerThroughput
 from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.training_run import TrainingRun
 from ebbtide.simulator.world.training.step_rounds import ContinuedRounds, Rounds, WholeGroups
@@ -31,18 +31,18 @@ class EbbtideDecider(Decider):
             coordinator.trust,
             lambda _: b"",
             coordinator.run_events,
-            slice_s=settings.slice_s,
+            timeslice_s=settings.timeslice_s,
             balance=balance and settings.rebalance,
             interactive_slots=settings.interactive_slots,
         )
 
     def round(self, now: float) -> float:
-        for deed in self._rounds.turns(now):
-            match deed:
+        for action in self._rounds.steps(now):
+            match action:
                 case SlotFill():
-                    while deed.due(now) and (placements := deed.place(now)):
-                        self.coordinator.start(deed.run, placements)
-                        deed.note_turn(0.0, now)
+                    while action.due(now) and (placements := action.place(now)):
+                        self.coordinator.start(action.run, placements)
+                        action.note_turn(0.0, now)
                 case DeadLetters(run, letters):
                     self.coordinator.fail(run, letters)
                 case RunFailure(run, message):
@@ -60,14 +60,11 @@ class EbbtideDecider(Decider):
 
 
 class EbbtidePolicy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Ebbtide as it is: the coordinator's own rounds decide on placement.
+    """Ebbtide as it is: the live coordinator's own rounds. It is not told lengths or the fleet's future."""
 
-    `rounds_of_steps` and `rounds_excess` are `rounds` and `rounds_excess` of a run's `[tail]`. With "whole_groups" the
-    run's `max_staleness` bounds by how many steps later a prompt is trained.
-    """
-
+    #: As `rounds` of a run's `[tail]`. With `"whole_groups"` the run's `max_staleness` must be at least 1.
     rounds_of_steps: Literal["off", "whole_groups"] = "off"
-    rounds_excess: Annotated[float, Meta(ge=1, le=MOST_EXCESS)] = 2.0
+    rounds_excess: Annotated[float, Meta(ge=1, le=MOST_EXCESS)] = 2.0  # as `rounds_excess` of a run's `[tail]`
 
     @property
     def stream_batch(self) -> int | None:
@@ -80,7 +77,9 @@ class EbbtidePolicy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         if self.rounds_of_steps == "off":
             return WholeGroups(run.prompts, run.group)
         if run.max_staleness < 1:
-            raise InvalidRequest("must be at least 1: groups that go on are trained later", field="run.max_staleness")
+            raise InvalidRequest(
+                "must be at least 1: groups that continue are trained later", field="run.max_staleness"
+            )
         steps = run.steps or _ENDLESS
         terms = {"groups_per_step": run.prompts, "steps": steps, "max_age": run.max_staleness}
         return ContinuedRounds(GroupRounds(**terms, excess=self.rounds_excess), run.group)

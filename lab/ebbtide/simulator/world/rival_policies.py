@@ -9,9 +9,9 @@ from typing import Final
 from msgspec import Struct
 
 from ebbtide.coordinator.dispatch.installs import EngineChanges, InstallSender
-from ebbtide.coordinator.rules.host_view import admits
 from ebbtide.coordinator.rules.placement import Placement
 from ebbtide.coordinator.rules.rollout_queue import QueuedRollout
+from ebbtide.coordinator.rules.worker_view import admits
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.running_attempt import RunningAttempt
 from ebbtide.coordinator.state.worker_session import WorkerSession
@@ -67,7 +67,7 @@ class RivalDecider(Decider):
         return _GATHER_S
 
     def _ready(self, run: RunState) -> list[WorkerSession]:
-        newest = run.newest
+        newest = run.versions.newest
         sessions = self._state.serving(run.run_id)
         ready = [one for one in sessions if newest and one.version_of(run.run_id) == newest and not one.draining]
         return sorted(ready, key=lambda one: (len(one.worker_id), one.worker_id))
@@ -78,11 +78,11 @@ def fits(one: QueuedRollout, engine: WorkerSession, run: RunState) -> bool:
     return admits(one.bounds, engine.version_of(run.run_id))
 
 
-def ask_back(source: WorkerSession, target: WorkerSession, attempts: Sequence[RunningAttempt]) -> None:
+def request_release(source: WorkerSession, target: WorkerSession, attempts: Sequence[RunningAttempt]) -> None:
     """Ask a worker for attempts that shall go on at another one."""
     for attempt in attempts:
         attempt.move_to(target.worker_id)
-    source.ask_back([attempt.ref for attempt in attempts])
+    source.outbox.request_release([attempt.ref for attempt in attempts])
 
 
 class GroupTurns(RivalDecider):
@@ -98,8 +98,8 @@ class GroupTurns(RivalDecider):
 
     def place(self, run: RunState, engines: Sequence[WorkerSession], now: float) -> list[Placement]:
         del now
-        if run.newest != self._newest:  # another step's groups
-            self._newest, self._engines, self._turn = run.newest, {}, 0
+        if run.versions.newest != self._newest:  # another step's groups
+            self._newest, self._engines, self._turn = run.versions.newest, {}, 0
         present = {engine.session_id for engine in engines}
         placements = []
         for one in list(run.queue):
@@ -115,10 +115,9 @@ class GroupTurns(RivalDecider):
 
 
 class VerlPolicy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """veRL as others measured it: co-located and synchronous, whole groups in turn, nothing moves (Seer, arXiv
-    2511.14617, section 2; RLBoost, arXiv 2510.19225, section 7).
-
-    It is not told lengths, tokens made, or how many rollouts an engine has. Pools of kind "trainer" without a window
+    """veRL as others measured it (Seer, arXiv 2511.14617, section 2; RLBoost, arXiv 2510.19225, section 7): co-located
+    and synchronous, complete groups in turn, nothing moves, lost rollouts start again. It does not know lengths, tokens
+    made, or the load and speed of engines. It takes scenarios of one run. Pools of kind `"trainer"` without a window
     are its engines.
     """
 
@@ -138,9 +137,8 @@ class VerlPolicy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class RestartPolicy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Ebbtide's placement without moves, and without stored tokens: what a lost worker had is generated again.
-
-    It is not told tokens made. It knows learnt speeds for placement, as Ebbtide does.
+    """Ebbtide's placement without moves and without stored tokens: what a lost worker had is generated again. It knows
+    learnt speeds for placement, as Ebbtide does, and does not know how many tokens rollouts have.
     """
 
     @property

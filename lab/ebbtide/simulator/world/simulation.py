@@ -14,11 +14,11 @@ from ebbtide.simulator.engines.engine_profile import EngineProfile
 from ebbtide.simulator.engines.profile_files import read_profile
 from ebbtide.simulator.engines.trainer_profile import SampleLength, TrainerProfile
 from ebbtide.simulator.outcome import Outcome, SimulationBooks, SimulationProgress
-from ebbtide.simulator.scenario.draws.workload import Turn, Workload
 from ebbtide.simulator.scenario.input_tables import fixed_price
 from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.scenario import Scenario
 from ebbtide.simulator.scenario.training_run import TrainingRun
+from ebbtide.simulator.scenario.workload import Turn, Workload
 from ebbtide.simulator.world.fleet.attempt_host import FlushTerms
 from ebbtide.simulator.world.fleet.machine_pools import MachinesOfPool, PlannedFaults
 from ebbtide.simulator.world.fleet.simulated_worker import SimulatedWorker, WorkerTerms

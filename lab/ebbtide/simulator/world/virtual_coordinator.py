@@ -19,23 +19,22 @@ from ebbtide.coordinator.fleet.worker_health import WorkerTrust
 from ebbtide.coordinator.fleet.worker_registry import WorkerRegistry
 from ebbtide.coordinator.rules.placement import Placement, dead_letter_message
 from ebbtide.coordinator.rules.rollout_queue import QueuedRollout
+from ebbtide.coordinator.run_events import SilentRunEvents
 from ebbtide.coordinator.settings import CoordinatorSettings
 from ebbtide.coordinator.state.attempt_records import due_orphans, queued_again, started
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
-from ebbtide.coordinator.state.run_events import SilentRunEvents
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.running_attempt import RunningAttempt
 from ebbtide.coordinator.state.worker_reports import AttachReport
 from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.errors import InvalidRequest
-from ebbtide.scheduling.steps.step_pacing import VersionBounds
 from ebbtide.simulator.outcome import SimulationBooks
 from ebbtide.simulator.world.fleet.attempt_host import Response
 from ebbtide.simulator.world.fleet.simulated_worker import SimulatedWorker
 from ebbtide.simulator.world.fleet.version_pulls import VersionPulls
 from ebbtide.simulator.world.virtual_time import VirtualTime, VirtualWakeups
-from ebbtide.store.rollout_rows import EndReason
-from ebbtide.types.end_cause import EndCause
+from ebbtide.step_pacing import VersionBounds
+from ebbtide.types.fleet import EndCause, EndReason
 from ebbtide.types.run import BatchSpec, EnvironmentSpec, RunSpec, Sampling, ShareSpec, TailSpec
 from ebbtide.types.weights import PolicyVersion
 
@@ -198,7 +197,7 @@ class VirtualCoordinator:
         kept = self.decider.kept(rollout)
         self._books.tokens.twice += rollout.stored - kept
         rollout.stored = kept
-        limit = self.settings.barren_attempts
+        limit = self.settings.max_stalled_attempts
         if dead_letter_message(rollout.no_progress, "no token", limit=limit):
             rollout.no_progress = 0  # the driver plays the sample again
         stored, avoid, no_progress = rollout.stored, frozenset(rollout.avoid), rollout.no_progress
@@ -245,7 +244,7 @@ class VirtualCoordinator:
         session, _, superseded = self.registry.attach(hello)
         self._workers[session.session_id] = worker
         self._flushes.attached(session)
-        session.cancel(superseded)
+        session.outbox.cancel(superseded)
         return session
 
     def hear(self, session: WorkerSession, report: Struct) -> None:
@@ -254,7 +253,7 @@ class VirtualCoordinator:
     def stored(self, session: WorkerSession, attempts: Sequence[RunningAttempt], ends: Sequence[int]) -> None:
         """Store the tokens of attempts, until `ends` of each response."""
         now = self._time.now
-        session.tokens_came(now)
+        session.append_stream.tokens_came(now)
         by_run: dict[RunState, tuple[list[RunningAttempt], list[int]]] = {}
         for attempt, end in zip(attempts, ends, strict=True):
             if not attempt.started and end > attempt.start:
@@ -309,10 +308,10 @@ class VirtualCoordinator:
             batch=BatchSpec(groups_per_step=account.groups),
             tail=account.tail,
         )
-        mirror = self.state.add_run(account.name, spec)
-        with mirror.rereading():
-            mirror.reread({}, mirror.new_queue(), {})
-        mirror.note_reconciled()
+        live = self.state.add_run(account.name, spec)
+        with live.mirror.rereading():
+            live.reread({}, live.new_queue(), {})
+        live.mirror.note_reconciled()
         self._drivers[account.name] = driver
         self._max_tokens[account.name] = account.max_tokens
 
@@ -329,7 +328,7 @@ class VirtualCoordinator:
                     place=one.place,
                     since=self._time.now,
                     budget=self._max_tokens[one.run],
-                    group=run.group_place(f"{one.step}.{one.group}", one.place),
+                    group=run.episodes.group_place(f"{one.step}.{one.group}", one.place),
                     step=one.step,
                 )
             )
@@ -344,12 +343,12 @@ class VirtualCoordinator:
             session = attempt.session if attempt else None
             run.end(one.rollout_id)
             if attempt is not None and session is not None:
-                session.cancel([attempt.ref])
+                session.outbox.cancel([attempt.ref])
 
     def announce(self, run_id: str, version: int, step: int) -> None:
         self._pulls.publish(run_id, version)
         run = self.state.runs[run_id]
-        run.announce(PolicyVersion(policy=_POLICY, version=version, parent=version - 1, step=step))
+        run.versions.announce(PolicyVersion(policy=_POLICY, version=version, parent=version - 1, step=step))
 
     @property
     def unfinished(self) -> int:

@@ -9,9 +9,9 @@ from heapq import heappop, heappush
 from itertools import count
 from math import inf
 
-from ebbtide.coordinator.state.dispatch_wakeups import DispatchWakeups
+from ebbtide.coordinator.state.notifier import DispatchWakeups
 
-Deed = Callable[[], None]
+Action = Callable[[], None]
 
 
 class VirtualTime:
@@ -19,19 +19,19 @@ class VirtualTime:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self._plans: list[tuple[float, int, Deed]] = []
+        self._plans: list[tuple[float, int, Action]] = []
         self._numbers = count()
 
     def clock(self) -> float:
         """The present moment, as a function for those that read a clock."""
         return self.now
 
-    def at(self, when: float, deed: Deed) -> None:
+    def at(self, when: float, action: Action) -> None:
         """Do something at a moment; at once, but after all that is planned for now, if that has passed."""
-        heappush(self._plans, (max(when, self.now), next(self._numbers), deed))
+        heappush(self._plans, (max(when, self.now), next(self._numbers), action))
 
-    def after(self, seconds: float, deed: Deed) -> None:
-        self.at(self.now + seconds, deed)
+    def after(self, seconds: float, action: Action) -> None:
+        self.at(self.now + seconds, action)
 
     @property
     def next(self) -> float:
@@ -49,8 +49,8 @@ class VirtualTime:
 class Alarm:
     """A plan that can be put off or brought forward: only its last moment counts."""
 
-    def __init__(self, time: VirtualTime, deed: Deed) -> None:
-        self._time, self._deed = time, deed
+    def __init__(self, time: VirtualTime, action: Action) -> None:
+        self._time, self._action = time, action
         self._due = self._planned = inf
 
     @property
@@ -74,7 +74,7 @@ class Alarm:
             self.set(self._due)
             return
         self._due = inf
-        self._deed()
+        self._action()
 
 
 class VirtualWakeups(DispatchWakeups):

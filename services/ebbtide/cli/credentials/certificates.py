@@ -19,8 +19,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, load_pem_private_key
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from ebbtide.auth.credential_files import ROLE_URI, roles_of
 from ebbtide.auth.roles import Role
-from ebbtide.auth.tls import ROLE_URI, roles_of
 from ebbtide.errors import AlreadyExists, InvalidRequest
 from ebbtide.types.ids import check_id
 
@@ -70,7 +70,7 @@ def issue(folder: Path, name: str, roles: Sequence[Role], hosts: Sequence[str], 
 def renew(folder: Path, name: str, days: int) -> Path:
     """Replaces a certificate and its key by new ones with the same roles and hosts. Raises `InvalidRequest`."""
     if name == CA:
-        text = "cannot be renewed in place: make another authority, and trust both meanwhile (docs/security.md)"
+        text = "cannot be renewed in place: make another authority, and trust both meanwhile (docs/deploy/security.md)"
         raise InvalidRequest(text, field=name)
     found = read(folder, name)
     return _issue(folder, name, found.roles, [_host(host) for host in found.hosts], days or found.lifetime.days)

@@ -16,7 +16,7 @@ from ebbtide.auth.roles import OF_ONE_RUN, Role
 from ebbtide.cli.credentials.certificates import make_folder, read_file, write_file
 from ebbtide.errors import AlreadyExists, InvalidRequest
 from ebbtide.types.ids import check_session_name
-from ebbtide.types.key_usage import KeyLimits
+from ebbtide.types.session import KeyLimits
 
 _PRIVATE: Final = "tokens.key"
 _PUBLIC: Final = "tokens.pub"
@@ -27,7 +27,7 @@ _UNLIMITED: Final = KeyLimits()
 def make(folder: Path) -> Path:
     """Makes the first key of a folder. Raises `AlreadyExists` if there is one, or a public half."""
     if (folder / _PRIVATE).exists():
-        raise AlreadyExists(f"{folder} has a signing key already; --rotate makes another one beside it")
+        raise AlreadyExists(f"{folder} has a signing key already; --rotate adds another one")
     if (folder / _PUBLIC).exists():
         text = f"{folder} has public keys ({_PUBLIC}) without their {_PRIVATE}"
         raise AlreadyExists(f"{text}; name another folder, or remove them first")

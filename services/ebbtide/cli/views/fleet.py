@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _STYLES: Final = {
     WorkerState.LOST: "red",
     WorkerState.SUSPECTED: "red",
-    WorkerState.SHUNNED: "yellow",
+    WorkerState.QUARANTINED: "yellow",
     WorkerState.DRAINING: "yellow",
 }
 _RIGHT: Final = ("load", "plateau", "tok/s", "version", "heard", "tokens")
@@ -36,7 +36,7 @@ def fleet_table(workers: Sequence[Worker]) -> Table:
     `load`: its rollouts / those without a token yet / the slots that it offers. `plateau`: rollouts at which its
     throughput flattens. `tok/s`: of all rollouts / of each one with one more, as learnt.
     `heard`: seconds since its last heartbeat. `lent`, if some are borrowed: the share of time that the host lends, and
-    for how many seconds it goes on lending (+) or not lending (-). `memory`, once it was short somewhere: rollouts that
+    for how many more seconds it will lend (+) or not lend (-). `memory`, once it was short somewhere: rollouts that
     wait for the engine's memory / times that one gave it up for others / times that the engine took it by itself.
     """
     lent = any(worker.borrowed is not None for worker in workers)
@@ -63,8 +63,8 @@ def state(worker: Worker) -> str:
             words = why
         case WorkerState.READY:
             words = "generates" if worker.running else "waits for work"
-        case WorkerState.SHUNNED:
-            words = f"gets no work for {worker.shunned_s:.0f} s"
+        case WorkerState.QUARANTINED:
+            words = f"gets no work for {worker.quarantined_s:.0f} s"
         case WorkerState.LOST | WorkerState.SUSPECTED if worker.running:
             words = f"{worker.state.name.lower()} with {worker.running} rollouts"
         case WorkerState.LOST:
@@ -184,7 +184,7 @@ def _check_end(gone: Worker) -> None:
     if gone.running:
         raise EbbtideError(
             f"{gone.worker_id} was lost before it had handed over {_rollouts(gone.running)} ({why}); "
-            "they go on elsewhere after their stored tokens"
+            "they resume on other workers after their stored tokens"
         )
     if gone.state is WorkerState.SUSPECTED:
         raise EbbtideError(
@@ -223,7 +223,7 @@ def standing(worker: Worker) -> str:
         return ""
     if worker.borrowed.asleep:
         return "sleeps: its weights are not on the device"
-    return "" if worker.borrowed.granted else "stands still for its host"
+    return "" if worker.borrowed.granted else "paused for its host"
 
 
 def _drafting(worker: Worker) -> str:
@@ -246,7 +246,7 @@ def doing(worker: Worker) -> str:
             return "installs new weights"
         case WorkerState.DRAINING:
             return f"hands over {worker.running} rollouts" if worker.running else "drains"
-        case WorkerState.SHUNNED:
-            return f"gets no work for {worker.shunned_s:.0f} s"
+        case WorkerState.QUARANTINED:
+            return f"gets no work for {worker.quarantined_s:.0f} s"
         case state:
             return state.name.lower()

@@ -17,28 +17,28 @@ from ebbtide.rpc.status_table import translated
 from ebbtide.types.grants import UNKNOWN, Borrower, GuardStatus, Latency
 from ebbtide.v1.grants_pb2 import WatchGuardRequest
 from ebbtide.v1.grants_pb2_grpc import GrantsStub
-from ebbtide.wire.record_conversion import from_proto
+from ebbtide.wire import from_proto
 
 _LATENCIES: Final = ("", "p50", "p95", "p99", "target", "attained", "unloaded")
 _BORROWERS: Final = (
     "borrower", "state", "rollouts", "tokens/s", "harvested", "GPU time", "KV", "of", "memory", "weights",
-    "reclaims", "p50", "p99", "stops", "read again",
+    "reclaims", "p50", "p99", "stops", "re-prefilled",
 )  # fmt: skip
 _LEFT: Final = ("", "borrower", "state", "memory", "weights")
 _STYLES: Final = {"stopped": "red", "standing": "yellow", "away": "dim"}
 _WORDS: Final = {
-    "idle": "nothing is inside: rollouts may run",
-    "shared": "rollouts run in the slack of what is inside",
+    "idle": "no request is in flight: rollouts may run",
+    "shared": "rollouts run in the slack of the requests in flight",
     "reclaimed": "the engine is its users' alone",
     "quiet": "waits until no traffic comes",
     "blind": "nothing is known of the traffic",
     "closed": "the guard lends no more: it ends, or its log says why",
-    "held": "the trainer has its device",
+    "held": "the device is with the trainer",
     "lent": "rollouts may run until the trainer takes its device back",
     "abandoned": "rollouts may run: the trainer is gone",
     "settling": "a new guard waits for the device's owner before it lends",
 }
-#: `slack_s` while no request is inside.
+#: `slack_s` while no request is in flight.
 _NO_SLACK: Final = -1.0
 
 
@@ -65,7 +65,7 @@ def head(status: GuardStatus) -> str:
     if _of_trainer(status):
         return f"trainer's device: {status.state or 'starting'}, {lent}"
     return (
-        f"{status.model or 'served model'}: {status.state or 'starting'}, {status.inside} inside "
+        f"{status.model or 'served model'}: {status.state or 'starting'}, {status.inside} in flight "
         f"({status.waiting} wait), load {status.load:.0%}, {lent}"
     )
 
@@ -101,10 +101,10 @@ def _facts(status: GuardStatus) -> Iterator[tuple[str, str]]:
     yield "harvested", _harvested(status)
     yield "forecast", f"{forecast.share:.0%} of the next minute; this lasts {_seconds(forecast.spell_s)}"
     if served:
-        yield "disturbance", f"{forecast.disturbance:.0%} of the SLO's error budget, used lately beside rollouts"
+        yield "disturbance", f"{forecast.disturbance:.0%} of the SLO's error budget, used lately while rollouts ran"
     if status.memory_limit:
         serving, limit = amount(status.serving_kv_bytes), amount(status.memory_limit)
-        yield "memory", f"serving has {serving} of the pair's {limit} for keys and values"
+        yield "memory", f"serving has {serving} of the pair's {limit} for the KV cache"
 
 
 def _of_trainer(status: GuardStatus) -> bool:
@@ -175,7 +175,7 @@ def _harvested(status: GuardStatus) -> str:
 
 
 def _slack(status: GuardStatus) -> str:
-    return "nobody is inside" if status.slack_s == _NO_SLACK else _ms(status.slack_s)
+    return "no request is in flight" if status.slack_s == _NO_SLACK else _ms(status.slack_s)
 
 
 def _ms(seconds: float) -> str:
@@ -210,8 +210,8 @@ class GuardClient:
         except Unavailable:
             pass
         raise Unavailable(
-            f"no guard answers at {self._socket}; start one (ebbtide serving-guard --grant-dir {self._socket.parent}), "
-            "or name the folder of a running guard"
+            f"no guard answers at {self._socket}; start one (`ebbtide serve serving-guard --grant-dir "
+            f"{self._socket.parent}`), or name the folder of a running guard"
         )
 
 

@@ -101,17 +101,16 @@ def _expected(outlook: RunOutlook | None) -> Iterator[tuple[str, str]]:
     if outlook is None:
         return
     if outlook.half_s:
-        tail = f"{outlook.tail:.0%} of it while none waits"
-        yield "open ones end", f"in {clock(outlook.half_s)}, nine times in ten within {clock(outlook.ninth_s)}; {tail}"
+        half, ninth = clock(outlook.half_s), clock(outlook.ninth_s)
+        tail = f"none waits for a worker in the last {outlook.tail:.0%} of {half}"
+        yield "open rollouts", f"the last ends within {half} (50 % probability) or {ninth} (90 %); {tail}"
     for one in outlook.longest:
         rest = f"{one.expected_tokens:,} more expected, at most {one.longest_tokens:,} four times in five"
         yield "may end last", f"{one.rollout_id}: {one.stored:,} tokens, {rest}"
     if outlook.forecast:
         held = f"{outlook.covered / outlook.forecast:.1%} of {outlook.forecast:,} responses"
-        yield (
-            "forecasts",
-            f"{held} ended within their interval for 80 %; groups share {outlook.alike:.0%} of the variance",
-        )
+        shared = f"groups share {outlook.intraclass_correlation:.0%} of the variance"
+        yield "forecasts", f"{held} ended within their interval for 80 %; {shared}"
 
 
 def _served(counts: Mapping[str, int]) -> Iterator[tuple[str, str]]:
@@ -127,7 +126,7 @@ def _served(counts: Mapping[str, int]) -> Iterator[tuple[str, str]]:
 def _cut_scorings(counts: Mapping[str, int]) -> Iterator[tuple[str, str]]:
     """What the limit of scorings cut, if anything."""
     if cut := counts.get("rewards_out_of_time", 0):
-        yield "rewards", f"{cut:,} scored out of time"
+        yield "rewards", f"{cut:,} reward computations cut by tail.reward_timeout_s"
 
 
 def _migration(counts: Mapping[str, int], moves: RunMoves | None) -> Iterator[tuple[str, str]]:
@@ -140,7 +139,10 @@ def _migration(counts: Mapping[str, int], moves: RunMoves | None) -> Iterator[tu
     yield "tokens", f"{counts.get('tokens_stored', 0):,} stored"
     yield "saved", f"{saved:,} tokens that were not generated again"
     yield "lost", f"at most {lost:,} tokens, with workers that died without notice"
-    for name, what in (("detection", "from a worker's silence or loss to its notice"), ("resume", "until it goes on")):
+    for name, what in (
+        ("detection", "from a worker's silence or loss to its notice"),
+        ("resume", "until generation resumes"),
+    ):
         found = histogram(counts, name)
         if found.count:
             shares = ", ".join(f"p{share} {_bound(found.at_most(share / 100))}" for share in (50, 90, 99))
@@ -179,7 +181,7 @@ def _interval_text(below: float, last: float) -> str:
 
 
 def _bound(value: float | None) -> str:
-    return "beyond all bounds" if value is None or not math.isfinite(value) else f"≤ {value:g} s"
+    return "> the largest bucket" if value is None or not math.isfinite(value) else f"≤ {value:g} s"
 
 
 _POLL_S: Final = 0.5
@@ -192,7 +194,7 @@ _NEWS: Final = frozenset(
 
 @dataclass(frozen=True)
 class ResumedRun:
-    """A rollout that went on at another worker, after its first `offset` tokens."""
+    """A rollout that resumed on another worker, after its first `offset` tokens."""
 
     rollout: str
     source: str
@@ -214,8 +216,8 @@ class WorkerInstall:
 
     worker: str
     version: int
-    pull_s: float  # fetched beside generation
-    pause_s: float  # generation stood still
+    pull_s: float  # fetched during generation
+    pause_s: float  # generation paused
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from ebbtide.cli.waiting import Waiting
 from ebbtide.types.fleet import WorkerState
-from ebbtide.types.key_usage import KeyUsage
+from ebbtide.types.session import KeyUsage
 
 #: Workers that are not attached: what they reported last is out of date, and `running` counts what they left.
 GONE: Final = (WorkerState.LOST, WorkerState.SUSPECTED)

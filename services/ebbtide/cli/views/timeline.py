@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 from msgspec import Struct
 
-from ebbtide.claimed_runs.device_turns import HELD, LENT, RETURNING, DeviceTurn, device_turns
 from ebbtide.cli.waiting import Waiting
 from ebbtide.errors import InvalidRequest
-from ebbtide.types.run import AttemptSpan, RunEvent
+from ebbtide.types.device_turns import HELD, LENT, RETURNING, DeviceTurn, device_turns
+from ebbtide.types.run import AttemptSpan, RunEvent, WorkerChange
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,7 +35,15 @@ OWNERS: Final = {HELD: "trains", LENT: "generates", RETURNING: "returns"}
 #: Kinds of events that mark a moment of the whole run.
 _OF_RUN: Final = ("version", "rewards")
 #: States of a worker that mark a moment, as the run's events name them.
-MARKED: Final = ("draining", "lost", "suspected", "shunned", "left", "attached", "went_over")
+MARKED: Final = (
+    WorkerChange.DRAINING,
+    WorkerChange.LOST,
+    WorkerChange.SUSPECTED,
+    WorkerChange.QUARANTINED,
+    WorkerChange.LEFT,
+    WorkerChange.ATTACHED,
+    WorkerChange.WENT_OVER,
+)
 #: Least width of a span: an arrow's ends must lie inside their spans.
 _LEAST_US: Final = 2
 
@@ -67,7 +75,7 @@ class Timeline(Struct, frozen=True):
 def make_timeline(run_id: str, spans: Iterable[AttemptSpan], events: Iterable[RunEvent]) -> Timeline:
     """Makes the timeline from a run's spans and events, in any order."""
     events = sorted(events, key=lambda event: event.age_s)
-    marks = [event for event in events if event.kind in _OF_RUN or _marks_worker(event)]
+    marks = [event for event in events if event.kind in _OF_RUN or event.worker_change in MARKED]
     by_worker: dict[str, list[AttemptSpan]] = defaultdict(list)
     end_s = max((event.age_s for event in events), default=0.0)
     for span in spans:
@@ -80,10 +88,6 @@ def make_timeline(run_id: str, spans: Iterable[AttemptSpan], events: Iterable[Ru
     order = sorted(begins, key=lambda worker: (begins[worker], worker))
     lanes = {worker: pack(by_worker.get(worker, ())) for worker in order}
     return Timeline(run_id, lanes, marks, device_turns(events, end_s))
-
-
-def _marks_worker(event: RunEvent) -> bool:
-    return event.kind == "worker" and event.labels.get("state") in MARKED and "worker" in event.labels
 
 
 def pack(spans: Iterable[AttemptSpan]) -> list[Lane]:
@@ -164,7 +168,7 @@ def _arrows(timeline: Timeline, pids: Mapping[str, int]) -> Iterator[Event]:
             number += 1
             begin, duration = _microseconds(source.span)
             for phase, ts, lane in (("s", begin + duration - 1, source), ("f", _microseconds(target.span)[0], target)):
-                arrow = {"ph": phase, "id": number, "name": "goes on", "cat": "rollout", "ts": ts}
+                arrow = {"ph": phase, "id": number, "name": "resumes", "cat": "rollout", "ts": ts}
                 where = {"pid": pids[lane.span.worker_id], "tid": lane.row + 1}
                 yield arrow | where | ({"bp": "e"} if phase == "f" else {})
 
@@ -189,7 +193,7 @@ def _instant(event: RunEvent, pids: Mapping[str, int]) -> Event:
     if event.kind == "rewards":
         return common | {"name": "scored out of time", "cat": "rewards", "s": "g", "pid": _RUN_PID, "tid": 0}
     worker = event.labels["worker"]
-    name = f"{worker} {event.labels['state']}"
+    name = f"{worker} {event.worker_change}"
     return common | {"name": name, "cat": "worker", "s": "p", "pid": pids[worker], "tid": 0}
 
 
@@ -253,13 +257,13 @@ _NONE: Final = "#c8c8c8"
 #: Rows of the band of the trainer's devices, and its colours by who has them.
 _DEVICE_ROWS: Final = 4.0
 TURN_COLOURS: Final = {HELD: "#9467bd", LENT: "#2ca02c", RETURNING: "#ff7f0e"}
-_MARKS: Final[dict[str, tuple[str, str]]] = {  # state -> colour, marker
-    "lost": ("#d62728", "X"),
-    "suspected": ("#d62728", "o"),
-    "shunned": ("#ff7f0e", "s"),
-    "draining": ("#ff7f0e", "v"),
-    "left": ("#7f7f7f", "X"),
-    "went_over": ("#1f77b4", ">"),
+_MARKS: Final = {  # state -> colour, marker
+    WorkerChange.LOST: ("#d62728", "X"),
+    WorkerChange.SUSPECTED: ("#d62728", "o"),
+    WorkerChange.QUARANTINED: ("#ff7f0e", "s"),
+    WorkerChange.DRAINING: ("#ff7f0e", "v"),
+    WorkerChange.LEFT: ("#7f7f7f", "X"),
+    WorkerChange.WENT_OVER: ("#1f77b4", ">"),
 }
 
 
@@ -366,7 +370,7 @@ def _draw_marks(axes: "Axes", timeline: Timeline, offsets: Mapping[str, float]) 
                 color="#1f77b4", ha="center", va="bottom",
             )  # fmt: skip
     for state, (colour, marker) in _MARKS.items():
-        marked = [event for event in timeline.marks if event.kind == "worker" and event.labels["state"] == state]
+        marked = [event for event in timeline.marks if event.worker_change is state]
         if not marked:
             continue
         for event in marked:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ebbtide.client import Client
 
 _VERSIONS: Final = ("version", "step", "age", "dense", "", "from", "patch", "smaller", "changed", "")
-_HOLDERS: Final = ("holder", "site", "version", "", "stood still", "heard")
+_HOLDERS: Final = ("holder", "site", "version", "", "paused", "heard")
 _LINKS: Final = ("to site", "sent", "lately", "limit")
 _LEFT: Final = ("", "holder", "site", "to site")
 
@@ -55,9 +55,9 @@ def lines(state: WeightsState) -> Iterator[str]:
         told = "; ".join([f"step {row[1]}", row[3] + (f", {row[4]}" if row[4] else ""), *patches])
         yield plain(f"version {row[0]}: {told}")
     for holder in state.holders:
-        name, site, version_name, does, stood, heard = _holder_row(holder, state)
+        name, site, version_name, does, paused, heard = _holder_row(holder, state)
         at = f" at {site}" if site else ""
-        yield plain(f"{name}{at} {does} version {version_name}; stood still {stood}; heard {heard} ago")
+        yield plain(f"{name}{at} {does} version {version_name}; paused {paused}; heard {heard} ago")
     for link in state.links:
         site, sent, lately, limit = _link_row(link)
         yield plain(f"to site {site or '(unnamed)'}: {sent} sent, lately {lately}, limit {limit}")
@@ -76,7 +76,7 @@ def _version_rows(one: VersionState, state: WeightsState) -> list[tuple[str, ...
         str(info.step),
         clock(one.age_s),
         amount(one.info.size),
-        "anchor" if one.anchor else "",
+        "keyframe" if one.keyframe else "",
     )
     patches = [_patch_cells(patch, one) for patch in one.patches] or [("",) * 5]
     return [(head if not index else ("",) * len(head)) + cells for index, cells in enumerate(patches)]
@@ -94,9 +94,9 @@ def _smaller(patch: PatchState, to: VersionState) -> str:
 
 def _holder_row(one: HolderState, state: WeightsState) -> tuple[str, ...]:
     does = "has" if one.done else "fetches"
-    stood = f"{1000 * one.install_s:,.0f} ms" if one.install_s else "-"
+    paused = f"{1000 * one.install_s:,.0f} ms" if one.install_s else "-"
     version = _name(one.policy, one.version, state)
-    return (one.holder.name, one.holder.site, version, does, stood, f"{one.seen_s:.0f} s")
+    return (one.holder.name, one.holder.site, version, does, paused, f"{one.seen_s:.0f} s")
 
 
 def _link_row(one: LinkState) -> tuple[str, ...]:

@@ -1,1 +1,1 @@
-"""Answers clients' calls on runs, rollouts and leases, and checks their requests."""
+"""Answers the calls of clients and workers: each module has a service's checks, what it does, and its servicer."""

@@ -3,16 +3,28 @@
 
 import asyncio
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any, Final, TypeAlias
 
 import grpc
 import msgspec
+from google.protobuf.message import Message
 
-from ebbtide.coordinator.api.lists import ListPage
+from ebbtide.coordinator.api.calls import ListPage
 from ebbtide.coordinator.append_streams import AppendStreams
 from ebbtide.coordinator.fleet.flush_intervals import FlushIntervals
 from ebbtide.coordinator.fleet.worker_registry import WorkerRegistry
+from ebbtide.coordinator.state.worker_messages import (
+    AssignBatch,
+    Borrow,
+    CancelBatch,
+    CoordinatorMessage,
+    Drain,
+    Forecasts,
+    Forget,
+    Install,
+    Release,
+)
 from ebbtide.coordinator.state.worker_reports import (
     AttachReport,
     DrainNotice,
@@ -24,16 +36,17 @@ from ebbtide.coordinator.state.worker_reports import (
 )
 from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.errors import InvalidRequest, NotFound
-from ebbtide.types.fleet import PROTOCOL_VERSION, AttemptRef
+from ebbtide.types.fleet import PROTOCOL_VERSION, AttemptRef, FlushPace
 from ebbtide.types.ids import check_id
 from ebbtide.v1 import fleet_pb2, fleet_pb2_grpc
-from ebbtide.wire.record_conversion import from_proto, to_proto
+from ebbtide.wire import from_proto, to_proto
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
 SERVICE = "ebbtide.v1.Fleet"
 #: A worker that opens a stream must identify itself within this time.
 _HELLO_S: Final = 10.0
+#: What workers report, by the kind of the message.
 _RECORDS: Final[dict[str, type[msgspec.Struct]]] = {
     "heartbeat": HeartbeatReport,
     "installed": InstalledReport,
@@ -42,6 +55,19 @@ _RECORDS: Final[dict[str, type[msgspec.Struct]]] = {
     "released": ReleasedReport,
     "draining": DrainNotice,
 }
+#: What workers are told: the kind of each record's message.
+_KINDS: Final[dict[type[msgspec.Struct], tuple[str, type[Message]]]] = {
+    CancelBatch: ("cancel", fleet_pb2.CancelBatch),
+    Install: ("install", fleet_pb2.Install),
+    Drain: ("drain", fleet_pb2.Drain),
+    Release: ("release", fleet_pb2.Release),
+    Borrow: ("borrow", fleet_pb2.Borrow),
+    Forget: ("forget", fleet_pb2.Forget),
+    FlushPace: ("flush_interval", fleet_pb2.FlushInterval),
+    Forecasts: ("forecasts", fleet_pb2.Forecasts),
+}
+#: Bytes of assignments per message: with one more rollout of the largest size it is well under the message limit.
+_BATCH_BYTES: Final = 256 << 10
 
 
 class FleetServicer(fleet_pb2_grpc.FleetServicer):
@@ -59,8 +85,9 @@ class FleetServicer(fleet_pb2_grpc.FleetServicer):
         reason = "its stream broke"
         try:
             yield fleet_pb2.CoordinatorMessage(attached=self._attached(session, adopted, superseded))
-            while (message := await session.outbox.get()) is not None:
-                yield message
+            while (told := await session.outbox.get()) is not None:
+                for message in _messages(told):
+                    yield message
             if reader.done():
                 reason = "it closed its stream"
                 reader.result()
@@ -81,7 +108,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServicer):
                     raise InvalidRequest("only the first message may be, and must be, attach", field="kind")
                 self._fleet.hear(session, from_proto(getattr(message, kind), _RECORDS[kind], field=kind))
         finally:
-            session.stop_sending()
+            session.outbox.end()
 
     def _attached(
         self, session: WorkerSession, adopted: list[AttemptRef], superseded: list[AttemptRef]
@@ -131,3 +158,23 @@ async def _hello(requests: AsyncIterator[fleet_pb2.WorkerMessage]) -> AttachRepo
     if first.WhichOneof("kind") != "attach":
         raise InvalidRequest("the first message must be attach", field="kind")
     return from_proto(first.attach, AttachReport, field="attach")
+
+
+def _messages(told: CoordinatorMessage) -> Iterator[fleet_pb2.CoordinatorMessage]:
+    if isinstance(told, AssignBatch):
+        yield from _assignments(told)
+    else:
+        kind, message_type = _KINDS[type(told)]
+        yield fleet_pb2.CoordinatorMessage(**{kind: to_proto(told, message_type)})  # type: ignore[arg-type]
+
+
+def _assignments(told: AssignBatch) -> Iterator[fleet_pb2.CoordinatorMessage]:
+    """Rollouts in messages that are not too large."""
+    batch, size = fleet_pb2.AssignBatch(ended=told.ended), 0
+    for number, one in enumerate(told.assignments, 1):
+        assignment = to_proto(one, fleet_pb2.Assignment)
+        batch.assignments.append(assignment)
+        size += assignment.ByteSize()
+        if size >= _BATCH_BYTES or number == len(told.assignments):
+            yield fleet_pb2.CoordinatorMessage(assign=batch)
+            batch, size = fleet_pb2.AssignBatch(), 0

@@ -10,14 +10,13 @@ from typing import Final
 from msgspec import Struct
 
 from ebbtide.errors import BudgetSpent, InvalidRequest, NoCapacity, RateLimited
-from ebbtide.store.rollout_rows import AccountCharge
+from ebbtide.store.records import AccountCharge
+from ebbtide.store.sessions import ReadAccount
 from ebbtide.store.store import Store
-from ebbtide.store.topics.account_topic import ReadAccount
 from ebbtide.types.ids import check_id
-from ebbtide.types.key_usage import KeyBalance, KeyLimits, KeyUsage, MeteredKey
 from ebbtide.types.rollout import RolloutRequest
 from ebbtide.types.run import LeaseRef, is_gateway
-from ebbtide.types.session import SessionTurn
+from ebbtide.types.session import KeyBalance, KeyLimits, KeyUsage, MeteredKey, SessionTurn
 
 #: Debts are counted in thousandths, so that short times pay off something, too.
 _PARTS: Final = 1000

@@ -1,40 +1,44 @@
-"""Serves `ebbtide.v1.Rollouts`: rollouts, episodes and trajectories; deletes requests after their time."""
+"""Serves `ebbtide.v1.Rollouts`: rollouts, episodes and trajectories."""
 # ruff: noqa: N802, ARG002 - gRPC names the methods and hands each a context
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, aclosing
+from contextlib import aclosing
 from typing import Any, Final, TypeAlias
 
 import grpc
+import numpy as np
 from msgspec.structs import replace
 
-from ebbtide import telemetry
 from ebbtide.coordinator import metrics
-from ebbtide.coordinator.api.key_accounts import KeyAccounts
-from ebbtide.coordinator.api.lists import AT_ONCE, records_from_proto
-from ebbtide.coordinator.api.request_checks import (
+from ebbtide.coordinator.api.calls import (
+    AT_ONCE,
+    CoordinatorParts,
     check_batch,
     check_cursor,
     check_lease,
-    check_order,
     check_reason,
-    check_rollouts,
     check_trajectory,
-    in_doubt,
+    paced,
+    records_from_proto,
+    unconfirmed,
 )
-from ebbtide.coordinator.coordinator_parts import CoordinatorParts
+from ebbtide.coordinator.api.key_accounts import KeyAccounts
+from ebbtide.coordinator.api.sessions import RequestRetention
+from ebbtide.coordinator.attempt_transitions import changing
 from ebbtide.coordinator.fleet.worker_registry import SCORERS
 from ebbtide.coordinator.state.attempt_records import new_entry, place_of_group
 from ebbtide.coordinator.state.notifier import follow, follow_pages
 from ebbtide.coordinator.state.run_state import RunState
-from ebbtide.errors import EbbtideError, InvalidRequest, NotFound, NotReady, StoreUnavailable
-from ebbtide.rpc.caller_turns import stream_turn
-from ebbtide.store.rollout_rows import AccountCharge, RolloutState
-from ebbtide.store.unexpected_data import WritesRefused
+from ebbtide.errors import InvalidRequest, NotFound, NotReady
+from ebbtide.rpc.fair_limiter import stream_turn
+from ebbtide.store.records import AccountCharge, RolloutState, WritesRefused
+from ebbtide.types.fleet import EngineInfo
 from ebbtide.types.ids import check_id
-from ebbtide.types.key_usage import KeyUsage, MeteredKey
 from ebbtide.types.rollout import (
+    MAX_CLIENT_DIGEST,
+    MAX_NUMBER,
+    MAX_UNSETTLED,
     DropReason,
     Episode,
     FinishedRollout,
@@ -46,77 +50,11 @@ from ebbtide.types.rollout import (
     Trajectory,
     TrajectoryOutcome,
 )
-from ebbtide.types.run import LeaseRef, is_gateway
+from ebbtide.types.run import LeaseRef, check_sampling, is_gateway
+from ebbtide.types.session import KeyUsage, MeteredKey
+from ebbtide.types.tokens import TOKEN_BYTES, check_records, unpack_ids
 from ebbtide.v1 import rollouts_pb2, rollouts_pb2_grpc, runs_pb2
-from ebbtide.wire.record_conversion import from_proto, to_proto
-
-log = telemetry.get_logger(__name__)
-#: Longest time between two rounds. What is due takes store memory until then.
-_LOOK_S: Final = 5.0
-#: Rounds in the shortest of the two times.
-_ROUNDS: Final = 4
-
-
-class RequestRetention:
-    """Deletes finished requests and ended sessions after their time, and drops sessions that nobody continues.
-
-    Invariant: the store says what is due, by its own clock, so a restart delays nothing that is due by more than a
-    round. `_bare` has the runs that are known to have neither requests nor sessions: these are not asked for. It is
-    lost with the process; the next one asks for each run once.
-    """
-
-    def __init__(self, parts: CoordinatorParts) -> None:
-        self._state, self._store, self._attempts = parts.state, parts.store, parts.attempts
-        self._notifier = parts.notifier
-        self.kept_s, self.idle_s = parts.settings.request_kept_s, parts.settings.session_idle_s
-        self._bare: set[str] = set()
-
-    def note(self, run_id: str, lease: LeaseRef) -> None:
-        """Note, before a store call under this lease, that the run may have requests or sessions from now on."""
-        if is_gateway(lease.role):
-            self._bare.discard(run_id)
-
-    async def expire_for_ever(self) -> None:
-        """Look after all runs regularly, and after a store that was away soon."""
-        pause_s = min(_LOOK_S, self.kept_s / _ROUNDS, self.idle_s / _ROUNDS)
-        while True:
-            await asyncio.sleep(pause_s)
-            try:
-                await self.round()
-            except StoreUnavailable as error:
-                log.warning("store away", reason=str(error))
-
-    async def round(self) -> None:
-        """Delete what is due now, of all runs."""
-        live = self._state.at_work(self._state.clock())
-        self._bare &= self._state.runs.keys()
-        for run in live:
-            if run.run_id not in self._bare:
-                async with self._attempts.while_it_lives(run):
-                    await self._expire(run)
-
-    async def _expire(self, run: RunState) -> None:
-        self._bare.add(run.run_id)  # unless a request comes meanwhile
-        try:
-            left = True
-            while left:
-                async with run.changing():
-                    found = await self._store.sessions.expire(run.run_id, kept_s=self.kept_s, idle_s=self.idle_s)
-                    self.forget(run, found.ended)
-                left = found.due > 0
-        except BaseException:
-            self._bare.discard(run.run_id)
-            raise
-        if found.left:
-            self._bare.discard(run.run_id)
-
-    def forget(self, run: RunState, ended: list[tuple[str, str]]) -> None:
-        """Stop requests that the store cancelled, as (rollout, attempt or ""), and notify the readers of their tokens.
-        Call with the run's lock held.
-        """
-        self._attempts.over(run, ended)
-        for rollout_id, _ in ended:
-            self._notifier.notify("tokens", run.run_id, rollout_id)
+from ebbtide.wire import from_proto, to_proto
 
 
 class RolloutService:
@@ -141,14 +79,14 @@ class RolloutService:
         attached worker can do what a gateway's requests ask for `NotReady`.
         """
         run = await self._recovery.live(check_lease(lease, gateways=True).run_id)
-        check_order(order)
+        _check_order(order)
         if len(requests) > AT_ONCE:
             await self._fleet.give_way()
-        await check_rollouts(requests, self._fleet.engines(), run, lease)
+        await _check_rollouts(requests, self._fleet.engines(), run, lease)
         if is_gateway(lease.role):
             await self._check_able(run, requests)
         self._retention.note(run.run_id, lease)
-        return await self._writes.carry_out(run.changing(), lambda: self._submit(run, lease, requests, order, key))
+        return await self._writes.carry_out(changing(run), lambda: self._submit(run, lease, requests, order, key))
 
     async def _check_able(self, run: RunState, requests: Sequence[RolloutRequest]) -> None:
         """Refuse what no worker can do now. Repeats are taken: they may have their tokens already."""
@@ -187,7 +125,7 @@ class RolloutService:
         )
         for request, row in zip(requests, accepted, strict=True):
             if request.rollout_id in run.unconfirmed:
-                run.mark_stale()  # its worker continues it
+                run.mirror.mark_stale()  # its worker continues it
             elif row.outcome is SubmitOutcome.ACCEPTED:
                 group = place_of_group(run, request, row.place)
                 length = len(request.prompt_ids) // 4
@@ -195,7 +133,7 @@ class RolloutService:
                 run.admit(new_entry(request, place=row.place, group=group, length=length, now=now, step=step))
                 metrics.requests.inc(request.kind is RolloutKind.REQUEST)
             elif row.state is RolloutState.QUEUED and request.rollout_id not in run.queue:
-                run.mark_stale()  # taken by a call whose answer was lost
+                run.mirror.mark_stale()  # taken by a call whose answer was lost
         return [row.outcome for row in accepted]
 
     async def key_usage(self, run_id: str, owner: str) -> list[KeyUsage]:
@@ -230,7 +168,7 @@ class RolloutService:
 
     async def _stored_tokens(self, run_id: str, rollout_id: str, offset: int) -> TokenChunk:
         await self._recovery.live(run_id)
-        with self._in_doubt(NotFound, InvalidRequest):
+        with unconfirmed(self._state, NotFound, InvalidRequest):
             async with stream_turn():
                 return await self._store.trajectories.tokens(run_id, rollout_id, offset)
 
@@ -239,19 +177,19 @@ class RolloutService:
         check_lease(lease)
         self._check_ids(rollout_ids)
         drop_reason = check_reason(drop_reason, field="drop_reason")
-        with self._in_doubt(InvalidRequest):
+        with unconfirmed(self._state, InvalidRequest):
             acknowledge = self._store.rollouts.acknowledge
-            episodes = await acknowledge(lease, rollout_ids, drop_reason, vouched=self._state.doubtful)
+            episodes = await acknowledge(lease, rollout_ids, drop_reason, trusted=self._state.doubtful)
         if (run := self._state.runs.get(lease.run_id)) is not None:
             for episode_id in episodes:
-                run.acknowledged(episode_id)
+                run.episodes.acknowledged(episode_id)
 
     async def cancel(self, lease: LeaseRef, rollout_ids: Sequence[str], reason: str) -> None:
         """Drop rollouts in any state; workers stop generating them. Requests finish with the tokens they have."""
         run = await self._recovery.live(check_lease(lease, gateways=True).run_id)
         self._check_ids(rollout_ids)
         reason = check_reason(reason, field="reason") or DropReason.CANCELLED
-        await self._writes.carry_out(run.changing(), lambda: self._cancel(run, lease, rollout_ids, reason))
+        await self._writes.carry_out(changing(run), lambda: self._cancel(run, lease, rollout_ids, reason))
 
     async def _cancel(self, run: RunState, lease: LeaseRef, rollout_ids: Sequence[str], reason: str) -> None:
         ran = await self._store.rollouts.cancel(lease, rollout_ids, reason)
@@ -264,14 +202,14 @@ class RolloutService:
         check_batch(episodes, field="episodes")
         for index, episode in enumerate(episodes):
             _check_episode(episode, f"episodes[{index}]")
-        await self._writes.carry_out(run.changing(), lambda: self._complete_all(run, lease, episodes))
+        await self._writes.carry_out(changing(run), lambda: self._complete_all(run, lease, episodes))
 
     async def _complete_all(self, run: RunState, lease: LeaseRef, episodes: Sequence[Episode]) -> None:
         calls = [self._complete(run, lease, index, episode) for index, episode in enumerate(episodes)]
         found = await asyncio.gather(*calls, return_exceptions=True)
         self._notifier.notify("trajectories", run.run_id)
         errors = [error for error in found if error is not None]
-        # An unknown outcome is told before refusals by which nothing was done: see `RunState.changing`.
+        # An unknown outcome is told before refusals by which nothing was done: see `changing`.
         refused = min(errors, key=lambda error: isinstance(error, WritesRefused), default=None)
         try:
             if refused is not None:
@@ -281,11 +219,10 @@ class RolloutService:
 
     async def _complete(self, run: RunState, lease: LeaseRef, index: int, episode: Episode) -> None:
         try:
-            with self._in_doubt(InvalidRequest):
-                ran = await self._store.trajectories.complete(lease, episode, vouched=self._state.doubtful)
+            with unconfirmed(self._state, InvalidRequest):
+                ran = await self._store.trajectories.complete(lease, episode, trusted=self._state.doubtful)
         except InvalidRequest as error:
-            text = str(error).removeprefix(f"{error.field}: ")
-            raise InvalidRequest(text, field=f"episodes[{index}].{error.field}") from None
+            raise InvalidRequest(error.text, field=f"episodes[{index}].{error.field}") from None
         self._attempts.over(run, ran)
         self._forget(run, episode.rollout_ids)
         self._state.episode_over(run, episode.episode_id)
@@ -308,9 +245,6 @@ class RolloutService:
             check_reason(outcome.drop_reason, field=f"outcomes[{index}].drop_reason")
         await self._store.trajectories.commit(lease, outcomes)
 
-    def _in_doubt(self, *refusals: type[EbbtideError]) -> AbstractContextManager[None]:
-        return in_doubt(self._state, *refusals)
-
     def _over(self, run_id: str) -> Callable[[], bool]:
         return lambda: run_id not in self._state.runs
 
@@ -324,6 +258,99 @@ class RolloutService:
         for rollout_id in rollout_ids:
             run.end(rollout_id)
             self._notifier.notify("tokens", run.run_id, rollout_id)
+
+
+#: A rollout's prompt and tokens travel in one message when it is resumed or finished; messages are at most 4 MiB.
+_MAX_BYTES: Final = (4 << 20) - (128 << 10)
+
+
+async def _check_rollouts(
+    requests: Sequence[RolloutRequest], engines: Sequence[EngineInfo], run: RunState, lease: LeaseRef
+) -> None:
+    """Refuse rollouts that no attached engine could generate, no message could carry, or the lease is not for. What a
+    worker's context held that left may come: it waits for another.
+    """
+    spec = run.spec
+    check_batch(requests, field="rollouts")
+    _check_kinds(requests, lease)
+    context = spec.max_model_len or max(run.context, *(engine.max_model_len for engine in engines), 0)
+    vocabulary = max((engine.vocab_size for engine in engines), default=0)
+    total = index = 0
+    async for page in paced(requests):
+        for request in page:
+            _check_rollout(request, f"rollouts[{index}]", context, vocabulary)
+            total, index = total + len(request.prompt_ids), index + 1
+    if total > spec.quota_bytes:
+        raise InvalidRequest(
+            f"{total} bytes of prompts are more than the run's quota_bytes ({spec.quota_bytes}); send fewer at a time",
+            field="rollouts",
+        )
+
+
+def _check_kinds(requests: Sequence[RolloutRequest], lease: LeaseRef) -> None:
+    gateway = is_gateway(lease.role)
+    for index, request in enumerate(requests):
+        if (request.kind is RolloutKind.REQUEST) is not gateway:
+            text = "a gateway's lease takes requests only" if gateway else "only a gateway's lease takes requests"
+            raise InvalidRequest(text, field=f"rollouts[{index}].kind")
+        if request.sampling.without_logprobs and not gateway:
+            text = "the trainer needs the logprobs of what it trains on; leave it out"
+            raise InvalidRequest(text, field=f"rollouts[{index}].sampling.without_logprobs")
+
+
+def _check_rollout(request: RolloutRequest, field: str, context: int, vocabulary: int) -> None:
+    for name in ("rollout_id", "group_id", "episode_id"):
+        check_id(getattr(request, name), field=f"{field}.{name}")
+    check_sampling(request.sampling, field=f"{field}.sampling")
+    if request.max_version and request.min_version > request.max_version:
+        raise InvalidRequest(f"must be at most max_version ({request.max_version})", field=f"{field}.min_version")
+    if len(request.client_digest) > MAX_CLIENT_DIGEST:
+        raise InvalidRequest(f"must be at most {MAX_CLIENT_DIGEST} bytes", field=f"{field}.client_digest")
+    _check_prompt(request, field, context, vocabulary)
+    if request.prompt_logprobs is not None:
+        _check_scoring(request, request.prompt_logprobs, field)
+
+
+def _check_scoring(request: RolloutRequest, alternatives: int, field: str) -> None:
+    if request.kind is not RolloutKind.REQUEST:
+        raise InvalidRequest("only requests are scored; leave it out", field=f"{field}.prompt_logprobs")
+    if request.sampling.max_tokens != 1:
+        raise InvalidRequest("must be 1 where a prompt is scored", field=f"{field}.sampling.max_tokens")
+    check_records(len(request.prompt_ids) // 4, alternatives, field=f"{field}.prompt_logprobs")
+
+
+def _check_order(order: SubmitOrder) -> SubmitOrder:
+    for name in ("sequence", "settled", "step", "first_step"):
+        if (getattr(order, name) or 0) >= MAX_NUMBER:
+            raise InvalidRequest(f"must be below {MAX_NUMBER}", field=name)
+    if order.settled > order.sequence:
+        raise InvalidRequest(f"must be at most sequence ({order.sequence})", field="settled")
+    if order.sequence - order.settled >= MAX_UNSETTLED:
+        text = f"more than {MAX_UNSETTLED} submits are not settled; wait for some, or leave sequence and settled out"
+        raise InvalidRequest(text, field="settled")
+    if order.step is not None and order.step < order.first_step:
+        raise InvalidRequest(f"must be at least first_step ({order.first_step})", field="step")
+    return order
+
+
+def _check_prompt(request: RolloutRequest, field: str, context: int, vocabulary: int) -> None:
+    ids = unpack_ids(request.prompt_ids, field=f"{field}.prompt_ids")
+    if not len(ids):
+        raise InvalidRequest("must hold at least one token", field=f"{field}.prompt_ids")
+    if context and len(ids) >= context:
+        raise InvalidRequest(
+            f"{len(ids)} tokens leave no room for a response in the run's context, its max_model_len or the longest "
+            f"attached ({context})",
+            field=f"{field}.prompt_ids",
+        )
+    if vocabulary and (largest := int(np.max(ids))) >= vocabulary:
+        raise InvalidRequest(
+            f"token id {largest} is beyond the engines' vocabulary ({vocabulary}); is it another model's tokenizer?",
+            field=f"{field}.prompt_ids",
+        )
+    longest = min(request.sampling.max_tokens, context or request.sampling.max_tokens)
+    if len(request.prompt_ids) + longest * TOKEN_BYTES > _MAX_BYTES:
+        raise InvalidRequest("prompt and response would not fit into one message", field=f"{field}.sampling.max_tokens")
 
 
 def _check_episode(episode: Episode, field: str) -> None:

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from pathlib import PurePath
-from statistics import fmean
 from typing import Any, Final, TypeAlias
 
 import grpc
@@ -16,43 +15,47 @@ from msgspec import Struct
 
 from ebbtide import telemetry
 from ebbtide.auth.admission import caller_name, check_claim
-from ebbtide.coordinator.api.lists import ListPage, paced, records_from_proto
-from ebbtide.coordinator.api.request_checks import check_batch, check_cursor, check_lease, check_number
-from ebbtide.coordinator.api.work_left_reader import WorkLeftReader
-from ebbtide.coordinator.coordinator_parts import CoordinatorParts
+from ebbtide.coordinator.api.calls import (
+    CoordinatorParts,
+    ListPage,
+    check_batch,
+    check_cursor,
+    check_lease,
+    check_number,
+    paced,
+    records_from_proto,
+)
+from ebbtide.coordinator.api.remaining_work import RemainingWorkReader, run_outlook
+from ebbtide.coordinator.attempt_transitions import changing
 from ebbtide.coordinator.rules.fair_share import check_floor
 from ebbtide.coordinator.rules.move_costs import MoveLedger
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState, StoreIncarnation
 from ebbtide.coordinator.state.notifier import follow
 from ebbtide.coordinator.state.run_state import RunState
-from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.errors import InvalidRequest, LeaseSuperseded, NoCapacity, NotFound, NotReady
-from ebbtide.rpc.caller_turns import stream_turn
+from ebbtide.rpc.fair_limiter import stream_turn
 from ebbtide.rpc.run_endings import EndedRun, RunsEnded, check_held
+from ebbtide.store.records import UNEXPECTED
 from ebbtide.store.store import Store
-from ebbtide.store.unexpected_data import UNEXPECTED
 from ebbtide.types.fleet import WorkerKind
-from ebbtide.types.ids import check_id
+from ebbtide.types.ids import MAX_EVENT_BYTES, check_id, shortened
 from ebbtide.types.rollout import DropReason
 from ebbtide.types.run import (
     GATEWAY,
     ROLES,
     AttemptSpan,
     LeaseRef,
-    LongRollout,
     Run,
     RunEvent,
     RunMoves,
-    RunOutlook,
     RunShare,
     RunSpec,
     RunStatus,
     check_spec,
 )
-from ebbtide.types.text_bounds import MAX_EVENT_BYTES, shortened
 from ebbtide.types.weights import DIGEST_BYTES, PolicyVersion
 from ebbtide.v1 import runs_pb2, runs_pb2_grpc, types_pb2
-from ebbtide.wire.record_conversion import from_proto, to_proto
+from ebbtide.wire import from_proto, to_proto
 
 
 class ClaimableRun(Struct, frozen=True, kw_only=True):
@@ -310,7 +313,7 @@ class RunService:
             except (LeaseSuperseded, NotFound):  # over in the store, but not in the mirror yet
                 await self._attempts.run_over(run_id)
             except UNEXPECTED as error:
-                chosen.pause(error)
+                chosen.mirror.pause(error)
                 broken.add(chosen)
 
     async def _claimable(self, run: RunState, role: str) -> ClaimableRun | None:
@@ -319,7 +322,7 @@ class RunService:
         try:
             held = await self._store.leases.held(run_id)
         except UNEXPECTED as error:
-            run.pause(error)
+            run.mirror.pause(error)
             return None
         mine = held.pop(role, None)
         if mine is None:
@@ -371,11 +374,11 @@ class RunService:
         if len(version.root) not in {0, DIGEST_BYTES}:
             raise InvalidRequest(f"must be {DIGEST_BYTES} bytes", field="version.root")
         await self._recovery.refresh(run)  # else its event may get a number that a store that came back gave before
-        await self._writes.carry_out(run.changing(), lambda: self._announce(run, lease, version))
+        await self._writes.carry_out(changing(run), lambda: self._announce(run, lease, version))
 
     async def _announce(self, run: RunState, lease: LeaseRef, version: PolicyVersion) -> None:
         await self._store.runs.announce(lease, version)
-        run.announce(version)
+        run.versions.announce(version)
         self._notifier.notify("events", run.run_id)
         log.info("version", run_id=run.run_id, version=version.version, step=version.step)
 
@@ -410,7 +413,7 @@ SERVICE = "ebbtide.v1.Runs"
 
 
 class RunsServicer(runs_pb2_grpc.RunsServicer):
-    def __init__(self, runs: RunService, work: WorkLeftReader, *, lease_ttl_s: float) -> None:
+    def __init__(self, runs: RunService, work: RemainingWorkReader, *, lease_ttl_s: float) -> None:
         self._runs, self._work, self._ttl_s = runs, work, lease_ttl_s
 
     async def SubmitRun(self, request: runs_pb2.SubmitRunRequest, context: Context) -> runs_pb2.Run:
@@ -477,10 +480,12 @@ class RunsServicer(runs_pb2_grpc.RunsServicer):
         await self._runs.announce(lease, from_proto(request.version, PolicyVersion, field="version"))
         return runs_pb2.Empty()
 
-    async def ReadWorkLeft(self, request: runs_pb2.ReadWorkLeftRequest, context: Context) -> runs_pb2.WorkLeft:
+    async def ReadWorkLeft(
+        self, request: runs_pb2.ReadRemainingWorkRequest, context: Context
+    ) -> runs_pb2.RemainingWork:
         lease = check_lease(from_proto(request.lease, LeaseRef, field="lease"), role="trainer")
         found = await self._work.read(lease.run_id, groups=request.groups, fleet=request.fleet, wait_s=request.wait_s)
-        return to_proto(found, runs_pb2.WorkLeft)
+        return to_proto(found, runs_pb2.RemainingWork)
 
     async def ReleaseWorker(self, request: runs_pb2.ReleaseWorkerRequest, context: Context) -> runs_pb2.Empty:
         lease = from_proto(request.lease, LeaseRef, field="lease")
@@ -544,7 +549,7 @@ class RunQuota:
         who = f"user {submitter} has" if submitter else "callers whose tokens have no name have"
         raise NoCapacity(
             f"{who} {self._limit} live runs, as many as max_runs_per_user of the coordinator allows; end one "
-            "(ebbtide runs, ebbtide cancel), or ask an operator to raise it",
+            "(ebbtide run list, ebbtide run cancel), or ask an operator to raise it",
             retry_after_s=_RETRY_AFTER_S,
         )
 
@@ -566,30 +571,3 @@ class RunQuota:
         except (NotReady, *UNEXPECTED):
             return True
         return True
-
-
-def run_outlook(run: RunState, sessions: Iterable[WorkerSession]) -> RunOutlook | None:
-    """What is expected now; None while the run's responses have taught nothing. `sessions`: of the fleet."""
-    forecasts, judge = run.tail.forecasts, run.tail.judge
-    if not forecasts.known:
-        return None
-    speeds = [one.rollout_tokens_per_s for one in sessions if one.run_id == run.run_id and one.rollout_tokens_per_s]
-    speed, count = fmean(speeds) if speeds else 0.0, forecasts.coverage.count
-    return RunOutlook(
-        half_s=judge.end.half / speed if speed else 0.0,
-        ninth_s=judge.end.ninth / speed if speed else 0.0,
-        tail=judge.end.tail,
-        longest=tuple(
-            LongRollout(
-                rollout_id=name,
-                stored=attempt.stored,
-                expected_tokens=round(outlook.expected),
-                longest_tokens=round(outlook.longest),
-            )
-            for name, outlook in judge.latest
-            if (attempt := run.running.get(name)) is not None
-        ),
-        alike=forecasts.learner.alike,
-        forecast=count.ended,
-        covered=count.covered,
-    )

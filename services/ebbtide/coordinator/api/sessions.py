@@ -1,6 +1,7 @@
-"""Serves `ebbtide.v1.Sessions`: sessions of gateways' clients, and their turns."""
+"""Serves `ebbtide.v1.Sessions`: gateways' sessions, their turns and verdicts; deletes requests after their time."""
 # ruff: noqa: N802, ARG002 - gRPC names the methods and hands each a context
 
+import asyncio
 import math
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
@@ -9,29 +10,30 @@ from typing import Any, Final, TypeAlias
 import grpc
 import msgspec
 
-from ebbtide.coordinator.api.key_accounts import KeyAccounts
-from ebbtide.coordinator.api.lists import ListPage
-from ebbtide.coordinator.api.request_checks import (
+from ebbtide import telemetry
+from ebbtide.coordinator.api.calls import (
+    CoordinatorParts,
+    ListPage,
     check_cursor,
     check_lease,
     check_number,
     check_reason,
     check_trajectory,
-    in_doubt,
+    unconfirmed,
 )
-from ebbtide.coordinator.api.rollouts import RequestRetention
-from ebbtide.coordinator.coordinator_parts import CoordinatorParts
+from ebbtide.coordinator.api.key_accounts import KeyAccounts
+from ebbtide.coordinator.attempt_transitions import changing
 from ebbtide.coordinator.state.notifier import notified_or_late
 from ebbtide.coordinator.state.run_state import RunState
-from ebbtide.errors import InvalidRequest, NotFound, NotReady
-from ebbtide.rpc.caller_turns import stream_turn
+from ebbtide.errors import InvalidRequest, NotFound, NotReady, StoreUnavailable
+from ebbtide.rpc.fair_limiter import stream_turn
 from ebbtide.types.ids import check_id
-from ebbtide.types.key_usage import MeteredKey
 from ebbtide.types.run import LeaseRef, is_gateway
 from ebbtide.types.session import (
     MAX_COMPLETIONS,
     MAX_SESSION_RECORD,
     MAX_TURN_RECORD,
+    MeteredKey,
     Session,
     SessionEnd,
     SessionState,
@@ -40,9 +42,78 @@ from ebbtide.types.session import (
     UnverifiedSession,
 )
 from ebbtide.v1 import runs_pb2, sessions_pb2, sessions_pb2_grpc
-from ebbtide.wire.record_conversion import from_proto, to_proto
+from ebbtide.wire import from_proto, to_proto
 
 _NEEDS_GATEWAY: Final = "only a gateway's lease allows this; claim the run as gateway"
+
+
+log = telemetry.get_logger(__name__)
+#: Longest time between two rounds. What is due takes store memory until then.
+_LOOK_S: Final = 5.0
+#: Rounds in the shortest of the two times.
+_ROUNDS: Final = 4
+
+
+class RequestRetention:
+    """Deletes finished requests and ended sessions after their time, and drops sessions that nobody continues.
+
+    Invariant: the store says what is due, by its own clock, so a restart delays nothing that is due by more than a
+    round. `_bare` has the runs that are known to have neither requests nor sessions: these are not asked for. It is
+    lost with the process; the next one asks for each run once.
+    """
+
+    def __init__(self, parts: CoordinatorParts) -> None:
+        self._state, self._store, self._attempts = parts.state, parts.store, parts.attempts
+        self._notifier = parts.notifier
+        self.kept_s, self.idle_s = parts.settings.request_kept_s, parts.settings.session_idle_s
+        self._bare: set[str] = set()
+
+    def note(self, run_id: str, lease: LeaseRef) -> None:
+        """Note, before a store call under this lease, that the run may have requests or sessions from now on."""
+        if is_gateway(lease.role):
+            self._bare.discard(run_id)
+
+    async def expire_for_ever(self) -> None:
+        """Look after all runs regularly, and after a store that was away soon."""
+        pause_s = min(_LOOK_S, self.kept_s / _ROUNDS, self.idle_s / _ROUNDS)
+        while True:
+            await asyncio.sleep(pause_s)
+            try:
+                await self.round()
+            except StoreUnavailable as error:
+                log.warning("store away", reason=str(error))
+
+    async def round(self) -> None:
+        """Delete what is due now, of all runs."""
+        live = self._state.at_work(self._state.clock())
+        self._bare &= self._state.runs.keys()
+        for run in live:
+            if run.run_id not in self._bare:
+                async with self._attempts.while_it_lives(run):
+                    await self._expire(run)
+
+    async def _expire(self, run: RunState) -> None:
+        self._bare.add(run.run_id)  # unless a request comes meanwhile
+        try:
+            left = True
+            while left:
+                async with changing(run):
+                    found = await self._store.sessions.expire(run.run_id, kept_s=self.kept_s, idle_s=self.idle_s)
+                    self.forget(run, found.ended)
+                left = found.due > 0
+        except BaseException:
+            self._bare.discard(run.run_id)
+            raise
+        if found.left:
+            self._bare.discard(run.run_id)
+
+    def forget(self, run: RunState, ended: list[tuple[str, str]]) -> None:
+        """Stop requests that the store cancelled, as (rollout, attempt or ""), and notify the readers of their tokens.
+        Call with the run's lock held.
+        """
+        self._attempts.over(run, ended)
+        for rollout_id, _ in ended:
+            self._notifier.notify("tokens", run.run_id, rollout_id)
 
 
 class SessionService:
@@ -84,7 +155,7 @@ class SessionService:
         run = await self._recovery.live(lease.run_id)
         if key is not None:
             await self._accounts.check_turn(lease, key, session_id, turn, tokens)
-        with in_doubt(self._state, NotFound, NotReady):
+        with unconfirmed(self._state, NotFound, NotReady):
             return await self._store.sessions.add_turn(lease, session_id, owner, turn, quota_bytes=run.spec.quota_bytes)
 
     async def read_turns(self, lease: LeaseRef, session_id: str, owner: str, after: int) -> TurnPage:
@@ -93,7 +164,7 @@ class SessionService:
         check_id(session_id, field="session_id")
         _check_reader(lease, owner)
         await self._recovery.live(lease.run_id)
-        with in_doubt(self._state, NotFound):
+        with unconfirmed(self._state, NotFound):
             page = await self._store.sessions.read_turns(lease, session_id, owner, after)
         return msgspec.structs.replace(page, session=self._told(page.session))
 
@@ -105,10 +176,10 @@ class SessionService:
         _check_session(how.session_id, how.owner)
         _check_end(how)
         run = await self._recovery.live(lease.run_id)
-        return await self._writes.carry_out(run.changing(), lambda: self._end(run, lease, how))
+        return await self._writes.carry_out(changing(run), lambda: self._end(run, lease, how))
 
     async def _end(self, run: RunState, lease: LeaseRef, how: SessionEnd) -> Session:
-        with in_doubt(self._state, NotFound, InvalidRequest):
+        with unconfirmed(self._state, NotFound, InvalidRequest):
             done = await self._store.sessions.end(lease, how, quota_bytes=run.spec.quota_bytes)
         if done.session.state is not SessionState.OPEN:
             self._retention.forget(run, done.ended)
@@ -142,10 +213,10 @@ class SessionService:
         run = await self._recovery.live(lease.run_id)
 
         async def write() -> Session:
-            with in_doubt(self._state, NotFound):
+            with unconfirmed(self._state, NotFound):
                 return await self._store.sessions.verdict(lease, session_id, reward, drop_reason)
 
-        session = await self._writes.carry_out(run.changing(), write)
+        session = await self._writes.carry_out(changing(run), write)
         self._notifier.notify("trajectories", run.run_id)
         return self._told(session)
 

@@ -1,1 +1,1 @@
-"""Carries out the decisions of `scheduling`: placement, moves, shares and borrowed hosts."""
+"""Decides in rounds, by the rules and forecasts: placement, moves, shares, versions and borrowed hosts."""

@@ -20,14 +20,16 @@ from msgspec import Struct
 from ebbtide import telemetry
 from ebbtide.coordinator.dispatch.rebalancer import Rebalancer, free
 from ebbtide.coordinator.dispatch.speeds import PrefillSpeeds
-from ebbtide.coordinator.rules.host_view import HostView, may_take
+from ebbtide.coordinator.forecasts.throughput import WorkerThroughput
 from ebbtide.coordinator.rules.move_costs import leaving
+from ebbtide.coordinator.rules.worker_view import WorkerView, may_take
+from ebbtide.coordinator.run_events import RunEvents
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
-from ebbtide.coordinator.state.run_events import RunEvents
 from ebbtide.coordinator.state.run_state import RunState
+from ebbtide.coordinator.state.worker_messages import ReleaseReason
 from ebbtide.coordinator.state.worker_session import WorkerSession
-from ebbtide.scheduling.throughput import WorkerThroughput
 from ebbtide.types.fleet import WorkerState
+from ebbtide.types.run import WorkerChange
 
 #: A host is borrowed for at least so long before its cost, a recent mean, counts.
 _DWELL_S: Final = 30.0
@@ -132,7 +134,7 @@ class LenderSelection:
             return
         needed = brought > 0.0 or not lender.share
         if used_up:
-            host.cause = "its requests used up their error budget beside rollouts"
+            host.cause = "its requests used up their error budget while rollouts ran"
         elif needed:
             host.cause = f"it takes {disturbance:.0%} of the error budget, and brings {brought:.0%} of its speed"
         else:
@@ -155,8 +157,6 @@ def _filled(lender: Lender, rollouts: float) -> float:
 log = telemetry.get_logger(__name__)
 #: Hosts are judged so often: the verdict depends on means over minutes.
 _JUDGE_EVERY_S: Final = 2.0
-_RECLAIMED: Final = "its host took itself back"
-_GIVEN_UP: Final = "its host is given up"
 
 
 class BorrowedHosts:
@@ -178,15 +178,15 @@ class BorrowedHosts:
         for session in borrowed:
             self._tell(session)
             if session.given_up:
-                free(session, session.attempts.values(), _GIVEN_UP, now)
+                free(session, session.attempts.values(), ReleaseReason.HOST_GIVEN_UP, now)
 
-    def release(self, run: RunState, hosts: Sequence[tuple[WorkerSession, HostView]], now: float) -> None:
-        """Take from workers whose host was reclaimed for long what others could continue. `hosts`: the run's."""
-        reclaimed = [one for one, _ in hosts if one.attempts and (lent := one.lent(now)) is not None and lent.ripe]
+    def release(self, run: RunState, workers: Sequence[tuple[WorkerSession, WorkerView]], now: float) -> None:
+        """Take from workers whose host was reclaimed for long what others could continue. `workers`: the run's."""
+        reclaimed = [one for one, _ in workers if one.attempts and (lent := one.lent(now)) is not None and lent.ripe]
         if not reclaimed:
             return
-        takers = [host for session, host in hosts if not host.shut and not session.gone]
-        room = sum(max(0, host.slots - host.running) for host in takers if not host.held) - len(run.queue)
+        takers = [worker for session, worker in workers if not worker.shut and not session.gone]
+        room = sum(max(0, worker.slots - worker.running) for worker in takers if not worker.held) - len(run.queue)
         for session in reclaimed:
             lent = session.lent(now)
             mine = [
@@ -194,14 +194,14 @@ class BorrowedHosts:
                 for attempt in session.attempts.values()
                 if attempt.run_id == run.run_id
                 and attempt.attempt_id not in session.freed
-                and any(may_take(attempt.rollout, host) for host in takers)
+                and any(may_take(attempt.rollout, worker) for worker in takers)
             ]
             if lent is None or not mine:
                 continue
             lengths = [one.length for one in mine]
             freed = [mine[at] for at in leaving(lent, lengths, room=room, prefill=self._prefills.typical)]
             room -= len(freed)
-            free(session, freed, _RECLAIMED, now)
+            free(session, freed, ReleaseReason.HOST_RECLAIMED, now)
 
     def _tell(self, session: WorkerSession) -> None:
         verdict = self._borrowing.verdict(session.worker_id)
@@ -214,7 +214,7 @@ class BorrowedHosts:
         words = "borrowed again" if verdict.wanted else f"given up: {verdict.reason}"
         text = f"worker {session.worker_id} is {words}"
         log.info("borrowing", worker_id=session.worker_id, wanted=verdict.wanted, reason=verdict.reason)
-        self._run_events.of_worker(session, text, "borrowed" if verdict.wanted else "given_up")
+        self._run_events.of_worker(session, text, WorkerChange.BORROWED if verdict.wanted else WorkerChange.GIVEN_UP)
 
     def _lender(self, session: WorkerSession) -> Lender:
         said = session.beat.borrowed
@@ -232,7 +232,7 @@ class BorrowedHosts:
     def _wanting(self) -> int:
         """Rollouts, queued or at borrowed workers, that no other worker has a free slot for."""
         steady = [one for one in self._state.sessions.values() if not one.borrowed and not one.draining]
-        free = sum(max(0, one.slots - len(one.attempts)) for one in steady if one.state is not WorkerState.SHUNNED)
+        free = sum(max(0, one.slots - len(one.attempts)) for one in steady if one.state is not WorkerState.QUARANTINED)
         waiting = sum(len(run.queue) for run in self._state.runs.values())
         lent = sum(len(one.attempts) for one in self._state.sessions.values() if one.borrowed)
         return max(0, waiting + lent - free)

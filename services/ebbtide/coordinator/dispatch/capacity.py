@@ -7,11 +7,11 @@ from typing import Final
 
 from msgspec import Struct
 
+from ebbtide.coordinator.forecasts.length_learner import LengthCurve
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.worker_reports import HeartbeatReport
 from ebbtide.coordinator.state.worker_session import WorkerSession
-from ebbtide.scheduling.long_tail.length_learner import LengthCurve
 
 #: Lengths of responses for which the peak is tabulated, each so many times the one before.
 _GROWTH: Final = 1.25
@@ -86,7 +86,7 @@ class _Table(Struct):
         return self.prompts / max(1, self.rollouts)
 
 
-class MemoryOffers:
+class SlotLimits:
     """Has each worker offer as many slots as its memory holds rollouts of its run, up to those that it is set to.
 
     Invariant: `_beats` has the last heartbeat of each worker that was looked at, and `_peaks` a table for each run.
@@ -133,7 +133,7 @@ class MemoryOffers:
         if known is None:
             waiting = next(iter(run.queue), None)
             prompt = float(waiting.length - waiting.made) if waiting is not None else 0.0
-            known = self._peaks[run.run_id] = _Table(PeakTokens(run.tail.lengths, prompt), now)
+            known = self._peaks[run.run_id] = _Table(PeakTokens(run.lengths.curve, prompt), now)
         elif now - known.made >= _TABLE_S and known.rollouts:
-            known = self._peaks[run.run_id] = _Table(PeakTokens(run.tail.lengths, known.prompt), now)
+            known = self._peaks[run.run_id] = _Table(PeakTokens(run.lengths.curve, known.prompt), now)
         return known

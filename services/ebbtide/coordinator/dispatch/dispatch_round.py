@@ -1,16 +1,16 @@
 """Decides what each worker serves, installs and generates: shows the state to the rules, in order.
 
 The coordinator and a simulator call the same rounds. A round has no clock, no store and no event loop: it changes the
-model where a decision is a message to a worker, and yields what needs the store. For example, with a store in memory:
+state where a decision is a message to a worker, and yields what needs the store. For example, with a store in memory:
 
-    for deed in rounds.turns(now):
-        match deed:
+    for action in rounds.steps(now):
+        match action:
             case SlotFill():
-                while deed.due(now) and (placements := deed.place(now)):
+                while action.due(now) and (placements := action.place(now)):
                     for one in placements:
-                        session, queued = state.sessions[one.worker_id], deed.run.take_queued(one.rollout_id)
-                        deed.run.start(started(deed.run, queued, ..., now=now), session)
-                    deed.note_turn(0.0, now)
+                        session, queued = state.sessions[one.session_id], action.run.take_queued(one.rollout_id)
+                        action.run.start(started(action.run, queued, ..., now=now), session)
+                    action.note_turn(0.0, now)
 
 The next round begins `gather_s` after a change, or after `pause_s`; at once if that is 0.
 """
@@ -20,23 +20,24 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar, Final, NamedTuple, TypeAlias
 
 from ebbtide.coordinator.dispatch.borrowed_hosts import BorrowedHosts
-from ebbtide.coordinator.dispatch.capacity import MemoryOffers
-from ebbtide.coordinator.dispatch.forecast_sender import ForecastSender
+from ebbtide.coordinator.dispatch.capacity import SlotLimits
 from ebbtide.coordinator.dispatch.installs import EngineChanges, InstallSender
 from ebbtide.coordinator.dispatch.rebalancer import Rebalancer, borrowable
 from ebbtide.coordinator.dispatch.speeds import PrefillSpeeds
 from ebbtide.coordinator.dispatch.unserved_work import DeadLetters, RunFailure, UnservedWork
 from ebbtide.coordinator.dispatch.worker_allocator import WorkerAllocator
 from ebbtide.coordinator.fleet.worker_health import WorkerTrust
-from ebbtide.coordinator.rules.host_view import HostView
+from ebbtide.coordinator.forecasts.throughput import WorkerThroughput
 from ebbtide.coordinator.rules.overload import Work
 from ebbtide.coordinator.rules.placement import Placement, place
 from ebbtide.coordinator.rules.rollout_queue import QueuedRollout
+from ebbtide.coordinator.rules.worker_view import WorkerView
+from ebbtide.coordinator.run_events import RunEvents
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
-from ebbtide.coordinator.state.run_events import RunEvents
 from ebbtide.coordinator.state.run_state import RunState
+from ebbtide.coordinator.state.running_attempt import AttemptForecast, RunningAttempt
+from ebbtide.coordinator.state.worker_messages import Forecast, Forecasts
 from ebbtide.coordinator.state.worker_session import WorkerSession
-from ebbtide.scheduling.throughput import WorkerThroughput
 
 #: Pause after the first change, so that a burst is decided in one round. A round looks at all workers: with more than
 #: `_GATHER_FLEET` of them it is longer in proportion, up to `_GATHER_MOST_S`.
@@ -111,16 +112,16 @@ class StartPacing:
 
 #: A person reads an answer, and asks again within about so long.
 ASKED_LATELY_S: Final = 120.0
-#: At most one in so many slots is kept. Fleets with fewer slots keep none.
+#: At most one in so many slots is reserved. Fleets with fewer slots reserve none.
 _ONE_IN: Final = 8
 
 
-def kept_slots(total: int, running: int, *, most: int, asked_s: float) -> int:
+def reserved_slots(total: int, running: int, *, most: int, asked_s: float) -> int:
     """Slots that batch rollouts leave free. `total`: slots of the run's workers; `running`: interactive rollouts in
     them, which have their slots already; `asked_s`: seconds since an interactive rollout was queued.
 
-    Where all slots are full of batch rollouts, a person waits until one of these ends. A kept slot takes that wait
-    away. It costs throughput, so slots are kept only while people ask, and only a small part of all.
+    Where all slots are full of batch rollouts, a person waits until one of these ends. A reserved slot takes that
+    wait away. It costs throughput, so slots are reserved only while people ask, and only a small part of all.
     """
     if asked_s > ASKED_LATELY_S:
         return 0
@@ -134,11 +135,11 @@ _SPARE: Final = 64
 class _Seen(NamedTuple):
     revision: int
     lesson: int  # -1: the speeds of others do not matter
-    view: HostView | None  # None: it has no version of the run that it serves, or may get nothing
+    view: WorkerView | None  # None: it has no version of the run that it serves, or may get nothing
 
 
-class HostViews:
-    """Shows workers to the decisions as hosts.
+class WorkerViews:
+    """Shows workers to the decisions, as views of their sessions.
 
     Invariant: a session's view is that of its present `revision`; with free slots and a typical worker's rate for its
     own, that of the last lesson on speeds, too. Lost with the process, and made again.
@@ -154,12 +155,12 @@ class HostViews:
         self._state, self._trust, self._moves, self._prefills = state, trust, moves, prefills
         self._seen: dict[str, _Seen] = {}
 
-    def of(self, run: RunState, now: float) -> list[tuple[WorkerSession, HostView]]:
+    def of(self, run: RunState, now: float) -> list[tuple[WorkerSession, WorkerView]]:
         """The workers that have a version of the run and may get its rollouts, full ones too."""
         steady_only = run.spec.borrow.max_rollouts == 0
         quarantined = self._trust.quarantined(now)
         lesson, seen = self._moves.lesson, self._seen
-        found: list[tuple[WorkerSession, HostView]] = []
+        found: list[tuple[WorkerSession, WorkerView]] = []
         for session in self._state.serving(run.run_id):
             known = seen.get(session.session_id)
             if known is None or known.revision != session.revision or known.lesson not in {lesson, -1}:
@@ -169,18 +170,18 @@ class HostViews:
             found.append((session, known.view))
         return found
 
-    def coming(self, run: RunState, now: float) -> list[HostView]:
-        """Workers that get a version soon, as full hosts: for rollouts that avoid all others. Call `of` first."""
+    def coming(self, run: RunState, now: float) -> list[WorkerView]:
+        """Workers that get a version soon, as full ones: for rollouts that avoid all others. Call `of` first."""
         steady_only = run.spec.borrow.max_rollouts == 0
         unready = [one for one in self._state.serving(run.run_id) if self._seen[one.session_id].view is None]
         return [
-            HostView(
-                worker_id=session.session_id,
-                name=session.worker_id,
+            WorkerView(
+                session_id=session.session_id,
+                worker_id=session.worker_id,
                 slots=1,
                 running=1,
-                installed=run.newest,
-                target=run.newest,
+                installed=run.versions.newest,
+                target=run.versions.newest,
                 max_model_len=session.hello.engine.max_model_len,
                 scores=session.scores_prompts,
                 min_p=session.samples_min_p,
@@ -196,17 +197,17 @@ class HostViews:
         if len(self._seen) > 2 * len(self._state.sessions) + _SPARE:
             self._seen = {name: one for name, one in self._seen.items() if name in self._state.sessions}
         serves = _ready(run, session) and not session.draining and not session.given_up
-        view = self._host(run, session) if serves else None
+        view = self._view(run, session) if serves else None
         alone = view is None or view.running >= view.slots or self._moves.knows(session)
         seen = self._seen[session.session_id] = _Seen(session.revision, -1 if alone else self._moves.lesson, view)
         return seen
 
-    def _host(self, run: RunState, session: WorkerSession) -> HostView:
+    def _view(self, run: RunState, session: WorkerSession) -> WorkerView:
         pending, running, slots = len(session.pending), len(session.attempts), session.slots
         said = session.beat.borrowed if session.borrowed else None
-        return HostView(
-            worker_id=session.session_id,
-            name=session.worker_id,
+        return WorkerView(
+            session_id=session.session_id,
+            worker_id=session.worker_id,
             slots=slots,
             running=running,
             pending=pending,
@@ -239,7 +240,7 @@ _PLACE_AT_ONCE: Final = 128
 class SlotFill:
     """Gives a run's queued rollouts to its workers' free slots, batch by batch.
 
-    While `due`, the caller takes the run's lock, calls `place`, and starts what that returns; nothing ends the deed.
+    While `due`, the caller takes the run's lock, calls `place`, and starts what that returns; nothing ends the action.
     Then it tells by `note_turn` how long others had their turn.
     """
 
@@ -247,7 +248,7 @@ class SlotFill:
         self,
         run: RunState,
         state: CoordinatorState,
-        hosts: HostViews,
+        views: WorkerViews,
         starts: StartPacing,
         now: float,
         *,
@@ -255,10 +256,10 @@ class SlotFill:
     ) -> None:
         """`interactive_slots`: see the settings."""
         self.run: Final = run
-        self._state, self._hosts, self._starts = state, hosts, starts
+        self._state, self._views, self._starts = state, views, starts
         self._now = now
         self._interactive_slots = interactive_slots
-        self.kept = 0  # slots that the last batch left free for interactive rollouts
+        self.reserved = 0  # slots that the last batch left free for interactive rollouts
         self.slowed = False  # the last batch made the caller hold starts
 
     @property
@@ -269,21 +270,19 @@ class SlotFill:
     def due(self, now: float) -> bool:
         """Whether there may be something to place."""
         self._now, run = now, self.run
-        return bool(run.queue) and not run.stale and self._state.has_room(run.run_id) and not self.held
+        return bool(run.queue) and not run.mirror.stale and self._state.has_room(run.run_id) and not self.held
 
     def place(self, now: float) -> list[Placement]:
-        """The next batch; empty if nothing fits. Call with the run's lock held: workers may leave while it is awaited.
-        A placement's `worker_id` is a session's id.
-        """
+        """The next batch; empty if nothing fits. Call with the run's lock held: workers may leave meanwhile."""
         self._now, run = now, self.run
-        served = self._hosts.of(run, now)
-        hosts = [host for _, host in served]
-        if all(host.running >= host.slots for host in hosts):
+        served = self._views.of(run, now)
+        workers = [worker for _, worker in served]
+        if all(worker.running >= worker.slots for worker in workers):
             return []
         return place(
             run.queue,
-            hosts + self._hosts.coming(run, now),
-            run.prefixes,
+            workers + self._views.coming(run, now),
+            run.episodes.prefixes,
             at_most=_PLACE_AT_ONCE,
             rest=self._rest,
             borrowable=borrowable(run),
@@ -294,18 +293,18 @@ class SlotFill:
 
     def _rest(self, one: QueuedRollout) -> float:
         """Tokens that a rollout will probably still make: its budget or the run's context ends it."""
-        rest = self.run.tail.rest(one, one.made, one.budget or None)
+        rest = self.run.lengths.rest(one, one.made, one.budget or None)
         return min(rest, max(0, context - one.length)) if (context := self.run.context) else rest
 
-    def _batch_slots(self, served: Sequence[tuple[WorkerSession, HostView]]) -> float:
-        """Most placements of batch rollouts: the others' free slots are kept."""
+    def _batch_slots(self, served: Sequence[tuple[WorkerSession, WorkerView]]) -> float:
+        """Most placements of batch rollouts: the reserved slots stay free."""
         running = sum(session.interactive for session, _ in served)
-        total = sum(host.slots for _, host in served)
+        total = sum(worker.slots for _, worker in served)
         asked_s = self._now - self.run.asked_at
-        self.kept = kept_slots(total, running, most=self._interactive_slots, asked_s=asked_s)
-        if not self.kept:
+        self.reserved = reserved_slots(total, running, most=self._interactive_slots, asked_s=asked_s)
+        if not self.reserved:
             return math.inf
-        return sum(max(0, host.slots - host.running) for _, host in served if not host.shut) - self.kept
+        return sum(max(0, worker.slots - worker.running) for _, worker in served if not worker.shut) - self.reserved
 
     def note_turn(self, turn_s: float, now: float) -> None:
         """Note how long others had their turn after a batch."""
@@ -313,8 +312,55 @@ class SlotFill:
         self.slowed = self._starts.note_turn(turn_s, now)
 
 
+#: A worker is told so often, at most.
+_TELL_EVERY_S: Final = 1.0
+#: Sessions in one round: with 64 rollouts each they take some two milliseconds.
+_TOLD_AT_ONCE: Final = 16
+CAPABILITY: Final = "forecasts"
+
+
+class ForecastSender:
+    """Tells workers what their rollouts have still to come, once that has changed much since they were told.
+
+    Only workers with the capability `forecasts` hear of it, each once a second at most. In a large fleet some have
+    their turn in each round.
+
+    Invariant: `_looked` has when each session had its turn. Lost with the process: assignments and attachments tell
+    anew.
+    """
+
+    def __init__(self, state: CoordinatorState) -> None:
+        self._state = state
+        self._looked: dict[str, float] = {}
+        self._turns: Iterator[str] = iter(())
+        self.heard = False  # some worker listens, as of the last turn
+
+    def send(self, now: float) -> None:
+        """Tell the next workers what has changed."""
+        for _ in range(min(_TOLD_AT_ONCE, len(self._state.sessions))):
+            session_id = next(self._turns, "")
+            if not session_id:
+                listening = [one.session_id for one in self._state.sessions.values() if _listens(one)]
+                self._turns, self.heard = iter(listening), bool(listening)
+                self._looked = {name: at for name, at in self._looked.items() if name in self._state.sessions}
+                return
+            session = self._state.sessions.get(session_id)
+            if session is not None and now - self._looked.get(session_id, -_TELL_EVERY_S) >= _TELL_EVERY_S:
+                self._looked[session_id] = now
+                if changed := [_forecast(one, news) for one in session.attempts.values() if (news := one.news())]:
+                    session.outbox.send(Forecasts(tuple(changed)))
+
+
+def _listens(session: WorkerSession) -> bool:
+    return CAPABILITY in session.hello.capabilities and not session.gone
+
+
+def _forecast(attempt: RunningAttempt, news: AttemptForecast) -> Forecast:
+    return Forecast(attempt.attempt_id, news.expected_tokens, news.longest_tokens, news.stored)
+
+
 #: None: others should have their turn.
-Deed: TypeAlias = SlotFill | DeadLetters | RunFailure | None
+Action: TypeAlias = SlotFill | DeadLetters | RunFailure | None
 
 
 #: Of a mirror that was read again, so many pages are taken in a round.
@@ -322,8 +368,8 @@ _PAGES: Final = 16
 
 
 class DispatchRound:
-    """`public_key`: of a run's publisher, for its installs; `slice_s`, `balance`, `interactive_slots`: `slice_s`,
-    `rebalance` and `interactive_slots` of the coordinator's settings.
+    """`public_key`: of a run's publisher, for its installs; `timeslice_s`, `balance`, `interactive_slots`:
+    `timeslice_s`, `rebalance` and `interactive_slots` of the coordinator's settings.
     """
 
     #: What gives a run's rollouts to its workers.
@@ -336,7 +382,7 @@ class DispatchRound:
         public_key: Callable[[str], bytes],
         run_events: RunEvents,
         *,
-        slice_s: float,
+        timeslice_s: float,
         balance: bool = True,
         interactive_slots: int = 0,
     ) -> None:
@@ -346,23 +392,23 @@ class DispatchRound:
         self._borrowed = BorrowedHosts(state, self._moves, self._prefills, run_events)
         changes = EngineChanges(state)
         self._allocator = WorkerAllocator(
-            state, trust, self._moves, changes, self._prefills, run_events, slice_s=slice_s
+            state, trust, self._moves, changes, self._prefills, run_events, timeslice_s=timeslice_s
         )
-        self._memory = MemoryOffers(state)
-        self._hosts = HostViews(state, trust, self._moves, self._prefills)
+        self._memory = SlotLimits(state)
+        self._views = WorkerViews(state, trust, self._moves, self._prefills)
         self._installs = InstallSender(state, changes, public_key)
         self._forecasts = ForecastSender(state)
         self._unserved = UnservedWork(state, trust, changes, run_events)
         self._pacing, self._starts = RoundPacing(), StartPacing()
         self._interactive_slots = interactive_slots
-        self._kept: dict[str, int] = {}
+        self._reserved: dict[str, int] = {}
         self._reading = False  # some run's mirror was read again, and is still being taken
         self._last_started = ""  # the run that got the last rollouts before starts were held
 
     @property
-    def kept_slots(self) -> int:
+    def reserved_slots(self) -> int:
         """Slots that the last round left free for interactive rollouts, of all runs."""
-        return sum(self._kept.values())
+        return sum(self._reserved.values())
 
     def speed(self, session: WorkerSession) -> tuple[WorkerThroughput | None, float]:
         """A worker's learnt speed, if any, and the mean context of its rollouts."""
@@ -372,11 +418,11 @@ class DispatchRound:
         """Seconds until the next round if nothing changes; 0.0: it is to begin at once, and to gather no changes."""
         return 0.0 if self._reading else self._pacing.pause_s(self._starts.held_s(now))
 
-    def turns(self, now: float) -> Iterator[Deed]:
-        """One round, begun now: allot workers, send versions, fill free slots, move rollouts. The caller does each deed
-        before it goes on. A round that is not run to its end is left as it is; the next one makes up for it.
+    def steps(self, now: float) -> Iterator[Action]:
+        """One round, begun now: allot workers, send versions, fill free slots, move rollouts. The caller does each
+        action before it goes on. A round that is not run to its end is left as it is; the next one makes up for it.
         """
-        self._kept.clear()
+        self._reserved.clear()
         self._reading = False
         if self._pacing.arranges(now):
             yield from self._arrange(now)
@@ -394,30 +440,32 @@ class DispatchRound:
         for run in self._in_turn(now):
             yield from self._serve(run, now, balance=balance)
 
-    def _serve(self, run: RunState, now: float, *, balance: bool) -> Iterator[Deed]:
+    def _serve(self, run: RunState, now: float, *, balance: bool) -> Iterator[Action]:
         """A run's part of the round."""
         heard = self._forecasts.heard
         pages = 0
-        while not (run.stale or run.ended or self._state.sheds(Work.FORECASTS)) and run.foresee(now, heard=heard):
+        while not (run.mirror.stale or run.ended or self._state.sheds(Work.FORECASTS)) and run.foresee(
+            now, heard=heard
+        ):
             yield None
             pages += 1
             if pages == _PAGES:  # other runs are served meanwhile, and the lease is renewed
                 self._reading = True
                 return
         fill = self.fill_class(
-            run, self._state, self._hosts, self._starts, now, interactive_slots=self._interactive_slots
+            run, self._state, self._views, self._starts, now, interactive_slots=self._interactive_slots
         )
         if fill.due(now):
             self._unserved.note_context(run)  # a longer one may have come since, and with it what needs it
             yield fill
-        self._kept[run.run_id] = fill.kept
+        self._reserved[run.run_id] = fill.reserved
         if fill.slowed:
             self._last_started = run.run_id
-        if balance and not run.stale and not run.ended:  # what is still queued fits nowhere, or waits for others
-            hosts = self._hosts.of(run, now)
-            self._borrowed.release(run, hosts, now)
+        if balance and not run.mirror.stale and not run.ended:  # what is still queued fits nowhere, or waits for others
+            workers = self._views.of(run, now)
+            self._borrowed.release(run, workers, now)
             if not fill.held and not self._state.sheds(Work.MOVES):  # free slots are for what is queued
-                self._moves.decide(run, hosts, now, kept_slots=fill.kept)
+                self._moves.decide(run, workers, now, reserved_slots=fill.reserved)
             yield None
 
     def _in_turn(self, now: float) -> list[RunState]:
@@ -426,15 +474,15 @@ class DispatchRound:
         first = next((i + 1 for i, run in enumerate(runs) if run.run_id == self._last_started), 0)
         return runs[first:] + runs[:first]
 
-    def _arrange(self, now: float) -> Iterator[Deed]:
+    def _arrange(self, now: float) -> Iterator[Action]:
         """Allot workers and send versions; end rollouts and runs that no worker can serve."""
         self._allocator.decide(now)
         yield None
         measure = self._pacing.measures(now)
         for run in self._state.at_work(now):
             self._installs.send(run, now)
-            if not run.stale:  # who reads it has its lock
-                yield from self._unserved.deeds(run, now, measure=measure)
+            if not run.mirror.stale:  # who reads it has its lock
+                yield from self._unserved.actions(run, now, measure=measure)
             self._unserved.warn_if_lacking(run, now, measure=measure)
             yield None
         self._unserved.forget_ended()

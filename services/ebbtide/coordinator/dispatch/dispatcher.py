@@ -1,7 +1,8 @@
 """Puts decisions into practice: runs the rounds, does in the store what they yield, and keeps the workers judged.
 
-Three loops run. `decide` acts on changes; `reap` re-queues orphans and deletes ended runs; both retry while the store
-is away. `watch` judges the workers, and waits only for the clock.
+Four loops run. `decide` acts on changes; `reap` re-queues orphans and deletes ended runs; both retry while the store
+is away. `watch` judges the workers, and waits only for the clock. `lag` sees how late
+the event loop is, and what gives way meanwhile.
 """
 
 import asyncio
@@ -11,12 +12,13 @@ from typing import Final
 
 from ebbtide import telemetry
 from ebbtide.coordinator import metrics
-from ebbtide.coordinator.dispatch.dispatch_round import TICK_S, Deed, DispatchRound, SlotFill, gather_s
+from ebbtide.coordinator.attempt_transitions import AttemptTransitions, changing
+from ebbtide.coordinator.dispatch.dispatch_round import TICK_S, Action, DispatchRound, SlotFill, gather_s
 from ebbtide.coordinator.dispatch.unserved_work import DeadLetters, RunFailure
 from ebbtide.coordinator.fleet.worker_registry import WorkerRegistry
-from ebbtide.coordinator.rules.overload import Work
+from ebbtide.coordinator.rules.overload import TICK_S as LAG_TICK_S
+from ebbtide.coordinator.rules.overload import Overload, Work
 from ebbtide.coordinator.run_recovery import RunRecovery
-from ebbtide.coordinator.state.attempt_transitions import AttemptTransitions
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.errors import StoreUnavailable
@@ -67,7 +69,7 @@ class Dispatcher:
             if now - observed >= _OBSERVE_EVERY_S and not self._state.sheds(Work.VIEWS):
                 observed = now
                 metrics.observe(self._state.runs.values(), self._fleet.workers())
-                metrics.interactive_slots.set(self._rounds.kept_slots)
+                metrics.interactive_slots.set(self._rounds.reserved_slots)
 
     async def reap_for_ever(self) -> None:
         next_due = math.inf
@@ -87,13 +89,13 @@ class Dispatcher:
         """One round, after stale mirrors were read again. One that takes long is read on while others are served."""
         await self._recovery.try_skipped()
         await self._read_stale()
-        for deed in self._rounds.turns(self._state.clock()):
-            await self._do(deed)
+        for action in self._rounds.steps(self._state.clock()):
+            await self._do(action)
 
     async def _read_stale(self) -> None:
         begun, reading = list[asyncio.Task[None]](), None
         for run in self._state.at_work(now := self._state.clock()):
-            if not run.stale:
+            if not run.mirror.stale:
                 await self._read(run)  # which waits for nothing
             elif run not in self._readings and not self._attempts.refused(run, now):
                 reading = self._readings[run] = asyncio.create_task(self._read(run), name=f"refresh {run.run_id}")
@@ -118,30 +120,68 @@ class Dispatcher:
         if not reading.cancelled() and (error := reading.exception()) is not None:
             log.debug("run not read", run_id=run.run_id, reason=str(error))
 
-    async def _do(self, deed: Deed) -> None:
-        if deed is None:
+    async def _do(self, action: Action) -> None:
+        if action is None:
             await asyncio.sleep(0)
             return
-        if self._attempts.refused(deed.run, self._state.clock()):
+        if self._attempts.refused(action.run, self._state.clock()):
             return
-        async with self._attempts.while_it_lives(deed.run):
-            match deed:
+        async with self._attempts.while_it_lives(action.run):
+            match action:
                 case SlotFill():
-                    await self._fill(deed)
+                    await self._fill(action)
                 case DeadLetters(run, letters):
                     await self._attempts.dead_letter(run, letters)
                 case RunFailure(run, message):
                     await self._attempts.end_run(run.run_id, RunStatus.FAILED, message, drop=DropReason.RUN_ENDED)
 
-    async def _fill(self, deed: SlotFill) -> None:
+    async def _fill(self, action: SlotFill) -> None:
         clock = self._state.clock
-        while deed.due(clock()):
-            async with deed.run.changing():
-                placements = deed.place(clock())
+        while action.due(clock()):
+            async with changing(action.run):
+                placements = action.place(clock())
                 if not placements:
                     return
-                await self._attempts.start(deed.run, placements, self._state.sessions)
+                await self._attempts.start(action.run, placements, self._state.sessions)
             began = clock()
             await asyncio.sleep(0)
             turn_s = (now := clock()) - began
-            deed.note_turn(max(turn_s, self._state.overload.behind_s), now)
+            action.note_turn(max(turn_s, self._state.overload.behind_s), now)
+
+
+#: The lag's gauge shows the largest of so many ticks: a second.
+_SHOWN: Final = round(1 / LAG_TICK_S)
+
+
+async def watch_lag(state: CoordinatorState) -> None:
+    """Note each turn of the loop, for ever."""
+    overload, told, largest, ticks = state.overload, 0, 0.0, 0
+    _show(overload)  # each kind has its gauge before any gives way
+    while True:
+        overload.ticked(now := state.clock())
+        largest, ticks = max(largest, overload.lag_s), ticks + 1
+        if ticks == _SHOWN:
+            metrics.loop_lag.set(largest)
+            metrics.heartbeat_delay.set(overload.delay_s)
+            largest, ticks = 0.0, 0
+        if overload.level != told:
+            state.shed(overload.level)
+            _show(overload)
+            _tell(overload, now, more=overload.level > told)
+            told = overload.level
+        await asyncio.sleep(LAG_TICK_S)
+
+
+def _show(overload: Overload) -> None:
+    for work in Work:
+        metrics.shedding.labels(work.name.lower()).set(work <= overload.level)
+
+
+def _tell(overload: Overload, now: float, *, more: bool) -> None:
+    # Starts alone give way now and then in a busy fleet: no reason for a line.
+    if more and overload.level > Work.STARTS:
+        what = ", ".join(work.name.lower() for work in overload.shed)
+        late = {"lag_s": round(overload.lag_s, 3), "delay_s": round(overload.delay_s, 2)}
+        log.warning("shedding", what=what, **late, since_s=round(now - overload.since, 1))
+    elif not overload.level:
+        log.info("shedding nothing", after_s=round(now - overload.since, 1))

@@ -5,13 +5,12 @@ from typing import Final
 
 from msgspec import Struct
 
-from ebbtide.coordinator.rules.host_view import admits
+from ebbtide.coordinator.rules.worker_view import admits
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.run_state import RunState
+from ebbtide.coordinator.state.worker_messages import Install
 from ebbtide.coordinator.state.worker_session import WorkerSession
-from ebbtide.scheduling.steps.step_pacing import VersionBounds
-from ebbtide.v1 import fleet_pb2, types_pb2
-from ebbtide.wire.record_conversion import to_proto
+from ebbtide.step_pacing import VersionBounds
 
 #: How long a failed engine start is remembered.
 _REFUSED_S: Final = 600.0
@@ -35,13 +34,17 @@ class EngineChanges:
         if changing is not None and changing.restarted and changing.run_id in self._state.runs:
             return frozenset(self._state.runs.keys() - {changing.run_id})
         architecture = session.hello.engine.architecture
-        foreign = [run for run in self._state.runs.values() if run.architecture and run.architecture != architecture]
+        foreign = [
+            run
+            for run in self._state.runs.values()
+            if run.versions.architecture and run.versions.architecture != architecture
+        ]
         return frozenset(run.run_id for run in foreign if self.forbids(run, session, now))
 
     def needed(self, run: RunState, session: WorkerSession) -> bool:
         """Whether the run's weights fit the worker's engine only after a restart."""
-        known = bool(run.architecture) and not session.version_of(run.run_id)
-        return known and session.hello.engine.architecture != run.architecture
+        known = bool(run.versions.architecture) and not session.version_of(run.run_id)
+        return known and session.hello.engine.architecture != run.versions.architecture
 
     def forbids(self, run: RunState, session: WorkerSession, now: float) -> bool:
         """Whether the worker's engine would have to restart for the run, and may not. A run that no worker can serve is
@@ -49,7 +52,7 @@ class EngineChanges:
         """
         if not self.needed(run, session) or may_change(run, session, now):
             return False
-        return session.beat.restart_s > 0 and (run.fitted or self.served_by_somebody(run, now))
+        return session.beat.restart_s > 0 and (run.versions.fitted or self.served_by_somebody(run, now))
 
     def served_by_somebody(self, run: RunState, now: float) -> bool:
         """Whether an attached worker has the run's architecture, or may restart for it."""
@@ -59,7 +62,7 @@ class EngineChanges:
 
 def may_change(run: RunState, session: WorkerSession, now: float) -> bool:
     """Whether the worker's engine may restart for the run. It then has no tokenizer, which stop strings need."""
-    refused = session.refused.get(run.architecture, 0.0) > now
+    refused = session.refused.get(run.versions.architecture, 0.0) > now
     return session.beat.restart_s > 0 and not refused and not run.spec.sampling.stop
 
 
@@ -75,7 +78,7 @@ _REFUSALS: Final = 3
 class ServedVersion(Struct, frozen=True, kw_only=True):
     """A worker of the run."""
 
-    worker_id: str
+    session_id: str
     installed: int  # version of this run; 0: none
     running: int
     held: frozenset[VersionBounds] = frozenset()  # bounds of its rollouts
@@ -94,20 +97,20 @@ def target_versions(
     if not versions:
         return {}
     newest = versions[-1]
-    targets = {one.worker_id: newest for one in workers}
+    targets = {one.session_id: newest for one in workers}
     for one in workers:
         if not all(admits(bounds, newest) for bounds in one.held):
-            targets[one.worker_id] = one.installed
+            targets[one.session_id] = one.installed
     pinned: set[str] = set()
     for bounds in sorted({b for b in waiting if b.maximum and b.maximum < newest}, key=lambda b: b.maximum):
-        if any(admits(bounds, targets[worker_id]) for worker_id in pinned):
+        if any(admits(bounds, targets[session_id]) for session_id in pinned):
             continue
-        keeper = _keeper([one for one in workers if one.worker_id not in pinned], bounds)
+        keeper = _keeper([one for one in workers if one.session_id not in pinned], bounds)
         within = [version for version in versions if admits(bounds, version)]
         if keeper is None or not within:
             continue
-        pinned.add(keeper.worker_id)
-        targets[keeper.worker_id] = keeper.installed if admits(bounds, keeper.installed) else within[-1]
+        pinned.add(keeper.session_id)
+        targets[keeper.session_id] = keeper.installed if admits(bounds, keeper.installed) else within[-1]
     return targets
 
 
@@ -115,9 +118,9 @@ def _keeper(workers: Sequence[ServedVersion], bounds: VersionBounds) -> ServedVe
     """The worker that should serve `bounds`: one with such a version, else the idlest whose rollouts allow a change."""
     having = [one for one in workers if admits(bounds, one.installed)]
     if having:
-        return min(having, key=lambda one: (one.running, one.worker_id))
+        return min(having, key=lambda one: (one.running, one.session_id))
     movable = [one for one in workers if all(admits(held, bounds.maximum) for held in one.held)]
-    return min(movable, key=lambda one: (one.running, one.worker_id), default=None)
+    return min(movable, key=lambda one: (one.running, one.session_id), default=None)
 
 
 def unservable(bounds: VersionBounds, announced: Iterable[int]) -> bool:
@@ -148,21 +151,21 @@ class InstallSender:
 
     def send(self, run: RunState, now: float) -> None:
         """Tell workers which version to install; those that still hold another run's rollouts are told later."""
-        if not run.newest:
+        if not run.versions.newest:
             return
-        bounds, newest = run.queue.bounds(), (run.run_id, run.newest)
-        kept = any(one.maximum and one.maximum < run.newest for one in bounds)
+        bounds, newest = run.queue.bounds(), (run.run_id, run.versions.newest)
+        kept = any(one.maximum and one.maximum < run.versions.newest for one in bounds)
         serving = [one for one in self._state.serving(run.run_id) if kept or one.target != newest]
         if not serving:
             return
         may = [self._served(run, session) for session in serving if self._may_install(run, session, now)]
-        for session_id, version in target_versions(may, bounds, run.versions).items():
+        for session_id, version in target_versions(may, bounds, run.versions.available).items():
             session = self._state.sessions[session_id]
-            if version not in run.versions or session.target == (run.run_id, version):
+            if version not in run.versions.available or session.target == (run.run_id, version):
                 continue
             # Sent even if it attached with this version: the former coordinator may have sent another run's since.
-            message = fleet_pb2.Install(
-                version=to_proto(run.versions[version], types_pb2.PolicyVersion),
+            message = Install(
+                version=run.versions.available[version],
                 run_id=run.run_id,
                 model=run.spec.model,
                 publisher=self._public_key(run.run_id),
@@ -171,7 +174,7 @@ class InstallSender:
 
     def _served(self, run: RunState, session: WorkerSession) -> ServedVersion:
         return ServedVersion(
-            worker_id=session.session_id,
+            session_id=session.session_id,
             installed=session.version_of(run.run_id),
             running=len(session.attempts),
             held=frozenset(bounds for _, bounds in session.held),

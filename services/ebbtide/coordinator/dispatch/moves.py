@@ -24,11 +24,11 @@ from msgspec import Struct
 
 from ebbtide.coordinator.dispatch.speeds import LOADS
 from ebbtide.coordinator.dispatch.step_finish import EngineTerms, StepFinish
-from ebbtide.coordinator.rules.host_view import HostView, may_take
+from ebbtide.coordinator.forecasts.length_learner import LengthCurve
 from ebbtide.coordinator.rules.move_costs import COSTS, MoveCosts, risk_s
 from ebbtide.coordinator.rules.placement import pending_limit
 from ebbtide.coordinator.rules.rollout_queue import QueuedRollout
-from ebbtide.scheduling.long_tail.length_learner import LengthCurve
+from ebbtide.coordinator.rules.worker_view import WorkerView, may_take
 
 #: A rollout is stuck if it starts so much later than its prefill, and those before it, would take.
 _STUCK_S: Final = 1.0
@@ -83,7 +83,7 @@ class EngineSpeed(Protocol):
 
 
 class EngineLoad(Struct, frozen=True, kw_only=True):
-    host: HostView  # `running` counts requested moves as done
+    worker: WorkerView  # `running` counts requested moves as done
     speed: EngineSpeed
     context: float  # mean tokens of prompt and response
     quiet_s: float = 0.0  # since it made a token, while it had work and was not held
@@ -104,7 +104,7 @@ class MovePromise(NamedTuple):
 
 class RolloutMove(NamedTuple):
     attempt_id: str
-    source: str  # key of the host
+    source: str  # session of the worker
     target: str
     gain_s: float  # by which the step ends sooner; of a rollout that waits: for which it has waited
     promise: MovePromise | None = None  # of a running rollout
@@ -157,9 +157,9 @@ class _Side:
 
     def __init__(self, engine: EngineLoad) -> None:
         self.engine = engine
-        self.key = engine.host.worker_id
-        self.load = engine.host.running
-        self.unstarted = engine.host.pending
+        self.key = engine.worker.session_id
+        self.load = engine.worker.running
+        self.unstarted = engine.worker.pending
         self.arriving = 0  # rollouts that move here in this round
         self.stalled = engine.quiet_s >= _STALLED_S
         self._rollouts: list[RunningRollout] | None = None
@@ -175,26 +175,26 @@ class _Side:
     def refresh(self) -> None:
         started = max(0, self.load - self.unstarted)
         self.now_rate = self.rate(started) if started else 0.0
-        host = self.engine.host
-        closed = host.held or host.shut or self.stalled
-        most = pending_limit(host) if started + 1 >= self.engine.seen_from else _TRIES
-        room = self.load < host.slots and not self.unstarted and self.arriving < most and not closed
+        worker = self.engine.worker
+        closed = worker.held or worker.shut or self.stalled
+        most = pending_limit(worker) if started + 1 >= self.engine.seen_from else _TRIES
+        room = self.load < worker.slots and not self.unstarted and self.arriving < most and not closed
         self.next_rate = self.rate(started + 1) if room else 0.0
 
     def rate(self, running: int) -> float:
         """Tokens/s of each of `running` rollouts; a borrowed worker's is scaled by its share of the time."""
-        return max(_LEAST_SHARE, self.engine.host.share) * self.engine.speed.rate(running, self.engine.context)
+        return max(_LEAST_SHARE, self.engine.worker.share) * self.engine.speed.rate(running, self.engine.context)
 
     def risk_s(self, one: RunningRollout, rest: float, rate: float, costs: MoveCosts) -> float:
         """Seconds that the rollout may lose here to a reclaim; `rate`: its tokens/s."""
-        host = self.engine.host
-        rate /= host.share or 1.0
+        worker = self.engine.worker
+        rate /= worker.share or 1.0
         return risk_s(
             one.length,
             rest,
             rate=rate,
-            spell_s=host.spell_s,
-            prefill=host.prefill,
+            spell_s=worker.spell_s,
+            prefill=worker.prefill,
             costs=costs,
         )
 
@@ -207,14 +207,14 @@ class _Side:
         """Its part in the step."""
         ours = [*self.rollouts(), *self.engine.arriving]
         unread = sum(one.length - one.cached for one in ours if not one.started)
-        most = max(len(ours), self.engine.host.slots)
+        most = max(len(ours), self.engine.worker.slots)
         loads = [*(load for load in LOADS if load < most), most]
         token_s = [1.0 / rate if (rate := self.rate(load)) else 0.0 for load in loads]
         return EngineTerms(
             rollouts=ours,
             loads=np.array(loads, dtype=float),
             token_s=np.array(token_s),
-            busy_s=costs.read_s(unread, self.engine.host.prefill),
+            busy_s=costs.read_s(unread, self.engine.worker.prefill),
         )
 
     def give(self, one: RunningRollout, target: "_Side") -> None:
@@ -263,18 +263,18 @@ def _stuck(source: _Side, rooms: list[_Side], now: float, costs: MoveCosts) -> t
     if not rooms:
         return None
     queue = sorted((one for one in source.rollouts() if not one.started), key=lambda one: one.since)
-    reads_s = [costs.read_s(one.length - one.cached, source.engine.host.prefill) for one in queue]
+    reads_s = [costs.read_s(one.length - one.cached, source.engine.worker.prefill) for one in queue]
     waiting = list(zip(queue, accumulate(reads_s), strict=True))[0 if source.stalled else 1 :]
     bound_s = _STALLED_S if source.stalled else _STUCK_S
     for one, prefill_s in reversed(waiting):
         late_s = now - one.since - prefill_s - bound_s
         if one.stays or late_s < 0.0:
             continue
-        fit = [side for side in rooms if _fits(one, side.engine.host)]
+        fit = [side for side in rooms if _fits(one, side.engine.worker)]
         target = max(fit, key=lambda side: (side.next_rate, side.key), default=None)
         if target is None:
             continue
-        again_s = costs.read_s(one.cached, target.engine.host.prefill) * (1 + target.load)
+        again_s = costs.read_s(one.cached, target.engine.worker.prefill) * (1 + target.load)
         if source.stalled or late_s >= again_s:
             return one, target
     return None
@@ -312,9 +312,9 @@ def _moved_slow(
     return step.with_promises(moves) if step is not None else moves
 
 
-def _fits(one: RunningRollout, host: HostView) -> bool:
+def _fits(one: RunningRollout, worker: WorkerView) -> bool:
     """Whether the engine could take the rollout as long as it is now."""
-    return one.length < host.max_model_len and may_take(one.rollout, host)
+    return one.length < worker.max_model_len and may_take(one.rollout, worker)
 
 
 def _openness(side: _Side) -> tuple[float, int, str]:
@@ -376,7 +376,7 @@ class _StepMoves:
     def __init__(self, sides: Sequence[_Side], lengths: LengthCurve, costs: MoveCosts, passed: Collection[str]) -> None:
         self._costs = costs
         self._running = max(1, sum(side.load for side in sides))
-        self._prefill = median(side.engine.host.prefill for side in sides)
+        self._prefill = median(side.engine.worker.prefill for side in sides)
         weights = _weights(sides, passed)
         terms = {side.key: side.terms(costs) for side in sides if side.key in weights}
         self._finish = StepFinish(terms, lengths, weights=weights)
@@ -388,7 +388,7 @@ class _StepMoves:
         """
         if source.key not in self._finish or target.key not in self._finish:
             return False  # others stand for it in this round
-        prefill = target.engine.host.prefill or self._prefill
+        prefill = target.engine.worker.prefill or self._prefill
         return prefill * _SLOW_READER >= self._prefill and bool(self._candidates(source, target, now))
 
     def best_move(self, source: _Side, target: _Side, now: float) -> RolloutMove | None:
@@ -396,7 +396,7 @@ class _StepMoves:
         found: tuple[RolloutMove, int, float] | None = None
         for at in self._candidates(source, target, now):
             one = cast("RunningRollout", self._finish.rollouts(source.key)[at])
-            read_s = self._costs.read_s(one.length, target.engine.host.prefill)
+            read_s = self._costs.read_s(one.length, target.engine.worker.prefill)
             move = self._move(source, target, one, at, read_s)
             if move is not None and (found is None or move.gain_s > found[0].gain_s):
                 found = move, at, read_s
@@ -412,7 +412,7 @@ class _StepMoves:
     def _candidates(self, source: _Side, target: _Side, now: float) -> list[int]:
         """Places of rollouts that may move, from those that have made least to those that have made most."""
         ours = cast("Sequence[RunningRollout]", self._finish.rollouts(source.key))
-        stay_s, host = self._costs.least_stay_s, target.engine.host
+        stay_s, worker = self._costs.least_stay_s, target.engine.worker
         free = [
             at
             for at, one in enumerate(ours)
@@ -420,7 +420,7 @@ class _StepMoves:
             and not one.stays
             and now - one.since >= stay_s * _LONGER ** min(_MOST_LONGER, one.attempts - 1)
             and one.attempt_id not in self._moved
-            and _fits(one, host)
+            and _fits(one, worker)
         ]
         free.sort(key=lambda at: ours[at].made)
         if len(free) <= _COMPARED:
@@ -435,7 +435,7 @@ class _StepMoves:
         if finish.ends_s(source.key, rest) < costs.sooner * (costs.handover_s + moved.ends_s(rest)):
             return None
         gain_s = moved.gain_s
-        if source.engine.host.borrowed or target.engine.host.borrowed:
+        if source.engine.worker.borrowed or target.engine.worker.borrowed:
             risk_s = source.risk_s(one, rest, source.now_rate, costs) - target.risk_s(
                 one, rest, target.next_rate, costs
             )

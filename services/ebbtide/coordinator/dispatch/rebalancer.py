@@ -23,13 +23,14 @@ from ebbtide.coordinator.dispatch.moves import (
     rebalance,
 )
 from ebbtide.coordinator.dispatch.speeds import FleetSpeeds
-from ebbtide.coordinator.rules.host_view import HostView, may_take
+from ebbtide.coordinator.forecasts.throughput import WorkerThroughput
+from ebbtide.coordinator.rules.worker_view import WorkerView, may_take
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.running_attempt import RunningAttempt
+from ebbtide.coordinator.state.worker_messages import ReleaseReason
 from ebbtide.coordinator.state.worker_reports import HeartbeatReport
 from ebbtide.coordinator.state.worker_session import WorkerSession
-from ebbtide.scheduling.throughput import WorkerThroughput
 from ebbtide.types.fleet import AttemptRef, WorkerState
 
 log = telemetry.get_logger(__name__)
@@ -172,8 +173,8 @@ class Rebalancer:
     def _disturbed(self, session: WorkerSession, now: float) -> bool:
         """Whether the worker is held up now: it is held, installs, or waits for the store."""
         run = self._state.runs.get(session.run_id)
-        waits = run is not None and not run.reconciled.is_set()
-        stored_late = session.storing > 0 and now - session.progressed > _STORING_S
+        waits = run is not None and not run.mirror.reconciled.is_set()
+        stored_late = session.append_stream.storing > 0 and now - session.append_stream.progressed > _STORING_S
         return session.beat.held or session.state is WorkerState.INSTALLING or waits or stored_late
 
     def _observe(self, session: WorkerSession, *, disturbed: bool) -> None:
@@ -241,17 +242,17 @@ class Rebalancer:
             run.moves.judge(promise.tokens, moved.stored - asked.stored)
 
     def decide(
-        self, run: RunState, hosts: Sequence[tuple[WorkerSession, HostView]], now: float, *, kept_slots: int = 0
+        self, run: RunState, workers: Sequence[tuple[WorkerSession, WorkerView]], now: float, *, reserved_slots: int = 0
     ) -> None:
         """Ask for rollouts whose step ends sooner if they go on elsewhere. Call when nothing queued could take the free
-        slots now; `kept_slots` of them are left free for interactive rollouts.
+        slots now; `reserved_slots` of them are left free for interactive rollouts.
 
         Workers of reclaimed hosts are left out: `BorrowedHosts` takes from them.
         """
-        hosts = [(session, host) for session, host in hosts if not session.reclaimed]
+        workers = [(session, worker) for session, worker in workers if not session.reclaimed]
         if borrowable(run) <= self._lending(run):
-            hosts = [(one, replace(host, shut=True) if host.borrowed else host) for one, host in hosts]
-        if not self._on or len(hosts) < 2 or all(host.running >= host.slots for _, host in hosts):
+            workers = [(one, replace(worker, shut=True) if worker.borrowed else worker) for one, worker in workers]
+        if not self._on or len(workers) < 2 or all(worker.running >= worker.slots for _, worker in workers):
             return
         running, pending = Counter[str](), Counter[str]()  # changes once the requested moves are done
         arriving: dict[str, list[RunningRollout]] = defaultdict(list)
@@ -265,21 +266,22 @@ class Rebalancer:
         engines = [
             self._engine(
                 session,
-                host,
+                worker,
                 running[session.session_id],
                 pending[session.session_id],
                 arriving.get(session.session_id, ()),
                 now,
             )
-            for session, host in hosts
+            for session, worker in workers
         ]
-        sessions = {host.worker_id: session for session, host in hosts if not session.gone}
+        sessions = {worker.session_id: session for session, worker in workers if not session.gone}
+        full = _queue_fills(run, workers, reserved_slots)
         search = self._searches.setdefault(run.run_id, MoveSearch())
         moves = rebalance(
             engines,
-            run.tail.lengths,
+            run.lengths.curve,
             now=now,
-            running=0 if _queue_fills(run, hosts, kept_slots) else run.moves.allows(now, running=len(run.running)),
+            running=0 if full else run.moves.allows(now, running=len(run.running)),
             search=search,
             lesson=self.lesson,
         )
@@ -288,18 +290,18 @@ class Rebalancer:
     def _engine(
         self,
         session: WorkerSession,
-        host: HostView,
+        worker: WorkerView,
         running: int,
         pending: int,
         arriving: Sequence[RunningRollout],
         now: float,
     ) -> EngineLoad:
         if running or pending:
-            running, pending = max(0, host.running + running), max(0, host.pending + pending)
-            host = replace(host, running=running, pending=pending)
+            running, pending = max(0, worker.running + running), max(0, worker.pending + pending)
+            worker = replace(worker, running=running, pending=pending)
         curve = self._fleet.curve(session)
         return EngineLoad(
-            host=host,
+            worker=worker,
             speed=curve or _UNKNOWN,
             seen_from=curve.loads[0] if curve is not None else 0.0,
             context=self._contexts.get(session.session_id, 0.0),
@@ -348,7 +350,7 @@ class Rebalancer:
                 gain_s=round(move.gain_s, 1),
             )
         for source_id, refs in batches.items():
-            sessions[source_id].ask_back(refs)
+            sessions[source_id].outbox.request_release(refs)
         if started:
             run.moves.asked(started, now)
 
@@ -393,12 +395,12 @@ def _shown(attempt: RunningAttempt, since: float, *, started: bool, stays: bool,
     )
 
 
-def _queue_fills(run: RunState, hosts: Sequence[tuple[WorkerSession, HostView]], kept_slots: int) -> bool:
+def _queue_fills(run: RunState, workers: Sequence[tuple[WorkerSession, WorkerView]], reserved_slots: int) -> bool:
     """Whether free slots are for what is queued, though workers get it little by little: no running rollout moves."""
-    free = [host for _, host in hosts if host.running < host.slots and not (host.held or host.shut)]
-    if sum(host.slots - host.running for host in free) <= kept_slots:
+    free = [worker for _, worker in workers if worker.running < worker.slots and not (worker.held or worker.shut)]
+    if sum(worker.slots - worker.running for worker in free) <= reserved_slots:
         return False
-    return any(may_take(one, host) for one, _ in zip(run.queue, range(_LOOKED_AT), strict=False) for host in free)
+    return any(may_take(one, worker) for one, _ in zip(run.queue, range(_LOOKED_AT), strict=False) for worker in free)
 
 
 def _context(session: WorkerSession) -> float:
@@ -411,7 +413,7 @@ def _context(session: WorkerSession) -> float:
 _REMIND_S: Final = 15.0
 
 
-def free(session: WorkerSession, attempts: Iterable[RunningAttempt], reason: str, now: float) -> None:
+def free(session: WorkerSession, attempts: Iterable[RunningAttempt], reason: ReleaseReason, now: float) -> None:
     """Ask the worker for these attempts, unless it was asked already.
 
     Invariant: an attempt is asked back on account of its worker once (`WorkerSession.freed`), and again only if it is
@@ -430,7 +432,7 @@ def remind(session: WorkerSession, now: float) -> None:
     """Ask again for what the worker still has long after the request."""
     if not session.freed:
         return
-    late: dict[str, list[AttemptRef]] = {}
+    late: dict[ReleaseReason, list[AttemptRef]] = {}
     for name, freed in session.freed.items():
         if now - freed.last >= _REMIND_S:
             late.setdefault(freed.reason, []).append(session.attempts[name].ref)
@@ -438,6 +440,6 @@ def remind(session: WorkerSession, now: float) -> None:
         _ask(session, refs, reason, now)
 
 
-def _ask(session: WorkerSession, refs: Sequence[AttemptRef], reason: str, now: float) -> None:
+def _ask(session: WorkerSession, refs: Sequence[AttemptRef], reason: ReleaseReason, now: float) -> None:
     session.free(refs, reason, now)
-    log.info("freed", worker_id=session.worker_id, rollouts=len(refs), reason=reason)
+    log.info("freed", worker_id=session.worker_id, rollouts=len(refs), reason=reason.value)

@@ -8,10 +8,10 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from ebbtide.coordinator.forecasts.throughput import WorkerThroughput
 from ebbtide.coordinator.rules.move_costs import COSTS
 from ebbtide.coordinator.state.worker_reports import HeartbeatReport
 from ebbtide.coordinator.state.worker_session import WorkerSession
-from ebbtide.scheduling.throughput import WorkerThroughput
 
 #: Past reads weigh at most as many.
 _MEMORY_READS: Final = 256.0

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ebbtide.scheduling.long_tail.length_learner import LengthCurve
+from ebbtide.coordinator.forecasts.length_learner import LengthCurve
 
 Floats = npt.NDArray[np.float64]
 

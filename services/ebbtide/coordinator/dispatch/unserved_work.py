@@ -14,8 +14,8 @@ from ebbtide.coordinator.fleet.worker_health import WorkerTrust
 from ebbtide.coordinator.fleet.worker_registry import SCORERS
 from ebbtide.coordinator.rules.placement import outlived, outsized
 from ebbtide.coordinator.rules.rollout_queue import unscored
+from ebbtide.coordinator.run_events import RunEvents
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
-from ebbtide.coordinator.state.run_events import RunEvents
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.types.run import RunEvent
@@ -52,7 +52,7 @@ class UnservedWork:
         #: Run and what it lacks -> since when; inf after its warning.
         self._lacking: dict[tuple[str, str], float] = {}
 
-    def deeds(self, run: RunState, now: float, *, measure: bool) -> Iterator[DeadLetters | RunFailure]:
+    def actions(self, run: RunState, now: float, *, measure: bool) -> Iterator[DeadLetters | RunFailure]:
         """The run's end if no worker can install its weights; else the dead letters of its queue. `measure`: also of
         rollouts that are too long, or to be scored where nobody scores; and look for longer contexts.
         """
@@ -80,7 +80,7 @@ class UnservedWork:
             self._lacking[run.run_id, what] = math.inf
             waiting = len(run.queue) + len(run.running)
             log.warning("no workers", run_id=run.run_id, rollouts=waiting)
-            message = f"{text}; {waiting} rollouts go on when one comes"
+            message = f"{text}; {waiting} rollouts resume when one comes"
             self._run_events.write(run, RunEvent(kind="warning", message=message, values={"rollouts": waiting}))
 
     def note_context(self, run: RunState) -> None:
@@ -109,13 +109,13 @@ class UnservedWork:
 
     def _misfit(self, run: RunState, now: float) -> str:
         """Why the run ends, if no attached worker can install its weights; else ""."""
-        if not run.misfits:
+        if not run.versions.misfits:
             return ""
         engines = [session.hello.engine for session in self._open_sessions()]
         attached = [engine.architecture for engine in engines]
-        if run.architecture and self._changes.served_by_somebody(run, now):
+        if run.versions.architecture and self._changes.served_by_somebody(run, now):
             return ""
-        if not any(fits_nowhere(architecture, attached, tries) for architecture, tries in run.misfits.items()):
+        if not any(fits_nowhere(architecture, attached, tries) for architecture, tries in run.versions.misfits.items()):
             return ""
         serve = ", ".join(sorted({engine.model for engine in engines}))
         return (
@@ -176,8 +176,8 @@ def _longest(sessions: Sequence[WorkerSession]) -> int:
 
 
 def _unservable(run: RunState) -> list[tuple[str, str]]:
-    old = [bounds for bounds in run.queue.bounds() if bounds.maximum and bounds.maximum < run.newest]
-    lost = {bounds for bounds in old if unservable(bounds, run.versions)}
+    old = [bounds for bounds in run.queue.bounds() if bounds.maximum and bounds.maximum < run.versions.newest]
+    lost = {bounds for bounds in old if unservable(bounds, run.versions.available)}
     if not lost:
         return []
     why = "no policy version in [{0.minimum}, {0.maximum}] can be had any more"

@@ -33,12 +33,13 @@ from ebbtide.coordinator.rules.fair_share import (
 )
 from ebbtide.coordinator.rules.move_costs import COSTS, finishes_first
 from ebbtide.coordinator.rules.overload import Work
+from ebbtide.coordinator.run_events import RunEvents
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
-from ebbtide.coordinator.state.run_events import RunEvents
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.running_attempt import RunningAttempt
+from ebbtide.coordinator.state.worker_messages import ReleaseReason
 from ebbtide.coordinator.state.worker_session import WorkerSession
-from ebbtide.types.run import RunEvent, RunShare
+from ebbtide.types.run import RunEvent, RunShare, WorkerChange
 
 log = telemetry.get_logger(__name__)
 #: Largest share of the time spent on deciding: a large fleet is decided less often.
@@ -50,11 +51,10 @@ _FREE: Final = 0.125
 _LONGEST_READ_S: Final = 20.0
 #: Rollouts of leaving workers in one step: some five milliseconds of a core.
 _LOOKED_AT_ONCE: Final = 1_024
-_LEAVES: Final = "its worker goes over to another run"
 
 
 class WorkerAllocator:
-    """`slice_s`: see the settings."""
+    """`timeslice_s`: see the settings."""
 
     def __init__(
         self,
@@ -65,9 +65,9 @@ class WorkerAllocator:
         prefills: PrefillSpeeds,
         run_events: RunEvents,
         *,
-        slice_s: float,
+        timeslice_s: float,
     ) -> None:
-        self._state, self._trust, self._moves, self._slice_s = state, trust, moves, slice_s
+        self._state, self._trust, self._moves, self._timeslice_s = state, trust, moves, timeslice_s
         self._changes, self._prefills, self._run_events = changes, prefills, run_events
         self._accounted = state.clock()
         self._accounts, self._wants = ShareAccounts(self._accounted), WorkerDemand()
@@ -102,7 +102,7 @@ class WorkerAllocator:
             if session.gone or not (leaves or session.freed):
                 continue
             remind(session, now)
-            free(session, self._left(session, now) if leaves else (), _LEAVES, now)
+            free(session, self._left(session, now) if leaves else (), ReleaseReason.ANOTHER_RUN, now)
             looked += len(session.attempts)
             if looked >= _LOOKED_AT_ONCE:
                 looked = 0
@@ -118,7 +118,7 @@ class WorkerAllocator:
             and one.attempt_id not in session.freed
             and (run := self._state.runs.get(one.run_id))
             and not finishes_first(
-                rest_s=run.tail.rest(one.rollout, one.stored, one.max_tokens - one.stored) / rate if rate else inf,
+                rest_s=run.lengths.rest(one.rollout, one.stored, one.max_tokens - one.stored) / rate if rate else inf,
                 length=one.length,
                 started=one.started,
                 waited_s=now - session.since,
@@ -130,17 +130,17 @@ class WorkerAllocator:
         made = {run.run_id: tokens for run in self._state.runs.values() if (tokens := run.take_made())}
         resting = sum(one.run_id == REST for one in sessions)
         # A rollout may begin and end between two calls.
-        worked = (one for one in sessions if one.attempts or one.progressed >= self._accounted)
+        worked = (one for one in sessions if one.attempts or one.append_stream.progressed >= self._accounted)
         working, self._accounted = sum(one.run_id != REST for one in worked), now
         # As long as turns of the workers that are costliest to change: debts must suffice for those, too.
-        turn = turn_s(self._slice_s, max(map(self._change_s, sessions), default=self._state.changes.typical()))
+        turn = turn_s(self._timeslice_s, max(map(self._change_s, sessions), default=self._state.changes.typical()))
         self._accounts.tick(made, self._due, workers=working + resting, resting=resting, turn_s=turn, now=now)
         self._state.changes.keep({one.worker_id for one in self._state.sessions.values()})
 
     def _demands(self, sessions: Sequence[WorkerSession], now: float) -> list[Demand]:
         """The demands of the runs that have work and a version."""
         slots = sum(one.slots for one in sessions) / len(sessions) if sessions else 1.0
-        runs = [run for run in self._state.runs.values() if run.versions]
+        runs = [run for run in self._state.runs.values() if run.versions.available]
         wanted = {run.run_id: float(ceil((len(run.queue) + len(run.running)) / slots)) for run in runs}
         cramped = {run.run_id for run in runs if self._cramped(run)}
         for run_id in cramped:  # further workers than its own
@@ -176,13 +176,13 @@ class WorkerAllocator:
         barred = {run.run_id for run in live.values() if run.spec.borrow.max_rollouts == 0}
         held = Counter(one.run_id for one in sessions)
         if not demands:
-            demands = [_demand(run) for run in live.values() if run.versions]
+            demands = [_demand(run) for run in live.values() if run.versions.available]
             sessions = [one for one in sessions if one.run_id not in live]
         if len(demands) == 1 and _serve_it_alone(sessions, demands[0]):
             return held
         posts = [self._post(one, barred if one.borrowed else set(), now) for one in sessions]
         rest_s = self._accounts.owed_s(REST)
-        runs = allot(posts, demands, now=now, slice_s=self._slice_s, rest_owed_s=rest_s)
+        runs = allot(posts, demands, now=now, timeslice_s=self._timeslice_s, rest_owed_s=rest_s)
         for session in sessions:
             run_id = runs[session.session_id]
             if session.run_id != run_id:
@@ -199,7 +199,7 @@ class WorkerAllocator:
         log.info("worker serves", worker_id=session.worker_id, run_id=run_id, reason=reason)
         if left is None or gains is None:
             return
-        labels = {"worker": session.worker_id, "state": "went_over", "from": left.run_id, "to": run_id}
+        labels = {"worker": session.worker_id, "state": WorkerChange.WENT_OVER.value, "from": left.run_id, "to": run_id}
         text = f"worker {session.worker_id} goes over from run {left.run_id} to run {run_id}: {reason}"
         for run in (left, gains):
             self._run_events.write(run, RunEvent(kind="worker", message=text, labels=labels))
@@ -208,7 +208,7 @@ class WorkerAllocator:
         change_s = self._change_s(session)
         unfit = frozenset(run_id for run_id, until in session.unfit.items() if until > now)
         return WorkerPost(
-            worker_id=session.session_id,
+            session_id=session.session_id,
             run_id=session.run_id,
             since=session.since,
             running=len(session.attempts),
@@ -260,10 +260,10 @@ def _demand(run: RunState) -> Demand:
         floor=share.floor,
         ceiling=share.ceiling,
         priority=share.priority,
-        architecture=run.architecture,
+        architecture=run.versions.architecture,
     )
 
 
 def _tokens(run: RunState) -> float:
     """Tokens that the run's rollouts will probably still make."""
-    return run.tail.lengths.rest(0) * (len(run.queue) + len(run.running))
+    return run.lengths.curve.rest(0) * (len(run.queue) + len(run.running))

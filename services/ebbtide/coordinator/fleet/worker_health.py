@@ -198,9 +198,9 @@ class WorkerHealth:
         """The workers to give up. Call it every `judge_every_s`. `late_s`: by which the event loop was late lately."""
         watched = {session.session_id: session for session in sessions}
         for session in watched.values():
-            if self._progressed.get(session.session_id) != session.progressed:
-                self._progressed[session.session_id] = session.progressed
-                self._progress.arrived(session.session_id, session.progressed)
+            if self._progressed.get(session.session_id) != session.append_stream.progressed:
+                self._progressed[session.session_id] = session.append_stream.progressed
+                self._progress.arrived(session.session_id, session.append_stream.progressed)
         found = dict[str, SuspectWorker]()
         for session_id in self._liveness.silent(now, late_s):
             quiet_s = self._liveness.since(session_id, now)
@@ -229,7 +229,7 @@ class WorkerHealth:
             made=self._made(session, heard),
             held=session.beat.held and not session.reclaimed,
             flush_s=session.flush_interval_s,
-            excused=session.storing > 0,
+            excused=session.append_stream.storing > 0,
             reclaimed=session.reclaimed,
         )
 
@@ -251,7 +251,7 @@ def _unread(session: WorkerSession) -> int:
 
 def _kept_s(session: WorkerSession, now: float) -> float:
     """For how long the worker has kept what was asked back; 0.0 while it waits for the store to take its tokens."""
-    if not session.freed or session.storing:
+    if not session.freed or session.append_stream.storing:
         return 0.0
     return now - min(freed.first for freed in session.freed.values())
 

@@ -18,11 +18,12 @@ from ebbtide.coordinator.dispatch.installs import may_change, refused
 from ebbtide.coordinator.fleet.worker_health import SuspectWorker, WorkerHealth, WorkerTrust
 from ebbtide.coordinator.rules.overload import Work
 from ebbtide.coordinator.rules.placement import blames
+from ebbtide.coordinator.run_events import RunEvents
 from ebbtide.coordinator.settings import CoordinatorSettings
 from ebbtide.coordinator.state.attempt_records import adopt
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
-from ebbtide.coordinator.state.run_events import RunEvents
 from ebbtide.coordinator.state.running_attempt import OrphanedAttempt, RunningAttempt
+from ebbtide.coordinator.state.worker_messages import Drain
 from ebbtide.coordinator.state.worker_reports import (
     AttachReport,
     DrainNotice,
@@ -34,13 +35,18 @@ from ebbtide.coordinator.state.worker_reports import (
 )
 from ebbtide.coordinator.state.worker_session import WorkerSession
 from ebbtide.errors import NotFound, NotReady
-from ebbtide.store.rollout_rows import EndReason
-from ebbtide.types.end_cause import EndCause
-from ebbtide.types.fleet import PROTOCOL_VERSION, AttemptRef, EngineInfo, Worker, WorkerState, check_attempt
-from ebbtide.types.ids import check_id, new_fence
-from ebbtide.types.run import RunEvent
-from ebbtide.types.text_bounds import shortened
-from ebbtide.v1 import fleet_pb2
+from ebbtide.types.fleet import (
+    PROTOCOL_VERSION,
+    AttemptRef,
+    EndCause,
+    EndReason,
+    EngineInfo,
+    Worker,
+    WorkerState,
+    check_attempt,
+)
+from ebbtide.types.ids import check_id, new_fence, shortened
+from ebbtide.types.run import RunEvent, WorkerChange
 
 log = telemetry.get_logger(__name__)
 #: A lost worker stays in the listing for so long, unless so many were lost since; its model's name is shortened.
@@ -101,19 +107,19 @@ class WorkerRegistry:
         self._recognise(session, adopted)
         self._state.attach(session)
         if hello.run_id and hello.run_id not in self._state.runs:
-            session.tell_run_ended(hello.run_id)
+            session.outbox.tell_run_ended(hello.run_id)
         self._health.heard(session, now)
         quarantined_s = self.trust.quarantined_s(session.worker_id, now)
         text = f"worker {hello.worker_id} attached"
         text += f"; it was lost too often, and gets no work for {quarantined_s:.0f} s" if quarantined_s else ""
-        self._run_events.of_worker(session, text, "shunned" if quarantined_s else "attached")
+        self._run_events.of_worker(session, text, WorkerChange.QUARANTINED if quarantined_s else WorkerChange.ATTACHED)
         log.info("attached", worker_id=hello.worker_id, adopted=len(adopted), superseded=len(superseded))
         return session, adopted, superseded
 
     def _recognise(self, session: WorkerSession, adopted: list[AttemptRef]) -> None:
         """Take the version of a worker that continues attempts as installed; others are told to install one."""
         run = self._state.runs[adopted[0].run_id] if adopted else None
-        for version in reversed(tuple(run.versions.values())) if run else ():
+        for version in reversed(tuple(run.versions.available.values())) if run else ():
             if run and version in session.hello.installed:
                 session.keep_serving(run.run_id, version)
                 return
@@ -141,10 +147,10 @@ class WorkerRegistry:
         lost = self._orphan_all(session, reason, now, quiet_s, suspected=suspect is not None)
         self._keep_lost(msgspec.structs.replace(self._listed(session, state, now), running=lost, reason=reason), now)
         left = session.draining and not lost
-        event = "left" if left else state.name.lower()
-        log.warning(event, worker_id=session.worker_id, reason=reason, rollouts=lost)
-        text = f"worker {session.worker_id} {event}" + ("" if left else f": {reason}; {lost} rollouts go elsewhere")
-        self._run_events.of_worker(session, text, event, rollouts=lost)
+        change = WorkerChange.LEFT if left else WorkerChange[state.name]
+        log.warning(change.value, worker_id=session.worker_id, reason=reason, rollouts=lost)
+        text = f"worker {session.worker_id} {change}" + ("" if left else f": {reason}; {lost} rollouts go elsewhere")
+        self._run_events.of_worker(session, text, change, rollouts=lost)
 
     def _keep_lost(self, worker: Worker, now: float) -> None:
         """List it as lost for a while, within bounds: the listing must fit into one message."""
@@ -160,7 +166,7 @@ class WorkerRegistry:
         a moment to be stored; a suspected worker gets none, and does not get the same rollouts again.
         """
         lost = list(session.attempts.values())
-        drains = not suspected and not session.drained.is_set()
+        drains = not suspected and not session.append_stream.drained.is_set()
         grace = 0.0 if suspected else self._settings.reattach_grace_s
         due = now + max(grace, DRAIN_S if drains else 0.0)
         cause = EndCause.WORKER_SUSPECTED if suspected else EndCause.WORKER_LOST
@@ -207,7 +213,7 @@ class WorkerRegistry:
             case DrainNotice():
                 session.drain(message.reason)
                 text = f"worker {session.worker_id} drains" + (f": {message.reason}" if message.reason else "")
-                self._run_events.of_worker(session, text, "draining", deadline=message.deadline_s)
+                self._run_events.of_worker(session, text, WorkerChange.DRAINING, deadline=message.deadline_s)
 
     def _turned(self, session: WorkerSession) -> None:
         """Count a reclaim of a borrowed worker's host."""
@@ -221,20 +227,20 @@ class WorkerRegistry:
         """
         session = next((one for one in self._state.sessions.values() if one.worker_id == worker_id), None)
         if session is None:
-            raise NotFound(f"no worker {worker_id} is attached; `ebbtide workers` lists those that are")
+            raise NotFound(f"no worker {worker_id} is attached; `ebbtide worker list` lists those that are")
         session.drain("asked to leave")
-        session.send(fleet_pb2.CoordinatorMessage(drain=fleet_pb2.Drain(deadline_s=within_s)))
+        session.outbox.send(Drain(within_s))
         log.info("drain", worker_id=worker_id, within_s=within_s, rollouts=len(session.attempts))
         return len(session.attempts)
 
     def _installed(self, session: WorkerSession, message: InstalledReport) -> None:
         if (run := self._state.runs.get(message.run_id)) is None:
-            session.tell_run_ended(message.run_id)  # it may have pulled while it was not attached
+            session.outbox.tell_run_ended(message.run_id)  # it may have pulled while it was not attached
             return
         changed = session.note_installed(message.run_id, message.version)
         if changed is not None and not changed.restarted:
             self._state.note_changeover(session.worker_id, self._state.clock() - changed.at)
-        run.note_installed(message.version.version, session.hello.engine.architecture)
+        run.versions.note_installed(message.version.version, session.hello.engine.architecture)
         if not message.pull_s and not message.pause_s:
             return  # it had the version already
         self._run_events.installed(run, session, message)
@@ -254,7 +260,7 @@ class WorkerRegistry:
         session.note_restarted(message.engine)
         metrics.engine_starts.inc()
         text = f"the engine of worker {session.worker_id} was restarted, for {message.engine.model}"
-        self._run_events.of_worker(session, text, "changed", seconds=message.seconds)
+        self._run_events.of_worker(session, text, WorkerChange.CHANGED, seconds=message.seconds)
         log.info("engine changed", worker_id=session.worker_id, run_id=message.run_id, seconds=message.seconds)
 
     def _install_failed(self, session: WorkerSession, message: InstallFailedReport) -> None:
@@ -263,11 +269,11 @@ class WorkerRegistry:
         version = message.version.version
         log.warning("install failed", worker_id=session.worker_id, run_id=message.run_id, reason=message.message)
         if (run := self._state.runs.get(message.run_id)) is None:
-            session.tell_run_ended(message.run_id)
+            session.outbox.tell_run_ended(message.run_id)
             return
         now = self._state.clock()
         if message.architecture:
-            run.note_architecture(message.architecture)
+            run.versions.note_architecture(message.architecture)
             if asked:
                 refused(session, message.architecture, now)
             elif may_change(run, session, now):  # the allocator asks it to, when that pays
@@ -279,9 +285,9 @@ class WorkerRegistry:
             run, RunEvent(kind="warning", key=key, message=text, labels={"worker": session.worker_id})
         )
         if message.architecture:
-            run.note_misfit()
+            run.versions.note_misfit()
         if not message.unreachable:  # else it is available again once the relay is back
-            run.note_failed_install(version)
+            run.versions.note_failed_install(version)
 
     def _released(self, session: WorkerSession, message: ReleasedReport) -> None:
         cause = EndCause(message.cause)
@@ -340,7 +346,7 @@ class WorkerRegistry:
     def _listed(self, session: WorkerSession, state: WorkerState, now: float) -> Worker:
         beat, quarantined_s = session.beat, self.trust.quarantined_s(session.worker_id, now)
         if quarantined_s and state not in {WorkerState.DRAINING, WorkerState.LOST, WorkerState.SUSPECTED}:
-            state = WorkerState.SHUNNED
+            state = WorkerState.QUARANTINED
         return Worker(
             worker_id=session.worker_id,
             kind=session.hello.kind,
@@ -363,8 +369,8 @@ class WorkerRegistry:
             parked=beat.parked,
             preemptions=beat.preemptions,
             prefill_tokens_per_s=session.prefill,
-            shunned_s=quarantined_s,
-            reason="it was lost too often" if state is WorkerState.SHUNNED else session.reason or session.given_up,
+            quarantined_s=quarantined_s,
+            reason="it was lost too often" if state is WorkerState.QUARANTINED else session.reason or session.given_up,
             borrowed=beat.borrowed if session.borrowed else None,
             given_up=bool(session.given_up),
             drafting=beat.drafting,
@@ -388,7 +394,7 @@ def _lost_at_most(attempt: RunningAttempt, session: WorkerSession, now: float) -
         most = min(most, session.flush_tokens)
     started = len(session.attempts) - len(session.pending)
     if started and (rate := session.beat.tokens_per_s / started):
-        most = min(most, math.ceil(2 * rate * (now - session.progressed)))
+        most = min(most, math.ceil(2 * rate * (now - session.append_stream.progressed)))
     return max(0, most)
 
 
@@ -425,7 +431,7 @@ class ClosingSessions:
     ) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(DRAIN_S):
-                await session.drained.wait()
+                await session.append_stream.drained.wait()
         self._closing.pop(session.session_id, None)
         for attempt in lost:
             if attempt.orphaned is orphaned:

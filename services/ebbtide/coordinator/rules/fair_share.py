@@ -111,8 +111,8 @@ def _ceiling(one: Demand) -> float:
 _MARGIN: Final = 0.25
 #: A turn lasts so many times its change, so that changes take a tenth of the time at most.
 _TURNS: Final = 10.0
-#: A worker stays for at least this part of `slice_s` after a change; also for a turn or, if a run permanently lacks a
-#: whole worker, for so many times the cost of the change.
+#: A worker stays for at least this part of `timeslice_s` after a change; also for a turn or, if a run permanently lacks
+#: a whole worker, for so many times the cost of the change.
 _LEAST_STAY: Final = 0.25
 _WORTH: Final = 2.0
 #: Workers that change by one decision: each is sought among all of a run's, and others change by the next decision.
@@ -120,7 +120,7 @@ _AT_ONCE: Final = 32
 
 
 class WorkerPost(Struct, frozen=True, kw_only=True, gc=False):
-    worker_id: str
+    session_id: str
     run_id: str  # the run it serves; "": none
     since: float
     running: int
@@ -137,13 +137,13 @@ class WorkerPost(Struct, frozen=True, kw_only=True, gc=False):
         return self.restart_s if to.architecture and to.architecture != self.architecture else self.change_s
 
 
-def turn_s(slice_s: float, cost_s: float) -> float:
+def turn_s(timeslice_s: float, cost_s: float) -> float:
     """How long a worker serves a run at least, on average, if a change takes `cost_s` and others wait."""
-    return max(slice_s, _TURNS * cost_s)
+    return max(timeslice_s, _TURNS * cost_s)
 
 
 def allot(
-    posts: Sequence[WorkerPost], demands: Sequence[Demand], *, now: float, slice_s: float, rest_owed_s: float = 0.0
+    posts: Sequence[WorkerPost], demands: Sequence[Demand], *, now: float, timeslice_s: float, rest_owed_s: float = 0.0
 ) -> dict[str, str]:
     """The run of each worker; one that no run wants stays. `rest_owed_s`: `Demand.owed_s` of the run "".
 
@@ -154,13 +154,13 @@ def allot(
     that brings both nearer by more than a margin; the remainder is corrected over time. This is weighted fair queueing
     in the manner of start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996) with tokens for bytes, as in the
     virtual token counter of Sheng et al. (OSDI 2024), but with few, slow servers that are costly to change. So the
-    longer a change takes, the less a debt counts: turns last about `slice_s`, or ten times the change.
+    longer a change takes, the less a debt counts: turns last about `timeslice_s`, or ten times the change.
 
     The run "" stands for rest: workers that ceilings keep from every run. They get nothing.
     """
     if not posts or not demands:
-        return {post.worker_id: post.run_id for post in posts}
-    return _Allotment(posts, demands, now, slice_s, rest_owed_s).decided()
+        return {post.session_id: post.run_id for post in posts}
+    return _Allotment(posts, demands, now, timeslice_s, rest_owed_s).decided()
 
 
 def _usable_debts(demands: Sequence[Demand], due: Mapping[str, float]) -> dict[str, float]:
@@ -180,16 +180,16 @@ def _usable_debts(demands: Sequence[Demand], due: Mapping[str, float]) -> dict[s
 
 class _Allotment:
     def __init__(
-        self, posts: Sequence[WorkerPost], demands: Sequence[Demand], now: float, slice_s: float, rest_owed_s: float
+        self, posts: Sequence[WorkerPost], demands: Sequence[Demand], now: float, timeslice_s: float, rest_owed_s: float
     ) -> None:
-        self._now, self._slice_s = now, slice_s
+        self._now, self._timeslice_s = now, timeslice_s
         self._wanted = {demand.run_id: demand for demand in demands}
         shares = entitled(demands, len(posts))
         self._short = {run_id: share * len(posts) for run_id, share in shares.items()}  # workers that it lacks
         self._owed_s = _usable_debts(demands, self._short)
         if (rest := 1.0 - sum(shares.values())) > EPSILON:
             self._short[""], self._owed_s[""] = rest * len(posts), rest_owed_s
-        self._runs = {post.worker_id: post.run_id for post in posts}
+        self._runs = {post.session_id: post.run_id for post in posts}
         self._held: dict[str, list[WorkerPost]] = {run_id: [] for run_id in self._short}
         free: list[WorkerPost] = []
         for post in posts:
@@ -199,10 +199,10 @@ class _Allotment:
                 free.append(post)
         self._free = free
         for held in self._held.values():
-            held.sort(key=attrgetter("running", "worker_id"))
+            held.sort(key=attrgetter("running", "session_id"))
 
     def decided(self) -> dict[str, str]:
-        for post in sorted(self._free, key=lambda one: (one.has not in self._short, one.running, one.worker_id)):
+        for post in sorted(self._free, key=lambda one: (one.has not in self._short, one.running, one.session_id)):
             self._place(post)
         for _ in range(_AT_ONCE):
             if not self._change():
@@ -210,7 +210,7 @@ class _Allotment:
         return self._runs
 
     def _give(self, post: WorkerPost, run_id: str) -> None:
-        self._runs[post.worker_id] = run_id
+        self._runs[post.session_id] = run_id
         self._held[run_id].append(post)
         self._short[run_id] -= 1.0
 
@@ -223,9 +223,9 @@ class _Allotment:
         fit = [run_id for run_id in self._short if run_id not in post.unfit]
         if not fit:
             return
-        most = max(self._distance(run_id, self._slice_s) for run_id in fit)
-        near = [run_id for run_id in fit if self._distance(run_id, self._slice_s) > most - _MARGIN]
-        run_id = min(near, key=lambda one: (one != post.has, -self._distance(one, self._slice_s), one))
+        most = max(self._distance(run_id, self._timeslice_s) for run_id in fit)
+        near = [run_id for run_id in fit if self._distance(run_id, self._timeslice_s) > most - _MARGIN]
+        run_id = min(near, key=lambda one: (one != post.has, -self._distance(one, self._timeslice_s), one))
         if self._worth(post, run_id):
             self._give(post, run_id)
 
@@ -239,10 +239,10 @@ class _Allotment:
 
     def _change(self) -> bool:
         """Change one worker; False if none should."""
-        ranked = sorted(self._short, key=lambda run_id: (-self._distance(run_id, self._slice_s), run_id))
+        ranked = sorted(self._short, key=lambda run_id: (-self._distance(run_id, self._timeslice_s), run_id))
         for to in ranked:
             for source in reversed(ranked):
-                apart = self._distance(to, self._slice_s) - self._distance(source, self._slice_s)
+                apart = self._distance(to, self._timeslice_s) - self._distance(source, self._timeslice_s)
                 if apart <= 1.0 + _MARGIN or source == to:
                     break
                 if (post := self._leaver(source, to)) is not None:
@@ -269,14 +269,14 @@ class _Allotment:
 
     def _far(self, source: str, to: str, cost_s: float) -> bool:
         """Whether the runs are so far apart that a worker changes at such a cost."""
-        turn = turn_s(self._slice_s, cost_s)
+        turn = turn_s(self._timeslice_s, cost_s)
         return self._distance(to, turn) - self._distance(source, turn) > 1.0 + _MARGIN
 
     def _may_leave(self, post: WorkerPost, source: str, to: str, cost_s: float) -> bool:
         if to in post.unfit or not self._worth(post, to):
             return False
         lacking = self._short[to] - self._short[source] > 1.0 + _MARGIN
-        stays_s = max(_LEAST_STAY * self._slice_s, (_WORTH if lacking else _TURNS) * cost_s)
+        stays_s = max(_LEAST_STAY * self._timeslice_s, (_WORTH if lacking else _TURNS) * cost_s)
         return self._now - post.since >= stays_s
 
 

@@ -2,8 +2,8 @@
 episode (`turn_routing.py`), else where they will run fastest. Long rollouts prefer steady workers to those
 that are borrowed.
 
-After a loss what is read again is the cost. Such rollouts are spread by what each engine has still to read, those with
-most tokens to come first; where a sibling runs, its prompt need not be read (`siblings`).
+After a loss the cost is the re-prefill. Such rollouts are spread by the tokens that each engine has still to prefill,
+those with most tokens to come first; where a sibling runs, their prompt need not be prefilled (`siblings`).
 
 Delayed dispatch and the choice of the shortest queue follow RLBoost (arXiv 2510.19225, Algorithm 2). Unlike there,
 rollouts are placed one by one and not by groups, on every event and not by polling, and workers are compared by their
@@ -19,33 +19,33 @@ from operator import attrgetter
 from statistics import median
 from typing import Final, NamedTuple, TypeAlias
 
-from ebbtide.coordinator.rules.host_view import HostView, fits, may_take, serves
 from ebbtide.coordinator.rules.move_costs import COSTS, MoveCosts, risk_s
 from ebbtide.coordinator.rules.rollout_queue import QueuedRollout, RolloutQueue
 from ebbtide.coordinator.rules.turn_routing import TERMS, Prefixes, TurnRouter, TurnTerms
-from ebbtide.scheduling.steps.step_pacing import VersionBounds
-from ebbtide.types.end_cause import EndCause
-from ebbtide.types.text_bounds import MAX_EVENT_BYTES, shortened
+from ebbtide.coordinator.rules.worker_view import WorkerView, fits, may_take, serves
+from ebbtide.step_pacing import VersionBounds
+from ebbtide.types.fleet import EndCause
+from ebbtide.types.ids import MAX_EVENT_BYTES, shortened
 
 
 class Placement(NamedTuple):
     rollout_id: str
-    worker_id: str
+    session_id: str
 
 
-def pending_limit(host: HostView) -> int:
+def pending_limit(worker: WorkerView) -> int:
     """How many unstarted rollouts a worker may hold: enough to keep it busy until the next decision, without starving
     others. A worker on which nothing has started takes half its slots at once.
     """
-    return max(8, host.slots // 4 if host.running > host.pending else host.slots // 2)
+    return max(8, worker.slots // 4 if worker.running > worker.pending else worker.slots // 2)
 
 
 def place(
     queue: Iterable[QueuedRollout],
-    hosts: Sequence[HostView],
+    workers: Sequence[WorkerView],
     prefixes: Prefixes,
     *,
-    pending_limit: Callable[[HostView], int] = pending_limit,
+    pending_limit: Callable[[WorkerView], int] = pending_limit,
     at_most: int | None = None,
     rest: Callable[[QueuedRollout], float] | None = None,
     borrowable: float = inf,
@@ -55,43 +55,43 @@ def place(
     terms: TurnTerms = TERMS,
     siblings: Callable[[QueuedRollout], Collection[str]] = lambda _: (),
 ) -> list[Placement]:
-    """Fill the hosts' free slots from the queue, with `at_most` placements. `prefixes`: what hosts have cached; `rest`:
-    tokens that a rollout will probably still make; `borrowable`: most further rollouts on borrowed hosts;
-    `batch_slots`: most placements of others than interactive rollouts; `siblings`: the hosts that run samples of a
-    rollout's group.
+    """Fill the workers' free slots from the queue, with `at_most` placements. `prefixes`: what workers have cached;
+    `rest`: tokens that a rollout will probably still make; `borrowable`: most further rollouts on borrowed workers;
+    `batch_slots`: most placements of others than interactive rollouts; `siblings`: the sessions of workers that run
+    samples of a rollout's group.
 
     A worker may take a rollout if its version and target are within the rollout's bounds, one more token fits into its
     context, and its engine can do what the rollout asks for. A rollout that fits nowhere, or waits for
     the worker with its prefix, blocks no other. A worker with as many pending rollouts as `pending_limit` allows gets
     no more; the rest stays queued for the next free worker.
 
-    A rollout goes to a worker that it avoids only if it avoids all `hosts` that could take it, full ones included. A
+    A rollout goes to a worker that it avoids only if it avoids all `workers` that could take it, full ones included. A
     rollout without progress in its last attempt goes only where no other such is pending, so that one that kills
     workers is told from its neighbours. A held worker gets only what no other has room for.
 
-    With `rest`, a rollout prefers hosts whose context has room for all of it. Then the places of borrowed hosts go to
-    the rollouts that risk least by a reclaim, among those placed and the next in the queue; a displaced rollout takes
-    the other's place, or waits a while if a steady host could take it.
+    With `rest`, a rollout prefers workers whose context has room for all of it. Then the places of borrowed workers go
+    to the rollouts that risk least by a reclaim, among those placed and the next in the queue; a displaced rollout
+    takes the other's place, or waits a while if a steady worker could take it.
     """
-    router = TurnRouter(prefixes, hosts, rest=rest, now=now, costs=costs, terms=terms)
-    rooms = _Rooms(hosts, pending_limit, borrowable, router, siblings, costs, rest)
+    router = TurnRouter(prefixes, workers, rest=rest, now=now, costs=costs, terms=terms)
+    rooms = _Rooms(workers, pending_limit, borrowable, router, siblings, costs, rest)
     kinds = len(queue.bounds()) if isinstance(queue, RolloutQueue) else None
     filling = _Filling(rooms, kinds=kinds, at_most=at_most, batch_slots=batch_slots)
     behind = filling.fill(iter(queue))
     if filling.keeps and isinstance(queue, RolloutQueue):
-        placed = {place.one.rollout_id for place in filling.places}
+        placed = {chosen.one.rollout_id for chosen in filling.places}
         filling.fill(one for one in queue.interactive() if one.rollout_id not in placed)
     places = filling.places
     if rest is not None:
-        if any(place.host.borrowed for place in places):
-            places = exchanged(places, behind, hosts, rest, now)
-        places.sort(key=lambda place: _urgency(place.one, rest))
-    return [Placement(one.rollout_id, host.worker_id) for one, host, _ in places]
+        if any(chosen.worker.borrowed for chosen in places):
+            places = exchanged(places, behind, workers, rest, now)
+        places.sort(key=lambda chosen: _urgency(chosen.one, rest))
+    return [Placement(one.rollout_id, worker.session_id) for one, worker, _ in places]
 
 
 def _urgency(one: QueuedRollout, rest: Callable[[QueuedRollout], float]) -> float:
-    """In which order workers get what was placed, the least first: engines read in the order of arrival. Interactive
-    rollouts, then those that are read again, by what they have still to make, then new ones.
+    """In which order workers get what was placed, the least first: engines prefill in the order of arrival. Interactive
+    rollouts, then those that are re-prefilled, by what they have still to make, then new ones.
     """
     return -inf if one.interactive else -rest(one) if one.made else 0.0
 
@@ -104,7 +104,7 @@ class _Filling:
         self._rooms = rooms
         self._kinds, self._at_most, self._batch_left = kinds, at_most, batch_slots
         self._shut: set[VersionBounds] = set()
-        self.places: list[BorrowedPlace] = []
+        self.places: list[ChosenPlace] = []
 
     @property
     def keeps(self) -> bool:
@@ -131,7 +131,7 @@ class _Filling:
         found = self._rooms.choose(one, within)
         if found is not None:
             room, bound = found
-            self.places.append(BorrowedPlace(one, room.host, bound))
+            self.places.append(ChosenPlace(one, room.worker, bound))
             self._rooms.take(room, one)
             self._batch_left -= not one.interactive
 
@@ -156,9 +156,9 @@ def outlived(one: QueuedRollout, longest: int) -> bool:
 
 
 _Rank: TypeAlias = tuple[float, int, float, int]
-#: Differences of reading below this decide nothing.
+#: Differences of prefill below this decide nothing.
 _READ_STEP_S: Final = 1.0
-#: A shorter prompt is read anywhere.
+#: A shorter prompt is prefilled anywhere.
 _SHARED_TOKENS: Final = 256
 #: A tenth of each power of ten up to beyond the tokens/s of any engine, and where each power's numbers end.
 _STEPS: Final = tuple(0.1 * 10.0**digits for digits in range(20))
@@ -166,15 +166,15 @@ _TENS: Final = tuple(10.0**digits for digits in range(1, 20))
 
 
 class _Room:
-    """The places left at a host during a round. `at`: its place in the order of names."""
+    """The places left at a worker during a round. `at`: its place in the order of names."""
 
-    def __init__(self, host: HostView, at: int, limit: int, rate: float, plateau: float, read_s: float) -> None:
-        """`read_s`: seconds that it needs for what it has not read yet."""
-        self.host, self._at, self.read_s = host, at, read_s
-        self.rate, self.plateau = (host.rate or rate) * host.share, host.plateau or plateau
+    def __init__(self, worker: WorkerView, at: int, limit: int, rate: float, plateau: float, read_s: float) -> None:
+        """`read_s`: seconds that it needs for what it has not prefilled yet."""
+        self.worker, self._at, self.read_s = worker, at, read_s
+        self.rate, self.plateau = (worker.rate or rate) * worker.share, worker.plateau or plateau
         self.given = 0
-        self.left = min(host.slots - host.running, limit - host.pending)
-        self.probation = host.probation
+        self.left = min(worker.slots - worker.running, limit - worker.pending)
+        self.probation = worker.probation
         self.rank = self._rank()
 
     def take(self, one: QueuedRollout, read_s: float) -> None:
@@ -186,20 +186,21 @@ class _Room:
 
     @property
     def beside(self) -> int:
-        return self.host.running + self.given
+        return self.worker.running + self.given
 
     @property
     def speed(self) -> float:
         """Beyond the plateau all rollouts share its throughput."""
         if not self.given:
             return self.rate
-        return self.rate * max(self.host.running + 1, self.plateau) / max(self.beside + 1, self.plateau)
+        return self.rate * max(self.worker.running + 1, self.plateau) / max(self.beside + 1, self.plateau)
 
     def _rank(self) -> _Rank:
         """The least is best: the predicted rate, in steps of a tenth so that noise decides nothing; then what is still
-        to be read, in whole seconds; then the share of free slots; then the name, so that a decision can be repeated.
+        to be prefilled, in whole seconds; then the share of free slots; then the order of names, so that a decision can
+        be repeated.
         """
-        slots = self.host.slots
+        slots = self.worker.slots
         return -_tenths(self.speed), int(self.read_s / _READ_STEP_S), -(slots - self.beside) / slots, -self._at
 
 
@@ -216,7 +217,7 @@ class _Within:
     """
 
     def __init__(self, rooms: Iterable[_Room]) -> None:
-        self.open = {room.host.worker_id: room for room in rooms}
+        self.open = {room.worker.session_id: room for room in rooms}
         self.too_long = inf  # a rollout as long as this, without further wishes, fits none of them
         self._by_rank = {room.rank: room for room in self.open.values()}
         self._best = list(self._by_rank)
@@ -233,58 +234,58 @@ class _Within:
 
     def changed(self, room: _Room) -> None:
         """Note that a rollout went to a room."""
-        if room.host.worker_id not in self.open:
+        if room.worker.session_id not in self.open:
             return
         if room.left > 0:
             self._by_rank[room.rank] = room
             heappush(self._best, room.rank)
         else:
-            del self.open[room.host.worker_id]
+            del self.open[room.worker.session_id]
 
 
 class _Rooms:
-    """The hosts with room, by the version bounds that they serve."""
+    """The workers with room, by the version bounds that they serve."""
 
     def __init__(
         self,
-        hosts: Sequence[HostView],
-        limit: Callable[[HostView], int],
+        workers: Sequence[WorkerView],
+        limit: Callable[[WorkerView], int],
         borrowable: float,
         router: TurnRouter,
         siblings: Callable[[QueuedRollout], Collection[str]],
         costs: MoveCosts,
         rest: Callable[[QueuedRollout], float] | None,
     ) -> None:
-        self._hosts, self._router, self._rest = hosts, router, rest
+        self._workers, self._router, self._rest = workers, router, rest
         self._siblings, self._costs = siblings, costs
         self._borrowable = borrowable
-        rate = median([host.rate for host in hosts if host.rate] or [0.0])
-        plateau = median([host.plateau for host in hosts if host.plateau] or [0])
-        free = [host for host in hosts if host.running < host.slots and not host.shut]
-        free = sorted((one for one in free if borrowable > 0 or not one.borrowed), key=attrgetter("worker_id"))
+        rate = median([worker.rate for worker in workers if worker.rate] or [0.0])
+        plateau = median([worker.plateau for worker in workers if worker.plateau] or [0])
+        free = [worker for worker in workers if worker.running < worker.slots and not worker.shut]
+        free = sorted((one for one in free if borrowable > 0 or not one.borrowed), key=attrgetter("session_id"))
         rooms = [
             _Room(
-                host,
+                worker,
                 at,
-                limit(host),
+                limit(worker),
                 rate,
                 plateau,
-                costs.read_s(host.unread, host.prefill),
+                costs.read_s(worker.unread, worker.prefill),
             )
-            for at, host in enumerate(free)
+            for at, worker in enumerate(free)
         ]
-        self.open = {room.host.worker_id: room for room in rooms if room.left > 0}
+        self.open = {room.worker.session_id: room for room in rooms if room.left > 0}
         self._within: dict[VersionBounds, _Within] = {}
-        contexts = {host.max_model_len for host in hosts}
+        contexts = {worker.max_model_len for worker in workers}
         self._context, self._unlike = min(contexts, default=0), len(contexts) > 1
-        self._held = any(room.host.held for room in self.open.values())
+        self._held = any(room.worker.held for room in self.open.values())
 
     def within(self, bounds: VersionBounds) -> _Within:
         found = self._within.get(bounds)
         if found is None:
-            versions = {(room.host.installed, room.host.target): room.host for room in self.open.values()}
-            fit = {pair for pair, host in versions.items() if serves(bounds, host)}
-            rooms = (room for room in self.open.values() if (room.host.installed, room.host.target) in fit)
+            versions = {(room.worker.installed, room.worker.target): room.worker for room in self.open.values()}
+            fit = {pair for pair, worker in versions.items() if serves(bounds, worker)}
+            rooms = (room for room in self.open.values() if (room.worker.installed, room.worker.target) in fit)
             found = self._within[bounds] = _Within(rooms)
         return found
 
@@ -315,14 +316,14 @@ class _Rooms:
 
     def _fit(self, one: QueuedRollout, rooms: Mapping[str, _Room]) -> dict[str, _Room]:
         """Those that may take `one`, of the `rooms` with its versions: those that are not held, or all if all are."""
-        fit = [room for room in rooms.values() if fits(one, room.host)]
-        if one.avoid and any(may_take(one, host) and not host.shut for host in self._hosts):
-            fit = [room for room in fit if room.host.name not in one.avoid]
+        fit = [room for room in rooms.values() if fits(one, room.worker)]
+        if one.avoid and any(may_take(one, worker) and not worker.shut for worker in self._workers):
+            fit = [room for room in fit if room.worker.worker_id not in one.avoid]
         if one.no_progress:
             fit = [room for room in fit if not room.probation]
         if self._held:
-            fit = [room for room in fit if not room.host.held] or fit
-        return {room.host.worker_id: room for room in fit}
+            fit = [room for room in fit if not room.worker.held] or fit
+        return {room.worker.session_id: room for room in fit}
 
     def _roomy(self, one: QueuedRollout, rooms: dict[str, _Room]) -> dict[str, _Room]:
         """Those in whose context all fits that the rollout will probably make, or all `rooms` if it is too long for
@@ -330,35 +331,35 @@ class _Rooms:
         """
         if not self._unlike or self._rest is None or (whole := one.length + self._rest(one)) <= self._context:
             return rooms
-        return {key: room for key, room in rooms.items() if whole <= room.host.max_model_len} or rooms
+        return {key: room for key, room in rooms.items() if whole <= room.worker.max_model_len} or rooms
 
     def _beside_sibling(self, one: QueuedRollout, fit: Mapping[str, _Room], best: _Room) -> _Room:
-        """A room where a sibling of a rollout that is read again runs, if it is as fast there and read no later."""
+        """A room where a sibling of a rollout to re-prefill runs, if it is as fast there and prefilled no later."""
         prompt = one.length - one.made
         if not one.made or one.scores or prompt < _SHARED_TOKENS:
             return best
         near = [room for key in self._siblings(one) if (room := fit.get(key)) is not None and room.left > 0]
         near = [room for room in near if room.rank[0] <= best.rank[0]]
         beside = min(near, key=attrgetter("read_s"), default=None)
-        if beside is None or beside.read_s > best.read_s + self._costs.read_s(prompt, beside.host.prefill):
+        if beside is None or beside.read_s > best.read_s + self._costs.read_s(prompt, beside.worker.prefill):
             return best
         return beside
 
     def take(self, room: _Room, one: QueuedRollout) -> None:
-        cached = (self._router.cached(one) or {}).get(room.host.worker_id)
-        unread = one.length - (cached.tokens if cached is not None and cached.version == room.host.installed else 0)
-        room.take(one, self._costs.read_s(max(0, unread), room.host.prefill))
+        cached = (self._router.cached(one) or {}).get(room.worker.session_id)
+        unread = one.length - (cached.tokens if cached is not None and cached.version == room.worker.installed else 0)
+        room.take(one, self._costs.read_s(max(0, unread), room.worker.prefill))
         self._changed(room)
-        if room.host.borrowed:
+        if room.worker.borrowed:
             self._borrowable -= 1
             if self._borrowable <= 0:
-                for other in [other for other in self.open.values() if other.host.borrowed]:
+                for other in [other for other in self.open.values() if other.worker.borrowed]:
                     other.left = 0
                     self._changed(other)
 
     def _changed(self, room: _Room) -> None:
         if room.left <= 0:
-            del self.open[room.host.worker_id]
+            del self.open[room.worker.session_id]
         for within in self._within.values():
             within.changed(room)
 
@@ -367,7 +368,7 @@ def _moved_to(one: QueuedRollout, fit: Mapping[str, _Room]) -> _Room | None:
     """The room that a move chose."""
     if not one.prefer:
         return None
-    return next((room for room in fit.values() if one.prefer in (room.host.worker_id, room.host.name)), None)
+    return next((room for room in fit.values() if one.prefer in (room.worker.session_id, room.worker.worker_id)), None)
 
 
 #: Queued rollouts after the last placed one that are considered.
@@ -379,35 +380,37 @@ _LESS: Final = 0.8
 _LESS_S: Final = 0.05
 
 
-class BorrowedPlace(NamedTuple):
+class ChosenPlace(NamedTuple):
+    """Where a rollout goes in this round."""
+
     one: QueuedRollout
-    host: HostView
-    bound: bool  # it needs this very host, for its prefix cache or a move
+    worker: WorkerView
+    bound: bool  # it needs this very worker, for its prefix cache or a move
 
 
 def exchanged(
-    places: Sequence[BorrowedPlace],
+    places: Sequence[ChosenPlace],
     behind: Iterator[QueuedRollout],
-    hosts: Sequence[HostView],
+    workers: Sequence[WorkerView],
     rest: Callable[[QueuedRollout], float],
     now: float,
-) -> list[BorrowedPlace]:
-    """The places, with those on borrowed hosts given to the least at risk. Each host gets as many as before.
+) -> list[ChosenPlace]:
+    """The places, with those on borrowed workers given to the least at risk. Each worker gets as many as before.
 
-    Candidates are the rollouts placed in a round and the next in the queue. Long rollouts go to steady hosts, or
+    Candidates are the rollouts placed in a round and the next in the queue. Long rollouts go to steady workers, or
     wait for one: they are most likely to be interrupted, and cost most to move.
     """
     made = list(places)
-    lent = [at for at, place in enumerate(places) if place.host.borrowed and _free(place)]
+    lent = [at for at, chosen in enumerate(places) if chosen.worker.borrowed and _free(chosen)]
     if not lent:
         return made
-    common = places[lent[0]].host
-    steady = [host for host in hosts if not host.borrowed and not host.shut]
+    common = places[lent[0]].worker
+    steady = [worker for worker in workers if not worker.borrowed and not worker.shut]
     risks = {at: _risk_s(places[at].one, common, rest) for at in lent}
     others: list[tuple[float, int, QueuedRollout]] = [
-        (_risk_s(place.one, common, rest), at, place.one)
-        for at, place in enumerate(places)
-        if not place.host.borrowed and _free(place)
+        (_risk_s(chosen.one, common, rest), at, chosen.one)
+        for at, chosen in enumerate(places)
+        if not chosen.worker.borrowed and _free(chosen)
     ]
     if steady:
         first = len(places)
@@ -420,40 +423,40 @@ def exchanged(
         if found is None:
             continue
         _, number, one = others.pop(found)
-        made[at] = BorrowedPlace(one, places[at].host, bound=False)
+        made[at] = ChosenPlace(one, places[at].worker, bound=False)
         if number < len(places):
-            made[number] = BorrowedPlace(places[at].one, places[number].host, bound=False)
+            made[number] = ChosenPlace(places[at].one, places[number].worker, bound=False)
     return made
 
 
 def _taker(
-    place: BorrowedPlace,
+    chosen: ChosenPlace,
     risk: float,
     others: Sequence[tuple[float, int, QueuedRollout]],
-    places: Sequence[BorrowedPlace],
-    steady: Sequence[HostView],
+    places: Sequence[ChosenPlace],
+    steady: Sequence[WorkerView],
 ) -> int | None:
     """The rollout (index of `others`) to take the place, if worth it. `steady`: where the present one may wait."""
     for found, (less, number, one) in enumerate(others):
         if less > _LESS * risk or risk - less < _LESS_S:
             return None
-        if not may_take(one, place.host):
+        if not may_take(one, chosen.worker):
             continue
         if number < len(places):
-            if may_take(place.one, places[number].host):
+            if may_take(chosen.one, places[number].worker):
                 return found
-        elif one.priority == place.one.priority and any(may_take(place.one, host) for host in steady):
+        elif one.priority == chosen.one.priority and any(may_take(chosen.one, worker) for worker in steady):
             return found
     return None
 
 
-def _free(place: BorrowedPlace) -> bool:
-    return not place.bound and not place.one.no_progress
+def _free(chosen: ChosenPlace) -> bool:
+    return not chosen.bound and not chosen.one.no_progress
 
 
-def _risk_s(one: QueuedRollout, host: HostView, rest: Callable[[QueuedRollout], float]) -> float:
-    rate, prefill = host.rate, host.prefill
-    return risk_s(one.length, rest(one), rate=rate, spell_s=host.spell_s, prefill=prefill)
+def _risk_s(one: QueuedRollout, worker: WorkerView, rest: Callable[[QueuedRollout], float]) -> float:
+    rate, prefill = worker.rate, worker.prefill
+    return risk_s(one.length, rest(one), rate=rate, spell_s=worker.spell_s, prefill=prefill)
 
 
 #: Causes that may lie with the rollout itself.

@@ -2,7 +2,7 @@
 
 So a re-queued rollout returns to its place, and what a started group still lacks (later turns, retries) comes before
 later groups: groups are completed in order, and none starves. A run may rank its training rollouts by forecasts of
-lengths: then their rank counts before the place of the group (`long_tail/start_ranks.py`).
+lengths: then their rank counts before the place of the group (`forecasts/start_ranks.py`).
 
 Evaluation has a queue of its own, and so have requests of gateways' clients. Requests take turns with all other
 rollouts, and evaluation with training in the turns that are left, both by start-time fair queueing (Goyal, Vin and
@@ -21,15 +21,16 @@ from typing import Final, TypeAlias
 
 from msgspec import Struct
 
-from ebbtide.scheduling.steps.step_pacing import VersionBounds
+from ebbtide.step_pacing import VersionBounds
+from ebbtide.types.run import SlotPriority
 
 #: Lower ones are next, among rollouts of one kind and priority.
 Rank: TypeAlias = tuple[int, ...]
 _Key: TypeAlias = tuple[int, int, Rank, int, int, str]
 _UNRANKED: Final[Rank] = ()
-#: Part of the placements while others wait too: of evaluation beside training by `EvaluationSpec.priority`, of requests
-#: beside both by `RequestSpec.priority`.
-PARTS: Final = {"before": 0.75, "beside": 0.5, "behind": 0.125}
+#: Part of the placements while others wait too: evaluation's among the run's own rollouts by `EvaluationSpec.priority`,
+#: that of requests among all by `RequestSpec.priority`.
+PARTS: Final = {SlotPriority.BEFORE: 0.75, SlotPriority.SHARED: 0.5, SlotPriority.BACKGROUND: 0.125}
 #: So many members are moved one by one: in a long queue, to copy it takes as long.
 _FEW: Final = 64
 
@@ -101,7 +102,9 @@ class _Turns:
 
 
 class RolloutQueue:
-    def __init__(self, evaluation: str = "before", requests: str = "before") -> None:
+    def __init__(
+        self, evaluation: SlotPriority = SlotPriority.BEFORE, requests: SlotPriority = SlotPriority.BEFORE
+    ) -> None:
         """`evaluation`, `requests`: see `EvaluationSpec.priority` and `RequestSpec.priority`."""
         self._orders: dict[_Kind, list[_Key]] = {kind: [] for kind in _Kind}
         self._own_turns = _Turns(PARTS[evaluation])  # training, evaluation

@@ -17,12 +17,10 @@ from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.running_attempt import OrphanedAttempt, RunningAttempt
 from ebbtide.coordinator.state.worker_session import WorkerSession
-from ebbtide.scheduling.steps.step_pacing import VersionBounds
-from ebbtide.store.rollout_rows import OpenRollout
-from ebbtide.types.end_cause import EndCause
-from ebbtide.types.fleet import AttemptRef
-from ebbtide.types.prompt_scores import record_count
+from ebbtide.step_pacing import VersionBounds
+from ebbtide.types.fleet import AttemptRef, EndCause
 from ebbtide.types.rollout import RolloutKind, RolloutRequest
+from ebbtide.types.tokens import record_count
 
 
 def new_entry(
@@ -55,7 +53,7 @@ def new_entry(
 
 def place_of_group(run: RunState, request: RolloutRequest, place: int) -> int:
     """The place of the group's first rollout, for `new_entry`. Requests go by their own place, whatever their group."""
-    return place if request.kind is RolloutKind.REQUEST else run.group_place(request.group_id, place)
+    return place if request.kind is RolloutKind.REQUEST else run.episodes.group_place(request.group_id, place)
 
 
 def _digest(request: RolloutRequest) -> str:
@@ -69,16 +67,6 @@ def _digest(request: RolloutRequest) -> str:
 def _bounds(minimum: int, maximum: int) -> VersionBounds:
     """One object for all rollouts with these bounds."""
     return VersionBounds(minimum, maximum)
-
-
-def stored_entry(row: OpenRollout, *, group: int, now: float) -> QueuedRollout:
-    """The queue entry of a rollout that the store already has."""
-    fresh = new_entry(row.request, place=row.place, group=group, length=row.prompt_len, now=now, step=row.step)
-    budget = max(1, row.request.sampling.max_tokens - row.stored)
-    length = row.prompt_len + row.stored
-    return msgspec.structs.replace(
-        fresh, length=length, avoid=row.avoid, no_progress=row.barren, made=row.stored, budget=budget
-    )
 
 
 def started(
@@ -177,7 +165,7 @@ def keep_unconfirmed(state: CoordinatorState, run: RunState, ref: AttemptRef, se
         now = state.clock()  # it was given earlier, which would make the worker seem stalled
         attempt = run.new_attempt(ref.attempt_id, queued, start=0, max_tokens=1 << 32, given=now)
         run.unconfirm(attempt, state.doubt_until, newer=False)
-        run.mark_stale()
+        run.mirror.mark_stale()
         unconfirmed = run.unconfirmed[ref.rollout_id]
     if unconfirmed is None or unconfirmed.attempt.attempt_id != ref.attempt_id:
         return False

@@ -17,8 +17,9 @@ from typing import Final
 from ebbtide.coordinator.rules.fair_share import ChangeoverTimes
 from ebbtide.coordinator.rules.liveness import Returning
 from ebbtide.coordinator.rules.overload import Overload, Work
-from ebbtide.coordinator.state.dispatch_wakeups import DispatchWakeups
-from ebbtide.coordinator.state.run_state import FaultPause, RunState
+from ebbtide.coordinator.state.notifier import DispatchWakeups
+from ebbtide.coordinator.state.run_mirror import FaultPause
+from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.coordinator.state.worker_reports import AttachReport
 from ebbtide.coordinator.state.worker_session import SessionIndex, WorkerSession
 from ebbtide.rpc.run_endings import RunEndings
@@ -100,7 +101,7 @@ class CoordinatorState:
 
     def at_work(self, now: float) -> list[RunState]:
         """The live runs, but for those that are paused."""
-        return [run for run in self._runs.values() if not run.paused(now)]
+        return [run for run in self._runs.values() if not run.mirror.paused(now)]
 
     def drop_run(self, run: RunState) -> None:
         """Forget a run that is over, here and at its workers. Its data in the store is deleted later."""
@@ -127,10 +128,10 @@ class CoordinatorState:
 
     def episode_over(self, run: RunState, episode_id: str) -> None:
         """Note that an episode has no further turn, for the workers that have some of it cached, too."""
-        for session_id in run.prefixes.get(episode_id, ()):
+        for session_id in run.episodes.prefixes.get(episode_id, ()):
             if (session := self.sessions.get(session_id)) is not None:
-                session.note_ended(episode_id)
-        run.forget_episode(episode_id)
+                session.outbox.note_ended(episode_id)
+        run.episodes.forget(episode_id)
 
     def attach(self, session: WorkerSession) -> None:
         self._sessions[session.session_id] = session
@@ -179,7 +180,7 @@ class CoordinatorState:
         former.over.set()
         self.doubt(doubt_s)
         for run in self._runs.values():
-            run.doubt()
+            run.mirror.doubt()
         self.sweep(self._swept)  # the store may have forgotten that
         self._swept.clear()
         self.send_again()  # answers begun before are not durable, and would not be confirmed
@@ -201,10 +202,10 @@ class CoordinatorState:
     def send_again(self) -> None:
         """Have all workers send again what is not durable."""
         for session in self._sessions.values():
-            session.send_again()
+            session.append_stream.send_again()
 
     def mark_stale(self) -> None:
         """Have all mirrors read again: calls lost with the former link may or may not have been done."""
         for run in self._runs.values():
-            run.mark_stale()
+            run.mirror.mark_stale()
         self.wakeups.decide()

@@ -1,4 +1,5 @@
-"""Wakes watchers, who read the store by cursor and sleep until their topic is notified.
+"""Wakes those who wait: watchers, who read the store by cursor and sleep until their topic is notified, and the loops
+that decide, when the state has changed.
 
 Invariant: a topic exists only while it has listeners. A lost notification loses no data: watchers also poll.
 """
@@ -6,10 +7,10 @@ Invariant: a topic exists only while it has listeners. A lost notification loses
 import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, suppress
 from typing import Final, Protocol, TypeVar
 
-from ebbtide.rpc.caller_turns import stream_turn
+from ebbtide.rpc.fair_limiter import stream_turn
 
 Topic = tuple[str, ...]
 #: A watcher's longest sleep after an empty page.
@@ -115,3 +116,37 @@ async def follow_pages(
                 await asyncio.sleep(_GATHER_S)
                 if not notified.is_set():
                     await notified_or_late(notified, _NEXT_PAGE_S)
+
+
+class DispatchWakeups:
+    """Wakes the dispatcher's loops when the state has changed.
+
+    Invariant: a change that a decision depends on calls `decide`, and an attempt that loses its worker calls `reap`.
+    The state does both; the loops only wait.
+    """
+
+    def __init__(self) -> None:
+        self._decide, self._reap = asyncio.Event(), asyncio.Event()
+
+    def decide(self) -> None:
+        """There may be something to decide."""
+        self._decide.set()
+
+    def reap(self) -> None:
+        """There may be an attempt to re-queue, or an ended run to delete."""
+        self._reap.set()
+
+    async def wait_to_decide(self, longest_s: float, gather_s: float) -> None:
+        """Wait for a change, and then for those that come within `gather_s`; at most `longest_s` for the first."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(longest_s):  # not wait_for, which may swallow a cancellation
+                await self._decide.wait()
+            await asyncio.sleep(gather_s)
+        self._decide.clear()
+
+    async def wait_to_reap(self, longest_s: float) -> None:
+        """Wait for an attempt without a worker, or an ended run; at most `longest_s`."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(longest_s):
+                await self._reap.wait()
+        self._reap.clear()

@@ -10,8 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from ebbtide.coordinator.rules.rollout_queue import QueuedRollout
-from ebbtide.store.rollout_rows import EndReason
-from ebbtide.types.fleet import AttemptRef
+from ebbtide.types.fleet import AttemptRef, EndReason
 
 if TYPE_CHECKING:  # each refers to the others
     from ebbtide.coordinator.state.run_state import RunState
@@ -99,12 +98,12 @@ class RunningAttempt(Struct, kw_only=True, eq=False):
         return found
 
     def _forecast(self) -> AttemptForecast:
-        rollout, tail = self.rollout, self.run.tail
-        outlook = tail.outlook(rollout) if tail.forecasts.known else None
-        if outlook is None:
+        rollout, lengths = self.rollout, self.run.lengths
+        quantiles = lengths.quantiles(rollout) if lengths.forecasts.known else None
+        if quantiles is None:
             return AttemptForecast()
         most = max(1, self.max_tokens - self.stored)
-        expected, longest = (min(most, round(one)) for one in (outlook.expected, outlook.longest))
+        expected, longest = (min(most, round(one)) for one in (quantiles.expected, quantiles.longest))
         return AttemptForecast(expected, longest, self.stored)
 
     def begin(self, now: float) -> None:

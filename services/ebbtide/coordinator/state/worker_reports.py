@@ -7,9 +7,17 @@ from typing import Annotated, Final, TypeAlias
 from msgspec import Meta, Struct
 from msgspec.structs import force_setattr
 
-from ebbtide.types.end_cause import HAND_BACKS, EndCause
-from ebbtide.types.fleet import AttemptRef, BorrowedState, DraftingState, EngineInfo, WorkerKind, WorkerState
-from ebbtide.types.text_bounds import shortened
+from ebbtide.types.fleet import (
+    RELEASE_CAUSES,
+    AttemptRef,
+    BorrowedState,
+    DraftingState,
+    EndCause,
+    EngineInfo,
+    WorkerKind,
+    WorkerState,
+)
+from ebbtide.types.ids import shortened
 from ebbtide.types.weights import PolicyVersion
 
 #: Thirty years; counts that a float holds exactly; more tokens/s than any machine generates.
@@ -100,7 +108,7 @@ class ReleasedReport(Struct, frozen=True, kw_only=True):
     cause: int = 0  # an `EndCause`
 
     def __post_init__(self) -> None:
-        force_setattr(self, "cause", EndCause(self.cause) if self.cause in HAND_BACKS else EndCause.FAILED)
+        force_setattr(self, "cause", EndCause(self.cause) if self.cause in RELEASE_CAUSES else EndCause.FAILED)
         force_setattr(self, "reason", shortened(self.reason))
 
 

@@ -1,29 +1,28 @@
-"""Models one attachment of a worker: what it reported, what it was told, and the attempts that it holds.
+"""Models one attachment of a worker: what it reported, the attempts that it holds, and what its append streams bring.
 
-Invariant: only its own methods, and those of its attempts, change a session; those that tell the worker something note
-it too. `attempts` are those whose `session` this is; `held` counts them by run and bounds, `pending` and `freed` are
-among them. A freed slot, and a report that a decision depends on, wake the dispatcher. `revision` grows with each
-change that decisions on placement and versions depend on. Lost with the process: the worker attaches again, with its
-attempts.
+Invariant: only its own methods, and those of its attempts and parts, change a session; those that tell the worker
+something note it too. `attempts` are those whose `session` this is; `held` counts them by run and bounds, `pending` and
+`freed` are among them. A freed slot, and a report that a decision depends on, wake the dispatcher. `revision` grows
+with each change that decisions on placement and versions depend on. Lost with the process: the worker attaches again,
+with its attempts.
 """
 
 import asyncio
-from collections import Counter, defaultdict, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Final, NamedTuple
+from typing import ClassVar, Final, NamedTuple
 
 import msgspec
 
 from ebbtide.coordinator.rules.move_costs import LentHost
-from ebbtide.coordinator.state.dispatch_wakeups import DispatchWakeups
+from ebbtide.coordinator.state.notifier import DispatchWakeups
 from ebbtide.coordinator.state.running_attempt import RunningAttempt
+from ebbtide.coordinator.state.worker_messages import Borrow, Install, ReleaseReason, SessionOutbox
 from ebbtide.coordinator.state.worker_reports import AttachReport, HeartbeatReport
-from ebbtide.scheduling.steps.step_pacing import VersionBounds
+from ebbtide.step_pacing import VersionBounds
 from ebbtide.types.fleet import AttemptRef, EngineInfo, FlushPace, FlushWindow, WorkerKind, WorkerState
 from ebbtide.types.weights import PolicyVersion
-from ebbtide.v1 import fleet_pb2
-from ebbtide.wire.record_conversion import to_proto
 
 
 class SessionIndex:
@@ -76,14 +75,55 @@ class SessionIndex:
             del self._by_run[run_id], self._with_room[run_id]
 
 
-#: Bytes of assignments per message: with one more rollout of the largest size it is well under the message limit.
-_BATCH_BYTES: Final = 256 << 10
-#: Ended episodes that a worker without new work is told of later; it forgets the others by their age.
-_ENDED: Final = 1024
+class SessionAppends:
+    """What one worker's append streams bring.
+
+    Invariant: `storing` counts the messages that the store has not answered, and `drained` is set while no stream is
+    open: all that the worker sent was handled. Lost with the process: the worker sends again what is not durable.
+    """
+
+    def __init__(self, session_id: str, now: float) -> None:
+        self.session_id = session_id
+        #: Set to end the stream, so that the worker sends again what is not durable; cleared by the next stream.
+        self.resend: Final = asyncio.Event()
+        self.progressed = now  # when its last tokens arrived, stored or not
+        self.storing = 0
+        self._streams = 0
+        self.drained: Final = asyncio.Event()
+        self.drained.set()
+
+    def message_came(self) -> None:
+        self.storing += 1
+
+    def tokens_came(self, now: float) -> None:
+        self.progressed = now
+
+    def message_answered(self) -> None:
+        self.storing -= 1
+
+    @contextmanager
+    def streaming(self) -> Iterator[None]:
+        """Marks a stream as open: the worker's attempts are not re-queued meanwhile."""
+        self._streams += 1
+        self.drained.clear()
+        try:
+            yield
+        finally:
+            self._streams -= 1
+            if not self._streams:
+                self.drained.set()
+
+    def send_again(self) -> None:
+        """End the stream, so that the worker sends again what is not durable."""
+        self.resend.set()
+
+    def stream_opened(self) -> None:
+        """Note that a stream begins, which sends all that is not durable."""
+        self.resend.clear()
 
 
 class ReleaseRequest(NamedTuple):
-    reason: str
+    reason: ReleaseReason
     first: float  # when the attempt was first asked back
     last: float
 
@@ -98,6 +138,9 @@ class RunChange(NamedTuple):
 
 class WorkerSession:
     """One attachment of a worker."""
+
+    #: What its append streams are noted in.
+    appends_class: ClassVar[type[SessionAppends]] = SessionAppends
 
     def __init__(
         self, session_id: str, hello: AttachReport, now: float, wakeups: DispatchWakeups, index: SessionIndex
@@ -117,9 +160,9 @@ class WorkerSession:
         self.pending: Final[Mapping[str, RunningAttempt]] = self._pending  # those that have not started
         self.freed: Final[Mapping[str, ReleaseRequest]] = self._freed  # those asked back and not handed back
         self.held: Final[Mapping[tuple[str, VersionBounds], int]] = self._held  # its attempts of each run and bounds
-        self._ended: deque[str] = deque(maxlen=_ENDED)
         self.plateau, self.prefill, self.rollout_tokens_per_s = 0, 0.0, 0.0  # see `Worker`
-        self.outbox: Final[asyncio.Queue[fleet_pb2.CoordinatorMessage | None]] = asyncio.Queue()
+        self.outbox: Final = SessionOutbox()
+        self.append_stream: Final = self.appends_class(session_id, now)
         self.run_id = ""  # the run it is to serve, `since` when
         self.attached = self.since = now
         self.installed: tuple[str, PolicyVersion] | None = None
@@ -132,10 +175,6 @@ class WorkerSession:
         self.refused: Final[Mapping[str, float]] = self._refused
         self.draining = self.gone = False
         self.reason = ""  # why it drains
-        #: Set to end its append stream, so that it sends again what is not durable; cleared by the next stream.
-        self.resend: Final = asyncio.Event()
-        self.progressed = now  # when its last tokens arrived, stored or not
-        self.storing = 0  # messages that the store has not answered yet
         self.borrowed = hello.kind is WorkerKind.BORROWED
         #: Its host serves users now, since or until `turned`; a borrowed worker starts so, until it reports a grant.
         self.reclaimed, self.turned = self.borrowed, now
@@ -143,9 +182,6 @@ class WorkerSession:
         self.wanted: bool | None = None  # whether its host is borrowed, as the worker was told
         self._flush_pace = FlushPace()  # as the worker was told
         self.interactive = 0  # of its attempts
-        self._streams = 0
-        self.drained: Final = asyncio.Event()  # it has no open append stream: all that it sent was handled
-        self.drained.set()
 
     @property
     def flush_tokens(self) -> int:
@@ -276,35 +312,6 @@ class WorkerSession:
         if more:
             self._wakeups.decide()
 
-    def message_came(self) -> None:
-        self.storing += 1
-
-    def tokens_came(self, now: float) -> None:
-        self.progressed = now
-
-    def message_answered(self) -> None:
-        self.storing -= 1
-
-    @contextmanager
-    def appending(self) -> Iterator[None]:
-        """Marks an append stream of the worker as open: its attempts are not re-queued meanwhile."""
-        self._streams += 1
-        self.drained.clear()
-        try:
-            yield
-        finally:
-            self._streams -= 1
-            if not self._streams:
-                self.drained.set()
-
-    def send_again(self) -> None:
-        """End its append stream, so that it sends again what is not durable."""
-        self.resend.set()
-
-    def stream_opened(self) -> None:
-        """Note that an append stream of it begins, which sends all that is not durable."""
-        self.resend.clear()
-
     # Runs and their versions.
 
     def serve(self, run_id: str, now: float) -> None:
@@ -322,7 +329,7 @@ class WorkerSession:
         """The version of the run that is installed; 0 for none."""
         return self.installed[1].version if self.installed and self.installed[0] == run_id else 0
 
-    def install(self, run_id: str, message: fleet_pb2.Install, now: float, *, restart: bool) -> None:
+    def install(self, run_id: str, message: Install, now: float, *, restart: bool) -> None:
         """Tell the worker to install a version. If it serves another run it changes: until it has installed, it serves
         none. `restart`: its engine has to be restarted for that.
         """
@@ -332,8 +339,8 @@ class WorkerSession:
             self.changing = None
         elif self.changing is None or self.changing.run_id != run_id:
             self.changing = RunChange(run_id, now, restart)
-        message.change = self.changing is not None and self.changing.restarted
-        self.send(fleet_pb2.CoordinatorMessage(install=message))
+        change = self.changing is not None and self.changing.restarted
+        self.outbox.send(msgspec.structs.replace(message, change=change))
 
     def note_installed(self, run_id: str, version: PolicyVersion) -> RunChange | None:
         """Note an installed version. Returns the change to the run that it completes, if any."""
@@ -386,46 +393,14 @@ class WorkerSession:
         self.installed = None if self.installed and self.installed[0] == run_id else self.installed
         self.target = None if self.target and self.target[0] == run_id else self.target
         self.revision += 1
-        self.tell_run_ended(run_id)
+        self.outbox.tell_run_ended(run_id)
 
     # What it is told.
-
-    def send(self, message: fleet_pb2.CoordinatorMessage) -> None:
-        """Send a message, unless the session is over."""
-        if not self.gone:
-            self.outbox.put_nowait(message)
-
-    def stop_sending(self) -> None:
-        """End its control stream, once what was sent is out."""
-        self.outbox.put_nowait(None)
 
     def close(self) -> None:
         """End the session."""
         self.gone = True
-        self.stop_sending()
-
-    def note_ended(self, episode_id: str) -> None:
-        """Note that what the worker has cached of an episode will not be continued. It hears of it with its next work:
-        until then nothing needs the room.
-        """
-        self._ended.append(episode_id)
-
-    def take_ended(self) -> list[str]:
-        """What the worker is to hear of."""
-        ended = list(self._ended)
-        self._ended.clear()
-        return ended
-
-    def send_assignments(self, assignments: Sequence[fleet_pb2.Assignment]) -> None:
-        """Send rollouts, in messages that are not too large."""
-        batch: list[fleet_pb2.Assignment] = []
-        size, ended = 0, self.take_ended()
-        for one in assignments:
-            batch.append(one)
-            size += one.ByteSize()
-            if size >= _BATCH_BYTES or one is assignments[-1]:
-                self.send(fleet_pb2.CoordinatorMessage(assign=fleet_pb2.AssignBatch(assignments=batch, ended=ended)))
-                batch, size, ended = [], 0, []
+        self.outbox.close()
 
     def pace_flushes(self, pace: FlushPace, *, tell: bool = True) -> None:
         """Have the worker flush no more often than that, if it can be told."""
@@ -433,37 +408,17 @@ class WorkerSession:
             return
         self._flush_pace = pace
         if tell:
-            message = to_proto(pace, fleet_pb2.FlushInterval)
-            self.send(fleet_pb2.CoordinatorMessage(flush_interval=message))
-
-    def tell_run_ended(self, run_id: str) -> None:
-        """Tell the worker that a run is not live: live runs were read before any worker could attach, so this one has
-        ended, or the store lost it. Harmless when repeated."""
-        self.send(fleet_pb2.CoordinatorMessage(forget=fleet_pb2.Forget(run_id=run_id)))
+            self.outbox.send(pace)
 
     def tell_borrowed(self, *, wanted: bool, reason: str) -> None:
         """Tell a borrowed worker whether its host is borrowed, or why not."""
         self.wanted, self.given_up = wanted, "" if wanted else reason
-        self.send(fleet_pb2.CoordinatorMessage(borrow=fleet_pb2.Borrow(wanted=wanted, reason=reason)))
+        self.outbox.send(Borrow(wanted, reason))
         self._changed()
 
-    def cancel(self, attempts: Iterable[AttemptRef]) -> None:
-        """Have the worker drop attempts that are over, or another worker's."""
-        if batch := _messages(attempts):
-            self.send(fleet_pb2.CoordinatorMessage(cancel=fleet_pb2.CancelBatch(attempts=batch)))
-
-    def ask_back(self, attempts: Iterable[AttemptRef], reason: str = "") -> None:
-        """Have the worker hand attempts back, so that another worker can continue them."""
-        release = fleet_pb2.Release(attempts=_messages(attempts), reason=reason)
-        self.send(fleet_pb2.CoordinatorMessage(release=release))
-
-    def free(self, attempts: Sequence[AttemptRef], reason: str, now: float) -> None:
+    def free(self, attempts: Sequence[AttemptRef], reason: ReleaseReason, now: float) -> None:
         """Ask for attempts on account of the worker, and note since when they are awaited."""
         for ref in attempts:
             asked = self._freed.get(ref.attempt_id)
             self._freed[ref.attempt_id] = ReleaseRequest(reason, asked.first if asked else now, now)
-        self.ask_back(attempts, reason)
-
-
-def _messages(attempts: Iterable[AttemptRef]) -> list[fleet_pb2.AttemptRef]:
-    return [to_proto(ref, fleet_pb2.AttemptRef) for ref in attempts]
+        self.outbox.request_release(attempts, reason)

@@ -66,11 +66,13 @@ MESSAGES_FIELDS: Final = RouteFields(
         "cache_control": ignored("prefix caches need no marks"),
         "service_tier": neutral("auto", "standard_only", why="there is one tier"),
         "speed": neutral("standard", why="there is one speed"),
-        "inference_geo": refused("where workers are is not chosen by request"),
+        "inference_geo": refused("requests do not choose where workers are"),
         "container": refused("no code runs here"),
         "mcp_servers": neutral([], why="the gateway calls no tools"),
         "context_management": neutral(
-            {"edits": []}, {"edits": [_KEEPS_THOUGHTS]}, why="a conversation is taken whole, or refused"
+            {"edits": []},
+            {"edits": [_KEEPS_THOUGHTS]},
+            why="a conversation is never cut: it is taken complete, or refused",
         ),
         "chat_template_kwargs": supported("handed to the chat template"),
         "watermarking": SAMPLING["watermarking"],

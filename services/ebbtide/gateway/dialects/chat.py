@@ -70,7 +70,7 @@ CHAT_FIELDS: Final = RouteFields(
         "chat_template": refused("only the model's own template is rendered"),
         "add_generation_prompt": supported("default true"),
         "add_special_tokens": supported("default false"),
-        "continue_final_message": neutral(False, why="a message is rendered whole"),
+        "continue_final_message": neutral(False, why="a message is always rendered complete"),
         "echo": neutral(False, why="answers hold what was generated"),
         "documents": neutral([], why="put them into messages"),
         "include_reasoning": supported("default true"),
@@ -80,7 +80,7 @@ CHAT_FIELDS: Final = RouteFields(
         "modalities": neutral(["text"], why=TEXT_ONLY),
         "audio": refused(TEXT_ONLY),
         "prediction": refused(NO_RESUME),
-        "verbosity": neutral("medium", why="the models are not told of it"),
+        "verbosity": neutral("medium", why="chat templates do not see it"),
         "web_search_options": refused("the gateway searches nothing"),
         "moderation": refused("the gateway judges nothing"),
         "store": neutral(False, why="answers are not kept for later calls"),
@@ -184,8 +184,8 @@ def calls_tools(choice: Any, tools: list[Any]) -> bool:
         return bool(tools)
     if choice not in ("auto", "none"):
         raise InvalidRequest(
-            "not supported: only a grammar can make a model call a tool, and a completion that goes on at another "
-            "worker could not continue it exactly; use auto or none",
+            "not supported: only a grammar can make a model call a tool, and another worker could not continue such a "
+            "completion exactly; use auto or none",
             field="tool_choice",
         )
     if choice == "auto" and not tools:

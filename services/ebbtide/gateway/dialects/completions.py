@@ -42,9 +42,8 @@ from ebbtide.gateway.dialects.fields import (
 )
 from ebbtide.gateway.request import IdsPrompt, Prompt, RawPrompt
 from ebbtide.types.parse import parse
-from ebbtide.types.prompt_scores import PromptScores
 from ebbtide.types.rollout import MAX_ALTERNATIVES
-from ebbtide.types.tokens import TokenArray
+from ebbtide.types.tokens import PromptScores, TokenArray
 
 COMPLETION_FIELDS: Final = RouteFields(
     route="/v1/completions",

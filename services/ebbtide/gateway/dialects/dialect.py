@@ -11,8 +11,8 @@ from ebbtide import errors
 from ebbtide.errors import EbbtideError, InvalidRequest
 from ebbtide.gateway.decode import ChoiceDelta, ChoiceResult
 from ebbtide.gateway.dialects.fields import NO_RESUME, STREAM_OPTION_FIELDS
-from ebbtide.gateway.player import PlayedRequest
 from ebbtide.gateway.request import Prompt, TextRequest, VersionWish
+from ebbtide.gateway.request_player import PlayedRequest
 from ebbtide.types.parse import parse
 from ebbtide.types.run import MAX_STOP_LENGTH, MAX_STOPS, Sampling
 from ebbtide.types.tokens import TokenArray

@@ -1,8 +1,8 @@
 """Checks the fields of a request's body against its route's table, and states what the tables of several routes share.
 
 Each dialect has its table beside it: which fields are supported, accepted without effect, and refused with a reason. A
-field that is not in the table is refused by name. Nothing that changes what is generated is ignored. The tables of
-docs/gateway.md are made of these (`field_pages`).
+field that is not in the table is refused by name. Nothing that changes what is generated is ignored. The tables are
+printed in docs/reference/gateway-fields.md.
 """
 
 import difflib
@@ -89,13 +89,13 @@ def _joined(inside: str, name: str) -> str:
     return f"{inside}.{name}" if inside else name
 
 
-NO_RESUME: Final = "a completion that goes on at another worker could not continue it exactly"
+NO_RESUME: Final = "another worker could not continue such a completion exactly"
 NOT_RECORDED: Final = "a stored token holds its id, logprob and version, and nothing else"
-_NO_ENGINE: Final = "the workers do not sample so"
+_NO_ENGINE: Final = "the workers' sampling has no such option"
 TEXT_ONLY: Final = "requests are text only"
 #: Why no other route scores prompts.
 SCORED_ELSEWHERE: Final = "prompts are scored by /v1/completions, which takes text and token ids"
-_ENGINE_INSIDE: Final = "it is for an engine's own transfers of keys and values"
+_ENGINE_INSIDE: Final = "it is for an engine's own transfers of its KV cache"
 
 ONE_RUN: Final = "a run's id or name; a key of one run decides alone"
 MODEL: Final = supported(f"{ONE_RUN}, and the answer names the run")
@@ -131,18 +131,18 @@ SAMPLING: Final[dict[str, FieldRule]] = {
 #: What else vLLM's OpenAI routes take.
 VLLM: Final[dict[str, FieldRule]] = {
     "use_beam_search": neutral(False, why=_NO_ENGINE),
-    "truncate_prompt_tokens": refused("a prompt is taken whole, or refused"),
-    "truncation_side": refused("a prompt is taken whole, or refused"),
+    "truncate_prompt_tokens": refused("a prompt is never truncated: it is taken complete, or refused"),
+    "truncation_side": refused("a prompt is never truncated: it is taken complete, or refused"),
     "priority": supported("lower goes first, among the run's requests; default 0"),
     "request_id": supported("as the header X-Request-ID, which counts if both are given"),
     "session_id": supported("as the header X-Session-ID, which counts if both are given"),
     "return_token_ids": supported("answers prompt_token_ids and token_ids"),
     "return_tokens_as_token_ids": supported("tokens of logprobs are called token_id:N"),
-    "routed_experts_prompt_start": ignored("routed experts are not answered, from wherever on"),
+    "routed_experts_prompt_start": ignored("routed experts are not returned"),
     "return_token_offsets": neutral(False, why="prompts are not rendered without being generated from"),
     "mm_payload": neutral("tensors", "none", why=TEXT_ONLY),
     "return_mm_kwargs": ignored("requests are text only"),
-    "cache_salt": ignored("it is no wall: workers share prefix caches, and clear them at each version"),
+    "cache_salt": ignored("it does not isolate caches: workers share prefix caches and clear them at each version"),
     "kv_transfer_params": refused(_ENGINE_INSIDE),
     "ec_transfer_params": refused(_ENGINE_INSIDE),
     "vllm_xargs": neutral({}, why="the workers have no such extensions"),

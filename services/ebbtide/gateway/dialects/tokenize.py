@@ -29,7 +29,7 @@ TOKENIZE_FIELDS: Final = RouteFields(
         "tools": supported("functions, handed to the chat template"),
         "chat_template_kwargs": supported("handed to the chat template"),
         "chat_template": refused("only the model's own template is rendered"),
-        "continue_final_message": neutral(False, why="a message is rendered whole"),
+        "continue_final_message": neutral(False, why="a message is always rendered complete"),
         "media_io_kwargs": neutral({}, why=TEXT_ONLY),
         "mm_processor_kwargs": neutral({}, why=TEXT_ONLY),
     },

@@ -122,5 +122,6 @@ class _WithoutEscapedSlashes:
 
 async def _unknown_route(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
-    told = NotFound(f"{request.method} {request.url.path[:200]} is not served here; docs/gateway.md lists the routes")
+    called = f"{request.method} {request.url.path[:200]}"
+    told = NotFound(f"{called} is not served here; docs/guides/agents-and-gateway.md lists the routes")
     return JSONResponse(openai_error(status, told, ""), status_code=status)

@@ -13,7 +13,7 @@ from msgspec import Struct
 from starlette.datastructures import Headers, QueryParams
 from starlette.types import Receive, Scope, Send
 
-from ebbtide.client.gateway_lease import GatewayLease
+from ebbtide.client.lease import GatewayLease
 from ebbtide.errors import (
     AlreadyExists,
     BudgetSpent,
@@ -26,10 +26,10 @@ from ebbtide.errors import (
 from ebbtide.gateway.access import ClientKey, KeyRing, RequestLimits, RequestSlot, RequestSlots, SessionLimits
 from ebbtide.gateway.dialects.dialect import Answer, BodyTooLarge, ErrorShape, openai_error, retry_after_s, status_of
 from ebbtide.gateway.metrics import ERRORS, REQUESTS
-from ebbtide.gateway.player import RequestPlayer
 from ebbtide.gateway.request import TextRequest
+from ebbtide.gateway.request_player import RequestPlayer
 from ebbtide.gateway.runs import RunDirectory
-from ebbtide.gateway.sessions.player import SessionCache, SessionPlayer
+from ebbtide.gateway.sessions.turn_player import SessionCache, SessionPlayer
 from ebbtide.telemetry import get_logger
 from ebbtide.types.ids import check_client_id, check_session_name, new_fence
 

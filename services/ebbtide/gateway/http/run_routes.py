@@ -7,7 +7,7 @@ import msgspec
 from ebbtide.gateway.dialects.anthropic import MessagesDialect
 from ebbtide.gateway.dialects.tokenize import TOKENIZE_FIELDS, TokenizeBody, tokenized_prompt
 from ebbtide.gateway.http.route import AppState, JsonCall
-from ebbtide.gateway.player import encode_prompt
+from ebbtide.gateway.request_player import encode_prompt
 from ebbtide.gateway.runs import ServedRun
 from ebbtide.types.parse import parse
 from ebbtide.types.run import Run

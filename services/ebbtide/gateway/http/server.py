@@ -20,11 +20,11 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from ebbtide.auth.reloaded_files import ReloadedFiles
+from ebbtide.auth.credential_files import ReloadedFiles
 from ebbtide.errors import InvalidRequest
 from ebbtide.gateway.access import RequestLimits
 from ebbtide.gateway.http.text_route import CANCEL_S
-from ebbtide.gateway.settings import DoorSettings, GatewaySettings
+from ebbtide.gateway.settings import GatewaySettings, TlsSettings
 from ebbtide.runtime import allow_files
 
 #: A kept connection without a request is closed after so long; clients' pools keep them for about a minute.
@@ -100,7 +100,7 @@ class HttpServer:
                 await asyncio.wait(cancelled, timeout=_ENDING_S)
 
 
-def _context(door: DoorSettings) -> ssl.SSLContext:
+def _context(door: TlsSettings) -> ssl.SSLContext:
     """Raises `InvalidRequest` naming the file that is wrong, or does not match the other one."""
     try:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

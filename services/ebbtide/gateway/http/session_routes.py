@@ -17,8 +17,8 @@ from ebbtide.gateway.dialects.dialect import logprobs_of, version_spans
 from ebbtide.gateway.http.route import AppState, JsonCall
 from ebbtide.gateway.sessions.ending import end_dropped, end_for_verdict, end_with_reward
 from ebbtide.gateway.sessions.live import in_thread
-from ebbtide.gateway.sessions.player import SessionPlayer
 from ebbtide.gateway.sessions.trace import BranchTrace, CompletionTrace, SessionTrace, TurnTrace, trace_page
+from ebbtide.gateway.sessions.turn_player import SessionPlayer
 from ebbtide.gateway.sessions.turns import names_of, unpack_settings
 from ebbtide.types.ids import MAX_CLIENT_ID, check_client_id, check_id, check_session_name, new_fence
 from ebbtide.types.parse import parse
@@ -67,28 +67,28 @@ class SessionRoutes:
             return session_head(live.session)
 
     async def listed(self, call: JsonCall) -> dict[str, Any]:
-        """GET /v1/sessions: those of the key's name, newest first, from the place `after` on; or those behind session
-        `behind`, which stay the same when further ones are opened. Raises `NotFound` once that one is forgotten.
+        """GET /v1/sessions: those of the key's name, newest first, from the place `offset` on; or those after session
+        `after`, which stay the same when further ones are opened. Raises `NotFound` once that one is forgotten.
         """
         sessions = await self._sessions(call)
-        after = _number(call, "after", 0, "a number of sessions to leave out")
+        offset = _number(call, "offset", 0, "a number of sessions to leave out")
         found = (await sessions.lease.sessions(call.key.sessions_of))[::-1]
-        if behind := call.query.get("behind", ""):
-            last = sessions.stored_id(check_session_name(behind, field="behind"))
+        if after := call.query.get("after", ""):
+            last = sessions.stored_id(check_session_name(after, field="after"))
             places = (place for place, one in enumerate(found, 1) if one.session_id == last)
-            if not (after := next(places, 0)):
-                raise NotFound(f"behind: no session {behind[:100]!r} of this key is here; list from the start")
-        page, slots = found[after : after + _PAGE], asyncio.Semaphore(_AT_ONCE)
+            if not (offset := next(places, 0)):
+                raise NotFound(f"after: no session {after[:100]!r} of this key is here; list from the start")
+        page, slots = found[offset : offset + _PAGE], asyncio.Semaphore(_AT_ONCE)
 
         async def head(session_id: str, turns: int) -> dict[str, Any]:
             async with slots:
                 return session_head((await sessions.lease.read_turns(session_id, call.key.sessions_of, turns)).session)
 
         heads = await asyncio.gather(*(head(one.session_id, one.turns) for one in page))
-        return {"object": "list", "data": heads, "total": len(found), "has_more": after + _PAGE < len(found)}
+        return {"object": "list", "data": heads, "total": len(found), "has_more": offset + _PAGE < len(found)}
 
     async def trace(self, call: JsonCall) -> dict[str, Any]:
-        """GET /v1/sessions/{id}: ids, logprobs, masks and versions, by turn and by branch, for a page of turns behind
+        """GET /v1/sessions/{id}: ids, logprobs, masks and versions, by turn and by branch, for a page of turns after
         the turn `after`, up to `until`; of an ended one, its end.
         """
         head, trace = await self._traced(call, trace_body)

@@ -20,8 +20,8 @@ from ebbtide.gateway.decode import ChoiceResult
 from ebbtide.gateway.dialects.dialect import Answer, AnswerContext, AskedText, Dialect, ErrorShape
 from ebbtide.gateway.http.route import REQUEST_ID, AppState, HttpReply, as_told, read_body, with_ids
 from ebbtide.gateway.metrics import FIRST_TOKEN_SECONDS, GAP_SECONDS, LEFT, REQUESTS, STREAMS, TOKENS, UNDER_WAY
-from ebbtide.gateway.player import PlayedRequest
 from ebbtide.gateway.request import TextRequest
+from ebbtide.gateway.request_player import PlayedRequest
 from ebbtide.gateway.runs import ServedRun
 from ebbtide.types.ids import new_fence
 from ebbtide.types.session import MAX_COMPLETIONS

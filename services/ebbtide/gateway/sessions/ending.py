@@ -12,8 +12,8 @@ from msgspec.structs import replace
 
 from ebbtide.errors import AlreadyExists, InvalidRequest
 from ebbtide.gateway.sessions.live import LiveSession, in_thread
-from ebbtide.gateway.sessions.player import SessionPlayer
 from ebbtide.gateway.sessions.trace import BranchTrace, SessionTrace, session_trace
+from ebbtide.gateway.sessions.turn_player import SessionPlayer
 from ebbtide.gateway.sessions.turns import names_of
 from ebbtide.types.rollout import SampledResponse, Trajectory
 from ebbtide.types.run import Run, Sampling

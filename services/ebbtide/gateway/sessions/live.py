@@ -14,16 +14,15 @@ from typing import Any, Final, TypeVar
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ebbtide.client.gateway_lease import GatewayLease
+from ebbtide.client.lease import GatewayLease
 from ebbtide.errors import EbbtideError, NotFound, Unavailable
 from ebbtide.gateway.decode import ChoiceResult, ChoiceText
-from ebbtide.gateway.player import UNDELIVERED, RequestPlayer, pushed
 from ebbtide.gateway.request import ChatPrompt, IdsPrompt, RawPrompt, TextRequest
+from ebbtide.gateway.request_player import UNDELIVERED, RequestPlayer, pushed
 from ebbtide.gateway.sessions.book import PlannedTurn, SessionBook
 from ebbtide.gateway.sessions.turns import TurnSettings, turn_settings, unpack_settings
-from ebbtide.types.key_usage import MeteredKey
 from ebbtide.types.rollout import FinishReason
-from ebbtide.types.session import Session, SessionState, SessionTurn
+from ebbtide.types.session import MeteredKey, Session, SessionState, SessionTurn
 from ebbtide.types.tokens import TOKEN_BYTES, TokenArray, unpack_tokens
 
 
@@ -306,7 +305,7 @@ def _result(readers: "dict[str, asyncio.Task[ReadCompletion]]", rollout_id: str)
     """What a reader found. One that failed is forgotten, so that the next turn tries again."""
     task = readers.pop(rollout_id)
     if task.cancelled():
-        raise Unavailable("the session is being read again; try again")
+        raise Unavailable("the session is being reloaded; try again")
     error = task.exception()
     if isinstance(error, EbbtideError):
         raise error

@@ -8,8 +8,8 @@ from msgspec import Struct
 
 from ebbtide.errors import Internal
 from ebbtide.types.fleet import DraftingState, EngineInfo
-from ebbtide.types.prompt_scores import ScoreArray
 from ebbtide.types.rollout import FinishReason
+from ebbtide.types.tokens import ScoreArray
 from ebbtide.types.weights import Box
 
 #: Of each tensor, by its name.
@@ -55,6 +55,9 @@ class EngineRequest(Struct, frozen=True, kw_only=True):
     prompt_logprobs: int | None = None  # alternatives of each score; None: the prompt is not scored
     cache_name: str = ""  # by which `Engine.forget` may name its text; empty: it is never named
     drafts: DraftSource | None = None  # an engine that speculates may draft from it; None: nothing is drafted
+    stream_interval: int = (
+        1  # tokens behind the first that it may hold back until it has so many; the end comes at once
+    )
 
 
 class TokenDelta(NamedTuple):
@@ -130,6 +133,15 @@ class Engine(Protocol):
         """Generate until a delta has a finish. Closing the generator aborts the request.
 
         Raises `InvalidRequest` or `Internal` if this request cannot be served, `EngineFailed` if none can.
+        """
+        ...
+
+    def deliver(self, request_id: str | None = None) -> None:
+        """Let `generate` give the tokens that are held back (`EngineRequest.stream_interval`) to readers that wait:
+        they have them after one round of the event loop. `request_id`: those of one request, and hold back none of it
+        later.
+
+        Unknown names are ignored.
         """
         ...
 

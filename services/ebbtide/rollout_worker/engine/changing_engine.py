@@ -19,7 +19,7 @@ from ebbtide import telemetry
 from ebbtide.errors import InvalidRequest
 from ebbtide.rollout_worker.engine import Boxes, Engine, EngineFailed, EngineRequest, Shapes, TokenDelta
 from ebbtide.types.fleet import DraftingState, EngineInfo
-from ebbtide.types.text_bounds import shortened
+from ebbtide.types.ids import shortened
 from ebbtide.types.weights import Manifest
 from ebbtide.weights import check_config
 
@@ -132,6 +132,10 @@ class ChangingEngine:
         async with aclosing(self._inner.generate(request)) as stream:
             async for delta in stream:
                 yield delta
+
+    def deliver(self, request_id: str | None = None) -> None:
+        if not self._between:
+            self._inner.deliver(request_id)
 
     def forget(self, names: Sequence[str]) -> None:
         if not self._between:

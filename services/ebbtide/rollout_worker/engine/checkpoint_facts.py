@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from ebbtide.errors import InvalidRequest
 from ebbtide.rollout_worker.engine import Shapes
-from ebbtide.types.model_path import no_directory
+from ebbtide.types.spec_file import no_directory
 
 #: safetensors refuses larger headers too.
 _MAX_HEADER: Final = 100_000_000

@@ -13,10 +13,17 @@ from msgspec import Struct
 from ebbtide.errors import Internal, InvalidRequest
 from ebbtide.rollout_worker.engine import DraftSource, EngineRequest, TokenDelta
 from ebbtide.types.fleet import AttemptRef, EngineInfo
-from ebbtide.types.prompt_scores import ScoreArray, check_records, pack_scores
 from ebbtide.types.rollout import FinishReason
 from ebbtide.types.run import Sampling, check_sampling
-from ebbtide.types.tokens import pack_tokens, token_count, unpack_ids, unpack_tokens
+from ebbtide.types.tokens import (
+    ScoreArray,
+    check_records,
+    pack_scores,
+    pack_tokens,
+    token_count,
+    unpack_ids,
+    unpack_tokens,
+)
 
 Decode = Callable[[Sequence[int]], str]
 #: Tokens decoded before those that a stop string may span, as decoders may treat the beginning of a text differently.
@@ -85,13 +92,16 @@ class ResponseEnding:
 class Generation:
     """The response of one attempt, from its partial on. `finish` is set when it has ended, possibly at once."""
 
-    def __init__(self, assignment: Assignment, info: EngineInfo, decode: Decode) -> None:
-        """Raises `InvalidRequest` naming the field if this engine cannot take the assignment as it is."""
+    def __init__(self, assignment: Assignment, info: EngineInfo, decode: Decode, *, stream_interval: int = 1) -> None:
+        """`stream_interval`: tokens that the engine delivers together, unless somebody waits for each, or a stop string
+        may end the response at any. Raises `InvalidRequest` naming the field if this engine cannot take the assignment
+        as it is."""
         check_sampling(assignment.sampling, field="sampling")
         prompt = unpack_ids(assignment.prompt_ids).tolist()
         self._ids: list[int] = unpack_tokens(assignment.partial, field="partial")["id"].tolist()
         check_context(prompt + self._ids, len(prompt), info)
         self._assignment, self._prompt = assignment, prompt
+        self._stream_interval = 1 if assignment.interactive or assignment.sampling.stop else stream_interval
         context = assignment.max_model_len or info.max_model_len
         self._ending = ResponseEnding(assignment.sampling, info, room=context - len(prompt), decode=decode)
         # What is longer than the run's context was given before the coordinator noted a longer one.
@@ -126,6 +136,7 @@ class Generation:
             logprobs=not sampling.without_logprobs,
             priority=self._assignment.priority,
             drafts=self._drafts(made),
+            stream_interval=self._stream_interval,
         )
 
     def _drafts(self, made: int) -> DraftSource | None:
@@ -147,6 +158,8 @@ class Generation:
         else:
             cut = delta.finish is FinishReason.LENGTH and self.outgrown  # by this engine's context alone
             self.finish = None if cut else delta.finish
+        if kept == len(delta.ids):
+            return pack_tokens(delta.ids, delta.logprobs, delta.versions)
         return pack_tokens(delta.ids[:kept], delta.logprobs[:kept], delta.versions[:kept])
 
     def generated(self, accepted: bytes) -> int:

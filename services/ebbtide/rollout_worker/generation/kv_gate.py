@@ -1,6 +1,6 @@
 """Lets attempts into the engine as its memory for keys and values allows, so that it preempts none by itself.
 
-`scheduling/long_tail/chunk_admission.py` decides. An attempt that gives up its memory leaves the engine behind its
+`rollout_worker/generation/chunk_admission.py` decides. An attempt that gives up its memory leaves the engine behind its
 newest token and waits here; no token of it is lost. Engines that do not say how much memory they have
 are not limited.
 
@@ -11,7 +11,7 @@ another worker needs.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from hashlib import blake2b
@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from ebbtide.rollout_worker import metrics
 from ebbtide.rollout_worker.engine import EngineRequest
-from ebbtide.scheduling.long_tail.chunk_admission import ChunkRules, KvContext, divide_memory, is_due
+from ebbtide.rollout_worker.generation.chunk_admission import ChunkRules, KvContext, divide_memory, is_due
 from ebbtide.types.fleet import EngineInfo
 
 #: Tokens by which a chunk is asked for early: those that come while the decision is made and others leave, twice what
@@ -62,9 +62,12 @@ class KvTicket:
 class KvGate:
     """The gate before one engine."""
 
-    def __init__(self, info: EngineInfo, slots: int, *, limits: bool) -> None:
-        """`limits`: whether memory limits anybody."""
-        self._slots, self._limits = slots, limits
+    def __init__(
+        self, info: EngineInfo, slots: int, *, limits: bool, parked: Callable[[str], None] = lambda _: None
+    ) -> None:
+        """`limits`: whether memory limits anybody. `parked`: called with each attempt that is to leave the engine after
+        its next tokens, so that they come soon."""
+        self._slots, self._limits, self._park = slots, limits, parked
         self._waiting: dict[str, KvTicket] = {}
         self._running: dict[str, KvTicket] = {}
         self._deciding = False
@@ -185,6 +188,7 @@ class KvGate:
             self._running[key].parked = self._running[key].first = True
             self.parked += 1
             metrics.PARKED.inc()
+            self._park(key)
         for key, reserved in decision.started:
             ticket = self._running[key] = self._waiting.pop(key)
             ticket.context = replace(ticket.context, reserved=reserved)

@@ -14,16 +14,15 @@ from contextlib import aclosing
 from typing import Final, NamedTuple
 
 from ebbtide import telemetry
+from ebbtide.append_stream import AppendAck
 from ebbtide.errors import EbbtideError
 from ebbtide.ledger import Ledger
 from ebbtide.rollout_worker import metrics
 from ebbtide.rollout_worker.engine import Engine, EngineFailed
 from ebbtide.rollout_worker.generation.generation import Assignment, Generation, PromptScoring
 from ebbtide.rollout_worker.generation.kv_gate import KvGate, KvTicket
-from ebbtide.rollout_worker.generation.outbox import Outbox
-from ebbtide.types.append_delta import AppendAck
-from ebbtide.types.end_cause import EndCause
-from ebbtide.types.fleet import AttemptRef, EngineInfo
+from ebbtide.rollout_worker.generation.outbox import Outbox, OutboxMessage
+from ebbtide.types.fleet import AttemptRef, EndCause, EngineInfo
 from ebbtide.types.tokens import token_count
 from ebbtide.types.weights import PolicyVersion
 
@@ -101,9 +100,12 @@ class LocalAttempts:
         fail: Callable[[BaseException], None],
         slots: int = 1 << 16,
         by_memory: bool = True,
+        stream_interval: int = 1,
     ) -> None:
         """`release` hands attempts back to the coordinator; `fail` is called when the engine is lost. `slots`: rollouts
-        that the engine runs at once; `by_memory`: attempts wait until it has memory for them."""
+        that the engine runs at once; `by_memory`: attempts wait until it has memory for them. `stream_interval`: tokens
+        of a batch rollout that the engine delivers together; `message` and `collect` fetch those that it still holds.
+        """
         self.engine, self.info, self._outbox, self._ledger = engine, info, outbox, ledger
         self._release, self._fail = release, fail
         self._held: dict[str, LocalAttempt] = {}
@@ -116,7 +118,8 @@ class LocalAttempts:
         self.holds.watch(self._owe)
         self.tokens = 0
         self.reading = PromptReading()
-        self.gate = KvGate(info, slots, limits=by_memory)
+        self._stream_interval = stream_interval
+        self.gate = KvGate(info, slots, limits=by_memory, parked=self.engine.deliver)
         self._busy_s = self._busy_since = 0.0
         self._owing_since = 0.0  # time of the newest token, or since then of new work or a changed hold
 
@@ -166,7 +169,7 @@ class LocalAttempts:
 
     def _generation(self, assignment: Assignment) -> Generation | PromptScoring:
         if assignment.prompt_logprobs is None:
-            return Generation(assignment, self.info, self.engine.decode)
+            return Generation(assignment, self.info, self.engine.decode, stream_interval=self._stream_interval)
         return PromptScoring(assignment, self.info, self.engine.decode)
 
     def drop(self, refs: Iterable[AttemptRef], outcome: str) -> None:
@@ -190,7 +193,7 @@ class LocalAttempts:
             self.engine.forget(names)
 
     def settle(self, acks: Iterable[AppendAck], *, durable: bool) -> None:
-        """Apply acknowledgements; `durable`: what they name is fsynced."""
+        """Apply acknowledgements; `durable`: no single failure of the store loses what they name."""
         due = self._outbox.due
         done = self._outbox.settle(acks, durable=durable, now=time.monotonic())
         if self._outbox.due < due:
@@ -214,8 +217,10 @@ class LocalAttempts:
             if held is None or held.releasing or held.task is None:
                 continue
             held.releasing = why
-            if held.started and not self.holds and not self.gate.holds_back(ref.attempt_id):
-                asyncio.get_running_loop().call_later(_LAST_TOKENS_S, held.task.cancel)
+            if held.started and not self.gate.holds_back(ref.attempt_id):
+                self.engine.deliver(ref.attempt_id)
+                patience_s = _SETTLE_S if self.holds else _LAST_TOKENS_S
+                asyncio.get_running_loop().call_later(patience_s, held.task.cancel)
             else:
                 held.task.cancel()
 
@@ -230,12 +235,24 @@ class LocalAttempts:
             log.warning("the engine did not pause in time: its unread tokens are lost")
         except EngineFailed as error:
             log.warning("the engine is lost, with its unread tokens", reason=str(error))
+        await self.collect()
         for held in self._held.values():
             if held.generation.finish is None:
                 held.releasing = held.releasing or why
         await self.close()
         self.flush()
         self._release_stored()
+
+    async def collect(self) -> None:
+        """Take the tokens that the engine has made and holds back."""
+        self.engine.deliver()
+        await asyncio.sleep(0)  # all readers that wait for them run before this task does
+
+    async def message(self) -> OutboxMessage:
+        """The outbox's next message. If it has all unsent tokens, then also those that the engine holds back."""
+        if self._stream_interval > 1 and self._outbox.takes_all(time.monotonic()):
+            await self.collect()
+        return self._outbox.take(time.monotonic())
 
     async def close(self) -> None:
         """Stop all generation."""

@@ -13,17 +13,20 @@ knows nothing of the interactive one, so batch rollouts keep their times whateve
 tokens are taken when due, a batch token waits for at most the interval less `lag` (half the interval if that is more).
 An interactive token waits for at most its interval; for a quarter of `lag` if that is more, but never for more than a
 batch interval. A lane that has nothing to send is due at infinity.
+
+An engine may hold tokens of batch rollouts back until it has `stream_interval` of one. They lie in this process, too,
+and count as unsent: the window leaves room for them, and while a batch rollout has tokens, its lane is due once in an
+interval, whatever is known to be unsent. Whoever takes a message then fetches them before (`takes_all`).
 """
 
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final, NamedTuple
 
-from ebbtide.types.append_delta import AppendAck, AppendDelta
+from ebbtide.append_stream import MAX_DELTAS, AppendAck, AppendDelta
 from ebbtide.types.fleet import INTERACTIVE_FLUSH_S, AppendStatus, AttemptRef, FlushPace, FlushWindow
 from ebbtide.types.rollout import FinishReason
 from ebbtide.types.tokens import TOKEN_BYTES
-from ebbtide.wire.append_columns import MAX_DELTAS
 
 #: Random shares of the interval, so that workers do not all flush at the same moment.
 JITTER: Final = (0.9, 1.0)
@@ -89,11 +92,15 @@ class BatchLane:
         """Forget when unsent tokens were due."""
         self._due = math.inf
 
+    def whole(self, now: float) -> bool:
+        """Whether a message taken now has all unsent tokens."""
+        return self.due <= now and (self._urgent_due == math.inf or self._due <= now + _URGENT_S)
+
     def take(self, now: float) -> tuple[Mapping[str, None], bool]:
         """The urgent attempts to send now, and whether to send all others, too."""
         if self.due > now:
             return {}, False
-        whole = self._urgent_due == math.inf or self._due <= now + _URGENT_S
+        whole = self.whole(now)
         if whole:
             self._due = math.inf
         urgent, self._urgent, self._urgent_due = self._urgent, {}, math.inf
@@ -182,12 +189,14 @@ class Outbox:
         flush_tokens: int,
         flush_interval_s: float,
         step_tokens: int = 1,
+        stream_interval: int = 1,
         jitter: Callable[[], float] = lambda: 1.0,
     ) -> None:
         """The window of batch rollouts: tokens of a rollout or seconds, whichever is less. `step_tokens`: that an
-        engine makes of a rollout in one step, at most. `jitter`: of its intervals, see `BatchLane`.
+        engine makes of a rollout in one step, at most. `stream_interval`: that it delivers together, a quarter of the
+        window at most. `jitter`: of its intervals, see `BatchLane`.
         """
-        self._step_tokens = step_tokens
+        self._step_tokens, self._held_back = step_tokens, stream_interval - 1
         self._outputs: dict[str, RolloutOutput] = {}
         self._own = self._window = FlushWindow(flush_tokens, flush_interval_s)
         self._batch, self._interactive = BatchLane(jitter), InteractiveLane()
@@ -212,10 +221,11 @@ class Outbox:
         self._batch.interval_s = window.interval_s
         self._interactive.interval_s = min(max(INTERACTIVE_FLUSH_S, pace.interactive_s), window.interval_s)
         self._interactive.longest_s = window.interval_s
-        # The rest of the window is for tokens until the engine stops: those of the step that made it too many, and of
-        # the next one.
-        self._many = min(-(-3 * window.tokens // 4), max(1, window.tokens + 1 - 2 * self._step_tokens))
-        self._enough = min(-(-window.tokens // 2), -(-2 * self._many // 3))
+        # The rest of the window is for tokens until the engine stops: those of the step that made it too many, with
+        # those that were held back before it, and of the next one.
+        room = window.tokens + 1 - 2 * self._step_tokens - self._held_back
+        self._many = min(-(-3 * window.tokens // 4), max(1, room))
+        self._enough = max(1, min(-(-window.tokens // 2), -(-2 * self._many // 3)) - self._held_back)
 
     def __len__(self) -> int:
         return len(self._outputs)
@@ -243,7 +253,7 @@ class Outbox:
 
     def append(self, attempt_id: str, tokens: bytes, now: float) -> None:
         output = self._outputs[attempt_id]
-        first, lane = output.length == output.begin, output.lane
+        before, lane = output.length, output.lane
         output.tokens += tokens
         self.unacknowledged += len(tokens) // TOKEN_BYTES
         self._weigh(output)
@@ -251,7 +261,7 @@ class Outbox:
             lane.bring_forward(now)
         else:
             lane.wait(now, self.lag)
-        if first:
+        if before == output.begin:
             lane.hurry(attempt_id, now)
 
     def finish(self, attempt_id: str, reason: FinishReason, now: float) -> None:
@@ -270,8 +280,17 @@ class Outbox:
     def flush(self, now: float) -> None:
         """Make all unsent tokens due."""
         for output in self._outputs.values():
-            if output.wants_sending:
+            if output.wants_sending or self._may_be_held(output):
                 output.lane.bring_forward(now)
+
+    def takes_all(self, now: float) -> bool:
+        """Whether `take` would send all unsent tokens of batch rollouts now."""
+        return self._batch.whole(now)
+
+    def _may_be_held(self, output: RolloutOutput) -> bool:
+        """Whether the engine may hold tokens of it back: never its first one."""
+        begun = self._held_back and output.length > output.begin
+        return bool(begun) and output.finish is None and output.lane is self._batch
 
     def rewind(self, now: float) -> None:
         """Begin a new stream: send unacknowledged tokens again, and ask the store whether it still has the others."""
@@ -292,6 +311,8 @@ class Outbox:
         if whole:
             batch = ((name, output) for name, output in self._outputs.items() if output.lane is self._batch)
             outputs += [output for name, output in batch if name not in urgent]
+            if any(map(self._may_be_held, self._outputs.values())):
+                self._batch.wait(now, self.lag)
         self._messages += 1
         return OutboxMessage(self._messages, self._filled(outputs, now))
 
@@ -311,7 +332,7 @@ class Outbox:
         return deltas
 
     def settle(self, acks: Iterable[AppendAck], *, durable: bool, now: float) -> SettledOutput:
-        """Apply what the store has; `durable`: it is fsynced."""
+        """Apply what the store has; `durable`: no single failure of the store loses it."""
         done = SettledOutput([], [])
         for ack in acks:
             output = self._outputs.get(ack.attempt_id)

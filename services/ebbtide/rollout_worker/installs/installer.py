@@ -36,7 +36,7 @@ from ebbtide.rollout_worker.installs.weight_store import OtherArchitecture, Targ
 from ebbtide.types.fleet import EngineInfo
 from ebbtide.types.weights import Manifest
 from ebbtide.v1 import fleet_pb2, types_pb2
-from ebbtide.wire.record_conversion import to_proto
+from ebbtide.wire import to_proto
 
 log = telemetry.get_logger(__name__)
 

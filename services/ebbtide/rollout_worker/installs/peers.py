@@ -43,7 +43,7 @@ class PeerBlobs:
         """The blobs in the order of `digests`; waits for one that is arriving.
 
         Raises `NoCapacity` for too many readers. Raises `VersionUnavailable` after all other blobs if some are neither
-        here nor arriving: of an old anchor and the patches that follow it, a worker holds the patches alone.
+        here nor arriving: of an old keyframe and the patches that follow it, a worker holds the patches alone.
         """
         if reader not in self.streams and len(self.streams) == self._most:
             raise NoCapacity(f"{self._most} readers are served already; ask another source", retry_after_s=_RETRY_S)
@@ -150,7 +150,7 @@ def _as_peer_listen() -> Iterator[None]:
     except InvalidRequest as error:
         if error.field != "listen":
             raise
-        raise InvalidRequest(str(error).removeprefix("listen: "), field="peer_listen") from None
+        raise InvalidRequest(error.text, field="peer_listen") from None
 
 
 def server_settings(listen: str, client: ClientSecurity, token_keys: str = "") -> ServerSettings:

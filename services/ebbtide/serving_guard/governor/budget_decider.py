@@ -1,6 +1,7 @@
-"""Declares what decides how much rollout work may run beside a serving engine, and asks the deciders of several models.
+"""Declares what a decider is, which says how much rollout work may run beside a serving engine, and asks those of many
+models.
 
-The governor is such a policy, and so are those that it is compared with.
+The governor is such a decider, and so are the policies that it is compared with.
 """
 
 from collections.abc import Callable, Mapping
@@ -48,7 +49,7 @@ class BudgetDecision(Struct, frozen=True):
     """What the next rollout step may take, and why."""
 
     budget: Budget
-    state: str  # idle, shared, quiet or reclaimed
+    state: str  # idle, shared, quiet or reclaimed; where no decider is asked, blind or closed
     slack_s: float  # least of all requests inside; `NOTHING_INSIDE` if there are none
     review_at: float  # when to decide again if there is no event before
 
@@ -108,7 +109,7 @@ class BudgetDecider(Protocol):
 Makes = Callable[[LatencyTargets, StepLimits], BudgetDecider]
 
 
-class GovernorPanel:
+class MultiModelGovernor:
     """Combines the governors of the models that one engine serves: rollouts may do what all of them allow. `targets`:
     by model; "" for models without targets of their own.
 

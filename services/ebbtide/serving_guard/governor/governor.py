@@ -1,8 +1,7 @@
-"""Decides how much rollout work may run in the next step of an engine that borrows from a serving engine.
+"""Decides by the slack of served requests how much rollout work the borrowing engine's next step may take: our decider.
 
-After ROSE's co-serving executor (arXiv 2605.06534, section on the executor as reported in notes on it), which admits
-rollouts or refuses them by the slack of served requests. Here the budget is sized to the slack less the rollout step's
-own duration, and predictions are learnt online.
+After the co-serving executor of ROSE (arXiv 2605.06534), which admits rollouts or refuses them by that slack. Here the
+budget is sized to the slack less the rollout step's own duration, and predictions are learnt online.
 
 Invariant: every request is in `_book` from its arrival to its end, and no step may begin that is predicted to end after
 the slack of a request. All of it is lost with the process: a new governor knows nothing, and begins with small budgets.

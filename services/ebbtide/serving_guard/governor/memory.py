@@ -173,6 +173,11 @@ _AWAY_S: Final = 60.0
 _PATIENCE_S: Final = 0.5
 #: An idle time pays for a wake-up if it is this many times as long: then two thirds of it are used.
 _PAYS: Final = 3.0
+#: Where memory runs short so soon after a wake-up, the engine was what it lacked.
+_TRIED_S: Final = 60.0
+#: So long the engine stays down unless there is more memory than at that wake-up; twice as long each time, up to this.
+_AGAIN_S: Final = 60.0
+_AGAIN_MOST_S: Final = 3600.0
 
 
 class DeviceMemory(Struct, frozen=True, kw_only=True):
@@ -186,6 +191,16 @@ class DeviceMemory(Struct, frozen=True, kw_only=True):
     device: bool = False  # whether the engine computes on a device with its own memory
 
 
+def waking_pays(at: Residency, *, idle_s: float, wake_host_s: float, wake_away_s: float) -> bool:
+    """Whether an engine whose weights are `at` a lower level should come up for so long; arguments as in
+    `ResidencyPlan.decide`."""
+    return idle_s >= _PAYS * _wake_s(at, wake_host_s, wake_away_s)
+
+
+def _wake_s(at: Residency, wake_host_s: float, wake_away_s: float) -> float:
+    return (wake_host_s or _HOST_S) if at is Residency.HOST else (wake_away_s or _AWAY_S)
+
+
 class ResidencyPlan:
     """Decides for one borrower where its weights should stay: on the device, in host memory, or nowhere. The result is
     a wish. Workers on GPUs fulfil it by vLLM's sleep mode, from AWAKE; on CPU builds by giving up memory.
@@ -194,11 +209,18 @@ class ResidencyPlan:
     up only if there is room and the expected idle time pays for the wake-up. Both lower levels free the same memory on
     a device. Only the second one frees host memory too, and then a wake-up has to load the weights. An engine on a CPU
     has only host memory, so only the second level helps.
+
+    An engine takes more of a device than its pool: its context, graphs, and what steps allocate. If a wake-up makes
+    memory short, the next one needs what was free before this one and what was lacking then, for a while that doubles:
+    so two engines that do not fit together do not sleep and wake in turn for ever.
     """
 
     def __init__(self) -> None:
         self._short_since: float | None = None
-        self._down_at = float("-inf")
+        self._down_at = self._woken_at = self._again_at = float("-inf")
+        self._over = 0  # bytes that were free beyond its need when it was woken last
+        self._beyond = 0  # bytes that it turned out to need besides, until `_again_at`
+        self._again_s = 0.0  # the wait that this was; 0: the last wake-up was none too many
 
     def decide(
         self,
@@ -216,15 +238,32 @@ class ResidencyPlan:
             if self._short_since is None:
                 self._short_since = now
             if now - self._short_since >= _PATIENCE_S:
+                if at is Residency.AWAKE and memory.device:
+                    self._learn(now, memory)
                 return self._down(now, at, memory)
             return at
         self._short_since = None
         if at is Residency.AWAKE:
             return at
-        wake_s = (wake_host_s or _HOST_S) if at is Residency.HOST else (wake_away_s or _AWAY_S)
-        room = memory.spare >= memory.weights
+        wake_s = _wake_s(at, wake_host_s, wake_away_s)
+        needed = memory.weights + (self._beyond if now < self._again_at else 0)
         rested = now - self._down_at >= wake_s
-        return Residency.AWAKE if room and rested and idle_s >= _PAYS * wake_s else at
+        if memory.spare < needed or not rested or idle_s < _PAYS * wake_s:
+            return at
+        self._woken_at, self._over = now, memory.spare - memory.weights
+        return Residency.AWAKE
+
+    def _learn(self, now: float, memory: DeviceMemory) -> None:
+        """Memory is short with the engine awake: whether that is its own doing. Once for each wake-up: it stays awake
+        for some decisions more."""
+        if self._woken_at == float("-inf"):
+            return
+        if now - self._woken_at > _TRIED_S:
+            self._again_s, self._woken_at = 0.0, float("-inf")
+            return
+        self._beyond = self._over + memory.short
+        self._again_s = min(_AGAIN_MOST_S, max(_AGAIN_S, 2 * self._again_s))
+        self._again_at, self._woken_at = now + self._again_s, float("-inf")
 
     def _down(self, now: float, at: Residency, memory: DeviceMemory) -> Residency:
         """One level down, or two if the first one would not help."""

@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 
 class BaseModelSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    spec: Annotated[str, Meta(description="a run's spec (TOML or JSON), of which environment and seed are used")]
+    spec: Annotated[str, Meta(description="spec of a run (TOML or JSON), of which environment and seed are used")]
     directory: Annotated[str, Meta(description="folder of base models")] = ".cache/base-models"
-    seed: Annotated[int, Meta(ge=-1, description="seed; -1: the spec's")] = -1
+    seed: Annotated[int, Meta(ge=-1, description="seed; -1 takes the spec's")] = -1
     error_rate: Annotated[
-        float, Meta(ge=0, lt=1, description="share of mistyped letters and digits in demonstrations")
+        float, Meta(ge=0, lt=1, description="fraction of mistyped letters and digits in demonstrations")
     ] = BaseModelPlan.error_rate
-    target_accuracy: Annotated[float, Meta(gt=0, le=1, description="sampled accuracy at which the model is done")] = (
+    target_accuracy: Annotated[float, Meta(gt=0, le=1, description="sampled accuracy at which training ends")] = (
         BaseModelPlan.target_accuracy
     )
-    threads: Annotated[int, Meta(ge=0, description="CPU threads of torch; 0: torch's choice")] = 0
+    threads: Annotated[int, Meta(ge=0, description="CPU threads of torch; 0 leaves the choice to torch")] = 0
     json: Annotated[bool, Meta(description="print progress and path as lines of JSON")] = False
 
 

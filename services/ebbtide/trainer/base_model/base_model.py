@@ -3,27 +3,65 @@
 Supervision on the train split teaches a Qwen3 network with a character tokenizer until its sampled accuracy on the
 check split reaches a target; the eval split stays unseen. A share of the characters in demonstrations is mistyped, so
 that the model also errs: reinforcement then teaches which of its responses are right.
+
+The tokenizer is for networks too small for words: printable ASCII, newline, and chat markers.
 """
 
 import json
+import string
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
 from string import ascii_lowercase
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
+import tokenizers
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from tokenizers import Regex, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from ebbtide.environments import EnvironmentSource, ExampleSource, Message
 from ebbtide.errors import InvalidRequest
 from ebbtide.trainer.base_model.base_model_plan import RECORD, BaseModelPlan, base_model_path, inputs, is_made
-from ebbtide.trainer.base_model.character_tokenizer import character_tokenizer
 from ebbtide.trainer.learning.network import Network, Tokenizer, save_network
 from ebbtide.trainer.learning.training_batches import TrainingSample, collate
+
+PAD, UNKNOWN, END, USER, ASSISTANT = "<|pad|>", "<|unknown|>", "<|end|>", "<|user|>", "<|assistant|>"
+SPECIAL = (PAD, UNKNOWN, END, USER, ASSISTANT)
+CHARACTERS = "\n" + "".join(sorted(string.ascii_letters + string.digits + string.punctuation + " "))
+#: A turn is its marker and its text; an end token, which the policy samples itself, closes an assistant's turn. Calls
+#: of tools are written as vLLM's parser `pythonic` reads them. The tools of a request are not described: a network this
+#: small knows its own.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|assistant|>' if message.role == 'assistant' else '<|user|>' }}{{ message.content }}"
+    "{% if message.tool_calls %}[{% for call in message.tool_calls %}{{ call.function.name }}("
+    "{% for name, value in call.function.arguments.items() %}{{ name }}={{ value | tojson }}"
+    "{{ '' if loop.last else ', ' }}{% endfor %}){{ '' if loop.last else ', ' }}{% endfor %}]{% endif %}"
+    "{{ '<|end|>' if message.role == 'assistant' else '' }}"
+    "{% endfor %}{{ '<|assistant|>' if add_generation_prompt else '' }}"
+)
+
+
+def character_tokenizer() -> Any:
+    """Makes a fast tokenizer with a token per character, which `AutoTokenizer` loads; others become unknown."""
+    vocabulary = {token: number for number, token in enumerate([*SPECIAL, *CHARACTERS])}
+    tokenizer = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        unk_token=UNKNOWN,
+        eos_token=END,
+        additional_special_tokens=[USER, ASSISTANT],
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
 
 #: Number of the first prompt to learn from, far from those of a run, which count from 0.
 FIRST_PROMPT: Final = 1 << 40

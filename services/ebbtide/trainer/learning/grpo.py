@@ -68,7 +68,7 @@ def truncated_support(
     return keep.scatter(1, tokens[:, None], value=True)
 
 
-def token_logprobs(
+def sampling_logprobs(
     logits: Tensor,
     tokens: Tensor,
     *,
@@ -78,24 +78,28 @@ def token_logprobs(
     min_p: float = 0.0,
     barred: Tensor | None = None,
     early: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Returns each token's logprob under its sampling distribution, and that distribution's entropy; both (n,).
+) -> Tensor:
+    """Returns the logprobs of all tokens under the distributions that `tokens` were sampled from, (n, v) float32.
 
-    `logits` (n, v) in any float dtype, `tokens` (n,) int64. `early` (n,) bool says where the ids in `barred` (e,) int64
-    could not be sampled; where one was sampled all the same, none counts as barred. The gradient flows through the
-    logits inside the truncated support, which itself is constant. The entropy carries none. Raises `InvalidRequest` for
-    a temperature of 0, at which nothing is sampled.
+    `logits` (n, v) in any float dtype, `tokens` (n,) int64. `early` (n,) bool says where the ids in `barred` (e,)
+    int64, each given once, could not be sampled; where one was sampled all the same, none counts as barred. The
+    gradient flows through the logits inside the truncated support, which itself is constant. Raises `InvalidRequest`
+    for a temperature of 0, at which nothing is sampled.
     """
     if temperature <= 0:
         raise InvalidRequest("must be above 0: greedy responses cannot be trained on", field="sampling.temperature")
-    scaled = logits.float() / temperature
+    scaled = logits.float() / temperature if temperature != 1 else logits.float()
     if barred is not None and early is not None:
-        rows = (early & ~torch.isin(tokens, barred)).nonzero()
-        scaled[rows, barred] = -torch.inf  # (rows, 1) and (e,): all barred ids of these rows
+        rows = early & ~torch.isin(tokens, barred)
+        scaled = scaled.index_copy(1, barred, scaled[:, barred].masked_fill(rows[:, None], -torch.inf))
     if top_p < 1.0 or top_k > 0 or min_p > 0:
         support = truncated_support(scaled, tokens, top_p=top_p, top_k=top_k, min_p=min_p)
         scaled = scaled.masked_fill(~support, -torch.inf)
-    logprobs = scaled.log_softmax(-1)
+    return scaled.log_softmax(-1)
+
+
+def at_tokens(logprobs: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns each token's logprob, and its distribution's entropy without a gradient; both (n,). `logprobs` (n, v)."""
     with torch.no_grad():
         entropy = torch.special.entr(logprobs.exp()).sum(-1)
     return logprobs.gather(1, tokens[:, None])[:, 0], entropy
@@ -131,9 +135,11 @@ def policy_loss(
 
     The ratio is taken to `behaviour`. Tokens of an older version than the trainer's have drifted already: for these
     `proximal` holds the trainer's own logprobs from before the step (and `behaviour` for the others), the ratio is
-    taken to it, and the token weighs min(exp(proximal - behaviour), importance_cap): truncated importance sampling,
-    with the two roles apart as in decoupled PPO (arXiv 2110.00641, section 3). Clip bounds may differ (DAPO, arXiv
-    2503.14476, section 3.1).
+    taken to it, and the token weighs min(exp(proximal - behaviour), importance_cap): truncated importance sampling
+    (IMPALA, arXiv 1802.01561, section 4.1), with the two roles apart as in decoupled PPO (arXiv 2110.00641, section 3).
+    `proximal` may hold the trainer's logprobs of the other tokens, too: these then weigh by how far the trainer is from
+    the engine with the same weights (Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL
+    Training", 2025). Clip bounds may differ (DAPO, arXiv 2503.14476, section 3.1).
 
     Every token counts alike: the sum is divided by `normalizer`, the minibatch's sampled tokens with an advantage other
     than 0 (DAPO, sections 3.2 and 3.3), not per response first as in GRPO, which favours short right and long wrong
@@ -163,7 +169,23 @@ def policy_loss(
 
 
 #: Values that are summed over a step's tokens or updates, and over ranks.
-_SUMMED: Final = ("loss", "entropy", "clipped", "kl", "weight", "gap")
+_SUMMED: Final = ("loss", "entropy", "clipped", "kl", "weight", "gap", "gap_kl")
+#: Absolute logprob differences are counted in bins of equal ratio, 7.5 % wide: so many to a decade, from 1e-7 nats to
+#: 100. A percentile of all ranks then follows from sums.
+_BINS_OF_DECADE, _LEAST_GAP, _DECADES = 32, 1e-7, 9
+_BINS: Final = _BINS_OF_DECADE * _DECADES
+#: Largest logprob difference in the KL estimate, in nats, so that a single token leaves it finite.
+_MOST_GAP: Final = 20.0
+
+
+def percentile_of_gaps(counts: Sequence[float], share: float) -> float:
+    """The difference, in nats, that a `share` of those counted do not exceed, rounded up to the end of its bin."""
+    wanted, seen = share * sum(counts), 0.0
+    for number, count in enumerate(counts):
+        seen += count
+        if seen >= wanted:
+            return float(_LEAST_GAP * 10 ** ((number + 1) / _BINS_OF_DECADE))
+    raise ValueError("nothing was counted")
 
 
 @dataclass
@@ -179,8 +201,11 @@ class StepStats:
     clip_share: float = 0.0
     importance_weight: float = 0.0
     grad_norm: float = 0.0  # mean over updates, before clipping
-    #: mean absolute difference to the workers' logprobs, on tokens of the trainer's version, before the first update
+    # Of the differences to the workers' logprobs, on tokens of the trainer's version, before the first update: the mean
+    # and 99th percentile of their absolute values, and the KL from the workers' distribution to the trainer's.
     logprob_gap: float | None = None
+    logprob_gap_p99: float | None = None
+    logprob_gap_kl: float | None = None
 
 
 @dataclass
@@ -192,16 +217,33 @@ class StepSums:
     gap_tokens: int = 0
     norm: float = 0.0
     values: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_SUMMED, 0.0))
+    gap_bins: list[float] = field(default_factory=lambda: [0.0] * _BINS)
 
     def add(self, **values: float) -> None:
         for name, value in values.items():
             self.values[name] += value
 
+    def add_gaps(self, differences: Tensor) -> None:
+        """Adds logprobs under the trainer less those under the workers, (n,), of tokens of the trainer's version.
+
+        The KL is the k3 estimate over tokens that the workers sampled, exp(d) - 1 - d: it is never below 0, and varies
+        less than the mean of -d (Schulman, "Approximating KL Divergence", 2020).
+        """
+        sizes = differences.abs()
+        places = ((sizes.clamp_min(_LEAST_GAP) / _LEAST_GAP).log10() * _BINS_OF_DECADE).long().clamp(0, _BINS - 1)
+        bounded = differences.clamp_max(_MOST_GAP)
+        self.add(gap=sizes.sum().item(), gap_kl=(bounded.exp() - 1 - bounded).sum().item())
+        self.gap_tokens += len(differences)
+        counts = places.bincount(minlength=_BINS).tolist()
+        self.gap_bins = [one + more for one, more in zip(self.gap_bins, counts, strict=True)]
+
     def over_ranks(self, add_up: Callable[[Sequence[float]], list[float]]) -> "StepSums":
         """Sums over all ranks, except updates and gradient norms, which all ranks share."""
-        passes, gap_tokens, *rest = add_up([float(self.passes), float(self.gap_tokens), *self.values.values()])
-        named = dict(zip(self.values, rest, strict=True))
-        return StepSums(int(passes), self.updates, int(gap_tokens), self.norm, named)
+        counts = [float(self.passes), float(self.gap_tokens)]
+        passes, gap_tokens, *rest = add_up([*counts, *self.values.values(), *self.gap_bins])
+        named = dict(zip(self.values, rest[: len(self.values)], strict=True))
+        bins = rest[len(self.values) :]
+        return StepSums(int(passes), self.updates, int(gap_tokens), self.norm, named, bins)
 
     def into(self, stats: StepStats) -> StepStats:
         """Fills in the means."""
@@ -209,5 +251,8 @@ class StepSums:
         stats.loss, stats.grad_norm = values["loss"] / self.updates, self.norm / self.updates
         stats.entropy, stats.kl = values["entropy"] / self.passes, values["kl"] / self.passes
         stats.clip_share, stats.importance_weight = values["clipped"] / self.passes, values["weight"] / self.passes
-        stats.logprob_gap = values["gap"] / self.gap_tokens if self.gap_tokens else None
+        if self.gap_tokens:
+            stats.logprob_gap = values["gap"] / self.gap_tokens
+            stats.logprob_gap_p99 = percentile_of_gaps(self.gap_bins, 0.99)
+            stats.logprob_gap_kl = values["gap_kl"] / self.gap_tokens
         return stats

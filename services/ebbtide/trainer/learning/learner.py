@@ -19,11 +19,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ebbtide.trainer.learning.grpo import StepStats, StepSums, policy_loss, token_logprobs
+from ebbtide.trainer.learning.grpo import StepStats, StepSums, policy_loss, sampling_logprobs
 from ebbtide.trainer.learning.network import Network
+from ebbtide.trainer.learning.optimizer import AdamW, Schedule, rate_factor
+from ebbtide.trainer.learning.packed_attention import packs
 from ebbtide.trainer.learning.sample_deal import micro_parts, minibatches, shares
-from ebbtide.trainer.learning.training_batches import TrainingBatch, TrainingSample, collate
-from ebbtide.trainer.ranks.network_sharding import local, whole
+from ebbtide.trainer.learning.sampled_logprobs import CHUNK_LOGITS, Distribution, SampledLogprobs, agreeing_logprobs
+from ebbtide.trainer.learning.training_batches import TrainingBatch, TrainingSample, idle_sample
+from ebbtide.trainer.ranks.sharding import local, whole
 from ebbtide.types.run import Sampling
 
 
@@ -50,17 +53,23 @@ class LearnerSettings:
 
     learning_rate: float = 1e-6
     warmup_steps: int = 0
+    schedule: Schedule = "constant"
+    steps: int = 1  # of the schedule
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.99)
     max_grad_norm: float = 1.0
     clip_low: float = 0.2
     clip_high: float = 0.2
     importance_cap: float = 2.0
+    truncated_importance_sampling: bool = False  # of tokens of the trainer's version, too
     kl_coefficient: float = 0.0
     minibatches: int = 1
     epochs: int = 1
     micro_batch_tokens: int = 16384
+    dtype: str = "float32"  # of computation: or bfloat16
+    packing: bool = False  # if the network can be packed
     sampling: Sampling = field(default_factory=Sampling)  # of samples without `responses`
+    offload: bool = False  # keep the optimiser's moments in host memory
     eos_ids: tuple[int, ...] = ()  # of the model; with the stop tokens they are not sampled within `min_tokens`
 
 
@@ -91,13 +100,29 @@ class Learner:
         self.settings = settings
         self.version = version
         self._reference = reference
+        dtype = getattr(torch, settings.dtype)
+        kinds = [{"packed": True}] * (settings.packing and packs(network)) + [{}, {"whole": True}]
+        ways = [SampledLogprobs(network, dtype=dtype, chunk_logits=CHUNK_LOGITS, **kind) for kind in kinds]
+        tokens = network.get_input_embeddings().num_embeddings
+        self._own_logprobs = agreeing_logprobs(ways, tokens, self._ranks.add_up)
+        self._reference_logprobs = None if reference is None else self._own_logprobs.of(reference)
         self._accumulated: _Accumulated | None = None  # None: the next sample begins an update
-        self._optimizer = torch.optim.AdamW(
-            network.parameters(), lr=settings.learning_rate, betas=settings.betas, weight_decay=settings.weight_decay
+        self._optimizer = AdamW(
+            network.parameters(),
+            rate=settings.learning_rate,
+            betas=settings.betas,
+            weight_decay=settings.weight_decay,
+            in_host=settings.offload,
         )
+        warmup, steps = settings.warmup_steps, settings.steps
         self._scheduler = torch.optim.lr_scheduler.LambdaLR(
-            self._optimizer, lambda step: min(1.0, (step + 1) / (settings.warmup_steps + 1))
+            self._optimizer, lambda step: rate_factor(step, settings.schedule, warmup_steps=warmup, steps=steps)
         )
+
+    @property
+    def packed(self) -> bool:
+        """Whether micro-batches are packed."""
+        return self._own_logprobs.packed
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of optimiser and scheduler; the network is saved in its own format."""
@@ -114,7 +139,7 @@ class Learner:
         if self._accumulated is None:
             self._optimizer.zero_grad()
         for state in self._optimizer.state.values():
-            yield from (value for value in state.values() if isinstance(value, Tensor))
+            yield from (value for value in state.values() if isinstance(value, Tensor) and value.dim())
         yield from (parameter.grad for parameter in self.network.parameters() if parameter.grad is not None)
         if self._reference is not None:
             yield from (one for one in self._reference.parameters() if not isinstance(one, DTensor))
@@ -127,9 +152,10 @@ class Learner:
         parts = [
             part for _ in range(self.settings.epochs) for part in minibatches(samples, self.settings.minibatches, rng)
         ]
-        # The proximal logprobs of stale tokens precede any update, so they are computed for all parts first.
+        # Proximal logprobs precede any update, so they are computed for all parts first.
         batches = [self._own(part) for part in parts]
-        proximal = [[self._proximal(batch) for batch in part] for part in batches] if stale else None
+        first = stale or (self.settings.truncated_importance_sampling and len(parts) > 1)
+        proximal = [[self._proximal(batch) for batch in part] for part in batches] if first else None
         sums = StepSums()
         for number, part in enumerate(batches):
             self._update(part, proximal[number] if proximal else [None] * len(part), _tokens(parts[number]), sums)
@@ -150,7 +176,7 @@ class Learner:
         found.teaching += sum(sample.sampled for sample in samples if sample.advantage)
         for batch in self._own(samples):
             if batch is None:
-                self._idle(self.network).backward()  # type: ignore[no-untyped-call]
+                self._idle(self._own_logprobs).backward()  # type: ignore[no-untyped-call]
             else:
                 self._pass(batch, None, _Tokens(1, 1), found.sums)
 
@@ -171,37 +197,30 @@ class Learner:
         self._scheduler.step()
         return found.sums.over_ranks(self._ranks.add_up).into(StepStats(found.tokens, found.stale, rate))
 
-    def logprobs(self, network: Network, batch: TrainingBatch) -> tuple[Tensor, Tensor]:
-        """Returns logprob and entropy at each of the batch's sampled tokens under `network`; both (n,)."""
-        logits = batch.logits(network)
-        if len(batch.samplings) == 1:
-            return self._token_logprobs(logits, batch.targets, batch.positions, batch.samplings[0])
-        # Rows are sorted once and split: an index for each sampling would have a gradient as large as all logits.
-        order = batch.sampled_by.argsort(stable=True)
-        counts = batch.sampled_by.bincount(minlength=len(batch.samplings)).tolist()
-        values = (logits[order], batch.targets[order], batch.positions[order])
-        split = zip(*(value.split_with_sizes(counts) for value in values), batch.samplings, strict=True)
-        found, entropy = zip(*(self._token_logprobs(*part) for part in split), strict=True)
-        back = order.argsort()
-        return torch.cat(found)[back], torch.cat(entropy)[back]
+    def _logprobs(self, under: SampledLogprobs, batch: TrainingBatch) -> tuple[Tensor, Tensor]:
+        """Logprob and entropy at each of the batch's sampled tokens; both (n,)."""
+        return under(batch, [self._distribution(sampling) for sampling in batch.samplings])
 
-    def _token_logprobs(
-        self, logits: Tensor, tokens: Tensor, positions: Tensor, sampling: Sampling | None
-    ) -> tuple[Tensor, Tensor]:
-        """Logprobs and entropies of tokens (n,) that were sampled in one way; None: in that of the settings."""
+    def _distribution(self, sampling: Sampling | None) -> Distribution:
+        """From logits to the logprobs of what was sampled in this way; None: in that of the settings."""
         sampling = sampling or self.settings.sampling
-        ends = (*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.settings.eos_ids))
-        barred = [token for token in ends if token < logits.shape[1]]
-        return token_logprobs(
-            logits,
-            tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            barred=torch.tensor(barred, dtype=torch.int64, device=logits.device),
-            early=positions < sampling.min_tokens,
-        )
+        # Each once: `index_copy` would give a token that is named twice its gradient twice.
+        ends = sorted({*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.settings.eos_ids)})
+
+        def logprobs(logits: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
+            barred = [token for token in ends if token < logits.shape[1]] if sampling.min_tokens else []
+            return sampling_logprobs(
+                logits,
+                tokens,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                min_p=sampling.min_p,
+                barred=torch.tensor(barred, dtype=torch.int64, device=logits.device) if barred else None,
+                early=positions < sampling.min_tokens,
+            )
+
+        return logprobs
 
     def _stale(self, samples: Sequence[TrainingSample]) -> int:
         """Counts sampled tokens of other versions."""
@@ -209,28 +228,28 @@ class Learner:
 
     def _own(self, samples: Sequence[TrainingSample]) -> list[TrainingBatch | None]:
         """Returns this rank's micro-batches, padded by None: all ranks gather each layer together."""
-        device = next(self.network.parameters()).device
-        dealt = shares(samples, self._ranks.size)
-        parts = [list(micro_parts(share, self.settings.micro_batch_tokens)) for share in dealt]
-        own: list[TrainingBatch | None] = [collate(part).to(device) for part in parts[self._ranks.rank]]
+        most, packed = self.settings.micro_batch_tokens, self.packed
+        parts = [list(micro_parts(share, most, packed=packed)) for share in shares(samples, self._ranks.size)]
+        own: list[TrainingBatch | None] = [self._own_logprobs.collate(part) for part in parts[self._ranks.rank]]
         return own + [None] * (max(map(len, parts)) - len(own))
 
-    def _idle(self, network: Network) -> Tensor:
+    def _idle(self, under: SampledLogprobs) -> Tensor:
         """Takes part in a pass of the other ranks. Returns 0, with a gradient of 0."""
-        ids = torch.zeros((1, 2), dtype=torch.int64, device=next(network.parameters()).device)
-        nothing: Tensor = network(input_ids=ids, use_cache=False).logits.float().sum() * 0.0
-        return nothing
+        found, _ = self._logprobs(under, under.collate([idle_sample()]))
+        return found.sum() * 0.0
 
     def _proximal(self, batch: TrainingBatch | None) -> Tensor | None:
         with torch.no_grad():
             if batch is None:
-                self._idle(self.network)
+                self._idle(self._own_logprobs)
                 return None
-            now, _ = self.logprobs(self.network, batch)
+            now, _ = self._logprobs(self._own_logprobs, batch)
         return self._anchor(batch, now)
 
     def _anchor(self, batch: TrainingBatch, now: Tensor) -> Tensor:
         """What ratios are taken to: stale tokens have drifted to `now` (n,) before the step."""
+        if self.settings.truncated_importance_sampling:
+            return now
         return torch.where(batch.versions == self.version, batch.behaviour, now)
 
     def _update(
@@ -246,10 +265,8 @@ class Learner:
             if batch is not None:
                 self._pass(batch, anchor, tokens, sums)
                 continue
-            nothing = self._idle(self.network)
-            if self._refers:
-                with torch.no_grad():
-                    self._idle(self._reference)
+            nothing = self._idle(self._own_logprobs)
+            self._under_reference(None)
             nothing.backward()  # type: ignore[no-untyped-call]
         self._apply(sums)
 
@@ -261,10 +278,10 @@ class Learner:
         sums.norm += norm.item()
 
     def _pass(self, batch: TrainingBatch, anchor: Tensor | None, tokens: "_Tokens", sums: StepSums) -> None:
-        """Runs one micro-batch forward and backward. Without an `anchor` its own forward gives that of stale tokens: so
-        only before the step's first update."""
+        """Runs one micro-batch forward and backward. Without an `anchor` its own forward gives it: so only before the
+        step's first update."""
         settings = self.settings
-        logprobs, entropy = self.logprobs(self.network, batch)
+        logprobs, entropy = self._logprobs(self._own_logprobs, batch)
         parts = policy_loss(
             logprobs,
             batch.behaviour,
@@ -272,7 +289,7 @@ class Learner:
             normalizer=tokens.teaching,
             kl_normalizer=tokens.sampled,
             proximal=self._anchor(batch, logprobs.detach()) if anchor is None else anchor,
-            reference=self._reference_logprobs(batch),
+            reference=self._under_reference(batch),
             clip_low=settings.clip_low,
             clip_high=settings.clip_high,
             importance_cap=settings.importance_cap,
@@ -280,23 +297,19 @@ class Learner:
         )
         parts.loss.backward()  # type: ignore[no-untyped-call]
         if sums.updates == 0:
-            fresh = batch.versions == self.version
-            gap = (logprobs.detach() - batch.behaviour)[fresh].abs().sum().item()
-            sums.add(gap=gap)
-            sums.gap_tokens += int(fresh.sum())
+            sums.add_gaps((logprobs.detach() - batch.behaviour)[batch.versions == self.version])
         sums.passes += parts.tokens
         sums.add(loss=parts.loss.item(), entropy=entropy.sum().item())
         sums.add(clipped=parts.clipped, kl=parts.kl, weight=parts.weight)
 
-    @property
-    def _refers(self) -> bool:
-        return self._reference is not None and self.settings.kl_coefficient != 0
-
-    def _reference_logprobs(self, batch: TrainingBatch) -> Tensor | None:
-        if not self._refers:
+    def _under_reference(self, batch: TrainingBatch | None) -> Tensor | None:
+        """The logprobs of the KL term, (n,), if there is one. None takes part in a pass of the other ranks."""
+        if self._reference_logprobs is None or not self.settings.kl_coefficient:
             return None
         with torch.no_grad():
-            return self.logprobs(self._reference, batch)[0]
+            if batch is None:
+                return self._idle(self._reference_logprobs)
+            return self._logprobs(self._reference_logprobs, batch)[0]
 
 
 class _Tokens(NamedTuple):

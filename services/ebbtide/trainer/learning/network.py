@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.logging import disable_progress_bar
 
-from ebbtide.claimed_runs.model_directory import check_model_directory, vocabulary_mismatch
 from ebbtide.errors import InvalidRequest
+from ebbtide.run_client import check_model_directory, vocabulary_mismatch
 from ebbtide.runtime import fsync
 
 #: A causal language model of `transformers`, and a tokenizer; the library is untyped.
@@ -41,7 +42,46 @@ def load_network(directory: Path) -> Network:
     if missing := sorted(report["missing_keys"]):
         raise InvalidRequest(f"weights are missing: {', '.join(missing[:3])} ({len(missing)} in all)", field="model")
     check_vocabulary(directory, network)
+    make_savable(network)
     return network.eval()
+
+
+def checkpoint_layers(network: Network) -> bool:
+    """Lets activations of layers be computed again in the backward pass. Returns whether the network's layers can.
+
+    `transformers` does that for layers in training mode. Only the layers' own flag is set: attention, dropout and
+    routers inside them stay in evaluation mode. What a layer itself drops is set to 0.
+    """
+    layers = [module for module in network.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers or not network.supports_gradient_checkpointing:
+        return False
+    # Without dropout no random number is drawn, so no generator's state needs to be kept.
+    network.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+    for layer in layers:
+        layer.training = True
+        dropped = [name for name, value in vars(layer).items() if "drop" in name and isinstance(value, float)]
+        for name in dropped:
+            setattr(layer, name, 0.0)
+    return True
+
+
+def make_savable(network: Network) -> None:
+    """Mends a generation configuration that `transformers` loads with a warning, and refuses to save."""
+    config = network.generation_config
+    if config is None or _is_valid(config):
+        return
+    config.do_sample = True  # what samples is set, and sampling was not
+    if not _is_valid(config):
+        names = ("bos_token_id", "eos_token_id", "pad_token_id")
+        network.generation_config = GenerationConfig(**{name: getattr(config, name) for name in names})
+
+
+def _is_valid(config: GenerationConfig) -> bool:
+    try:
+        config.validate(strict=True)
+    except ValueError:
+        return False
+    return True
 
 
 def check_vocabulary(directory: Path, network: Network) -> None:
@@ -61,9 +101,15 @@ def load_tokenizer(directory: Path) -> Tokenizer:
 
 
 def save_network(
-    network: Network, tokenizer: Tokenizer, directory: Path, *, notes: Mapping[str, str] | None = None
+    network: Network,
+    tokenizer: Tokenizer,
+    directory: Path,
+    *,
+    notes: Mapping[str, str] | None = None,
+    weights: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """Writes both as a checkpoint for `transformers` and vLLM, with `notes` (file name -> text) beside them.
+    """Writes both as a checkpoint for `transformers` and vLLM, with `notes` (file name -> text) beside them. `weights`:
+    the network's state, if not as it is now.
 
     The directory is written under another name, synced and renamed, so that it appears as a whole. It replaces an older
     one of that name.
@@ -71,7 +117,7 @@ def save_network(
     directory.parent.mkdir(parents=True, exist_ok=True)
     beside = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
     try:
-        network.save_pretrained(beside)
+        network.save_pretrained(beside, state_dict=None if weights is None else dict(weights))
         tokenizer.save_pretrained(beside)
         for name, text in (notes or {}).items():
             (beside / name).write_text(text, encoding="utf-8")

@@ -40,9 +40,15 @@ def shares(samples: Sequence[S], ranks: int) -> list[list[S]]:
     return dealt
 
 
-def micro_parts(samples: Sequence[S], max_tokens: int) -> Iterator[list[S]]:
-    """Returns the samples of each micro-batch: at most `max_tokens` padded tokens (at least one sample), of like
-    lengths."""
+def micro_parts(samples: Sequence[S], max_tokens: int, *, packed: bool = False) -> Iterator[list[S]]:
+    """Returns the samples of each micro-batch: at most `max_tokens` tokens, or one sample that has more.
+
+    Tokens of padding count, so that samples of a micro-batch are of like lengths. `packed`: there is none, and the
+    longest sample left goes where it fits first (first-fit decreasing).
+    """
+    if packed:
+        yield from _fitted(samples, max_tokens)
+        return
     part: list[S] = []
     for sample in sorted(samples, key=lambda sample: sample.length):
         if part and (len(part) + 1) * sample.length > max_tokens:
@@ -51,3 +57,16 @@ def micro_parts(samples: Sequence[S], max_tokens: int) -> Iterator[list[S]]:
         part.append(sample)
     if part:
         yield part
+
+
+def _fitted(samples: Sequence[S], max_tokens: int) -> list[list[S]]:
+    parts: list[list[S]] = []
+    left: list[int] = []
+    for sample in sorted(samples, key=lambda sample: sample.length, reverse=True):
+        place = next((number for number, room in enumerate(left) if sample.length <= room), len(parts))
+        if place == len(parts):
+            parts.append([])
+            left.append(max_tokens)
+        parts[place].append(sample)
+        left[place] -= sample.length
+    return parts

@@ -1,6 +1,9 @@
 """Moves what a trainer needs only while it trains to host memory while its device is lent, and back: the optimiser's
 state, unfinished gradients, and a reference network. The weights stay, as they are published meanwhile.
 
+Moving costs the time of two copies over the bus, so it is done only if an engine lacks the memory to resume. If the
+host has no memory for it either, everything stays, and the engine waits: other workers generate, if there are any.
+
 Invariant: between `give_up` and `restore` every tensor holds the same values, in host memory, so that a checkpoint may
 be written meanwhile. Host memory is kept for the next time. All of it dies with the process, as the trainer's state
 does.
@@ -8,24 +11,59 @@ does.
 
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Final
 
 import torch
+from msgspec import Struct
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from ebbtide.client.publisher.tensor_snapshots import allocate
 from ebbtide.gpu_memory import host_memory
-from ebbtide.scheduling.elastic.memory_handover import HandoverMemory, lacking, moves_to_host
 from ebbtide.telemetry import counter, get_logger, histogram
+from ebbtide.trainer.learning.optimizer import own_part
+
+#: Share of a device's memory that stays free beside the engine: its steps allocate beyond what it keeps.
+_RESERVE: Final = 0.03
+#: Share of the host's memory that stays free: mirrors of weights and checkpoints being written lie there.
+_HOST_RESERVE: Final = 0.1
+
+
+class HandoverMemory(Struct, frozen=True, kw_only=True):
+    """Memory in bytes, measured once the trainer's caches are empty."""
+
+    free: int  # on the device
+    total: int
+    movable: int  # that the trainer can move to the host
+    host_free: int
+    host_total: int
+    needed: int  # by an engine, to come back; 0: none needs any, or it is unknown
+
+
+def moves_to_host(memory: HandoverMemory) -> bool:
+    """Whether the movable memory leaves the device."""
+    short = memory.needed + _RESERVE * memory.total > memory.free
+    fits = memory.host_free - memory.movable >= _HOST_RESERVE * memory.host_total
+    return memory.needed > 0 and short and memory.movable > 0 and fits
+
+
+def lacking(free: int, total: int, needed: int) -> int:
+    """Bytes of the device that an engine lacks to come back."""
+    return max(0, needed + int(_RESERVE * total) - free) if needed else 0
+
 
 log = get_logger(__name__)
 
 _BOUNDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 _seconds = histogram(
-    "trainer_memory_seconds", "Moves of the trainer's memory off its device, or back", ("kind",), _BOUNDS
+    "trainer_memory_seconds", "moves of the trainer's memory off its lent GPU (`kind` out), or back", ("kind",), _BOUNDS
 )
-_moved = counter("trainer_memory_bytes_total", "Bytes that left the device, or came back", ("kind",))
+_moved = counter(
+    "trainer_memory_bytes_total",
+    "bytes of the trainer's memory that left its lent GPU (`kind` out), or came back",
+    ("kind",),
+)
 
 
 class CudaRoom:
@@ -48,8 +86,10 @@ class CudaRoom:
 
     def to_host(self, tensor: Tensor, former: Tensor | None) -> Tensor:
         """A copy in host memory, in `former` if it is given."""
-        there = torch.empty_like(tensor, device="cpu", pin_memory=True) if former is None else former
-        return there.copy_(tensor, non_blocking=True)
+        if former is None:
+            place = torch.from_numpy(allocate(tensor.nbytes, str(tensor.device)))
+            former = place.view(tensor.dtype).as_strided(tensor.shape, torch.empty_like(tensor, device="meta").stride())
+        return former.copy_(tensor, non_blocking=True)
 
     def to_device(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._device, non_blocking=True)
@@ -66,7 +106,7 @@ class TrainerMemory:
         self._held, self._room = held, room
         self._still = threading.Lock()
         self._away: list[Tensor] = []
-        self._kept: dict[int, tuple[Tensor, Tensor]] = {}  # id -> the tensor and its place in host memory
+        self._places: list[Tensor] = []  # in host memory, for the next time
 
     @property
     def still(self) -> threading.Lock:
@@ -78,18 +118,18 @@ class TrainerMemory:
         began = time.monotonic()
         with self._still:
             self._room.trim()
-            movable = [tensor for tensor in map(_own, self._held()) if self._room.holds(tensor)]
+            movable = [tensor for tensor in map(own_part, self._held()) if self._room.holds(tensor)]
             free, total, host_free, host_total = self._room.memory()
             memory = HandoverMemory(
                 free=free,
                 total=total,
                 movable=sum(tensor.nbytes for tensor in movable),
                 # What was moved before has its place in host memory.
-                host_free=host_free + sum(there.nbytes for _, there in self._kept.values()),
+                host_free=host_free + sum(place.nbytes for place in self._places),
                 host_total=host_total,
                 needed=needed,
             )
-            if not moves_to_host(memory):
+            if self._away or not moves_to_host(memory):  # what is away has the places
                 return 0
             self._move_out(movable)
         _seconds.labels("out").observe(took := time.monotonic() - began)
@@ -117,23 +157,20 @@ class TrainerMemory:
         return moved
 
     def _move_out(self, movable: list[Tensor]) -> None:
-        kept = dict[int, tuple[Tensor, Tensor]]()
+        free = defaultdict[object, list[Tensor]](list)
+        while self._places:
+            place = self._places.pop()
+            free[_form(place)].append(place)
         for tensor in movable:
-            same = self._kept.get(id(tensor))
-            former = same[1] if same is not None and same[0] is tensor and _alike(same[1], tensor) else None
-            kept[id(tensor)] = (tensor, self._room.to_host(tensor.data, former))
+            alike = free[_form(tensor)]
+            self._places.append(self._room.to_host(tensor.data, alike.pop() if alike else None))
+        free.clear()
         self._room.settle()
-        for tensor, there in kept.values():
-            tensor.data = there
-        self._away, self._kept = movable, kept
+        for tensor, place in zip(movable, self._places, strict=True):
+            tensor.data = place
+        self._away = movable
         self._room.trim()
 
 
-def _own(tensor: Any) -> Tensor:
-    """This rank's share of a tensor: the tensor itself that the share is kept in, and no view of it."""
-    found: Tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # noqa: SLF001
-    return found
-
-
-def _alike(one: Tensor, other: Tensor) -> bool:
-    return (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, other.stride())
+def _form(tensor: Tensor) -> object:
+    return tensor.shape, tensor.dtype, tensor.stride()

@@ -1,16 +1,25 @@
-"""Makes micro-batches (one backward each) of padded tensors from samples."""
+"""Turns a step's trajectories into samples to learn from, sums them up for its event, and makes micro-batches of them.
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+Pure functions. A micro-batch is one backward's, of padded tensors.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ebbtide.trainer.collectors import staleness
+from ebbtide.trainer.learning.grpo import group_advantages, permute_within_groups
+from ebbtide.trainer.learning.network import Network
 from ebbtide.trainer.learning.sample_deal import micro_parts
-from ebbtide.types.rollout import SampledResponse
-from ebbtide.types.run import Sampling
+from ebbtide.types.rollout import SampledResponse, Trajectory
+from ebbtide.types.run import Sampling, TrainerSpec
+from ebbtide.types.tokens import unpack_ids, unpack_tokens
 
 
 @dataclass(frozen=True)
@@ -59,47 +68,91 @@ class TrainingSample:
 
 @dataclass(frozen=True)
 class TrainingBatch:
-    """Samples padded on the right; tensors of shape (n,) run over the sampled tokens, row by row."""
+    """Samples padded on the right, or packed into one row, if it has `bounds`. Tensors of shape (n,) run over the
+    sampled tokens, sample by sample.
+    """
 
     ids: Tensor  # (b, t) int64
-    mask: Tensor  # (b, t) bool, true at sampled tokens
-    targets: Tensor  # (n,), as all below
+    rows: Tensor  # (n,) int64, as all below: the row of the position before each sampled token
+    columns: Tensor  # and its column
+    targets: Tensor
     positions: Tensor  # in their responses, from 0
     behaviour: Tensor
     versions: Tensor
     advantages: Tensor
     sampled_by: Tensor  # numbers of `samplings`
     samplings: tuple[Sampling | None, ...]  # at least one; None: as the run says
+    first: int  # least of `columns`
+    longest: int  # ids of the longest sample
+    bounds: Tensor | None = None  # (samples + 1,) int32: where each sample begins in the row, and the last one ends
+    places: Tensor | None = None  # (1, t) int64: each id's place in its sample
 
     def to(self, device: torch.device) -> "TrainingBatch":
-        tensors = {name: one.to(device) for name, one in vars(self).items() if isinstance(one, Tensor)}
-        return TrainingBatch(samplings=self.samplings, **tensors)
+        tensors: dict[str, Any] = {n: one.to(device) for n, one in vars(self).items() if isinstance(one, Tensor)}
+        return replace(self, **tensors)
 
     def logits(self, network: torch.nn.Module) -> Tensor:
         """Returns the network's logits for each sampled token, (n, v), from the position before it.
 
-        Rows need no attention mask: a causal network never sees padding on the right. Logits begin at the first sampled
-        token, as those of a large vocabulary are the largest tensor of all.
+        Rows need no attention mask: a causal network never sees padding on the right. Logits begin at the first
+        position that is asked for, as those of a large vocabulary are the largest tensor of all.
         """
-        first = int(self.mask.any(0).nonzero()[0])
-        length = self.ids.shape[1]
-        output = network(input_ids=self.ids[:, :-1], use_cache=False, logits_to_keep=length - first)
+        inputs = self.ids[:, :-1]
+        output = network(input_ids=inputs, use_cache=False, logits_to_keep=inputs.shape[1] - self.first)
         kept: Tensor = output.logits
-        return kept[self.mask[:, first:]]
+        return kept[self.rows, self.columns - self.first]
+
+    def hidden(self, network: Network) -> Tensor:
+        """Returns the states that `network`'s head makes those logits of, (n, h)."""
+        if self.bounds is None:
+            output = network.base_model(input_ids=self.ids[:, :-1], use_cache=False)
+        else:
+            output = network.base_model(
+                input_ids=self.ids,
+                position_ids=self.places,
+                use_cache=False,
+                cu_seq_lens_q=self.bounds,
+                cu_seq_lens_k=self.bounds,
+                max_length_q=self.longest,
+                max_length_k=self.longest,
+            )
+        states: Tensor = output.last_hidden_state
+        return states[self.rows, self.columns]
 
 
 def collate(samples: Sequence[TrainingSample], *, pad_id: int = 0) -> TrainingBatch:
-    """Makes one batch of samples, each with at least one sampled token."""
-    length, known = max(len(sample.ids) for sample in samples), dict[Sampling | None, int]()
+    """Makes one batch of samples, each with at least one sampled token, padded on the right."""
+    length = max(sample.length for sample in samples)
     ids = np.full((len(samples), length), pad_id, dtype=np.int64)
     mask = np.zeros((len(samples), length), dtype=np.bool_)
     for row, sample in enumerate(samples):
         end = len(sample.ids)
         ids[row, :end] = sample.ids
         mask[row, end - len(sample.mask) : end] = sample.mask
+    return _batch(samples, ids, mask)
+
+
+def pack(samples: Sequence[TrainingSample]) -> TrainingBatch:
+    """Makes one batch of samples, each with at least one sampled token, behind one another in one row."""
+    ids = np.concatenate([sample.ids for sample in samples]).astype(np.int64)
+    sizes = [sample.length for sample in samples]
+    prompts = [np.zeros(sample.length - len(sample.mask), dtype=np.bool_) for sample in samples]
+    mask = np.concatenate([part for one, before in zip(samples, prompts, strict=True) for part in (before, one.mask)])
+    return replace(
+        _batch(samples, ids[None], mask[None]),
+        bounds=torch.tensor([0, *np.cumsum(sizes)], dtype=torch.int32),
+        places=torch.from_numpy(np.concatenate([np.arange(size) for size in sizes]))[None],
+    )
+
+
+def _batch(samples: Sequence[TrainingSample], ids: npt.NDArray[np.int64], mask: npt.NDArray[np.bool_]) -> TrainingBatch:
+    """The batch of `ids` and of where they were sampled, both (b, t)."""
+    known = dict[Sampling | None, int]()
+    rows, columns = mask.nonzero()
     return TrainingBatch(
         ids=torch.from_numpy(ids),
-        mask=torch.from_numpy(mask),
+        rows=torch.from_numpy(rows),
+        columns=torch.from_numpy(columns - 1),
         targets=torch.from_numpy(ids[mask]),
         positions=torch.from_numpy(np.concatenate([s.positions for s in samples])),
         behaviour=torch.from_numpy(np.concatenate([s.logprobs[s.mask] for s in samples]).astype(np.float32)),
@@ -107,7 +160,15 @@ def collate(samples: Sequence[TrainingSample], *, pad_id: int = 0) -> TrainingBa
         advantages=torch.from_numpy(np.repeat([s.advantage for s in samples], [s.sampled for s in samples])).float(),
         sampled_by=torch.from_numpy(np.concatenate([s.sampled_by(known) for s in samples])),
         samplings=tuple(known),
+        first=int(columns.min()) - 1,
+        longest=max(sample.length for sample in samples),
     )
+
+
+def idle_sample() -> TrainingSample:
+    """Makes the smallest sample, for a rank that has none left."""
+    one, nothing = np.ones(1, dtype=np.bool_), np.zeros(2, dtype=np.int64)
+    return TrainingSample(nothing, one, nothing[:1].astype(np.float32), nothing[:1], advantage=0.0)
 
 
 def _distribution(sampling: Sampling) -> Sampling:
@@ -119,3 +180,78 @@ def _distribution(sampling: Sampling) -> Sampling:
 def micro_batches(samples: Sequence[TrainingSample], max_tokens: int) -> Iterator[TrainingBatch]:
     """Makes batches of at most `max_tokens` padded tokens (at least one sample), of like lengths."""
     return map(collate, micro_parts(samples, max_tokens))
+
+
+def samples_of(trajectories: Sequence[Trajectory], spec: TrainerSpec, *, seed: int, step: int) -> list[TrainingSample]:
+    """Makes samples with their group's advantages.
+
+    Leaves out those that teach nothing: without sampled tokens, or with advantage 0 and no KL term. `seed`, `step` and
+    the group determine the permutation of `permute_rewards`. So nothing depends on which other groups are given.
+    """
+    advantages = _advantages(trajectories, spec, seed=seed, step=step)
+    samples = []
+    for trajectory, advantage in zip(trajectories, advantages, strict=True):
+        tokens = unpack_tokens(trajectory.tokens)
+        sample = TrainingSample(
+            ids=np.concatenate([unpack_ids(trajectory.prompt_ids), tokens["id"]]).astype(np.int64),
+            mask=np.frombuffer(trajectory.loss_mask, dtype=np.uint8) == 1,
+            logprobs=tokens["logprob"].astype(np.float32),
+            versions=tokens["version"].astype(np.int64),
+            advantage=advantage,
+            responses=trajectory.responses,
+        )
+        if sample.sampled and (advantage or spec.kl_coefficient):
+            samples.append(sample)
+    return samples
+
+
+def summary(trajectories: Sequence[Trajectory], steps: Mapping[int, int], *, step: int) -> dict[str, float]:
+    """Averages a step's trajectories for its event; `accuracy` only if the environment counts right answers."""
+    if not trajectories:
+        return {"trained": 0.0, "tokens": 0.0}
+    rewards = np.array([trajectory.reward for trajectory in _episodes(trajectories).values()])
+    lengths = [trajectory.loss_mask.count(1) for trajectory in trajectories]
+    ages = [staleness(trajectory, step, steps) for trajectory in trajectories]
+    values = {
+        "trained": float(sum(trajectory.rollouts for trajectory in trajectories)),
+        "tokens": float(sum(lengths)),
+        "reward": float(rewards.mean()),
+        "reward_std": float(rewards.std()),
+        "response_length": float(np.mean(lengths)),
+        "truncated_share": float(np.mean([trajectory.truncated for trajectory in trajectories])),
+        "staleness_mean": float(np.average([mean for mean, _ in ages], weights=np.maximum(lengths, 1))),
+        "staleness_max": float(max(largest for _, largest in ages)),
+    }
+    if asked := sum(trajectory.metrics.get("asked", 0.0) for trajectory in trajectories):
+        values["accuracy"] = sum(trajectory.metrics.get("right", 0.0) for trajectory in trajectories) / asked
+    return values
+
+
+def _advantages(trajectories: Sequence[Trajectory], spec: TrainerSpec, *, seed: int, step: int) -> list[float]:
+    """One of each trajectory. Branches of a session have the session's: they count once in their group's mean."""
+    episodes = _episodes(trajectories)
+    numbers = {group: number for number, group in enumerate(dict.fromkeys(one.group_id for one in episodes.values()))}
+    rewards = torch.tensor([one.reward for one in episodes.values()], dtype=torch.float64)
+    groups = torch.tensor([numbers[one.group_id] for one in episodes.values()], dtype=torch.int64)
+    if spec.permute_rewards:
+        rewards = permute_within_groups(rewards, groups, [_lots(seed, step, group) for group in numbers])
+    advantages: list[float] = group_advantages(rewards, groups, normalize_std=spec.normalize_std).tolist()
+    by_episode = dict(zip(episodes, advantages, strict=True))
+    return [by_episode[_episode(trajectory)] for trajectory in trajectories]
+
+
+def _lots(seed: int, step: int, group: str) -> torch.Generator:
+    drawn = hashlib.blake2b(f"{seed}/{step}/{group}".encode(), digest_size=7).digest()
+    return torch.Generator().manual_seed(int.from_bytes(drawn, "big"))
+
+
+def _episodes(trajectories: Sequence[Trajectory]) -> dict[str, Trajectory]:
+    """The first trajectory of each episode, in order: branches of a session have one reward."""
+    first: dict[str, Trajectory] = {}
+    for trajectory in trajectories:
+        first.setdefault(_episode(trajectory), trajectory)
+    return first
+
+
+def _episode(trajectory: Trajectory) -> str:
+    return trajectory.session_id or trajectory.episode_id

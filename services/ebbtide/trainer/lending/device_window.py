@@ -1,11 +1,12 @@
-"""Lends the trainer's device while it waits for groups, for as long as a window says that is planned as it goes on.
+"""Lends the trainer's device while it waits for groups, for as long as a window says that is planned as it proceeds.
 
-A trainer that streams has its device back as soon as the step ends sooner so: what its engines run goes on elsewhere.
+A trainer that streams has its device back as soon as the step ends sooner so: what its engines run continues elsewhere.
 One that trains whole steps has it back once all groups are there. In between the coordinator is asked what is left of
 each group and how fast the engines are. While it cannot be asked the device stays lent until all groups are there.
+`OwnWindow` waits for groups in a trainer that lends nothing.
 
 Invariant: `_lent` is the newest wish. Lost with the process; the next trainer begins with its device taken back, and
-learns within a step.
+learns within a step. The sums of `WindowLedger` are those of the present step.
 """
 
 import asyncio
@@ -14,21 +15,100 @@ from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from math import inf
 from statistics import median
-from typing import Final
+from typing import Final, Protocol
 
 from ebbtide import telemetry
-from ebbtide.claimed_runs.run_loop import RunFollower
 from ebbtide.client import Lease
 from ebbtide.errors import EbbtideError, LeaseSuperseded
+from ebbtide.run_client import RunFollower
 from ebbtide.runtime import race
-from ebbtide.scheduling.elastic.step_window import AGAIN_S, LATEST_S, StepWindow, TrainedStep, TrainerStep
 from ebbtide.trainer.collectors import TrajectoryCollector
-from ebbtide.trainer.device_loan import TrainingDevice
-from ebbtide.trainer.lending.own_window import Enough
-from ebbtide.trainer.lending.window_ledger import WindowLedger
+from ebbtide.trainer.lending.device_loan import TrainingDevice
+from ebbtide.trainer.lending.step_window import AGAIN_S, LATEST_S, StepWindow, TrainedStep, TrainerStep
+from ebbtide.types.remaining_work import RemainingWork
 from ebbtide.types.rollout import Trajectory
 from ebbtide.types.tokens import token_count
-from ebbtide.types.work_left import WorkLeft
+
+Enough = Callable[[], bool]
+
+
+class TrainingWindow(Protocol):
+    """When the trainer has its device."""
+
+    async def open(self) -> None:
+        """The next step's version is on its way."""
+        ...
+
+    async def close(self, whole: Enough) -> None:
+        """Return once the device is the trainer's; at the latest when all groups of the step are there (`whole`)."""
+        ...
+
+    async def groups(self, enough: Enough, whole: Enough) -> None:
+        """Wait until there are enough groups, with the device."""
+        ...
+
+    def trained(self, trajectories: Iterable[Trajectory], *, learning_s: float) -> dict[str, float]:
+        """Learn from a step that was trained. Returns the values to report of its window."""
+        ...
+
+
+class OwnWindow:
+    """Of a device that is the trainer's for ever. `wait`: until there is enough."""
+
+    def __init__(self, wait: Callable[[Enough], Awaitable[None]]) -> None:
+        self._wait = wait
+
+    async def open(self) -> None:
+        """Nothing is lent."""
+
+    async def close(self, whole: Enough) -> None:
+        """Nothing comes back."""
+
+    async def groups(self, enough: Enough, whole: Enough) -> None:  # noqa: ARG002 - the other kind needs it
+        await self._wait(enough)
+
+    def trained(self, trajectories: Iterable[Trajectory], *, learning_s: float) -> dict[str, float]:  # noqa: ARG002
+        return {}
+
+
+class WindowLedger:
+    """`now` is in seconds of any one clock. Invariant: the sums are those of the present step."""
+
+    def __init__(self) -> None:
+        self._lent_at: float | None = None
+        self._lent_s = self._back_s = 0.0
+        self._cuts = self._missing = 0
+
+    def opened(self, now: float) -> None:
+        """A step begins."""
+        self._lent_s = self._back_s = 0.0
+        self._cuts = self._missing = 0
+        self._lent_at = None if self._lent_at is None else now
+
+    def lent(self, now: float) -> None:
+        self._lent_at = now if self._lent_at is None else self._lent_at
+
+    def asked(self, now: float, *, missing: int) -> None:
+        """The device is wanted back, while so many groups of the step are missing."""
+        if self._lent_at is not None:
+            self._lent_s += now - self._lent_at
+            self._lent_at = None
+            self._cuts += missing > 0
+            self._missing = missing
+
+    def back(self, seconds: float) -> None:
+        """It is back, so long after it was wanted."""
+        self._back_s += seconds
+
+    def values(self) -> dict[str, float]:
+        """Seconds lent and seconds of waiting for its return; how often groups were cut, and of how many at last."""
+        return {
+            "lent_s": self._lent_s,
+            "take_back_s": self._back_s,
+            "window_cuts": float(self._cuts),
+            "window_missing_groups": float(self._missing),
+        }
+
 
 log = telemetry.get_logger(__name__)
 
@@ -68,7 +148,7 @@ class DeviceWindow:
         self._device, self._starved = device, starved
         self._spec, self._fixed_s = lease.run.spec, fixed_s
         self._window, self._ledger = StepWindow(), WindowLedger()
-        self._left: WorkLeft | None = None
+        self._left: RemainingWork | None = None
         self._lent = False
         self._told_s = 0.0  # how long it will stay lent, as the guard was told last
         self._lent_at: float | None = None  # until an engine of the device is seen to generate
@@ -196,7 +276,7 @@ class DeviceWindow:
         try:
             async with asyncio.timeout(wait_s + _ANSWER_S):
                 step = self._step()
-                self._left = await self._lease.work_left(groups=step.missing, fleet=fleet, wait_s=wait_s)
+                self._left = await self._lease.remaining_work(groups=step.missing, fleet=fleet, wait_s=wait_s)
         except LeaseSuperseded:
             raise
         except (TimeoutError, EbbtideError) as error:
@@ -209,7 +289,7 @@ class DeviceWindow:
             self._failure, self._answered_at = "", time.monotonic()
             self._note_lent(self._left)
 
-    def _note_lent(self, left: WorkLeft) -> None:
+    def _note_lent(self, left: RemainingWork) -> None:
         """Learn how long the engines of the device take from the wish to lend until they generate."""
         mine = self._device.engines()
         if self._lent_at is not None and any(

@@ -1,8 +1,11 @@
 """Lends the devices of all ranks by one decision, and takes all of them back, through the guards of several hosts.
 
+Ranks on one host share its guard. Each rank names to all others the folder that it was given, and the lowest rank of
+each folder leads there. All ranks lend, or none: a step that waits for one rank's device waits for all.
+
 Rank 0 states its wish to the guard of its own host, and leaves a note for the ranks that lead the others. Each
-carries the wish on under the lease of rank 0's run, and answers twice: when no engine computes there, and when all have
-given up memory. A step begins once every host has given both answers.
+(`LoanFollower`) carries the wish on under the lease of rank 0's run, and answers twice: when no engine computes there,
+and when all have given up memory. A step begins once every host has given both answers.
 
 Partial failure ends in one of three ways. A host whose guard is away gives its device back as soon as its pages show
 that no engine computes. A host that does not, because a stuck engine has nobody who stops it, or because another run
@@ -11,33 +14,130 @@ names the host. A rank that is gone, or frozen, ends all ranks, as in any step. 
 each guard lends its own.
 
 Invariant: notes of wishes are numbered without gaps. Those that every host has followed are removed. The wish dies with
-the process: followers then end their streams.
+the process: followers then end their streams. Every stream to a guard carries the lease of rank 0's run, so a guard
+that has met a newer lease refuses an older trainer's wish, whichever rank brings it. A follower keeps its stream only
+while rank 0's store answers: a host whose rank 0 is gone, or frozen, lends its devices like that of a dead trainer.
 """
 
 import asyncio
+import socket
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+import msgspec
+from msgspec import Struct
+
 from ebbtide import telemetry
-from ebbtide.errors import EbbtideError, LeaseSuperseded, Unavailable
+from ebbtide.errors import EbbtideError, InvalidRequest, LeaseSuperseded, Unavailable
 from ebbtide.runtime import race
 from ebbtide.telemetry import get_logger
-from ebbtide.trainer.device_loan import DeviceLoan, DeviceProgress
-from ebbtide.trainer.lending.lending_places import LendingPlace
-from ebbtide.trainer.lending.loan_notes import (
-    FIRST,
-    LeaderAnswer,
-    SharedWish,
-    answer_name,
-    decode_answer,
-    encode,
-    wish_name,
-)
-from ebbtide.trainer.ranks.rank_board import RankBoard
-from ebbtide.types.loans import OwnerWish
+from ebbtide.trainer.lending.device_loan import DeviceLoan, DeviceProgress
+from ebbtide.trainer.ranks.rank_world import RankBoard
+from ebbtide.types.grants import OwnerWish
+
+#: Wishes are numbered from here on, over all runs of a process.
+FIRST: Final = 1
+
+
+class SharedWish(Struct, frozen=True, kw_only=True):
+    """What rank 0 wants of the devices of all hosts."""
+
+    wish: OwnerWish | None = None  # None: it owns them no longer
+
+
+class LeaderAnswer(Struct, frozen=True, kw_only=True):
+    """What became of a wish on one host. `owner` and `sequence` are those of the wish."""
+
+    owner: str = ""
+    sequence: int = -1
+    progress: DeviceProgress = DeviceProgress()
+    engines: tuple[str, ...] = ()  # the workers whose engines run on the host's devices
+    superseded: str = ""  # why a guard refused this trainer for good
+
+
+def wish_name(number: int) -> str:
+    return f"ebbtide/loans/wish/{number}"
+
+
+def answer_name(rank: int) -> str:
+    return f"ebbtide/loans/answer/{rank}"
+
+
+def encode(note: SharedWish | LeaderAnswer) -> bytes:
+    data: bytes = msgspec.msgpack.encode(note)
+    return data
+
+
+def decode_wish(data: bytes) -> OwnerWish | None:
+    found: SharedWish = msgspec.msgpack.decode(data, type=SharedWish)
+    return found.wish
+
+
+def decode_answer(data: bytes) -> LeaderAnswer:
+    found: LeaderAnswer = msgspec.msgpack.decode(data, type=LeaderAnswer)
+    return found
+
+
+#: All ranks have joined before: they tell their places within this time.
+_PLACES_S: Final = 60.0
+_BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
+
+
+class LendingPlace(Struct, frozen=True):
+    """A rank's folder of grants."""
+
+    host: str  # for people
+    folder: str  # the same for ranks that share the folder, whatever each calls it; empty: this rank lends nothing
+
+
+def own_place(folder: str) -> LendingPlace:
+    """The place of a rank that was given the existing `folder`; empty: none."""
+    if not folder:
+        return LendingPlace(socket.gethostname(), "")
+    state = Path(folder).stat()
+    return LendingPlace(socket.gethostname(), f"{_BOOT.read_text().strip()}:{state.st_dev}:{state.st_ino}")
+
+
+def leaders(places: Mapping[int, LendingPlace]) -> dict[int, LendingPlace]:
+    """The ranks that speak for a guard, each with its place; empty if no rank lends. Raises `InvalidRequest` if only
+    some do."""
+    lending = {rank for rank, place in places.items() if place.folder}
+    if not lending:
+        return {}
+    if apart := sorted(places.keys() - lending):
+        text = (
+            f"is set for rank {min(lending)}, but not for rank {apart[0]} on {places[apart[0]].host}; set generate and "
+        )
+        raise InvalidRequest(
+            text + "grant_dir for the ranks of every host, and run a serving-guard on each", field="generate"
+        )
+    found: dict[str, int] = {}
+    for rank in sorted(places):
+        found.setdefault(places[rank].folder, rank)
+    return {rank: places[rank] for rank in found.values()}
+
+
+async def tell_places(board: RankBoard, rank: int, size: int, folder: str) -> dict[int, LendingPlace]:
+    """Tells this rank's place and returns the `leaders` of all. All ranks call this. Raises `InvalidRequest` as
+    `leaders` does, and `Unavailable` if a rank does not tell its place."""
+    await board.put(_name(rank), msgspec.msgpack.encode(own_place(folder)))
+    places: dict[int, LendingPlace] = {}
+    for other in range(size):
+        note = await board.await_one(_name(other), _PLACES_S)
+        if note is None:
+            raise InvalidRequest(
+                f"rank {other} of {size} does not say what it lends; start all ranks anew", field="ranks"
+            )
+        places[other] = msgspec.msgpack.decode(note, type=LendingPlace)
+    return leaders(places)
+
+
+def _name(rank: int) -> str:
+    return f"ebbtide/loans/place/{rank}"
+
 
 log = get_logger(__name__)
 
@@ -53,9 +153,12 @@ _TELL_S: Final = 20.0
 _OVER_S: Final = 2.0
 
 _compute = telemetry.histogram(
-    "trainer_hosts_compute_seconds", "A take-back of several hosts' devices, until no engine computes on any"
+    "trainer_hosts_compute_seconds", "with ranks on several hosts: a take-back until no engine computes on any"
 )
-_waits = telemetry.histogram("trainer_hosts_take_back_seconds", "A step's wait for the devices of several hosts")
+_waits = telemetry.histogram(
+    "trainer_hosts_take_back_seconds",
+    "with ranks on several hosts: a wait of a step until all have given their devices back",
+)
 
 
 class LendingRanks:
@@ -201,3 +304,107 @@ class SharedLoan:
 
     def _reasons(self, found: Mapping[int, DeviceProgress]) -> dict[str, str]:
         return {self._ranks.hosts[rank]: one.waits_for for rank, one in found.items() if not one.back}
+
+
+#: A wait for the next wish ends after this time, and begins again: an answer of the store is rank 0's sign of life.
+_WAIT_S: Final = 1.0
+#: Without one for so long, rank 0 counts as gone. A guard's patience with a silent owner is about the same.
+_SILENT_S: Final = 10.0
+#: How often the answer is renewed: while rank 0 waits for it, and otherwise.
+
+_FOLLOW_LOOK_S: Final = 0.2
+
+
+class LoanFollower:
+    """One of several hosts of a trainer. Its rank, which is not 0, leads there."""
+
+    def __init__(self, folder: Path, board: RankBoard, rank: int, *, silent_s: float = _SILENT_S) -> None:
+        """`folder`: of the guard's socket and the engines' pages."""
+        self._folder, self._board, self._rank, self._silent_s = folder, board, rank, silent_s
+        self._loan: DeviceLoan | None = None
+        self._owning: asyncio.Task[None] | None = None
+        self._superseded = ""
+        self._wished = asyncio.Event()  # set when an answer is due at once
+
+    async def run(self) -> None:
+        """Follow rank 0's wishes, until cancelled."""
+        try:
+            await race(self._follow(), self._answer())
+        finally:
+            await self._leave()
+
+    async def _follow(self) -> None:
+        number = FIRST
+        newest: OwnerWish | None = None
+        while True:
+            try:
+                async with asyncio.timeout(self._silent_s):
+                    note = await self._board.await_one(wish_name(number), min(_WAIT_S, self._silent_s / 2))
+            except (TimeoutError, Unavailable) as error:
+                if self._loan is not None:
+                    log.warning("rank 0 is silent: its devices are given up here", reason=str(error))
+                await self._leave()
+                await asyncio.sleep(_FOLLOW_LOOK_S)
+                continue
+            if note is not None:
+                number, newest = number + 1, decode_wish(note)
+            if note is not None or self._loan is None:  # rank 0 may have been frozen: its wish still stands
+                await self._take(newest)
+
+    async def _take(self, wish: OwnerWish | None) -> None:
+        old = self._loan.wish if self._loan else None
+        if wish is None or old is None or (old.run_id, old.lease, old.owner) != (wish.run_id, wish.lease, wish.owner):
+            await self._leave()
+        if wish is None:
+            return
+        if self._loan is None:
+            self._superseded = ""
+            self._loan = DeviceLoan(self._folder, run_id=wish.run_id, lease=wish.lease, owner=wish.owner)
+            self._loan.want(wish)
+            self._owning = asyncio.create_task(self._own(self._loan))
+        else:
+            self._loan.want(wish)
+        self._wished.set()
+
+    async def _own(self, loan: DeviceLoan) -> None:
+        try:
+            await loan.run()
+        except LeaseSuperseded as error:
+            log.warning("this trainer's wish is refused", reason=str(error))
+            self._superseded = str(error)
+
+    async def _leave(self) -> None:
+        """End the stream to the guard, which then lends the devices."""
+        owning, self._loan, self._owning = self._owning, None, None
+        if owning is not None:
+            owning.cancel()
+            await asyncio.gather(owning, return_exceptions=True)
+
+    async def _answer(self) -> None:
+        told: LeaderAnswer | None = None
+        while True:
+            answer = self._answer_now()
+            if answer != told:
+                with suppress(EbbtideError):
+                    await self._board.put(answer_name(self._rank), encode(answer))
+                    told = answer
+            awaited = self._loan is not None and not self._loan.wish.lend and not answer.progress.back
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_AWAITED_S if awaited else _FOLLOW_LOOK_S):
+                    await self._wished.wait()
+            self._wished.clear()
+
+    def _answer_now(self) -> LeaderAnswer:
+        loan = self._loan
+        if loan is None:
+            return LeaderAnswer()
+        wish = loan.wish
+        found = loan.progress()
+        progress = DeviceProgress(engine_bytes=found.engine_bytes) if wish.lend else found
+        return LeaderAnswer(
+            owner=wish.owner,
+            sequence=wish.sequence,
+            progress=progress,
+            engines=tuple(sorted(loan.engines())),
+            superseded=self._superseded,
+        )

@@ -15,22 +15,25 @@ from typing import Any, Final, TypeAlias
 import msgspec
 import numpy as np
 from msgspec import Struct
+from safetensors import SafetensorError
 
-from ebbtide.claimed_runs.run_loop import RankLost, RunFailed
 from ebbtide.client import Client
 from ebbtide.client.publisher.publisher import Publisher
 from ebbtide.client.publisher.rank_exchange import RankFailure
 from ebbtide.client.publisher.torch_exchange import TorchExchange
 from ebbtide.errors import EbbtideError, InvalidRequest
+from ebbtide.run_client import RunFailed
 from ebbtide.runtime import Aside, Shutdown, race
 from ebbtide.telemetry import bind, get_logger
 from ebbtide.trainer import training_checkpoint
 from ebbtide.trainer.learning.grpo import StepStats
 from ebbtide.trainer.learning.local_learning import LocalLearning
+from ebbtide.trainer.learning.out_of_memory import OutOfMemory
 from ebbtide.trainer.learning.training_batches import TrainingSample
-from ebbtide.trainer.ranks.rank_world import RankWorld, computing, exchanging
+from ebbtide.trainer.ranks.rank_launcher import RankLost
+from ebbtide.trainer.ranks.rank_world import OtherRankFailed, RankWorld, computing, exchanging
 from ebbtide.trainer.settings import TrainerSettings
-from ebbtide.trainer.training_checkpoint import CheckpointError, TrainingState
+from ebbtide.trainer.training_checkpoint import CheckpointError, CheckpointPart, Store, TrainingState
 from ebbtide.types.rollout import SampledResponse
 from ebbtide.types.run import RunSpec
 
@@ -55,6 +58,7 @@ class BeginOrder(Struct, frozen=True, kw_only=True, tag="Begin"):
     spec: RunSpec
     source: str
     keep_published: bool
+    offload: bool = False
 
 
 class ResumeOrder(Struct, frozen=True, kw_only=True, tag="Resume"):
@@ -168,7 +172,7 @@ def unpack_samples(packed: PackedSamples) -> list[TrainingSample]:
 
 log = get_logger(__name__)
 
-#: The wait for trajectories between orders has no limit; `ebbtide.trainer.ranks.rank_pulse` notices silent ranks.
+#: The wait for trajectories between orders has no limit; `ebbtide.trainer.ranks.rank_world` notices silent ranks.
 ORDERS_S: Final = 30 * 86400.0
 #: Time for a running order at the end.
 _OVER_S: Final = 5.0
@@ -182,6 +186,7 @@ class RankGroup:
         self._exchange = TorchExchange(timeout_s=ORDERS_S)
         self._lock = threading.Lock()
         self._publishing: TorchExchange | None = None
+        self._in_step = True
 
     @contextmanager
     def order(self, order: Order) -> Iterator[None]:
@@ -196,15 +201,16 @@ class RankGroup:
             try:
                 with computing():
                     yield
+            except OutOfMemory:  # the others may wait in a collective, and do not answer
+                self._in_step = False
+                raise
             except RankLost:
                 raise
             except EbbtideError as error:
                 own = error
-            failures = self._answers()
-            if own is not None:
-                raise own
-            if failures:
-                raise failures[0]
+            failures = [one for one in (own, *self._answers()) if one is not None]
+            if failures:  # that of the rank at fault first
+                raise min(failures, key=lambda one: isinstance(one, OtherRankFailed))
 
     def renew(self) -> TorchExchange:
         """Returns the new run's exchange for publishing. This object keeps it, as the run may fail to load."""
@@ -212,8 +218,8 @@ class RankGroup:
         return self._publishing
 
     def over(self) -> None:
-        """Ends the other ranks, if they are still reachable."""
-        if not self._lock.acquire(timeout=_OVER_S):
+        """Ends the other ranks, if they are in step and still reachable."""
+        if not self._in_step or not self._lock.acquire(timeout=_OVER_S):
             return
         try:
             self._tell(OverOrder())
@@ -251,7 +257,7 @@ def answer(failure: EbbtideError | None) -> bytes:
 
 def read_answer(data: bytes) -> EbbtideError | None:
     failure: RankFailure | None = msgspec.msgpack.decode(data, type=RankFailure | None)
-    own = {kind.__name__: kind for kind in (RunFailed, CheckpointError)}
+    own = {kind.__name__: kind for kind in (RunFailed, CheckpointError, OtherRankFailed)}
     if failure is None or failure.kind not in own:
         return failure.error() if failure else None
     return own[failure.kind](failure.text)
@@ -261,14 +267,22 @@ class RankZeroLearning(LocalLearning):
     """Learns on all ranks, by orders from rank 0."""
 
     def __init__(
-        self, crew: RankGroup, spec: RunSpec, *, run_id: str, source: Path, keep_published: bool = True
+        self,
+        crew: RankGroup,
+        spec: RunSpec,
+        *,
+        run_id: str,
+        source: Path,
+        keep_published: bool = True,
+        offload: bool = False,
     ) -> None:
         self._crew = crew
-        begin = BeginOrder(run_id=run_id, spec=spec, source=str(source.absolute()), keep_published=keep_published)
+        settings: dict[str, Any] = {"keep_published": keep_published, "offload": offload}
+        begin = BeginOrder(run_id=run_id, spec=spec, source=str(source.absolute()), **settings)
         world = crew.world
         with crew.order(begin):
             self._exchange = crew.renew()
-            super().__init__(spec, source=source, device=world.device, keep_published=keep_published, world=world)
+            super().__init__(spec, source=source, device=world.device, world=world, **settings)
 
     def resume(self, path: Path, *, run_id: str) -> TrainingState:
         with self._crew.order(ResumeOrder(checkpoint=str(path.absolute()), run_id=run_id)):
@@ -300,14 +314,20 @@ class RankZeroLearning(LocalLearning):
         with self._crew.order(PublishOrder()):
             return self._exchange
 
-    def checkpoint(self, folder: Path, state: TrainingState, *, keep: int) -> Path:
+    def begin_checkpoint(self, folder: Path, state: TrainingState, *, keep: int) -> Store:
         unfinished = training_checkpoint.begin(folder, self._network, self._tokenizer, state)
-        tree: Any = None
+        parts: list[CheckpointPart] = []
         with self._crew.order(SaveOrder(directory=str(unfinished.absolute()))):
-            tree = super().write_part(unfinished)
-        path = training_checkpoint.finish(unfinished, tree, state, self._crew.world.size)
-        training_checkpoint.keep_newest(folder, keep)
-        return path
+            parts.append(super().begin_part(unfinished))
+        random_state, ranks = training_checkpoint.read_random_state(), self._crew.world.size
+
+        def store() -> Path:
+            parts[0].store()
+            path = training_checkpoint.finish(unfinished, parts[0].tree, random_state, state, ranks)
+            training_checkpoint.keep_newest(folder, keep)
+            return path
+
+        return store
 
 
 # Follows rank 0's orders on the other ranks, which talk only to the relay, about their own shares.
@@ -338,9 +358,15 @@ class RankFollower:
         self._orders = TorchExchange(timeout_s=ORDERS_S)
         self._exchange: TorchExchange | None = None
         self._learning: LocalLearning | None = None
+        self._part: CheckpointPart | None = None  # of a checkpoint, to be stored
+        self._storing = Aside("rank checkpoint")
         self._publisher: Publisher | None = None
 
     async def run(self) -> None:
+        async with asyncio.TaskGroup() as stores:
+            await self._follow(stores)
+
+    async def _follow(self, stores: asyncio.TaskGroup) -> None:
         order: Order | None = None
         while not isinstance(order, OverOrder):
             order = unpack_order(await self._thread.do(lambda: self._told(b"")))
@@ -350,7 +376,7 @@ class RankFollower:
                 self._publisher = None
             try:
                 await self._thread.do(lambda order=order: self._obey(order))  # type: ignore[misc]
-            except RankLost:
+            except (RankLost, OutOfMemory):
                 raise
             except EbbtideError as error:
                 log.warning("an order failed", order=type(order).__name__, reason=str(error))
@@ -361,6 +387,9 @@ class RankFollower:
                 self._publisher = self._client.publisher(order.run_id, self._exchange, order.spec.policy)
             if isinstance(order, PublishOrder):
                 await self._publish()
+            if self._part is not None:
+                stores.create_task(self._store(self._part))
+                self._part = None
 
     def _told(self, data: bytes, *, back: bool = False) -> bytes:
         with exchanging():
@@ -385,7 +414,7 @@ class RankFollower:
                 case UpdateOrder():
                     self._own().update()
                 case SaveOrder():
-                    self._own().write_part(Path(order.directory))
+                    self._part = self._own().begin_part(Path(order.directory))
                 case GiveUpOrder():
                     self._own().give_up_memory(order.needed)
                 case RestoreOrder():
@@ -401,8 +430,18 @@ class RankFollower:
             source=Path(order.source),
             device=self._world.device,
             keep_published=order.keep_published,
+            offload=order.offload,
             world=self._world,
         )
+
+    async def _store(self, part: CheckpointPart) -> None:
+        """Writes the part of a checkpoint beside the next orders. If that fails this rank ends, as rank 0 waits."""
+        try:
+            await self._storing.do(part.store)
+        except (OSError, SafetensorError):
+            if part.wanted:
+                raise
+            log.warning("a later trainer of the run has removed a checkpoint that was being written")
 
     def _own(self) -> LocalLearning:
         if self._learning is None:
@@ -418,3 +457,5 @@ class RankFollower:
             raise
         except EbbtideError as error:
             log.warning("this rank's share of a version was not published", reason=str(error))
+        if (full := self._own().ran_out) is not None:
+            raise full

@@ -1,6 +1,8 @@
-"""Starts the ranks of `ebbtide trainer --ranks N` on this host and ends them together, without torch.
+"""Starts the ranks of `ebbtide serve trainer --ranks N` on this host and ends them together, without torch.
 
-Invariant: no rank is left when this returns; if it dies, the kernel kills them. The error names the first rank that
+A rank learns its place from the environment variables of torchrun, which the launcher sets alike.
+
+Invariant: no rank is left when `launch` returns; if it dies, the kernel kills them. The error names the first rank that
 failed, with its last lines.
 """
 
@@ -11,14 +13,66 @@ import signal
 import socket
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
-from ebbtide.claimed_runs.run_loop import RankLost
+from msgspec import Struct
+
+from ebbtide.errors import EbbtideError, InvalidRequest
 from ebbtide.runtime import Shutdown
 from ebbtide.telemetry import get_logger
-from ebbtide.trainer.ranks.rank_place import LISTENING
 from ebbtide.trainer.settings import TrainerSettings
+
+_NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+#: Descriptor of a listening loopback socket for rank 0's store; torch's own socket listens on all addresses.
+LISTENING = "EBBTIDE_RANKS_LISTENING"
+
+
+class RankLost(EbbtideError):
+    """Another rank of this trainer is gone or silent. All ranks end, and the next trainer resumes the run."""
+
+
+class RankPlace(Struct, frozen=True, kw_only=True):
+    rank: int
+    size: int
+    local_rank: int  # on this host
+    listening: int | None = None  # rank 0's socket, if given
+
+
+def place_of(environ: Mapping[str, str], ranks: int) -> RankPlace | None:
+    """Returns this process's place, if the environment gives one; `ranks` is the setting (1: none).
+
+    Raises `InvalidRequest` naming the variable, or the contradicting setting.
+    """
+    if "WORLD_SIZE" not in environ or "RANK" not in environ:
+        return None
+    if missing := [name for name in _NAMES if not environ.get(name)]:
+        raise InvalidRequest(
+            "is missing, where RANK and WORLD_SIZE are set; start the ranks by torchrun", field=missing[0]
+        )
+    size = _number(environ, "WORLD_SIZE", 1)
+    place = RankPlace(
+        rank=_number(environ, "RANK", 0),
+        size=size,
+        local_rank=_number(environ, "LOCAL_RANK", 0) if "LOCAL_RANK" in environ else 0,
+        listening=_number(environ, LISTENING, 0) if LISTENING in environ else None,
+    )
+    if place.rank >= size:
+        raise InvalidRequest(f"is {place.rank}, but must be below {size}", field="RANK")
+    if ranks not in (1, size):
+        raise InvalidRequest(f"is {ranks}, but the environment's WORLD_SIZE is {size}; give only one", field="ranks")
+    return place if size > 1 else None
+
+
+def _number(environ: Mapping[str, str], name: str, least: int) -> int:
+    try:
+        number = int(environ[name])
+    except ValueError:
+        raise InvalidRequest(f"must be a number, not {environ[name]!r}", field=name) from None
+    if number < least:
+        raise InvalidRequest(f"must be at least {least}", field=name)
+    return number
+
 
 log = get_logger(__name__)
 

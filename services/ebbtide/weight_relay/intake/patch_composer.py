@@ -12,21 +12,21 @@ from msgspec import Struct
 
 from ebbtide import telemetry
 from ebbtide.errors import EbbtideError, InvalidRequest, VersionUnavailable
-from ebbtide.scheduling.distribution.retained_bytes import Stream
-from ebbtide.scheduling.distribution.version_paths import (
-    PatchStep,
-    composed_size,
-    find_ways,
-    saved_s,
-    worth_composing,
-)
-from ebbtide.types.weights import FoundWay, Manifest, Patch, TensorPatch
+from ebbtide.types.weights import FetchPath, Manifest, Patch, TensorPatch
 from ebbtide.weight_relay import metrics
 from ebbtide.weight_relay.intake.tile_codecs import Read, TileCodecs, patched, rebuild
+from ebbtide.weight_relay.library.garbage_collector import GarbageCollector
 from ebbtide.weight_relay.library.relay_disk import disk_errors
 from ebbtide.weight_relay.library.version_index import Ends, PatchEdge, StageProgress, step_of
 from ebbtide.weight_relay.library.version_library import VersionLibrary
-from ebbtide.weight_relay.library.version_retirement import VersionRetirement
+from ebbtide.weight_relay.retention import Stream
+from ebbtide.weight_relay.version_paths import (
+    PatchStep,
+    composed_size,
+    find_paths,
+    saved_s,
+    worth_composing,
+)
 from ebbtide.weights import Place, Planner, TileTask, Way, blob_sizes, places, seal_patch, tile_digest
 from ebbtide.weights.patch import SPARSE_HEAD, Kind, read_tile
 from ebbtide.weights.tensors import unit_width
@@ -43,14 +43,14 @@ Key: TypeAlias = tuple[Stream, Ends]
 
 
 class PatchComposer:
-    def __init__(self, library: VersionLibrary, retirement: VersionRetirement, codecs: TileCodecs) -> None:
-        self._library, self._retirement, self._codecs = library, retirement, codecs
+    def __init__(self, library: VersionLibrary, collector: GarbageCollector, codecs: TileCodecs) -> None:
+        self._library, self._collector, self._codecs = library, collector, codecs
         self._tasks: dict[Key, asyncio.Task[None]] = {}
         self._failed: set[Key] = set()
         self._turn = asyncio.Lock()
         self._rate = _FIRST_RATE
 
-    async def improve(self, stream: Stream, way: FoundWay, bytes_per_s: float) -> None:
+    async def improve(self, stream: Stream, way: FetchPath, bytes_per_s: float) -> None:
         """Compose the way's patches if the requester gains by it. Wait no longer than the time it saves."""
         key = stream, (way.start, way.via[-1] if way.via else way.start)
         task = self._tasks.get(key)
@@ -68,7 +68,7 @@ class PatchComposer:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _chain(self, stream: Stream, way: FoundWay) -> list[PatchStep]:
+    def _chain(self, stream: Stream, way: FetchPath) -> list[PatchStep]:
         """The way's patches; none of them if one is still arriving."""
         try:
             return [step_of(patch) for patch in self._library.index.chain(stream, way)]
@@ -76,9 +76,9 @@ class PatchComposer:
             return []
 
     def _fits(self, key: Key, chain: Sequence[PatchStep]) -> bool:
-        return self._retirement.room(key[0][0]) >= composed_size(chain)
+        return self._collector.room(key[0][0]) >= composed_size(chain)
 
-    async def _compose(self, key: Key, way: FoundWay) -> None:
+    async def _compose(self, key: Key, way: FetchPath) -> None:
         making = StageProgress(key[0], frozenset({way.start, *way.via}), {})
         self._library.index.making.add(making)  # before its turn, so that the way's versions stay
         try:
@@ -90,14 +90,14 @@ class PatchComposer:
         except (EbbtideError, FileNotFoundError) as error:
             log.warning("patch not composed", run_id=key[0][0], error=str(error))
         finally:
-            await self._library.finish(self._retirement.made(making))
+            await self._library.finish(self._collector.made(making))
 
-    async def _make(self, making: StageProgress, key: Key, way: FoundWay) -> None:
+    async def _make(self, making: StageProgress, key: Key, way: FetchPath) -> None:
         index, loop = self._library.index, asyncio.get_running_loop()
         base, target = (index.find(*key[0], number).manifest for number in key[1])
         patches = index.chain(key[0], way)
-        from_anchor = self._from_anchor(key[0], key[1][1])
-        job = _TileComposer(base, target, patches, from_anchor, self._codecs, self._library.read_verified)
+        from_keyframe = self._from_keyframe(key[0], key[1][1])
+        job = _TileComposer(base, target, patches, from_keyframe, self._codecs, self._library.read_verified)
         begun, outcome = loop.time(), _Outcome(target)
         async for made in self._codecs.map(job.make, job.tasks()):
             async with self._library.lock:  # a blob of the same name may be about to be deleted
@@ -114,13 +114,13 @@ class PatchComposer:
         metrics.COMPOSED.inc()
         metrics.COMPOSED_BYTES.inc(size)
 
-    def _from_anchor(self, stream: Stream, version: int) -> Way | None:
+    def _from_keyframe(self, stream: Stream, version: int) -> Way | None:
         index = self._library.index
         if version not in index.whole(stream):
             return None
-        whole = find_ways(index.anchors(stream), index.steps(stream), version, ())[0]
+        whole = find_paths(index.keyframes(stream), index.steps(stream), version, ())[0]
         start = index.find(*stream, whole.start).manifest
-        return Way(start=start, patches=tuple(index.chain(stream, whole)), anchor=True)
+        return Way(start=start, patches=tuple(index.chain(stream, whole)), keyframe=True)
 
     async def _connect(self, key: Key, patch: Patch) -> None:
         library = self._library
@@ -154,18 +154,18 @@ class _TileComposer:
         base: Manifest,
         target: Manifest,
         patches: Sequence[Patch],
-        from_anchor: Way | None,
+        from_keyframe: Way | None,
         codecs: TileCodecs,
         read: Read,
     ) -> None:
-        """`from_anchor`: a way from an anchor to the target, if there is one."""
-        self._base, self._target, self._patches, self._from_anchor = base, target, patches, from_anchor
+        """`from_keyframe`: a way from a keyframe to the target, if there is one."""
+        self._base, self._target, self._patches, self._from_keyframe = base, target, patches, from_keyframe
         self._codecs, self._read = codecs, read
 
     def tasks(self) -> Iterator[TileTask]:
         """One task for each tile in which the versions differ."""
         held = {place: self._base.tensors[place[0]].digests[place[1]] for place in places(self._base)}
-        way = Way(start=self._base, patches=tuple(self._patches), anchor=False)
+        way = Way(start=self._base, patches=tuple(self._patches), keyframe=False)
         for task in Planner(self._target, [way]).tasks(places(self._target), held):
             if isinstance(task, TileTask):
                 yield task
@@ -186,11 +186,11 @@ class _TileComposer:
         return _Tile(task.place, tile_digest(data), data, _changed(data, width, units))
 
     def _as_dense(self, task: TileTask, data: bytes, width: int) -> _Tile:
-        """Replace a tile patch that is not smaller than its tile by the tile, from the patch itself or an anchor."""
+        """Replace a tile patch that is not smaller than its tile by the tile, from the patch itself or a keyframe."""
         if read_tile(data, width, task.length // width).kind in {Kind.DENSE, Kind.PACKED}:
             return self._dense(task, patched(bytes(task.length), [data], width, self._codecs))
-        if self._from_anchor is not None:
-            for whole in Planner(self._target, [self._from_anchor]).tasks([task.place], {}):
+        if self._from_keyframe is not None:
+            for whole in Planner(self._target, [self._from_keyframe]).tasks([task.place], {}):
                 if isinstance(whole, TileTask):
                     return self._dense(task, rebuild(whole, width, self._codecs, self._read))
         raise InvalidRequest("is larger composed than its dense tile, which is not here", field="patch")

@@ -92,7 +92,7 @@ def first_wrong(
     width = unit_width(start.tensors[place[0]].dtype)
     for length in range(1, len(way) + 1):
         target = way[length - 1][0]
-        steps = Way(start=start, patches=tuple(patch for _, patch in way[:length]), anchor=True)
+        steps = Way(start=start, patches=tuple(patch for _, patch in way[:length]), keyframe=True)
         (task,) = Planner(target, [steps]).tasks([place], {})
         try:
             if isinstance(task, TileTask):

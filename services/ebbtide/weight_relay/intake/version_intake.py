@@ -5,11 +5,11 @@ from typing import Final
 
 from ebbtide import telemetry
 from ebbtide.errors import EbbtideError, InvalidRequest, NoCapacity, NotReady
-from ebbtide.scheduling.distribution.retention import RetentionPlan
 from ebbtide.types.weights import Manifest, Patch, PolicyVersion, VersionInfo
 from ebbtide.weight_relay import metrics
-from ebbtide.weight_relay.intake.anchor_builder import AnchorBuilder
+from ebbtide.weight_relay.intake.keyframe_builder import KeyframeBuilder
 from ebbtide.weight_relay.intake.tile_codecs import TileCodecs
+from ebbtide.weight_relay.library.garbage_collector import GarbageCollector
 from ebbtide.weight_relay.library.publisher_trust import PublisherTrust
 from ebbtide.weight_relay.library.relay_disk import disk_errors
 from ebbtide.weight_relay.library.run_ends import EndedRuns
@@ -23,7 +23,7 @@ from ebbtide.weight_relay.library.version_index import (
     on_disk,
 )
 from ebbtide.weight_relay.library.version_library import VersionLibrary, named
-from ebbtide.weight_relay.library.version_retirement import VersionRetirement
+from ebbtide.weight_relay.retention import RetentionPlan
 from ebbtide.weights import check_tile, mark_missing, same_geometry
 
 log = telemetry.get_logger(__name__)
@@ -40,14 +40,14 @@ class VersionIntake:
     def __init__(
         self,
         library: VersionLibrary,
-        retirement: VersionRetirement,
+        collector: GarbageCollector,
         keys: PublisherTrust,
         codecs: TileCodecs,
         ended: EndedRuns,
-        anchors: AnchorBuilder,
+        keyframes: KeyframeBuilder,
     ) -> None:
-        self._library, self._retirement, self._keys = library, retirement, keys
-        self._codecs, self._ended, self._anchors = codecs, ended, anchors
+        self._library, self._collector, self._keys = library, collector, keys
+        self._codecs, self._ended, self._keyframes = codecs, ended, keyframes
 
     async def begin(self, manifest: Manifest, patch: Patch | None = None, *, arriving: bool = False) -> list[bytes]:
         """Stage a version. Returns the blobs to put, in order; none if it is committed already.
@@ -82,7 +82,7 @@ class VersionIntake:
                     with disk_errors():
                         await asyncio.to_thread(self._library.disk.put_arrival, stage.manifest, stage.patch)
             except EbbtideError:
-                await self._retirement.unstage(stage)
+                await self._collector.unstage(stage)
                 raise
             if before is not None:
                 self._library.wake()
@@ -105,9 +105,9 @@ class VersionIntake:
     async def _make_room(self, stage: VersionStage) -> None:
         if not stage.arriving:
             await self._make_stage_room(stage)
-        plan = await self._retirement.plan()
+        plan = await self._collector.plan()
         self._check_room(plan, stage)
-        await self._retirement.follow(plan)
+        await self._collector.follow(plan)
 
     async def _make_stage_room(self, stage: VersionStage) -> None:
         """Keep the stages within their limits. Raises `NoCapacity` if no publisher of another run is silent.
@@ -128,7 +128,7 @@ class VersionIntake:
         await self._give_way(silent)
 
     async def _give_way(self, silent: VersionStage) -> None:
-        await self._retirement.unstage(silent)
+        await self._collector.unstage(silent)
         log.warning("silent publisher gives way", run_id=silent.stream[0], **named(silent.manifest.version))
 
     def _check_room(self, plan: RetentionPlan, stage: VersionStage) -> None:
@@ -137,13 +137,13 @@ class VersionIntake:
         if over := plan.over_quota.get(stage.stream[0]):
             raise NoCapacity(
                 f"{size} bytes exceed by {over} what the quota of {settings.run_quota_bytes} bytes leaves the run "
-                "beside what it must keep; raise --run-quota-bytes",
+                "in addition to what it must keep; raise --run-quota-bytes",
                 retry_after_s=30.0,
             )
         if plan.excess_bytes:
             raise NoCapacity(
                 f"{size} bytes exceed by {plan.excess_bytes} what the relay's budget of {settings.budget_bytes} bytes "
-                "leaves beside the newest version of each live policy; raise --budget-bytes",
+                "leaves in addition to the newest version of each live policy; raise --budget-bytes",
                 retry_after_s=30.0,
             )
 
@@ -204,7 +204,7 @@ class VersionIntake:
         """Make a staged version visible. Idempotent. Raises `NotReady` while blobs or the patch's base are missing, and
         `InvalidRequest` if a blob that came for another version does not fit this one."""
         info = await self._library.finish(self._commit(run_id, version))
-        self._anchors.consider()
+        self._keyframes.consider()
         return info
 
     async def _commit(self, run_id: str, version: PolicyVersion) -> VersionInfo:
@@ -228,20 +228,20 @@ class VersionIntake:
                 dense_bytes=dense_bytes(stage.manifest),
                 step=version.step,
             )
-            await self._retirement.tidy()
+            await self._collector.tidy()
         return holding.info
 
     def _record(self, stage: VersionStage) -> None:
         if stage.patch is not None:
             self._library.disk.put_patch(stage.patch)
-        self._library.disk.put_manifest(stage.manifest, anchor=stage.patch is None)
+        self._library.disk.put_manifest(stage.manifest, keyframe=stage.patch is None)
         if stage.arriving:
             self._library.disk.drop_arrival(stage.stream, stage.number)
 
     def _committed(self, stage: VersionStage) -> tuple[HeldManifest, PatchEdge | None]:
         now, patch = self._library.clock(), stage.patch
         tiles = {} if patch is not None else stage.blobs
-        holding = HeldManifest(manifest=stage.manifest, anchor=patch is None, tiles=tiles, used_at=now, since=now)
+        holding = HeldManifest(manifest=stage.manifest, keyframe=patch is None, tiles=tiles, used_at=now, since=now)
         if patch is None:
             return holding, None
         return holding, PatchEdge(patch=patch, blobs=stage.blobs, composed=False, used_at=now)
@@ -253,5 +253,5 @@ class VersionIntake:
     async def _abandon(self, run_id: str, policy: str, version: int) -> None:
         async with self._library.lock:
             if stage := self._library.index.stage_of((run_id, policy), version, arriving=True):
-                await self._retirement.unstage(stage)
-                await self._retirement.tidy()
+                await self._collector.unstage(stage)
+                await self._collector.tidy()

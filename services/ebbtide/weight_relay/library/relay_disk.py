@@ -1,7 +1,7 @@
 """Reads and writes the relay's directory, and finds the whole versions in it at a start.
 
     tiles/<digest>                                  one blob (dense tile or tile patch), named by its digest
-    versions/<run>/<policy>/<version>.manifest      an anchor: all of its dense tiles are here
+    versions/<run>/<policy>/<version>.manifest      a keyframe: all of its dense tiles are here
     versions/<run>/<policy>/<version>.patched       another version, to which patches lead
     versions/<run>/<policy>/<base>-<version>.patch  a patch that was published, or .composed: made here
     arriving/<run>/<policy>/<version>.stage         a version from upstream, whose blobs may still be missing
@@ -9,7 +9,7 @@
     staging/                                        files being written
     format                                          the number of this layout and of its records; 1 if there is none
 
-Invariant: each file outside `tiles/` appears by one rename, after the fsync of all that it needs: an anchor's manifest
+Invariant: each file outside `tiles/` appears by one rename, after the fsync of all that it needs: a keyframe's manifest
 needs its dense tiles, a patch its blobs, any other version its patch. They are deleted in the opposite order. So what a
 dead process leaves is whole, or nothing whole needs it; `recover` deletes the latter. A directory of another
 format is refused before it is read. One process owns the directory at a time (a file lock, which the system releases
@@ -31,10 +31,10 @@ from msgspec import Struct
 
 from ebbtide.errors import EbbtideError, InvalidRequest, NoCapacity, Unavailable
 from ebbtide.runtime import fsync, write_atomically
-from ebbtide.scheduling.distribution.retained_bytes import Stream
-from ebbtide.scheduling.distribution.version_paths import PatchStep, passages, whole_versions
 from ebbtide.types.weights import Manifest, Patch
 from ebbtide.weight_relay.library.version_index import Ends, VersionStage, encode, make_stage, stream_of
+from ebbtide.weight_relay.retention import Stream
+from ebbtide.weight_relay.version_paths import PatchStep, passages, whole_versions
 from ebbtide.weights import (
     ManifestLimits,
     blob_sizes,
@@ -45,7 +45,7 @@ from ebbtide.weights import (
     tile_sizes,
 )
 
-ANCHOR: Final = ".manifest"
+KEYFRAME: Final = ".manifest"
 PATCHED: Final = ".patched"
 PUBLISHED: Final = ".patch"
 COMPOSED: Final = ".composed"
@@ -120,9 +120,9 @@ class RelayDisk:
 
     # -- versions and patches ------------------------------------------------------------------------------------
 
-    def put_manifest(self, manifest: Manifest, *, anchor: bool = True) -> None:
+    def put_manifest(self, manifest: Manifest, *, keyframe: bool = True) -> None:
         """Record a version, durably; all that it needs must be durable already."""
-        path = self.version_path(stream_of(manifest), manifest.version.version, ANCHOR if anchor else PATCHED)
+        path = self.version_path(stream_of(manifest), manifest.version.version, KEYFRAME if keyframe else PATCHED)
         self._put(path, encode(manifest), self.versions)
 
     def put_patch(self, patch: Patch, *, composed: bool = False) -> None:
@@ -132,9 +132,9 @@ class RelayDisk:
         path = self.patch_path(stream, ends, COMPOSED if composed else PUBLISHED)
         self._put(path, encode(patch), self.versions)
 
-    def mark(self, stream: Stream, version: int, *, anchor: bool) -> None:
-        """Record, durably, whether a version is an anchor. Idempotent."""
-        now, then = (PATCHED, ANCHOR) if anchor else (ANCHOR, PATCHED)
+    def mark(self, stream: Stream, version: int, *, keyframe: bool) -> None:
+        """Record, durably, whether a version is a keyframe. Idempotent."""
+        now, then = (PATCHED, KEYFRAME) if keyframe else (KEYFRAME, PATCHED)
         path = self.version_path(stream, version, now)
         with contextlib.suppress(FileNotFoundError):  # renamed before, and not synced
             path.rename(path.with_suffix(then))
@@ -142,7 +142,7 @@ class RelayDisk:
 
     def drop_manifest(self, run_id: str, policy: str, version: int) -> None:
         """Forget a version, durably, before its patches and tiles go."""
-        for suffix in (ANCHOR, PATCHED):
+        for suffix in (KEYFRAME, PATCHED):
             self._drop(self.version_path((run_id, policy), version, suffix))
 
     def drop_patch(self, stream: Stream, ends: Ends) -> None:
@@ -254,11 +254,11 @@ class RecoveryRefusal(Struct, frozen=True):
 
 class RecoveredVersion(Struct):
     manifest: Manifest
-    anchor: bool
+    keyframe: bool
 
 
 class RecoveredDisk(Struct):
-    """Versions with a way from an anchor, or to such a version, the patches between them, and arriving versions."""
+    """Versions with a way from a keyframe, or to such a version, the patches between them, and arriving versions."""
 
     versions: dict[Stream, dict[int, RecoveredVersion]] = {}
     patches: dict[Stream, dict[Ends, tuple[Patch, bool]]] = {}  # and whether it was composed here
@@ -286,7 +286,7 @@ class _Recovery:
         for leftover in self._disk.staging.iterdir():
             leftover.unlink()
         self._blobs = blob_files(self._disk)
-        for suffix in (ANCHOR, PATCHED):
+        for suffix in (KEYFRAME, PATCHED):
             self._each(self._disk.versions, suffix, self._version)
         for suffix in (PUBLISHED, COMPOSED):
             self._each(self._disk.versions, suffix, self._patch)
@@ -313,12 +313,12 @@ class _Recovery:
         stream, number = stream_of(manifest), manifest.version.version
         if self._disk.version_path(stream, number, path.suffix) != path:
             raise InvalidRequest("lies under another version's name")
-        anchor = path.suffix == ANCHOR
-        if anchor and (lacking := self._lacking(tile_sizes(manifest))):
+        keyframe = path.suffix == KEYFRAME
+        if keyframe and (lacking := self._lacking(tile_sizes(manifest))):
             self._found.refusals.append(RecoveryRefusal(str(path.relative_to(self._disk.versions)), lacking))
-            self._disk.mark(stream, number, anchor=False)  # patches may still lead to it
-            anchor = False
-        self._found.versions.setdefault(stream, {})[number] = RecoveredVersion(manifest, anchor)
+            self._disk.mark(stream, number, keyframe=False)  # patches may still lead to it
+            keyframe = False
+        self._found.versions.setdefault(stream, {})[number] = RecoveredVersion(manifest, keyframe)
         return True
 
     def _patch(self, path: Path) -> bool:
@@ -366,7 +366,7 @@ class _Recovery:
         for stream, versions in list(self._found.versions.items()):
             patches = self._found.patches.get(stream, {})
             steps = [PatchStep(*ends, 0) for ends in patches]
-            whole = whole_versions([number for number, item in versions.items() if item.anchor], steps)
+            whole = whole_versions([number for number, item in versions.items() if item.keyframe], steps)
             stay = passages(whole, steps) if whole else set()
             for number in versions.keys() - stay:
                 self._disk.drop_manifest(*stream, number)
@@ -387,7 +387,7 @@ class _Recovery:
         used: set[bytes] = set()
         for versions in self._found.versions.values():
             for item in versions.values():
-                used.update(tile_sizes(item.manifest) if item.anchor else ())
+                used.update(tile_sizes(item.manifest) if item.keyframe else ())
         for patches in self._found.patches.values():
             for patch, _ in patches.values():
                 used.update(blob_sizes(patch))

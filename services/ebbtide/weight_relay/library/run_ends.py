@@ -25,9 +25,9 @@ from ebbtide.types.run import RunStatus
 from ebbtide.v1.runs_pb2_grpc import RunsStub
 from ebbtide.v1.types_pb2 import WatchEndedRequest
 from ebbtide.v1.weights_pb2_grpc import WeightsStub
-from ebbtide.weight_relay.library.version_retirement import VersionRetirement
+from ebbtide.weight_relay.library.garbage_collector import GarbageCollector
 from ebbtide.weight_relay.settings import RelaySettings
-from ebbtide.wire.record_conversion import from_proto
+from ebbtide.wire import from_proto
 
 log = telemetry.get_logger(__name__)
 
@@ -122,7 +122,7 @@ class RunEndFollower:
 
     def __init__(
         self,
-        retirement: VersionRetirement,
+        collector: GarbageCollector,
         ended: EndedRuns,
         forget: Callable[[str], Awaitable[None]],
         source: RunEndSource | None,
@@ -132,7 +132,7 @@ class RunEndFollower:
     ) -> None:
         """`forget`: has the relay bring nothing more of an ended run, and send no reader for it. `keep_ended_s`: that
         versions of a finished run stay."""
-        self._retirement, self._ended, self._forget_readers, self._source = retirement, ended, forget, source
+        self._collector, self._ended, self._forget_readers, self._source = collector, ended, forget, source
         self._keep_s, self._clock = keep_ended_s, clock
         self._seen: dict[str, str] = {}  # live runs, and the store incarnation that they were last seen in
         self._asked: set[str] = set()  # since the last connection
@@ -175,7 +175,7 @@ class RunEndFollower:
 
     async def _ask(self, source: RunEndSource) -> None:
         """Ask about all held runs, and listen until there are more."""
-        held = sorted(self._retirement.held() | self._others - self._due.keys())[:MAX_HELD]
+        held = sorted(self._collector.held() | self._others - self._due.keys())[:MAX_HELD]
         self._asked = set(held)
         listening = asyncio.create_task(self._hear(source.ask(tuple(held)), frozenset(held)))
         looking = asyncio.create_task(self._look())
@@ -208,7 +208,7 @@ class RunEndFollower:
             self._seen |= dict.fromkeys(message.live, incarnation)
         for run in ended:
             finished = run.status is RunStatus.FINISHED  # nothing of a cancelled run is wanted
-            if self._ended.add(run) or run.run_id in self._retirement.held():
+            if self._ended.add(run) or run.run_id in self._collector.held():
                 self._due.setdefault(run.run_id, self._clock() + (self._keep_s if finished else 0.0))
             self._others.discard(run.run_id)
         self._more.set()
@@ -217,7 +217,7 @@ class RunEndFollower:
         """Return when a run is held that was not asked about."""
         while True:
             await asyncio.sleep(_LOOK_S)
-            if (self._retirement.held() | self._others) - self._asked - self._seen.keys() - self._due.keys():
+            if (self._collector.held() | self._others) - self._asked - self._seen.keys() - self._due.keys():
                 return
 
     async def _let_go(self) -> None:
@@ -229,7 +229,7 @@ class RunEndFollower:
             if due:
                 await asyncio.sleep(_TRAILING_S)
                 with suppress(EbbtideError, OSError):
-                    await self._retirement.drop_garbage()
+                    await self._collector.drop_garbage()
                 continue
             self._more.clear()
             with suppress(TimeoutError):
@@ -239,7 +239,7 @@ class RunEndFollower:
     async def _forget(self, run_id: str) -> None:
         try:
             await self._forget_readers(run_id)
-            await self._retirement.forget_run(run_id)
+            await self._collector.forget_run(run_id)
         except (EbbtideError, OSError) as error:
             log.warning("an ended run is still here", run_id=run_id, error=str(error))
             self._due[run_id] = self._clock() + _AGAIN_S

@@ -1,7 +1,7 @@
 """Indexes what the relay holds: committed versions, the patches between them, stages of arriving versions, and blobs.
 
-Invariant: `on_disk` names every blob file, so all tiles of anchors and blobs of patches are in it. Every patch has both
-its versions here. Only the relay's use cases write here, under the library's lock except for `stored` and `made`.
+Invariant: `on_disk` names every blob file, so all tiles of keyframes and blobs of patches are in it. Every patch has
+both its versions here. Only the relay's use cases write here, under the library's lock except for `stored` and `made`.
 Publishers' stages live in memory alone: they die with the process, and the next start deletes their blobs.
 """
 
@@ -13,9 +13,9 @@ import msgspec
 from msgspec import Struct
 
 from ebbtide.errors import AlreadyExists, InvalidRequest, NotReady, VersionUnavailable
-from ebbtide.scheduling.distribution.retained_bytes import Node, Stream
-from ebbtide.scheduling.distribution.version_paths import PatchStep, whole_versions
-from ebbtide.types.weights import FoundWay, Manifest, Patch, PolicyVersion, VersionInfo
+from ebbtide.types.weights import FetchPath, Manifest, Patch, PolicyVersion, VersionInfo
+from ebbtide.weight_relay.retention import Node, Stream
+from ebbtide.weight_relay.version_paths import PatchStep, whole_versions
 from ebbtide.weights import (
     ManifestLimits,
     check_manifest,
@@ -64,8 +64,8 @@ class HeldManifest(Struct, kw_only=True):
     """A committed version."""
 
     manifest: Manifest
-    anchor: bool
-    tiles: dict[bytes, int]  # bytes of its dense tiles, if it is an anchor
+    keyframe: bool
+    tiles: dict[bytes, int]  # bytes of its dense tiles, if it is a keyframe
     used_at: float  # when it was last published or read
     since: float  # when it came here
     record: dict[bytes, int] = {}  # bytes of its own file
@@ -179,7 +179,7 @@ class VersionIndex:
         self._versions: dict[Stream, dict[int, HeldManifest]] = {}
         self._patches: dict[Stream, dict[Ends, PatchEdge]] = {}
         self._stages: dict[Node, VersionStage] = {}
-        self._serving: Counter[bytes] = Counter()  # digest -> anchors and patches that hold it
+        self._serving: Counter[bytes] = Counter()  # digest -> keyframes and patches that hold it
         self._loose: set[bytes] = set()  # blobs that came or lost a user lately; every unused blob is among them
         self.on_disk: dict[bytes, int] = {}
         self.bytes = 0  # on disk, with the files of versions and patches
@@ -210,14 +210,14 @@ class VersionIndex:
         return self._patches.get(stream, {})
 
     def whole(self, stream: Stream) -> dict[int, HeldManifest]:
-        """The versions with a way from an anchor. Others are passages for readers that hold them already."""
+        """The versions with a way from a keyframe. Others are passages for readers that hold them already."""
         versions = self.stream(stream)
-        found = whole_versions(self.anchors(stream), self.steps(stream))
+        found = whole_versions(self.keyframes(stream), self.steps(stream))
         return {version: holding for version, holding in versions.items() if version in found}
 
-    def anchors(self, stream: Stream) -> dict[int, int]:
-        """The bytes of the dense tiles of each anchor."""
-        return {version: dense_bytes(item.manifest) for version, item in self.stream(stream).items() if item.anchor}
+    def keyframes(self, stream: Stream) -> dict[int, int]:
+        """The bytes of the dense tiles of each keyframe."""
+        return {version: dense_bytes(item.manifest) for version, item in self.stream(stream).items() if item.keyframe}
 
     def steps(self, stream: Stream) -> list[PatchStep]:
         return [edge.step for edge in self.patches(stream).values()]
@@ -275,14 +275,14 @@ class VersionIndex:
             self._patches.pop(stream, None)
 
     def promote(self, holding: HeldManifest) -> None:
-        """Make a version an anchor: its dense tiles are all on disk."""
-        holding.anchor, holding.tiles = True, tile_sizes(holding.manifest)
+        """Make a version a keyframe: its dense tiles are all on disk."""
+        holding.keyframe, holding.tiles = True, tile_sizes(holding.manifest)
         self._serving.update(holding.tiles.keys())
 
     def thin(self, holding: HeldManifest) -> None:
-        """Make an anchor a version that only patches lead to."""
+        """Make a keyframe a version that only patches lead to."""
         self._release(holding.tiles)
-        holding.anchor, holding.tiles = False, {}
+        holding.keyframe, holding.tiles = False, {}
 
     def _recorded(self, item: HeldManifest | PatchEdge, sign: int = 1) -> None:
         self.bytes += sign * sum(map(on_disk, item.record.values()))
@@ -294,7 +294,7 @@ class VersionIndex:
             if not self._serving[digest]:
                 del self._serving[digest]
 
-    def chain(self, stream: Stream, way: FoundWay) -> list[Patch]:
+    def chain(self, stream: Stream, way: FetchPath) -> list[Patch]:
         """The patches of a way. Raises `VersionUnavailable` if one is not committed."""
         patches = self.patches(stream)
         ends = list(zip((way.start, *way.via), way.via, strict=False))
@@ -388,15 +388,15 @@ class VersionIndex:
         raise VersionUnavailable(f"no patch from version {ends[0]} to {ends[1]} is here; ask for the way again")
 
     def graph(self, stream: Stream) -> tuple[dict[int, int], list[PatchStep]]:
-        """Anchors and patches, the arriving ones included."""
-        anchors, steps = self.anchors(stream), self.steps(stream)
+        """Keyframes and patches, the arriving ones included."""
+        keyframes, steps = self.keyframes(stream), self.steps(stream)
         for stage in self._stages.values():
             if stage.arriving and stage.stream == stream:
                 if stage.patch is None:
-                    anchors[stage.number] = dense_bytes(stage.manifest)
+                    keyframes[stage.number] = dense_bytes(stage.manifest)
                 else:
                     steps.append(step_of(stage.patch))
-        return anchors, steps
+        return keyframes, steps
 
     # -- blobs ---------------------------------------------------------------------------------------------------
 
@@ -404,7 +404,7 @@ class VersionIndex:
         return digest in self._serving
 
     def owners(self, digest: bytes) -> tuple[list[HeldManifest], list[PatchEdge]]:
-        """The anchors and patches that hold a blob."""
+        """The keyframes and patches that hold a blob."""
         edges = [edge for patches in self._patches.values() for edge in patches.values() if digest in edge.blobs]
         return [holding for holding in self.committed() if digest in holding.tiles], edges
 

@@ -1,6 +1,6 @@
 """Changes the relay's versions on disk and in memory together.
 
-Invariant: what `index` calls committed is whole and durable on `disk`. Versions, patches, stages and anchors change
+Invariant: what `index` calls committed is whole and durable on `disk`. Versions, patches, stages and keyframes change
 under `lock`, in `finish`, so that a caller that goes away leaves nothing half done. Blobs are verified, then written
 without the lock. After the process dies, publishers' stages are gone, and `relay_disk.recover` finds everything else.
 """
@@ -56,10 +56,10 @@ class VersionLibrary:
         now = self.clock()
         for versions in found.versions.values():
             for item in versions.values():
-                tiles = tile_sizes(item.manifest) if item.anchor else {}
+                tiles = tile_sizes(item.manifest) if item.keyframe else {}
                 self._lie_there(tiles)
                 self.index.commit(
-                    HeldManifest(manifest=item.manifest, anchor=item.anchor, tiles=tiles, used_at=now, since=now)
+                    HeldManifest(manifest=item.manifest, keyframe=item.keyframe, tiles=tiles, used_at=now, since=now)
                 )
         for patches in found.patches.values():
             for patch, composed in patches.values():
@@ -135,7 +135,7 @@ class VersionLibrary:
         with disk_errors():
             await asyncio.to_thread(self.disk.drop_tiles, garbage)
         metrics.VERSIONS.set(sum(1 for _ in self.index.committed()))
-        metrics.ANCHORS.set(sum(1 for holding in self.index.committed() if holding.anchor))
+        metrics.KEYFRAMES.set(sum(1 for holding in self.index.committed() if holding.keyframe))
         metrics.PATCHES.set(sum(len(self.index.patches(stream)) for stream in self.index.streams()))
         metrics.BYTES_HELD.set(self.index.bytes)
 

@@ -17,7 +17,7 @@ from typing import Final
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from ebbtide.auth.reloaded_files import ReloadedFiles
+from ebbtide.auth.credential_files import ReloadedFiles
 from ebbtide.auth.role_tokens import key_id, mint
 from ebbtide.auth.roles import Role
 from ebbtide.auth.security import ClientSecurity
@@ -28,8 +28,8 @@ from ebbtide.gateway.http.server import HttpServer
 from ebbtide.gateway.settings import GatewaySettings
 from ebbtide.gateway.templates import TemplateLimits, TemplateSandbox
 from ebbtide.runtime import die_with_parent
-from ebbtide.types.key_usage import MeteredKey
 from ebbtide.types.rollout import RolloutRequest
+from ebbtide.types.session import MeteredKey
 from tests.fakes.model_texts import CHATML, byte_level_tokenizer, served_model
 from tests.fakes.scripted_app_state import scripted_app_state
 from tests.fakes.scripted_rollouts import MarkedOutputs, ScriptedCatalog, ScriptedSource, scripted_run

@@ -7,13 +7,13 @@ import httpx
 import pytest
 from starlette.applications import Starlette
 
-from ebbtide.auth.reloaded_files import ReloadedFiles
+from ebbtide.auth.credential_files import ReloadedFiles
 from ebbtide.auth.security import TokenCheck
 from ebbtide.gateway.access import KeyRing, RequestLimits, SessionLimits
 from ebbtide.gateway.http.app import make_app
 from ebbtide.gateway.http.route import AppState
-from ebbtide.gateway.player import RequestPlayer
 from ebbtide.gateway.request import Prompt
+from ebbtide.gateway.request_player import RequestPlayer
 from ebbtide.gateway.templates import TemplateSandbox
 from tests.fakes.scripted_app_state import scripted_app_state
 from tests.fakes.scripted_rollouts import ScriptedCatalog, ScriptedSource, scripted_model, scripted_run

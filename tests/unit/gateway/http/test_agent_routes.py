@@ -12,7 +12,7 @@ import openai
 import pytest
 from starlette.applications import Starlette
 
-from ebbtide.auth.reloaded_files import ReloadedFiles
+from ebbtide.auth.credential_files import ReloadedFiles
 from ebbtide.auth.security import TokenCheck
 from ebbtide.gateway.access import KeyRing, RequestLimits
 from ebbtide.gateway.http.app import make_app

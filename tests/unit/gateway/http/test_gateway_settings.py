@@ -9,7 +9,7 @@ from ebbtide.auth.roles import Role
 from ebbtide.auth.security import ClientSecurity
 from ebbtide.errors import InvalidRequest, Unauthenticated
 from ebbtide.gateway.service import own_holder
-from ebbtide.gateway.settings import DoorSettings, GatewaySettings
+from ebbtide.gateway.settings import GatewaySettings, TlsSettings
 from tests.unit.gateway.http.test_keys import SIGNER, token
 
 SHARED = ClientSecurity(token="secret")
@@ -28,9 +28,9 @@ def public_key(folder: Path) -> str:
     [
         (GatewaySettings(security=SHARED, listen="nowhere"), "listen"),
         (GatewaySettings(security=SHARED, listen="0.0.0.0:80"), "listen"),
-        (GatewaySettings(security=SHARED, door=DoorSettings(client_ca="ca.pem")), "door.tls_cert"),
-        (GatewaySettings(security=SHARED, door=DoorSettings(tls_cert="c.pem")), "tls_key"),
-        (GatewaySettings(security=SHARED, door=DoorSettings(token_keys="missing.pem")), "door.token_keys"),
+        (GatewaySettings(security=SHARED, door=TlsSettings(client_ca="ca.pem")), "door.tls_cert"),
+        (GatewaySettings(security=SHARED, door=TlsSettings(tls_cert="c.pem")), "tls_key"),
+        (GatewaySettings(security=SHARED, door=TlsSettings(token_keys="missing.pem")), "door.token_keys"),
         (GatewaySettings(), "token"),
     ],
 )
@@ -45,7 +45,7 @@ def test_the_gateways_own_token_opens_nothing(tmp_path: Path) -> None:
     settings = GatewaySettings(security=ClientSecurity(token=own))
     with pytest.raises(InvalidRequest, match="name the public keys"):
         settings.checked()
-    with_keys = msgspec.structs.replace(settings, door=DoorSettings(token_keys=public_key(tmp_path)))
+    with_keys = msgspec.structs.replace(settings, door=TlsSettings(token_keys=public_key(tmp_path)))
     ring = with_keys.key_ring()
     with pytest.raises(Unauthenticated):
         ring.admit({"authorization": "Bearer secret"})

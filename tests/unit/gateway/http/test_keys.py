@@ -11,7 +11,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from starlette.applications import Starlette
 
-from ebbtide.auth.reloaded_files import ReloadedFiles
+from ebbtide.auth.credential_files import ReloadedFiles
 from ebbtide.auth.role_tokens import key_id, mint
 from ebbtide.auth.roles import TABLE, Role
 from ebbtide.auth.security import TokenCheck
@@ -20,8 +20,8 @@ from ebbtide.gateway.access import KeyRing
 from ebbtide.gateway.http.app import make_app
 from ebbtide.gateway.http.route import AppState
 from ebbtide.types.ids import check_id
-from ebbtide.types.key_usage import KeyLimits, MeteredKey
 from ebbtide.types.run import EnvironmentSpec
+from ebbtide.types.session import KeyLimits, MeteredKey
 from tests.fakes.asgi_call import AsgiCall
 from tests.fakes.clocks import SetClock
 from tests.fakes.scripted_app_state import scripted_directory

@@ -9,14 +9,14 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from ebbtide.auth.role_tokens import mint, run_of_token
 from ebbtide.auth.roles import Role
 from ebbtide.errors import NoCapacity, NotFound, PermissionDenied, RateLimited
-from ebbtide.gateway import player
-from ebbtide.gateway.player import PlayedRequest
+from ebbtide.gateway import request_player
 from ebbtide.gateway.prompt_threads import PromptThreads
 from ebbtide.gateway.request import IdsPrompt, TextRequest
+from ebbtide.gateway.request_player import PlayedRequest
 from ebbtide.gateway.runs import RunCatalog
-from ebbtide.types.key_usage import MeteredKey
 from ebbtide.types.rollout import RolloutRequest
 from ebbtide.types.run import Run, Sampling
+from ebbtide.types.session import MeteredKey
 from tests.fakes.scripted_rollouts import scripted_run
 
 
@@ -63,7 +63,7 @@ async def test_a_key_at_a_limit_is_told_at_once() -> None:
 
 
 async def test_a_submit_that_finds_no_room_tells_when_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(player, "_ROOM_S", 0.02)
+    monkeypatch.setattr(request_player, "_ROOM_S", 0.02)
     with pytest.raises(NoCapacity) as refused:
         await submit(FullLease(room_at=1 << 30))
     assert refused.value.retry_after_s == 0.001

@@ -17,8 +17,8 @@ from ebbtide.gateway.http import session_routes
 from ebbtide.gateway.http.app import make_app
 from ebbtide.gateway.http.route import AppState
 from ebbtide.gateway.runs import RunCatalog, RunDirectory
-from ebbtide.gateway.sessions import ending, live, player
-from ebbtide.gateway.sessions.player import SessionCache
+from ebbtide.gateway.sessions import ending, live, turn_player
+from ebbtide.gateway.sessions.turn_player import SessionCache
 from ebbtide.gateway.templates import TemplateSandbox
 from ebbtide.types.run import EnvironmentSpec
 from ebbtide.types.session import SessionState
@@ -404,22 +404,22 @@ async def test_a_key_sees_its_sessions_by_the_names_that_it_gave(agent: Agent) -
     await agent.ask([user("Hi")])
     page = (await agent.clients[1].get("/v1/sessions")).json()
     assert [(one["id"], one["group_id"]) for one in page["data"]] == [("episode-1", None), ("a b", "g")]
-    rest = (await agent.clients[1].get("/v1/sessions?after=1")).json()
+    rest = (await agent.clients[1].get("/v1/sessions?offset=1")).json()
     assert [one["id"] for one in rest["data"]] == ["a b"]
     completions = (await agent.clients[1].get("/v1/sessions/episode-1/completions")).json()["data"]
     assert [one["turn"] for one in completions] == [1]
 
 
-async def test_a_list_goes_on_behind_a_session_though_others_are_opened(agent: Agent) -> None:
+async def test_a_list_continues_after_a_session_though_others_are_opened(agent: Agent) -> None:
     client = agent.clients[0]
     for name in ("first", "second", "third"):
         assert (await client.post("/v1/sessions", json={"session_id": name})).status_code == 200
     await client.post("/v1/sessions", json={"session_id": "fourth"})
-    for behind, wanted in (("third", ["second", "first"]), ("first", [])):
-        page = (await client.get("/v1/sessions", params={"behind": behind})).json()
+    for after, wanted in (("third", ["second", "first"]), ("first", [])):
+        page = (await client.get("/v1/sessions", params={"after": after})).json()
         assert ([one["id"] for one in page["data"]], page["has_more"]) == (wanted, False)
-    forgotten = await client.get("/v1/sessions", params={"behind": "unknown"})
-    assert (forgotten.status_code, "behind" in forgotten.text) == (404, True), "an empty last page would end the list"
+    forgotten = await client.get("/v1/sessions", params={"after": "unknown"})
+    assert (forgotten.status_code, "after" in forgotten.text) == (404, True), "an empty last page would end the list"
 
 
 async def test_sessions_stay_within_their_limits(
@@ -553,7 +553,7 @@ async def test_a_cancel_that_came_before_a_submit_is_repeated_until_the_session_
 async def test_completions_that_run_on_hold_no_finished_one_back(
     agent: Agent, source: ScriptedSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(player, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr(turn_player, "_PATIENCE_S", 0.1)
     monkeypatch.setattr(live, "_HELD_S", 0.1)
     source.answer = "Hello world, and much more than a chunk"
     await left(agent, source, [user("Hi")], request="long", n=40, goes_on=False)

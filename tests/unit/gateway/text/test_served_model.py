@@ -17,7 +17,7 @@ from ebbtide.gateway.parsers import ParserNames
 from ebbtide.gateway.templates import TemplateLimits, TemplateSandbox
 from ebbtide.local_cluster import serving_checkpoint
 from ebbtide.local_cluster.serving_checkpoint import ServedNetwork
-from ebbtide.trainer.base_model.character_tokenizer import character_tokenizer
+from ebbtide.trainer.base_model.base_model import character_tokenizer
 from tests.fakes.model_texts import (
     END,
     START,

@@ -371,3 +371,17 @@ def test_more_time_is_harvested_than_is_spent_on_waking_up(seed: int) -> None:
             at, now = wanted, now + 0.1
             awake += 0.1 if at is AWAKE else 0.0
     assert awake >= 2 * waking
+
+
+def test_an_engine_that_made_memory_short_waits_twice_as_long_each_time_however_often_it_is_asked() -> None:
+    plan, now, waits = ResidencyPlan(), 0.0, []
+    roomy = DeviceMemory(short=0, spare=10, weights=10, host_spare=100, device=True)
+    for _ in range(4):
+        since = now
+        while plan.decide(now, at=HOST, memory=roomy, idle_s=1e9, wake_host_s=0.1) is HOST:
+            now += 0.5
+        waits.append(now - since)
+        for _ in range(5):  # it is on its way down for some decisions
+            plan.decide(now, at=AWAKE, memory=SHORT, idle_s=1e9, wake_host_s=0.1)
+            now += 0.6
+    assert waits == pytest.approx([0.0, 60.0, 120.0, 240.0], abs=5.0)

@@ -12,7 +12,7 @@ from benchmarks.rivals.changed_rounds import (
     replaced,
     told,
 )
-from ebbtide.scheduling.throughput import WorkerThroughput
+from ebbtide.coordinator.forecasts.throughput import WorkerThroughput
 from ebbtide.simulator.scenario.scenario import Scenario
 from ebbtide.simulator.world.simulation import Simulation
 from tests.fakes.simulated_profiles import PlainProfiles

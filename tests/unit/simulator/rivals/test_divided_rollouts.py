@@ -49,7 +49,7 @@ def seconds(outcome: Outcome) -> float:
     [SEER(), SEER(order="queue"), SEER(speculates=False)],
     ids=repr,
 )
-def test_no_token_is_made_twice_and_no_engine_lacks_memory(policy: Policy) -> None:
+def test_no_token_is_regenerated_and_no_engine_lacks_memory(policy: Policy) -> None:
     outcome, verl = simulated(policy), simulated(VerlPolicy())
     assert outcome.tokens.generated == outcome.tokens.kept == outcome.steps[0].tokens == verl.steps[0].tokens
     assert verl.preemptions > 50

@@ -14,9 +14,9 @@ from ebbtide.coordinator.state.attempt_records import started
 from ebbtide.coordinator.state.coordinator_state import CoordinatorState
 from ebbtide.coordinator.state.worker_reports import AttachReport
 from ebbtide.coordinator.state.worker_session import WorkerSession
-from ebbtide.scheduling.steps.step_pacing import VersionBounds
 from ebbtide.simulator.world.rival_policies import GroupTurns
 from ebbtide.simulator.world.virtual_coordinator import VirtualCoordinator
+from ebbtide.step_pacing import VersionBounds
 from ebbtide.types.fleet import PROTOCOL_VERSION, EngineInfo, WorkerKind
 from ebbtide.types.run import EnvironmentSpec, RunSpec
 from ebbtide.types.weights import PolicyVersion
@@ -30,7 +30,7 @@ class Coordinator:
     def __init__(self, engines: int, slots: int = 64) -> None:
         self.state = CoordinatorState(lambda: 0.0)
         self.run = self.state.add_run("r", RunSpec(name="r", model="m", environment=EnvironmentSpec(name="e")))
-        with self.run.rereading():
+        with self.run.mirror.rereading():
             self.run.reread({1: VERSION}, self.run.new_queue(), {})
         self.engines = [self._attach(f"w{index}-1.0", slots) for index in range(engines)]
         self.reading = set[str]()  # rollouts that their engines have begun to read
@@ -86,20 +86,20 @@ class Coordinator:
 
 
 def per_engine(placements: Sequence[Placement]) -> Counter[str]:
-    return Counter(one.worker_id for one in placements)
+    return Counter(one.session_id for one in placements)
 
 
 def balance(fleet: Coordinator, *, keeps: bool = True, pending_limit: int = 8, sweep: int = 64) -> PendingBalance:
     return PendingBalance(fleet.as_virtual(), keeps=keeps, pending_limit=pending_limit, sweep=sweep, balance=True)
 
 
-def test_verl_deals_whole_groups_in_turn_however_many_an_engine_has() -> None:
+def test_verl_deals_complete_groups_in_turn_however_many_an_engine_has() -> None:
     fleet = Coordinator(3, slots=4)
     fleet.queue(groups=7, size=4)
     placements = GroupTurns(fleet.as_virtual()).place(fleet.run, fleet.engines, 0.0)
     assert [per_engine(placements)[one.session_id] for one in fleet.engines] == [12, 8, 8]
     for group in range(7):
-        homes = {one.worker_id for one in placements if one.rollout_id.startswith(f"{group}.")}
+        homes = {one.session_id for one in placements if one.rollout_id.startswith(f"{group}.")}
         assert homes == {fleet.engines[group % 3].session_id}
 
 
@@ -113,14 +113,14 @@ def test_verl_deals_a_lost_engines_group_again() -> None:
     assert set(per_engine(again)) == {fleet.engines[1].session_id}
 
 
-def test_rlboosts_code_sends_so_many_whole_groups_a_second_to_engines_in_turn() -> None:
+def test_rlboosts_code_sends_so_many_complete_groups_a_second_to_engines_in_turn() -> None:
     fleet = Coordinator(3)
     fleet.queue(groups=6, size=4)
     placing = GroupSweeps(fleet.as_virtual(), keeps=True, sweep=16)
     placements = placing.place(fleet.run, fleet.engines, 0.0)
     assert sorted(per_engine(placements).values()) == [4, 4, 8]
     for group in range(4):
-        assert len({one.worker_id for one in placements if one.rollout_id.startswith(f"{group}.")}) == 1
+        assert len({one.session_id for one in placements if one.rollout_id.startswith(f"{group}.")}) == 1
     fleet.start(placements)
     assert placing.place(fleet.run, fleet.engines, 0.5) == []
     assert len(placing.place(fleet.run, fleet.engines, 1.0)) == 8
@@ -144,7 +144,7 @@ def test_rlboost_sends_to_the_engine_where_the_fewest_wait() -> None:
     fleet.start(placements[:1], begun=False)
     fleet.start(placements[1:2])
     rest = placing.place(fleet.run, fleet.engines, 0.0)
-    assert rest[0].worker_id == fleet.engines[1].session_id
+    assert rest[0].session_id == fleet.engines[1].session_id
 
 
 def test_rlboost_holds_what_would_wait_beyond_theta() -> None:
@@ -173,7 +173,7 @@ def test_rollpacker_sends_each_response_to_the_engine_with_the_fewest_whatever_i
     assert sorted(per_engine(first).values()) == [2, 3, 3]
     fleet.start(first[:1])
     again = placing.place(fleet.run, fleet.engines, 0.0)
-    assert again[0].worker_id != first[0].worker_id
+    assert again[0].session_id != first[0].session_id
 
 
 def test_rlboost_counts_only_instances_that_get_work() -> None:

@@ -4,7 +4,7 @@ from benchmarks.rivals.turns.rose_turns_policy import RoseTurnsPolicy
 from benchmarks.rivals.turns.spreading_policies import LeastLoadedPolicy, StickyPolicy
 from benchmarks.rivals.turns.turn_decider import TurnDecider
 from ebbtide.coordinator.rules.rollout_queue import QueuedRollout
-from ebbtide.scheduling.steps.step_pacing import VersionBounds
+from ebbtide.step_pacing import VersionBounds
 from tests.unit.simulator.rivals.test_rival_placement import Coordinator
 
 
@@ -28,7 +28,7 @@ class Played:
             self.fleet.run.admit(one)
         placed = self.rule.place(self.fleet.run, self.fleet.engines, now)
         self.fleet.start(placed)
-        return [name.worker_id.removeprefix("s-").split("-")[0] for name in placed]
+        return [name.session_id.removeprefix("s-").split("-")[0] for name in placed]
 
     def end(self, *numbers: int) -> None:
         for number in numbers:
@@ -64,7 +64,7 @@ def test_rose_sends_turns_of_a_worker_without_tokens_elsewhere() -> None:
     played = Played(RoseTurnsPolicy())
     played.turns("a", "b", "c", "d")
     for engine in played.fleet.engines[1:]:
-        engine.tokens_came(9.0)
+        engine.append_stream.tokens_came(9.0)
     played.rule.move(played.fleet.run, played.fleet.engines, 10.0)
     assert played.fleet.asked_back() == {"r1": "w1-1.0", "r4": "w1-1.0"}
     assert played.turns("e", now=10.0) == ["w1"]

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Final
 
-from ebbtide.checked_files.refusals import FileRefused, Problem
+from ebbtide.checked_files import FileRefused, Problem
 from ebbtide.simulator.scenario.scenario import Scenario
 from ebbtide.simulator.scenario.scenario_checks import KnownNames
 from ebbtide.simulator.scenario.scenario_reader import parse_scenario

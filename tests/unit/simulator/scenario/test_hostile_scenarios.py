@@ -8,11 +8,11 @@ from time import process_time
 
 from msgspec.structs import replace
 
-from ebbtide.checked_files.refusals import MOST_PROBLEMS, FileRefused
-from ebbtide.simulator.scenario.draws.machine_events import machine_events
-from ebbtide.simulator.scenario.draws.workload import Workload
+from ebbtide.checked_files import MOST_PROBLEMS, FileRefused
+from ebbtide.simulator.scenario.machine_events import machine_events
 from ebbtide.simulator.scenario.scenario import Scenario
 from ebbtide.simulator.scenario.scenario_reader import parse_scenario, read_scenario
+from ebbtide.simulator.scenario.workload import Workload
 from tests.unit.simulator.scenario.hostile_files import HANDWRITTEN, files
 from tests.unit.simulator.scenario.scenario_texts import FULL, TABLES, write_tables
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ebbtide.checked_files.refusals import MOST_PROBLEMS, FileRefused
+from ebbtide.checked_files import MOST_PROBLEMS, FileRefused
 from ebbtide.simulator.scenario.input_tables import (
     fixed_price,
     read_grants,

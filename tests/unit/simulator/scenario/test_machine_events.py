@@ -7,8 +7,8 @@ from random import Random
 import pytest
 from msgspec.structs import replace
 
-from ebbtide.simulator.scenario.draws.machine_events import MachineChange, MachineEvent, machine_events, machine_speed
 from ebbtide.simulator.scenario.input_tables import InputTables, SpotTrace, TraceEvent
+from ebbtide.simulator.scenario.machine_events import MachineChange, MachineEvent, machine_events, machine_speed
 from ebbtide.simulator.scenario.machine_pool import MachinePool, SpotTraceSpec
 from ebbtide.simulator.scenario.scenario import PlannedFault, Scenario, struck
 from ebbtide.simulator.scenario.training_run import TrainingRun

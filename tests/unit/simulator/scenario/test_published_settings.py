@@ -5,10 +5,10 @@ from statistics import mean
 
 import pytest
 
-from ebbtide.simulator.scenario.draws.machine_events import MachineChange, machine_events
-from ebbtide.simulator.scenario.draws.workload import Workload
+from ebbtide.simulator.scenario.machine_events import MachineChange, machine_events
 from ebbtide.simulator.scenario.scenario import Scenario
 from ebbtide.simulator.scenario.scenario_reader import parse_scenario
+from ebbtide.simulator.scenario.workload import Workload
 
 #: A trainer that also generates in the first minutes of a step, beside spot machines of which half are killed.
 SEEDED_SPOT = """

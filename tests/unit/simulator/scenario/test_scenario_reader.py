@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from msgspec import Struct
 
-from ebbtide.checked_files.refusals import MOST_PROBLEMS, FileRefused
+from ebbtide.checked_files import MOST_PROBLEMS, FileRefused
 from ebbtide.simulator.scenario.quantity_spec import LengthSpec
 from ebbtide.simulator.scenario.scenario import is_path
 from ebbtide.simulator.scenario.scenario_checks import EngineLimits, KnownNames

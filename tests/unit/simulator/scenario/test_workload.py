@@ -8,12 +8,12 @@ from statistics import NormalDist, correlation, mean, median
 import pytest
 from msgspec.structs import replace
 
-from ebbtide.simulator.scenario.draws.workload import Turn, Workload
 from ebbtide.simulator.scenario.input_tables import InputTables, QuantileTable
 from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.quantity_spec import MATH_RESPONSES, LengthSpec, QuantitySpec
 from ebbtide.simulator.scenario.scenario import Scenario
 from ebbtide.simulator.scenario.training_run import SimulatedEnvironment, TrainingRun
+from ebbtide.simulator.scenario.workload import Turn, Workload
 
 NUMBER = 4000
 #: Kolmogorov's bound at 1 % for so many independent draws.

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from ebbtide.trainer.base_model.character_tokenizer import character_tokenizer
+from ebbtide.trainer.base_model.base_model import character_tokenizer
 from ebbtide.trainer.learning.network import Network, save_network
 
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from ebbtide.claimed_runs.model_directory import check_model_directory
 from ebbtide.environments import Message, Split, StepResult, load_source
 from ebbtide.errors import InvalidRequest
+from ebbtide.run_client import check_model_directory
 from ebbtide.trainer.base_model.__main__ import main
 from ebbtide.trainer.base_model.base_model import BaseModelProgress, make_base_model
 from ebbtide.trainer.base_model.base_model_plan import BaseModelPlan, base_model_path

@@ -1,4 +1,6 @@
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -6,16 +8,23 @@ from torch import Tensor
 
 from ebbtide.errors import InvalidRequest
 from ebbtide.trainer.learning.grpo import (
+    StepStats,
+    StepSums,
+    at_tokens,
     group_advantages,
     permute_within_groups,
     policy_loss,
-    token_logprobs,
+    sampling_logprobs,
     truncated_support,
 )
 
 
 def logits_of(*probabilities: float) -> Tensor:
     return torch.tensor([probabilities]).log()
+
+
+def token_logprobs(logits: Tensor, tokens: Tensor, **sampling: Any) -> tuple[Tensor, Tensor]:
+    return at_tokens(sampling_logprobs(logits, tokens, **sampling), tokens)
 
 
 def test_advantages_are_normalised_within_each_group() -> None:
@@ -105,6 +114,40 @@ def test_the_gradient_is_finite_and_stays_inside_the_truncated_support() -> None
     logprob.sum().backward()  # type: ignore[no-untyped-call]
     assert logits.grad is not None
     assert torch.allclose(logits.grad, torch.tensor([[3 / 7, -3 / 7, 0.0, 0.0]]))
+
+
+def test_the_mismatch_of_fresh_tokens_is_summed_over_ranks_into_mean_percentile_and_kl() -> None:
+    generator = torch.Generator().manual_seed(0)
+    gaps = torch.randn(10_000, generator=generator) * 0.02
+    gaps[:150] = 3.0
+    parts = [StepSums(), StepSums()]
+    for part, some in zip(parts, (gaps[:7_000], gaps[7_000:]), strict=True):
+        part.passes, part.updates = len(some), 1
+        part.add_gaps(some[:3_000])
+        part.add_gaps(some[3_000:])
+    others = iter([parts[1]])
+
+    def add_up(values: Sequence[float]) -> list[float]:
+        other = next(others)
+        counts = [float(other.passes), float(other.gap_tokens), *other.values.values(), *other.gap_bins]
+        return [one + more for one, more in zip(values, counts, strict=True)]
+
+    stats = parts[0].over_ranks(add_up).into(StepStats(tokens=10_000, stale_tokens=0, learning_rate=1.0))
+    assert stats.logprob_gap == pytest.approx(gaps.abs().mean().item(), rel=1e-4)
+    assert stats.logprob_gap_p99 is not None
+    exact = gaps.abs().quantile(0.99).item()
+    assert exact <= stats.logprob_gap_p99 <= 1.08 * exact
+    assert stats.logprob_gap_kl == pytest.approx((gaps.exp() - 1 - gaps).mean().item(), rel=1e-4)
+    nothing = StepSums(passes=1, updates=1).into(StepStats(tokens=1, stale_tokens=1, learning_rate=1.0))
+    assert (nothing.logprob_gap, nothing.logprob_gap_p99, nothing.logprob_gap_kl) == (None, None, None)
+
+
+def test_one_token_that_the_engine_found_impossible_leaves_the_mismatch_finite() -> None:
+    sums = StepSums(passes=2, updates=1)
+    sums.add_gaps(torch.tensor([300.0, -300.0]))
+    stats = sums.into(StepStats(tokens=2, stale_tokens=0, learning_rate=1.0))
+    assert stats.logprob_gap == 300.0
+    assert all(math.isfinite(one) for one in (stats.logprob_gap_p99 or math.inf, stats.logprob_gap_kl or math.inf))
 
 
 def test_greedy_responses_are_refused() -> None:

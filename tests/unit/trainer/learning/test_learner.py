@@ -116,6 +116,28 @@ def test_stale_tokens_are_weighed_by_drift_and_left_out_of_the_gap(network: Netw
     assert alone.logprob_gap is None
 
 
+@pytest.mark.parametrize("updates", [1, 2])
+def test_truncated_importance_sampling_weighs_fresh_tokens_by_mismatch_instead_of_clipping_them(
+    network: Network, updates: int
+) -> None:
+    """The engine found some tokens less likely than the trainer does, by more than the clip bound."""
+    off = recorded(network, sample(12, 5), shift=-0.5)
+    far = recorded(network, sample(13, 5), shift=-3.0)
+    by_clip, by_weight = (
+        Learner(
+            deepcopy(network),
+            LearnerSettings(learning_rate=1e-6, epochs=updates, truncated_importance_sampling=truncated),
+            version=3,
+        ).step([off, far], Random(0))
+        for truncated in (False, True)
+    )
+    assert (by_clip.clip_share, by_clip.importance_weight, by_clip.grad_norm) == (1.0, 1.0, 0.0)
+    assert by_weight.clip_share == 0.0
+    assert by_weight.importance_weight == pytest.approx((np.exp(0.5) + 2.0) / 2, abs=1e-3)
+    assert by_weight.grad_norm > 0
+    assert by_weight.logprob_gap == by_clip.logprob_gap == pytest.approx(1.75, abs=1e-3)
+
+
 def test_the_kl_term_holds_the_policy_at_its_reference(network: Network) -> None:
     reference = Qwen3ForCausalLM(network.config)
     reference.load_state_dict(network.state_dict())

@@ -9,7 +9,7 @@ import torch
 
 from ebbtide.client.publisher.tensor_snapshots import TensorKeeper, TensorSnapshot
 from ebbtide.trainer.learning import gpu_changes
-from ebbtide.trainer.learning.local_learning import LocalLearning
+from ebbtide.trainer.learning.local_learning import LocalLearning, compute_dtype
 from ebbtide.trainer.learning.network import load_network
 from ebbtide.types.rollout import Trajectory
 from ebbtide.types.run import RunSpec, Sampling
@@ -75,6 +75,32 @@ def test_what_is_kept_once_a_step_was_trained_publishes_what_copies_do(
     assert 0 < kept.result().changed <= kept.result().elements
 
 
+@pytest.mark.parametrize(
+    ("wish", "device", "units", "found"),
+    [
+        ("auto", "cpu", True, "float32"),
+        ("auto", "cuda:1", True, "bfloat16"),
+        ("auto", "cuda", False, "float32"),
+        ("float32", "cuda", True, "float32"),
+        ("bfloat16", "cpu", False, "bfloat16"),
+    ],
+)
+def test_a_gpu_with_units_for_it_computes_in_bfloat16_unless_the_run_says_otherwise(
+    wish: str, device: str, units: bool, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: units or including_emulation)
+    assert compute_dtype(wish, device) == found
+
+
+@pytest.mark.parametrize(("dtype", "published"), [("auto", torch.float32), ("bfloat16", torch.bfloat16)])
+def test_what_is_published_has_the_dtype_of_computation_and_masters_stay_float32(
+    dtype: str, published: torch.dtype, checkpoint: Path
+) -> None:
+    learning = LocalLearning(make_spec(checkpoint, dtype), source=checkpoint, device="cpu")
+    assert {tensor.dtype for _, tensor in learning.tensors()} == {published}
+    assert {parameter.dtype for parameter in learning._network.parameters()} == {torch.float32}
+
+
 class MaskingSampler:
     """Samples as workers do: within the first `least` tokens of a response, none of `ends`."""
 
@@ -122,6 +148,20 @@ def test_end_tokens_that_min_tokens_barred_at_the_worker_leave_no_logprob_gap(ch
         [sampler.episode(number) for number in range(4)], step=1, steps={1: 0}, version=1
     )
     assert values["logprob_gap"] == pytest.approx(0.0, abs=1e-5)
+
+
+def test_an_end_token_that_a_spec_names_twice_has_its_gradient_once(checkpoint: Path) -> None:
+    likely = load_network(checkpoint)(torch.tensor([[3, 4]])).logits[0, -1].topk(2).indices.tolist()
+    (checkpoint / "generation_config.json").write_text(f'{{"eos_token_id": {likely[0]}}}')
+    norms = []
+    for stops in ((likely[1],), (likely[1], likely[1], likely[0])):
+        sampling = Sampling(min_tokens=4, stop_token_ids=stops)
+        spec = msgspec.structs.replace(make_spec(checkpoint, "float32"), sampling=sampling)
+        sampler = MaskingSampler(checkpoint, likely, least=4)
+        learning = LocalLearning(spec, source=checkpoint, device="cpu")
+        values = learning.step([sampler.episode(number) for number in range(4)], step=1, steps={1: 0}, version=1)
+        norms.append(values["grad_norm"])
+    assert norms[0] == norms[1] > 0
 
 
 def test_nothing_is_kept_where_there_is_no_room(checkpoint: Path) -> None:

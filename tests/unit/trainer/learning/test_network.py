@@ -5,9 +5,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ebbtide.claimed_runs.model_directory import check_model_directory
 from ebbtide.errors import InvalidRequest
-from ebbtide.trainer.base_model.character_tokenizer import character_tokenizer
+from ebbtide.run_client import check_model_directory
+from ebbtide.trainer.base_model.base_model import character_tokenizer
 from ebbtide.trainer.learning.network import Network, load_network, load_tokenizer, save_network
 
 
@@ -40,6 +40,16 @@ def test_saving_again_replaces_the_whole_and_leaves_nothing_beside(network: Netw
     assert not (checkpoint / "left_over").exists()
     assert (checkpoint / "note.json").read_text() == "{}"
     assert not load_network(checkpoint).lm_head.weight.any()
+
+
+@pytest.mark.parametrize("slip", [{"top_p": 0.6}, {"do_sample": True, "num_return_sequences": 3}])
+def test_a_generation_config_that_contradicts_itself_is_mended_and_not_met_at_the_first_save(
+    checkpoint: Path, tmp_path: Path, slip: dict[str, object]
+) -> None:
+    (checkpoint / "generation_config.json").write_text(json.dumps({"eos_token_id": 1, **slip}))
+    loaded = load_network(checkpoint)
+    save_network(loaded, load_tokenizer(checkpoint), tmp_path / "again")
+    assert load_network(tmp_path / "again").generation_config.eos_token_id == 1
 
 
 def test_a_save_that_fails_leaves_the_old_checkpoint(network: Network, checkpoint: Path) -> None:

@@ -12,23 +12,23 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from ebbtide.auth.reloaded_files import ReloadedFiles
+from ebbtide.auth.credential_files import ReloadedFiles
 from ebbtide.auth.security import TokenCheck
 from ebbtide.gateway.access import KeyRing, RequestLimits
 from ebbtide.gateway.http.app import make_app
 from ebbtide.gateway.model import ServedModel
 from ebbtide.gateway.templates import TemplateSandbox
-from ebbtide.store.record_codec import pack, unpack
-from ebbtide.trainer.base_model.character_tokenizer import character_tokenizer
-from ebbtide.trainer.learning.experience import samples_of
+from ebbtide.store.records import pack, unpack
+from ebbtide.trainer.base_model.base_model import character_tokenizer
 from ebbtide.trainer.learning.learner import Learner, LearnerSettings
 from ebbtide.trainer.learning.network import Network
+from ebbtide.trainer.learning.training_batches import samples_of
 from ebbtide.trainer.ranks.rank_group import pack_samples, unpack_samples
 from ebbtide.types.rollout import FinishReason, TokenChunk, Trajectory
 from ebbtide.types.run import EnvironmentSpec, Run, Sampling, TrainerSpec
 from ebbtide.types.tokens import pack_tokens, unpack_ids
 from ebbtide.v1 import rollouts_pb2
-from ebbtide.wire.record_conversion import from_proto, to_proto
+from ebbtide.wire import from_proto, to_proto
 from tests.fakes.model_texts import served_model
 from tests.fakes.scripted_app_state import scripted_app_state
 from tests.fakes.scripted_rollouts import ScriptedCatalog, ScriptedSource, scripted_run

@@ -12,10 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ebbtide.trainer.learning.experience import samples_of
 from ebbtide.trainer.learning.learner import Learner, LearnerSettings
 from ebbtide.trainer.learning.network import Network
-from ebbtide.trainer.learning.training_batches import TrainingSample
+from ebbtide.trainer.learning.training_batches import TrainingSample, samples_of
 from ebbtide.types.rollout import Trajectory
 from ebbtide.types.run import TrainerSpec
 from ebbtide.types.tokens import pack_ids, pack_tokens

@@ -1,5 +1,7 @@
 """What a trainer moves off its device comes back bit for bit, and a step does not know that it was away."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from copy import deepcopy
 from random import Random
@@ -97,6 +99,22 @@ def test_gradients_that_are_not_used_up_go_and_come_back_too(network: Network) -
     lent.update()
     for one, other in zip(weights(calm.network), weights(lent.network), strict=True):
         assert torch.equal(one, other)
+
+
+def test_gradients_that_were_away_are_freed_by_the_next_step(network: Network) -> None:
+    learner, room = learner_on("cpu", network), PretendedGpu()
+    memory = TrainerMemory(learner.movable, room)
+    samples = [recorded(learner.network, sample(12, 6, advantage=1.0))]
+    learner.accumulate(samples)
+    gradients = [weakref.ref(one.grad) for one in learner.network.parameters() if one.grad is not None]
+    memory.give_up(10**15)
+    memory.restore()
+    assert gradients
+    assert all(gradient() is not None for gradient in gradients)
+    learner.update()
+    learner.accumulate(samples)
+    gc.collect()
+    assert not any(gradient() is not None for gradient in gradients)
 
 
 def test_the_optimisers_state_can_be_read_while_it_is_away(network: Network) -> None:

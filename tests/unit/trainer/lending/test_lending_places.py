@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ebbtide.errors import InvalidRequest
-from ebbtide.trainer.lending.lending_places import LendingPlace, leaders, own_place, tell_places
+from ebbtide.trainer.lending.shared_loan import LendingPlace, leaders, own_place, tell_places
 from tests.fakes.rank_notes import SharedNotes
 
 

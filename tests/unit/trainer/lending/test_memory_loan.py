@@ -8,11 +8,12 @@ from typing import cast
 
 import pytest
 
-from ebbtide.claimed_runs.run_loop import RankLost, RunFailed
+from ebbtide.run_client import RunFailed
 from ebbtide.runtime import race
 from ebbtide.trainer.learning.local_learning import LocalLearning
-from ebbtide.trainer.lending.memory_loan import MemoryLoan
-from ebbtide.types.work_left import OpenGroup, WorkLeft
+from ebbtide.trainer.lending.device_loan import MemoryLoan
+from ebbtide.trainer.ranks.rank_launcher import RankLost
+from ebbtide.types.remaining_work import OpenGroup, RemainingWork
 from tests.support.waiting import wait_until
 
 
@@ -26,7 +27,7 @@ class Noted:
         self.needed = 7
         self.failure: Exception | None = None
         self.lacks = 0
-        self.left = WorkLeft(open=1, groups=(OpenGroup(prompt=5, running=(3,)),))
+        self.left = RemainingWork(open=1, groups=(OpenGroup(prompt=5, running=(3,)),))
 
     def lend(self, spell_s: float = 0.0) -> None:
         self.deeds.append(f"lend {spell_s:g}")
@@ -40,7 +41,7 @@ class Noted:
     def engine_bytes(self) -> int:
         return self.needed
 
-    async def work_left(self) -> WorkLeft:
+    async def remaining_work(self) -> RemainingWork:
         return self.left
 
     def give_up_memory(self, needed: int) -> int:
@@ -57,7 +58,7 @@ class Noted:
 
 @asynccontextmanager
 async def loan_of(noted: Noted) -> AsyncIterator[MemoryLoan]:
-    loan = MemoryLoan(noted, cast("LocalLearning", noted), noted.work_left, look_s=0.01)
+    loan = MemoryLoan(noted, cast("LocalLearning", noted), noted.remaining_work, look_s=0.01)
     running = asyncio.create_task(loan.run())
     try:
         yield loan
@@ -134,7 +135,7 @@ async def test_an_engine_that_comes_during_the_loan_gets_room() -> None:
 async def test_a_move_that_fails_ends_the_training_at_once() -> None:
     noted = Noted()
     noted.failure = RankLost("rank 1 is gone")
-    loan = MemoryLoan(noted, cast("LocalLearning", noted), noted.work_left)
+    loan = MemoryLoan(noted, cast("LocalLearning", noted), noted.remaining_work)
     loan.lend()
     with pytest.raises(RankLost, match="rank 1 is gone"):
         await asyncio.wait_for(race(loan.run(), asyncio.Event().wait()), 10)
@@ -144,7 +145,7 @@ async def test_a_move_that_fails_ends_the_training_at_once() -> None:
 def quick_loan(noted: Noted) -> MemoryLoan:
     noted.lacks = 3
     return MemoryLoan(
-        noted, cast("LocalLearning", noted), noted.work_left, look_s=0.01, work_look_s=0.01, patience_s=0.3
+        noted, cast("LocalLearning", noted), noted.remaining_work, look_s=0.01, work_look_s=0.01, patience_s=0.3
     )
 
 
@@ -160,12 +161,12 @@ async def test_a_run_that_others_generate_for_goes_on_without_the_engine() -> No
     loan = quick_loan(noted)
     running, looks = asyncio.create_task(loan.run()), 0
 
-    async def made() -> WorkLeft:
+    async def made() -> RemainingWork:
         nonlocal looks
         looks += 1
-        return WorkLeft(open=1, groups=(OpenGroup(prompt=5, running=(looks,)),))
+        return RemainingWork(open=1, groups=(OpenGroup(prompt=5, running=(looks,)),))
 
-    loan._work_left = made
+    loan._remaining_work = made
     loan.lend()
     await wait_until(lambda: looks > 60)  # twice its patience
     assert not running.done()

@@ -7,11 +7,19 @@ from pathlib import Path
 import pytest
 
 from ebbtide.errors import EbbtideError
-from ebbtide.trainer.device_loan import DeviceProgress
-from ebbtide.trainer.lending.lending_places import LendingPlace
-from ebbtide.trainer.lending.loan_notes import FIRST, LeaderAnswer, answer_name, decode_wish, encode, wish_name
-from ebbtide.trainer.lending.shared_loan import LendingRanks, SharedLoan
-from ebbtide.types.loans import OwnerWish
+from ebbtide.trainer.lending.device_loan import DeviceProgress
+from ebbtide.trainer.lending.shared_loan import (
+    FIRST,
+    LeaderAnswer,
+    LendingPlace,
+    LendingRanks,
+    SharedLoan,
+    answer_name,
+    decode_wish,
+    encode,
+    wish_name,
+)
+from ebbtide.types.grants import OwnerWish
 from tests.fakes.rank_notes import SharedNotes
 from tests.support.waiting import wait_until
 

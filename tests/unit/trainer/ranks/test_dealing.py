@@ -10,7 +10,7 @@ from torch import nn
 
 from ebbtide.trainer.learning.sample_deal import micro_parts, shares
 from ebbtide.trainer.learning.training_batches import TrainingSample
-from ebbtide.trainer.ranks.checkpoint_shards import weight_files
+from ebbtide.trainer.ranks.sharding import weight_files
 
 
 def sample(length: int, number: int) -> TrainingSample:

@@ -9,10 +9,9 @@ from typing import Any
 import psutil
 import pytest
 
-from ebbtide.claimed_runs.run_loop import RankLost
 from ebbtide.runtime import Shutdown
 from ebbtide.trainer.ranks import rank_launcher as module
-from ebbtide.trainer.ranks.rank_launcher import launch
+from ebbtide.trainer.ranks.rank_launcher import RankLost, launch
 from ebbtide.trainer.settings import TrainerSettings
 from tests.support.waiting import wait_until
 

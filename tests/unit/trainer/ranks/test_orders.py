@@ -4,8 +4,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from ebbtide.claimed_runs.run_loop import RunFailed
 from ebbtide.errors import InvalidRequest, NotFound
+from ebbtide.run_client import RunFailed
 from ebbtide.trainer.learning.training_batches import TrainingSample
 from ebbtide.trainer.ranks.rank_group import (
     BeginOrder,

@@ -3,7 +3,7 @@
 import pytest
 
 from ebbtide.errors import InvalidRequest
-from ebbtide.trainer.ranks.rank_place import RankPlace, place_of
+from ebbtide.trainer.ranks.rank_launcher import RankPlace, place_of
 
 WORLD = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "host", "MASTER_PORT": "29500"}
 

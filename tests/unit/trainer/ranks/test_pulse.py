@@ -1,6 +1,6 @@
 """A rank whose count stands still is silent; a listener that stood still itself blames nobody."""
 
-from ebbtide.trainer.ranks.rank_pulse import RankSilences
+from ebbtide.trainer.ranks.rank_world import RankSilences
 
 
 def test_a_count_that_stands_still_is_silence_and_one_that_goes_on_is_none() -> None:

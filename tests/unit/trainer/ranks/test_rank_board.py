@@ -1,9 +1,17 @@
 """Notes between ranks, in a real store of torch."""
 
+import asyncio
+from typing import cast
+
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from ebbtide.trainer.ranks.rank_board import RankBoard
+from ebbtide.client import Lease
+from ebbtide.errors import Internal
+from ebbtide.trainer.ranks.rank_faults import NOTE, failing_together
+from ebbtide.trainer.ranks.rank_launcher import RankLost
+from ebbtide.trainer.ranks.rank_world import RankBoard
+from ebbtide.types.run import RunStatus
 
 
 @pytest.fixture
@@ -36,3 +44,24 @@ async def test_ranks_that_torchrun_did_not_start_share_notes(monkeypatch: pytest
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
     await RankBoard().put("place", b"here")
     assert await RankBoard().await_one("place", 5.0) == b"here"
+
+
+@pytest.mark.usefixtures("store")
+async def test_a_version_that_failed_for_another_ranks_memory_ends_the_run_though_its_note_comes_later() -> None:
+    board, told = RankBoard(), list[tuple[RunStatus, str]]()
+
+    class Held:
+        async def finish(self, status: RunStatus, message: str) -> None:
+            told.append((status, message))
+
+    async def publish() -> None:
+        asyncio.get_running_loop().call_later(0.1, lambda: notes.append(asyncio.create_task(leave_note())))
+        raise Internal("another rank's")
+
+    async def leave_note() -> None:
+        await RankBoard().put(NOTE, b"rank 1: reading the weights of a version ran out of memory")
+
+    notes: list[asyncio.Task[None]] = []
+    with pytest.raises(RankLost, match="one ran out of memory"):
+        await failing_together(publish(), cast("Lease", Held()), board)
+    assert told == [(RunStatus.FAILED, "rank 1: reading the weights of a version ran out of memory")]

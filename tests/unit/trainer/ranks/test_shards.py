@@ -10,7 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from ebbtide.trainer.ranks.checkpoint_shards import read_shards, shard_name
+from ebbtide.trainer.ranks.sharding import read_shards, shard_name
 
 NAME = "/optimizer/state/0/exp_avg"
 MOMENTS = torch.arange(32.0).reshape(8, 4)

@@ -80,14 +80,14 @@ def test_chains_of_all_kinds_compose_to_what_they_do_one_after_another(codec_of:
         assert np.array_equal(applied(codec, again, base), base)
 
 
-def test_a_series_is_kept_short_and_says_when_an_anchor_is_due(codec_of: Codecs) -> None:
+def test_a_series_is_kept_short_and_says_when_a_keyframe_is_due(codec_of: Codecs) -> None:
     codec, tile, patches = codec_of(2), units(2, LENGTH), []
     for step in range(9):
         for kind in (Kind.XOR, Kind.SPARSE):
             tile, patch = of_kind(codec, kind, tile, step)
             patches.append(patch)
     assert read_tile(codec.compose(patches[:16], LENGTH), 2, LENGTH).kind == Kind.SERIES
-    with pytest.raises(InvalidRequest, match="anchor"):
+    with pytest.raises(InvalidRequest, match="keyframe"):
         codec.compose(patches, LENGTH)
 
 

@@ -6,14 +6,14 @@ from random import Random
 from typing import Final
 
 from ebbtide.simulator.outcome import SimulationBooks
-from ebbtide.simulator.scenario.draws.machine_events import (
+from ebbtide.simulator.scenario.input_tables import GrantTape
+from ebbtide.simulator.scenario.machine_events import (
     MachineChange,
     MachineEvent,
     machine_events,
     machine_name,
     machine_speed,
 )
-from ebbtide.simulator.scenario.input_tables import GrantTape
 from ebbtide.simulator.scenario.machine_pool import MachinePool
 from ebbtide.simulator.scenario.scenario import PlannedFault, Scenario, struck
 from ebbtide.simulator.world.fleet.simulated_worker import SimulatedWorker

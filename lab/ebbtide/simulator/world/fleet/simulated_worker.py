@@ -3,7 +3,7 @@
 Invariant: from its attach to its end a worker has one session. What the coordinator sends arrives `message_s` later.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from math import inf
 from random import Random
@@ -12,6 +12,7 @@ from typing import Final, Protocol
 from msgspec import Struct
 
 from ebbtide.coordinator.state.running_attempt import RunningAttempt
+from ebbtide.coordinator.state.worker_messages import CancelBatch, CoordinatorMessage, Install, Release
 from ebbtide.coordinator.state.worker_reports import (
     AttachReport,
     DrainNotice,
@@ -25,11 +26,17 @@ from ebbtide.simulator.engines.simulated_engine import SimulatedEngine
 from ebbtide.simulator.outcome import GONE, SimulationBooks
 from ebbtide.simulator.world.fleet.attempt_host import AttemptHost, AttemptStore, FlushTerms
 from ebbtide.simulator.world.virtual_time import Alarm, VirtualTime
-from ebbtide.types.end_cause import EndCause
-from ebbtide.types.fleet import PROTOCOL_VERSION, AttemptRef, BorrowedState, EngineInfo, WorkerKind, WorkerState
+from ebbtide.types.fleet import (
+    PROTOCOL_VERSION,
+    AttemptRef,
+    BorrowedState,
+    EndCause,
+    EngineInfo,
+    FlushPace,
+    WorkerKind,
+    WorkerState,
+)
 from ebbtide.types.weights import PolicyVersion
-from ebbtide.v1 import fleet_pb2
-from ebbtide.wire.record_conversion import from_proto
 
 #: A released attempt ends with the engine's step under way, and its last tokens are stored before it goes back.
 _HAND_BACK_S: Final = 0.05
@@ -232,8 +239,8 @@ class SimulatedWorker:
             self.host.drop(self.host.held)
             self.attach()
         elif session is not None:
-            for deed in waiting:
-                deed()
+            for action in waiting:
+                action()
             self.beat()
 
     # What it is told.
@@ -248,33 +255,30 @@ class SimulatedWorker:
             mine = tuple(one.ref for one in attempts if one.session is self.host.session)
             self._say(ReleasedReport(attempts=mine, reason=_PREEMPTED, cause=EndCause.WORKER_LEAVES))
             return
-        self.host.engine.forget(self.host.session.take_ended())
+        self.host.engine.forget(self.host.session.outbox.take_ended())
         self.host.take(attempts)
 
     def obey(self) -> None:
         """Do what the coordinator has sent since the last call."""
         session = self.host.session
-        while session is not None and not session.outbox.empty():
-            message = session.outbox.get_nowait()
-            if message is not None:
-                self._time.after(self.terms.message_s, partial(self._obey, message))
+        for message in session.outbox.take() if session is not None else ():
+            self._time.after(self.terms.message_s, partial(self._obey, message))
 
-    def _obey(self, message: fleet_pb2.CoordinatorMessage) -> None:
+    def _obey(self, message: CoordinatorMessage) -> None:
         if self.gone or self.host.session is None:
             return
         if self.frozen:
             self._waiting.append(partial(self._obey, message))
             return
-        match message.WhichOneof("kind"):
-            case "install":
-                self._install(message.install.run_id, from_proto(message.install.version, PolicyVersion))
-            case "release":
-                refs, text = _refs(message.release.attempts), message.release.reason
-                self._time.after(_HAND_BACK_S, lambda: self._released(refs, EndCause.MOVED, text))
-            case "cancel":
-                self.host.abandon(_refs(message.cancel.attempts))
-            case "flush_interval":
-                self.host.pace(message.flush_interval.least_s)
+        match message:
+            case Install():
+                self._install(message.run_id, message.version)
+            case Release(attempts, reason):
+                self._time.after(_HAND_BACK_S, lambda: self._released(list(attempts), EndCause.MOVED, reason))
+            case CancelBatch(attempts):
+                self.host.abandon(list(attempts))
+            case FlushPace(least_s):
+                self.host.pace(least_s)
             case _:
                 pass  # nothing else changes what is modelled
 
@@ -379,7 +383,3 @@ class SimulatedWorker:
             state = "installing" if "installing" in holds else "held" if "reclaimed" in holds else "idle"
         run = self._installed[0] if self._installed else ""
         self._books.enter(self.name, self.terms.pool, state, self._time.now, run)
-
-
-def _refs(messages: Iterable[fleet_pb2.AttemptRef]) -> list[AttemptRef]:
-    return [from_proto(one, AttemptRef) for one in messages]

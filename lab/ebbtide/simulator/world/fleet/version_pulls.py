@@ -17,8 +17,8 @@ from typing import Final
 
 from msgspec import Struct
 
-from ebbtide.scheduling.distribution.version_paths import PatchStep, find_ways, wants_anchor
 from ebbtide.simulator.world.virtual_time import Alarm, VirtualTime
+from ebbtide.weight_relay.version_paths import PatchStep, find_paths, wants_keyframe
 
 #: A download is done when so little of a byte is left, for rounding alone.
 _NOTHING: Final = 1e-3
@@ -109,10 +109,10 @@ class SharedLinks:
             done()
 
 
-#: As the weight-relay's defaults: an anchor is built after so many patches, or so large a share of the dense bytes.
-ANCHOR_EVERY: Final = 16
-ANCHOR_SHARE: Final = 0.5
-#: Versions whose patches are kept; a worker with an older one pulls an anchor.
+#: As the weight-relay's defaults: a keyframe is built after so many patches, or so large a share of the dense bytes.
+KEYFRAME_EVERY: Final = 16
+KEYFRAME_SHARE: Final = 0.5
+#: Versions whose patches are kept; a worker with an older one pulls a keyframe.
 _KEPT: Final = 64
 
 
@@ -125,7 +125,7 @@ class WeightTerms(Struct, frozen=True, kw_only=True):
 
 class _Library(Struct):
     terms: WeightTerms
-    anchors: dict[int, int]
+    keyframes: dict[int, int]
     steps: list[PatchStep]
     links: SharedLinks
     newest: int = 0
@@ -150,14 +150,14 @@ class VersionPulls:
         library.newest, library.helping = version, 0.0
         library.links.help(0.0)
         if not before or not terms.patch_bytes:
-            library.anchors = {version: terms.dense_bytes}
+            library.keyframes = {version: terms.dense_bytes}
             library.steps = []
             return
         library.steps = [*library.steps[-_KEPT:], PatchStep(before, version, terms.patch_bytes)]
-        ways = find_ways(library.anchors, library.steps, version, (), scratch=True)
+        ways = find_paths(library.keyframes, library.steps, version, (), scratch=True)
         room = 8 * terms.dense_bytes
-        if not ways or wants_anchor(ways[0], terms.dense_bytes, room, every=ANCHOR_EVERY, share=ANCHOR_SHARE):
-            library.anchors = {version: terms.dense_bytes}
+        if not ways or wants_keyframe(ways[0], terms.dense_bytes, room, every=KEYFRAME_EVERY, share=KEYFRAME_SHARE):
+            library.keyframes = {version: terms.dense_bytes}
 
     def begin(
         self, run: str, version: int, have: int, link_bytes_per_s: float, done: Callable[[], None]
@@ -170,7 +170,7 @@ class VersionPulls:
         if have == version or link_bytes_per_s == inf:
             done()
             return lambda: None
-        ways = find_ways(library.anchors, library.steps, version, (have,) if have else ())
+        ways = find_paths(library.keyframes, library.steps, version, (have,) if have else ())
         size = ways[0].size if ways else library.terms.dense_bytes
         self.bytes += size
         ended = False

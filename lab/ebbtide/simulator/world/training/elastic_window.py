@@ -1,20 +1,28 @@
 """Has Ebbtide's own rule decide for how long a trainer's devices generate: shows it what a live coordinator tells.
+`ElasticPolicy` is Ebbtide with such a trainer, which trains on groups as they complete.
 
 Invariant: `_step` is the step under way, once it was opened.
 """
 
+from typing import cast
+
+from msgspec import Struct
 from msgspec.structs import replace
 
-from ebbtide.coordinator.api.work_left_reader import WorkLeftReader
+from ebbtide.coordinator.api.remaining_work import RemainingWorkReader
 from ebbtide.coordinator.state.run_state import RunState
-from ebbtide.scheduling.elastic.step_window import SOONEST_S, StepWindow, TrainedStep, TrainerStep
 from ebbtide.simulator.engines.engine_profile import EngineDelays
 from ebbtide.simulator.outcome import StepOutcome
-from ebbtide.simulator.scenario.draws.machine_events import pool_of
+from ebbtide.simulator.scenario.machine_events import pool_of
+from ebbtide.simulator.scenario.machine_pool import MachinePool
+from ebbtide.simulator.scenario.training_run import TrainingRun
 from ebbtide.simulator.world.ebbtide_policy import EbbtideDecider
 from ebbtide.simulator.world.training.simulated_driver import StepProgress
-from ebbtide.simulator.world.training.trainer_loan import LoanWindow
-from ebbtide.types.work_left import WorkLeft
+from ebbtide.simulator.world.training.step_rounds import Rounds, WholeGroups
+from ebbtide.simulator.world.training.trainer_loan import FixedWindow, LoanWindow
+from ebbtide.simulator.world.virtual_coordinator import Decider, VirtualCoordinator
+from ebbtide.trainer.lending.step_window import SOONEST_S, StepWindow, TrainedStep, TrainerStep
+from ebbtide.types.remaining_work import RemainingWork
 
 
 class ElasticWindow(LoanWindow):
@@ -25,7 +33,7 @@ class ElasticWindow(LoanWindow):
     def __init__(self, decider: EbbtideDecider, lent: str, engines: int, *, releases: bool = False) -> None:
         self._lent, self._engines, self._releases = lent, engines, releases
         self._coordinator, self._state = decider.coordinator, decider.coordinator.state
-        self._reader = WorkLeftReader(self._state, decider.speed)
+        self._reader = RemainingWorkReader(self._state, decider.speed)
         self.window = StepWindow()
         self._step: StepProgress | None = None
         self._taught = False
@@ -78,7 +86,7 @@ class ElasticWindow(LoanWindow):
     def _run(self) -> RunState | None:
         return next(iter(self._state.runs.values()), None)
 
-    def _seen(self, run: RunState, step: StepProgress, *, coming: bool = False) -> tuple[WorkLeft, TrainerStep]:
+    def _seen(self, run: RunState, step: StepProgress, *, coming: bool = False) -> tuple[RemainingWork, TrainerStep]:
         """`coming`: the step is not submitted yet. Nobody tells the coordinator that an episode is over here, so groups
         that have ended count as there. Devices without an attached engine have one that is asleep.
         """
@@ -91,7 +99,7 @@ class ElasticWindow(LoanWindow):
             left,
             engines=(*left.engines, *asleep),
             speeds=(*left.speeds, *[1.0] * sleeping),
-            versions=(*left.versions, *[run.newest] * sleeping),
+            versions=(*left.versions, *[run.versions.newest] * sleeping),
             rollouts=(*left.rollouts, *[0] * sleeping),
             lent=(*left.lent, *[False] * sleeping),
             spot=(*left.spot, *[False] * sleeping),
@@ -107,15 +115,39 @@ class ElasticWindow(LoanWindow):
             off_s=delays.sleep_s,
         )
 
-    def _gathered(self, run: RunState, groups: int) -> WorkLeft:
+    def _gathered(self, run: RunState, groups: int) -> RemainingWork:
         gathering = self._reader.gather(run, groups)
         while True:
             try:
                 next(gathering)
             except StopIteration as done:
-                left: WorkLeft = done.value
+                left: RemainingWork = done.value
                 return left
 
     def _delays(self) -> EngineDelays:
         mine = next((one for one in self._state.sessions.values() if pool_of(one.worker_id) == self._lent), None)
         return self._coordinator.worker(mine.session_id).terms.profile.delays if mine else EngineDelays()
+
+
+class ElasticPolicy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Ebbtide's placement, the trainer's `StepWindow` for the pool of kind "trainer", and gradients that are
+    computed group by group. It is told what a live coordinator would know. Its run is the scenario's only one.
+    """
+
+    plans: bool = True  # otherwise the window is the pool's `window_s`
+    releases: bool = False  # give back spot machines that do not make steps shorter, for good
+
+    @property
+    def stream_batch(self) -> int | None:
+        return 1
+
+    def decider(self, coordinator: VirtualCoordinator) -> Decider:
+        return EbbtideDecider(coordinator)
+
+    def rounds(self, run: TrainingRun) -> Rounds:
+        return WholeGroups(run.prompts, run.group, together=True)
+
+    def window(self, decider: Decider, lent: MachinePool) -> LoanWindow:
+        if not self.plans:
+            return FixedWindow(lent.window_s)
+        return ElasticWindow(cast("EbbtideDecider", decider), lent.name, lent.workers or 1, releases=self.releases)

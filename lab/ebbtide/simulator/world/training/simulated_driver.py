@@ -16,12 +16,12 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from ebbtide.scheduling.steps.step_pacing import VersionBounds, continued, open_steps, training_bounds
-from ebbtide.simulator.scenario.draws.workload import Turn
 from ebbtide.simulator.scenario.training_run import SimulatedRewards
+from ebbtide.simulator.scenario.workload import Turn
 from ebbtide.simulator.world.training.step_rounds import RoundChange, Rounds, Sample, StepRound
 from ebbtide.simulator.world.virtual_coordinator import SimulatedRollout
 from ebbtide.simulator.world.virtual_time import VirtualTime
+from ebbtide.step_pacing import VersionBounds, continued, open_steps, training_bounds
 
 
 class WaitingScoring(Struct, eq=False):

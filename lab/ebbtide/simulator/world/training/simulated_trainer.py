@@ -171,10 +171,10 @@ class SimulatedTrainer:
         self._show("training")
         self._after(seconds, self._ready)
 
-    def _after(self, seconds: float, deed: Callable[[], None]) -> None:
+    def _after(self, seconds: float, action: Callable[[], None]) -> None:
         """Do it after so long, unless the trainer dies meanwhile."""
         life = self._life
-        self._time.after(seconds, lambda: deed() if life == self._life else None)
+        self._time.after(seconds, lambda: action() if life == self._life else None)
 
     def _record(self, step: StepProgress) -> None:
         ends = sorted(step.ends) or [step.opened_s]  # all of it may have ended before it opened

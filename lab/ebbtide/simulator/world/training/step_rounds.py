@@ -6,7 +6,7 @@ Ebbtide's own rule is `WholeGroups`. Rivals have others.
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from ebbtide.scheduling.long_tail.rounds.group_rounds import GroupRounds
+from ebbtide.driver.group_rounds import GroupRounds
 
 
 class Sample(NamedTuple):

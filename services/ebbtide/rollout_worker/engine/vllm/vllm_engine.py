@@ -3,14 +3,13 @@
 Invariant: vLLM itself labels every token with the version whose weights made it; labels change only while generation is
 paused and after all layers were replaced. A request with tokens keeps its keys and values over an install; no other
 request sees those of older weights: the cache's salt changes with each install, and requests without a token start
-again under it. Only this module and its `VersionUpdates` talk to AsyncLLM. If this process dies, by any signal, so do
-the engine's own processes.
+again under it. Only this module and its `VersionUpdates` talk to AsyncLLM, and `request_outputs` reads its output
+processor. If this process dies, by any signal, so do the engine's own processes.
 """
 
 import asyncio
 import json
 import logging
-import math
 import multiprocessing
 import os
 import time
@@ -21,7 +20,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
-from msgspec import to_builtins
 
 from ebbtide import telemetry
 from ebbtide.errors import Internal, InvalidRequest
@@ -35,30 +33,38 @@ from ebbtide.rollout_worker.engine import (
     checkpoint_facts,
 )
 from ebbtide.rollout_worker.engine.vllm import cpu_build, vllm_plugin
-from ebbtide.rollout_worker.engine.vllm.borrowed_engine import BorrowedEngine
+from ebbtide.rollout_worker.engine.vllm.borrowed_engine import BorrowedEngine, device_bytes
 from ebbtide.rollout_worker.engine.vllm.kv_cache import ENDED, PreemptionCount
-from ebbtide.rollout_worker.engine.vllm.speculation import DRAFTS, TREES_MIB, Speculation, speculation_arguments
+from ebbtide.rollout_worker.engine.vllm.request_outputs import (
+    deliver_held,
+    logprobs,
+    prompt_scores,
+    request_states,
+    sampling_params,
+    token_versions,
+    unread_tokens,
+)
+from ebbtide.rollout_worker.engine.vllm.speculation import TREES_MIB, Speculation, speculation_arguments
 from ebbtide.rollout_worker.engine.vllm.version_updates import VersionUpdates
-from ebbtide.rollout_worker.settings import VllmSettings
+from ebbtide.rollout_worker.settings import BATCHED_TOKENS, VllmSettings
 from ebbtide.runtime import Aside
 from ebbtide.types.fleet import DraftingState, EngineInfo
-from ebbtide.types.prompt_scores import ScoreArray, score_places
+from ebbtide.types.ids import shortened
 from ebbtide.types.rollout import FinishReason
-from ebbtide.types.text_bounds import shortened
 from ebbtide.weights import end_tokens
 
 log = telemetry.get_logger(__name__)
 
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 
-_AWAY = "weights away"
+_AWAY, _CACHELESS = "weights away", "cache away"
 #: vLLM's levels of sleep: weights in the host's memory, or nowhere.
 _SLEEP_HOST, _SLEEP_AWAY = 1, 2
 _SCHEDULERS = "ebbtide.rollout_worker.engine.vllm.schedulers"
+#: Attempts to release a cache, and the time between two.
+_TRIES, _CLEARED_S = 20, 0.05
 #: Time for an engine process to end.
 _END_S = 10.0
-#: vLLM's label before the first install.
-_UNLABELLED: Final = "default"
 
 DEAD: Final = "the engine's process died; its log says why"
 #: Memory that vLLM gives back in sleep, by its names.
@@ -76,7 +82,7 @@ class VllmEngine:
         self._settings = settings
         self._shapes: Shapes = {}
         self._salt = 0
-        self._away = self._asleep = False
+        self._away = self._asleep = self._cacheless = False
         self._weights_still = asyncio.Condition()  # held by what moves weights or replaces them
         self._tokenizer: Any = None
         self._llm: Any = None
@@ -140,10 +146,10 @@ class VllmEngine:
 
     def _boot(self, *, again: bool = False) -> tuple[EngineInfo, Any]:
         """Returns facts of the engine, and vLLM's object after its processes are up. `again`: after another engine."""
-        arguments = self._arguments()
-        self._environment()
+        self.set_environment()
         if self._borrowed:
-            self._borrowed.learn(self._root)
+            self._borrowed.learn(self._root, self._settings)
+        arguments = self._arguments()
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -196,6 +202,8 @@ class VllmEngine:
                     finish, cached = _REASONS.get(completion.finish_reason), output.num_cached_tokens or 0
                     yield TokenDelta(ids, logprobs(completion), versions, finish, scores, cached)
             except EngineDeadError as error:
+                if rest := unread_tokens(self._llm.output_processor, request.request_id, made):
+                    yield rest  # the error took the place of what was not read yet
                 raise EngineFailed(DEAD) from error
             except (VLLMClientError, ValueError) as error:
                 raise InvalidRequest(f"vLLM refuses the request: {error}") from error
@@ -203,6 +211,16 @@ class VllmEngine:
                 raise Internal("vLLM could not serve the request; the log says why") from error
             finally:
                 await stream.aclose()
+
+    def deliver(self, request_id: str | None = None) -> None:
+        if self._llm is None:
+            return
+        states = request_states(self._llm.output_processor, request_id)
+        for state in states:
+            deliver_held(state)
+        if request_id is not None:
+            for state in states:
+                state.stream_interval = 1
 
     def forget(self, names: Sequence[str]) -> None:
         """Tell the scheduler: see `schedulers`. A borrowed engine's has no such choice, and ignores it."""
@@ -249,6 +267,8 @@ class VllmEngine:
             if self._away:
                 self._away = False
                 await self.resume(_AWAY)
+                if sleeping:
+                    await self._cache_is_back()
             pause_s = time.monotonic() - start
             await self._updates.finish()
         except Exception as error:
@@ -277,7 +297,33 @@ class VllmEngine:
                 await self._pauses.wake()
                 self._asleep = False
                 await self.resume(_AWAY)
+                await self._cache_is_back()
                 self._weights_still.notify_all()
+
+    async def release_cache(self) -> None:
+        """Give the memory of all keys and values back to the device; weights stay, and installs go on. Requests keep
+        their tokens, and wait for `take_cache`. Nothing changes while weights are away or asleep; on CPUs the memory of
+        what a budget takes goes back by itself. Raises `EngineFailed`."""
+        if self.by_stages or self._cacheless:
+            return
+        async with self._weights_still:
+            if not self._asleep and not self._away:
+                await self._pauses.release_cache(_CACHELESS)
+                self._cacheless = True
+
+    async def take_cache(self) -> None:
+        """Undo `release_cache`: keys and values are computed again. Raises `EngineFailed`."""
+        if self.by_stages or not self._cacheless:
+            return  # without waiting for an install that has the weights
+        async with self._weights_still:
+            if self._cacheless and not self._asleep and not self._away:
+                await self._pauses.wake(CACHE)
+                await self._cache_is_back()
+
+    async def _cache_is_back(self) -> None:
+        if self._cacheless:
+            self._cacheless = False
+            await self.resume(_CACHELESS)
 
     async def give_up_weights(self) -> None:
         """Free the weights' memory; on a GPU all of it. Generation stands still until the next install of any version.
@@ -348,6 +394,10 @@ class VllmEngine:
             arguments |= cpu_build.engine_arguments(
                 settings.threads, settings.tensor_parallel_size, settings.kv_cache_mib
             )
+        elif self._borrowed is None:
+            arguments["max_num_batched_tokens"] = max(BATCHED_TOKENS, self._slots)
+        else:
+            arguments["gpu_memory_utilization"] = self._borrowed.memory_share(device_bytes())
         if self.speculates:
             arguments |= speculation_arguments(self._settings.speculation_tokens, borrowed=self._borrowed is not None)
         arguments |= _extra(settings.engine_args)
@@ -356,7 +406,8 @@ class VllmEngine:
         sleep = {} if cpu_build.is_cpu_build() else {"enable_sleep_mode": True}
         return self._borrowed.arguments(arguments) | sleep
 
-    def _environment(self) -> None:
+    def set_environment(self) -> None:
+        """Prepare this process and the engine's. Must come before vLLM and torch are imported, which read this then."""
         os.environ["HF_HUB_OFFLINE"] = os.environ["VLLM_NO_USAGE_STATS"] = "1"
         # vLLM's log records go to Ebbtide's log, from its processes too.
         os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
@@ -439,6 +490,12 @@ def _extra(text: str) -> dict[str, Any]:
         raise InvalidRequest(f"is not JSON: {error}", field="vllm.engine_args") from None
     if not isinstance(found, dict):
         raise InvalidRequest("must be a JSON object of vLLM engine arguments", field="vllm.engine_args")
+    if "stream_interval" in found:
+        raise InvalidRequest(
+            "stream_interval would hold back the tokens of all requests, also where somebody waits for each: set the "
+            "worker's own stream_interval",
+            field="vllm.engine_args",
+        )
     return found
 
 
@@ -482,6 +539,20 @@ class EnginePauses:
             self._reasons.add(reason)
             await _whole("it did not give its memory back", self._llm.sleep(level=level, mode="keep"))
 
+    async def release_cache(self, reason: str) -> None:
+        """Pause, and give the memory of keys and values alone back. Raises `EngineFailed`."""
+        await self.hold(reason)
+        for left in reversed(range(_TRIES)):
+            try:
+                await self._llm.release_kv_cache_memory()
+            except Exception as error:
+                # vLLM refuses while it still clears away what ended after the pause.
+                if self._llm.errored or not left:
+                    raise EngineFailed(f"it did not give its cache's memory back: {error}") from error
+                await asyncio.sleep(_CLEARED_S)
+            else:
+                return
+
     async def wake(self, *memory: str) -> None:
         """Take these kinds of memory again, without anything: all. The reason to sleep stays. Raises
         `EngineFailed`."""
@@ -496,72 +567,6 @@ async def _whole(failure: str, call: Awaitable[Any]) -> None:
         await call
     except Exception as error:
         raise EngineFailed(f"{failure}: {error}") from error
-
-
-def sampling_params(request: EngineRequest) -> Any:
-    """vLLM's parameters for a request that streams ids and, if asked, exact logprobs, and no text."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    return SamplingParams(
-        temperature=request.temperature,
-        top_p=request.top_p,
-        top_k=request.top_k,
-        min_p=request.min_p,
-        repetition_penalty=request.repetition_penalty,
-        max_tokens=request.max_tokens,
-        min_tokens=request.min_tokens,
-        stop_token_ids=list(request.stop_token_ids),
-        ignore_eos=True,  # the stop tokens include them where they count
-        logprobs=request.prompt_logprobs or (0 if request.logprobs else None),
-        prompt_logprobs=request.prompt_logprobs,
-        flat_logprobs=True,
-        detokenize=False,
-        output_kind=RequestOutputKind.DELTA,
-        extra_args=None if request.drafts is None else {DRAFTS: to_builtins(request.drafts)},
-    )
-
-
-def logprobs(completion: Any) -> list[float]:
-    """One per token: the sampled token's is the first at its place. NaN where the request asked for none."""
-    flat = completion.logprobs
-    return [math.nan] * len(completion.token_ids) if flat is None else [flat.logprobs[at] for at in flat.start_indices]
-
-
-def prompt_scores(output: Any, alternatives: int | None) -> ScoreArray | None:
-    """The scores in the first output of a request that asked for them. Raises `Internal` if vLLM gave others."""
-    if alternatives is None:
-        return None
-    behind, sampled = output.prompt_logprobs, output.outputs[0].logprobs  # vLLM gives nothing at the first token
-    if behind is None or sampled is None or len(behind.logprobs) % (1 + alternatives):
-        raise Internal("vLLM did not score the prompt as it was asked to")
-    return score_places(
-        [*behind.token_ids, *sampled.token_ids],
-        [*behind.logprobs, *sampled.logprobs],
-        [*behind.ranks, *sampled.ranks],
-        alternatives,
-    )
-
-
-def token_versions(processor: Any, request_id: str, completion: Any, start: int) -> list[int]:
-    """The version of each token of the completion, the first of which is the request's token `start`.
-
-    vLLM labels a request's outputs as they arrive, but shows the labels only with the last one: until then they are
-    read from its output processor.
-    """
-    count = len(completion.token_ids)
-    if completion.weight_versions is not None:
-        starts = [(span.version, span.start) for span in completion.weight_versions]
-    else:
-        internal = processor.external_req_ids[request_id][0]
-        starts = processor.request_states[internal].weight_version_starts
-    versions, newest = [0] * count, start + count
-    for label, since in reversed(starts):
-        first = max(since, start)
-        for index in range(first - start, newest - start):
-            versions[index] = 0 if label == _UNLABELLED else int(label)
-        newest = min(newest, first)
-    return versions
 
 
 def engine_capacity(config: Any) -> EngineCapacity:

@@ -1,1 +1,0 @@
-"""Every decision: pure, synchronous, and handed `now`. The live services and all simulations call the same code."""

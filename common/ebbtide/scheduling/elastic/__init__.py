@@ -1,1 +1,0 @@
-"""Decides when a trainer's devices generate rollouts, and when the trainer gets them back."""

@@ -1,1 +1,0 @@
-"""Decides what shortens a step's tail: forecasts of lengths and the order of starts."""

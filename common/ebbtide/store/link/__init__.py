@@ -1,1 +1,0 @@
-"""Connects to Redis: finds the server, talks to it, and turns its refusals into errors."""

@@ -1,1 +1,0 @@
-"""Wraps the scripts in typed calls, one class per topic."""

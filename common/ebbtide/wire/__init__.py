@@ -1,1 +1,0 @@
-"""Converts records to messages and back."""

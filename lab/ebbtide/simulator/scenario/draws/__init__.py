@@ -1,1 +1,0 @@
-"""Draws what happens in a scenario from its seed: machines' lives, episodes' turns, served requests."""

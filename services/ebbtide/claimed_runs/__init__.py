@@ -1,1 +1,0 @@
-"""Claims runs and follows them: the parts that trainer and driver share."""
