@@ -118,6 +118,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     _say(f"All of it is in {options.out}")
     if failed := beyond(told["figures"], options.within) if options.within else []:
         _say(f"more than {options.within:g} times what is promised: {', '.join(failed)}")
+        for name, phase in found.get("phases", {}).items():
+            _say(
+                f"{name}: {phase['workers_lost_unasked']} workers were lost unasked so far; "
+                f"the workers' own loops were late by {phase['workers_longest_lag_s']} s"
+            )
+        _say(f"the coordinator warned: {found.get('warnings')}")
     return 1 if failed or told["figures"].get("tokens_lost") else 0
 
 
