@@ -1,5 +1,5 @@
-"""Chunks of the head, packed rows and activations that are computed again leave a step's gradient as it is, on one rank
-and on two."""
+"""Chunks of the head, packed rows, activations that are computed again and offloaded moments leave a step's gradient as
+it is, on one rank and on two."""
 
 from pathlib import Path
 
@@ -39,7 +39,9 @@ def test_lean_passes_on_one_rank_and_on_two_give_the_plain_gradient(
     models = {"untied": tiny_model, "tied": tied(tiny_model, tmp_path)}
     lean: dict[str, bool | int] = {"packing": True, "gradient_checkpointing": True, "micro_batch_tokens": 60}
     jobs = {
-        (kind, ranks): msgspec.structs.replace(job(model, tmp_path, f"{ranks}-{kind}", **lean), chunk_logits=FEW_LOGITS)
+        (kind, ranks): msgspec.structs.replace(
+            job(model, tmp_path, f"{ranks}-{kind}", **lean), chunk_logits=FEW_LOGITS, offload=True
+        )
         for kind, model in models.items()
         for ranks in ("one", "two")
     }
