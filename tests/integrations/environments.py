@@ -42,8 +42,9 @@ def made_environment(name: str, *, behind: bool = False) -> Path:
 
 
 def variables(cluster: Cluster, **further: str) -> dict[str, str]:
-    """Of a user's program that has the SDK, and nothing else of Ebbtide."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(_LEFT_OUT)}
+    """Of a user's program that has the SDK, and nothing else of Ebbtide. It asks the loopback alone, by no proxy."""
+    found = os.environ.items()
+    kept = {k: v for k, v in found if not k.startswith(_LEFT_OUT) and not k.lower().endswith("_proxy")}
     places = {f"EBBTIDE_{name.upper()}": cluster.process[name].address for name in ("coordinator", "relay")}
     return {**kept, **_QUIET, **places, "EBBTIDE_TOKEN": TOKEN, "PYTHONPATH": str(ROOT / "common"), **further}
 
