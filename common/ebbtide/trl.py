@@ -137,10 +137,10 @@ class EbbtideRollouts:
                 if ranks.count == 1:
                     raise
                 made = error  # to all ranks, which would wait for it otherwise
-        self._published_step = step
         answer = ranks.shared(made)
         if isinstance(answer, EbbtideError):
             raise answer
+        self._published_step = step
         assert answer is not None  # noqa: S101 - the main process sent it
         if self._corrects:
             _correct_mismatch(trainer)
@@ -405,9 +405,10 @@ def sampling_of(arguments: Any, end_token_ids: Sequence[int]) -> Sampling:
 
 def _check_trainer(trainer: Any) -> None:
     """Raise `InvalidRequest` for what would be sampled elsewhere, or from other weights."""
-    if getattr(trainer, "tools", None):
-        text = "TRL goes on after a tool call without rollout_func; play several turns through a gateway instead"
-        raise InvalidRequest(text, field="tools")
+    for field, name in {"tools": "tools", "environment_factory": "environment_factories"}.items():
+        if getattr(trainer, name, None):
+            text = "TRL samples what follows a tool call without rollout_func; play several turns through a gateway"
+            raise InvalidRequest(text, field=field)
     if trainer.args.use_vllm:
         text = "starts an engine of TRL's own, which nobody would ask; leave it out (see correct_mismatch)"
         raise InvalidRequest(text, field="use_vllm")

@@ -140,9 +140,10 @@ class EpisodePlayer:
                 while self._run.newest and begun < groups_wanted(self._run.spec, self._run):
                     running.add(asyncio.create_task(self._group(next(self._tasks))))
                     begun += 1
-                done, running = await asyncio.wait(running, timeout=_POLL_S, return_when=asyncio.FIRST_COMPLETED)
+                done, _ = await asyncio.wait(running, timeout=_POLL_S, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     task.result()
+                    running.discard(task)
             return self._run
         finally:
             for task in running:

@@ -45,6 +45,7 @@ class ScriptedTrainer:
         self.eos_token_ids = [1]
         self.processing_class = TokenIds()
         self.tools: list[Any] = []
+        self.environment_factories: dict[Any, Any] | None = None
         self.chat_template, self.chat_template_kwargs = None, dict[str, Any]()
         self.use_vllm = False
 

@@ -1,14 +1,19 @@
 """What TRL's settings and logs become, and what is refused before anything is generated."""
 
+import asyncio
 import math
+from collections.abc import AsyncGenerator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from ebbtide.errors import InvalidRequest
-from ebbtide.trl import EbbtideRollouts, sampling_of, step_event, unique_tensors
+from ebbtide.errors import InvalidRequest, Unavailable
+from ebbtide.trl import EbbtideRollouts, Generation, _TrainedRun, sampling_of, step_event, unique_tensors
+from ebbtide.types.rollout import FinishedRollout, FinishReason, RolloutRequest
+from ebbtide.types.run import RunEvent, Sampling
+from ebbtide.types.tokens import pack_tokens
 from tests.fakes.trl_trainer import ScriptedTrainer
 
 
@@ -43,6 +48,7 @@ def test_a_setting_that_no_engine_has_here_is_named(settings: dict[str, Any], fi
     ("prompts", "attributes", "field"),
     [
         (["1"], {"tools": [print]}, "tools"),
+        (["1"], {"environment_factories": {None: print}}, "environment_factory"),
         (["1"], {"adapter": True}, "peft_config"),
         (["1"], {"use_vllm": True}, "use_vllm"),
         ([[{"role": "user", "content": [{"type": "image", "image": None}]}]], {}, "prompt"),
@@ -53,6 +59,7 @@ def test_what_would_be_sampled_otherwise_than_it_is_trained_is_refused(
 ) -> None:
     trainer = ScriptedTrainer()
     trainer.tools = attributes.get("tools", [])
+    trainer.environment_factories = attributes.get("environment_factories")
     trainer.args.use_vllm = attributes.get("use_vllm", False)
     if "adapter" in attributes:
         trainer.model.peft_config = {"default": None}
@@ -81,3 +88,59 @@ def test_a_block_without_a_generation_has_no_run() -> None:
     with EbbtideRollouts(token="x") as rollouts:
         assert rollouts.run is None
     rollouts.close()
+
+
+class ScriptedLease:
+    """Answers each rollout at once, as a dead letter the first `dead` times."""
+
+    run_id = "r"
+
+    def __init__(self, dead: int) -> None:
+        self._dead = dead
+        self._ended: asyncio.Queue[FinishedRollout] = asyncio.Queue()
+        self.submitted: list[str] = []
+        self.dropped: list[tuple[str, str]] = []
+
+    async def submit_rollouts(self, rollouts: Sequence[RolloutRequest], *, step: int, first_step: int) -> None:
+        for one in rollouts:
+            self.submitted.append(one.rollout_id)
+            lost = len(self.submitted) <= self._dead
+            ended = FinishedRollout(
+                rollout_id=one.rollout_id,
+                group_id=one.group_id,
+                episode_id=one.episode_id,
+                reason=FinishReason.DEAD_LETTERED if lost else FinishReason.STOP,
+                tokens=pack_tokens([4], [-0.5], 3),
+                message="no worker has room",
+            )
+            for _ in range(2):  # a reconnect repeats some
+                await self._ended.put(ended)
+
+    async def finished(self) -> AsyncGenerator[FinishedRollout, None]:
+        while True:
+            yield await self._ended.get()
+
+    async def acknowledge(self, names: Sequence[str], drop_reason: str) -> None:
+        self.dropped += [(name, drop_reason) for name in names if drop_reason]
+
+    async def report(self, events: Sequence[RunEvent]) -> None:
+        assert not events
+
+
+async def generate(lease: Any) -> dict[str, list[Any]]:
+    asked = Generation(prompts=[[1, 2]], group_size=1, step=0, sampling=Sampling())
+    return await _TrainedRun(SimpleNamespace(), lease, stall_s=10).generate(asked, None, [])  # type: ignore[arg-type]
+
+
+async def test_a_dead_letter_is_asked_for_again_and_its_account_is_closed() -> None:
+    lease = ScriptedLease(dead=2)
+    answer = await generate(lease)
+    assert (answer["completion_ids"], answer["logprobs"], answer["weight_version"]) == ([[4]], [[-0.5]], [3])
+    assert len(set(lease.submitted)) == 3
+    assert answer["rollout_id"] == lease.submitted[2:]
+    assert lease.dropped == [(name, "dead_lettered") for name in lease.submitted[:2]]
+
+
+async def test_a_completion_that_fails_again_and_again_ends_the_generation() -> None:
+    with pytest.raises(Unavailable, match="failed 3 times, at last so: no worker has room"):
+        await generate(ScriptedLease(dead=3))
