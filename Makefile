@@ -56,6 +56,9 @@ nightly: env ## The long tests: the whole fault matrix on real processes, thousa
 test-clients: env ## Clients of others, installed, at a real gateway; needs packages; options: ARGS="--write", ARGS="litellm openai"
 	@$(BIN)/python -m tests.clients $(ARGS)
 
+test-integrations: env ## TRL and verifiers, installed, train on vLLM's CPU build; needs packages
+	@$(BIN)/python -m pytest -m integrations tests/integrations $(ARGS)
+
 test-hosts: env ## The whole system on hosts of its own (network namespaces, mTLS), with cables pulled; needs root
 	@$(BIN)/python -m pytest -m hosts tests/hosts $(ARGS)
 

@@ -65,7 +65,7 @@ class Client:
         patience_s: float = 60.0,
     ) -> None:
         """Raises `InvalidRequest` for a bad address, a missing token, or an address off the loopback without TLS."""
-        self._security = security or _security(token, tls_ca)
+        self._security = security or client_security(token, tls_ca)
         self._patience_s = patience_s
         self._coordinator = self._peer("coordinator", coordinator or os.environ.get("EBBTIDE_COORDINATOR", COORDINATOR))
         self._relay_address = relay or os.environ.get("EBBTIDE_RELAY", RELAY)
@@ -334,10 +334,15 @@ def read_spec(spec: RunSpec | Mapping[str, Any] | str | Path) -> RunSpec:
     return file.spec
 
 
-def _security(token: str | None, tls_ca: str | None) -> ClientSecurity:
+def client_security(
+    token: str | None = None, tls_ca: str | None = None, *, token_file: str | None = None
+) -> ClientSecurity:
+    """The credentials of a client, of which unset ones come from variables. Raises `InvalidRequest`."""
     given = {name: os.environ.get(f"EBBTIDE_{name.upper()}", "") for name in ClientSecurity.__struct_fields__}
     if token is not None:
         given |= {"token": token, "token_file": ""}
+    if token_file is not None:
+        given |= {"token": "", "token_file": token_file}
     if tls_ca is not None:
         given["tls_ca"] = tls_ca
     return parse(ClientSecurity, {name: value for name, value in given.items() if value}, strict=False)

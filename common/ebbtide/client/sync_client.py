@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class _Loop:
+class LoopThread:
     """Runs an event loop in its own daemon thread, which dies with the program."""
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class SyncClient:
         security: ClientSecurity | None = None,
         patience_s: float = 60.0,
     ) -> None:
-        self._loop = _Loop()
+        self._loop = LoopThread()
         try:
             self._client = self._loop.run(
                 lambda: Client(coordinator, relay, token=token, tls_ca=tls_ca, security=security, patience_s=patience_s)
@@ -173,7 +173,7 @@ class SyncClient:
 class SyncLease:
     """`Lease` for programs without asyncio; made by `SyncClient.claim`."""
 
-    def __init__(self, loop: _Loop, lease: Lease) -> None:
+    def __init__(self, loop: LoopThread, lease: Lease) -> None:
         self._loop, self._lease = loop, lease
 
     @property
@@ -231,7 +231,7 @@ class SyncLease:
 class SyncPublisher:
     """`Publisher` for programs without asyncio."""
 
-    def __init__(self, loop: _Loop, publisher: "Publisher") -> None:
+    def __init__(self, loop: LoopThread, publisher: "Publisher") -> None:
         self._loop, self._publisher = loop, publisher
 
     def publish(self, tensors: "Tensors", *, step: int = 0, parent: int = 0) -> "SyncPublishing":
@@ -244,7 +244,7 @@ class SyncPublisher:
 class SyncPublishing:
     """`Publishing` for programs without asyncio: `result` waits for the version."""
 
-    def __init__(self, loop: _Loop, publishing: "Publishing") -> None:
+    def __init__(self, loop: LoopThread, publishing: "Publishing") -> None:
         self._loop, self._publishing = loop, publishing
 
     def result(self) -> PolicyVersion:

@@ -25,6 +25,8 @@ GRPO: Final = "grpo"
 _LEAST_TEMPERATURE: Final = 0.01
 #: The `environment.name` of a run whose episodes are sessions that agents play through gateways.
 AGENTS: Final = "agents"
+#: What comes before the colon in the `environment.name` of a run whose sessions an environment of verifiers plays.
+VERIFIERS: Final = "verifiers"
 #: Verifiers of one run. The driver loads each in a process.
 MAX_VERIFIERS: Final = 32
 #: Stop strings and token ids travel with every assignment of a rollout.
@@ -101,7 +103,8 @@ class Sampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class EnvironmentSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The task of a run's episodes."""
 
-    name: str  # `reasoning_gym`, `number_guessing`, `agents`, or `package.module:factory` of your own
+    #: `reasoning_gym`, `number_guessing`, `agents`, `verifiers:TASKSET`, or `package.module:factory` of your own.
+    name: str
     params: dict[str, Any] = {}  # parameters of the environment
     #: Of `agents` alone: a table of names, each with `"package.module:function"`. They give sessions their rewards.
     verifiers: dict[str, str] = {}
@@ -264,7 +267,7 @@ class RunSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     @property
     def from_agents(self) -> bool:
         """Whether its episodes are sessions of gateways' clients, and not played by a driver."""
-        return self.environment.name == AGENTS
+        return self.environment.name == AGENTS or self.environment.name.startswith(f"{VERIFIERS}:")
 
 
 class RunShare(Struct, frozen=True, kw_only=True):
@@ -481,7 +484,7 @@ def _rounds_problems(spec: RunSpec) -> Iterator[InvalidRequest]:
 
 def _agents_problems(spec: RunSpec) -> Iterator[InvalidRequest]:
     """Refuse what needs problems of the run's own."""
-    if spec.environment.params:
+    if spec.environment.params and spec.environment.name == AGENTS:
         yield InvalidRequest("an environment of agents has none; leave them out", field="environment.params")
     if spec.evaluation.problems:
         yield InvalidRequest("a run of agents has no problems to evaluate; leave it out", field="evaluation.problems")

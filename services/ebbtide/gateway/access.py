@@ -8,6 +8,7 @@ bytes are counted from their arrival until nothing holds them any more: then its
 The counts are this process's alone.
 """
 
+import base64
 import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -180,12 +181,25 @@ def _digest(text: str) -> str:
 
 
 def _token(headers: Mapping[str, str]) -> str:
-    """Clients of OpenAI's routes send the first header, clients of Anthropic's the second."""
+    """Clients of OpenAI's routes send the first header, clients of Anthropic's the second. A client that knows of no
+    keys, such as TRL's, takes a password from a netrc file."""
     bearer = headers.get("authorization", "")
     if bearer[:7].lower() == "bearer ":
         bearer = bearer[7:].strip()
+    elif bearer[:6].lower() == "basic ":
+        bearer = _password(bearer[6:].strip())
     token = bearer or headers.get("x-api-key", "")
     return token if len(token) <= _LONGEST and token.isascii() else ""
+
+
+def _password(credentials: str) -> str:
+    """Of HTTP's basic scheme (RFC 7617); empty for what is none. The user's name says nothing here."""
+    if len(credentials) > 2 * _LONGEST:
+        return ""
+    try:
+        return base64.b64decode(credentials, validate=True).decode("ascii").partition(":")[2]
+    except ValueError:
+        return ""
 
 
 class RequestSlots:

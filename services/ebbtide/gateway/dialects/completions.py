@@ -214,7 +214,7 @@ class CompletionAnswer(OpenAIAnswer):
             "stop_reason": finish.stop if finish else None,
         }
         if self._asked.logprobs is not None and not self._asked.echo:
-            found = _sampled_logprobs(tokens, self._name, self._offsets[index])
+            found = _sampled_logprobs(tokens, self._name, self._offsets[index], alone=self._asked.logprobs == 0)
             self._offsets[index] += sum(map(len, found["tokens"]))
             choice["logprobs"] = found
         if self._asked.return_token_ids:
@@ -223,14 +223,16 @@ class CompletionAnswer(OpenAIAnswer):
         return choice
 
 
-def _sampled_logprobs(tokens: TokenArray, name: TokenName, offset: int) -> dict[str, Any]:
-    """As /v1/completions has them. `offset`: characters of the completion's tokens before these."""
-    names = [name(token) for token in tokens["id"].tolist()]
+def _sampled_logprobs(tokens: TokenArray, name: TokenName, offset: int, *, alone: bool) -> dict[str, Any]:
+    """As /v1/completions has them. `offset`: characters of the completion's tokens before these. `alone`: no
+    alternatives are asked for, where vLLM's `top_logprobs` have the sampled token; with some they would mislead."""
+    names, logprobs = [name(token) for token in tokens["id"].tolist()], logprobs_of(tokens)
+    top = [{one: logprob} for one, logprob in zip(names, logprobs, strict=True)] if alone else None
     offsets = []
     for one in names:
         offsets.append(offset)
         offset += len(one)
-    return {"tokens": names, "token_logprobs": logprobs_of(tokens), "top_logprobs": None, "text_offset": offsets}
+    return {"tokens": names, "token_logprobs": logprobs, "top_logprobs": top, "text_offset": offsets}
 
 
 def _prompt_logprobs(scores: PromptScores, text: TokenName) -> list[dict[str, Any] | None]:

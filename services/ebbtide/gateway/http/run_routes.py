@@ -67,10 +67,16 @@ class RunRoutes:
         return {"input_tokens": len(ids)}
 
     async def server_info(self, call: JsonCall) -> dict[str, Any]:
-        """GET /server_info: what the run serves. TRL looks for `lora_config`."""
+        """GET /server_info: what the run serves, and under `vllm_config` what TRL asks vLLM: there is no adapter, and
+        no engine that takes weights of its clients."""
         run = (await self._run(call)).run
         version = run.newest.version if run.newest else 0
-        return {"run_id": run.run_id, "model": run.spec.model, "weight_version": version, "lora_config": None}
+        engine = {
+            "lora_config": None,
+            "parallel_config": {"data_parallel_size": 1},
+            "weight_transfer_config": None,
+        }
+        return {"run_id": run.run_id, "model": run.spec.model, "weight_version": version, "vllm_config": engine}
 
     async def world_size(self, call: JsonCall) -> dict[str, Any]:
         """GET /get_world_size: the workers that are to serve the run."""

@@ -49,7 +49,12 @@ async def test_token_ids_come_back_as_the_engine_made_them(http: httpx.AsyncClie
     made, _ = source.ids(rollout)
     assert choice["prompt_token_ids"] == ids
     assert choice["token_ids"] == made
-    assert choice["logprobs"]["token_logprobs"] == [-0.25 * (1 + place % 4) for place in range(len(made))]
+    logprobs = choice["logprobs"]
+    assert logprobs["token_logprobs"] == [-0.25 * (1 + place % 4) for place in range(len(made))]
+    sampled = zip(logprobs["tokens"], logprobs["token_logprobs"], strict=True)
+    assert logprobs["top_logprobs"] == [{token: logprob} for token, logprob in sampled]
+    (other,) = (await http.post(URL, json=body | {"logprobs": 1})).json()["choices"]
+    assert other["logprobs"]["top_logprobs"] is None, "the likeliest token is not known"
     assert choice["logprobs"]["tokens"] == [source.model.token_text(token) for token in made]
     assert choice["weight_versions"] == [{"version": "3", "start": 0, "end": len(made)}]
 

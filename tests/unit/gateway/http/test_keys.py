@@ -1,6 +1,7 @@
 """Which keys are admitted to what."""
 
 import asyncio
+import base64
 import time
 from typing import Any
 
@@ -64,6 +65,21 @@ async def test_either_header_carries_a_key(signed_app: Starlette) -> None:
     assert (await ask(signed_app, "POST", "/v1/completions", token(Role.AGENT), header="x-api-key")).status_code == 200
     for wrong in ("", "ey.a.b", "x" * 9000, mint(Ed25519PrivateKey.generate(), Role.USER, ttl_s=60)):
         assert (await ask(signed_app, "POST", "/v1/completions", wrong)).status_code == 401
+
+
+async def test_a_password_carries_a_key_for_clients_that_read_netrc_files(signed_app: Starlette) -> None:
+    async def basic(credentials: str | bytes) -> int:
+        shown = base64.b64encode(credentials if isinstance(credentials, bytes) else credentials.encode()).decode()
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(signed_app), base_url="http://gateway") as client:
+            return (
+                await client.post("/v1/completions", headers={"authorization": f"Basic {shown}"}, json=BODY)
+            ).status_code
+
+    assert await basic(f"anybody:{token(Role.AGENT)}") == 200
+    for wrong in (token(Role.AGENT), f"{token(Role.AGENT)}:", "a:b", "", b"\xff:\xff", "a:" + "x" * 9000):
+        assert await basic(wrong) == 401
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(signed_app), base_url="http://gateway") as client:
+        assert (await client.get("/v1/models", headers={"authorization": "Basic !"})).status_code == 401
 
 
 async def test_a_key_of_another_run_finds_nothing(signed_app: Starlette) -> None:
@@ -241,7 +257,9 @@ async def test_models_tell_their_context_and_version(http: httpx.AsyncClient) ->
 
 async def test_the_run_says_what_it_serves(http: httpx.AsyncClient) -> None:
     info = (await http.get("/server_info")).json()
-    assert info == {"run_id": "spell-1", "model": info["model"], "weight_version": 3, "lora_config": None}
+    engine = info.pop("vllm_config")
+    assert (engine["lora_config"], engine["weight_transfer_config"]) == (None, None)
+    assert info == {"run_id": "spell-1", "model": info["model"], "weight_version": 3}
     assert (await http.get("/get_world_size")).json() == {"world_size": 2}
 
 
