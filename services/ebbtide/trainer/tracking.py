@@ -267,18 +267,21 @@ class _TrackerThread:
             self._tracker = self._make()
         self._tracker.write(record)
 
+    def _close(self) -> None:
+        if self._tracker is not None:
+            self._tracker.close()
+
     def _tell(self, reason: str, record: Record) -> None:
         _failures.labels(self._name).inc()
         log.warning("a tracker failed", tracker=self._name, step=record.step, reason=reason)
 
     async def close(self, timeout_s: float) -> None:
-        """Waits at most `timeout_s`."""
-        if self._tracker is not None and self._failed < _MOST_FAILURES:
-            try:
-                async with asyncio.timeout(timeout_s):
-                    await self._thread.do(self._tracker.close)
-            except Exception as error:  # noqa: BLE001 - as above
-                log.warning("a tracker failed to close", tracker=self._name, reason=f"{type(error).__name__}: {error}")
+        """Lets the tracker take the record that it is at, and finish. Waits at most `timeout_s`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._thread.do(self._close)
+        except Exception as error:  # noqa: BLE001 - as above
+            log.warning("a tracker failed to close", tracker=self._name, reason=f"{type(error).__name__}: {error}")
         await self._thread.close(0.0)
 
 

@@ -183,10 +183,12 @@ async def _tracked(
     try:
         yield tracking
     finally:
-        await asyncio.wait({reading}, timeout=_TRACK_S if following.ended else 0.0)
-        reading.cancel()
-        await asyncio.gather(reading, return_exceptions=True)
-        await tracking.close(_TRACK_S)
+        try:
+            await asyncio.wait({reading}, timeout=_TRACK_S if following.ended else 0.0)
+        finally:
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+            await tracking.close(_TRACK_S)
 
 
 def _loan(lease: Lease, settings: TrainerSettings, lending: LendingRanks | None) -> DeviceLoan | SharedLoan | None:
