@@ -140,7 +140,7 @@ def main(arguments: argparse.Namespace) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.learning_rate, weight_decay=0.0)
     warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: min(1.0, (done + 1) / 10))
     with SyncClient() as client, claimed(client, arguments, rank) as lease:  # ebbtide
-        exchange = TorchExchange() if size > 1 else None  # ebbtide
+        exchange: Any = TorchExchange() if size > 1 else None  # ebbtide
         publisher = lease.publisher(exchange) if lease else client.publisher(arguments.run_id, exchange)  # ebbtide
         version = publisher.publish(model.state_dict(), step=0).result()  # ebbtide
         for step in range(arguments.steps):

@@ -92,8 +92,8 @@ STEP_FIGURES: Final = (
     Figure("weights/patch", "publish_patch", "1 for a patch, 0 for a full version"),
     Figure("lending/lent_s", "lent_s", "seconds in which the trainer lent its device"),
     Figure("lending/take_back_s", "take_back_s", "seconds until it had its device back"),
-    Figure("lending/window_cuts", "window_cuts", "windows that ended before their time"),
-    Figure("lending/missing_groups", "window_missing_groups", "groups that were missing when the window ended"),
+    Figure("lending/window_cuts", "window_cuts", "how often the window was cut while groups were missing"),
+    Figure("lending/missing_groups", "window_missing_groups", "groups that were missing at the last cut"),
 )
 #: Computed from those above.
 DERIVED_FIGURES: Final = (
