@@ -105,7 +105,7 @@ def train(model: Any, optimizer: torch.optim.Optimizer, batch: Batch, rank: int,
 
 
 def load(name: str, size: int) -> Any:
-    device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).to(device)
     if size > 1:
         for layer in model.model.layers:
@@ -134,6 +134,8 @@ def claimed(client: SyncClient, arguments: argparse.Namespace, rank: int) -> Ite
 
 def main(arguments: argparse.Namespace) -> None:
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if size > 1:
         dist.init_process_group("cuda:nccl,cpu:gloo" if torch.cuda.is_available() else "gloo")
     model, tokenizer = load(arguments.model, size), AutoTokenizer.from_pretrained(arguments.model)
