@@ -306,6 +306,7 @@ class RunFollower:
         self._run_id = run_id
         self._changed = asyncio.Condition()
         self._attached: set[str] = set()
+        self.ended = False  # all events of the run were read
         self.versions: dict[int, int] = {}  # step -> the version first announced for it
         self.steps: dict[int, int] = {}  # version -> its step
         self.evaluated: set[int] = set()  # steps whose evaluation was reported
@@ -319,6 +320,7 @@ class RunFollower:
         async for event in self._client.watch(self._run_id):
             self._take(event)
             await self.notify()
+        self.ended = True
         return (await self._client.run(self._run_id)).status
 
     async def catch_up(self, lease: Lease) -> None:

@@ -85,6 +85,24 @@ def test_the_checkpoint_is_one_that_transformers_loads(demo: tuple[dict[str, Any
     assert network.config.vocab_size >= len(tokenizer)
 
 
+def test_the_trackers_files_hold_the_runs_own_figures(demo: tuple[dict[str, Any], Path]) -> None:
+    report, folder = demo
+    lines = [json.loads(line) for line in (folder / "demo" / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if line["kind"] == "step"]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4]
+    assert [line["reward"] for line in steps] == report["rewards"]
+    assert sum(line["rollouts/trained"] for line in steps) == report["rollouts_trained"]
+    # Rollouts of the last evaluation may be resumed after the last step.
+    assert 0 < steps[-1]["rollouts/preempted"] <= len(report["resumed"])
+    assert 0 < steps[-1]["tokens/saved"] <= report["tokens_saved"]
+    accuracies = {line["step"]: line["eval_accuracy"] for line in lines if line["kind"] == "evaluation"}
+    assert (accuracies[0], accuracies[4]) == (report["accuracy_before"], report["accuracy_after"])
+    samples = [json.loads(line) for line in (folder / "demo" / "samples.jsonl").read_text().splitlines()]
+    assert {sample["step"] for sample in samples} == {1, 2, 3, 4}
+    assert all(sample["prompt"] and sample["completion"] for sample in samples)
+    assert list((folder / "demo" / "tensorboard").iterdir())
+
+
 def test_no_process_is_left(demo: tuple[dict[str, Any], Path]) -> None:
     _, folder = demo
     left = [

@@ -1,8 +1,8 @@
-"""The SDK installs without an extra and works; each service installs with its own extra alone, and starts.
+"""SDK and command install without an extra and work; each service installs with its own extra alone, and starts.
 
 The trainer's is installed behind the PyTorch that `TORCH` names, as in `make env`. What the worker's brings is
-gigabytes: it is resolved, alone and together with the trainer's, and not installed. `make test-bare` installs vLLM's
-CPU build.
+gigabytes: it is resolved, alone and together with the trainer's, and not installed, except for the demo, which runs on
+vLLM's CPU build as requirements/cpu.txt pins it.
 """
 
 import os
@@ -29,14 +29,14 @@ INHERITED: Final = {name: value for name, value in os.environ.items() if not nam
 TOKEN: Final = "a-token-of-tests"
 #: What a host with this extra has no use for; the SDK is what has none.
 FOREIGN: Final = {
-    "": ("torch", "vllm", "redis", "numba", "uvloop", "jwt"),
-    "coordinator": ("torch", "vllm", "numba", "typer", "matplotlib"),
-    "relay": ("torch", "vllm", "redis", "typer", "matplotlib"),
-    "guard": ("torch", "vllm", "redis", "numba", "typer"),
+    "": ("torch", "vllm", "redis", "numba", "uvloop", "structlog"),
+    "coordinator": ("torch", "vllm", "numba", "matplotlib"),
+    "relay": ("torch", "vllm", "redis", "matplotlib"),
+    "guard": ("torch", "vllm", "redis", "numba"),
     "gateway": ("torch", "vllm", "redis", "numba", "matplotlib"),
     "cli": ("torch", "vllm", "redis", "numba", "matplotlib"),
     "simulate": ("torch", "vllm", "numba", "httptools", "aiohttp"),
-    "fast": ("torch", "vllm", "redis", "uvloop", "jwt"),
+    "fast": ("torch", "vllm", "redis", "uvloop", "structlog"),
     "trainer": ("vllm", "redis", "httptools", "matplotlib"),  # typer comes with transformers
 }
 pytestmark = [pytest.mark.extras, pytest.mark.timeout(900)]

@@ -16,13 +16,15 @@ from msgspec.structs import replace
 
 from ebbtide.client.held_lease import LEAVE_S, HeldLease
 from ebbtide.client.service_peer import ServicePeer
-from ebbtide.errors import EbbtideError, InvalidRequest, NoCapacity, RateLimited
+from ebbtide.errors import AlreadyExists, EbbtideError, InvalidRequest, NoCapacity, RateLimited
 from ebbtide.rpc.channel import DURABLE_TIMEOUT_S
 from ebbtide.types.ids import new_fence
 from ebbtide.types.remaining_work import RemainingWork
 from ebbtide.types.rollout import (
+    DropReason,
     Episode,
     FinishedRollout,
+    FinishReason,
     RolloutRequest,
     SampledResponse,
     SubmitOrder,
@@ -31,7 +33,7 @@ from ebbtide.types.rollout import (
     Trajectory,
     TrajectoryOutcome,
 )
-from ebbtide.types.run import Run, RunEvent, RunStatus
+from ebbtide.types.run import Run, RunEvent, RunStatus, Sampling
 from ebbtide.types.session import (
     KeyUsage,
     MeteredKey,
@@ -42,6 +44,7 @@ from ebbtide.types.session import (
     TurnPage,
     UnverifiedSession,
 )
+from ebbtide.types.tokens import pack_ids
 from ebbtide.types.weights import PolicyVersion
 from ebbtide.v1 import rollouts_pb2, runs_pb2, sessions_pb2, types_pb2
 from ebbtide.v1.rollouts_pb2_grpc import RolloutsStub
@@ -183,6 +186,52 @@ class Lease(RolloutLease):
         for batch in in_batches(rollout_ids):
             request = rollouts_pb2.AcknowledgeRequest(lease=self._fence, rollout_ids=batch, drop_reason=drop_reason)
             await self._kept(self._rollouts.Acknowledge, request)
+
+    async def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        samples: int,
+        step: int,
+        version: PolicyVersion,
+        sampling: Sampling | None = None,
+    ) -> list[list[FinishedRollout]]:
+        """Generate `samples` responses to each prompt (token ids) of a step, all by one version, and wait for them.
+
+        Returns them by prompt. A response that could not be generated is left out, and counted as dropped. Acknowledge
+        the others once you have trained on them. `sampling`: None takes the run's. A trainer that restarts and asks
+        again for a step gets what is there of it. Raises `AlreadyExists` if it asks with other prompts, or if some of
+        the step's responses were acknowledged. For several turns, or versions that may differ, use `submit_rollouts`
+        and `finished`.
+        """
+        groups = [[f"s{step}.g{group}.{sample}" for sample in range(samples)] for group in range(len(prompts))]
+        asked = [
+            RolloutRequest(
+                rollout_id=name,
+                group_id=f"s{step}.g{group}",
+                episode_id=name,
+                prompt_ids=pack_ids(prompts[group]),
+                sampling=sampling or self.run.spec.sampling,
+                min_version=version.version,
+                max_version=version.version,
+            )
+            for group, names in enumerate(groups)
+            for name in names
+        ]
+        outcomes = await self.submit_rollouts(asked, step=step, first_step=step)
+        if SubmitOutcome.COMPLETED in outcomes:
+            text = f"responses of step {step} were acknowledged: go on with the next step, or submit the run again"
+            raise AlreadyExists(text)
+        missing, found = {one.rollout_id for one in asked}, dict[str, FinishedRollout]()
+        async with aclosing(self.finished()) as finished:
+            while missing:
+                rollout = await anext(finished)
+                if rollout.rollout_id in missing:  # others are of earlier steps, or repeated
+                    missing.remove(rollout.rollout_id)
+                    found[rollout.rollout_id] = rollout
+        dead = [name for name, one in found.items() if one.reason is FinishReason.DEAD_LETTERED]
+        await self.acknowledge(dead, DropReason.DEAD_LETTERED)
+        return [[found[name] for name in names if name not in dead] for names in groups]
 
     # -- episodes and trajectories -------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from ebbtide.types.rollout import (
     Trajectory,
     TrajectoryOutcome,
 )
-from ebbtide.types.run import AttemptSpan, Run, RunEvent, RunSpec, RunStatus
+from ebbtide.types.run import AttemptSpan, Run, RunEvent, RunSpec, RunStatus, Sampling
 from ebbtide.types.session import KeyUsage
 from ebbtide.types.weights import Box, Manifest, PolicyVersion, VersionInfo, WeightsState
 
@@ -196,6 +196,18 @@ class SyncLease:
 
     def finished(self, cursor: str = "") -> Iterator[FinishedRollout]:
         return self._loop.iterate(self._lease.finished(cursor))
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        samples: int,
+        step: int,
+        version: PolicyVersion,
+        sampling: Sampling | None = None,
+    ) -> list[list[FinishedRollout]]:
+        call = self._lease.generate(prompts, samples=samples, step=step, version=version, sampling=sampling)
+        return self._loop.call(call)
 
     def acknowledge(self, rollout_ids: Iterable[str], drop_reason: str = "") -> None:
         self._loop.call(self._lease.acknowledge(rollout_ids, drop_reason))

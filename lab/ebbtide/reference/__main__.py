@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
-from ebbtide.reference import cli, gateway_fields, metrics, protocol, run_spec, scenarios, sdk
+from ebbtide.reference import cli, gateway_fields, metrics, protocol, run_spec, scenarios, sdk, tracked_figures
 from ebbtide.reference.registered_metrics import ROOT
 
 FOLDER: Final = ROOT / "docs" / "reference"
@@ -16,6 +16,7 @@ PAGES: Final[dict[str, Callable[[], Iterator[str]]]] = {
     "protocol.md": protocol.page,
     "gateway-fields.md": gateway_fields.page,
     "sdk.md": sdk.page,
+    "tracked-figures.md": tracked_figures.page,
 }
 _NOTE: Final = "<!-- Written by `make docs` from the code: change it there. -->"
 

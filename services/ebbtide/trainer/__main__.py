@@ -13,7 +13,7 @@ from ebbtide.errors import InvalidRequest
 from ebbtide.runtime import Shutdown, race, run
 from ebbtide.settings import load
 from ebbtide.trainer.ranks.rank_launcher import RankLost, RankPlace, place_of
-from ebbtide.trainer.settings import TrainerSettings
+from ebbtide.trainer.settings import TrainerSettings, check_wandb
 
 if TYPE_CHECKING:
     from ebbtide.client import Client, Lease
@@ -33,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         place = place_of(os.environ, settings.ranks)
         settings.check_generate()
+        check_wandb(settings.wandb_project)
     except InvalidRequest as error:
         raise SystemExit(f"ebbtide serve trainer: {error}") from None
     quiet = msgspec.structs.replace(settings, metrics_port=-1, ready_file="")  # rank 0 reports for all

@@ -1,5 +1,6 @@
 """Defines the settings of the trainer."""
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -48,6 +49,13 @@ class TrainerSettings(WorkSettings, frozen=True, kw_only=True, forbid_unknown_fi
         Meta(description="keep the optimiser's moments in host memory: 8 bytes of a GPU less for each parameter"),
     ] = False
 
+    tracked_samples: Annotated[
+        int, Meta(ge=0, description="responses of each step in the trackers' tables, from the worst reward to the best")
+    ] = 4
+    wandb_project: Annotated[
+        str, Meta(description="project of Weights & Biases to log runs to, with their samples; empty: none")
+    ] = ""
+
     def check_generate(self) -> None:
         """Raises `InvalidRequest` naming the setting if the device cannot be lent."""
         if not self.generate:
@@ -60,3 +68,10 @@ class TrainerSettings(WorkSettings, frozen=True, kw_only=True, forbid_unknown_fi
             text = "is needed to generate: name the folder that the serving-guard of this host was given"
             raise InvalidRequest(text, field="grant_dir")
         check_folder(Path(self.grant_dir))
+
+
+def check_wandb(project: str) -> None:
+    """Raises `InvalidRequest` if a project is given and the client of Weights & Biases is not installed."""
+    if project and find_spec("wandb") is None:
+        text = "needs the client of Weights & Biases: pip install 'ebbtide[wandb]', or leave it out"
+        raise InvalidRequest(text, field="wandb_project")

@@ -11,7 +11,8 @@ with the process, and the step's groups stay open until its update.
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -31,9 +32,12 @@ from ebbtide.trainer.lending.device_window import DeviceWindow, OwnWindow, Train
 from ebbtide.trainer.lending.shared_loan import LendingRanks, SharedLoan
 from ebbtide.trainer.ranks.rank_group import RankGroup, RankZeroLearning
 from ebbtide.trainer.settings import TrainerSettings
+from ebbtide.trainer.trackers import progress_of, trackers_of
+from ebbtide.trainer.tracking import RunTracking
 from ebbtide.trainer.training_checkpoint import CheckpointError, Store, TrainingState
 from ebbtide.types.ids import new_fence
-from ebbtide.types.run import RunEvent
+from ebbtide.types.rollout import Trajectory
+from ebbtide.types.run import RunEvent, to_mapping
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -92,6 +96,8 @@ _FULL: Final = 0.5
 #: Time for a checkpoint that is being written when the training ends, so that a restart resumes from it. `ebbtide up`
 #: kills its programs after 10 s.
 _WRITE_S: Final = 5.0
+#: Time for trackers to take a run's last events, and to finish.
+_TRACK_S: Final = 5.0
 #: More open groups than a run can have.
 _ALL_GROUPS: Final = 1 << 30
 
@@ -148,13 +154,41 @@ async def train_run(
         learning, collector, resumed = await TrainingStart(lease, settings, crew, following, lineage).begin()
         left = partial(lease.remaining_work, groups=_ALL_GROUPS)
         memory = MemoryLoan(device, learning, left) if reported and learning.on_gpu else None
-        training = Training(client, lease, settings, following, lineage, learning, collector, memory or device)
+        used = memory or device
+        training = Training(client, lease, settings, following, lineage, learning, collector, used, tracking)
         try:
             await race(training.run(resumed), *([memory.run()] if memory else []))
         finally:  # several ranks do not wait: one may be gone, and its part of the checkpoint with it
             await training.close(_WRITE_S if crew is None else 0.0)
 
-    await race(following.run(), work(), *([loan.run(), reported.run()] if loan and reported else []))
+    async with _tracked(client, lease, settings, following) as tracking:
+        await race(following.run(), work(), *([loan.run(), reported.run()] if loan and reported else []))
+
+
+@asynccontextmanager
+async def _tracked(
+    client: Client, lease: Lease, settings: TrainerSettings, following: RunFollower
+) -> AsyncIterator[RunTracking]:
+    """Tracks the run beside the block. If the run has ended then, its last events are waited for."""
+    folder, spec = folder_of(lease), lease.run.spec
+    tracking = RunTracking(
+        client,
+        lease.run_id,
+        environment=spec.environment.name,
+        trackers=trackers_of(folder, lease.run_id, wandb_project=settings.wandb_project, spec=to_mapping(spec)),
+        progress=await asyncio.to_thread(progress_of, folder),
+        samples=settings.tracked_samples,
+    )
+    reading = asyncio.create_task(tracking.run())
+    try:
+        yield tracking
+    finally:
+        try:
+            await asyncio.wait({reading}, timeout=_TRACK_S if following.ended else 0.0)
+        finally:
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+            await tracking.close(_TRACK_S)
 
 
 def _loan(lease: Lease, settings: TrainerSettings, lending: LendingRanks | None) -> DeviceLoan | SharedLoan | None:
@@ -180,6 +214,7 @@ class Training:
         learning: LocalLearning,
         collector: TrajectoryCollector,
         device: TrainingDevice,
+        tracking: RunTracking,
     ) -> None:
         self._client = client
         self._lease = lease
@@ -188,6 +223,7 @@ class Training:
         self._lineage = lineage
         self._learning = learning
         self._collector = collector
+        self._tracking = tracking
         self._window: TrainingWindow = OwnWindow(self._groups)
         if settings.generate:
             self._window = DeviceWindow(lease, following, collector, device, self._relieve, fixed_s=settings.window_s)
@@ -249,8 +285,7 @@ class Training:
         steps, version = dict(self._following.steps), self._version(step)
         training = _compute(self._learning.step, trajectories, step=step, steps=steps, version=version)
         values = await clock.measure(TRAIN, training)
-        window = self._window.trained(trajectories, learning_s=clock.learning_s())
-        return values | window
+        return values | self._learnt(step, trajectories, clock)
 
     async def _train_streamed(self, step: int, clock: StepClock) -> dict[str, float]:
         """Trains the step on its groups as they become whole. Returns the values to report.
@@ -275,8 +310,12 @@ class Training:
         trajectories, steps = collector.take(following.steps), dict(following.steps)
         finishing = _compute(learning.finish_step, trajectories, step=step, steps=steps)
         values = await clock.measure(TRAIN, finishing)
-        window = self._window.trained(trajectories, learning_s=clock.learning_s())
-        return values | window
+        return values | self._learnt(step, trajectories, clock)
+
+    def _learnt(self, step: int, trajectories: Sequence[Trajectory], clock: StepClock) -> dict[str, float]:
+        """Shows window and tracking what `step` was trained on. Returns the window's values to report."""
+        self._tracking.keep_samples(step + 1, trajectories, self._learning.text)
+        return self._window.trained(trajectories, learning_s=clock.learning_s())
 
     def _some(self, step: int) -> bool:
         """Whether there are groups without gradients, or all groups."""
@@ -433,9 +472,14 @@ def publish_values(report: PublishReport) -> dict[str, float]:
     }
 
 
+def folder_of(lease: Lease) -> Path:
+    """Returns the folder of what the trainer writes of the run."""
+    return Path(lease.run.spec.output) / lease.run_id
+
+
 def checkpoints_of(lease: Lease) -> Path:
     """Returns the folder of the run's checkpoints."""
-    return Path(lease.run.spec.output) / lease.run_id / "checkpoints"
+    return folder_of(lease) / "checkpoints"
 
 
 class TrainingStart:

@@ -35,8 +35,15 @@ SPEC: dict[str, Any] = {
 
 
 class Cluster:
-    def __init__(self, directory: Path, redis_url: str, proofs: Mapping[str, Mapping[str, str]] | None = None) -> None:
-        self._directory, self._proofs = directory, proofs or {}
+    def __init__(
+        self,
+        directory: Path,
+        redis_url: str,
+        proofs: Mapping[str, Mapping[str, str]] | None = None,
+        *,
+        script: ScriptedSettings = ScriptedSettings(vocab_size=64, step_s=0.005),  # noqa: B008 - it is frozen
+    ) -> None:
+        self._directory, self._proofs, self._script = directory, proofs or {}, script
         flags = ("--store-url", redis_url, "--lease-ttl-s", "1.5", "--recover-grace-s", "1")
         self.coordinator = ServiceProcess("coordinator", directory, *flags, proof=self._proof("coordinator"))
         data = ("--data-dir", str(directory / "relay"))
@@ -50,7 +57,7 @@ class Cluster:
         await asyncio.gather(self.coordinator.start(), self.relay.start())
         flags = ["--coordinator", self.coordinator.address, "--relay", self.relay.address]
         flags += ["--model", str(self._directory), "--slots", "16"]
-        flags += engine_flags(ScriptedSettings(vocab_size=64, step_s=0.005))
+        flags += engine_flags(self._script)
         self.worker = ServiceProcess(
             "rollout_worker", self._directory, *flags, listens=False, proof=self._proof("worker")
         )

@@ -177,6 +177,10 @@ class LocalLearning:
         stats = self.update() if added else None
         return self._values(trajectories, added, stats, step=step, steps=steps)
 
+    def text(self, ids: Sequence[int]) -> str:
+        """Returns tokens as text, special ones included."""
+        return str(self._tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
+
     def train(self, samples: Sequence[TrainingSample], *, step: int, version: int) -> StepStats:
         """Updates on the samples of `step`, with the weights of `version`."""
         self._learner.version = version

@@ -4,6 +4,7 @@ Pure functions. A micro-batch is one backward's, of padded tensors.
 """
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -209,7 +210,11 @@ def summary(trajectories: Sequence[Trajectory], steps: Mapping[int, int], *, ste
     """Averages a step's trajectories for its event; `accuracy` only if the environment counts right answers."""
     if not trajectories:
         return {"trained": 0.0, "tokens": 0.0}
-    rewards = np.array([trajectory.reward for trajectory in _episodes(trajectories).values()])
+    episodes = _episodes(trajectories).values()
+    rewards = np.array([trajectory.reward for trajectory in episodes])
+    by_group = defaultdict[str, set[float]](set)
+    for trajectory in episodes:
+        by_group[trajectory.group_id].add(trajectory.reward)
     lengths = [trajectory.loss_mask.count(1) for trajectory in trajectories]
     ages = [staleness(trajectory, step, steps) for trajectory in trajectories]
     values = {
@@ -217,11 +222,17 @@ def summary(trajectories: Sequence[Trajectory], steps: Mapping[int, int], *, ste
         "tokens": float(sum(lengths)),
         "reward": float(rewards.mean()),
         "reward_std": float(rewards.std()),
+        "equal_reward_share": sum(len(found) == 1 for found in by_group.values()) / len(by_group),
         "response_length": float(np.mean(lengths)),
+        "response_length_min": float(min(lengths)),
+        "response_length_max": float(max(lengths)),
         "truncated_share": float(np.mean([trajectory.truncated for trajectory in trajectories])),
         "staleness_mean": float(np.average([mean for mean, _ in ages], weights=np.maximum(lengths, 1))),
         "staleness_max": float(max(largest for _, largest in ages)),
     }
+    ended = [length for length, trajectory in zip(lengths, trajectories, strict=True) if not trajectory.truncated]
+    if ended:
+        values["terminated_length"] = float(np.mean(ended))
     if asked := sum(trajectory.metrics.get("asked", 0.0) for trajectory in trajectories):
         values["accuracy"] = sum(trajectory.metrics.get("right", 0.0) for trajectory in trajectories) / asked
     return values
