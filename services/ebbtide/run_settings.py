@@ -6,15 +6,17 @@ It imports neither the client nor anything of numpy, so that `--help` of both pr
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 from msgspec import Meta, Struct
 
 from ebbtide.auth.security import ClientSecurity
-from ebbtide.environments import BUILT_IN
+from ebbtide.environments import BUILT_IN, DATASET
 from ebbtide.errors import InvalidRequest
 from ebbtide.runtime import ProcessSettings
 from ebbtide.types.run import RunSpec
+
+_ALLOWED: Final = "environments.allowed (EBBTIDE_ENVIRONMENTS_ALLOWED) of driver and trainer"
 
 
 class AllowedEnvironments(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -45,6 +47,10 @@ class WorkSettings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_fi
     model_roots: Annotated[
         tuple[str, ...], Meta(description="folders in which a run's model may be", extra={"shared": True})
     ] = ("/",)
+    data_roots: Annotated[
+        tuple[str, ...],
+        Meta(description="folders in which the files of a run's data set may be", extra={"shared": True}),
+    ] = (".",)
     output_roots: Annotated[
         tuple[str, ...], Meta(description="folders in which a run's output may be", extra={"shared": True})
     ] = (".",)
@@ -57,17 +63,26 @@ def check_permitted(spec: RunSpec, settings: WorkSettings) -> None:
             verifier,
             settings.environments.allowed,
             field=f"environment.verifiers.{name}",
-            setting="environments.allowed (EBBTIDE_ENVIRONMENTS_ALLOWED) of driver and trainer",
+            setting=_ALLOWED,
         )
     if not spec.from_agents:  # of agents no other code runs here
-        check_listed(
-            spec.environment.name,
-            settings.environments.allowed,
-            field="environment.name",
-            setting="environments.allowed (EBBTIDE_ENVIRONMENTS_ALLOWED) of driver and trainer",
-        )
+        allowed = settings.environments.allowed
+        check_listed(spec.environment.name, allowed, field="environment.name", setting=_ALLOWED)
+    if spec.environment.name == DATASET:
+        _check_dataset(spec, settings)
     _check_root(spec.model, settings.model_roots, field="model", setting="model_roots")
     _check_root(spec.output, settings.output_roots, field="output", setting="output_roots")
+
+
+def _check_dataset(spec: RunSpec, settings: WorkSettings) -> None:
+    from ebbtide.environments.dataset import dataset_params
+
+    params = dataset_params(spec.environment.params)
+    if ":" in params.reward:
+        field = "environment.params.reward"
+        check_listed(params.reward, settings.environments.allowed, field=field, setting=_ALLOWED)
+    for path in params.place.files().values() if params.place.local else ():
+        _check_root(str(path), settings.data_roots, field="environment.params.data", setting="data_roots")
 
 
 def check_listed(name: str, allowed: Sequence[str], *, field: str, setting: str) -> None:

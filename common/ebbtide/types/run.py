@@ -101,7 +101,7 @@ class Sampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class EnvironmentSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The task of a run's episodes."""
 
-    name: str  # `reasoning_gym`, `number_guessing`, `agents`, or `package.module:factory` of your own
+    name: str  # `dataset`, `reasoning_gym`, `number_guessing`, `agents`, or `package.module:factory` of your own
     params: dict[str, Any] = {}  # parameters of the environment
     #: Of `agents` alone: a table of names, each with `"package.module:function"`. They give sessions their rewards.
     verifiers: dict[str, str] = {}

@@ -10,6 +10,8 @@ from typing import Final
 import msgspec
 
 from ebbtide.cli.waiting import Waiting
+from ebbtide.environments import DATASET
+from ebbtide.environments.dataset import dataset_params
 from ebbtide.errors import EbbtideError, InvalidRequest
 from ebbtide.types.run import RunSpec, to_mapping
 from ebbtide.types.spec_file import SpecFile, no_directory
@@ -24,7 +26,7 @@ def check(path: Path, *, deep: bool = True) -> RunSpec:
     """Returns the spec in the TOML file at `path`. Raises `FileRefused` with line and column of all that is wrong.
 
     `deep` also has the trainer, in its own process, make the environment, read the model and compare lengths with its
-    context. The model's path becomes absolute then: services may run in another directory.
+    context. The paths of model and data become absolute then: services may run in another directory.
     """
     file = SpecFile(path)
     if deep and file.model and not Path(file.model).is_dir():
@@ -38,7 +40,16 @@ def check(path: Path, *, deep: bool = True) -> RunSpec:
     except InvalidRequest as problem:
         file.note(problem)
         file.refuse_noted()
-    return msgspec.structs.replace(file.spec, model=str(Path(file.spec.model).resolve()))
+    return _with_absolute_paths(file.spec)
+
+
+def _with_absolute_paths(spec: RunSpec) -> RunSpec:
+    spec = msgspec.structs.replace(spec, model=str(Path(spec.model).resolve()))
+    if spec.environment.name != DATASET or not dataset_params(spec.environment.params).place.local:
+        return spec
+    data = str(Path(spec.environment.params["data"]).expanduser().resolve())
+    environment = msgspec.structs.replace(spec.environment, params={**spec.environment.params, "data": data})
+    return msgspec.structs.replace(spec, environment=environment)
 
 
 def check_deeply(spec: RunSpec, patience_s: float = 120.0) -> None:

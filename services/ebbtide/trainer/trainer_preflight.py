@@ -81,7 +81,7 @@ def _settings() -> TrainerSettings:
     settings = read(TrainerSettings, prog="ebbtide serve trainer", argv=[])
     roots = {
         name: tuple(root for root in getattr(settings, name) if Path(root).is_absolute()) or ("/",)
-        for name in ("model_roots", "output_roots")
+        for name in ("model_roots", "data_roots", "output_roots")
     }
     return msgspec.structs.replace(settings, **roots)
 
