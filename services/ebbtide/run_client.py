@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from ebbtide.client import Client, Lease
 from ebbtide.environments import Message
 from ebbtide.errors import EbbtideError, InvalidRequest, LeaseSuperseded, NoCapacity, Unavailable
+from ebbtide.hub_models import model_folder, no_directory
 from ebbtide.run_settings import WorkSettings
 from ebbtide.runtime import Shutdown, race
 from ebbtide.step_pacing import first_announced
 from ebbtide.telemetry import bind, get_logger
 from ebbtide.types.ids import new_fence
 from ebbtide.types.run import RunEvent, RunStatus
-from ebbtide.types.spec_file import NO_LORA, no_directory
+from ebbtide.types.spec_file import NO_LORA
 from ebbtide.types.weights import PolicyVersion
 from ebbtide.weights import end_tokens
 
@@ -252,8 +253,9 @@ class Conversations:
 
 
 def load_conversations(model: str, *, stop_token_ids: Sequence[int] = ()) -> Conversations:
-    """Loads the tokenizer of the checkpoint directory `model`. Raises `InvalidRequest` naming `model`."""
-    folder = Path(model)
+    """Loads the tokenizer of the checkpoint `model`, a directory or a name of the Hub. Raises `InvalidRequest` naming
+    `model`."""
+    folder = model_folder(model)
     check_model_directory(folder)
     tokenizer = _load_tokenizer(folder)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))

@@ -145,9 +145,9 @@ def test_the_parameters_and_rewards_of_data_sets_are_those_of_the_code() -> None
     from ebbtide.environments.rewards import READY
 
     named = {name for row in rows(ENVIRONMENTS, "Your data") for name in row}
-    params = set(DatasetParams.__struct_fields__)
-    assert params | READY.keys() <= named
-    assert {name for kind in READY.values() for name in kind.__struct_fields__} <= named
+    assert READY.keys() | set(DatasetParams.__struct_fields__) <= named
+    parameters = {name for kind in READY.values() for name in kind.__struct_fields__}
+    assert not {name for name in parameters if f"`{name}`" not in (ROOT / ENVIRONMENTS).read_text()}
 
 
 def test_the_environment_of_several_turns_asks_once_more(written: Path) -> None:

@@ -227,8 +227,8 @@ class RunSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A run as submitted."""
 
     name: str  # at most 100 characters of `A-Z a-z 0-9 . _ -`
-    #: Directory of a Hugging Face checkpoint (safetensors and tokenizer), which trainer and driver read at this path.
-    #: Fetch a model of the Hub first: `hf download Qwen/Qwen3-8B --local-dir models/Qwen3-8B`.
+    #: Directory of a Hugging Face checkpoint (safetensors and tokenizer), which trainer and driver read at this path;
+    #: or a name on the Hub (`Qwen/Qwen3-8B`), which they look up in their caches (`HF_HOME`), and else fetch.
     model: str
     policy: str = "policy"  # name of the weight stream that the run trains
     seed: Natural = 0  # of problems and of the order of samples

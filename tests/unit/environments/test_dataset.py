@@ -148,7 +148,6 @@ def test_only_rewards_that_run_no_code_and_end_by_themselves_run_in_threads() ->
         ({"reward": "regex", "reward_params": {"pattern": "("}}, "reward_params.pattern", "regular expression"),
         ({"splits": {"eval": "words.jsonl"}}, "splits", "names files of a folder"),
         ({"data": ".", "splits": {"eval": "words.jsonl"}}, "splits", "rows to train on"),
-        ({"data": ".", "splits": {"train": "words.jsonl", "test": "words.jsonl"}}, "splits", "invalid enum value"),
         ({"colour": 1}, "colour", "unknown key"),
     ],
 )
