@@ -22,7 +22,9 @@ LIMIT_S = 30.0
 QUESTIONS = [question for question in map(str, range(40)) if split_of(question) == "train"]
 
 
-async def processes(tmp_path: Path, answer: Any = "yes", **params: Any) -> EnvironmentProcesses:
+async def processes(
+    tmp_path: Path, answer: Any = "yes", way: str = "another user", **params: Any
+) -> EnvironmentProcesses:
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps({"prompt": question, "answer": answer}) + "\n" for question in QUESTIONS))
     environment = EnvironmentSpec(name="dataset", params=with_local_rows({"data": str(data), **params}))
@@ -32,6 +34,8 @@ async def processes(tmp_path: Path, answer: Any = "yes", **params: Any) -> Envir
         environments=EnvironmentSettings(paths=(str(Path(__file__).parent),), memory_mib=768),
     )
     plan = environment_plan(spec, settings)
+    if way == "a user namespace":
+        plan = msgspec.structs.replace(plan, user="")
     try:
         await (await HostProcess.start(settings, plan)).end()
     except IsolationRefused as refused:
@@ -83,9 +87,10 @@ async def test_a_pattern_that_never_ends_is_cut(tmp_path: Path) -> None:
         await made.close()
 
 
-async def test_programs_are_tested_and_neither_read_nor_end_what_scores_others(tmp_path: Path) -> None:
-    tests = ["assert f(1) == 2"]
-    made = await processes(tmp_path, answer=tests, reward="code", reward_params={"timeout_s": 3.0, "memory_mib": 256})
+@pytest.mark.parametrize("way", ["another user", "a user namespace"])
+async def test_programs_are_tested_and_neither_read_nor_end_what_scores_others(tmp_path: Path, way: str) -> None:
+    tests, limits = ["assert f(1) == 2"], {"timeout_s": 3.0, "memory_mib": 256}
+    made = await processes(tmp_path, tests, way, reward="code", reward_params=limits)
     good = "def f(x): return x + 1"
     try:
         other = await opened(made)
