@@ -129,6 +129,33 @@ def chat(
 
 
 @run.command()
+def samples(
+    run_id: RunId,
+    step: Annotated[
+        int | None, typer.Option(min=1, help="Only those that this optimiser step trains on, from 1 on.")
+    ] = None,
+    group: Annotated[str, typer.Option(help="Only those of this group, such as s0.g3.")] = "",
+    worst: Annotated[bool, typer.Option("--worst", help="The lowest rewards first.")] = False,
+    most: Annotated[int, typer.Option("--most", "-n", min=1, help="Maximum number of samples.")] = 8,
+    model: Annotated[str, typer.Option(help="Folder with the run's tokenizer, if its model is not here.")] = "",
+    as_json: AsJson = False,
+    coordinator: Coordinator = None,
+    token_file: TokenFile = None,
+) -> None:
+    """Show prompts, responses, rewards, versions, and the workers that generated them.
+
+    The coordinator has episodes until a durable checkpoint holds them (`trainer.checkpoint_every`). Of earlier steps
+    there are those that the trainer kept in OUTPUT/RUN/samples.jsonl, if that is on this machine.
+    """
+    from ebbtide.cli.views import samples as view
+    from ebbtide.cli.views.tables import to_json
+
+    wanted = view.SampleFilter(step=step, group=group, worst=worst, most=most)
+    found = with_client(lambda client: view.fetch(client, run_id, wanted, model), coordinator, token_file)
+    typer.echo(to_json(found)) if as_json else view.print_samples(found)
+
+
+@run.command()
 def timeline(
     run_id: RunId,
     out: Annotated[Path, typer.Option(help="Folder for timeline.json and timeline.png.")] = Path(),
