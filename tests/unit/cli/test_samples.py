@@ -177,4 +177,4 @@ def test_texts_are_shown_without_what_a_terminal_would_obey() -> None:
     print_samples([one], Console(file=shown, width=200))
     assert "\x1b" not in shown.getvalue()
     assert "[2Jred [bold]⏎end" in shown.getvalue()
-    assert "step 1 · reward 1 · version 3 · 17 tokens" in shown.getvalue()
+    assert "step 1 · reward 1 · version 3 · 18 tokens" in shown.getvalue()

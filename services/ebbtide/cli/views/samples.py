@@ -1,7 +1,7 @@
 """Shows what a run's policy answered: prompts, responses, rewards, versions, and the workers that generated them.
 
 The coordinator has all episodes that no durable checkpoint holds yet, and deletes them with that checkpoint. Of earlier
-steps, and of runs that have ended, there are the samples that the trainer kept, `OUTPUT/RUN/samples.jsonl`, if that file
+steps, and of runs that have ended, there are the samples that the trainer kept in `OUTPUT/RUN/samples.jsonl`, if that
 is on this machine. Timelines say which worker generated which tokens.
 """
 
@@ -245,10 +245,7 @@ def _facts(one: Sample) -> Iterator[str]:
     yield plain(one.episode)
     yield f"step {one.step}"
     yield f"reward {one.reward:.4g}"
-    versions = (
-        f"{one.first_version}" if one.first_version == one.last_version else f"{one.first_version}-{one.last_version}"
-    )
-    yield f"version {versions}"
+    yield f"version {one.first_version}" + (f"-{one.last_version}" if one.last_version != one.first_version else "")
     yield f"{one.tokens:,} tokens{', truncated' if one.truncated else ''}"
 
 
