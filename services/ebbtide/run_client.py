@@ -293,6 +293,9 @@ class RunFailed(EbbtideError):
 
 #: A group has no trajectories. Reported before its episodes are dropped, so that no trainer waits for it.
 GROUP_DROPPED: Final = "group_dropped"
+#: A group's rewards are all equal, so another one takes its place. Reported before its episodes are dropped, so that a
+#: driver that restarts draws the same.
+GROUP_REDRAWN: Final = "group_redrawn"
 #: A checkpoint is durable. Reported before its trajectories are committed, which deletes them.
 CHECKPOINT: Final = "checkpoint"
 #: A step of rounds begins groups, or takes them. Reported before the groups are submitted, or completed.
@@ -312,6 +315,7 @@ class RunFollower:
         self.steps: dict[int, int] = {}  # version -> its step
         self.evaluated: set[int] = set()  # steps whose evaluation was reported
         self.dropped: Counter[int] = Counter()  # step -> groups without trajectories
+        self.redrawn: set[str] = set()  # groups for which another one was drawn
         self.checkpoints: dict[int, str] = {}  # step -> path
         self.begun: dict[int, int] = {}  # step of rounds -> groups that it and those before it began
         self.taken: dict[int, int] = {}  # group of rounds -> the step that trains on it
@@ -352,6 +356,8 @@ class RunFollower:
             self.evaluated.add(int(event.values["step"]))
         elif event.kind == GROUP_DROPPED:
             self.dropped[int(event.values["step"])] += 1
+        elif event.kind == GROUP_REDRAWN:
+            self.redrawn.add(event.key)
         elif event.kind == CHECKPOINT:
             self.checkpoints[int(event.values["step"])] = event.labels["path"]
         elif event.kind == ROUND_OPENED:

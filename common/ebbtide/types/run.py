@@ -122,6 +122,10 @@ class BatchSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     #: Limit on an episode's time in environment code. Generation is not counted.
     episode_timeout_s: Annotated[float, Meta(gt=0)] = 300.0
     max_turns: Positive = 16  # of an episode
+    #: Dynamic sampling (Yu et al., "DAPO", 2025, section 3.2): a group whose rewards are all equal teaches nothing. It
+    #: is dropped, and another prompt takes its place, at most so many times; the last one is kept whatever its rewards
+    #: are. 0: no group is dropped for its rewards.
+    dynamic_sampling: Annotated[int, Meta(ge=0, le=16)] = 0
 
 
 class TrainerSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -453,6 +457,7 @@ def spec_problems(spec: RunSpec) -> Iterator[InvalidRequest]:
         yield InvalidRequest(text, field="trainer.releases")
     yield from _reward_limit_problems(spec)
     yield from _rounds_problems(spec)
+    yield from _draws_problems(spec)
     if spec.share.ceiling is not None and spec.share.floor > spec.share.ceiling:
         yield InvalidRequest(f"must be at most share.ceiling ({spec.share.ceiling:g})", field="share.floor")
     if len(msgspec.json.encode(spec)) > MAX_SPEC_BYTES:
@@ -477,6 +482,13 @@ def _rounds_problems(spec: RunSpec) -> Iterator[InvalidRequest]:
             "must be at least 1 with tail.rounds: groups that continue are trained later; raise it, or leave that out"
         )
         yield InvalidRequest(text, field="batch.max_staleness")
+
+
+def _draws_problems(spec: RunSpec) -> Iterator[InvalidRequest]:
+    """Refuse other prompts where no driver draws them."""
+    if spec.batch.dynamic_sampling and (spec.from_agents or spec.external):
+        text = "only a run with a driver of its own draws prompts; leave it out"
+        yield InvalidRequest(text, field="batch.dynamic_sampling")
 
 
 def _agents_problems(spec: RunSpec) -> Iterator[InvalidRequest]:
