@@ -12,7 +12,7 @@ from ebbtide.errors import InvalidRequest
 #: OWNER/NAME, as the Hugging Face Hub calls models. A relative path may look the same, and wins where it exists.
 _HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
 #: Of a repository's top folder: weights in safetensors, configuration and tokenizer.
-_WANTED: Final = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
+_WANTED: Final = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
 _LOOK_S: Final = 10.0
 
 

@@ -13,7 +13,8 @@ from typing import Any
 
 def main() -> None:
     channel = socket.socket(fileno=int(sys.argv[1])).makefile("rwb")
-    _limit(*json.loads(sys.argv[2]), int(sys.argv[3]))
+    seconds, memory_bytes = json.loads(sys.argv[2])
+    _limit(seconds, memory_bytes, int(sys.argv[3]))
     first = json.loads(channel.readline())
     if "script" in first:
         channel.close()

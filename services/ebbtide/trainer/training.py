@@ -488,7 +488,8 @@ class TrainingStart:
                     raise
 
     async def _read(self, found: Path | None) -> tuple[LocalLearning, TrainingState | None]:
-        learning = await _compute(self._learn, found or await _compute(model_folder, self._spec.model))
+        source = found if found is not None else await asyncio.to_thread(model_folder, self._spec.model)
+        learning = await _compute(self._learn, source)
         if found is None:
             return learning, None
         return learning, await _compute(learning.resume, found, run_id=self._lease.run_id)
