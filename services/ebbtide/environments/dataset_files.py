@@ -68,9 +68,9 @@ def prepared(place: DataPlace) -> DataPlace:
 
 
 def _as_jsonl(path: Path) -> Path:
-    if not path.is_file():
+    if not os.path.isfile(path):  # noqa: PTH113 - it is False also where a folder may not be read
         raise InvalidRequest(
-            f"{str(path)!r} is no file on this machine; give the path that it has where the driver runs, or a data set "
+            f"{str(path)!r} is no file that can be read on this machine; give the path that it has where the driver runs, or a data set "
             "of the Hub (OWNER/NAME)",
             field=DATA_FIELD,
         )

@@ -116,7 +116,7 @@ async def test_a_process_sees_the_rows_of_its_run_and_no_file_beside_them(tmp_pa
         assert await scored(await opened(made), "yes") == 1.0
         spec = msgspec.structs.replace(made._spec.environment, params={"data": str(tmp_path / "beside.jsonl")})
         made._spec = msgspec.structs.replace(made._spec, environment=spec)
-        with pytest.raises(InvalidRequest, match="is no file"):
+        with pytest.raises(InvalidRequest, match="is no file that can be read"):
             await made.start()
     finally:
         await made.close()

@@ -135,7 +135,7 @@ def test_only_rewards_that_run_no_code_and_end_by_themselves_run_in_threads() ->
 @pytest.mark.parametrize(
     ("params", "field", "says"),
     [
-        ({"data": "absent.jsonl"}, "data", "is no file"),
+        ({"data": "absent.jsonl"}, "data", "is no file that can be read"),
         ({"data": "notes.txt"}, "data", "suffixes"),
         ({"data": "."}, "splits", "is a folder"),
         ({"prompt": "{text}"}, "prompt", "has no 'text'; it has reversed, word"),

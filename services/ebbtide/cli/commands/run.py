@@ -228,13 +228,13 @@ def push(
     """
     from ebbtide.hub_models import push_folder
 
-    found, folder = with_client(lambda client: _checkpoint(client, run_id, step), coordinator, token_file)
+    found, folder = with_client(lambda client: newest_checkpoint(client, run_id, step), coordinator, token_file)
     with Waiting(f"the upload of {folder}"):
         url = push_folder(folder, repository, private=not public, message=f"Step {found} of run {run_id} of Ebbtide")
     typer.echo(url)
 
 
-async def _checkpoint(client: "Client", run_id: str, step: int) -> tuple[int, Path]:
+async def newest_checkpoint(client: "Client", run_id: str, step: int) -> tuple[int, Path]:
     """Step and folder of a run's checkpoint; of `step` 0, the newest. Raises `InvalidRequest` if it is not here."""
     from ebbtide.cli.views.timeline import fetch_events
     from ebbtide.errors import InvalidRequest
