@@ -70,8 +70,8 @@ def prepared(place: DataPlace) -> DataPlace:
 def _as_jsonl(path: Path) -> Path:
     if not os.path.isfile(path):  # noqa: PTH113 - it is False also where a folder may not be read
         raise InvalidRequest(
-            f"{str(path)!r} is no file that can be read on this machine; give the path that it has where the driver runs, "
-            "or a data set of the Hub (OWNER/NAME)",
+            f"{str(path)!r} is no file that can be read on this machine; give the path that it has where the driver "
+            "runs, or a data set of the Hub (OWNER/NAME)",
             field=DATA_FIELD,
         )
     if path.suffix == _PARQUET:
