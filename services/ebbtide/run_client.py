@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from ebbtide.client import Client, Lease
 from ebbtide.environments import Message
 from ebbtide.errors import EbbtideError, InvalidRequest, LeaseSuperseded, NoCapacity, Unavailable
+from ebbtide.hub_models import model_folder, no_directory
 from ebbtide.run_settings import WorkSettings
 from ebbtide.runtime import Shutdown, race
 from ebbtide.step_pacing import first_announced
 from ebbtide.telemetry import bind, get_logger
 from ebbtide.types.ids import new_fence
 from ebbtide.types.run import RunEvent, RunStatus
-from ebbtide.types.spec_file import NO_LORA, no_directory
+from ebbtide.types.spec_file import NO_LORA
 from ebbtide.types.weights import PolicyVersion
 from ebbtide.weights import end_tokens
 
@@ -252,8 +253,9 @@ class Conversations:
 
 
 def load_conversations(model: str, *, stop_token_ids: Sequence[int] = ()) -> Conversations:
-    """Loads the tokenizer of the checkpoint directory `model`. Raises `InvalidRequest` naming `model`."""
-    folder = Path(model)
+    """Loads the tokenizer of the checkpoint `model`, a directory or a name of the Hub. Raises `InvalidRequest` naming
+    `model`."""
+    folder = model_folder(model)
     check_model_directory(folder)
     tokenizer = _load_tokenizer(folder)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -291,6 +293,9 @@ class RunFailed(EbbtideError):
 
 #: A group has no trajectories. Reported before its episodes are dropped, so that no trainer waits for it.
 GROUP_DROPPED: Final = "group_dropped"
+#: A group's rewards are all equal, so another one takes its place. Reported before its episodes are dropped, so that a
+#: driver that restarts draws the same.
+GROUP_REDRAWN: Final = "group_redrawn"
 #: A checkpoint is durable. Reported before its trajectories are committed, which deletes them.
 CHECKPOINT: Final = "checkpoint"
 #: A step of rounds begins groups, or takes them. Reported before the groups are submitted, or completed.
@@ -311,6 +316,7 @@ class RunFollower:
         self.steps: dict[int, int] = {}  # version -> its step
         self.evaluated: set[int] = set()  # steps whose evaluation was reported
         self.dropped: Counter[int] = Counter()  # step -> groups without trajectories
+        self.redrawn: set[str] = set()  # groups for which another one was drawn
         self.checkpoints: dict[int, str] = {}  # step -> path
         self.begun: dict[int, int] = {}  # step of rounds -> groups that it and those before it began
         self.taken: dict[int, int] = {}  # group of rounds -> the step that trains on it
@@ -352,6 +358,8 @@ class RunFollower:
             self.evaluated.add(int(event.values["step"]))
         elif event.kind == GROUP_DROPPED:
             self.dropped[int(event.values["step"])] += 1
+        elif event.kind == GROUP_REDRAWN:
+            self.redrawn.add(event.key)
         elif event.kind == CHECKPOINT:
             self.checkpoints[int(event.values["step"])] = event.labels["path"]
         elif event.kind == ROUND_OPENED:

@@ -3,18 +3,22 @@
 It imports neither the client nor anything of numpy, so that `--help` of both programs is quick.
 """
 
+import contextlib
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 from msgspec import Meta, Struct
 
 from ebbtide.auth.security import ClientSecurity
-from ebbtide.environments import BUILT_IN
+from ebbtide.environments import BUILT_IN, DATASET
 from ebbtide.errors import InvalidRequest
+from ebbtide.hub_models import is_hub_name
 from ebbtide.runtime import ProcessSettings
 from ebbtide.types.run import RunSpec
+
+_ALLOWED: Final = "environments.allowed (EBBTIDE_ENVIRONMENTS_ALLOWED) of driver and trainer"
 
 
 class AllowedEnvironments(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -45,6 +49,10 @@ class WorkSettings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_fi
     model_roots: Annotated[
         tuple[str, ...], Meta(description="folders in which a run's model may be", extra={"shared": True})
     ] = ("/",)
+    data_roots: Annotated[
+        tuple[str, ...],
+        Meta(description="folders in which the files of a run's data set may be", extra={"shared": True}),
+    ] = (".",)
     output_roots: Annotated[
         tuple[str, ...], Meta(description="folders in which a run's output may be", extra={"shared": True})
     ] = (".",)
@@ -57,17 +65,26 @@ def check_permitted(spec: RunSpec, settings: WorkSettings) -> None:
             verifier,
             settings.environments.allowed,
             field=f"environment.verifiers.{name}",
-            setting="environments.allowed (EBBTIDE_ENVIRONMENTS_ALLOWED) of driver and trainer",
+            setting=_ALLOWED,
         )
     if not spec.from_agents:  # of agents no other code runs here
-        check_listed(
-            spec.environment.name,
-            settings.environments.allowed,
-            field="environment.name",
-            setting="environments.allowed (EBBTIDE_ENVIRONMENTS_ALLOWED) of driver and trainer",
-        )
-    _check_root(spec.model, settings.model_roots, field="model", setting="model_roots")
+        allowed = settings.environments.allowed
+        check_listed(spec.environment.name, allowed, field="environment.name", setting=_ALLOWED)
+    if spec.environment.name == DATASET:
+        _check_dataset(spec, settings)
+    _check_root(_place_of(spec.model), settings.model_roots, field="model", setting="model_roots")
     _check_root(spec.output, settings.output_roots, field="output", setting="output_roots")
+
+
+def _check_dataset(spec: RunSpec, settings: WorkSettings) -> None:
+    from ebbtide.environments.dataset import dataset_params
+
+    params = dataset_params(spec.environment.params)
+    if ":" in params.reward:
+        field = "environment.params.reward"
+        check_listed(params.reward, settings.environments.allowed, field=field, setting=_ALLOWED)
+    for path in params.place.files().values() if params.place.local else ():
+        _check_root(str(path), settings.data_roots, field="environment.params.data", setting="data_roots")
 
 
 def check_listed(name: str, allowed: Sequence[str], *, field: str, setting: str) -> None:
@@ -78,6 +95,16 @@ def check_listed(name: str, allowed: Sequence[str], *, field: str, setting: str)
             f"the operator of the cluster can add it to {setting}",
             field=field,
         )
+
+
+def _place_of(model: str) -> str:
+    """Where a model is, or will be once it is fetched."""
+    if is_hub_name(model):
+        with contextlib.suppress(ImportError):
+            from huggingface_hub.constants import HF_HUB_CACHE
+
+            return str(HF_HUB_CACHE)
+    return model
 
 
 def _check_root(path: str, roots: Sequence[str], *, field: str, setting: str) -> None:

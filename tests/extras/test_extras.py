@@ -5,6 +5,7 @@ gigabytes: it is resolved, alone and together with the trainer's, and not instal
 vLLM's CPU build as requirements/cpu.txt pins it.
 """
 
+import json
 import os
 import shlex
 import shutil
@@ -38,6 +39,7 @@ FOREIGN: Final = {
     "simulate": ("torch", "vllm", "numba", "httptools", "aiohttp"),
     "fast": ("torch", "vllm", "redis", "uvloop", "structlog"),
     "trainer": ("vllm", "redis", "httptools", "matplotlib"),  # typer comes with transformers
+    "data,math": ("torch", "vllm", "redis", "structlog"),
 }
 pytestmark = [pytest.mark.extras, pytest.mark.timeout(900)]
 
@@ -166,6 +168,18 @@ def test_a_simulation_needs_its_own_extra_alone(python: str, tmp_path: Path) -> 
     flags = [str(word) for pair in files.items() for word in pair]
     assert "step, median" in run(python, "-m", "ebbtide.cli", "simulate", example, *flags).stdout
     assert all(file.stat().st_size > 0 for file in files.values())
+
+
+@pytest.mark.parametrize("python", ["data,math"], indirect=True)
+def test_data_sets_are_read_from_parquet_and_from_a_cache_of_the_hub_and_mathematics_is_verified(python: str) -> None:
+    probe = Path(__file__).with_name("data_probe.py")
+    assert json.loads(run(python, str(probe)).stdout.splitlines()[-1]) == {
+        "parquet": [7, 7],
+        "hub": ["test 7", "seven"],
+        "absent": "environment.params.data",
+        "remedy": True,
+        "equal": [1.0, 1.0, 1.0, 1.0, 0.0, 0.0],
+    }
 
 
 @pytest.mark.parametrize("python", ["fast"], indirect=True)

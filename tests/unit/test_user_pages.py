@@ -113,7 +113,7 @@ def test_the_run_of_the_quickstart_is_a_run() -> None:
 def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The modules of the page, where they can be imported from."""
     modules = {code.split(".py")[0].removeprefix("# "): code for code in blocks(ENVIRONMENTS, "python")}
-    assert modules.keys() == {"jsonl_math", "sums", "checks"}
+    assert modules.keys() == {"scores", "sums", "checks"}
     for name, code in modules.items():
         (tmp_path / f"{name}.py").write_text(code)
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -121,22 +121,33 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_file_of_problems_and_a_reward_function_make_an_environment(written: Path) -> None:
-    data = written / "gsm8k.jsonl"
+def test_the_data_of_the_page_makes_an_environment_and_so_does_its_reward_function(
+    written: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     problems = [{"question": f"What is {n} + 1?", "answer": f"One more.\n#### {n + 1:,}"} for n in range(990, 1090)]
-    data.write_text("".join(json.dumps(problem) + "\n" for problem in problems))
-    source = load_source("jsonl_math:Problems", {"path": str(data)}, 0)
-    asked: dict[str, set[str]] = {"train": set(), "eval": set(), "check": set()}
-    for split in ("train", "eval", "check"):
-        for index in range(20):
-            environment: Any = source.make(split, index)
-            (message,) = environment.reset()
-            asked[split].add(message.content)
-            right = str(int(re.findall(r"\d+", message.content)[0]) + 1)
-            assert checked_result(environment.step(f"It is {right}.")).reward == 1.0
-            assert checked_result(environment.step("It is 7.")).reward == 0.0
-    assert not asked["train"] & asked["eval"]
-    assert source.identity == load_source("jsonl_math:Problems", {"path": str(data)}, 0).identity
+    (written / "gsm8k.jsonl").write_text("".join(json.dumps(problem) + "\n" for problem in problems))
+    monkeypatch.chdir(written)
+    environment = tomllib.loads(blocks(ENVIRONMENTS, "toml")[0])["environment"]
+    source = load_source(environment["name"], environment["params"], 0)
+    episode: Any = source.make("eval", 3)
+    (message,) = episode.reset()
+    right = str(int(re.findall(r"\d+", message.content)[0]) + 1)
+    assert message.content.endswith("\nEnd with the number alone.")
+    assert checked_result(episode.step(f"It is {right}.")).reward == 1.0
+    assert checked_result(episode.step("It is 7.")).reward == 0.0
+    named = {**environment["params"], "reward": "scores:close"}
+    close = load_source("dataset", named, 0).make("eval", 3)
+    assert 0.0 < (checked_result(close.step("One more.")).reward or 0.0) < 1.0
+
+
+def test_the_parameters_and_rewards_of_data_sets_are_those_of_the_code() -> None:
+    from ebbtide.environments.dataset import DatasetParams
+    from ebbtide.environments.rewards import READY
+
+    named = {name for row in rows(ENVIRONMENTS, "Your data") for name in row}
+    assert READY.keys() | set(DatasetParams.__struct_fields__) <= named
+    parameters = {name for kind in READY.values() for name in kind.__struct_fields__}
+    assert not {name for name in parameters if f"`{name}`" not in (ROOT / ENVIRONMENTS).read_text()}
 
 
 def test_the_environment_of_several_turns_asks_once_more(written: Path) -> None:

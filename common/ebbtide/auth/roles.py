@@ -59,7 +59,7 @@ _METHODS: Final[dict[str, dict[str, set[Role]]]] = {
         "ListKeyUsage": _PEOPLE | {Role.GATEWAY},
         "Cancel": _HOLDERS,
         "CompleteEpisodes": {Role.TRAINER},
-        "WatchTrajectories": {Role.TRAINER},
+        "WatchTrajectories": _PEOPLE | {Role.TRAINER},
         "CommitTrajectories": {Role.TRAINER},
     },
     "Sessions": {

@@ -19,7 +19,7 @@ from ebbtide.rpc.channel import DURABLE_TIMEOUT_S, check_address
 from ebbtide.types.fleet import Worker
 from ebbtide.types.ids import new_fence, new_run_id
 from ebbtide.types.parse import parse
-from ebbtide.types.rollout import TokenChunk
+from ebbtide.types.rollout import TokenChunk, Trajectory
 from ebbtide.types.run import GATEWAY, AttemptSpan, Run, RunEvent, RunSpec, check_spec
 from ebbtide.types.session import KeyUsage
 from ebbtide.types.spec_file import SpecFile
@@ -196,6 +196,15 @@ class Client:
         async for message in self._coordinator.follow(lambda: self._runs.ReadTimeline(request)):
             request.cursor = message.cursor
             yield from_proto(message, AttemptSpan)
+
+    async def trajectories(self, run_id: str, cursor: str = "") -> AsyncGenerator[Trajectory, None]:
+        """Yield a live run's trajectories after `cursor`, oldest first, then new ones until it has ended. They stay
+        until a checkpoint holds them. Raises `NotFound`, and `LeaseSuperseded` if the run had ended before.
+        """
+        request = rollouts_pb2.WatchTrajectoriesRequest(run_id=run_id, cursor=cursor)
+        async for message in self._coordinator.follow(lambda: self._rollouts.WatchTrajectories(request)):
+            request.cursor = message.cursor
+            yield from_proto(message, Trajectory)
 
     async def stream_tokens(self, run_id: str, rollout_id: str, offset: int = 0) -> AsyncGenerator[TokenChunk, None]:
         """Yield a rollout's tokens from `offset` as they are generated; the last chunk has a reason.

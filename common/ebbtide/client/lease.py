@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from ebbtide.client.held_lease import LEAVE_S, HeldLease
 from ebbtide.client.service_peer import ServicePeer
 from ebbtide.errors import AlreadyExists, EbbtideError, InvalidRequest, NoCapacity, RateLimited
+from ebbtide.hub_models import cached_model
 from ebbtide.rpc.channel import DURABLE_TIMEOUT_S
 from ebbtide.types.ids import new_fence
 from ebbtide.types.remaining_work import RemainingWork
@@ -375,7 +376,7 @@ def _config(model: str) -> bytes:
     from ebbtide.weights import read_config
 
     try:
-        return read_config(Path(model))
+        return read_config(cached_model(model) or Path(model))
     except (EbbtideError, OSError) as error:
         log.warning("versions carry no config.json, so workers of other models cannot serve the run: %s", error)
         return b""

@@ -136,6 +136,9 @@ class SyncClient:
     def timeline(self, run_id: str, cursor: str = "") -> Iterator[AttemptSpan]:
         return self._loop.iterate(self._client.timeline(run_id, cursor))
 
+    def trajectories(self, run_id: str, cursor: str = "") -> Iterator[Trajectory]:
+        return self._loop.iterate(self._client.trajectories(run_id, cursor))
+
     def stream_tokens(self, run_id: str, rollout_id: str, offset: int = 0) -> Iterator[TokenChunk]:
         return self._loop.iterate(self._client.stream_tokens(run_id, rollout_id, offset))
 

@@ -46,6 +46,7 @@ class DropReason:
     TOO_STALE: Final = "too_stale"
     DEAD_LETTERED: Final = "dead_lettered"
     GROUP_INCOMPLETE: Final = "group_incomplete"
+    EQUAL_REWARDS: Final = "equal_rewards"  # of its group, for which another was drawn
     GROUP_FULL: Final = "group_full"  # a session more than its group has
     ABANDONED: Final = "abandoned"  # a session that nobody continued
     RUN_ENDED: Final = "run_ended"

@@ -103,7 +103,7 @@ class Sampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class EnvironmentSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The task of a run's episodes."""
 
-    #: `reasoning_gym`, `number_guessing`, `agents`, `verifiers:TASKSET`, or `package.module:factory` of your own.
+    #: `dataset`, `reasoning_gym`, `number_guessing`, `agents`, `verifiers:TASKSET`, or `package.module:factory` of yours.
     name: str
     params: dict[str, Any] = {}  # parameters of the environment
     #: Of `agents` alone: a table of names, each with `"package.module:function"`. They give sessions their rewards.
@@ -125,6 +125,10 @@ class BatchSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     #: Limit on an episode's time in environment code. Generation is not counted.
     episode_timeout_s: Annotated[float, Meta(gt=0)] = 300.0
     max_turns: Positive = 16  # of an episode
+    #: Dynamic sampling (Yu et al., "DAPO", 2025, section 3.2): a group whose rewards are all equal teaches nothing. It
+    #: is dropped, and another prompt takes its place, at most so many times; the last one is kept whatever its rewards
+    #: are. 0: no group is dropped for its rewards.
+    dynamic_sampling: Annotated[int, Meta(ge=0, le=16)] = 0
 
 
 class TrainerSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -230,8 +234,8 @@ class RunSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A run as submitted."""
 
     name: str  # at most 100 characters of `A-Z a-z 0-9 . _ -`
-    #: Directory of a Hugging Face checkpoint (safetensors and tokenizer), which trainer and driver read at this path.
-    #: Fetch a model of the Hub first: `hf download Qwen/Qwen3-8B --local-dir models/Qwen3-8B`.
+    #: Directory of a Hugging Face checkpoint (safetensors and tokenizer), which trainer and driver read at this path;
+    #: or a name on the Hub (`Qwen/Qwen3-8B`), which they look up in their caches (`HF_HOME`), and else fetch.
     model: str
     policy: str = "policy"  # name of the weight stream that the run trains
     seed: Natural = 0  # of problems and of the order of samples
@@ -456,6 +460,7 @@ def spec_problems(spec: RunSpec) -> Iterator[InvalidRequest]:
         yield InvalidRequest(text, field="trainer.releases")
     yield from _reward_limit_problems(spec)
     yield from _rounds_problems(spec)
+    yield from _draws_problems(spec)
     if spec.share.ceiling is not None and spec.share.floor > spec.share.ceiling:
         yield InvalidRequest(f"must be at most share.ceiling ({spec.share.ceiling:g})", field="share.floor")
     if len(msgspec.json.encode(spec)) > MAX_SPEC_BYTES:
@@ -480,6 +485,13 @@ def _rounds_problems(spec: RunSpec) -> Iterator[InvalidRequest]:
             "must be at least 1 with tail.rounds: groups that continue are trained later; raise it, or leave that out"
         )
         yield InvalidRequest(text, field="batch.max_staleness")
+
+
+def _draws_problems(spec: RunSpec) -> Iterator[InvalidRequest]:
+    """Refuse other prompts where no driver draws them."""
+    if spec.batch.dynamic_sampling and (spec.from_agents or spec.external):
+        text = "only a run with a driver of its own draws prompts; leave it out"
+        yield InvalidRequest(text, field="batch.dynamic_sampling")
 
 
 def _agents_problems(spec: RunSpec) -> Iterator[InvalidRequest]:

@@ -1,4 +1,4 @@
-"""Reads a run's spec from a TOML file, lists everything that is wrong in it at once, and says where to get a model."""
+"""Reads a run's spec from a TOML file, and lists everything that is wrong in it at once."""
 
 import re
 from pathlib import Path
@@ -9,19 +9,6 @@ import msgspec
 from ebbtide.checked_files import MOST_PROBLEMS, FileRefused, Problem, TomlFile, TomlPath, checked, read_text
 from ebbtide.errors import InvalidRequest
 from ebbtide.types.run import RunSpec, spec_problems
-
-#: OWNER/NAME, as the Hugging Face Hub calls models. A relative path may look the same.
-_HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
-
-
-def no_directory(model: str) -> str:
-    """What is wrong with a `model` that is no directory here, and the remedy."""
-    told = f"{model[:200]!r} is no directory; give the path of a local checkpoint"
-    if not _HUB_NAME.fullmatch(model):
-        return told
-    folder = f"models/{model.partition('/')[2]}"
-    return f"{told}. From the Hugging Face Hub: hf download {model} --local-dir {folder}, then give {folder}"
-
 
 NO_LORA: Final = "LoRA adapters are not supported yet; merge the adapter into its base model and give that"
 #: How other trainers' files call their settings of adapters.

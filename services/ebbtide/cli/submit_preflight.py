@@ -10,9 +10,12 @@ from typing import Final
 import msgspec
 
 from ebbtide.cli.waiting import Waiting
+from ebbtide.environments import DATASET
+from ebbtide.environments.dataset import dataset_params
 from ebbtide.errors import EbbtideError, InvalidRequest
+from ebbtide.hub_models import cached_model, is_hub_name, is_on_hub, no_directory
 from ebbtide.types.run import RunSpec, to_mapping
-from ebbtide.types.spec_file import SpecFile, no_directory
+from ebbtide.types.spec_file import SpecFile
 
 _REFUSED: Final = 2
 _NOT_INSTALLED: Final = 3
@@ -24,10 +27,10 @@ def check(path: Path, *, deep: bool = True) -> RunSpec:
     """Returns the spec in the TOML file at `path`. Raises `FileRefused` with line and column of all that is wrong.
 
     `deep` also has the trainer, in its own process, make the environment, read the model and compare lengths with its
-    context. The model's path becomes absolute then: services may run in another directory.
+    context. The paths of model and data become absolute then: services may run in another directory.
     """
     file = SpecFile(path)
-    if deep and file.model and not Path(file.model).is_dir():
+    if deep and file.model and not _is_to_be_had(file.model):
         told = f"{no_directory(file.model)}. Where only other machines have it: --no-check"
         file.note(InvalidRequest(told, field="model"))
     file.refuse_noted()
@@ -38,7 +41,25 @@ def check(path: Path, *, deep: bool = True) -> RunSpec:
     except InvalidRequest as problem:
         file.note(problem)
         file.refuse_noted()
-    return msgspec.structs.replace(file.spec, model=str(Path(file.spec.model).resolve()))
+    return _with_absolute_paths(file.spec)
+
+
+def _is_to_be_had(model: str) -> bool:
+    """Whether it is a folder here, or one that trainer and driver find by its name on the Hub."""
+    if not is_hub_name(model):
+        return Path(model).is_dir()
+    with Waiting(f"the Hugging Face Hub, for {model}"):
+        return cached_model(model) is not None or is_on_hub(model)
+
+
+def _with_absolute_paths(spec: RunSpec) -> RunSpec:
+    if not is_hub_name(spec.model):
+        spec = msgspec.structs.replace(spec, model=str(Path(spec.model).resolve()))
+    if spec.environment.name != DATASET or not dataset_params(spec.environment.params).place.local:
+        return spec
+    data = str(Path(spec.environment.params["data"]).expanduser().resolve())
+    environment = msgspec.structs.replace(spec.environment, params={**spec.environment.params, "data": data})
+    return msgspec.structs.replace(spec, environment=environment)
 
 
 def check_deeply(spec: RunSpec, patience_s: float = 120.0) -> None:

@@ -13,6 +13,7 @@ from ebbtide.cli.interrupts import INTERRUPTED
 from ebbtide.cli.interrupts import run as run_interruptible
 from ebbtide.cli.waiting import Waiting
 from ebbtide.errors import InvalidRequest
+from ebbtide.hub_models import is_hub_name, model_folder
 from ebbtide.local_cluster.host_resources import engine_need, torch_on_gpus, vllm_on_gpus
 from ebbtide.local_cluster.local_cluster import (
     ClusterShape,
@@ -37,6 +38,7 @@ def run(shape: ClusterShape, directory: Path, cache: Path, *, workers: int | Non
 
     `workers`: None: as many as there are GPUs for. `gpus`: those to use, as in `local_cluster`.
     """
+    shape = msgspec.structs.replace(shape, model=_folder_of(shape.model))
     for config in shape.worker_configs or (None,):
         _check_worker(shape.model, config)
     if shape.trainer_config:
@@ -78,6 +80,17 @@ def workers_for(shape: ClusterShape, gpus: str) -> int:
     ranks = shape.ranks if torch_on_gpus() else 0
     least = 0 if shape.generate else 1
     return max(least, (len(devices) - ranks) // each.devices)
+
+
+def _folder_of(model: Path) -> Path:
+    """Fetches a model of the Hub. Raises `InvalidRequest`."""
+    if not is_hub_name(str(model)):
+        return model
+    try:
+        with Waiting(f"{model} from the Hugging Face Hub"):
+            return model_folder(str(model))
+    except InvalidRequest as error:
+        raise InvalidRequest(error.text, field="--model") from None
 
 
 def _check_worker(model: Path, config: Path | None) -> None:

@@ -6,8 +6,11 @@ In a run whose episodes agents play through gateways there is nothing to submit,
 import asyncio
 from functools import partial
 
+import msgspec
+
 from ebbtide.client import Client, Lease
 from ebbtide.driver.coordinator_traffic import CoordinatorTraffic
+from ebbtide.driver.environment_host import HostPlan
 from ebbtide.driver.environment_processes import EnvironmentProcesses
 from ebbtide.driver.environments import LOADING_S, Environments, EpisodeClock, ThreadedEnvironments
 from ebbtide.driver.episode_player import EpisodePlayer
@@ -15,7 +18,8 @@ from ebbtide.driver.host_process import TookTooLong, host_plan
 from ebbtide.driver.settings import DriverSettings
 from ebbtide.driver.steps import StepSubmitter
 from ebbtide.driver.verdicts import SessionVerdicts, VerifierProcesses
-from ebbtide.environments import EnvironmentSource, load_source, needs_isolation
+from ebbtide.environments import DATASET, EnvironmentSource, load_source, needs_isolation
+from ebbtide.environments.dataset import dataset_params, with_local_rows
 from ebbtide.errors import InvalidRequest, NotReady
 from ebbtide.rpc.backoff import pauses
 from ebbtide.run_client import Conversations, RunFailed, RunFollower, load_conversations
@@ -54,6 +58,7 @@ async def drive(client: Client, lease: Lease, settings: DriverSettings) -> None:
         await _drive_agents(lease, following, settings)
         return
     _check_scoring(spec, settings)
+    spec = await _with_local_rows(spec)
     environments = _environments(spec, settings)
     exchange = CoordinatorTraffic(lease, lambda request: request.priority <= max(following.versions, default=0))
     try:
@@ -92,11 +97,33 @@ def _check_scoring(spec: RunSpec, settings: DriverSettings) -> None:
     raise InvalidRequest(text, field="tail.reward_timeout_s")
 
 
+async def _with_local_rows(spec: RunSpec) -> RunSpec:
+    """Fetches the rows of a data set, with the rights that code of the run has not. Raises `InvalidRequest` or
+    `RunFailed`."""
+    if spec.environment.name != DATASET:
+        return spec
+    try:
+        async with asyncio.timeout(LOADING_S):
+            params = await asyncio.to_thread(with_local_rows, spec.environment.params)
+    except TimeoutError:
+        raise RunFailed(f"the rows of {spec.environment.params['data']!r} were not there in {LOADING_S:g} s") from None
+    return msgspec.structs.replace(spec, environment=msgspec.structs.replace(spec.environment, params=params))
+
+
 def _environments(spec: RunSpec, settings: DriverSettings) -> Environments:
     """Ebbtide's own environments run in this process, all others in processes without its rights."""
     if needs_isolation(spec.environment.name, spec.environment.params):
-        return EnvironmentProcesses(spec, settings, host_plan(settings))
+        return EnvironmentProcesses(spec, settings, environment_plan(spec, settings))
     return ThreadedEnvironments(partial(_load_source, spec), settings.environment_threads)
+
+
+def environment_plan(spec: RunSpec, settings: DriverSettings) -> HostPlan:
+    """Shows processes the run's rows, besides what all of them are shown."""
+    plan = host_plan(settings)
+    if spec.environment.name != DATASET:
+        return plan
+    files = dataset_params(spec.environment.params).place.files().values()
+    return msgspec.structs.replace(plan, readable=(*plan.readable, *map(str, files)))
 
 
 async def _prepare(spec: RunSpec, environments: Environments) -> Conversations:

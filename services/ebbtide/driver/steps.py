@@ -4,6 +4,9 @@
 the run says. A group's episodes are completed all at once, when all are decided: so every trajectory states its group's
 true size, and a restarted driver finds a group either undecided or decided.
 
+With dynamic sampling (`batch.dynamic_sampling`) a group whose rewards are all equal is dropped once it is whole, and
+another prompt takes its place. That is reported before it is done, so a restarted driver draws the same.
+
 `RoundSubmitter` plays the groups of a run whose steps train on the groups that are complete first, while the others
 continue. `GroupRounds` decides. What it decided is reported before it is done: the groups that a step begins, and those
 that it takes. So a driver that follows knows both.
@@ -17,7 +20,7 @@ An evaluation plays one pinned version on problems that are never trained on, ap
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Container, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -31,7 +34,7 @@ from ebbtide.driver.episode_player import EpisodeEnding, EpisodePlan, EpisodePla
 from ebbtide.driver.group_rounds import GroupRounds
 from ebbtide.errors import NotReady
 from ebbtide.rpc.backoff import pauses
-from ebbtide.run_client import GROUP_DROPPED, ROUND_OPENED, ROUND_TAKEN, RunFailed, RunFollower
+from ebbtide.run_client import GROUP_DROPPED, GROUP_REDRAWN, ROUND_OPENED, ROUND_TAKEN, RunFailed, RunFollower
 from ebbtide.step_pacing import VersionBounds, continued, evaluation_steps, open_steps, pinned, training_bounds
 from ebbtide.telemetry import get_logger
 from ebbtide.types.rollout import DropReason, Episode, RolloutKind
@@ -94,13 +97,15 @@ EXCERPT: Final = 500
 class GroupResult:
     trajectories: int = 0
     failures: list[EpisodeEnding] = field(default_factory=list)
+    redrawn: int = 0  # groups before this one, in its place, whose rewards were all equal
+    equal: bool = False  # its own are, too
 
 
 class GroupRunner:
-    """Runs group `place` of a step.
+    """Runs group `place` of a step, and those that are drawn in its place.
 
     Invariant: `samples[k]` is the state of sample k's newest episode. `endings[k]` holds its trajectory once it is
-    SCORED, unless a former driver completed it.
+    SCORED, unless a former driver completed it. Both are of the newest draw.
     """
 
     def __init__(
@@ -113,15 +118,18 @@ class GroupRunner:
         place: int,
         bounds: VersionBounds,
         index: int | None = None,
+        redrawn: Container[str] = (),
     ) -> None:
-        """`index`: the number of its problem; None: it follows from step and place."""
+        """`index`: the number of its problem; None: it follows from step and place. `redrawn`: groups for which a
+        former driver drew others."""
         batch = player.spec.batch
         self._lease = lease
         self._player = player
         self._exchange = exchange
         self._step = step
-        self._id = f"s{step}.g{place}"
+        self._place, self._redrawn = place, redrawn
         self._index = step * batch.groups_per_step + place if index is None else index
+        self._draw = 0
         self._bounds = bounds
         self._setting = batch.incomplete_group
         self.samples = [SampleOutcome()] * batch.group_size
@@ -134,8 +142,31 @@ class GroupRunner:
         await self.play()
         return await self.store(self._step)
 
+    @property
+    def _id(self) -> str:
+        return f"s{self._step}.g{self._place}" + (f".d{self._draw}" if self._draw else "")
+
+    @property
+    def _problem(self) -> int:
+        """Its number: those of later draws are behind the ones of all first draws, and no two are equal."""
+        batch, steps = self._player.spec.batch, self._player.spec.trainer.steps
+        if not self._draw:
+            return self._index
+        return batch.groups_per_step * steps + self._index * batch.dynamic_sampling + self._draw - 1
+
     async def play(self) -> None:
-        """Plays the group until its samples are decided. Nothing of it is stored yet."""
+        """Plays the group until its samples are decided, and others in its place while they teach nothing. Nothing of
+        the last one is stored yet."""
+        await self._play_draw()
+        while self._id in self._redrawn or (self._draw < self._player.spec.batch.dynamic_sampling and self._is_equal()):
+            await self._drop_draw()
+            self._draw += 1
+            self.samples = [SampleOutcome()] * len(self.samples)
+            self.endings.clear()
+            await self._play_draw()
+        self.result.redrawn, self.result.equal = self._draw, self._is_equal()
+
+    async def _play_draw(self) -> None:
         running = {self._start(sample): sample for sample in range(len(self.samples))}
         try:
             while (decision := decide(self.samples, setting=self._setting)).verdict in {
@@ -153,6 +184,26 @@ class GroupRunner:
                 task.cancel()
         self._decision = decision
 
+    def _is_equal(self) -> bool:
+        """Whether the group is complete, and its rewards are all equal. A former driver's are not known: it kept it."""
+        rewards = [ending.trajectory.reward for ending in self.endings.values() if ending.trajectory is not None]
+        whole = self._decision.verdict is GroupVerdict.COMPLETE and len(rewards) == len(self._decision.samples)
+        return whole and max(rewards) == min(rewards)
+
+    async def _drop_draw(self) -> None:
+        """Drops a group for which another one is drawn."""
+        reward = next((ending.trajectory.reward for ending in self.endings.values() if ending.trajectory), 0.0)
+        message = f"group {self._id} has equal rewards, {reward:g}: another one is drawn"
+        values = {"step": float(self._step), "reward": reward}
+        await self._lease.report([RunEvent(kind=GROUP_REDRAWN, key=self._id, message=message, values=values)])
+        failed = [_dropped(ending, ending.failure) for ending in self._failures() if ending.rollout_ids]
+        equal = [_dropped(ending, DropReason.EQUAL_REWARDS) for ending in self.endings.values()]
+        await self._exchange.complete(equal + failed)
+
+    def _failures(self) -> list[EpisodeEnding]:
+        """Those of the newest draw."""
+        return [ending for ending in self.result.failures if ending.plan.group_id == self._id]
+
     async def store(self, step: int) -> GroupResult:
         """Completes the episodes of a group that was played, as some of `step`."""
         if self._decision.verdict is GroupVerdict.DROP:
@@ -167,7 +218,7 @@ class GroupRunner:
             episode_id=f"{self._id}.{sample}{again}",
             group_id=self._id,
             split="train",
-            index=self._index,
+            index=self._problem,
             step=self._step,
             kind=RolloutKind.TRAIN,
             bounds=self._bounds,
@@ -194,7 +245,7 @@ class GroupRunner:
         If a driver dies between two calls, the next one takes completed episodes for scored ones. So failures may be
         completed only after all scored episodes.
         """
-        failed = [_dropped(ending, ending.failure) for ending in self.result.failures if ending.rollout_ids]
+        failed = [_dropped(ending, ending.failure) for ending in self._failures() if ending.rollout_ids]
         if decision.verdict is GroupVerdict.DROP:
             return [_dropped(ending, DropReason.GROUP_INCOMPLETE) for ending in self.endings.values()] + failed
         self.result.trajectories = size = len(decision.samples)
@@ -313,7 +364,14 @@ class RoundSubmitter:
         step, place = self._begun[group]
         bounds = continued(self._following.versions, step=step)
         made = GroupRunner(
-            self._lease, self._player, self._exchange, step=step, place=place, bounds=bounds, index=group
+            self._lease,
+            self._player,
+            self._exchange,
+            step=step,
+            place=place,
+            bounds=bounds,
+            index=group,
+            redrawn=self._following.redrawn,
         )
         self._runners[group] = made
         return made
@@ -513,10 +571,8 @@ class StepSubmitter:
     async def _step(self, step: int) -> None:
         batch = self._spec.batch
         bounds = training_bounds(self._following.versions, step=step, max_staleness=batch.max_staleness)
-        groups = [
-            GroupRunner(self._lease, self._player, self._exchange, step=step, place=place, bounds=bounds)
-            for place in range(batch.groups_per_step)
-        ]
+        runner = partial(GroupRunner, self._lease, self._player, self._exchange, step=step, bounds=bounds)
+        groups = [runner(place=place, redrawn=self._following.redrawn) for place in range(batch.groups_per_step)]
         async with asyncio.TaskGroup() as tasks:
             playing = [tasks.create_task(group.run()) for group in groups]
         await self._account(step, [task.result() for task in playing])
@@ -530,6 +586,7 @@ class StepSubmitter:
         Raises `RunFailed` if a step has no trajectory: the whole environment fails.
         """
         await self._report_scorings(step)
+        await self._report_draws(step, results)
         failures = [failure for result in results for failure in result.failures]
         if not failures:
             return
@@ -547,3 +604,14 @@ class StepSubmitter:
         if cut := counts.get("out_of_time", 0.0):
             text = f"{cut:g} of {sum(counts.values()):g} responses scored out of time"
             await self._lease.report([RunEvent(kind="rewards", key=str(step), message=text, values=counts)])
+
+    async def _report_draws(self, step: int, results: Sequence[GroupResult]) -> None:
+        """Reports how many groups of a step were dropped for their equal rewards, and how many have such after all."""
+        if not self._spec.batch.dynamic_sampling:
+            return
+        dropped, equal = sum(one.redrawn for one in results), sum(one.equal for one in results)
+        values = {"step": float(step), "dropped": float(dropped), "equal": float(equal), "groups": float(len(results))}
+        text = (
+            f"{dropped} groups of step {step} were dropped for equal rewards; {equal} of {len(results)} still have such"
+        )
+        await self._lease.report([RunEvent(kind="dynamic_sampling", key=str(step), message=text, values=values)])

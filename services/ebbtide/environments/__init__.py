@@ -18,8 +18,11 @@ from ebbtide.types.parse import parse
 #: `train` is for training, `check` for decisions while training (when to stop), `eval` for reported results.
 Split = Literal["train", "check", "eval"]
 P = TypeVar("P", bound=msgspec.Struct)
+#: The built-in environment whose rows and reward function a run brings.
+DATASET: Final = "dataset"
 #: name -> factory. Their code is Ebbtide's own.
 BUILT_IN: Final = {
+    DATASET: "ebbtide.environments.dataset:DatasetSource",
     "number_guessing": "ebbtide.environments.number_guessing:NumberGuessingSource",
     "reasoning_gym": "ebbtide.environments.reasoning_gym:ReasoningGymSource",
 }
@@ -28,6 +31,8 @@ EVALUATING: Final = frozenset({
     "binary_matrix", "composite", "countdown", "intermediate_integration", "n_queens", "polynomial_multiplication",
     "puzzle24", "simple_integration", "spiral_matrix", "string_insertion",
 })  # fmt: skip
+#: Rewards of `dataset` that run no code, in a time that the response's length bounds.
+REWARDS_IN_THREADS: Final = frozenset({"exact", "number"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,16 +134,19 @@ def reward_out_of_time(source: EnvironmentSource) -> float | None:
 
 
 def needs_isolation(name: str, params: Mapping[str, Any]) -> bool:
-    """Whether this environment brings code of others: its own, or responses that a verifier evaluates as Python."""
+    """Whether this environment brings code of others, such as its own, a reward function or responses that a verifier
+    evaluates as Python; or a computation that no thread can be freed of."""
+    if name == DATASET:
+        return str(params.get("reward", "exact")) not in REWARDS_IN_THREADS
     return name not in BUILT_IN or (name == "reasoning_gym" and str(params.get("dataset")) in EVALUATING)
 
 
-def parse_params(kind: type[P], params: Mapping[str, Any]) -> P:
-    """Reads `params` as a `kind`. Raises `InvalidRequest` naming `environment.params.<key>`."""
+def parse_params(kind: type[P], params: Mapping[str, Any], *, within: str = "environment.params") -> P:
+    """Reads `params` as a `kind`. Raises `InvalidRequest` naming `<within>.<key>`."""
     try:
         return parse(kind, params)
     except InvalidRequest as error:
-        raise InvalidRequest(error.text, field=f"environment.params.{error.field}".rstrip(".")) from None
+        raise InvalidRequest(error.text, field=f"{within}.{error.field}".rstrip(".")) from None
 
 
 def _import_factory(name: str) -> Callable[[Mapping[str, Any], int], EnvironmentSource]:

@@ -14,8 +14,12 @@ CHECK_SHARE = 0.05
 
 def split_of(question: str) -> Split:
     """Returns the split of `question`; letter case and white space make no difference."""
-    normal = " ".join(question.casefold().split())
-    place = int.from_bytes(blake2b(normal.encode(), digest_size=8).digest(), "big") / 2**64
+    place = int.from_bytes(question_key(question), "big") / 2**64
     if place < EVAL_SHARE:
         return "eval"
     return "check" if place < EVAL_SHARE + CHECK_SHARE else "train"
+
+
+def question_key(question: str) -> bytes:
+    """Returns 8 bytes that are equal for questions that differ in letter case and white space alone."""
+    return blake2b(" ".join(question.casefold().split()).encode(), digest_size=8).digest()

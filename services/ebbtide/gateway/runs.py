@@ -22,6 +22,7 @@ from ebbtide.gateway.parsers import ParserNames
 from ebbtide.gateway.prompt_threads import PromptThreads
 from ebbtide.gateway.request_player import RequestPlayer
 from ebbtide.gateway.templates import TemplateSandbox
+from ebbtide.hub_models import model_folder
 from ebbtide.telemetry import get_logger
 from ebbtide.types.run import Run
 
@@ -99,7 +100,7 @@ class RunCatalog:
     def _folder(self, run: Run) -> Path:
         """The model's folder, where links lead. Raises `InvalidRequest` naming `model` outside of the allowed roots."""
         try:
-            folder = Path(run.spec.model).resolve()
+            folder = model_folder(run.spec.model).resolve()
         except (OSError, RuntimeError, ValueError) as error:  # links in a circle, or a zero byte
             raise InvalidRequest(f"{run.spec.model!r} is no folder: {error}", field="model") from error
         if not any(folder.is_relative_to(root) for root in self._roots):

@@ -280,7 +280,8 @@ class LocalCluster:
 
     def _permissions(self, holder: str) -> dict[str, object]:
         """Settings that trainer and driver share. The cluster serves its user alone, whose files runs may use."""
-        return {"holder": holder, "environments_allowed": self.shape.allowed_environments, "output_roots": "/"}
+        roots = {"data_roots": "/", "output_roots": "/"}
+        return {"holder": holder, "environments_allowed": self.shape.allowed_environments, **roots}
 
     def next_worker(self, *, borrowed: bool = False, core: int | None = None) -> Program:
         """Returns one more worker, to be started: on the machine with this core, or in the first place that is free."""

@@ -97,7 +97,9 @@ class WorkerSettings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_
         "vllm"
     )
     engine_options: Annotated[str, Meta(description="text that is passed to the factory of your own engine")] = ""
-    model: Annotated[str, Meta(description="checkpoint directory that the engine boots from")] = ""
+    model: Annotated[
+        str, Meta(description="checkpoint directory that the engine boots from, or its name on the Hugging Face Hub")
+    ] = ""
     change_architecture: Annotated[
         bool, Meta(description="restart the engine for runs of another architecture; a borrowed worker never does")
     ] = True

@@ -15,7 +15,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, suppress
-from pathlib import PurePath
 from typing import Any, Final, NamedTuple
 
 from ebbtide import telemetry
@@ -29,6 +28,7 @@ from ebbtide.errors import (
     Unauthenticated,
     Unavailable,
 )
+from ebbtide.hub_models import model_name
 from ebbtide.rollout_worker import metrics
 from ebbtide.rollout_worker.control_handler import ControlHandler
 from ebbtide.rollout_worker.generation.generation import Assignment, HeldForecast
@@ -180,7 +180,7 @@ class ControlSession:
             case "install":
                 install = message.install
                 version = from_proto(install.version, PolicyVersion)
-                change = (PurePath(install.model).name or install.run_id) if install.change else ""
+                change = (model_name(install.model) or install.run_id) if install.change else ""
                 worker.installer.set_target(TargetVersion(install.run_id, version, install.publisher), change)
             case "forget":
                 worker.forget(message.forget.run_id)

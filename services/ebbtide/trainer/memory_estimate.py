@@ -18,6 +18,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ebbtide.errors import InvalidRequest
+from ebbtide.hub_models import model_folder
 from ebbtide.trainer.settings import TrainerSettings
 from ebbtide.types.run import RunSpec
 
@@ -233,7 +234,7 @@ def check_memory(spec: RunSpec, settings: TrainerSettings, *, ranks: int, longes
     """
     if not spec.built_in or (card := smallest_card(settings.device, ranks)) is None:
         return ""
-    shape = read_shape(Path(spec.model))
+    shape = read_shape(model_folder(spec.model))
     plan = MemoryPlan(
         ranks=ranks,
         micro_batch_tokens=spec.trainer.micro_batch_tokens,

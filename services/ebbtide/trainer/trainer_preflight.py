@@ -15,6 +15,7 @@ import msgspec
 from ebbtide.client.client import read_spec
 from ebbtide.environments import Message
 from ebbtide.errors import InvalidRequest
+from ebbtide.hub_models import cached_model
 from ebbtide.run_client import check_model_directory, load_conversations
 from ebbtide.settings import read
 from ebbtide.trainer.memory_estimate import check_memory
@@ -29,7 +30,9 @@ def check(spec: RunSpec, settings: TrainerSettings) -> str:
     from ebbtide.environments import load_source
     from ebbtide.environments.session_verifiers import load_verifier
 
-    check_model_directory(Path(spec.model))
+    if (folder := cached_model(spec.model)) is None:
+        return f"{spec.model!r} is not in this machine's cache, and was not checked; trainer and driver will fetch it"
+    check_model_directory(folder)
     if spec.external:
         return ""
     check_trainable(spec, settings)
@@ -81,7 +84,7 @@ def _settings() -> TrainerSettings:
     settings = read(TrainerSettings, prog="ebbtide serve trainer", argv=[])
     roots = {
         name: tuple(root for root in getattr(settings, name) if Path(root).is_absolute()) or ("/",)
-        for name in ("model_roots", "output_roots")
+        for name in ("model_roots", "data_roots", "output_roots")
     }
     return msgspec.structs.replace(settings, **roots)
 

@@ -21,6 +21,7 @@ from typing import Any, Final, ParamSpec, TypeVar
 from ebbtide.client import Client, Lease
 from ebbtide.client.publisher.publisher import Publishing, PublishReport
 from ebbtide.errors import AlreadyExists
+from ebbtide.hub_models import model_folder
 from ebbtide.run_client import CHECKPOINT, RunFollower
 from ebbtide.runtime import Aside, race
 from ebbtide.telemetry import counter, gauge, get_logger
@@ -531,7 +532,8 @@ class TrainingStart:
                     raise
 
     async def _read(self, found: Path | None) -> tuple[LocalLearning, TrainingState | None]:
-        learning = await _compute(self._learn, found or Path(self._spec.model))
+        source = found if found is not None else await asyncio.to_thread(model_folder, self._spec.model)
+        learning = await _compute(self._learn, source)
         if found is None:
             return learning, None
         return learning, await _compute(learning.resume, found, run_id=self._lease.run_id)

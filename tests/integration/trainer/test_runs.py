@@ -12,7 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from ebbtide.cli.views.samples import SampleFilter, fetch
 from ebbtide.client import Client
+from ebbtide.errors import InvalidRequest
 from ebbtide.types.run import Run, RunEvent, RunSpec, RunStatus, TailSpec
 from tests.support.waiting import wait_until
 
@@ -79,6 +81,32 @@ async def test_a_run_killed_anywhere_ends_like_an_undisturbed_one(
         assert run.counters["trained"] == run.counters["submitted"] == 6 * 4 * 4
         expected, found = final_weights(calm), final_weights(run)
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items()), victim
+
+
+async def test_samples_are_shown_until_a_checkpoint_holds_them(
+    cluster: Any, client: Client, make_spec: MakeSpec
+) -> None:
+    spec = make_spec(trainer={"checkpoint_every": 100})
+    await client.submit(spec, "sampled")
+    await wait_until(partial(trained, client, "sampled", 2), timeout=60)
+    trainer = cluster.programs["trainer"].process
+    trainer.send_signal(signal.SIGSTOP)
+    try:
+        first = await fetch(client, "sampled", SampleFilter(step=1, most=100))
+        worst, *_ = await fetch(client, "sampled", SampleFilter(worst=True, most=1))
+    finally:
+        trainer.send_signal(signal.SIGCONT)
+    assert len(first) == 4 * 4
+    assert {one.step for one in first} == {1}
+    for one in first:
+        assert one.prompt
+        assert one.response[0].sampled
+        assert one.tokens == sum(part.last - part.first for part in one.workers) > 0
+        assert {part.worker for part in one.workers} == {(await client.workers())[0].worker_id}
+    assert worst.reward <= min(one.reward for one in first)
+    await ended(client, "sampled")
+    with pytest.raises(InvalidRequest, match="has ended"):
+        await fetch(client, "sampled", SampleFilter())
 
 
 async def test_a_trainer_killed_within_a_streamed_step_trains_its_groups_once(

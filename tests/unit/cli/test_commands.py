@@ -129,7 +129,7 @@ def test_all_that_is_wrong_with_a_spec_is_told_at_once_and_what_to_do_about_a_mo
     (tmp_path / "RUN.toml").write_text(
         f"{SPEC.replace('nowhere', 'Qwen/Qwen3-8B')}[sampling]\nmin_tokens = 600\n[trainer]\nstep = 3\n"
     )
-    done = ebbtide("run", "submit", str(tmp_path / "RUN.toml"))
+    done = ebbtide("run", "submit", str(tmp_path / "RUN.toml"), HF_HUB_OFFLINE="1")
     assert done.returncode == 2
     first, second, third = done.stderr.replace(f"{tmp_path}/", "").splitlines()
     assert first.startswith("ebbtide: RUN.toml:3:9: model: 'Qwen/Qwen3-8B' is no directory; ")
@@ -186,10 +186,10 @@ def test_a_model_that_no_worker_would_boot_from_is_refused_before_anything_boots
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, told: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    done = ebbtide("up", "--model", model, "--run-dir", str(tmp_path / "up"))
+    done = ebbtide("up", "--model", model, "--run-dir", str(tmp_path / "up"), HF_HUB_OFFLINE="1")
     assert done.returncode == 2
     assert done.stderr.startswith("ebbtide: --model: ")
-    assert done.stderr.endswith(f"{told}\n")
+    assert told in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 

@@ -353,3 +353,84 @@ async def test_a_cancelled_run_ends_the_driver(
     cluster.finish(RunStatus.CANCELLED, "cancelled")
     async with asyncio.timeout(5):
         await driver
+
+
+def graded(monkeypatch: pytest.MonkeyPatch, equal: Callable[[int], bool]) -> None:
+    """Has problems give equal rewards, or 0 and 1 in turn by sample."""
+    given: Counter[int] = Counter()
+
+    def step(self: Instance, response: str) -> StepResult:
+        given[self.index] += 1
+        reward = 1.0 if equal(self.index) else float(given[self.index] % 2)
+        return StepResult(reward=reward, done=True)
+
+    monkeypatch.setattr(Instance, "step", step)
+
+
+def trained_groups(cluster: Any, step: int) -> set[str]:
+    return {one.group_id for one in cluster.trajectories if one.step == step}
+
+
+def draws(tiny_model: Path, most: int) -> RunSpec:
+    return make_spec(tiny_model, batch={"dynamic_sampling": most}, evaluation={"problems": 0})
+
+
+async def test_groups_with_equal_rewards_are_dropped_and_others_drawn_from_problems_of_their_own(
+    tiny_model: Path, behaviour: Behaviour, make_cluster: Any, make_client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graded(monkeypatch, lambda index: index in {1, 4 + 2})  # the second group of step 0, and its first other one
+    cluster = make_cluster(draws(tiny_model, 2), echo)
+    await drive_to_end(cluster, make_client(cluster))
+    assert cluster.run.status is RunStatus.FINISHED
+    assert trained_groups(cluster, 0) == {"s0.g0", "s0.g1.d2"}
+    assert trained_groups(cluster, 1) == {"s1.g0", "s1.g1"}
+    assert dict(cluster.dropped) == {"equal_rewards": 2 * 3}
+    assert cluster.settled()
+    assert [event.key for event in cluster.named("group_redrawn")] == ["s0.g1", "s0.g1.d1"]
+    told = {event.key: (event.values["dropped"], event.values["equal"]) for event in cluster.named("dynamic_sampling")}
+    assert told == {"0": (2.0, 0.0), "1": (0.0, 0.0)}
+    assert set(behaviour.resets) >= {0, 1, 2, 3, 6, 7}
+    assert not set(behaviour.resets) & {4, 5}  # those of the first group
+
+
+async def test_the_draws_are_bounded_and_the_last_group_is_trained_on_whatever_its_rewards(
+    tiny_model: Path, behaviour: Behaviour, make_cluster: Any, make_client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graded(monkeypatch, lambda index: True)
+    cluster = make_cluster(draws(tiny_model, 3), echo)
+    await drive_to_end(cluster, make_client(cluster))
+    assert trained_groups(cluster, 0) == {"s0.g0.d3", "s0.g1.d3"}
+    assert cluster.dropped["equal_rewards"] == 2 * 2 * 3 * 3
+    assert cluster.counters["trained"] == 2 * 2 * 3
+    assert cluster.named("dynamic_sampling")[0].values == {"step": 0.0, "dropped": 6.0, "equal": 2.0, "groups": 2.0}
+
+
+async def test_without_it_groups_with_equal_rewards_are_kept(
+    tiny_model: Path, behaviour: Behaviour, make_cluster: Any, make_client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graded(monkeypatch, lambda index: True)
+    cluster = make_cluster(draws(tiny_model, 0), echo)
+    await drive_to_end(cluster, make_client(cluster))
+    assert trained_groups(cluster, 0) == {"s0.g0", "s0.g1"}
+    assert not cluster.named("dynamic_sampling")
+    assert not cluster.dropped
+
+
+async def test_a_driver_that_restarts_draws_the_same_once_the_first_group_is_gone(
+    tiny_model: Path, behaviour: Behaviour, make_cluster: Any, make_client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graded(monkeypatch, lambda index: index in {0, 4 + 0})
+    cluster = make_cluster(draws(tiny_model, 2), lambda request: None if ".d1" in request.group_id else echo(request))
+    cluster.announce(0)
+    former = asyncio.create_task(drive(make_client(cluster), cluster.lease("driver"), SETTINGS))
+    await wait_until(lambda: any(".d1" in one.group_id for one in cluster.rollouts.values()))
+    assert cluster.dropped["equal_rewards"] == 3
+    former.cancel()
+    await asyncio.wait({former})
+    cluster.engine = echo
+    cluster.answer()
+    await drive_to_end(cluster, make_client(cluster))
+    assert cluster.run.status is RunStatus.FINISHED
+    assert trained_groups(cluster, 0) == {"s0.g0.d2", "s0.g1"}
+    assert cluster.dropped["equal_rewards"] == 2 * 3
+    assert cluster.settled()

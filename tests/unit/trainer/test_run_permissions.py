@@ -90,6 +90,28 @@ def test_models_and_outputs_lie_below_their_roots_wherever_links_lead(tmp_path: 
     assert field_refused(make_spec(output="/etc"), WorkSettings()) == "output"  # by default, the working directory
 
 
+def test_rows_lie_below_their_roots_and_a_reward_function_has_to_be_listed(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "link.jsonl").symlink_to("/etc/passwd")
+    roots = WorkSettings(data_roots=(str(tmp_path / "data"),), output_roots=("/",))
+
+    def run(**params: Any) -> RunSpec:
+        return make_spec(environment={"name": "dataset", "params": {"data": str(tmp_path / "data"), **params}})
+
+    inside = {"splits": {"train": "a.jsonl", "eval": "b.parquet"}}
+    check_permitted(run(**inside), roots)
+    check_permitted(run(data="owner/name"), roots)  # of the Hub
+    for params in ({"data": "/etc/a.jsonl"}, {"data": str(tmp_path / "data" / "link.jsonl")}, {"data": "a.jsonl"}):
+        assert field_refused(run(**params), roots) == "environment.params.data"
+    for other in ("../a.jsonl", "/etc/a.jsonl"):
+        outside = {"splits": {"train": "a.jsonl", "eval": other}}
+        assert field_refused(run(**outside), roots) == "environment.params.data"
+    assert field_refused(run(data="/data/a.jsonl"), WorkSettings()) == "environment.params.data"  # by default
+    assert field_refused(run(**inside, reward="subprocess:Popen"), roots) == "environment.params.reward"
+    listed = msgspec.structs.replace(roots, environments=AllowedEnvironments(allowed=("dataset", "mine:*")))
+    check_permitted(run(**inside, reward="mine:score"), listed)
+
+
 def test_data_sets_whose_verifiers_evaluate_answers_count_as_code_of_others() -> None:
     """Python evaluates the policy's answer there; whoever submits a run chooses the policy."""
     evaluates = re.compile(r"(?:\beval|\bexec|\bparse_expr|\bsympify)\((?:answer|user_)")

@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -21,6 +21,9 @@ from ebbtide.cli.cluster_connection import (
     with_client,
 )
 from ebbtide.cli.waiting import Waiting
+
+if TYPE_CHECKING:
+    from ebbtide.client import Client
 
 run = typer.Typer(help="Submit, watch, cancel and inspect runs.", no_args_is_help=True)
 
@@ -126,6 +129,33 @@ def chat(
 
 
 @run.command()
+def samples(
+    run_id: RunId,
+    step: Annotated[
+        int | None, typer.Option(min=1, help="Only those that this optimiser step trains on, from 1 on.")
+    ] = None,
+    group: Annotated[str, typer.Option(help="Only those of this group, such as s0.g3.")] = "",
+    worst: Annotated[bool, typer.Option("--worst", help="The lowest rewards first.")] = False,
+    most: Annotated[int, typer.Option("--most", "-n", min=1, help="Maximum number of samples.")] = 8,
+    model: Annotated[str, typer.Option(help="Folder with the run's tokenizer, if its model is not here.")] = "",
+    as_json: AsJson = False,
+    coordinator: Coordinator = None,
+    token_file: TokenFile = None,
+) -> None:
+    """Show prompts, responses, rewards, versions, and the workers that generated them.
+
+    The coordinator has episodes until a durable checkpoint holds them (`trainer.checkpoint_every`). Of earlier steps
+    there are those that the trainer kept in OUTPUT/RUN/samples.jsonl, if that is on this machine.
+    """
+    from ebbtide.cli.views import samples as view
+    from ebbtide.cli.views.tables import to_json
+
+    wanted = view.SampleFilter(step=step, group=group, worst=worst, most=most)
+    found = with_client(lambda client: view.fetch(client, run_id, wanted, model), coordinator, token_file)
+    typer.echo(to_json(found)) if as_json else view.print_samples(found)
+
+
+@run.command()
 def timeline(
     run_id: RunId,
     out: Annotated[Path, typer.Option(help="Folder for timeline.json and timeline.png.")] = Path(),
@@ -181,3 +211,42 @@ def usage(
 
     found = with_client(lambda client: client.key_usage(run_id), coordinator, token_file)
     typer.echo(to_json(found)) if as_json else print_table(usage_table(found))
+
+
+@run.command()
+def push(
+    run_id: RunId,
+    repository: Annotated[str, typer.Argument(metavar="OWNER/NAME", help="Repository on the Hugging Face Hub.")],
+    step: Annotated[int, typer.Option(min=0, help="Step of the checkpoint; 0 takes the newest.")] = 0,
+    public: Annotated[bool, typer.Option("--public", help="Make a new repository public.")] = False,
+    coordinator: Coordinator = None,
+    token_file: TokenFile = None,
+) -> None:
+    """Push a checkpoint's weights and tokenizer to the Hugging Face Hub. Run it on the trainer's machine.
+
+    The Hub's token is that of `hf auth login`, or `HF_TOKEN`. The state of the training is left out.
+    """
+    from ebbtide.hub_models import push_folder
+
+    found, folder = with_client(lambda client: newest_checkpoint(client, run_id, step), coordinator, token_file)
+    with Waiting(f"the upload of {folder}"):
+        url = push_folder(folder, repository, private=not public, message=f"Step {found} of run {run_id} of Ebbtide")
+    typer.echo(url)
+
+
+async def newest_checkpoint(client: "Client", run_id: str, step: int) -> tuple[int, Path]:
+    """Step and folder of a run's checkpoint; of `step` 0, the newest. Raises `InvalidRequest` if it is not here."""
+    from ebbtide.cli.views.timeline import fetch_events
+    from ebbtide.errors import InvalidRequest
+    from ebbtide.run_client import CHECKPOINT
+
+    events = [event for event in await fetch_events(client, run_id) if event.kind == CHECKPOINT]
+    folders = {int(event.values["step"]): Path(event.labels["path"]) for event in events}
+    found = step or max(folders, default=0)
+    if found not in folders:
+        known = ", ".join(map(str, sorted(folders))) or "none yet"
+        raise InvalidRequest(f"the run has no checkpoint of step {found}; it has {known}", field="--step")
+    if not folders[found].is_dir():
+        text = f"{str(folders[found])!r} is not there: it is on the trainer's machine, or was removed for newer ones"
+        raise InvalidRequest(text, field="--step")
+    return found, folders[found]

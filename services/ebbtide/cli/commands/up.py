@@ -20,7 +20,8 @@ def register(app: typer.Typer) -> None:
 
 def up(
     model: Annotated[
-        Path | None, typer.Option(help="Checkpoint that the workers boot from; the demo's base model by default.")
+        Path | None,
+        typer.Option(help="Checkpoint of the workers, or a name of the Hub; by default the demo's base model."),
     ] = None,
     workers: Annotated[
         int | None,

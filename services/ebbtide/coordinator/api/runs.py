@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
-from pathlib import PurePath
 from typing import Any, Final, TypeAlias
 
 import grpc
@@ -33,6 +32,7 @@ from ebbtide.coordinator.state.coordinator_state import CoordinatorState, StoreI
 from ebbtide.coordinator.state.notifier import follow
 from ebbtide.coordinator.state.run_state import RunState
 from ebbtide.errors import InvalidRequest, LeaseSuperseded, NoCapacity, NotFound, NotReady
+from ebbtide.hub_models import model_name
 from ebbtide.rpc.fair_limiter import stream_turn
 from ebbtide.rpc.run_endings import EndedRun, RunsEnded, check_held
 from ebbtide.store.records import UNEXPECTED
@@ -166,7 +166,7 @@ class RunService:
     async def _hint(self, run: Run) -> None:
         """Warn of a fleet that seems to serve another model; only an install shows it for certain."""
         models = {worker.engine.model for worker in self._fleet.workers() if worker.engine}
-        if models and models.isdisjoint({run.spec.model, PurePath(run.spec.model).name}):  # workers name no paths
+        if models and models.isdisjoint({run.spec.model, model_name(run.spec.model)}):  # workers name no paths
             text = f"no attached worker names the model {run.spec.model}; attached: {', '.join(sorted(models))}"
             await self._store.events.note(run.run_id, RunEvent(kind="warning", key="model", message=text))
             self._notifier.notify("events", run.run_id)

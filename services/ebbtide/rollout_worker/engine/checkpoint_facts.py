@@ -8,18 +8,21 @@ from pathlib import Path
 from typing import Any, Final
 
 from ebbtide.errors import InvalidRequest
+from ebbtide.hub_models import model_folder, no_directory
 from ebbtide.rollout_worker.engine import Shapes
-from ebbtide.types.spec_file import no_directory
 
 #: safetensors refuses larger headers too.
 _MAX_HEADER: Final = 100_000_000
 
 
 def check_directory(path: str) -> Path:
-    """The directory `path`. Raises `InvalidRequest` unless it holds a Hugging Face checkpoint in safetensors."""
+    """The directory `path`, or that of a name of the Hub. Raises `InvalidRequest` unless it holds a Hugging Face
+    checkpoint in safetensors."""
     if not path:
-        raise InvalidRequest("is required: give a Hugging Face checkpoint directory", field="model")
-    root = Path(path)
+        raise InvalidRequest(
+            "is required: give a Hugging Face checkpoint directory or a name of the Hub", field="model"
+        )
+    root = model_folder(path)
     if not root.is_dir():
         raise InvalidRequest(no_directory(path), field="model")
     if not (root / "config.json").is_file():

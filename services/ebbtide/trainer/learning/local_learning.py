@@ -20,6 +20,7 @@ import torch
 from ebbtide.client.publisher.rank_exchange import RankExchange
 from ebbtide.errors import InvalidRequest
 from ebbtide.gpu_memory import container_memory, host_memory
+from ebbtide.hub_models import model_folder
 from ebbtide.run_client import RunFailed
 from ebbtide.telemetry import get_logger
 from ebbtide.trainer import training_checkpoint
@@ -94,7 +95,7 @@ class LocalLearning:
         reference = None
         if spec.trainer.kl_coefficient:
             with self._fitting("loading the model a second time, for trainer.kl_coefficient,"):
-                reference = self._place(Path(spec.model)).requires_grad_(False)
+                reference = self._place(model_folder(spec.model)).requires_grad_(False)
         settings = _settings(spec, end_tokens(source), offload=self._offload)
         return replace(settings, dtype=self._dtype, packing=self._wants_packing()), reference
 

@@ -23,6 +23,7 @@ import msgspec
 
 from ebbtide import telemetry
 from ebbtide.errors import Internal, InvalidRequest
+from ebbtide.hub_models import model_name
 from ebbtide.rollout_worker.engine import (
     Boxes,
     EngineCapacity,
@@ -422,7 +423,7 @@ class VllmEngine:
     def _info(self, config: Any) -> EngineInfo:
         model = config.model_config
         return EngineInfo(
-            model=self._root.name,
+            model=model_name(str(self._root)),
             vocab_size=model.get_vocab_size(),
             max_model_len=model.max_model_len,
             eos_token_ids=end_tokens(self._root),
