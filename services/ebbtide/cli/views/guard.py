@@ -33,9 +33,10 @@ _WORDS: Final = {
     "quiet": "waits until no traffic comes",
     "blind": "nothing is known of the traffic",
     "closed": "the guard lends no more: it ends, or its log says why",
-    "held": "the device is with the trainer",
+    "held": "the device is with a trainer",
     "lent": "rollouts may run until the trainer takes its device back",
     "abandoned": "rollouts may run: the trainer is gone",
+    "free": "no trainer wants its turn",
     "settling": "a new guard waits for the device's owner before it lends",
 }
 #: `slack_s` while no request is in flight.
@@ -62,6 +63,10 @@ def head(status: GuardStatus) -> str:
     speed = sum(one.tokens_per_s for one in status.borrowers)
     count = len(status.borrowers)
     lent = f"{count} borrower{'s' * (count > 1)} at {speed:,.0f} tokens/s" if count else "no borrower"
+    if status.mode == "turns":
+        turn = next((one.worker_id for one in status.borrowers if one.state == "its turn"), "")
+        whose = f"the turn of run {turn}" if turn else status.state or "starting"
+        return f"shared device: {whose}, {status.waiting} waiting"
     if _of_trainer(status):
         return f"trainer's device: {status.state or 'starting'}, {lent}"
     return (
@@ -108,9 +113,9 @@ def _facts(status: GuardStatus) -> Iterator[tuple[str, str]]:
 
 
 def _of_trainer(status: GuardStatus) -> bool:
-    """Whether the device is a trainer's, which serves nobody: there are no requests, and no budget that follows from
-    them."""
-    return status.mode == "trainer"
+    """Whether the device is a trainer's, or several trainers', and serves nobody: there are no requests, and no budget
+    that follows from them."""
+    return status.mode in {"trainer", "turns"}
 
 
 def _latencies(status: GuardStatus) -> Table:

@@ -28,7 +28,9 @@ from torch import Tensor, UntypedStorage
 
 from ebbtide.client.publisher.tensor_snapshots import allocate
 from ebbtide.errors import Unavailable
+from ebbtide.gpu_memory import host_memory
 from ebbtide.run_client import RunFailed
+from ebbtide.trainer.settings import TrainerSettings
 from ebbtide.types.ids import new_fence
 
 #: Bytes of a file that are copied and checked at once.
@@ -381,6 +383,12 @@ class StatePark:
             copy.close()
             raise
         return copy
+
+
+def park_of(settings: TrainerSettings) -> StatePark:
+    """The place for a state that a trainer's settings name."""
+    limit = settings.warm_mib << 20 or host_memory()[1] // 2
+    return StatePark(settings.warm_folder(), settings.cold_folder(), warm_bytes=limit)
 
 
 def _advise_huge_pages(address: int, size: int) -> None:
