@@ -25,7 +25,7 @@ from msgspec import Struct
 
 from ebbtide import telemetry
 from ebbtide.auth.security import ServerSettings
-from ebbtide.errors import InvalidRequest, NotReady, Superseded
+from ebbtide.errors import InvalidRequest, NotReady
 from ebbtide.grants import seat_path, socket_path
 from ebbtide.rpc.server import Server, Service
 from ebbtide.runtime import Shutdown
@@ -414,8 +414,10 @@ class TurnsLender:
 async def _no_borrower(
     requests: AsyncIterator[grants_pb2.BorrowerMessage],  # noqa: ARG001 - the interface
 ) -> AsyncGenerator[grants_pb2.Grant, None]:
-    raise Superseded("trainers take turns on this device, and no worker borrows it; name another guard's folder")
-    yield  # makes this a generator
+    grants: tuple[grants_pb2.Grant, ...] = ()
+    for grant in grants:
+        yield grant
+    raise NotReady("trainers take turns on this device, and no worker borrows it; name another guard's folder")
 
 
 def _processes(turn: Turn) -> list[BorrowerProcess]:

@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -236,7 +237,7 @@ async def test_trainers_with_ranks_on_two_hosts_have_both_devices_or_none_and_ne
         async with ranks_on(folders, "a") as first, ranks_on(folders[::-1], "b") as second:
             await asyncio.gather(train(first), train(second))
             for one in (guard, other):
-                await wait_until(lambda one=one: _free(one), 10)
+                await wait_until(partial(_free, one), 10)
     assert most == 1
     for folder in folders:
         assert len([record for record in check_turns(folder) if record.began]) == 12
