@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from ebbtide.serving_guard import borrower_processes
+from ebbtide.serving_guard.borrower_processes import BorrowerProcess
 from ebbtide.serving_guard.turns_lender import ledger_path, read_turns
 from ebbtide.trainer.lending.device_loan import DeviceLoan
 from ebbtide.trainer.lending.shared_loan import LendingRanks, LoanFollower, SharedLoan, own_place
@@ -205,6 +207,29 @@ async def ranks_on(folders: list[Path], run_id: str) -> AsyncIterator[SharedLoan
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_all_ranks_of_a_trainer_that_stays_away_in_its_turn_are_killed_before_the_next_turn(
+    guard: TrainerGuardProcess, grant_dir: Path
+) -> None:
+    with seated([grant_dir]) as one, seated([grant_dir]) as other, turn_trainer(grant_dir, "b") as second:
+        loan = DeviceLoan(grant_dir, run_id="a", lease=1, pids=[one, other])
+        running = asyncio.create_task(loan.run())
+        await asyncio.wait_for(loan.take_back(), 10)
+        turn = loan.turn
+        running.cancel()
+        while (later := await second.turn())["turn"] < turn:
+            pass
+        assert later["turn"] == turn + 1
+        assert not any(borrower_processes.alive(process) for pid in (one, other) for process in _named(grant_dir, pid))
+    lost = [record for record in check_turns(grant_dir) if record.turn == turn and not record.began]
+    assert "its stream has ended" in lost[0].reason
+
+
+def _named(folder: Path, pid: int) -> list[BorrowerProcess]:
+    """The process in the ledger."""
+    seats = {seat for record in read_turns(folder) for seat in record.seats if seat.pid == pid}
+    return [BorrowerProcess(seat.pid, seat.started) for seat in seats]
 
 
 @pytest.fixture
