@@ -15,6 +15,7 @@ import ctypes
 import fcntl
 import os
 import tempfile
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -41,6 +42,10 @@ _THREADS: Final = 4
 #: Advice to the kernel (madvise) to use huge pages: fresh memory is filled sooner.
 _HUGE_PAGES: Final = 14
 _PAGE: Final = 4096
+
+#: Another trainer has the budget's lock for less than that, unless it is frozen; and how often it is tried.
+_LOCKED_S: Final = 2.0
+_LOOK_S: Final = 0.005
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -230,7 +235,7 @@ def _in_threads(work: Callable[[_Piece], bytes], pieces: Sequence[_Piece]) -> li
 
 class HostBudget:
     """Bytes of host memory that the warm states of all trainers of a host take together. All are given one folder and
-    one limit; `reserve` may wait for another one's."""
+    one limit."""
 
     def __init__(self, folder: Path, limit: int) -> None:
         self._folder, self._limit = folder, limit
@@ -271,7 +276,15 @@ def _free(path: Path, lock: int) -> None:
 def _locked(path: Path) -> Iterator[None]:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        end = time.monotonic() + _LOCKED_S
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    raise TimeoutError(f"{path} stays locked by another trainer") from None
+                time.sleep(_LOOK_S)
         yield
     finally:
         os.close(descriptor)

@@ -1,8 +1,11 @@
 """A state that left the device comes back bit for bit, warm or cold, and what was changed meanwhile is refused."""
 
+import fcntl
+import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from random import Random
@@ -11,6 +14,7 @@ import pytest
 import torch
 
 from ebbtide.run_client import RunFailed
+from ebbtide.trainer.learning import parked_state
 from ebbtide.trainer.learning.learner import Learner, LearnerSettings
 from ebbtide.trainer.learning.network import Network
 from ebbtide.trainer.learning.parked_state import HostBudget, StateDamaged, StatePark, storages_of
@@ -159,6 +163,28 @@ def test_the_reservation_of_a_trainer_that_was_killed_is_free(tmp_path: Path) ->
         holder.kill()
         holder.wait()
         assert budget.reserve(80)
+
+
+def make_it_a_file(warm: Path) -> None:
+    warm.write_text("no folder")
+
+
+def lock_it(warm: Path) -> None:
+    warm.mkdir()
+    lock = os.open(warm / "warm.lock", os.O_RDWR | os.O_CREAT)  # closed by nobody, as by a trainer that is frozen
+    fcntl.flock(lock, fcntl.LOCK_EX)
+
+
+@pytest.mark.parametrize("fault", [make_it_a_file, lock_it])
+def test_a_state_for_which_host_memory_cannot_be_used_is_cold(
+    fault: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parked_state, "_LOCKED_S", 0.05)
+    fault(tmp_path / "warm")
+    tensor, park = torch.arange(1 << 10), park_in(tmp_path)
+    assert not park.park(storages_of([tensor])).warm
+    park.bring_back()
+    assert tensor.tolist() == list(range(1 << 10))
 
 
 def test_a_state_without_any_room_stays_where_it_is(network: Network, tmp_path: Path) -> None:
