@@ -292,6 +292,12 @@ def page_path(folder: Path, worker_id: str) -> Path:
     return folder / f"{worker_id}.page"
 
 
+def seat_path(folder: Path, pid: int) -> Path:
+    """The seat in the folder of one process of a trainer that takes turns: a page that the process has mapped. So a
+    guard that is to kill it knows that the process id is that of a trainer, and of its own pid namespace."""
+    return folder / f"{pid}.seat"
+
+
 def check_folder(folder: Path, *, field: str = "grant_dir") -> None:
     """Make the folder if it does not exist. Raises `InvalidRequest` if its path is too long, or if other users have
     access to it, because its socket does not authenticate clients."""

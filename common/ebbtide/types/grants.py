@@ -159,6 +159,9 @@ class OwnerWish(Struct, frozen=True, kw_only=True):
     lend: bool = False
     spell_s: Annotated[float, Meta(ge=0)] = 0.0  # how long the wish will probably stand; 0: unknown
     hand_over: bool = False  # of a wish to have the device: what its engines run is to go on elsewhere at once
+    #: Of a trainer that takes turns with others: its processes on this host.
+    pids: Annotated[tuple[Annotated[int, Meta(ge=0, lt=1 << 32)], ...], Meta(max_length=256)] = ()
+    priority: Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)] = 0  # of those that wait for a turn, higher ones go first
 
 
 class LoanState(Struct, frozen=True, kw_only=True):
@@ -170,6 +173,8 @@ class LoanState(Struct, frozen=True, kw_only=True):
     waits_for: str = ""  # for people
     repeat_s: float = 0.0  # how often a state that stays the same is repeated; 0: never
     engine_bytes: int = 0  # of the device that an engine needs to come back; 0: none, or unknown
+    turn: int = 0  # number of the trainer's turn; 0: it has none, or the guard knows no turns
+    expires_s: Annotated[float, Meta(ge=0)] = 0.0  # the turn may be used for so long from the message's arrival
 
 
 class DeviceStatus(Struct, frozen=True, kw_only=True):
@@ -187,3 +192,6 @@ class DeviceStatus(Struct, frozen=True, kw_only=True):
     lent_s: float = 0.0
     take_backs: int = 0
     uptime_s: float = 0.0
+    turn: int = 0  # number of the newest turn
+    queue: tuple[str, ...] = ()  # runs that wait for a turn, in their order
+    lost: int = 0  # turns that ended by their trainer's death

@@ -230,6 +230,15 @@ class RequestSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     priority: SlotPriority = SlotPriority.BEFORE
 
 
+class SharingSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Whether the run's trainer has its devices alone."""
+
+    #: `"turns"`: trainers of several runs take turns on them. The run has them for each step once its groups are there;
+    #: in between its trainer's state lies in host memory, or on disk. Needs the built-in trainer with `turns`, and a
+    #: serving-guard with `owner = "turns"`.
+    devices: Literal["own", "turns"] = "own"
+
+
 class RunSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A run as submitted."""
 
@@ -257,6 +266,12 @@ class RunSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     #: contexts differ and the longest may come last: longer rollouts then wait for such a worker instead of ending as
     #: dead letters after 30 s.
     max_model_len: Annotated[int, Meta(ge=0, lt=1 << 32)] = 0
+    sharing: SharingSpec = SharingSpec()
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether its trainer shares its devices with those of other runs."""
+        return self.sharing.devices == "turns"
 
     @property
     def external(self) -> bool:
@@ -461,8 +476,7 @@ def spec_problems(spec: RunSpec) -> Iterator[InvalidRequest]:
     yield from _reward_limit_problems(spec)
     yield from _rounds_problems(spec)
     yield from _draws_problems(spec)
-    if spec.share.ceiling is not None and spec.share.floor > spec.share.ceiling:
-        yield InvalidRequest(f"must be at most share.ceiling ({spec.share.ceiling:g})", field="share.floor")
+    yield from _sharing_problems(spec)
     if len(msgspec.json.encode(spec)) > MAX_SPEC_BYTES:
         yield InvalidRequest(f"more than {MAX_SPEC_BYTES} bytes in all; put data into files", field=_longest(spec))
 
@@ -492,6 +506,14 @@ def _draws_problems(spec: RunSpec) -> Iterator[InvalidRequest]:
     if spec.batch.dynamic_sampling and (spec.from_agents or spec.external):
         text = "only a run with a driver of its own draws prompts; leave it out"
         yield InvalidRequest(text, field="batch.dynamic_sampling")
+
+
+def _sharing_problems(spec: RunSpec) -> Iterator[InvalidRequest]:
+    if spec.takes_turns and not spec.built_in:
+        text = f'only the built-in trainer takes turns; leave it out, or set trainer.name = "{GRPO}"'
+        yield InvalidRequest(text, field="sharing.devices")
+    if spec.share.ceiling is not None and spec.share.floor > spec.share.ceiling:
+        yield InvalidRequest(f"must be at most share.ceiling ({spec.share.ceiling:g})", field="share.floor")
 
 
 def _agents_problems(spec: RunSpec) -> Iterator[InvalidRequest]:

@@ -2,16 +2,32 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 from ebbtide.errors import InvalidRequest
 from ebbtide.grants import locked_folder
 from ebbtide.runtime import Shutdown
-from ebbtide.serving_guard.lender import RECORD, LeaseRecord, Lender
+from ebbtide.serving_guard.lender import RECORD, LeaseRecord
 from ebbtide.serving_guard.settings import GuardSettings
 
 
-def lender_of(settings: GuardSettings) -> Lender:
+class GuardLender(Protocol):
+    """What a guard runs, started once."""
+
+    @property
+    def address(self) -> str: ...
+
+    async def start(self, shutdown: Shutdown) -> None: ...
+
+    async def stop(self) -> None: ...
+
+
+def lender_of(settings: GuardSettings) -> GuardLender:
     """The lender for the owner that the settings name. Each is imported alone, with its own metrics."""
+    if settings.owner == "turns":
+        from ebbtide.serving_guard.turns_lender import TurnsLender
+
+        return TurnsLender(settings)
     if settings.owner == "trainer":
         from ebbtide.serving_guard.trainer_lender import TrainerLender
 
@@ -22,7 +38,7 @@ def lender_of(settings: GuardSettings) -> Lender:
 
 
 async def serve(
-    shutdown: Shutdown, settings: GuardSettings, makes: Callable[[GuardSettings], Lender] = lender_of
+    shutdown: Shutdown, settings: GuardSettings, makes: Callable[[GuardSettings], GuardLender] = lender_of
 ) -> None:
     """Lend one device until `shutdown` is requested. `makes`: the lender. Raises `InvalidRequest` naming `owner` if the
     device is a trainer's, and the settings do not say so."""

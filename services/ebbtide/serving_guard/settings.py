@@ -214,8 +214,9 @@ class ProxySettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 #: What `give_up` wishes of engines.
 _PLACES: Final = {"nothing": Residency.AWAKE, "cache": Residency.HOST, "weights": Residency.AWAY}
-#: The guard's own settings that count whoever owns the device.
-_SHARED: Final = {"owner", "grant_dir", "yield_ms", "kill_s", "max_stops"}
+#: The guard's own settings that count whoever owns the device, and those that count for all that lend to engines.
+_NEEDED: Final = {"owner", "grant_dir"}
+_SHARED: Final = _NEEDED | {"yield_ms", "kill_s", "max_stops"}
 
 
 class TrainerDeviceSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -245,14 +246,34 @@ class TrainerDeviceSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return _PLACES[self.give_up]
 
 
+class TurnSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of a guard on whose device several trainers take turns."""
+
+    turn_s: Annotated[
+        float,
+        Meta(ge=0, description="seconds for which a trainer may keep its turn before it is killed; 0 sets no limit"),
+    ] = 1800.0
+    silent_s: Annotated[
+        float, Meta(gt=0, description="seconds of silence of a trainer in its turn after which it is killed")
+    ] = 15.0
+    rejoin_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="seconds that a trainer in its turn has to connect again before it is killed, after its "
+            "stream broke or a new guard began",
+        ),
+    ] = 10.0
+
+
 class GuardSettings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of one serving-guard."""
 
     owner: Annotated[
-        Literal["server", "trainer"],
+        Literal["server", "trainer", "turns"],
         Meta(
             description="owner of the device that is lent: server, whose engine is idle at times, or trainer, between "
-            "its steps"
+            "its steps; turns: it is lent to no engine, and trainers of several runs take turns on it"
         ),
     ] = "server"
     listen: Annotated[str, Meta(description="address of the proxy, host:port; port 0 picks a free port")] = (
@@ -323,6 +344,7 @@ class GuardSettings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_f
     ] = ""
     proxy: ProxySettings = ProxySettings()
     trainer: TrainerDeviceSettings = TrainerDeviceSettings()
+    turns: TurnSettings = TurnSettings()
 
     def slo(self) -> Slo:
         """The SLO of models that the file does not name."""
@@ -357,10 +379,11 @@ class GuardSettings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_f
 
     def _checked_owner(self) -> None:
         """What is read for another owner has no effect, and was meant to have one."""
-        shared = _SHARED.union(ProcessSettings.__struct_fields__)
+        own = _NEEDED if self.owner == "turns" else _SHARED
+        shared = own.union(ProcessSettings.__struct_fields__)
         for key in _changed(self):
             table = key.partition(".")[0]
-            reader = "trainer" if table == "trainer" else "server"
+            reader = table if table in {"trainer", "turns"} else "server"
             if table not in shared and reader != self.owner:
                 text = f"is read with owner = {reader} only; set owner = {reader}, or leave it out"
                 raise InvalidRequest(text, field=key)

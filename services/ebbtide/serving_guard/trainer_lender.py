@@ -147,6 +147,8 @@ class OwnerStream:
         if wish.protocol_version != LOANS_VERSION:
             raise NotReady(f"this guard speaks version {LOANS_VERSION} of the loans, not {wish.protocol_version}")
         check_id(wish.run_id, field="run_id")
+        if wish.pids:
+            raise NotReady("this guard lends a trainer's device; for turns of several, start it with owner = turns")
         lease = OwnerLease(wish.run_id, wish.lease, wish.owner)
         try:
             claim = self._ownership.claim(time.monotonic(), lease, lends=wish.lend)

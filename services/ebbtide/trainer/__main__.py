@@ -17,9 +17,10 @@ from ebbtide.trainer.settings import TrainerSettings, check_wandb
 
 if TYPE_CHECKING:
     from ebbtide.client import Client, Lease
-    from ebbtide.trainer.lending.shared_loan import LendingRanks
+    from ebbtide.trainer.lending.shared_loan import LendingRanks, LoanFollower
+    from ebbtide.trainer.lending.turn_loan import DeviceSeat
     from ebbtide.trainer.ranks.rank_group import RankGroup
-    from ebbtide.trainer.ranks.rank_world import RankBoard, RankWorld
+    from ebbtide.trainer.ranks.rank_world import RankWorld
 
 
 #: torch's settings of its allocator: the present name and the former one.
@@ -32,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     settings = load(TrainerSettings, prog="ebbtide serve trainer", argv=argv, description=main.__doc__ or "")
     try:
         place = place_of(os.environ, settings.ranks)
-        settings.check_generate()
+        settings.check_device()
         check_wandb(settings.wandb_project)
     except InvalidRequest as error:
         raise SystemExit(f"ebbtide serve trainer: {error}") from None
@@ -54,7 +55,21 @@ async def serve(settings: TrainerSettings, shutdown: Shutdown, place: RankPlace 
     from ebbtide.trainer.learning.local_learning import choose_device
 
     device = choose_device(settings.device)
-    await (_work(settings, shutdown, None) if place is None else _together(settings, shutdown, place, device))
+    seat = _seat(settings)
+    try:
+        await (_work(settings, shutdown, None) if place is None else _together(settings, shutdown, place, device))
+    finally:
+        if seat is not None:
+            seat.leave()
+
+
+def _seat(settings: TrainerSettings) -> "DeviceSeat | None":
+    """Each rank has one, if runs may take turns."""
+    if not settings.turns:
+        return None
+    from ebbtide.trainer.lending.turn_loan import DeviceSeat
+
+    return DeviceSeat(Path(settings.grant_dir))
 
 
 def _grow_segments(environ: MutableMapping[str, str]) -> None:
@@ -65,7 +80,7 @@ def _grow_segments(environ: MutableMapping[str, str]) -> None:
 
 
 async def _together(settings: TrainerSettings, shutdown: Shutdown, place: RankPlace, device: str) -> None:
-    from ebbtide.trainer.lending.shared_loan import LendingRanks, tell_places
+    from ebbtide.trainer.lending.shared_loan import LendingRanks, LoanFollower, tell_places
     from ebbtide.trainer.ranks.rank_faults import noting_faults
     from ebbtide.trainer.ranks.rank_group import RankGroup
     from ebbtide.trainer.ranks.rank_world import RankBoard, RankPulse, RankWorld
@@ -80,11 +95,13 @@ async def _together(settings: TrainerSettings, shutdown: Shutdown, place: RankPl
     board = RankBoard()
     leaders = await tell_places(board, place.rank, place.size, settings.grant_dir)
     if place.rank:
-        following = _follow(world, settings, shutdown, board if place.rank in leaders else None)
+        lead = leaders.get(place.rank)
+        loans = LoanFollower(Path(settings.grant_dir), board, place.rank, pids=lead.pids) if lead else None
+        following = _follow(world, settings, shutdown, loans)
         await noting_faults(following, RankBoard())
     else:
         crew = await asyncio.to_thread(RankGroup, world)
-        lending = LendingRanks(board, leaders) if len(leaders) > 1 else None
+        lending = LendingRanks(board, leaders) if leaders else None
         try:
             await _work(settings, shutdown, crew, lending)
         finally:
@@ -93,14 +110,15 @@ async def _together(settings: TrainerSettings, shutdown: Shutdown, place: RankPl
     pulse.stop()
 
 
-async def _follow(world: "RankWorld", settings: TrainerSettings, shutdown: Shutdown, board: "RankBoard | None") -> None:
-    """Follows rank 0. `board`: this rank speaks for its host's guard, too."""
-    from ebbtide.trainer.lending.shared_loan import LoanFollower
+async def _follow(
+    world: "RankWorld", settings: TrainerSettings, shutdown: Shutdown, loans: "LoanFollower | None"
+) -> None:
+    """Follows rank 0. `loans`: this rank speaks to its host's guard, too."""
     from ebbtide.trainer.ranks.rank_group import follow
 
     works = [follow(world, settings, shutdown)]
-    if board is not None:
-        works.append(LoanFollower(Path(settings.grant_dir), board, world.rank).run())
+    if loans is not None:
+        works.append(loans.run())
     await race(*works)
 
 

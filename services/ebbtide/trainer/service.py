@@ -62,6 +62,12 @@ def check_trainable(spec: RunSpec, settings: TrainerSettings) -> None:
             "leave it or trainer.streaming out, or set window_s of the trainer"
         )
         raise InvalidRequest(text, field="tail.rounds")
+    if spec.takes_turns and not settings.turns:
+        text = (
+            'is "turns", and this trainer has its device alone; leave it out, or start the trainer with turns and the '
+            "grant_dir of a serving-guard with owner = turns"
+        )
+        raise InvalidRequest(text, field="sharing.devices")
     setting = "allowed_trainers (EBBTIDE_ALLOWED_TRAINERS) of the trainer"
     check_listed(spec.trainer.name, settings.allowed_trainers, field="trainer.name", setting=setting)
 

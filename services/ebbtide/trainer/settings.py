@@ -1,5 +1,6 @@
 """Defines the settings of the trainer."""
 
+import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
@@ -10,6 +11,9 @@ from ebbtide.errors import InvalidRequest
 from ebbtide.grants import check_folder
 from ebbtide.run_settings import WorkSettings
 from ebbtide.types.run import GRPO
+
+#: Folders of all users. In each, one of this user's own is made, and refused if it is another's.
+_IN_MEMORY, _ON_DISK = "/dev/shm", "/var/tmp"  # noqa: S108
 
 
 class TrainerSettings(WorkSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -31,7 +35,34 @@ class TrainerSettings(WorkSettings, frozen=True, kw_only=True, forbid_unknown_fi
     generate: Annotated[
         bool, Meta(description="lend the device to workers of this host while the trainer waits for rollouts")
     ] = False
-    grant_dir: Annotated[str, Meta(description="with generate: folder shared with the serving-guard of this host")] = ""
+    turns: Annotated[
+        bool,
+        Meta(
+            description="take turns on the device with the trainers of other runs, for runs with sharing.devices = "
+            '"turns", through the serving-guard of this host'
+        ),
+    ] = False
+    grant_dir: Annotated[
+        str, Meta(description="with generate or turns: folder shared with the serving-guard of this host")
+    ] = ""
+    warm_mib: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="with turns: host memory, MiB, for the states of all trainers of this host that have not their "
+            "turn; others lie on disk; 0 stands for half of the host's memory",
+        ),
+    ] = 0
+    warm_dir: Annotated[
+        str,
+        Meta(
+            description="with turns: folder in memory for those states, this user's own and the same for all trainers "
+            "of the host; by default one in /dev/shm"
+        ),
+    ] = ""
+    cold_dir: Annotated[
+        str, Meta(description="with turns: folder on a local disk for states beyond warm_mib; by default in /var/tmp")
+    ] = ""
     window_s: Annotated[
         float,
         Meta(
@@ -56,18 +87,35 @@ class TrainerSettings(WorkSettings, frozen=True, kw_only=True, forbid_unknown_fi
         str, Meta(description="project of Weights & Biases to log runs to, with their samples; empty: none")
     ] = ""
 
-    def check_generate(self) -> None:
-        """Raises `InvalidRequest` naming the setting if the device cannot be lent."""
-        if not self.generate:
+    def check_device(self) -> None:
+        """Raises `InvalidRequest` naming the setting if the device can be neither lent nor shared as they say."""
+        if self.generate and self.turns:
+            text = "a device that is lent to engines is not shared in turns; leave this out, or generate"
+            raise InvalidRequest(text, field="turns")
+        if self.window_s and not self.generate:
+            raise InvalidRequest("is for trainers that generate: set generate, or leave it out", field="window_s")
+        for name in ("warm_mib", "warm_dir", "cold_dir"):
+            if getattr(self, name) and not self.turns:
+                raise InvalidRequest("is for trainers that take turns: set turns, or leave it out", field=name)
+        if not (self.generate or self.turns):
             if self.grant_dir:
-                raise InvalidRequest("is for trainers that generate: set generate, or leave it out", field="grant_dir")
-            if self.window_s:
-                raise InvalidRequest("is for trainers that generate: set generate, or leave it out", field="window_s")
+                text = "is for trainers that generate, or take turns: set generate or turns, or leave it out"
+                raise InvalidRequest(text, field="grant_dir")
             return
         if not self.grant_dir:
-            text = "is needed to generate: name the folder that the serving-guard of this host was given"
+            need = "generate" if self.generate else "take turns"
+            text = f"is needed to {need}: name the folder that the serving-guard of this host was given"
             raise InvalidRequest(text, field="grant_dir")
         check_folder(Path(self.grant_dir))
+        if self.turns:
+            check_folder(self.warm_folder(), field="warm_dir")
+            check_folder(self.cold_folder(), field="cold_dir")
+
+    def warm_folder(self) -> Path:
+        return Path(self.warm_dir or f"{_IN_MEMORY}/ebbtide-{os.geteuid()}")
+
+    def cold_folder(self) -> Path:
+        return Path(self.cold_dir or f"{_ON_DISK}/ebbtide-{os.geteuid()}")
 
 
 def check_wandb(project: str) -> None:

@@ -10,6 +10,7 @@ with the process, and the step's groups stay open until its update.
 """
 
 import asyncio
+import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -28,9 +29,11 @@ from ebbtide.telemetry import counter, gauge, get_logger
 from ebbtide.trainer import training_checkpoint
 from ebbtide.trainer.collectors import SessionCollector, TrajectoryCollector
 from ebbtide.trainer.learning.local_learning import LocalLearning, choose_device
+from ebbtide.trainer.learning.parked_state import park_of
 from ebbtide.trainer.lending.device_loan import DeviceLoan, MemoryLoan, OwnDevice, ReportedDevice, TrainingDevice
 from ebbtide.trainer.lending.device_window import DeviceWindow, OwnWindow, TrainingWindow
 from ebbtide.trainer.lending.shared_loan import LendingRanks, SharedLoan
+from ebbtide.trainer.lending.turn_loan import TurnLoan, TurnWindow
 from ebbtide.trainer.ranks.rank_group import RankGroup, RankZeroLearning
 from ebbtide.trainer.settings import TrainerSettings
 from ebbtide.trainer.trackers import progress_of, trackers_of
@@ -149,21 +152,31 @@ async def train_run(
     loan = _loan(lease, settings, lending)
     reported = ReportedDevice(loan, lease.report, lineage=lineage) if loan else None
     device: TrainingDevice = reported or OwnDevice()
+    turns = TurnLoan(device, _compute) if lease.run.spec.takes_turns else None
 
     async def work() -> None:
-        await device.take_back()  # the model's weights need its memory
+        await (turns.take() if turns else device.take_back())  # the model's weights need its memory
         learning, collector, resumed = await TrainingStart(lease, settings, crew, following, lineage).begin()
         left = partial(lease.remaining_work, groups=_ALL_GROUPS)
-        memory = MemoryLoan(device, learning, left) if reported and learning.on_gpu else None
-        used = memory or device
+        memory = MemoryLoan(device, learning, left) if reported and learning.on_gpu and not turns else None
+        if turns:
+            turns.learns(learning)
+        used = turns or memory or device
         training = Training(client, lease, settings, following, lineage, learning, collector, used, tracking)
         try:
             await race(training.run(resumed), *([memory.run()] if memory else []))
         finally:  # several ranks do not wait: one may be gone, and its part of the checkpoint with it
             await training.close(_WRITE_S if crew is None else 0.0)
 
+    async def trained() -> None:
+        try:
+            await race(following.run(), work())
+        finally:
+            if turns:
+                await turns.close()
+
     async with _tracked(client, lease, settings, following) as tracking:
-        await race(following.run(), work(), *([loan.run(), reported.run()] if loan and reported else []))
+        await race(trained(), *([loan.run(), reported.run()] if loan and reported else []))
 
 
 @asynccontextmanager
@@ -193,13 +206,17 @@ async def _tracked(
 
 
 def _loan(lease: Lease, settings: TrainerSettings, lending: LendingRanks | None) -> DeviceLoan | SharedLoan | None:
-    """The devices of all ranks, if the trainer lends them. `lending`: some are on other hosts."""
-    if not settings.generate:
+    """The devices of all ranks, if the trainer lends or shares them. `lending`: what the ranks know of one another."""
+    turns = lease.run.spec.takes_turns
+    if not (settings.generate or turns):
         return None
-    folder = Path(settings.grant_dir)
-    if lending is not None:
-        return SharedLoan(folder, lending, run_id=lease.run_id, lease=lease.number)
-    return DeviceLoan(folder, run_id=lease.run_id, lease=lease.number)
+    folder, priority = Path(settings.grant_dir), lease.run.spec.share.priority
+    if lending is not None and lending.others:
+        return SharedLoan(folder, lending, run_id=lease.run_id, lease=lease.number, turns=turns, priority=priority)
+    if not turns:
+        return DeviceLoan(folder, run_id=lease.run_id, lease=lease.number)
+    pids = lending.pids if lending is not None else (os.getpid(),)
+    return DeviceLoan(folder, run_id=lease.run_id, lease=lease.number, pids=pids, priority=priority)
 
 
 class Training:
@@ -214,7 +231,7 @@ class Training:
         lineage: str,
         learning: LocalLearning,
         collector: TrajectoryCollector,
-        device: TrainingDevice,
+        device: TrainingDevice | TurnLoan,
         tracking: RunTracking,
     ) -> None:
         self._client = client
@@ -226,7 +243,9 @@ class Training:
         self._collector = collector
         self._tracking = tracking
         self._window: TrainingWindow = OwnWindow(self._groups)
-        if settings.generate:
+        if isinstance(device, TurnLoan):
+            self._window = TurnWindow(device, self._groups)
+        elif settings.generate:
             self._window = DeviceWindow(lease, following, collector, device, self._relieve, fixed_s=settings.window_s)
         self._spec = lease.run.spec
         self._trained: _Trained | None = None
@@ -245,6 +264,7 @@ class Training:
                 except AlreadyExists as error:  # the relay has the version of a run that the store lost
                     log.warning("taking the next number", reason=str(error))
             await self._window.open()
+            await self._window.rest()
             while self._collector.step < self._spec.trainer.steps:
                 await self._step()
             await self._stored()
@@ -271,6 +291,7 @@ class Training:
         else:
             trained.told = self._tasks.create_task(self._tell(trained))
             self._trained = trained
+        await self._window.rest()
         _steps.inc()
         _overlapped.inc(clock.overlapped_s())
         _tokens.inc(values["tokens"])
@@ -376,7 +397,10 @@ class Training:
             if run.counters.get("bytes", 0) > _FULL * self._spec.quota_bytes:
                 log.warning("checkpointing early: the run's quota_bytes is small for checkpoint_every")
                 await self._settle()
+                held = await self._window.hold()
                 await self._checkpoint(None)
+                if held:
+                    await self._window.rest()
                 await self._stored()
 
     async def _publish(self) -> Publishing | None:
@@ -540,6 +564,7 @@ class TrainingStart:
 
     def _learn(self, source: Path) -> LocalLearning:
         kept: dict[str, Any] = {"keep_published": self._settings.keep_published, "offload": self._settings.offload}
+        kept["park"] = park_of(self._settings) if self._spec.takes_turns else None
         if self._crew is None:
             device = choose_device(self._settings.device)
             return LocalLearning(self._spec, source=source, device=device, **kept)

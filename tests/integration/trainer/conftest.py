@@ -37,7 +37,7 @@ class Program:
     runner: tuple[str, ...] = ("-m",)
 
     def __init__(self, module: str, directory: Path, *flags: str, listens: bool = False) -> None:
-        self._module, self._flags, self._listens = module, flags, listens
+        self._module, self.flags, self._listens = module, flags, listens
         self._ready = directory / f"{module}.json"
         self._log = directory / f"{module}.log"
         self.process: subprocess.Popen[bytes] | None = None
@@ -50,7 +50,7 @@ class Program:
     def launch(self) -> None:
         self._ready.unlink(missing_ok=True)
         command = [sys.executable, *self.runner, f"ebbtide.{self._module}"]
-        command += [*self._flags, "--ready-file", str(self._ready)]
+        command += [*self.flags, "--ready-file", str(self._ready)]
         command += ["--server-listen", self.address] if self._listens else []
         path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
         environment = {**os.environ, "EBBTIDE_TOKEN": TOKEN, "PYTHONPATH": path}
@@ -93,7 +93,7 @@ class Cluster:
         )
         self.relay = Program("weight_relay", directory, "--data-dir", str(directory / "relay"), listens=True)
         self.programs: dict[str, Program] = {}
-        self._metrics = free_port()  # of the trainer
+        self.metrics_port = free_port()  # of the trainer
 
     def start(self, model: Path) -> None:
         self.coordinator.start()
@@ -101,7 +101,7 @@ class Cluster:
         where = ("--coordinator", self.coordinator.address, "--relay", self.relay.address)
         script = ScriptedSettings(vocab_size=100, step_s=0.002, mean_length=12)
         worker = ("--model", str(model), "--slots", "64", *engine_flags(script))
-        cpu = ("--threads", "1", "--device", "cpu", "--metrics-port", str(self._metrics))
+        cpu = ("--threads", "1", "--device", "cpu", "--metrics-port", str(self.metrics_port))
         runs = (*where, "--environments-allowed", ALLOWED, "--output-roots", "/")
         self.programs = {
             "worker": Program("rollout_worker", self.directory, *where, *worker),
@@ -121,7 +121,7 @@ class Cluster:
 
     def streamed_groups(self) -> float:
         """Groups whose gradients the trainer has added since it was started."""
-        with urlopen(f"http://127.0.0.1:{self._metrics}/metrics", timeout=10) as page:
+        with urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=10) as page:
             lines = page.read().decode().splitlines()
         return sum(float(line.split()[1]) for line in lines if line.startswith("ebbtide_trainer_streamed_groups_total"))
 
@@ -187,7 +187,7 @@ def make_spec(tmp_path: Path, tiny_model: Path) -> Callable[..., RunSpec]:
             "evaluation": {"problems": 10, "every": 3},
         }
         for name, value in changes.items():
-            base[name] = {**base[name], **value} if isinstance(value, dict) else value
+            base[name] = {**base.get(name, {}), **value} if isinstance(value, dict) else value
         return msgspec.convert(base, RunSpec)
 
     return make

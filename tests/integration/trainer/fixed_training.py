@@ -31,10 +31,12 @@ from ebbtide.client.service_peer import ServicePeer
 from ebbtide.errors import InvalidRequest
 from ebbtide.trainer.learning import learner
 from ebbtide.trainer.learning.local_learning import LocalLearning
+from ebbtide.trainer.learning.parked_state import park_of
 from ebbtide.trainer.learning.sampled_logprobs import CHUNK_LOGITS
 from ebbtide.trainer.ranks.rank_group import RankFollower, RankGroup, RankZeroLearning
 from ebbtide.trainer.ranks.rank_launcher import place_of
 from ebbtide.trainer.ranks.rank_world import RankWorld
+from ebbtide.trainer.settings import TrainerSettings
 from ebbtide.trainer.training_checkpoint import TrainingState
 from ebbtide.types.rollout import Trajectory
 from ebbtide.types.run import RunSpec
@@ -50,7 +52,8 @@ SEED = bytes(range(32))
 class Job(Struct, frozen=True, kw_only=True):
     """Train `steps` (from, to), from the model or from a `checkpoint`; write one into `folder` after each of `saves`.
     With a `relay`, publish the weights of the end there, as the next version of `run`. `fails`: it cannot be loaded.
-    `order`: stream each step's groups, in an order and in parts that it seeds."""
+    `order`: stream each step's groups, in an order and in parts that it seeds. `parks`: the state leaves the device and
+    comes back after each step."""
 
     spec: RunSpec
     folder: str
@@ -64,6 +67,7 @@ class Job(Struct, frozen=True, kw_only=True):
     groups: int = 3  # of a step
     order: int | None = None
     offload: bool = False
+    parks: bool = False
     chunk_logits: int = CHUNK_LOGITS  # that the head computes at once; of several jobs, the first one's
 
 
@@ -136,6 +140,9 @@ def train(learning: LocalLearning, job: Job) -> list[dict[str, float]]:
             for part in parts(trajectories, random.Random(f"{job.order}/{step}")):
                 learning.add_groups(part, step=step, version=step + 1)
             told.append(learning.finish_step(trajectories, step=step, steps=steps))
+        if job.parks:
+            assert learning.leave_device().size
+            learning.restore_memory()
         if step + 1 in job.saves:
             state = TrainingState(run_id=RUN, lineage=f"l{step}", step=step + 1, version=step + 2)
             learning.checkpoint(Path(job.folder), state, keep=99)
@@ -151,6 +158,12 @@ def alone(job: Job) -> list[dict[str, float]]:
 def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
     """All weights of a checkpoint, however many files they lie in."""
     return {name: one for path in sorted(checkpoint.glob("*.safetensors")) for name, one in load_file(path).items()}
+
+
+def sharing(job: Job) -> TrainerSettings:
+    """Of a trainer whose ranks park their states beside the job's folder."""
+    folder = Path(job.folder).parent / "parked"
+    return TrainerSettings(warm_dir=str(folder / "warm"), cold_dir=str(folder / "cold"))
 
 
 async def publish(learning: LocalLearning, job: Job) -> None:
@@ -178,9 +191,10 @@ async def lead(world: RankWorld, jobs: list[Job]) -> list[list[dict[str, float]]
     told = []
     for job in jobs:
         source = Path(job.checkpoint or job.spec.model)
+        park = park_of(sharing(jobs[0])) if job.parks else None
         try:
             learning = await asyncio.to_thread(
-                RankZeroLearning, crew, job.spec, run_id=job.run, source=source, offload=job.offload
+                RankZeroLearning, crew, job.spec, run_id=job.run, source=source, offload=job.offload, park=park
             )
         except InvalidRequest:
             if not job.fails:
@@ -215,7 +229,7 @@ async def main(file: Path) -> None:
         file.with_suffix(".held0").write_bytes(msgspec.json.encode(held()))
         return
     async with Client(relay=jobs[-1].relay or None, security=ClientSecurity(token=TOKEN)) as client:
-        follower = RankFollower(world, client)  # named, as what it has is counted
+        follower = RankFollower(world, client, sharing(jobs[0]))  # named, as what it has is counted
         await follower.run()
         with contextlib.suppress(TimeoutError):  # the calls that a publisher had under way let go of it a moment later
             await wait_until(lambda: held().publishers <= 1)

@@ -146,12 +146,12 @@ async def test_sigterm_ends_all_ranks_cleanly_and_one_goes_on_and_then_those_of_
     trainer, processes = cluster.programs["trainer"], ranks_of(cluster)
     assert await asyncio.to_thread(trainer.end) == 0
     assert not [process for process in processes if process.is_running() and process.status() != "zombie"]
-    flags = trainer._flags
-    trainer._flags = (*flags, "--ranks", "1")
+    flags = trainer.flags
+    trainer.flags = (*flags, "--ranks", "1")
     await asyncio.to_thread(trainer.start)
     await wait_until(partial(trained, client, "handed-over", 6), timeout=60)
     assert await asyncio.to_thread(trainer.end) == 0
-    trainer._flags = (*flags, "--once", "--run-id", "handed-over")
+    trainer.flags = (*flags, "--once", "--run-id", "handed-over")
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1")
     trainer.runner = (*torchrun, "--master-port", str(free_port()), "-m")
     await asyncio.to_thread(trainer.start)

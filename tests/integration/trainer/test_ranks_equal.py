@@ -85,6 +85,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, relay: s
     away = [
         msgspec.structs.replace(job("two-offloaded"), steps=(0, 10), saves=(10,), offload=True),
         msgspec.structs.replace(job("two-offloaded-from-one", "one"), offload=True),
+        msgspec.structs.replace(job("two-parked"), steps=(0, 10), saves=(10,), parks=True),
+        msgspec.structs.replace(job("two-parked-from-two", "two"), parks=True),
     ]
     named = (
         "two",
@@ -145,6 +147,18 @@ def test_ten_steps_give_the_same_losses_and_weights(ours: str, theirs: str, firs
     assert max(distances.values()) < TOLERANCE
     moved = gaps(trained.folder / ours / step, trained.folder / theirs / "step-000005")
     assert all(distance > 100 * distances[name] for name, distance in moved.items())
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("name", "step"), [("two-parked", 10), ("two-parked-from-two", 15)])
+def test_ranks_whose_states_leave_their_devices_after_each_step_compute_the_same_to_the_last_bit(
+    name: str, step: int, trained: Trained
+) -> None:
+    folder = f"step-{step:06d}"
+    ours, theirs = weights(trained.folder / name / folder), weights(trained.folder / "two" / folder)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(one, theirs[key]) for key, one in ours.items())
+    assert trained.told[name] == trained.told["two"][step - 10 : step]
 
 
 @pytest.mark.timeout(400)

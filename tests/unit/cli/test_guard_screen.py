@@ -53,6 +53,19 @@ def test_latencies_stand_beside_their_targets_with_the_share_that_kept_them() ->
     assert ["TPOT", "10.1", "ms", "20.0", "ms", "43.1", "ms", "40.0", "ms", "98.10%", "9.0", "ms"] in rows(STATUS)
 
 
+def test_a_shared_device_shows_whose_turn_it_is_and_who_waits() -> None:
+    trainers = tuple(
+        Borrower(worker_id=run, state=state) for run, state in (("b", "its turn"), ("a", "waits"), ("c", "parked"))
+    )
+    turns = GuardStatus(mode="turns", state="held", waiting=1, borrowers=trainers)
+    assert head(turns) == "shared device: the turn of run b, 1 waiting"
+    assert ["b", "its", "turn"] in rows(turns)
+    assert ["c", "parked"] in rows(turns)
+    assert list(lines(turns)) == [head(turns), "b its turn", "a waits", "c parked"]
+    assert "harvested" not in shown(turns)
+    assert head(replace(turns, state="free", borrowers=(), waiting=0)) == "shared device: free, 0 waiting"
+
+
 def test_models_with_an_slo_of_their_own_have_their_own_lines() -> None:
     own = ModelLatency(model="big", ttft=Latency(p50=0.2), tpot=Latency(p99=0.5, target=0.4, attained=0.9))
     several = replace(STATUS, models=(own, ModelLatency()))

@@ -73,6 +73,7 @@ from ebbtide.types.run import (
     RunSpec,
     Sampling,
     ShareSpec,
+    SharingSpec,
     TailSpec,
     TrainerSpec,
 )
@@ -139,6 +140,7 @@ PAIRS: dict[type[Struct], type[Message]] = {
     ShareSpec: types_pb2.ShareSpec,
     TailSpec: types_pb2.TailSpec,
     RequestSpec: types_pb2.RequestSpec,
+    SharingSpec: types_pb2.SharingSpec,
     RunSpec: types_pb2.RunSpec,
     Session: sessions_pb2.Session,
     SessionTurn: sessions_pb2.Turn,

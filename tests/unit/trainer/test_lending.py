@@ -116,12 +116,12 @@ async def test_a_trainer_whose_device_has_a_newer_owner_steps_down(
 def test_settings_that_cannot_lend_name_what_is_missing(tmp_path: Path) -> None:
     folder = tmp_path / "grants"
     with pytest.raises(InvalidRequest, match="grant_dir: is needed to generate"):
-        TrainerSettings(generate=True).check_generate()
+        TrainerSettings(generate=True).check_device()
     with pytest.raises(InvalidRequest, match="grant_dir: is for trainers that generate"):
-        TrainerSettings(grant_dir=str(folder)).check_generate()
+        TrainerSettings(grant_dir=str(folder)).check_device()
     with pytest.raises(InvalidRequest, match="window_s: is for trainers that generate"):
-        TrainerSettings(window_s=3.0).check_generate()
-    TrainerSettings(generate=True, grant_dir=str(folder)).check_generate()
+        TrainerSettings(window_s=3.0).check_device()
+    TrainerSettings(generate=True, grant_dir=str(folder)).check_device()
     assert folder.stat().st_mode & 0o777 == 0o700
 
 

@@ -29,7 +29,7 @@ def make_spec(model: Path, output: Path, **changes: Any) -> RunSpec:
         "trainer": {"steps": 4, "learning_rate": 1e-2, "checkpoint_every": 2, "minibatches": 2, "warmup_steps": 3},
     }
     for name, value in changes.items():
-        base[name] = {**base[name], **value} if isinstance(value, dict) else value
+        base[name] = {**base.get(name, {}), **value} if isinstance(value, dict) else value
     return msgspec.convert(base, RunSpec)
 
 

@@ -33,9 +33,10 @@ _WORDS: Final = {
     "quiet": "waits until no traffic comes",
     "blind": "nothing is known of the traffic",
     "closed": "the guard lends no more: it ends, or its log says why",
-    "held": "the device is with the trainer",
+    "held": "the device is with a trainer",
     "lent": "rollouts may run until the trainer takes its device back",
     "abandoned": "rollouts may run: the trainer is gone",
+    "free": "no trainer wants its turn",
     "settling": "a new guard waits for the device's owner before it lends",
 }
 #: `slack_s` while no request is in flight.
@@ -46,7 +47,8 @@ def picture(status: GuardStatus) -> Group:
     """Draws a summary line, what the guard grants and why, and tables of latencies and of borrowers."""
     tables = [fact_table(_facts(status))]
     tables += [] if _of_trainer(status) else [_latencies(status)]
-    tables += [_borrowers(status.borrowers)] if status.borrowers else []
+    borrowers = _trainers if _in_turns(status) else _borrowers
+    tables += [borrowers(status.borrowers)] if status.borrowers else []
     spaced = [part for table in tables for part in (Text(), table)]
     return Group(Text(plain(head(status)), style="bold"), *spaced)
 
@@ -62,6 +64,10 @@ def head(status: GuardStatus) -> str:
     speed = sum(one.tokens_per_s for one in status.borrowers)
     count = len(status.borrowers)
     lent = f"{count} borrower{'s' * (count > 1)} at {speed:,.0f} tokens/s" if count else "no borrower"
+    if _in_turns(status):
+        turn = next((one.worker_id for one in status.borrowers if one.state == "its turn"), "")
+        whose = f"the turn of run {turn}" if turn else status.state or "starting"
+        return f"shared device: {whose}, {status.waiting} waiting"
     if _of_trainer(status):
         return f"trainer's device: {status.state or 'starting'}, {lent}"
     return (
@@ -80,6 +86,9 @@ def lines(status: GuardStatus) -> Iterator[str]:
         ]
     yield plain(" · ".join(parts))
     for one in status.borrowers:
+        if _in_turns(status):
+            yield plain(f"{one.worker_id} {one.state}")
+            continue
         named = zip(_BORROWERS[2:], _borrower_row(one)[2:], strict=True)
         yield plain("; ".join((f"{one.worker_id} {one.state}", *(f"{name} {value}" for name, value in named))))
 
@@ -98,6 +107,8 @@ def _facts(status: GuardStatus) -> Iterator[tuple[str, str]]:
     if served:
         yield "slack", _slack(status)
         yield "next step", _budget(status)
+    if _in_turns(status):
+        return
     yield "harvested", _harvested(status)
     yield "forecast", f"{forecast.share:.0%} of the next minute; this lasts {_seconds(forecast.spell_s)}"
     if served:
@@ -108,9 +119,21 @@ def _facts(status: GuardStatus) -> Iterator[tuple[str, str]]:
 
 
 def _of_trainer(status: GuardStatus) -> bool:
-    """Whether the device is a trainer's, which serves nobody: there are no requests, and no budget that follows from
-    them."""
-    return status.mode == "trainer"
+    """Whether the device is a trainer's, or several trainers', and serves nobody: there are no requests, and no budget
+    that follows from them."""
+    return status.mode in {"trainer", "turns"}
+
+
+def _in_turns(status: GuardStatus) -> bool:
+    """Whether trainers of several runs take turns on the device: they stand in the place of borrowers."""
+    return status.mode == "turns"
+
+
+def _trainers(trainers: Sequence[Borrower]) -> Table:
+    table = data_table(("run", "trainer"), left=("run", "trainer"))
+    for one in trainers:
+        table.add_row(cell(one.worker_id), cell(one.state))
+    return table
 
 
 def _latencies(status: GuardStatus) -> Table:

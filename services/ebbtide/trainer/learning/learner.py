@@ -144,6 +144,15 @@ class Learner:
         if self._reference is not None:
             yield from (one for one in self._reference.parameters() if not isinstance(one, DTensor))
 
+    def everything(self) -> Iterator[Tensor]:
+        """Lists all that the device holds between steps: what is `movable`, and the weights and buffers of both
+        networks. Tensors may share storage, which tied weights do."""
+        yield from self.movable()
+        for network in (self.network, self._reference):
+            if network is not None:
+                yield from network.parameters()
+                yield from network.buffers()
+
     def step(self, samples: Sequence[TrainingSample], rng: Random) -> StepStats:
         """Updates on all `samples` (at least one), `epochs` times, in minibatches shuffled by `rng`."""
         rate = float(self._scheduler.get_last_lr()[0])

@@ -31,7 +31,8 @@ from ebbtide.trainer.learning.learner import Learner, LearnerSettings
 from ebbtide.trainer.learning.network import Network, checkpoint_layers, load_network, load_tokenizer
 from ebbtide.trainer.learning.out_of_memory import MemoryKnobs, OutOfMemory, naming_knobs
 from ebbtide.trainer.learning.packed_attention import has_kernel
-from ebbtide.trainer.learning.trainer_memory import CudaRoom, TrainerMemory
+from ebbtide.trainer.learning.parked_state import Parked, StatePark
+from ebbtide.trainer.learning.trainer_memory import CpuRoom, CudaRoom, TrainerMemory
 from ebbtide.trainer.learning.training_batches import TrainingSample, samples_of, summary
 from ebbtide.trainer.ranks.rank_world import RankWorld, agreeing
 from ebbtide.trainer.ranks.sharding import load_sharded, local
@@ -59,11 +60,13 @@ class LocalLearning:
         keep_published: bool = True,
         offload: bool = False,
         world: RankWorld | None = None,
+        park: StatePark | None = None,
     ) -> None:
         """Loads the weights in `source`: the run's model, or a checkpoint of it. Raises `InvalidRequest`.
 
         `keep_published`: keep the published weights on the GPU, if it has room after a step. `offload`: keep the
-        optimiser's moments in host memory. `world`: the ranks that share the network.
+        optimiser's moments in host memory. `world`: the ranks that share the network. `park`: where the state is kept
+        between turns on the device; then no published weights stay there.
         """
         check_learnable(spec.sampling, field="sampling")
         gc.collect()  # a former run's network is in a reference cycle, and an error may hold what a step computed
@@ -80,8 +83,11 @@ class LocalLearning:
             self._learner = Learner(self._network, settings, version=0, reference=reference, ranks=world)
         if spec.trainer.packing and not self.packed:
             raise InvalidRequest("this network's samples cannot be packed; leave it out", field="trainer.packing")
-        self._memory = TrainerMemory(self._learner.movable, CudaRoom(device)) if self.on_gpu else None
-        self._keeps: bool | None = None if keep_published else False  # None: unknown
+        self._memory: TrainerMemory | None = None
+        if self.on_gpu or park is not None:
+            room = CudaRoom(device) if self.on_gpu else CpuRoom()
+            self._memory = TrainerMemory(self._learner.movable, room, whole=self._learner.everything, park=park)
+        self._keeps: bool | None = None if keep_published and park is None else False  # None: unknown
         self._added = 0  # samples of the step's groups so far
 
     def _load(self, source: Path) -> tuple[LearnerSettings, Network | None]:
@@ -133,10 +139,16 @@ class LocalLearning:
         self._memory.give_up(needed)
         return self._memory.lacking(needed)
 
+    def leave_device(self) -> Parked:
+        """Moves the whole state off the device, until `restore_memory`. Nothing reads it meanwhile. Raises `RunFailed`
+        if it has no room elsewhere."""
+        return self._memory.leave() if self._memory is not None else Parked(0, warm=True)
+
     def restore_memory(self) -> None:
-        """Brings back what `give_up_memory` moved."""
+        """Brings back what `give_up_memory` or `leave_device` moved. Raises `StateDamaged` if it came back with other
+        bytes."""
         if self._memory is not None:
-            with self._fitting("what comes back after the device was lent"):
+            with self._fitting("what comes back after others had the device"):
                 self._memory.restore()
 
     def _place(self, source: Path) -> Network:

@@ -1,19 +1,23 @@
-"""Moves what a trainer needs only while it trains to host memory while its device is lent, and back: the optimiser's
-state, unfinished gradients, and a reference network. The weights stay, as they are published meanwhile.
+"""Moves a trainer's memory off its device while others have it, and back.
 
-Moving costs the time of two copies over the bus, so it is done only if an engine lacks the memory to resume. If the
-host has no memory for it either, everything stays, and the engine waits: other workers generate, if there are any.
+While the device is lent to engines, that is what only training needs: the optimiser's state, unfinished gradients, and
+a reference network. The weights stay, as they are published meanwhile. Moving costs the time of two copies over the
+bus, so it is done only if an engine lacks the memory to resume. If the host has no memory for it either, everything
+stays, and the engine waits: other workers generate, if there are any.
+
+While another trainer has its turn on the device, everything leaves it, the weights too (`ebbtide.trainer.learning.
+parked_state`).
 
 Invariant: between `give_up` and `restore` every tensor holds the same values, in host memory, so that a checkpoint may
-be written meanwhile. Host memory is kept for the next time. All of it dies with the process, as the trainer's state
-does.
+be written meanwhile. Between `leave` and `restore` tensors have no values, and nothing may read them. Host memory is
+kept for the next time. All of it dies with the process, as the trainer's state does.
 """
 
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from msgspec import Struct
@@ -23,6 +27,7 @@ from ebbtide.client.publisher.tensor_snapshots import allocate
 from ebbtide.gpu_memory import host_memory
 from ebbtide.telemetry import counter, get_logger, histogram
 from ebbtide.trainer.learning.optimizer import own_part
+from ebbtide.trainer.learning.parked_state import Parked, StatePark, return_free_memory, storages_of
 
 #: Share of a device's memory that stays free beside the engine: its steps allocate beyond what it keeps.
 _RESERVE: Final = 0.03
@@ -64,6 +69,64 @@ _moved = counter(
     "bytes of the trainer's memory that left its lent GPU (`kind` out), or came back",
     ("kind",),
 )
+_left = counter(
+    "trainer_parked_bytes_total",
+    "bytes of the trainer's state that left its device for another trainer's turn; `state`: warm (host memory) or cold",
+    ("state",),
+)
+_parked_seconds = histogram(
+    "trainer_parked_seconds",
+    "moves of the trainer's whole state off its device (`kind` out) or back; `state`: warm (host memory) or cold",
+    ("kind", "state"),
+    _BOUNDS,
+)
+
+
+class Room(Protocol):
+    """The memory of a device."""
+
+    def holds(self, tensor: Tensor) -> bool: ...
+
+    def trim(self) -> None:
+        """Give what is kept for later back to the device."""
+        ...
+
+    def memory(self) -> tuple[int, int, int, int]:
+        """Free and all bytes of the device, available and all bytes of the host."""
+        ...
+
+    def to_host(self, tensor: Tensor, former: Tensor | None) -> Tensor:
+        """A copy in host memory, in `former` if it is given."""
+        ...
+
+    def to_device(self, tensor: Tensor) -> Tensor: ...
+
+    def settle(self) -> None:
+        """Wait for all copies."""
+        ...
+
+
+class CpuRoom:
+    """The memory of a process that trains on a CPU. Engines beside it have their own, so nothing has to make room for
+    them."""
+
+    def holds(self, tensor: Tensor) -> bool:
+        return tensor.device.type == "cpu"
+
+    def trim(self) -> None:
+        return_free_memory()
+
+    def memory(self) -> tuple[int, int, int, int]:
+        return (*host_memory(), *host_memory())
+
+    def to_host(self, tensor: Tensor, former: Tensor | None) -> Tensor:  # noqa: ARG002 - the interface
+        return tensor
+
+    def to_device(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def settle(self) -> None:
+        """Copies are done when they return."""
 
 
 class CudaRoom:
@@ -100,13 +163,23 @@ class CudaRoom:
 
 
 class TrainerMemory:
-    """`held()`: the tensors that may leave the device, sharded ones as this rank's shares."""
+    """`held()`: the tensors that may leave the device while it is lent, sharded ones as this rank's shares; `whole()`:
+    all that leave it for another trainer's turn, to `park`. Without a `park`, `leave` is not called."""
 
-    def __init__(self, held: Callable[[], Iterable[Any]], room: CudaRoom) -> None:
+    def __init__(
+        self,
+        held: Callable[[], Iterable[Any]],
+        room: Room,
+        *,
+        whole: Callable[[], Iterable[Any]] | None = None,
+        park: StatePark | None = None,
+    ) -> None:
         self._held, self._room = held, room
+        self._whole, self._park = whole or held, park
         self._still = threading.Lock()
         self._away: list[Tensor] = []
         self._places: list[Tensor] = []  # in host memory, for the next time
+        self._place = ""  # of the parked state: warm or cold
 
     @property
     def still(self) -> threading.Lock:
@@ -142,9 +215,32 @@ class TrainerMemory:
         free, total, _, _ = self._room.memory()
         return lacking(free, total, needed)
 
-    def restore(self) -> int:
-        """Bring everything back. Returns the bytes moved."""
+    def leave(self) -> Parked:
+        """Move the whole state off the device, for another trainer's turn. Raises `RunFailed` if it has no room
+        elsewhere; then it stays."""
+        if self._park is None or self._park.taken:
+            return Parked(0, warm=True)
         began = time.monotonic()
+        with self._still:
+            self._room.settle()
+            tensors = [tensor for tensor in map(own_part, self._whole()) if self._room.holds(tensor)]
+            parked = self._park.park(storages_of(tensors))
+            self._room.trim()
+        self._place = "warm" if parked.warm else "cold"
+        _parked_seconds.labels("out", self._place).observe(took := time.monotonic() - began)
+        _left.labels(self._place).inc(parked.size)
+        log.info("the state left the device", bytes=parked.size, place=self._place, took_s=round(took, 4))
+        return parked
+
+    def restore(self) -> int:
+        """Bring everything back. Returns the bytes moved. Raises `StateDamaged` if it came back with other bytes."""
+        began = time.monotonic()
+        if self._park is not None and self._park.taken:
+            with self._still:
+                moved = self._park.bring_back()
+            _parked_seconds.labels("back", self._place).observe(took := time.monotonic() - began)
+            log.info("the state is back", bytes=moved, place=self._place, took_s=round(took, 4))
+            return moved
         with self._still:
             moved = sum(tensor.nbytes for tensor in self._away)
             for tensor in self._away:

@@ -128,11 +128,31 @@ class DeviceProgress(Struct, frozen=True, kw_only=True):
 class DeviceLoan:
     """The device of a trainer that lends it. `run` has to run meanwhile."""
 
-    def __init__(self, folder: Path, *, run_id: str, lease: int, owner: str = "") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        run_id: str,
+        lease: int,
+        owner: str = "",
+        pids: Sequence[int] = (),
+        priority: int = 0,
+    ) -> None:
         """`folder`: of the guard's socket and the engines' pages. `lease`: number of the run's trainer lease.
-        `owner`: the fence of the process that holds it; empty: this one."""
+        `owner`: the fence of the process that holds it; empty: this one. `pids`: the trainer's processes on this host,
+        if it takes turns with others, with this `priority`. Then a wish to lend gives the turn back, and without a
+        guard no step begins: nobody else knows whose turn it is."""
         self._folder, self._target = folder, socket_path(folder)
-        self.wish = OwnerWish(protocol_version=LOANS_VERSION, run_id=run_id, owner=owner or new_fence(), lease=lease)
+        self.wish = OwnerWish(
+            protocol_version=LOANS_VERSION,
+            run_id=run_id,
+            owner=owner or new_fence(),
+            lease=lease,
+            lend=bool(pids),  # a turn is asked for
+            pids=tuple(pids),
+            priority=priority,
+        )
+        self._given_back: OwnerWish | None = None  # ended a turn, and may not be stated yet
         self.answered = asyncio.Event()  # set at each message of the guard
         self._stated = asyncio.Event()  # set when a wish is to be stated at once
         self._state = LoanState(sequence=-1)
@@ -165,6 +185,8 @@ class DeviceLoan:
 
     def want(self, wish: OwnerWish) -> None:
         """State this wish from now on. Its sequence is higher than that of the former one."""
+        if wish.pids and wish.lend:
+            self._given_back = wish
         self.wish = wish
         self._stated.set()
 
@@ -174,13 +196,19 @@ class DeviceLoan:
     def engine_bytes(self) -> int:
         return self._state.engine_bytes
 
+    @property
+    def turn(self) -> int:
+        """Number of this trainer's turn; 0: it has none, or takes none."""
+        return self._state.turn if self.progress().back else 0
+
     def progress(self) -> DeviceProgress:
         """What became of the newest wish, if it takes the device back."""
         state, needed = self._state, self._state.engine_bytes
         if state.sequence == self.wish.sequence and not self._hangs():
+            holds = not self.wish.pids or time.monotonic() < self._heard_at + state.expires_s
             return DeviceProgress(
-                compute_back=state.compute_back,
-                memory_back=state.memory_back,
+                compute_back=state.compute_back and holds,
+                memory_back=state.memory_back and holds,
                 waits_for=state.waits_for,
                 engine_bytes=needed,
             )
@@ -225,6 +253,9 @@ class DeviceLoan:
     async def _state_wishes(self, call: Any) -> None:
         while True:
             self._stated.clear()
+            if (before := self._given_back) is not None and before.sequence < self.wish.sequence:
+                await write(call, to_proto(before, loans_pb2.OwnerWish))  # or others would not have their turn
+            self._given_back = None
             await write(call, to_proto(self.wish, loans_pb2.OwnerWish))
             with suppress(TimeoutError):
                 async with asyncio.timeout(_LIFE_S):
@@ -260,6 +291,8 @@ class DeviceLoan:
 
     def _alone(self) -> bool:
         """Whether the pages alone tell if a step may begin."""
+        if self.wish.pids:
+            return False
         if self._hangs():
             return True
         if self._alone_since is None:

@@ -47,12 +47,31 @@ class TrainingWindow(Protocol):
         """Wait until there are enough groups, with the device."""
         ...
 
+    async def hold(self) -> bool:
+        """Return once weights and moments can be read, between steps, until `rest`. Returns whether they could not
+        before."""
+        ...
+
+    async def rest(self) -> None:
+        """Nothing reads weights and moments until the next `close` or `hold`."""
+        ...
+
     def trained(self, trajectories: Iterable[Trajectory], *, learning_s: float) -> dict[str, float]:
         """Learn from a step that was trained. Returns the values to report of its window."""
         ...
 
 
-class OwnWindow:
+class _ReadableWindow:
+    """Half of a `TrainingWindow`, of a trainer whose weights and moments can always be read."""
+
+    async def hold(self) -> bool:
+        return False
+
+    async def rest(self) -> None:
+        """They stay where they are."""
+
+
+class OwnWindow(_ReadableWindow):
     """Of a device that is the trainer's for ever. `wait`: until there is enough."""
 
     def __init__(self, wait: Callable[[Enough], Awaitable[None]]) -> None:
@@ -129,7 +148,7 @@ _NEWS: Final = 0.2
 _NEWS_S: Final = 1.0
 
 
-class DeviceWindow:
+class DeviceWindow(_ReadableWindow):
     """`starved`: awaited now and then while groups are missing for long. `fixed_s`:
     lend for so long in each step of a run that streams; 0.0: as it is planned.
     """

@@ -7,6 +7,9 @@ Rank 0 states its wish to the guard of its own host, and leaves a note for the r
 (`LoanFollower`) carries the wish on under the lease of rank 0's run, and answers twice: when no engine computes there,
 and when all have given up memory. A step begins once every host has given both answers.
 
+Trainers that take turns on the devices (`ebbtide.trainer.lending.turn_loan`) are granted one host after another, in one
+order for all trainers, and give all of them back at once.
+
 Partial failure ends in one of three ways. A host whose guard is away gives its device back as soon as its pages show
 that no engine computes. A host that does not, because a stuck engine has nobody who stops it, or because another run
 owns its device, ends the wait after a while: the trainer gives all devices up and takes its run up again, and the error
@@ -20,15 +23,17 @@ while rank 0's store answers: a host whose rank 0 is gone, or frozen, lends its 
 """
 
 import asyncio
+import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ebbtide import telemetry
 from ebbtide.errors import EbbtideError, InvalidRequest, LeaseSuperseded, Unavailable
@@ -46,6 +51,7 @@ class SharedWish(Struct, frozen=True, kw_only=True):
     """What rank 0 wants of the devices of all hosts."""
 
     wish: OwnerWish | None = None  # None: it owns them no longer
+    ranks: tuple[int, ...] | None = None  # leaders that the wish is for, if others are to lend; None: for all
 
 
 class LeaderAnswer(Struct, frozen=True, kw_only=True):
@@ -71,9 +77,12 @@ def encode(note: SharedWish | LeaderAnswer) -> bytes:
     return data
 
 
-def decode_wish(data: bytes) -> OwnerWish | None:
+def decode_wish(data: bytes, rank: int | None = None) -> OwnerWish | None:
+    """The wish that a note has for the rank that leads a host."""
     found: SharedWish = msgspec.msgpack.decode(data, type=SharedWish)
-    return found.wish
+    if found.wish is None or found.ranks is None or rank in found.ranks:
+        return found.wish
+    return replace(found.wish, lend=True)
 
 
 def decode_answer(data: bytes) -> LeaderAnswer:
@@ -91,6 +100,7 @@ class LendingPlace(Struct, frozen=True):
 
     host: str  # for people
     folder: str  # the same for ranks that share the folder, whatever each calls it; empty: this rank lends nothing
+    pids: tuple[int, ...] = ()  # of the rank; of a leader, those of all ranks that share the folder
 
 
 def own_place(folder: str) -> LendingPlace:
@@ -115,15 +125,19 @@ def leaders(places: Mapping[int, LendingPlace]) -> dict[int, LendingPlace]:
             text + "grant_dir for the ranks of every host, and run a serving-guard on each", field="generate"
         )
     found: dict[str, int] = {}
+    pids: dict[str, tuple[int, ...]] = {}
     for rank in sorted(places):
-        found.setdefault(places[rank].folder, rank)
-    return {rank: places[rank] for rank in found.values()}
+        place = places[rank]
+        found.setdefault(place.folder, rank)
+        pids[place.folder] = pids.get(place.folder, ()) + place.pids
+    return {rank: replace(places[rank], pids=pids[folder]) for folder, rank in found.items()}
 
 
 async def tell_places(board: RankBoard, rank: int, size: int, folder: str) -> dict[int, LendingPlace]:
     """Tells this rank's place and returns the `leaders` of all. All ranks call this. Raises `InvalidRequest` as
     `leaders` does, and `Unavailable` if a rank does not tell its place."""
-    await board.put(_name(rank), msgspec.msgpack.encode(own_place(folder)))
+    own = replace(own_place(folder), pids=(os.getpid(),))
+    await board.put(_name(rank), msgspec.msgpack.encode(own))
     places: dict[int, LendingPlace] = {}
     for other in range(size):
         note = await board.await_one(_name(other), _PLACES_S)
@@ -168,16 +182,19 @@ class LendingRanks:
         """`leaders`: of all hosts. Rank 0 leads its own."""
         self.board = board
         self.hosts = {rank: place.host for rank, place in leaders.items()}
+        self.pids = leaders[0].pids  # of the ranks on this host
         self.others = sorted(rank for rank in leaders if rank)
+        self.in_order = sorted(leaders, key=lambda rank: leaders[rank].folder)  # the same for all trainers
         self._number = FIRST
         self._removed = FIRST
         self._posting = asyncio.Lock()
 
-    async def post(self, wish: OwnerWish | None) -> None:
-        """Leaves the next note. Raises `Unavailable`: then all ranks end, as their store is gone."""
+    async def post(self, wish: OwnerWish | None, ranks: tuple[int, ...] | None = None) -> None:
+        """Leaves the next note, for all leaders or some. Raises `Unavailable`: then all ranks end, as their store is
+        gone."""
         async with self._posting:
             number, self._number = self._number, self._number + 1
-            await self.board.put(wish_name(number), encode(SharedWish(wish=wish)))
+            await self.board.put(wish_name(number), encode(SharedWish(wish=wish, ranks=ranks)))
 
     async def forget(self) -> None:
         """Removes the notes that every host has followed: all but the newest."""
@@ -196,12 +213,22 @@ class SharedLoan:
     """A `TrainingDevice`: those of all ranks, on several hosts. `run` has to run meanwhile."""
 
     def __init__(
-        self, folder: Path, ranks: LendingRanks, *, run_id: str, lease: int, hopeless_s: float = _HOPELESS_S
+        self,
+        folder: Path,
+        ranks: LendingRanks,
+        *,
+        run_id: str,
+        lease: int,
+        turns: bool = False,
+        priority: int = 0,
+        hopeless_s: float = _HOPELESS_S,
     ) -> None:
-        """`folder`: of rank 0's host. `lease`: number of the run's trainer lease."""
-        self._own = DeviceLoan(folder, run_id=run_id, lease=lease)
-        self._ranks, self._hopeless_s = ranks, hopeless_s
-        self._wishes: asyncio.Queue[OwnerWish] = asyncio.Queue()
+        """`folder`: of rank 0's host. `lease`: number of the run's trainer lease. `turns`: the trainer takes turns with
+        others on the devices, with this `priority`."""
+        pids = ranks.pids if turns else ()
+        self._own = DeviceLoan(folder, run_id=run_id, lease=lease, pids=pids, priority=priority)
+        self._ranks, self._turns, self._hopeless_s = ranks, turns, hopeless_s
+        self._wishes: asyncio.Queue[tuple[OwnerWish, tuple[int, ...] | None]] = asyncio.Queue()
         self._answers: dict[int, LeaderAnswer] = {}
         self._heard = asyncio.Event()
         self._asked = asyncio.Event()  # set when answers are to be read at once
@@ -212,11 +239,12 @@ class SharedLoan:
 
     async def take_back(self, spell_s: float = 0.0, *, hand_over: bool = False) -> None:
         """As `TrainingDevice`. Raises `Unavailable` naming a host that does not give its device back."""
-        self._want(lend=False, spell_s=spell_s, hand_over=hand_over)
         self._waiting = True
-        self._asked.set()
         try:
-            await self._all_back()
+            for ranks in self._stages():
+                self._want(lend=False, spell_s=spell_s, hand_over=hand_over, ranks=ranks)
+                self._asked.set()
+                await self._all_back(ranks)
         finally:
             self._waiting = False
         with suppress(Unavailable):
@@ -237,13 +265,25 @@ class SharedLoan:
                 async with asyncio.timeout(_OVER_S):
                     await self._ranks.post(None)
 
-    def _want(self, *, lend: bool, spell_s: float, hand_over: bool = False) -> None:
-        self._own.want(self._own.next_wish(lend=lend, spell_s=spell_s, hand_over=hand_over))
-        self._wishes.put_nowait(self._own.wish)
+    def _stages(self) -> list[tuple[int, ...] | None]:
+        """The leaders that have the devices in the end, and those that have theirs before. Trainers that take turns
+        ask host after host, all in one order: so the first host's turn decides, and no two trainers wait for one
+        another with a host each."""
+        if not self._turns:
+            return [None]
+        order = self._ranks.in_order
+        return [tuple(order[: count + 1]) for count in range(len(order))]
+
+    def _want(
+        self, *, lend: bool, spell_s: float, hand_over: bool = False, ranks: tuple[int, ...] | None = None
+    ) -> None:
+        wish = self._own.next_wish(lend=lend, spell_s=spell_s, hand_over=hand_over)
+        self._own.want(wish if ranks is None or 0 in ranks else replace(wish, lend=True))
+        self._wishes.put_nowait((wish, ranks))
 
     async def _post(self) -> None:
         while True:
-            await self._ranks.post(await self._wishes.get())
+            await self._ranks.post(*await self._wishes.get())
 
     async def _watch(self) -> None:
         while True:
@@ -257,18 +297,20 @@ class SharedLoan:
                     await self._asked.wait()
             self._asked.clear()
 
-    async def _all_back(self) -> None:
+    async def _all_back(self, ranks: tuple[int, ...] | None) -> None:
         began = time.monotonic()
-        await self._until(began, lambda one: one.compute_back)
+        await self._until(began, lambda one: one.compute_back, ranks)
         _compute.observe(time.monotonic() - began)
-        await self._until(began, lambda one: one.back)
+        await self._until(began, lambda one: one.back, ranks)
         _waits.observe(time.monotonic() - began)
 
-    async def _until(self, began: float, given: Callable[[DeviceProgress], bool]) -> None:
-        """Returns once all hosts have `given` back. Raises `Unavailable`."""
+    async def _until(
+        self, began: float, given: Callable[[DeviceProgress], bool], ranks: tuple[int, ...] | None
+    ) -> None:
+        """Returns once all hosts have `given` back, or those of `ranks`. Raises `Unavailable`."""
         told = time.monotonic()
         while True:
-            found = self._progress()
+            found = {rank: one for rank, one in self._progress().items() if ranks is None or rank in ranks}
             if all(map(given, found.values())):
                 return
             self._check_hope(found, time.monotonic() - began)
@@ -318,9 +360,12 @@ _FOLLOW_LOOK_S: Final = 0.2
 class LoanFollower:
     """One of several hosts of a trainer. Its rank, which is not 0, leads there."""
 
-    def __init__(self, folder: Path, board: RankBoard, rank: int, *, silent_s: float = _SILENT_S) -> None:
-        """`folder`: of the guard's socket and the engines' pages."""
+    def __init__(
+        self, folder: Path, board: RankBoard, rank: int, *, pids: Sequence[int] = (), silent_s: float = _SILENT_S
+    ) -> None:
+        """`folder`: of the guard's socket and the engines' pages. `pids`: the ranks' processes on this host."""
         self._folder, self._board, self._rank, self._silent_s = folder, board, rank, silent_s
+        self._pids = tuple(pids)
         self._loan: DeviceLoan | None = None
         self._owning: asyncio.Task[None] | None = None
         self._superseded = ""
@@ -347,11 +392,13 @@ class LoanFollower:
                 await asyncio.sleep(_FOLLOW_LOOK_S)
                 continue
             if note is not None:
-                number, newest = number + 1, decode_wish(note)
+                number, newest = number + 1, decode_wish(note, self._rank)
             if note is not None or self._loan is None:  # rank 0 may have been frozen: its wish still stands
                 await self._take(newest)
 
     async def _take(self, wish: OwnerWish | None) -> None:
+        if wish is not None and wish.pids:  # rank 0's are those of its own host
+            wish = replace(wish, pids=self._pids)
         old = self._loan.wish if self._loan else None
         if wish is None or old is None or (old.run_id, old.lease, old.owner) != (wish.run_id, wish.lease, wish.owner):
             await self._leave()
@@ -359,7 +406,14 @@ class LoanFollower:
             return
         if self._loan is None:
             self._superseded = ""
-            self._loan = DeviceLoan(self._folder, run_id=wish.run_id, lease=wish.lease, owner=wish.owner)
+            self._loan = DeviceLoan(
+                self._folder,
+                run_id=wish.run_id,
+                lease=wish.lease,
+                owner=wish.owner,
+                pids=wish.pids,
+                priority=wish.priority,
+            )
             self._loan.want(wish)
             self._owning = asyncio.create_task(self._own(self._loan))
         else:

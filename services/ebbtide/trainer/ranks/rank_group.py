@@ -29,6 +29,7 @@ from ebbtide.trainer import training_checkpoint
 from ebbtide.trainer.learning.grpo import StepStats
 from ebbtide.trainer.learning.local_learning import LocalLearning
 from ebbtide.trainer.learning.out_of_memory import OutOfMemory
+from ebbtide.trainer.learning.parked_state import Parked, StatePark, park_of
 from ebbtide.trainer.learning.training_batches import TrainingSample
 from ebbtide.trainer.ranks.rank_launcher import RankLost
 from ebbtide.trainer.ranks.rank_world import OtherRankFailed, RankWorld, computing, exchanging
@@ -59,6 +60,7 @@ class BeginOrder(Struct, frozen=True, kw_only=True, tag="Begin"):
     source: str
     keep_published: bool
     offload: bool = False
+    parks: bool = False  # the state leaves the device between turns
 
 
 class ResumeOrder(Struct, frozen=True, kw_only=True, tag="Resume"):
@@ -101,6 +103,10 @@ class GiveUpOrder(Struct, frozen=True, kw_only=True, tag="GiveUp"):
     needed: int
 
 
+class LeaveOrder(Struct, frozen=True, kw_only=True, tag="Leave"):
+    """Move the whole state off the device, for another trainer's turn."""
+
+
 class RestoreOrder(Struct, frozen=True, kw_only=True, tag="Restore"):
     """Bring back what was moved off the device."""
 
@@ -118,6 +124,7 @@ Order: TypeAlias = (
     | PublishOrder
     | SaveOrder
     | GiveUpOrder
+    | LeaveOrder
     | RestoreOrder
     | OverOrder
 )
@@ -275,14 +282,16 @@ class RankZeroLearning(LocalLearning):
         source: Path,
         keep_published: bool = True,
         offload: bool = False,
+        park: StatePark | None = None,
     ) -> None:
         self._crew = crew
         settings: dict[str, Any] = {"keep_published": keep_published, "offload": offload}
-        begin = BeginOrder(run_id=run_id, spec=spec, source=str(source.absolute()), **settings)
+        parks = park is not None
+        begin = BeginOrder(run_id=run_id, spec=spec, source=str(source.absolute()), parks=parks, **settings)
         world = crew.world
         with crew.order(begin):
             self._exchange = crew.renew()
-            super().__init__(spec, source=source, device=world.device, world=world, **settings)
+            super().__init__(spec, source=source, device=world.device, world=world, park=park, **settings)
 
     def resume(self, path: Path, *, run_id: str) -> TrainingState:
         with self._crew.order(ResumeOrder(checkpoint=str(path.absolute()), run_id=run_id)):
@@ -305,6 +314,10 @@ class RankZeroLearning(LocalLearning):
     def give_up_memory(self, needed: int) -> int:
         with self._crew.order(GiveUpOrder(needed=needed)):
             return super().give_up_memory(needed)
+
+    def leave_device(self) -> Parked:
+        with self._crew.order(LeaveOrder()):
+            return super().leave_device()
 
     def restore_memory(self) -> None:
         with self._crew.order(RestoreOrder()):
@@ -343,7 +356,7 @@ async def follow(world: RankWorld, settings: TrainerSettings, shutdown: Shutdown
     bind(rank=world.rank)
     client = Client(settings.coordinator, settings.relay, security=settings.security, patience_s=settings.patience_s)
     async with client:
-        await race(RankFollower(world, client).run(), _asked_to_end(shutdown))
+        await race(RankFollower(world, client, settings).run(), _asked_to_end(shutdown))
 
 
 async def _asked_to_end(shutdown: Shutdown) -> None:
@@ -353,8 +366,10 @@ async def _asked_to_end(shutdown: Shutdown) -> None:
 
 
 class RankFollower:
-    def __init__(self, world: RankWorld, client: Client) -> None:
+    def __init__(self, world: RankWorld, client: Client, settings: TrainerSettings | None = None) -> None:
+        """`settings`: say where states are parked, for runs that take turns."""
         self._world, self._client, self._thread = world, client, Aside("rank")
+        self._settings = settings
         self._orders = TorchExchange(timeout_s=ORDERS_S)
         self._exchange: TorchExchange | None = None
         self._learning: LocalLearning | None = None
@@ -415,16 +430,24 @@ class RankFollower:
                     self._own().update()
                 case SaveOrder():
                     self._part = self._own().begin_part(Path(order.directory))
-                case GiveUpOrder():
-                    self._own().give_up_memory(order.needed)
-                case RestoreOrder():
-                    self._own().restore_memory()
+                case GiveUpOrder() | LeaveOrder() | RestoreOrder():
+                    self._move(order)
                 case PublishOrder() | OverOrder():
                     pass  # done after the answer to rank 0
+
+    def _move(self, order: GiveUpOrder | LeaveOrder | RestoreOrder) -> None:
+        match order:
+            case GiveUpOrder():
+                self._own().give_up_memory(order.needed)
+            case LeaveOrder():
+                self._own().leave_device()
+            case RestoreOrder():
+                self._own().restore_memory()
 
     def _begin(self, order: BeginOrder) -> None:
         self._learning = None  # frees its memory for the next one
         self._exchange = renewed(self._exchange)
+        park = park_of(self._settings) if order.parks and self._settings is not None else None
         self._learning = LocalLearning(
             order.spec,
             source=Path(order.source),
@@ -432,6 +455,7 @@ class RankFollower:
             keep_published=order.keep_published,
             offload=order.offload,
             world=self._world,
+            park=park,
         )
 
     async def _store(self, part: CheckpointPart) -> None:
