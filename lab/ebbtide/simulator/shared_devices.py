@@ -157,11 +157,13 @@ class TurnsPolicy:
     def review(self, groups: Mapping[str, RunGroup], left: Sequence[str]) -> list[Move]:
         """Groups that somebody left come first, then those that are at risk, then one of the others in turn."""
         for name in (*left, *self._next(groups)):
-            if name in groups:
-                found = self.planner.review(groups[name], groups.values(), self._runs, new_name=f"g{next(self._names)}")
-                if found:
-                    return found
+            if name in groups and (found := self.reviewed(groups[name], groups)):
+                return found
         return []
+
+    def reviewed(self, group: RunGroup, groups: Mapping[str, RunGroup]) -> list[Move]:
+        """The moves that one group's review decides."""
+        return self.planner.review(group, groups.values(), self._runs, new_name=f"g{next(self._names)}")
 
     def _next(self, groups: Mapping[str, RunGroup]) -> list[str]:
         risky = [name for name, group in groups.items() if self.planner.at_risk(group, self._runs) is not None]

@@ -33,9 +33,9 @@ from msgspec.structs import replace
 from ebbtide.coordinator.rules.phase_turns import NO_MERGING, PhaseForecast, TailMerging, TurnMember, play
 
 #: Seats that are tried by `play`, of the most promising ones.
-_PLAYED: Final = 10
+_PLAYED: Final = 8
 #: Groups that a review compares one with.
-_COMPARED: Final = 8
+_COMPARED: Final = 4
 #: Forecasts of groups that are remembered.
 _REMEMBERED: Final = 20_000
 
@@ -160,8 +160,7 @@ class Move(Struct, frozen=True, kw_only=True):
 
 
 class Forecast(NamedTuple):
-    """Of a group: the slowdown of each member, what its bound must leave room for, and the price of its work an hour.
-    """
+    """Of a group: each member's slowdown and its standard deviation, and the price of the group's work an hour."""
 
     slowdowns: tuple[float, ...]
     deviations: tuple[float, ...]
