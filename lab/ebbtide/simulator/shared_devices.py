@@ -18,7 +18,6 @@ from msgspec.structs import replace
 
 from ebbtide.coordinator.forecasts.phase_times import PhaseTimes
 from ebbtide.coordinator.rules.phase_turns import (
-    NO_MERGING,
     Returning,
     TailMerging,
     Waiter,
@@ -309,6 +308,8 @@ class SharedDevices:
             device.waiting = [other for other in device.waiting if other is not one]
             if device.busy == name:
                 device.busy = ""
+            if one.place == place:
+                device.tail_ends = now
         del self._running[name]
         self._members[one.group].remove(one)
         self._ends[name] = JobEnd(one.rounds, now - one.began_s, one.alone_s, one.moves)
@@ -370,8 +371,6 @@ class SharedDevices:
         device = self._device(group, place)
         if device.busy or not device.waiting:
             return
-        if place != _TRAINER and device.tail_ends > now and self._merging is NO_MERGING:
-            return
         waiters = [self._waiter(now, one, place) for one in device.waiting]
         at = self._policy.turn(waiters, self._returning(now, group, place))
         if at is None:
@@ -392,7 +391,8 @@ class SharedDevices:
         main, ends = rollout_ends(begin, rollout, max(0.0, device.tail_ends - begin), self._merging)
         one.began(now, place)
         device.ends = main
-        device.tail_ends = max(device.tail_ends, ends)
+        if main < ends:
+            device.tail_ends = ends
         self._push(main, _MAIN, name)
         self._push(ends, _TAIL, name)
 

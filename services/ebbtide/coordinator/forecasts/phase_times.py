@@ -5,7 +5,8 @@ while a policy learns; what is left of each phase by the level of its moment is 
 forecast around the newest level. Until phases were seen, what the run's submitter expects stands in, and counts as two
 of them. `run_groups.py` plans by these forecasts, whose own error is part of what it reckons with.
 
-Fed by the keeper of a group's turns at the end of each phase, and by the simulator.
+Fed at the end of each phase, by the simulator (`lab/ebbtide/simulator/shared_devices.py`) as by the coordinator's
+keeper of turns.
 
 Invariant: `_level` is the faded mean of the logarithms. Lost with the process; some ten phases teach it again.
 """

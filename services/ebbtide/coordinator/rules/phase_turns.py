@@ -13,8 +13,9 @@ longest round.
 Once most responses of a rollout are there, the rest fits into a share of its unit, and what is freed goes to the next
 run that waits (tail merging: JigsawRL, arXiv 2604.23838; the migration of RollMux).
 
-`whose_turn` is called when a device falls free, by the keeper of a group's turns, and by the simulator. `play` is
-called by `run_groups.py`, which so plans by the very rule that decides the turns later.
+Called by the simulator (`lab/ebbtide/simulator/shared_devices.py`) as the coordinator's keeper of turns is to call it:
+`whose_turn` when a device falls free or somebody begins to wait for one that is, or leaves. `play` is called by
+`run_groups.py`, which so plans by the very rule that decides the turns later.
 """
 
 from collections.abc import Sequence
@@ -255,7 +256,7 @@ class _Play:
     def _start(self, place: int, now: float) -> None:
         """Let the next run that waits for a device begin, if it is free."""
         device = self.devices[place]
-        if device.busy or not device.waiting or (place != _TRAINER and device.tail_ends > now and not self._merges()):
+        if device.busy or not device.waiting:
             return
         chosen = self._chosen(place, device, now)
         if chosen is None:
@@ -279,9 +280,6 @@ class _Play:
             device.tail_ends = ends
         heappush(self.events, (main, next(self.order), _MAIN, chosen))
         heappush(self.events, (ends, next(self.order), _TAIL, chosen))
-
-    def _merges(self) -> bool:
-        return self.merging.share > 0.0
 
     def _chosen(self, place: int, device: _Device, now: float) -> int | None:
         waiters = [self._waiter(place, at, now) for at in device.waiting]

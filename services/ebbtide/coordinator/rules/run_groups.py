@@ -14,8 +14,8 @@ within its bound with probability `Terms.confidence`. Planning with the longest 
 Groups change on an arrival (`GroupPlanner.seat`), a departure or failure (`without`, then `seat` for those who lost
 their place), and on reviews (`GroupPlanner.review`), of which one is due when a run left, when forecasts drifted, and
 now and then. A review moves runs one by one, each at the end of a round, where that pays for their switches. The
-coordinator's keeper of groups calls all of these, and so does the simulator. Records in, decisions with their reasons
-out.
+simulator (`lab/ebbtide/simulator/shared_devices.py`) calls all of these as the coordinator's keeper of groups is to
+call them: records in, decisions with their reasons out.
 
 Invariant: a `GroupPlanner` keeps forecasts of groups only to save time. Lost with the process, they are made anew.
 """
