@@ -12,6 +12,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
+from math import inf
 from pathlib import Path
 from typing import Any, Final
 
@@ -38,7 +39,7 @@ from benchmarks.jobs.job_traces import (
 from benchmarks.jobs.replays import MERGING, POLICIES, colocated, pooled, replay, terms, told
 from benchmarks.rivals.rollmux_policy import RollMuxPolicy
 from ebbtide.coordinator.rules.phase_turns import NO_MERGING
-from ebbtide.simulator.shared_devices import SharedDevices
+from ebbtide.simulator.shared_devices import SharedDevices, TurnsPolicy
 
 #: Published for the production trace, in dollars an hour, and for two 7B-8k jobs at once the work for the same money.
 _PUBLISHED: Final = {
@@ -164,23 +165,32 @@ def ablations(trace: Sequence[TraceEntry]) -> dict[str, Any]:
     trace says); and both with tails merged, at equal work.
     """
     found: dict[str, Any] = {}
-    for name, merging, mixes, switch in (
-        ("as_replayed", NO_MERGING, False, 1.0),
-        ("migration", MERGING, False, 1.0),
-        ("mixed_32B", NO_MERGING, True, 1.0),
-        ("no_switch_cost", NO_MERGING, False, 0.0),
-        ("all_three", MERGING, True, 0.0),
+    for name, merging, switch, more in (
+        ("as_replayed", NO_MERGING, 1.0, {}),
+        ("migration", MERGING, 1.0, {}),
+        ("mixed_32B", NO_MERGING, 1.0, {"mixes": True}),
+        ("no_switch_cost", NO_MERGING, 0.0, {}),
+        ("saturated_too", NO_MERGING, 1.0, {"prunes": False}),
+        ("all", MERGING, 0.0, {"mixes": True, "prunes": False}),
     ):
         under = terms(merging)
         jobs = as_jobs(trace, fixed_stay=True, switch=switch)
-        policy = RollMuxPolicy(under, merging=merging, mixes=mixes)
-        found[name] = SharedDevices(jobs, policy, under).run().price / PRODUCTION_HOURS
+        policy = RollMuxPolicy(under, merging=merging, **more)
+        outcome = SharedDevices(jobs, policy, under).run()
+        ended = told(outcome, jobs)
+        found[name] = {
+            "per_hour": outcome.price / PRODUCTION_HOURS,
+            "slowdown": ended.slowdown,
+            "missed": ended.missed,
+        }
     under = terms(MERGING)
     jobs = as_jobs(trace)
     merged = {name: replay(name, jobs, under) for name in ("rollmux", "ebbtide")}
+    still = TurnsPolicy(terms(), review_every_s=inf)
     return {
-        "rollmux_per_hour": found,
+        "rollmux": found,
         "merged": merged,
+        "without_moves": told(SharedDevices(jobs, still, terms()).run(), jobs),
         "merged_cost_over_rollmux": merged["ebbtide"].price_per_round / merged["rollmux"].price_per_round,
         "merged_lp_bound": lp_bound(jobs, under),
     }

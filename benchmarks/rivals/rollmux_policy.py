@@ -19,15 +19,21 @@ _ROUNDS: Final = 20
 
 
 class RollMuxPolicy:
-    """`largest`: jobs of a group; `mixes`: narrow jobs join groups of wide ones, whose nodes they use at the same cost
-    of work.
+    """`largest`: jobs of a group; `mixes`: narrow jobs join groups of wide ones, and are as much faster there;
+    `prunes`: saturated groups take nobody, as in the paper. The published code does not look.
     """
 
     def __init__(
-        self, terms: Terms, *, merging: TailMerging = NO_MERGING, largest: int = 5, mixes: bool = False
+        self,
+        terms: Terms,
+        *,
+        merging: TailMerging = NO_MERGING,
+        largest: int = 5,
+        mixes: bool = False,
+        prunes: bool = True,
     ) -> None:
         self.merging, self.review_every_s = merging, inf
-        self._terms, self._largest, self._mixes = terms, largest, mixes
+        self._terms, self._largest, self._mixes, self._prunes = terms, largest, mixes, prunes
         self._jobs: dict[str, Job] = {}
         self._groups = 0
 
@@ -61,6 +67,8 @@ class RollMuxPolicy:
             group.width != job.width and not (self._mixes and job.width < group.width)
         ):
             return False
+        if not self._prunes:
+            return True
         members = [self._jobs[seat.run_id] for seat in group.seats]
         cycle = max(sum(_times(one, group.width)) for one in members)
         units = dict.fromkeys(group.units, 0.0)
@@ -82,7 +90,9 @@ class RollMuxPolicy:
             [(*_times(one, group.width), one.rollout_switch_s, one.train_switch_s) for one in members],
             [seat.unit for seat in group.seats],
         )
-        return all(found <= one.max_slowdown for found, one in zip(slowdowns, members, strict=True))
+        return all(
+            found * one.width / group.width <= one.max_slowdown for found, one in zip(slowdowns, members, strict=True)
+        )
 
 
 def _times(job: Job, nodes: int) -> tuple[float, float]:

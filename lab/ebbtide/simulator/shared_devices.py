@@ -202,18 +202,20 @@ class _Running:
         "passed",
         "place",
         "rounds",
+        "scale",
         "since",
         "target",
         "unit",
     )
 
-    def __init__(self, job: Job, group: str, unit: int) -> None:
-        self.job, self.group, self.unit = job, group, unit
+    def __init__(self, job: Job, group: RunGroup, unit: int) -> None:
+        self.job, self.group, self.unit = job, group.name, unit
+        self.scale = job.width / group.width
         self.target: tuple[str, int] | None = None  # where it goes at the end of its round
         self.rounds = self.moves = self.passed = 0
         self.since = 0.0
         self.began_s, self.alone_s = job.arrive_s, job.cold_s
-        self.means = job.expected_rollout_s, job.expected_train_s
+        self.means = job.expected_rollout_s * self.scale, job.expected_train_s * self.scale
         self.place = unit  # where it computes or waits
         self.due = 0.0  # until its phase ends, if it computes
 
@@ -221,9 +223,15 @@ class _Running:
         """A phase, of which is known how long it takes on average."""
         self.due = now + self.means[1 if place == _TRAINER else 0]
 
-    def times(self) -> tuple[float, float]:
+    def alone(self) -> tuple[float, float]:
+        """Seconds of its round's phases on its own nodes."""
         at = self.rounds % len(self.job.rollouts)
         return self.job.rollouts[at], self.job.trains[at]
+
+    def times(self) -> tuple[float, float]:
+        """The same on the nodes that it has: on twice as many in half the time."""
+        rollout, train = self.alone()
+        return rollout * self.scale, train * self.scale
 
 
 class SharedDevices:
@@ -274,7 +282,7 @@ class SharedDevices:
             return
         (unit,) = (seat.unit for seat in group.seats if seat.run_id == job.name)
         self._groups[group.name] = group
-        one = self._running[job.name] = _Running(job, group.name, unit)
+        one = self._running[job.name] = _Running(job, group, unit)
         self._members.setdefault(group.name, []).append(one)
         self._rebill(now)
         self._push(now + job.cold_s, _READY, job.name)
@@ -332,7 +340,7 @@ class SharedDevices:
             device.busy = ""
             self._start(now, one.group, one.unit)
         elif kind == _TAIL:
-            one.alone_s += one.times()[0]
+            one.alone_s += one.alone()[0]
             self._wait(now, one, _TRAINER)
             self._start(now, one.group, one.unit)
             self._start(now, one.group, _TRAINER)
@@ -340,12 +348,13 @@ class SharedDevices:
             self._trained(now, one)
 
     def _trained(self, now: float, one: _Running) -> None:
-        rollout, train = one.times()
+        rollout, train = one.alone()
         group = one.group
         self._device(group, _TRAINER).busy = ""
         one.alone_s += train
         one.rounds += 1
-        one.means = (0.9 * one.means[0] + 0.1 * rollout, 0.9 * one.means[1] + 0.1 * train)
+        had = one.means
+        one.means = (0.9 * had[0] + 0.1 * rollout * one.scale, 0.9 * had[1] + 0.1 * train * one.scale)
         self._policy.trained(one.job.name, rollout, train, one.alone_s, now - one.began_s)
         if one.rounds >= len(one.job.rollouts) and one.job.leave_s == inf:
             self._leave(now, one)

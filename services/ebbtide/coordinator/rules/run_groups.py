@@ -95,7 +95,7 @@ class Terms(Struct, frozen=True, kw_only=True):
     merging: TailMerging = NO_MERGING
     confidence: float = 0.99
     #: What a group costs for each unit of the price of the work that it gets done: what work is worth.
-    worth: float = 1.3
+    worth: float = 1.5
     #: For so long a better place counts. A longer horizon moves more runs.
     horizon_s: float = 7_200.0
 
