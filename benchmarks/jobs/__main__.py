@@ -124,7 +124,7 @@ def compared(trace: Sequence[TraceEntry], *, pool: bool = False) -> dict[str, An
     under = terms()
     fixed, varied = as_jobs(trace), as_jobs(trace, noise=True)
     found: dict[str, Any] = {
-        "fixed": {name: replay(name, fixed, under) for name in ("alone", "rollmux", "ebbtide")},
+        "fixed": {name: replay(name, fixed, under) for name in POLICIES},
         "varied": {name: replay(name, varied, under) for name in ("alone", "rollmux", "ebbtide")},
         "fluid_bound": fluid_bound(fixed, under),
         "lp_bound": lp_bound(fixed, under),

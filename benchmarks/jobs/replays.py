@@ -60,6 +60,7 @@ def terms(merging: TailMerging = NO_MERGING) -> Terms:
 POLICIES: Final[Mapping[str, Callable[[Terms], DevicePolicy]]] = {
     "alone": lambda _: AlonePolicy(),
     "rollmux": lambda under: RollMuxPolicy(under, merging=under.merging),
+    "rollmux_unpruned": lambda under: RollMuxPolicy(under, merging=under.merging, prunes=False),
     "ebbtide": TurnsPolicy,
 }
 

@@ -252,7 +252,7 @@ class GroupPlanner:
         """The member whose bound is furthest from being kept, and by which share; None if all bounds are kept."""
         found = self.forecast(group, runs)
         excess = [
-            (slowdown + self._normal * deviation) / self._bound(runs[seat.run_id])
+            (slowdown + self._normal * deviation) / self._bound(runs[seat.run_id]) if slowdown < inf else inf
             for seat, slowdown, deviation in zip(group.seats, found.slowdowns, found.deviations, strict=True)
         ]
         at = max(range(len(excess)), key=excess.__getitem__)
@@ -264,7 +264,7 @@ class GroupPlanner:
         """
         aim = 1.0 + _AIM * (run.max_slowdown - 1.0)
         ahead = aim * run.alone_s - run.took_s if run.alone_s else 0.0
-        return aim + ahead / max(run.alone_s, _SOON_ROUNDS * run.round_s)
+        return max(_LEAST_BOUND, aim + ahead / max(run.alone_s, _SOON_ROUNDS * run.round_s))
 
     # Who sits where.
 
@@ -433,12 +433,14 @@ class GroupPlanner:
     def _relieved(
         self, group: RunGroup, others: Sequence[RunGroup], runs: Mapping[str, SharingRun], new_name: str, free: Free
     ) -> list[Move]:
-        """The one move after which all bounds are kept, for the least price."""
+        """The one move after which all bounds are kept, for the least price. Where one is not enough, the next review
+        finds another.
+        """
         best: Move | None = None
-        best_score = inf
+        best_score = True, inf
         for seat in group.seats:
             rest = without(group, seat.run_id)
-            if rest is None or self.at_risk(rest, runs) is not None:
+            if rest is None:
                 continue
             run = _started_anew(runs[seat.run_id])
             found = self.seat(run, others, _less(runs, seat.run_id), new_name=new_name, free=free)
@@ -446,7 +448,7 @@ class GroupPlanner:
                 continue
             saved = group_price(group, self.terms) - group_price(rest, self.terms)
             lost = self.forecast(group, runs).work - self.forecast(rest, runs).work
-            score = self._score(found) - saved + self.terms.worth * lost
+            score = self.at_risk(rest, runs) is not None, self._score(found) - saved + self.terms.worth * lost
             if score < best_score:
                 best_score = score
                 best = Move(
@@ -471,17 +473,19 @@ class GroupPlanner:
         gained = 0.0
         switches = 0.0
         places = {one.name: one for one in others}
-        found: list[tuple[str, Seated]] = []
+        found: list[Seated] = []
         for seat in sorted(members, key=lambda one: -runs[one.run_id].round_s):
             run = _started_anew(runs[seat.run_id])
             seated = self._elsewhere(run, list(places.values()), _less(runs, seat.run_id), free)
             if seated is None or rest is None:
                 return []
+            more = len(seated.group.units) - len(places[seated.group.name].units)
+            free = Free(free.rollout_nodes - more * run.width, free.train_nodes)
             places[seated.group.name] = seated.group
             gained -= self._score(seated)
             switches += self._switch_price(run)
             rest = without(rest, seat.run_id)
-            found.append((seat.run_id, seated))
+            found.append(seated)
         gained += group_price(group, self.terms) - self.terms.worth * self.forecast(group, runs).work
         if rest is not None:
             gained -= group_price(rest, self.terms) - self.terms.worth * self.forecast(rest, runs).work
@@ -489,7 +493,7 @@ class GroupPlanner:
             return []
         return [
             Move(seated=one, source=group.name, reason=Reason.CHEAPER, saved_price=gained, switch_price=switches)
-            for _, one in found
+            for one in found
         ]
 
     def _elsewhere(
@@ -528,6 +532,8 @@ class _Refused:
 #: Bounds are compared up to this share: forecasts are floats.
 _ROUNDING: Final = 1e-6
 _LEAST_S: Final = 1e-3
+#: Less than any slowdown: a run that is so far behind must be alone.
+_LEAST_BOUND: Final = 0.5
 #: The share of what a bound allows that plans use: a run may end before it caught up.
 _AIM: Final = 0.97
 #: A run that is behind its bound is to catch up within so many rounds, if it had fewer before.
