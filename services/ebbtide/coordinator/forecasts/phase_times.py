@@ -34,7 +34,7 @@ _ORDER: Final = (3, 6, 1, 4, 7, 0, 5, 2)
 _NORMAL: Final = tuple(NormalDist().inv_cdf((at + 0.5) / _VALUES) for at in range(_VALUES))
 #: A forecast is made anew when the level or the error differs by so much: plans depend on it, and small changes would
 #: only make them again.
-_RENEWED: Final = 0.03
+_RENEWED: Final = 0.05
 _LEAST_S: Final = 1e-3
 
 

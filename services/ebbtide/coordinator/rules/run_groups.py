@@ -224,7 +224,8 @@ class GroupPlanner:
         errors = sum(one.run.rollout.error**2 + one.run.train.error**2 for one in facts)
         error = sqrt(errors / (2 * len(facts)))
         deviations = tuple(
-            sqrt((now.deviation**2) / _ROUNDS_OF_A_BOUND + ((now.slowdown - 1.0) * error) ** 2) for now in played
+            sqrt(now.deviation**2 / _ROUNDS_OF_A_BOUND + ((now.slowdown - 1.0) * error) ** 2 + _PLAY_ERROR**2)
+            for now in played
         )
         return Forecast(tuple(now.slowdown for now in played), deviations, work)
 
@@ -531,6 +532,8 @@ class _Refused:
 
 #: Bounds are compared up to this share: forecasts are floats.
 _ROUNDING: Final = 1e-6
+#: What forecasts are wrong by, as a standard deviation, even of times that are known well: they play few rounds.
+_PLAY_ERROR: Final = 0.002
 _LEAST_S: Final = 1e-3
 #: Less than any slowdown: a run that is so far behind must be alone.
 _LEAST_BOUND: Final = 0.5
