@@ -542,7 +542,7 @@ _AIM: Final = 0.97
 #: A run that is behind its bound is to catch up within so many rounds, if it had fewer before.
 _SOON_ROUNDS: Final = 20.0
 #: A bound is on the mean of a run's rounds, of which there are at least so many.
-_ROUNDS_OF_A_BOUND: Final = 80.0
+_ROUNDS_OF_A_BOUND: Final = 250.0
 
 
 def _less(runs: Mapping[str, SharingRun], run_id: str) -> Mapping[str, SharingRun]:
