@@ -3,8 +3,9 @@
 Everything here is simulated but the time of decisions. A job does the same rounds under every policy, with the same
 times, so money is compared at equal work; slowdowns are against what the very same rounds take alone. The production
 trace is drawn by published statistics unless `--jobs` names a file with the columns job, arrive_h, leave_h, type and
-slowdown. The comparison has no tail merging in any policy; the part `ablations` has it in both. Figures that need real
-processes are null.
+slowdown. Replays that were made are kept below `runs/bench-jobs`, so a benchmark that was interrupted goes on where it
+was; a quick one keeps none. The comparison has no tail merging in any policy; the part `ablations` has it in both.
+Figures that need real processes are null.
 """
 
 import argparse
@@ -36,7 +37,7 @@ from benchmarks.jobs.job_traces import (
     read_trace,
     width,
 )
-from benchmarks.jobs.replays import MERGING, POLICIES, colocated, pooled, replay, terms, told
+from benchmarks.jobs.replays import MERGING, POLICIES, Replays, colocated, pooled, terms, told
 from benchmarks.rivals.rollmux_policy import RollMuxPolicy
 from ebbtide.coordinator.rules.phase_turns import NO_MERGING
 from ebbtide.simulator.shared_devices import SharedDevices, TurnsPolicy
@@ -49,6 +50,7 @@ _PUBLISHED: Final = {
     "colocated_pair": 1.24,
     "rollmux_pair": 1.82,
 }
+_KEPT: Final = Path(__file__).parents[2] / "runs" / "bench-jobs"
 _POOL_SHARES: Final = (0.7, 0.8, 0.9, 1.0)
 _WHY_NULL: Final = "needs real processes: the simulation does not measure it"
 FIGURES: Final = (
@@ -94,13 +96,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(traces: Sequence[Sequence[TraceEntry]], seeds: Sequence[int], *, quick: bool) -> dict[str, Any]:
     """All parts, and the figures of them."""
     jobs_of_mix = 100 if quick else 300
+    replays = Replays(None if quick else _KEPT)
     found: dict[str, Any] = {}
     found["calibration"] = _part("calibration", lambda: calibration(traces[0]))
-    found["production"] = _part("production", lambda: [compared(trace, pool=True) for trace in traces])
+    found["production"] = _part("production", lambda: [compared(trace, replays, pool=True) for trace in traces])
     for kind in MIXES:
         mixes = [mix(kind, seed, jobs_of_mix) for seed in seeds]
-        found[kind] = _part(kind, lambda mixes=mixes: [compared(one) for one in mixes])
-    found["ablations"] = _part("ablations", lambda: ablations(traces[0]))
+        found[kind] = _part(kind, lambda mixes=mixes: [compared(one, replays) for one in mixes])
+    found["ablations"] = _part("ablations", lambda: ablations(traces[0], replays))
     found["decisions"] = _part("decisions", lambda: decision_times(100 if quick else 400))
     figures = dict.fromkeys(FIGURES) | _figures(found)
     return {
@@ -119,13 +122,13 @@ def _part(name: str, made: Callable[[], Any]) -> Any:
     return found
 
 
-def compared(trace: Sequence[TraceEntry], *, pool: bool = False) -> dict[str, Any]:
+def compared(trace: Sequence[TraceEntry], replays: Replays, *, pool: bool = False) -> dict[str, Any]:
     """All policies over one trace, with fixed times and with times that vary and drift."""
     under = terms()
     fixed, varied = as_jobs(trace), as_jobs(trace, noise=True)
     found: dict[str, Any] = {
-        "fixed": {name: replay(name, fixed, under) for name in POLICIES},
-        "varied": {name: replay(name, varied, under) for name in ("alone", "rollmux", "ebbtide")},
+        "fixed": {name: replays.replay(name, fixed, under) for name in POLICIES},
+        "varied": {name: replays.replay(name, varied, under) for name in ("alone", "rollmux", "ebbtide")},
         "fluid_bound": fluid_bound(fixed, under),
         "lp_bound": lp_bound(fixed, under),
     }
@@ -160,7 +163,7 @@ def calibration(trace: Sequence[TraceEntry]) -> dict[str, float]:
     return found | {f"{name}_error": abs(found[name] / known - 1.0) for name, known in _PUBLISHED.items()}
 
 
-def ablations(trace: Sequence[TraceEntry]) -> dict[str, Any]:
+def ablations(trace: Sequence[TraceEntry], replays: Replays) -> dict[str, Any]:
     """RollMux with and without what its replay here may differ in, as published (dollars an hour, jobs stay as the
     trace says); and both with tails merged, at equal work.
     """
@@ -185,7 +188,7 @@ def ablations(trace: Sequence[TraceEntry]) -> dict[str, Any]:
         }
     under = terms(MERGING)
     jobs = as_jobs(trace)
-    merged = {name: replay(name, jobs, under) for name in ("rollmux", "ebbtide")}
+    merged = {name: replays.replay(name, jobs, under) for name in ("rollmux", "ebbtide")}
     still = TurnsPolicy(terms(), review_every_s=inf)
     return {
         "rollmux": found,

@@ -1,9 +1,12 @@
 """Replays traces under policies, at equal work: every job does the same rounds, however long it takes for them."""
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from math import inf
+from pathlib import Path
 from typing import Final
 
+import msgspec
 from msgspec import Struct
 
 from benchmarks.jobs.job_traces import ROLLOUT_PRICE, TRAIN_PRICE, TYPES, TraceEntry, rounds, width
@@ -20,6 +23,16 @@ from ebbtide.simulator.shared_devices import (
     seated_alone,
 )
 
+_ROOT: Final = Path(__file__).parents[2]
+#: What a replay's result depends on.
+_CODE: Final = (
+    "services/ebbtide/coordinator/forecasts/phase_times.py",
+    "services/ebbtide/coordinator/rules/phase_turns.py",
+    "services/ebbtide/coordinator/rules/run_groups.py",
+    "lab/ebbtide/simulator/shared_devices.py",
+    "benchmarks/rivals/rollmux_policy.py",
+    "benchmarks/jobs/replays.py",
+)
 #: Host memory of a node, in bytes: two terabytes, the upper end of what the paper names.
 _MEMORY: Final = 2 * 10**12
 #: A quarter of a rollout's time in which a quarter of its unit suffices: with it two equal rollouts in turn take 0.81
@@ -78,9 +91,44 @@ class Replayed(Struct, frozen=True):
     moves: int
 
 
+class Replays:
+    """Replays that are kept below a folder, so that a benchmark which was interrupted goes on where it was.
+
+    Invariant: a file's name is a digest of all that its content depends on: the code, the jobs, the terms, the policy.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        """Without a folder nothing is kept."""
+        self._folder = folder
+        self._code = _code_digest() if folder is not None else b""
+
+    def replay(self, name: str, jobs: Sequence[Job], under: Terms) -> Replayed:
+        """One policy over one trace."""
+        if self._folder is None:
+            return replay(name, jobs, under)
+        digest = hashlib.blake2b(self._code + name.encode(), digest_size=12)
+        digest.update(msgspec.msgpack.encode((jobs, under)))
+        path = self._folder / f"{digest.hexdigest()}.json"
+        if path.exists():
+            return msgspec.json.decode(path.read_bytes(), type=Replayed)
+        found = replay(name, jobs, under)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        beside = path.with_suffix(".part")
+        beside.write_bytes(msgspec.json.encode(found))
+        beside.replace(path)
+        return found
+
+
 def replay(name: str, jobs: Sequence[Job], under: Terms) -> Replayed:
     """One policy over one trace."""
     return told(SharedDevices(jobs, POLICIES[name](under), under).run(), jobs)
+
+
+def _code_digest() -> bytes:
+    digest = hashlib.blake2b(digest_size=12)
+    for name in _CODE:
+        digest.update((_ROOT / name).read_bytes())
+    return digest.digest()
 
 
 def told(outcome: SharedOutcome, jobs: Sequence[Job]) -> Replayed:
