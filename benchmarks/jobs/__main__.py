@@ -13,6 +13,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any, Final
@@ -102,7 +103,7 @@ def run(traces: Sequence[Sequence[TraceEntry]], seeds: Sequence[int], *, quick: 
     found["production"] = _part("production", lambda: [compared(trace, replays, pool=True) for trace in traces])
     for kind in MIXES:
         mixes = [mix(kind, seed, jobs_of_mix) for seed in seeds]
-        found[kind] = _part(kind, lambda mixes=mixes: [compared(one, replays) for one in mixes])
+        found[kind] = _part(kind, partial(_compared, mixes, replays))
     found["ablations"] = _part("ablations", lambda: ablations(traces[0], replays))
     found["decisions"] = _part("decisions", lambda: decision_times(100 if quick else 400))
     figures = dict.fromkeys(FIGURES) | _figures(found)
@@ -120,6 +121,10 @@ def _part(name: str, made: Callable[[], Any]) -> Any:
     found = msgspec.to_builtins(made())
     print(f"  {time.monotonic() - begin_s:.0f} s", file=sys.stderr, flush=True)
     return found
+
+
+def _compared(traces: Sequence[Sequence[TraceEntry]], replays: Replays) -> list[dict[str, Any]]:
+    return [compared(trace, replays) for trace in traces]
 
 
 def compared(trace: Sequence[TraceEntry], replays: Replays, *, pool: bool = False) -> dict[str, Any]:
@@ -218,10 +223,12 @@ def _figures(found: dict[str, Any]) -> dict[str, float]:
 
 def _over_rollmux(traces: Sequence[dict[str, Any]]) -> float:
     """Money for the same work, by fixed times and by those that vary: the worse of both."""
-    return max(
-        sum(one[times]["ebbtide"]["price"] for one in traces) / sum(one[times]["rollmux"]["price"] for one in traces)
+    paid = {
+        (times, name): sum(float(one[times][name]["price"]) for one in traces)
         for times in ("fixed", "varied")
-    )
+        for name in ("rollmux", "ebbtide")
+    }
+    return max(paid[times, "ebbtide"] / paid[times, "rollmux"] for times in ("fixed", "varied"))
 
 
 if __name__ == "__main__":

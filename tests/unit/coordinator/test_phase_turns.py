@@ -96,7 +96,8 @@ def test_a_rollout_beside_a_tail_loses_the_tails_share_of_the_unit() -> None:
     merging = TailMerging(share=0.25, kept=0.25)
     assert rollout_ends(0.0, 100.0, 0.0, merging) == (75.0, 100.0)
     main, end = rollout_ends(0.0, 100.0, 20.0, merging)
-    assert (main, end) == (pytest.approx(80.0), pytest.approx(105.0))
+    assert main == pytest.approx(80.0)
+    assert end == pytest.approx(105.0)
 
 
 def test_a_tail_that_would_meet_another_keeps_its_unit() -> None:
