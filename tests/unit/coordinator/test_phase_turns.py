@@ -42,6 +42,12 @@ def test_of_two_whose_bounds_are_near_the_one_with_less_slack_goes_first() -> No
     assert whose_turn([waiter(slack=6.0), waiter(slack=3.0), waiter(slack=9.0)]) == 1
 
 
+def test_a_run_of_higher_priority_goes_first_but_for_one_that_was_passed_over_often() -> None:
+    urgent, often = waiter(slack=1.0, waited=9.0), waiter(passed=MOST_PASSED)
+    assert whose_turn([urgent, waiter()._replace(priority=1)]) == 1
+    assert whose_turn([often, waiter()._replace(priority=1)]) == 0
+
+
 def test_short_rounds_pass_long_ones_while_no_bound_is_near() -> None:
     assert whose_turn([waiter(560.0, after=888.0, waited=9.0), waiter(77.0, after=81.0)]) == 1
 

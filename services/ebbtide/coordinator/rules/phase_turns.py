@@ -4,7 +4,7 @@ A run alternates between a rollout, on the unit of rollout nodes where its engin
 phase on the group's trainer devices. The order is work-conserving, but for one case: a device that somebody waits for
 idles only while a run is due whose bound the waiting one's phase would break, and never beyond the turns of
 `MOST_PASSED` others. Of several that wait, a run goes first whose lag would break its bound if it waited once more (the
-least slack first).
+least slack first). Runs of a higher priority go before all others.
 Where no bound is near, the order that finishes the waiting runs' next phases soonest, in relation to their rounds,
 decides: so short rounds pass long ones, and the long ones are laid under them. A run that was passed over often enough
 goes next, so nobody starves. Strict round robin, as in RollMux (arXiv 2512.11306, section 4), gives each run the
@@ -73,6 +73,7 @@ class Waiter(NamedTuple):
     place: int  # the device of its next phase: equal for runs that share it
     place_free: float  # until that device falls free
     round: float  # of one of its rounds alone
+    priority: int = 0  # higher ones go first
 
 
 class Returning(NamedTuple):
@@ -93,7 +94,8 @@ def whose_turn(waiters: Sequence[Waiter], returning: Sequence[Returning] = ()) -
     passed = [at for at, one in enumerate(waiters) if one.passed >= MOST_PASSED]
     if passed:
         return max(passed, key=lambda at: (waiters[at].waited, -at))
-    allowed = [at for at, one in enumerate(waiters) if not _in_the_way(one, returning)]
+    highest = max(one.priority for one in waiters)
+    allowed = [at for at, one in enumerate(waiters) if one.priority == highest and not _in_the_way(one, returning)]
     if len(allowed) <= 1:
         return allowed[0] if allowed else None
     urgent = [at for at in allowed if waiters[at].slack < _longest_other(waiters, at)]
@@ -147,6 +149,7 @@ class TurnMember(Struct, frozen=True):
     max_slowdown: float = inf
     rollout_switch_s: float = 0.0  # to bring its resident state back, where another run was in between
     train_switch_s: float = 0.0
+    priority: int = 0
 
 
 class PlayedRun(NamedTuple):
@@ -320,6 +323,7 @@ class _Play:
             place=elsewhere,
             place_free=max(0.0, other.ends - now) if other.busy else 0.0,
             round=rollout + train,
+            priority=one.priority,
         )
 
 

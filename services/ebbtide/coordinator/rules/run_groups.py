@@ -51,6 +51,7 @@ class SharingRun(Struct, frozen=True, kw_only=True):
     train_bytes: int = 0  # on each trainer node
     max_slowdown: float = inf
     shares: bool = True  # False: it wants devices of its own
+    priority: int = 0  # higher ones have their turns first
     alone_s: float = 0.0  # that its rounds so far would have taken alone
     took_s: float = 0.0  # that they took, moves included
     rollout_switch_s: float = 0.0  # to bring the resident state back
@@ -240,7 +241,13 @@ class GroupPlanner:
         terms, round_s = self.terms, run.round_s
         train, rollout = run.train.mean / round_s, run.rollout.mean * terms.merging.occupied / round_s
         member = TurnMember(
-            run.rollout.seconds, run.train.seconds, 0, run.max_slowdown, run.rollout_switch_s, run.train_switch_s
+            rollout=run.rollout.seconds,
+            train=run.train.seconds,
+            unit=0,
+            max_slowdown=run.max_slowdown,
+            rollout_switch_s=run.rollout_switch_s,
+            train_switch_s=run.train_switch_s,
+            priority=run.priority,
         )
         work = run.width * (rollout * terms.rollout_price + train * terms.train_price)
         return _Facts(run, member, key, train, rollout, work)
@@ -558,6 +565,6 @@ def _plans_alike(one: SharingRun, other: SharingRun) -> bool:
     return (
         one.rollout is other.rollout
         and one.train is other.train
-        and (one.max_slowdown, one.rollout_switch_s, one.train_switch_s, one.width)
-        == (other.max_slowdown, other.rollout_switch_s, other.train_switch_s, other.width)
+        and (one.max_slowdown, one.rollout_switch_s, one.train_switch_s, one.width, one.priority)
+        == (other.max_slowdown, other.rollout_switch_s, other.train_switch_s, other.width, other.priority)
     )
