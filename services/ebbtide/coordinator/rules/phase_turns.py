@@ -3,12 +3,11 @@
 A run alternates between a rollout, on the unit of rollout nodes where its engines' state is resident, and a training
 phase on the group's trainer devices. The order is work-conserving, but for one case: a device that somebody waits for
 idles only while a run is due whose bound the waiting one's phase would break, and never beyond the turns of
-`MOST_PASSED` others. Of several that wait, a run goes first whose lag would break its bound if it waited once more (the
-least slack first). Runs of a higher priority go before all others.
-Where no bound is near, the order that finishes the waiting runs' next phases soonest, in relation to their rounds,
-decides: so short rounds pass long ones, and the long ones are laid under them. A run that was passed over often enough
-goes next, so nobody starves. Strict round robin, as in RollMux (arXiv 2512.11306, section 4), gives each run the
-longest round.
+`MOST_PASSED` others. Of several that wait, those of the highest priority go first; of these, a run whose lag would
+break its bound if it waited once more (the least slack first). Where no bound is near, the order that finishes the
+waiting runs' next phases soonest, in relation to their rounds, decides: so short rounds pass long ones, and the long
+ones are laid under them. A run that was passed over often enough goes next, so nobody starves. Strict round robin, as
+in RollMux (arXiv 2512.11306, section 4), gives each run the longest round.
 
 Once most responses of a rollout are there, the rest fits into a share of its unit, and what is freed goes to the next
 run that waits (tail merging: JigsawRL, arXiv 2604.23838; the migration of RollMux).
@@ -94,8 +93,9 @@ def whose_turn(waiters: Sequence[Waiter], returning: Sequence[Returning] = ()) -
     passed = [at for at, one in enumerate(waiters) if one.passed >= MOST_PASSED]
     if passed:
         return max(passed, key=lambda at: (waiters[at].waited, -at))
-    highest = max(one.priority for one in waiters)
-    allowed = [at for at, one in enumerate(waiters) if one.priority == highest and not _in_the_way(one, returning)]
+    allowed = [at for at, one in enumerate(waiters) if not _in_the_way(one, returning)]
+    highest = max((waiters[at].priority for at in allowed), default=0)
+    allowed = [at for at in allowed if waiters[at].priority == highest]
     if len(allowed) <= 1:
         return allowed[0] if allowed else None
     urgent = [at for at in allowed if waiters[at].slack < _longest_other(waiters, at)]
