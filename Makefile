@@ -101,6 +101,9 @@ bench-gateway: env ## The gateway under thousands of open streams; QUICK=1: one 
 bench-elastic: env ## Windows of trainers that generate between their steps, simulated beside rivals; QUICK=1: in 12 minutes
 	@$(BIN)/python -m benchmarks.elastic $(if $(QUICK),--quick) $(ARGS)
 
+bench-jobs: env ## Several runs on the same devices, simulated beside RollMux and bounds; QUICK=1: in 6 minutes; ARGS="--jobs PATH"
+	@$(BIN)/python -m benchmarks.jobs $(if $(QUICK),--quick) $(ARGS)
+
 bench-tail: env ## The long tail: what shortens it, beside published rules; QUICK=1: less data; ARGS="--parts NAME"
 	@$(BIN)/python -m benchmarks.long_tail $(if $(QUICK),--quick) $(ARGS)
 
