@@ -103,7 +103,7 @@ class Sampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class EnvironmentSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The task of a run's episodes."""
 
-    #: `dataset`, `reasoning_gym`, `number_guessing`, `agents`, `verifiers:TASKSET`, or `package.module:factory` of yours.
+    #: `dataset`, `reasoning_gym`, `number_guessing`, `agents`, `verifiers:TASKSET`, or your `package.module:factory`.
     name: str
     params: dict[str, Any] = {}  # parameters of the environment
     #: Of `agents` alone: a table of names, each with `"package.module:function"`. They give sessions their rewards.
