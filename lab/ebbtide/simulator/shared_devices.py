@@ -361,12 +361,14 @@ class SharedDevices:
             return
         if one.target is not None:
             self._members[group].remove(one)
+            left = one.unit
             one.group, one.unit = one.target
             one.place, one.target = one.unit, None
             self._members.setdefault(one.group, []).append(one)
             one.moves += 1
             self._rebill(now)
             self._push(now + one.job.cold_s, _READY, one.job.name)
+            self._start(now, group, left)  # which may have waited for it
         else:
             self._wait(now, one, one.unit)
             self._start(now, group, one.unit)

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.jobs.job_traces import as_jobs, mix, production
 from benchmarks.jobs.replays import AlonePolicy, replay, terms, told
 from ebbtide.coordinator.rules.phase_turns import Returning, Waiter
-from ebbtide.coordinator.rules.run_groups import RunGroup, Seat
+from ebbtide.coordinator.rules.run_groups import Move, Reason, RunGroup, Seat, Seated
 from ebbtide.simulator.shared_devices import Job, SharedDevices, TurnsPolicy
 
 PRICE = 14.80 + 42.24
@@ -72,6 +72,30 @@ def test_under_the_live_decisions_all_work_is_done_within_all_bounds_for_less(no
     assert found["ebbtide"].missed == 0
     assert found["ebbtide"].price < 0.95 * found["alone"].price
     assert found["ebbtide"].moves > 0
+
+
+class MovingPolicy(OneGroup):
+    """A unit waits for a run that is due there, and that run is moved elsewhere meanwhile."""
+
+    review_every_s = 100.0
+
+    def turn(self, waiters: Sequence[Waiter], returning: Sequence[Returning]) -> int | None:  # type: ignore[override]
+        at_the_unit = waiters[0].place < 0
+        return None if returning and at_the_unit else 0
+
+    def review(self, groups: Mapping[str, RunGroup], left: Sequence[str]) -> list[Move]:
+        if "h" in groups or len(groups["g"].seats) < 2:
+            return []
+        seat = Seat("a", 0)
+        numbers = {"added_price": 0.0, "added_work": 0.0, "slowdown": 1.0}
+        seated = Seated(group=RunGroup("h", 1, (0,), (seat,)), seat=seat, reason=Reason.CHEAPER, **numbers)
+        return [Move(seated=seated, source="g", reason=Reason.CHEAPER, saved_price=0.0, switch_price=0.0)]
+
+
+def test_who_waits_at_a_unit_begins_when_the_run_that_the_unit_waited_for_has_moved() -> None:
+    outcome = SharedDevices([job("a"), job("b", arrive_s=150.0)], MovingPolicy(), terms()).run()
+    assert outcome.ends["a"].moves == 1
+    assert [end.rounds for end in outcome.ends.values()] == [10, 10]
 
 
 def test_a_simulation_repeats_itself() -> None:
