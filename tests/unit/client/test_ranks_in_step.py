@@ -4,7 +4,7 @@ import asyncio
 import gc
 import threading
 import weakref
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from functools import partial
 from typing import Any
 
@@ -270,3 +270,21 @@ async def test_a_version_that_fails_and_that_nobody_awaits_is_logged(
     await publisher.publish(whole()[:1])
     await wait_until(lambda: "version 1 was not published: version: not this one" in caplog.text)
     await publisher.aclose()
+
+
+async def test_a_version_that_is_cancelled_is_over_once_no_thread_reads_its_tensors(relay: MemoryRelay) -> None:
+    reading, may_go_on = threading.Event(), threading.Event()
+
+    def tensors() -> Iterator[NamedTensor]:
+        reading.set()
+        may_go_on.wait(10)
+        yield tensor("a")
+
+    publishing = asyncio.create_task(relay.publisher().publish(tensors()))
+    await asyncio.to_thread(reading.wait, 10)
+    publishing.cancel()
+    done, _ = await asyncio.wait({publishing}, timeout=0.1)
+    assert not done
+    may_go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(publishing, 10)

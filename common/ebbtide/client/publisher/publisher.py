@@ -179,11 +179,15 @@ class Publisher:
             snapshot, self._spare = self._spare, TensorSnapshot()  # a cancelled snapshot is half written: not for reuse
             snapshot.follow(self._shadow.give_up())
             began = time.monotonic()
-            taken, reserved = await asyncio.gather(
+            taking = asyncio.ensure_future(
                 asyncio.to_thread(snapshot.take, tensors, first=self.exchange.rank == 0),
-                self._reserve(step, parent),
-                return_exceptions=True,
             )
+            try:
+                taken, reserved = await asyncio.gather(
+                    asyncio.shield(taking), self._reserve(step, parent), return_exceptions=True
+                )
+            finally:  # a cancelled caller may free the tensors, which a thread reads
+                await asyncio.wait({taking})
             pause_s = time.monotonic() - began
             failure = next((one for one in (reserved, taken) if isinstance(one, BaseException)), None)
             if failure is not None and (self.exchange.size == 1 or not isinstance(failure, Exception)):
