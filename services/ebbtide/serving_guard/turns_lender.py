@@ -291,11 +291,11 @@ class TurnsLender:
                 raise InvalidRequest(f"must not fall; {old.sequence} was before", field="sequence")
             if wish.sequence > old.sequence:
                 stream.asked_at = time.monotonic()
-            had = self._order.turn if self._order.has(stream.claim) else None
+            had, lost = self._order.turn, self._order.lost
             stream.wish = wish
             self._order.wish(time.monotonic(), stream.claim, stream.trainer, wants=not wish.lend)
-            if had is not None and wish.lend:
-                self._ended(had, "given_back", "")
+            if had is not None and self._order.turn is None:
+                self._ended(had, "lost" if lost else "given_back", lost)
             if wish.sequence > old.sequence:
                 self._review()
                 stream.news.set()

@@ -15,11 +15,16 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from ebbtide.runtime import Shutdown
 from ebbtide.serving_guard import borrower_processes
 from ebbtide.serving_guard.borrower_processes import BorrowerProcess
-from ebbtide.serving_guard.turns_lender import ledger_path, read_turns
+from ebbtide.serving_guard.settings import GuardSettings, TurnSettings
+from ebbtide.serving_guard.turns_lender import TurnsLender, ledger_path, read_turns
 from ebbtide.trainer.lending.device_loan import DeviceLoan
 from ebbtide.trainer.lending.shared_loan import LendingRanks, LoanFollower, SharedLoan, own_place
+from ebbtide.types.grants import LOANS_VERSION, OwnerWish
+from ebbtide.v1 import loans_pb2
+from ebbtide.wire import to_proto
 from tests.fakes.rank_notes import SharedNotes
 from tests.integration.serving_guard.borrower import Borrowing
 from tests.integration.serving_guard.trainer_guards import TrainerGuardProcess, trainer_guard_process
@@ -170,6 +175,37 @@ async def test_a_line_that_a_guard_did_not_finish_is_no_turn(guard: TrainerGuard
     await guard.start_again()
     with turn_trainer(grant_dir, "b") as one:
         assert (await one.turn())["turn"] == whole[-1].turn + 1
+
+
+async def test_a_turn_that_is_given_back_as_it_is_lost_has_its_end_in_the_ledger(
+    grant_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_late(processes: object, number: object) -> int:
+        return 0
+
+    monkeypatch.setattr(borrower_processes, "send", too_late)
+    settings = GuardSettings(owner="turns", grant_dir=str(grant_dir), turns=TurnSettings(turn_s=0.01))
+    lender, lost = TurnsLender(settings), asyncio.Event()
+    with seated([grant_dir]) as pid:
+        wish = OwnerWish(protocol_version=LOANS_VERSION, run_id="a", owner="o", lease=1, pids=(pid,))
+
+        async def wishes() -> AsyncIterator[loans_pb2.OwnerWish]:
+            yield to_proto(wish, loans_pb2.OwnerWish)
+            await lost.wait()
+            yield to_proto(replace(wish, sequence=1, lend=True), loans_pb2.OwnerWish)
+
+        await lender.start(Shutdown("guard", settings))
+        states = asyncio.create_task(_all(lender.serve(wishes())))
+        await wait_until(lambda: bool(lender.device_status().waits_for))
+        lost.set()
+        await asyncio.wait_for(states, 10)
+        await lender.stop()
+    (record,) = (record for record in check_turns(grant_dir) if not record.began)
+    assert "longer than" in record.reason
+
+
+async def _all(states: AsyncIterator[object]) -> list[object]:
+    return [state async for state in states]
 
 
 #: A process with a seat in each of the folders that it is given.
