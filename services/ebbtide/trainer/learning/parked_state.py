@@ -341,12 +341,16 @@ class StatePark:
         an allocation raises, after which the state is still parked."""
         if self._copy is None:
             return 0
-        for storage, size in zip(self._storages, self._sizes, strict=True):
-            storage.resize_(size)
         try:
+            for storage, size in zip(self._storages, self._sizes, strict=True):
+                storage.resize_(size)
             self._copy.read_into(self._storages)
         except StateDamaged:
             self.close()
+            raise
+        except BaseException:  # what was allocated is another trainer's in the next turn
+            for storage in self._storages:
+                storage.resize_(0)
             raise
         if self._copy is not self._pinned:  # pinned pages stay, as locking them takes long
             self._copy.close()

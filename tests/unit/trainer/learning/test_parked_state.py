@@ -106,6 +106,24 @@ def test_tensors_that_were_mapped_from_a_file_can_leave_and_their_views_stay_vie
     assert path.read_bytes()[16] == 16
 
 
+def test_a_state_that_cannot_come_back_now_leaves_nothing_on_the_device_and_comes_back_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: parked_state.FileCopy, storages: object) -> None:
+        raise MemoryError
+
+    tensors, park = [torch.arange(1 << 10), torch.arange(1 << 12)], park_in(tmp_path)
+    park.park(storages_of(tensors))
+    with monkeypatch.context() as patched:
+        patched.setattr(parked_state.FileCopy, "read_into", full)
+        with pytest.raises(MemoryError):
+            park.bring_back()
+    assert park.taken
+    assert not any(one.untyped_storage().nbytes() for one in tensors)
+    park.bring_back()
+    assert [one.tolist() for one in tensors] == [list(range(1 << 10)), list(range(1 << 12))]
+
+
 def open_files(folder: Path) -> list[Path]:
     """This process's open files in the folder, which may have no name."""
     fds = Path("/proc/self/fd").iterdir()
