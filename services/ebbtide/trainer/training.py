@@ -129,6 +129,10 @@ async def _compute(work: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
     return await _thread().do(partial(work, *args, **named))
 
 
+def _nothing() -> None:
+    """Done once all that was begun before is over."""
+
+
 @dataclass
 class _Trained:
     """The last step that was trained."""
@@ -175,6 +179,8 @@ async def train_run(
             if turns:
                 await turns.close()
 
+    if turns:  # a former training of this process that could not give its turn back may still compute in it
+        await _compute(_nothing)
     async with _tracked(client, lease, settings, following) as tracking:
         await race(trained(), *([loan.run(), reported.run()] if loan and reported else []))
 

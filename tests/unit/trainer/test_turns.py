@@ -1,7 +1,9 @@
 """A run that takes turns has its device for each step alone, and its weights are those of one that has it for ever."""
 
 import asyncio
+import time
 from pathlib import Path
+from threading import Event
 from typing import Any, Self
 
 import pytest
@@ -9,11 +11,16 @@ import torch
 from msgspec.structs import replace
 
 from ebbtide.errors import InvalidRequest
+from ebbtide.run_client import RunFailed
 from ebbtide.trainer import training
 from ebbtide.trainer.learning.local_learning import LocalLearning
+from ebbtide.trainer.lending import turn_loan
+from ebbtide.trainer.lending.device_loan import OwnDevice
+from ebbtide.trainer.lending.turn_loan import TurnLoan
 from ebbtide.trainer.service import check_trainable, train
 from ebbtide.trainer.settings import TrainerSettings
 from ebbtide.types.run import check_spec
+from tests.support.waiting import wait_until
 from tests.unit.trainer.test_lending import lease_of
 from tests.unit.trainer.trained_runs import SETTINGS, apart, feed, final_weights, make_spec, train_to_end
 
@@ -26,12 +33,14 @@ class NotedTurns:
     def __init__(self) -> None:
         self.deeds: list[str] = []
         self.asked: dict[str, Any] = {}
+        self.streams = 0
 
     def __call__(self, folder: Path, **asked: Any) -> Self:
         self.asked = asked
         return self
 
     async def run(self) -> None:
+        self.streams += 1
         await asyncio.Event().wait()
 
     def lend(self, spell_s: float = 0.0) -> None:
@@ -128,6 +137,84 @@ async def test_a_training_that_is_cancelled_in_its_turn_parks_its_state_and_give
         feeding.cancel()
     assert noted.deeds[-2:] == ["leave_device", "give back"]
     assert noted.deeds.count("take") == noted.deeds.count("give back")
+
+
+async def test_a_training_states_no_wish_while_the_step_of_one_before_it_computes_in_its_process(
+    noted: NotedTurns,
+    sharing: TrainerSettings,
+    tiny_model: Path,
+    tmp_path: Path,
+    make_cluster: Any,
+    make_client: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A guard would take it that the turn is given back."""
+    cluster, stepping, ends = (
+        make_cluster(make_spec(tiny_model, tmp_path, sharing=TURNS), None),
+        asyncio.Event(),
+        Event(),
+    )
+    loop = asyncio.get_running_loop()
+
+    def stuck(self: LocalLearning, *args: Any, **fields: Any) -> Any:
+        loop.call_soon_threadsafe(stepping.set)
+        ends.wait(30)
+        raise RunFailed("it was stuck")
+
+    monkeypatch.setattr(LocalLearning, "step", stuck)
+    monkeypatch.setattr(turn_loan, "_LEAVE_S", 0.05)
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        feeding = tasks.create_task(feed(cluster))
+        first = tasks.create_task(train(make_client(cluster), lease_of(cluster), sharing))
+        await stepping.wait()
+        first.cancel()
+        await asyncio.wait({first})
+        second = tasks.create_task(train(make_client(cluster), lease_of(cluster), sharing))
+        await asyncio.wait({second}, timeout=0.3)
+        assert noted.streams == 1
+        ends.set()
+        await wait_until(lambda: noted.streams == 2, 20)
+        second.cancel()
+        feeding.cancel()
+
+
+class WaitingDevice(OwnDevice):
+    """Another trainer has its turn, for ever."""
+
+    def __init__(self) -> None:
+        self.lent_at: list[float] = []
+
+    def lend(self, spell_s: float = 0.0) -> None:
+        self.lent_at.append(time.monotonic())
+
+    async def take_back(self, spell_s: float = 0.0, *, hand_over: bool = False) -> None:
+        await asyncio.Event().wait()
+
+
+class NotedState:
+    """What a `TurnLoan` moves."""
+
+    def __init__(self) -> None:
+        self.forgotten = False
+
+    def forget_parked(self) -> None:
+        self.forgotten = True
+
+
+async def test_a_training_that_ends_while_it_waits_takes_its_wish_back_and_frees_what_it_parked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its turn may have begun unseen: a guard that is not told kills it."""
+    monkeypatch.setattr(turn_loan, "_TOLD_S", 0.1)
+    device, state = WaitingDevice(), NotedState()
+    loan = TurnLoan(device, asyncio.to_thread)
+    loan.learns(state)  # type: ignore[arg-type]
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(loan.take(), 0.01)
+    assert len(device.lent_at) == 1
+    await loan.close()
+    assert time.monotonic() - device.lent_at[0] >= 0.1
+    assert state.forgotten
 
 
 def test_a_run_that_takes_turns_is_refused_by_a_trainer_that_has_its_device_alone(tmp_path: Path) -> None:

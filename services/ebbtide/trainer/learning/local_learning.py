@@ -151,6 +151,11 @@ class LocalLearning:
             with self._fitting("what comes back after others had the device"):
                 self._memory.restore()
 
+    def forget_parked(self) -> None:
+        """Frees host memory of a state that left its device and will not come back."""
+        if self._memory is not None:
+            self._memory.forget()
+
     def _place(self, source: Path) -> Network:
         if self._world is None:
             return load_network(source).to(self._device)

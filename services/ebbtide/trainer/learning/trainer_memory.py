@@ -237,7 +237,11 @@ class TrainerMemory:
         began = time.monotonic()
         if self._park is not None and self._park.taken:
             with self._still:
-                moved = self._park.bring_back()
+                try:
+                    moved = self._park.bring_back()
+                except BaseException:
+                    self._room.trim()
+                    raise
             _parked_seconds.labels("back", self._place).observe(took := time.monotonic() - began)
             log.info("the state is back", bytes=moved, place=self._place, took_s=round(took, 4))
             return moved
@@ -251,6 +255,11 @@ class TrainerMemory:
             _seconds.labels("back").observe(time.monotonic() - began)
             _moved.labels("back").inc(moved)
         return moved
+
+    def forget(self) -> None:
+        """Free what is parked, of a training that is over. Nothing may read the tensors any more."""
+        if self._park is not None:
+            self._park.close()
 
     def _move_out(self, movable: list[Tensor]) -> None:
         free = defaultdict[object, list[Tensor]](list)

@@ -59,6 +59,7 @@ class TurnLoan:
         self._device, self._beside = device, beside
         self._learning: LocalLearning | None = None
         self._began: float | None = None  # the present turn
+        self._told_by = 0.0  # when the guard knows that this trainer neither has nor wants a turn
         self.waited_s = self.restored_s = 0.0  # in the last `take`
 
     def learns(self, learning: "LocalLearning") -> None:
@@ -73,8 +74,8 @@ class TurnLoan:
         asked = time.monotonic()
         try:
             await self._device.take_back()
-        except BaseException:
-            self._device.lend()
+        except BaseException:  # the turn may have begun meanwhile
+            self._lend()
             raise
         self._began = time.monotonic()
         if self._learning is not None:
@@ -91,16 +92,21 @@ class TurnLoan:
             await self._beside(self._learning.leave_device)
         _turns.observe(time.monotonic() - self._began)
         self._began = None
-        self._device.lend()
+        self._lend()
 
     async def close(self) -> None:
-        """End the turn of a training that is over, if it has one."""
-        if self._began is None:
-            return
+        """End the turn of a training that is over, if it has one, and free what it has parked."""
         with suppress(EbbtideError, TimeoutError):
             async with asyncio.timeout(_LEAVE_S):
                 await self.give_back()
-                await asyncio.sleep(_TOLD_S)  # for the guard to be told on the stream, which ends then
+                # On the stream, which ends then: a guard that is not told waits for this process, and kills it.
+                await asyncio.sleep(self._told_by - time.monotonic())
+                if self._learning is not None:  # other trainers may have the host's memory
+                    await self._beside(self._learning.forget_parked)
+
+    def _lend(self) -> None:
+        self._device.lend()
+        self._told_by = time.monotonic() + _TOLD_S
 
 
 class TurnWindow:
