@@ -98,7 +98,7 @@ def train(model: Any, optimizer: torch.optim.Optimizer, batch: Batch, rank: int,
         logprobs = logits.log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
         ratio = (logprobs - behaviour[:, 1:]).exp()
         weighted = torch.minimum(ratio * advantages[:, None], ratio.clamp(1 - CLIP, 1 + CLIP) * advantages[:, None])
-        loss = -weighted[sampled[:, 1:]].sum() * size / count  # FSDP2 averages gradients over ranks
+        loss: Any = -weighted[sampled[:, 1:]].sum() * size / count  # FSDP2 averages gradients over ranks
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
