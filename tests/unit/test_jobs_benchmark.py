@@ -2,13 +2,15 @@
 
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from benchmarks.jobs.__main__ import FIGURES, calibration
 from benchmarks.jobs.cost_bounds import fluid_bound, lp_bound
 from benchmarks.jobs.job_traces import MIXES, TYPES, TraceEntry, as_jobs, mix, production, read_trace
-from benchmarks.jobs.replays import MERGING, colocated, pooled, replay, terms
+from benchmarks.jobs.replays import MERGING, Replays, colocated, pooled, replay, terms
 from benchmarks.rivals.rollmux_policy import fifo_slowdowns
 
 
@@ -83,6 +85,21 @@ def test_rivals_do_the_same_rounds_and_pay_for_them() -> None:
     assert [one.rounds for one in found] == [rounds] * 4
     assert all(one.price > 0.0 for one in found)
     assert found[2].slowdown > found[3].slowdown
+
+
+def test_a_replay_that_was_kept_is_not_made_again_and_another_one_is_not_taken_for_it(tmp_path: Path) -> None:
+    jobs = as_jobs(mix("balanced", 0, 4))
+    replays = Replays(tmp_path)
+    first = replays.replay("rollmux", jobs, terms())
+    (kept,) = tmp_path.iterdir()
+    kept.write_bytes(msgspec.json.encode(replace(first, missed=99)))
+    assert Replays(tmp_path).replay("rollmux", jobs, terms()).missed == 99
+    for name, some, under in (
+        ("alone", jobs, terms()),
+        ("rollmux", jobs[1:], terms()),
+        ("rollmux", jobs, terms(MERGING)),
+    ):
+        assert replays.replay(name, some, under).missed != 99
 
 
 def test_alone_and_colocated_are_as_published() -> None:
