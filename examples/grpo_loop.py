@@ -109,7 +109,7 @@ def train(model: Any, optimizer: torch.optim.Optimizer, batch: Batch, rank: int,
         weighted = torch.minimum(ratio * advantages[:, None], ratio.clamp(1 - CLIP, 1 + CLIP) * advantages[:, None])
         loss: Any = -weighted[sampled[:, 1:]].sum() * size / count  # FSDP2 averages gradients over ranks
         optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
 
 
