@@ -37,7 +37,7 @@ FOREIGN: Final = {
     "cli": ("torch", "vllm", "redis", "numba", "matplotlib"),
     "simulate": ("torch", "vllm", "numba", "httptools", "aiohttp"),
     "fast": ("torch", "vllm", "redis", "uvloop", "structlog"),
-    "trainer": ("vllm", "redis", "httptools", "matplotlib"),
+    "trainer": ("vllm", "redis", "httptools", "matplotlib"),  # typer comes with transformers
 }
 pytestmark = [pytest.mark.extras, pytest.mark.timeout(900)]
 
