@@ -1,5 +1,6 @@
 """Ready rewards, and what a function of a user may return."""
 
+import time
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ EXACT = {"ignore_case": True}
         ("number", {}, "3.14", "3.1416", 0.0),
         ("number", {"tolerance": 0.001}, "3.14", "3.1416", 1.0),
         ("number", {}, "9" * 5000, "3", 0.0),
+        ("number", {}, "1,234,5", "5", 1.0),
         ("regex", {"pattern": "<answer>(.*?)</answer>"}, "<answer>1</answer><answer> 7 </answer>", "7", 1.0),
         ("regex", {"pattern": "<answer>(.*?)</answer>"}, "7", "7", 0.0),
         ("regex", {"pattern": r"\d{3}"}, "abc 123", None, 1.0),
@@ -33,6 +35,13 @@ EXACT = {"ignore_case": True}
 )
 def test_ready_rewards(reward: str, params: dict[str, Any], response: str, answer: Any, wanted: float) -> None:
     assert load_reward(reward, params)(response, answer, {}) == wanted
+
+
+def test_the_time_of_finding_a_number_grows_with_the_response_and_not_with_its_square() -> None:
+    function, response = load_reward("number", {}), "1" + ",111" * 40_000 + ","
+    begun = time.process_time()
+    assert function(response, "111", {}) == 1.0
+    assert time.process_time() - begun < 1.0  # minutes, if each comma begins a search to the end
 
 
 def test_an_answer_without_a_number_is_an_error_and_no_reward_of_zero() -> None:
