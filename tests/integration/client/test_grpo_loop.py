@@ -9,11 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from safetensors.numpy import load_file
 
 from ebbtide.auth.security import ClientSecurity
 from ebbtide.client import Client
-from ebbtide.errors import AlreadyExists
+from ebbtide.errors import AlreadyExists, LeaseSuperseded
 from ebbtide.free_ports import free_port
 from ebbtide.types.run import RunStatus
 from ebbtide.weights import as_array
@@ -94,3 +95,16 @@ async def test_a_trainer_that_asks_again_for_a_step_gets_the_same_responses_unti
             await lease.generate(prompts, samples=2, step=0, version=version)
         ended = await lease.finish()
     assert ended.counters["trained"] == ended.counters["submitted"] == 4
+
+
+async def test_a_trainer_that_waits_for_responses_is_told_that_its_run_has_ended(client: Client) -> None:
+    await client.submit({**SPEC, "trainer": {"name": "external"}}, "cancelled")
+    async with client.claim("cancelled") as lease:
+        version = await lease.publish({"w": np.ones(4, np.float32)}, step=0)
+        never = replace(version, version=version.version + 1)
+        waiting = asyncio.create_task(lease.generate([[5, 6, 7]], samples=2, step=0, version=never))
+        while not (await client.run("cancelled")).counters.get("submitted"):
+            await asyncio.sleep(0.01)
+        await client.cancel("cancelled")
+        with pytest.raises(LeaseSuperseded):
+            await asyncio.wait_for(waiting, 20)
