@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ebbtide.environments import MAX_INFO_BYTES, StepResult, checked_result
 from ebbtide.environments.rewards import checked_reward, load_reward
 
 EXACT = {"ignore_case": True}
@@ -74,3 +75,18 @@ def test_a_mapping_brings_numbers_to_log() -> None:
 def test_what_is_no_finite_number_is_refused(value: Any) -> None:
     with pytest.raises((TypeError, ValueError)):
         checked_reward(value)
+
+
+@pytest.mark.parametrize(
+    ("result", "says"),
+    [
+        (StepResult(reward=-1e16), "largest that can be learned"),
+        (StepResult(reward=1.0, info={"x" * MAX_INFO_BYTES: 1.0}), "bytes of numbers to log"),
+        (StepResult(reward=1.0, info={str(number): 1.0 for number in range(4000)}), "bytes of numbers to log"),
+        (StepResult(reward=1.0, info={"x": float("nan")}), "not finite"),
+    ],
+)
+def test_what_would_harm_more_than_its_episode_is_refused(result: StepResult, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        checked_result(result)
+    assert checked_result(StepResult(reward=1e15, info={"x": 1.0})).info == {"x": 1.0}
