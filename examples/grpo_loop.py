@@ -50,6 +50,15 @@ def questions(step: int, count: int, seed: int) -> list[tuple[str, list[str]]]:
     return [(" ".join(one["metadata"]["word"] for one in group), [one["answer"] for one in group]) for group in groups]
 
 
+def encode(tokenizer: Any, prompt: str) -> list[int]:
+    """Token ids of a prompt, as the model's chat template has it."""
+    if tokenizer.chat_template is None:
+        return list(tokenizer.encode(prompt))
+    message = {"role": "user", "content": prompt}
+    text = tokenizer.apply_chat_template([message], add_generation_prompt=True, tokenize=False)
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
 def reward(text: str, answers: Sequence[str]) -> float:
     return sum(word == answer for word, answer in zip(text.split(" "), answers, strict=False)) / len(answers)
 
@@ -98,9 +107,9 @@ def train(model: Any, optimizer: torch.optim.Optimizer, batch: Batch, rank: int,
         logprobs = logits.log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
         ratio = (logprobs - behaviour[:, 1:]).exp()
         weighted = torch.minimum(ratio * advantages[:, None], ratio.clamp(1 - CLIP, 1 + CLIP) * advantages[:, None])
-        loss = -weighted[sampled[:, 1:]].sum() * size / count  # FSDP2 averages gradients over ranks
+        loss: Any = -weighted[sampled[:, 1:]].sum() * size / count  # FSDP2 averages gradients over ranks
         optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
 
 
@@ -149,7 +158,7 @@ def main(arguments: argparse.Namespace) -> None:
             batch = None
             if lease is not None:
                 asked = questions(step, arguments.groups, arguments.seed)
-                prompts = [tokenizer.encode(prompt) for prompt, _ in asked]
+                prompts = [encode(tokenizer, prompt) for prompt, _ in asked]
                 rollouts = lease.generate(prompts, samples=arguments.samples, step=step, version=version)  # ebbtide
                 groups = [[unpack_tokens(one.tokens) for one in group] for group in rollouts]  # ebbtide
                 texts = [[tokenizer.decode(one["id"], skip_special_tokens=True) for one in group] for group in groups]

@@ -2,13 +2,15 @@
 
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from benchmarks.jobs.__main__ import FIGURES, calibration
 from benchmarks.jobs.cost_bounds import fluid_bound, lp_bound
 from benchmarks.jobs.job_traces import MIXES, TYPES, TraceEntry, as_jobs, mix, production, read_trace
-from benchmarks.jobs.replays import MERGING, colocated, pooled, replay, terms
+from benchmarks.jobs.replays import MERGING, Replays, colocated, pooled, replay, terms
 from benchmarks.rivals.rollmux_policy import fifo_slowdowns
 
 
@@ -47,7 +49,7 @@ def test_times_that_vary_are_the_same_for_every_policy_and_drift_either_way() ->
 
 @pytest.mark.parametrize("kind", MIXES)
 def test_no_policy_is_cheaper_than_the_bounds_and_the_program_is_no_weaker_than_the_fluid(kind: str) -> None:
-    jobs = as_jobs(mix(kind, 1, 12))
+    jobs = as_jobs(mix(kind, 1, 8))
     under = terms(MERGING)
     bounds = fluid_bound(jobs, under), lp_bound(jobs, under)
     assert bounds[0] <= bounds[1] * (1 + 1e-9)
@@ -85,7 +87,23 @@ def test_rivals_do_the_same_rounds_and_pay_for_them() -> None:
     assert found[2].slowdown > found[3].slowdown
 
 
+def test_a_replay_that_was_kept_is_not_made_again_and_another_one_is_not_taken_for_it(tmp_path: Path) -> None:
+    jobs = as_jobs(mix("balanced", 0, 4))
+    replays = Replays(tmp_path)
+    first = replays.replay("rollmux", jobs, terms())
+    (kept,) = tmp_path.iterdir()
+    kept.write_bytes(msgspec.json.encode(replace(first, missed=99)))
+    assert Replays(tmp_path).replay("rollmux", jobs, terms()).missed == 99
+    for name, some, under in (
+        ("alone", jobs, terms()),
+        ("rollmux", jobs[1:], terms()),
+        ("rollmux", jobs, terms(MERGING)),
+    ):
+        assert replays.replay(name, some, under).missed != 99
+
+
 def test_alone_and_colocated_are_as_published() -> None:
+    """On the whole trace, since only its figures are published: five seconds."""
     found = calibration(production(0))
     assert found["alone_per_hour_error"] < 0.05
     assert max(found["colocated_per_hour_error"], found["colocated_pair_error"]) < 0.10

@@ -168,8 +168,10 @@ def test_the_verifier_judges_a_session(written: Path) -> None:
 
 def test_the_values_of_a_step_are_those_of_the_trainer() -> None:
     from ebbtide.trainer.learning.training_batches import summary
+    from ebbtide.trainer.tracking import STEP_FIGURES
 
-    names = {name for row in rows("docs/guides/monitoring.md", "Loss, KL, entropy, response lengths") for name in row}
+    shown = {name for row in rows("docs/reference/tracked-figures.md", "Of each step") for name in row}
+    names = {figure.source for figure in STEP_FIGURES if figure.name in shown}
     episode = Trajectory(
         episode_id="e", group_id="g", step=0, group_size=1, prompt_ids=b"", tokens=b"", loss_mask=b"", reward=1.0,
         metrics={"asked": 1.0},

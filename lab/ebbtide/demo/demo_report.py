@@ -207,6 +207,8 @@ def summary(report: DemoReport, path: Path) -> Iterator[tuple[str, str]]:
         yield "logprob gap", f"{report.logprob_gap:.5f} between workers and trainer, mean absolute"
     yield "seconds", ", ".join(f"{name} {seconds:.0f}" for name, seconds in report.seconds.items())
     yield "checkpoint", report.checkpoint
+    folder = path.parent / report.run_id
+    yield "trackers", f"{folder / 'metrics.jsonl'}, {folder / 'samples.jsonl'}, {folder / 'tensorboard'}"
     yield "report", f"{path}, {path.with_suffix('.png')}"
 
 

@@ -52,7 +52,7 @@ def test_help_names_every_command_and_is_quick() -> None:
 @pytest.mark.parametrize(
     ("noun", "verbs"),
     [
-        ("run", "submit list show watch cancel chat timeline weights usage record"),
+        ("run", "submit list show watch cancel chat samples timeline weights usage push record"),
         ("worker", "list drain"),
         ("serve", " ".join(SERVICES)),
         ("demo", "agent coserving elastic"),

@@ -200,6 +200,23 @@ def test_after_departures_a_run_moves_where_that_saves_its_switch_and_stays_wher
             assert move.saved_price * TERMS.horizon_s / 3600 > move.switch_price > 0
 
 
+def test_runs_whose_rollout_nodes_failed_are_seated_again_and_those_on_others_stay() -> None:
+    cluster = Cluster()
+    for number in range(6):
+        cluster.comes(run(f"r{number}"))
+    (group, *_) = (one for one in cluster.groups.values() if len(one.units) > 1)
+    failed = {seat.run_id for seat in group.seats if seat.unit == group.units[0]}
+    kept = {seat for one in cluster.groups.values() for seat in one.seats if seat.run_id not in failed}
+    lost = [cluster.runs[name] for name in sorted(failed)]
+    for one in lost:
+        cluster.leaves(one.run_id)
+    for one in lost:
+        assert isinstance(cluster.comes(one), Seated)
+    seated = [seat for one in cluster.groups.values() for seat in one.seats]
+    assert sorted(seat.run_id for seat in seated) == [f"r{number}" for number in range(6)]
+    assert kept <= set(seated)
+
+
 def test_a_group_whose_bounds_have_drifted_away_lets_one_go_and_keeps_them_again() -> None:
     cluster = Cluster()
     for name in "abc":

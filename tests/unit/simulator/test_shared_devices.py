@@ -66,6 +66,7 @@ def test_a_job_that_leaves_by_the_clock_gives_its_devices_back() -> None:
 
 @pytest.mark.parametrize("noise", [False, True])
 def test_under_the_live_decisions_all_work_is_done_within_all_bounds_for_less(noise: bool) -> None:
+    """Jobs of hours, since nobody moves in less: two seconds."""
     jobs = as_jobs(production(3, 9), noise=noise)
     found = {name: replay(name, jobs, terms()) for name in ("alone", "ebbtide")}
     assert found["ebbtide"].rounds == found["alone"].rounds == sum(len(one.rollouts) for one in jobs)
@@ -75,7 +76,7 @@ def test_under_the_live_decisions_all_work_is_done_within_all_bounds_for_less(no
 
 
 def test_a_simulation_repeats_itself() -> None:
-    jobs = as_jobs(mix("mixed", 0, 15), noise=True)
+    jobs = as_jobs(mix("mixed", 0, 8), noise=True)
     first, second = (told(SharedDevices(jobs, TurnsPolicy(terms()), terms()).run(), jobs) for _ in range(2))
     assert first == second
 

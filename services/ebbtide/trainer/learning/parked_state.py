@@ -39,9 +39,6 @@ _PIECE: Final = 16 << 20
 #: Bytes of one call of the kernel: what was copied is still in the processor's cache when it is checked.
 _BLOCK: Final = 1 << 20
 _THREADS: Final = 4
-#: Advice to the kernel (madvise) to use huge pages: fresh memory is filled sooner.
-_HUGE_PAGES: Final = 14
-_PAGE: Final = 4096
 
 #: Another trainer has the budget's lock for less than that, unless it is frozen; and how often it is tried.
 _LOCKED_S: Final = 2.0
@@ -346,8 +343,6 @@ class StatePark:
             return 0
         for storage, size in zip(self._storages, self._sizes, strict=True):
             storage.resize_(size)
-            if size >= _PIECE and storage.device.type == "cpu":
-                _advise_huge_pages(storage.data_ptr(), size)
         try:
             self._copy.read_into(self._storages)
         except StateDamaged:
@@ -402,11 +397,6 @@ def park_of(settings: TrainerSettings) -> StatePark:
     """The place for a state that a trainer's settings name."""
     limit = settings.warm_mib << 20 or host_memory()[1] // 2
     return StatePark(settings.warm_folder(), settings.cold_folder(), warm_bytes=limit)
-
-
-def _advise_huge_pages(address: int, size: int) -> None:
-    first = -(-address // _PAGE) * _PAGE
-    _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t((address + size - first) // _PAGE * _PAGE), _HUGE_PAGES)
 
 
 def return_free_memory() -> None:
