@@ -3,6 +3,7 @@
 It needs `huggingface_hub`, which comes with `transformers`, and imports it only for a name of the Hub.
 """
 
+import contextlib
 import json
 import re
 from pathlib import Path, PurePath
@@ -38,6 +39,16 @@ def model_name(model: str) -> str:
     if path.parent.name == "snapshots" and repository.startswith("models--"):
         return repository.rpartition("--")[2]
     return path.name
+
+
+def model_place(model: str) -> Path:
+    """Where a model is, or will be once it is fetched: its path, or the Hub's cache."""
+    if is_hub_name(model):
+        with contextlib.suppress(ImportError):
+            from huggingface_hub.constants import HF_HUB_CACHE
+
+            return Path(HF_HUB_CACHE)
+    return Path(model)
 
 
 def cached_model(model: str) -> Path | None:
