@@ -3,6 +3,8 @@
 It needs `huggingface_hub`, which comes with `transformers`, and imports it only for a name of the Hub.
 """
 
+import contextlib
+import json
 import re
 from pathlib import Path, PurePath
 from typing import Any, Final
@@ -39,6 +41,16 @@ def model_name(model: str) -> str:
     return path.name
 
 
+def model_place(model: str) -> Path:
+    """Where a model is, or will be once it is fetched: its path, or the Hub's cache."""
+    if is_hub_name(model):
+        with contextlib.suppress(ImportError):
+            from huggingface_hub.constants import HF_HUB_CACHE
+
+            return Path(HF_HUB_CACHE)
+    return Path(model)
+
+
 def cached_model(model: str) -> Path | None:
     """The folder of a model: its path if it is one, or the complete snapshot in the Hub's cache; None without one."""
     if not is_hub_name(model):
@@ -48,9 +60,18 @@ def cached_model(model: str) -> Path | None:
     except ImportError:
         return None
     try:
-        return Path(snapshot_download(model, allow_patterns=_WANTED, ignore_patterns="*/*", local_files_only=True))
-    except (OSError, ValueError):
+        folder = Path(snapshot_download(model, allow_patterns=_WANTED, ignore_patterns="*/*", local_files_only=True))
+        return folder if _has_weights(folder) else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
+
+
+def _has_weights(folder: Path) -> bool:
+    """Whether a snapshot has all files of its weights: one that a tokenizer was loaded from has none."""
+    if (index := folder / "model.safetensors.index.json").is_file():
+        shards = json.loads(index.read_bytes())["weight_map"].values()
+        return all((folder / name).is_file() for name in set(shards))
+    return any(folder.glob("*.safetensors"))
 
 
 def model_folder(model: str) -> Path:

@@ -142,8 +142,14 @@ class EpisodePlayer:
                     begun += 1
                 done, _ = await asyncio.wait(running, timeout=_POLL_S, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
-                    task.result()
                     running.discard(task)
+                    try:
+                        task.result()
+                    except EbbtideError:
+                        self._run = await self._client.run(self._run.run_id)
+                        if not self._run.status.ended:  # an ended run takes no reward of the episodes that it overtook
+                            raise
+                        return self._run
             return self._run
         finally:
             for task in running:

@@ -3,7 +3,6 @@
 It imports neither the client nor anything of numpy, so that `--help` of both programs is quick.
 """
 
-import contextlib
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -14,7 +13,7 @@ from msgspec import Meta, Struct
 from ebbtide.auth.security import ClientSecurity
 from ebbtide.environments import BUILT_IN, DATASET
 from ebbtide.errors import InvalidRequest
-from ebbtide.hub_models import is_hub_name
+from ebbtide.hub_models import model_place
 from ebbtide.runtime import ProcessSettings
 from ebbtide.types.run import RunSpec
 
@@ -72,7 +71,7 @@ def check_permitted(spec: RunSpec, settings: WorkSettings) -> None:
         check_listed(spec.environment.name, allowed, field="environment.name", setting=_ALLOWED)
     if spec.environment.name == DATASET:
         _check_dataset(spec, settings)
-    _check_root(_place_of(spec.model), settings.model_roots, field="model", setting="model_roots")
+    _check_root(str(model_place(spec.model)), settings.model_roots, field="model", setting="model_roots")
     _check_root(spec.output, settings.output_roots, field="output", setting="output_roots")
 
 
@@ -95,16 +94,6 @@ def check_listed(name: str, allowed: Sequence[str], *, field: str, setting: str)
             f"the operator of the cluster can add it to {setting}",
             field=field,
         )
-
-
-def _place_of(model: str) -> str:
-    """Where a model is, or will be once it is fetched."""
-    if is_hub_name(model):
-        with contextlib.suppress(ImportError):
-            from huggingface_hub.constants import HF_HUB_CACHE
-
-            return str(HF_HUB_CACHE)
-    return model
 
 
 def _check_root(path: str, roots: Sequence[str], *, field: str, setting: str) -> None:

@@ -60,12 +60,28 @@ def from_hub() -> list[Any]:
     return [episode.reset()[0].content, episode.answer]
 
 
-def absent() -> InvalidRequest:
+def refused(data: str) -> InvalidRequest:
     try:
-        DatasetSource({"data": "owner/absent"}, 0)
+        DatasetSource({"data": data}, 0)
     except InvalidRequest as error:
         return error
     raise AssertionError
+
+
+def from_a_card_that_names_files_of_the_host() -> list[str]:
+    """Absolute, and relative ones above the data set's folder."""
+    secret = HOME / "secret.jsonl"
+    secret.write_text(json.dumps({"prompt": "secret", "answer": "secret"}) + "\n")
+    folder = HOME / "hub" / "datasets--owner--evil"
+    snapshot = folder / "snapshots" / _COMMIT
+    snapshot.mkdir(parents=True)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text(_COMMIT)
+    found = []
+    for path in (str(secret), "../../../../secret.jsonl"):
+        (snapshot / "README.md").write_text(_CARD.replace("train.jsonl", path).replace("test.jsonl", path))
+        found.append(refused("owner/evil").text)
+    return found
 
 
 def main() -> None:
@@ -73,8 +89,9 @@ def main() -> None:
     found = {
         "parquet": from_parquet(),
         "hub": from_hub(),
-        "absent": absent().field,
-        "remedy": "hf download --repo-type dataset owner/absent" in absent().text,
+        "absent": refused("owner/absent").field,
+        "remedy": "hf download --repo-type dataset owner/absent" in refused("owner/absent").text,
+        "own": ["names a file that is not its own" in text for text in from_a_card_that_names_files_of_the_host()],
         "equal": [verify(response, answer, {}) for response, answer in _EXPRESSIONS],
     }
     print(json.dumps(found))  # noqa: T201 - the answer

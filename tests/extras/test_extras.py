@@ -178,6 +178,7 @@ def test_data_sets_are_read_from_parquet_and_from_a_cache_of_the_hub_and_mathema
         "hub": ["test 7", "seven"],
         "absent": "environment.params.data",
         "remedy": True,
+        "own": [True, True],
         "equal": [1.0, 1.0, 1.0, 1.0, 0.0, 0.0],
     }
 

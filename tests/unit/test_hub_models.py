@@ -70,6 +70,23 @@ def test_a_model_is_fetched_once_with_what_a_checkpoint_needs_and_then_found_wit
     assert said(FETCH, tmp_path, HF_HUB_OFFLINE="1") == wanted
 
 
+@pytest.mark.parametrize("there", [{}, {"model.safetensors.index.json": b'{"weight_map": {"w": "a.safetensors"}}'}])
+def test_a_cache_with_the_tokenizer_alone_is_completed_where_there_is_a_network(
+    hub: FakeHub, tmp_path: Path, there: dict[str, bytes]
+) -> None:
+    folder = tmp_path / "hub" / "models--owner--tiny"
+    snapshot = folder / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text(COMMIT)
+    for name, content in {"config.json": b"{}", **there}.items():
+        (snapshot / name).write_bytes(content)
+    found = "print(sorted(one.name for one in hub_models.model_folder('owner/tiny').glob('*.safetensors')))"
+    assert said("print(hub_models.cached_model('owner/tiny'))", tmp_path, HF_HUB_OFFLINE="1") == "None\n"
+    assert said(found, tmp_path, HF_HUB_OFFLINE="1") == "[]\n"
+    assert said(found, tmp_path, HF_ENDPOINT=hub.url) == "['model.safetensors']\n"
+
+
 @pytest.mark.parametrize("variables", [{"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": ""}])
 def test_a_model_that_cannot_be_fetched_is_refused_with_the_remedy(
     hub: FakeHub, tmp_path: Path, variables: dict[str, str]

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from ebbtide.client.held_lease import LEAVE_S, HeldLease
 from ebbtide.client.service_peer import ServicePeer
-from ebbtide.errors import AlreadyExists, EbbtideError, InvalidRequest, NoCapacity, RateLimited
+from ebbtide.errors import AlreadyExists, EbbtideError, InvalidRequest, LeaseSuperseded, NoCapacity, RateLimited
 from ebbtide.hub_models import cached_model
 from ebbtide.rpc.channel import DURABLE_TIMEOUT_S
 from ebbtide.types.ids import new_fence
@@ -202,8 +202,8 @@ class Lease(RolloutLease):
         Returns them by prompt. A response that could not be generated is left out, and counted as dropped. Acknowledge
         the others once you have trained on them. `sampling`: None takes the run's. A trainer that restarts and asks
         again for a step gets what is there of it. Raises `AlreadyExists` if it asks with other prompts, or if some of
-        the step's responses were acknowledged. For several turns, or versions that may differ, use `submit_rollouts`
-        and `finished`.
+        the step's responses were acknowledged, and `LeaseSuperseded` if the run ends meanwhile. For several turns, or
+        versions that may differ, use `submit_rollouts` and `finished`.
         """
         groups = [[f"s{step}.g{group}.{sample}" for sample in range(samples)] for group in range(len(prompts))]
         asked = [
@@ -226,7 +226,8 @@ class Lease(RolloutLease):
         missing, found = {one.rollout_id for one in asked}, dict[str, FinishedRollout]()
         async with aclosing(self.finished()) as finished:
             while missing:
-                rollout = await anext(finished)
+                if (rollout := await anext(finished, None)) is None:
+                    raise LeaseSuperseded(f"run {self.run_id} has ended, and nobody generates for it any more")
                 if rollout.rollout_id in missing:  # others are of earlier steps, or repeated
                     missing.remove(rollout.rollout_id)
                     found[rollout.rollout_id] = rollout

@@ -23,8 +23,8 @@ value that a trainer of your own reports under another name keeps that name.
 [Watch a run](../guides/monitoring.md#trackers) says how to set the trackers.
 
 A line of `metrics.jsonl` also has `kind`, `step` (optimiser steps in the weights), `seconds` since the run's
-submission, and the event's `cursor`. `kind` is `step`, `evaluation`, or `resumed`: then the steps after its `step`
-are trained again, so the last line of a step counts.
+submission, the event's `cursor`, and `preempted`, the rollouts that were resumed up to it. `kind` is `step`,
+`evaluation`, or `resumed`: then the steps after its `step` are trained again, so the last line of a step counts.
 """
 _SAMPLES: Final = {
     "step": "optimiser steps in the weights that the sample led to",

@@ -31,6 +31,12 @@ EVALUATING: Final = frozenset({
     "binary_matrix", "composite", "countdown", "intermediate_integration", "n_queens", "polynomial_multiplication",
     "puzzle24", "simple_integration", "spiral_matrix", "string_insertion",
 })  # fmt: skip
+#: The square of a larger one would not fit float32, and a group's deviation would be no number.
+MAX_REWARD: Final = 1e15
+#: Names and numbers to log of a turn travel with its trajectory, which has to fit a message.
+MAX_INFO_BYTES: Final = 32 << 10
+_INFO_BYTES: Final = 16  # of a number and its place
+_EXCERPT: Final = 2000
 #: Rewards of `dataset` that run no code, in a time that the response's length bounds.
 REWARDS_IN_THREADS: Final = frozenset({"exact", "number"})
 
@@ -119,7 +125,11 @@ def checked_result(result: StepResult) -> StepResult:
     reward = 0.0 if result.reward is None else float(result.reward)
     info = {str(name): float(value) for name, value in result.info.items()}
     if not all(math.isfinite(value) for value in (reward, *info.values())):
-        raise ValueError(f"the environment gave numbers that are not finite: reward {reward}, info {info}")
+        raise ValueError(f"the environment gave numbers that are not finite: reward {reward}, info {info}"[:_EXCERPT])
+    if abs(reward) > MAX_REWARD:
+        raise ValueError(f"the environment gave the reward {reward}; the largest that can be learned is {MAX_REWARD}")
+    if sum(len(name.encode()) + _INFO_BYTES for name in info) > MAX_INFO_BYTES:
+        raise ValueError(f"the environment gave more than {MAX_INFO_BYTES} bytes of numbers to log; give fewer")
     return StepResult(tuple(result.messages), reward, bool(result.done), info)
 
 

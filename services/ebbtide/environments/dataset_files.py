@@ -17,6 +17,7 @@ import msgspec
 
 from ebbtide.environments import Split
 from ebbtide.errors import InvalidRequest
+from ebbtide.hub_models import is_hub_name
 
 DATA_FIELD: Final = "environment.params.data"
 _SPLITS_FIELD: Final = "environment.params.splits"
@@ -83,15 +84,34 @@ def _as_jsonl(path: Path) -> Path:
 
 
 def _of_hub(place: DataPlace, split: str) -> Path:
+    if not is_hub_name(place.data):
+        text = f"{place.data[:200]!r} is neither a file here nor a data set of the Hub; give a path, or OWNER/NAME"
+        raise InvalidRequest(text, field=DATA_FIELD)
+
     def load(datasets: Any) -> Any:
+        subset = place.subset or None
         try:
-            return datasets.load_dataset(place.data, place.subset or None, split=split, revision=place.revision or None)
+            builder = datasets.load_dataset_builder(place.data, subset, revision=place.revision or None)
         except Exception:
             if (snapshot := _snapshot(place)) is None:
                 raise
-            return datasets.load_dataset(snapshot, place.subset or None, split=split)
+            builder, own = datasets.load_dataset_builder(snapshot, subset), f"{snapshot}/"
+        else:
+            own = "hf://datasets/"
+        _check_own_files(builder, own)
+        builder.download_and_prepare()
+        return builder.as_dataset(split=split)
 
     return _converted(load, place.data)
+
+
+def _check_own_files(builder: Any, own: str) -> None:
+    """Raises `ValueError` for files that do not begin with `own`: the card of a data set may name any file of this
+    host, and any address."""
+    for files in (getattr(builder.config, "data_files", None) or {}).values():
+        for file in map(str, files):
+            if "::" in file or not (file if "://" in file else os.path.normpath(file)).startswith(own):
+                raise ValueError(f"its card names a file that is not its own: {file[:100]}")
 
 
 def _snapshot(place: DataPlace) -> str | None:

@@ -22,8 +22,9 @@ from ebbtide.errors import InvalidRequest
 RewardFunction = Callable[[str, Any, Mapping[str, Any]], Any]
 
 _REWARD_FIELD: Final = "environment.params.reward"
-#: A number with or without thousands separators. Exponents and fractions are for `math_verify`.
-_NUMBER: Final = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)(?:\.\d+)?|[-+]?\.\d+")
+#: A number with or without thousands separators. Exponents and fractions are for `math_verify`. Separators are looked
+#: for once in a row of digits and commas: a response of nothing else would take a time that grows with its square.
+_NUMBER: Final = re.compile(r"[-+]?(?:(?<![\d,])\d{1,3}(?:,\d{3})++(?![\d,])|\d+)(?:\.\d+)?|[-+]?\.\d+")
 _MOST_DIGITS: Final = 100
 _FENCED: Final = re.compile(r"```[ \t]*(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 

@@ -22,7 +22,7 @@ from ebbtide.gateway.parsers import ParserNames
 from ebbtide.gateway.prompt_threads import PromptThreads
 from ebbtide.gateway.request_player import RequestPlayer
 from ebbtide.gateway.templates import TemplateSandbox
-from ebbtide.hub_models import model_folder
+from ebbtide.hub_models import cached_model, model_folder, model_place
 from ebbtide.telemetry import get_logger
 from ebbtide.types.run import Run
 
@@ -72,7 +72,7 @@ class RunCatalog:
     async def context(self, run: Run) -> int:
         """Most tokens of prompt and response of the run's model; 0 if its folder is not here."""
         try:
-            folder = await asyncio.to_thread(self._folder, run)
+            folder = await asyncio.to_thread(self._folder, run, fetch=False)
             return context_of(await asyncio.to_thread(read_model_config, folder), self._most(run))
         except InvalidRequest:
             return 0
@@ -97,10 +97,18 @@ class RunCatalog:
         """Prompt plus response, in tokens, that the gateway's and the run's settings allow; 0: neither says it."""
         return min(filter(None, (self._max_model_len, run.spec.max_model_len)), default=0)
 
-    def _folder(self, run: Run) -> Path:
-        """The model's folder, where links lead. Raises `InvalidRequest` naming `model` outside of the allowed roots."""
+    def _folder(self, run: Run, *, fetch: bool = True) -> Path:
+        """The model's folder, where links lead. Raises `InvalidRequest` naming `model` outside of the allowed roots,
+        and for a model that would have to be fetched where it is not to be."""
+        self._check_root(run, model_place(run.spec.model))  # before anything is fetched
+        folder = model_folder(run.spec.model) if fetch else cached_model(run.spec.model)
+        if folder is None:
+            raise InvalidRequest(f"{run.spec.model!r} is not in this machine's cache", field="model")
+        return self._check_root(run, folder)
+
+    def _check_root(self, run: Run, place: Path) -> Path:
         try:
-            folder = model_folder(run.spec.model).resolve()
+            folder = place.resolve()
         except (OSError, RuntimeError, ValueError) as error:  # links in a circle, or a zero byte
             raise InvalidRequest(f"{run.spec.model!r} is no folder: {error}", field="model") from error
         if not any(folder.is_relative_to(root) for root in self._roots):

@@ -5,6 +5,7 @@ TensorBoard's files are written here, in some 60 lines: the package would bring 
 CRC-32C), each with an `Event` message of protobuf (tensorflow/core/util/event.proto, framework/summary.proto).
 """
 
+import math
 import os
 import re
 import socket
@@ -48,7 +49,8 @@ class JsonLines:
         for sample in record.samples:
             self._samples.write(msgspec.json.encode(sample) + b"\n")
         self._samples.flush()
-        head = {"kind": record.kind, "step": record.step, "seconds": record.seconds, "cursor": record.cursor}
+        names = ("kind", "step", "seconds", "cursor", "preempted")
+        head = {name: getattr(record, name) for name in names}
         self._metrics.write(msgspec.json.encode(head | record.figures) + b"\n")
         self._metrics.flush()
 
@@ -77,15 +79,16 @@ def _last_progress(path: Path) -> Progress:
         file.seek(begin)
         lines = file.read().split(b"\n")[1 if begin else 0 : -1]  # those of which both ends are there
     whole = [msgspec.json.decode(line) for line in lines]
-    preempted = [line["rollouts/preempted"] for line in whole if "rollouts/preempted" in line]
-    return Progress(whole[-1]["cursor"] if whole else "", int(preempted[-1]) if preempted else 0)
+    return Progress(whole[-1]["cursor"], int(whole[-1].get("preempted", 0))) if whole else Progress()
 
 
 def _whole_lines(path: Path) -> Path:
-    """Cuts off the part of a line with which a killed process ended."""
+    """Cuts off the part of a line with which a killed process ended. A line is no longer than `_TAIL`."""
     if path.exists():
         with path.open("r+b") as file:
-            file.truncate(file.read().rfind(b"\n") + 1)
+            begin = max(0, file.seek(0, os.SEEK_END) - _TAIL)
+            file.seek(begin)
+            file.truncate(begin + file.read().rfind(b"\n") + 1)
     return path
 
 
@@ -120,7 +123,12 @@ class TensorBoard:
 
 
 def _scalar(tag: str, value: float) -> bytes:
-    return _bytes(1, tag.encode()) + b"\x15" + struct.pack("<f", value)
+    """What float32 has no room for is infinite."""
+    try:
+        packed = struct.pack("<f", value)
+    except OverflowError:
+        packed = struct.pack("<f", math.copysign(math.inf, value))
+    return _bytes(1, tag.encode()) + b"\x15" + packed
 
 
 def _text(tag: str, text: str) -> bytes:

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Final, Literal, NamedTuple, Protocol
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from ebbtide.client import Client
 from ebbtide.errors import EbbtideError
@@ -212,6 +213,7 @@ class Record(Struct, frozen=True, kw_only=True):
     seconds: float  # since the run's submission
     figures: dict[str, float] = {}
     samples: tuple[Sample, ...] = ()
+    preempted: int = 0  # rollouts that were resumed up to the event, for who goes on from here
 
 
 class Tracker(Protocol):
@@ -321,6 +323,7 @@ class RunTracking:
         try:
             async for event in self._client.watch(self._run_id, self._cursor):
                 if (record := await self._record(event)) is not None:
+                    record = replace(record, preempted=self._preempted)
                     for thread in self._threads:
                         await thread.write(record)
         except EbbtideError as error:

@@ -9,17 +9,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from safetensors.numpy import load_file
 
 from ebbtide.auth.security import ClientSecurity
 from ebbtide.client import Client
-from ebbtide.errors import AlreadyExists
+from ebbtide.errors import AlreadyExists, LeaseSuperseded
 from ebbtide.free_ports import free_port
 from ebbtide.types.run import RunStatus
 from ebbtide.weights import as_array
 from tests.fakes.scripted_settings import ScriptedSettings
 from tests.fakes.service_process import TOKEN
 from tests.integration.client.test_real_services import SPEC, Cluster
+from tests.support.waiting import wait_until
 
 SCRIPT = str(Path(__file__).with_name("rewarded_loop.py"))
 STEPS, GROUPS, SAMPLES = 2, 2, 4
@@ -94,3 +96,18 @@ async def test_a_trainer_that_asks_again_for_a_step_gets_the_same_responses_unti
             await lease.generate(prompts, samples=2, step=0, version=version)
         ended = await lease.finish()
     assert ended.counters["trained"] == ended.counters["submitted"] == 4
+
+
+async def test_a_trainer_that_waits_for_responses_is_told_that_its_run_has_ended(client: Client) -> None:
+    async def submitted() -> bool:
+        return bool((await client.run("cancelled")).counters.get("submitted"))
+
+    await client.submit({**SPEC, "trainer": {"name": "external"}}, "cancelled")
+    async with client.claim("cancelled") as lease:
+        version = await lease.publish({"w": np.ones(4, np.float32)}, step=0)
+        never = replace(version, version=version.version + 1)
+        waiting = asyncio.create_task(lease.generate([[5, 6, 7]], samples=2, step=0, version=never))
+        await wait_until(submitted)
+        await client.cancel("cancelled")
+        with pytest.raises(LeaseSuperseded):
+            await asyncio.wait_for(waiting, 20)

@@ -38,6 +38,8 @@ _DEEDS: dict[str, Callable[[], Any]] = {
     "raise": _raise,
     "crash": _crash,
     "recurse": _recurse,
+    "huge": lambda: 1e300,
+    "verbose": lambda: {"reward": 1.0, "x" * (1 << 20): 1.0},
     "nan": lambda: float("nan"),
     "text": lambda: "1.0",
     "nothing": lambda: None,

@@ -171,6 +171,17 @@ async def test_where_the_model_is_not_here_the_error_names_the_option(tmp_path: 
         await fetch(client, "r1", ALL)
 
 
+async def test_a_model_of_the_hub_is_not_fetched_to_show_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ebbtide.hub_models.cached_model", lambda model: None)
+    monkeypatch.setattr("ebbtide.run_client.model_folder", lambda model: pytest.fail(f"{model} is fetched"))
+    run = make_run(tmp_path, model="owner/large", trajectories=1)
+    client: Any = FakeClient(run, [trajectory("s4.g0.0", "abc", 0.0)])
+    with pytest.raises(InvalidRequest, match=r"--model: 'owner/large' is not in this machine's cache"):
+        await fetch(client, "r1", ALL)
+
+
 def test_texts_are_shown_without_what_a_terminal_would_obey() -> None:
     shown = io.StringIO()
     one = sample(trajectory("s0.g0.0", "\x1b[2Jred [bold]\nend", 1.0), letters)

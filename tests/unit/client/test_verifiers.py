@@ -151,6 +151,12 @@ async def test_each_trace_of_the_policy_is_a_session_in_its_group_and_others_are
     assert ends[other] == {"drop_reason": NOT_TRAINED}
 
 
+async def test_an_episode_that_the_end_of_its_run_overtakes_is_no_error() -> None:
+    gateway = Gateway(*[200] * 7, 404)  # four sessions begin; the last reward finds no run
+    player = await play(Episodes(), gateway)
+    assert player.played == 3
+
+
 @pytest.mark.parametrize("outcome", [(1.0, False, 0), (float("nan"), True, 0)])
 async def test_a_failed_episode_is_dropped_and_another_is_played_in_its_place(
     outcome: tuple[float, bool, int],

@@ -29,6 +29,11 @@ def test_every_step_of_a_workflow_is_a_script_or_an_action_of_a_stated_version(p
         assert re.fullmatch(r"[\w-]+/[\w-]+@(?:v\d+|release/v1)", action)
 
 
+def test_the_tests_may_isolate_environments_where_ubuntu_forbids_users_namespaces() -> None:
+    steps = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text())["jobs"]["tests"]["steps"]
+    assert [step["run"] for step in steps if "run" in step] == [".ci/namespaces", ".ci/run"]
+
+
 def test_the_tools_of_site_and_release_are_pinned() -> None:
     for name in ("site", "release"):
         text = (ROOT / "requirements" / f"{name}.txt").read_text()

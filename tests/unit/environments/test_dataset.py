@@ -137,6 +137,7 @@ def test_only_rewards_that_run_no_code_and_end_by_themselves_run_in_threads() ->
     [
         ({"data": "absent.jsonl"}, "data", "is no file that can be read"),
         ({"data": "notes.txt"}, "data", "suffixes"),
+        ({"data": "text"}, "data", "neither a file here nor a data set of the Hub"),  # `datasets` reads the folder
         ({"data": "."}, "splits", "is a folder"),
         ({"prompt": "{text}"}, "prompt", "has no 'text'; it has reversed, word"),
         ({"prompt": "{word"}, "prompt", "single '{' at character 1"),

@@ -1,10 +1,12 @@
 """Ready rewards, and what a function of a user may return."""
 
+import time
 from typing import Any
 
 import numpy as np
 import pytest
 
+from ebbtide.environments import MAX_INFO_BYTES, StepResult, checked_result
 from ebbtide.environments.rewards import checked_reward, load_reward
 
 EXACT = {"ignore_case": True}
@@ -25,6 +27,7 @@ EXACT = {"ignore_case": True}
         ("number", {}, "3.14", "3.1416", 0.0),
         ("number", {"tolerance": 0.001}, "3.14", "3.1416", 1.0),
         ("number", {}, "9" * 5000, "3", 0.0),
+        ("number", {}, "1,234,5", "5", 1.0),
         ("regex", {"pattern": "<answer>(.*?)</answer>"}, "<answer>1</answer><answer> 7 </answer>", "7", 1.0),
         ("regex", {"pattern": "<answer>(.*?)</answer>"}, "7", "7", 0.0),
         ("regex", {"pattern": r"\d{3}"}, "abc 123", None, 1.0),
@@ -33,6 +36,13 @@ EXACT = {"ignore_case": True}
 )
 def test_ready_rewards(reward: str, params: dict[str, Any], response: str, answer: Any, wanted: float) -> None:
     assert load_reward(reward, params)(response, answer, {}) == wanted
+
+
+def test_the_time_of_finding_a_number_grows_with_the_response_and_not_with_its_square() -> None:
+    function, response = load_reward("number", {}), "1" + ",111" * 40_000 + ","
+    begun = time.process_time()
+    assert function(response, "111", {}) == 1.0
+    assert time.process_time() - begun < 1.0  # minutes, if each comma begins a search to the end
 
 
 def test_an_answer_without_a_number_is_an_error_and_no_reward_of_zero() -> None:
@@ -65,3 +75,18 @@ def test_a_mapping_brings_numbers_to_log() -> None:
 def test_what_is_no_finite_number_is_refused(value: Any) -> None:
     with pytest.raises((TypeError, ValueError)):
         checked_reward(value)
+
+
+@pytest.mark.parametrize(
+    ("result", "says"),
+    [
+        (StepResult(reward=-1e16), "largest that can be learned"),
+        (StepResult(reward=1.0, info={"x" * MAX_INFO_BYTES: 1.0}), "bytes of numbers to log"),
+        (StepResult(reward=1.0, info={str(number): 1.0 for number in range(4000)}), "bytes of numbers to log"),
+        (StepResult(reward=1.0, info={"x": float("nan")}), "not finite"),
+    ],
+)
+def test_what_would_harm_more_than_its_episode_is_refused(result: StepResult, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        checked_result(result)
+    assert checked_result(StepResult(reward=1e15, info={"x": 1.0})).info == {"x": 1.0}

@@ -36,6 +36,8 @@ from tests.support.waiting import wait_until
 from tests.unit.trainer.trained_runs import SETTINGS, feed, make_spec, make_trajectories, train_to_end
 
 FOLDER = "run-1"
+#: Of each line, beside its figures.
+HEAD = {"kind", "step", "seconds", "cursor", "preempted"}
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -121,7 +123,7 @@ async def test_the_files_of_a_run_hold_its_own_figures(
     plotted = [event for event in tensorboard_events(tmp_path / FOLDER / "tensorboard") if 5 in event]
     assert [event.get(2, 0) for event in plotted] == [line["step"] for line in found]
     for event, line in zip(plotted, found, strict=True):
-        figures = {name: value for name, value in line.items() if name not in {"kind", "step", "seconds", "cursor"}}
+        figures = {name: value for name, value in line.items() if name not in HEAD}
         assert scalars(event) == pytest.approx({plot_name(name): value for name, value in figures.items()}, rel=1e-6)
 
 
@@ -297,11 +299,36 @@ def test_progress_is_that_of_the_last_whole_line(tmp_path: Path) -> None:
     assert progress_of(tmp_path) == Progress()
     tracker = JsonLines(tmp_path)
     tracker.write(Record(kind="step", step=1, cursor="5-1", seconds=2.0, figures={"rollouts/preempted": 4.0}))
-    tracker.write(Record(kind="evaluation", step=1, cursor="7-0", seconds=2.0))
+    tracker.write(Record(kind="evaluation", step=1, cursor="7-0", seconds=2.0, preempted=6))
     tracker.close()
     with (tmp_path / trackers.METRICS_FILE).open("ab") as file:
         file.write(b'{"kind":"step","cur')
-    assert progress_of(tmp_path) == Progress("7-0", 4)
+    assert progress_of(tmp_path) == Progress("7-0", 6)
+
+
+async def test_rollouts_that_were_resumed_before_an_evaluation_are_counted_after_a_restart(
+    tiny_model: Path, tmp_path: Path, make_cluster: Any, make_client: Any
+) -> None:
+    cluster = make_cluster(make_spec(tiny_model, tmp_path), lambda request: None)
+    cluster.emit(RunEvent(kind="step", key="1", values={"step": 1.0}))
+    cluster.emit(RunEvent(kind="resumed", key="r1", labels={"rollout": "r1"}))
+    cluster.emit(RunEvent(kind="evaluation", key="1", values={"step": 1.0}))
+    cluster.finish(RunStatus.FINISHED, "")
+    files = {"jsonl": partial(JsonLines, tmp_path)}
+    client = make_client(cluster)
+    tracking = RunTracking(client, "run-1", environment="e", trackers=files, progress=Progress(), samples=0)
+    async with asyncio.timeout(30):
+        await tracking.run()
+        await tracking.close(5.0)
+    assert progress_of(tmp_path).preempted == 1
+
+
+def test_a_figure_beyond_float32_is_infinite_and_keeps_the_others(tmp_path: Path) -> None:
+    tracker = TensorBoard(tmp_path, lambda: 0.0)
+    tracker.write(Record(kind="step", step=1, cursor="1-0", seconds=0.0, figures={"kl": -1e39, "reward": 0.5}))
+    tracker.close()
+    (event,) = [event for event in tensorboard_events(tmp_path) if 5 in event]
+    assert scalars(event) == {"train/kl": float("-inf"), "train/reward": 0.5}
 
 
 def test_a_project_without_its_client_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

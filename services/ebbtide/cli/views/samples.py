@@ -209,8 +209,12 @@ def _with_workers(one: Sample, parts: Mapping[str, list[Part]]) -> Sample:
 
 
 def _decoder(model: str) -> Decode:
+    from ebbtide.hub_models import cached_model
     from ebbtide.run_client import load_conversations
 
+    if cached_model(model) is None:  # it is not fetched: gigabytes, to show some text
+        text = f"{model!r} is not in this machine's cache of the Hub; name a folder that has the run's tokenizer"
+        raise InvalidRequest(text, field="--model")
     try:
         return load_conversations(model).raw_text
     except InvalidRequest as error:

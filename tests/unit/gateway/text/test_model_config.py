@@ -29,6 +29,33 @@ async def test_a_broken_config_is_refused_by_name_and_lists_its_run_without_a_co
     assert await catalog.context(scripted_run(model=f"{tmp_path}/\0")) == 0
 
 
+@pytest.fixture
+def fetched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the Hub whose models were fetched."""
+    names: list[str] = []
+
+    def fetch(model: str) -> Path:
+        names.append(model)
+        return Path("/absent")
+
+    monkeypatch.setattr("ebbtide.gateway.runs.cached_model", lambda model: None)
+    monkeypatch.setattr("ebbtide.gateway.runs.model_folder", fetch)
+    return names
+
+
+async def test_a_list_of_runs_fetches_no_model(fetched: list[str]) -> None:
+    catalog = RunCatalog(Mock(), Mock(), Mock(), holder="g", model_roots=["/"], max_model_len=0)
+    assert await catalog.context(scripted_run(model="owner/large")) == 0
+    assert fetched == []
+
+
+async def test_no_model_is_fetched_that_the_roots_do_not_allow(fetched: list[str], tmp_path: Path) -> None:
+    catalog = RunCatalog(Mock(), Mock(), Mock(), holder="g", model_roots=[str(tmp_path)], max_model_len=0)
+    with pytest.raises(InvalidRequest, match=r"model: .*is not below"):
+        await catalog.model(scripted_run(model="owner/large"))
+    assert fetched == []
+
+
 @pytest.mark.parametrize(
     ("text", "context"),
     [
