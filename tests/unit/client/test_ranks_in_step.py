@@ -272,7 +272,10 @@ async def test_a_version_that_fails_and_that_nobody_awaits_is_logged(
     await publisher.aclose()
 
 
-async def test_a_version_that_is_cancelled_is_over_once_no_thread_reads_its_tensors(relay: MemoryRelay) -> None:
+@pytest.mark.parametrize("several", [False, True])
+async def test_a_version_that_is_cancelled_is_over_once_no_thread_reads_its_tensors(
+    relay: MemoryRelay, several: bool
+) -> None:
     reading, may_go_on = threading.Event(), threading.Event()
 
     def tensors() -> Iterator[NamedTensor]:
@@ -280,7 +283,8 @@ async def test_a_version_that_is_cancelled_is_over_once_no_thread_reads_its_tens
         may_go_on.wait(10)
         yield tensor("a")
 
-    publishing = asyncio.create_task(relay.publisher().publish(tensors()))
+    publisher, second = ranks(relay) if several else (relay.publisher(), None)
+    publishing = asyncio.create_task(publisher.publish(tensors()))
     await asyncio.to_thread(reading.wait, 10)
     publishing.cancel()
     done, _ = await asyncio.wait({publishing}, timeout=0.1)
@@ -288,3 +292,7 @@ async def test_a_version_that_is_cancelled_is_over_once_no_thread_reads_its_tens
     may_go_on.set()
     with pytest.raises(asyncio.CancelledError):
         await asyncio.wait_for(publishing, 10)
+    if second is not None:
+        assert await outcome(await second.publish(piece())) is Unavailable
+        await second.aclose()
+    await publisher.aclose()

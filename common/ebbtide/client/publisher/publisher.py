@@ -137,15 +137,18 @@ class Publisher:
 
         All ranks call it with their own tensors; `step` and `parent` are rank 0's. Raises `NotReady` once closed,
         `InvalidRequest` naming the tensor, and `LeaseSuperseded`; with several ranks, awaiting the version raises the
-        latter two.
+        latter two. Once cancelled, returns when no thread reads `tensors`.
         """
+        copied = asyncio.Event()
         if self.exchange.size == 1:
-            return await self._begin(tensors, step, parent)
-        beginning = asyncio.create_task(self._begin(tensors, step, parent), name="beginning")
+            return await self._begin(tensors, step, parent, copied)
+        beginning = asyncio.create_task(self._begin(tensors, step, parent, copied), name="beginning")
+        beginning.add_done_callback(lambda _: copied.set())
         try:
             return await asyncio.shield(beginning)
         except asyncio.CancelledError:
             beginning.add_done_callback(_give_up)  # the other ranks have begun the version, or will begin it
+            await copied.wait()
             raise
 
     async def aclose(self, within_s: float = 0.0) -> None:
@@ -168,7 +171,7 @@ class Publisher:
         self._base, self._shadow, self._spare = None, TensorSnapshot(), TensorSnapshot()
         self._last = self._way = None  # the error of a failed version holds its snapshot
 
-    async def _begin(self, tensors: Tensors, step: int, parent: int) -> Publishing:
+    async def _begin(self, tensors: Tensors, step: int, parent: int, copied: asyncio.Event) -> Publishing:
         async with self._order:
             if self._last is not None:
                 await asyncio.wait({self._last})
@@ -182,6 +185,7 @@ class Publisher:
             taking = asyncio.ensure_future(
                 asyncio.to_thread(snapshot.take, tensors, first=self.exchange.rank == 0),
             )
+            taking.add_done_callback(lambda _: copied.set())
             try:
                 taken, reserved = await asyncio.gather(
                     asyncio.shield(taking), self._reserve(step, parent), return_exceptions=True
