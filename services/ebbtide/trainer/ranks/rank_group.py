@@ -111,6 +111,10 @@ class RestoreOrder(Struct, frozen=True, kw_only=True, tag="Restore"):
     """Bring back what was moved off the device."""
 
 
+class ForgetOrder(Struct, frozen=True, kw_only=True, tag="Forget"):
+    """Free what was parked, of a run that is over."""
+
+
 class OverOrder(Struct, frozen=True, kw_only=True, tag="Over"):
     """Rank 0 ends."""
 
@@ -126,6 +130,7 @@ Order: TypeAlias = (
     | GiveUpOrder
     | LeaveOrder
     | RestoreOrder
+    | ForgetOrder
     | OverOrder
 )
 
@@ -323,6 +328,10 @@ class RankZeroLearning(LocalLearning):
         with self._crew.order(RestoreOrder()):
             super().restore_memory()
 
+    def forget_parked(self) -> None:
+        with self._crew.order(ForgetOrder()):
+            super().forget_parked()
+
     def exchange(self) -> TorchExchange:
         with self._crew.order(PublishOrder()):
             return self._exchange
@@ -430,12 +439,12 @@ class RankFollower:
                     self._own().update()
                 case SaveOrder():
                     self._part = self._own().begin_part(Path(order.directory))
-                case GiveUpOrder() | LeaveOrder() | RestoreOrder():
+                case GiveUpOrder() | LeaveOrder() | RestoreOrder() | ForgetOrder():
                     self._move(order)
                 case PublishOrder() | OverOrder():
                     pass  # done after the answer to rank 0
 
-    def _move(self, order: GiveUpOrder | LeaveOrder | RestoreOrder) -> None:
+    def _move(self, order: GiveUpOrder | LeaveOrder | RestoreOrder | ForgetOrder) -> None:
         match order:
             case GiveUpOrder():
                 self._own().give_up_memory(order.needed)
@@ -443,6 +452,8 @@ class RankFollower:
                 self._own().leave_device()
             case RestoreOrder():
                 self._own().restore_memory()
+            case ForgetOrder():
+                self._own().forget_parked()
 
     def _begin(self, order: BeginOrder) -> None:
         self._learning = None  # frees its memory for the next one

@@ -1,16 +1,24 @@
 """What travels between ranks comes out as it went in, or is refused."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import msgspec
 import numpy as np
 import pytest
 
 from ebbtide.errors import InvalidRequest, NotFound
 from ebbtide.run_client import RunFailed
+from ebbtide.trainer.learning.local_learning import LocalLearning
 from ebbtide.trainer.learning.training_batches import TrainingSample
 from ebbtide.trainer.ranks.rank_group import (
     BeginOrder,
+    ForgetOrder,
+    Order,
     OverOrder,
     PublishOrder,
+    RankFollower,
+    RankZeroLearning,
     SaveOrder,
     TrainOrder,
     pack_order,
@@ -57,6 +65,7 @@ def test_a_spec_comes_out_as_it_was() -> None:
         BeginOrder(run_id="r", spec=spec, source="/model", keep_published=False),
         PublishOrder(),
         SaveOrder(directory="/folder"),
+        ForgetOrder(),
         OverOrder(),
     ):
         assert unpack_order(pack_order(order)) == order
@@ -83,3 +92,32 @@ def test_an_error_of_another_rank_keeps_its_kind() -> None:
         found = read_answer(answer(error))
         assert type(found) is type(error)
         assert str(found) == str(error)
+
+
+class NotedMemory:
+    """Of a rank."""
+
+    def __init__(self) -> None:
+        self.parked = True
+
+    def forget(self) -> None:
+        self.parked = False
+
+
+def test_what_all_ranks_parked_is_freed_at_the_end_of_a_run() -> None:
+    """Not first when the next one begins: other trainers may have the host's memory."""
+    first, second = RankZeroLearning.__new__(RankZeroLearning), LocalLearning.__new__(LocalLearning)
+    first._memory, second._memory = NotedMemory(), NotedMemory()  # type: ignore[assignment]
+    follower = RankFollower.__new__(RankFollower)
+    follower._learning = second
+
+    class Crew:
+        @contextmanager
+        def order(self, order: Order) -> Iterator[None]:
+            assert isinstance(order, ForgetOrder)
+            follower._move(order)
+            yield
+
+    first._crew = Crew()  # type: ignore[assignment]
+    first.forget_parked()
+    assert [one._memory.parked for one in (first, second)] == [False, False]  # type: ignore[union-attr]
