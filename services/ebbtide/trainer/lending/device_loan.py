@@ -66,6 +66,8 @@ _TELL_S: Final = 20.0
 _LONGEST_PAUSE_S: Final = 0.4
 #: After a stream of this length, the next one opens soon.
 _LONG_S: Final = 10.0
+#: What a trainer that takes turns waits for at a guard which answers, and never gives one.
+_NO_TURNS: Final = "a guard that knows turns: start the serving-guard of this release with owner = turns"
 
 _waits = telemetry.histogram(
     "trainer_take_back_seconds", "with `generate`: a wait of a step for the device, from its take-back on"
@@ -206,10 +208,11 @@ class DeviceLoan:
         state, needed = self._state, self._state.engine_bytes
         if state.sequence == self.wish.sequence and not self._hangs():
             holds = not self.wish.pids or time.monotonic() < self._heard_at + state.expires_s
+            turnless = self.wish.pids and state.compute_back and not state.turn
             return DeviceProgress(
                 compute_back=state.compute_back and holds,
                 memory_back=state.memory_back and holds,
-                waits_for=state.waits_for,
+                waits_for=_NO_TURNS if turnless else state.waits_for,
                 engine_bytes=needed,
             )
         if self._alone():
