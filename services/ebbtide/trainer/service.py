@@ -68,6 +68,11 @@ def check_trainable(spec: RunSpec, settings: TrainerSettings) -> None:
             "grant_dir of a serving-guard with owner = turns"
         )
         raise InvalidRequest(text, field="sharing.devices")
+    if settings.turns and not spec.built_in:
+        text = (
+            f'only the built-in trainer takes turns, as this one must; set it to "{GRPO}", or start one without turns'
+        )
+        raise InvalidRequest(text, field="trainer.name")
     setting = "allowed_trainers (EBBTIDE_ALLOWED_TRAINERS) of the trainer"
     check_listed(spec.trainer.name, settings.allowed_trainers, field="trainer.name", setting=setting)
 

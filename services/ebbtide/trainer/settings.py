@@ -38,8 +38,8 @@ class TrainerSettings(WorkSettings, frozen=True, kw_only=True, forbid_unknown_fi
     turns: Annotated[
         bool,
         Meta(
-            description="take turns on the device with the trainers of other runs, for runs with sharing.devices = "
-            '"turns", through the serving-guard of this host'
+            description="take turns on the device with the trainers of other runs, through the serving-guard of this "
+            "host, also for a run that does not ask for it"
         ),
     ] = False
     grant_dir: Annotated[

@@ -156,7 +156,7 @@ async def train_run(
     loan = _loan(lease, settings, lending)
     reported = ReportedDevice(loan, lease.report, lineage=lineage) if loan else None
     device: TrainingDevice = reported or OwnDevice()
-    turns = TurnLoan(device, _compute) if lease.run.spec.takes_turns else None
+    turns = TurnLoan(device, _compute) if settings.turns else None  # whatever the run asks for: others share the device
 
     async def work() -> None:
         await (turns.take() if turns else device.take_back())  # the model's weights need its memory
@@ -213,7 +213,7 @@ async def _tracked(
 
 def _loan(lease: Lease, settings: TrainerSettings, lending: LendingRanks | None) -> DeviceLoan | SharedLoan | None:
     """The devices of all ranks, if the trainer lends or shares them. `lending`: what the ranks know of one another."""
-    turns = lease.run.spec.takes_turns
+    turns = settings.turns
     if not (settings.generate or turns):
         return None
     folder, priority = Path(settings.grant_dir), lease.run.spec.share.priority
@@ -570,7 +570,7 @@ class TrainingStart:
 
     def _learn(self, source: Path) -> LocalLearning:
         kept: dict[str, Any] = {"keep_published": self._settings.keep_published, "offload": self._settings.offload}
-        kept["park"] = park_of(self._settings) if self._spec.takes_turns else None
+        kept["park"] = park_of(self._settings) if self._settings.turns else None
         if self._crew is None:
             device = choose_device(self._settings.device)
             return LocalLearning(self._spec, source=source, device=device, **kept)

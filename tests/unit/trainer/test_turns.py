@@ -99,6 +99,17 @@ async def test_the_device_is_asked_for_before_each_step_and_given_back_with_the_
     assert apart(final_weights(cluster), final_weights(alone)) == 0.0
 
 
+async def test_a_trainer_that_shares_its_device_takes_turns_for_a_run_that_does_not_ask_for_it(
+    noted: NotedTurns, sharing: TrainerSettings, tiny_model: Path, tmp_path: Path, make_cluster: Any, make_client: Any
+) -> None:
+    """A coordinator of the release before leaves the key out."""
+    cluster = make_cluster(make_spec(tiny_model, tmp_path, trainer={"steps": 1}), None)
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        tasks.create_task(feed(cluster))
+        tasks.create_task(train(make_client(cluster), lease_of(cluster), sharing))
+    assert noted.deeds.count("take") == noted.deeds.count("leave_device") == noted.deeds.count("give back") == 2
+
+
 async def test_a_run_that_streams_has_its_turn_once_all_groups_are_there(
     noted: NotedTurns, sharing: TrainerSettings, tiny_model: Path, tmp_path: Path, make_cluster: Any, make_client: Any
 ) -> None:
@@ -223,6 +234,12 @@ def test_a_run_that_takes_turns_is_refused_by_a_trainer_that_has_its_device_alon
         check_trainable(spec, replace(SETTINGS, model_roots=("/",)))
     with pytest.raises(InvalidRequest, match=r"sharing.devices: only the built-in trainer"):
         check_spec(make_spec(tmp_path, tmp_path, sharing=TURNS, trainer={"name": "mine:train"}))
+
+
+def test_a_trainer_that_shares_its_device_refuses_a_run_whose_trainer_would_not_ask(tmp_path: Path) -> None:
+    spec = make_spec(tmp_path, tmp_path, trainer={"name": "mine:train"})
+    with pytest.raises(InvalidRequest, match=r"trainer.name: only the built-in trainer takes turns"):
+        check_trainable(spec, replace(SETTINGS, turns=True, model_roots=("/",)))
 
 
 def test_settings_that_cannot_take_turns_name_what_is_wrong(tmp_path: Path) -> None:
