@@ -175,7 +175,7 @@ async def test_a_model_of_the_hub_is_not_fetched_to_show_samples(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ebbtide.hub_models.cached_model", lambda model: None)
-    monkeypatch.setattr("ebbtide.run_client.model_folder", lambda model: pytest.fail(f"{model} is fetched"))
+    monkeypatch.setattr("ebbtide.run_client.tokenizer_folder", lambda model: pytest.fail(f"{model} is fetched"))
     run = make_run(tmp_path, model="owner/large", trajectories=1)
     client: Any = FakeClient(run, [trajectory("s4.g0.0", "abc", 0.0)])
     with pytest.raises(InvalidRequest, match=r"--model: 'owner/large' is not in this machine's cache"):

@@ -1,5 +1,9 @@
 """What travels between ranks comes out as it went in, or is refused."""
 
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import msgspec
 import numpy as np
 import pytest
@@ -7,6 +11,7 @@ import pytest
 from ebbtide.errors import InvalidRequest, NotFound
 from ebbtide.run_client import RunFailed
 from ebbtide.trainer.learning.training_batches import TrainingSample
+from ebbtide.trainer.ranks import rank_group
 from ebbtide.trainer.ranks.rank_group import (
     BeginOrder,
     OverOrder,
@@ -83,3 +88,16 @@ def test_an_error_of_another_rank_keeps_its_kind() -> None:
         found = read_answer(answer(error))
         assert type(found) is type(error)
         assert str(found) == str(error)
+
+
+def test_a_rank_loads_a_run_from_where_the_model_is_on_its_own_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[Path] = []
+    monkeypatch.setattr(rank_group, "TorchExchange", lambda **_: None)
+    monkeypatch.setattr(rank_group, "same_folder", lambda source, model: Path("/own") / model / source.name)
+    monkeypatch.setattr(rank_group, "LocalLearning", lambda spec, *, source, **_: loaded.append(source))
+    world: Any = SimpleNamespace(device="cpu", settle=lambda: None)
+    client: Any = None
+    spec = RunSpec(name="r", model="owner/tiny", environment=EnvironmentSpec(name="e"))
+    order = BeginOrder(run_id="r", spec=spec, source="/of-rank-0/snapshots/c", keep_published=True)
+    rank_group.RankFollower(world, client)._obey(order)
+    assert loaded == [Path("/own/owner/tiny/c")]
