@@ -13,8 +13,9 @@ from ebbtide.errors import InvalidRequest
 
 #: OWNER/NAME, as the Hugging Face Hub calls models. A relative path may look the same, and wins where it exists.
 _HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
-#: Of a repository's top folder: weights in safetensors, configuration and tokenizer.
-_WANTED: Final = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
+#: Of a repository's top folder: configuration and tokenizer, and weights in safetensors.
+_TOKENIZER: Final = ["*.json", "*.jinja", "*.txt", "*.model"]
+_WANTED: Final = ["*.safetensors", *_TOKENIZER]
 _LOOK_S: Final = 10.0
 
 
@@ -82,10 +83,27 @@ def model_folder(model: str) -> Path:
     """
     if (found := cached_model(model)) is not None:
         return found
+    return _fetched(model, _WANTED)
+
+
+def tokenizer_folder(model: str) -> Path:
+    """Like `model_folder`, but fetches only configuration and tokenizer, some megabytes."""
+    return found if (found := cached_model(model)) is not None else _fetched(model, _TOKENIZER)
+
+
+def same_folder(source: Path, model: str) -> Path:
+    """The folder here of what `source` is on another machine: the same path, or for a snapshot in a cache that is not
+    complete here, the same commit of `model` from the Hub. Raises `InvalidRequest` naming `model`."""
+    if source.parent.name != "snapshots" or not is_hub_name(model) or _has_weights(source):
+        return source
+    return _fetched(model, _WANTED, source.name)
+
+
+def _fetched(model: str, patterns: list[str], commit: str | None = None) -> Path:
     try:
         from huggingface_hub import snapshot_download
 
-        return Path(snapshot_download(model, allow_patterns=_WANTED, ignore_patterns="*/*"))
+        return Path(snapshot_download(model, revision=commit, allow_patterns=patterns, ignore_patterns="*/*"))
     except ImportError:
         reason = "the package huggingface_hub is not installed"
     except Exception as error:  # noqa: BLE001 - of a library, which raises those of its HTTP client, too

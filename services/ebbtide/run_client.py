@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from ebbtide.client import Client, Lease
 from ebbtide.environments import Message
 from ebbtide.errors import EbbtideError, InvalidRequest, LeaseSuperseded, NoCapacity, Unavailable
-from ebbtide.hub_models import model_folder, no_directory
+from ebbtide.hub_models import cached_model, no_directory, tokenizer_folder
 from ebbtide.run_settings import WorkSettings
 from ebbtide.runtime import Shutdown, race
 from ebbtide.step_pacing import first_announced
@@ -253,12 +253,13 @@ class Conversations:
 
 
 def load_conversations(model: str, *, stop_token_ids: Sequence[int] = ()) -> Conversations:
-    """Loads the tokenizer of the checkpoint `model`, a directory or a name of the Hub. Raises `InvalidRequest` naming
-    `model`."""
-    folder = model_folder(model)
-    check_model_directory(folder)
+    """Loads the tokenizer of the checkpoint `model`, a directory or a name of the Hub, which is asked for no weights.
+    Raises `InvalidRequest` naming `model`."""
+    folder = tokenizer_folder(model)
+    if cached_model(model) is not None:  # of others only the tokenizer is here
+        check_model_directory(folder)
+    config = _read(folder / "config.json", "model")
     tokenizer = _load_tokenizer(folder)
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     text_config = config.get("text_config", config)
     ends = (tokenizer.eos_token_id, *stop_token_ids, *end_tokens(folder))
     return Conversations(

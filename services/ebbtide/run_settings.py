@@ -52,6 +52,10 @@ class WorkSettings(ProcessSettings, frozen=True, kw_only=True, forbid_unknown_fi
         tuple[str, ...],
         Meta(description="folders in which the files of a run's data set may be", extra={"shared": True}),
     ] = (".",)
+    data_sets: Annotated[
+        tuple[str, ...],
+        Meta(description="data sets of the Hub that runs may use; * stands for any characters", extra={"shared": True}),
+    ] = ("*",)
     output_roots: Annotated[
         tuple[str, ...], Meta(description="folders in which a run's output may be", extra={"shared": True})
     ] = (".",)
@@ -82,7 +86,11 @@ def _check_dataset(spec: RunSpec, settings: WorkSettings) -> None:
     if ":" in params.reward:
         field = "environment.params.reward"
         check_listed(params.reward, settings.environments.allowed, field=field, setting=_ALLOWED)
-    for path in params.place.files().values() if params.place.local else ():
+    if not params.place.local:
+        setting = "data_sets (EBBTIDE_DATA_SETS) of driver and trainer"
+        check_listed(params.place.data, settings.data_sets, field="environment.params.data", setting=setting)
+        return
+    for path in params.place.files().values():
         _check_root(str(path), settings.data_roots, field="environment.params.data", setting="data_roots")
 
 

@@ -54,7 +54,11 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
         for name, files in self.server.repositories.items():
-            if path in {f"/api/models/{name}", f"/api/models/{name}/revision/main"}:
+            if path in {
+                f"/api/models/{name}",
+                f"/api/models/{name}/revision/main",
+                f"/api/models/{name}/revision/{COMMIT}",
+            }:
                 self._json({"id": name, "sha": COMMIT, "siblings": [{"rfilename": one} for one in files]})
                 return
             if path == f"/api/models/{name}/tree/{COMMIT}":

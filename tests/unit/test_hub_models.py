@@ -70,6 +70,24 @@ def test_a_model_is_fetched_once_with_what_a_checkpoint_needs_and_then_found_wit
     assert said(FETCH, tmp_path, HF_HUB_OFFLINE="1") == wanted
 
 
+def test_a_driver_fetches_no_weights(hub: FakeHub, tmp_path: Path) -> None:
+    fetch = FETCH.replace("model_folder", "tokenizer_folder")
+    assert said(fetch, tmp_path, HF_ENDPOINT=hub.url) == "['config.json']\n"
+    assert not any("safetensors" in asked for asked in hub.asked)
+    assert said(FETCH, tmp_path, HF_ENDPOINT=hub.url) == "['config.json', 'model.safetensors']\n"
+
+
+def test_a_rank_of_another_host_finds_rank_0s_commit_in_its_own_cache(hub: FakeHub, tmp_path: Path) -> None:
+    other = tmp_path / "absent" / "models--owner--tiny" / "snapshots" / COMMIT
+    find = f"print(hub_models.same_folder(Path({str(other)!r}), 'owner/tiny'))"
+    found = Path(said(find, tmp_path / "own", HF_ENDPOINT=hub.url).strip())
+    assert found.is_relative_to(tmp_path / "own")
+    assert (found.name, sorted(one.name for one in found.iterdir())) == (COMMIT, ["config.json", "model.safetensors"])
+    other.mkdir(parents=True)
+    (other / "model.safetensors").touch()  # as on a shared disk
+    assert said(find, tmp_path / "own", HF_HUB_OFFLINE="1") == f"{other}\n"
+
+
 @pytest.mark.parametrize("there", [{}, {"model.safetensors.index.json": b'{"weight_map": {"w": "a.safetensors"}}'}])
 def test_a_cache_with_the_tokenizer_alone_is_completed_where_there_is_a_network(
     hub: FakeHub, tmp_path: Path, there: dict[str, bytes]

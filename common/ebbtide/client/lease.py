@@ -6,6 +6,8 @@ ids, and reads on.
 """
 
 import logging
+import math
+import re
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from pathlib import Path
@@ -157,6 +159,9 @@ def _response_size(one: SampledResponse) -> int:
 
 log = logging.getLogger(__name__)
 
+#: Ids that `Lease.generate` gives, with the step.
+_GENERATED: Final = re.compile(r"s(\d+)\.g\d+\.\d+", re.ASCII)
+
 
 class Lease(RolloutLease):
     """Made by `Client.claim`; renews itself until it is released.
@@ -171,6 +176,7 @@ class Lease(RolloutLease):
         self._runs = RunsStub(peer.channel)
         self._relay = relay
         self._publisher: Publisher | None = None
+        self._dead: dict[str, int] = {}  # dead letters of `generate` that are not acknowledged -> step
 
     # -- rollouts ------------------------------------------------------------------------------------------------
 
@@ -183,8 +189,23 @@ class Lease(RolloutLease):
                 yield from_proto(one, FinishedRollout)
 
     async def acknowledge(self, rollout_ids: Iterable[str], drop_reason: str = "") -> None:
-        """Count finished rollouts as trained, or as dropped with a reason, and delete their data."""
-        for batch in in_batches(rollout_ids):
+        """Count finished rollouts as trained, or as dropped with a reason, and delete their data.
+
+        Responses of `generate` take the dead letters of their step, and of those before it, along.
+        """
+        names = list(rollout_ids)
+        steps = [int(found[1]) for name in names if (found := _GENERATED.fullmatch(name))]
+        await self._acknowledge(names, drop_reason)
+        await self._drop_dead(max(steps, default=-1))
+
+    async def _drop_dead(self, step: float) -> None:
+        due = [name for name, of in self._dead.items() if of <= step]
+        await self._acknowledge(due, DropReason.DEAD_LETTERED)
+        for name in due:
+            self._dead.pop(name, None)
+
+    async def _acknowledge(self, names: Sequence[str], drop_reason: str) -> None:
+        for batch in in_batches(names):
             request = rollouts_pb2.AcknowledgeRequest(lease=self._fence, rollout_ids=batch, drop_reason=drop_reason)
             await self._kept(self._rollouts.Acknowledge, request)
 
@@ -199,11 +220,11 @@ class Lease(RolloutLease):
     ) -> list[list[FinishedRollout]]:
         """Generate `samples` responses to each prompt (token ids) of a step, all by one version, and wait for them.
 
-        Returns them by prompt. A response that could not be generated is left out, and counted as dropped. Acknowledge
-        the others once you have trained on them. `sampling`: None takes the run's. A trainer that restarts and asks
-        again for a step gets what is there of it. Raises `AlreadyExists` if it asks with other prompts, or if some of
-        the step's responses were acknowledged, and `LeaseSuperseded` if the run ends meanwhile. For several turns, or
-        versions that may differ, use `submit_rollouts` and `finished`.
+        Returns them by prompt. A response that could not be generated is left out, and counted as dropped once you
+        acknowledge the others, after you have trained on them. `sampling`: None takes the run's. A trainer that
+        restarts and asks again for a step gets what is there of it. Raises `AlreadyExists` if it asks with other
+        prompts, or if some of the step's responses were acknowledged, and `LeaseSuperseded` if the run ends meanwhile.
+        For several turns, or versions that may differ, use `submit_rollouts` and `finished`.
         """
         groups = [[f"s{step}.g{group}.{sample}" for sample in range(samples)] for group in range(len(prompts))]
         asked = [
@@ -228,12 +249,14 @@ class Lease(RolloutLease):
             while missing:
                 if (rollout := await anext(finished, None)) is None:
                     raise LeaseSuperseded(f"run {self.run_id} has ended, and nobody generates for it any more")
+                dead = rollout.reason is FinishReason.DEAD_LETTERED
+                if dead and (generated := _GENERATED.fullmatch(rollout.rollout_id)):
+                    self._dead[rollout.rollout_id] = int(generated[1])
                 if rollout.rollout_id in missing:  # others are of earlier steps, or repeated
                     missing.remove(rollout.rollout_id)
-                    found[rollout.rollout_id] = rollout
-        dead = [name for name, one in found.items() if one.reason is FinishReason.DEAD_LETTERED]
-        await self.acknowledge(dead, DropReason.DEAD_LETTERED)
-        return [[found[name] for name in names if name not in dead] for names in groups]
+                    if not dead:
+                        found[rollout.rollout_id] = rollout
+        return [[found[name] for name in names if name in found] for names in groups]
 
     # -- episodes and trajectories -------------------------------------------------------------------------------
 
@@ -363,6 +386,7 @@ class Lease(RolloutLease):
 
     async def finish(self, status: RunStatus = RunStatus.FINISHED, message: str = "") -> Run:
         """End the run. Raises `NotReady` while training rollouts are still neither trained nor dropped."""
+        await self._drop_dead(math.inf)
         await self._durable()  # an ended run takes no call that the store has forgotten
         request = runs_pb2.FinishRunRequest(
             lease=self._fence, status=types_pb2.RunStatus.ValueType(status.value), message=message

@@ -4,6 +4,7 @@ In a run whose episodes agents play through gateways there is nothing to submit,
 """
 
 import asyncio
+from collections.abc import Sequence
 from functools import partial
 
 import msgspec
@@ -74,7 +75,7 @@ async def _drive_agents(lease: Lease, following: RunFollower, settings: DriverSe
     if not spec.environment.verifiers:
         await race(following.run(), end_agents_run(lease, following))
         return
-    conversations = await asyncio.to_thread(load_conversations, spec.model)
+    conversations = await _conversations(spec.model)
     processes = VerifierProcesses(spec.environment.verifiers, settings, host_plan(settings))
     try:
         await processes.load()
@@ -128,8 +129,7 @@ def environment_plan(spec: RunSpec, settings: DriverSettings) -> HostPlan:
 
 async def _prepare(spec: RunSpec, environments: Environments) -> Conversations:
     """Loads the run's tokenizer and environments. Raises `InvalidRequest` or `RunFailed` if the run is at fault."""
-    tokens = partial(load_conversations, spec.model, stop_token_ids=spec.sampling.stop_token_ids)
-    conversations = await asyncio.to_thread(tokens)
+    conversations = await _conversations(spec.model, spec.sampling.stop_token_ids)
     try:
         await environments.load()
     except TookTooLong:
@@ -141,6 +141,14 @@ async def _prepare(spec: RunSpec, environments: Environments) -> Conversations:
     except Exception as error:  # noqa: BLE001 - user code; it fails single episodes
         log.warning("the environment failed when tried out", reason=f"{type(error).__name__}: {error}")
     return conversations
+
+
+async def _conversations(model: str, stop_token_ids: Sequence[int] = ()) -> Conversations:
+    try:
+        async with asyncio.timeout(LOADING_S):
+            return await asyncio.to_thread(load_conversations, model, stop_token_ids=stop_token_ids)
+    except TimeoutError:
+        raise RunFailed(f"the tokenizer of {model!r} was not there in {LOADING_S:g} s") from None
 
 
 def _load_source(spec: RunSpec) -> EnvironmentSource:

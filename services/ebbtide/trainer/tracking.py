@@ -307,6 +307,7 @@ class RunTracking:
         self._cursor, self._preempted = progress
         self._count = samples
         self._samples: dict[int, Callable[[], list[Sample]]] = {}
+        self._odd = False  # an event was not understood, which the log says once
 
     def keep_samples(
         self, step: int, trajectories: Sequence[Trajectory], decode: Callable[[Sequence[int]], str]
@@ -319,15 +320,28 @@ class RunTracking:
             del self._samples[old]
 
     async def run(self) -> None:
-        """Tracks the run until it has ended."""
+        """Tracks the run until it has ended, or as long as its events can be read. Leaves out events that it does not
+        understand."""
         try:
             async for event in self._client.watch(self._run_id, self._cursor):
-                if (record := await self._record(event)) is not None:
+                if (record := await self._understood(event)) is not None:
                     record = replace(record, preempted=self._preempted)
                     for thread in self._threads:
                         await thread.write(record)
-        except EbbtideError as error:
-            log.warning("the run is not tracked any more", reason=str(error))
+        except Exception as error:  # noqa: BLE001 - whatever it is, the run goes on
+            log.warning("the run is not tracked any more", reason=f"{type(error).__name__}: {error}")
+
+    async def _understood(self, event: RunEvent) -> Record | None:
+        try:
+            return await self._record(event)
+        except EbbtideError:
+            raise
+        except Exception as error:  # noqa: BLE001 - of values of any trainer, such as a step that is no number
+            if not self._odd:
+                reason = f"{type(error).__name__}: {error}"
+                log.warning("events that are not understood are not tracked", kind=event.kind, reason=reason)
+            self._odd = True
+            return None
 
     async def close(self, timeout_s: float) -> None:
         """Lets the trackers finish, in at most `timeout_s` each. `run` must be over."""

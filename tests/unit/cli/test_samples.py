@@ -165,6 +165,23 @@ async def test_a_filter_that_fits_nothing_says_which_steps_there_are(tmp_path: P
         await fetch(client, "r1", SampleFilter(step=2))
 
 
+@pytest.mark.parametrize("worst", [False, True])
+async def test_only_what_is_shown_is_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, worst: bool) -> None:
+    decoded: list[str] = []
+
+    def decode(ids: Sequence[int]) -> str:
+        decoded.append(letters(ids))
+        return decoded[-1]
+
+    monkeypatch.setattr("ebbtide.cli.views.samples._decoder", lambda model: decode)
+    stored = [trajectory(f"s4.g{n}.0", f"r{n}", (7 * n % 50) / 50) for n in range(50)]
+    client: Any = FakeClient(make_run(tmp_path, trajectories=50), stored[::-1])
+    shown = await fetch(client, "r1", SampleFilter(worst=worst, most=2))
+    first = ["s4.g0.0", "s4.g43.0"] if worst else ["s4.g0.0", "s4.g1.0"]
+    assert [one.episode for one in shown] == first
+    assert len(decoded) == 2 * len(shown)  # prompt and response
+
+
 async def test_where_the_model_is_not_here_the_error_names_the_option(tmp_path: Path) -> None:
     client: Any = FakeClient(make_run(tmp_path, model="/nope", trajectories=1), [trajectory("s4.g0.0", "abc", 0.0)])
     with pytest.raises(InvalidRequest, match=r"--model: .*is no directory"):
@@ -175,7 +192,7 @@ async def test_a_model_of_the_hub_is_not_fetched_to_show_samples(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ebbtide.hub_models.cached_model", lambda model: None)
-    monkeypatch.setattr("ebbtide.run_client.model_folder", lambda model: pytest.fail(f"{model} is fetched"))
+    monkeypatch.setattr("ebbtide.run_client.tokenizer_folder", lambda model: pytest.fail(f"{model} is fetched"))
     run = make_run(tmp_path, model="owner/large", trajectories=1)
     client: Any = FakeClient(run, [trajectory("s4.g0.0", "abc", 0.0)])
     with pytest.raises(InvalidRequest, match=r"--model: 'owner/large' is not in this machine's cache"):

@@ -253,6 +253,21 @@ async def test_bad_specs_are_refused_by_field_before_anything_is_submitted(
     assert not cluster.rollouts
 
 
+async def test_a_tokenizer_that_does_not_arrive_in_time_fails_the_run(
+    tiny_model: Path, behaviour: Behaviour, monkeypatch: pytest.MonkeyPatch, make_cluster: Any, make_client: Any
+) -> None:
+    over = threading.Event()
+    monkeypatch.setattr("ebbtide.driver.service.LOADING_S", 0.05)
+    monkeypatch.setattr("ebbtide.driver.service.load_conversations", lambda *_, **more: over.wait(30))
+    cluster = make_cluster(make_spec(tiny_model), echo)
+    try:
+        with pytest.raises(RunFailed, match=r"tokenizer of .* was not there"):
+            await drive(make_client(cluster), cluster.lease("driver"), SETTINGS)
+    finally:
+        over.set()
+    assert not cluster.rollouts
+
+
 async def test_a_driver_without_processes_for_scorings_refuses_their_limits(
     tiny_model: Path, behaviour: Behaviour, monkeypatch: pytest.MonkeyPatch, make_cluster: Any, make_client: Any
 ) -> None:

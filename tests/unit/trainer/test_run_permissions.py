@@ -101,6 +101,9 @@ def test_rows_lie_below_their_roots_and_a_reward_function_has_to_be_listed(tmp_p
     inside = {"splits": {"train": "a.jsonl", "eval": "b.parquet"}}
     check_permitted(run(**inside), roots)
     check_permitted(run(data="owner/name"), roots)  # of the Hub
+    few = msgspec.structs.replace(roots, data_sets=("owner/public-*",))
+    check_permitted(run(data="owner/public-sums"), few)
+    assert field_refused(run(data="owner/name"), few) == "environment.params.data"
     for params in ({"data": "/etc/a.jsonl"}, {"data": str(tmp_path / "data" / "link.jsonl")}, {"data": "a.jsonl"}):
         assert field_refused(run(**params), roots) == "environment.params.data"
     for other in ("../a.jsonl", "/etc/a.jsonl"):

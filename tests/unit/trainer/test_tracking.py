@@ -4,7 +4,7 @@ import asyncio
 import json
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from structlog.testing import capture_logs
 
 from ebbtide.errors import InvalidRequest
 from ebbtide.trainer import trackers, training
@@ -219,6 +220,35 @@ async def test_a_tracker_that_fails_or_hangs_costs_neither_the_run_nor_other_tra
     released.set()
     assert [record.step for record in stubs["sound"].records] == [1, 2, 3, 4, 5]
     assert stubs["broken"].records == []
+
+
+async def test_events_that_make_no_sense_are_left_out_and_told_once(
+    tiny_model: Path, tmp_path: Path, make_cluster: Any, make_client: Any
+) -> None:
+    cluster = make_cluster(make_spec(tiny_model, tmp_path), lambda request: None)
+    for key in ("odd", "again"):
+        cluster.emit(RunEvent(kind="step", key=key, values={"step": float("nan")}))
+    steps(cluster, 2)
+    sound = Stub()
+    with capture_logs() as logs:
+        await tracked(cluster, make_client(cluster), {"sound": sound})
+    assert [record.step for record in sound.records] == [1, 2]
+    assert len([one for one in logs if "not understood" in one["event"]]) == 1
+
+
+async def test_the_log_says_why_a_run_is_not_tracked_any_more(
+    tiny_model: Path, tmp_path: Path, make_cluster: Any, make_client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = make_client(make_cluster(make_spec(tiny_model, tmp_path), lambda request: None))
+
+    async def broken(*_: Any) -> AsyncGenerator[RunEvent, None]:
+        raise ValueError("an event of another release")
+        yield
+
+    monkeypatch.setattr(client, "watch", broken)
+    with capture_logs() as logs:
+        await tracked(None, client, {})
+    assert ["ValueError" in one["reason"] for one in logs if "not tracked any more" in one["event"]] == [True]
 
 
 async def test_a_run_is_trained_to_its_end_where_no_tracker_can_write(

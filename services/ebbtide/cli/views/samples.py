@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from msgspec import Struct
 from rich.console import Console
@@ -37,6 +37,9 @@ SAMPLES_FILE: Final = "samples.jsonl"
 _SHOWN: Final = 2_000
 
 
+_Either = TypeVar("_Either", bound="Sample | Trajectory")
+
+
 class SampleFilter(Struct, frozen=True, kw_only=True):
     """Which samples are asked for."""
 
@@ -45,13 +48,22 @@ class SampleFilter(Struct, frozen=True, kw_only=True):
     worst: bool = False  # the lowest rewards first; otherwise in order
     most: int = 8
 
-    def chosen(self, samples: "Iterable[Sample]") -> "list[Sample]":
+    def fits(self, one: "Sample | Trajectory") -> bool:
+        _, step, group, _ = _place(one)
+        return self.step in (None, step) and self.group in ("", group)
+
+    def chosen(self, samples: Iterable[_Either]) -> list[_Either]:
         """Those that are asked for, in the order in which they are shown."""
-        fitting = [
-            one for one in samples if self.step in (None, one.step) and self.group in ("", one.group)
-        ]  # fmt: skip
-        fitting.sort(key=lambda one: (one.reward if self.worst else 0.0, one.step, one.group, one.episode))
+        fitting = [one for one in samples if self.fits(one)]
+        fitting.sort(key=lambda one: (_place(one)[0] if self.worst else 0.0, *_place(one)[1:]))
         return fitting[: self.most]
+
+
+def _place(one: "Sample | Trajectory") -> tuple[float, int, str, str]:
+    """Reward, step, group and episode."""
+    if isinstance(one, Trajectory):
+        return one.reward, one.step + 1, one.group_id, one.episode_id
+    return one.reward, one.step, one.group, one.episode
 
 
 class Part(Struct, frozen=True, kw_only=True):
@@ -94,19 +106,22 @@ async def fetch(client: "Client", run_id: str, wanted: SampleFilter, model: str 
     Raises `NotFound`, and `InvalidRequest` if there is no sample, or no tokenizer.
     """
     run = await client.run(run_id)
-    stored = await _stored(client, run)
-    found: list[Sample] = []
-    if stored:
-        decode = await asyncio.to_thread(_decoder, model or run.spec.model)
-        found = await asyncio.to_thread(lambda: [sample(one, decode) for one in stored])
-    known = {one.episode for one in found}
+    stored = await _stored(client, run, wanted)
     kept = Path(run.spec.output) / run_id / SAMPLES_FILE
-    found += [one for one in await asyncio.to_thread(_kept, kept) if one.episode not in known]
-    chosen = wanted.chosen(found)
-    if not chosen:
-        raise InvalidRequest(_nothing(found, kept, run), field="RUN")
+    others = [one for one in await asyncio.to_thread(_kept, kept) if one.episode not in stored.episodes]
+    found: list[Sample | Trajectory] = [*stored.fitting, *others]
+    picked = wanted.chosen(found)
+    if not picked:
+        raise InvalidRequest(_nothing(stored.steps | {one.step for one in others}, kept, run), field="RUN")
+    chosen = await asyncio.to_thread(_with_texts, picked, model or run.spec.model)
     parts = await _parts(client, run_id, {one.episode for one in chosen})
     return [_with_workers(one, parts) for one in chosen]
+
+
+def _with_texts(picked: Sequence[Sample | Trajectory], model: str) -> list[Sample]:
+    coded = any(isinstance(one, Trajectory) for one in picked)
+    decode: Decode = _decoder(model) if coded else lambda _: ""
+    return [sample(one, decode) if isinstance(one, Trajectory) else one for one in picked]
 
 
 def sample(trajectory: Trajectory, decode: Decode) -> Sample:
@@ -137,18 +152,33 @@ def _passages(ids: Sequence[int], mask: bytes, decode: Decode) -> Iterator[Passa
         at = end
 
 
-async def _stored(client: "Client", run: Run) -> list[Trajectory]:
-    """Episodes that the coordinator has now."""
-    rollouts, found = run.counters.get("trajectories", 0), list[Trajectory]()
+class _Stored(Struct):
+    """What the coordinator has now."""
+
+    fitting: list[Trajectory] = []  # with all that are asked for
+    episodes: set[str] = set()
+    steps: set[int] = set()
+
+
+async def _stored(client: "Client", run: Run, wanted: SampleFilter) -> _Stored:
+    """Holds few trajectories at a time: all of a run may be gigabytes."""
+    rollouts, heard, found = run.counters.get("trajectories", 0), 0, _Stored()
     if run.status.ended or not rollouts:
         return found
     async with aclosing(client.trajectories(run.run_id)) as stream:
         with Waiting(f"the episodes of {run.run_id}") as waiting:
             try:
-                while sum(one.rollouts for one in found) < rollouts:
+                while heard < rollouts:
                     async with asyncio.timeout(_SILENCE_S):
-                        found.append(await anext(stream))
+                        one = await anext(stream)
                     waiting.heard()
+                    heard += one.rollouts
+                    found.episodes.add(one.episode_id)
+                    found.steps.add(one.step + 1)
+                    if wanted.fits(one):
+                        found.fitting.append(one)
+                    if len(found.fitting) > 2 * wanted.most:
+                        found.fitting = wanted.chosen(found.fitting)
             except (StopAsyncIteration, TimeoutError):  # the run ended, or a checkpoint took the others meanwhile
                 pass
     return found
@@ -222,10 +252,10 @@ def _decoder(model: str) -> Decode:
         raise InvalidRequest(text, field="--model") from None
 
 
-def _nothing(found: Sequence[Sample], kept: Path, run: Run) -> str:
-    if found:
-        steps = sorted({one.step for one in found})
-        return f"no such sample; there are some of steps {', '.join(map(str, steps[-8:]))}, with `run samples` alone"
+def _nothing(steps: set[int], kept: Path, run: Run) -> str:
+    if steps:
+        some = ", ".join(map(str, sorted(steps)[-8:]))
+        return f"no such sample; there are some of steps {some}, with `run samples` alone"
     if run.status.ended:
         return f"has ended, so the coordinator has none of its samples any more, and {str(kept)!r} is not here"
     return f"has no samples that are not in a checkpoint yet, and {str(kept)!r} is not here; try again later"

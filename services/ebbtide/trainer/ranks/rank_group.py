@@ -22,6 +22,7 @@ from ebbtide.client.publisher.publisher import Publisher
 from ebbtide.client.publisher.rank_exchange import RankFailure
 from ebbtide.client.publisher.torch_exchange import TorchExchange
 from ebbtide.errors import EbbtideError, InvalidRequest
+from ebbtide.hub_models import same_folder
 from ebbtide.run_client import RunFailed
 from ebbtide.runtime import Aside, Shutdown, race
 from ebbtide.telemetry import bind, get_logger
@@ -53,7 +54,7 @@ class PackedSamples(Struct, frozen=True, kw_only=True):
 
 
 class BeginOrder(Struct, frozen=True, kw_only=True, tag="Begin"):
-    """Load a run's weights from the directory `source`, and drop the former run."""
+    """Load a run's weights from the directory `source` of rank 0's host, and drop the former run."""
 
     run_id: str
     spec: RunSpec
@@ -461,7 +462,7 @@ class RankFollower:
         park = park_of(self._settings) if order.parks and self._settings is not None else None
         self._learning = LocalLearning(
             order.spec,
-            source=Path(order.source),
+            source=same_folder(Path(order.source), order.spec.model),
             device=self._world.device,
             keep_published=order.keep_published,
             offload=order.offload,

@@ -2,6 +2,9 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -11,6 +14,7 @@ from ebbtide.errors import InvalidRequest, NotFound
 from ebbtide.run_client import RunFailed
 from ebbtide.trainer.learning.local_learning import LocalLearning
 from ebbtide.trainer.learning.training_batches import TrainingSample
+from ebbtide.trainer.ranks import rank_group
 from ebbtide.trainer.ranks.rank_group import (
     BeginOrder,
     ForgetOrder,
@@ -121,3 +125,16 @@ def test_what_all_ranks_parked_is_freed_at_the_end_of_a_run() -> None:
     first._crew = Crew()  # type: ignore[assignment]
     first.forget_parked()
     assert [one._memory.parked for one in (first, second)] == [False, False]  # type: ignore[union-attr]
+
+
+def test_a_rank_loads_a_run_from_where_the_model_is_on_its_own_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[Path] = []
+    monkeypatch.setattr(rank_group, "TorchExchange", lambda **_: None)
+    monkeypatch.setattr(rank_group, "same_folder", lambda source, model: Path("/own") / model / source.name)
+    monkeypatch.setattr(rank_group, "LocalLearning", lambda spec, *, source, **_: loaded.append(source))
+    world: Any = SimpleNamespace(device="cpu", settle=lambda: None)
+    client: Any = None
+    spec = RunSpec(name="r", model="owner/tiny", environment=EnvironmentSpec(name="e"))
+    order = BeginOrder(run_id="r", spec=spec, source="/of-rank-0/snapshots/c", keep_published=True)
+    rank_group.RankFollower(world, client)._obey(order)
+    assert loaded == [Path("/own/owner/tiny/c")]
