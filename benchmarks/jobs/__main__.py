@@ -26,6 +26,7 @@ from benchmarks.conditions import conditions
 from benchmarks.jobs.cost_bounds import fluid_bound, lp_bound
 from benchmarks.jobs.decision_times import decision_times
 from benchmarks.jobs.job_traces import (
+    LATER_32B_8K,
     MIXES,
     PRODUCTION_HOURS,
     ROLLOUT_PRICE,
@@ -105,7 +106,7 @@ def run(traces: Sequence[Sequence[TraceEntry]], seeds: Sequence[int], *, quick: 
         mixes = [mix(kind, seed, jobs_of_mix) for seed in seeds]
         found[kind] = _part(kind, partial(_compared, mixes, replays))
     found["ablations"] = _part("ablations", lambda: ablations(traces[0], replays))
-    found["decisions"] = _part("decisions", lambda: decision_times(100 if quick else 400))
+    found["decisions"] = _part("decisions", lambda: decision_times(10.0 if quick else 40.0))
     figures = dict.fromkeys(FIGURES) | _figures(found)
     return {
         "figures": figures,
@@ -174,6 +175,7 @@ def ablations(trace: Sequence[TraceEntry], replays: Replays) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     loose = [entry._replace(slowdown=2.0) for entry in trace]
+    slower = [entry._replace(times=LATER_32B_8K) if entry.type == "32B-8k" else entry for entry in trace]
     for name, entries, merging, switch, more in (
         ("as_replayed", trace, NO_MERGING, 1.0, {}),
         ("migration", trace, MERGING, 1.0, {}),
@@ -181,6 +183,7 @@ def ablations(trace: Sequence[TraceEntry], replays: Replays) -> dict[str, Any]:
         ("no_switch_cost", trace, NO_MERGING, 0.0, {}),
         ("saturated_too", trace, NO_MERGING, 1.0, {"prunes": False}),
         ("all_bounds_2", loose, NO_MERGING, 1.0, {}),
+        ("slower_32B_8k", slower, NO_MERGING, 1.0, {}),
     ):
         under = terms(merging)
         jobs = as_jobs(entries, fixed_stay=True, switch=switch)

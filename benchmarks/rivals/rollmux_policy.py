@@ -3,7 +3,8 @@
 A job that comes is tried in each group that is not saturated: on a rollout node that is there, and on a new one. It is
 admitted where a simulated group keeps every member within its bound, and takes the place with the smallest added price,
 a new group included. Groups are not packed again when jobs leave. Its paper plans with the longest responses; its
-experiments, and so this, with measured means. It moves the tail of a rollout away where the simulation merges tails.
+experiments, and so this, with measured means. Where the simulation merges tails, it moves those of rollouts away, and
+plans with that.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,11 +12,13 @@ from heapq import heappop, heappush
 from math import inf
 from typing import Final
 
-from ebbtide.coordinator.rules.phase_turns import NO_MERGING, Returning, TailMerging, Waiter
+from ebbtide.coordinator.rules.phase_turns import NO_MERGING, Returning, TailMerging, Waiter, rollout_ends
 from ebbtide.coordinator.rules.run_groups import Move, RunGroup, Seat, Terms
 from ebbtide.simulator.shared_devices import Job, seated_alone
 
 _ROUNDS: Final = 20
+_TRAINER: Final = -1
+_MAIN, _TAIL, _TRAINED = range(3)
 
 
 class RollMuxPolicy:
@@ -73,7 +76,7 @@ class RollMuxPolicy:
         cycle = max(sum(_times(one, group.width)) for one in members)
         units = dict.fromkeys(group.units, 0.0)
         for seat in group.seats:
-            units[seat.unit] += _times(self._jobs[seat.run_id], group.width)[0]
+            units[seat.unit] += _times(self._jobs[seat.run_id], group.width)[0] * self.merging.occupied
         load = max(sum(_times(one, group.width)[1] for one in members), *units.values())
         return load < cycle
 
@@ -89,6 +92,7 @@ class RollMuxPolicy:
         slowdowns = fifo_slowdowns(
             [(*_times(one, group.width), one.rollout_switch_s, one.train_switch_s) for one in members],
             [seat.unit for seat in group.seats],
+            self.merging,
         )
         return all(
             found * one.width / group.width <= one.max_slowdown for found, one in zip(slowdowns, members, strict=True)
@@ -99,23 +103,33 @@ def _times(job: Job, nodes: int) -> tuple[float, float]:
     return job.expected_rollout_s * job.width / nodes, job.expected_train_s * job.width / nodes
 
 
-def fifo_slowdowns(times: Sequence[tuple[float, float, float, float]], units: Sequence[int]) -> list[float]:
+def fifo_slowdowns(
+    times: Sequence[tuple[float, float, float, float]], units: Sequence[int], merging: TailMerging = NO_MERGING
+) -> list[float]:
     """How much longer each job's rounds are than alone, with FIFO queues. `times`: seconds of a rollout, of training,
     and of the switch before each where another job was in between; `units`: the rollout node of each.
     """
-    queues: dict[int, list[int]] = {unit: [] for unit in (-1, *units)}
+    queues: dict[int, list[int]] = {unit: [] for unit in (_TRAINER, *units)}
     busy: dict[int, int] = dict.fromkeys(queues, -1)
     last: dict[int, int] = dict.fromkeys(queues, -1)
+    tails: dict[int, float] = dict.fromkeys(queues, 0.0)
     events: list[tuple[float, int, int]] = []
     ends: list[list[float]] = [[] for _ in times]
 
     def start(now: float, place: int) -> None:
-        if busy[place] < 0 and queues[place]:
-            at = queues[place].pop(0)
-            kind = 1 if place == -1 else 0
-            switch = times[at][2 + kind] if last[place] not in (at, -1) else 0.0
-            busy[place] = last[place] = at
-            heappush(events, (now + switch + times[at][kind], kind, at))
+        if busy[place] >= 0 or not queues[place]:
+            return
+        at = queues[place].pop(0)
+        kind = _TRAINED if place == _TRAINER else _MAIN
+        begin = now + (times[at][3 if kind else 2] if last[place] not in (at, -1) else 0.0)
+        busy[place] = last[place] = at
+        if kind == _TRAINED:
+            heappush(events, (begin + times[at][1], _TRAINED, at))
+            return
+        main, end = rollout_ends(begin, times[at][0], max(0.0, tails[place] - begin), merging)
+        tails[place] = end if main < end else tails[place]
+        heappush(events, (main, _MAIN, at))
+        heappush(events, (end, _TAIL, at))
 
     for at, unit in enumerate(units):
         queues[unit].append(at)
@@ -123,10 +137,12 @@ def fifo_slowdowns(times: Sequence[tuple[float, float, float, float]], units: Se
         start(0.0, unit)
     while min(len(one) for one in ends) <= _ROUNDS:
         now, kind, at = heappop(events)
-        place, following = (-1, units[at]) if kind else (units[at], -1)
-        busy[place] = -1
-        queues[following].append(at)
-        if kind:
+        place, following = (units[at], _TRAINER) if kind != _TRAINED else (_TRAINER, units[at])
+        if kind != _TAIL:
+            busy[place] = -1
+        if kind != _MAIN:
+            queues[following].append(at)
+        if kind == _TRAINED:
             ends[at].append(now)
         start(now, place)
         start(now, following)

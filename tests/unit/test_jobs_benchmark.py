@@ -1,6 +1,8 @@
 """The benchmark of jobs on the same devices: its traces, rivals, bounds and figures."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -9,9 +11,13 @@ from msgspec.structs import replace
 
 from benchmarks.jobs.__main__ import FIGURES, calibration
 from benchmarks.jobs.cost_bounds import fluid_bound, lp_bound
+from benchmarks.jobs.decision_times import decision_times, successive
 from benchmarks.jobs.job_traces import MIXES, TYPES, TraceEntry, as_jobs, mix, production, read_trace
 from benchmarks.jobs.replays import MERGING, Replays, colocated, pooled, replay, terms
-from benchmarks.rivals.rollmux_policy import fifo_slowdowns
+from benchmarks.rivals.rollmux_policy import RollMuxPolicy, fifo_slowdowns
+from ebbtide.coordinator.rules.phase_turns import NO_MERGING
+from ebbtide.coordinator.rules.run_groups import Forecast, GroupPlanner, Move, RunGroup
+from ebbtide.simulator.shared_devices import TurnsPolicy
 
 
 def test_the_drawn_trace_has_the_published_statistics() -> None:
@@ -70,6 +76,50 @@ def test_fifo_queues_let_short_rounds_run_between_long_ones_and_share_a_node_eve
     own_nodes = fifo_slowdowns([(250, 100, 0, 0), (250, 100, 0, 0), (600, 100, 0, 0)], [0, 1, 2])
     assert max(own_nodes) < 1.15
     assert fifo_slowdowns([(134, 113, 1, 4)] * 2, [0, 0]) == pytest.approx([2 * 135 / 247] * 2, rel=0.01)
+
+
+def test_rollmux_plans_with_the_tails_that_it_will_move_away() -> None:
+    """Two equal rollouts and no training worth the name: a unit is occupied for 0.8125 of each, and takes as long."""
+    pair = [(100.0, 1.0, 0.0, 0.0)] * 2
+    assert fifo_slowdowns(pair, [0, 0], MERGING) == pytest.approx([2 * 81.25 / 101] * 2, rel=0.01)
+    jobs = as_jobs([TraceEntry(str(at), 0.0, 10.0, "", 1.8, (100.0, 1.0)) for at in range(2)])
+    for merging, units in ((NO_MERGING, (0, 1)), (MERGING, (0,))):
+        policy = RollMuxPolicy(terms(merging), merging=merging, prunes=False)
+        first = policy.arrived(jobs[0], {})
+        assert policy.arrived(jobs[1], {first.name: first}).units == units
+
+
+def test_decisions_are_timed_on_forecasts_that_drift_with_as_many_runs_at_any_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("benchmarks.jobs.decision_times._RUNS", 12)
+    jobs = successive(12.0)
+    for hour in np.arange(0.05, 12.0, 0.25):
+        assert sum(one.arrive_s <= hour * 3600.0 < one.leave_s for one in jobs) == 12
+    assert len(jobs) > 12
+    played = 0
+    made = GroupPlanner._forecast
+
+    def counted(*known: Any) -> Forecast:
+        nonlocal played
+        played += 1
+        return made(*known)
+
+    monkeypatch.setattr(GroupPlanner, "_forecast", counted)
+    counts: list[int] = []
+    reviewed = TurnsPolicy.review
+
+    def review(self: TurnsPolicy, groups: Mapping[str, RunGroup], left: Sequence[str]) -> list[Move]:
+        before = played
+        found = reviewed(self, groups, left)
+        counts.append(played - before)
+        return found
+
+    monkeypatch.setattr(TurnsPolicy, "review", review)
+    found = decision_times(12.0)
+    assert found["reviews"] == len(counts) >= 40
+    assert sum(one > 0 for one in counts) > len(counts) / 2  # these were not answered from memory
+    assert 0.0 < found["processor_review_p50_ms"] <= found["processor_review_p99_ms"]
 
 
 def test_rivals_do_the_same_rounds_and_pay_for_them() -> None:
