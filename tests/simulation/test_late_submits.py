@@ -74,7 +74,7 @@ async def live_a_day(world: World) -> None:
 def test_a_submit_is_recognised_a_day_after_its_rollouts_were_over_and_the_store_does_not_grow() -> None:
     world = World(0)
     # Nothing here waits until a write is durable: four looks a second, for a day, would be most of the test's time.
-    seldom = patch.multiple("ebbtide.store.durability", _LOOK_S=60.0, _REST_S=30.0)
+    seldom = patch.multiple("ebbtide.store.durability", _SAMPLE_S=60.0, _REST_S=30.0)
     with world.patched(), seldom:
         asyncio.set_event_loop(world.loop)
         try:

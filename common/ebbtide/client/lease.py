@@ -47,7 +47,6 @@ from ebbtide.types.session import (
     TurnPage,
     UnverifiedSession,
 )
-from ebbtide.types.tokens import pack_ids
 from ebbtide.types.weights import PolicyVersion
 from ebbtide.v1 import rollouts_pb2, runs_pb2, sessions_pb2, types_pb2
 from ebbtide.v1.rollouts_pb2_grpc import RolloutsStub
@@ -226,6 +225,8 @@ class Lease(RolloutLease):
         prompts, or if some of the step's responses were acknowledged, and `LeaseSuperseded` if the run ends meanwhile.
         For several turns, or versions that may differ, use `submit_rollouts` and `finished`.
         """
+        from ebbtide.types.tokens import pack_ids  # numpy, which programs that submit do not need
+
         groups = [[f"s{step}.g{group}.{sample}" for sample in range(samples)] for group in range(len(prompts))]
         asked = [
             RolloutRequest(

@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 
 from ebbtide.cli.views.samples import SampleFilter, fetch
 from ebbtide.client import Client
-from ebbtide.errors import InvalidRequest
 from ebbtide.types.run import Run, RunEvent, RunSpec, RunStatus, TailSpec
 from tests.support.waiting import wait_until
 
@@ -83,7 +82,7 @@ async def test_a_run_killed_anywhere_ends_like_an_undisturbed_one(
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items()), victim
 
 
-async def test_samples_are_shown_until_a_checkpoint_holds_them(
+async def test_all_samples_are_shown_until_a_checkpoint_holds_them_and_some_of_them_afterwards(
     cluster: Any, client: Client, make_spec: MakeSpec
 ) -> None:
     spec = make_spec(trainer={"checkpoint_every": 100})
@@ -105,8 +104,9 @@ async def test_samples_are_shown_until_a_checkpoint_holds_them(
         assert {part.worker for part in one.workers} == {(await client.workers())[0].worker_id}
     assert worst.reward <= min(one.reward for one in first)
     await ended(client, "sampled")
-    with pytest.raises(InvalidRequest, match="has ended"):
-        await fetch(client, "sampled", SampleFilter())
+    kept = await fetch(client, "sampled", SampleFilter(step=1, most=100))
+    assert {one.episode for one in kept} < {one.episode for one in first}, "those that the trainer's trackers wrote"
+    assert kept[0].reward == min(one.reward for one in first)
 
 
 async def test_a_trainer_killed_within_a_streamed_step_trains_its_groups_once(
