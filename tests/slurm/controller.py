@@ -45,7 +45,7 @@ MpiDefault=none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SlurmdParameters=config_overrides
-SchedulerParameters=bf_interval=1
+SchedulerParameters=bf_interval=1,sched_interval=2
 ReturnToService=2
 KillWait={kill_wait}
 PreemptType=preempt/partition_prio
