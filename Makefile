@@ -65,6 +65,9 @@ test-hosts: env ## The whole system on hosts of its own (network namespaces, mTL
 test-bare: env ## docs/deploy/bare-metal.md, followed in fresh containers with systemd; needs root, podman, debootstrap, packages
 	@$(BIN)/python -m pytest -s -m bare tests/bare $(ARGS)
 
+test-slurm: env ## The jobs of deploy/slurm on a real Slurm, which preempts a worker; needs root, slurmctld, slurmd, munge
+	@$(BIN)/python -m pytest -m slurm tests/slurm $(ARGS)
+
 test-extras: env ## Each service's own extra, in an environment of its own; needs packages
 	@TORCH='$(TORCH)' $(BIN)/python -m pytest -m extras tests/extras $(ARGS)
 

@@ -12,7 +12,7 @@ from typing import Final
 
 import pytest
 
-_BY_DEFAULT: Final = "not nightly and not hosts and not bare and not extras and not integrations"
+_BY_DEFAULT: Final = "not nightly and not hosts and not bare and not extras and not integrations and not slurm"
 #: The longest first, and last what is dealt out test by test: so all processes end at the same time.
 _SERVICES: Final = tuple(
     f"tests/{name}" for name in ("e2e", "simulation", "upgrade", "integration", "http_fuzz", "chaos")
