@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+from ebbtide.free_ports import free_port
 from tests.support.waiting import wait_until
 
 TOKEN: Final = "a-token-of-tests"
@@ -25,7 +26,7 @@ class ServiceProcess:
         self._name, self._flags, self._listens, self._proof = name, flags, listens, proof
         self._ready = directory / f"{name}.json"
         self._process: subprocess.Popen[bytes] | None = None
-        self.address = "127.0.0.1:0"
+        self.address = f"127.0.0.1:{free_port()}"  # connections take none of these while it is down
 
     async def start(self, *more: str) -> str:
         """Where it listens. `more`: flags of this start alone."""
